@@ -1,0 +1,256 @@
+"""Attention masks as slices of (query range, key range, diagonal band), with exact areas.
+
+A slice admits the pairs (q, k) with ``q_start <= q < q_end``, ``k_start <= k < k_end`` and
+``low <= k - q <= high``. The four types of the literature are bands: FULL has none, CAUSAL (bottom-right
+aligned) is ``high = k_end - q_end``, INVCAUSAL (top-left aligned) is ``low = k_start - q_start`` and
+BICAUSAL has both; a sliding window is a band of its own. Bands have what types lack: the part of a slice that
+falls into any rectangle is one slice again, so sharding a mask over ranks is plain intersection.
+
+Reference: LongCA-bench (arXiv 2510.17896), section 3, for the types; Differs: bands instead of types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from cpsim.errors import ScenarioError
+
+Ints = NDArray[np.int64]
+
+UNBOUNDED: Final = 1 << 60
+"""Band limit that cuts nothing."""
+
+FULL, CAUSAL, INVCAUSAL, BICAUSAL = range(4)
+TYPE_NAMES: Final = ("full", "causal", "invcausal", "bicausal")
+
+
+@dataclass(frozen=True, slots=True)
+class Slices:
+    """Columns of mask slices, each ``int64[M]``; read-only by convention.
+
+    A mask lists disjoint slices ordered by ``q_start``.
+    """
+
+    q_start: Ints
+    q_end: Ints
+    k_start: Ints
+    k_end: Ints
+    low: Ints
+    high: Ints
+
+    def __len__(self) -> int:
+        return len(self.q_start)
+
+    def areas(self) -> Ints:
+        """Unmasked (query, key) pairs of every slice, ``int64[M]``, exact."""
+        return slice_areas(self.q_start, self.q_end, self.k_start, self.k_end, self.low, self.high)
+
+    def types(self) -> list[str]:
+        """The literature's name of every slice's type; bands that fit no type are called ``band``."""
+        upper = self.high < self.k_end - 1 - self.q_start
+        lower = self.low > self.k_start - self.q_end + 1
+        aligned_up = self.high == self.k_end - self.q_end
+        aligned_low = self.low == self.k_start - self.q_start
+        known = (~upper | aligned_up) & (~lower | aligned_low)
+        code = upper + 2 * lower
+        return [TYPE_NAMES[c] if ok else "band" for c, ok in zip(code.tolist(), known.tolist(), strict=True)]
+
+
+@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+def _pairs_up_to(num_q, num_k, diagonal):  # type: ignore[no-untyped-def]
+    """Pairs (u, v) of a num_q x num_k rectangle with v - u <= diagonal."""
+    last = num_q + diagonal
+    total = 0
+    total += last * (last + 1) // 2 if last > 0 else 0
+    total -= diagonal * (diagonal + 1) // 2 if diagonal > 0 else 0
+    last -= num_k
+    diagonal -= num_k
+    total -= last * (last + 1) // 2 if last > 0 else 0
+    total += diagonal * (diagonal + 1) // 2 if diagonal > 0 else 0
+    return total
+
+
+@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+def slice_area(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-untyped-def]
+    """Exact area of one slice; the band is clipped to the rectangle first so that nothing overflows."""
+    num_q, num_k = q_end - q_start, k_end - k_start
+    if num_q <= 0 or num_k <= 0:
+        return 0
+    shift = k_start - q_start
+    upper = min(high - shift, num_k - 1)
+    lower = max(low - shift, 1 - num_q)
+    if upper < lower:
+        return 0
+    return _pairs_up_to(num_q, num_k, upper) - _pairs_up_to(num_q, num_k, lower - 1)
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def slice_areas(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-untyped-def]
+    """Exact areas of many slices, ``int64[M]``; see ``Slices`` for the columns."""
+    areas = np.empty(len(q_start), np.int64)
+    for i in range(len(q_start)):
+        areas[i] = slice_area(q_start[i], q_end[i], k_start[i], k_end[i], low[i], high[i])
+    return areas
+
+
+def slices_of(rows: Sequence[tuple[int, int, int, int, int]]) -> Slices:
+    """Slices from rows (q_start, q_end, k_start, k_end, type), type one of FULL, CAUSAL, INVCAUSAL, BICAUSAL."""
+    q_start, q_end, k_start, k_end, kind = np.array(rows, np.int64).reshape(-1, 5).T
+    high = np.where((kind == CAUSAL) | (kind == BICAUSAL), k_end - q_end, UNBOUNDED)
+    low = np.where((kind == INVCAUSAL) | (kind == BICAUSAL), k_start - q_start, -UNBOUNDED)
+    return Slices(q_start.copy(), q_end.copy(), k_start.copy(), k_end.copy(), low, high)
+
+
+def _whole(kind: int) -> Callable[[Sequence[int]], Slices]:
+    def build(documents: Sequence[int]) -> Slices:
+        total = sum(documents)
+        return slices_of([(0, total, 0, total, kind)])
+
+    return build
+
+
+def _by_document(kind: int) -> Callable[[Sequence[int]], Slices]:
+    def build(documents: Sequence[int]) -> Slices:
+        ends = np.cumsum(np.asarray(documents, np.int64))
+        starts = ends - np.asarray(documents, np.int64)
+        high = np.full(len(ends), 0 if kind == CAUSAL else UNBOUNDED, np.int64)
+        return Slices(starts, ends, starts, ends, np.full(len(ends), -UNBOUNDED, np.int64), high)
+
+    return build
+
+
+MASKS: Final[dict[str, Callable[[Sequence[int]], Slices]]] = {
+    "full": _whole(FULL),
+    "causal": _whole(CAUSAL),
+    "full_document": _by_document(FULL),
+    "causal_document": _by_document(CAUSAL),
+}
+"""Name -> slices of the mask over packed documents of the given lengths [tokens]."""
+
+
+def mask_slices(name: str, documents: Sequence[int]) -> Slices:
+    """Slices of a named mask over packed documents.
+
+    Args:
+        name: a key of ``MASKS``.
+        documents: document lengths in packing order [tokens]; ``full`` and ``causal`` use their sum only.
+
+    Raises:
+        ScenarioError: the name is unknown.
+    """
+    if name not in MASKS:
+        raise ScenarioError(f"mask: expected one of {', '.join(MASKS)}, got {name!r}")
+    return MASKS[name](documents)
+
+
+def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
+    """The mask as a boolean matrix ``[num_tokens, num_tokens]``: the brute-force twin for tests and pictures."""
+    allowed = np.zeros((num_tokens, num_tokens), bool)
+    rows = zip(
+        slices.q_start.tolist(), slices.q_end.tolist(), slices.k_start.tolist(),
+        slices.k_end.tolist(), slices.low.tolist(), slices.high.tolist(), strict=True,
+    )  # fmt: skip
+    for q0, q1, k0, k1, low, high in rows:
+        offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
+        allowed[q0:q1, k0:k1] |= (offset >= low) & (offset <= high)
+    return allowed
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _restrict(mask, q_set_start, q_ranges, k_set_start, k_ranges, pair_q, pair_k, out):  # type: ignore[no-untyped-def]
+    """Write (pair, mask row, slice) rows of every non-empty intersection; returns how many there are."""
+    count = 0
+    for pair in range(len(pair_q)):
+        q_first, q_last = q_set_start[pair_q[pair]], q_set_start[pair_q[pair] + 1]
+        k_first, k_last = k_set_start[pair_k[pair]], k_set_start[pair_k[pair] + 1]
+        if q_first == q_last or k_first == k_last:
+            continue
+        q_from, k_from = q_first, k_first
+        row = -1
+        while row + 1 < len(mask) and mask[row + 1, 0] < q_ranges[q_last - 1, 1]:
+            row += 1
+            if mask[row, 1] <= q_ranges[q_first, 0]:
+                continue
+            while q_from < q_last and q_ranges[q_from, 1] <= mask[row, 0]:
+                q_from += 1
+            if k_from == k_last or k_ranges[k_from, 0] > mask[row, 2]:
+                k_from = k_first
+            while k_from < k_last and k_ranges[k_from, 1] <= mask[row, 2]:
+                k_from += 1
+            q_at = q_from
+            while q_at < q_last and q_ranges[q_at, 0] < mask[row, 1]:
+                q0 = max(q_ranges[q_at, 0], mask[row, 0])
+                q1 = min(q_ranges[q_at, 1], mask[row, 1])
+                k_at = k_from
+                while k_at < k_last and k_ranges[k_at, 0] < mask[row, 3]:
+                    k0 = max(k_ranges[k_at, 0], mask[row, 2])
+                    k1 = min(k_ranges[k_at, 1], mask[row, 3])
+                    if mask[row, 5] + q1 - 1 < k0 and mask[row, 5] < UNBOUNDED:
+                        break
+                    area = slice_area(q0, q1, k0, k1, mask[row, 4], mask[row, 5])
+                    if area > 0:
+                        if count < len(out):
+                            out[count, 0] = pair
+                            out[count, 1] = row
+                            out[count, 2] = q0
+                            out[count, 3] = q1
+                            out[count, 4] = k0
+                            out[count, 5] = k1
+                            out[count, 6] = mask[row, 4]
+                            out[count, 7] = mask[row, 5]
+                            out[count, 8] = area
+                        count += 1
+                    k_at += 1
+                q_at += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class RangeSets:
+    """Sets of disjoint, ascending token ranges: set i is ``ranges[start[i]:start[i + 1]]``.
+
+    ``start`` is ``int64[num_sets + 1]``, ``ranges`` is ``int64[R, 2]`` of [first, end) tokens.
+    """
+
+    start: Ints
+    ranges: Ints
+
+    def __len__(self) -> int:
+        return len(self.start) - 1
+
+    def num_tokens(self) -> Ints:
+        """Tokens of every set, ``int64[num_sets]``."""
+        total = np.concatenate(([0], np.cumsum(self.ranges[:, 1] - self.ranges[:, 0])))
+        return total[self.start[1:]] - total[self.start[:-1]]
+
+    def of(self, index: int) -> Ints:
+        """The ranges of one set, ``int64[r, 2]``."""
+        return self.ranges[self.start[index] : self.start[index + 1]]
+
+
+def restrict(mask: Slices, q_sets: RangeSets, k_sets: RangeSets, pair_q: Ints, pair_k: Ints) -> Ints:
+    """The parts of a mask that fall into many (query set) x (key set) products.
+
+    Args:
+        mask: disjoint slices, ordered by query.
+        q_sets, k_sets: token range sets.
+        pair_q, pair_k: ``int64[N]`` set indices of each product.
+
+    Returns:
+        ``int64[M, 9]`` rows (pair, mask row, q_start, q_end, k_start, k_end, low, high, area) of positive area,
+        ordered by pair, then mask row.
+    """
+    table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
+    arguments = (table, q_sets.start, q_sets.ranges, k_sets.start, k_sets.ranges, pair_q, pair_k)
+    out = np.empty((4 * len(pair_q) + 64, 9), np.int64)
+    count = _restrict(*arguments, out)
+    if count > len(out):
+        out = np.empty((count, 9), np.int64)
+        _restrict(*arguments, out)
+    return out[:count]

@@ -163,51 +163,49 @@ def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _restrict(mask, q_set_start, q_ranges, k_set_start, k_ranges, pair_q, pair_k, out):  # type: ignore[no-untyped-def]
-    """Write (pair, mask row, slice) rows of every non-empty intersection; returns how many there are."""
+def _restrict_one(mask, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
+    """Append the non-empty intersections of one product; past the end of ``rows`` they are only counted."""
+    if len(q_ranges) == 0 or len(k_ranges) == 0:
+        return count
+    q_from = k_from = 0
+    for row in range(len(mask)):
+        if mask[row, 0] >= q_ranges[-1, 1]:
+            break
+        if mask[row, 1] <= q_ranges[q_from, 0]:
+            continue
+        while q_from < len(q_ranges) - 1 and q_ranges[q_from, 1] <= mask[row, 0]:
+            q_from += 1
+        if k_ranges[k_from, 0] > mask[row, 2]:
+            k_from = 0
+        while k_from < len(k_ranges) - 1 and k_ranges[k_from, 1] <= mask[row, 2]:
+            k_from += 1
+        low, high = mask[row, 4], mask[row, 5]
+        for q_at in range(q_from, len(q_ranges)):
+            q0, q1 = max(q_ranges[q_at, 0], mask[row, 0]), min(q_ranges[q_at, 1], mask[row, 1])
+            if q_ranges[q_at, 0] >= mask[row, 1]:
+                break
+            for k_at in range(k_from, len(k_ranges)):
+                k0, k1 = max(k_ranges[k_at, 0], mask[row, 2]), min(k_ranges[k_at, 1], mask[row, 3])
+                if k_ranges[k_at, 0] >= mask[row, 3] or k0 > high + q1 - 1:
+                    break
+                area = slice_area(q0, q1, k0, k1, low, high)
+                if area > 0:
+                    if count < len(rows):
+                        rows[count, 0], areas[count] = row, area
+                        rows[count, 1], rows[count, 2], rows[count, 3], rows[count, 4] = q0, q1, k0, k1
+                    count += 1
+    return count
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _restrict(mask, q_start, q_ranges, k_start, k_ranges, pair_q, pair_k, start, rows, areas):  # type: ignore[no-untyped-def]
+    """Fill ``start``, ``rows`` and ``areas`` as far as they reach; returns the number of rows wanted."""
     count = 0
     for pair in range(len(pair_q)):
-        q_first, q_last = q_set_start[pair_q[pair]], q_set_start[pair_q[pair] + 1]
-        k_first, k_last = k_set_start[pair_k[pair]], k_set_start[pair_k[pair] + 1]
-        if q_first == q_last or k_first == k_last:
-            continue
-        q_from, k_from = q_first, k_first
-        row = -1
-        while row + 1 < len(mask) and mask[row + 1, 0] < q_ranges[q_last - 1, 1]:
-            row += 1
-            if mask[row, 1] <= q_ranges[q_first, 0]:
-                continue
-            while q_from < q_last and q_ranges[q_from, 1] <= mask[row, 0]:
-                q_from += 1
-            if k_from == k_last or k_ranges[k_from, 0] > mask[row, 2]:
-                k_from = k_first
-            while k_from < k_last and k_ranges[k_from, 1] <= mask[row, 2]:
-                k_from += 1
-            q_at = q_from
-            while q_at < q_last and q_ranges[q_at, 0] < mask[row, 1]:
-                q0 = max(q_ranges[q_at, 0], mask[row, 0])
-                q1 = min(q_ranges[q_at, 1], mask[row, 1])
-                k_at = k_from
-                while k_at < k_last and k_ranges[k_at, 0] < mask[row, 3]:
-                    k0 = max(k_ranges[k_at, 0], mask[row, 2])
-                    k1 = min(k_ranges[k_at, 1], mask[row, 3])
-                    if mask[row, 5] + q1 - 1 < k0 and mask[row, 5] < UNBOUNDED:
-                        break
-                    area = slice_area(q0, q1, k0, k1, mask[row, 4], mask[row, 5])
-                    if area > 0:
-                        if count < len(out):
-                            out[count, 0] = pair
-                            out[count, 1] = row
-                            out[count, 2] = q0
-                            out[count, 3] = q1
-                            out[count, 4] = k0
-                            out[count, 5] = k1
-                            out[count, 6] = mask[row, 4]
-                            out[count, 7] = mask[row, 5]
-                            out[count, 8] = area
-                        count += 1
-                    k_at += 1
-                q_at += 1
+        q, k = pair_q[pair], pair_k[pair]
+        queries, keys = q_ranges[q_start[q] : q_start[q + 1]], k_ranges[k_start[k] : k_start[k + 1]]
+        count = _restrict_one(mask, queries, keys, rows, areas, count)
+        start[pair + 1] = count
     return count
 
 
@@ -234,7 +232,9 @@ class RangeSets:
         return self.ranges[self.start[index] : self.start[index + 1]]
 
 
-def restrict(mask: Slices, q_sets: RangeSets, k_sets: RangeSets, pair_q: Ints, pair_k: Ints) -> Ints:
+def restrict(
+    mask: Slices, q_sets: RangeSets, k_sets: RangeSets, pair_q: Ints, pair_k: Ints
+) -> tuple[Ints, NDArray[np.int32], Ints]:
     """The parts of a mask that fall into many (query set) x (key set) products.
 
     Args:
@@ -243,14 +243,17 @@ def restrict(mask: Slices, q_sets: RangeSets, k_sets: RangeSets, pair_q: Ints, p
         pair_q, pair_k: ``int64[N]`` set indices of each product.
 
     Returns:
-        ``int64[M, 9]`` rows (pair, mask row, q_start, q_end, k_start, k_end, low, high, area) of positive area,
-        ordered by pair, then mask row.
+        ``start int64[N + 1]``, ``rows int32[M, 5]`` of (mask row, q_start, q_end, k_start, k_end) and
+        ``areas int64[M]``, all positive; product i has rows ``start[i]:start[i + 1]``, ordered by mask row. The
+        band of a row is that of its mask row.
     """
     table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
-    arguments = (table, q_sets.start, q_sets.ranges, k_sets.start, k_sets.ranges, pair_q, pair_k)
-    out = np.empty((4 * len(pair_q) + 64, 9), np.int64)
-    count = _restrict(*arguments, out)
-    if count > len(out):
-        out = np.empty((count, 9), np.int64)
-        _restrict(*arguments, out)
-    return out[:count]
+    products = (table, q_sets.start, q_sets.ranges, k_sets.start, k_sets.ranges, pair_q, pair_k)
+    start = np.zeros(len(pair_q) + 1, np.int64)
+    count = 4 * len(pair_q) + 64
+    while True:
+        rows, areas = np.empty((count, 5), np.int32), np.empty(count, np.int64)
+        wanted = _restrict(*products, start, rows, areas)
+        if wanted <= count:
+            return start, rows[:wanted], areas[:wanted]
+        count = wanted

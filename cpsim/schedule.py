@@ -1,0 +1,415 @@
+"""The schedule: what every rank computes and sends, as columns; the one object that all interpreters share.
+
+Semantics are CUDA's. An op occupies one *lane* (rank, stream) on each of its ranks. Lanes run their ops in list
+order; an op starts when its dependencies have ended, it is first on each of its lanes, and the host of each of its
+ranks has launched it (hosts launch in list order). Dependencies point backwards, so schedules are acyclic by
+construction, and each dependency shares a rank with its op, so a stream can wait for it.
+
+Buffers are named, sized and owned by one rank; every op says which buffers it reads and writes and which *block*
+(tensor, token set, heads) it expects in or leaves in each. Attention ops point to a *tile*: the part of the mask
+that falls into one (query set) x (key set) product. The same tiles serve forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cpsim.masks import Ints, RangeSets
+from cpsim.tiles import Tiles
+
+Int32 = NDArray[np.int32]
+Int8 = NDArray[np.int8]
+
+
+class Kind(IntEnum):
+    """What an op does; ``nbytes`` of each kind is said here."""
+
+    ATTENTION = 0
+    """One kernel call: partial output and log-sum-exp of a tile. ``nbytes`` 0."""
+    ATTENTION_BACKWARD = 1
+    """One kernel call: dQ, dK and dV of a tile. ``nbytes`` 0."""
+    MERGE = 2
+    """Log-sum-exp merge of a partial output into an accumulator. ``nbytes`` read plus written."""
+    ACCUMULATE = 3
+    """Sum of a partial gradient into an accumulator. ``nbytes`` read plus written."""
+    COPY = 4
+    """Pack, unpack, cast or reorder on one rank. ``nbytes`` read plus written."""
+    TRANSFER = 5
+    """Point to point, from the first lane's rank to the second's. ``nbytes`` on the wire."""
+    ALL_GATHER = 6
+    """``nbytes`` is nccl-tests' S: the gathered array of one rank."""
+    REDUCE_SCATTER = 7
+    """``nbytes`` is nccl-tests' S: the full input array of one rank."""
+    ALL_TO_ALL = 8
+    """``nbytes`` is nccl-tests' S: the input array of one rank, its own part included; the largest rank's."""
+    ALL_REDUCE = 9
+    """``nbytes`` is nccl-tests' S: the array of one rank."""
+    BARRIER = 10
+    """All lanes wait for each other. ``nbytes`` 0."""
+    GEMM = 11
+    """Matrix product of a training step. ``nbytes`` 0; shapes belong to the step model."""
+    ELEMENTWISE = 12
+    """Norm, activation, rotary and the like. ``nbytes`` read plus written."""
+
+
+ATTENTION_KINDS: Final = (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)
+COLLECTIVE_KINDS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
+COMMUNICATION_KINDS: Final = (Kind.TRANSFER, *COLLECTIVE_KINDS)
+STREAMS: Final = ("compute", "send", "recv", "comm")
+"""Streams of a rank. A batched send and receive is one launch on two lanes; collectives run on ``comm``."""
+
+READ, WRITE, UPDATE = range(3)
+MODE_NAMES: Final = ("reads", "writes", "updates")
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op as people read it; made on demand from the columns."""
+
+    index: int
+    kind: Kind
+    step: int
+    lanes: tuple[tuple[int, str], ...]
+    """(rank, stream) pairs; a transfer's first is the source."""
+    deps: tuple[int, ...]
+    accesses: tuple[tuple[str, int, str], ...]
+    """(mode, buffer index, block in words) triples."""
+    nbytes: int
+    num_heads: int
+    num_kv_heads: int
+    area: int
+
+    @property
+    def name(self) -> str:
+        """Kind and step, as in timelines and traces."""
+        return f"{self.kind.name.lower().replace('_', ' ')} {self.step}"
+
+    def __str__(self) -> str:
+        lanes = ",".join(f"{rank}.{stream}" for rank, stream in self.lanes)
+        parts = [f"{self.index:>6} {self.name:<24} {lanes}"]
+        if self.deps:
+            parts.append("after " + ",".join(map(str, self.deps)))
+        if self.area:
+            parts.append(f"area {self.area} heads {self.num_heads}:{self.num_kv_heads}")
+        if self.nbytes:
+            parts.append(f"{self.nbytes} B")
+        parts.extend(f"{mode} #{buffer}={block}" for mode, buffer, block in self.accesses)
+        return "  ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Columns of N ops; see the module's text for their meaning. Arrays are read-only.
+
+    CSR pairs (``x_start[N + 1]``, ``x...[X]``) hold what an op has several of.
+    """
+
+    num_ranks: int
+    kind: Int8
+    step: Int32
+    """Step of the strategy's main loop that the op belongs to."""
+    tile: Int32
+    """Attention: index into ``tiles``; 0 elsewhere."""
+    heads: Int32
+    """``[N, 4]``: first query head, query heads, first key-value head, key-value heads."""
+    nbytes: Ints
+    lane_start: Ints
+    lane_rank: Int32
+    lane_stream: Int8
+    """Index into ``STREAMS``."""
+    dep_start: Ints
+    dep: Int32
+    access_start: Ints
+    access_buffer: Int32
+    access_block: Int32
+    access_mode: Int8
+    """READ, WRITE (overwrites) or UPDATE (reads and overwrites)."""
+    buffer_names: tuple[str, ...]
+    buffer_name: Int32
+    buffer_rank: Int32
+    buffer_nbytes: Ints
+    block_tensors: tuple[str, ...]
+    block_tensor: Int32
+    block_set: Int32
+    block_heads: Int32
+    """``[num_blocks, 2]``: first head, heads."""
+    inputs: Int32
+    """Buffers that hold their block before the first op, ``[I, 2]`` of (buffer, block)."""
+    outputs: Int32
+    """Buffers that must hold their block after the last op, ``[O, 2]`` of (buffer, block)."""
+    sets: RangeSets
+    """Token sets that blocks and tiles refer to; a buffer stores a set's ranges in ascending order."""
+    tiles: Tiles
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def ranks_of(self, index: int) -> list[int]:
+        """Ranks of one op, source first."""
+        return [int(r) for r in self.lane_rank[self.lane_start[index] : self.lane_start[index + 1]]]
+
+    def block_text(self, block: int) -> str:
+        """A block in words: tensor, token ranges, heads."""
+        ranges = self.sets.of(int(self.block_set[block]))
+        shown = "+".join(f"{a}:{b}" for a, b in ranges[:3].tolist()) + ("+.." if len(ranges) > 3 else "")
+        first, count = self.block_heads[block].tolist()
+        return f"{self.block_tensors[self.block_tensor[block]]}[{shown}]h{first}:{first + count}"
+
+    def op(self, index: int) -> Op:
+        """One op with everything spelled out."""
+        lanes = slice(self.lane_start[index], self.lane_start[index + 1])
+        accesses = range(self.access_start[index], self.access_start[index + 1])
+        return Op(
+            index=index,
+            kind=Kind(int(self.kind[index])),
+            step=int(self.step[index]),
+            lanes=tuple(
+                (r, STREAMS[s])
+                for r, s in zip(self.lane_rank[lanes].tolist(), self.lane_stream[lanes].tolist(), strict=True)
+            ),
+            deps=tuple(self.dep[self.dep_start[index] : self.dep_start[index + 1]].tolist()),
+            accesses=tuple(
+                (
+                    MODE_NAMES[self.access_mode[a]],
+                    int(self.access_buffer[a]),
+                    self.block_text(int(self.access_block[a])),
+                )
+                for a in accesses
+            ),
+            nbytes=int(self.nbytes[index]),
+            num_heads=int(self.heads[index, 1]),
+            num_kv_heads=int(self.heads[index, 3]),
+            area=int(self.tiles.area[self.tile[index]]),
+        )
+
+    def project(self, rank: int) -> tuple[Op, ...]:
+        """The program of one rank: its ops in launch order, with the dependencies that it can see.
+
+        Every dependency shares a rank with its op; those of other ranks reach this one through the op's partners.
+        """
+        mine = np.flatnonzero(np.bincount(self._op_of_lane()[self.lane_rank == rank], minlength=len(self)))
+        known = set(mine.tolist())
+        ops = (self.op(int(i)) for i in mine)
+        return tuple(
+            Op(**{**{f: getattr(o, f) for f in Op.__slots__}, "deps": tuple(d for d in o.deps if d in known)})
+            for o in ops
+        )
+
+    def _op_of_lane(self) -> Ints:
+        return np.repeat(np.arange(len(self)), np.diff(self.lane_start))
+
+    def lines(self) -> Iterator[str]:
+        """The text form: buffers, then one line an op."""
+        for i, (name, rank, nbytes) in enumerate(
+            zip(self.buffer_name.tolist(), self.buffer_rank.tolist(), self.buffer_nbytes.tolist(), strict=True)
+        ):
+            yield f"buffer #{i} {self.buffer_names[name]} on rank {rank}: {nbytes} B"
+        for i in range(len(self)):
+            yield str(self.op(i))
+
+    def flops(self, head_dim: int) -> float:
+        """Model FLOP of all attention ops: 4 per pair, head and dimension forward, 10 backward."""
+        per_pair = np.where(self.kind == Kind.ATTENTION, 4.0, 10.0) * np.isin(self.kind, ATTENTION_KINDS)
+        return float((per_pair * self.tiles.area[self.tile] * self.heads[:, 1]).sum() * head_dim)
+
+    def bytes_sent(self) -> NDArray[np.float64]:
+        """Bytes that leave every rank, ``float64[num_ranks]``: transfers, and (n-1)/n of a collective's S
+        (all-gather and reduce-scatter by rings: the same; all-reduce twice)."""
+        num_lanes = np.diff(self.lane_start)
+        share = (num_lanes - 1) / np.maximum(num_lanes, 1)
+        share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * np.isin(self.kind, COLLECTIVE_KINDS)
+        sent = np.bincount(
+            self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks
+        )
+        moves = np.flatnonzero(self.kind == Kind.TRANSFER)
+        source = self.lane_rank[self.lane_start[moves]]
+        return sent + np.bincount(source, weights=self.nbytes[moves], minlength=self.num_ranks)
+
+    def memory(self) -> Ints:
+        """Bytes of all buffers of every rank, ``int64[num_ranks]``; buffers are allocated once."""
+        return np.bincount(self.buffer_rank, weights=self.buffer_nbytes, minlength=self.num_ranks).astype(np.int64)
+
+
+Access = tuple[Int32, Int32]
+"""(buffers, blocks), one each for every new op."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """A CSR column pair under construction: (op, position, values) chunks, sorted once at the end."""
+
+    op: list[Ints] = field(default_factory=list)
+    values: list[Ints] = field(default_factory=list)
+
+    def extend(self, op: Ints, values: Ints) -> None:
+        self.op.append(op)
+        self.values.append(values)
+
+    def close(self, num_ops: int, width: int) -> tuple[Ints, Ints]:
+        if not self.op:
+            return np.zeros(num_ops + 1, np.int64), np.zeros((0, width), np.int64)
+        op, values = np.concatenate(self.op), np.concatenate(self.values)
+        order = np.argsort(op, kind="stable")
+        start = np.concatenate(([0], np.cumsum(np.bincount(op, minlength=num_ops))))
+        return start, values[order]
+
+
+class Builder:
+    """Collects ops for many ranks at a time and closes them into a ``Schedule``.
+
+    Every ``add`` appends one op per entry of its arrays, in order.
+    """
+
+    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles) -> None:
+        self.num_ranks = num_ranks
+        self.sets, self.tiles = sets, tiles
+        self._num_ops = 0
+        self._columns: list[tuple[int, int, int, ArrayLike, ArrayLike, ArrayLike]] = []
+        self._lanes, self._deps, self._accesses = _Rows(), _Rows(), _Rows()
+        self._buffers: list[tuple[str, Ints, Ints]] = []
+        self._blocks: list[tuple[str, Ints, tuple[int, int]]] = []
+        self._num_buffers = self._num_blocks = 0
+        self._inputs: list[Access] = []
+        self._outputs: list[Access] = []
+
+    def buffers(self, name: str, nbytes: ArrayLike, ranks: ArrayLike | None = None) -> Int32:
+        """One buffer of ``nbytes`` on each of the ranks (default: all); returns buffer indices ``[n]``."""
+        where = np.arange(self.num_ranks) if ranks is None else np.asarray(ranks, np.int64)
+        self._buffers.append((name, where, np.broadcast_to(np.asarray(nbytes, np.int64), where.shape)))
+        first, self._num_buffers = self._num_buffers, self._num_buffers + len(where)
+        return np.arange(first, self._num_buffers, dtype=np.int32)
+
+    def blocks(self, tensor: str, sets: ArrayLike, heads: tuple[int, int]) -> Int32:
+        """One block (tensor, token set, (first head, heads)) per set; returns block indices ``[n]``."""
+        chosen = np.asarray(sets, np.int64).ravel()
+        self._blocks.append((tensor, chosen, heads))
+        first, self._num_blocks = self._num_blocks, self._num_blocks + len(chosen)
+        return np.arange(first, self._num_blocks, dtype=np.int32)
+
+    def input(self, buffers: Int32, blocks: Int32) -> None:
+        """The buffers hold these blocks before the first op."""
+        self._inputs.append((buffers, blocks))
+
+    def output(self, buffers: Int32, blocks: Int32) -> None:
+        """The buffers must hold these blocks, complete, after the last op."""
+        self._outputs.append((buffers, blocks))
+
+    def add(
+        self,
+        kind: Kind,
+        *lanes: tuple[ArrayLike, str],
+        step: int = 0,
+        tile: ArrayLike = 0,
+        heads: ArrayLike = (0, 0, 0, 0),
+        nbytes: ArrayLike = 0,
+        deps: Sequence[Ints] = (),
+        reads: Sequence[Access] = (),
+        writes: Sequence[Access] = (),
+        updates: Sequence[Access] = (),
+    ) -> Ints:
+        """Append one op per entry of the lanes' rank arrays.
+
+        Args:
+            kind: of all the new ops.
+            lanes: (ranks ``[n]``, stream) pairs; a transfer's source first. A collective names its ranks
+                ``[n, g]`` on one stream.
+            step, tile, heads, nbytes: columns, see ``Schedule``; one for all new ops or one each.
+            deps: arrays ``[n]`` of op indices; negative entries mean that there is none.
+            reads, writes, updates: (buffers, blocks), each ``[n]`` or for collectives ``[n, g]``.
+
+        Returns:
+            indices of the new ops, ``int64[n]``.
+        """
+        count = len(np.asarray(lanes[0][0]))
+        new = np.arange(self._num_ops, self._num_ops + count)
+        self._num_ops += count
+        self._columns.append((count, int(kind), step, tile, heads, nbytes))
+        for ranks, stream in lanes:
+            grid = np.asarray(ranks, np.int64).reshape(count, -1)
+            stream_index = STREAMS.index(stream)
+            self._lanes.extend(new.repeat(grid.shape[1]), grid.ravel() * len(STREAMS) + stream_index)
+        for wanted in deps:
+            there = wanted >= 0
+            self._deps.extend(new[there], wanted[there])
+        for mode, accesses in ((READ, reads), (WRITE, writes), (UPDATE, updates)):
+            for buffers, blocks in accesses:
+                grid = np.asarray(buffers, np.int64).reshape(count, -1)
+                content = np.broadcast_to(np.asarray(blocks, np.int64).reshape(count, -1), grid.shape)
+                packed = np.stack([grid.ravel(), content.ravel(), np.full(grid.size, mode)], axis=1)
+                self._accesses.extend(new.repeat(grid.shape[1]), packed)
+        return new
+
+    def build(self) -> Schedule:
+        """The finished schedule."""
+        counts = np.array([c[0] for c in self._columns], np.int64)
+
+        lane_start, lanes = self._lanes.close(self._num_ops, 1)
+        dep_start, deps = self._deps.close(self._num_ops, 1)
+        access_start, accesses = self._accesses.close(self._num_ops, 3)
+        lanes, deps = lanes.ravel(), deps.ravel()
+        names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
+        tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
+        head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
+        schedule = Schedule(
+            num_ranks=self.num_ranks,
+            kind=np.repeat(np.array([c[1] for c in self._columns], np.int8), counts),
+            step=np.repeat(np.array([c[2] for c in self._columns], np.int32), counts),
+            tile=_spread([c[3] for c in self._columns], counts).astype(np.int32),
+            heads=_spread([c[4] for c in self._columns], counts, 4).astype(np.int32),
+            nbytes=_spread([c[5] for c in self._columns], counts),
+            lane_start=lane_start,
+            lane_rank=(lanes // len(STREAMS)).astype(np.int32),
+            lane_stream=(lanes % len(STREAMS)).astype(np.int8),
+            dep_start=dep_start,
+            dep=deps.astype(np.int32),
+            access_start=access_start,
+            access_buffer=accesses[:, 0].astype(np.int32),
+            access_block=accesses[:, 1].astype(np.int32),
+            access_mode=accesses[:, 2].astype(np.int8),
+            buffer_names=names,
+            buffer_name=name_index,
+            buffer_rank=_joined([b[1] for b in self._buffers]).astype(np.int32),
+            buffer_nbytes=_joined([b[2] for b in self._buffers]),
+            block_tensors=tensors,
+            block_tensor=tensor_index,
+            block_set=_joined([b[1] for b in self._blocks]).astype(np.int32),
+            block_heads=np.repeat(head_rows, [len(b[1]) for b in self._blocks], axis=0),
+            inputs=_pairs(self._inputs),
+            outputs=_pairs(self._outputs),
+            sets=self.sets,
+            tiles=self.tiles,
+        )
+        for name in Schedule.__slots__:
+            value = getattr(schedule, name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+        return schedule
+
+
+def _spread(values: Sequence[ArrayLike], counts: Ints, *width: int) -> Ints:
+    """One entry per op from per-``add`` values that hold for all new ops or for each of them."""
+    shaped = [
+        np.broadcast_to(np.asarray(v, np.int64), (c, *width))
+        for v, c in zip(values, counts.tolist(), strict=True)
+    ]
+    return np.concatenate(shaped) if shaped else np.zeros((0, *width), np.int64)
+
+
+def _intern(names: list[str], counts: list[int]) -> tuple[tuple[str, ...], Int32]:
+    unique = tuple(dict.fromkeys(names))
+    return unique, np.repeat(np.array([unique.index(n) for n in names], np.int32), counts)
+
+
+def _joined(chunks: list[Ints]) -> Ints:
+    return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+
+
+def _pairs(accesses: list[Access]) -> Int32:
+    rows = [np.stack([np.ravel(a), np.ravel(b)], axis=1) for a, b in accesses]
+    return np.concatenate(rows).astype(np.int32) if rows else np.zeros((0, 2), np.int32)

@@ -1,0 +1,87 @@
+"""Which rank holds which tokens: pure functions from a mask's documents to token range sets."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpsim.masks import Ints, RangeSets, Slices
+
+
+def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:
+    """Rank r holds tokens ``[r T, (r + 1) T)``, T = num_tokens / num_ranks."""
+    bounds = np.arange(num_ranks + 1) * (num_tokens // num_ranks)
+    return RangeSets(np.arange(num_ranks + 1), np.stack([bounds[:-1], bounds[1:]], axis=1))
+
+
+def zigzag(num_tokens: int, num_ranks: int) -> RangeSets:
+    """Rank r holds chunks r and 2P - 1 - r of the packed sequence: set r heads, set P + r tails."""
+    return document_zigzag(np.array([0, num_tokens]), num_ranks)
+
+
+def document_zigzag(bounds: Ints, num_ranks: int) -> RangeSets:
+    """Every document in 2P chunks; rank r holds chunks r and 2P - 1 - r of each: set r heads, set P + r tails.
+
+    No padding: lengths that 2P does not divide are spread so that every rank holds equally many tokens in all,
+    ``floor((c + r) / P)`` of the first c tokens (Hermite's identity makes that exact).
+
+    Args:
+        bounds: document boundaries ``int64[D + 1]``, from 0 to the number of tokens.
+
+    Returns:
+        2P sets; empty chunks are left out of them.
+
+    Reference: Zhu, ring-flash-attention (zigzag); LongCA-bench section 5.0. Differs: no padding.
+    """
+    rank = np.arange(num_ranks)[:, None]
+    held = np.diff((bounds[None, :] + rank) // num_ranks, axis=1)
+    head = held // 2
+    tail = held - head
+    head_start = bounds[:-1] + np.cumsum(head, axis=0) - head
+    after = np.cumsum(tail[::-1], axis=0)[::-1] - tail
+    tail_start = bounds[:-1] + head.sum(axis=0) + after
+    first = np.concatenate([head_start, tail_start]).ravel()
+    length = np.concatenate([head, tail]).ravel()
+    there = length > 0
+    per_set = there.reshape(2 * num_ranks, -1).sum(axis=1)
+    ranges = np.stack([first, first + length], axis=1)[there]
+    return RangeSets(np.concatenate(([0], np.cumsum(per_set))), ranges)
+
+
+def union(first: RangeSets, second: RangeSets) -> RangeSets:
+    """Set i holds the ranges of set i of both, ascending; ranges that touch are joined."""
+    sets = []
+    for i in range(len(first)):
+        ranges = np.concatenate([first.of(i), second.of(i)])
+        ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
+        opens = np.concatenate(([True], ranges[1:, 0] != ranges[:-1, 1]))[: len(ranges)]
+        starts = np.flatnonzero(opens)
+        ends = np.concatenate((starts[1:], [len(ranges)])) - 1
+        sets.append(np.stack([ranges[starts, 0], ranges[ends[: len(starts)], 1]], axis=1))
+    return stack(*(RangeSets(np.array([0, len(s)]), s) for s in sets))
+
+
+def stack(*groups: RangeSets) -> RangeSets:
+    """All sets of all groups, one group after the other."""
+    offsets = np.concatenate(([0], np.cumsum([len(g.ranges) for g in groups])))
+    starts = [g.start[:-1] + offset for g, offset in zip(groups, offsets, strict=False)]
+    ranges = np.concatenate([g.ranges for g in groups])
+    return RangeSets(np.concatenate([*starts, offsets[-1:]]), ranges)
+
+
+def part(sets: RangeSets, first: int, count: int) -> RangeSets:
+    """Sets ``first`` to ``first + count``, on their own."""
+    start = sets.start[first : first + count + 1]
+    return RangeSets(start - start[0], sets.ranges[start[0] : start[-1]])
+
+
+def documents_of(mask: Slices) -> Ints:
+    """Boundaries of the token spans that share no mask row, ``int64[D + 1]``: the documents of document masks."""
+    reach_start = np.minimum(mask.q_start, mask.k_start)
+    reach_end = np.maximum.accumulate(np.maximum(mask.q_end, mask.k_end))
+    cuts = reach_start[1:] >= reach_end[:-1]
+    return np.concatenate(([0], reach_start[1:][cuts], reach_end[-1:]))
+
+
+def is_causal(mask: Slices) -> bool:
+    """No query sees a later key."""
+    return bool(np.all(np.minimum(mask.high, mask.k_end - 1 - mask.q_start) <= 0))

@@ -1,0 +1,177 @@
+"""GPUs, nodes and the network between nodes. What happens inside a node comes from a measured profile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from cpsim.errors import ScenarioError
+from cpsim.files import SCHEMA, explain, nearest, read_documents, take_schema
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Rate = Annotated[float, Field(gt=0, le=1e18)]
+Name = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU, as its data sheet describes it; speeds that predictions use come from a profile instead."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: Name
+    memory_bytes: Annotated[int, Field(ge=1, le=10**14)]
+    num_sms: Count
+    peak_flops_per_s: Rate
+    """Dense bf16 tensor-core peak."""
+    memory_bandwidth_bytes_per_s: Rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The network between nodes, as a program achieves it, headers and protocol included."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    nics_per_node: Count
+    nic_bandwidth_bytes_per_s: Rate
+    """One NIC, one direction, while all NICs are busy: collectives."""
+    flow_bandwidth_bytes_per_s: Rate
+    """One point-to-point flow, one direction."""
+    latency_s: Annotated[float, Field(ge=0, le=1)]
+    """Of one message between nodes, the call's overhead included."""
+    oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """A node's uplink carries nics_per_node * nic_bandwidth / oversubscription."""
+    sigma_log: Annotated[float, Field(gt=0, le=3)]
+    """Standard deviation of the logarithm of every number above: 0.1 is about 10 %."""
+    grade: Literal["measured here", "published", "data sheet"]
+    """Where the numbers come from; predictions that rest on them say so."""
+    source: Annotated[str, Field(min_length=1)]
+    """Source of every number."""
+
+    @property
+    def uplink_bandwidth_bytes_per_s(self) -> float:
+        """What all NICs of a node carry together in one direction."""
+        return self.nics_per_node * self.nic_bandwidth_bytes_per_s / self.oversubscription
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal GPUs; ranks fill one node after another."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: Name
+    num_gpus: Count
+    """GPUs in use: any part of one node, or whole nodes."""
+    gpus_per_node: Count
+    gpu: Gpu
+    fabric: Fabric | None = None
+    """None where there is only one node."""
+    profile: Name | None = None
+    """Profile whose measurements describe this machine; None where nobody has measured it."""
+    notes: str = ""
+
+    def __post_init__(self) -> None:
+        if self.num_gpus <= self.gpus_per_node:
+            return
+        if self.num_gpus % self.gpus_per_node:
+            below = self.num_gpus // self.gpus_per_node * self.gpus_per_node
+            raise ScenarioError(
+                f"gpus: {self.name} has nodes of {self.gpus_per_node}: expected at most {self.gpus_per_node} "
+                f"or a multiple of it, got {self.num_gpus}; use {below} or {below + self.gpus_per_node}"
+            )
+        if self.fabric is None:
+            raise ScenarioError(
+                f"gpus: {self.name} is one machine of {self.gpus_per_node} GPUs: expected at most "
+                f"{self.gpus_per_node}, got {self.num_gpus}; choose a cluster with a fabric, e.g. dgx-h200"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in use; a part of a node counts as one."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @overload
+    def node_of(self, rank: int) -> int: ...
+    @overload
+    def node_of(self, rank: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def node_of(self, rank: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
+        """Node of a rank, or of every rank of an ``int64`` array."""
+        return rank // self.gpus_per_node
+
+    def with_gpus(self, num_gpus: int) -> Cluster:
+        """The same cluster with another number of GPUs in use."""
+        return replace(self, num_gpus=num_gpus)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of a cluster file."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+@cache
+def presets() -> dict[str, Cluster]:
+    """The shipped clusters by name, each with one node in use."""
+    shipped = json.loads((files("cpsim") / "data" / "clusters.json").read_text(encoding="utf-8"))
+    clusters = (_cluster(entry | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
+    return {cluster.name: cluster for cluster in clusters}
+
+
+@cache
+def load_cluster(name_or_path: str) -> Cluster:
+    """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
+
+    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``.
+
+    Raises:
+        ScenarioError: neither a preset nor a valid file.
+    """
+    if name_or_path in presets():
+        return presets()[name_or_path]
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ScenarioError(
+            f"cluster: {name_or_path!r} is neither a preset nor a file; {nearest(name_or_path, presets())}"
+        )
+    entries = read_documents(path)
+    if len(entries) != 1 or isinstance(entries[0][1], ScenarioError):
+        raise ScenarioError(
+            f"cluster: {path}: expected one cluster in YAML or JSON, got {len(entries)} entries"
+        )
+    try:
+        return _cluster(_with_known_gpu(take_schema(entries[0][1], "cluster")))
+    except ScenarioError as error:
+        raise ScenarioError(f"cluster: {path}: {error}") from None
+
+
+def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(data.get("gpu"), str):
+        return data
+    known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
+    if data["gpu"] not in known:
+        raise ScenarioError(f"gpu: {data['gpu']!r} is unknown; {nearest(data['gpu'], known)}")
+    return data | {"gpu": asdict(known[data["gpu"]])}
+
+
+def _cluster(data: dict[str, Any]) -> Cluster:
+    if "gpus_per_node" in data:
+        data = {"num_gpus": data["gpus_per_node"], **data}
+    try:
+        return _adapter().validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise ScenarioError(explain(error, Cluster.__dataclass_fields__)) from None
+
+
+@cache
+def _adapter() -> TypeAdapter[Cluster]:
+    return TypeAdapter(Cluster)

@@ -1,0 +1,277 @@
+"""Scenarios: the contract between prediction and reality. One small file describes one case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cpsim.cluster import Cluster, load_cluster, presets
+from cpsim.documents import draw_documents
+from cpsim.errors import ScenarioError
+from cpsim.files import explain, nearest, read_documents, shown, take_schema
+from cpsim.workload import Workload
+
+Strategy = Literal[
+    "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain", "hybrid_cp",
+    "dcp", "distca",
+]  # fmt: skip
+Implementation = Literal[
+    "cpsim", "ring-flash-attn", "yunchang", "torch", "longca-bench", "magi-attention", "transformer-engine",
+    "dcp", "distca",
+]  # fmt: skip
+Kernel = Literal[
+    "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "flex", "flash_mask", "ffa", "fa2_sparse", "vsa",
+    "triton_vsa", "flashinfer",
+]  # fmt: skip
+
+MASK_NAMES: Final = (
+    "full", "causal", "full_document", "causal_document", "full_sliding_window", "causal_sliding_window",
+    "shared_question", "prefix_lm_causal", "prefix_lm_document", "block_causal_document", "lambda",
+    "causal_blockwise", "global_sliding", "block_sparse", "variable_block_sparse",
+)  # fmt: skip
+"""Masks that a scenario may name; those that can be computed today are ``cpsim.masks.MASKS``."""
+
+MAX_TOKENS: Final = 10**9
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+
+
+class DocumentDraw(BaseModel):
+    """Document lengths to draw; see ``cpsim.documents.draw_documents``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    distribution: Literal["pile", "prolong64k", "prolong512k", "magi", "distca_pretrain", "distca_prolong"]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    max_length: Tokens | None = None
+    """Longer documents are cut to it [tokens]."""
+    min_length: Tokens = 1
+    """Shorter documents are padded to it [tokens]."""
+
+
+class Scenario(BaseModel):
+    """One case: which strategy, on what, over which tokens. Fields are those of the file."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
+    )
+
+    strategy: Strategy | None = None
+    """None leaves the choice to ``advise``."""
+    knobs: Mapping[str, Any] = Field(default_factory=dict)
+    """The strategy's own settings, e.g. ``{"ulysses": 8}``."""
+    implementation: Implementation = "cpsim"
+    kernel: Kernel = "fa4"
+    gpus: Annotated[int, Field(ge=1, le=1_000_000)]
+    cluster: Annotated[str, Field(min_length=1, max_length=1000)]
+    """Preset name or path of a cluster file."""
+    profile: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Profile name or file; None takes the cluster's own."""
+    tokens: Tokens | None = None
+    """Tokens over all GPUs; either this or ``tokens_per_gpu``."""
+    tokens_per_gpu: Tokens | None = None
+    documents: tuple[int, ...] | DocumentDraw | None = None
+    """Lengths [tokens] in packing order, or how to draw them; None is one document of all tokens."""
+    mask: str | Mapping[str, Any] = "causal"
+    """A name of ``MASK_NAMES``, or a mapping with ``name`` and the mask's parameters."""
+    heads: Annotated[int, Field(ge=1, le=65536)]
+    kv_heads: Annotated[int, Field(ge=1, le=65536)]
+    head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
+    dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field(
+        "fwd_bwd", validation_alias="pass", serialization_alias="pass"
+    )
+    protocol: Literal["synced", "streamed"] = "synced"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all GPUs."""
+        return self.tokens if self.tokens is not None else (self.tokens_per_gpu or 0) * self.gpus
+
+    @property
+    def mask_name(self) -> str:
+        """Name of the mask without its parameters."""
+        return self.mask if isinstance(self.mask, str) else str(self.mask["name"])
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _read_documents(cls, value: object) -> object:
+        match value:
+            case list():
+                return _lengths(value)
+            case Mapping():
+                return _draw(value)
+            case None | tuple() | DocumentDraw():
+                return value
+        example = "{distribution: prolong512k, seed: 42}"
+        raise ValueError(f"expected a list of lengths or a draw, e.g. {example}, got {shown(value)}")
+
+    @field_validator("mask", mode="before")
+    @classmethod
+    def _read_mask(cls, value: object) -> object:
+        name = value.get("name") if isinstance(value, Mapping) else value
+        if not isinstance(name, str):
+            raise ValueError(f"expected a name or a mapping with a name, e.g. causal, got {shown(value)}")
+        if name not in MASK_NAMES:
+            raise ValueError(f"{name!r} is unknown; {nearest(name, MASK_NAMES)}")
+        return name if value == {"name": name} else value
+
+    @field_validator("knobs", "mask", mode="after")
+    @classmethod
+    def _finite(cls, value: object) -> object:
+        for key, entry in value.items() if isinstance(value, Mapping) else ():
+            if isinstance(entry, float) and not math.isfinite(entry):
+                raise ValueError(f"{key}: expected a finite number, got {entry}")
+            if not isinstance(entry, str | int | float):
+                raise ValueError(f"{key}: expected a number, a name or true/false, got {shown(entry)}")
+        return value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if (self.tokens is None) == (self.tokens_per_gpu is None):
+            got = "neither" if self.tokens is None else "both"
+            raise ValueError(f"tokens: expected either tokens or tokens_per_gpu, got {got}")
+        total = self.num_tokens
+        if total > MAX_TOKENS:
+            raise ValueError(
+                f"tokens_per_gpu: expected at most {MAX_TOKENS} tokens in total, got {self.tokens_per_gpu} x "
+                f"{self.gpus} = {total}; lower tokens_per_gpu"
+            )
+        if total % self.gpus:
+            below = total // self.gpus * self.gpus
+            use = f"{below} or {below + self.gpus}" if below else f"{self.gpus}"
+            raise ValueError(f"tokens: expected a multiple of gpus = {self.gpus}, got {total}; use {use}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: expected a divisor of heads = {self.heads}, got {self.kv_heads}")
+        if isinstance(self.documents, tuple) and sum(self.documents) != total:
+            raise ValueError(
+                f"documents: expected lengths that sum to {total} tokens, got {sum(self.documents)}; "
+                "change the last length or tokens"
+            )
+        return self
+
+    def workload(self) -> Workload:
+        """The attention problem, its documents drawn.
+
+        Raises:
+            ScenarioError: the mask cannot be computed yet, or the bounds of the draw make no sense.
+        """
+        from cpsim.masks import MASKS  # numba: 0.3 s that reading a scenario need not pay
+
+        if self.mask_name not in MASKS:
+            available = ", ".join(MASKS)
+            raise ScenarioError(f"mask: {self.mask_name!r} is not available yet: available are {available}")
+        if not isinstance(self.mask, str):
+            given = ", ".join(key for key in self.mask if key != "name")
+            raise ScenarioError(f"mask: {self.mask_name!r} takes no parameters, got {given}; remove them")
+        match self.documents:
+            case DocumentDraw() as draw:
+                bounds = {"max_length": draw.max_length, "min_length": draw.min_length}
+                documents = draw_documents(draw.distribution, self.num_tokens, draw.seed, **bounds)  # type: ignore[arg-type]
+            case None:
+                documents = (self.num_tokens,)
+            case lengths:
+                documents = lengths
+        return Workload(
+            documents=documents,
+            mask=self.mask_name,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+
+    def resolve_cluster(self) -> Cluster:
+        """The cluster with this scenario's number of GPUs in use.
+
+        Raises:
+            ScenarioError: neither a preset nor a valid file, or the GPUs do not fill its nodes.
+        """
+        return load_cluster(self.cluster).with_gpus(self.gpus)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields by their names in the file, ready for JSON; absent ones are left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+FIELDS: Final = tuple("pass" if name == "pass_" else name for name in Scenario.model_fields)
+"""Field names of a scenario file."""
+
+
+def _lengths(value: list[object]) -> tuple[int, ...]:
+    for i, length in enumerate(value, start=1):
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_TOKENS:
+            raise ValueError(f"expected lengths of 1 to {MAX_TOKENS} tokens, number {i} is {shown(length)}")
+    if not value:
+        raise ValueError("expected at least one length, got an empty list; leave it out for one document")
+    return tuple(value)  # type: ignore[arg-type]
+
+
+def _draw(value: Mapping[Any, Any]) -> DocumentDraw:
+    try:
+        return DocumentDraw.model_validate(value)
+    except ValidationError as error:
+        raise ValueError(explain(error, DocumentDraw.model_fields)) from None
+
+
+def scenario_from(data: Mapping[str, Any]) -> Scenario:
+    """A scenario from the fields of a file.
+
+    Raises:
+        ScenarioError: one line that names the field, what was expected, what came and how to mend it.
+    """
+    try:
+        return Scenario.model_validate(take_schema(data, "scenario"))
+    except ValidationError as error:
+        raise ScenarioError(explain(error, FIELDS)) from None
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """The one scenario of a YAML or JSON file; cluster and profile files are looked up beside it.
+
+    Raises:
+        ScenarioError: the file is unreadable, holds several scenarios or an invalid one.
+    """
+    entries = list(load_scenarios(path))
+    if len(entries) != 1:
+        raise ScenarioError(f"{path}: expected one scenario, got {len(entries)}; use `cpsim sweep` for many")
+    if isinstance(entries[0], ScenarioError):
+        raise entries[0]
+    return entries[0]
+
+
+def load_scenarios(path: str | Path) -> Iterator[Scenario | ScenarioError]:
+    """The scenarios of a file, in order; what is wrong with one is an entry and does not lose the others.
+
+    Args:
+        path: JSON Lines (``.jsonl``, ``.ndjson``), or YAML or JSON with one scenario or a list of them.
+
+    Returns:
+        One entry per line or item; errors name the line or item.
+
+    Raises:
+        ScenarioError: the file as a whole cannot be read.
+    """
+    file = Path(path)
+    return (_entry(place, value, file.parent) for place, value in read_documents(file))
+
+
+def _entry(place: str, value: Any | ScenarioError, folder: Path) -> Scenario | ScenarioError:
+    if isinstance(value, ScenarioError):
+        return value
+    try:
+        scenario = scenario_from(value)
+    except ScenarioError as error:
+        return ScenarioError(f"{place}: {error}")
+    beside = {name: _beside(getattr(scenario, name), folder) for name in ("cluster", "profile")}
+    return scenario.model_copy(update=beside)
+
+
+def _beside(name: str | None, folder: Path) -> str | None:
+    """A file name relative to the folder of the scenario, where there is such a file."""
+    if name is None or name in presets() or not (folder / name).is_file():
+        return name
+    return str(folder / name)

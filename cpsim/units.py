@@ -1,0 +1,37 @@
+"""Human units, for the command line and pictures only; everywhere else: seconds, bytes, FLOP and tokens."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MS_PER_S: Final = 1e3
+GB: Final = 1e9
+"""Bytes of a gigabyte."""
+GIB: Final = 2.0**30
+"""Bytes of a gibibyte, the unit of GPU memory."""
+
+
+def format_time(seconds: float) -> str:
+    """Seconds as text with three significant digits, e.g. ``12.3 ms``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if abs(seconds) * factor >= 1 or unit == "µs":
+            return f"{_three_digits(seconds * factor)} {unit}"
+    raise AssertionError
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes as text in powers of ten, e.g. ``33.6 MB``."""
+    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if abs(nbytes) >= factor:
+            return f"{_three_digits(nbytes / factor)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def format_count(number: float) -> str:
+    """A count as text, e.g. ``786,432``."""
+    return f"{number:,.0f}"
+
+
+def _three_digits(value: float) -> str:
+    size = abs(value)
+    return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}"

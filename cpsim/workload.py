@@ -1,0 +1,75 @@
+"""The attention problem of one case: documents, mask and attention shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+from cpsim.errors import ScenarioError
+
+if TYPE_CHECKING:
+    from cpsim.masks import Slices
+
+BYTES_PER_ELEMENT: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Self-attention over packed documents, all heads, before anything is sharded."""
+
+    documents: tuple[int, ...]
+    """Document lengths in packing order [tokens]; without documents, one of all tokens."""
+    mask: str
+    """A key of ``cpsim.masks.MASKS``."""
+    num_heads: int
+    num_kv_heads: int
+    """A divisor of ``num_heads``."""
+    head_dim: int
+    """Elements per head."""
+    dtype: str
+    """Element type of Q, K, V and O: a key of ``BYTES_PER_ELEMENT``."""
+
+    def __post_init__(self) -> None:
+        if not self.documents or min(self.documents) < 1:
+            raise ScenarioError("documents: expected at least one document of at least one token")
+        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
+            raise ScenarioError(
+                f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}"
+            )
+        if self.dtype not in BYTES_PER_ELEMENT:
+            raise ScenarioError(f"dtype: expected one of {', '.join(BYTES_PER_ELEMENT)}, got {self.dtype!r}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Total tokens of all documents."""
+        return sum(self.documents)
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one element of Q, K, V or O."""
+        return BYTES_PER_ELEMENT[self.dtype]
+
+    def slices(self) -> Slices:
+        """The mask as slices.
+
+        Raises:
+            ScenarioError: the mask is unknown.
+        """
+        from cpsim.masks import mask_slices  # numba: 0.3 s that reading a scenario need not pay
+
+        return mask_slices(self.mask, self.documents)
+
+    def area(self) -> int:
+        """Unmasked (query, key) pairs of one head, exact."""
+        return int(self.slices().areas().sum())
+
+    def flops(self, pass_: Literal["fwd", "bwd"]) -> float:
+        """Model FLOP of one pass over all heads.
+
+        Forward: 4 * area * num_heads * head_dim (two products of two FLOP per pair and element). Backward:
+        2.5 times that (five products).
+
+        Reference: Dao, FlashAttention-2 (2023), section 4.1. Differs: exact mask area, not half, for causal.
+        """
+        forward = 4.0 * self.area() * self.num_heads * self.head_dim
+        return forward if pass_ == "fwd" else 2.5 * forward

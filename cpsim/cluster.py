@@ -164,8 +164,9 @@ def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _cluster(data: dict[str, Any]) -> Cluster:
-    if "gpus_per_node" in data:
-        data = {"num_gpus": data["gpus_per_node"], **data}
+    if "num_gpus" not in data:
+        per_node = data.get("gpus_per_node")
+        data = data | {"num_gpus": per_node if type(per_node) is int and per_node > 0 else 1}
     try:
         return _adapter().validate_json(json.dumps(data, default=str))
     except ValidationError as error:

@@ -46,7 +46,7 @@ def read_documents(path: Path) -> list[tuple[str, Any | ScenarioError]]:
     """
     text = read_text(path)
     if path.suffix in (".jsonl", ".ndjson"):
-        numbered = enumerate(text.splitlines(), start=1)
+        numbered = enumerate(text.split("\n"), start=1)
         return [(f"{path} line {i}", _line(line, f"{path} line {i}")) for i, line in numbered if line.strip()]
     value = parse_json(text, str(path)) if path.suffix == ".json" else parse_yaml(text, str(path))
     if isinstance(value, list):
@@ -152,16 +152,16 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
         error: what pydantic found.
         fields: valid top-level field names, to name the nearest.
     """
-    problems = sorted(error.errors(include_url=False), key=lambda entry: entry["type"] == "missing")
+    problems = sorted(error.errors(include_url=False), key=lambda entry: entry["type"].startswith("missing"))
     first = problems[0]
     where = ".".join(str(part) for part in first["loc"])
     got = shown(first["input"])
     match first["type"]:
-        case "extra_forbidden" if len(first["loc"]) == 1:
+        case "extra_forbidden" | "unexpected_keyword_argument" if len(first["loc"]) == 1:
             message = f"{where}: unknown field; {nearest(where, fields)}"
-        case "extra_forbidden":
+        case "extra_forbidden" | "unexpected_keyword_argument":
             message = f"{where}: unknown field; remove it"
-        case "missing":
+        case "missing" | "missing_argument":
             message = f"{where}: missing; add it"
         case "literal_error":
             names = re.findall(r"'([^']*)'", str(first["ctx"]["expected"]))
@@ -170,7 +170,9 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
             message = ": ".join(filter(None, [where, str(first["ctx"]["error"])]))
         case _:
             expected = first["msg"].removeprefix("Input should be ")
-            expected = expected.replace("a valid integer", "a whole number")
+            expected = expected.replace("a valid integer", "a whole number").replace(
+                "a valid dictionary", "a mapping"
+            )
             message = f"{where}: expected {expected}, got {got}"
     more = len(problems) - 1
     suffix = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""

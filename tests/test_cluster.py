@@ -1,0 +1,117 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import yaml
+
+from cpsim.cluster import Cluster, load_cluster, presets
+from cpsim.errors import ScenarioError
+
+NAMES = ["h200-4", "h200-2x2-sockets", "dgx-h100", "dgx-h200", "dgx-b200", "p4de"]
+
+
+def test_presets_are_the_documented_ones():
+    assert list(presets()) == NAMES
+    profiles = {name: cluster.profile for name, cluster in presets().items()}
+    assert profiles == {
+        "h200-4": "h200",
+        "h200-2x2-sockets": "h200",
+        "dgx-h100": "h100",
+        "dgx-h200": "h200",
+        "dgx-b200": None,
+        "p4de": None,
+    }
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_every_network_number_states_its_source(name):
+    fabric = presets()[name].fabric
+    assert fabric is not None
+    assert fabric.grade in ("published", "data sheet")
+    assert len(fabric.source) > 40
+    assert fabric.flow_bandwidth_bytes_per_s <= fabric.nic_bandwidth_bytes_per_s
+
+
+def test_ranks_fill_one_node_after_another():
+    cluster = load_cluster("dgx-h200").with_gpus(24)
+    assert cluster.num_nodes == 3
+    assert [cluster.node_of(rank) for rank in (0, 7, 8, 23)] == [0, 0, 1, 2]
+    assert cluster.node_of(np.array([0, 7, 8, 23])).tolist() == [0, 0, 1, 2]
+
+
+def test_a_part_of_one_node_is_allowed():
+    assert load_cluster("dgx-h200").with_gpus(3).num_nodes == 1
+
+
+def test_nodes_are_filled_or_the_error_says_which_numbers_fit():
+    with pytest.raises(ScenarioError, match="got 20; use 16 or 24"):
+        load_cluster("dgx-h200").with_gpus(20)
+    with pytest.raises(ScenarioError, match="one machine of 4 GPUs"):
+        load_cluster("h200-4").with_gpus(8)
+
+
+def test_oversubscription_narrows_the_uplink():
+    fabric = presets()["dgx-h200"].fabric
+    assert fabric.uplink_bandwidth_bytes_per_s == 8 * 39.7e9
+    assert replace(fabric, oversubscription=2.0).uplink_bandwidth_bytes_per_s == 4 * 39.7e9
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_clusters_round_trip_through_files(name, tmp_path):
+    cluster = presets()[name]
+    for suffix, dump in ((".json", json.dumps), (".yaml", yaml.safe_dump)):
+        path = tmp_path / f"mine{suffix}"
+        path.write_text(dump(cluster.to_dict()))
+        assert load_cluster(str(path)) == cluster
+
+
+def written(tmp_path, text):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_short_file_names_a_known_gpu_and_writes_numbers_like_people(tmp_path):
+    text = """
+    name: mine
+    gpus_per_node: 8
+    gpu: h200
+    profile: h200
+    fabric: {nics_per_node: 8, nic_bandwidth_bytes_per_s: 45e9, flow_bandwidth_bytes_per_s: 2.2e10,
+             latency_s: 1e-5, sigma_log: 0.05, grade: measured here, source: nccl-tests of last Monday}
+    """
+    cluster = load_cluster(written(tmp_path, text))
+    assert isinstance(cluster, Cluster)
+    assert cluster.gpu == presets()["h200-4"].gpu
+    assert cluster.fabric.nic_bandwidth_bytes_per_s == 45e9
+    assert cluster.num_gpus == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("name: x\ngpus_per_node: 8\ngpu: h2000", "gpu: 'h2000' is unknown; did you mean 'h200'"),
+        ("name: x\ngpus_per_node: 8\ngpu: h200\nfabrik: 3", "fabrik: unknown field; did you mean 'fabric'"),
+        ("name: x\ngpu: h200", "gpus_per_node: missing"),
+        (
+            "name: x\ngpus_per_node: -8\ngpu: h200",
+            "gpus_per_node: expected greater than or equal to 1, got -8",
+        ),
+        ("name: x\ngpus_per_node: true\ngpu: h200", "expected a whole number, got True"),
+        ("name: x\ngpus_per_node: 8\ngpu: h200\nfabric: {nics_per_node: 8}", "fabric.nic_bandwidth"),
+        ("name: x\ngpus_per_node: 8\ngpu: h200\nschema: 7", "schema: expected 1, got 7"),
+        ("- 1\n- 2", "expected one cluster"),
+        ("just text", "expected the fields of a cluster"),
+        ("name: [", "not valid YAML"),
+    ],
+)
+def test_bad_cluster_files_are_one_line_errors(text, match, tmp_path):
+    with pytest.raises(ScenarioError, match=match) as caught:
+        load_cluster(written(tmp_path, text))
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_cluster_names_the_nearest():
+    with pytest.raises(ScenarioError, match="did you mean 'dgx-h200'"):
+        load_cluster("dgxh200")

@@ -1,0 +1,148 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpsim.documents import DISTRIBUTIONS
+from cpsim.errors import ScenarioError
+from cpsim.masks import MASKS
+from cpsim.scenario import (
+    FIELDS,
+    MASK_NAMES,
+    DocumentDraw,
+    Scenario,
+    load_scenario,
+    load_scenarios,
+    scenario_from,
+)
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = {"gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
+
+
+def test_fields_are_the_documented_ones():
+    names = """strategy knobs implementation kernel gpus cluster profile tokens_per_gpu tokens documents mask
+    heads kv_heads head_dim dtype pass protocol"""
+    assert set(FIELDS) == set(names.split())
+
+
+def test_defaults():
+    scenario = scenario_from(SMALL)
+    assert scenario.to_dict() == SMALL | {
+        "knobs": {},
+        "implementation": "cpsim",
+        "kernel": "fa4",
+        "mask": "causal",
+        "head_dim": 128,
+        "dtype": "bf16",
+        "pass": "fwd_bwd",
+        "protocol": "synced",
+    }
+    assert scenario.strategy is None
+
+
+def test_names_of_masks_and_distributions_agree_with_what_exists():
+    assert set(MASKS) <= set(MASK_NAMES)
+    assert set(get_args(DocumentDraw.model_fields["distribution"].annotation)) == set(DISTRIBUTIONS)
+
+
+def test_without_documents_there_is_one():
+    workload = scenario_from(SMALL).workload()
+    assert workload.documents == (4096,)
+    assert (workload.num_heads, workload.num_kv_heads, workload.head_dim) == (8, 2, 128)
+
+
+def test_tokens_per_gpu_count_on_every_gpu():
+    fields = {key: value for key, value in SMALL.items() if key != "tokens"} | {"tokens_per_gpu": 1000}
+    assert scenario_from(fields).workload().num_tokens == 4000
+
+
+def test_documents_are_taken_or_drawn():
+    listed = scenario_from(SMALL | {"documents": [96, 4000], "mask": "causal_document"})
+    assert listed.workload().documents == (96, 4000)
+    drawn = scenario_from(SMALL | {"documents": {"distribution": "prolong64k", "seed": 3, "max_length": 512}})
+    assert sum(drawn.workload().documents) == 4096
+    assert max(drawn.workload().documents) <= 512
+
+
+def test_cluster_has_the_scenario_s_gpus(tmp_path):
+    assert scenario_from(SMALL | {"cluster": "dgx-h100", "gpus": 16}).resolve_cluster().num_nodes == 2
+    (tmp_path / "mine.yaml").write_text("name: mine\ngpus_per_node: 4\ngpu: h200\nprofile: h200")
+    (tmp_path / "case.yaml").write_text(yaml.safe_dump(SMALL | {"cluster": "mine.yaml"}))
+    assert load_scenario(tmp_path / "case.yaml").resolve_cluster().name == "mine"
+
+
+def test_copies_keep_the_fields():
+    copy = scenario_from(SMALL).model_copy(update={"strategy": "ring", "pass_": "fwd"})
+    assert copy.to_dict()["pass"] == "fwd"
+    assert copy.strategy == "ring"
+
+
+@given(
+    st.fixed_dictionaries(
+        {
+            "gpus": st.just(4),
+            "cluster": st.just("h200-4"),
+            "heads": st.sampled_from([8, 32]),
+            "kv_heads": st.just(8),
+        },
+        optional={
+            "strategy": st.sampled_from(["ring", "ulysses", "none"]),
+            "knobs": st.dictionaries(st.text(max_size=5), st.one_of(st.integers(-5, 5), st.text(max_size=4))),
+            "mask": st.sampled_from(["full", "causal_document", {"name": "lambda", "window": 128}]),
+            "pass": st.sampled_from(["fwd", "bwd", "fwd_bwd"]),
+            "protocol": st.sampled_from(["synced", "streamed"]),
+            "documents": st.sampled_from([[4000, 96], {"distribution": "pile", "seed": 42}]),
+            "profile": st.just("h100"),
+        },
+    )
+)
+def test_scenarios_round_trip_through_json(fields):
+    scenario = scenario_from(fields | {"tokens": 4096})
+    again = scenario_from(json.loads(json.dumps(scenario.to_dict())))
+    assert again == scenario
+    assert again.to_dict() == scenario.to_dict()
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+def test_examples_load(path):
+    entries = list(load_scenarios(path))
+    assert entries
+    for scenario in entries:
+        assert isinstance(scenario, Scenario), scenario
+        assert scenario.workload().num_tokens == scenario.num_tokens
+        assert scenario.resolve_cluster().num_gpus == scenario.gpus
+
+
+def test_the_main_example_is_the_reference_case():
+    scenario = load_scenario(EXAMPLES / "llama3-8b-96gpu.yaml")
+    assert (scenario.gpus, scenario.num_tokens, scenario.cluster) == (96, 786432, "dgx-h200")
+
+
+def test_one_file_holds_one_or_many(tmp_path):
+    for name, text in {
+        "many.yaml": yaml.safe_dump([SMALL, SMALL]),
+        "many.json": json.dumps([SMALL, SMALL], indent=1),
+        "many.jsonl": json.dumps(SMALL) + "\n\n" + json.dumps(SMALL) + "\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+        assert list(load_scenarios(tmp_path / name)) == [scenario_from(SMALL)] * 2
+        with pytest.raises(ScenarioError, match="expected one scenario, got 2"):
+            load_scenario(tmp_path / name)
+
+
+def test_schema_1_may_be_written_down():
+    assert scenario_from({"schema": 1, **SMALL}) == scenario_from(SMALL)
+
+
+def test_importing_scenario_loads_no_heavy_library():
+    heavy = {"numba", "scipy", "simpy", "plotly", "torch"}
+    code = f"import sys, cpsim.scenario; print(*{heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""

@@ -1,0 +1,114 @@
+"""The measurement file: JSON Lines, a header with the provenance, then one line per measured point with raw samples.
+
+Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the parameters of its op:
+
+    attention     kernel, pass, num_heads, num_kv_heads, head_dim, causal, varlen, q_lens, k_lens, sm_clock_hz
+    elementwise   kind, nbytes (read and written)
+    host          kind (wall seconds that the host spends on one launch)
+    collective    kind, num_ranks, nbytes (S of nccl-tests)
+    transfer      kind, num_ranks, nbytes (per message)
+    interference  what runs on each stream, alone and together
+    sustained     one kernel over seconds of load
+    check         relative error of a kernel against plain fp32 attention
+    error         the point could not be measured; `message` says why
+
+Only this module knows the format. Samples of a distributed op are maxima over its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from cpsim.errors import ProfileError
+
+SCHEMA = 1
+_HEADER_KEYS = ("gpu", "num_gpus", "torch", "date", "commit", "command")
+
+Point = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurements:
+    """One measurement file in memory."""
+
+    source: str
+    """File name, without folder."""
+    header: dict[str, Any]
+    """Provenance: gpu, num_gpus, driver, cuda, nccl, torch, kernels, date, commit, command, ..."""
+    points: tuple[Point, ...]
+    """In run order."""
+
+    def of(self, op: str) -> list[Point]:
+        """The points of one op, in run order."""
+        return [point for point in self.points if point["op"] == op]
+
+
+class Writer:
+    """Writes a measurement file line by line, each flushed, so that an interrupted run loses nothing."""
+
+    def __init__(self, file: TextIO, header: dict[str, Any]) -> None:
+        self._file = file
+        self._write({"schema": SCHEMA, "format": "cpsim-measurement", **header})
+
+    def add(self, op: str, samples_s: Iterable[float] = (), **parameters: Any) -> None:
+        """Appends one point; samples are rounded to 0.1 ns."""
+        self._write({"op": op, **parameters, "samples_s": [round(s, 10) for s in samples_s]})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def load(path: str | Path) -> Measurements:
+    """Reads and checks a measurement file.
+
+    Raises:
+        ProfileError: one line that names the file, the line and what is wrong with it.
+    """
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{path}: cannot read this measurement file: {error}") from error
+    rows = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not rows:
+        raise ProfileError(f"{path}: empty measurement file; expected a header line and points")
+    header, *points = rows
+    _check_header(path, header)
+    for number, point in enumerate(points, 2):
+        _check_point(path, number, point)
+    return Measurements(source=path.name, header=header, points=tuple(points))
+
+
+def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ProfileError(f"{path}:{number}: not JSON ({error.msg}); is the file cut off?") from error
+    if not isinstance(row, dict):
+        raise ProfileError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
+    return row
+
+
+def _check_header(path: Path, header: dict[str, Any]) -> None:
+    if header.get("format") != "cpsim-measurement":
+        raise ProfileError(f"{path}:1: expected a header with format 'cpsim-measurement'; is this a measurement file?")
+    if header.get("schema") != SCHEMA:
+        raise ProfileError(f"{path}:1: schema {header.get('schema')!r}, this version reads {SCHEMA}; update cpsim")
+    missing = [key for key in _HEADER_KEYS if key not in header]
+    if missing:
+        raise ProfileError(f"{path}:1: header lacks {', '.join(missing)}")
+
+
+def _check_point(path: Path, number: int, point: dict[str, Any]) -> None:
+    if not isinstance(point.get("op"), str):
+        raise ProfileError(f"{path}:{number}: point without 'op'")
+    samples = point.get("samples_s")
+    if not isinstance(samples, list) or not all(isinstance(s, int | float) and 0 <= s < 3600 for s in samples):
+        raise ProfileError(f"{path}:{number}: 'samples_s' must be a list of seconds, at least 0")
+    if point["op"] not in ("error", "check") and not samples:
+        raise ProfileError(f"{path}:{number}: {point['op']} point without samples")

@@ -1,0 +1,408 @@
+"""Measures collectives, transfers, their sharing and their interference with computation on N GPUs of one node.
+
+    torchrun --nproc-per-node 4 -m real.measure_network --minutes 4 --out h200x4-network.jsonl
+
+Every sample is the maximum over ranks of the CUDA-event time of one operation, started together after a device-side
+barrier, with the queue kept full. Sizes follow nccl-tests: S is the total array of a collective (all-gather: the
+gathered array; reduce-scatter: the whole input; all-to-all and all-reduce: one rank's buffer); a transfer's size is
+one message. On a CPU it runs tiny sizes over gloo, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cpsim.calibrate.measurement import Writer
+from real import attention, elementwise
+from real.timing import Load, host_seconds, provenance
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A process group and the global ranks in it."""
+
+    handle: Any
+    ranks: tuple[int, ...]
+
+
+class Node:
+    """This rank's device, groups and buffers, and the file of rank 0."""
+
+    def __init__(self, out: Path, command: str, commit: str) -> None:
+        self.cuda = torch.cuda.is_available()
+        self.local = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cuda", self.local) if self.cuda else torch.device("cpu")
+        if self.cuda:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl" if self.cuda else "gloo")
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.groups = {n: self.group(tuple(range(n))) for n in range(2, self.size + 1)}
+        self.load = Load(self.device)
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.flag = torch.zeros(1, device=self.device)
+        self.max_bytes = 2**30 if self.cuda else 2**21
+        elements = self.max_bytes // self.dtype.itemsize
+        self.send = torch.randn(elements, device=self.device, dtype=self.dtype)
+        self.receive = torch.empty(elements, device=self.device, dtype=self.dtype)
+        self.writer = None
+        if self.rank == 0:
+            header = provenance(
+                self.device, self.size, {k: attention.kernel_version(k) for k in ("fa2", "fa4")}, command, commit
+            )
+            header["environment"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
+            print(json.dumps(header), flush=True)
+            self.writer = Writer(out.open("w", encoding="utf-8"), header)
+
+    def group(self, ranks: tuple[int, ...], *, urgent: bool = False) -> Group:
+        """A new group; an urgent one runs NCCL on high-priority streams."""
+        options = None
+        if self.cuda:
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+        handle = dist.new_group(list(ranks), pg_options=options)
+        if self.rank in ranks:  # all members make the communicator now: later calls may involve only some of them
+            dist.all_reduce(torch.zeros(1, device=self.device), group=handle)
+        return Group(handle, ranks)
+
+    def add(self, op: str, samples: list[float], **parameters: Any) -> None:
+        """Writes a point on rank 0."""
+        if self.writer is not None:
+            self.writer.add(op, samples, **parameters)
+
+    def barrier(self) -> None:
+        """Device-side barrier on the current stream."""
+        dist.all_reduce(self.flag)
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize(self.device)
+
+    def maximum(self, seconds: list[float]) -> list[float]:
+        """Maximum over all ranks, sample by sample."""
+        tensor = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True) if self.cuda else HostEvent()
+
+    def samples(self, launch: Launch | None, num: int = 20) -> list[float]:
+        """Seconds of each of `num` launches, the maximum over ranks; `launch` is None on ranks that take no part."""
+        for _ in range(3):
+            if launch is not None:
+                launch()
+            self.barrier()
+        self.synchronize()
+        self.load.fill(0.005 + num * 3e-4)
+        pairs = [(self.event(), self.event()) for _ in range(num)]
+        for start, end in pairs:
+            self.barrier()
+            if launch is not None:
+                start.record()
+                launch()
+                end.record()
+        self.synchronize()
+        return self.maximum([s.elapsed_time(e) / 1e3 if launch else 0.0 for s, e in pairs])
+
+
+class HostEvent:
+    """A CUDA event's interface on the wall clock, for dry runs."""
+
+    def record(self, _stream: object = None) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end._at - self._at) * 1e3
+
+
+def collective(node: Node, kind: str, nbytes: int, group: Group) -> Launch | None:
+    """Launches one collective of S = nbytes and waits for it on the current stream."""
+    if node.rank not in group.ranks:
+        return None
+    n, handle = len(group.ranks), group.handle
+    whole = max(n, nbytes // node.dtype.itemsize // n * n)
+    x, y = node.send[:whole], node.receive[:whole]
+    part = whole // n
+    return {
+        "all_gather": lambda: dist.all_gather_into_tensor(y, x[:part], group=handle),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(y[:part], x, group=handle),
+        "all_to_all": lambda: dist.all_to_all_single(y, x, group=handle),
+        "all_reduce": lambda: dist.all_reduce(y, group=handle),
+    }[kind]
+
+
+def transfers(
+    node: Node, pairs: list[tuple[int, int]], nbytes: int, group: Group, batched: bool = True
+) -> Launch | None:
+    """Sends nbytes along every (source, destination) pair at once."""
+    mine = [(a, b) for a, b in pairs if node.rank in (a, b)]
+    if not mine:
+        return None
+    count = max(1, nbytes // node.dtype.itemsize)
+    slots = [slice(i * count, (i + 1) * count) for i in range(len(mine))]
+
+    def launch() -> None:
+        ops = []
+        for (a, b), slot in zip(mine, slots, strict=True):
+            if a == node.rank:
+                ops.append(dist.P2POp(dist.isend, node.send[slot], b, group=group.handle))
+            else:
+                ops.append(dist.P2POp(dist.irecv, node.receive[slot], a, group=group.handle))
+        if batched:
+            works = dist.batch_isend_irecv(ops)
+        else:
+            works = [op.op(op.tensor, op.peer, group=group.handle) for op in ops]
+        for work in works:
+            work.wait()
+
+    return launch
+
+
+def ring(ranks: tuple[int, ...], step: int = 1) -> list[tuple[int, int]]:
+    """Every rank to the next one."""
+    return [(r, ranks[(i + step) % len(ranks)]) for i, r in enumerate(ranks)]
+
+
+PATTERNS: dict[str, tuple[tuple[tuple[int, int], ...], bool]] = {
+    "unidirectional": (((0, 1),), True),
+    "unbatched": (((0, 1),), False),
+    "unbatched_bidirectional": (((0, 1), (1, 0)), False),
+    "disjoint_pairs": (((0, 1), (2, 3)), True),
+    "shared_source": (((0, 1), (0, 2)), True),
+    "shared_destination": (((1, 0), (2, 0)), True),
+    "three_destinations": (((0, 1), (0, 2), (0, 3)), True),
+}
+
+
+def sizes(rng: np.random.Generator, num: int, low: float, high: float) -> list[int]:
+    """Log-uniform, one in each of `num` equal strata, multiples of 256 bytes."""
+    edges = np.linspace(np.log(low), np.log(high), num + 1)
+    return [max(1, round(float(np.exp(rng.uniform(a, b))) / 256)) * 256 for a, b in zip(edges, edges[1:], strict=False)]
+
+
+def measure_network(node: Node, rng: np.random.Generator, deadline: float) -> None:
+    """Collectives and transfers at random sizes, in random order."""
+    top, num = node.max_bytes, 34 if node.cuda else 2
+    points: list[tuple[str, str, int, int]] = []
+    for n in node.groups:
+        for kind in COLLECTIVES:
+            points += [("collective", kind, n, s) for s in sizes(rng, num, 2**14, top)]
+        points += [("transfer", "ring", n, s) for s in sizes(rng, num, 2**14, top / 4)]
+    if node.size >= 4:
+        for kind in PATTERNS:
+            points += [("transfer", kind, node.size, s) for s in sizes(rng, 12 if node.cuda else 1, 2**16, top / 8)]
+    rng.shuffle(points)
+    world = node.groups[node.size]
+    for op, kind, n, nbytes in [(a, b, int(c), int(d)) for a, b, c, d in points]:
+        if node.maximum([float(time.monotonic() > deadline)])[0]:
+            break
+        parameters = {"kind": str(kind), "num_ranks": n, "nbytes": nbytes}
+        try:
+            if op == "collective":
+                launch = collective(node, kind, nbytes, node.groups[n])
+            elif kind == "ring":
+                launch = transfers(node, ring(node.groups[n].ranks), nbytes, node.groups[n])
+            else:
+                pairs, batched = PATTERNS[kind]
+                launch = transfers(node, list(pairs), nbytes, world, batched)
+            node.add(str(op), node.samples(launch), **parameters)
+        except Exception as error:  # symmetric over ranks, such as a call that gloo lacks
+            node.add("error", [], failed=str(op), message=str(error)[:300], **parameters)
+
+
+def compute_loads(node: Node) -> dict[str, Launch]:
+    """Computation that communication runs beside: attention of ring steps and memory-bound kernels."""
+    loads: dict[str, Launch] = {}
+    dtype = torch.bfloat16 if node.cuda else torch.float32
+    for kernel, tokens in (("fa4", 8192), ("fa2", 8192), ("fa4", 4096)) if node.cuda else (("math", 64),):
+        def random(heads: int, tokens: int = tokens) -> torch.Tensor:
+            return torch.randn(tokens, heads, 128, device=node.device, dtype=dtype)
+
+        call = attention.prepare((tokens,), (tokens,), causal=False, device=node.device)
+        q, k, v, dout = random(32), random(8), random(8), random(32)
+        try:
+            args = (dout, q, k, v, *attention.forward(kernel, q, k, v, call))
+        except Exception as error:
+            print(f"{kernel}: {error}", flush=True)
+            continue
+        name = f"{kernel}_{{}}_{tokens}"
+        loads[name.format("fwd")] = lambda k=kernel, a=args, c=call: attention.forward(k, *a[1:4], c)
+        loads[name.format("bwd")] = lambda k=kernel, a=args, c=call: attention.backward(k, *a, c)
+    tokens = 8192 if node.cuda else 64
+    acc = torch.randn(tokens, 32, 128, device=node.device)
+    part = torch.randn(tokens, 32, 128, device=node.device, dtype=dtype)
+    lse = [torch.randn(32, tokens, device=node.device) for _ in range(2)]
+    loads["merge"] = lambda: elementwise.merge(acc, lse[0], part, lse[1], acc)
+    copy = torch.empty_like(part)
+    loads["copy"] = lambda: copy.copy_(part)
+    return loads
+
+
+def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any]) -> list[list[float]]:
+    """Runs loops of several ops at once, one stream each, all behind one gate; seconds of the ops that overlapped.
+
+    An operation counts when it lies wholly inside the span in which all loops run. With one op it is the op alone.
+    """
+    gate = torch.cuda.Event() if node.cuda else None
+    node.barrier()
+    node.load.fill(0.01 + 2.5e-4 * sum(num for _, num in ops))
+    node.barrier()
+    if gate is not None:
+        gate.record()
+    origin = node.event()
+    origin.record()
+    events = []
+    for (op, num), stream in zip(ops, streams, strict=False):
+        with torch.cuda.stream(stream) if node.cuda else nullcontext():
+            if gate is not None:
+                stream.wait_event(gate)
+            marks = [node.event() for _ in range(num + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                op()
+                mark.record()
+            events.append(marks)
+    node.synchronize()
+    ends = [np.array([origin.elapsed_time(m) / 1e3 for m in marks]) for marks in events]
+    first, last = max(e[0] for e in ends), min(e[-1] for e in ends)
+    inside = [(e[:-1] >= first) & (e[1:] <= last + 1e-9) for e in ends]
+    return [np.diff(e)[i].tolist() for e, i in zip(ends, inside, strict=True)]
+
+
+def measure_pair(node: Node, names: tuple[str, str], ops: tuple[Launch, Launch], **parameters: Any) -> None:
+    """Two ops alone and together: medians of every rank, raw samples of rank 0."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
+    target, most = (0.06, 250) if node.cuda else (0.002, 5)
+
+    def count(op: Launch) -> int:
+        per_op = float(np.median(together(node, [(op, 6)], streams)[0]))
+        return int(np.clip(node.maximum([target / per_op])[0], 8 if node.cuda else 3, most))
+
+    nums = [count(op) for op in ops]
+    alone = [together(node, [(op, num)], streams)[0] for op, num in zip(ops, nums, strict=True)]
+    both = together(node, list(zip(ops, nums, strict=True)), streams)
+    record: dict[str, Any] = {}
+    for label, runs in (("alone", alone), ("together", both)):
+        for which, run in zip(("a", "b"), runs, strict=True):
+            medians: list[Any] = [None] * node.size
+            dist.all_gather_object(medians, float(np.median(run)) if run else 0.0)
+            record[f"{which}_{label}_rank_medians_s"] = medians
+            record[f"{which}_{label}_s"] = [round(s, 10) for s in run[:60]]
+    node.add("interference", [], a=names[0], b=names[1], **parameters, **record)
+    if node.rank == 0:
+        ratio = [
+            np.median(b) / np.median(a) if a and b else float("nan") for a, b in zip(alone, both, strict=True)
+        ]
+        print(f"{names[0]:14s} {names[1]:22s} {parameters} x{ratio[0]:.3f} x{ratio[1]:.3f}", flush=True)
+
+
+def measure_interference(node: Node, deadline: float) -> None:
+    """Computation beside communication, at high and at default priority; then two communications at once."""
+    ranks = tuple(range(node.size))
+    urgent, normal, other = node.group(ranks, urgent=True), node.group(ranks), node.group(ranks, urgent=True)
+    mb = 2**20 if node.cuda else 2**8
+
+    def communications(group: Group) -> dict[str, Launch]:
+        made: dict[str, Launch] = {
+            f"ring_{size}": transfers(node, ring(ranks), size * mb, group) for size in (32, 128)
+        }  # fmt: skip
+        made |= {f"{kind}_256": collective(node, kind, 256 * mb, group) for kind in COLLECTIVES[:3]}
+        return made
+
+    loads, first, second = compute_loads(node), communications(urgent), communications(other)
+    cases: list[tuple[tuple[str, str], tuple[Launch, Launch], dict[str, Any]]] = []
+    for b in first:
+        for a in loads:
+            cases.append(((a, b), (loads[a], first[b]), {"priority": "high"}))
+    second["ring_back_128"] = transfers(node, ring(ranks, -1), 128 * mb, other)
+    for a, b in (
+        ("ring_128", "ring_128"), ("ring_128", "ring_back_128"), ("ring_128", "all_gather_256"),
+        ("ring_128", "reduce_scatter_256"), ("ring_128", "all_to_all_256"), ("all_gather_256", "reduce_scatter_256"),
+        ("all_to_all_256", "all_gather_256"),
+    ):  # fmt: skip
+        cases.append(((a, b), (first[a], second[b]), {"priority": "high"}))
+    slow = communications(normal)
+    for b in ("ring_128", "all_gather_256"):
+        for a in loads:
+            cases.append(((a, b), (loads[a], slow[b]), {"priority": "default"}))
+    for names, ops, parameters in cases:
+        if node.maximum([float(time.monotonic() > deadline)])[0]:
+            break
+        try:
+            measure_pair(node, names, ops, **parameters)
+        except Exception as error:
+            print(f"rank {node.rank} {names}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            node.add("error", [], failed="interference", message=str(error)[:300], a=names[0], b=names[1])
+
+
+def measure_host(node: Node) -> None:
+    """Wall seconds to launch each kind of communication and to wait for it on another stream."""
+    group = node.groups[node.size]
+    ops = {kind: collective(node, kind, 2**16, group) for kind in COLLECTIVES}
+    ops["transfer_pair"] = transfers(node, ring(group.ranks), 2**16, group)
+    ops["unbatched_transfer_pair"] = transfers(node, ring(group.ranks), 2**16, group, batched=False)
+    for kind, op in ops.items():
+        try:
+            for _ in range(5):
+                op()
+            samples = []
+            for _ in range(20):
+                node.barrier()
+                samples.append(host_seconds(op, 10, node.device))
+            node.add("host", node.maximum(samples), kind=kind)
+        except Exception as error:
+            node.add("error", [], failed="host", message=str(error)[:300], kind=kind)
+
+
+def summary(path: Path) -> None:
+    """A short table of bus bandwidths by kind, ranks and size."""
+    rows: dict[tuple[str, int], list[tuple[int, float]]] = {}
+    for line in path.read_text().splitlines()[1:]:
+        point = json.loads(line)
+        if point["op"] in ("collective", "transfer"):
+            best = float(np.median(point["samples_s"]))
+            rows.setdefault((point["kind"], point["num_ranks"]), []).append((point["nbytes"], best))
+    for (kind, n), points in sorted(rows.items()):
+        points.sort()
+        picked = points[:: max(1, len(points) // 6)]
+        print(f"{kind:24s} {n}", " ".join(f"{b / 2**20:.3g}MiB:{s * 1e6:.0f}us:{b / s / 1e9:.0f}GB/s" for b, s in picked))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=4.0)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
+    args = parser.parse_args()
+    started = time.monotonic()
+    torch.manual_seed(args.seed)
+    command = f"torchrun -m real.measure_network --minutes {args.minutes:g} --seed {args.seed}"
+    node = Node(args.out, command, args.commit)
+    deadline = started + 60 * args.minutes
+    measure_host(node)
+    measure_network(node, np.random.default_rng(args.seed), started + 60 * args.minutes * 0.55)
+    measure_interference(node, deadline)
+    node.add("end", [time.monotonic() - started])
+    if node.rank == 0:
+        summary(args.out)
+        print(f"{time.monotonic() - started:.0f} s", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

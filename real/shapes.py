@@ -1,0 +1,136 @@
+"""Random attention calls as context-parallel strategies make them: what `measure_kernels` measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+HEADS = ((32, 8), (64, 8), (8, 2), (4, 1), (16, 4), (8, 1), (8, 8), (32, 32), (1, 1))
+_HEAD_WEIGHTS = np.array((6, 5, 3, 4, 2, 2, 2, 1, 1)) / 26
+HEAD_DIM = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """One attention kernel call."""
+
+    family: str
+    num_heads: int
+    num_kv_heads: int
+    causal: bool
+    varlen: bool
+    q_lens: tuple[int, ...]
+    k_lens: tuple[int, ...]
+
+    def flops(self) -> float:
+        """FLOP of the forward pass on the exact mask area."""
+        q, k = np.array(self.q_lens, float), np.array(self.k_lens, float)
+        area = q * k - (q * (q - 1) / 2 if self.causal else 0)
+        return float(4 * area.sum() * self.num_heads * HEAD_DIM)
+
+
+def draw(rng: np.random.Generator, max_flops: float, dense_only: bool = False) -> Shape:
+    """One shape of a random family, its forward pass at most `max_flops`."""
+    families = {
+        "causal": 4, "full": 3, "gathered": 3, "short": 1,
+        "one_varlen": 1, "equal": 2, "heavy_tail": 4, "ring_documents": 4, "gathered_documents": 1,
+    }  # fmt: skip
+    if dense_only:
+        families = {name: weight for name, weight in families.items() if name in ("causal", "full", "short")}
+    names, weights = list(families), np.array(list(families.values()), float)
+    while True:
+        shape = _DRAW[str(rng.choice(names, p=weights / weights.sum()))](rng)
+        if shape.flops() <= max_flops:
+            return shape
+
+
+def _log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
+    """Two in three are multiples of 128 (or 64), as real chunk lengths are."""
+    n = float(np.exp(rng.uniform(np.log(low), np.log(high))))
+    step = 1 if rng.random() < 1 / 3 else (128 if n >= 512 else 64)
+    return max(1, round(n / step) * step)
+
+
+def _shape(rng: np.random.Generator, family: str, causal: bool, q: list[int], k: list[int]) -> Shape:
+    num_heads, num_kv_heads = HEADS[rng.choice(len(HEADS), p=_HEAD_WEIGHTS)]
+    return Shape(
+        family=family, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal,
+        varlen=len(q) > 1 or family == "one_varlen", q_lens=tuple(q), k_lens=tuple(k),
+    )  # fmt: skip
+
+
+def _causal(rng: np.random.Generator) -> Shape:
+    n = _log_uniform(rng, 1024, 98304)
+    return _shape(rng, "causal", True, [n], [n])
+
+
+def _full(rng: np.random.Generator) -> Shape:
+    n = _log_uniform(rng, 1024, 65536)
+    q, k = ((n, n), (n, n), (n, n // 2), (n // 2, n))[rng.integers(4)]
+    return _shape(rng, "full", False, [q], [k])
+
+
+def _gathered(rng: np.random.Generator) -> Shape:
+    """Few queries on many keys, as after an all-gather."""
+    q, k = _log_uniform(rng, 512, 8192), _log_uniform(rng, 8192, 131072)
+    return _shape(rng, "gathered", bool(rng.random() < 0.7), [q], [max(q, k)])
+
+
+def _short(rng: np.random.Generator) -> Shape:
+    n = _log_uniform(rng, 128, 1024)
+    causal = bool(rng.random() < 0.5)
+    return _shape(rng, "short", causal, [n], [n])
+
+
+def _one_varlen(rng: np.random.Generator) -> Shape:
+    n = _log_uniform(rng, 1024, 32768)
+    return _shape(rng, "one_varlen", bool(rng.random() < 0.5), [n], [n])
+
+
+def _equal(rng: np.random.Generator) -> Shape:
+    total = _log_uniform(rng, 4096, 65536)
+    n = min(total // 2, _log_uniform(rng, 64, 16384))
+    return _shape(rng, "equal", bool(rng.random() < 0.6), [n] * (total // n), [n] * (total // n))
+
+
+def _documents(rng: np.random.Generator, total: int, median: float) -> list[int]:
+    """Log-normal document lengths (sigma 1.3, a heavy tail) that add up to `total`; the last is cut."""
+    lens: list[int] = []
+    while sum(lens) < total:
+        n = max(8, int(median * np.exp(1.3 * rng.standard_normal())))
+        lens.append(min(n, total - sum(lens)))
+    return lens if len(lens) > 1 else [total // 2, total - total // 2]
+
+
+def _heavy_tail(rng: np.random.Generator) -> Shape:
+    total = _log_uniform(rng, 4096, 65536)
+    lens = _documents(rng, total, _log_uniform(rng, 128, total / 3))
+    return _shape(rng, "heavy_tail", bool(rng.random() < 0.8), lens, lens)
+
+
+def _ring_documents(rng: np.random.Generator) -> Shape:
+    """A per-document zigzag ring step: each document gives len/P or len/2P queries and keys, a full rectangle."""
+    local = _log_uniform(rng, 2048, 16384)
+    num_ranks = int(2 ** rng.integers(1, 7))
+    documents = [n for n in _documents(rng, local * num_ranks, _log_uniform(rng, 512, local)) if n >= 2 * num_ranks]
+    if len(documents) < 2:
+        documents = [local * num_ranks // 2] * 2
+    part = [max(2, n // num_ranks) for n in documents]
+    half = [n // 2 for n in part]
+    q, k, causal = ((part, half, False), (half, part, False), (part, part, False), (part, part, True))[rng.integers(4)]
+    return _shape(rng, "ring_documents", causal, q, k)
+
+
+def _gathered_documents(rng: np.random.Generator) -> Shape:
+    """A contiguous query range that starts inside a long document: its keys reach back to the document's start."""
+    total = _log_uniform(rng, 2048, 16384)
+    q = _documents(rng, total, total / 6)
+    return _shape(rng, "gathered_documents", True, q, [q[0] + _log_uniform(rng, 1024, 65536), *q[1:]])
+
+
+_DRAW = {
+    "causal": _causal, "full": _full, "gathered": _gathered, "short": _short, "one_varlen": _one_varlen,
+    "equal": _equal, "heavy_tail": _heavy_tail, "ring_documents": _ring_documents,
+    "gathered_documents": _gathered_documents,
+}  # fmt: skip

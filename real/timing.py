@@ -1,0 +1,142 @@
+"""Timing on a GPU under load, clocks and provenance, shared by the measurement scripts."""
+
+from __future__ import annotations
+
+import datetime
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Clock:
+    """SM clock, temperature and power of one GPU through NVML; zeros where there is none."""
+
+    def __init__(self, index: int = 0) -> None:
+        self._handle = None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            self._handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        except Exception:  # no NVML: measuring goes on without clocks
+            self._handle = None
+
+    def sm_hz(self) -> float:
+        """Current SM clock in Hz."""
+        return self.read()["sm_clock_hz"]
+
+    def read(self) -> dict[str, float]:
+        """SM clock in Hz, temperature in degrees Celsius, power in watts."""
+        if self._handle is None:
+            return {"sm_clock_hz": 0.0, "temperature_c": 0.0, "power_w": 0.0}
+        n, h = self._nvml, self._handle
+        try:
+            return {
+                "sm_clock_hz": n.nvmlDeviceGetClockInfo(h, n.NVML_CLOCK_SM) * 1e6,
+                "temperature_c": float(n.nvmlDeviceGetTemperature(h, n.NVML_TEMPERATURE_GPU)),
+                "power_w": n.nvmlDeviceGetPowerUsage(h) / 1e3,
+            }
+        except Exception:
+            return {"sm_clock_hz": 0.0, "temperature_c": 0.0, "power_w": 0.0}
+
+
+class Load:
+    """Matrix products that keep the GPU busy and hot, and its queue full, before and between samples."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        n = 4096 if device.type == "cuda" else 64
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._a = torch.randn(n, n, device=device, dtype=dtype)
+        self._b = torch.randn(n, n, device=device, dtype=dtype)
+        self._c = torch.empty(n, n, device=device, dtype=dtype)
+        self._seconds = 0.0
+        self.run(1)
+        self._seconds = min(time_ops(lambda: self.run(1), 5, device)) or 1e-4
+
+    def run(self, num: int) -> None:
+        """Queues `num` matrix products."""
+        for _ in range(num):
+            torch.mm(self._a, self._b, out=self._c)
+
+    def fill(self, seconds: float) -> None:
+        """Queues about that many seconds of work."""
+        if self._device.type == "cuda":
+            self.run(max(1, min(512, int(seconds / self._seconds))))
+
+
+def time_ops(op: Callable[[], object], num: int, device: torch.device) -> list[float]:
+    """Seconds of each of `num` back-to-back calls: CUDA events around each, or the wall clock on a CPU."""
+    if device.type != "cuda":
+        times = []
+        for _ in range(num):
+            start = time.perf_counter()
+            op()
+            times.append(time.perf_counter() - start)
+        return times
+    starts = [torch.cuda.Event(enable_timing=True) for _ in range(num)]
+    ends = [torch.cuda.Event(enable_timing=True) for _ in range(num)]
+    for start, end in zip(starts, ends, strict=True):
+        start.record()
+        op()
+        end.record()
+    torch.cuda.synchronize(device)
+    return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
+
+
+def host_seconds(op: Callable[[], object], num: int, device: torch.device) -> float:
+    """Wall seconds the host spends to launch `op` once, the queue empty at the start and never full."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(num):
+        op()
+    seconds = (time.perf_counter() - start) / num
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return seconds
+
+
+def provenance(
+    device: torch.device, num_gpus: int, kernels: dict[str, str], command: str, commit: str
+) -> dict[str, Any]:
+    """Header of a measurement file; `commit` stands in where git is missing."""
+    cuda = device.type == "cuda"
+    nccl = ".".join(map(str, torch.cuda.nccl.version())) if cuda else ""
+    return {
+        "gpu": torch.cuda.get_device_name(device) if cuda else "cpu",
+        "num_gpus": num_gpus,
+        "num_sms": torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0,
+        "driver": _driver(),
+        "cuda": torch.version.cuda or "",
+        "cudnn": torch.backends.cudnn.version() if cuda else 0,
+        "nccl": nccl,
+        "torch": torch.__version__,
+        "python": sys.version.split()[0],
+        "kernels": kernels,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "commit": commit or _commit(),
+        "command": command,
+        "clock_source": "CUDA events" if cuda else "time.perf_counter",
+        "clock_at_start": Clock(device.index or 0).read() if cuda else {},
+    }
+
+
+def _driver() -> str:
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:
+        return ""
+
+
+def _commit() -> str:
+    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return run.stdout.strip() or "unknown"

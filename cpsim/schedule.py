@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -25,6 +25,7 @@ from cpsim.tiles import Tiles
 
 Int32 = NDArray[np.int32]
 Int8 = NDArray[np.int8]
+Pass = Literal["fwd", "bwd"]
 
 
 class Kind(IntEnum):
@@ -61,8 +62,9 @@ class Kind(IntEnum):
 ATTENTION_KINDS: Final = (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)
 COLLECTIVE_KINDS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
 COMMUNICATION_KINDS: Final = (Kind.TRANSFER, *COLLECTIVE_KINDS)
-STREAMS: Final = ("compute", "send", "recv", "comm")
-"""Streams of a rank. A batched send and receive is one launch on two lanes; collectives run on ``comm``."""
+STREAMS: Final = ("compute", "send", "recv", "grad_send", "grad_recv", "comm")
+"""Streams of a rank. A batched send and receive is one launch on two lanes; gradients travel beside keys and values
+on lanes of their own (a second process group); collectives run on ``comm``."""
 
 READ, WRITE, UPDATE = range(3)
 MODE_NAMES: Final = ("reads", "writes", "updates")
@@ -320,13 +322,15 @@ class Builder:
             lanes: (ranks ``[n]``, stream) pairs; a transfer's source first. A collective names its ranks
                 ``[n, g]`` on one stream.
             step, tile, heads, nbytes: columns, see ``Schedule``; one for all new ops or one each.
-            deps: arrays ``[n]`` of op indices; negative entries mean that there is none.
+            deps: arrays ``[n]`` or ``[n, g]`` of op indices; negative entries mean that there is none.
             reads, writes, updates: (buffers, blocks), each ``[n]`` or for collectives ``[n, g]``.
 
         Returns:
             indices of the new ops, ``int64[n]``.
         """
         count = len(np.asarray(lanes[0][0]))
+        if count == 0:
+            return np.zeros(0, np.int64)
         new = np.arange(self._num_ops, self._num_ops + count)
         self._num_ops += count
         self._columns.append((count, int(kind), step, tile, heads, nbytes))
@@ -335,8 +339,9 @@ class Builder:
             stream_index = STREAMS.index(stream)
             self._lanes.extend(new.repeat(grid.shape[1]), grid.ravel() * len(STREAMS) + stream_index)
         for wanted in deps:
-            there = wanted >= 0
-            self._deps.extend(new[there], wanted[there])
+            grid = wanted.reshape(count, -1)
+            there = grid >= 0
+            self._deps.extend(new.repeat(there.sum(axis=1)), grid[there])
         for mode, accesses in ((READ, reads), (WRITE, writes), (UPDATE, updates)):
             for buffers, blocks in accesses:
                 grid = np.asarray(buffers, np.int64).reshape(count, -1)

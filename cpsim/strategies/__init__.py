@@ -1,0 +1,60 @@
+"""Strategies: pure functions from a workload and a cluster to a schedule.
+
+A strategy is ``plan(workload, cluster, pass_, **knobs) -> Schedule``; ``STRATEGIES`` is the whole registry.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from cpsim.cluster import Cluster
+from cpsim.errors import ScenarioError
+from cpsim.schedule import Pass, Schedule
+from cpsim.strategies.allgather import allgather_knobs, plan_allgather
+from cpsim.strategies.ring import plan_ring, plan_zigzag_ring, zigzag_knobs
+from cpsim.strategies.single import plan_single
+from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
+from cpsim.workload import Workload
+
+Knobs = Mapping[str, object]
+
+
+class Strategy(NamedTuple):
+    """A planner and the knob settings that are worth trying for a case."""
+
+    plan: Callable[..., Schedule]
+    knobs: Callable[[Workload, Cluster], Sequence[Knobs]]
+
+
+def _no_knobs(workload: Workload, cluster: Cluster) -> Sequence[Knobs]:
+    del workload, cluster
+    return ({},)
+
+
+STRATEGIES: Final[dict[str, Strategy]] = {
+    "none": Strategy(plan_single, _no_knobs),
+    "ulysses": Strategy(plan_ulysses, ulysses_knobs),
+    "ring": Strategy(plan_ring, _no_knobs),
+    "zigzag_ring": Strategy(plan_zigzag_ring, zigzag_knobs),
+    "allgather": Strategy(plan_allgather, allgather_knobs),
+}
+
+
+def plan(name: str, workload: Workload, cluster: Cluster, pass_: Pass, knobs: Knobs) -> Schedule:
+    """The schedule of a named strategy.
+
+    Raises:
+        ScenarioError: the strategy is not built yet, or does not have one of the knobs.
+        InfeasibleError: it cannot run this case.
+    """
+    if name not in STRATEGIES:
+        raise ScenarioError(f"strategy: {name!r} is not available yet; available are {', '.join(STRATEGIES)}")
+    planner = STRATEGIES[name].plan
+    known = [p.name for p in inspect.signature(planner).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    for knob in knobs:
+        if knob not in known:
+            offers = f"it has {', '.join(known)}" if known else "it has none"
+            raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
+    return planner(workload, cluster, pass_, **knobs)

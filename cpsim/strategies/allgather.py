@@ -1,0 +1,235 @@
+"""All-gather: every rank gathers all keys and values, some heads at a time, and computes its own queries.
+
+Forward: while one group of key-value heads is computed the next is gathered; gathered zigzag shards are packed into
+the order that the kernel reads. Backward: keys and values are gathered again, and each group's gradients are
+reduce-scattered in fp32 while the next group is computed.
+
+Reference: Llama 3 (arXiv 2407.21783), section 3.3.2; Zhu, ring-flash-attention (llama3 variant). Differs: zigzag
+shards as well as contiguous ones, fp32 gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cpsim.cluster import Cluster
+from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.masks import Ints
+from cpsim.schedule import Access, Builder, Kind, Pass, Schedule
+from cpsim.strategies import sharding
+from cpsim.strategies.sizes import Sizes
+from cpsim.tiles import make_tiles, sequences
+from cpsim.workload import Workload
+
+LAYOUTS = ("contiguous", "zigzag", "document_zigzag")
+
+
+def plan_allgather(
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    *,
+    layout: str = "zigzag",
+    heads_per_gather: int | None = None,
+) -> Schedule:
+    """Queries stay; keys and values of all ranks are gathered.
+
+    Args:
+        workload, cluster, pass_: the case.
+        layout: ``contiguous``, ``zigzag`` (packed sequence) or ``document_zigzag`` (every document).
+        heads_per_gather: key-value heads gathered at a time; default all of them, without overlap.
+
+    Raises:
+        InfeasibleError: ``heads_per_gather`` does not divide the key-value heads.
+    """
+    if layout not in LAYOUTS:
+        raise ScenarioError(f"knobs.layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    at_once = workload.num_kv_heads if heads_per_gather is None else heads_per_gather
+    if not isinstance(at_once, int) or at_once < 1 or workload.num_kv_heads % at_once:
+        raise InfeasibleError(
+            f"allgather needs heads_per_gather to divide the key-value heads, "
+            f"got {at_once!r} for {workload.num_kv_heads} kv_heads"
+        )
+    plan = _AllGather(workload, cluster.num_gpus, layout, at_once)
+    return plan.forward() if pass_ == "fwd" else plan.backward()
+
+
+def allgather_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
+    """Knob settings worth trying: layouts that can balance the mask, with and without overlap."""
+    del cluster
+    mask = workload.slices()
+    layouts = ["zigzag"] if sharding.is_causal(mask) else ["contiguous"]
+    if len(sharding.documents_of(mask)) > 2:
+        layouts = ["contiguous", "zigzag", "document_zigzag"]
+    per_gather = dict.fromkeys([workload.num_kv_heads, max(1, workload.num_kv_heads // 4), 1])
+    divisors = [n for n in per_gather if workload.num_kv_heads % n == 0]
+    return tuple({"layout": layout, "heads_per_gather": n} for layout in layouts for n in divisors)
+
+
+class _AllGather:
+    """One all-gather schedule under construction."""
+
+    def __init__(self, workload: Workload, num_ranks: int, layout: str, heads_per_gather: int) -> None:
+        mask = workload.slices()
+        self.ranks, self.together = np.arange(num_ranks), np.arange(num_ranks)[None, :]
+        self.num_groups = workload.num_kv_heads // heads_per_gather
+        self.in_order = layout == "contiguous"
+        """Gathered shards lie in token order, so the kernel reads them in place."""
+        shards = _shards(layout, sharding.documents_of(mask), num_ranks)
+        whole = sharding.contiguous(workload.num_tokens, 1)
+        sets = sharding.stack(shards, whole)
+        tiles = make_tiles(mask, sets, self.ranks, np.full(num_ranks, num_ranks))
+        self.tile, self.whole = 1 + self.ranks, num_ranks
+        self.keys = sequences(tiles).keys()[self.tile]
+        """Key rows that every rank's kernel call reads."""
+        self.b, self.sizes = Builder(num_ranks, sets, tiles), Sizes(workload)
+        self.tokens, self.total = shards.num_tokens(), workload.num_tokens
+        self.kv_heads = heads_per_gather
+        self.q_heads = workload.num_heads // self.num_groups
+        self.q_bytes = self.sizes.query(workload.num_heads)
+        self.kv_bytes = self.sizes.kv(heads_per_gather)
+        """One token of K and V of one group."""
+        self.lse_bytes = self.sizes.lse(workload.num_heads)
+        self.all_heads, self.all_kv_heads = (0, workload.num_heads), (0, workload.num_kv_heads)
+
+    def heads(self, group: int) -> tuple[int, int, int, int]:
+        """First query head, query heads, first key-value head, key-value heads of a group."""
+        return group * self.q_heads, self.q_heads, group * self.kv_heads, self.kv_heads
+
+    def forward(self) -> Schedule:
+        b = self.b
+        q = self._shard("q", self.q_bytes, self.all_heads)
+        out = self._shard("out", self.q_bytes + self.lse_bytes, self.all_heads)
+        b.input(*q)
+        b.output(*out)
+        gather = _Gather(self)
+        for g in range(self.num_groups):
+            keys, after = gather.keys(g)
+            gather.free[g % 2] = b.add(
+                Kind.ATTENTION, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g), deps=[after],
+                reads=[q, keys], writes=[out],
+            )  # fmt: skip
+        return b.build()
+
+    def backward(self) -> Schedule:
+        b = self.b
+        given = [
+            self._shard("q", self.q_bytes, self.all_heads),
+            self._shard("out", self.q_bytes + self.lse_bytes, self.all_heads),
+            self._shard("dout", self.q_bytes, self.all_heads),
+        ]
+        for access in given:
+            b.input(*access)
+        dq = self._shard("dq", self.q_bytes, self.all_heads)
+        dkv = self._shard("dkv", self.kv_bytes * self.num_groups, self.all_kv_heads)
+        b.output(*dq)
+        b.output(*dkv)
+        gather, scatter = _Gather(self), _Scatter(self)
+        for g in range(self.num_groups):
+            keys, after = gather.keys(g)
+            gather.free[g % 2] = b.add(
+                Kind.ATTENTION_BACKWARD, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g),
+                deps=[after], reads=[*given, keys], writes=[dq, scatter.partial],
+            )  # fmt: skip
+            scatter.reduce(g)
+        scatter.finish(dkv)
+        return b.build()
+
+    def _shard(self, tensor: str, width: int, heads: tuple[int, int]) -> Access:
+        return self.b.buffers(tensor, self.tokens * width), self.b.blocks(tensor, self.ranks, heads)
+
+
+def _shards(layout: str, bounds: Ints, num_ranks: int) -> sharding.RangeSets:
+    if layout == "contiguous":
+        return sharding.contiguous(int(bounds[-1]), num_ranks)
+    chunks = sharding.document_zigzag(bounds if layout == "document_zigzag" else bounds[[0, -1]], num_ranks)
+    return sharding.union(sharding.part(chunks, 0, num_ranks), sharding.part(chunks, num_ranks, num_ranks))
+
+
+class _Gather:
+    """Gathered keys and values, double-buffered over head groups."""
+
+    def __init__(self, plan: _AllGather) -> None:
+        self.plan, b = plan, plan.b
+        kv = plan._shard("kv", plan.kv_bytes * plan.num_groups, plan.all_kv_heads)
+        b.input(*kv)
+        self.source, self.ready = kv, np.full(len(plan.ranks), -1)
+        if plan.num_groups > 1:
+            self.source = plan._shard("kv by group", plan.kv_bytes * plan.num_groups, plan.all_kv_heads)
+            self.ready = b.add(
+                Kind.COPY, (plan.ranks, "compute"), reads=[kv], writes=[self.source],
+                nbytes=2 * plan.tokens * plan.kv_bytes * plan.num_groups,
+            )  # fmt: skip
+        count = min(2, plan.num_groups)
+        self.buffers = [b.buffers(f"kv of all {i}", plan.total * plan.kv_bytes) for i in range(count)]
+        self.packed = None if plan.in_order else b.buffers("keys in order", plan.keys * plan.kv_bytes)
+        self.free = [np.full(len(plan.ranks), -1)] * 2
+        """Last op of every rank that read each buffer."""
+        self.arrived = self._gather(0)
+
+    def _gather(self, group: int) -> Ints:
+        plan = self.plan
+        block = plan.b.blocks("kv of all", [plan.whole], plan.heads(group)[2:])
+        return plan.b.add(
+            Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * plan.kv_bytes,
+            deps=[self.ready[None, :], self.free[group % 2][None, :]],
+            reads=[self.source], writes=[(self.buffers[group % 2], block.repeat(len(plan.ranks)))],
+        )  # fmt: skip
+
+    def keys(self, group: int) -> tuple[Access, Ints]:
+        """What the kernel reads for a group and which ops it waits for; starts gathering the next group."""
+        plan, arrived = self.plan, self.arrived.repeat(len(self.plan.ranks))
+        if group + 1 < plan.num_groups:
+            self.arrived = self._gather(group + 1)
+        block = plan.b.blocks("kv of all", [plan.whole], plan.heads(group)[2:]).repeat(len(plan.ranks))
+        gathered = self.buffers[group % 2], block
+        if self.packed is None:
+            return gathered, arrived
+        packed = self.packed, plan.b.blocks("keys in order", plan.ranks, plan.heads(group)[2:])
+        copied = plan.b.add(
+            Kind.COPY, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
+            nbytes=2 * plan.keys * plan.kv_bytes, deps=[arrived], reads=[gathered], writes=[packed],
+        )  # fmt: skip
+        self.free[group % 2] = copied
+        return packed, copied
+
+
+class _Scatter:
+    """Gradients of keys and values on their way home, double-buffered over head groups."""
+
+    def __init__(self, plan: _AllGather) -> None:
+        self.plan, b = plan, plan.b
+        self.width = plan.sizes.accumulator(plan.kv_bytes)
+        rows = plan.b.buffers("dkv partial", plan.keys * plan.kv_bytes)
+        self.partial: Access = rows, b.blocks("dkv partial", plan.ranks, plan.all_kv_heads)
+        count = min(2, plan.num_groups)
+        self.full = [b.buffers(f"dkv of all {i}", plan.total * self.width) for i in range(count)]
+        self.home = b.buffers("dkv fp32", plan.tokens * self.width * plan.num_groups)
+        self.home_block = b.blocks("dkv fp32", plan.ranks, plan.all_kv_heads)
+        self.reduced = [np.full(1, -1)] * 2
+
+    def reduce(self, group: int) -> None:
+        """Zero a full-length fp32 buffer, add this rank's gradients to it, and reduce-scatter it."""
+        plan = self.plan
+        full = self.full[group % 2], plan.b.blocks("dkv of all", plan.ranks, plan.heads(group)[2:])
+        added = plan.b.add(
+            Kind.ACCUMULATE, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
+            nbytes=plan.total * self.width + plan.keys * (plan.kv_bytes + 2 * self.width),
+            deps=[self.reduced[group % 2].repeat(len(plan.ranks))], reads=[self.partial], writes=[full],
+        )  # fmt: skip
+        self.reduced[group % 2] = plan.b.add(
+            Kind.REDUCE_SCATTER, (plan.together, "comm"), step=group, nbytes=plan.total * self.width,
+            deps=[added[None, :]], reads=[full], writes=[(self.home, self.home_block)],
+        )  # fmt: skip
+
+    def finish(self, dkv: Access) -> None:
+        """Cast what came home into the gradients' own type and layout."""
+        plan = self.plan
+        last = [r.repeat(len(plan.ranks)) for r in self.reduced]
+        plan.b.add(
+            Kind.COPY, (plan.ranks, "compute"), step=plan.num_groups,
+            nbytes=plan.tokens * (self.width + plan.kv_bytes) * plan.num_groups, deps=last,
+            reads=[(self.home, self.home_block)], writes=[dkv],
+        )  # fmt: skip

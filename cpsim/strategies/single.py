@@ -1,0 +1,45 @@
+"""No context parallelism: one GPU, one kernel call."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpsim.cluster import Cluster
+from cpsim.errors import InfeasibleError
+from cpsim.schedule import Builder, Kind, Pass, Schedule
+from cpsim.strategies import sharding
+from cpsim.strategies.sizes import Sizes
+from cpsim.tiles import make_tiles
+from cpsim.workload import Workload
+
+
+def plan_single(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
+    """All tokens and heads on one GPU.
+
+    Raises:
+        InfeasibleError: there is more than one GPU.
+    """
+    if cluster.num_gpus != 1:
+        raise InfeasibleError(f"strategy none runs on 1 GPU, got {cluster.num_gpus}; choose a parallel strategy")
+    sets = sharding.contiguous(workload.num_tokens, 1)
+    b = Builder(1, sets, make_tiles(workload.slices(), sets, [0], [0]))
+    sizes, rank = Sizes(workload), np.zeros(1, np.int64)
+    heads = (0, workload.num_heads, 0, workload.num_kv_heads)
+    q_bytes, kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
+    out_bytes = q_bytes + sizes.lse(workload.num_heads)
+    forward = (("q", q_bytes), ("kv", kv_bytes)), (("out", out_bytes),)
+    backward = (*forward[0], *forward[1], ("dout", q_bytes)), (("dq", q_bytes), ("dkv", kv_bytes))
+    given, made = (
+        [
+            (b.buffers(name, workload.num_tokens * width), b.blocks(name, [0], heads[2:] if "kv" in name else heads[:2]))
+            for name, width in side
+        ]
+        for side in (forward if pass_ == "fwd" else backward)
+    )
+    for buffer, block in given:
+        b.input(buffer, block)
+    for buffer, block in made:
+        b.output(buffer, block)
+    kind = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
+    b.add(kind, (rank, "compute"), tile=1, heads=heads, reads=given, writes=made)
+    return b.build()

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
-from real.timing import Load, host_seconds, provenance
+from real.timing import Load, host_seconds, matrix_product, provenance
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 Launch = Callable[[], object]
@@ -52,7 +52,7 @@ class Node:
         dist.init_process_group("nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.groups = {n: self.group(tuple(range(n))) for n in range(2, self.size + 1)}
-        self.load = Load(self.device)
+        self.load = Load(matrix_product(self.device), self.device)
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.flag = torch.zeros(1, device=self.device)
         self.max_bytes = 2**30 if self.cuda else 2**21
@@ -252,14 +252,14 @@ def compute_loads(node: Node) -> dict[str, Launch]:
     return loads
 
 
-def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any]) -> list[list[float]]:
+def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any], load: Load) -> list[list[float]]:
     """Runs loops of several ops at once, one stream each, all behind one gate; seconds of the ops that overlapped.
 
     An operation counts when it lies wholly inside the span in which all loops run. With one op it is the op alone.
     """
     gate = torch.cuda.Event() if node.cuda else None
     node.barrier()
-    node.load.fill(0.01 + 2.5e-4 * sum(num for _, num in ops))
+    load.fill(0.03 + 2.5e-4 * sum(num for _, num in ops))
     node.barrier()
     if gate is not None:
         gate.record()
@@ -283,18 +283,20 @@ def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any]) -> l
     return [np.diff(e)[i].tolist() for e, i in zip(ends, inside, strict=True)]
 
 
-def measure_pair(node: Node, names: tuple[str, str], ops: tuple[Launch, Launch], **parameters: Any) -> None:
-    """Two ops alone and together: medians of every rank, raw samples of rank 0."""
+def measure_pair(
+    node: Node, names: tuple[str, str], ops: tuple[Launch, Launch], load: Load, **parameters: Any
+) -> None:
+    """Two ops alone and together, after the same load: medians of every rank, raw samples of rank 0."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
-    target, most = (0.06, 250) if node.cuda else (0.002, 5)
+    target, most = (0.1, 300) if node.cuda else (0.002, 5)
 
     def count(op: Launch) -> int:
-        per_op = float(np.median(together(node, [(op, 6)], streams)[0]))
+        per_op = float(np.median(together(node, [(op, 6)], streams, load)[0]))
         return int(np.clip(node.maximum([target / per_op])[0], 8 if node.cuda else 3, most))
 
     nums = [count(op) for op in ops]
-    alone = [together(node, [(op, num)], streams)[0] for op, num in zip(ops, nums, strict=True)]
-    both = together(node, list(zip(ops, nums, strict=True)), streams)
+    alone = [together(node, [(op, num)], streams, load)[0] for op, num in zip(ops, nums, strict=True)]
+    both = together(node, list(zip(ops, nums, strict=True)), streams, load)
     record: dict[str, Any] = {}
     for label, runs in (("alone", alone), ("together", both)):
         for which, run in zip(("a", "b"), runs, strict=True):
@@ -324,6 +326,7 @@ def measure_interference(node: Node, deadline: float) -> None:
         return made
 
     loads, first, second = compute_loads(node), communications(urgent), communications(other)
+    hot = {name: Load(op, node.device) for name, op in loads.items()}
     cases: list[tuple[tuple[str, str], tuple[Launch, Launch], dict[str, Any]]] = []
     for b in first:
         for a in loads:
@@ -343,7 +346,7 @@ def measure_interference(node: Node, deadline: float) -> None:
         if node.maximum([float(time.monotonic() > deadline)])[0]:
             break
         try:
-            measure_pair(node, names, ops, **parameters)
+            measure_pair(node, names, ops, hot.get(names[0], next(iter(hot.values()))), **parameters)
         except Exception as error:
             print(f"rank {node.rank} {names}: {type(error).__name__}: {str(error)[:300]}", flush=True)
             node.add("error", [], failed="interference", message=str(error)[:300], a=names[0], b=names[1])

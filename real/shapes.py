@@ -61,7 +61,7 @@ def _shape(rng: np.random.Generator, family: str, causal: bool, q: list[int], k:
 
 
 def _causal(rng: np.random.Generator) -> Shape:
-    n = _log_uniform(rng, 1024, 98304)
+    n = _log_uniform(rng, 1024, 393216)
     return _shape(rng, "causal", True, [n], [n])
 
 
@@ -73,7 +73,7 @@ def _full(rng: np.random.Generator) -> Shape:
 
 def _gathered(rng: np.random.Generator) -> Shape:
     """Few queries on many keys, as after an all-gather."""
-    q, k = _log_uniform(rng, 512, 8192), _log_uniform(rng, 8192, 131072)
+    q, k = _log_uniform(rng, 512, 8192), _log_uniform(rng, 8192, 786432)
     return _shape(rng, "gathered", bool(rng.random() < 0.7), [q], [max(q, k)])
 
 

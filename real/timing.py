@@ -46,28 +46,30 @@ class Clock:
 
 
 class Load:
-    """Matrix products that keep the GPU busy and hot, and its queue full, before and between samples."""
+    """Work that keeps the GPU in the state of a long run, hot and power-limited, and its queue full before a sample.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        n = 4096 if device.type == "cuda" else 64
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._a = torch.randn(n, n, device=device, dtype=dtype)
-        self._b = torch.randn(n, n, device=device, dtype=dtype)
-        self._c = torch.empty(n, n, device=device, dtype=dtype)
-        self._seconds = 0.0
-        self.run(1)
-        self._seconds = min(time_ops(lambda: self.run(1), 5, device)) or 1e-4
+    It should be the kernel under test at a size of some 0.5 ms: clocks depend on what runs.
+    """
 
-    def run(self, num: int) -> None:
-        """Queues `num` matrix products."""
-        for _ in range(num):
-            torch.mm(self._a, self._b, out=self._c)
+    def __init__(self, op: Callable[[], object], device: torch.device) -> None:
+        self._op, self._device = op, device
+        op()
+        self._seconds = max(1e-5, min(time_ops(op, 5, device)))
 
     def fill(self, seconds: float) -> None:
         """Queues about that many seconds of work."""
         if self._device.type == "cuda":
-            self.run(max(1, min(512, int(seconds / self._seconds))))
+            for _ in range(max(1, min(600, int(seconds / self._seconds)))):
+                self._op()
+
+
+def matrix_product(device: torch.device) -> Callable[[], object]:
+    """A large matrix product, for loads that belong to no kernel."""
+    n = 4096 if device.type == "cuda" else 64
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    c = torch.empty(n, n, device=device, dtype=dtype)
+    return lambda: torch.mm(a, b, out=c)
 
 
 def time_ops(op: Callable[[], object], num: int, device: torch.device) -> list[float]:

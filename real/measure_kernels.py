@@ -157,7 +157,7 @@ def warm_up(bench: Bench, kernel: str) -> None:
     """Compiles the variants that the shapes need (fa4: per head ratio, mask and entry point) and makes the loads."""
     for (heads, kv), causal, lens in itertools.product(((8, 8), (4, 1), (8, 1)), (True, False), ([512], [384, 256])):
         compile_variant(kernel, heads, kv, causal, lens, bench.device)
-    n = (2048,) if bench.cuda else (64,)
+    n = (4096,) if bench.cuda else (64,)
     shape = Shape(
         family="load", num_heads=32, num_kv_heads=8, causal=False, varlen=False, q_lens=n, k_lens=n
     )

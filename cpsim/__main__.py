@@ -1,0 +1,5 @@
+"""``python -m cpsim``."""
+
+from cpsim.cli import main
+
+main()

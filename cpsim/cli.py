@@ -1,0 +1,263 @@
+"""The command line: one short function per verb. Results go to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cpsim.errors import CpsimError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cpsim.prediction import Infeasible, Prediction
+
+app = typer.Typer(
+    help="Predicts which context-parallel attention strategy to run, how long it takes and how sure that is.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+USER_ERROR = 2
+Progress = Callable[[int, int], None]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
+Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
+OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
+
+
+def main() -> None:
+    """Entry point: user errors are one line on stderr and exit code 2."""
+    try:
+        status = app(sys.argv[1:] or ["--help"], prog_name="cpsim", standalone_mode=False)
+    except CpsimError as error:
+        status = _fail(str(error))
+    except KeyboardInterrupt:
+        status = 130
+    except BrokenPipeError:  # the reader, e.g. `head`, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 0
+    except OSError as error:
+        status = _fail(f"{error.filename or 'output'}: {error.strerror or error}")
+    except Exception as error:
+        if not hasattr(error, "format_message"):  # not a wrong option or argument: our own mistake
+            raise
+        status = (
+            _fail(f"{error.format_message()} See `cpsim --help`.") if error.format_message() else USER_ERROR
+        )
+    sys.exit(status or 0)
+
+
+def _fail(message: str) -> int:
+    print(f"cpsim: {' '.join(message.split())}", file=sys.stderr)
+    return USER_ERROR
+
+
+@app.command()
+def predict(
+    file: Scenarios,
+    out: Annotated[Path | None, typer.Option(help="Write JSON Lines to this file, in input order.")] = None,
+    as_json: Json = False,
+    jobs: Jobs = None,
+) -> None:
+    """Predict the time of every scenario in FILE; one bad line never stops the others."""
+    _check_writable(out)
+    results = _predict_file(file, jobs)
+    if out:
+        _write_lines(out, results)
+    if as_json:
+        sys.stdout.writelines(_lines(results))
+    elif not out:
+        from cpsim.report.tables import prediction_view
+
+        _stdout().print(prediction_view(results))
+    _report_failures(results)
+
+
+@app.command()
+def sweep(
+    file: Scenarios,
+    out: Annotated[Path, typer.Option(help="Write JSON Lines to this file, in input order.")],
+    as_json: Json = False,
+    jobs: Jobs = None,
+) -> None:
+    """Predict many scenarios into a file of JSON Lines and say how it went."""
+    _check_writable(out)
+    started = time.monotonic()
+    results = _predict_file(file, jobs)
+    _write_lines(out, results)
+    summary = _summary(results, time.monotonic() - started)
+    if as_json:
+        print(json.dumps({**summary, "out": str(out)}))
+    else:
+        _stdout().print(
+            f"{summary['num_predicted']:,} of {summary['num_scenarios']:,} scenarios predicted in "
+            f"{summary['duration_s']:.1f} s, written to {out}",
+            highlight=False,
+            markup=False,
+        )
+    _report_failures(results)
+
+
+@app.command()
+def advise(
+    file: OneScenario,
+    as_json: Json = False,
+    html: Annotated[Path | None, typer.Option(help="Write a report to this file; it opens offline.")] = None,
+) -> None:
+    """Rank every strategy that can run the case in FILE, and say why the others cannot."""
+    from cpsim.predict import advise as ask
+
+    from cpsim.report.words import recommendation
+    from cpsim.scenario import load_scenario
+
+    _check_writable(html)
+    scenario = load_scenario(file)
+    with _progress("Trying strategies") as progress:
+        advice = ask(scenario, progress=progress)
+    if as_json:
+        from cpsim.report.records import advice_record
+
+        print(json.dumps(advice_record(advice, recommendation(advice)), indent=1))
+    else:
+        from cpsim.report.tables import advice_view
+
+        _stdout().print(advice_view(advice))
+    if html:
+        from cpsim.report.html import write_report
+        from cpsim.report.lengths import predict_lengths
+
+        with _progress("Predicting other lengths") as progress:
+            lengths = predict_lengths(advice, progress)
+        write_report(html, advice, lengths)
+        print(f"Report written to {html}", file=sys.stderr)
+
+
+@app.command()
+def fit(
+    measurements: Annotated[list[Path], typer.Argument(help="Files of raw measurements.")],
+    out: Annotated[Path, typer.Option(help="Write the profile to this file.")],
+    as_json: Json = False,
+) -> None:
+    """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
+    raise NotImplementedError
+
+
+@app.command()
+def profiles(as_json: Json = False) -> None:
+    """List the profiles that come with cpsim: which GPU, from which measurements, how good."""
+    raise NotImplementedError
+
+
+@app.command()
+def clusters(as_json: Json = False) -> None:
+    """List the cluster presets and where their network numbers come from."""
+    from cpsim.cluster import presets
+
+    if as_json:
+        print(json.dumps([cluster.to_dict() for cluster in presets().values()], indent=1))
+    else:
+        from cpsim.report.tables import clusters_view
+
+        _stdout().print(clusters_view(presets().values()))
+
+
+@app.command()
+def strategies(as_json: Json = False) -> None:
+    """List the strategies that can be simulated today, and their knobs."""
+    from cpsim.report.records import strategy_records
+
+    records = strategy_records()
+    if as_json:
+        print(json.dumps(records, indent=1))
+    else:
+        from cpsim.report.tables import strategies_view
+
+        _stdout().print(strategies_view(records))
+
+
+def _predict_file(file: Path, jobs: int | None) -> list[Prediction | Infeasible | CpsimError]:
+    from cpsim.predict import predict_many
+
+    from cpsim.scenario import load_scenarios
+
+    scenarios = list(load_scenarios(file))
+    if not scenarios:
+        raise CpsimError(f"{file}: expected at least one scenario, got an empty file")
+    with _progress("Predicting") as progress:
+        return predict_many(scenarios, jobs=jobs, progress=progress)
+
+
+def _lines(results: Iterable[Prediction | Infeasible | CpsimError]) -> Iterator[str]:
+    from cpsim.report.records import prediction_record
+
+    return (json.dumps(prediction_record(result)) + "\n" for result in results)
+
+
+def _write_lines(out: Path, results: list[Prediction | Infeasible | CpsimError]) -> None:
+    with out.open("w", encoding="utf-8") as file:
+        file.writelines(_lines(results))
+
+
+def _summary(results: list[Prediction | Infeasible | CpsimError], duration_s: float) -> dict[str, Any]:
+    from cpsim.prediction import Prediction
+
+    num_predicted = sum(isinstance(result, Prediction) for result in results)
+    return {"num_scenarios": len(results), "num_predicted": num_predicted, "duration_s": duration_s}
+
+
+def _report_failures(results: list[Prediction | Infeasible | CpsimError]) -> None:
+    """Say on stderr which scenarios have no prediction; exit code 2 where none has."""
+    from cpsim.report.tables import reasons
+
+    lines = reasons(results)
+    for line in lines[:20]:
+        print(f"cpsim: {line}", file=sys.stderr)
+    if len(lines) > 20:
+        print(f"cpsim: and {len(lines) - 20} more without a prediction", file=sys.stderr)
+    if len(lines) == len(results):
+        raise typer.Exit(USER_ERROR)
+
+
+def _check_writable(path: Path | None) -> None:
+    """Refuse an output that cannot be written before any work is done."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise CpsimError(f"{path}: cannot be written: expected a file name in a folder that exists")
+
+
+def _stdout() -> Console:
+    """Console on stdout; 100 columns where stdout is no terminal."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", "100")))
+
+
+@contextmanager
+def _progress(label: str) -> Iterator[Progress]:
+    """A progress bar on stderr with the remaining time, shown only after a second of work."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(label, total=None)
+    started = time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        if sys.stderr.isatty() and time.monotonic() - started > 1 and not bar.live.is_started:
+            bar.start()
+        bar.update(task, completed=done, total=total)
+
+    try:
+        yield update
+    finally:
+        bar.stop()

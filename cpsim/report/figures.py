@@ -1,0 +1,226 @@
+"""Plotly figures of recommendations: bars with intervals, timelines, time against sequence length."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any, Final
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from cpsim.report.words import interval_text, ms_text, percent_text, strategy_label
+from cpsim.schedule import STREAMS
+from cpsim.units import MS_PER_S, format_count
+
+if TYPE_CHECKING:
+    from cpsim.prediction import Advice, Candidate, Prediction
+
+FORWARD, BACKWARD = "#60a5fa", "#1d4ed8"
+PALETTE: Final = (
+    "#1d4ed8",
+    "#ea580c",
+    "#059669",
+    "#9333ea",
+    "#dc2626",
+    "#0891b2",
+    "#ca8a04",
+    "#4b5563",
+    "#db2777",
+)
+KIND_COLOURS: Final = {
+    "attention": "#2563eb",
+    "attention backward": "#1e40af",
+    "merge": "#f59e0b",
+    "accumulate": "#d97706",
+    "copy": "#a8a29e",
+    "transfer": "#10b981",
+    "all gather": "#14b8a6",
+    "reduce scatter": "#0f766e",
+    "all to all": "#a855f7",
+    "all reduce": "#7e22ce",
+    "barrier": "#ef4444",
+}
+OTHER_COLOUR: Final = "#64748b"
+COLUMNS: Final = 1500
+"""Bars of a timeline that are closer together than the span over this number are drawn as one."""
+
+
+def _styled(figure: Any, height: int) -> Any:
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        margin={"l": 10, "r": 20, "t": 70, "b": 50},
+        font={"family": "system-ui, sans-serif", "size": 13},
+        legend={
+            "orientation": "h",
+            "yref": "container",
+            "y": 0.99,
+            "yanchor": "top",
+            "x": 0,
+            "traceorder": "normal",
+        },
+    )
+    return figure
+
+
+def bars(advice: Advice) -> Any:
+    """Forward and backward of every candidate, stacked, fastest on top, with the total's 90 % interval."""
+    candidates = advice.candidates
+    labels = [escape(strategy_label(candidate.scenario)) for candidate in candidates]
+    parts = {
+        "forward": ([candidate.forward.time_s for candidate in candidates], FORWARD),
+        "backward": ([candidate.total_s - candidate.forward.time_s for candidate in candidates], BACKWARD),
+    }
+    figure = go.Figure()
+    for name, (seconds, colour) in parts.items():
+        values = [value * MS_PER_S for value in seconds]
+        figure.add_bar(y=labels, x=values, name=name, orientation="h", marker_color=colour, width=0.6)
+        figure.data[-1].hovertemplate = "%{y}: " + name + " %{x:.3g} ms<extra></extra>"
+    figure.data[-1].error_x = {
+        "type": "data",
+        "symmetric": False,
+        "array": [(c.total_s_high - c.total_s) * MS_PER_S for c in candidates],
+        "arrayminus": [(c.total_s - c.total_s_low) * MS_PER_S for c in candidates],
+        "color": "#111827",
+        "thickness": 1.6,
+        "width": 5,
+    }
+    for label, candidate in zip(labels, candidates, strict=True):
+        figure.add_annotation(
+            x=candidate.total_s_high * MS_PER_S,
+            y=label,
+            text=f"{ms_text(candidate.total_s)} ms · P(best) {percent_text(candidate.probability_best)}",
+            showarrow=False,
+            xanchor="left",
+            xshift=10,
+        )
+    widest = max(candidate.total_s_high for candidate in candidates) * MS_PER_S
+    figure.update_layout(barmode="stack")
+    figure.update_yaxes(autorange="reversed", automargin=True)
+    figure.update_xaxes(title="time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3])
+    return _styled(figure, 140 + 46 * len(candidates))
+
+
+def lengths(predictions: Iterable[Prediction]) -> Any:
+    """Time against total tokens, a line with its 90 % band per strategy and knobs, both axes logarithmic."""
+    lines: dict[str, list[Prediction]] = defaultdict(list)
+    for prediction in predictions:
+        lines[escape(strategy_label(prediction.scenario))].append(prediction)
+    figure = go.Figure()
+    for number, (label, points) in enumerate(lines.items()):
+        colour = PALETTE[number % len(PALETTE)]
+        points = sorted(points, key=lambda point: point.scenario.num_tokens)
+        tokens = [point.scenario.num_tokens for point in points]
+        low, high = ([getattr(p, name) * MS_PER_S for p in points] for name in ("time_s_low", "time_s_high"))
+        figure.add_scatter(
+            x=tokens + tokens[::-1],
+            y=high + low[::-1],
+            fill="toself",
+            fillcolor=colour,
+            opacity=0.15,
+            line={"width": 0},
+            mode="lines",
+            legendgroup=label,
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        figure.add_scatter(
+            x=tokens,
+            y=[point.time_s * MS_PER_S for point in points],
+            name=label,
+            legendgroup=label,
+            mode="lines+markers",
+            line={"color": colour, "width": 2},
+            customdata=[interval_text(point.time_s_low, point.time_s_high) for point in points],
+            hovertemplate=label + ": %{y:.3g} ms (90 %: %{customdata}) at %{x:,} tokens<extra></extra>",
+        )
+    ticks = sorted({point.scenario.num_tokens for points in lines.values() for point in points})
+    figure.update_xaxes(
+        type="log", title="total tokens", tickvals=ticks, ticktext=[format_count(t) for t in ticks]
+    )
+    figure.update_yaxes(type="log", title="time, forward and backward [ms]", dtick="D2")
+    return _styled(figure, 520)
+
+
+def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
+    """Streams of a few ranks as rows, forward beside backward.
+
+    Returns:
+        The figure, and what was drawn together, in words.
+    """
+    passes = {
+        "forward": candidate.forward.timelines.get("fwd"),
+        "backward": candidate.backward.timelines.get("bwd"),
+    }
+    shown = {name: found.rows(ranks) for name, found in passes.items() if found is not None}
+    drawn = {name: _thinned(rows) for name, rows in shown.items()}
+    every = sorted((row for rows in shown.values() for row in rows), key=_order)
+    lanes = list(dict.fromkeys(map(_lane, every)))
+    figure = make_subplots(
+        cols=len(drawn), shared_yaxes=True, horizontal_spacing=0.02, subplot_titles=list(drawn)
+    )
+    seen: set[str] = set()
+    for column, rows in enumerate(drawn.values(), start=1):
+        for kind in dict.fromkeys(row["kind"] for row in rows):
+            figure.add_trace(
+                _kind_bars(kind, [row for row in rows if row["kind"] == kind], kind not in seen), 1, column
+            )
+            seen.add(kind)
+        figure.update_xaxes(title="time [ms]", rangemode="tozero", row=1, col=column)
+    figure.update_layout(barmode="overlay", bargap=0.15)
+    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], automargin=True)
+    num_shown, num_drawn = (sum(map(len, rows.values())) for rows in (shown, drawn))
+    words = f"{format_count(num_shown)} ops of ranks {', '.join(map(str, ranks))}"
+    if num_drawn < num_shown:
+        words += (
+            f", drawn as {format_count(num_drawn)} bars: neighbours of one kind that together are shorter "
+            f"than 1/{COLUMNS} of the span share a bar"
+        )
+    return _styled(figure, 150 + 26 * len(lanes)), words
+
+
+def _order(row: dict[str, Any]) -> tuple[int, int]:
+    return row["rank"], STREAMS.index(row["stream"])
+
+
+def _lane(row: dict[str, Any]) -> str:
+    return f"rank {row['rank']} · {row['stream']}"
+
+
+def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows with ``count``; runs of one lane and kind that are too short to be seen apart become one row."""
+    if not rows:
+        return []
+    limit = (max(row["end_s"] for row in rows) - min(row["start_s"] for row in rows)) / COLUMNS
+    last: dict[str, dict[str, Any]] = {}
+    thinned = []
+    for row in sorted(rows, key=lambda row: row["start_s"]):
+        lane, kind = _lane(row), str(row["kind"]).lower().replace("_", " ")
+        before = last.get(lane)
+        if before and before["kind"] == kind and row["end_s"] - before["start_s"] <= limit:
+            before["end_s"] = row["end_s"]
+            before["count"] += 1
+            continue
+        last[lane] = row | {"kind": kind, "count": 1, "lane": lane}
+        thinned.append(last[lane])
+    return thinned
+
+
+def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
+    names = [escape(str(row["name"])) if row["count"] == 1 else f"{row['count']} ops" for row in rows]
+    return go.Bar(
+        orientation="h",
+        y=[row["lane"] for row in rows],
+        base=[row["start_s"] * MS_PER_S for row in rows],
+        x=[(row["end_s"] - row["start_s"]) * MS_PER_S for row in rows],
+        name=kind,
+        legendgroup=kind,
+        showlegend=in_legend,
+        marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": 0.4}},
+        customdata=names,
+        hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>"
+        + kind
+        + "</extra>",
+    )

@@ -1,0 +1,48 @@
+"""The case of a recommendation at other sequence lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from cpsim.prediction import Advice, Prediction
+from cpsim.scenario import MAX_TOKENS, Scenario
+
+FACTORS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+"""Sequence lengths to predict, as multiples of the case's."""
+
+MIN_TOKENS_PER_GPU: Final = 256
+
+
+def at_length(scenario: Scenario, factor: float) -> Scenario | None:
+    """The same case with ``factor`` times the tokens on every GPU, or None where that makes no sense.
+
+    Drawn documents are drawn anew with the same seed; given ones are all scaled.
+    """
+    tokens = round(scenario.num_tokens // scenario.gpus * factor) * scenario.gpus
+    if not MIN_TOKENS_PER_GPU * scenario.gpus <= tokens <= MAX_TOKENS:
+        return None
+    documents = scenario.documents
+    if isinstance(documents, tuple):
+        documents = _scaled(documents, tokens)
+    changes = {"tokens": tokens, "tokens_per_gpu": None, "documents": documents, "pass_": "fwd_bwd"}
+    return scenario.model_copy(update=changes)
+
+
+def _scaled(documents: Sequence[int], tokens: int) -> tuple[int, ...] | None:
+    """Lengths in proportion that sum to ``tokens``; those that vanish are left out."""
+    total, scaled, end, scaled_end = sum(documents), [], 0, 0
+    for length in documents:
+        end += length
+        start, scaled_end = scaled_end, end * tokens // total
+        scaled.append(scaled_end - start)
+    return tuple(length for length in scaled if length)
+
+
+def predict_lengths(advice: Advice, progress: Callable[[int, int], None] | None = None) -> list[Prediction]:
+    """Predictions of every candidate at other sequence lengths; those that cannot run there are left out."""
+    from cpsim.predict import predict_many
+
+    wanted = [at_length(candidate.scenario, factor) for candidate in advice.candidates for factor in FACTORS]
+    results = predict_many([scenario for scenario in wanted if scenario], progress=progress)
+    return [result for result in results if isinstance(result, Prediction)]

@@ -1,0 +1,80 @@
+"""Predictions, recommendations and lists as plain mappings, ready for JSON; key names are a contract."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from cpsim.prediction import Infeasible, Prediction
+
+if TYPE_CHECKING:
+    from cpsim.errors import CpsimError
+    from cpsim.prediction import Advice, Candidate
+
+
+def prediction_record(result: Prediction | Infeasible | CpsimError) -> dict[str, Any]:
+    """One line of ``cpsim predict``: times and sizes in SI units, or ``error`` with the reason."""
+    if isinstance(result, Prediction):
+        return {
+            "scenario": result.scenario.to_dict(),
+            "time_s": float(result.time_s),
+            "time_s_low": float(result.time_s_low),
+            "time_s_high": float(result.time_s_high),
+            "tflops_per_gpu": float(result.tflops_per_gpu),
+            "exposed_comm_s": float(result.exposed_comm_s),
+            "bytes_sent_per_gpu": float(result.bytes_sent_per_gpu),
+            "peak_memory_bytes": int(result.peak_memory_bytes),
+            "parts_s": {name: float(seconds) for name, seconds in result.parts_s.items()},
+            "notes": list(result.notes),
+        }
+    if isinstance(result, Infeasible):
+        return {"scenario": result.scenario.to_dict(), "error": result.reason}
+    return {"error": str(result)}
+
+
+def advice_record(advice: Advice, recommendation: str) -> dict[str, Any]:
+    """The whole of ``cpsim advise``, candidates fastest first."""
+    return {
+        "recommendation": recommendation,
+        "scenario": advice.scenario.to_dict(),
+        "candidates": [_candidate(candidate) for candidate in advice.candidates],
+        "infeasible": [
+            {"strategy": entry.scenario.strategy, "knobs": dict(entry.scenario.knobs), "error": entry.reason}
+            for entry in advice.infeasible
+        ],
+        "notes": list(advice.notes),
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "strategy": candidate.scenario.strategy,
+        "knobs": dict(candidate.scenario.knobs),
+        "forward_s": float(candidate.forward.time_s),
+        "backward_s": float(candidate.backward.time_s),
+        "time_s": float(candidate.total_s),
+        "time_s_low": float(candidate.total_s_low),
+        "time_s_high": float(candidate.total_s_high),
+        "tflops_per_gpu": float(candidate.tflops_per_gpu),
+        "exposed_share": float(candidate.exposed_share),
+        "peak_memory_bytes": int(candidate.peak_memory_bytes),
+        "probability_best": float(candidate.probability_best),
+    }
+
+
+def strategy_records() -> list[dict[str, Any]]:
+    """What ``cpsim strategies`` lists: the first line of each planner's text, and its knobs."""
+    from cpsim.strategies import STRATEGIES
+
+    return [
+        {
+            "strategy": name,
+            "description": inspect.cleandoc(strategy.plan.__doc__ or "").partition("\n")[0],
+            "knobs": [
+                parameter.name
+                for parameter in inspect.signature(strategy.plan).parameters.values()
+                if parameter.kind is parameter.KEYWORD_ONLY
+            ],
+        }
+        for name, strategy in STRATEGIES.items()
+    ]

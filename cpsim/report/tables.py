@@ -1,0 +1,221 @@
+"""Tables for a terminal of 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from cpsim.prediction import Infeasible, Prediction
+from cpsim.report.words import (
+    case_text,
+    documents_text,
+    interval_text,
+    knobs_text,
+    ms_text,
+    percent_text,
+    recommendation,
+    strategy_label,
+)
+from cpsim.units import format_bytes, format_count
+
+if TYPE_CHECKING:
+    from cpsim.cluster import Cluster
+    from cpsim.errors import CpsimError
+    from cpsim.prediction import Advice
+    from cpsim.scenario import Scenario
+
+
+def table(*columns: tuple[str, str]) -> Table:
+    """An empty table in the house style; columns are (header, "left" or "right")."""
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for header, side in columns:
+        made.add_column(header, justify="right" if side == "right" else "left", header_style="bold dim")
+    return made
+
+
+def advice_view(advice: Advice) -> RenderableType:
+    """Recommendation, case, ranked candidates, what cannot run and why, notes."""
+    parts: list[RenderableType] = [
+        Text(recommendation(advice), style="bold green" if advice.candidates else "bold red"),
+        Text(),
+        _case(advice.scenario),
+        Text(),
+    ]
+    if advice.candidates:
+        parts += [_candidates(advice), Text()]
+    if advice.infeasible:
+        parts += [_infeasible(advice.infeasible), Text()]
+    return Group(*parts, *_notes(advice.notes))
+
+
+def _case(scenario: Scenario) -> RenderableType:
+    return Text(f"{case_text(scenario)}; {documents_text(scenario)}", style="dim")
+
+
+def _candidates(advice: Advice) -> Table:
+    made = table(
+        ("#", "right"),
+        ("strategy", "left"),
+        ("fwd ms", "right"),
+        ("bwd ms", "right"),
+        ("total ms", "right"),
+        ("90 % range", "right"),
+        ("TFLOP/s", "right"),
+        ("exposed", "right"),
+        ("memory", "right"),
+        ("P(best)", "right"),
+    )
+    for rank, candidate in enumerate(advice.candidates, start=1):
+        name = Text.assemble((str(candidate.scenario.strategy), "bold"))
+        if candidate.scenario.knobs:
+            name.append("\n" + knobs_text(candidate.scenario.knobs), "dim")
+        made.add_row(
+            str(rank),
+            name,
+            ms_text(candidate.forward.time_s),
+            ms_text(candidate.backward.time_s),
+            ms_text(candidate.total_s),
+            interval_text(candidate.total_s_low, candidate.total_s_high),
+            f"{candidate.tflops_per_gpu:,.0f}",
+            percent_text(candidate.exposed_share),
+            format_bytes(candidate.peak_memory_bytes),
+            percent_text(candidate.probability_best),
+            style="green" if rank == 1 else "",
+        )
+    return made
+
+
+def _infeasible(entries: Sequence[Infeasible]) -> Table:
+    made = table(("cannot run", "left"), ("why", "left"))
+    for entry in entries:
+        made.add_row(strategy_label(entry.scenario), Text(entry.reason), style="dim")
+    return made
+
+
+def _notes(notes: Iterable[str]) -> list[RenderableType]:
+    lines = [Padding(Text(f"• {note}", style="yellow"), (0, 0, 0, 2)) for note in notes]
+    return [Text("Know this before you rely on it", style="bold yellow"), *lines] if lines else []
+
+
+def prediction_view(results: Sequence[Prediction | Infeasible | CpsimError]) -> RenderableType:
+    """One prediction in full, or many in a table, then the notes of all."""
+    notes = dict.fromkeys(
+        note for result in results if isinstance(result, Prediction) for note in result.notes
+    )
+    if len(results) == 1 and isinstance(results[0], Prediction):
+        return Group(_one(results[0]), Text(), *_notes(notes))
+    return Group(_many(results), Text(), *_notes(notes))
+
+
+def _one(result: Prediction) -> RenderableType:
+    interval = interval_text(result.time_s_low, result.time_s_high)
+    facts = table(("", "left"), ("", "left"))
+    facts.show_header = False
+    facts.add_row("time", Text(f"{ms_text(result.time_s)} ms   90 %: {interval} ms", style="bold green"))
+    facts.add_row("rate", f"{result.tflops_per_gpu:,.0f} TFLOP/s per GPU")
+    facts.add_row("exposed communication", f"{ms_text(result.exposed_comm_s)} ms")
+    facts.add_row("sent by the busiest GPU", format_bytes(result.bytes_sent_per_gpu))
+    facts.add_row("peak memory of buffers", format_bytes(result.peak_memory_bytes))
+    total = sum(result.parts_s.values()) or 1.0
+    for name, seconds in sorted(result.parts_s.items(), key=lambda part: -part[1]):
+        bar = "█" * round(24 * seconds / total)
+        facts.add_row(f"  {name}", Text(f"{ms_text(seconds):>8} ms {bar}", style="dim"))
+    head = Text(f"{strategy_label(result.scenario)}, {result.scenario.pass_}", style="bold")
+    return Group(head, _case(result.scenario), Text(), facts)
+
+
+def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:
+    made = table(
+        ("#", "right"),
+        ("strategy", "left"),
+        ("pass", "left"),
+        ("GPUs", "right"),
+        ("tokens", "right"),
+        ("ms", "right"),
+        ("90 % interval", "right"),
+        ("TFLOP/s", "right"),
+        ("exposed ms", "right"),
+        ("memory", "right"),
+    )
+    for number, result in enumerate(results, start=1):
+        match result:
+            case Prediction():
+                made.add_row(
+                    str(number),
+                    *_who(result.scenario),
+                    ms_text(result.time_s),
+                    interval_text(result.time_s_low, result.time_s_high),
+                    f"{result.tflops_per_gpu:,.0f}",
+                    ms_text(result.exposed_comm_s),
+                    format_bytes(result.peak_memory_bytes),
+                )
+            case Infeasible():
+                made.add_row(str(number), *_who(result.scenario), Text("-", style="red"), style="dim")
+            case _:
+                made.add_row(str(number), Text("not readable", style="red"), style="dim")
+    return made
+
+
+def _who(scenario: Scenario) -> tuple[str, str, str, str]:
+    return strategy_label(scenario), scenario.pass_, str(scenario.gpus), format_count(scenario.num_tokens)
+
+
+def reasons(results: Sequence[Prediction | Infeasible | CpsimError]) -> list[str]:
+    """Why entries have no prediction, one line each."""
+    lines = []
+    for number, result in enumerate(results, start=1):
+        if isinstance(result, Infeasible):
+            lines.append(f"#{number} {strategy_label(result.scenario)}: {result.reason}")
+        elif not isinstance(result, Prediction):
+            lines.append(f"#{number} {result}")
+    return lines
+
+
+def clusters_view(clusters: Iterable[Cluster]) -> RenderableType:
+    """Presets: GPUs, network with its grade, profile."""
+    made = table(
+        ("cluster", "left"),
+        ("node", "left"),
+        ("NICs", "right"),
+        ("GB/s each", "right"),
+        ("GB/s a flow", "right"),
+        ("µs", "right"),
+        ("±", "right"),
+        ("grade", "left"),
+        ("profile", "left"),
+    )
+    sources: list[RenderableType] = []
+    for cluster in clusters:
+        fabric = cluster.fabric
+        node = f"{cluster.gpus_per_node} x {cluster.gpu.name}"
+        network = ("", "", "", "", "", "one node")
+        if fabric is not None:
+            network = (
+                str(fabric.nics_per_node),
+                f"{fabric.nic_bandwidth_bytes_per_s / 1e9:.1f}",
+                f"{fabric.flow_bandwidth_bytes_per_s / 1e9:.1f}",
+                f"{fabric.latency_s * 1e6:.0f}",
+                percent_text(fabric.sigma_log),
+                fabric.grade,
+            )
+            sources.append(Text.assemble((cluster.name, "bold"), f": {fabric.source}", style="dim"))
+        made.add_row(
+            Text(cluster.name, style="bold"), node, *network, cluster.profile or Text("none yet", "red")
+        )
+    return Group(made, Text(), *sources)
+
+
+def strategies_view(records: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """Strategies with what they do and their knobs."""
+    made = table(("strategy", "left"), ("what it does", "left"), ("knobs", "left"))
+    for record in records:
+        made.add_row(
+            Text(record["strategy"], style="bold"), record["description"], ", ".join(record["knobs"])
+        )
+    return made

@@ -1,0 +1,98 @@
+"""Short texts about scenarios and recommendations, shared by the terminal and the HTML report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from cpsim.units import MS_PER_S, format_count
+
+if TYPE_CHECKING:
+    from cpsim.prediction import Advice, Candidate
+    from cpsim.scenario import Scenario
+
+CLEAR = 0.8
+"""A recommendation with at least this P(best) is called clear."""
+
+
+def knobs_text(knobs: Mapping[str, Any]) -> str:
+    """Knobs as people say them, e.g. ``ulysses 8, ring zigzag``."""
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in knobs.items())
+
+
+def strategy_label(scenario: Scenario) -> str:
+    """Strategy and knobs in one phrase, e.g. ``usp (ulysses 8)``."""
+    knobs = knobs_text(scenario.knobs)
+    return (
+        f"{scenario.strategy or 'any strategy'} ({knobs})"
+        if knobs
+        else str(scenario.strategy or "any strategy")
+    )
+
+
+def interval_text(low_s: float, high_s: float) -> str:
+    """A 90 % interval in milliseconds, e.g. ``11.9–12.8``."""
+    return f"{ms_text(low_s)}–{ms_text(high_s)}"
+
+
+def ms_text(seconds: float) -> str:
+    """Seconds in milliseconds with three significant digits or more, no unit."""
+    value = seconds * MS_PER_S
+    digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 1000 else 0
+    return f"{value:,.{digits}f}"
+
+
+def percent_text(share: float) -> str:
+    """A share of 0 to 1 in percent, e.g. ``12 %``."""
+    return f"{share:.0%}".replace("%", " %")
+
+
+def case_text(scenario: Scenario) -> str:
+    """The case in one line: tokens, mask, heads, GPUs."""
+    per_gpu = format_count(scenario.num_tokens / scenario.gpus)
+    return (
+        f"{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {scenario.mask_name} mask, "
+        f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
+        f"{scenario.kernel} on {scenario.gpus} GPUs of {scenario.cluster}"
+    )
+
+
+def documents_text(scenario: Scenario) -> str:
+    """How the tokens are divided into documents."""
+    match scenario.documents:
+        case None:
+            return "one document of all tokens"
+        case tuple() as lengths:
+            shown = ", ".join(map(format_count, lengths[:8])) + (", ..." if len(lengths) > 8 else "")
+            return f"{len(lengths)} documents given: {shown}"
+        case draw:
+            limit = f", at most {format_count(draw.max_length)} tokens each" if draw.max_length else ""
+            return f"drawn from {draw.distribution} with seed {draw.seed}{limit}"
+
+
+def recommendation(advice: Advice) -> str:
+    """The recommendation in words, with how sure it is."""
+    if not advice.candidates:
+        return f"No strategy can run this case: {len(advice.infeasible)} tried, each with its reason below."
+    best, *others = advice.candidates
+    chance = percent_text(best.probability_best)
+    time = f"{ms_text(best.total_s)} ms forward and backward (90 %: {_interval(best)} ms)"
+    rate = f"{best.tflops_per_gpu:,.0f} TFLOP/s per GPU"
+    if not others:
+        return f"Run {strategy_label(best.scenario)}, the only strategy that can: {time}, {rate}."
+    second = others[0]
+    if best.probability_best >= CLEAR:
+        lead = f"{second.total_s / best.total_s - 1:.0%}".replace("%", " %")
+        return (
+            f"Run {strategy_label(best.scenario)}: {time}, {rate}. It is the fastest with probability "
+            f"{chance}; {strategy_label(second.scenario)} comes second and takes {lead} longer."
+        )
+    return (
+        f"Run {strategy_label(best.scenario)}: {time}, {rate}; but it is close: it is the fastest with "
+        f"probability {chance}, {strategy_label(second.scenario)} with "
+        f"{percent_text(second.probability_best)} ({ms_text(second.total_s)} ms)."
+    )
+
+
+def _interval(candidate: Candidate) -> str:
+    return interval_text(candidate.total_s_low, candidate.total_s_high)

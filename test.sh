@@ -1,0 +1,16 @@
+#!/bin/sh
+# Sets up and passes the tests: style, types, then everything, benchmarks and the report in Chromium included.
+set -eu
+cd "$(dirname "$0")"
+
+if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 ||
+        echo "chromium could not be installed: the tests that open the report are skipped" >&2
+fi
+
+[ -x .venv/bin/python ] || python3 -m venv .venv
+.venv/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+
+.venv/bin/ruff check .
+.venv/bin/mypy
+.venv/bin/python -m pytest -m "" "$@"

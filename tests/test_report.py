@@ -1,0 +1,208 @@
+"""Words, tables, records and the HTML report, on predictions made by hand; Chromium opens the report."""
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import handmade
+import pytest
+from rich.console import Console
+
+from cpsim.errors import ScenarioError
+from cpsim.report import figures, html, lengths, records, tables, words
+from cpsim.scenario import scenario_from
+
+
+@pytest.fixture(scope="module")
+def advice():
+    return handmade.advice()
+
+
+@pytest.fixture(scope="module")
+def report(advice, tmp_path_factory):
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    html.write_report(path, advice, handmade.lengths())
+    return path
+
+
+def printed(view):
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(view)
+    console.file.close()
+    return console.export_text()
+
+
+def test_recommendation_says_what_how_long_and_how_sure(advice):
+    text = words.recommendation(advice)
+    assert text.startswith("Run zigzag_ring: 7.40 ms forward and backward (90 %: 7.10–7.77 ms)")
+    assert "probability 83 %; ulysses (head groups 1) comes second and takes 7 % longer" in text
+
+
+def test_recommendation_admits_a_close_race(advice):
+    first, second, *_ = advice.candidates
+    close = replace(advice, candidates=(replace(first, probability_best=0.52), second))
+    assert "but it is close: it is the fastest with probability 52 %" in words.recommendation(close)
+    assert "the only strategy that can" in words.recommendation(replace(advice, candidates=(first,)))
+    assert words.recommendation(replace(advice, candidates=())).startswith("No strategy can run this case")
+
+
+def test_table_fits_100_columns_and_shows_everything(advice):
+    text = printed(tables.advice_view(advice))
+    assert max(map(len, text.splitlines())) <= 100
+    for needle in ("zigzag_ring", "heads per gather 2", "7.10–7.77", "432", "12 %", "1.48 GB", "83 %"):
+        assert needle in text
+    assert "cannot run" in text
+    assert "usp" in text
+    assert "• attention: extrapolated beyond 65,536 tokens" in text
+
+
+def test_square_brackets_are_not_markup(advice):
+    odd = replace(advice, notes=("see [bold]this[/bold] and [/]",))
+    assert "see [bold]this[/bold] and [/]" in printed(tables.advice_view(odd))
+
+
+def test_predictions_are_shown_alone_or_in_a_table(advice):
+    scenario = advice.candidates[0].scenario
+    alone = printed(tables.prediction_view([handmade.prediction(scenario)]))
+    assert "90 %: 9.50–10.6 ms" in alone
+    assert "attention fwd" in alone
+    many = [handmade.prediction(scenario), advice.infeasible[0], ScenarioError("line 3: gpus: missing")]
+    assert "not readable" in printed(tables.prediction_view(many))
+    assert tables.reasons(many) == [f"#2 none: {advice.infeasible[0].reason}", "#3 line 3: gpus: missing"]
+
+
+def test_prediction_record_has_the_contract_s_keys(advice):
+    record = records.prediction_record(handmade.prediction(advice.candidates[0].scenario))
+    times = {"time_s", "time_s_low", "time_s_high", "exposed_comm_s"}
+    others = {"tflops_per_gpu", "bytes_sent_per_gpu", "peak_memory_bytes", "notes"}
+    assert times | others <= set(record)
+    assert "error" not in record
+    assert scenario_from(record["scenario"]) == advice.candidates[0].scenario
+    json.dumps(record)
+
+
+def test_infeasible_and_unreadable_records_have_an_error(advice):
+    assert records.prediction_record(advice.infeasible[0])["error"] == advice.infeasible[0].reason
+    assert records.prediction_record(ScenarioError("why")) == {"error": "why"}
+
+
+def test_advice_record_is_json(advice):
+    record = json.loads(json.dumps(records.advice_record(advice, "Run it")))
+    assert [row["strategy"] for row in record["candidates"]] == [
+        "zigzag_ring",
+        "ulysses",
+        "allgather",
+        "ring",
+    ]
+    assert record["candidates"][1]["knobs"] == {"head_groups": 1}
+    assert [row["strategy"] for row in record["infeasible"]] == ["none", "usp"]
+
+
+def test_lengths_scale_tokens_and_documents():
+    drawn = scenario_from(handmade.CASE | {"strategy": "ring"})
+    doubled = lengths.at_length(drawn, 2)
+    assert doubled.num_tokens == 2 * drawn.num_tokens
+    assert scenario_from(doubled.to_dict()) == doubled
+    fields = {key: value for key, value in handmade.CASE.items() if key != "tokens_per_gpu"}
+    listed = scenario_from(fields | {"tokens": 32768, "documents": [1, 32000, 767]})
+    half = lengths.at_length(listed, 0.5)
+    assert sum(half.documents) == half.num_tokens == 16384
+    assert half.documents == (16000, 384)
+    assert lengths.at_length(drawn, 1 / 32) is None
+    assert lengths.at_length(drawn, 1e6) is None
+
+
+def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
+    candidate = advice.candidates[0]
+    ranks = html.shown_ranks(candidate)
+    assert ranks == [0, 1, 4, 7]
+    num_ops = sum(
+        len(p.timelines[k].rows(ranks)) for p, k in ((candidate.forward, "fwd"), (candidate.backward, "bwd"))
+    )
+    figure, text = figures.timeline(candidate, ranks)
+    assert sum(len(trace.x) for trace in figure.data) == num_ops
+    assert text == f"{num_ops} ops of ranks 0, 1, 4, 7"
+    monkeypatch.setattr(figures, "COLUMNS", 10)
+    thinned, text = figures.timeline(candidate, ranks)
+    num_bars = sum(len(trace.x) for trace in thinned.data)
+    assert num_bars < num_ops
+    assert f"drawn as {num_bars} bars" in text
+
+
+def test_one_gpu_has_one_rank_to_show(advice):
+    candidate = advice.candidates[0]
+    alone = candidate.scenario.model_copy(update={"gpus": 1})
+    assert html.shown_ranks(replace(candidate, forward=replace(candidate.forward, scenario=alone))) == [0]
+
+
+class Links(HTMLParser):
+    """Collects what a page would load from elsewhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):  # noqa: ARG002
+        self.found += [
+            value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")
+        ]
+
+
+def test_report_is_self_contained_and_escapes_what_users_wrote(report):
+    text = report.read_text()
+    links = Links()
+    links.feed(text)
+    assert links.found == []
+    assert "figures of &lt;others&gt; &amp; co" in text
+    assert "figures of <others>" not in text
+
+
+def test_report_without_candidates_still_says_why(advice):
+    text = html.report_html(replace(advice, candidates=()), [])
+    assert "No strategy can run this case" in text
+    assert "needs all 32,768 tokens on one GPU" in text
+    assert len(text) < 20_000
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: apt-get install chromium")
+
+
+def opened(page, profile):
+    """The page's DOM after its scripts ran, and what they wrote to the console."""
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+        "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=10000"
+    )
+    command = [CHROMIUM, *flags.split(), "--dump-dom", f"--user-data-dir={profile}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.chromium
+@needs_chromium
+def test_report_opens_in_chromium_with_every_plot_and_a_clean_console(report, tmp_path):
+    dom, console = opened(report, tmp_path)
+    assert console == []
+    _, *parts = re.split(r'<div id="([\w-]+)"[^>]*class="[^"]*js-plotly-plot', dom)
+    plots = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(plots) == ["bars", "timeline-1", "timeline-2", "lengths"]
+    assert plots["bars"].count('class="point"') == 2 * 4
+    assert plots["bars"].count('class="xerror"') == 4
+    assert plots["timeline-1"].count('class="point"') > 300
+    assert plots["timeline-2"].count('class="point"') == 40
+    assert len(re.findall('class="point[" ]', plots["lengths"])) == 4 * 5
+
+
+@pytest.mark.chromium
+@needs_chromium
+def test_a_page_that_fails_is_noticed(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("<script>Plotly.newPlot('nowhere')</script>")
+    _, console = opened(page, tmp_path / "profile")
+    assert any("Plotly is not defined" in line for line in console)

@@ -184,6 +184,13 @@ class Scenario(BaseModel):
             dtype=self.dtype,
         )
 
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know about this case: inputs that make no difference."""
+        if self.documents is not None and self.mask_name in ("full", "causal"):
+            name = self.mask_name
+            return (f"documents: ignored, since mask {name} reaches across them; see mask {name}_document",)
+        return ()
+
     def resolve_cluster(self) -> Cluster:
         """The cluster with this scenario's number of GPUs in use.
 

@@ -5,18 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 MS_PER_S: Final = 1e3
-GB: Final = 1e9
-"""Bytes of a gigabyte."""
-GIB: Final = 2.0**30
-"""Bytes of a gibibyte, the unit of GPU memory."""
-
-
-def format_time(seconds: float) -> str:
-    """Seconds as text with three significant digits, e.g. ``12.3 ms``."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
-        if abs(seconds) * factor >= 1 or unit == "µs":
-            return f"{_three_digits(seconds * factor)} {unit}"
-    raise AssertionError
 
 
 def format_bytes(nbytes: float) -> str:

@@ -78,6 +78,12 @@ def test_cluster_has_the_scenario_s_gpus(tmp_path):
     assert load_scenario(tmp_path / "case.yaml").resolve_cluster().name == "mine"
 
 
+def test_documents_that_make_no_difference_are_noted():
+    documents = {"documents": [96, 4000]}
+    assert "ignored, since mask causal" in scenario_from(SMALL | documents).notes()[0]
+    assert scenario_from(SMALL | documents | {"mask": "causal_document"}).notes() == ()
+
+
 def test_copies_keep_the_fields():
     copy = scenario_from(SMALL).model_copy(update={"strategy": "ring", "pass_": "fwd"})
     assert copy.to_dict()["pass"] == "fwd"

@@ -50,9 +50,15 @@ class Sequences:
 
 
 def make_tiles(mask: Slices, sets: RangeSets, query_set: ArrayLike, key_set: ArrayLike) -> Tiles:
-    """Tiles of the products ``query_set[i] x key_set[i]``; product i becomes tile i + 1."""
+    """Tiles of the products ``query_set[i] x key_set[i]``; product i becomes tile i + 1.
+
+    Key ranges are cut to what the band admits, so a causal query range reads no later keys.
+    """
     query, key = np.asarray(query_set, np.int64).ravel(), np.asarray(key_set, np.int64).ravel()
     start, rows, areas = restrict(mask, sets, sets, query, key)
+    low, high = mask.low[rows[:, 0]], mask.high[rows[:, 0]]
+    rows[:, 3] = np.maximum(rows[:, 3], rows[:, 1] + low)
+    rows[:, 4] = np.minimum(rows[:, 4], rows[:, 2] + high)
     start = np.concatenate(([0], start))
     totals = np.concatenate(([0], np.cumsum(areas)))
     return Tiles(start, rows, areas, totals[start[1:]] - totals[start[:-1]])

@@ -16,11 +16,11 @@ import numpy as np
 
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.masks import Ints
-from cpsim.schedule import Access, Builder, Kind, Pass, Schedule
+from cpsim.masks import Ints, RangeSets
+from cpsim.schedule import Access, Builder, Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Sizes
-from cpsim.tiles import make_tiles, sequences
+from cpsim.tiles import Tiles, make_tiles, sequences
 from cpsim.workload import Workload
 
 LAYOUTS = ("contiguous", "zigzag", "document_zigzag")
@@ -78,10 +78,10 @@ class _AllGather:
         self.in_order = layout == "contiguous"
         """Gathered shards lie in token order, so the kernel reads them in place."""
         shards = _shards(layout, sharding.documents_of(mask), num_ranks)
-        whole = sharding.contiguous(workload.num_tokens, 1)
-        sets = sharding.stack(shards, whole)
+        sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
         tiles = make_tiles(mask, sets, self.ranks, np.full(num_ranks, num_ranks))
-        self.tile, self.whole = 1 + self.ranks, num_ranks
+        sets = sharding.stack(sets, _seen_keys(tiles, num_ranks))
+        self.tile, self.whole, self.seen = 1 + self.ranks, num_ranks, 1 + num_ranks + self.ranks
         self.keys = sequences(tiles).keys()[self.tile]
         """Key rows that every rank's kernel call reads."""
         self.b, self.sizes = Builder(num_ranks, sets, tiles), Sizes(workload)
@@ -107,20 +107,18 @@ class _AllGather:
         gather = _Gather(self)
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
-            gather.free[g % 2] = b.add(
-                Kind.ATTENTION, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g), deps=[after],
-                reads=[q, keys], writes=[out],
+            done = b.add(
+                Kind.ATTENTION, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g), deps=after,
+                reads=[self._part(q, "q", g), keys], writes=[self._part(out, "out", g)],
             )  # fmt: skip
+            gather.read_by(g, done)
         return b.build()
 
     def backward(self) -> Schedule:
         b = self.b
-        given = [
-            self._shard("q", self.q_bytes, self.all_heads),
-            self._shard("out", self.q_bytes + self.lse_bytes, self.all_heads),
-            self._shard("dout", self.q_bytes, self.all_heads),
-        ]
-        for access in given:
+        widths = {"q": self.q_bytes, "out": self.q_bytes + self.lse_bytes, "dout": self.q_bytes}
+        given = {tensor: self._shard(tensor, width, self.all_heads) for tensor, width in widths.items()}
+        for access in given.values():
             b.input(*access)
         dq = self._shard("dq", self.q_bytes, self.all_heads)
         dkv = self._shard("dkv", self.kv_bytes * self.num_groups, self.all_kv_heads)
@@ -129,10 +127,12 @@ class _AllGather:
         gather, scatter = _Gather(self), _Scatter(self)
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
-            gather.free[g % 2] = b.add(
+            reads = [self._part(access, tensor, g) for tensor, access in given.items()]
+            done = b.add(
                 Kind.ATTENTION_BACKWARD, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g),
-                deps=[after], reads=[*given, keys], writes=[dq, scatter.partial],
+                deps=after, reads=[*reads, keys], writes=[self._part(dq, "dq", g), scatter.partial(g)],
             )  # fmt: skip
+            gather.read_by(g, done)
             scatter.reduce(g)
         scatter.finish(dkv)
         return b.build()
@@ -140,8 +140,29 @@ class _AllGather:
     def _shard(self, tensor: str, width: int, heads: tuple[int, int]) -> Access:
         return self.b.buffers(tensor, self.tokens * width), self.b.blocks(tensor, self.ranks, heads)
 
+    def _part(self, access: Access, tensor: str, group: int) -> Access:
+        """One group's query heads of a shard."""
+        return access[0], self.b.blocks(tensor, self.ranks, self.heads(group)[:2])
 
-def _shards(layout: str, bounds: Ints, num_ranks: int) -> sharding.RangeSets:
+    def keys_of_all(self, tensor: str, group: int) -> Int32:
+        """Block of all tokens of a group, once per rank."""
+        return self.b.blocks(tensor, [self.whole], self.heads(group)[2:]).repeat(len(self.ranks))
+
+
+def _seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
+    """Keys that the tiles 1 to P read, each key once."""
+    seen = []
+    for rank in range(num_ranks):
+        rows = tiles.rows[tiles.start[rank + 1] : tiles.start[rank + 2], 3:].astype(np.int64)
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]
+        reach = np.maximum.accumulate(rows[:, 1])
+        opens = np.flatnonzero(np.concatenate(([True], rows[1:, 0] > reach[:-1]))[: len(rows)])
+        ends = reach[np.concatenate((opens[1:], [len(rows)]))[: len(opens)] - 1]
+        seen.append(np.stack([rows[opens, 0], ends], axis=1))
+    return RangeSets(np.cumsum([0, *map(len, seen)]), np.concatenate(seen))
+
+
+def _shards(layout: str, bounds: Ints, num_ranks: int) -> RangeSets:
     if layout == "contiguous":
         return sharding.contiguous(int(bounds[-1]), num_ranks)
     chunks = sharding.document_zigzag(bounds if layout == "document_zigzag" else bounds[[0, -1]], num_ranks)
@@ -157,7 +178,7 @@ class _Gather:
         b.input(*kv)
         self.source, self.ready = kv, np.full(len(plan.ranks), -1)
         if plan.num_groups > 1:
-            self.source = plan._shard("kv by group", plan.kv_bytes * plan.num_groups, plan.all_kv_heads)
+            self.source = (b.buffers("kv by group", plan.tokens * plan.kv_bytes * plan.num_groups), kv[1])
             self.ready = b.add(
                 Kind.COPY, (plan.ranks, "compute"), reads=[kv], writes=[self.source],
                 nbytes=2 * plan.tokens * plan.kv_bytes * plan.num_groups,
@@ -171,29 +192,32 @@ class _Gather:
 
     def _gather(self, group: int) -> Ints:
         plan = self.plan
-        block = plan.b.blocks("kv of all", [plan.whole], plan.heads(group)[2:])
+        mine = plan.b.blocks("kv", plan.ranks, plan.heads(group)[2:])
         return plan.b.add(
             Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * plan.kv_bytes,
             deps=[self.ready[None, :], self.free[group % 2][None, :]],
-            reads=[self.source], writes=[(self.buffers[group % 2], block.repeat(len(plan.ranks)))],
+            reads=[(self.source[0], mine)], writes=[(self.buffers[group % 2], plan.keys_of_all("kv", group))],
         )  # fmt: skip
 
-    def keys(self, group: int) -> tuple[Access, Ints]:
+    def keys(self, group: int) -> tuple[Access, list[Ints]]:
         """What the kernel reads for a group and which ops it waits for; starts gathering the next group."""
         plan, arrived = self.plan, self.arrived.repeat(len(self.plan.ranks))
         if group + 1 < plan.num_groups:
             self.arrived = self._gather(group + 1)
-        block = plan.b.blocks("kv of all", [plan.whole], plan.heads(group)[2:]).repeat(len(plan.ranks))
-        gathered = self.buffers[group % 2], block
+        seen = plan.b.blocks("kv", plan.seen, plan.heads(group)[2:])
         if self.packed is None:
-            return gathered, arrived
-        packed = self.packed, plan.b.blocks("keys in order", plan.ranks, plan.heads(group)[2:])
-        copied = plan.b.add(
+            return (self.buffers[group % 2], seen), [arrived]
+        self.free[group % 2] = plan.b.add(
             Kind.COPY, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
-            nbytes=2 * plan.keys * plan.kv_bytes, deps=[arrived], reads=[gathered], writes=[packed],
+            nbytes=2 * plan.keys * plan.kv_bytes, deps=[arrived],
+            reads=[(self.buffers[group % 2], seen)], writes=[(self.packed, seen)],
         )  # fmt: skip
-        self.free[group % 2] = copied
-        return packed, copied
+        return (self.packed, seen), []
+
+    def read_by(self, group: int, kernels: Ints) -> None:
+        """These kernels read the keys of a group, unless they read packed copies."""
+        if self.packed is None:
+            self.free[group % 2] = kernels
 
 
 class _Scatter:
@@ -202,34 +226,39 @@ class _Scatter:
     def __init__(self, plan: _AllGather) -> None:
         self.plan, b = plan, plan.b
         self.width = plan.sizes.accumulator(plan.kv_bytes)
-        rows = plan.b.buffers("dkv partial", plan.keys * plan.kv_bytes)
-        self.partial: Access = rows, b.blocks("dkv partial", plan.ranks, plan.all_kv_heads)
+        self.rows = b.buffers("dkv partial", plan.keys * plan.kv_bytes)
         count = min(2, plan.num_groups)
         self.full = [b.buffers(f"dkv of all {i}", plan.total * self.width) for i in range(count)]
-        self.home = b.buffers("dkv fp32", plan.tokens * self.width * plan.num_groups)
-        self.home_block = b.blocks("dkv fp32", plan.ranks, plan.all_kv_heads)
+        self.home: list[Access] = []
+        """What came home of every group."""
         self.reduced = [np.full(1, -1)] * 2
+
+    def partial(self, group: int) -> Access:
+        """What the kernel writes: gradients of the keys that this rank's queries see."""
+        return self.rows, self.plan.b.blocks("dkv", self.plan.seen, self.plan.heads(group)[2:])
 
     def reduce(self, group: int) -> None:
         """Zero a full-length fp32 buffer, add this rank's gradients to it, and reduce-scatter it."""
         plan = self.plan
-        full = self.full[group % 2], plan.b.blocks("dkv of all", plan.ranks, plan.heads(group)[2:])
+        full = self.full[group % 2], plan.keys_of_all("dkv", group)
+        mine = plan.b.blocks("dkv", plan.ranks, plan.heads(group)[2:])
+        self.home.append((plan.b.buffers(f"dkv fp32 {group}", plan.tokens * self.width), mine))
         added = plan.b.add(
             Kind.ACCUMULATE, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
             nbytes=plan.total * self.width + plan.keys * (plan.kv_bytes + 2 * self.width),
-            deps=[self.reduced[group % 2].repeat(len(plan.ranks))], reads=[self.partial], writes=[full],
+            deps=[self.reduced[group % 2].repeat(len(plan.ranks))], reads=[self.partial(group)], writes=[full],
         )  # fmt: skip
         self.reduced[group % 2] = plan.b.add(
             Kind.REDUCE_SCATTER, (plan.together, "comm"), step=group, nbytes=plan.total * self.width,
-            deps=[added[None, :]], reads=[full], writes=[(self.home, self.home_block)],
+            deps=[added[None, :]], reads=[full], writes=[self.home[group]],
         )  # fmt: skip
 
     def finish(self, dkv: Access) -> None:
         """Cast what came home into the gradients' own type and layout."""
         plan = self.plan
-        last = [r.repeat(len(plan.ranks)) for r in self.reduced]
+        last = [self.reduced[(plan.num_groups - 1) % 2].repeat(len(plan.ranks))]
         plan.b.add(
             Kind.COPY, (plan.ranks, "compute"), step=plan.num_groups,
             nbytes=plan.tokens * (self.width + plan.kv_bytes) * plan.num_groups, deps=last,
-            reads=[(self.home, self.home_block)], writes=[dkv],
+            reads=self.home, writes=[dkv],
         )  # fmt: skip

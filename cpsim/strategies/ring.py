@@ -127,17 +127,15 @@ class _Ring:
         self.uses_head_pack = layout.packed and bool(self.key_heads.any())
 
     def forward(self) -> Schedule:
-        b, heads = self.b, self.heads[:2]
-        q_block = b.blocks("q", self.ranks, heads)
-        kv_block = b.blocks("kv", self.ranks, self.heads[2:])
-        out_block = b.blocks("out", self.ranks, heads)
+        b = self.b
+        q_block, kv_block, out_block = self.blocks("q"), self.blocks("kv"), self.blocks("out")
         q = b.buffers("q", self.tokens * self.q_bytes)
         kv = b.buffers("kv", self.tokens * self.kv_bytes)
         summed = self.sizes.accumulator(self.q_bytes) if self.rows.sums.any() else 0
         out = b.buffers("out", self.tokens * (self.q_bytes + self.lse_bytes + summed))
-        b.input(q, q_block)
-        b.input(kv, kv_block)
-        b.output(out, out_block)
+        b.input(q, q_block[self.ranks])
+        b.input(kv, kv_block[self.ranks])
+        b.output(out, out_block[self.ranks])
         partial = b.buffers("out partial", self.tokens * (self.q_bytes + self.lse_bytes))
         travel = self.travel_buffers("kv ring", self.kv_bytes, self.num_ranks - 1)
         queries = self._pack_tails([(q, q_block)], self.q_bytes)
@@ -149,38 +147,41 @@ class _Ring:
             who = np.flatnonzero(self.active[step])
             first = ~self.rows.sums[step, who]
             target = np.where(first, out[who], partial[who])
+            made = out_block[self.query_set[step, who]]
             reads = [self._queries(queries, (q, q_block), step, who), (keys[0][who], keys[1][who])]
-            feed.used[who] = b.add(
+            done = b.add(
                 Kind.ATTENTION, (who, "compute"), step=step, tile=self.tile[step, who], heads=self.heads,
-                deps=feed.ready(who), reads=reads, writes=[(target, out_block[who])],
+                deps=feed.ready(who), reads=reads, writes=[(target, made)],
             )  # fmt: skip
+            feed.read_by(step, who, done)
             who = np.flatnonzero(self.rows.sums[step])
+            made = out_block[self.query_set[step, who]]
             b.add(
                 Kind.MERGE, (who, "compute"), step=step, heads=self.heads, nbytes=merge_bytes[step, who],
-                reads=[(partial[who], out_block[who])], updates=[(out[who], out_block[who])],
+                reads=[(partial[who], made)], updates=[(out[who], made)],
             )  # fmt: skip
         return b.build()
 
     def backward(self) -> Schedule:
-        b, heads = self.b, self.heads[:2]
+        b = self.b
         names = ("q", "dout", "out")
-        blocks = [b.blocks(name, self.ranks, heads) for name in names]
+        blocks = [self.blocks(name) for name in names]
         widths = (self.q_bytes, self.q_bytes, self.q_bytes + self.lse_bytes)
         given = [
             (b.buffers(n, self.tokens * w), block) for n, w, block in zip(names, widths, blocks, strict=True)
         ]
-        kv, kv_block = b.buffers("kv", self.tokens * self.kv_bytes), b.blocks("kv", self.ranks, self.heads[2:])
+        kv, kv_block = b.buffers("kv", self.tokens * self.kv_bytes), self.blocks("kv")
         for buffer, block in (*given, (kv, kv_block)):
-            b.input(buffer, block)
-        dq_block, dkv_block = b.blocks("dq", self.ranks, heads), b.blocks("dkv", self.ranks, self.heads[2:])
+            b.input(buffer, block[self.ranks])
+        dq_block, dkv_block = self.blocks("dq"), self.blocks("dkv")
         summed = self.sizes.accumulator(self.q_bytes) if self.rows.sums.any() else 0
         dq = b.buffers("dq", self.tokens * (self.q_bytes + summed))
         dkv = b.buffers("dkv", self.tokens * self.kv_bytes)
-        b.output(dq, dq_block)
-        b.output(dkv, dkv_block)
+        b.output(dq, dq_block[self.ranks])
+        b.output(dkv, dkv_block[self.ranks])
         dq_partial = b.buffers("dq partial", self.tokens * self.q_bytes)
         dkv_partial = b.buffers("dkv partial", self.tokens * self.kv_bytes) if self.num_ranks > 1 else dkv
-        queries = self._pack_tails(given, 3 * self.q_bytes)
+        queries = self._pack_tails(given, sum(widths))
         dq_bytes = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
         feed = _Feed(self, kv, kv_block, self.travel_buffers("kv ring", self.kv_bytes, self.num_ranks - 1))
         gradients = _Gradients(self, dkv_block, dkv)
@@ -189,69 +190,73 @@ class _Ring:
             keys = self._pack_heads(feed, step)
             who = np.flatnonzero(self.active[step])
             target = np.where(self.rows.sums[step, who], dq_partial[who], dq[who])
-            reads = [self._queries(queries, g, step, who) for g in (given[:1] if queries else given)]
-            source_block = dkv_block[self.source[step, who]]
-            feed.used[who] = b.add(
+            reads = [self._queries(queries, g, step, who) for g in given]
+            made = dq_block[self.query_set[step, who]], dkv_block[self.key_set[step, who]]
+            done = b.add(
                 Kind.ATTENTION_BACKWARD, (who, "compute"), step=step, tile=self.tile[step, who],
                 heads=self.heads, deps=feed.ready(who), reads=[*reads, (keys[0][who], keys[1][who])],
-                writes=[(target, dq_block[who]), (dkv_partial[who], source_block)],
+                writes=[(target, made[0]), (dkv_partial[who], made[1])],
             )  # fmt: skip
+            feed.read_by(step, who, done)
             add = np.flatnonzero(self.rows.sums[step])
+            summed_block = dq_block[self.query_set[step, add]]
             b.add(
                 Kind.ACCUMULATE, (add, "compute"), step=step, heads=self.heads, nbytes=dq_bytes[step, add],
-                reads=[(dq_partial[add], dq_block[add])], updates=[(dq[add], dq_block[add])],
+                reads=[(dq_partial[add], summed_block)], updates=[(dq[add], summed_block)],
             )  # fmt: skip
             gradients.add_and_send(step, who, dkv_partial)
         gradients.finish()
         return b.build()
+
+    def blocks(self, tensor: str) -> Int32:
+        """Blocks of a tensor for every set of the layout, in its order."""
+        heads = self.heads[2:] if tensor.endswith("kv") else self.heads[:2]
+        return self.b.blocks(tensor, np.arange(len(self.layout.sets)), heads)
 
     def travel_buffers(self, name: str, width: int, hops: int) -> list[Int32]:
         """Receive buffers of every rank, big enough for every shard: two, or one where one hop is all."""
         nbytes = np.full(self.num_ranks, self.tokens.max() * width)
         return [self.b.buffers(f"{name} {i}", nbytes) for i in range(min(2, hops))]
 
-    def _pack_tails(self, tensors: list[tuple[Int32, Int32]], width: int) -> tuple[Int32, Int32] | None:
+    def _pack_tails(self, tensors: list[tuple[Int32, Int32]], width: int) -> Int32 | None:
         """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""
         if not self.uses_tail_pack:
             return None
         who = np.flatnonzero(self.tails.any(axis=0))
-        block = self.b.blocks("query tails", 2 * self.num_ranks + self.ranks, self.heads[:2])
+        tails = 2 * self.num_ranks + who
         packed = self.b.buffers("query tails", self.tail_rows * width)
         self.b.add(
             Kind.COPY, (who, "compute"), heads=self.heads, nbytes=2 * width * self.tail_rows[who],
-            reads=[(t[who], content[who]) for t, content in tensors], writes=[(packed[who], block[who])],
+            reads=[(t[who], content[tails]) for t, content in tensors],
+            writes=[(packed[who], content[tails]) for _, content in tensors],
         )  # fmt: skip
-        return packed, block
+        return packed
 
     def _queries(
-        self, tails: tuple[Int32, Int32] | None, whole: tuple[Int32, Int32], step: int, who: Ints
+        self, tails: Int32 | None, whole: tuple[Int32, Int32], step: int, who: Ints
     ) -> tuple[Int32, Int32]:
         """What the kernel reads on the query side: packed tails where it computes on tails only."""
+        buffer, block = whole[0][who], whole[1][self.query_set[step, who]]
         if tails is None:
-            return whole[0][who], whole[1][who]
-        use = self.tails[step, who]
-        return np.where(use, tails[0][who], whole[0][who]), np.where(use, tails[1][who], whole[1][who])
+            return buffer, block
+        return np.where(self.tails[step, who], tails[who], buffer), block
 
     def _pack_heads(self, feed: _Feed, step: int) -> tuple[Int32, Int32]:
-        """What the kernel reads on the key side, ``[ranks]``: the shard at hand, or its heads packed."""
-        holder, block = feed.holder, feed.block[self.source[step]]
+        """What the kernel reads on the key side, ``[ranks]``: of the shard at hand, or its heads packed."""
+        holder, block = feed.holder, feed.block[self.key_set[step]]
         if not self.uses_head_pack:
             return holder, block
-        if not feed.packs:
+        if feed.packed is None:
             most = self.layout.sets.num_tokens()[self.num_ranks : 2 * self.num_ranks].max()
-            feed.packs = (
-                self.b.buffers("key heads", np.full(self.num_ranks, most * self.kv_bytes)),
-                self.b.blocks("key heads", self.num_ranks + self.ranks, self.heads[2:]),
-            )
+            feed.packed = self.b.buffers("key heads", np.full(self.num_ranks, most * self.kv_bytes))
         who = np.flatnonzero(self.key_heads[step] & self.active[step])
-        packed, packed_block = feed.packs[0], feed.packs[1][self.source[step]]
+        packed = feed.packed
         feed.used[who] = self.b.add(
             Kind.COPY, (who, "compute"), step=step, heads=self.heads,
             nbytes=2 * self.kv_bytes * self.k_rows[step, who], deps=feed.ready(who),
-            reads=[(holder[who], block[who])], writes=[(packed[who], packed_block[who])],
+            reads=[(holder[who], block[who])], writes=[(packed[who], block[who])],
         )  # fmt: skip
-        use = self.key_heads[step]
-        return np.where(use, packed, holder), np.where(use, packed_block, block)
+        return np.where(self.key_heads[step], packed, holder), block
 
 
 class _Feed:
@@ -263,7 +268,8 @@ class _Feed:
         """Buffer of every rank that holds the shard of this step."""
         self.used = np.full(ring.num_ranks, NOTHING)
         """Last op of every rank that read the shard at hand."""
-        self.packs: tuple[Int32, Int32] | None = None
+        self.packed: Int32 | None = None
+        """Buffers for packed key heads, made when the first step needs them."""
         self._upcoming = kv
         self._arrived = self._sent = np.full(ring.num_ranks, NOTHING)
         self._used_before = self.used.copy()
@@ -290,6 +296,11 @@ class _Feed:
         """What a kernel waits for: the batched send and receive that brought its shard."""
         return [self._arrived[who], self._sent[who]]
 
+    def read_by(self, step: int, who: Ints, kernels: Ints) -> None:
+        """These kernels read the shards of this step, unless they read packed copies."""
+        direct = np.full(len(who), True) if self.packed is None else ~self.ring.key_heads[step, who]
+        self.used[who[direct]] = kernels[direct]
+
 
 class _Gradients:
     """Key-value gradients on their way around the ring, one step behind the keys, summed in fp32."""
@@ -306,13 +317,14 @@ class _Gradients:
         if ring.num_ranks == 1:
             return
         block, summed = self.block[ring.source[step]], self.travel[step % 2]
-        kept = [(summed[who], block[who])]
+        made = self.block[ring.key_set[step, who]]
+        kept = [(summed[who], made)]
         read = 0 if step == 0 else self.width
         added = np.full(ring.num_ranks, NOTHING)
         added[who] = b.add(
             Kind.ACCUMULATE, (who, "compute"), step=step, heads=ring.heads,
             nbytes=ring.k_rows[step, who] * (ring.kv_bytes + read + self.width), deps=[self._arrived[who]],
-            reads=[(partial[who], block[who])],
+            reads=[(partial[who], made)],
             writes=kept if step == 0 else (), updates=() if step == 0 else kept,
         )  # fmt: skip
         target = self.travel[(step + 1) % 2][ring.next]
@@ -333,5 +345,5 @@ class _Gradients:
         ring.b.add(
             Kind.COPY, (ring.ranks, "compute"), step=ring.num_ranks, heads=ring.heads,
             nbytes=ring.tokens * (self.width + ring.kv_bytes), deps=[self._arrived, self._sent],
-            reads=[(last, self.block)], writes=[(self.home, self.block)],
+            reads=[(last, self.block[ring.ranks])], writes=[(self.home, self.block[ring.ranks])],
         )  # fmt: skip

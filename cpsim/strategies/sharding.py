@@ -8,8 +8,8 @@ from cpsim.masks import Ints, RangeSets, Slices
 
 
 def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:
-    """Rank r holds tokens ``[r T, (r + 1) T)``, T = num_tokens / num_ranks."""
-    bounds = np.arange(num_ranks + 1) * (num_tokens // num_ranks)
+    """Rank r holds tokens ``[r N // P, (r + 1) N // P)``: equally many where P divides N."""
+    bounds = np.arange(num_ranks + 1) * num_tokens // num_ranks
     return RangeSets(np.arange(num_ranks + 1), np.stack([bounds[:-1], bounds[1:]], axis=1))
 
 

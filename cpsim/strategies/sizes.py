@@ -12,7 +12,7 @@ from cpsim.workload import Workload
 LSE_BYTES = 4
 """Log-sum-exp of one row and head, fp32."""
 ACCUMULATOR_BYTES = 4
-"""Element of an accumulator of partial outputs or gradients, fp32."""
+"""Narrowest element of an accumulator of partial outputs or gradients, fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,9 @@ class Sizes:
         return num_heads * LSE_BYTES
 
     def accumulator(self, nbytes: int) -> int:
-        """The fp32 accumulator of a tensor of ``nbytes``."""
-        return nbytes * ACCUMULATOR_BYTES // self.workload.bytes_per_element
+        """The accumulator of a tensor of ``nbytes``: fp32, or the tensor's own type where that is wider."""
+        width = self.workload.bytes_per_element
+        return nbytes * max(ACCUMULATOR_BYTES, width) // width
 
 
 @dataclass(frozen=True, slots=True)

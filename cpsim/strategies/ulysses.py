@@ -8,20 +8,21 @@ that one group's all-to-all overlaps the attention of another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks import Ints
-from cpsim.schedule import Access, Builder, Kind, Pass, Schedule
+from cpsim.schedule import Access, Builder, Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import make_tiles
 from cpsim.workload import Workload
 
-Groups = list[Access]
-"""One access per head group."""
+Bundle = list[Access]
+"""Accesses of one op: one per tensor."""
 
 
 def plan_ulysses(workload: Workload, cluster: Cluster, pass_: Pass, *, head_groups: int = 1) -> Schedule:
@@ -79,6 +80,10 @@ class _Ulysses:
         shards = sharding.contiguous(workload.num_tokens, num_ranks)
         sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
         self.b = Builder(num_ranks, sets, make_tiles(workload.slices(), sets, [self.whole], [self.whole]))
+        if workload.num_tokens % num_ranks:
+            raise InfeasibleError(
+                f"ulysses needs tokens divisible by ranks, got {workload.num_tokens} tokens on {num_ranks} GPUs"
+            )
         self.tokens = workload.num_tokens // num_ranks
         self.group_heads = workload.num_heads // num_ranks // head_groups
         self.group_kv_heads = max(1, workload.num_kv_heads // num_ranks) // head_groups
@@ -90,12 +95,12 @@ class _Ulysses:
         """One token of K and V of one group, replicas included."""
         self.own_kv_bytes = self.kv_bytes // self.replicas
         """The same without replicas: what a rank holds of its own tokens."""
-        self.all_heads = (0, workload.num_heads)
+        self.all_heads, self.kv_heads = (0, workload.num_heads), workload.num_kv_heads
 
     def heads(self, group: int) -> Ints:
         """Heads of every rank, ``[ranks, 4]``: first query head, query heads, first kv head, kv heads."""
-        first = (self.ranks * self.num_groups + group) * self.group_heads
-        kv_first = (self.ranks // self.replicas * self.num_groups + group) * self.group_kv_heads
+        first = (group * len(self.ranks) + self.ranks) * self.group_heads
+        kv_first = first * self.kv_heads // self.all_heads[1]
         counts = np.full(len(self.ranks), self.group_heads), np.full(len(self.ranks), self.group_kv_heads)
         return np.stack([first, counts[0], kv_first, counts[1]], axis=1)
 
@@ -104,19 +109,25 @@ class _Ulysses:
         qkv_bytes = self.q_bytes + self.kv_bytes
         out_bytes = self.q_bytes + self.sizes.lse(self.group_heads) * len(self.ranks)
         own_bytes = self.q_bytes + self.own_kv_bytes
-        qkv = self._shards("qkv", tokens * self.num_groups * own_bytes)
-        out = self._shards("out", tokens * self.num_groups * self.q_bytes)
-        b.input(*qkv)
-        b.output(*out)
-        packed = [self._group("qkv", tokens * qkv_bytes) for _ in groups]
-        gathered = [self._heads_of_all("qkv", tokens * qkv_bytes, g) for g in groups]
-        made = [self._heads_of_all("out", tokens * out_bytes, g) for g in groups]
-        returned = [self._group("out", tokens * self.q_bytes) for _ in groups]
-        ready = [self._copy(g, tokens * (own_bytes + qkv_bytes), qkv, packed[g]) for g in groups]
+        qkv = b.buffers("qkv", np.full(len(self.ranks), tokens * self.num_groups * own_bytes))
+        out = b.buffers("out", np.full(len(self.ranks), tokens * self.num_groups * self.q_bytes))
+        for access in self._own(qkv, ("q", "kv")):
+            b.input(*access)
+        for access in self._own(out, ("o",)):
+            b.output(*access)
+        packed = [self._group("qkv", ("q", "kv"), tokens * qkv_bytes, g) for g in groups]
+        gathered = [self._heads_of_all("qkv", ("q", "kv"), tokens * qkv_bytes, g) for g in groups]
+        made = [self._heads_of_all("out", ("out",), tokens * out_bytes, g) for g in groups]
+        returned = [self._group("out", ("o",), tokens * self.q_bytes, g) for g in groups]
+        ready = [
+            self._copy(Kind.COPY, g, tokens * (own_bytes + qkv_bytes), self._own(qkv, ("q", "kv"), g), packed[g])
+            for g in groups
+        ]
         sizes = qkv_bytes, self.q_bytes
-        back = self._pipeline(Kind.ATTENTION, sizes, packed, gathered, made, returned, [], ready)
+        back = self._pipeline(Kind.ATTENTION, sizes, packed, gathered, made, returned, [[]] * len(groups), ready)
         for g in groups:
-            self._copy(g, tokens * 2 * self.q_bytes, returned[g], out, back[g])
+            own = self._own(out, ("o",), g)
+            self._copy(Kind.COPY, g, tokens * 2 * self.q_bytes, returned[g], own, back[g])
         return b.build()
 
     def backward(self) -> Schedule:
@@ -124,74 +135,97 @@ class _Ulysses:
         qkv_bytes = self.q_bytes + self.kv_bytes
         out_bytes = self.q_bytes + self.sizes.lse(self.group_heads) * len(self.ranks)
         own_bytes = self.q_bytes + self.own_kv_bytes
-        saved = [self._heads_of_all("qkv", tokens * qkv_bytes, g) for g in groups]
-        saved += [self._heads_of_all("out", tokens * out_bytes, g) for g in groups]
-        dout = self._shards("dout", tokens * self.num_groups * self.q_bytes)
-        dqkv = self._shards("dqkv", tokens * self.num_groups * own_bytes)
-        for access in (*saved, dout):
+        saved = [
+            [
+                *self._heads_of_all("qkv", ("q", "kv"), tokens * qkv_bytes, g),
+                *self._heads_of_all("out", ("out",), tokens * out_bytes, g),
+            ]
+            for g in groups
+        ]
+        dout = b.buffers("dout", np.full(len(self.ranks), tokens * self.num_groups * self.q_bytes))
+        dqkv = b.buffers("dqkv", np.full(len(self.ranks), tokens * self.num_groups * own_bytes))
+        for access in (*chain.from_iterable(saved), *self._own(dout, ("dout",))):
             b.input(*access)
-        b.output(*dqkv)
-        packed = [self._group("dout", tokens * self.q_bytes) for _ in groups]
-        gathered = [self._heads_of_all("dout", tokens * self.q_bytes, g) for g in groups]
-        made = [self._heads_of_all("dqkv", tokens * qkv_bytes, g) for g in groups]
-        returned = [self._group("dqkv", tokens * qkv_bytes) for _ in groups]
-        ready = [self._copy(g, tokens * 2 * self.q_bytes, dout, packed[g]) for g in groups]
+        for access in self._own(dqkv, ("dq", "dkv")):
+            b.output(*access)
+        packed = [self._group("dout", ("dout",), tokens * self.q_bytes, g) for g in groups]
+        gathered = [self._heads_of_all("dout", ("dout",), tokens * self.q_bytes, g) for g in groups]
+        made = [self._heads_of_all("dqkv", ("dq", "dkv"), tokens * qkv_bytes, g) for g in groups]
+        returned = [self._group("dqkv", ("dq", "dkv"), tokens * qkv_bytes, g) for g in groups]
+        ready = [
+            self._copy(Kind.COPY, g, tokens * 2 * self.q_bytes, self._own(dout, ("dout",), g), packed[g])
+            for g in groups
+        ]
         sizes = self.q_bytes, qkv_bytes
         back = self._pipeline(Kind.ATTENTION_BACKWARD, sizes, packed, gathered, made, returned, saved, ready)
+        home = Kind.COPY if self.replicas == 1 else Kind.ACCUMULATE
         for g in groups:
-            self._copy(g, tokens * (qkv_bytes + own_bytes), returned[g], dqkv, back[g])
+            own = self._own(dqkv, ("dq", "dkv"), g)
+            self._copy(home, g, tokens * (qkv_bytes + own_bytes), returned[g], own, back[g])
         return b.build()
 
-    def _shards(self, tensor: str, nbytes: int) -> Access:
-        """Every rank's own tokens, all heads."""
-        return self.b.buffers(tensor, nbytes), self.b.blocks(tensor, self.ranks, self.all_heads)
+    def _own(self, buffers: Int32, tensors: tuple[str, ...], group: int | None = None) -> Bundle:
+        """Every rank's own tokens, all heads or those of one group."""
+        count = self.group_heads * len(self.ranks) * (self.num_groups if group is None else 1)
+        heads = (count * (group or 0), count)
+        return [(buffers, self.b.blocks(t, self.ranks, self._heads_of(t, heads))) for t in tensors]
 
-    def _group(self, tensor: str, nbytes: int) -> Access:
+    def _group(self, name: str, tensors: tuple[str, ...], nbytes: int, group: int) -> Bundle:
         """Every rank's own tokens, all ranks' heads of one group, ordered by rank."""
-        name = f"{tensor} by rank"
-        return self.b.buffers(name, nbytes), self.b.blocks(name, self.ranks, self.all_heads)
+        buffers = self.b.buffers(f"{name} by rank", np.full(len(self.ranks), nbytes))
+        return self._own(buffers, tensors, group)
 
-    def _heads_of_all(self, tensor: str, nbytes: int, group: int) -> Access:
+    def _heads_of_all(self, name: str, tensors: tuple[str, ...], nbytes: int, group: int) -> Bundle:
         """All tokens, every rank's own heads of one group."""
-        blocks = [
-            self.b.blocks(tensor, [self.whole], (int(first), int(count)))
-            for first, count, _, _ in self.heads(group)
+        buffers = self.b.buffers(f"{name} of group", np.full(len(self.ranks), nbytes))
+        columns = [slice(2, 4) if t.endswith("kv") else slice(0, 2) for t in tensors]
+        return [
+            (buffers, np.concatenate([self.b.blocks(t, [self.whole], tuple(row[c])) for row in self.heads(group)]))
+            for t, c in zip(tensors, columns, strict=True)
         ]
-        return self.b.buffers(f"{tensor} of group", nbytes), np.concatenate(blocks)
 
-    def _copy(self, group: int, nbytes: int, source: Access, target: Access, after: Ints | None = None) -> Ints:
-        """Order one group by rank, or back; returns indices, ``[ranks]``."""
+    def _heads_of(self, tensor: str, heads: tuple[int, int]) -> tuple[int, int]:
+        """The key-value heads of a range of query heads for K and V and their gradients, else the range."""
+        if not tensor.endswith("kv"):
+            return heads
+        first, count = (n * self.kv_heads // self.all_heads[1] for n in heads)
+        return first, count
+
+    def _copy(
+        self, kind: Kind, group: int, nbytes: int, source: Bundle, target: Bundle, after: Ints | None = None
+    ) -> Ints:
+        """Order one group by rank, or back and sum replicas; returns indices, ``[ranks]``."""
         deps = [] if after is None else [after.repeat(len(self.ranks))]
         return self.b.add(
-            Kind.COPY, (self.ranks, "compute"), step=group, nbytes=nbytes, deps=deps, heads=self.heads(group),
-            reads=[source], writes=[target],
+            kind, (self.ranks, "compute"), step=group, nbytes=nbytes, deps=deps, heads=self.heads(group),
+            reads=source, writes=target,
         )  # fmt: skip
 
-    def _exchange(self, group: int, nbytes: int, source: Access, target: Access, after: Ints) -> Ints:
+    def _exchange(self, group: int, nbytes: int, source: Bundle, target: Bundle, after: Ints) -> Ints:
         """All-to-all of one group over all ranks; returns its index, ``[1]``."""
         return self.b.add(
             Kind.ALL_TO_ALL, (self.together, "comm"), step=group, nbytes=nbytes, deps=[after[None, :]],
-            reads=[source], writes=[target],
+            reads=source, writes=target,
         )  # fmt: skip
 
-    def _attend(self, kind: Kind, group: int, arrived: Ints, reads: list[Access], made: Access) -> Ints:
+    def _attend(self, kind: Kind, group: int, arrived: Ints, reads: Bundle, made: Bundle) -> Ints:
         """Attention over all tokens on every rank; returns indices, ``[ranks]``."""
         return self.b.add(
             kind, (self.ranks, "compute"), step=group, tile=1, heads=self.heads(group),
-            deps=[arrived.repeat(len(self.ranks))], reads=reads, writes=[made],
+            deps=[arrived.repeat(len(self.ranks))], reads=reads, writes=made,
         )  # fmt: skip
 
     def _pipeline(
-        self, kind: Kind, sizes: tuple[int, int], packed: Groups, gathered: Groups, made: Groups, returned: Groups,
-        saved: Groups, ready: list[Ints],
+        self, kind: Kind, sizes: tuple[int, int], packed: list[Bundle], gathered: list[Bundle],
+        made: list[Bundle], returned: list[Bundle], saved: list[Bundle], ready: list[Ints],
     ) -> list[Ints]:  # fmt: skip
         """Exchange, attend and exchange back, the next group's exchange ahead of this group's attention."""
-        tokens, groups = self.tokens, range(self.num_groups)
-        back, arrived = [], self._exchange(0, tokens * sizes[0], packed[0], gathered[0], ready[0])
-        for g in groups:
+        there, home = (self.tokens * size for size in sizes)
+        back, arrived = [], self._exchange(0, there, packed[0], gathered[0], ready[0])
+        for g in range(self.num_groups):
             here = arrived
             if g + 1 < self.num_groups:
-                arrived = self._exchange(g + 1, tokens * sizes[0], packed[g + 1], gathered[g + 1], ready[g + 1])
-            done = self._attend(kind, g, here, [*saved[g::self.num_groups], gathered[g]], made[g])
-            back.append(self._exchange(g, tokens * sizes[1], made[g], returned[g], done))
+                arrived = self._exchange(g + 1, there, packed[g + 1], gathered[g + 1], ready[g + 1])
+            done = self._attend(kind, g, here, [*saved[g], *gathered[g]], made[g])
+            back.append(self._exchange(g, home, made[g], returned[g], done))
         return back

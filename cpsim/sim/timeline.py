@@ -1,0 +1,88 @@
+"""The result of a simulation: when every op ran, what held it back, and what that means for a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+
+from cpsim.masks import Ints
+from cpsim.schedule import COMMUNICATION_KINDS, STREAMS, Int32, Kind, Schedule
+from cpsim.sim.work import Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Start and end of every op of a schedule, ``float64[N]`` seconds."""
+
+    schedule: Schedule
+    start_s: Floats
+    end_s: Floats
+    cause: Int32
+    """The op whose end let each op start; its own index where it waited for its host, ``[N]``."""
+
+    @property
+    def makespan_s(self) -> float:
+        """End of the last op; 0 for an empty schedule."""
+        return float(self.end_s.max(initial=0.0))
+
+    def rank_end_s(self) -> Floats:
+        """End of the last op of every rank, ``[num_ranks]``."""
+        ends = np.zeros(self.schedule.num_ranks)
+        np.maximum.at(ends, self.schedule.lane_rank, np.repeat(self.end_s, np.diff(self.schedule.lane_start)))
+        return ends
+
+    def critical_path(self) -> Ints:
+        """Ops that the makespan consists of, first to last; the first one waited for its host or for nothing."""
+        if len(self.schedule) == 0:
+            return np.zeros(0, np.int64)
+        path = [int(np.argmax(self.end_s))]
+        while self.cause[path[-1]] != path[-1]:
+            path.append(int(self.cause[path[-1]]))
+        return np.array(path[::-1])
+
+    def exposed_communication_s(self) -> float:
+        """Seconds in which the slowest rank communicates, or waits for data, and computes nothing.
+
+        What it waits for its own host only is not counted.
+        """
+        rank = int(np.argmax(self.rank_end_s()))
+        of_lane = np.repeat(np.arange(len(self.schedule)), np.diff(self.schedule.lane_start))
+        mine = np.unique(of_lane[self.schedule.lane_rank == rank])
+        talks = np.isin(self.schedule.kind[mine], COMMUNICATION_KINDS)
+        host_bound = (self.cause[mine] == mine) & (self.start_s[mine] > 0)
+        return _uncovered(
+            self.start_s[mine], self.end_s[mine], talks, host_bound, float(self.end_s[mine].max(initial=0.0))
+        )
+
+    def rows(self, ranks: Iterable[int]) -> list[dict[str, object]]:
+        """One row per op and rank, ready for a table or a Gantt chart."""
+        schedule = self.schedule
+        wanted = np.isin(schedule.lane_rank, list(ranks))
+        of_lane = np.repeat(np.arange(len(schedule)), np.diff(schedule.lane_start))
+        return [
+            {
+                "op": int(i),
+                "rank": int(schedule.lane_rank[entry]),
+                "stream": STREAMS[schedule.lane_stream[entry]],
+                "name": schedule.op(int(i)).name,
+                "kind": Kind(int(schedule.kind[i])).name.lower(),
+                "start_s": float(self.start_s[i]),
+                "end_s": float(self.end_s[i]),
+            }
+            for entry, i in zip(np.flatnonzero(wanted).tolist(), of_lane[wanted].tolist(), strict=True)
+        ]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _uncovered(start, end, talks, host_bound, finish):  # type: ignore[no-untyped-def]
+    """Time before ``finish`` that no computing op covers, without the part before a host-bound computing op."""
+    compute = np.flatnonzero(~talks)
+    covered_to, gaps = 0.0, 0.0
+    for i in compute[np.argsort(start[compute])]:
+        if start[i] > covered_to and not host_bound[i]:
+            gaps += start[i] - covered_to
+        covered_to = max(covered_to, end[i])
+    return gaps + max(0.0, finish - covered_to)

@@ -1,0 +1,99 @@
+"""What an engine needs beside the schedule: how long every op takes, and how ops get into each other's way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from cpsim.masks import Ints
+from cpsim.schedule import Int8, Int32, Schedule
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """Costs of N ops on R links with C pressure classes.
+
+    An op of duration d that runs alone takes d seconds. Otherwise it runs at a speed of at most 1:
+
+    * Interference: its speed is at most ``1 / slowdown[a, b]``, a its own pressure class, b the worst class of any
+      other op running on one of its ranks.
+    * Sharing: it moves ``flow_bytes`` over links while it runs, so at speed s it takes ``s * bytes / d`` of a link's
+      rate. Links are shared max-min fairly: the byte rates of all ops (each measured on the link where it moves
+      most) rise together until a link is full or an op runs at its own limit.
+
+    Reference: Bertsekas and Gallager, "Data Networks", section 6.5.2 (progressive filling).
+    """
+
+    duration_s: Floats
+    """Alone at full speed, ``[N]``."""
+    release_s: Floats
+    """When the hosts of all its ranks have launched it, ``[N]``."""
+    flow_start: Ints
+    flow_link: Int32
+    flow_bytes: Floats
+    """Bytes over each link, positive; CSR over ops."""
+    link_bytes_per_s: Floats
+    """``[R]``."""
+    pressure: Int8
+    """Pressure class, ``[N]``."""
+    slowdown: Floats
+    """At least 1, ``[C, C]``."""
+
+    @property
+    def constant(self) -> bool:
+        """Every op runs at full speed whatever else runs."""
+        return len(self.flow_link) == 0 and bool(np.all(self.slowdown == 1.0))
+
+
+def free_work(duration_s: Floats, release_s: Floats) -> Work:
+    """Work without links and interference."""
+    return Work(
+        duration_s=duration_s,
+        release_s=release_s,
+        flow_start=np.zeros(len(duration_s) + 1, np.int64),
+        flow_link=np.zeros(0, np.int32),
+        flow_bytes=np.zeros(0),
+        link_bytes_per_s=np.zeros(0),
+        pressure=np.zeros(len(duration_s), np.int8),
+        slowdown=np.ones((1, 1)),
+    )
+
+
+def predecessors(schedule: Schedule) -> tuple[Ints, Int32]:
+    """Ops that must have ended before each op starts: its dependencies and the op before it on each of its lanes.
+
+    Returns:
+        CSR ``start[N + 1]`` and ``op[X]``; an op can occur twice.
+    """
+    num_lanes = int(schedule.num_ranks) * 128
+    start, op = _predecessors(
+        schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep, num_lanes
+    )
+    return start, op
+
+
+@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes):  # type: ignore[no-untyped-def]
+    num_ops = len(lane_start) - 1
+    last = np.full(num_lanes, -1, np.int32)
+    start = np.empty(num_ops + 1, np.int64)
+    op = np.empty(len(dep) + len(lane_rank), np.int32)
+    count = 0
+    start[0] = 0
+    for i in range(num_ops):
+        for d in range(dep_start[i], dep_start[i + 1]):
+            op[count] = dep[d]
+            count += 1
+        for entry in range(lane_start[i], lane_start[i + 1]):
+            lane = lane_rank[entry] * 128 + lane_stream[entry]
+            if last[lane] >= 0:
+                op[count] = last[lane]
+                count += 1
+            last[lane] = i
+        start[i + 1] = count
+    return start, op[:count]

@@ -43,6 +43,8 @@ KIND_COLOURS: Final = {
     "barrier": "#ef4444",
 }
 OTHER_COLOUR: Final = "#64748b"
+OUTLINED: Final = 100
+"""From so many bars of a kind on, outlines would hide the bars."""
 COLUMNS: Final = 1500
 """Bars of a timeline that are closer together than the span over this number are drawn as one."""
 
@@ -209,6 +211,7 @@ def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
+    outline = 0.4 if len(rows) < OUTLINED else 0.0
     names = [escape(str(row["name"])) if row["count"] == 1 else f"{row['count']} ops" for row in rows]
     return go.Bar(
         orientation="h",
@@ -218,7 +221,7 @@ def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> An
         name=kind,
         legendgroup=kind,
         showlegend=in_legend,
-        marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": 0.4}},
+        marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
         customdata=names,
         hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>"
         + kind

@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Final, Literal
 
 import numpy as np
+from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from cpsim.masks import Ints, RangeSets
@@ -243,23 +244,47 @@ Access = tuple[Int32, Int32]
 
 
 @dataclass(slots=True)
-class _Rows:
-    """A CSR column pair under construction: (op, position, values) chunks, sorted once at the end."""
+class _Entries:
+    """What ops have several of, as chunks of equally many entries for consecutive ops; grouped once at the end."""
 
-    op: list[Ints] = field(default_factory=list)
-    values: list[Ints] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    count: list[int] = field(default_factory=list)
+    columns: list[list[Ints]] = field(default_factory=list)
 
-    def extend(self, op: Ints, values: Ints) -> None:
-        self.op.append(op)
-        self.values.append(values)
+    def extend(self, first: int, count: int, *columns: Ints) -> None:
+        """Entries of ops ``first`` to ``first + count``; every column ``[count]`` or ``[count, g]``."""
+        self.first.append(first)
+        self.count.append(count)
+        self.columns.append([c.ravel() for c in columns])
 
-    def close(self, num_ops: int, width: int) -> tuple[Ints, Ints]:
-        if not self.op:
-            return np.zeros(num_ops + 1, np.int64), np.zeros((0, width), np.int64)
-        op, values = np.concatenate(self.op), np.concatenate(self.values)
-        order = np.argsort(op, kind="stable")
-        start = np.concatenate(([0], np.cumsum(np.bincount(op, minlength=num_ops))))
-        return start, values[order]
+    def close(self, num_ops: int, num_columns: int) -> tuple[Ints, list[Ints]]:
+        """CSR start ``[num_ops + 1]`` and the columns, ordered by op; negative entries of the first are left out."""
+        chunks = list(zip(*self.columns, strict=True)) or [()] * num_columns
+        columns = [np.concatenate(c).astype(np.int64) if c else np.zeros(0, np.int64) for c in chunks]
+        sizes = np.array([len(c) for c in chunks[0]], np.int64)
+        shape = np.stack([np.array(self.first, np.int64), np.array(self.count, np.int64), sizes], axis=1)
+        start, order = _group_by_op(shape, columns[0], num_ops)
+        return start, [c[order] for c in columns]
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _group_by_op(chunks, values, num_ops):  # type: ignore[no-untyped-def]
+    """CSR start and the stable order that groups entries by op; chunks are (first op, ops, entries)."""
+    op = np.empty(len(values), np.int64)
+    at = 0
+    for first, count, size in chunks:
+        for entry in range(size):
+            op[at] = first + entry // (size // count) if values[at] >= 0 else num_ops
+            at += 1
+    start = np.zeros(num_ops + 2, np.int64)
+    for i in op:
+        start[i + 1] += 1
+    start = np.cumsum(start)
+    order, filled = np.empty(len(op), np.int64), start.copy()
+    for i in range(len(op)):
+        order[filled[op[i]]] = i
+        filled[op[i]] += 1
+    return start[: num_ops + 1], order[: start[num_ops]]
 
 
 class Builder:
@@ -273,7 +298,7 @@ class Builder:
         self.sets, self.tiles = sets, tiles
         self._num_ops = 0
         self._columns: list[tuple[int, int, int, ArrayLike, ArrayLike, ArrayLike]] = []
-        self._lanes, self._deps, self._accesses = _Rows(), _Rows(), _Rows()
+        self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
         self._buffers: list[tuple[str, Ints, Ints]] = []
         self._blocks: list[tuple[str, Ints, tuple[int, int]]] = []
         self._num_buffers = self._num_blocks = 0
@@ -331,33 +356,25 @@ class Builder:
         count = len(np.asarray(lanes[0][0]))
         if count == 0:
             return np.zeros(0, np.int64)
-        new = np.arange(self._num_ops, self._num_ops + count)
+        first = self._num_ops
         self._num_ops += count
         self._columns.append((count, int(kind), step, tile, heads, nbytes))
         for ranks, stream in lanes:
-            grid = np.asarray(ranks, np.int64).reshape(count, -1)
-            stream_index = STREAMS.index(stream)
-            self._lanes.extend(new.repeat(grid.shape[1]), grid.ravel() * len(STREAMS) + stream_index)
+            self._lanes.extend(first, count, np.asarray(ranks) * len(STREAMS) + STREAMS.index(stream))
         for wanted in deps:
-            grid = wanted.reshape(count, -1)
-            there = grid >= 0
-            self._deps.extend(new.repeat(there.sum(axis=1)), grid[there])
+            self._deps.extend(first, count, wanted)
         for mode, accesses in ((READ, reads), (WRITE, writes), (UPDATE, updates)):
             for buffers, blocks in accesses:
-                grid = np.asarray(buffers, np.int64).reshape(count, -1)
-                content = np.broadcast_to(np.asarray(blocks, np.int64).reshape(count, -1), grid.shape)
-                packed = np.stack([grid.ravel(), content.ravel(), np.full(grid.size, mode)], axis=1)
-                self._accesses.extend(new.repeat(grid.shape[1]), packed)
-        return new
+                self._accesses.extend(first, count, buffers, blocks * 3 + mode)
+        return np.arange(first, first + count)
 
     def build(self) -> Schedule:
         """The finished schedule."""
         counts = np.array([c[0] for c in self._columns], np.int64)
 
-        lane_start, lanes = self._lanes.close(self._num_ops, 1)
-        dep_start, deps = self._deps.close(self._num_ops, 1)
-        access_start, accesses = self._accesses.close(self._num_ops, 3)
-        lanes, deps = lanes.ravel(), deps.ravel()
+        lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
+        dep_start, (deps,) = self._deps.close(self._num_ops, 1)
+        access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
         names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
         tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
         head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
@@ -365,18 +382,18 @@ class Builder:
             num_ranks=self.num_ranks,
             kind=np.repeat(np.array([c[1] for c in self._columns], np.int8), counts),
             step=np.repeat(np.array([c[2] for c in self._columns], np.int32), counts),
-            tile=_spread([c[3] for c in self._columns], counts).astype(np.int32),
+            tile=_spread([c[3] for c in self._columns], counts)[:, 0].astype(np.int32),
             heads=_spread([c[4] for c in self._columns], counts, 4).astype(np.int32),
-            nbytes=_spread([c[5] for c in self._columns], counts),
+            nbytes=_spread([c[5] for c in self._columns], counts)[:, 0],
             lane_start=lane_start,
             lane_rank=(lanes // len(STREAMS)).astype(np.int32),
             lane_stream=(lanes % len(STREAMS)).astype(np.int8),
             dep_start=dep_start,
             dep=deps.astype(np.int32),
             access_start=access_start,
-            access_buffer=accesses[:, 0].astype(np.int32),
-            access_block=accesses[:, 1].astype(np.int32),
-            access_mode=accesses[:, 2].astype(np.int8),
+            access_buffer=access_buffer.astype(np.int32),
+            access_block=(access // 3).astype(np.int32),
+            access_mode=(access % 3).astype(np.int8),
             buffer_names=names,
             buffer_name=name_index,
             buffer_rank=_joined([b[1] for b in self._buffers]).astype(np.int32),
@@ -397,13 +414,12 @@ class Builder:
         return schedule
 
 
-def _spread(values: Sequence[ArrayLike], counts: Ints, *width: int) -> Ints:
-    """One entry per op from per-``add`` values that hold for all new ops or for each of them."""
-    shaped = [
-        np.broadcast_to(np.asarray(v, np.int64), (c, *width))
-        for v, c in zip(values, counts.tolist(), strict=True)
-    ]
-    return np.concatenate(shaped) if shaped else np.zeros((0, *width), np.int64)
+def _spread(values: Sequence[ArrayLike], counts: Ints, width: int = 1) -> Ints:
+    """One row per op, ``int64[N, width]``, from per-``add`` values that hold for all new ops or for each."""
+    flat = [np.asarray(v, np.int64).ravel() for v in values]
+    rows = np.array([len(f) // width for f in flat], np.int64)
+    table = np.concatenate(flat).reshape(-1, width) if flat else np.zeros((0, width), np.int64)
+    return np.repeat(table, np.repeat(np.where(rows == counts, 1, counts), rows), axis=0)
 
 
 def _intern(names: list[str], counts: list[int]) -> tuple[tuple[str, ...], Int32]:

@@ -99,6 +99,7 @@ class _Ring:
         self.layout, self.num_ranks = layout, num_ranks
         self.ranks = np.arange(num_ranks)
         self.next = (self.ranks + 1) % num_ranks
+        self.previous = self.ranks - 1
         self.sizes = Sizes(workload)
         self.heads = (0, workload.num_heads, 0, workload.num_kv_heads)
         self.q_bytes = self.sizes.query(workload.num_heads)
@@ -122,6 +123,7 @@ class _Ring:
         self.query_set, self.key_set = query_set, key_set
         self.tail_rows = tokens[2 * num_ranks :] if layout.halves else np.zeros(num_ranks, np.int64)
         self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)
+        self.sums = self.rows.sums
         self.b = Builder(num_ranks, layout.sets, tiles)
         self.uses_tail_pack = layout.packed and bool(self.tails.any())
         self.uses_head_pack = layout.packed and bool(self.key_heads.any())
@@ -131,7 +133,7 @@ class _Ring:
         q_block, kv_block, out_block = self.blocks("q"), self.blocks("kv"), self.blocks("out")
         q = b.buffers("q", self.tokens * self.q_bytes)
         kv = b.buffers("kv", self.tokens * self.kv_bytes)
-        summed = self.sizes.accumulator(self.q_bytes) if self.rows.sums.any() else 0
+        summed = self.sizes.accumulator(self.q_bytes) if self.sums.any() else 0
         out = b.buffers("out", self.tokens * (self.q_bytes + self.lse_bytes + summed))
         b.input(q, q_block[self.ranks])
         b.input(kv, kv_block[self.ranks])
@@ -145,7 +147,7 @@ class _Ring:
             feed.send_on(step)
             keys = self._pack_heads(feed, step)
             who = np.flatnonzero(self.active[step])
-            first = ~self.rows.sums[step, who]
+            first = ~self.sums[step, who]
             target = np.where(first, out[who], partial[who])
             made = out_block[self.query_set[step, who]]
             reads = [self._queries(queries, (q, q_block), step, who), (keys[0][who], keys[1][who])]
@@ -154,7 +156,7 @@ class _Ring:
                 deps=feed.ready(who), reads=reads, writes=[(target, made)],
             )  # fmt: skip
             feed.read_by(step, who, done)
-            who = np.flatnonzero(self.rows.sums[step])
+            who = np.flatnonzero(self.sums[step])
             made = out_block[self.query_set[step, who]]
             b.add(
                 Kind.MERGE, (who, "compute"), step=step, heads=self.heads, nbytes=merge_bytes[step, who],
@@ -174,7 +176,7 @@ class _Ring:
         for buffer, block in (*given, (kv, kv_block)):
             b.input(buffer, block[self.ranks])
         dq_block, dkv_block = self.blocks("dq"), self.blocks("dkv")
-        summed = self.sizes.accumulator(self.q_bytes) if self.rows.sums.any() else 0
+        summed = self.sizes.accumulator(self.q_bytes) if self.sums.any() else 0
         dq = b.buffers("dq", self.tokens * (self.q_bytes + summed))
         dkv = b.buffers("dkv", self.tokens * self.kv_bytes)
         b.output(dq, dq_block[self.ranks])
@@ -189,7 +191,7 @@ class _Ring:
             feed.send_on(step)
             keys = self._pack_heads(feed, step)
             who = np.flatnonzero(self.active[step])
-            target = np.where(self.rows.sums[step, who], dq_partial[who], dq[who])
+            target = np.where(self.sums[step, who], dq_partial[who], dq[who])
             reads = [self._queries(queries, g, step, who) for g in given]
             made = dq_block[self.query_set[step, who]], dkv_block[self.key_set[step, who]]
             done = b.add(
@@ -198,7 +200,7 @@ class _Ring:
                 writes=[(target, made[0]), (dkv_partial[who], made[1])],
             )  # fmt: skip
             feed.read_by(step, who, done)
-            add = np.flatnonzero(self.rows.sums[step])
+            add = np.flatnonzero(self.sums[step])
             summed_block = dq_block[self.query_set[step, add]]
             b.add(
                 Kind.ACCUMULATE, (add, "compute"), step=step, heads=self.heads, nbytes=dq_bytes[step, add],
@@ -290,7 +292,7 @@ class _Feed:
             deps=[self._arrived, self._sent[ring.next], self._used_before[ring.next]],
             reads=[(self.holder, block)], writes=[(self._upcoming[ring.next], block)],
         )  # fmt: skip
-        self._next_arrived = np.roll(self._next_sent, 1)
+        self._next_arrived = self._next_sent[ring.previous]
 
     def ready(self, who: Ints) -> list[Ints]:
         """What a kernel waits for: the batched send and receive that brought its shard."""
@@ -334,7 +336,7 @@ class _Gradients:
             deps=[added, self._arrived, self._sent[ring.next]],
             reads=[(summed, block)], writes=[(target, block)],
         )  # fmt: skip
-        self._sent, self._arrived = sent, np.roll(sent, 1)
+        self._sent, self._arrived = sent, sent[ring.previous]
 
     def finish(self) -> None:
         """Cast the gradients that came home."""

@@ -1,0 +1,45 @@
+"""What tests parametrize over: listed means tested."""
+
+from cpsim.cluster import presets
+from cpsim.masks import MASKS
+from cpsim.strategies import STRATEGIES
+from cpsim.workload import Workload
+
+ALL_MASKS = tuple(MASKS)
+ALL_PASSES = ("fwd", "bwd")
+ALL_KNOBS = {
+    "none": ({},),
+    "ring": ({},),
+    "zigzag_ring": ({"zigzag": "document"}, {"zigzag": "sequence"}),
+    "ulysses": ({}, {"head_groups": 2}),
+    "allgather": (
+        {},
+        {"layout": "contiguous"},
+        {"layout": "contiguous", "heads_per_gather": 1},
+        {"layout": "zigzag", "heads_per_gather": 1},
+        {"layout": "document_zigzag", "heads_per_gather": 2},
+    ),
+}
+ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])
+
+DOCUMENTS = {
+    "one": (48,),
+    "uneven": (5, 19, 24),
+    "short": (1, 2, 17, 3, 1, 24),
+}
+"""All of 48 tokens, which 1, 2, 3, 4, 6 and 8 ranks divide; ``short`` has documents of fewer tokens than ranks."""
+HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
+ALL_RANKS = (1, 2, 3, 4, 6, 8)
+
+
+def cluster(num_ranks):
+    return presets()["dgx-h200"].with_gpus(num_ranks)
+
+
+def workload(mask="causal", documents="one", heads="gqa", **changes):
+    num_heads, num_kv_heads = HEADS[heads]
+    fields = {
+        "documents": DOCUMENTS.get(documents, documents), "mask": mask, "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads, "head_dim": 4, "dtype": "bf16",
+    }  # fmt: skip
+    return Workload(**(fields | changes))

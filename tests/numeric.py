@@ -1,0 +1,231 @@
+"""A tiny interpreter of schedules in float64: blocks are arrays, ops do what their kind says, on any legal order."""
+
+import numpy as np
+
+from cpsim.masks import dense_mask
+from cpsim.schedule import READ, UPDATE, Kind
+
+
+def tensors(workload, seed=0):
+    """Random q, kv and dout of a workload and, computed densely, out (with log-sum-exp last), dq and dkv.
+
+    Shapes ``[tokens, heads, width]``: width d, for ``out`` d + 1, for ``kv`` and ``dkv`` 2 d.
+    """
+    rng, w = np.random.default_rng(seed), workload
+    q, dout = rng.normal(size=(2, w.num_tokens, w.num_heads, w.head_dim))
+    kv = rng.normal(size=(w.num_tokens, w.num_kv_heads, 2 * w.head_dim))
+    allowed = dense_mask(w.slices(), w.num_tokens)
+    out = attend(q, kv, allowed)
+    dq, dkv = attend_backward(q, kv, out, dout, allowed)
+    return {"q": q, "kv": kv, "dout": dout, "out": out, "o": out[..., :-1], "dq": dq, "dkv": dkv}
+
+
+def _scores(q, kv, allowed):
+    d, group = q.shape[2], q.shape[1] // kv.shape[1]
+    k, v = (np.repeat(part, group, axis=1) for part in (kv[..., :d], kv[..., d:]))
+    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(d)
+    return np.where(allowed[None], scores, -np.inf), k, v
+
+
+def attend(q, kv, allowed):
+    """Output and log-sum-exp ``[queries, heads, d + 1]``; nothing and -inf where a query sees no key."""
+    scores, _, v = _scores(q, kv, allowed)
+    with np.errstate(divide="ignore"):
+        lse = np.log(np.exp(scores).sum(axis=2))
+    weights = np.exp(scores - np.where(np.isfinite(lse), lse, 0)[..., None])
+    return np.concatenate([np.einsum("hqk,khd->qhd", weights, v), lse.T[..., None]], axis=2)
+
+
+def attend_backward(q, kv, out, dout, allowed):
+    """dQ and dKV of one tile, from the final output and log-sum-exp."""
+    d, kv_heads = q.shape[2], kv.shape[1]
+    scores, k, v = _scores(q, kv, allowed)
+    weights = np.exp(scores - out[..., -1].T[..., None])
+    delta = (dout * out[..., :-1]).sum(axis=2)
+    ds = weights * (np.einsum("qhd,khd->hqk", dout, v) - delta.T[..., None]) / np.sqrt(d)
+    dkv = np.concatenate(
+        [np.einsum("hqk,qhd->khd", ds, q), np.einsum("hqk,qhd->khd", weights, dout)], axis=2
+    )
+    dkv = dkv.reshape(len(kv), kv_heads, -1, 2 * d).sum(axis=2)
+    return np.einsum("hqk,khd->qhd", ds, k), dkv
+
+
+def merge(one, other):
+    """Log-sum-exp merge of two partial outputs."""
+    lse = np.logaddexp(one[..., -1], other[..., -1])
+    safe = np.where(np.isfinite(lse), lse, 0)
+    total = sum(p[..., :-1] * np.exp(p[..., -1] - safe)[..., None] for p in (one, other))
+    return np.concatenate([total, lse[..., None]], axis=2)
+
+
+def any_order(schedule, seed):
+    """Op indices in a random order that dependencies and lanes allow."""
+    rng = np.random.default_rng(seed)
+    waits = [set(schedule.op(i).deps) for i in range(len(schedule))]
+    last = {}
+    for i in range(len(schedule)):
+        for lane in schedule.op(i).lanes:
+            if lane in last:
+                waits[i].add(last[lane])
+            last[lane] = i
+    done, order, ready = set(), [], [i for i, w in enumerate(waits) if not w]
+    blocks = {}
+    for i, w in enumerate(waits):
+        for d in w:
+            blocks.setdefault(d, []).append(i)
+    while ready:
+        # mostly the newest: runs some ranks far ahead of others
+        i = ready.pop(int(rng.integers(len(ready))) if rng.random() < 0.3 else -1)
+        done.add(i)
+        order.append(i)
+        for j in blocks.get(i, ()):
+            waits[j].discard(i)
+            if not waits[j]:
+                ready.append(j)
+    assert len(order) == len(schedule)
+    return order
+
+
+class Interpreter:
+    """Buffers hold ``{tensor: (tokens, first head, array [tokens, heads, width])}``."""
+
+    def __init__(self, schedule, workload, given):
+        self.s, self.mask = schedule, workload.slices()
+        self.memory = [{} for _ in schedule.buffer_rank]
+        self.outputs = set(schedule.outputs[:, 0].tolist())
+        self.widths = {name: array.shape[2] for name, array in given.items()}
+        for buffer, block in schedule.outputs.tolist():
+            tensor, tokens, heads = self.block(block)
+            empty = np.full((len(tokens), heads.stop - heads.start, self.widths[tensor]), np.nan)
+            self.memory[buffer][tensor] = tokens, heads.start, empty
+        for buffer, block in schedule.inputs.tolist():
+            tensor, tokens, heads = self.block(block)
+            self.memory[buffer][tensor] = tokens, heads.start, given[tensor][tokens, heads]
+
+    def block(self, block):
+        ranges = self.s.sets.of(int(self.s.block_set[block])).tolist()
+        tokens = np.concatenate([np.arange(a, b) for a, b in ranges] or [np.zeros(0, np.int64)])
+        first, count = self.s.block_heads[block].tolist()
+        return self.s.block_tensors[self.s.block_tensor[block]], tokens, slice(first, first + count)
+
+    def run(self, order):
+        for i in order:
+            self.step(i)
+        return [
+            (self.s.block_text(block), *self.block(block), self.load(buffer, block))
+            for buffer, block in self.s.outputs.tolist()
+        ]
+
+    def load(self, buffer, block):
+        tensor, tokens, heads = self.block(block)
+        held, first, array = self.memory[buffer][tensor]
+        rows = np.searchsorted(held, tokens)
+        assert np.array_equal(held[rows], tokens)
+        return array[rows][:, heads.start - first : heads.stop - first]
+
+    def store(self, buffer, block, array):
+        tensor, tokens, heads = self.block(block)
+        held, first, target = self.memory[buffer][tensor]
+        target[np.searchsorted(held, tokens), heads.start - first : heads.stop - first] = array
+
+    def step(self, i):
+        s = self.s
+        at = range(s.access_start[i], s.access_start[i + 1])
+        accesses = [(int(s.access_buffer[a]), int(s.access_block[a]), int(s.access_mode[a])) for a in at]
+        reads = [(*self.block(k), self.load(b, k)) for b, k, mode in accesses if mode == READ]
+        targets = [(b, k, mode) for b, k, mode in accesses if mode != READ]
+        old = [self.load(b, k) if mode == UPDATE else None for b, k, mode in targets]
+        made = self.compute(i, reads, targets, old)
+        for b in {b for b, _, mode in targets if mode != UPDATE} - self.outputs:
+            self.memory[b] = {}
+        for (b, k, mode), array in zip(targets, made, strict=True):
+            if mode == UPDATE or b in self.outputs:
+                self.store(b, k, array)
+            else:
+                tensor, tokens, heads = self.block(k)
+                self.memory[b][tensor] = tokens, heads.start, array.copy()
+
+    def compute(self, i, reads, targets, old):
+        match Kind(int(self.s.kind[i])):
+            case Kind.ATTENTION | Kind.ATTENTION_BACKWARD:
+                return self.attention(i, reads, targets)
+            case Kind.MERGE:
+                return [self.merged(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
+            case Kind.ACCUMULATE | Kind.REDUCE_SCATTER | Kind.ALL_REDUCE:
+                return [self.summed(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
+            case Kind.COPY | Kind.TRANSFER | Kind.ALL_GATHER | Kind.ALL_TO_ALL:
+                return [self.moved(self.block(k), reads) for _, k, _ in targets]
+            case other:
+                raise NotImplementedError(other)
+
+    def attention(self, i, reads, targets):
+        given = {tensor: (tokens, array[:, self.heads(i, tensor, heads)]) for tensor, tokens, heads, array in reads}
+        queries, keys = given["q"][0], given["kv"][0]
+        allowed = np.zeros((len(queries), len(keys)), bool)
+        tile = int(self.s.tile[i])
+        for row, q0, q1, k0, k1 in self.s.tiles.rows[self.s.tiles.start[tile] : self.s.tiles.start[tile + 1]].tolist():
+            offset = keys[None] - queries[:, None]
+            inside = ((queries >= q0) & (queries < q1))[:, None] & ((keys >= k0) & (keys < k1))[None]
+            allowed |= inside & (offset >= self.mask.low[row]) & (offset <= self.mask.high[row])
+        assert allowed.sum() == self.s.tiles.area[tile]
+        arrays = [given[t][1] for t in ("q", "kv", "out", "dout") if t in given]
+        if self.s.kind[i] == Kind.ATTENTION:
+            made = {"out": (queries, attend(*arrays, allowed))}
+        else:
+            dq, dkv = attend_backward(*arrays, allowed)
+            made = {"dq": (queries, dq), "dkv": (keys, dkv)}
+        results = []
+        for _, k, mode in targets:
+            tensor, tokens, _ = self.block(k)
+            assert mode != UPDATE
+            assert np.array_equal(tokens, made[tensor][0])
+            results.append(made[tensor][1])
+        return results
+
+    def heads(self, i, tensor, held):
+        first, count = self.s.heads[i, 2:] if tensor == "kv" else self.s.heads[i, :2]
+        return slice(first - held.start, first - held.start + count)
+
+    def pieces(self, target, reads):
+        """Where each read meets the target: (index into the target, values)."""
+        tensor, tokens, heads = target
+        for name, have, have_heads, array in reads:
+            low, high = max(heads.start, have_heads.start), min(heads.stop, have_heads.stop)
+            if (name == tensor or (name, tensor) == ("out", "o")) and low < high:
+                _, here, there = np.intersect1d(tokens, have, return_indices=True)
+                part = array[there][:, low - have_heads.start : high - have_heads.start, : self.widths[tensor]]
+                yield np.ix_(here, np.arange(low, high) - heads.start), part
+
+    def empty(self, target, value):
+        tensor, tokens, heads = target
+        return np.full((len(tokens), heads.stop - heads.start, self.widths[tensor]), value)
+
+    def moved(self, target, reads):
+        """Cells go where they belong; partial gradients that an all-to-all brings together wait side by side."""
+        total, count = self.empty(target, 0.0), self.empty(target, 0)
+        for where, part in self.pieces(target, reads):
+            total[where] += part
+            count[where] += 1
+        assert (count > 0).all()
+        if target[0][0] != "d" or target[0] == "dout":
+            total = np.where(count > 1, total / np.maximum(count, 1), total)
+        return total
+
+    def summed(self, target, reads, old):
+        total = self.empty(target, 0.0) if old is None else old.copy()
+        for where, part in self.pieces(target, reads):
+            total[where] += part
+        return total
+
+    def merged(self, target, reads, old):
+        total = old.copy()
+        for where, part in self.pieces(target, reads):
+            total[where] = merge(total[where], part)
+        return total
+
+
+def check(schedule, workload, order, seed=0):
+    """Assert that the outputs of the schedule are those of dense attention."""
+    given = tensors(workload, seed)
+    for text, tensor, tokens, heads, array in Interpreter(schedule, workload, given).run(order):
+        np.testing.assert_allclose(array, given[tensor][tokens, heads], rtol=1e-10, atol=1e-10, err_msg=text)

@@ -1,0 +1,238 @@
+"""Price a schedule: durations, launches, flows and interference of every op, from a profile and a cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from cpsim.cluster import Cluster
+from cpsim.errors import InfeasibleError
+from cpsim.masks import Ints
+from cpsim.models.attention import attention_seconds
+from cpsim.models.collective import collective_seconds, transfer_seconds
+from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.links import Flows, Links, as_columns
+from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Int8, Kind, Schedule
+from cpsim.sim.work import Work
+from cpsim.tiles import sequences
+
+if TYPE_CHECKING:
+    from cpsim.calibrate.profile import Profile
+
+Floats = NDArray[np.float64]
+Protocol = Literal["synced", "streamed"]
+
+GROUPS: Final = (
+    "attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "network between nodes", "host",
+)  # fmt: skip
+"""Cost models whose uncertainty is sampled together."""
+
+_COLLECTIVE_NAMES: Final = {
+    Kind.ALL_GATHER: "all_gather",
+    Kind.REDUCE_SCATTER: "reduce_scatter",
+    Kind.ALL_TO_ALL: "all_to_all",
+    Kind.ALL_REDUCE: "all_reduce",
+}
+_MEMORY_NAMES: Final = {
+    Kind.MERGE: "merge",
+    Kind.ACCUMULATE: "accumulate",
+    Kind.COPY: "copy",
+    Kind.ELEMENTWISE: "copy",
+}
+_PRESSURE: Final = ("attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "none")
+"""Pressure classes, as the interference model names them; barriers press on nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A schedule's costs, ready for an engine."""
+
+    work: Work
+    group: Int8
+    """Index into ``GROUPS`` of every op's cost model, ``[N]``."""
+    notes: tuple[str, ...]
+    """Sizes outside of what was measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pricing:
+    """Everything that prices are made from."""
+
+    cluster: Cluster
+    profile: Profile
+    kernel: str
+    head_dim: int
+    protocol: Protocol
+
+    def price(self, schedule: Schedule) -> Priced:
+        """Costs of every op.
+
+        Raises:
+            InfeasibleError: the kernel cannot run some attention op in one call.
+            ProfileError: the profile lacks the kernel.
+        """
+        duration = np.zeros(len(schedule))
+        group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
+        notes: dict[str, None] = {}
+        for kind in (k for k in Kind if (schedule.kind == k).any()):
+            ops = np.flatnonzero(schedule.kind == kind)
+            if kind in ATTENTION_KINDS:
+                pass_ = "fwd" if kind == Kind.ATTENTION else "bwd"
+                duration[ops] = self._attention(schedule, ops, pass_, notes)
+                group[ops] = GROUPS.index(f"attention {pass_}")
+            elif kind in _MEMORY_NAMES:
+                name = _MEMORY_NAMES[kind]
+                duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
+        links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
+        flows = [self._transfers(schedule, links, duration, group, notes)]
+        flows += self._collectives(schedule, links, duration, group, notes)
+        return Priced(self._work(schedule, links, duration, flows), group, tuple(notes))
+
+    def _work(self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows]) -> Work:
+        flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
+        capacity = links.capacity_bytes_per_s()
+        of_flow = np.repeat(np.arange(len(schedule)), np.diff(flow_start))
+        np.maximum.at(duration, of_flow, flow_bytes / capacity[flow_link])
+        pressure = np.full(len(schedule), _PRESSURE.index("memory-bound"), np.int8)
+        pressure[schedule.kind == Kind.ATTENTION] = _PRESSURE.index("attention fwd")
+        pressure[schedule.kind == Kind.ATTENTION_BACKWARD] = _PRESSURE.index("attention bwd")
+        pressure[schedule.kind == Kind.TRANSFER] = _PRESSURE.index("transfer")
+        pressure[np.isin(schedule.kind, COLLECTIVE_KINDS)] = _PRESSURE.index("collective")
+        pressure[schedule.kind == Kind.BARRIER] = _PRESSURE.index("none")
+        return Work(
+            duration_s=duration,
+            release_s=self._releases(schedule),
+            flow_start=flow_start,
+            flow_link=flow_link,
+            flow_bytes=flow_bytes,
+            link_bytes_per_s=capacity,
+            pressure=pressure,
+            slowdown=self.profile.interference.slowdown(self.kernel, _PRESSURE),
+        )
+
+    def _attention(self, schedule: Schedule, ops: Ints, pass_: str, notes: dict[str, None]) -> Floats:
+        tiles = sequences(schedule.tiles)
+        params = self.profile.attention_params(self.kernel, pass_)
+        shapes, shape_of = np.unique(schedule.heads[ops][:, [1, 3]], axis=0, return_inverse=True)
+        used = np.zeros(len(tiles.start) - 1, bool)
+        used[schedule.tile[ops]] = True
+        of_tile = np.repeat(used, np.diff(tiles.start))
+        if not tiles.regular[of_tile].all():
+            raise InfeasibleError(
+                f"kernel {self.kernel} runs full and bottom-right causal sequences only; this strategy's share of "
+                f"the mask has others"
+            )
+        seconds = np.empty(len(ops))
+        for i, (num_heads, num_kv_heads) in enumerate(shapes.tolist()):
+            full = np.full(len(used), num_heads), np.full(len(used), num_kv_heads)
+            priced = attention_seconds(
+                params, tiles.start, tiles.q_len, tiles.k_len, tiles.causal, *full, self.head_dim
+            )
+            mine = shape_of.ravel() == i
+            seconds[mine] = priced[schedule.tile[ops[mine]]]
+        notes.update(
+            dict.fromkeys(
+                self.profile.attention_notes(self.kernel, pass_, tiles.q_len[of_tile], tiles.k_len[of_tile], shapes)
+            )
+        )
+        return seconds
+
+    def _transfers(
+        self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
+    ) -> Flows:
+        ops = np.flatnonzero(schedule.kind == Kind.TRANSFER)
+        first = schedule.lane_start[ops]
+        source = schedule.lane_rank[first].astype(np.int64)
+        target = schedule.lane_rank[first + 1].astype(np.int64)
+        nbytes = schedule.nbytes[ops].astype(np.float64)
+        far = links.crosses(source, target)
+        duration[ops[~far]] = transfer_seconds(self.profile.collective, nbytes[~far])
+        group[ops] = np.where(far, GROUPS.index("network between nodes"), GROUPS.index("transfer"))
+        fabric = self.cluster.fabric
+        if fabric is not None and far.any():
+            duration[ops[far]] = fabric.latency_s + nbytes[far] / fabric.flow_bandwidth_bytes_per_s
+        notes.update(dict.fromkeys(self.profile.transfer_notes(nbytes[~far])))
+        return links.transfers(ops, source, target, nbytes)
+
+    def _collectives(
+        self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
+    ) -> list[Flows]:
+        flows = []
+        known: dict[tuple[int, int, int, int], tuple[float, float, float, bool]] = {}
+        for op in np.flatnonzero(np.isin(schedule.kind, COLLECTIVE_KINDS)).tolist():
+            ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
+            kind, nbytes = Kind(int(schedule.kind[op])), int(schedule.nbytes[op])
+            nodes = len(np.unique(self.cluster.node_of(ranks)))
+            key = (kind, nbytes, len(ranks), nodes)
+            if key not in known:
+                known[key] = self._collective(kind, float(nbytes), len(ranks), nodes)
+                notes.update(dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, len(ranks) // nodes)))
+            seconds, near, far, between = known[key]
+            duration[op] = seconds
+            group[op] = GROUPS.index("network between nodes" if between else "collective")
+            if len(ranks) > 1:
+                flows.append(links.collective(op, ranks, near, far))
+        return flows
+
+    def _collective(
+        self, kind: Kind, nbytes: float, num_ranks: int, num_nodes: int
+    ) -> tuple[float, float, float, bool]:
+        """Seconds, bytes per rank over NVLink, bytes per rank between nodes, whether the latter decide.
+
+        Between nodes a ring collective crosses every node boundary once with everything, over all NICs of the node;
+        an all-to-all sends every rank's share for other nodes over that rank's part of the NICs.
+        """
+        name, params = _COLLECTIVE_NAMES[kind], self.profile.collective
+        if num_ranks == 1:
+            return 0.0, 0.0, 0.0, False
+        if num_nodes == 1:
+            seconds = float(collective_seconds(params, name, np.array([nbytes]), num_ranks)[0])
+            return seconds, nbytes * (num_ranks - 1) / num_ranks, 0.0, False
+        fabric = self.cluster.fabric
+        assert fabric is not None
+        per_node = num_ranks // num_nodes
+        nics = fabric.nics_per_node * per_node / self.cluster.gpus_per_node
+        rate_per_rank = nics * fabric.nic_bandwidth_bytes_per_s / fabric.oversubscription / per_node
+        rounds = 2 if kind == Kind.ALL_REDUCE else 1
+        if kind == Kind.ALL_TO_ALL:
+            far, near = nbytes * (num_ranks - per_node) / num_ranks, nbytes * (per_node - 1) / num_ranks
+        else:
+            near = rounds * nbytes * (num_ranks - 1) / num_ranks
+            far = near / per_node
+        inside = 0.0
+        if per_node > 1:
+            same_wire = near / rounds * per_node / (per_node - 1)
+            inside = float(collective_seconds(params, name, np.array([same_wire]), per_node)[0])
+        between = fabric.latency_s + far / rate_per_rank
+        return max(inside, between), near, far, between >= inside
+
+    def _releases(self, schedule: Schedule) -> Floats:
+        """When every op is launched: hosts launch their ranks' ops in list order."""
+        per_kind = np.zeros(len(Kind))
+        for kind in Kind:
+            per_kind[kind] = self.profile.host.seconds(kind.name.lower(), self.kernel)
+        cost = per_kind[schedule.kind]
+        # A batched send and receive is one call: half of it belongs to each of the two transfers.
+        cost[schedule.kind == Kind.TRANSFER] /= 2
+        lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
+        released = _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
+        return np.asarray(np.maximum(released - lead, 0.0))
+
+
+@njit(cache=True)  # type: ignore[untyped-decorator]
+def _launches(lane_start, lane_rank, num_ranks, cost):  # type: ignore[no-untyped-def]
+    clock = np.zeros(num_ranks)
+    released = np.zeros(len(cost))
+    for op in range(len(cost)):
+        previous = -1
+        for entry in range(lane_start[op], lane_start[op + 1]):
+            rank = lane_rank[entry]
+            if rank != previous:
+                clock[rank] += cost[op]
+                released[op] = max(released[op], clock[rank])
+            previous = rank
+    return released

@@ -1,0 +1,301 @@
+"""Predictions and recommendations: a scenario in, times with intervals out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.calibrate.profile import Profile, load_profile
+from cpsim.cluster import Cluster
+from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
+from cpsim.models.price import GROUPS, Priced, Pricing
+from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
+from cpsim.scenario import Scenario
+from cpsim.schedule import Pass
+from cpsim.sim.fast import simulate
+from cpsim.sim.timeline import Timeline
+from cpsim.strategies import STRATEGIES, Knobs, plan
+from cpsim.workload import Workload
+
+Floats = NDArray[np.float64]
+Progress = Callable[[int, int], None]
+"""Called with (done, total)."""
+
+NUM_DRAWS: Final = 400
+"""Draws of the cost models' parameters behind every interval."""
+CHUNK: Final = 8
+"""Scenarios that a worker process takes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """A scenario with everything looked up that its passes share."""
+
+    scenario: Scenario
+    workload: Workload
+    cluster: Cluster
+    profile: Profile
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        wanted = self.scenario.pass_
+        return ("fwd", "bwd") if wanted == "fwd_bwd" else (wanted,)
+
+    def pricing(self) -> Pricing:
+        return Pricing(
+            cluster=self.cluster,
+            profile=self.profile,
+            kernel=self.scenario.kernel,
+            head_dim=self.workload.head_dim,
+            protocol=self.scenario.protocol,
+        )
+
+
+def predict(scenario: Scenario) -> Prediction:
+    """Predict one scenario.
+
+    Raises:
+        ScenarioError: it has no strategy, or asks for something that is not there.
+        InfeasibleError: the strategy cannot run it; the message says why.
+        ProfileError: there are no costs for its GPU or kernel.
+    """
+    return _predict(_look_up(scenario))
+
+
+def predict_many(
+    scenarios: Sequence[Scenario | CpsimError], jobs: int | None = None, progress: Progress | None = None
+) -> list[Prediction | Infeasible | CpsimError]:
+    """Predict many scenarios, on several processes; a bad one never loses the others.
+
+    Args:
+        scenarios: scenarios, or the errors that stand in their place.
+        jobs: processes; None uses all cores.
+        progress: called after every chunk.
+
+    Returns:
+        one entry per scenario, in order. Predictions of several processes come without timelines.
+    """
+    chunks = [scenarios[i : i + CHUNK] for i in range(0, len(scenarios), CHUNK)]
+    workers = min(jobs or os.cpu_count() or 1, len(chunks))
+    results: list[list[Prediction | Infeasible | CpsimError]] = [[] for _ in chunks]
+    for done, (index, result) in enumerate(_run(chunks, workers), 1):
+        results[index] = result
+        if progress:
+            progress(min(done * CHUNK, len(scenarios)), len(scenarios))
+    return [entry for chunk in results for entry in chunk]
+
+
+def _run(
+    chunks: Sequence[Sequence[Scenario | CpsimError]], workers: int
+) -> Iterator[tuple[int, list[Prediction | Infeasible | CpsimError]]]:
+    if workers <= 1:
+        yield from ((i, [_try(s) for s in chunk]) for i, chunk in enumerate(chunks))
+        return
+    with ProcessPoolExecutor(workers) as pool:
+        waiting = {pool.submit(_chunk, chunk): i for i, chunk in enumerate(chunks)}
+        for future in as_completed(waiting):
+            yield waiting[future], future.result()
+
+
+def _chunk(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
+    return [_without_timelines(_try(s)) for s in scenarios]
+
+
+def _without_timelines(result: Prediction | Infeasible | CpsimError) -> Prediction | Infeasible | CpsimError:
+    if not isinstance(result, Prediction):
+        return result
+    fields = {name: getattr(result, name) for name in Prediction.__slots__}
+    return Prediction(**{**fields, "timelines": {}})
+
+
+def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimError:
+    if isinstance(scenario, CpsimError):
+        return scenario
+    try:
+        return predict(scenario)
+    except InfeasibleError as reason:
+        return Infeasible(scenario=scenario, reason=str(reason))
+    except CpsimError as error:
+        return error
+
+
+def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
+    """Try every strategy and its sensible knobs, or only the scenario's strategy where it names one.
+
+    Raises:
+        ScenarioError: the scenario asks for something that is not there.
+        ProfileError: there are no costs for its GPU or kernel.
+    """
+    names = list(STRATEGIES) if scenario.strategy is None else [scenario.strategy]
+    case = _look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
+    tries = [(name, knobs) for name in names for knobs in _knobs(name, case)]
+    found: list[tuple[Prediction, Prediction]] = []
+    infeasible: list[Infeasible] = []
+    for done, (name, knobs) in enumerate(tries, 1):
+        asked = case.scenario.model_copy(update={"strategy": name, "knobs": dict(knobs)})
+        try:
+            forward, backward = (
+                _predict(_Case(asked.model_copy(update={"pass_": p}), case.workload, case.cluster, case.profile))
+                for p in ("fwd", "bwd")
+            )
+            found.append((forward, backward))
+        except InfeasibleError as reason:
+            infeasible.append(Infeasible(scenario=asked, reason=str(reason)))
+        if progress:
+            progress(done, len(tries))
+    notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
+    return Advice(
+        scenario=scenario,
+        candidates=_rank(found, case.workload, case.cluster),
+        infeasible=tuple(infeasible),
+        notes=tuple(notes),
+    )
+
+
+def _knobs(name: str, case: _Case) -> Sequence[Knobs]:
+    if case.scenario.knobs:
+        return (case.scenario.knobs,)
+    return STRATEGIES[name].knobs(case.workload, case.cluster) if name in STRATEGIES else ({},)
+
+
+def _rank(
+    found: Sequence[tuple[Prediction, Prediction]], workload: Workload, cluster: Cluster
+) -> tuple[Candidate, ...]:
+    if not found:
+        return ()
+    draws = np.array([np.add(f.draws_s, b.draws_s) for f, b in found])
+    wins = np.bincount(np.argmin(draws, axis=0), minlength=len(found)) / draws.shape[1]
+    flops = workload.flops("fwd") + workload.flops("bwd")
+    candidates = [
+        Candidate(
+            forward=forward,
+            backward=backward,
+            total_s=forward.time_s + backward.time_s,
+            total_s_low=float(np.quantile(drawn, 0.05)),
+            total_s_high=float(np.quantile(drawn, 0.95)),
+            tflops_per_gpu=flops / cluster.num_gpus / (forward.time_s + backward.time_s) / 1e12,
+            exposed_share=(forward.exposed_comm_s + backward.exposed_comm_s) / (forward.time_s + backward.time_s),
+            peak_memory_bytes=max(forward.peak_memory_bytes, backward.peak_memory_bytes),
+            probability_best=float(won),
+        )
+        for (forward, backward), drawn, won in zip(found, draws, wins, strict=True)
+    ]
+    return tuple(sorted(candidates, key=lambda c: c.total_s))
+
+
+def _look_up(scenario: Scenario) -> _Case:
+    if scenario.strategy is None:
+        raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got none; or use advise")
+    if scenario.implementation != "cpsim":
+        raise ScenarioError(
+            f"implementation: {scenario.implementation!r} is not available yet; available is cpsim"
+        )
+    cluster = scenario.resolve_cluster()
+    name = scenario.profile or cluster.profile
+    if name is None:
+        raise ScenarioError(
+            f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; "
+            f"name the profile of a machine to assume, e.g. profile: h200"
+        )
+    return _Case(scenario, scenario.workload(), cluster, load_profile(name))
+
+
+def _predict(case: _Case) -> Prediction:
+    scenario, cluster = case.scenario, case.cluster
+    pricing = case.pricing()
+    timelines: dict[str, Timeline] = {}
+    parts = dict.fromkeys(GROUPS, 0.0)
+    notes: dict[str, None] = dict.fromkeys(_grades(case))
+    memory, sent, exposed = 0, np.zeros(cluster.num_gpus), 0.0
+    for pass_ in case.passes:
+        schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs)
+        memory = max(memory, int(schedule.memory().max()))
+        if memory > cluster.gpu.memory_bytes:
+            raise InfeasibleError(
+                f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "
+                f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
+            )
+        priced = pricing.price(schedule)
+        timeline = simulate(schedule, priced.work)
+        timelines[pass_] = timeline
+        for name, seconds in _parts(timeline, priced).items():
+            parts[name] += seconds
+        notes.update(dict.fromkeys(priced.notes))
+        sent += schedule.bytes_sent()
+        exposed += timeline.exposed_communication_s()
+    total = sum(t.makespan_s for t in timelines.values())
+    draws = _draw(parts, total, case)
+    flops = sum(case.workload.flops(p) for p in case.passes)
+    notes.update(dict.fromkeys(_network_notes(cluster)))
+    return Prediction(
+        scenario=scenario,
+        time_s=total,
+        time_s_low=float(np.quantile(draws, 0.05)),
+        time_s_high=float(np.quantile(draws, 0.95)),
+        draws_s=tuple(draws.tolist()),
+        tflops_per_gpu=flops / cluster.num_gpus / total / 1e12,
+        exposed_comm_s=exposed,
+        bytes_sent_per_gpu=float(sent.max()),
+        peak_memory_bytes=memory,
+        parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
+        notes=tuple(notes),
+        timelines=timelines,
+    )
+
+
+def _parts(timeline: Timeline, priced: Priced) -> Mapping[str, float]:
+    """Seconds of the critical path by cost model; what is not covered by ops waited for the host."""
+    path = timeline.critical_path()
+    spent = timeline.end_s[path] - timeline.start_s[path]
+    by_group = np.bincount(priced.group[path], weights=spent, minlength=len(GROUPS))
+    by_group[GROUPS.index("host")] += timeline.makespan_s - by_group.sum()
+    return dict(zip(GROUPS, by_group.tolist(), strict=True))
+
+
+def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
+    """Sampled times: every cost model's error scales its share of the critical path.
+
+    The derivative of a makespan with respect to a duration is 1 on the critical path and 0 elsewhere, so this is
+    exact to first order. All predictions use the same draws of the same models, so that comparisons between
+    strategies do not count a shared error twice; run-to-run noise is each prediction's own.
+    """
+    rng = np.random.default_rng(20251019)
+    shared = rng.standard_normal((len(GROUPS), NUM_DRAWS))
+    times = np.zeros(NUM_DRAWS)
+    for i, (name, seconds) in enumerate(parts.items()):
+        times += seconds * np.exp(_sigma(name, case) * shared[i])
+    label = f"{case.scenario.strategy} {sorted(case.scenario.knobs.items())} {case.scenario.pass_}"
+    own = np.random.default_rng(list(label.encode()))
+    noise = case.profile.sigma["run to run"] * own.standard_normal(NUM_DRAWS)
+    return np.asarray(times * np.exp(noise) if total > 0 else times)
+
+
+def _sigma(group: str, case: _Case) -> float:
+    if group == "network between nodes":
+        return case.cluster.fabric.sigma_log if case.cluster.fabric else 0.0
+    if group.startswith("attention"):
+        return case.profile.sigma[f"{group} {case.scenario.kernel}"]
+    return case.profile.sigma[group]
+
+
+def _grades(case: _Case) -> tuple[str, ...]:
+    """What the costs rest on, in words."""
+    profile = case.profile
+    grade = f"costs on the GPU: profile {profile.name}, {profile.grade}"
+    wanted = case.cluster.profile
+    if wanted is not None and wanted != profile.name and case.scenario.profile is not None:
+        return (grade, f"profile {profile.name} describes another machine than cluster {case.cluster.name}")
+    return (grade,)
+
+
+def _network_notes(cluster: Cluster) -> tuple[str, ...]:
+    fabric = cluster.fabric
+    if fabric is None or cluster.num_nodes == 1:
+        return ()
+    return (f"network between nodes of {cluster.name}: {fabric.grade} ({fabric.source})",)

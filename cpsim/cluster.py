@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, overload
 
@@ -122,7 +121,9 @@ class Cluster:
 @cache
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
-    shipped = json.loads((files("cpsim") / "data" / "clusters.json").read_text(encoding="utf-8"))
+    shipped = json.loads(
+        Path(__file__).with_name("data").joinpath("clusters.json").read_text(encoding="utf-8")
+    )
     clusters = (_cluster(entry | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -67,7 +67,9 @@ def load_bins(distribution: str) -> Bins:
             f"documents.distribution: {distribution!r} is unknown; {nearest(distribution, _SECTIONS)}"
         )
     project, name = _SECTIONS[distribution]
-    shipped = json.loads((files("cpsim") / "data" / "length_distributions.json").read_text(encoding="utf-8"))
+    shipped = json.loads(
+        Path(__file__).with_name("data").joinpath("length_distributions.json").read_text(encoding="utf-8")
+    )
     section = shipped[project][name]
     rows = np.array((section if project != "distca" else section["histogram"])["bins"], np.float64)
     rows = rows[rows[:, 2] > 0]

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from cpsim.prediction import Infeasible, Prediction
+    from cpsim.scenario import Scenario
+
+    Results = list[Prediction | Infeasible | CpsimError]
 
 app = typer.Typer(
     help="Predicts which context-parallel attention strategy to run, how long it takes and how sure that is.",
@@ -70,11 +73,11 @@ def predict(
 ) -> None:
     """Predict the time of every scenario in FILE; one bad line never stops the others."""
     _check_writable(out)
-    results = _predict_file(file, jobs)
+    scenarios, results = _predict_file(file, jobs)
     if out:
-        _write_lines(out, results)
+        out.write_text(_lines(scenarios, results), encoding="utf-8")
     if as_json:
-        sys.stdout.writelines(_lines(results))
+        sys.stdout.write(_lines(scenarios, results))
     elif not out:
         from cpsim.report.tables import prediction_view
 
@@ -92,8 +95,8 @@ def sweep(
     """Predict many scenarios into a file of JSON Lines and say how it went."""
     _check_writable(out)
     started = time.monotonic()
-    results = _predict_file(file, jobs)
-    _write_lines(out, results)
+    scenarios, results = _predict_file(file, jobs)
+    out.write_text(_lines(scenarios, results), encoding="utf-8")
     summary = _summary(results, time.monotonic() - started)
     if as_json:
         print(json.dumps({**summary, "out": str(out)}))
@@ -115,7 +118,6 @@ def advise(
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
     from cpsim.predict import advise as ask
-
     from cpsim.report.words import recommendation
     from cpsim.scenario import load_scenario
 
@@ -184,37 +186,33 @@ def strategies(as_json: Json = False) -> None:
         _stdout().print(strategies_view(records))
 
 
-def _predict_file(file: Path, jobs: int | None) -> list[Prediction | Infeasible | CpsimError]:
+def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimError], Results]:
     from cpsim.predict import predict_many
-
     from cpsim.scenario import load_scenarios
 
-    scenarios = list(load_scenarios(file))
+    scenarios: list[Scenario | CpsimError] = list(load_scenarios(file))
     if not scenarios:
         raise CpsimError(f"{file}: expected at least one scenario, got an empty file")
     with _progress("Predicting") as progress:
-        return predict_many(scenarios, jobs=jobs, progress=progress)
+        return scenarios, predict_many(scenarios, jobs=jobs, progress=progress)
 
 
-def _lines(results: Iterable[Prediction | Infeasible | CpsimError]) -> Iterator[str]:
+def _lines(scenarios: Sequence[Scenario | CpsimError], results: Results) -> str:
+    """JSON Lines of the answers, in input order."""
     from cpsim.report.records import prediction_record
 
-    return (json.dumps(prediction_record(result)) + "\n" for result in results)
+    pairs = zip(scenarios, results, strict=True)
+    return "".join(json.dumps(prediction_record(asked, result)) + "\n" for asked, result in pairs)
 
 
-def _write_lines(out: Path, results: list[Prediction | Infeasible | CpsimError]) -> None:
-    with out.open("w", encoding="utf-8") as file:
-        file.writelines(_lines(results))
-
-
-def _summary(results: list[Prediction | Infeasible | CpsimError], duration_s: float) -> dict[str, Any]:
+def _summary(results: Results, duration_s: float) -> dict[str, Any]:
     from cpsim.prediction import Prediction
 
     num_predicted = sum(isinstance(result, Prediction) for result in results)
     return {"num_scenarios": len(results), "num_predicted": num_predicted, "duration_s": duration_s}
 
 
-def _report_failures(results: list[Prediction | Infeasible | CpsimError]) -> None:
+def _report_failures(results: Results) -> None:
     """Say on stderr which scenarios have no prediction; exit code 2 where none has."""
     from cpsim.report.tables import reasons
 

@@ -70,23 +70,27 @@ def test_predictions_are_shown_alone_or_in_a_table(advice):
     assert "90 %: 9.50–10.6 ms" in alone
     assert "attention fwd" in alone
     many = [handmade.prediction(scenario), advice.infeasible[0], ScenarioError("line 3: gpus: missing")]
-    assert "not readable" in printed(tables.prediction_view(many))
+    assert "no answer" in printed(tables.prediction_view(many))
     assert tables.reasons(many) == [f"#2 none: {advice.infeasible[0].reason}", "#3 line 3: gpus: missing"]
 
 
 def test_prediction_record_has_the_contract_s_keys(advice):
-    record = records.prediction_record(handmade.prediction(advice.candidates[0].scenario))
+    scenario = advice.candidates[0].scenario
+    record = records.prediction_record(scenario, handmade.prediction(scenario))
     times = {"time_s", "time_s_low", "time_s_high", "exposed_comm_s"}
     others = {"tflops_per_gpu", "bytes_sent_per_gpu", "peak_memory_bytes", "notes"}
     assert times | others <= set(record)
     assert "error" not in record
-    assert scenario_from(record["scenario"]) == advice.candidates[0].scenario
+    assert scenario_from(record["scenario"]) == scenario
     json.dumps(record)
 
 
 def test_infeasible_and_unreadable_records_have_an_error(advice):
-    assert records.prediction_record(advice.infeasible[0])["error"] == advice.infeasible[0].reason
-    assert records.prediction_record(ScenarioError("why")) == {"error": "why"}
+    scenario, why = advice.scenario, ScenarioError("why")
+    cannot = records.prediction_record(scenario, advice.infeasible[0])
+    assert cannot == {"scenario": scenario.to_dict(), "error": advice.infeasible[0].reason}
+    assert records.prediction_record(scenario, why) == {"scenario": scenario.to_dict(), "error": "why"}
+    assert records.prediction_record(why, why) == {"error": "why"}
 
 
 def test_advice_record_is_json(advice):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
+from cpsim.errors import CpsimError
 from cpsim.prediction import Infeasible, Prediction
 
 if TYPE_CHECKING:
-    from cpsim.errors import CpsimError
     from cpsim.prediction import Advice, Candidate
+    from cpsim.scenario import Scenario
 
 
-def prediction_record(result: Prediction | Infeasible | CpsimError) -> dict[str, Any]:
+def prediction_record(
+    asked: Scenario | CpsimError, result: Prediction | Infeasible | CpsimError
+) -> dict[str, Any]:
     """One line of ``cpsim predict``: times and sizes in SI units, or ``error`` with the reason."""
+    scenario = {} if isinstance(asked, CpsimError) else {"scenario": asked.to_dict()}
     if isinstance(result, Prediction):
-        return {
-            "scenario": result.scenario.to_dict(),
+        return scenario | {
             "time_s": float(result.time_s),
             "time_s_low": float(result.time_s_low),
             "time_s_high": float(result.time_s_high),
@@ -27,9 +30,7 @@ def prediction_record(result: Prediction | Infeasible | CpsimError) -> dict[str,
             "parts_s": {name: float(seconds) for name, seconds in result.parts_s.items()},
             "notes": list(result.notes),
         }
-    if isinstance(result, Infeasible):
-        return {"scenario": result.scenario.to_dict(), "error": result.reason}
-    return {"error": str(result)}
+    return scenario | {"error": result.reason if isinstance(result, Infeasible) else str(result)}
 
 
 def advice_record(advice: Advice, recommendation: str) -> dict[str, Any]:

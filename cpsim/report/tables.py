@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -99,8 +98,10 @@ def _infeasible(entries: Sequence[Infeasible]) -> Table:
 
 
 def _notes(notes: Iterable[str]) -> list[RenderableType]:
-    lines = [Padding(Text(f"• {note}", style="yellow"), (0, 0, 0, 2)) for note in notes]
-    return [Text("Know this before you rely on it", style="bold yellow"), *lines] if lines else []
+    lines = Table.grid(padding=(0, 1))
+    for note in notes:
+        lines.add_row("•", Text(note), style="yellow")
+    return [Text("Know this before you rely on it", style="bold yellow"), lines] if lines.rows else []
 
 
 def prediction_view(results: Sequence[Prediction | Infeasible | CpsimError]) -> RenderableType:
@@ -158,7 +159,7 @@ def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:
             case Infeasible():
                 made.add_row(str(number), *_who(result.scenario), Text("-", style="red"), style="dim")
             case _:
-                made.add_row(str(number), Text("not readable", style="red"), style="dim")
+                made.add_row(str(number), Text("no answer", style="red"), style="dim")
     return made
 
 

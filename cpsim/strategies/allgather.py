@@ -125,6 +125,7 @@ class _AllGather:
         b.output(*dq)
         b.output(*dkv)
         gather, scatter = _Gather(self), _Scatter(self)
+        gather.is_paced = True
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
             reads = [self._part(access, tensor, g) for tensor, access in given.items()]
@@ -132,7 +133,6 @@ class _AllGather:
                 Kind.ATTENTION_BACKWARD, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g),
                 deps=after, reads=[*reads, keys], writes=[self._part(dq, "dq", g), scatter.partial(g)],
             )  # fmt: skip
-            gather.read_by(g, done)
             scatter.reduce(g)
         scatter.finish(dkv)
         return b.build()
@@ -188,14 +188,17 @@ class _Gather:
         self.packed = None if plan.in_order else b.buffers("keys in order", plan.keys * plan.kv_bytes)
         self.free = [np.full(len(plan.ranks), -1)] * 2
         """Last op of every rank that read each buffer."""
+        self.is_paced = False
+        """On ``comm``, the reduce-scatter of the group that last used a buffer comes before its next gather."""
         self.arrived = self._gather(0)
 
     def _gather(self, group: int) -> Ints:
         plan = self.plan
         mine = plan.b.blocks("kv", plan.ranks, plan.heads(group)[2:])
+        waits = [self.ready] if group == 0 else [] if self.is_paced else [self.free[group % 2]]
         return plan.b.add(
             Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * plan.kv_bytes,
-            deps=[self.ready[None, :], self.free[group % 2][None, :]],
+            deps=[after[None, :] for after in waits],
             reads=[(self.source[0], mine)], writes=[(self.buffers[group % 2], plan.keys_of_all("kv", group))],
         )  # fmt: skip
 
@@ -231,7 +234,8 @@ class _Scatter:
         self.full = [b.buffers(f"dkv of all {i}", plan.total * self.width) for i in range(count)]
         self.home: list[Access] = []
         """What came home of every group."""
-        self.reduced = [np.full(1, -1)] * 2
+        self.reduced = np.full(1, -1)
+        """The last reduce-scatter; the one before it ended before this group's keys were gathered."""
 
     def partial(self, group: int) -> Access:
         """What the kernel writes: gradients of the keys that this rank's queries see."""
@@ -246,9 +250,9 @@ class _Scatter:
         added = plan.b.add(
             Kind.ACCUMULATE, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
             nbytes=plan.total * self.width + plan.keys * (plan.kv_bytes + 2 * self.width),
-            deps=[self.reduced[group % 2].repeat(len(plan.ranks))], reads=[self.partial(group)], writes=[full],
+            reads=[self.partial(group)], writes=[full],
         )  # fmt: skip
-        self.reduced[group % 2] = plan.b.add(
+        self.reduced = plan.b.add(
             Kind.REDUCE_SCATTER, (plan.together, "comm"), step=group, nbytes=plan.total * self.width,
             deps=[added[None, :]], reads=[full], writes=[self.home[group]],
         )  # fmt: skip
@@ -256,7 +260,7 @@ class _Scatter:
     def finish(self, dkv: Access) -> None:
         """Cast what came home into the gradients' own type and layout."""
         plan = self.plan
-        last = [self.reduced[(plan.num_groups - 1) % 2].repeat(len(plan.ranks))]
+        last = [self.reduced.repeat(len(plan.ranks))]
         plan.b.add(
             Kind.COPY, (plan.ranks, "compute"), step=plan.num_groups,
             nbytes=plan.tokens * (self.width + plan.kv_bytes) * plan.num_groups, deps=last,

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
@@ -153,7 +154,7 @@ class _Ring:
             reads = [self._queries(queries, (q, q_block), step, who), (keys[0][who], keys[1][who])]
             done = b.add(
                 Kind.ATTENTION, (who, "compute"), step=step, tile=self.tile[step, who], heads=self.heads,
-                deps=feed.ready(who), reads=reads, writes=[(target, made)],
+                deps=feed.ready(step, who), reads=reads, writes=[(target, made)],
             )  # fmt: skip
             feed.read_by(step, who, done)
             who = np.flatnonzero(self.sums[step])
@@ -196,7 +197,7 @@ class _Ring:
             made = dq_block[self.query_set[step, who]], dkv_block[self.key_set[step, who]]
             done = b.add(
                 Kind.ATTENTION_BACKWARD, (who, "compute"), step=step, tile=self.tile[step, who],
-                heads=self.heads, deps=feed.ready(who), reads=[*reads, (keys[0][who], keys[1][who])],
+                heads=self.heads, deps=feed.ready(step, who), reads=[*reads, (keys[0][who], keys[1][who])],
                 writes=[(target, made[0]), (dkv_partial[who], made[1])],
             )  # fmt: skip
             feed.read_by(step, who, done)
@@ -255,7 +256,7 @@ class _Ring:
         packed = feed.packed
         feed.used[who] = self.b.add(
             Kind.COPY, (who, "compute"), step=step, heads=self.heads,
-            nbytes=2 * self.kv_bytes * self.k_rows[step, who], deps=feed.ready(who),
+            nbytes=2 * self.kv_bytes * self.k_rows[step, who], deps=feed.batch(who),
             reads=[(holder[who], block[who])], writes=[(packed[who], block[who])],
         )  # fmt: skip
         return np.where(self.key_heads[step], packed, holder), block
@@ -281,27 +282,36 @@ class _Feed:
         """Move to ``step``, and start moving its shards to the next rank while they are computed on."""
         ring = self.ring
         self.holder, self._arrived, self._sent = self._upcoming, self._next_arrived, self._next_sent
-        self._used_before, self.used = self.used, self.used.copy()
+        self._used_before, self.used = self.used, np.full(ring.num_ranks, NOTHING)
         if step + 1 == ring.num_ranks:
             return
         self._upcoming = self.travel[step % 2]
         block = self.block[ring.source[step]]
+        free = [] if step < 2 else [self._sent[ring.next], self._used_before[ring.next]]
         self._next_sent = ring.b.add(
             Kind.TRANSFER, (ring.ranks, "send"), (ring.next, "recv"), step=step,
             nbytes=ring.tokens[ring.source[step]] * ring.kv_bytes,
-            deps=[self._arrived, self._sent[ring.next], self._used_before[ring.next]],
+            deps=[self._arrived, *free],
             reads=[(self.holder, block)], writes=[(self._upcoming[ring.next], block)],
         )  # fmt: skip
         self._next_arrived = self._next_sent[ring.previous]
 
-    def ready(self, who: Ints) -> list[Ints]:
-        """What a kernel waits for: the batched send and receive that brought its shard."""
+    def batch(self, who: Ints) -> list[Ints]:
+        """The batched send and receive that brought the shard at hand: one launch, waited for as a whole."""
         return [self._arrived[who], self._sent[who]]
+
+    def ready(self, step: int, who: Ints) -> list[Ints]:
+        """What a kernel waits for, unless it reads packed copies: packing has waited."""
+        return [np.where(self._direct(step, who), after, NOTHING) for after in self.batch(who)]
 
     def read_by(self, step: int, who: Ints, kernels: Ints) -> None:
         """These kernels read the shards of this step, unless they read packed copies."""
-        direct = np.full(len(who), True) if self.packed is None else ~self.ring.key_heads[step, who]
+        direct = self._direct(step, who)
         self.used[who[direct]] = kernels[direct]
+
+    def _direct(self, step: int, who: Ints) -> NDArray[np.bool_]:
+        """Ranks whose kernels read the shard itself."""
+        return np.full(len(who), True) if self.packed is None else ~self.ring.key_heads[step, who]
 
 
 class _Gradients:
@@ -330,10 +340,11 @@ class _Gradients:
             writes=kept if step == 0 else (), updates=() if step == 0 else kept,
         )  # fmt: skip
         target = self.travel[(step + 1) % 2][ring.next]
+        free = [self._sent[ring.next]] if ring.num_ranks > 2 else []
         sent = b.add(
             Kind.TRANSFER, (ring.ranks, "grad_send"), (ring.next, "grad_recv"), step=step,
             nbytes=ring.tokens[ring.source[step]] * self.width,
-            deps=[added, self._arrived, self._sent[ring.next]],
+            deps=[np.where(added >= 0, added, self._arrived), *free],
             reads=[(summed, block)], writes=[(target, block)],
         )  # fmt: skip
         self._sent, self._arrived = sent, sent[ring.previous]

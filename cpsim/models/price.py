@@ -228,11 +228,8 @@ def _launches(lane_start, lane_rank, num_ranks, cost):  # type: ignore[no-untype
     clock = np.zeros(num_ranks)
     released = np.zeros(len(cost))
     for op in range(len(cost)):
-        previous = -1
         for entry in range(lane_start[op], lane_start[op + 1]):
             rank = lane_rank[entry]
-            if rank != previous:
-                clock[rank] += cost[op]
-                released[op] = max(released[op], clock[rank])
-            previous = rank
+            clock[rank] += cost[op]
+            released[op] = max(released[op], clock[rank])
     return released

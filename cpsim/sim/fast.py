@@ -15,8 +15,6 @@ from cpsim.schedule import Schedule
 from cpsim.sim.timeline import Timeline
 from cpsim.sim.work import Work, predecessors
 
-MAX_LANES_OF_RANK = 128
-
 
 def simulate(schedule: Schedule, work: Work) -> Timeline:
     """Run a schedule; equal to ``simulate_reference`` bit for bit at constant rates, to 1e-9 otherwise.
@@ -25,7 +23,8 @@ def simulate(schedule: Schedule, work: Work) -> Timeline:
         ScheduleError: some op never starts; the message shows its ranks, streams and text.
     """
     first, before = predecessors(schedule)
-    if work.constant:
+    backward = bool(np.all(before < np.repeat(np.arange(len(schedule)), np.diff(first))))
+    if work.constant and backward:
         start, end, cause = _max_plus(first, before, work.duration_s, work.release_s)
         return Timeline(schedule, start, end, cause)
     start, end, cause, num_ended = _fluid(
@@ -135,12 +134,8 @@ def _pop(heap, place, key):  # type: ignore[no-untyped-def]
 def _limit(op, lane_start, lane_rank, counts, pressure, slowdown):  # type: ignore[no-untyped-def]
     """Speed of an op under interference alone; ``counts[rank, class]`` are running ops."""
     worst, own = 1.0, pressure[op]
-    last_rank = -1
     for entry in range(lane_start[op], lane_start[op + 1]):
         rank = lane_rank[entry]
-        if rank == last_rank:
-            continue
-        last_rank = rank
         for other in range(counts.shape[1]):
             if counts[rank, other] > (other == own) and slowdown[own, other] > worst:
                 worst = slowdown[own, other]
@@ -184,14 +179,15 @@ def _component(seed, ops, links, seen, seen_link, tight, head, following, flow_o
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _fill(ops, links, limit, speed, left, load, flow_start, flow_link, flow_bytes, widest, duration, capacity):  # type: ignore[no-untyped-def]
-    """Progressive filling over one component; writes the speed of its ops."""
+def _fill(ops, links, tight, limit, speed, left, load, flow_start, flow_link, flow_bytes, widest, duration, capacity):  # type: ignore[no-untyped-def]
+    """Progressive filling over one component's tight links; writes the speed of its ops."""
     for link in links:
         left[link], load[link] = capacity[link], 0.0
     for op in ops:
         speed[op] = -1.0
         for entry in range(flow_start[op], flow_start[op + 1]):
-            load[flow_link[entry]] += flow_bytes[entry] / widest[op]
+            if tight[flow_link[entry]]:
+                load[flow_link[entry]] += flow_bytes[entry] / widest[op]
     num_open = len(ops)
     while num_open > 0:
         level = np.inf
@@ -209,7 +205,7 @@ def _fill(ops, links, limit, speed, left, load, flow_start, flow_link, flow_byte
             closes = cap <= level
             for entry in range(flow_start[op], flow_start[op + 1]):
                 link = flow_link[entry]
-                if load[link] > 1e-9 and left[link] <= level * load[link] * (1 + 1e-12):
+                if tight[link] and load[link] > 1e-9 and left[link] <= level * load[link] * (1 + 1e-12):
                     closes = True
             if closes:
                 speed[op] = min(level, cap) * duration[op] / widest[op]
@@ -219,6 +215,8 @@ def _fill(ops, links, limit, speed, left, load, flow_start, flow_link, flow_byte
         for op in ops:
             for entry in range(flow_start[op], flow_start[op + 1]):
                 link = flow_link[entry]
+                if not tight[link]:
+                    continue
                 if speed[op] >= 0:
                     left[link] -= speed[op] * flow_bytes[entry] / duration[op]
                 else:
@@ -383,7 +381,7 @@ def _fluid(
                 speed[op] = limit[op]
             else:
                 _fill(
-                    group_ops[:num_group], group_links[:num_shared], limit, speed, links_left, links_load,
+                    group_ops[:num_group], group_links[:num_shared], tight, limit, speed, links_left, links_load,
                     flow_start, flow_link, flow_bytes, widest, duration, capacity,
                 )  # fmt: skip
             for j in range(num_group):

@@ -1,0 +1,80 @@
+"""cpsim predicts which context-parallel attention strategy to run, how long it takes, and how sure one can be."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from cpsim.cluster import Cluster, load_cluster
+    from cpsim.errors import CpsimError, InfeasibleError, ProfileError, ScenarioError, ScheduleError
+    from cpsim.predict import advise, predict, predict_many
+    from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
+    from cpsim.scenario import Scenario, load_scenario, load_scenarios
+    from cpsim.schedule import Builder, Kind, Schedule
+    from cpsim.sim.fast import simulate
+    from cpsim.sim.reference import simulate_reference
+    from cpsim.sim.timeline import Timeline
+    from cpsim.sim.work import Work
+    from cpsim.strategies import STRATEGIES, plan
+    from cpsim.validate import validate
+    from cpsim.workload import Workload
+
+_HOME: Final = {
+    "cpsim.cluster": ("Cluster", "load_cluster"),
+    "cpsim.errors": ("CpsimError", "InfeasibleError", "ProfileError", "ScenarioError", "ScheduleError"),
+    "cpsim.predict": ("advise", "predict", "predict_many"),
+    "cpsim.prediction": ("Advice", "Candidate", "Infeasible", "Prediction"),
+    "cpsim.scenario": ("Scenario", "load_scenario", "load_scenarios"),
+    "cpsim.schedule": ("Builder", "Kind", "Schedule"),
+    "cpsim.sim.fast": ("simulate",),
+    "cpsim.sim.reference": ("simulate_reference",),
+    "cpsim.sim.timeline": ("Timeline",),
+    "cpsim.sim.work": ("Work",),
+    "cpsim.strategies": ("STRATEGIES", "plan"),
+    "cpsim.validate": ("validate",),
+    "cpsim.workload": ("Workload",),
+}
+_MODULE_OF: Final = {name: module for module, names in _HOME.items() for name in names}
+
+__all__ = [
+    "STRATEGIES",
+    "Advice",
+    "Builder",
+    "Candidate",
+    "Cluster",
+    "CpsimError",
+    "Infeasible",
+    "InfeasibleError",
+    "Kind",
+    "Prediction",
+    "ProfileError",
+    "Scenario",
+    "ScenarioError",
+    "Schedule",
+    "ScheduleError",
+    "Timeline",
+    "Work",
+    "Workload",
+    "advise",
+    "load_cluster",
+    "load_scenario",
+    "load_scenarios",
+    "plan",
+    "predict",
+    "predict_many",
+    "simulate",
+    "simulate_reference",
+    "validate",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name on first use: importing cpsim costs nothing, and SimPy only loads for its engine."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'cpsim' has no attribute {name!r}")
+    return getattr(import_module(_MODULE_OF[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

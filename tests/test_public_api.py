@@ -1,0 +1,36 @@
+"""What `import cpsim` offers, and what it costs."""
+
+import statistics
+import subprocess
+import sys
+
+import cpsim
+
+COST = """
+import sys, time
+start = time.perf_counter()
+import cpsim
+print(time.perf_counter() - start, *(m for m in ("torch", "simpy", "plotly", "scipy") if m in sys.modules))
+"""
+
+
+def test_all_public_names_are_sorted_and_exist():
+    assert sorted(cpsim.__all__) == cpsim.__all__
+    assert set(cpsim.__all__) == set(cpsim._MODULE_OF)
+    assert all(getattr(cpsim, name) is not None for name in cpsim.__all__)
+
+
+def test_submodules_with_the_name_of_a_function_do_not_hide_it():
+    from cpsim import predict, validate  # noqa: PLC0415
+
+    assert callable(predict)
+    assert callable(validate)
+
+
+def test_import_is_fast_and_loads_no_heavy_package():
+    runs = [
+        subprocess.run([sys.executable, "-c", COST], capture_output=True, text=True, check=True).stdout.split()
+        for _ in range(5)
+    ]
+    assert all(len(run) == 1 for run in runs), runs
+    assert statistics.median(float(run[0]) for run in runs) < 0.3

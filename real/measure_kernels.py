@@ -22,7 +22,7 @@ import torch
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
 from real.shapes import HEAD_DIM, Shape, draw
-from real.timing import Clock, Load, host_seconds, matrix_product, provenance, time_ops
+from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
 
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
 POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13}  # share of the measured time
@@ -35,14 +35,14 @@ class Bench:
     def __init__(self, writer: Writer, device: torch.device) -> None:
         self.writer, self.device = writer, device
         self.cuda = device.type == "cuda"
-        self.loads = {"": Load(matrix_product(device), device)}
         self.clock = Clock(device.index or 0)
         self.errors: dict[str, int] = {}
 
-    def samples(self, op: Callable[[], object], load: str = "") -> list[float]:
-        """Seconds of single calls in six rounds, the GPU hot and its queue full.
+    def samples(self, op: Callable[[], object]) -> list[float]:
+        """Seconds of single calls in six rounds, the clock where this op keeps it and the queue full.
 
-        The power limit makes clocks wander over tens of milliseconds: rounds spread the samples over that.
+        Under the power limit the clock depends on what runs and wanders over tens of milliseconds: the op itself
+        soaks the GPU first, and rounds spread the samples.
         """
         op()
         before = time.perf_counter()
@@ -52,14 +52,11 @@ class Bench:
         if not self.cuda:
             return time_ops(op, 3, self.device)
         num = 4 if seconds < 0.01 else int(np.clip(0.05 / seconds, 1, 4))
-        hot, samples = self.loads.get(load, self.loads[""]), []
+        samples = []
         for i in range(6 if seconds < 0.1 else 8):
-            soak = 0.08 if i == 0 else 0.015
-            if seconds > 2 * launch:
-                for _ in range(min(100, int(soak / seconds))):
-                    op()
-                soak = 0.0
-            hot.fill(soak + 2 * num * launch if seconds < 0.005 else 0.0)
+            soak(op, 0.15 if i == 0 else 0.012, max(seconds, launch))
+            if seconds < 3 * launch:
+                hold(2 * num * launch, self.device)
             samples += time_ops(op, num, self.device)
         return samples
 
@@ -118,11 +115,11 @@ def measure_attention(bench: Bench, kernel: str, shape: Shape) -> None:
     def forward() -> list[float]:
         made.extend(make())
         rotation = itertools.cycle(made)
-        return bench.samples(lambda: attention.forward(kernel, *next(rotation)[1:4], call), f"{kernel}_fwd")
+        return bench.samples(lambda: attention.forward(kernel, *next(rotation)[1:4], call))
 
     def backward() -> list[float]:
         rotation = itertools.cycle(made)
-        return bench.samples(lambda: attention.backward(kernel, *next(rotation), call), f"{kernel}_bwd")
+        return bench.samples(lambda: attention.backward(kernel, *next(rotation), call))
 
     bench.point("attention", forward, **{"pass": "fwd"}, **parameters)
     if made:
@@ -153,18 +150,10 @@ def check(bench: Bench, kernel: str) -> None:
         bench.writer.add("check", kernel=kernel, q_lens=list(q_lens), k_lens=list(k_lens), relative_errors=errors)
 
 
-def warm_up(bench: Bench, kernel: str) -> None:
-    """Compiles the variants that the shapes need (fa4: per head ratio, mask and entry point) and makes the loads."""
+def warm_up(kernel: str, device: torch.device) -> None:
+    """Compiles the variants that the shapes need (fa4: per head ratio, mask and entry point)."""
     for (heads, kv), causal, lens in itertools.product(((8, 8), (4, 1), (8, 1)), (True, False), ([512], [384, 256])):
-        compile_variant(kernel, heads, kv, causal, lens, bench.device)
-    n = (4096,) if bench.cuda else (64,)
-    shape = Shape(
-        family="load", num_heads=32, num_kv_heads=8, causal=False, varlen=False, q_lens=n, k_lens=n
-    )
-    x, call = tensors(shape, bench.device), attention.prepare(n, n, causal=False, device=bench.device)
-    args = (x["dout"], x["q"], x["k"], x["v"], *attention.forward(kernel, x["q"], x["k"], x["v"], call))
-    bench.loads[f"{kernel}_fwd"] = Load(lambda: attention.forward(kernel, *args[1:4], call), bench.device)
-    bench.loads[f"{kernel}_bwd"] = Load(lambda: attention.backward(kernel, *args, call), bench.device)
+        compile_variant(kernel, heads, kv, causal, lens, device)
 
 
 def compile_variant(kernel: str, heads: int, kv: int, causal: bool, lens: list[int], device: torch.device) -> None:
@@ -227,7 +216,7 @@ def measure_elementwise(bench: Bench, rng: np.random.Generator, num: int) -> Non
     for kind in kinds:
         n = int(np.exp(rng.uniform(np.log(2**15), np.log(2**27 if bench.cuda else 2**17))))
         op, nbytes = elementwise_ops(kind, n, bench.device)
-        bench.point("elementwise", lambda op=op: bench.samples(op, "fa4_fwd"), kind=kind, nbytes=nbytes)
+        bench.point("elementwise", lambda op=op: bench.samples(op), kind=kind, nbytes=nbytes)
 
 
 def measure_host(bench: Bench, kernels: list[str]) -> None:
@@ -307,13 +296,13 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float) -> None:
     """Everything, in order of importance; the attention shapes take the time that is left."""
     for kernel in kernels:
         check(bench, kernel)
-        warm_up(bench, kernel)
+        warm_up(kernel, bench.device)
     rng = np.random.default_rng(seed)
     measure_host(bench, kernels)
-    measure_elementwise(bench, rng, 20 if bench.cuda else 2)
+    measure_elementwise(bench, rng, 12 if bench.cuda else 2)
     if bench.cuda:
         for kernel, which in itertools.product([k for k in kernels if k in ("fa4", "fa2")], ("fwd", "bwd")):
-            measure_sustained(bench, kernel, 8192, which, 2.5)
+            measure_sustained(bench, kernel, 8192, which, 2.0)
     started, spent = time.monotonic(), dict.fromkeys(kernels, 1e-9)
     counts = dict.fromkeys(kernels, 0)
     while time.monotonic() < deadline and sum(counts.values()) < (10**9 if bench.cuda else 8):

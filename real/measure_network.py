@@ -11,6 +11,7 @@ one message. On a CPU it runs tiny sizes over gloo, to try the script.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import time
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
-from real.timing import Load, host_seconds, matrix_product, provenance
+from real.timing import hold, host_seconds, provenance, soak, time_ops
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 Launch = Callable[[], object]
@@ -52,7 +53,6 @@ class Node:
         dist.init_process_group("nccl" if self.cuda else "gloo")
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.groups = {n: self.group(tuple(range(n))) for n in range(2, self.size + 1)}
-        self.load = Load(matrix_product(self.device), self.device)
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.flag = torch.zeros(1, device=self.device)
         self.max_bytes = 2**30 if self.cuda else 2**21
@@ -107,7 +107,7 @@ class Node:
                 launch()
             self.barrier()
         self.synchronize()
-        self.load.fill(0.005 + num * 3e-4)
+        hold(0.005 + num * 3e-4, self.device)
         pairs = [(self.event(), self.event()) for _ in range(num)]
         for start, end in pairs:
             self.barrier()
@@ -191,7 +191,7 @@ PATTERNS: dict[str, tuple[tuple[tuple[int, int], ...], bool]] = {
 def sizes(rng: np.random.Generator, num: int, low: float, high: float) -> list[int]:
     """Log-uniform, one in each of `num` equal strata, multiples of 256 bytes."""
     edges = np.linspace(np.log(low), np.log(high), num + 1)
-    return [max(1, round(float(np.exp(rng.uniform(a, b))) / 256)) * 256 for a, b in zip(edges, edges[1:], strict=False)]
+    return [max(1, round(float(np.exp(rng.uniform(a, b))) / 256)) * 256 for a, b in itertools.pairwise(edges)]
 
 
 def measure_network(node: Node, rng: np.random.Generator, deadline: float) -> None:
@@ -228,7 +228,7 @@ def compute_loads(node: Node) -> dict[str, Launch]:
     """Computation that communication runs beside: attention of ring steps and memory-bound kernels."""
     loads: dict[str, Launch] = {}
     dtype = torch.bfloat16 if node.cuda else torch.float32
-    for kernel, tokens in (("fa4", 8192), ("fa2", 8192), ("fa4", 4096)) if node.cuda else (("math", 64),):
+    for kernel, tokens in (("fa4", 4096), ("fa2", 4096), ("fa4", 8192)) if node.cuda else (("math", 64),):
         def random(heads: int, tokens: int = tokens) -> torch.Tensor:
             return torch.randn(tokens, heads, 128, device=node.device, dtype=dtype)
 
@@ -252,14 +252,14 @@ def compute_loads(node: Node) -> dict[str, Launch]:
     return loads
 
 
-def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any], load: Load) -> list[list[float]]:
+def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any]) -> list[list[float]]:
     """Runs loops of several ops at once, one stream each, all behind one gate; seconds of the ops that overlapped.
 
     An operation counts when it lies wholly inside the span in which all loops run. With one op it is the op alone.
     """
     gate = torch.cuda.Event() if node.cuda else None
     node.barrier()
-    load.fill(0.03 + 2.5e-4 * sum(num for _, num in ops))
+    hold(0.01 + 2.5e-4 * sum(num for _, num in ops), node.device)
     node.barrier()
     if gate is not None:
         gate.record()
@@ -283,20 +283,18 @@ def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any], load
     return [np.diff(e)[i].tolist() for e, i in zip(ends, inside, strict=True)]
 
 
-def measure_pair(
-    node: Node, names: tuple[str, str], ops: tuple[Launch, Launch], load: Load, **parameters: Any
-) -> None:
-    """Two ops alone and together, after the same load: medians of every rank, raw samples of rank 0."""
+def measure_pair(node: Node, names: tuple[str, str], ops: tuple[Launch, Launch], **parameters: Any) -> None:
+    """Two endless streams of ops, each alone and both together: medians of every rank, raw samples of rank 0."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
     target, most = (0.1, 300) if node.cuda else (0.002, 5)
 
     def count(op: Launch) -> int:
-        per_op = float(np.median(together(node, [(op, 6)], streams, load)[0]))
+        per_op = float(np.median(together(node, [(op, 6)], streams)[0]))
         return int(np.clip(node.maximum([target / per_op])[0], 8 if node.cuda else 3, most))
 
     nums = [count(op) for op in ops]
-    alone = [together(node, [(op, num)], streams, load)[0] for op, num in zip(ops, nums, strict=True)]
-    both = together(node, list(zip(ops, nums, strict=True)), streams, load)
+    alone = [together(node, [(op, num)], streams)[0] for op, num in zip(ops, nums, strict=True)]
+    both = together(node, list(zip(ops, nums, strict=True)), streams)
     record: dict[str, Any] = {}
     for label, runs in (("alone", alone), ("together", both)):
         for which, run in zip(("a", "b"), runs, strict=True):
@@ -306,50 +304,115 @@ def measure_pair(
             record[f"{which}_{label}_s"] = [round(s, 10) for s in run[:60]]
     node.add("interference", [], a=names[0], b=names[1], **parameters, **record)
     if node.rank == 0:
-        ratio = [
-            np.median(b) / np.median(a) if a and b else float("nan") for a, b in zip(alone, both, strict=True)
-        ]
-        print(f"{names[0]:14s} {names[1]:22s} {parameters} x{ratio[0]:.3f} x{ratio[1]:.3f}", flush=True)
+        ratio = [np.median(b) / np.median(a) if a and b else float("nan") for a, b in zip(alone, both, strict=True)]
+        print(f"loops   {names[0]:14s} {names[1]:18s} {parameters} x{ratio[0]:.3f} x{ratio[1]:.3f}", flush=True)
+
+
+def overlapped(
+    node: Node, compute: tuple[Launch, int] | None, communicate: Launch | None, streams: list[Any], num: int
+) -> tuple[list[float], list[float]]:
+    """Starts a communication and, 30 microseconds later, a run of compute ops: as a ring step does.
+
+    Returns:
+        Seconds of the whole compute run (mean over ranks) and of the communication (maximum over ranks), per repeat.
+    """
+    marks = []
+    for _ in range(num):
+        if compute is not None:
+            soak(compute[0], 0.006, 0.001)  # the clock of a running program
+        hold(0.004, node.device)
+        node.barrier()
+        gate = node.event()
+        gate.record()
+        events = [node.event() for _ in range(4)]
+        if communicate is not None:
+            with torch.cuda.stream(streams[1]) if node.cuda else nullcontext():
+                if node.cuda:
+                    streams[1].wait_event(gate)
+                events[2].record()
+                communicate()
+                events[3].record()
+        if compute is not None:
+            with torch.cuda.stream(streams[0]) if node.cuda else nullcontext():
+                if node.cuda:
+                    streams[0].wait_event(gate)
+                hold(3e-5, node.device)
+                events[0].record()
+                for _ in range(compute[1]):
+                    compute[0]()
+                events[1].record()
+        if node.cuda:
+            for stream in streams:
+                torch.cuda.current_stream().wait_stream(stream)
+        marks.append(events)
+    node.synchronize()
+    first = [m[0].elapsed_time(m[1]) / 1e3 if compute else 0.0 for m in marks]
+    second = [m[2].elapsed_time(m[3]) / 1e3 if communicate else 0.0 for m in marks]
+    mean = torch.tensor(first, dtype=torch.float64, device=node.device) / node.size
+    dist.all_reduce(mean)
+    return mean.tolist(), node.maximum(second)
+
+
+def measure_overlap(node: Node, deadline: float) -> None:
+    """How much computation and communication slow each other while both run, the communication starting first.
+
+    In `inside: a` the communication lasts longer than the compute run, in `inside: b` the other way round; only the
+    op that lies inside has its slowdown measured over its whole length.
+    """
+    group, mb, num = node.groups[node.size], 2**20 if node.cuda else 2**8, 10 if node.cuda else 2
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
+    long = {"ring": transfers(node, ring(group.ranks), 512 * mb, group)}
+    short = {"ring": transfers(node, ring(group.ranks), 128 * mb, group)}
+    for kind in COLLECTIVES[:3]:
+        long[kind], short[kind] = (collective(node, kind, size * mb, group) for size in (1024, 256))
+    loads = compute_loads(node)
+    for b, a in itertools.product(long, loads):
+        if node.maximum([float(time.monotonic() > deadline)])[0]:
+            break
+        per_op = node.maximum([min(time_ops(loads[a], 4, node.device))])[0]
+        for inside, op in (("a", long[b]), ("b", short[b])):
+            b_alone = overlapped(node, None, op, streams, num)[1]
+            span = float(np.median(b_alone)) * (0.6 if inside == "a" else 2.0)
+            count = int(np.clip(round(span / per_op), 1, 200))
+            a_alone = overlapped(node, (loads[a], count), None, streams, num)[0]
+            both = overlapped(node, (loads[a], count), op, streams, num)
+            node.add(
+                "overlap", [], a=a, b=b, inside=inside, a_count=count, a_alone_s=a_alone, b_alone_s=b_alone,
+                a_together_s=both[0], b_together_s=both[1],
+            )  # fmt: skip
+            if node.rank == 0:
+                x, y = (np.median(t) / np.median(s) for s, t in ((a_alone, both[0]), (b_alone, both[1])))
+                print(
+                    f"overlap {a:14s} {b:15s} inside {inside}: x{x:.3f} x{y:.3f}"
+                    f" ({np.median(a_alone) * 1e3:.2f} ms, {np.median(b_alone) * 1e3:.2f} ms)", flush=True,
+                )  # fmt: skip
 
 
 def measure_interference(node: Node, deadline: float) -> None:
-    """Computation beside communication, at high and at default priority; then two communications at once."""
+    """Endless streams of computation and communication, at both stream priorities; two communications at once."""
     ranks = tuple(range(node.size))
     urgent, normal, other = node.group(ranks, urgent=True), node.group(ranks), node.group(ranks, urgent=True)
     mb = 2**20 if node.cuda else 2**8
 
     def communications(group: Group) -> dict[str, Launch]:
-        made: dict[str, Launch] = {
-            f"ring_{size}": transfers(node, ring(ranks), size * mb, group) for size in (32, 128)
-        }  # fmt: skip
-        made |= {f"{kind}_256": collective(node, kind, 256 * mb, group) for kind in COLLECTIVES[:3]}
-        return made
+        made: dict[str, Launch] = {"ring_128": transfers(node, ring(ranks), 128 * mb, group)}
+        return made | {f"{kind}_256": collective(node, kind, 256 * mb, group) for kind in COLLECTIVES[:3]}
 
-    loads, first, second = compute_loads(node), communications(urgent), communications(other)
-    hot = {name: Load(op, node.device) for name, op in loads.items()}
-    cases: list[tuple[tuple[str, str], tuple[Launch, Launch], dict[str, Any]]] = []
-    for b in first:
-        for a in loads:
-            cases.append(((a, b), (loads[a], first[b]), {"priority": "high"}))
+    loads, first, second, slow = compute_loads(node), *map(communications, (urgent, other, normal))
     second["ring_back_128"] = transfers(node, ring(ranks, -1), 128 * mb, other)
+    cases: list[tuple[tuple[str, str], tuple[Launch, Launch], dict[str, Any]]] = []
     for a, b in (
         ("ring_128", "ring_128"), ("ring_128", "ring_back_128"), ("ring_128", "all_gather_256"),
         ("ring_128", "reduce_scatter_256"), ("ring_128", "all_to_all_256"), ("all_gather_256", "reduce_scatter_256"),
         ("all_to_all_256", "all_gather_256"),
     ):  # fmt: skip
         cases.append(((a, b), (first[a], second[b]), {"priority": "high"}))
-    slow = communications(normal)
-    for b in ("ring_128", "all_gather_256"):
-        for a in loads:
-            cases.append(((a, b), (loads[a], slow[b]), {"priority": "default"}))
+    for (priority, made), b, a in itertools.product((("high", first), ("default", slow)), slow, loads):
+        cases.append(((a, b), (loads[a], made[b]), {"priority": priority}))
     for names, ops, parameters in cases:
         if node.maximum([float(time.monotonic() > deadline)])[0]:
             break
-        try:
-            measure_pair(node, names, ops, hot.get(names[0], next(iter(hot.values()))), **parameters)
-        except Exception as error:
-            print(f"rank {node.rank} {names}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            node.add("error", [], failed="interference", message=str(error)[:300], a=names[0], b=names[1])
+        measure_pair(node, names, ops, **parameters)
 
 
 def measure_host(node: Node) -> None:
@@ -390,16 +453,21 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=4.0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--parts", default="network,overlap,loops")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(args.seed)
-    command = f"torchrun -m real.measure_network --minutes {args.minutes:g} --seed {args.seed}"
+    command = f"torchrun -m real.measure_network --minutes {args.minutes:g} --seed {args.seed} --parts {args.parts}"
     node = Node(args.out, command, args.commit)
     deadline = started + 60 * args.minutes
     measure_host(node)
-    measure_network(node, np.random.default_rng(args.seed), started + 60 * args.minutes * 0.55)
-    measure_interference(node, deadline)
+    if "network" in args.parts:
+        measure_network(node, np.random.default_rng(args.seed), started + 60 * args.minutes * 0.4)
+    if "overlap" in args.parts:
+        measure_overlap(node, started + 60 * args.minutes * 0.75)
+    if "loops" in args.parts:
+        measure_interference(node, deadline)
     node.add("end", [time.monotonic() - started])
     if node.rank == 0:
         summary(args.out)

@@ -45,31 +45,16 @@ class Clock:
             return {"sm_clock_hz": 0.0, "temperature_c": 0.0, "power_w": 0.0}
 
 
-class Load:
-    """Work that keeps the GPU in the state of a long run, hot and power-limited, and its queue full before a sample.
-
-    It should be the kernel under test at a size of some 0.5 ms: clocks depend on what runs.
-    """
-
-    def __init__(self, op: Callable[[], object], device: torch.device) -> None:
-        self._op, self._device = op, device
+def soak(op: Callable[[], object], seconds: float, per_op: float) -> None:
+    """Queues `op` for that many seconds, so that the clock settles where this very op keeps it."""
+    for _ in range(max(1, min(4000, int(seconds / per_op)))):
         op()
-        self._seconds = max(1e-5, min(time_ops(op, 5, device)))
-
-    def fill(self, seconds: float) -> None:
-        """Queues about that many seconds of work."""
-        if self._device.type == "cuda":
-            for _ in range(max(1, min(600, int(seconds / self._seconds)))):
-                self._op()
 
 
-def matrix_product(device: torch.device) -> Callable[[], object]:
-    """A large matrix product, for loads that belong to no kernel."""
-    n = 4096 if device.type == "cuda" else 64
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    c = torch.empty(n, n, device=device, dtype=dtype)
-    return lambda: torch.mm(a, b, out=c)
+def hold(seconds: float, device: torch.device) -> None:
+    """Keeps the GPU waiting for that long, so that the host gets ahead of it."""
+    if device.type == "cuda":
+        torch.cuda._sleep(int(seconds * 1.9e9))  # SM cycles; no power is drawn, so clocks do not fall
 
 
 def time_ops(op: Callable[[], object], num: int, device: torch.device) -> list[float]:

@@ -7,7 +7,8 @@ Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the
     host          kind (wall seconds that the host spends on one launch)
     collective    kind, num_ranks, nbytes (S of nccl-tests)
     transfer      kind, num_ranks, nbytes (per message)
-    interference  what runs on each stream, alone and together
+    overlap       a computation and a communication, alone and together, one inside the other
+    interference  two endless streams of ops, alone and together
     sustained     one kernel over seconds of load
     check         relative error of a kernel against plain fp32 attention
     error         the point could not be measured; `message` says why
@@ -110,5 +111,5 @@ def _check_point(path: Path, number: int, point: dict[str, Any]) -> None:
     samples = point.get("samples_s")
     if not isinstance(samples, list) or not all(isinstance(s, int | float) and 0 <= s < 3600 for s in samples):
         raise ProfileError(f"{path}:{number}: 'samples_s' must be a list of seconds, at least 0")
-    if point["op"] not in ("error", "check") and not samples:
+    if point["op"] not in ("error", "check", "interference", "overlap") and not samples:
         raise ProfileError(f"{path}:{number}: {point['op']} point without samples")

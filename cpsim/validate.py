@@ -379,6 +379,10 @@ class _Memory:
         for pairs, filled in ((self.s.outputs, False), (self.s.inputs, True)):
             for buffer, block in pairs.tolist():
                 self._place(buffer, block, filled)
+            needed = np.bincount(pairs[:, 0], self.nbytes[pairs[:, 1]], len(self.s.buffer_nbytes))
+            for b in np.flatnonzero(needed > self.s.buffer_nbytes).tolist():
+                name, nbytes = self.s.buffer_names[self.s.buffer_name[b]], self.s.buffer_nbytes[b]
+                raise ScheduleError(f"buffer #{b} {name} has {nbytes} B, too few for its blocks of {needed[b]:.0f} B")
         for index in range(len(self.s)):
             accesses = [self._decode(a) for a in range(self.s.access_start[index], self.s.access_start[index + 1])]
             self._record_conflicts(index, accesses)
@@ -401,12 +405,6 @@ class _Memory:
         self.held[buffer][tensor] = _Held(
             token_set, heads, np.zeros(shape, np.uint64), None if filled else np.zeros(shape, bool)
         )
-        if self.nbytes[block] > self.s.buffer_nbytes[buffer]:
-            name = self.s.buffer_names[self.s.buffer_name[buffer]]
-            raise ScheduleError(
-                f"buffer #{buffer} {name} has {self.s.buffer_nbytes[buffer]} B, too few for "
-                f"{self.s.block_text(block)} of {self.nbytes[block]} B"
-            )
 
     def _execute(self, index: int, accesses: list[_Access]) -> None:
         kind = Kind(int(self.s.kind[index]))
@@ -427,6 +425,8 @@ class _Memory:
     def _read(self, index: int, a: _Access) -> Weights:
         """Values of a block that a buffer must hold."""
         held = self.held[a.buffer].get(a.tensor)
+        if not len(self.cells.of_set(a.token_set)):
+            return self._zeros(a)
         if held is None or a.heads.start < held.heads.start or a.heads.stop > held.heads.stop:
             return self._missing(index, a)
         columns = slice(a.heads.start - held.heads.start, a.heads.stop - held.heads.start)

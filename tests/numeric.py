@@ -46,7 +46,7 @@ def attend_backward(q, kv, out, dout, allowed):
     dkv = np.concatenate(
         [np.einsum("hqk,qhd->khd", ds, q), np.einsum("hqk,qhd->khd", weights, dout)], axis=2
     )
-    dkv = dkv.reshape(len(kv), kv_heads, -1, 2 * d).sum(axis=2)
+    dkv = dkv.reshape(len(kv), kv_heads, q.shape[1] // kv_heads, 2 * d).sum(axis=2)
     return np.einsum("hqk,khd->qhd", ds, k), dkv
 
 
@@ -118,6 +118,8 @@ class Interpreter:
 
     def load(self, buffer, block):
         tensor, tokens, heads = self.block(block)
+        if not len(tokens):
+            return self.empty((tensor, tokens, heads), 0.0)
         held, first, array = self.memory[buffer][tensor]
         rows = np.searchsorted(held, tokens)
         assert np.array_equal(held[rows], tokens)

@@ -183,7 +183,9 @@ class _Ring:
         b.output(dq, dq_block[self.ranks])
         b.output(dkv, dkv_block[self.ranks])
         dq_partial = b.buffers("dq partial", self.tokens * self.q_bytes)
-        dkv_partial = b.buffers("dkv partial", self.tokens * self.kv_bytes) if self.num_ranks > 1 else dkv
+        dkv_partial = dkv
+        if self.num_ranks > 1:
+            dkv_partial = b.buffers("dkv partial", np.full(self.num_ranks, self.tokens.max() * self.kv_bytes))
         queries = self._pack_tails(given, sum(widths))
         dq_bytes = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
         feed = _Feed(self, kv, kv_block, self.travel_buffers("kv ring", self.kv_bytes, self.num_ranks - 1))

@@ -1,0 +1,104 @@
+"""Who may import whom, and what ``import cpsim`` must not load."""
+
+import ast
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+CORE = {"errors", "units", "files"}
+CASE = {"masks", "documents", "workload", "cluster", "scenario"}
+PLAN = {"tiles", "schedule"}
+ALLOWED = {
+    "errors": set(),
+    "units": set(),
+    "files": {"errors"},
+    "masks": CORE,
+    "documents": CORE,
+    "cluster": CORE,
+    "workload": CORE | {"masks"},
+    "scenario": CORE | {"masks", "documents", "workload", "cluster"},
+    "tiles": {"masks"},
+    "schedule": {"masks", "tiles", "errors"},
+    "strategies": CORE | CASE - {"scenario"} | PLAN,
+    "sim": PLAN | {"masks", "errors"},
+    # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
+    "models": CORE | {"masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
+    "calibrate": CORE | {"models", "masks", "cluster", "tiles"},
+    "validate": CORE | {"masks", "workload", "tiles", "schedule"},
+    "prediction": CORE | {"scenario", "sim.timeline"},
+    "predict": CORE | CASE | PLAN | {"strategies", "sim", "models", "calibrate", "prediction", "validate"},
+    "report": CORE | CASE | PLAN | {"strategies", "sim", "predict", "prediction", "calibrate"},
+    "cli": CORE | CASE | {"predict", "prediction", "report", "strategies", "calibrate", "validate", "schedule"},
+    "__init__": CORE | CASE | PLAN | {"predict", "prediction", "strategies", "sim", "validate"},
+    "__main__": {"cli"},
+}
+"""Module or package of cpsim -> what it may import from cpsim, itself aside."""
+
+FORBIDDEN = {"torch", "flash_attn", "real"}
+SLOW = {"torch", "flash_attn", "simpy", "plotly", "scipy", "numba", "pandas"}
+
+
+def modules():
+    return sorted((ROOT / "cpsim").rglob("*.py"))
+
+
+def layer_of(path):
+    return path.relative_to(ROOT / "cpsim").with_suffix("").parts[0]
+
+
+def imported(path):
+    """Absolute names of all imports of a file, also those inside functions."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names.extend(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.extend([f"{node.module}.{alias.name}" for alias in node.names])
+    return names
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_down_the_layers(path):
+    layer = layer_of(path)
+    assert layer in ALLOWED, f"{layer}: add it to ALLOWED"
+    for name in imported(path):
+        assert name.split(".")[0] not in FORBIDDEN, f"{path} imports {name}"
+        if not name.startswith("cpsim."):
+            continue
+        parts = name.split(".")[1:]
+        names = {parts[0], ".".join(parts[:2])}
+        assert parts[0] == layer or names & ALLOWED[layer], f"{path} imports {name}"
+
+
+def test_the_map_has_no_cycles():
+    known = {layer: {n.split(".")[0] for n in below} for layer, below in ALLOWED.items()}
+    known["models"] -= {"calibrate"}  # profile.py is data; calibrate's fits use the models
+    done = set()
+    while len(done) < len(known):
+        free = {layer for layer, below in known.items() if below <= done} - done
+        assert free, f"cycle among {sorted(set(known) - done)}"
+        done |= free
+
+
+def fresh(code):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    return json.loads(done.stdout)
+
+
+def test_import_cpsim_loads_nothing_slow():
+    loaded = fresh("import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
+    assert not SLOW & set(loaded)
+
+
+def test_import_cpsim_takes_less_than_300_ms():
+    code = "import time; t = time.perf_counter(); import cpsim; print(time.perf_counter() - t)"
+    assert statistics.median(fresh(code) for _ in range(5)) < 0.3

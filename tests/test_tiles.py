@@ -1,0 +1,89 @@
+"""Tiles and the kernel sequences that they are made of, against brute force."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpsim.masks import UNBOUNDED, RangeSets, dense_mask, mask_slices
+from cpsim.strategies import sharding
+from cpsim.tiles import make_tiles, sequences
+from test_masks import masks, range_sets, tokens_of
+
+
+def covered(tiles, mask, tile, num_tokens):
+    """The pairs of a tile as a boolean matrix."""
+    pairs = np.zeros((num_tokens, num_tokens), int)
+    offset = np.arange(num_tokens)[None] - np.arange(num_tokens)[:, None]
+    for row, q0, q1, k0, k1 in tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].tolist():
+        inside = np.zeros((num_tokens, num_tokens), bool)
+        inside[q0:q1, k0:k1] = True
+        pairs += inside & (offset >= mask.low[row]) & (offset <= mask.high[row])
+    return pairs
+
+
+@settings(max_examples=200, deadline=None)
+@given(masks(), range_sets(), st.randoms(use_true_random=False))
+def test_a_tile_is_the_mask_in_its_product(mask, sets, random):
+    pairs = np.array([(random.randrange(len(sets)), random.randrange(len(sets))) for _ in range(4)])
+    tiles = make_tiles(mask, sets, pairs[:, 0], pairs[:, 1])
+    assert tiles.area[0] == 0
+    for tile, (q, k) in enumerate(pairs.tolist(), start=1):
+        expected = dense_mask(mask, 24) & tokens_of(sets.of(q), 24)[:, None] & tokens_of(sets.of(k), 24)[None]
+        got = covered(tiles, mask, tile, 24)
+        assert np.array_equal(got, expected)
+        assert tiles.area[tile] == expected.sum()
+
+
+@settings(max_examples=200, deadline=None)
+@given(masks(), range_sets())
+def test_key_ranges_end_where_the_band_ends(mask, sets):
+    tiles = make_tiles(mask, sets, np.arange(len(sets)), np.arange(len(sets)))
+    offset = np.arange(24)[None] - np.arange(24)[:, None]
+    for row, q0, q1, k0, k1 in tiles.rows.tolist():
+        inside = (offset >= mask.low[row]) & (offset <= mask.high[row])
+        assert inside[q0:q1, k0].any()
+        assert inside[q0:q1, k1 - 1].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(), range_sets())
+def test_sequences_keep_queries_and_area(mask, sets):
+    tiles = make_tiles(mask, sets, np.arange(len(sets)), np.arange(len(sets)))
+    found = sequences(tiles)
+    for tile in range(len(tiles.area)):
+        here = slice(found.start[tile], found.start[tile + 1])
+        assert found.area[here].sum() == tiles.area[tile]
+        assert (found.area[here] <= found.q_len[here] * found.k_len[here]).all()
+        assert (found.area[here] > 0).all()
+    assert found.keys().tolist() == [
+        found.k_len[found.start[t] : found.start[t + 1]].sum() for t in range(len(tiles.area))
+    ]
+
+
+def test_a_zigzag_ring_step_is_one_sequence_and_an_all_gathered_zigzag_two():
+    mask = mask_slices("causal", [32])
+    chunks = sharding.zigzag(32, 2)
+    shards = sharding.union(sharding.part(chunks, 0, 2), sharding.part(chunks, 2, 2))
+    sets = sharding.stack(shards, sharding.contiguous(32, 1))
+    ring = sequences(make_tiles(mask, sets, [0], [0]))
+    assert (ring.q_len.tolist(), ring.k_len.tolist(), ring.causal.tolist()) == ([16], [16], [True])
+    gathered = sequences(make_tiles(mask, sets, [0], [2]))
+    assert (gathered.q_len.tolist(), gathered.k_len.tolist()) == ([8, 8], [8, 32])
+    assert ring.regular.all()
+    assert gathered.regular.all()
+
+
+def test_a_window_is_no_plain_causal_sequence():
+    mask = mask_slices("causal", [16])
+    window = type(mask)(mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.high - 3, mask.high)
+    assert window.low[0] > -UNBOUNDED
+    whole = RangeSets(np.array([0, 1]), np.array([[0, 16]]))
+    assert sequences(make_tiles(window, whole, [0], [0])).regular.tolist() == [False]
+
+
+def test_every_document_is_a_sequence():
+    mask = mask_slices("causal_document", [3, 1, 12])
+    found = sequences(make_tiles(mask, sharding.contiguous(16, 1), [0], [0]))
+    assert found.q_len.tolist() == [3, 1, 12]
+    assert found.area.tolist() == [6, 1, 78]
+    assert found.regular.all()

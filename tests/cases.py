@@ -27,7 +27,7 @@ DOCUMENTS = {
     "uneven": (5, 19, 24),
     "short": (1, 2, 17, 3, 1, 24),
 }
-"""All of 48 tokens, which 1, 2, 3, 4, 6 and 8 ranks divide; ``short`` has documents of fewer tokens than ranks."""
+"""All of 48 tokens, which ALL_RANKS divide; ``short`` has documents of fewer tokens than ranks."""
 HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 ALL_RANKS = (1, 2, 3, 4, 6, 8)
 

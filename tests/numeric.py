@@ -1,4 +1,4 @@
-"""A tiny interpreter of schedules in float64: blocks are arrays, ops do what their kind says, on any legal order."""
+"""A tiny interpreter of schedules in float64: blocks are arrays, ops do what their kind says."""
 
 import numpy as np
 
@@ -43,9 +43,7 @@ def attend_backward(q, kv, out, dout, allowed):
     weights = np.exp(scores - out[..., -1].T[..., None])
     delta = (dout * out[..., :-1]).sum(axis=2)
     ds = weights * (np.einsum("qhd,khd->hqk", dout, v) - delta.T[..., None]) / np.sqrt(d)
-    dkv = np.concatenate(
-        [np.einsum("hqk,qhd->khd", ds, q), np.einsum("hqk,qhd->khd", weights, dout)], axis=2
-    )
+    dkv = np.concatenate([np.einsum("hqk,qhd->khd", ds, q), np.einsum("hqk,qhd->khd", weights, dout)], axis=2)
     dkv = dkv.reshape(len(kv), kv_heads, q.shape[1] // kv_heads, 2 * d).sum(axis=2)
     return np.einsum("hqk,khd->qhd", ds, k), dkv
 
@@ -152,20 +150,28 @@ class Interpreter:
             case Kind.ATTENTION | Kind.ATTENTION_BACKWARD:
                 return self.attention(i, reads, targets)
             case Kind.MERGE:
-                return [self.merged(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
+                return [
+                    self.merged(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)
+                ]
             case Kind.ACCUMULATE | Kind.REDUCE_SCATTER | Kind.ALL_REDUCE:
-                return [self.summed(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
+                return [
+                    self.summed(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)
+                ]
             case Kind.COPY | Kind.TRANSFER | Kind.ALL_GATHER | Kind.ALL_TO_ALL:
                 return [self.moved(self.block(k), reads) for _, k, _ in targets]
             case other:
                 raise NotImplementedError(other)
 
     def attention(self, i, reads, targets):
-        given = {tensor: (tokens, array[:, self.heads(i, tensor, heads)]) for tensor, tokens, heads, array in reads}
+        given = {
+            tensor: (tokens, array[:, self.heads(i, tensor, heads)]) for tensor, tokens, heads, array in reads
+        }
         queries, keys = given["q"][0], given["kv"][0]
         allowed = np.zeros((len(queries), len(keys)), bool)
         tile = int(self.s.tile[i])
-        for row, q0, q1, k0, k1 in self.s.tiles.rows[self.s.tiles.start[tile] : self.s.tiles.start[tile + 1]].tolist():
+        for row, q0, q1, k0, k1 in self.s.tiles.rows[
+            self.s.tiles.start[tile] : self.s.tiles.start[tile + 1]
+        ].tolist():
             offset = keys[None] - queries[:, None]
             inside = ((queries >= q0) & (queries < q1))[:, None] & ((keys >= k0) & (keys < k1))[None]
             allowed |= inside & (offset >= self.mask.low[row]) & (offset <= self.mask.high[row])
@@ -195,7 +201,9 @@ class Interpreter:
             low, high = max(heads.start, have_heads.start), min(heads.stop, have_heads.stop)
             if (name == tensor or (name, tensor) == ("out", "o")) and low < high:
                 _, here, there = np.intersect1d(tokens, have, return_indices=True)
-                part = array[there][:, low - have_heads.start : high - have_heads.start, : self.widths[tensor]]
+                part = array[there][
+                    :, low - have_heads.start : high - have_heads.start, : self.widths[tensor]
+                ]
                 yield np.ix_(here, np.arange(low, high) - heads.start), part
 
     def empty(self, target, value):
@@ -203,7 +211,7 @@ class Interpreter:
         return np.full((len(tokens), heads.stop - heads.start, self.widths[tensor]), value)
 
     def moved(self, target, reads):
-        """Cells go where they belong; partial gradients that an all-to-all brings together wait side by side."""
+        """Cells go where they belong; partial gradients that an all-to-all brings together are added."""
         total, count = self.empty(target, 0.0), self.empty(target, 0)
         for where, part in self.pieces(target, reads):
             total[where] += part

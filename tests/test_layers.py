@@ -34,7 +34,9 @@ ALLOWED = {
     "prediction": CORE | {"scenario", "sim.timeline"},
     "predict": CORE | CASE | PLAN | {"strategies", "sim", "models", "calibrate", "prediction", "validate"},
     "report": CORE | CASE | PLAN | {"strategies", "sim", "predict", "prediction", "calibrate"},
-    "cli": CORE | CASE | {"predict", "prediction", "report", "strategies", "calibrate", "validate", "schedule"},
+    "cli": CORE
+    | CASE
+    | {"predict", "prediction", "report", "strategies", "calibrate", "validate", "schedule"},
     "__init__": CORE | CASE | PLAN | {"predict", "prediction", "strategies", "sim", "validate"},
     "__main__": {"cli"},
 }
@@ -95,7 +97,9 @@ def fresh(code):
 
 
 def test_import_cpsim_loads_nothing_slow():
-    loaded = fresh("import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
+    loaded = fresh(
+        "import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
+    )
     assert not SLOW & set(loaded)
 
 

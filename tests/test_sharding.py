@@ -1,5 +1,7 @@
 """Token layouts: partitions of the tokens, equally large."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -56,7 +58,7 @@ def test_zigzag_tails_mirror_heads_in_every_document(documents, num_ranks):
         assert sorted(starts) == starts
         assert starts[0][0] == first
         assert starts[-1][1] == end
-        assert all(a[1] == b[0] for a, b in zip(starts[:-1], starts[1:], strict=True))
+        assert all(a[1] == b[0] for a, b in pairwise(starts))
 
 
 def test_zigzag_of_one_sequence_is_that_of_one_document():
@@ -85,7 +87,8 @@ def test_stack_and_part_are_inverse():
 
 
 @pytest.mark.parametrize(
-    ("mask", "bounds"), [("full", [0, 9]), ("causal", [0, 9]), ("full_document", [0, 4, 9]), ("causal_document", [0, 4, 9])]
+    ("mask", "bounds"),
+    [("full", [0, 9]), ("causal", [0, 9]), ("full_document", [0, 4, 9]), ("causal_document", [0, 4, 9])],
 )  # fmt: skip
 def test_documents_are_spans_that_share_no_mask_row(mask, bounds):
     slices = mask_slices(mask, [4, 5])

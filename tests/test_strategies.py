@@ -1,12 +1,20 @@
 """Every strategy: coverage, data, races, numbers, bytes, balance, and what it says where it cannot run."""
 
+import numeric
 import numpy as np
 import pytest
-
-import numeric
 from cases import (
-    ALL_KNOBS, ALL_MASKS, ALL_PASSES, ALL_RANKS, ALL_STRATEGIES, DOCUMENTS, HEADS, cluster, workload,
+    ALL_KNOBS,
+    ALL_MASKS,
+    ALL_PASSES,
+    ALL_RANKS,
+    ALL_STRATEGIES,
+    DOCUMENTS,
+    HEADS,
+    cluster,
+    workload,
 )  # fmt: skip
+
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.schedule import ATTENTION_KINDS, Kind
 from cpsim.strategies import STRATEGIES, plan
@@ -126,7 +134,7 @@ def test_all_gather_sends_shards_once_and_reduces_fp32_gradients(knobs, num_rank
 @pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("shape", HEADS)
 def test_ulysses_sends_all_tensors_once_and_replicas_of_scarce_heads(shape, num_ranks):
-    """Each way (P-1)/P^2 of Q, K, V and of O; where key-value heads are fewer than ranks, P of them travel."""
+    """Each way (P-1)/P^2 of Q, K, V and of O; where key-value heads are fewer than ranks, P travel."""
     case = workload("causal", "uneven", shape)
     tokens, q, kv = shapes(case)
     kv = max(kv, num_ranks * case.head_dim)
@@ -168,7 +176,10 @@ def test_zigzag_by_document_is_balanced_over_any_documents(name):
 
 
 def test_ulysses_is_balanced():
-    assert np.ptp(work_of_ranks(plan("ulysses", workload("causal_document", "uneven"), cluster(8), "bwd", {}))) == 0
+    assert (
+        np.ptp(work_of_ranks(plan("ulysses", workload("causal_document", "uneven"), cluster(8), "bwd", {})))
+        == 0
+    )
 
 
 @pytest.mark.parametrize("num_ranks", ALL_RANKS)
@@ -210,7 +221,9 @@ def test_ulysses_refuses_tokens_that_ranks_do_not_divide():
 
 
 @every_pass
-@pytest.mark.parametrize(("name", "knobs"), [(n, k) for n, k in ALL_STRATEGIES if "ring" in n or n == "allgather"])
+@pytest.mark.parametrize(
+    ("name", "knobs"), [(n, k) for n, k in ALL_STRATEGIES if "ring" in n or n == "allgather"]
+)
 def test_shards_may_differ_by_a_token(name, knobs, pass_):
     for total in (49, 55, 5):
         case = workload("causal", (total,), "mha")

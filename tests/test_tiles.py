@@ -3,11 +3,11 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_masks import masks, range_sets, tokens_of
 
 from cpsim.masks import UNBOUNDED, RangeSets, dense_mask, mask_slices
 from cpsim.strategies import sharding
 from cpsim.tiles import make_tiles, sequences
-from test_masks import masks, range_sets, tokens_of
 
 
 def covered(tiles, mask, tile, num_tokens):

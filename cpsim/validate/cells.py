@@ -1,0 +1,72 @@
+"""Blocks in units of cells: runs of tokens and heads that no block and no tile cuts."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.masks import Ints
+from cpsim.schedule import Schedule
+from cpsim.workload import Workload
+
+
+class Cells:
+    """Blocks in units of cells: runs of tokens and heads that no block and no tile cuts."""
+
+    def __init__(self, s: Schedule, workload: Workload) -> None:
+        self.s, self.num_heads = s, workload.num_heads
+        ends = [s.sets.ranges.ravel(), s.tiles.rows[:, 1:].ravel(), [0, workload.num_tokens]]
+        self.tokens = np.unique(np.concatenate([np.asarray(e, np.int64) for e in ends]))
+        """Boundaries of the runs of tokens."""
+        self.is_kv = np.array([t.endswith("kv") for t in s.block_tensors], bool)
+        block_kv = self.is_kv[s.block_tensor]
+        first, end = s.block_heads[:, 0], s.block_heads.sum(axis=1)
+        self.heads = [
+            np.unique(np.concatenate((
+                [0, total], first[block_kv == kv], end[block_kv == kv],
+                s.heads[:, 2 * kv], s.heads[:, 2 * kv] + s.heads[:, 2 * kv + 1],
+            )))
+            for kv, total in ((0, workload.num_heads), (1, workload.num_kv_heads))
+        ]  # fmt: skip
+        """Boundaries of the runs of query heads and of key-value heads."""
+        low = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, first, strict=True)]
+        high = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, end, strict=True)]
+        self.block_heads = [slice(int(a), int(b)) for a, b in zip(low, high, strict=True)]
+        self._rows: dict[tuple[int, int], tuple[Ints, Ints]] = {}
+        self._sets: dict[int, Ints] = {}
+        self._tiles: dict[tuple[int, int], Ints] = {}
+
+    def heads_of(self, index: int, tensor: str) -> slice:
+        """Runs of heads of an attention op."""
+        kv = tensor.endswith("kv")
+        first, count = self.s.heads[index, 2 * kv : 2 * kv + 2].tolist()
+        a, b = np.searchsorted(self.heads[kv], [first, first + count]).tolist()
+        return slice(a, b)
+
+    def of_set(self, token_set: int) -> Ints:
+        """Runs of tokens of a set, ascending."""
+        if token_set not in self._sets:
+            self._sets[token_set] = self._runs(self.s.sets.of(token_set))
+        return self._sets[token_set]
+
+    def of_tile(self, tile: int, keys: bool) -> Ints:
+        """Runs of tokens that the queries or the keys of a tile touch, ascending."""
+        if (tile, keys) not in self._tiles:
+            rows = self.s.tiles.rows[self.s.tiles.start[tile] : self.s.tiles.start[tile + 1]]
+            self._tiles[tile, keys] = np.unique(self._runs(rows[:, 3:5] if keys else rows[:, 1:3]))
+        return self._tiles[tile, keys]
+
+    def common(self, one: int, other: int) -> tuple[Ints, Ints]:
+        """Where the runs that two sets share are in the one and in the other."""
+        if (one, other) not in self._rows:
+            _, here, there = np.intersect1d(
+                self.of_set(one), self.of_set(other), assume_unique=True, return_indices=True
+            )
+            self._rows[one, other] = here, there
+        return self._rows[one, other]
+
+    def _runs(self, ranges: NDArray[np.integer]) -> Ints:
+        first, end = np.searchsorted(self.tokens, ranges).reshape(-1, 2).T
+        length = end - first
+        skipped = np.cumsum(length) - length
+        return np.asarray(np.arange(length.sum()) + np.repeat(first - skipped, length), np.int64)

@@ -249,42 +249,48 @@ class _Entries:
 
     first: list[int] = field(default_factory=list)
     count: list[int] = field(default_factory=list)
-    columns: list[list[Ints]] = field(default_factory=list)
+    columns: list[tuple[Ints, ...]] = field(default_factory=list)
 
     def extend(self, first: int, count: int, *columns: Ints) -> None:
         """Entries of ops ``first`` to ``first + count``; every column ``[count]`` or ``[count, g]``."""
         self.first.append(first)
         self.count.append(count)
-        self.columns.append([c.ravel() for c in columns])
+        self.columns.append(columns)
 
-    def close(self, num_ops: int, num_columns: int) -> tuple[Ints, list[Ints]]:
-        """CSR start ``[num_ops + 1]`` and the columns, ordered by op; negative entries of the first are left out."""
-        chunks = list(zip(*self.columns, strict=True)) or [()] * num_columns
-        columns = [np.concatenate(c).astype(np.int64) if c else np.zeros(0, np.int64) for c in chunks]
-        sizes = np.array([len(c) for c in chunks[0]], np.int64)
+    def close(self, num_ops: int, num_columns: int) -> tuple[Ints, Int32]:
+        """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op.
+
+        Entries whose first column is negative are left out.
+        """
+        sizes = np.array([chunk[0].size for chunk in self.columns], np.int64)
         shape = np.stack([np.array(self.first, np.int64), np.array(self.count, np.int64), sizes], axis=1)
-        start, order = _group_by_op(shape, columns[0], num_ops)
-        return start, [c[order] for c in columns]
+        table = np.empty((num_columns, sizes.sum()), np.int64)
+        for i in range(num_columns if self.columns else 0):
+            np.concatenate([chunk[i].ravel() for chunk in self.columns], out=table[i])
+        return _group_by_op(shape, table, num_ops)  # type: ignore[no-any-return]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _group_by_op(chunks, values, num_ops):  # type: ignore[no-untyped-def]
-    """CSR start and the stable order that groups entries by op; chunks are (first op, ops, entries)."""
-    op = np.empty(len(values), np.int64)
-    at = 0
-    for first, count, size in chunks:
-        for entry in range(size):
-            op[at] = first + entry // (size // count) if values[at] >= 0 else num_ops
-            at += 1
-    start = np.zeros(num_ops + 2, np.int64)
-    for i in op:
-        start[i + 1] += 1
-    start = np.cumsum(start)
-    order, filled = np.empty(len(op), np.int64), start.copy()
-    for i in range(len(op)):
-        order[filled[op[i]]] = i
-        filled[op[i]] += 1
-    return start[: num_ops + 1], order[: start[num_ops]]
+def _group_by_op(chunks, table, num_ops):  # type: ignore[no-untyped-def]
+    """CSR start and stably grouped columns; chunks are (first op, ops, entries)."""
+    filled = np.zeros(num_ops + 1, np.int64)
+    grouped = np.empty(table.shape, np.int32)
+    start = filled
+    for fills in (False, True):
+        at = 0
+        for first, count, size in chunks:
+            for op in range(first, first + count):
+                for _ in range(size // count):
+                    if table[0, at] >= 0:
+                        if fills:
+                            for column in range(len(table)):
+                                grouped[column, filled[op]] = table[column, at]
+                        filled[op + (not fills)] += 1
+                    at += 1
+        if not fills:
+            start = np.cumsum(filled)
+            filled = start.copy()
+    return start, grouped[:, : start[num_ops]]
 
 
 class Builder:
@@ -371,7 +377,6 @@ class Builder:
     def build(self) -> Schedule:
         """The finished schedule."""
         counts = np.array([c[0] for c in self._columns], np.int64)
-
         lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
         dep_start, (deps,) = self._deps.close(self._num_ops, 1)
         access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
@@ -386,13 +391,13 @@ class Builder:
             heads=_spread([c[4] for c in self._columns], counts, 4).astype(np.int32),
             nbytes=_spread([c[5] for c in self._columns], counts)[:, 0],
             lane_start=lane_start,
-            lane_rank=(lanes // len(STREAMS)).astype(np.int32),
+            lane_rank=lanes // len(STREAMS),
             lane_stream=(lanes % len(STREAMS)).astype(np.int8),
             dep_start=dep_start,
-            dep=deps.astype(np.int32),
+            dep=deps,
             access_start=access_start,
-            access_buffer=access_buffer.astype(np.int32),
-            access_block=(access // 3).astype(np.int32),
+            access_buffer=access_buffer,
+            access_block=access // 3,
             access_mode=(access % 3).astype(np.int8),
             buffer_names=names,
             buffer_name=name_index,

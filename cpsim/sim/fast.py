@@ -130,16 +130,41 @@ def _pop(heap, place, key):  # type: ignore[no-untyped-def]
     return op
 
 
+# What runs on a rank, in two bits per pressure class: none, one op, or several. _limits holds the speed of an op of
+# every class beside every such set.
+
+
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _limit(op, lane_start, lane_rank, counts, pressure, slowdown):  # type: ignore[no-untyped-def]
-    """Speed of an op under interference alone; ``counts[rank, class]`` are running ops."""
-    worst, own = 1.0, pressure[op]
+def _limits(slowdown):  # type: ignore[no-untyped-def]
+    """Speed under interference, ``[class of the op, what runs on its rank, itself included]``."""
+    num_classes = len(slowdown)
+    table = np.ones((num_classes, 4**num_classes))
+    for own in range(num_classes):
+        for running in range(4**num_classes):
+            worst = 1.0
+            for other in range(num_classes):
+                if (running >> (2 * other)) & 3 > (other == own):
+                    worst = max(worst, slowdown[own, other])
+            table[own, running] = 1.0 / worst
+    return table
+
+
+@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+def _limit(op, lane_start, lane_rank, present, pressure, limits):  # type: ignore[no-untyped-def]
+    """Speed of a running op under interference alone."""
+    limit = 1.0
     for entry in range(lane_start[op], lane_start[op + 1]):
-        rank = lane_rank[entry]
-        for other in range(counts.shape[1]):
-            if counts[rank, other] > (other == own) and slowdown[own, other] > worst:
-                worst = slowdown[own, other]
-    return 1.0 / worst
+        limit = min(limit, limits[pressure[op], present[lane_rank[entry]]])
+    return limit
+
+
+@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+def _is_shared(op, tight, flow_start, flow_link):  # type: ignore[no-untyped-def]
+    """Whether an op uses a link that could fill."""
+    for entry in range(flow_start[op], flow_start[op + 1]):
+        if tight[flow_link[entry]]:
+            return True
+    return False
 
 
 @njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
@@ -237,6 +262,7 @@ def _fluid(
     heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops)
     running = np.zeros(num_ops, np.bool_)
     left, speed, limit, since = duration.copy(), np.zeros(num_ops), np.ones(num_ops), np.zeros(num_ops)
+    limits = _limits(slowdown)
     counts = np.zeros((num_ranks, slowdown.shape[0]), np.int32)
     present = np.zeros(num_ranks, np.int64)
     # Ops running on a rank, as a list through its lane entries; flows on a link, as a list through its flows.
@@ -361,8 +387,15 @@ def _fluid(
                 flow = following[flow]
         for i in range(num_dirty_ops):
             op = ops[i]
-            if running[op]:
-                limit[op] = _limit(op, lane_start, lane_rank, counts, pressure, slowdown)
+            if not running[op]:
+                continue
+            limit[op] = _limit(op, lane_start, lane_rank, present, pressure, limits)
+            if not _is_shared(op, tight, flow_start, flow_link):
+                dirty_op[op] = False
+                if speed[op] != limit[op] or place[op] == 0:
+                    left[op] -= speed[op] * (now - since[op])
+                    since[op], speed[op] = now, limit[op]
+                    _set_key(heap, place, key, op, now + max(left[op], 0.0) / speed[op])
         for i in range(num_dirty_ops):
             op = ops[i]
             if not running[op] or not dirty_op[op]:
@@ -372,23 +405,18 @@ def _fluid(
                 op, group_ops, group_links, seen, seen_link, tight, head, following, flow_op, flow_start,
                 flow_link,
             )  # fmt: skip
-            before_speed = speed[op]
             for j in range(num_group):
                 member = group_ops[j]
                 left[member] -= speed[member] * (now - since[member])
                 since[member] = now
-            if num_shared == 0:
-                speed[op] = limit[op]
-            else:
-                _fill(
-                    group_ops[:num_group], group_links[:num_shared], tight, limit, speed, links_left, links_load,
-                    flow_start, flow_link, flow_bytes, widest, duration, capacity,
-                )  # fmt: skip
+            _fill(
+                group_ops[:num_group], group_links[:num_shared], tight, limit, speed, links_left, links_load,
+                flow_start, flow_link, flow_bytes, widest, duration, capacity,
+            )  # fmt: skip
             for j in range(num_group):
                 member = group_ops[j]
                 seen[member] = dirty_op[member] = False
-                if num_shared > 0 or speed[op] != before_speed or place[op] == 0:
-                    _set_key(heap, place, key, member, now + max(left[member], 0.0) / speed[member])
+                _set_key(heap, place, key, member, now + max(left[member], 0.0) / speed[member])
             for j in range(num_shared):
                 seen_link[group_links[j]] = False
     return start, end, cause, num_ended

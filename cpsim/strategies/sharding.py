@@ -49,15 +49,15 @@ def document_zigzag(bounds: Ints, num_ranks: int) -> RangeSets:
 
 def union(first: RangeSets, second: RangeSets) -> RangeSets:
     """Set i holds the ranges of set i of both, ascending; ranges that touch are joined."""
-    sets = []
-    for i in range(len(first)):
-        ranges = np.concatenate([first.of(i), second.of(i)])
-        ranges = ranges[np.argsort(ranges[:, 0], kind="stable")]
-        opens = np.concatenate(([True], ranges[1:, 0] != ranges[:-1, 1]))[: len(ranges)]
-        starts = np.flatnonzero(opens)
-        ends = np.concatenate((starts[1:], [len(ranges)])) - 1
-        sets.append(np.stack([ranges[starts, 0], ranges[ends[: len(starts)], 1]], axis=1))
-    return stack(*(RangeSets(np.array([0, len(s)]), s) for s in sets))
+    owner = np.concatenate([np.repeat(np.arange(len(s)), np.diff(s.start)) for s in (first, second)])
+    ranges = np.concatenate([first.ranges, second.ranges])
+    order = np.lexsort((ranges[:, 0], owner))
+    owner, ranges = owner[order], ranges[order]
+    joins = (owner[1:] == owner[:-1]) & (ranges[1:, 0] == ranges[:-1, 1])
+    opens, closes = np.concatenate(([True], ~joins)), np.concatenate((~joins, [True]))
+    per_set = np.bincount(owner[opens], minlength=len(first))
+    joined = np.stack([ranges[opens, 0], ranges[closes, 1]], axis=1)
+    return RangeSets(np.concatenate(([0], np.cumsum(per_set))), joined)
 
 
 def stack(*groups: RangeSets) -> RangeSets:

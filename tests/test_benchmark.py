@@ -1,0 +1,159 @@
+"""How fast cpsim is, with the work of every measurement pinned by its op count.
+
+Run with ``pytest -m benchmark tests/test_benchmark.py``; every claim of speed cites one of these.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from cpsim.calibrate.profile import load_profile
+from cpsim.cluster import load_cluster
+from cpsim.models.price import Pricing
+from cpsim.predict import advise, predict_many
+from cpsim.scenario import Scenario, load_scenario
+from cpsim.schedule import Kind
+from cpsim.sim.fast import simulate
+from cpsim.sim.reference import simulate_reference
+from cpsim.sim.work import free_work
+from cpsim.strategies import STRATEGIES, plan
+from cpsim.workload import Workload
+
+pytestmark = pytest.mark.benchmark
+
+GPUS = 96
+CLUSTER = load_cluster("dgx-h200").with_gpus(GPUS)
+EXAMPLE = "examples/llama3-8b-96gpu.yaml"
+
+
+def workload(gpus=GPUS, tokens=8192):
+    return Workload(
+        documents=(gpus * tokens,), mask="causal", num_heads=32, num_kv_heads=8, head_dim=128, dtype="bf16"
+    )
+
+
+def zigzag(pass_):
+    return plan("zigzag_ring", workload(), CLUSTER, pass_, {})
+
+
+def pricing():
+    return Pricing(
+        cluster=CLUSTER, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced"
+    )
+
+
+def ops(gpus):
+    """Ops of a zigzag ring: attention, transfers and merges forward; two sums and two transfers backward."""
+    forward = gpus**2 + 2 * gpus * (gpus - 1)
+    backward = gpus**2 + gpus * (gpus - 1) + gpus * (gpus - 1) + 2 * gpus**2 + gpus
+    return forward, backward
+
+
+@pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
+def test_plan(benchmark):
+    planned = benchmark(lambda: [zigzag(p) for p in ("fwd", "bwd")])
+    assert tuple(len(s) for s in planned) == ops(GPUS)
+
+
+@pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
+def test_price(benchmark):
+    planned, prices = [zigzag(p) for p in ("fwd", "bwd")], pricing()
+    priced = benchmark(lambda: [prices.price(s) for s in planned])
+    assert sum(len(p.work.duration_s) for p in priced) == sum(ops(GPUS))
+
+
+@pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
+def test_simulate_with_shared_links_and_interference(benchmark):
+    planned, prices = [zigzag(p) for p in ("fwd", "bwd")], pricing()
+    works = [prices.price(s).work for s in planned]
+    lines = benchmark(lambda: [simulate(s, w) for s, w in zip(planned, works, strict=True)])
+    assert sum(len(line.end_s) for line in lines) == sum(ops(GPUS))
+
+
+@pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
+def test_plan_and_simulate(benchmark):
+    prices = pricing()
+    works = [prices.price(zigzag(p)).work for p in ("fwd", "bwd")]
+    lines = benchmark(lambda: [simulate(zigzag(p), w) for p, w in zip(("fwd", "bwd"), works, strict=True)])
+    assert sum(len(line.end_s) for line in lines) == sum(ops(GPUS))
+
+
+def constant(schedule):
+    work = pricing().price(schedule).work
+    return free_work(work.duration_s, work.release_s)
+
+
+@pytest.mark.benchmark(group="engines, 96-rank zigzag ring, constant rates, forward")
+def test_fast_engine(benchmark):
+    schedule = zigzag("fwd")
+    work = constant(schedule)
+    assert len(benchmark(lambda: simulate(schedule, work)).end_s) == ops(GPUS)[0]
+
+
+@pytest.mark.benchmark(group="engines, 96-rank zigzag ring, constant rates, forward")
+def test_reference_engine(benchmark):
+    schedule = zigzag("fwd")
+    work = constant(schedule)
+    line = benchmark.pedantic(lambda: simulate_reference(schedule, work), rounds=2)
+    assert len(line.end_s) == ops(GPUS)[0]
+
+
+@pytest.mark.benchmark(group="engines, 16-rank zigzag ring, shared links and interference, forward")
+@pytest.mark.parametrize("engine", [simulate, simulate_reference])
+def test_engines_with_sharing(benchmark, engine):
+    cluster = CLUSTER.with_gpus(16)
+    schedule = plan("zigzag_ring", workload(16), cluster, "fwd", {})
+    prices = Pricing(
+        cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced"
+    )
+    work = prices.price(schedule).work
+    assert len(benchmark(lambda: engine(schedule, work)).end_s) == ops(16)[0]
+
+
+@pytest.mark.benchmark(group="commands")
+def test_advise_at_96_gpus_with_start_up(benchmark):
+    command = [sys.executable, "-m", "cpsim", "advise", EXAMPLE, "--json"]
+    done = benchmark.pedantic(
+        lambda: subprocess.run(command, check=True, capture_output=True), rounds=3, warmup_rounds=1
+    )
+    assert done.stdout
+
+
+@pytest.mark.benchmark(group="commands")
+def test_advise_at_96_gpus_in_process(benchmark):
+    advice = benchmark.pedantic(lambda: advise(load_scenario(EXAMPLE)), rounds=3, warmup_rounds=1)
+    assert advice.candidates
+
+
+@pytest.mark.benchmark(group="commands")
+def test_a_thousand_mixed_predictions(benchmark):
+    cases = mixed_scenarios(1000)
+    answers = benchmark.pedantic(lambda: predict_many(cases), rounds=1)
+    assert len(answers) == 1000
+
+
+def mixed_scenarios(count):
+    """Strategies x masks x passes x 1 to 96 GPUs x 1k to 16k tokens per GPU, documents included, in turn."""
+    names = [name for name in STRATEGIES if name != "none"]
+    gpus, tokens = (2, 4, 8, 16, 32, 64, 96), (1024, 2048, 4096, 8192, 16384)
+    masks = ("causal", "causal_document", "full", "full_document")
+    return [
+        Scenario(
+            strategy=names[i % 4],
+            gpus=gpus[i % 7],
+            cluster="dgx-h200",
+            tokens_per_gpu=tokens[i % 5],
+            documents={"distribution": "prolong512k", "seed": i} if "document" in masks[i // 4 % 4] else None,
+            mask=masks[i // 4 % 4],
+            heads=32,
+            kv_heads=8,
+            **{"pass": ("fwd", "bwd", "fwd_bwd")[i // 16 % 3]},
+        )
+        for i in range(count)
+    ]
+
+
+def test_kinds_of_a_zigzag_ring():
+    schedule = zigzag("fwd")
+    assert int((schedule.kind == Kind.ATTENTION).sum()) == GPUS**2

@@ -12,6 +12,7 @@ from cpsim.strategies import plan, sharding
 from cpsim.tiles import make_tiles
 from cpsim.validate import validate
 from cpsim.validate.ordering import check_order
+from cpsim.validate.structure import check_lanes
 
 CASE = workload("causal_document", "uneven", "gqa")
 SOURCES = [
@@ -274,6 +275,13 @@ def test_columns_that_make_no_sense_are_found():
     for match, parts in faults.items():
         refuse(replace(schedule, **parts), match)
     refuse(without(schedule, 0, "lane_rank", "lane_stream"), "a transfer needs 2 lanes")
+
+
+def test_a_barrier_may_join_two_streams_of_one_rank():
+    sets = sharding.contiguous(8, 1)
+    b = Builder(2, sets, make_tiles(workload("full", (8,)).slices(), sets, [0], [0]))
+    b.add(Kind.BARRIER, (np.arange(2), "compute"), (np.arange(2), "comm"))
+    check_lanes(b.build())
 
 
 def test_a_dependency_on_a_stranger_is_found():

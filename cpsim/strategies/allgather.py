@@ -129,7 +129,7 @@ class _AllGather:
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
             reads = [self._part(access, tensor, g) for tensor, access in given.items()]
-            done = b.add(
+            b.add(
                 Kind.ATTENTION_BACKWARD, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g),
                 deps=after, reads=[*reads, keys], writes=[self._part(dq, "dq", g), scatter.partial(g)],
             )  # fmt: skip

@@ -58,7 +58,7 @@ def check_lanes(s: Schedule) -> None:
         fail(s, int(np.flatnonzero(wrong)[0]), "a transfer needs 2 lanes, source first")
     index, why = _first_bad_lane(
         s.kind, s.lane_start, s.lane_rank, s.dep_start, s.dep, s.access_start, s.access_buffer, s.access_mode,
-        s.buffer_rank, int(Kind.TRANSFER), READ,
+        s.buffer_rank, int(Kind.TRANSFER), int(Kind.BARRIER), READ,
     )  # fmt: skip
     if why:
         fail(s, index, _LANE_FAULTS[why])
@@ -86,6 +86,7 @@ def _first_bad_lane(  # type: ignore[no-untyped-def]
     access_mode,
     buffer_rank,
     transfer,
+    barrier,
     read,
 ):
     """(op, index into ``_LANE_FAULTS``) of the first op that is not where it should be; (0, 0) if none is."""
@@ -93,7 +94,7 @@ def _first_bad_lane(  # type: ignore[no-untyped-def]
     for op in range(len(kind)):
         mine = lane_rank[lane_start[op] : lane_start[op + 1]]
         for rank in mine:
-            if seen[rank] == op:
+            if seen[rank] == op and kind[op] != barrier:
                 return op, 1
             seen[rank] = op
         for d in dep[dep_start[op] : dep_start[op + 1]]:

@@ -119,6 +119,12 @@ def test_lengths_scale_tokens_and_documents():
     assert lengths.at_length(drawn, 1e6) is None
 
 
+def test_other_lengths_take_the_best_knobs_of_every_strategy(advice):
+    slower = replace(advice.candidates[0], total_s=1.0)
+    best = lengths.best_of_strategies(replace(advice, candidates=(*advice.candidates, slower)))
+    assert best == list(advice.candidates)
+
+
 def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
     candidate = advice.candidates[0]
     ranks = html.shown_ranks(candidate)

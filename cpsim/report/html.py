@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cpsim.report import figures
+from cpsim.report.lengths import best_of_strategies
 from cpsim.report.words import (
     case_text,
     documents_text,
@@ -152,7 +153,8 @@ def shown_ranks(candidate: Candidate) -> list[int]:
 
 def _timelines(advice: Advice) -> str:
     parts = ["<h2>What the GPUs do</h2>"]
-    for number, candidate in enumerate(advice.candidates[:NUM_TIMELINES], start=1):
+    best = best_of_strategies(advice)[:NUM_TIMELINES]
+    for number, candidate in enumerate(best, start=1):
         made, words = figures.timeline(candidate, shown_ranks(candidate))
         caption = f"{strategy_label(candidate.scenario)}: {words}."
         parts.append(_figure(made, f"timeline-{number}", caption))
@@ -161,8 +163,9 @@ def _timelines(advice: Advice) -> str:
 
 def _lengths(lengths: Sequence[Prediction]) -> str:
     caption = (
-        "The same case with fewer and more tokens on every GPU; drawn documents are drawn anew with the same "
-        "seed, given ones are scaled. Bands: 90 % intervals. A strategy has no point where it cannot run."
+        "The same case with fewer and more tokens on every GPU, every strategy with the knobs that are best "
+        "for the case. Drawn documents are drawn anew with the same seed, given ones are scaled. Bands: 90 % "
+        "intervals. A strategy has no point where it cannot run."
     )
     return f"<h2>Other sequence lengths</h2>{_figure(figures.lengths(lengths), 'lengths', caption)}"
 

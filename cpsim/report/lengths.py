@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from cpsim.prediction import Advice, Prediction
+from cpsim.prediction import Advice, Candidate, Prediction
 from cpsim.scenario import MAX_TOKENS, Scenario
 
-FACTORS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8)
+FACTORS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """Sequence lengths to predict, as multiples of the case's."""
 
 MIN_TOKENS_PER_GPU: Final = 256
@@ -39,10 +39,21 @@ def _scaled(documents: Sequence[int], tokens: int) -> tuple[int, ...] | None:
     return tuple(length for length in scaled if length)
 
 
+def best_of_strategies(advice: Advice) -> list[Candidate]:
+    """The candidates with the best knobs of every strategy, fastest first."""
+    best: dict[str | None, Candidate] = {}
+    for candidate in advice.candidates:
+        best.setdefault(candidate.scenario.strategy, candidate)
+    return list(best.values())
+
+
 def predict_lengths(advice: Advice, progress: Callable[[int, int], None] | None = None) -> list[Prediction]:
-    """Predictions of every candidate at other sequence lengths; those that cannot run there are left out."""
+    """Predictions of every strategy, with the knobs that are best for the case, at other sequence lengths.
+
+    Lengths at which a strategy cannot run are left out.
+    """
     from cpsim.predict import predict_many
 
-    wanted = [at_length(candidate.scenario, factor) for candidate in advice.candidates for factor in FACTORS]
+    wanted = [at_length(best.scenario, factor) for best in best_of_strategies(advice) for factor in FACTORS]
     results = predict_many([scenario for scenario in wanted if scenario], progress=progress)
     return [result for result in results if isinstance(result, Prediction)]

@@ -16,8 +16,9 @@ CLEAR = 0.8
 
 
 def knobs_text(knobs: Mapping[str, Any]) -> str:
-    """Knobs as people say them, e.g. ``ulysses 8, ring zigzag``."""
-    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in knobs.items())
+    """Knobs as people say them: words as they are, numbers with their name, e.g. ``zigzag, ulysses 8``."""
+    words = (v if isinstance(v, str) else f"{name.replace('_', ' ')} {v}" for name, v in knobs.items())
+    return ", ".join(words)
 
 
 def strategy_label(scenario: Scenario) -> str:
@@ -38,6 +39,8 @@ def interval_text(low_s: float, high_s: float) -> str:
 def ms_text(seconds: float) -> str:
     """Seconds in milliseconds with three significant digits or more, no unit."""
     value = seconds * MS_PER_S
+    if value == 0:
+        return "0"
     digits = 3 if value < 1 else 2 if value < 10 else 1 if value < 1000 else 0
     return f"{value:,.{digits}f}"
 

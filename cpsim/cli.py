@@ -258,4 +258,5 @@ def _progress(label: str) -> Iterator[Progress]:
     try:
         yield update
     finally:
-        bar.stop()
+        if bar.live.is_started:
+            bar.stop()

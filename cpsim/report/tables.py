@@ -171,10 +171,11 @@ def reasons(results: Sequence[Prediction | Infeasible | CpsimError]) -> list[str
     """Why entries have no prediction, one line each."""
     lines = []
     for number, result in enumerate(results, start=1):
+        place = f"#{number} " if len(results) > 1 else ""
         if isinstance(result, Infeasible):
-            lines.append(f"#{number} {strategy_label(result.scenario)}: {result.reason}")
+            lines.append(f"{place}{strategy_label(result.scenario)}: {result.reason}")
         elif not isinstance(result, Prediction):
-            lines.append(f"#{number} {result}")
+            lines.append(f"{place}{result}")
     return lines
 
 

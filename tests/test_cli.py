@@ -1,0 +1,147 @@
+"""The command line as a user meets it: output, exit codes, one-line errors."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
+COMMANDS = ["predict", "sweep", "advise", "fit", "profiles", "clusters", "strategies"]
+
+
+def cpsim(*arguments, status=0):
+    """Run a command and return its stdout; errors must be single lines without a traceback."""
+    command = [sys.executable, "-m", "cpsim", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if status == 0 else done.stderr
+
+
+def one_line(error):
+    assert error.count("\n") == 1, error
+    assert error.startswith("cpsim: ")
+    return error
+
+
+@pytest.fixture
+def cases(tmp_path):
+    def write(*lines):
+        path = tmp_path / "cases.jsonl"
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(command):
+    text = cpsim(command, "--help")
+    assert "--json" in text
+    assert f"`cpsim {command}" in (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_commands_are_the_documented_ones():
+    text = cpsim("--help")
+    assert all(f" {command} " in text for command in COMMANDS)
+    assert cpsim() == text
+
+
+def test_lists_are_shown_and_are_json():
+    assert "dgx-h200" in cpsim("clusters")
+    assert json.loads(cpsim("clusters", "--json"))[0]["name"] == "h200-4"
+    assert "zigzag_ring" in cpsim("strategies")
+    assert {"none", "ulysses", "ring"} <= {
+        entry["strategy"] for entry in json.loads(cpsim("strategies", "--json"))
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["preidct", "x"], "Did you mean 'predict'?"),
+        (["predict"], "Missing argument 'FILE'"),
+        (["predict", "missing.yaml"], "missing.yaml: cannot be read"),
+        (["advise", "--jsno", "x"], "No such option"),
+        (["advise", "missing.yaml"], "missing.yaml: cannot be read"),
+        (["advise", EXAMPLES / "sweep.jsonl"], "expected one scenario, got 10"),
+        (["predict", EXAMPLES / "sweep.jsonl", "--out", "/no/such/folder/x.jsonl"], "cannot be written"),
+        (["advise", EXAMPLES / "llama3-8b-96gpu.yaml", "--html", "/"], "/: cannot be written"),
+        (["sweep", EXAMPLES / "sweep.jsonl"], "Missing option '--out'"),
+        (["fit", "missing.json", "--out", "/tmp/profile.json"], "missing.json"),
+    ],
+)
+def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
+    assert match in one_line(cpsim(*arguments, status=2))
+
+
+def test_help_starts_fast():
+    started = time.perf_counter()
+    cpsim("--help")
+    assert time.perf_counter() - started < 1.5  # 0.2 s on an idle machine
+
+
+def test_predictions_come_in_order_and_bad_lines_stop_nothing(cases, tmp_path):
+    path = cases(GOOD, GOOD | {"gpu": 3}, "{", GOOD | {"strategy": "usp"}, GOOD | {"pass": "fwd"})
+    out = tmp_path / "predictions.jsonl"
+    printed = cpsim("predict", path, "--json", "--out", out)
+    assert out.read_text() == printed
+    first, unknown, broken, unbuilt, last = map(json.loads, printed.splitlines())
+    assert first["time_s_low"] <= first["time_s"] <= first["time_s_high"]
+    assert "line 2: gpu: unknown field; did you mean 'gpus'" in unknown["error"]
+    assert "line 3: not valid JSON" in broken["error"]
+    assert "not available yet" in unbuilt["error"]
+    assert last["time_s"] < first["time_s"]
+    assert last["scenario"]["pass"] == "fwd"
+
+
+def test_prediction_of_one_case_is_shown_in_words():
+    text = cpsim("predict", EXAMPLES / "h200-4-zigzag.yaml")
+    assert "zigzag_ring, fwd_bwd" in text
+    assert "TFLOP/s per GPU" in text
+
+
+def test_a_file_without_any_prediction_exits_with_2(cases):
+    assert "gpus: missing" in one_line(cpsim("predict", cases("{}"), "--json", status=2))
+    assert "got an empty file" in one_line(cpsim("predict", cases(), status=2))
+
+
+def test_a_scenario_without_strategy_is_for_advise(cases):
+    fields = {key: value for key, value in GOOD.items() if key != "strategy"}
+    assert "strategy" in one_line(cpsim("predict", cases(fields), status=2))
+
+
+def test_sweep_writes_every_line_and_counts(tmp_path):
+    out = tmp_path / "out.jsonl"
+    summary = json.loads(cpsim("sweep", EXAMPLES / "sweep.jsonl", "--out", out, "--json"))
+    assert summary["num_scenarios"] == len(out.read_text().splitlines()) == 10
+    assert summary["num_predicted"] == 10
+    assert "10 of 10 scenarios predicted in" in cpsim("sweep", EXAMPLES / "sweep.jsonl", "--out", out)
+
+
+def test_advice_ranks_fastest_first_and_writes_the_report(tmp_path):
+    case, report = tmp_path / "case.json", tmp_path / "report.html"
+    case.write_text(json.dumps({key: value for key, value in GOOD.items() if key != "strategy"}))
+    advice = json.loads(cpsim("advise", case, "--json", "--html", report))
+    times = [row["time_s"] for row in advice["candidates"]]
+    assert times == sorted(times)
+    assert sum(row["probability_best"] for row in advice["candidates"]) == pytest.approx(1)
+    assert "none" in [row["strategy"] for row in advice["infeasible"]]
+    assert advice["recommendation"].startswith("Run ")
+    assert report.stat().st_size > 3e6
+
+
+def test_main_job_names_what_rests_on_published_figures():
+    text = cpsim("advise", EXAMPLES / "llama3-8b-96gpu.yaml")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "P(best)" in text
+    assert "published" in text
+
+
+def test_profiles_are_shown_and_are_json():
+    assert "h200" in cpsim("profiles")
+    assert "h200" in [entry["name"] for entry in json.loads(cpsim("profiles", "--json"))]

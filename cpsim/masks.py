@@ -49,7 +49,8 @@ class Slices:
 
     def areas(self) -> Ints:
         """Unmasked (query, key) pairs of every slice, ``int64[M]``, exact."""
-        return slice_areas(self.q_start, self.q_end, self.k_start, self.k_end, self.low, self.high)
+        areas: Ints = slice_areas(self.q_start, self.q_end, self.k_start, self.k_end, self.low, self.high)
+        return areas
 
     def types(self) -> list[str]:
         """The literature's name of every slice's type; bands that fit no type are called ``band``."""
@@ -62,7 +63,7 @@ class Slices:
         return [TYPE_NAMES[c] if ok else "band" for c, ok in zip(code.tolist(), known.tolist(), strict=True)]
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, inline="always")
 def _pairs_up_to(num_q, num_k, diagonal):  # type: ignore[no-untyped-def]
     """Pairs (u, v) of a num_q x num_k rectangle with v - u <= diagonal."""
     last = num_q + diagonal
@@ -76,7 +77,7 @@ def _pairs_up_to(num_q, num_k, diagonal):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, inline="always")
 def slice_area(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-untyped-def]
     """Exact area of one slice; the band is clipped to the rectangle first so that nothing overflows."""
     num_q, num_k = q_end - q_start, k_end - k_start
@@ -90,7 +91,7 @@ def slice_area(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-un
     return _pairs_up_to(num_q, num_k, upper) - _pairs_up_to(num_q, num_k, lower - 1)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def slice_areas(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-untyped-def]
     """Exact areas of many slices, ``int64[M]``; see ``Slices`` for the columns."""
     areas = np.empty(len(q_start), np.int64)
@@ -162,7 +163,7 @@ def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
     return allowed
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _restrict_one(mask, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
     """Append the non-empty intersections of one product; past the end of ``rows`` they are only counted."""
     if len(q_ranges) == 0 or len(k_ranges) == 0:
@@ -197,7 +198,7 @@ def _restrict_one(mask, q_ranges, k_ranges, rows, areas, count):  # type: ignore
     return count
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _restrict(mask, q_start, q_ranges, k_start, k_ranges, pair_q, pair_k, start, rows, areas):  # type: ignore[no-untyped-def]
     """Fill ``start``, ``rows`` and ``areas`` as far as they reach; returns the number of rows wanted."""
     count = 0

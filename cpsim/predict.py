@@ -193,9 +193,7 @@ def _look_up(scenario: Scenario) -> _Case:
     if scenario.strategy is None:
         raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got none; or use advise")
     if scenario.implementation != "cpsim":
-        raise ScenarioError(
-            f"implementation: {scenario.implementation!r} is not available yet; available is cpsim"
-        )
+        raise ScenarioError(f"implementation: {scenario.implementation!r} is not available yet; available is cpsim")
     cluster = scenario.resolve_cluster()
     name = scenario.profile or cluster.profile
     if name is None:

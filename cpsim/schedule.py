@@ -227,17 +227,19 @@ class Schedule:
         num_lanes = np.diff(self.lane_start)
         share = (num_lanes - 1) / np.maximum(num_lanes, 1)
         share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * np.isin(self.kind, COLLECTIVE_KINDS)
-        sent = np.bincount(
-            self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks
-        )
+        sent = np.bincount(self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks)
         moves = np.flatnonzero(self.kind == Kind.TRANSFER)
         source = self.lane_rank[self.lane_start[moves]]
-        return sent + np.bincount(source, weights=self.nbytes[moves], minlength=self.num_ranks)
+        moved = np.bincount(source, weights=self.nbytes[moves], minlength=self.num_ranks)
+        return np.asarray(sent + moved, np.float64)
 
     def memory(self) -> Ints:
         """Bytes of all buffers of every rank, ``int64[num_ranks]``; buffers are allocated once."""
         return np.bincount(self.buffer_rank, weights=self.buffer_nbytes, minlength=self.num_ranks).astype(np.int64)
 
+
+NOTHING: Final = -1
+"""No dependency; no op."""
 
 Access = tuple[Int32, Int32]
 """(buffers, blocks), one each for every new op."""
@@ -245,16 +247,14 @@ Access = tuple[Int32, Int32]
 
 @dataclass(slots=True)
 class _Entries:
-    """What ops have several of, as chunks of equally many entries for consecutive ops; grouped once at the end."""
+    """What ops have several of, as chunks of equally many entries for every op; grouped by op once at the end."""
 
-    first: list[int] = field(default_factory=list)
-    count: list[int] = field(default_factory=list)
-    columns: list[tuple[Ints, ...]] = field(default_factory=list)
+    ops: list[Ints] = field(default_factory=list)
+    columns: list[tuple[Ints | Int32, ...]] = field(default_factory=list)
 
-    def extend(self, first: int, count: int, *columns: Ints) -> None:
-        """Entries of ops ``first`` to ``first + count``; every column ``[count]`` or ``[count, g]``."""
-        self.first.append(first)
-        self.count.append(count)
+    def extend(self, ops: Ints, *columns: Ints | Int32) -> None:
+        """Entries of ops ``[n]``; every column ``[n]`` or ``[n, g]``."""
+        self.ops.append(ops)
         self.columns.append(columns)
 
     def close(self, num_ops: int, num_columns: int) -> tuple[Ints, Int32]:
@@ -262,48 +262,45 @@ class _Entries:
 
         Entries whose first column is negative are left out.
         """
-        sizes = np.array([chunk[0].size for chunk in self.columns], np.int64)
-        shape = np.stack([np.array(self.first, np.int64), np.array(self.count, np.int64), sizes], axis=1)
-        table = np.empty((num_columns, sizes.sum()), np.int64)
-        for i in range(num_columns if self.columns else 0):
+        if not self.ops:
+            return np.zeros(num_ops + 1, np.int64), np.zeros((num_columns, 0), np.int32)
+        chunks = zip(self.ops, self.columns, strict=True)
+        op = np.concatenate([ops.repeat(chunk[0].size // len(ops)) for ops, chunk in chunks])
+        table = np.empty((num_columns, len(op)), np.int64)
+        for i in range(num_columns):
             np.concatenate([chunk[i].ravel() for chunk in self.columns], out=table[i])
-        return _group_by_op(shape, table, num_ops)  # type: ignore[no-any-return]
+        start, grouped = _group_by_op(op, table, num_ops)
+        return start, grouped
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def _group_by_op(chunks, table, num_ops):  # type: ignore[no-untyped-def]
-    """CSR start and stably grouped columns; chunks are (first op, ops, entries)."""
-    filled = np.zeros(num_ops + 1, np.int64)
-    grouped = np.empty(table.shape, np.int32)
-    start = filled
-    for fills in (False, True):
-        at = 0
-        for first, count, size in chunks:
-            for op in range(first, first + count):
-                for _ in range(size // count):
-                    if table[0, at] >= 0:
-                        if fills:
-                            for column in range(len(table)):
-                                grouped[column, filled[op]] = table[column, at]
-                        filled[op + (not fills)] += 1
-                    at += 1
-        if not fills:
-            start = np.cumsum(filled)
-            filled = start.copy()
-    return start, grouped[:, : start[num_ops]]
+@njit(cache=True)
+def _group_by_op(op, table, num_ops):  # type: ignore[no-untyped-def]
+    """CSR start and stably grouped columns of the entries whose first column is not negative."""
+    start = np.zeros(num_ops + 1, np.int64)
+    for i in range(len(op)):
+        start[op[i] + 1] += table[0, i] >= 0
+    start = np.cumsum(start)
+    filled = start.copy()
+    grouped = np.empty((len(table), start[num_ops]), np.int32)
+    for i in range(len(op)):
+        if table[0, i] >= 0:
+            for column in range(len(table)):
+                grouped[column, filled[op[i]]] = table[column, i]
+            filled[op[i]] += 1
+    return start, grouped
 
 
 class Builder:
-    """Collects ops for many ranks at a time and closes them into a ``Schedule``.
+    """Collects ops for many ranks, or many ranks and steps, at a time and closes them into a ``Schedule``.
 
-    Every ``add`` appends one op per entry of its arrays, in order.
+    Every ``add`` makes one op per entry of its arrays: after all others, or where ``interleave`` has kept places.
     """
 
     def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles) -> None:
         self.num_ranks = num_ranks
         self.sets, self.tiles = sets, tiles
         self._num_ops = 0
-        self._columns: list[tuple[int, int, int, ArrayLike, ArrayLike, ArrayLike]] = []
+        self._columns: list[tuple[Ints, int, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
         self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
         self._buffers: list[tuple[str, Ints, Ints]] = []
         self._blocks: list[tuple[str, Ints, tuple[int, int]]] = []
@@ -333,11 +330,26 @@ class Builder:
         """The buffers must hold these blocks, complete, after the last op."""
         self._outputs.append((buffers, blocks))
 
+    def interleave(self, *wanted: NDArray[np.bool_]) -> list[Ints]:
+        """Keep places for ops that are issued step by step, kind by kind within a step, rank by rank.
+
+        Args:
+            wanted: one array ``[steps, ranks]`` per kind of op, True where there is one.
+
+        Returns:
+            indices of the ops, one array ``[steps, ranks]`` per kind; NOTHING where there is none.
+        """
+        there = np.stack(wanted, axis=1)
+        places = np.where(there, self._num_ops - 1 + np.cumsum(there).reshape(there.shape), NOTHING)
+        self._num_ops += int(there.sum())
+        return list(places.swapaxes(0, 1))
+
     def add(
         self,
         kind: Kind,
         *lanes: tuple[ArrayLike, str],
-        step: int = 0,
+        at: Ints | None = None,
+        step: ArrayLike = 0,
         tile: ArrayLike = 0,
         heads: ArrayLike = (0, 0, 0, 0),
         nbytes: ArrayLike = 0,
@@ -346,10 +358,11 @@ class Builder:
         writes: Sequence[Access] = (),
         updates: Sequence[Access] = (),
     ) -> Ints:
-        """Append one op per entry of the lanes' rank arrays.
+        """Make one op per entry of the lanes' rank arrays.
 
         Args:
             kind: of all the new ops.
+            at: their indices, kept by ``interleave``; None appends them in order.
             lanes: (ranks ``[n]``, stream) pairs; a transfer's source first. A collective names its ranks
                 ``[n, g]`` on one stream.
             step, tile, heads, nbytes: columns, see ``Schedule``; one for all new ops or one each.
@@ -362,34 +375,35 @@ class Builder:
         count = len(np.asarray(lanes[0][0]))
         if count == 0:
             return np.zeros(0, np.int64)
-        first = self._num_ops
-        self._num_ops += count
-        self._columns.append((count, int(kind), step, tile, heads, nbytes))
+        ops = np.arange(self._num_ops, self._num_ops + count) if at is None else at
+        self._num_ops += count if at is None else 0
+        self._columns.append((ops, int(kind), step, tile, heads, nbytes))
         for ranks, stream in lanes:
-            self._lanes.extend(first, count, np.asarray(ranks) * len(STREAMS) + STREAMS.index(stream))
+            self._lanes.extend(ops, np.asarray(ranks) * len(STREAMS) + STREAMS.index(stream))
         for wanted in deps:
-            self._deps.extend(first, count, wanted)
+            self._deps.extend(ops, wanted)
         for mode, accesses in ((READ, reads), (WRITE, writes), (UPDATE, updates)):
             for buffers, blocks in accesses:
-                self._accesses.extend(first, count, buffers, blocks * 3 + mode)
-        return np.arange(first, first + count)
+                self._accesses.extend(ops, buffers, blocks * 3 + mode)
+        return ops
 
     def build(self) -> Schedule:
         """The finished schedule."""
-        counts = np.array([c[0] for c in self._columns], np.int64)
+        ops = [c[0] for c in self._columns]
         lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
         dep_start, (deps,) = self._deps.close(self._num_ops, 1)
         access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
+        kind, step, tile, nbytes = (_spread([c[i] for c in self._columns], ops)[:, 0] for i in (1, 2, 3, 5))
         names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
         tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
         head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
         schedule = Schedule(
             num_ranks=self.num_ranks,
-            kind=np.repeat(np.array([c[1] for c in self._columns], np.int8), counts),
-            step=np.repeat(np.array([c[2] for c in self._columns], np.int32), counts),
-            tile=_spread([c[3] for c in self._columns], counts)[:, 0].astype(np.int32),
-            heads=_spread([c[4] for c in self._columns], counts, 4).astype(np.int32),
-            nbytes=_spread([c[5] for c in self._columns], counts)[:, 0],
+            kind=kind.astype(np.int8),
+            step=step.astype(np.int32),
+            tile=tile.astype(np.int32),
+            heads=_spread([c[4] for c in self._columns], ops, 4).astype(np.int32),
+            nbytes=nbytes,
             lane_start=lane_start,
             lane_rank=lanes // len(STREAMS),
             lane_stream=(lanes % len(STREAMS)).astype(np.int8),
@@ -419,12 +433,12 @@ class Builder:
         return schedule
 
 
-def _spread(values: Sequence[ArrayLike], counts: Ints, width: int = 1) -> Ints:
-    """One row per op, ``int64[N, width]``, from per-``add`` values that hold for all new ops or for each."""
-    flat = [np.asarray(v, np.int64).ravel() for v in values]
-    rows = np.array([len(f) // width for f in flat], np.int64)
-    table = np.concatenate(flat).reshape(-1, width) if flat else np.zeros((0, width), np.int64)
-    return np.repeat(table, np.repeat(np.where(rows == counts, 1, counts), rows), axis=0)
+def _spread(values: Sequence[ArrayLike], ops: Sequence[Ints], width: int = 1) -> Ints:
+    """One row per op, ``int64[N, width]``, from values that hold for all ops of an ``add`` or for each of them."""
+    rows = np.empty((sum(map(len, ops)), width), np.int64)
+    for value, where in zip(values, ops, strict=True):
+        rows[where] = np.asarray(value, np.int64).reshape(-1, width)
+    return rows
 
 
 def _intern(names: list[str], counts: list[int]) -> tuple[tuple[str, ...], Int32]:

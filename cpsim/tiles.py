@@ -74,12 +74,10 @@ def sequences(tiles: Tiles) -> Sequences:
     columns = np.empty((len(tiles.rows), 5), np.int64)
     start, count = _sequences(tiles.start, tiles.rows, tiles.row_area, columns)
     q_len, k_len, area, causal, regular = columns[:count].T
-    return Sequences(
-        start, q_len.copy(), k_len.copy(), area.copy(), causal.astype(np.bool_), regular.astype(np.bool_)
-    )
+    return Sequences(start, q_len.copy(), k_len.copy(), area.copy(), causal.astype(np.bool_), regular.astype(np.bool_))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _is_regular(q_len, k_len, area):  # type: ignore[no-untyped-def]
     """1 for a full rectangle, 2 for a bottom-right causal one, 0 otherwise."""
     if area == q_len * k_len:
@@ -87,7 +85,7 @@ def _is_regular(q_len, k_len, area):  # type: ignore[no-untyped-def]
     return 2 if k_len >= q_len and area == q_len * k_len - q_len * (q_len - 1) // 2 else 0
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _sequences(tile_start, rows, row_area, out):  # type: ignore[no-untyped-def]
     start = np.zeros(len(tile_start), np.int64)
     count = 0
@@ -117,7 +115,7 @@ def _sequences(tile_start, rows, row_area, out):  # type: ignore[no-untyped-def]
     return start, count
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _split(rows, row_area, first, end, out, count):  # type: ignore[no-untyped-def]
     """One sequence for every query range of ``rows[first:end]``."""
     while first < end:

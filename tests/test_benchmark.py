@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-
 from cpsim.calibrate.profile import load_profile
+
 from cpsim.cluster import load_cluster
 from cpsim.models.price import Pricing
 from cpsim.predict import advise, predict_many
@@ -28,9 +28,7 @@ EXAMPLE = "examples/llama3-8b-96gpu.yaml"
 
 
 def workload(gpus=GPUS, tokens=8192):
-    return Workload(
-        documents=(gpus * tokens,), mask="causal", num_heads=32, num_kv_heads=8, head_dim=128, dtype="bf16"
-    )
+    return Workload(documents=(gpus * tokens,), mask="causal", num_heads=32, num_kv_heads=8, head_dim=128, dtype="bf16")
 
 
 def zigzag(pass_):
@@ -38,9 +36,7 @@ def zigzag(pass_):
 
 
 def pricing():
-    return Pricing(
-        cluster=CLUSTER, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced"
-    )
+    return Pricing(cluster=CLUSTER, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced")
 
 
 def ops(gpus):
@@ -104,9 +100,7 @@ def test_reference_engine(benchmark):
 def test_engines_with_sharing(benchmark, engine):
     cluster = CLUSTER.with_gpus(16)
     schedule = plan("zigzag_ring", workload(16), cluster, "fwd", {})
-    prices = Pricing(
-        cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced"
-    )
+    prices = Pricing(cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced")
     work = prices.price(schedule).work
     assert len(benchmark(lambda: engine(schedule, work)).end_s) == ops(16)[0]
 

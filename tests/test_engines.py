@@ -162,8 +162,7 @@ def test_shares_are_max_min_fair(case):
             continue
         full = [link for link, _ in f if load[link] >= work.link_bytes_per_s[link] * (1 - 1e-9)]
         assert any(
-            all(rate[other] <= rate[op] * (1 + 1e-9) for other, g in flows.items() if link in dict(g))
-            for link in full
+            all(rate[other] <= rate[op] * (1 + 1e-9) for other, g in flows.items() if link in dict(g)) for link in full
         )
 
 
@@ -206,7 +205,12 @@ def test_an_empty_schedule_takes_no_time():
 @pytest.mark.parametrize("name", ["ring", "zigzag_ring", "allgather", "ulysses"])
 def test_engines_agree_on_every_strategy(name, pass_):
     workload = Workload(
-        documents=(700, 3, 897), mask="causal_document", num_heads=8, num_kv_heads=4, head_dim=64, dtype="bf16"
+        documents=(700, 3, 897),
+        mask="causal_document",
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+        dtype="bf16",
     )
     schedule = plan(name, workload, load_cluster("dgx-h200").with_gpus(4), pass_, {})
     rng = np.random.default_rng(1)

@@ -21,7 +21,7 @@ def test_all_public_names_are_sorted_and_exist():
 
 
 def test_submodules_with_the_name_of_a_function_do_not_hide_it():
-    from cpsim import predict, validate  # noqa: PLC0415
+    from cpsim import predict, validate
 
     assert callable(predict)
     assert callable(validate)

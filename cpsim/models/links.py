@@ -57,7 +57,8 @@ class Links:
         fabric = self.cluster.fabric
         assert fabric is not None
         node, local = np.divmod(rank, self.cluster.gpus_per_node)
-        return node * fabric.nics_per_node + local * fabric.nics_per_node // self.cluster.gpus_per_node
+        nic: Ints = node * fabric.nics_per_node + local * fabric.nics_per_node // self.cluster.gpus_per_node
+        return nic
 
     def crosses(self, source: Ints, target: Ints) -> NDArray[np.bool_]:
         """Whether two ranks are on different nodes."""
@@ -70,7 +71,10 @@ class Links:
         ranks, nics, uplinks = self._sizes
         parts = [(op[near], source[near], nbytes[near]), (op[near], ranks + target[near], nbytes[near])]
         if far.any():
-            nic_out, nic_in = 2 * ranks + self.nic_of(source[far]), 2 * ranks + nics + self.nic_of(target[far])
+            nic_out, nic_in = (
+                2 * ranks + self.nic_of(source[far]),
+                2 * ranks + nics + self.nic_of(target[far]),
+            )
             parts += [(op[far], nic_out, nbytes[far]), (op[far], nic_in, nbytes[far])]
             if uplinks:
                 base = 2 * (ranks + nics)
@@ -88,17 +92,18 @@ class Links:
             far_bytes: bytes that every rank sends to other nodes, spread over the NICs of its node.
         """
         num_ranks, nics, uplinks = self._sizes
-        parts = [(ranks, near_bytes), (num_ranks + ranks, near_bytes)]
+        parts: list[tuple[Ints, float | Floats]] = [(ranks, near_bytes), (num_ranks + ranks, near_bytes)]
         if far_bytes > 0:
             nic, count = np.unique(self.nic_of(ranks), return_counts=True)
-            parts += [(2 * num_ranks + nic, far_bytes * count), (2 * num_ranks + nics + nic, far_bytes * count)]
+            parts += [
+                (2 * num_ranks + nic, far_bytes * count),
+                (2 * num_ranks + nics + nic, far_bytes * count),
+            ]
             if uplinks:
                 node, count = np.unique(self.cluster.node_of(ranks), return_counts=True)
                 base = 2 * (num_ranks + nics)
                 parts += [(base + node, far_bytes * count), (base + uplinks + node, far_bytes * count)]
-        return _join(
-            [(np.full(len(link), op), link, np.broadcast_to(nbytes, link.shape)) for link, nbytes in parts]
-        )
+        return _join([(np.full(len(link), op), link, np.broadcast_to(nbytes, link.shape)) for link, nbytes in parts])
 
 
 def _join(parts: list[tuple[Ints, Ints, Floats]]) -> Flows:

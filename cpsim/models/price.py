@@ -170,7 +170,9 @@ class Pricing:
             key = (kind, nbytes, len(ranks), nodes)
             if key not in known:
                 known[key] = self._collective(kind, float(nbytes), len(ranks), nodes)
-                notes.update(dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, len(ranks) // nodes)))
+                notes.update(
+                    dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, len(ranks) // nodes))
+                )
             seconds, near, far, between = known[key]
             duration[op] = seconds
             group[op] = GROUPS.index("network between nodes" if between else "collective")
@@ -223,7 +225,7 @@ class Pricing:
         return np.asarray(np.maximum(released - lead, 0.0))
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _launches(lane_start, lane_rank, num_ranks, cost):  # type: ignore[no-untyped-def]
     clock = np.zeros(num_ranks)
     released = np.zeros(len(cost))

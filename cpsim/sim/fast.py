@@ -38,7 +38,7 @@ def simulate(schedule: Schedule, work: Work) -> Timeline:
     return Timeline(schedule, start, end, cause)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _max_plus(first, before, duration, release):  # type: ignore[no-untyped-def]
     num_ops = len(duration)
     start, end = np.empty(num_ops), np.empty(num_ops)
@@ -52,7 +52,7 @@ def _max_plus(first, before, duration, release):  # type: ignore[no-untyped-def]
     return start, end, cause
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _successors(first, before):  # type: ignore[no-untyped-def]
     """The predecessor CSR the other way round."""
     num_ops = len(first) - 1
@@ -73,7 +73,7 @@ def _successors(first, before):  # type: ignore[no-untyped-def]
 # op's position, 0 when it is not in the heap.
 
 
-@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, inline="always")
 def _sift_up(heap, place, key, at):  # type: ignore[no-untyped-def]
     op = heap[at]
     while at > 1 and key[op] < key[heap[at >> 1]]:
@@ -84,7 +84,7 @@ def _sift_up(heap, place, key, at):  # type: ignore[no-untyped-def]
     place[op] = at
 
 
-@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, inline="always")
 def _sift_down(heap, place, key, at):  # type: ignore[no-untyped-def]
     op, count = heap[at], heap[0]
     while 2 * at <= count:
@@ -100,7 +100,7 @@ def _sift_down(heap, place, key, at):  # type: ignore[no-untyped-def]
     place[op] = at
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _set_key(heap, place, key, op, value):  # type: ignore[no-untyped-def]
     """Insert an op, or move it to its new key."""
     if place[op] == 0:
@@ -118,7 +118,7 @@ def _set_key(heap, place, key, op, value):  # type: ignore[no-untyped-def]
         _sift_down(heap, place, key, place[op])
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _pop(heap, place, key):  # type: ignore[no-untyped-def]
     op = heap[1]
     place[op] = 0
@@ -134,7 +134,7 @@ def _pop(heap, place, key):  # type: ignore[no-untyped-def]
 # every class beside every such set.
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _limits(slowdown):  # type: ignore[no-untyped-def]
     """Speed under interference, ``[class of the op, what runs on its rank, itself included]``."""
     num_classes = len(slowdown)
@@ -149,7 +149,7 @@ def _limits(slowdown):  # type: ignore[no-untyped-def]
     return table
 
 
-@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, inline="always")
 def _limit(op, lane_start, lane_rank, present, pressure, limits):  # type: ignore[no-untyped-def]
     """Speed of a running op under interference alone."""
     limit = 1.0
@@ -158,7 +158,7 @@ def _limit(op, lane_start, lane_rank, present, pressure, limits):  # type: ignor
     return limit
 
 
-@njit(cache=True, nogil=True, inline="always")  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True, inline="always")
 def _is_shared(op, tight, flow_start, flow_link):  # type: ignore[no-untyped-def]
     """Whether an op uses a link that could fill."""
     for entry in range(flow_start[op], flow_start[op + 1]):
@@ -167,7 +167,7 @@ def _is_shared(op, tight, flow_start, flow_link):  # type: ignore[no-untyped-def
     return False
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _link_is_tight(link, head, following, flow_op, flow_bytes, duration, capacity):  # type: ignore[no-untyped-def]
     """Whether the running ops could ask for more than the link carries."""
     demand, flow = 0.0, head[link]
@@ -177,7 +177,7 @@ def _link_is_tight(link, head, following, flow_op, flow_bytes, duration, capacit
     return demand > capacity[link] * (1 + 1e-12)
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _component(seed, ops, links, seen, seen_link, tight, head, following, flow_op, flow_start, flow_link):  # type: ignore[no-untyped-def]
     """Collect the ops that share tight links with ``seed``, directly or not, and those links."""
     num_ops, num_links, at = 1, 0, 0
@@ -203,7 +203,7 @@ def _component(seed, ops, links, seen, seen_link, tight, head, following, flow_o
     return num_ops, num_links
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _fill(ops, links, tight, limit, speed, left, load, flow_start, flow_link, flow_bytes, widest, duration, capacity):  # type: ignore[no-untyped-def]
     """Progressive filling over one component's tight links; writes the speed of its ops."""
     for link in links:
@@ -249,11 +249,11 @@ def _fill(ops, links, tight, limit, speed, left, load, flow_start, flow_link, fl
         num_open -= closing
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _fluid(
+@njit(cache=True, nogil=True)
+def _fluid(  # type: ignore[no-untyped-def]
     first, before, num_ranks, lane_start, lane_rank, duration, release, flow_start, flow_link, flow_bytes,
     capacity, pressure, slowdown,
-):  # type: ignore[no-untyped-def]  # fmt: skip
+):  # fmt: skip
     num_ops, num_links = len(duration), len(capacity)
     after_start, after = _successors(first, before)
     pending = first[1:] - first[:-1]
@@ -283,7 +283,11 @@ def _fluid(
     dirty_rank, dirty_op = np.zeros(num_ranks, np.bool_), np.zeros(num_ops, np.bool_)
     seen, seen_link = np.zeros(num_ops, np.bool_), np.zeros(num_links, np.bool_)
     links_left, links_load = np.zeros(num_links), np.zeros(num_links)
-    ranks, links, ops = np.empty(num_ranks, np.int64), np.empty(num_links, np.int64), np.empty(num_ops, np.int64)
+    ranks, links, ops = (
+        np.empty(num_ranks, np.int64),
+        np.empty(num_links, np.int64),
+        np.empty(num_ops, np.int64),
+    )
     group_ops, group_links = np.empty(num_ops, np.int64), np.empty(num_links, np.int64)
     for op in range(num_ops):
         if pending[op] == 0:

@@ -53,9 +53,8 @@ class Timeline:
         mine = np.unique(of_lane[self.schedule.lane_rank == rank])
         talks = np.isin(self.schedule.kind[mine], COMMUNICATION_KINDS)
         host_bound = (self.cause[mine] == mine) & (self.start_s[mine] > 0)
-        return _uncovered(
-            self.start_s[mine], self.end_s[mine], talks, host_bound, float(self.end_s[mine].max(initial=0.0))
-        )
+        finish = float(self.end_s[mine].max(initial=0.0))
+        return float(_uncovered(self.start_s[mine], self.end_s[mine], talks, host_bound, finish))
 
     def rows(self, ranks: Iterable[int]) -> list[dict[str, object]]:
         """One row per op and rank, ready for a table or a Gantt chart."""
@@ -76,7 +75,7 @@ class Timeline:
         ]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@njit(cache=True)
 def _uncovered(start, end, talks, host_bound, finish):  # type: ignore[no-untyped-def]
     """Time before ``finish`` that no computing op covers, without the part before a host-bound computing op."""
     compute = np.flatnonzero(~talks)

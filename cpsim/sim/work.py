@@ -72,12 +72,17 @@ def predecessors(schedule: Schedule) -> tuple[Ints, Int32]:
     """
     num_lanes = int(schedule.num_ranks) * 128
     start, op = _predecessors(
-        schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep, num_lanes
+        schedule.lane_start,
+        schedule.lane_rank,
+        schedule.lane_stream,
+        schedule.dep_start,
+        schedule.dep,
+        num_lanes,
     )
     return start, op
 
 
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
+@njit(cache=True, nogil=True)
 def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes):  # type: ignore[no-untyped-def]
     num_ops = len(lane_start) - 1
     last = np.full(num_lanes, -1, np.int32)

@@ -14,19 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
 from cpsim.masks import Ints, RangeSets, Slices
-from cpsim.schedule import Builder, Int32, Kind, Pass, Schedule
+from cpsim.schedule import NOTHING, Access, Builder, Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Accumulation, Sizes
 from cpsim.tiles import make_tiles
 from cpsim.workload import Workload
-
-NOTHING = -1
-"""No dependency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,271 +90,215 @@ def _plan(workload: Workload, mask: Slices, num_ranks: int, layout: Layout, pass
 
 
 class _Ring:
-    """One ring schedule under construction; arrays are ``[ranks]`` or ``[steps, ranks]``."""
+    """One ring schedule under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
+
+    A batched send and receive is one launch: whoever waits for what it brought waits for what it took along, too.
+    """
 
     def __init__(self, workload: Workload, mask: Slices, num_ranks: int, layout: Layout) -> None:
         self.layout, self.num_ranks = layout, num_ranks
         self.ranks = np.arange(num_ranks)
-        self.next = (self.ranks + 1) % num_ranks
-        self.previous = self.ranks - 1
+        self.next, self.previous = (self.ranks + 1) % num_ranks, self.ranks - 1
         self.sizes = Sizes(workload)
         self.heads = (0, workload.num_heads, 0, workload.num_kv_heads)
         self.q_bytes = self.sizes.query(workload.num_heads)
         self.kv_bytes = self.sizes.kv(workload.num_kv_heads)
         self.lse_bytes = self.sizes.lse(workload.num_heads)
-        steps = np.arange(num_ranks)[:, None]
-        self.source = (self.ranks - steps) % num_ranks
-        """Rank whose keys are used, ``[steps, ranks]``."""
+        self.steps = np.arange(num_ranks)[:, None]
+        self.source = (self.ranks - self.steps) % num_ranks
+        """Rank whose keys are used."""
         self.tails = (self.source > self.ranks) & layout.halves
         """Only tail queries compute."""
         self.key_heads = (self.source < self.ranks) & layout.halves
         """Only head keys are used."""
-        query_set = np.where(self.tails, 2 * num_ranks + self.ranks, self.ranks)
-        key_set = np.where(self.key_heads, num_ranks + self.source, self.source)
-        tiles = make_tiles(mask, layout.sets, query_set, key_set)
+        self.query_set = np.where(self.tails, 2 * num_ranks + self.ranks, self.ranks)
+        self.key_set = np.where(self.key_heads, num_ranks + self.source, self.source)
+        tiles = make_tiles(mask, layout.sets, self.query_set, self.key_set)
         self.tile = 1 + np.arange(num_ranks**2).reshape(num_ranks, num_ranks)
         self.active = tiles.area[self.tile] > 0
         tokens = layout.sets.num_tokens()
         self.tokens = tokens[:num_ranks]
-        self.q_rows, self.k_rows = tokens[query_set], tokens[key_set]
-        self.query_set, self.key_set = query_set, key_set
+        self.q_rows, self.k_rows = tokens[self.query_set], tokens[self.key_set]
         self.tail_rows = tokens[2 * num_ranks :] if layout.halves else np.zeros(num_ranks, np.int64)
         self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)
         self.sums = self.rows.sums
+        self.packs = self.key_heads & self.active & layout.packed
+        """Key heads are packed for the kernel."""
         self.b = Builder(num_ranks, layout.sets, tiles)
-        self.uses_tail_pack = layout.packed and bool(self.tails.any())
-        self.uses_head_pack = layout.packed and bool(self.key_heads.any())
 
     def forward(self) -> Schedule:
         b = self.b
-        q_block, kv_block, out_block = self.blocks("q"), self.blocks("kv"), self.blocks("out")
-        q = b.buffers("q", self.tokens * self.q_bytes)
-        kv = b.buffers("kv", self.tokens * self.kv_bytes)
-        summed = self.sizes.accumulator(self.q_bytes) if self.sums.any() else 0
-        out = b.buffers("out", self.tokens * (self.q_bytes + self.lse_bytes + summed))
-        b.input(q, q_block[self.ranks])
-        b.input(kv, kv_block[self.ranks])
-        b.output(out, out_block[self.ranks])
+        q, kv = self.input("q", self.q_bytes), self.input("kv", self.kv_bytes)
+        out = self.output("out", self.q_bytes, self.lse_bytes)
         partial = b.buffers("out partial", self.tokens * (self.q_bytes + self.lse_bytes))
-        travel = self.travel_buffers("kv ring", self.kv_bytes, self.num_ranks - 1)
-        queries = self._pack_tails([(q, q_block)], self.q_bytes)
-        merge_bytes = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 3 * self.lse_bytes)
-        feed = _Feed(self, kv, kv_block, travel)
-        for step in range(self.num_ranks):
-            feed.send_on(step)
-            keys = self._pack_heads(feed, step)
-            who = np.flatnonzero(self.active[step])
-            first = ~self.sums[step, who]
-            target = np.where(first, out[who], partial[who])
-            made = out_block[self.query_set[step, who]]
-            reads = [self._queries(queries, (q, q_block), step, who), (keys[0][who], keys[1][who])]
-            done = b.add(
-                Kind.ATTENTION, (who, "compute"), step=step, tile=self.tile[step, who], heads=self.heads,
-                deps=feed.ready(step, who), reads=reads, writes=[(target, made)],
-            )  # fmt: skip
-            feed.read_by(step, who, done)
-            who = np.flatnonzero(self.sums[step])
-            made = out_block[self.query_set[step, who]]
-            b.add(
-                Kind.MERGE, (who, "compute"), step=step, heads=self.heads, nbytes=merge_bytes[step, who],
-                reads=[(partial[who], made)], updates=[(out[who], made)],
-            )  # fmt: skip
+        tails = self.pack_tails([q], self.q_bytes)
+        moves = np.broadcast_to(self.steps < self.num_ranks - 1, self.active.shape)
+        sends, packs, attends, merges = b.interleave(moves, self.packs, self.active, self.sums)
+        keys, ready = self.feed(kv, sends, packs, attends)
+        s, r = np.nonzero(self.active)
+        made = out[1][self.query_set[s, r]]
+        b.add(
+            Kind.ATTENTION, (r, "compute"), at=attends[s, r], step=s, tile=self.tile[s, r], heads=self.heads,
+            deps=[d[s, r] for d in ready], reads=[self.queries(q, tails, s, r), keys],
+            writes=[(np.where(self.sums[s, r], partial[r], out[0][r]), made)],
+        )  # fmt: skip
+        s, r = np.nonzero(self.sums)
+        moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 3 * self.lse_bytes)
+        made = out[1][self.query_set[s, r]]
+        b.add(
+            Kind.MERGE, (r, "compute"), at=merges[s, r], step=s, heads=self.heads, nbytes=moved[s, r],
+            reads=[(partial[r], made)], updates=[(out[0][r], made)],
+        )  # fmt: skip
         return b.build()
 
     def backward(self) -> Schedule:
-        b = self.b
-        names = ("q", "dout", "out")
-        blocks = [self.blocks(name) for name in names]
-        widths = (self.q_bytes, self.q_bytes, self.q_bytes + self.lse_bytes)
-        given = [
-            (b.buffers(n, self.tokens * w), block) for n, w, block in zip(names, widths, blocks, strict=True)
-        ]
-        kv, kv_block = b.buffers("kv", self.tokens * self.kv_bytes), self.blocks("kv")
-        for buffer, block in (*given, (kv, kv_block)):
-            b.input(buffer, block[self.ranks])
-        dq_block, dkv_block = self.blocks("dq"), self.blocks("dkv")
-        summed = self.sizes.accumulator(self.q_bytes) if self.sums.any() else 0
-        dq = b.buffers("dq", self.tokens * (self.q_bytes + summed))
-        dkv = b.buffers("dkv", self.tokens * self.kv_bytes)
-        b.output(dq, dq_block[self.ranks])
-        b.output(dkv, dkv_block[self.ranks])
+        b, wire = self.b, self.num_ranks > 1
+        widths = {"q": self.q_bytes, "dout": self.q_bytes, "out": self.q_bytes + self.lse_bytes}
+        given = [self.input(name, width) for name, width in widths.items()]
+        kv = self.input("kv", self.kv_bytes)
+        dq, dkv = self.output("dq", self.q_bytes, 0), self.output("dkv", self.kv_bytes, 0, summed=False)
         dq_partial = b.buffers("dq partial", self.tokens * self.q_bytes)
-        dkv_partial = dkv
-        if self.num_ranks > 1:
-            dkv_partial = b.buffers("dkv partial", np.full(self.num_ranks, self.tokens.max() * self.kv_bytes))
-        queries = self._pack_tails(given, sum(widths))
-        dq_bytes = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
-        feed = _Feed(self, kv, kv_block, self.travel_buffers("kv ring", self.kv_bytes, self.num_ranks - 1))
-        gradients = _Gradients(self, dkv_block, dkv)
-        for step in range(self.num_ranks):
-            feed.send_on(step)
-            keys = self._pack_heads(feed, step)
-            who = np.flatnonzero(self.active[step])
-            target = np.where(self.sums[step, who], dq_partial[who], dq[who])
-            reads = [self._queries(queries, g, step, who) for g in given]
-            made = dq_block[self.query_set[step, who]], dkv_block[self.key_set[step, who]]
-            done = b.add(
-                Kind.ATTENTION_BACKWARD, (who, "compute"), step=step, tile=self.tile[step, who],
-                heads=self.heads, deps=feed.ready(step, who), reads=[*reads, (keys[0][who], keys[1][who])],
-                writes=[(target, made[0]), (dkv_partial[who], made[1])],
-            )  # fmt: skip
-            feed.read_by(step, who, done)
-            add = np.flatnonzero(self.sums[step])
-            summed_block = dq_block[self.query_set[step, add]]
-            b.add(
-                Kind.ACCUMULATE, (add, "compute"), step=step, heads=self.heads, nbytes=dq_bytes[step, add],
-                reads=[(dq_partial[add], summed_block)], updates=[(dq[add], summed_block)],
-            )  # fmt: skip
-            gradients.add_and_send(step, who, dkv_partial)
-        gradients.finish()
+        widest = np.full(self.num_ranks, self.tokens.max() * self.kv_bytes)
+        dkv_partial = b.buffers("dkv partial", widest) if wire else dkv[0]
+        tails = self.pack_tails(given, sum(widths.values()))
+        moves = np.broadcast_to(self.steps < self.num_ranks - 1, self.active.shape)
+        returns = np.full(self.active.shape, wire)
+        sends, packs, attends, dq_sums, dkv_sums, grad_sends = b.interleave(
+            moves, self.packs, self.active, self.sums, self.active & wire, returns
+        )
+        keys, ready = self.feed(kv, sends, packs, attends)
+        s, r = np.nonzero(self.active)
+        made = dq[1][self.query_set[s, r]], dkv[1][self.key_set[s, r]]
+        b.add(
+            Kind.ATTENTION_BACKWARD, (r, "compute"), at=attends[s, r], step=s, tile=self.tile[s, r],
+            heads=self.heads, deps=[d[s, r] for d in ready],
+            reads=[*(self.queries(g, tails, s, r) for g in given), keys],
+            writes=[(np.where(self.sums[s, r], dq_partial[r], dq[0][r]), made[0]), (dkv_partial[r], made[1])],
+        )  # fmt: skip
+        s, r = np.nonzero(self.sums)
+        moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
+        summed = dq[1][self.query_set[s, r]]
+        b.add(
+            Kind.ACCUMULATE, (r, "compute"), at=dq_sums[s, r], step=s, heads=self.heads, nbytes=moved[s, r],
+            reads=[(dq_partial[r], summed)], updates=[(dq[0][r], summed)],
+        )  # fmt: skip
+        if wire:
+            self.return_gradients(dkv, dkv_partial, dkv_sums, grad_sends)
         return b.build()
+
+    def input(self, tensor: str, width: int) -> Access:
+        """Every rank's shard of a given tensor: buffers ``[ranks]``, and blocks of every set of the layout."""
+        made = self.b.buffers(tensor, self.tokens * width), self.blocks(tensor)
+        self.b.input(made[0], made[1][self.ranks])
+        return made
+
+    def output(self, tensor: str, width: int, extra: int, summed: bool = True) -> Access:
+        """The same of a result, with its fp32 accumulator where partial results are summed."""
+        summing = self.sizes.accumulator(width) if summed and self.sums.any() else 0
+        made = self.b.buffers(tensor, self.tokens * (width + extra + summing)), self.blocks(tensor)
+        self.b.output(made[0], made[1][self.ranks])
+        return made
 
     def blocks(self, tensor: str) -> Int32:
         """Blocks of a tensor for every set of the layout, in its order."""
         heads = self.heads[2:] if tensor.endswith("kv") else self.heads[:2]
         return self.b.blocks(tensor, np.arange(len(self.layout.sets)), heads)
 
-    def travel_buffers(self, name: str, width: int, hops: int) -> list[Int32]:
-        """Receive buffers of every rank, big enough for every shard: two, or one where one hop is all."""
+    def travel_buffers(self, name: str, width: int, hops: int) -> Int32:
+        """Two receive buffers for every rank, ``[2, ranks]``, big enough for every shard; one where one hop is all."""
         nbytes = np.full(self.num_ranks, self.tokens.max() * width)
-        return [self.b.buffers(f"{name} {i}", nbytes) for i in range(min(2, hops))]
+        made = [self.b.buffers(f"{name} {i}", nbytes) for i in range(min(2, hops))]
+        return np.stack([made[0], made[-1]]) if made else np.zeros((2, self.num_ranks), np.int32)
 
-    def _pack_tails(self, tensors: list[tuple[Int32, Int32]], width: int) -> Int32 | None:
+    def pack_tails(self, tensors: list[Access], width: int) -> Int32 | None:
         """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""
-        if not self.uses_tail_pack:
+        if not (self.layout.packed and self.tails.any()):
             return None
         who = np.flatnonzero(self.tails.any(axis=0))
         tails = 2 * self.num_ranks + who
         packed = self.b.buffers("query tails", self.tail_rows * width)
         self.b.add(
             Kind.COPY, (who, "compute"), heads=self.heads, nbytes=2 * width * self.tail_rows[who],
-            reads=[(t[who], content[tails]) for t, content in tensors],
-            writes=[(packed[who], content[tails]) for _, content in tensors],
+            reads=[(buffer[who], block[tails]) for buffer, block in tensors],
+            writes=[(packed[who], block[tails]) for _, block in tensors],
         )  # fmt: skip
         return packed
 
-    def _queries(
-        self, tails: Int32 | None, whole: tuple[Int32, Int32], step: int, who: Ints
-    ) -> tuple[Int32, Int32]:
-        """What the kernel reads on the query side: packed tails where it computes on tails only."""
-        buffer, block = whole[0][who], whole[1][self.query_set[step, who]]
-        if tails is None:
-            return buffer, block
-        return np.where(self.tails[step, who], tails[who], buffer), block
+    def queries(self, whole: Access, tails: Int32 | None, s: Ints, r: Ints) -> Access:
+        """What kernels read on the query side: packed tails where they compute on tails only."""
+        buffer, block = whole[0][r], whole[1][self.query_set[s, r]]
+        return (buffer if tails is None else np.where(self.tails[s, r], tails[r], buffer)), block
 
-    def _pack_heads(self, feed: _Feed, step: int) -> tuple[Int32, Int32]:
-        """What the kernel reads on the key side, ``[ranks]``: of the shard at hand, or its heads packed."""
-        holder, block = feed.holder, feed.block[self.key_set[step]]
-        if not self.uses_head_pack:
-            return holder, block
-        if feed.packed is None:
+    def feed(self, kv: Access, sends: Ints, packs: Ints, attends: Ints) -> tuple[Access, list[Ints]]:
+        """Move key-value shards around the ring, double-buffered, and pack key heads where they lie scattered.
+
+        Args:
+            kv: the ranks' own shards.
+            sends, packs, attends: indices of the ops.
+
+        Returns:
+            what the attention ops read, and the ops that they wait for, ``[steps, ranks]`` each: the batched send
+            and receive that brought the shard is one launch, waited for as a whole.
+        """
+        b, travel = self.b, self.travel_buffers("kv ring", self.kv_bytes, self.num_ranks - 1)
+        holder = np.where(self.steps == 0, kv[0], travel[(self.steps - 1) % 2, self.ranks])
+        arrived, sent = delayed(sends[:, self.previous]), delayed(sends)
+        # Only from step 2 on a receive overwrites what was sent on and read in the step before.
+        used = delayed(np.where(self.packs, packs, attends))
+        free = [np.where(self.steps >= 2, before[:, self.next], NOTHING) for before in (sent, used)]
+        s, r = np.nonzero(sends >= 0)
+        block = kv[1][self.source[s, r]]
+        b.add(
+            Kind.TRANSFER, (r, "send"), (self.next[r], "recv"), at=sends[s, r], step=s,
+            nbytes=self.tokens[self.source[s, r]] * self.kv_bytes, deps=[d[s, r] for d in (arrived, *free)],
+            reads=[(holder[s, r], block)], writes=[(travel[s % 2, self.next[r]], block)],
+        )  # fmt: skip
+        s, r = np.nonzero(self.packs)
+        if len(s):
             most = self.layout.sets.num_tokens()[self.num_ranks : 2 * self.num_ranks].max()
-            feed.packed = self.b.buffers("key heads", np.full(self.num_ranks, most * self.kv_bytes))
-        who = np.flatnonzero(self.key_heads[step] & self.active[step])
-        packed = feed.packed
-        feed.used[who] = self.b.add(
-            Kind.COPY, (who, "compute"), step=step, heads=self.heads,
-            nbytes=2 * self.kv_bytes * self.k_rows[step, who], deps=feed.batch(who),
-            reads=[(holder[who], block[who])], writes=[(packed[who], block[who])],
+            packed = b.buffers("key heads", np.full(self.num_ranks, most * self.kv_bytes))
+            block = kv[1][self.key_set[s, r]]
+            b.add(
+                Kind.COPY, (r, "compute"), at=packs[s, r], step=s, heads=self.heads,
+                nbytes=2 * self.kv_bytes * self.k_rows[s, r], deps=[arrived[s, r], sent[s, r]],
+                reads=[(holder[s, r], block)], writes=[(packed[r], block)],
+            )  # fmt: skip
+            holder = np.where(self.packs, packed, holder)
+        s, r = np.nonzero(self.active)
+        ready = [np.where(self.packs, NOTHING, op) for op in (arrived, sent)]
+        return (holder[s, r], kv[1][self.key_set[s, r]]), ready
+
+    def return_gradients(self, home: Access, partial: Int32, sums: Ints, sends: Ints) -> None:
+        """Key-value gradients follow the keys one step behind, summed in fp32, and are cast when they come home."""
+        b, width = self.b, self.sizes.accumulator(self.kv_bytes)
+        travel = self.travel_buffers("dkv ring", width, self.num_ranks)
+        arrived, sent = delayed(sends[:, self.previous]), delayed(sends)
+        for first in (True, False):
+            s, r = np.nonzero(self.active & ((self.steps == 0) == first))
+            made, read = home[1][self.key_set[s, r]], 0 if first else width
+            summed = [(travel[s % 2, r], made)]
+            b.add(
+                Kind.ACCUMULATE, (r, "compute"), at=sums[s, r], step=s, heads=self.heads,
+                nbytes=self.k_rows[s, r] * (self.kv_bytes + read + width), deps=[arrived[s, r], sent[s, r]],
+                reads=[(partial[r], made)], writes=summed if first else (), updates=() if first else summed,
+            )  # fmt: skip
+        s, r = np.nonzero(sends >= 0)
+        block = home[1][self.source[s, r]]
+        free = [sent[s, self.next[r]]] if self.num_ranks > 2 else []
+        b.add(
+            Kind.TRANSFER, (r, "grad_send"), (self.next[r], "grad_recv"), at=sends[s, r], step=s,
+            nbytes=self.tokens[self.source[s, r]] * width,
+            deps=[np.where(sums >= 0, sums, arrived)[s, r], *free],
+            reads=[(travel[s % 2, r], block)], writes=[(travel[(s + 1) % 2, self.next[r]], block)],
         )  # fmt: skip
-        return np.where(self.key_heads[step], packed, holder), block
-
-
-class _Feed:
-    """Key-value shards on their way around the ring, double-buffered."""
-
-    def __init__(self, ring: _Ring, kv: Int32, block: Int32, travel: list[Int32]) -> None:
-        self.ring, self.block, self.travel = ring, block, travel
-        self.holder = kv
-        """Buffer of every rank that holds the shard of this step."""
-        self.used = np.full(ring.num_ranks, NOTHING)
-        """Last op of every rank that read the shard at hand."""
-        self.packed: Int32 | None = None
-        """Buffers for packed key heads, made when the first step needs them."""
-        self._upcoming = kv
-        self._arrived = self._sent = np.full(ring.num_ranks, NOTHING)
-        self._used_before = self.used.copy()
-        self._next_arrived = self._next_sent = self._arrived
-
-    def send_on(self, step: int) -> None:
-        """Move to ``step``, and start moving its shards to the next rank while they are computed on."""
-        ring = self.ring
-        self.holder, self._arrived, self._sent = self._upcoming, self._next_arrived, self._next_sent
-        self._used_before, self.used = self.used, np.full(ring.num_ranks, NOTHING)
-        if step + 1 == ring.num_ranks:
-            return
-        self._upcoming = self.travel[step % 2]
-        block = self.block[ring.source[step]]
-        free = [] if step < 2 else [self._sent[ring.next], self._used_before[ring.next]]
-        self._next_sent = ring.b.add(
-            Kind.TRANSFER, (ring.ranks, "send"), (ring.next, "recv"), step=step,
-            nbytes=ring.tokens[ring.source[step]] * ring.kv_bytes,
-            deps=[self._arrived, *free],
-            reads=[(self.holder, block)], writes=[(self._upcoming[ring.next], block)],
+        own = home[1][self.ranks]
+        b.add(
+            Kind.COPY, (self.ranks, "compute"), step=self.num_ranks, heads=self.heads,
+            nbytes=self.tokens * (width + self.kv_bytes), deps=[sends[-1, self.previous], sends[-1]],
+            reads=[(travel[self.num_ranks % 2], own)], writes=[(home[0], own)],
         )  # fmt: skip
-        self._next_arrived = self._next_sent[ring.previous]
-
-    def batch(self, who: Ints) -> list[Ints]:
-        """The batched send and receive that brought the shard at hand: one launch, waited for as a whole."""
-        return [self._arrived[who], self._sent[who]]
-
-    def ready(self, step: int, who: Ints) -> list[Ints]:
-        """What a kernel waits for, unless it reads packed copies: packing has waited."""
-        return [np.where(self._direct(step, who), after, NOTHING) for after in self.batch(who)]
-
-    def read_by(self, step: int, who: Ints, kernels: Ints) -> None:
-        """These kernels read the shards of this step, unless they read packed copies."""
-        direct = self._direct(step, who)
-        self.used[who[direct]] = kernels[direct]
-
-    def _direct(self, step: int, who: Ints) -> NDArray[np.bool_]:
-        """Ranks whose kernels read the shard itself."""
-        return np.full(len(who), True) if self.packed is None else ~self.ring.key_heads[step, who]
 
 
-class _Gradients:
-    """Key-value gradients on their way around the ring, one step behind the keys, summed in fp32."""
-
-    def __init__(self, ring: _Ring, block: Int32, home: Int32) -> None:
-        self.ring, self.block, self.home = ring, block, home
-        self.width = ring.sizes.accumulator(ring.kv_bytes)
-        self.travel = ring.travel_buffers("dkv ring", self.width, ring.num_ranks)
-        self._arrived = self._sent = np.full(ring.num_ranks, NOTHING)
-
-    def add_and_send(self, step: int, who: Ints, partial: Int32) -> None:
-        """Add this step's gradients to those that came with the shard, and send the sum on."""
-        ring, b = self.ring, self.ring.b
-        if ring.num_ranks == 1:
-            return
-        block, summed = self.block[ring.source[step]], self.travel[step % 2]
-        made = self.block[ring.key_set[step, who]]
-        kept = [(summed[who], made)]
-        read = 0 if step == 0 else self.width
-        added = np.full(ring.num_ranks, NOTHING)
-        added[who] = b.add(
-            Kind.ACCUMULATE, (who, "compute"), step=step, heads=ring.heads,
-            nbytes=ring.k_rows[step, who] * (ring.kv_bytes + read + self.width), deps=[self._arrived[who]],
-            reads=[(partial[who], made)],
-            writes=kept if step == 0 else (), updates=() if step == 0 else kept,
-        )  # fmt: skip
-        target = self.travel[(step + 1) % 2][ring.next]
-        free = [self._sent[ring.next]] if ring.num_ranks > 2 else []
-        sent = b.add(
-            Kind.TRANSFER, (ring.ranks, "grad_send"), (ring.next, "grad_recv"), step=step,
-            nbytes=ring.tokens[ring.source[step]] * self.width,
-            deps=[np.where(added >= 0, added, self._arrived), *free],
-            reads=[(summed, block)], writes=[(target, block)],
-        )  # fmt: skip
-        self._sent, self._arrived = sent, sent[ring.previous]
-
-    def finish(self) -> None:
-        """Cast the gradients that came home."""
-        ring = self.ring
-        if ring.num_ranks == 1:
-            return
-        last = self.travel[ring.num_ranks % 2]
-        ring.b.add(
-            Kind.COPY, (ring.ranks, "compute"), step=ring.num_ranks, heads=ring.heads,
-            nbytes=ring.tokens * (self.width + ring.kv_bytes), deps=[self._arrived, self._sent],
-            reads=[(last, self.block[ring.ranks])], writes=[(self.home, self.block[ring.ranks])],
-        )  # fmt: skip
+def delayed(ops: Ints) -> Ints:
+    """The ops of the step before, ``[steps, ranks]``; NOTHING before the first."""
+    return np.concatenate([np.full((1, ops.shape[1]), NOTHING), ops[:-1]])

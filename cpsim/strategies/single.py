@@ -31,7 +31,10 @@ def plan_single(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
     backward = (*forward[0], *forward[1], ("dout", q_bytes)), (("dq", q_bytes), ("dkv", kv_bytes))
     given, made = (
         [
-            (b.buffers(name, workload.num_tokens * width), b.blocks(name, [0], heads[2:] if "kv" in name else heads[:2]))
+            (
+                b.buffers(name, workload.num_tokens * width),
+                b.blocks(name, [0], heads[2:] if "kv" in name else heads[:2]),
+            )
             for name, width in side
         ]
         for side in (forward if pass_ == "fwd" else backward)

@@ -72,9 +72,7 @@ class Accumulation:
         nth = np.cumsum(self.active, axis=0)
         is_last = nth == nth[-1]
         later_whole = (self.active & self.whole)[::-1].cumsum(axis=0)[::-1] - (self.active & self.whole) > 0
-        finished = np.where(
-            is_last, self.rows, np.where(self.whole & ~later_whole, self.rows - self.tail_rows, 0)
-        )
+        finished = np.where(is_last, self.rows, np.where(self.whole & ~later_whole, self.rows - self.tail_rows, 0))
         read = np.where(nth == 2, row_bytes, row_bytes_fp32)
         moved = self.rows * (row_bytes + read + extra + row_bytes_fp32)
         return np.where(self.sums, moved - finished * (row_bytes_fp32 - row_bytes), 0)

@@ -180,7 +180,10 @@ class _Ulysses:
         buffers = self.b.buffers(f"{name} of group", np.full(len(self.ranks), nbytes))
         columns = [slice(2, 4) if t.endswith("kv") else slice(0, 2) for t in tensors]
         return [
-            (buffers, np.concatenate([self.b.blocks(t, [self.whole], tuple(row[c])) for row in self.heads(group)]))
+            (
+                buffers,
+                np.concatenate([self.b.blocks(t, [self.whole], tuple(row[c])) for row in self.heads(group)]),
+            )
             for t, c in zip(tensors, columns, strict=True)
         ]
 

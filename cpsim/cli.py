@@ -251,9 +251,9 @@ def _progress(label: str) -> Iterator[Progress]:
     started = time.monotonic()
 
     def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
         if sys.stderr.isatty() and time.monotonic() - started > 1 and not bar.live.is_started:
             bar.start()
-        bar.update(task, completed=done, total=total)
 
     try:
         yield update

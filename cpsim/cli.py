@@ -53,9 +53,7 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not a wrong option or argument: our own mistake
             raise
-        status = (
-            _fail(f"{error.format_message()} See `cpsim --help`.") if error.format_message() else USER_ERROR
-        )
+        status = _fail(f"{error.format_message()} See `cpsim --help`.") if error.format_message() else USER_ERROR
     sys.exit(status or 0)
 
 

@@ -121,9 +121,7 @@ class Cluster:
 @cache
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
-    shipped = json.loads(
-        Path(__file__).with_name("data").joinpath("clusters.json").read_text(encoding="utf-8")
-    )
+    shipped = json.loads(Path(__file__).with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
     clusters = (_cluster(entry | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 
@@ -146,9 +144,7 @@ def load_cluster(name_or_path: str) -> Cluster:
         )
     entries = read_documents(path)
     if len(entries) != 1 or isinstance(entries[0][1], ScenarioError):
-        raise ScenarioError(
-            f"cluster: {path}: expected one cluster in YAML or JSON, got {len(entries)} entries"
-        )
+        raise ScenarioError(f"cluster: {path}: expected one cluster in YAML or JSON, got {len(entries)} entries")
     try:
         return _cluster(_with_known_gpu(take_schema(entries[0][1], "cluster")))
     except ScenarioError as error:

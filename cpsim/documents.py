@@ -63,9 +63,7 @@ def load_bins(distribution: str) -> Bins:
         ScenarioError: the name is unknown.
     """
     if distribution not in _SECTIONS:
-        raise ScenarioError(
-            f"documents.distribution: {distribution!r} is unknown; {nearest(distribution, _SECTIONS)}"
-        )
+        raise ScenarioError(f"documents.distribution: {distribution!r} is unknown; {nearest(distribution, _SECTIONS)}")
     project, name = _SECTIONS[distribution]
     shipped = json.loads(
         Path(__file__).with_name("data").joinpath("length_distributions.json").read_text(encoding="utf-8")
@@ -111,9 +109,7 @@ def draw_documents(
             f"max_length = {max_length}, tokens = {num_tokens}"
         )
     if num_tokens > MAX_DOCUMENTS * min(longest, max(min_length, bins.mean())):
-        raise ScenarioError(
-            f"documents: {num_tokens} tokens would be over {MAX_DOCUMENTS} documents; raise max_length"
-        )
+        raise ScenarioError(f"documents: {num_tokens} tokens would be over {MAX_DOCUMENTS} documents; raise max_length")
     rng = np.random.default_rng(seed)
     drawn: list[NDArray[np.int64]] = []
     missing = num_tokens

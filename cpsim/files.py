@@ -30,9 +30,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError:
-        raise ScenarioError(
-            f"{path}: expected UTF-8 text (YAML, JSON or JSON Lines), got binary data"
-        ) from None
+        raise ScenarioError(f"{path}: expected UTF-8 text (YAML, JSON or JSON Lines), got binary data") from None
 
 
 def read_documents(path: Path) -> list[tuple[str, Any | ScenarioError]]:
@@ -170,9 +168,7 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
             message = ": ".join(filter(None, [where, str(first["ctx"]["error"])]))
         case _:
             expected = first["msg"].removeprefix("Input should be ")
-            expected = expected.replace("a valid integer", "a whole number").replace(
-                "a valid dictionary", "a mapping"
-            )
+            expected = expected.replace("a valid integer", "a whole number").replace("a valid dictionary", "a mapping")
             message = f"{where}: expected {expected}, got {got}"
     more = len(problems) - 1
     suffix = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""

@@ -55,9 +55,7 @@ class DocumentDraw(BaseModel):
 class Scenario(BaseModel):
     """One case: which strategy, on what, over which tokens. Fields are those of the file."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
     strategy: Strategy | None = None
     """None leaves the choice to ``advise``."""
@@ -81,9 +79,7 @@ class Scenario(BaseModel):
     kv_heads: Annotated[int, Field(ge=1, le=65536)]
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
-    pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field(
-        "fwd_bwd", validation_alias="pass", serialization_alias="pass"
-    )
+    pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
     protocol: Literal["synced", "streamed"] = "synced"
 
     @property

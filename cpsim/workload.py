@@ -33,9 +33,7 @@ class Workload:
         if not self.documents or min(self.documents) < 1:
             raise ScenarioError("documents: expected at least one document of at least one token")
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
-            raise ScenarioError(
-                f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}"
-            )
+            raise ScenarioError(f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}")
         if self.dtype not in BYTES_PER_ELEMENT:
             raise ScenarioError(f"dtype: expected one of {', '.join(BYTES_PER_ELEMENT)}, got {self.dtype!r}")
 

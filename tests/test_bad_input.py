@@ -78,9 +78,7 @@ def test_missing_field_is_named(field):
 
 
 def test_one_bad_line_never_loses_the_others(tmp_path):
-    bad = [json.dumps(GOOD | change) for change, _ in BAD_FIELDS.values()] + [
-        text for text, _ in BAD_LINES.values()
-    ]
+    bad = [json.dumps(GOOD | change) for change, _ in BAD_FIELDS.values()] + [text for text, _ in BAD_LINES.values()]
     matches = [match for _, match in (*BAD_FIELDS.values(), *BAD_LINES.values())]
     lines = [line for text in bad for line in (json.dumps(GOOD), text)]
     path = tmp_path / "cases.jsonl"

@@ -55,9 +55,7 @@ def test_lists_are_shown_and_are_json():
     assert "dgx-h200" in cpsim("clusters")
     assert json.loads(cpsim("clusters", "--json"))[0]["name"] == "h200-4"
     assert "zigzag_ring" in cpsim("strategies")
-    assert {"none", "ulysses", "ring"} <= {
-        entry["strategy"] for entry in json.loads(cpsim("strategies", "--json"))
-    }
+    assert {"none", "ulysses", "ring"} <= {entry["strategy"] for entry in json.loads(cpsim("strategies", "--json"))}
 
 
 @pytest.mark.parametrize(

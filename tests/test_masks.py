@@ -91,9 +91,7 @@ def test_area_of_a_billion_tokens_is_exact():
 @settings(max_examples=300, deadline=None)
 @given(masks(), range_sets(), range_sets(), st.randoms(use_true_random=False))
 def test_restriction_is_the_brute_force_intersection(mask, q_sets, k_sets, random):
-    pairs = [
-        (random.randrange(len(q_sets)), random.randrange(len(k_sets))) for _ in range(random.randint(0, 5))
-    ]
+    pairs = [(random.randrange(len(q_sets)), random.randrange(len(k_sets))) for _ in range(random.randint(0, 5))]
     pair_q, pair_k = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
     start, rows, areas = restrict(mask, q_sets, k_sets, pair_q, pair_k)
     allowed = dense_mask(mask, 24)

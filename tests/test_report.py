@@ -129,9 +129,7 @@ def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
     candidate = advice.candidates[0]
     ranks = html.shown_ranks(candidate)
     assert ranks == [0, 1, 4, 7]
-    num_ops = sum(
-        len(p.timelines[k].rows(ranks)) for p, k in ((candidate.forward, "fwd"), (candidate.backward, "bwd"))
-    )
+    num_ops = sum(len(p.timelines[k].rows(ranks)) for p, k in ((candidate.forward, "fwd"), (candidate.backward, "bwd")))
     figure, text = figures.timeline(candidate, ranks)
     assert sum(len(trace.x) for trace in figure.data) == num_ops
     assert text == f"{num_ops} ops of ranks 0, 1, 4, 7"
@@ -156,9 +154,7 @@ class Links(HTMLParser):
         self.found = []
 
     def handle_starttag(self, tag, attrs):  # noqa: ARG002
-        self.found += [
-            value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")
-        ]
+        self.found += [value for name, value in attrs if name in ("src", "href") and not value.startswith("data:")]
 
 
 def test_report_is_self_contained_and_escapes_what_users_wrote(report):

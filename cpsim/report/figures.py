@@ -139,9 +139,7 @@ def lengths(predictions: Iterable[Prediction]) -> Any:
             hovertemplate=label + ": %{y:.3g} ms (90 %: %{customdata}) at %{x:,} tokens<extra></extra>",
         )
     ticks = sorted({point.scenario.num_tokens for points in lines.values() for point in points})
-    figure.update_xaxes(
-        type="log", title="total tokens", tickvals=ticks, ticktext=[format_count(t) for t in ticks]
-    )
+    figure.update_xaxes(type="log", title="total tokens", tickvals=ticks, ticktext=[format_count(t) for t in ticks])
     figure.update_yaxes(type="log", title="time, forward and backward [ms]", dtick="D2")
     return _styled(figure, 520)
 
@@ -160,9 +158,7 @@ def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
     drawn = {name: _thinned(rows) for name, rows in shown.items()}
     every = sorted((row for rows in shown.values() for row in rows), key=_order)
     lanes = list(dict.fromkeys(map(_lane, every)))
-    figure = make_subplots(
-        cols=len(drawn), shared_yaxes=True, horizontal_spacing=0.02, subplot_titles=list(drawn)
-    )
+    figure = make_subplots(cols=len(drawn), shared_yaxes=True, horizontal_spacing=0.02, subplot_titles=list(drawn))
     seen: set[str] = set()
     for column, rows in enumerate(drawn.values(), start=1):
         for kind in dict.fromkeys(row["kind"] for row in rows):
@@ -223,7 +219,5 @@ def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> An
         showlegend=in_legend,
         marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
         customdata=names,
-        hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>"
-        + kind
-        + "</extra>",
+        hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>" + kind + "</extra>",
     )

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from cpsim.scenario import Scenario
 
 
-def prediction_record(
-    asked: Scenario | CpsimError, result: Prediction | Infeasible | CpsimError
-) -> dict[str, Any]:
+def prediction_record(asked: Scenario | CpsimError, result: Prediction | Infeasible | CpsimError) -> dict[str, Any]:
     """One line of ``cpsim predict``: times and sizes in SI units, or ``error`` with the reason."""
     scenario = {} if isinstance(asked, CpsimError) else {"scenario": asked.to_dict()}
     if isinstance(result, Prediction):

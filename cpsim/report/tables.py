@@ -106,9 +106,7 @@ def _notes(notes: Iterable[str]) -> list[RenderableType]:
 
 def prediction_view(results: Sequence[Prediction | Infeasible | CpsimError]) -> RenderableType:
     """One prediction in full, or many in a table, then the notes of all."""
-    notes = dict.fromkeys(
-        note for result in results if isinstance(result, Prediction) for note in result.notes
-    )
+    notes = dict.fromkeys(note for result in results if isinstance(result, Prediction) for note in result.notes)
     if len(results) == 1 and isinstance(results[0], Prediction):
         return Group(_one(results[0]), Text(), *_notes(notes))
     return Group(_many(results), Text(), *_notes(notes))
@@ -207,9 +205,7 @@ def clusters_view(clusters: Iterable[Cluster]) -> RenderableType:
                 fabric.grade,
             )
             sources.append(Text.assemble((cluster.name, "bold"), f": {fabric.source}", style="dim"))
-        made.add_row(
-            Text(cluster.name, style="bold"), node, *network, cluster.profile or Text("none yet", "red")
-        )
+        made.add_row(Text(cluster.name, style="bold"), node, *network, cluster.profile or Text("none yet", "red"))
     return Group(made, Text(), *sources)
 
 
@@ -217,7 +213,5 @@ def strategies_view(records: Sequence[Mapping[str, Any]]) -> RenderableType:
     """Strategies with what they do and their knobs."""
     made = table(("strategy", "left"), ("what it does", "left"), ("knobs", "left"))
     for record in records:
-        made.add_row(
-            Text(record["strategy"], style="bold"), record["description"], ", ".join(record["knobs"])
-        )
+        made.add_row(Text(record["strategy"], style="bold"), record["description"], ", ".join(record["knobs"]))
     return made

@@ -24,11 +24,7 @@ def knobs_text(knobs: Mapping[str, Any]) -> str:
 def strategy_label(scenario: Scenario) -> str:
     """Strategy and knobs in one phrase, e.g. ``usp (ulysses 8)``."""
     knobs = knobs_text(scenario.knobs)
-    return (
-        f"{scenario.strategy or 'any strategy'} ({knobs})"
-        if knobs
-        else str(scenario.strategy or "any strategy")
-    )
+    return f"{scenario.strategy or 'any strategy'} ({knobs})" if knobs else str(scenario.strategy or "any strategy")
 
 
 def interval_text(low_s: float, high_s: float) -> str:

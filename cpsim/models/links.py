@@ -94,16 +94,22 @@ class Links:
         num_ranks, nics, uplinks = self._sizes
         parts: list[tuple[Ints, float | Floats]] = [(ranks, near_bytes), (num_ranks + ranks, near_bytes)]
         if far_bytes > 0:
-            nic, count = np.unique(self.nic_of(ranks), return_counts=True)
+            nic, count = _counted(self.nic_of(ranks))
             parts += [
                 (2 * num_ranks + nic, far_bytes * count),
                 (2 * num_ranks + nics + nic, far_bytes * count),
             ]
             if uplinks:
-                node, count = np.unique(self.cluster.node_of(ranks), return_counts=True)
+                node, count = _counted(self.cluster.node_of(ranks))
                 base = 2 * (num_ranks + nics)
                 parts += [(base + node, far_bytes * count), (base + uplinks + node, far_bytes * count)]
         return _join([(np.full(len(link), op), link, np.broadcast_to(nbytes, link.shape)) for link, nbytes in parts])
+
+
+def _counted(values: Ints) -> tuple[Ints, Floats]:
+    """Distinct values, and how often each occurs."""
+    distinct, counts = np.unique(values, return_counts=True)
+    return distinct, counts.astype(np.float64)
 
 
 def _join(parts: list[tuple[Ints, Ints, Floats]]) -> Flows:

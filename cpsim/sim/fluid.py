@@ -1,0 +1,356 @@
+"""Event-driven simulation with shared links and interference, compiled.
+
+A heap holds the end of every running op at its present speed, and the launch of every op that only waits for its
+host. All events of one instant are taken together; then only the ranks and links of the ops that started or ended
+are looked at again. A link matters only while the running ops could ask for more than it carries (it is *tight*);
+ops that share tight links, directly or through others, form a group whose speeds are found by progressive filling.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from cpsim.masks import Ints
+from cpsim.schedule import Int32, Schedule
+from cpsim.sim.heap import pop, set_key
+from cpsim.sim.work import Floats, Work
+
+# One record per op, lane entry, flow, rank and link. Lists are doubly linked through entries: `head` is the first
+# entry, then `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of
+# members and then the members, beside a flag in their records.
+
+OP: Final = np.dtype(
+    [
+        ("first_lane", "i4"), ("last_lane", "i4"), ("first_flow", "i4"), ("last_flow", "i4"),
+        ("duration", "f8"), ("left", "f8"), ("since", "f8"), ("speed", "f8"), ("limit", "f8"), ("widest", "f8"),
+        ("release", "f8"), ("first_after", "i4"), ("last_after", "i4"), ("pending", "i4"), ("pressure", "i2"),
+        ("running", "i1"), ("marked", "i1"), ("grouped", "i8"),
+    ],
+    align=True,
+)  # fmt: skip
+"""``widest``: bytes of the largest flow; ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if
+links were infinitely fast; ``pending``: predecessors still waited for."""
+LANE: Final = np.dtype([("rank", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4")], align=True)
+FLOW: Final = np.dtype(
+    [("link", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4"), ("nbytes", "f8")], align=True
+)
+RANK: Final = np.dtype([("head", "i4"), ("marked", "i4"), ("present", "i8")], align=True)
+"""``present``: running ops in two bits per pressure class: none, one, several."""
+LINK: Final = np.dtype(
+    [("head", "i4"), ("marked", "i4"), ("tight", "i4"), ("grouped", "i4"), ("capacity", "f8"), ("left", "f8"), ("load", "f8")]
+)  # fmt: skip
+
+
+def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Floats, Floats, Int32]:
+    """Simulate.
+
+    Args:
+        first, before: predecessors of every op, CSR.
+        schedule, work: as ``simulate`` takes them.
+
+    Returns:
+        start, end and cause, ``[N]`` each, as in ``Timeline``; the end of an op that never starts is NaN.
+    """
+    after_start, after = _successors(first, before)
+    num_ops, num_ranks = len(schedule), schedule.num_ranks
+    ops, numbers = np.zeros(num_ops, OP), np.arange(num_ops)
+    ops["first_lane"], ops["last_lane"] = schedule.lane_start[:-1], schedule.lane_start[1:]
+    ops["first_flow"], ops["last_flow"] = work.flow_start[:-1], work.flow_start[1:]
+    ops["first_after"], ops["last_after"] = after_start[:-1], after_start[1:]
+    ops["pending"], ops["pressure"] = np.diff(first), work.pressure
+    ops["duration"] = ops["left"] = work.duration_s
+    ops["release"] = work.release_s
+    lanes, flows = np.zeros(len(schedule.lane_rank), LANE), np.zeros(len(work.flow_link), FLOW)
+    lanes["rank"], lanes["op"] = schedule.lane_rank, np.repeat(numbers, np.diff(schedule.lane_start))
+    flows["link"], flows["op"] = work.flow_link, np.repeat(numbers, np.diff(work.flow_start))
+    flows["nbytes"] = work.flow_bytes
+    np.maximum.at(ops["widest"], flows["op"], work.flow_bytes)
+    ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
+    ranks["head"] = links["head"] = -1
+    links["capacity"] = work.link_bytes_per_s
+    start, end, cause = np.full(num_ops, np.nan), np.full(num_ops, np.nan), numbers.astype(np.int32)
+    _run(ops, lanes, flows, ranks, links, after, _limits(work.slowdown), start, end, cause)
+    return start, end, cause
+
+
+@njit(cache=True, nogil=True)
+def _successors(first, before):  # type: ignore[no-untyped-def]
+    """The predecessor CSR the other way round."""
+    num_ops = len(first) - 1
+    start = np.zeros(num_ops + 2, np.int64)
+    for op in before:
+        start[op + 2] += 1
+    start = np.cumsum(start)
+    after = np.empty(len(before), np.int32)
+    for op in range(num_ops):
+        for entry in range(first[op], first[op + 1]):
+            after[start[before[entry] + 1]] = op
+            start[before[entry] + 1] += 1
+    return start[: num_ops + 1], after
+
+
+@njit(cache=True, nogil=True)
+def _limits(slowdown):  # type: ignore[no-untyped-def]
+    """Speed under interference, ``[class of the op, what is present on its rank, itself included]``."""
+    num_classes = len(slowdown)
+    table = np.ones((num_classes, 4**num_classes))
+    for own in range(num_classes):
+        for present in range(4**num_classes):
+            worst = 1.0
+            for other in range(num_classes):
+                if (present >> (2 * other)) & 3 > (other == own):
+                    worst = max(worst, slowdown[own, other])
+            table[own, present] = 1.0 / worst
+    return table
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _mark(records, members, item):  # type: ignore[no-untyped-def]
+    if not records[item].marked:
+        records[item].marked = 1
+        members[0] += 1
+        members[members[0]] = item
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _group(records, members, item):  # type: ignore[no-untyped-def]
+    if not records[item].grouped:
+        records[item].grouped = 1
+        members[0] += 1
+        members[members[0]] = item
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _enter(lists, which, entries, entry):  # type: ignore[no-untyped-def]
+    following = lists[which].head
+    entries[entry].following, entries[entry].preceding = following, -1
+    if following >= 0:
+        entries[following].preceding = entry
+    lists[which].head = entry
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
+    following, preceding = entries[entry].following, entries[entry].preceding
+    if preceding >= 0:
+        entries[preceding].following = following
+    else:
+        lists[which].head = following
+    if following >= 0:
+        entries[following].preceding = preceding
+
+
+@njit(cache=True, nogil=True)
+def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # type: ignore[no-untyped-def]
+    num_ops = len(ops)
+    heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops)
+    counts = np.zeros((len(ranks), len(limits)), np.int32)
+    new_ops, group_ops = np.zeros(num_ops + 1, np.int64), np.zeros(num_ops + 1, np.int64)
+    new_ranks, new_links = np.zeros(len(ranks) + 1, np.int64), np.zeros(len(links) + 1, np.int64)
+    group_links = np.zeros(len(links) + 1, np.int64)
+    for op in range(num_ops):
+        if ops[op].pending == 0:
+            set_key(heap, place, key, op, ops[op].release)
+    while heap[0] > 0:
+        now = key[heap[1]]
+        while heap[0] > 0 and key[heap[1]] <= now:
+            op = pop(heap, place, key)
+            starts = not ops[op].running
+            if starts:
+                start[op] = ops[op].since = now
+            if ops[op].duration > 0:
+                _enter_or_leave(ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links)
+            if not (starts and ops[op].duration > 0):
+                end[op] = now
+                _release_followers(ops, after, heap, place, key, cause, op, now)
+        _review_ranks(ops, lanes, ranks, counts, new_ops, new_ranks)
+        _review_links(ops, flows, links, new_ops, new_links)
+        for i in range(1, new_ops[0] + 1):
+            op = new_ops[i]
+            limit = 1.0
+            for entry in range(ops[op].first_lane, ops[op].last_lane):
+                limit = min(limit, limits[ops[op].pressure, ranks[lanes[entry].rank].present])
+            ops[op].limit = limit
+        for i in range(1, new_ops[0] + 1):
+            if ops[new_ops[i]].running and ops[new_ops[i]].marked:
+                _set_speed(ops, flows, links, group_ops, group_links, heap, place, key, new_ops[i], now)
+            ops[new_ops[i]].marked = 0
+        new_ops[0] = 0
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _enter_or_leave(  # type: ignore[no-untyped-def]
+    ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links
+):
+    """Enter an op among those running on its ranks and links, or take it out; note what has to be reviewed."""
+    ops[op].running = starts
+    if starts:
+        _mark(ops, new_ops, op)
+    for entry in range(ops[op].first_lane, ops[op].last_lane):
+        rank = lanes[entry].rank
+        counts[rank, ops[op].pressure] += 1 if starts else -1
+        if starts:
+            _enter(ranks, rank, lanes, entry)
+        else:
+            _leave(ranks, rank, lanes, entry)
+        _mark(ranks, new_ranks, rank)
+    for entry in range(ops[op].first_flow, ops[op].last_flow):
+        link = flows[entry].link
+        if starts:
+            _enter(links, link, flows, entry)
+        else:
+            _leave(links, link, flows, entry)
+        _mark(links, new_links, link)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _release_followers(ops, after, heap, place, key, cause, op, now):  # type: ignore[no-untyped-def]
+    """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it."""
+    for entry in range(ops[op].first_after, ops[op].last_after):
+        follower = after[entry]
+        ops[follower].pending -= 1
+        if ops[follower].pending == 0:
+            if ops[follower].release <= now:
+                cause[follower] = op
+            set_key(heap, place, key, follower, max(now, ops[follower].release))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _review_ranks(ops, lanes, ranks, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
+    """Mark the ops on ranks where other classes of ops run than before."""
+    for i in range(1, new_ranks[0] + 1):
+        rank = new_ranks[i]
+        ranks[rank].marked = 0
+        present = 0
+        for c in range(counts.shape[1]):
+            present |= min(counts[rank, c], 2) << (2 * c)
+        if present == ranks[rank].present:
+            continue
+        ranks[rank].present = present
+        entry = ranks[rank].head
+        while entry >= 0:
+            _mark(ops, new_ops, lanes[entry].op)
+            entry = lanes[entry].following
+    new_ranks[0] = 0
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _review_links(ops, flows, links, new_ops, new_links):  # type: ignore[no-untyped-def]
+    """Mark the ops on links that are or were tight."""
+    for i in range(1, new_links[0] + 1):
+        link = new_links[i]
+        links[link].marked = 0
+        demand, flow = 0.0, links[link].head
+        while flow >= 0:
+            demand += flows[flow].nbytes / ops[flows[flow].op].duration
+            flow = flows[flow].following
+        was_tight = links[link].tight
+        links[link].tight = demand > links[link].capacity * (1 + 1e-12)
+        flow = links[link].head
+        while flow >= 0 and (was_tight or links[link].tight):
+            _mark(ops, new_ops, flows[flow].op)
+            flow = flows[flow].following
+    new_links[0] = 0
+
+
+@njit(cache=True, nogil=True, inline="always")
+def _settle(ops, op, now):  # type: ignore[no-untyped-def]
+    """Account for the work done at the old speed."""
+    ops[op].left -= ops[op].speed * (now - ops[op].since)
+    ops[op].since = now
+
+
+@njit(cache=True, nogil=True)
+def _set_speed(ops, flows, links, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
+    """New speed and end of an op, and of all that share tight links with it."""
+    alone = True
+    for entry in range(ops[op].first_flow, ops[op].last_flow):
+        alone = alone and not links[flows[entry].link].tight
+    if alone:
+        if ops[op].speed != ops[op].limit or place[op] == 0:
+            _settle(ops, op, now)
+            ops[op].speed = ops[op].limit
+            set_key(heap, place, key, op, now + max(ops[op].left, 0.0) / ops[op].speed)
+        return
+    _collect_group(ops, flows, links, group_ops, group_links, op)
+    for j in range(1, group_ops[0] + 1):
+        _settle(ops, group_ops[j], now)
+    _fill(ops, flows, links, group_ops, group_links)
+    for j in range(1, group_ops[0] + 1):
+        member = group_ops[j]
+        ops[member].marked = ops[member].grouped = 0
+        set_key(heap, place, key, member, now + max(ops[member].left, 0.0) / ops[member].speed)
+    for j in range(1, group_links[0] + 1):
+        links[group_links[j]].grouped = 0
+
+
+@njit(cache=True, nogil=True)
+def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: ignore[no-untyped-def]
+    """The ops that share tight links with ``op``, directly or through others, and those links."""
+    group_ops[0] = group_links[0] = 0
+    _group(ops, group_ops, op)
+    at = 0
+    while at < group_ops[0]:
+        at += 1
+        for entry in range(ops[group_ops[at]].first_flow, ops[group_ops[at]].last_flow):
+            link = flows[entry].link
+            if not links[link].tight or links[link].grouped:
+                continue
+            _group(links, group_links, link)
+            flow = links[link].head
+            while flow >= 0:
+                _group(ops, group_ops, flows[flow].op)
+                flow = flows[flow].following
+
+
+@njit(cache=True, nogil=True)
+def _fill(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
+    """Progressive filling over the group's tight links; -1 marks speeds not yet found."""
+    num_open = group_ops[0]
+    for i in range(1, num_open + 1):
+        ops[group_ops[i]].speed = -1.0
+    while num_open > 0:
+        level = _next_level(ops, flows, links, group_ops, group_links)
+        for i in range(1, group_ops[0] + 1):
+            op = group_ops[i]
+            if ops[op].speed >= 0:
+                continue
+            cap = ops[op].limit * ops[op].widest / ops[op].duration
+            closes = cap <= level
+            for entry in range(ops[op].first_flow, ops[op].last_flow):
+                link = flows[entry].link
+                if links[link].tight and links[link].left <= level * links[link].load * (1 + 1e-12):
+                    closes = True
+            if closes:
+                ops[op].speed = min(level, cap) * ops[op].duration / ops[op].widest
+                num_open -= 1
+
+
+@njit(cache=True, nogil=True)
+def _next_level(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
+    """Byte rate at which the next link fills or the next op runs at its own limit.
+
+    ``left`` becomes what ops with a known speed leave of a link, ``load`` the weight of the other ones.
+    """
+    for i in range(1, group_links[0] + 1):
+        link = group_links[i]
+        links[link].left, links[link].load = links[link].capacity, 0.0
+    level = np.inf
+    for i in range(1, group_ops[0] + 1):
+        op = group_ops[i]
+        if ops[op].speed < 0:
+            level = min(level, ops[op].limit * ops[op].widest / ops[op].duration)
+        for entry in range(ops[op].first_flow, ops[op].last_flow):
+            link = flows[entry].link
+            if ops[op].speed >= 0:
+                links[link].left -= ops[op].speed * flows[entry].nbytes / ops[op].duration
+            else:
+                links[link].load += flows[entry].nbytes / ops[op].widest
+    for i in range(1, group_links[0] + 1):
+        link = group_links[i]
+        if links[link].load > 0:
+            level = min(level, links[link].left / links[link].load)
+    return level

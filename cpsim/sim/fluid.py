@@ -40,7 +40,11 @@ FLOW: Final = np.dtype(
 RANK: Final = np.dtype([("head", "i4"), ("marked", "i4"), ("present", "i8")], align=True)
 """``present``: running ops in two bits per pressure class: none, one, several."""
 LINK: Final = np.dtype(
-    [("head", "i4"), ("marked", "i4"), ("tight", "i4"), ("grouped", "i4"), ("capacity", "f8"), ("left", "f8"), ("load", "f8")]
+    [
+        ("head", "i4"), ("marked", "i4"), ("tight", "i4"), ("grouped", "i4"),
+        ("capacity", "f8"), ("left", "f8"), ("load", "f8"),
+    ],
+    align=True,
 )  # fmt: skip
 
 

@@ -70,7 +70,7 @@ class _Floor:
     def _supervise(self) -> Generator[Any, Any, None]:
         while True:
             speed = self._speeds()
-            times = {op: left / speed[op] for op, left in self.left.items()}
+            times = {op: max(left, 0.0) / speed[op] for op, left in self.left.items()}
             wait = min(times.values(), default=float("inf"))
             since = self.env.now
             timer = self.env.timeout(wait) if times else self.env.event()

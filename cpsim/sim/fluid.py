@@ -80,7 +80,7 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     return start, end, cause
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _successors(first, before):  # type: ignore[no-untyped-def]
     """The predecessor CSR the other way round."""
     num_ops = len(first) - 1
@@ -96,7 +96,7 @@ def _successors(first, before):  # type: ignore[no-untyped-def]
     return start[: num_ops + 1], after
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _limits(slowdown):  # type: ignore[no-untyped-def]
     """Speed under interference, ``[class of the op, what is present on its rank, itself included]``."""
     num_classes = len(slowdown)
@@ -111,7 +111,7 @@ def _limits(slowdown):  # type: ignore[no-untyped-def]
     return table
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _mark(records, members, item):  # type: ignore[no-untyped-def]
     if not records[item].marked:
         records[item].marked = 1
@@ -119,7 +119,7 @@ def _mark(records, members, item):  # type: ignore[no-untyped-def]
         members[members[0]] = item
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _group(records, members, item):  # type: ignore[no-untyped-def]
     if not records[item].grouped:
         records[item].grouped = 1
@@ -127,7 +127,7 @@ def _group(records, members, item):  # type: ignore[no-untyped-def]
         members[members[0]] = item
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _enter(lists, which, entries, entry):  # type: ignore[no-untyped-def]
     following = lists[which].head
     entries[entry].following, entries[entry].preceding = following, -1
@@ -136,7 +136,7 @@ def _enter(lists, which, entries, entry):  # type: ignore[no-untyped-def]
     lists[which].head = entry
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
     following, preceding = entries[entry].following, entries[entry].preceding
     if preceding >= 0:
@@ -147,11 +147,12 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
         entries[following].preceding = preceding
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # type: ignore[no-untyped-def]
     num_ops = len(ops)
     heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops)
     counts = np.zeros((len(ranks), len(limits)), np.int32)
+    ready = np.zeros(num_ops + 1, np.int64)  # ops that start now, as a stack: [0] counts them
     new_ops, group_ops = np.zeros(num_ops + 1, np.int64), np.zeros(num_ops + 1, np.int64)
     new_ranks, new_links = np.zeros(len(ranks) + 1, np.int64), np.zeros(len(links) + 1, np.int64)
     group_links = np.zeros(len(links) + 1, np.int64)
@@ -160,8 +161,12 @@ def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # 
             set_key(heap, place, key, op, ops[op].release)
     while heap[0] > 0:
         now = key[heap[1]]
-        while heap[0] > 0 and key[heap[1]] <= now:
-            op = pop(heap, place, key)
+        while ready[0] > 0 or (heap[0] > 0 and key[heap[1]] <= now):
+            if ready[0] > 0:
+                op = ready[ready[0]]
+                ready[0] -= 1
+            else:
+                op = pop(heap, place, key)
             starts = not ops[op].running
             if starts:
                 start[op] = ops[op].since = now
@@ -169,7 +174,7 @@ def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # 
                 _enter_or_leave(ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links)
             if not (starts and ops[op].duration > 0):
                 end[op] = now
-                _release_followers(ops, after, heap, place, key, cause, op, now)
+                _release_followers(ops, after, heap, place, key, ready, cause, op, now)
         _review_ranks(ops, lanes, ranks, counts, new_ops, new_ranks)
         _review_links(ops, flows, links, new_ops, new_links)
         for i in range(1, new_ops[0] + 1):
@@ -185,17 +190,18 @@ def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # 
         new_ops[0] = 0
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _enter_or_leave(  # type: ignore[no-untyped-def]
     ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links
 ):
     """Enter an op among those running on its ranks and links, or take it out; note what has to be reviewed."""
     ops[op].running = starts
+    pressure, change = ops[op].pressure, 1 if starts else -1
     if starts:
         _mark(ops, new_ops, op)
     for entry in range(ops[op].first_lane, ops[op].last_lane):
         rank = lanes[entry].rank
-        counts[rank, ops[op].pressure] += 1 if starts else -1
+        counts[rank, pressure] += change
         if starts:
             _enter(ranks, rank, lanes, entry)
         else:
@@ -210,8 +216,8 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
         _mark(links, new_links, link)
 
 
-@njit(cache=True, nogil=True, inline="always")
-def _release_followers(ops, after, heap, place, key, cause, op, now):  # type: ignore[no-untyped-def]
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _release_followers(ops, after, heap, place, key, ready, cause, op, now):  # type: ignore[no-untyped-def]
     """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it."""
     for entry in range(ops[op].first_after, ops[op].last_after):
         follower = after[entry]
@@ -219,10 +225,13 @@ def _release_followers(ops, after, heap, place, key, cause, op, now):  # type: i
         if ops[follower].pending == 0:
             if ops[follower].release <= now:
                 cause[follower] = op
-            set_key(heap, place, key, follower, max(now, ops[follower].release))
+                ready[0] += 1
+                ready[ready[0]] = follower
+            else:
+                set_key(heap, place, key, follower, ops[follower].release)
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _review_ranks(ops, lanes, ranks, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
     """Mark the ops on ranks where other classes of ops run than before."""
     for i in range(1, new_ranks[0] + 1):
@@ -241,7 +250,7 @@ def _review_ranks(ops, lanes, ranks, counts, new_ops, new_ranks):  # type: ignor
     new_ranks[0] = 0
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _review_links(ops, flows, links, new_ops, new_links):  # type: ignore[no-untyped-def]
     """Mark the ops on links that are or were tight."""
     for i in range(1, new_links[0] + 1):
@@ -260,14 +269,14 @@ def _review_links(ops, flows, links, new_ops, new_links):  # type: ignore[no-unt
     new_links[0] = 0
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _settle(ops, op, now):  # type: ignore[no-untyped-def]
     """Account for the work done at the old speed."""
     ops[op].left -= ops[op].speed * (now - ops[op].since)
     ops[op].since = now
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _set_speed(ops, flows, links, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
     """New speed and end of an op, and of all that share tight links with it."""
     alone = True
@@ -291,7 +300,7 @@ def _set_speed(ops, flows, links, group_ops, group_links, heap, place, key, op, 
         links[group_links[j]].grouped = 0
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: ignore[no-untyped-def]
     """The ops that share tight links with ``op``, directly or through others, and those links."""
     group_ops[0] = group_links[0] = 0
@@ -310,7 +319,7 @@ def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: igno
                 flow = flows[flow].following
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _fill(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Progressive filling over the group's tight links; -1 marks speeds not yet found."""
     num_open = group_ops[0]
@@ -333,7 +342,7 @@ def _fill(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped
                 num_open -= 1
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def _next_level(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Byte rate at which the next link fills or the next op runs at its own limit.
 

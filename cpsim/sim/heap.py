@@ -9,7 +9,7 @@ from __future__ import annotations
 from numba import njit
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _sift_up(heap, place, key, at):  # type: ignore[no-untyped-def]
     op = heap[at]
     while at > 1 and key[op] < key[heap[at >> 1]]:
@@ -20,7 +20,7 @@ def _sift_up(heap, place, key, at):  # type: ignore[no-untyped-def]
     place[op] = at
 
 
-@njit(cache=True, nogil=True, inline="always")
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
 def _sift_down(heap, place, key, at):  # type: ignore[no-untyped-def]
     op, count = heap[at], heap[0]
     while 2 * at <= count:
@@ -36,7 +36,7 @@ def _sift_down(heap, place, key, at):  # type: ignore[no-untyped-def]
     place[op] = at
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def set_key(heap, place, key, op, value):  # type: ignore[no-untyped-def]
     """Insert an op, or move it to its new key."""
     if place[op] == 0:
@@ -54,7 +54,7 @@ def set_key(heap, place, key, op, value):  # type: ignore[no-untyped-def]
         _sift_down(heap, place, key, place[op])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, error_model="numpy")
 def pop(heap, place, key):  # type: ignore[no-untyped-def]
     """Remove and return the op with the smallest key."""
     op = heap[1]

@@ -148,13 +148,32 @@ def fit(
     as_json: Json = False,
 ) -> None:
     """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
-    raise NotImplementedError
+    from cpsim.calibrate.fit import fit_profile
+    from cpsim.calibrate.profile import save_profile
+    from cpsim.report.records import profile_record
+    from cpsim.report.tables import profile_view
+
+    _check_writable(out)
+    profile = fit_profile(measurements)
+    save_profile(profile, out)
+    if as_json:
+        print(json.dumps(profile_record(profile), indent=1))
+    else:
+        _stdout().print(profile_view(profile))
 
 
 @app.command()
 def profiles(as_json: Json = False) -> None:
     """List the profiles that come with cpsim: which GPU, from which measurements, how good."""
-    raise NotImplementedError
+    from cpsim.calibrate.profile import load_profile, shipped_profiles
+    from cpsim.report.records import profile_record
+    from cpsim.report.tables import profile_view
+
+    shipped = [load_profile(name) for name in shipped_profiles()]
+    if as_json:
+        print(json.dumps([profile_record(profile) for profile in shipped], indent=1))
+    else:
+        _stdout().print(*map(profile_view, shipped))
 
 
 @app.command()

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
+from types import SimpleNamespace
 
 import handmade
 import pytest
@@ -103,6 +104,21 @@ def test_advice_record_is_json(advice):
     ]
     assert record["candidates"][1]["knobs"] == {"head_groups": 1}
     assert [row["strategy"] for row in record["infeasible"]] == ["none", "usp"]
+
+
+def test_profiles_show_their_errors_worst_first():
+    rows = (
+        {"model": "collective", "points": 40, "mean_absolute": 0.021, "worst": 0.08, "bias": -0.004},
+        {"model": "attention fwd fa4", "points": 1200, "mean_absolute": 0.034, "worst": 0.11, "bias": 0.01},
+    )
+    kernels = {("fa4", "fwd"): None, ("fa4", "bwd"): None, ("cudnn", "fwd"): None}
+    profile = SimpleNamespace(name="h200", gpu="H200", grade="measured", attention=kernels, held_out=rows, valid={})
+    text = printed(tables.profile_view(profile))
+    assert "h200: H200, measured; kernels cudnn, fa4" in text
+    assert text.index("attention fwd fa4") < text.index("collective")
+    assert "3.4 %" in text
+    assert "-0.4 %" in text
+    assert json.loads(json.dumps(records.profile_record(profile)))["held_out"] == list(rows)
 
 
 def test_lengths_scale_tokens_and_documents():

@@ -9,6 +9,7 @@ from cpsim.errors import CpsimError
 from cpsim.prediction import Infeasible, Prediction
 
 if TYPE_CHECKING:
+    from cpsim.calibrate.profile import Profile
     from cpsim.prediction import Advice, Candidate
     from cpsim.scenario import Scenario
 
@@ -58,6 +59,18 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "exposed_share": float(candidate.exposed_share),
         "peak_memory_bytes": int(candidate.peak_memory_bytes),
         "probability_best": float(candidate.probability_best),
+    }
+
+
+def profile_record(profile: Profile) -> dict[str, Any]:
+    """What ``cpsim profiles`` and ``cpsim fit`` tell about a profile; errors are relative, on points not fitted."""
+    return {
+        "name": profile.name,
+        "gpu": profile.gpu,
+        "grade": profile.grade,
+        "kernels": sorted({kernel for kernel, _ in profile.attention}),
+        "held_out": [dict(row) for row in profile.held_out],
+        "valid": {model: list(bounds) for model, bounds in profile.valid.items()},
     }
 
 

@@ -24,6 +24,7 @@ from cpsim.report.words import (
 from cpsim.units import format_bytes, format_count
 
 if TYPE_CHECKING:
+    from cpsim.calibrate.profile import Profile
     from cpsim.cluster import Cluster
     from cpsim.errors import CpsimError
     from cpsim.prediction import Advice
@@ -215,3 +216,15 @@ def strategies_view(records: Sequence[Mapping[str, Any]]) -> RenderableType:
     for record in records:
         made.add_row(Text(record["strategy"], style="bold"), record["description"], ", ".join(record["knobs"]))
     return made
+
+
+def profile_view(profile: Profile) -> RenderableType:
+    """What a profile describes, and its errors on points that were not fitted, worst first."""
+    kernels = ", ".join(sorted({kernel for kernel, _ in profile.attention}))
+    made = table(("errors on points not fitted", "left"), ("points", "right"), ("mean", "right"), ("worst", "right"),
+                 ("bias", "right"))  # fmt: skip
+    for row in sorted(profile.held_out, key=lambda row: -row["mean_absolute"]):
+        errors = (f"{row['mean_absolute']:.1%}", f"{row['worst']:.1%}", f"{row['bias']:+.1%}")
+        made.add_row(str(row["model"]), f"{row['points']:,}", *(error.replace("%", " %") for error in errors))
+    head = Text.assemble((profile.name, "bold"), f": {profile.gpu}, {profile.grade}; kernels {kernels}")
+    return Group(head, Text(), made, Text())

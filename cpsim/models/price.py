@@ -117,7 +117,6 @@ class Pricing:
     def _attention(self, schedule: Schedule, ops: Ints, pass_: str, notes: dict[str, None]) -> Floats:
         tiles = sequences(schedule.tiles)
         params = self.profile.attention_params(self.kernel, pass_)
-        shapes, shape_of = np.unique(schedule.heads[ops][:, [1, 3]], axis=0, return_inverse=True)
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
         of_tile = np.repeat(used, np.diff(tiles.start))
@@ -126,17 +125,21 @@ class Pricing:
                 f"kernel {self.kernel} runs full and bottom-right causal sequences only; this strategy's share of "
                 f"the mask has others"
             )
+        heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
+        shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         seconds = np.empty(len(ops))
-        for i, (num_heads, num_kv_heads) in enumerate(shapes.tolist()):
-            full = np.full(len(used), num_heads), np.full(len(used), num_kv_heads)
+        for num_heads, num_kv_heads in sorted(shapes):
+            everywhere = np.full(len(used), num_heads), np.full(len(used), num_kv_heads)
             priced = attention_seconds(
-                params, tiles.start, tiles.q_len, tiles.k_len, tiles.causal, *full, self.head_dim
+                params, tiles.start, tiles.q_len, tiles.k_len, tiles.causal, *everywhere, self.head_dim
             )
-            mine = shape_of.ravel() == i
+            mine = (heads == num_heads) & (kv_heads == num_kv_heads)
             seconds[mine] = priced[schedule.tile[ops[mine]]]
         notes.update(
             dict.fromkeys(
-                self.profile.attention_notes(self.kernel, pass_, tiles.q_len[of_tile], tiles.k_len[of_tile], shapes)
+                self.profile.attention_notes(
+                    self.kernel, pass_, tiles.q_len[of_tile], tiles.k_len[of_tile], np.array(sorted(shapes))
+                )
             )
         )
         return seconds

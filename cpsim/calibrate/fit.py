@@ -1,0 +1,368 @@
+"""Fits a profile from measurement files: four fifths of the points fit, the other fifth tells the error.
+
+End-to-end runs are never used. Deterministic: the same files give the same profile, byte for byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares, lsq_linear
+
+from cpsim.calibrate.measurement import Measurements, Point
+from cpsim.calibrate.profile import Profile
+from cpsim.calibrate.residuals import Residual, large, measured, predicted_attention, residuals, summary
+from cpsim.errors import ProfileError
+from cpsim.models.attention import ANATOMY, FITTED, AttentionParams
+from cpsim.models.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
+from cpsim.models.elementwise import ElementwiseParams
+from cpsim.models.host import HostParams
+from cpsim.models.interference import InterferenceParams
+
+Floats = NDArray[np.float64]
+Covariance = dict[str, Any]
+
+SEED = 20251121
+HELD_OUT = 0.2
+KNOT_RATIO = 3.0
+"""Between sizes of neighbouring knots of a network curve."""
+PART_BYTES = 16
+"""Parts of a collective that are no multiples of it take NCCL's slow path; real buffers are multiples."""
+
+
+def fit_profile(measurements: Sequence[Measurements], name: str = "") -> Profile:
+    """Fits every cost model that the measurements allow.
+
+    Args:
+        measurements: kernel files of one GPU type, and network files of it or of one with the same NVLink.
+        name: of the profile; by default from the GPU.
+
+    Returns:
+        The profile, with errors on points that were not fitted.
+
+    Raises:
+        ProfileError: no attention, memory-bound, network or overlap points, or kernels of several GPU types.
+    """
+    kernels = [m for m in measurements if m.of("attention")]
+    networks = [m for m in measurements if m.of("collective")]
+    gpus = sorted({m.header["gpu"] for m in kernels})
+    if len(gpus) != 1:
+        raise ProfileError(f"a profile needs attention points of one GPU type, got {', '.join(gpus) or 'none'}")
+    if not networks:
+        raise ProfileError("a profile needs collective points: add a file of real.measure_network")
+    fitted, spare = _split([p for m in (*kernels, *networks) for p in m.points])
+    attention, covariance = _attention(fitted, int(kernels[0].header["num_sms"]))
+    elementwise = _elementwise([p for p in fitted if p["op"] == "elementwise"])
+    everything = [p for m in networks for p in m.points]
+    profile = Profile(
+        name=name or gpus[0].split()[1].lower(), gpu=gpus[0], grade=_grade(gpus[0], networks), attention=attention,
+        collective=_collective([p for p in fitted if p["op"] in ("collective", "transfer")], everything),
+        elementwise=elementwise, host=_host([p for m in (*kernels, *networks) for p in m.of("host")]),
+        interference=_interference([p for p in everything if p["op"] == "overlap"]), sigma={},
+        valid=_valid([p for m in measurements for p in m.points]), covariance=covariance, held_out=(),
+        provenance=tuple(_source(m, gpus[0]) for m in (*kernels, *networks)),
+    )  # fmt: skip
+    rows = [row for row in residuals(profile, spare) if large(row.point)]
+    import dataclasses
+
+    return dataclasses.replace(
+        profile, held_out=tuple(summary(rows)), sigma=_sigma(rows, _run_to_run(profile, kernels))
+    )
+
+
+def _split(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+    """A random four fifths to fit, and the rest."""
+    usable = [p for p in points if p["samples_s"] and p["op"] != "end" and not _unaligned(p)]
+    spare = np.random.default_rng(SEED).random(len(usable)) < HELD_OUT
+    return (
+        [p for p, out in zip(usable, spare, strict=True) if not out],
+        [p for p, out in zip(usable, spare, strict=True) if out],
+    )
+
+
+def _unaligned(point: Point) -> bool:
+    if point["op"] != "collective" or point["kind"] == "all_reduce":
+        return False
+    num_ranks = point["num_ranks"]
+    return bool(point["nbytes"] // 2 // num_ranks * 2 % PART_BYTES)
+
+
+# --- attention ---
+
+_START = {
+    "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
+    "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 3e-13,
+    "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10,
+    "unaligned_factor": 1.02,
+}  # fmt: skip
+_BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
+           "unaligned_factor": (1.0, 1.5)}  # fmt: skip
+
+
+def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Names to fit and where all parameters start; what is not fitted has no effect."""
+    flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
+    start = dict(_START)
+    start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
+    if flash2:
+        start |= {"busy_threshold": 0.9, "busy_power": 0.1}
+        if forward:
+            start["block_causal_s"] = 8e-6
+    unused = {"split_pair_s", "alone_factor"} if not (flash2 and forward) else set()
+    unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" else {"unaligned_factor"}
+    for name in unused:
+        start[name] = 1.0 if name.endswith("factor") else 0.0
+    return tuple(name for name in FITTED if name not in unused), start
+
+
+def _attention(
+    points: Sequence[Point], num_sms: int
+) -> tuple[dict[tuple[str, str], AttentionParams], dict[str, Covariance]]:
+    """Least squares of log time, outliers softened, for every kernel and pass."""
+    params, covariance = {}, {}
+    points = [p for p in points if p["op"] == "attention"]
+    for key in sorted({(p["kernel"], p["pass"]) for p in points}):
+        mine = [p for p in points if (p["kernel"], p["pass"]) == key]
+        if key not in ANATOMY:
+            raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(ANATOMY)}")
+        params[key], covariance[f"attention {key[1]} {key[0]}"] = _fit_kernel(key, mine, num_sms)
+    return params, covariance
+
+
+def _fit_kernel(
+    key: tuple[str, str], points: Sequence[Point], num_sms: int
+) -> tuple[AttentionParams, Covariance]:
+    names, start = _free(*key)
+    times = measured(points)
+
+    def build(x: Floats) -> AttentionParams:
+        values = start | dict(zip(names, np.exp(x).tolist(), strict=True))
+        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(points[0]["head_dim"]), **values)
+
+    def error(x: Floats) -> Floats:
+        return np.asarray(np.log(predicted_attention(build(x), points) / times))
+
+    bounds = np.log([_BOUNDS.get(name, (start[name] * 1e-3, start[name] * 30)) for name in names])
+    x0 = np.log([start[name] for name in names])
+    fit = least_squares(
+        error, x0, bounds=(bounds[:, 0], bounds[:, 1]), loss="soft_l1", f_scale=0.03, diff_step=1e-4, max_nfev=80
+    )
+    return build(fit.x), _covariance(names, fit.jac, error(fit.x))
+
+
+def _covariance(names: Sequence[str], jacobian: Floats, errors: Floats) -> Covariance:
+    """Of the logarithms, from the Jacobian; parameters without influence get a variance of 1."""
+    weak = np.linalg.norm(jacobian, axis=0) < 1e-6
+    information = jacobian.T @ jacobian + np.diag(np.where(weak, 1.0, 1e-9))
+    variance = float((errors**2).mean())
+    matrix = np.linalg.pinv(information) * np.where(np.outer(weak, weak), 1.0, variance)
+    return {"names": list(names), "covariance": matrix.tolist()}
+
+
+# --- memory-bound kernels and the host ---
+
+
+def _elementwise(points: Sequence[Point]) -> ElementwiseParams:
+    """Latency and bandwidth of each kind, least squares of log time."""
+    if not points:
+        raise ProfileError("a profile needs elementwise points: add a file of real.measure_kernels")
+    latency, bandwidth = {}, {}
+    for kind in sorted({p["kind"] for p in points}):
+        mine = [p for p in points if p["kind"] == kind]
+        nbytes, times = np.array([p["nbytes"] for p in mine], float), measured(mine)
+
+        def error(x: Floats, nbytes: Floats = nbytes, times: Floats = times) -> Floats:
+            return np.asarray(np.log((np.exp(x[0]) + nbytes / np.exp(x[1])) / times))
+
+        fit = least_squares(error, np.log([4e-6, 2.5e12]), loss="soft_l1", f_scale=0.05)
+        latency[kind], bandwidth[kind] = np.exp(fit.x).tolist()
+    return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
+
+
+def _host(points: Sequence[Point]) -> HostParams:
+    """Median launch times; an attention kernel's entry points count alike."""
+    samples: dict[str, list[float]] = {}
+    for point in points:
+        parts = point["kind"].split("_")
+        if parts[-1] in ("dense", "varlen"):
+            kind = f"{'_'.join(parts[:-2])} {parts[-2]}"
+        else:
+            kind = {"transfer_pair": "transfer"}.get(point["kind"], point["kind"])
+        samples.setdefault(kind, []).append(float(np.median(point["samples_s"])))
+    launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
+    return HostParams(launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3)
+
+
+# --- network ---
+
+
+def fit_curve(nbytes: Floats, seconds: Floats) -> Curve:
+    """A monotone curve through noisy points: least squares of log time on the heights of fixed knots.
+
+    Heights are the first knot's and non-negative steps, so the curve never falls.
+    """
+    low, high = float(nbytes.min()), float(nbytes.max())
+    num = max(2, 1 + round(np.log(high / low) / np.log(KNOT_RATIO)))
+    knots = np.geomspace(low, high, num)
+    position = np.interp(np.log(nbytes), np.log(knots), np.arange(num))
+    left = np.minimum(position.astype(int), num - 2)
+    hat = np.zeros((len(nbytes), num))
+    rows = np.arange(len(nbytes))
+    hat[rows, left], hat[rows, left + 1] = 1 - (position - left), position - left
+    steps = hat @ np.tril(np.ones((num, num)))
+    bend = np.zeros((num - 2, num))  # a weak wish for straightness decides knots without points
+    for i in range(num - 2):
+        bend[i, i + 1 : i + 3] = -1e-2, 1e-2
+    least = np.concatenate([[-np.inf], np.zeros(num - 1)])
+    target = np.concatenate([np.log(seconds), np.zeros(num - 2)])
+    heights = np.cumsum(lsq_linear(np.vstack([steps, bend]), target, bounds=(least, np.inf)).x)
+    return Curve(nbytes=tuple(knots.tolist()), seconds=tuple(np.exp(heights).tolist()))
+
+
+def _collective(points: Sequence[Point], everything: Sequence[Point]) -> CollectiveParams:
+    """Curves of collectives and transfers, and the capacity of a port from everything that ran at once."""
+    curves: dict[str, dict[int, Curve]] = {}
+    for kind in COLLECTIVES:
+        for num_ranks in sorted({p["num_ranks"] for p in points if p["kind"] == kind}):
+            mine = [p for p in points if p["kind"] == kind and p["num_ranks"] == num_ranks]
+            if len(mine) < 12:  # too few aligned sizes: interpolated between group sizes instead
+                continue
+            wire = wire_bytes(kind, np.array([p["nbytes"] for p in mine]), num_ranks)
+            curves.setdefault(kind, {})[num_ranks] = fit_curve(wire, measured(mine))
+        if kind not in curves:
+            raise ProfileError(f"a profile needs {kind} points: add a file of real.measure_network")
+    transfers = {}
+    for pattern in sorted({p["kind"] for p in points if p["op"] == "transfer"}):
+        mine = [p for p in points if p["kind"] == pattern]
+        pairs = [p for p in mine if pattern == "ring" and p["num_ranks"] == 2]
+        if pairs:
+            transfers["ring_of_two"] = fit_curve(*_columns(pairs))
+        rest = [p for p in mine if p not in pairs]
+        if rest:
+            transfers[pattern] = fit_curve(*_columns(rest))
+    hop = {kind: _hop_seconds(by) for kind, by in curves.items()}
+    port = _port(everything, max(points, key=lambda p: p["num_ranks"])["num_ranks"])
+    return CollectiveParams(curves=curves, hop_s=hop, transfers=transfers, port_bytes_per_s=port)
+
+
+def _columns(points: Sequence[Point]) -> tuple[Floats, Floats]:
+    return np.array([p["nbytes"] for p in points], float), measured(points)
+
+
+def _hop_seconds(curves: Mapping[int, Curve]) -> float:
+    """Latency that one more rank adds, from the smallest sizes."""
+    few, many = min(curves), max(curves)
+    return max(0.0, (curves[many].seconds[0] - curves[few].seconds[0]) / max(1, many - few))
+
+
+def _port(points: Sequence[Point], num_ranks: int) -> float:
+    """Highest wire rate of one port in one direction that any operation or pair of them reached."""
+    rates = [0.0]
+    for p in points:
+        if p["op"] == "collective" and not _unaligned(p):
+            rates.append(float(wire_bytes(p["kind"], p["nbytes"], p["num_ranks"])) / float(np.median(p["samples_s"])))
+        if p["op"] == "interference" and all(p[side].rsplit("_", 1)[-1].isdigit() for side in "ab"):
+            rate = 0.0
+            for side in "ab":
+                kind, size = p[side].rsplit("_", 1)
+                if kind.startswith(("fa", "math")):
+                    break
+                share = 1.0 if kind.startswith("ring") else (num_ranks - 1) / num_ranks
+                together = p[f"{side}_together_s"]
+                rate += int(size) * 2**20 * share / float(np.median(together)) if together else 0.0
+            else:
+                rates.append(rate)
+    return max(rates)
+
+
+# --- interference ---
+
+
+def _interference(points: Sequence[Point]) -> InterferenceParams:
+    """Slowdowns from overlaps: means over shapes and collectives."""
+    computation: dict[str, dict[str, list[float]]] = {}
+    communication: dict[str, dict[str, list[float]]] = {}
+    for p in points:
+        words = p["a"].split("_")
+        name = f"{words[0]} {words[1]}" if len(words) > 1 else "memory-bound"
+        other = "transfer" if p["b"] == "ring" else "collective"
+        alone, together = ([float(np.median(p[f"{s}_{how}_s"])) for s in "ab"] for how in ("alone", "together"))
+        inner, store = (0, computation) if p["inside"] == "a" else (1, communication)
+        factor = _slowdown(alone[inner], together[inner], together[1 - inner])
+        store.setdefault(name, {}).setdefault(other, []).append(factor)
+
+    def mean(store: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
+        return {a: {b: max(1.0, float(np.mean(f))) for b, f in by.items()} for a, by in sorted(store.items())}
+
+    return InterferenceParams(computation=mean(computation), communication=mean(communication))
+
+
+def _slowdown(alone: float, together: float, other: float) -> float:
+    """Slowdown of an op while the other op ran beside it; alone again once that has ended."""
+    if together <= other:
+        return together / alone
+    beside = alone - (together - other)
+    return other / beside if beside > 0 else 1.0
+
+
+# --- uncertainty, validity, provenance ---
+
+
+def _sigma(rows: Sequence[Residual], run_to_run: float) -> dict[str, float]:
+    """Root mean square of held-out errors by model; of collectives and all models together too."""
+
+    def rms(keep: Callable[[Residual], bool]) -> float:
+        errors = [row.error for row in rows if keep(row)]
+        return float(np.sqrt(np.mean(np.square(errors)))) if errors else 0.05
+
+    sigma = {model: rms(lambda row, m=model: row.model == m) for model in sorted({row.model for row in rows})}  # type: ignore[misc]
+    sigma["collective"] = rms(lambda row: row.model.startswith("collective"))
+    sigma |= {"host": 0.15, "run to run": run_to_run}  # hosts differ: +-15 % between the machines measured
+    return sigma
+
+
+def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:
+    """Spread between GPUs of one type, at least 1 %: standard deviation of each one's mean error on long kernels."""
+    means = []
+    for m in kernels:
+        long = [p for p in m.of("attention") if np.median(p["samples_s"]) > 3e-4]
+        means.append(np.mean([row.error for row in residuals(profile, long)]))
+    return max(0.01, float(np.std(means, ddof=1)) if len(means) > 1 else 0.0)
+
+
+def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
+    """Smallest and largest measured value of what each model depends on."""
+    seen: dict[str, tuple[float, float]] = {}
+
+    def note(key: str, low: float, high: float) -> None:
+        a, b = seen.get(key, (low, high))
+        seen[key] = (float(min(a, low)), float(max(b, high)))
+
+    for p in points:
+        if p["op"] == "attention":
+            key = f"attention {p['pass']} {p['kernel']}"
+            note(f"{key} queries", min(p["q_lens"]), max(p["q_lens"]))
+            note(f"{key} keys", min(p["k_lens"]), max(p["k_lens"]))
+            note(f"{key} heads", p["num_heads"], p["num_heads"])
+        elif p["op"] in ("collective", "transfer", "elementwise"):
+            key = {"elementwise": "memory-bound", "transfer": "transfer"}.get(p["op"], f"collective {p['kind']}")
+            note(key, p["nbytes"], p["nbytes"])
+    return dict(sorted(seen.items()))
+
+
+def _grade(gpu: str, networks: Sequence[Measurements]) -> str:
+    others = sorted({m.header["gpu"] for m in networks} - {gpu})
+    if others:
+        return f"kernels measured here, network measured on {', '.join(others)} (same NVLink generation)"
+    return "measured here"
+
+
+def _source(m: Measurements, gpu: str) -> dict[str, Any]:
+    use = "kernels" if m.of("attention") else "network, host launches of communication, interference"
+    if m.header["gpu"] != gpu:
+        use += f" (stands in for {gpu}: same NVLink generation)"
+    kept = ("gpu", "num_gpus", "driver", "cuda", "cudnn", "nccl", "torch", "kernels", "date", "commit", "command")
+    return {"file": m.source, "used_for": use} | {key: m.header[key] for key in kept if key in m.header}

@@ -1,0 +1,213 @@
+"""The profile: every cost model's parameters for one GPU type, with uncertainty, validity and provenance.
+
+Loads without scipy. Only this module knows the file format (JSON, integer `schema`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cpsim.errors import ProfileError
+from cpsim.models.attention import Anatomy, AttentionParams
+from cpsim.models.collective import CollectiveParams, Curve
+from cpsim.models.elementwise import ElementwiseParams
+from cpsim.models.host import HostParams
+from cpsim.models.interference import InterferenceParams
+
+SCHEMA = 1
+FOLDER = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Fitted cost models of one GPU type."""
+
+    name: str
+    gpu: str
+    """As the driver names it."""
+    grade: str
+    """How far to trust it, in words."""
+    attention: Mapping[tuple[str, str], AttentionParams]
+    """By (kernel, pass)."""
+    collective: CollectiveParams
+    elementwise: ElementwiseParams
+    host: HostParams
+    interference: InterferenceParams
+    sigma: Mapping[str, float]
+    """Relative (log) standard deviation by cost model: `attention fwd fa4`, `collective`, `collective all_gather`,
+    `transfer`, `memory-bound`, `host`, `run to run`."""
+    valid: Mapping[str, tuple[float, float]]
+    """Measured range by cost model: query and key tokens of a call (attention), bytes (others)."""
+    covariance: Mapping[str, Mapping[str, Any]]
+    """By cost model: fitted parameter `names` and the `covariance` of their logarithms."""
+    held_out: tuple[Mapping[str, Any], ...]
+    """Errors on points that were not fitted: model, points, mean_absolute, worst, bias (all relative, logarithmic)."""
+    provenance: tuple[Mapping[str, Any], ...]
+    """Header of every measurement file behind it, and what each was used for."""
+
+    def attention_params(self, kernel: str, pass_: str) -> AttentionParams:
+        """Parameters of one kernel and pass (`fwd` or `bwd`).
+
+        Raises:
+            ProfileError: the kernel was not measured; lists those that were.
+        """
+        try:
+            return self.attention[kernel, pass_]
+        except KeyError:
+            known = ", ".join(sorted({k for k, _ in self.attention}))
+            raise ProfileError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
+
+    def attention_notes(
+        self, kernel: str, pass_: str, q_len: ArrayLike, k_len: ArrayLike, heads: ArrayLike
+    ) -> tuple[str, ...]:
+        """What about these calls lies outside of the measured range; `heads` is [N, 2], query and key heads."""
+        notes = []
+        for what, lens in (("queries", q_len), ("keys", k_len)):
+            low, high = self.valid[f"attention {pass_} {kernel} {what}"]
+            longest = float(np.max(lens, initial=0.0))
+            if longest > high:
+                notes.append(f"{kernel} {pass_}: {longest:.0f} {what} in a sequence, measured up to {high:.0f}")
+        low, high = self.valid[f"attention {pass_} {kernel} heads"]
+        counts = np.asarray(heads).reshape(-1, 2)[:, 0]
+        if counts.size and (counts.max() > high or counts.min() < low):
+            notes.append(f"{kernel} {pass_}: {counts.min()} to {counts.max()} heads, measured {low:.0f} to {high:.0f}")
+        return tuple(notes)
+
+    def transfer_notes(self, nbytes: ArrayLike) -> tuple[str, ...]:
+        """What about these message sizes lies outside of the measured range."""
+        high = self.valid["transfer"][1]
+        largest = float(np.max(nbytes, initial=0.0))
+        return (f"transfers of {largest / 1e6:.0f} MB, measured up to {high / 1e6:.0f}",) if largest > high else ()
+
+    def collective_notes(self, kind: str, nbytes: float, num_ranks: int) -> tuple[str, ...]:
+        """What about a collective inside a node lies outside of the measured range."""
+        high, ranks = self.valid[f"collective {kind}"][1], max(self.collective.curves[kind])
+        notes = []
+        if nbytes > high:
+            notes.append(f"{kind} of {nbytes / 1e6:.0f} MB, measured up to {high / 1e6:.0f}")
+        if num_ranks > ranks:
+            notes.append(f"{kind} among {num_ranks} GPUs of a node, measured up to {ranks}")
+        return tuple(notes)
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with cpsim."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load_profile(name_or_path: str | Path) -> Profile:
+    """A shipped profile by name, or any profile file.
+
+    Raises:
+        ProfileError: one line that says what is wrong with it.
+    """
+    return _load(str(name_or_path))
+
+
+@lru_cache(maxsize=32)
+def _load(name: str) -> Profile:
+    path = FOLDER / f"{name}.json"
+    if not path.exists():
+        path = Path(name)
+    if not path.exists():
+        raise ProfileError(f"no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ProfileError(f"{path}: cannot read this profile ({error}); is the file cut off?") from error
+    return from_json(data, str(path))
+
+
+def from_json(data: Any, source: str) -> Profile:
+    """A profile from parsed JSON; `source` is named in errors."""
+    if not isinstance(data, dict) or data.get("format") != "cpsim-profile":
+        raise ProfileError(f"{source}: expected format 'cpsim-profile'; is this a profile file?")
+    if data.get("schema") != SCHEMA:
+        raise ProfileError(f"{source}: schema {data.get('schema')!r}, this version reads {SCHEMA}; update cpsim")
+    try:
+        profile = _build(data)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ProfileError(f"{source}: broken profile: {type(error).__name__}: {error}") from error
+    for where, number in _numbers(data):
+        if not np.isfinite(number):
+            raise ProfileError(f"{source}: {where} is {number}, expected a finite number")
+    for key, params in profile.attention.items():
+        if params.pair_s <= 0 or params.num_sms < 1:
+            raise ProfileError(f"{source}: attention {' '.join(key)} needs positive pair_s and num_sms")
+    return profile
+
+
+def _build(data: dict[str, Any]) -> Profile:
+    attention = {}
+    for key, value in data["attention"].items():
+        kernel, pass_ = key.split(" ")
+        attention[kernel, pass_] = AttentionParams(**{**value, "anatomy": Anatomy(**value["anatomy"])})
+
+    def curve(value: dict[str, list[float]]) -> Curve:
+        return Curve(nbytes=tuple(map(float, value["nbytes"])), seconds=tuple(map(float, value["seconds"])))
+
+    network = data["collective"]
+    collective = CollectiveParams(
+        curves={k: {int(n): curve(c) for n, c in by.items()} for k, by in network["curves"].items()},
+        hop_s={k: float(v) for k, v in network["hop_s"].items()},
+        transfers={k: curve(c) for k, c in network["transfers"].items()},
+        port_bytes_per_s=float(network["port_bytes_per_s"]),
+    )
+    return Profile(
+        name=str(data["name"]), gpu=str(data["gpu"]), grade=str(data["grade"]), attention=attention,
+        collective=collective, elementwise=ElementwiseParams(**data["elementwise"]), host=HostParams(**data["host"]),
+        interference=InterferenceParams(**data["interference"]),
+        sigma={k: float(v) for k, v in data["sigma"].items()},
+        valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
+        covariance=data["covariance"], held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
+    )  # fmt: skip
+
+
+def _numbers(value: Any, where: str = "profile") -> Iterable[tuple[str, float]]:
+    """Every number in parsed JSON, with its place."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _numbers(item, f"{where}.{key}")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _numbers(item, f"{where}[{i}]")
+    elif isinstance(value, int | float):
+        yield where, float(value)
+
+
+def to_json(profile: Profile) -> str:
+    """The profile as a JSON text, the same for equal profiles."""
+    data: dict[str, Any] = {"schema": SCHEMA, "format": "cpsim-profile"}
+    for field in dataclasses.fields(profile):
+        value = getattr(profile, field.name)
+        if field.name == "attention":
+            value = {" ".join(key): dataclasses.asdict(params) for key, params in value.items()}
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
+        data[field.name] = value
+    return json.dumps(_rounded(data), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _rounded(value: Any) -> Any:
+    """Floats with 6 significant digits: beyond that is noise, and files stay the same between machines."""
+    if isinstance(value, Mapping):
+        return {str(key): _rounded(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(item) for item in value]
+    if isinstance(value, float | np.floating):
+        return float(f"{value:.6g}")
+    return value
+
+
+def save_profile(profile: Profile, path: str | Path) -> None:
+    """Writes a profile file."""
+    Path(path).write_text(to_json(profile), encoding="utf-8")

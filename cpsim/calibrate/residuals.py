@@ -1,0 +1,129 @@
+"""Residuals: measured beside predicted for every point, worst first. No scipy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.calibrate.measurement import Point
+from cpsim.calibrate.profile import Profile
+from cpsim.models.attention import AttentionParams, call_seconds
+from cpsim.models.collective import collective_seconds, transfer_seconds
+from cpsim.models.elementwise import elementwise_seconds
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residual:
+    """One point."""
+
+    model: str
+    """As in Profile.sigma: `attention fwd fa4`, `collective all_gather`, `transfer`, `memory-bound`."""
+    regime: str
+    """Family of attention shapes, kind of memory-bound kernel, or number of ranks."""
+    measured_s: float
+    predicted_s: float
+    error: float
+    """log(predicted / measured)."""
+    point: Point
+
+
+def measured(points: Sequence[Point]) -> Floats:
+    """Median seconds of each point."""
+    return np.array([np.median(point["samples_s"]) for point in points])
+
+
+def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Floats:
+    """Seconds that a model gives to attention points of one kernel, pass and head dimension."""
+    counts = [len(point["q_lens"]) for point in points]
+
+    def column(name: str, dtype: type) -> NDArray[Any]:
+        return np.array([point[name] for point in points], dtype)
+
+    return call_seconds(
+        params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate([p["q_lens"] for p in points]),
+        np.concatenate([p["k_lens"] for p in points]), np.repeat(column("causal", bool), counts),
+        column("num_heads", np.int64), column("num_kv_heads", np.int64), points[0]["head_dim"],
+        column("varlen", bool),
+    )  # fmt: skip
+
+
+def model_of(point: Point) -> str:
+    """The model that a point belongs to, as in Profile.sigma; empty if none predicts it."""
+    match point["op"]:
+        case "attention":
+            return f"attention {point['pass']} {point['kernel']}"
+        case "collective":
+            return f"collective {point['kind']}"
+        case "transfer" if point["kind"] == "ring":
+            return "transfer"
+        case "elementwise":
+            return "memory-bound"
+    return ""
+
+
+def regime_of(point: Point) -> str:
+    """Where in its model's range a point lies."""
+    match point["op"]:
+        case "attention":
+            return f"{point['family']} {'causal' if point['causal'] else 'full'}"
+        case "elementwise":
+            return str(point["kind"])
+    return f"{point['num_ranks']} ranks"
+
+
+def predicted(profile: Profile, points: Sequence[Point]) -> Floats:
+    """Seconds that a profile gives to points of one model."""
+    first = points[0]
+    if first["op"] == "attention":
+        return predicted_attention(profile.attention_params(first["kernel"], first["pass"]), points)
+    network = profile.collective
+    return np.array([
+        float(elementwise_seconds(profile.elementwise, p["kind"], p["nbytes"])) if p["op"] == "elementwise"
+        else float(collective_seconds(network, p["kind"], p["nbytes"], p["num_ranks"])) if p["op"] == "collective"
+        else float(transfer_seconds(network, p["nbytes"], "ring_of_two" if p["num_ranks"] == 2 else "ring"))
+        for p in points
+    ])  # fmt: skip
+
+
+def residuals(profile: Profile, points: Sequence[Point]) -> list[Residual]:
+    """Every point that some model of the profile predicts, worst first."""
+    by_model: dict[str, list[Point]] = {}
+    for point in points:
+        if point["samples_s"] and (model := model_of(point)):
+            by_model.setdefault(model, []).append(point)
+    rows = []
+    for model, group in by_model.items():
+        for point, t, p in zip(group, measured(group), predicted(profile, group), strict=True):
+            rows.append(
+                Residual(
+                    model=model, regime=regime_of(point), measured_s=float(t), predicted_s=float(p),
+                    error=float(np.log(p / t)), point=point,
+                )  # fmt: skip
+            )
+    return sorted(rows, key=lambda row: -abs(row.error))
+
+
+def summary(rows: Sequence[Residual]) -> list[dict[str, Any]]:
+    """Per model: number of points, mean absolute error, worst, bias, rms; relative, worst model first."""
+    table = []
+    for model in sorted({row.model for row in rows}):
+        errors = np.array([row.error for row in rows if row.model == model])
+        table.append({
+            "model": model, "points": len(errors), "mean_absolute": float(np.abs(errors).mean()),
+            "worst": float(np.abs(errors).max()), "bias": float(errors.mean()),
+            "rms": float(np.sqrt((errors**2).mean())),
+        })  # fmt: skip
+    return sorted(table, key=lambda row: -float(row["mean_absolute"]))
+
+
+def large(point: Point) -> bool:
+    """Whether the accuracy bars count a point: 1k tokens and more, or 1 MiB and more."""
+    if point["op"] == "attention":
+        return max(sum(point["q_lens"]), sum(point["k_lens"])) >= 1000
+    return bool(point["nbytes"] >= 2**20)

@@ -1,0 +1,28 @@
+"""Memory-bound kernels: a latency and a bandwidth for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+KINDS = ("merge", "merge_last", "accumulate", "cast", "copy", "transpose", "gather")
+"""As in real.elementwise: merge into fp32 and (last) into bf16, sum, fp32 to bf16, copy, transpose and gather of rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElementwiseParams:
+    """By kind."""
+
+    latency_s: Mapping[str, float]
+    bandwidth_bytes_per_s: Mapping[str, float]
+    """Of bytes read plus written."""
+
+
+def elementwise_seconds(params: ElementwiseParams, kind: str, nbytes: ArrayLike) -> Floats:
+    """Seconds to read and write `nbytes` in all: latency + nbytes / bandwidth, in the shape of nbytes."""
+    return np.asarray(params.latency_s[kind] + np.asarray(nbytes, np.float64) / params.bandwidth_bytes_per_s[kind])

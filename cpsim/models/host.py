@@ -1,0 +1,29 @@
+"""The host: wall seconds that one launch keeps its thread busy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+ATTENTION = {"attention": "fwd", "attention_backward": "bwd"}
+COPIES = {"elementwise": "copy", "barrier": "all_reduce"}
+"""Kinds of ops that are launched as another kind is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostParams:
+    """Launch times of one machine, each op in its own Python call."""
+
+    launch_s: Mapping[str, float]
+    """By kind of op: merge, accumulate, copy, transfer (a send and a receive, batched), the collectives; and by
+    kernel and pass: `fa4 fwd`."""
+    event_s: float
+    """Recording an event and waiting for it on another stream, once per op."""
+    lead_s: float
+    """How far the host is ahead of the GPU when a streamed iteration starts. Not measured: 1 ms is what the 256 MB
+    all-reduce takes that such benchmarks put before every iteration."""
+
+    def seconds(self, kind: str, kernel: str) -> float:
+        """Seconds to launch one op of a kind (as cpsim.schedule.Kind names it, in lower case)."""
+        name = f"{kernel} {ATTENTION[kind]}" if kind in ATTENTION else COPIES.get(kind, kind)
+        return self.launch_s.get(name, self.launch_s["copy"]) + self.event_s

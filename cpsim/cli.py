@@ -144,17 +144,18 @@ def advise(
 @app.command()
 def fit(
     measurements: Annotated[list[Path], typer.Argument(help="Files of raw measurements.")],
-    out: Annotated[Path, typer.Option(help="Write the profile to this file.")],
+    out: Annotated[Path, typer.Option(help="Write the profile to this file; its name is the profile's.")],
     as_json: Json = False,
 ) -> None:
     """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
     from cpsim.calibrate.fit import fit_profile
+    from cpsim.calibrate.measurement import load
     from cpsim.calibrate.profile import save_profile
     from cpsim.report.records import profile_record
     from cpsim.report.tables import profile_view
 
     _check_writable(out)
-    profile = fit_profile(measurements)
+    profile = fit_profile([load(path) for path in measurements], out.stem)
     save_profile(profile, out)
     if as_json:
         print(json.dumps(profile_record(profile), indent=1))
@@ -173,7 +174,8 @@ def profiles(as_json: Json = False) -> None:
     if as_json:
         print(json.dumps([profile_record(profile) for profile in shipped], indent=1))
     else:
-        _stdout().print(*map(profile_view, shipped))
+        for profile in shipped:
+            _stdout().print(profile_view(profile))
 
 
 @app.command()

@@ -140,6 +140,15 @@ def test_main_job_names_what_rests_on_published_figures():
     assert "published" in text
 
 
+def test_fit_remakes_a_profile_from_its_measurements(tmp_path):
+    folder = Path(__file__).parent.parent / "cpsim" / "calibrate" / "data"
+    out = tmp_path / "mine.json"
+    text = cpsim("fit", *sorted(folder.glob("h100-*.jsonl")), *sorted(folder.glob("*-network*.jsonl")), "--out", out)
+    assert "mine: NVIDIA H100" in text
+    assert "attention fwd fa4" in text
+    assert json.loads(out.read_text())["name"] == "mine"
+
+
 def test_profiles_are_shown_and_are_json():
     assert "h200" in cpsim("profiles")
     assert "h200" in [entry["name"] for entry in json.loads(cpsim("profiles", "--json"))]

@@ -33,9 +33,28 @@ class Residual:
     point: Point
 
 
+PART_BYTES = 16
+"""Parts of a collective that are no multiples of it take NCCL's slow path; real buffers are multiples."""
+
+
 def measured(points: Sequence[Point]) -> Floats:
-    """Median seconds of each point."""
-    return np.array([np.median(point["samples_s"]) for point in points])
+    """Seconds of each point: the median sample; of memory-bound kernels the lower quartile.
+
+    Some of those are so short that the host did not keep the queue full; its gaps only ever lengthen a sample.
+    """
+    return np.array(
+        [np.quantile(point["samples_s"], 0.25 if point["op"] == "elementwise" else 0.5) for point in points]
+    )
+
+
+def usable(point: Point) -> bool:
+    """Whether a point says something about a model: it has samples, and its parts are aligned."""
+    if not point["samples_s"] or point["op"] == "end":
+        return False
+    if point["op"] != "collective" or point["kind"] == "all_reduce":
+        return True
+    num_ranks = point["num_ranks"]
+    return bool(point["nbytes"] // 2 // num_ranks * 2 % PART_BYTES == 0)
 
 
 def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Floats:
@@ -95,7 +114,7 @@ def residuals(profile: Profile, points: Sequence[Point]) -> list[Residual]:
     """Every point that some model of the profile predicts, worst first."""
     by_model: dict[str, list[Point]] = {}
     for point in points:
-        if point["samples_s"] and (model := model_of(point)):
+        if usable(point) and (model := model_of(point)):
             by_model.setdefault(model, []).append(point)
     rows = []
     for model, group in by_model.items():

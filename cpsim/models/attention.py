@@ -36,6 +36,8 @@ REPLAYED_WAVES = 4
 """Calls of at most so many waves of blocks are scheduled block by block."""
 SHARPNESS = 12.0
 """How sharply the power limit sets in; the fit does not feel values of 8 to 20."""
+TABLE_ABOVE = 256
+"""Sequences above which flash-attn-4 looks a block's sequence up in a table, at the same price (interface.py)."""
 L2_BYTES = 50 * 2**20
 """Second-level cache that flash-attn-4 assumes when it groups heads (tile_scheduler.py)."""
 
@@ -365,6 +367,32 @@ def _due(first: float, second: float, first_gain: float, second_gain: float) -> 
 
 
 @njit(cache=True)
+def _row(block: float, cut: float, tile: float, alone: float, tiles: float) -> float:
+    """Seconds of a block with so many tiles; `cut` is that of two and more tiles cut by the mask.
+
+    Where an SM holds two blocks (alone < 1), one's overhead hides behind the other's tiles: the tensor cores need
+    `tile` for each tile of a pair, the block itself its overhead and alone * tile; a smooth maximum of both.
+    """
+    own = block + cut * min(max(tiles - 1.0, 0.0), 2.0) / 2.0
+    if alone == 1.0:
+        return own + tile * tiles
+    return ((tile * tiles) ** 4 + (own + alone * tile * tiles) ** 4) ** 0.25
+
+
+@njit(cache=True)
+def _rows(
+    block: float, cut: float, tile: float, alone: float, rows: int, tiles: int, most: int, least: int
+) -> float:
+    """Seconds of all rows of a sequence, their tiles evenly spread from least to most (Simpson's rule)."""
+    if alone == 1.0 and cut == 0.0:
+        return block * rows + tile * tiles
+    low, high = _row(block, cut, tile, alone, least), _row(block, cut, tile, alone, most)
+    middle = _row(block, cut, tile, alone, (least + most) / 2.0)
+    mean = (low + 4.0 * middle + high) / 6.0
+    return rows * mean + tile * (tiles - rows * (least + most) / 2.0)
+
+
+@njit(cache=True)
 def _replay(
     begin: int, end: int, q_len: Ints, k_len: Ints, causal: Bools, tile_q: int, tile_k: int, packed: int,
     heads: int, backward: bool, outermost: bool, heavy_first: bool, num_sms: int, per_sm: int, block: float,
@@ -385,8 +413,8 @@ def _replay(
                 at = rows - 1 - row if turned else row
                 tiles = tiles_of_row(at, q_len[i], k_len[i], causal[i], tile_q, tile_k, packed, backward)
                 for _ in range(together):
-                    lone[n] = _overhead(block, cut, tiles) + (alone if per_sm > 1 else 1.0) * tile * tiles
-                    cost[n] = max(lone[n], tile * tiles)
+                    lone[n] = _row(block, cut, alone * tile, 1.0, tiles)
+                    cost[n] = _row(block, cut, tile, alone, tiles)
                     n += 1
             for _ in range(rows, grid_rows if rows else 0):
                 cost[n], lone[n] = empty, empty
@@ -400,35 +428,17 @@ def _replay(
 
 
 @njit(cache=True)
-def _overhead(block: float, cut: float, longest: int) -> float:
-    """Seconds of a block besides its tiles; `cut` is that of three tiles cut by the mask, short rows have fewer."""
-    return block + cut * min(longest, 3) / 3.0
-
-
-@njit(cache=True)
-def _uncovered(block: float, gap: float, rows: int, most: int, least: int) -> float:
-    """Sum over rows of max(0, block - gap * tiles), the tiles of rows evenly spread from least to most."""
-    low, high = block - gap * most, block - gap * least
-    if high <= 0.0:
-        return 0.0
-    if low >= 0.0:
-        return rows * (low + high) / 2
-    return rows * high / (high - low) * high / 2
-
-
-@njit(cache=True)
 def _tail(
     begin: int, end: int, q_len: Ints, k_len: Ints, causal: Bools, tile_q: int, tile_k: int, packed: int,
     heads: int, backward: bool, outermost: bool, heavy_first: bool, slots: int, block: float, cut: float,
-    tile: float, gap: float, head_dim: float, total: float,
+    tile: float, alone: float, head_dim: float, total: float,
 ) -> float:  # fmt: skip
     """When the last long block ends: the work before it spread over all slots, and then its own time."""
     done, latest = 0.0, 0.0
     for i in range(begin, end):
         rows, tiles, longest, least = tile_rows(q_len[i], k_len[i], causal[i], tile_q, tile_k, packed, backward)
-        own = _overhead(block, cut, longest)
-        mine = _uncovered(own, gap, rows, longest, least) + tile * tiles
-        long = max(own - gap * longest, 0.0) + tile * longest
+        mine = _rows(block, cut, tile, alone, rows, tiles, longest, least)
+        long = _row(block, cut, tile, alone, longest)
         if rows == 0:
             continue
         if outermost:
@@ -486,11 +496,14 @@ def _price(op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, scal
         tile = pair_s * tile_q * tile_k * scale
         rows, tiles, queries, keys, num, longest_row = 0, 0, 0, 0, 0, 0
         most, least, squares, aligned = 0, 1 << 60, 0.0, True
-        gap = (1.0 - alone_factor) * tile if blocks_per_sm > 1 else 0.0
+        alone = alone_factor if blocks_per_sm > 1 else 1.0
         block, cut = block_s + block_shared_s * shared, block_causal_s * masked
+        decode = block_decode_s
+        if varlen[op] and not grid_of_longest:
+            decode = block_varlen_s + block_decode_s * min(end - begin, TABLE_ABOVE) / 32.0
         if varlen[op]:
-            block += block_varlen_s + (0.0 if grid_of_longest else block_decode_s * min(end - begin, 256) / 32.0)
-        overhead = 0.0
+            block += block_varlen_s if grid_of_longest else decode
+        time = 0.0
         for i in range(begin, end):
             r, t, high, low = tile_rows(q_len[i], k_len[i], causal[i], tile_q, tile_k, packed, backward)
             if r == 0:
@@ -498,14 +511,20 @@ def _price(op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, scal
             num += 1
             rows, tiles, queries, keys = rows + r, tiles + t, queries + q_len[i], keys + k_len[i]
             most, least, longest_row = max(most, high), min(least, low), max(longest_row, r)
-            overhead += _uncovered(_overhead(block, cut, high), gap, r, high, low)
-            squares += r * (high * high + high * low + low * low) / 3.0
+            mine = _rows(block, cut, tile, alone, r, t, high, low)
+            time += mine
+            squares += mine * mine / r + r * (tile * (high - low)) ** 2 / 12.0
             aligned = aligned and q_len[i] % tile_q == 0 and k_len[i] % tile_k == 0
         if num == 0:
             continue
-        empty = heads * (num * longest_row - rows) if varlen[op] and grid_of_longest else 0
+        empty = 0
+        if varlen[op] and grid_of_longest:
+            empty = heads * (num * longest_row - rows)
+        elif varlen[op]:  # as many as any lengths with these sums could need
+            length, per_row = (keys, tile_k) if backward else (queries * packed, tile_q)
+            empty = heads * max(0, (length + num * (per_row - 1)) // per_row - rows)
         num_blocks = rows * heads
-        total = heads * (overhead + tile * tiles)
+        total = heads * time
         work = heads * tile * tiles
         elements_q = queries * num_heads[op] * head_dim
         elements_k = keys * num_kv_heads[op] * head_dim
@@ -522,32 +541,31 @@ def _price(op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, scal
             extra = traffic_s * splits * elements_q * 8  # fp32 partial outputs, written and read
             work = 0.0
         else:
-            launched = num_blocks + empty
+            launched = num_blocks + (empty if grid_of_longest else 0)
             replayed = launched <= REPLAYED_WAVES * slots
             if replayed and num == 1 and not masked and blocks_per_sm == 1:
                 makespan = _equal_waves(num_blocks, slots, block + tile * most)
             elif replayed:
                 makespan = _replay(
                     begin, end, q_len, k_len, causal, tile_q, tile_k, packed, heads, backward, outermost,
-                    heavy_first, num_sms, blocks_per_sm, block, cut, tile, head_dim, alone_factor, block_decode_s,
+                    heavy_first, num_sms, blocks_per_sm, block, cut, tile, head_dim, alone, block_decode_s,
                     longest_row if grid_of_longest else 0, scratch[0], scratch[1],
                 )  # fmt: skip
             else:
-                short = max(_overhead(block, cut, least) - gap * least, 0.0) + tile * least
-                long = max(_overhead(block, cut, most) - gap * most, 0.0) + tile * most
+                short, long = _row(block, cut, tile, alone, least), _row(block, cut, tile, alone, most)
                 waves = num_blocks / slots
                 makespan = max(long, total / slots + (math.ceil(waves) - waves) * short)
                 latest = 0.0
                 if num > 1 or masked:
-                    squared = overhead * overhead / rows + 2 * overhead / rows * tile * tiles + tile * tile * squares
-                    typical = squared / (overhead + tile * tiles)
+                    typical = squares / time
                     latest = _tail(
                         begin, end, q_len, k_len, causal, tile_q, tile_k, packed, heads, backward, outermost,
-                        heavy_first, slots, block, cut, tile, gap, head_dim, total,
+                        heavy_first, slots, block, cut, tile, alone, head_dim, total,
                     )  # fmt: skip
                     latest -= (typical + short) / 2
-                makespan = max(total / slots + (makespan - total / slots) * alone_factor, latest)
-                makespan += empty * block_decode_s / slots
+                makespan = max(total / slots + (makespan - total / slots) * alone, latest)
+            if not (replayed and grid_of_longest):
+                makespan += empty * decode / slots
         busy = work / slots / makespan
         makespan *= (1.0 + (busy / busy_threshold) ** SHARPNESS) ** (busy_power / SHARPNESS)
         if not aligned:

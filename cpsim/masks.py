@@ -193,7 +193,8 @@ def _restrict_one(mask, q_ranges, k_ranges, rows, areas, count):  # type: ignore
                 if area > 0:
                     if count < len(rows):
                         rows[count, 0], areas[count] = row, area
-                        rows[count, 1], rows[count, 2], rows[count, 3], rows[count, 4] = q0, q1, k0, k1
+                        rows[count, 1], rows[count, 2] = q0, q1
+                        rows[count, 3], rows[count, 4] = max(k0, q0 + low), min(k1, q1 + high)
                     count += 1
     return count
 
@@ -246,12 +247,13 @@ def restrict(
     Returns:
         ``start int64[N + 1]``, ``rows int32[M, 5]`` of (mask row, q_start, q_end, k_start, k_end) and
         ``areas int64[M]``, all positive; product i has rows ``start[i]:start[i + 1]``, ordered by mask row. The
-        band of a row is that of its mask row.
+        band of a row is that of its mask row; its key range is cut to what the band admits.
     """
     table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
     products = (table, q_sets.start, q_sets.ranges, k_sets.start, k_sets.ranges, pair_q, pair_k)
     start = np.zeros(len(pair_q) + 1, np.int64)
-    count = 4 * len(pair_q) + 64
+    # A guess that is nearly always enough: memory that is not written costs nothing.
+    count = int(np.diff(q_sets.start)[pair_q].sum() + np.diff(k_sets.start)[pair_k].sum() + 4 * len(pair_q) + len(mask))
     while True:
         rows, areas = np.empty((count, 5), np.int32), np.empty(count, np.int64)
         wanted = _restrict(*products, start, rows, areas)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numba import njit
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 from cpsim.masks import Ints, RangeSets, Slices, restrict
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tiles:
     """Parts of the mask for many (query set) x (key set) products; tile 0 is empty.
 
@@ -56,14 +57,12 @@ def make_tiles(mask: Slices, sets: RangeSets, query_set: ArrayLike, key_set: Arr
     """
     query, key = np.asarray(query_set, np.int64).ravel(), np.asarray(key_set, np.int64).ravel()
     start, rows, areas = restrict(mask, sets, sets, query, key)
-    low, high = mask.low[rows[:, 0]], mask.high[rows[:, 0]]
-    rows[:, 3] = np.maximum(rows[:, 3], rows[:, 1] + low)
-    rows[:, 4] = np.minimum(rows[:, 4], rows[:, 2] + high)
     start = np.concatenate(([0], start))
     totals = np.concatenate(([0], np.cumsum(areas)))
     return Tiles(start, rows, areas, totals[start[1:]] - totals[start[:-1]])
 
 
+@lru_cache(maxsize=2)
 def sequences(tiles: Tiles) -> Sequences:
     """Group every tile's slices into kernel sequences.
 

@@ -11,6 +11,7 @@ shards as well as contiguous ones, fp32 gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -72,15 +73,11 @@ class _AllGather:
     """One all-gather schedule under construction."""
 
     def __init__(self, workload: Workload, num_ranks: int, layout: str, heads_per_gather: int) -> None:
-        mask = workload.slices()
         self.ranks, self.together = np.arange(num_ranks), np.arange(num_ranks)[None, :]
         self.num_groups = workload.num_kv_heads // heads_per_gather
         self.in_order = layout == "contiguous"
         """Gathered shards lie in token order, so the kernel reads them in place."""
-        shards = _shards(layout, sharding.documents_of(mask), num_ranks)
-        sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
-        tiles = make_tiles(mask, sets, self.ranks, np.full(num_ranks, num_ranks))
-        sets = sharding.stack(sets, _seen_keys(tiles, num_ranks))
+        shards, sets, tiles = _cut(workload, num_ranks, layout)
         self.tile, self.whole, self.seen = 1 + self.ranks, num_ranks, 1 + num_ranks + self.ranks
         self.keys = sequences(tiles).keys()[self.tile]
         """Key rows that every rank's kernel call reads."""
@@ -147,6 +144,16 @@ class _AllGather:
     def keys_of_all(self, tensor: str, group: int) -> Int32:
         """Block of all tokens of a group, once per rank."""
         return self.b.blocks(tensor, [self.whole], self.heads(group)[2:]).repeat(len(self.ranks))
+
+
+@lru_cache(maxsize=2)
+def _cut(workload: Workload, num_ranks: int, layout: str) -> tuple[RangeSets, RangeSets, Tiles]:
+    """Shards; all sets: shards, all tokens, and the keys that each rank sees; tiles of shards x all tokens."""
+    mask = workload.slices()
+    shards = _shards(layout, sharding.documents_of(mask), num_ranks)
+    sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
+    tiles = make_tiles(mask, sets, np.arange(num_ranks), np.full(num_ranks, num_ranks))
+    return shards, sharding.stack(sets, _seen_keys(tiles, num_ranks)), tiles
 
 
 def _seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:

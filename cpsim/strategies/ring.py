@@ -12,43 +12,62 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
-from cpsim.masks import Ints, RangeSets, Slices
+from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import NOTHING, Access, Builder, Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Accumulation, Sizes
-from cpsim.tiles import make_tiles
+from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Token sets of P ranks: shards (sets 0 to P-1), their heads (P to 2P-1) and tails (2P to 3P-1)."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, ranks]``."""
 
     sets: RangeSets
-    halves: bool
-    """Under a causal mask a rank's queries see only the heads of earlier ranks' keys, and only tails see later
-    ranks': zigzag."""
-    packed: bool
+    """Shards (sets 0 to P-1), and under zigzag their heads (P to 2P-1) and tails (2P to 3P-1)."""
+    scattered: bool
     """Heads or tails are scattered over a shard and have to be packed for a kernel call."""
+    tails: NDArray[np.bool_]
+    """Only tail queries compute: under a causal mask they alone see later ranks' keys."""
+    key_heads: NDArray[np.bool_]
+    """Only head keys are used: under a causal mask no others of earlier ranks are seen."""
+    query_set: Ints
+    key_set: Ints
+    tiles: Tiles
+    """Tile 1 + step * P + rank."""
 
 
-def contiguous_layout(mask: Slices, num_tokens: int, num_ranks: int) -> Layout:
-    """One run of tokens per rank."""
-    del mask
-    return Layout(sharding.contiguous(num_tokens, num_ranks), halves=False, packed=False)
+@lru_cache(maxsize=2)
+def cut(workload: Workload, num_ranks: int, chunks: str) -> Cut:
+    """Shard the tokens ``contiguous``-ly, or zigzag by ``document`` or by packed ``sequence``."""
+    mask = workload.slices()
+    source, ranks = _sources(num_ranks), np.arange(num_ranks)
+    halves = chunks != "contiguous" and sharding.is_causal(mask)
+    if chunks == "contiguous":
+        sets, bounds = sharding.contiguous(workload.num_tokens, num_ranks), np.array([0, workload.num_tokens])
+    else:
+        bounds = sharding.documents_of(mask) if chunks == "document" else np.array([0, workload.num_tokens])
+        pieces = sharding.document_zigzag(bounds, num_ranks)
+        heads, tails = sharding.part(pieces, 0, num_ranks), sharding.part(pieces, num_ranks, num_ranks)
+        sets = sharding.stack(sharding.union(heads, tails), heads, tails)
+    later, earlier = (source > ranks) & halves, (source < ranks) & halves
+    query_set = np.where(later, 2 * num_ranks + ranks, ranks)
+    key_set = np.where(earlier, num_ranks + source, source)
+    tiles = make_tiles(mask, sets, query_set, key_set)
+    return Cut(sets, len(bounds) > 2, later, earlier, query_set, key_set, tiles)
 
 
-def zigzag_layout(bounds: Ints, mask: Slices, num_ranks: int) -> Layout:
-    """Chunks r and 2P - 1 - r of every span between ``bounds`` for rank r."""
-    chunks = sharding.document_zigzag(bounds, num_ranks)
-    heads, tails = sharding.part(chunks, 0, num_ranks), sharding.part(chunks, num_ranks, num_ranks)
-    sets = sharding.stack(sharding.union(heads, tails), heads, tails)
-    return Layout(sets, halves=sharding.is_causal(mask), packed=len(bounds) > 2)
+def _sources(num_ranks: int) -> Ints:
+    """Rank whose keys each rank uses in each step, ``[steps, ranks]``."""
+    return (np.arange(num_ranks) - np.arange(num_ranks)[:, None]) % num_ranks
 
 
 def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
@@ -56,9 +75,8 @@ def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
 
     Under a causal mask rank r has work in r + 1 of the P steps only.
     """
-    mask = workload.slices()
-    layout = contiguous_layout(mask, workload.num_tokens, cluster.num_gpus)
-    return _plan(workload, mask, cluster.num_gpus, layout, pass_)
+    ring = _Ring(workload, cluster.num_gpus, "contiguous")
+    return ring.forward() if pass_ == "fwd" else ring.backward()
 
 
 def plan_zigzag_ring(workload: Workload, cluster: Cluster, pass_: Pass, *, zigzag: str = "document") -> Schedule:
@@ -69,11 +87,10 @@ def plan_zigzag_ring(workload: Workload, cluster: Cluster, pass_: Pass, *, zigza
         zigzag: ``document`` cuts every document into 2P chunks, which balances any mix of documents;
             ``sequence`` cuts the packed sequence, which keeps short documents whole.
     """
-    mask = workload.slices()
     if zigzag not in ("document", "sequence"):
         raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
-    bounds = sharding.documents_of(mask) if zigzag == "document" else np.array([0, workload.num_tokens])
-    return _plan(workload, mask, cluster.num_gpus, zigzag_layout(bounds, mask, cluster.num_gpus), pass_)
+    ring = _Ring(workload, cluster.num_gpus, zigzag)
+    return ring.forward() if pass_ == "fwd" else ring.backward()
 
 
 def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
@@ -84,47 +101,33 @@ def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, 
     return ({},)
 
 
-def _plan(workload: Workload, mask: Slices, num_ranks: int, layout: Layout, pass_: Pass) -> Schedule:
-    ring = _Ring(workload, mask, num_ranks, layout)
-    return ring.forward() if pass_ == "fwd" else ring.backward()
-
-
 class _Ring:
     """One ring schedule under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
 
     A batched send and receive is one launch: whoever waits for what it brought waits for what it took along, too.
     """
 
-    def __init__(self, workload: Workload, mask: Slices, num_ranks: int, layout: Layout) -> None:
-        self.layout, self.num_ranks = layout, num_ranks
-        self.ranks = np.arange(num_ranks)
+    def __init__(self, workload: Workload, num_ranks: int, chunks: str) -> None:
+        self.cut = cut(workload, num_ranks, chunks)
+        self.num_ranks, self.ranks, self.steps = num_ranks, np.arange(num_ranks), np.arange(num_ranks)[:, None]
         self.next, self.previous = (self.ranks + 1) % num_ranks, self.ranks - 1
+        self.source = _sources(num_ranks)
         self.sizes = Sizes(workload)
         self.heads = (0, workload.num_heads, 0, workload.num_kv_heads)
         self.q_bytes = self.sizes.query(workload.num_heads)
         self.kv_bytes = self.sizes.kv(workload.num_kv_heads)
         self.lse_bytes = self.sizes.lse(workload.num_heads)
-        self.steps = np.arange(num_ranks)[:, None]
-        self.source = (self.ranks - self.steps) % num_ranks
-        """Rank whose keys are used."""
-        self.tails = (self.source > self.ranks) & layout.halves
-        """Only tail queries compute."""
-        self.key_heads = (self.source < self.ranks) & layout.halves
-        """Only head keys are used."""
-        self.query_set = np.where(self.tails, 2 * num_ranks + self.ranks, self.ranks)
-        self.key_set = np.where(self.key_heads, num_ranks + self.source, self.source)
-        tiles = make_tiles(mask, layout.sets, self.query_set, self.key_set)
+        self.tails, self.query_set, self.key_set = self.cut.tails, self.cut.query_set, self.cut.key_set
         self.tile = 1 + np.arange(num_ranks**2).reshape(num_ranks, num_ranks)
-        self.active = tiles.area[self.tile] > 0
-        tokens = layout.sets.num_tokens()
-        self.tokens = tokens[:num_ranks]
+        self.active = self.cut.tiles.area[self.tile] > 0
+        self.packs = self.cut.key_heads & self.active & self.cut.scattered
+        """Key heads are packed for the kernel."""
+        tokens = self.cut.sets.num_tokens()
+        self.tokens, self.tail_rows = tokens[:num_ranks], tokens[-num_ranks:]
         self.q_rows, self.k_rows = tokens[self.query_set], tokens[self.key_set]
-        self.tail_rows = tokens[2 * num_ranks :] if layout.halves else np.zeros(num_ranks, np.int64)
         self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)
         self.sums = self.rows.sums
-        self.packs = self.key_heads & self.active & layout.packed
-        """Key heads are packed for the kernel."""
-        self.b = Builder(num_ranks, layout.sets, tiles)
+        self.b = Builder(num_ranks, self.cut.sets, self.cut.tiles)
 
     def forward(self) -> Schedule:
         b = self.b
@@ -202,7 +205,7 @@ class _Ring:
     def blocks(self, tensor: str) -> Int32:
         """Blocks of a tensor for every set of the layout, in its order."""
         heads = self.heads[2:] if tensor.endswith("kv") else self.heads[:2]
-        return self.b.blocks(tensor, np.arange(len(self.layout.sets)), heads)
+        return self.b.blocks(tensor, np.arange(len(self.cut.sets)), heads)
 
     def travel_buffers(self, name: str, width: int, hops: int) -> Int32:
         """Two receive buffers for every rank, ``[2, ranks]``, big enough for every shard; one where one hop is all."""
@@ -212,7 +215,7 @@ class _Ring:
 
     def pack_tails(self, tensors: list[Access], width: int) -> Int32 | None:
         """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""
-        if not (self.layout.packed and self.tails.any()):
+        if not (self.cut.scattered and self.tails.any()):
             return None
         who = np.flatnonzero(self.tails.any(axis=0))
         tails = 2 * self.num_ranks + who
@@ -255,7 +258,7 @@ class _Ring:
         )  # fmt: skip
         s, r = np.nonzero(self.packs)
         if len(s):
-            most = self.layout.sets.num_tokens()[self.num_ranks : 2 * self.num_ranks].max()
+            most = self.cut.sets.num_tokens()[self.num_ranks : 2 * self.num_ranks].max()
             packed = b.buffers("key heads", np.full(self.num_ranks, most * self.kv_bytes))
             block = kv[1][self.key_set[s, r]]
             b.add(

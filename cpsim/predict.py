@@ -53,6 +53,7 @@ class _Case:
             profile=self.profile,
             kernel=self.scenario.kernel,
             head_dim=self.workload.head_dim,
+            dtype=self.workload.dtype,
             protocol=self.scenario.protocol,
         )
 

@@ -36,7 +36,7 @@ def zigzag(pass_):
 
 
 def pricing():
-    return Pricing(cluster=CLUSTER, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced")
+    return Pricing(cluster=CLUSTER, profile=load_profile("h200"), kernel="fa4", head_dim=128, dtype="bf16", protocol="synced")
 
 
 def ops(gpus):
@@ -100,7 +100,7 @@ def test_reference_engine(benchmark):
 def test_engines_with_sharing(benchmark, engine):
     cluster = CLUSTER.with_gpus(16)
     schedule = plan("zigzag_ring", workload(16), cluster, "fwd", {})
-    prices = Pricing(cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, protocol="synced")
+    prices = Pricing(cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, dtype="bf16", protocol="synced")
     work = prices.price(schedule).work
     assert len(benchmark(lambda: engine(schedule, work)).end_s) == ops(16)[0]
 

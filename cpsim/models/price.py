@@ -10,11 +10,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
-from cpsim.errors import InfeasibleError
 from cpsim.masks import Ints
 from cpsim.models.attention import attention_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.kernels import check_calls
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Int8, Kind, Schedule
 from cpsim.sim.work import Work
@@ -66,6 +66,7 @@ class Pricing:
     profile: Profile
     kernel: str
     head_dim: int
+    dtype: str
     protocol: Protocol
 
     def price(self, schedule: Schedule) -> Priced:
@@ -120,11 +121,7 @@ class Pricing:
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
         of_tile = np.repeat(used, np.diff(tiles.start))
-        if not tiles.regular[of_tile].all():
-            raise InfeasibleError(
-                f"kernel {self.kernel} runs full and bottom-right causal sequences only; this strategy's share of "
-                f"the mask has others"
-            )
+        check_calls(self.kernel, self.dtype, tiles, used)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         seconds = np.empty(len(ops))
@@ -135,6 +132,8 @@ class Pricing:
             )
             mine = (heads == num_heads) & (kv_heads == num_kv_heads)
             seconds[mine] = priced[schedule.tile[ops[mine]]]
+        if self.head_dim != params.head_dim:
+            notes[f"head_dim {self.head_dim}, measured {params.head_dim}"] = None
         notes.update(
             dict.fromkeys(
                 self.profile.attention_notes(

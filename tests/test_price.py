@@ -1,0 +1,112 @@
+"""Prices of whole schedules: what they add up to, and what they refuse."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cpsim.calibrate.profile import load_profile
+from cpsim.cluster import load_cluster
+from cpsim.errors import InfeasibleError, ProfileError
+from cpsim.models.links import Links
+from cpsim.models.price import GROUPS, Pricing
+from cpsim.schedule import Kind
+from cpsim.sim.fast import simulate
+from cpsim.sim.reference import simulate_reference
+from cpsim.strategies import plan
+from cpsim.workload import Workload
+
+
+def workload(gpus=4, tokens=4096, mask="causal", documents=None, **changes):
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": "bf16", **changes}
+    return Workload(documents=documents or (gpus * tokens,), mask=mask, **shape)
+
+
+def pricing(gpus=4, cluster="dgx-h200", kernel="fa4", **changes):
+    where = load_cluster(cluster).with_gpus(gpus)
+    case = {"head_dim": 128, "dtype": "bf16", "protocol": "synced", **changes}
+    return Pricing(cluster=where, profile=load_profile("h200"), kernel=kernel, **case)
+
+
+def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None, **changes):
+    prices = pricing(gpus, **changes)
+    schedule = plan(name, workload(gpus, mask=mask, documents=documents), prices.cluster, pass_, knobs or {})
+    return schedule, prices.price(schedule)
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+@pytest.mark.parametrize("name", ["ring", "zigzag_ring", "allgather", "ulysses"])
+def test_engines_agree_on_priced_schedules(name, pass_):
+    schedule, price = priced(name, gpus=16, pass_=pass_, documents=(30000, 500, 35036), mask="causal_document")
+    fast, reference = simulate(schedule, price.work), simulate_reference(schedule, price.work)
+    np.testing.assert_allclose(fast.end_s, reference.end_s, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["ring", "zigzag_ring", "allgather", "ulysses"])
+def test_every_op_but_barriers_takes_time_and_belongs_to_a_cost_model(name):
+    schedule, price = priced(name)
+    assert (price.work.duration_s > 0).all()
+    assert price.group.min() >= 0
+    assert price.group.max() < len(GROUPS)
+
+
+def test_hosts_launch_in_list_order():
+    schedule, price = priced("zigzag_ring")
+    for rank in range(4):
+        mine = [i for i in range(len(schedule)) if rank in schedule.ranks_of(i)]
+        own = [i for i in mine if len(schedule.ranks_of(i)) == 1]
+        assert (np.diff(price.work.release_s[own]) > 0).all()
+
+
+def test_transfers_between_nodes_use_nics_and_those_inside_use_ports():
+    schedule, price = priced("ring", gpus=16)
+    links = Links(pricing(16).cluster, load_profile("h200").collective.port_bytes_per_s)
+    work = price.work
+    assert len(work.link_bytes_per_s) == len(links.capacity_bytes_per_s()) == 2 * 16 + 2 * 16
+    for op in np.flatnonzero(schedule.kind == Kind.TRANSFER):
+        source, target = schedule.ranks_of(op)
+        used = work.flow_link[work.flow_start[op] : work.flow_start[op + 1]].tolist()
+        assert used == ([source, 16 + target] if source // 8 == target // 8 else [32 + source, 48 + target])
+        assert price.group[op] == GROUPS.index("transfer" if source // 8 == target // 8 else "network between nodes")
+
+
+def test_no_op_alone_asks_for_more_than_its_links_carry():
+    for name in ("ring", "allgather", "ulysses"):
+        _, price = priced(name, gpus=16)
+        work = price.work
+        rate = work.flow_bytes / np.repeat(work.duration_s, np.diff(work.flow_start))
+        assert (rate <= work.link_bytes_per_s[work.flow_link] * (1 + 1e-9)).all()
+
+
+def test_an_oversubscribed_network_slows_what_leaves_the_node():
+    free = pricing(16)
+    fabric = dataclasses.replace(free.cluster.fabric, oversubscription=4.0)
+    tight = dataclasses.replace(free, cluster=dataclasses.replace(free.cluster, fabric=fabric))
+    schedule = plan("allgather", workload(16), free.cluster, "fwd", {})
+    op = int(np.flatnonzero(schedule.kind == Kind.ALL_GATHER)[0])
+    assert tight.price(schedule).work.duration_s[op] > 2 * free.price(schedule).work.duration_s[op]
+
+
+def test_a_kernel_that_was_not_measured_is_named_with_those_that_were():
+    with pytest.raises(ProfileError, match=r"lacks kernel 'flex' fwd; it has cudnn, fa2, fa4, sdpa_flash"):
+        priced("ring", kernel="flex")
+
+
+def test_calls_that_a_kernel_does_not_offer_are_refused():
+    with pytest.raises(InfeasibleError, match="cudnn has no causal call with 4096 queries on 8192 keys"):
+        priced("allgather", kernel="cudnn", knobs={"layout": "contiguous"})
+    with pytest.raises(InfeasibleError, match="cudnn takes one sequence a call"):
+        priced("ulysses", kernel="cudnn", mask="causal_document", documents=(8192, 8192))
+    with pytest.raises(InfeasibleError, match="runs bf16 and fp16, got dtype fp32"):
+        priced("ring", dtype="fp32")
+
+
+def test_a_head_dim_that_was_not_measured_is_noted():
+    _, price = priced("ring", head_dim=64)
+    assert "head_dim 64, measured 128" in price.notes
+
+
+def test_streamed_hosts_run_ahead():
+    _, synced = priced("zigzag_ring")
+    _, streamed = priced("zigzag_ring", protocol="streamed")
+    assert streamed.work.release_s.max() < synced.work.release_s.max()

@@ -445,7 +445,8 @@ def summary(path: Path) -> None:
     for (kind, n), points in sorted(rows.items()):
         points.sort()
         picked = points[:: max(1, len(points) // 6)]
-        print(f"{kind:24s} {n}", " ".join(f"{b / 2**20:.3g}MiB:{s * 1e6:.0f}us:{b / s / 1e9:.0f}GB/s" for b, s in picked))
+        cells = [f"{b / 2**20:.3g}MiB:{s * 1e6:.0f}us:{b / s / 1e9:.0f}GB/s" for b, s in picked]
+        print(f"{kind:24s} {n}", *cells)
 
 
 def main() -> None:

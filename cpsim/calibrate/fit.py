@@ -17,7 +17,16 @@ from scipy.optimize import least_squares, lsq_linear
 
 from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.profile import Profile
-from cpsim.calibrate.residuals import Residual, large, measured, model_of, predicted_attention, residuals, summary, usable
+from cpsim.calibrate.residuals import (
+    Residual,
+    large,
+    measured,
+    model_of,
+    predicted_attention,
+    residuals,
+    summary,
+    usable,
+)
 from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, FITTED, AttentionParams
 from cpsim.models.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
@@ -181,11 +190,12 @@ def _host(points: Sequence[Point]) -> HostParams:
     """Median launch times; an attention kernel's entry points count alike."""
     samples: dict[str, list[float]] = {}
     for point in points:
-        parts = point["kind"].split("_")
-        if parts[-1] in ("dense", "varlen"):
-            kind = f"{'_'.join(parts[:-2])} {parts[-2]}"
-        else:
-            kind = {"transfer_pair": "transfer"}.get(point["kind"], point["kind"])
+        kind = str(point["kind"])
+        if kind.endswith(("_dense", "_varlen")):  # such as sdpa_flash_fwd_dense
+            kernel, pass_, _ = kind.rsplit("_", 2)
+            kind = f"{kernel} {pass_}"
+        elif kind == "transfer_pair":
+            kind = "transfer"
         samples.setdefault(kind, []).append(float(np.median(point["samples_s"])))
     launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
     return HostParams(launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3)

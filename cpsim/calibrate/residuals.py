@@ -119,12 +119,11 @@ def residuals(profile: Profile, points: Sequence[Point]) -> list[Residual]:
     rows = []
     for model, group in by_model.items():
         for point, t, p in zip(group, measured(group), predicted(profile, group), strict=True):
-            rows.append(
-                Residual(
-                    model=model, regime=regime_of(point), measured_s=float(t), predicted_s=float(p),
-                    error=float(np.log(p / t)), point=point,
-                )  # fmt: skip
-            )
+            error = float(np.log(p / t))
+            where = regime_of(point)
+            rows.append(Residual(
+                model=model, regime=where, measured_s=float(t), predicted_s=float(p), error=error, point=point
+            ))  # fmt: skip
     return sorted(rows, key=lambda row: -abs(row.error))
 
 

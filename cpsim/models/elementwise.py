@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 Floats = NDArray[np.float64]
 
 KINDS = ("merge", "merge_last", "accumulate", "cast", "copy", "transpose", "gather")
-"""As in real.elementwise: merge into fp32 and (last) into bf16, sum, fp32 to bf16, copy, transpose and gather of rows."""
+"""As in real.elementwise: merge into fp32 and (last) into bf16, sum, fp32 to bf16, copy, rows transposed, gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from cpsim.cluster import Cluster, load_cluster
     from cpsim.errors import CpsimError, InfeasibleError, ProfileError, ScenarioError, ScheduleError
-    from cpsim.predict import advise, predict, predict_many
     from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
+    from cpsim.predictor import advise, predict, predict_many
     from cpsim.scenario import Scenario, load_scenario, load_scenarios
     from cpsim.schedule import Builder, Kind, Schedule
     from cpsim.sim.fast import simulate
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from cpsim.sim.timeline import Timeline
     from cpsim.sim.work import Work
     from cpsim.strategies import STRATEGIES, plan
-    from cpsim.validate import validate
+    from cpsim.validation import validate
     from cpsim.workload import Workload
 
 _HOME: Final = {
     "cpsim.cluster": ("Cluster", "load_cluster"),
     "cpsim.errors": ("CpsimError", "InfeasibleError", "ProfileError", "ScenarioError", "ScheduleError"),
-    "cpsim.predict": ("advise", "predict", "predict_many"),
+    "cpsim.predictor": ("advise", "predict", "predict_many"),
     "cpsim.prediction": ("Advice", "Candidate", "Infeasible", "Prediction"),
     "cpsim.scenario": ("Scenario", "load_scenario", "load_scenarios"),
     "cpsim.schedule": ("Builder", "Kind", "Schedule"),
@@ -32,7 +32,7 @@ _HOME: Final = {
     "cpsim.sim.timeline": ("Timeline",),
     "cpsim.sim.work": ("Work",),
     "cpsim.strategies": ("STRATEGIES", "plan"),
-    "cpsim.validate": ("validate",),
+    "cpsim.validation": ("validate",),
     "cpsim.workload": ("Workload",),
 }
 _MODULE_OF: Final = {name: module for module, names in _HOME.items() for name in names}

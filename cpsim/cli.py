@@ -115,7 +115,7 @@ def advise(
     html: Annotated[Path | None, typer.Option(help="Write a report to this file; it opens offline.")] = None,
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
-    from cpsim.predict import advise as ask
+    from cpsim.predictor import advise as ask
     from cpsim.report.words import recommendation
     from cpsim.scenario import load_scenario
 
@@ -206,7 +206,7 @@ def strategies(as_json: Json = False) -> None:
 
 
 def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimError], Results]:
-    from cpsim.predict import predict_many
+    from cpsim.predictor import predict_many
     from cpsim.scenario import load_scenarios
 
     scenarios: list[Scenario | CpsimError] = list(load_scenarios(file))

@@ -52,7 +52,9 @@ class Fabric:
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """A node's uplink carries nics_per_node * nic_bandwidth / oversubscription."""
     sigma_log: Annotated[float, Field(gt=0, le=3)]
-    """Standard deviation of the logarithm of every number above: 0.1 is about 10 %."""
+    """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
+    flow_sigma_log: Annotated[float, Field(gt=0, le=3)]
+    """The same of point-to-point flows."""
     grade: Literal["measured here", "published", "data sheet"]
     """Where the numbers come from; predictions that rest on them say so."""
     source: Annotated[str, Field(min_length=1)]

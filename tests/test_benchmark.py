@@ -7,11 +7,11 @@ import subprocess
 import sys
 
 import pytest
-from cpsim.calibrate.profile import load_profile
 
+from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.models.price import Pricing
-from cpsim.predict import advise, predict_many
+from cpsim.predictor import advise, predict_many
 from cpsim.scenario import Scenario, load_scenario
 from cpsim.schedule import Kind
 from cpsim.sim.fast import simulate
@@ -35,8 +35,9 @@ def zigzag(pass_):
     return plan("zigzag_ring", workload(), CLUSTER, pass_, {})
 
 
-def pricing():
-    return Pricing(cluster=CLUSTER, profile=load_profile("h200"), kernel="fa4", head_dim=128, dtype="bf16", protocol="synced")
+def pricing(cluster=CLUSTER):
+    case = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16", "protocol": "synced"}
+    return Pricing(cluster=cluster, profile=load_profile("h200"), **case)
 
 
 def ops(gpus):
@@ -100,8 +101,7 @@ def test_reference_engine(benchmark):
 def test_engines_with_sharing(benchmark, engine):
     cluster = CLUSTER.with_gpus(16)
     schedule = plan("zigzag_ring", workload(16), cluster, "fwd", {})
-    prices = Pricing(cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, dtype="bf16", protocol="synced")
-    work = prices.price(schedule).work
+    work = pricing(cluster).price(schedule).work
     assert len(benchmark(lambda: engine(schedule, work)).end_s) == ops(16)[0]
 
 

@@ -79,7 +79,8 @@ def test_a_short_file_names_a_known_gpu_and_writes_numbers_like_people(tmp_path)
     gpu: h200
     profile: h200
     fabric: {nics_per_node: 8, nic_bandwidth_bytes_per_s: 45e9, flow_bandwidth_bytes_per_s: 2.2e10,
-             latency_s: 1e-5, sigma_log: 0.05, grade: measured here, source: nccl-tests of last Monday}
+             latency_s: 1e-5, sigma_log: 0.05, flow_sigma_log: 0.05, grade: measured here,
+             source: nccl-tests of last Monday}
     """
     cluster = load_cluster(written(tmp_path, text))
     assert isinstance(cluster, Cluster)

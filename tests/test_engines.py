@@ -56,6 +56,7 @@ def free_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
 def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
     schedule, work = draw(free_cases())
     num_links = draw(st.integers(1, 4))
+    rates = st.sampled_from([1e9, 1e10, 3e6])
     flows = [
         draw(st.dictionaries(st.integers(0, num_links - 1), st.sampled_from([1e3, 5e5, 1e6]), max_size=3))
         for _ in range(len(schedule))
@@ -67,7 +68,7 @@ def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
         flow_start=np.concatenate(([0], np.cumsum([len(f) for f in flows]))),
         flow_link=np.array([link for f in flows for link in f], np.int32),
         flow_bytes=np.array([nbytes for f in flows for nbytes in f.values()], np.float64),
-        link_bytes_per_s=np.array(draw(st.lists(st.sampled_from([1e9, 1e10, 3e6]), min_size=num_links, max_size=num_links))),
+        link_bytes_per_s=np.array(draw(st.lists(rates, min_size=num_links, max_size=num_links))),
         pressure=np.array(classes, np.int8),
         slowdown=np.array(factors).reshape(3, 3),
     )  # fmt: skip

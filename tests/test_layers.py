@@ -30,14 +30,14 @@ ALLOWED = {
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE | {"masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
     "calibrate": CORE | {"models", "masks", "cluster", "tiles"},
-    "validate": CORE | {"masks", "workload", "tiles", "schedule"},
+    "validation": CORE | {"masks", "workload", "tiles", "schedule"},
     "prediction": CORE | {"scenario", "sim.timeline"},
-    "predict": CORE | CASE | PLAN | {"strategies", "sim", "models", "calibrate", "prediction", "validate"},
-    "report": CORE | CASE | PLAN | {"strategies", "sim", "predict", "prediction", "calibrate"},
+    "predictor": CORE | CASE | PLAN | {"strategies", "sim", "models", "calibrate", "prediction", "validation"},
+    "report": CORE | CASE | PLAN | {"strategies", "sim", "predictor", "prediction", "calibrate"},
     "cli": CORE
     | CASE
-    | {"predict", "prediction", "report", "strategies", "calibrate", "validate", "schedule"},
-    "__init__": CORE | CASE | PLAN | {"predict", "prediction", "strategies", "sim", "validate"},
+    | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"},
+    "__init__": CORE | CASE | PLAN | {"predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }
 """Module or package of cpsim -> what it may import from cpsim, itself aside."""

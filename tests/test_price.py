@@ -44,7 +44,7 @@ def test_engines_agree_on_priced_schedules(name, pass_):
 
 @pytest.mark.parametrize("name", ["ring", "zigzag_ring", "allgather", "ulysses"])
 def test_every_op_but_barriers_takes_time_and_belongs_to_a_cost_model(name):
-    schedule, price = priced(name)
+    _, price = priced(name)
     assert (price.work.duration_s > 0).all()
     assert price.group.min() >= 0
     assert price.group.max() < len(GROUPS)
@@ -67,7 +67,7 @@ def test_transfers_between_nodes_use_nics_and_those_inside_use_ports():
         source, target = schedule.ranks_of(op)
         used = work.flow_link[work.flow_start[op] : work.flow_start[op + 1]].tolist()
         assert used == ([source, 16 + target] if source // 8 == target // 8 else [32 + source, 48 + target])
-        assert price.group[op] == GROUPS.index("transfer" if source // 8 == target // 8 else "network between nodes")
+        assert price.group[op] == GROUPS.index("transfer" if source // 8 == target // 8 else "transfer between nodes")
 
 
 def test_no_op_alone_asks_for_more_than_its_links_carry():

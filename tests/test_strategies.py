@@ -18,7 +18,7 @@ from cases import (
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.schedule import ATTENTION_KINDS, Kind
 from cpsim.strategies import STRATEGIES, plan
-from cpsim.validate import validate
+from cpsim.validation import validate
 
 IDS = [f"{name}-{'-'.join(map(str, knobs.values()))}" for name, knobs in ALL_STRATEGIES]
 every_strategy = pytest.mark.parametrize(("name", "knobs"), ALL_STRATEGIES, ids=IDS)

@@ -10,9 +10,9 @@ from cpsim.errors import InfeasibleError, ScheduleError
 from cpsim.schedule import READ, Builder, Kind
 from cpsim.strategies import plan, sharding
 from cpsim.tiles import make_tiles
-from cpsim.validate import validate
-from cpsim.validate.ordering import check_order
-from cpsim.validate.structure import check_lanes
+from cpsim.validation import validate
+from cpsim.validation.ordering import check_order
+from cpsim.validation.structure import check_lanes
 
 CASE = workload("causal_document", "uneven", "gqa")
 SOURCES = [

@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 Protocol = Literal["synced", "streamed"]
 
 GROUPS: Final = (
-    "attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "network between nodes", "host",
+    "attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "transfer between nodes",
+    "collective between nodes", "host",
 )  # fmt: skip
 """Cost models whose uncertainty is sampled together."""
 
@@ -153,7 +154,7 @@ class Pricing:
         nbytes = schedule.nbytes[ops].astype(np.float64)
         far = links.crosses(source, target)
         duration[ops[~far]] = transfer_seconds(self.profile.collective, nbytes[~far])
-        group[ops] = np.where(far, GROUPS.index("network between nodes"), GROUPS.index("transfer"))
+        group[ops] = np.where(far, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
         fabric = self.cluster.fabric
         if fabric is not None and far.any():
             duration[ops[far]] = fabric.latency_s + nbytes[far] / fabric.flow_bandwidth_bytes_per_s
@@ -177,7 +178,7 @@ class Pricing:
                 )
             seconds, near, far, between = known[key]
             duration[op] = seconds
-            group[op] = GROUPS.index("network between nodes" if between else "collective")
+            group[op] = GROUPS.index("collective between nodes" if between else "collective")
             if len(ranks) > 1:
                 flows.append(links.collective(op, ranks, near, far))
         return flows

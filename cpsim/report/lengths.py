@@ -52,7 +52,7 @@ def predict_lengths(advice: Advice, progress: Callable[[int, int], None] | None 
 
     Lengths at which a strategy cannot run are left out.
     """
-    from cpsim.predict import predict_many
+    from cpsim.predictor import predict_many
 
     wanted = [at_length(best.scenario, factor) for best in best_of_strategies(advice) for factor in FACTORS]
     results = predict_many([scenario for scenario in wanted if scenario], progress=progress)

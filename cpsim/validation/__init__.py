@@ -30,10 +30,10 @@ from __future__ import annotations
 
 from cpsim.errors import ScheduleError
 from cpsim.schedule import Pass, Schedule
-from cpsim.validate.coverage import check_coverage, check_heads, check_tiles
-from cpsim.validate.memory import Memory
-from cpsim.validate.ordering import check_order
-from cpsim.validate.structure import check_columns, check_lanes
+from cpsim.validation.coverage import check_coverage, check_heads, check_tiles
+from cpsim.validation.memory import Memory
+from cpsim.validation.ordering import check_order
+from cpsim.validation.structure import check_columns, check_lanes
 from cpsim.workload import Workload
 
 __all__ = ["validate"]

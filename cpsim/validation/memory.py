@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from cpsim.errors import ScheduleError
 from cpsim.masks import Ints
 from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, Kind, Pass, Schedule
-from cpsim.validate.cells import Cells
-from cpsim.validate.fault import fail
+from cpsim.validation.cells import Cells
+from cpsim.validation.fault import fail
 from cpsim.workload import Workload
 
 Weights = NDArray[np.uint64]

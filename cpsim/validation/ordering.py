@@ -7,7 +7,7 @@ from numba import njit
 
 from cpsim.masks import Ints
 from cpsim.schedule import STREAMS, Kind, Schedule
-from cpsim.validate.fault import fail
+from cpsim.validation.fault import fail
 
 
 def check_order(s: Schedule, conflicts: Ints) -> None:

@@ -8,7 +8,7 @@ from numba import njit
 from cpsim.errors import ScheduleError
 from cpsim.masks import Slices, slice_area
 from cpsim.schedule import ATTENTION_KINDS, Pass, Schedule
-from cpsim.validate.fault import fail
+from cpsim.validation.fault import fail
 from cpsim.workload import Workload
 
 

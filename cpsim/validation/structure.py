@@ -9,7 +9,7 @@ from numba import njit
 
 from cpsim.errors import ScheduleError
 from cpsim.schedule import ATTENTION_KINDS, READ, STREAMS, UPDATE, Kind, Schedule
-from cpsim.validate.fault import fail
+from cpsim.validation.fault import fail
 
 ONE_LANE: Final = (*ATTENTION_KINDS, Kind.MERGE, Kind.ACCUMULATE, Kind.COPY, Kind.GEMM, Kind.ELEMENTWISE)
 

@@ -210,7 +210,7 @@ def _predict(case: _Case) -> Prediction:
     pricing = case.pricing()
     timelines: dict[str, Timeline] = {}
     parts = dict.fromkeys(GROUPS, 0.0)
-    notes: dict[str, None] = dict.fromkeys(_grades(case))
+    notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
     memory, sent, exposed = 0, np.zeros(cluster.num_gpus), 0.0
     for pass_ in case.passes:
         schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs)
@@ -276,11 +276,14 @@ def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
 
 
 def _sigma(group: str, case: _Case) -> float:
-    if group == "network between nodes":
-        return case.cluster.fabric.sigma_log if case.cluster.fabric else 0.0
+    fabric = case.cluster.fabric
+    if group.endswith("between nodes"):
+        if fabric is None:
+            return 0.0
+        return fabric.flow_sigma_log if group.startswith("transfer") else fabric.sigma_log
     if group.startswith("attention"):
-        return case.profile.sigma[f"{group} {case.scenario.kernel}"]
-    return case.profile.sigma[group]
+        return float(case.profile.sigma[f"{group} {case.scenario.kernel}"])
+    return float(case.profile.sigma[group])
 
 
 def _grades(case: _Case) -> tuple[str, ...]:

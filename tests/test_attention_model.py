@@ -1,0 +1,120 @@
+"""Attention model: tile counts against brute force, monotone costs, and the special cases of the kernels."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from cpsim.calibrate.profile import load_profile
+from cpsim.models.attention import ANATOMY, attention_seconds, call_seconds, floor_sum, tile_rows, tiles_of_row
+
+KERNELS = sorted(ANATOMY)
+
+
+def price(key, q, k, causal, heads=32, kv_heads=8):
+    """Seconds of one call."""
+    q, k = np.atleast_1d(q), np.atleast_1d(k)
+    start, mask = np.array([0, len(q)]), np.full(len(q), causal)
+    params = load_profile("h200").attention[key]
+    return float(attention_seconds(params, start, q, k, mask, np.array([heads]), np.array([kv_heads]), 128)[0])
+
+
+def test_floor_sum_equals_the_sum():
+    rng = np.random.default_rng(1)
+    for n, m, a, b in rng.integers(1, 300, (200, 4)).tolist():
+        assert floor_sum(n, m, a, b) == sum((a * i + b) // m for i in range(n))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_tile_counts_equal_brute_force_on_the_mask(backward, causal):
+    rng = np.random.default_rng(2)
+    for _ in range(60):
+        q, extra, tile_q, tile_k = (int(x) for x in rng.integers([1, 0, 1, 1], [90, 90, 40, 40]))
+        packed = 1 if backward else int(rng.integers(1, 5))
+        k = q + extra
+        mask = np.tril(np.ones((q, k), bool), k - q) if causal else np.ones((q, k), bool)
+        mask = np.repeat(mask, packed, axis=0)
+        blocks = [
+            [mask[i : i + tile_q, j : j + tile_k].any() for j in range(0, k, tile_k)]
+            for i in range(0, q * packed, tile_q)
+        ]
+        per_row = np.array(blocks).sum(axis=0 if backward else 1)
+        got = tile_rows(q, k, causal, tile_q, tile_k, packed, backward)
+        assert got == (len(per_row), per_row.sum(), per_row.max(), per_row.min())
+        assert [
+            tiles_of_row(i, q, k, causal, tile_q, tile_k, packed, backward) for i in range(len(per_row))
+        ] == per_row.tolist()
+
+
+@pytest.mark.parametrize("key", KERNELS)
+def test_cost_grows_with_the_sequence(key):
+    sizes = 1024 * 2 ** np.arange(8)
+    for causal in (False, True):
+        times = [price(key, n, n, causal) for n in sizes]
+        assert np.all(np.diff(times) > 0)
+        ratio = times[-1] / times[-2]
+        assert 3.6 < ratio < 4.4  # long kernels cost the square of their length
+
+
+@pytest.mark.parametrize("key", KERNELS)
+def test_a_causal_call_costs_less_than_a_full_one_and_more_than_half_of_it(key):
+    causal, full = price(key, 16384, 16384, True), price(key, 16384, 16384, False)
+    assert 0.48 * full < causal < 0.75 * full
+
+
+@pytest.mark.parametrize("key", KERNELS)
+def test_more_heads_cost_more(key):
+    times = [price(key, 8192, 8192, True, heads=4 * n, kv_heads=n) for n in (1, 2, 4, 8)]
+    assert np.all(np.diff(times) > 0)
+
+
+def test_calls_without_work_are_free():
+    params = load_profile("h200").attention["fa4", "fwd"]
+    start, empty = np.array([0, 0, 2]), np.array([0, 5])
+    seconds = attention_seconds(
+        params, start, empty, np.array([7, 0]), np.array([False, False]), np.full(2, 8), np.full(2, 8), 128
+    )
+    assert seconds.tolist() == [0.0, 0.0]
+
+
+def test_a_call_costs_the_same_wherever_it_stands_in_a_batch():
+    rng = np.random.default_rng(3)
+    params = load_profile("h200").attention["fa2", "fwd"]
+    counts = rng.integers(1, 9, 40)
+    start = np.concatenate([[0], np.cumsum(counts)])
+    q = rng.integers(1, 2000, start[-1])
+    causal = np.repeat(rng.random(40) < 0.5, counts)
+    heads, kv_heads = np.full(40, 16), np.full(40, 4)
+    batch = attention_seconds(params, start, q, q + 100, causal, heads, kv_heads, 128)
+    for i in range(40):
+        one = slice(start[i], start[i + 1])
+        alone = attention_seconds(
+            params, np.array([0, counts[i]]), q[one], q[one] + 100, causal[one], heads[:1], kv_heads[:1], 128
+        )
+        assert alone[0] == batch[i]
+
+
+def test_the_power_limit_slows_only_busy_kernels():
+    params = load_profile("h200").attention["fa4", "fwd"]
+    free = dataclasses.replace(params, busy_power=0.0)
+    shape = np.array([0, 1]), np.array([8192]), np.array([8192]), np.array([False])
+
+    def seconds(p, heads):
+        return float(call_seconds(p, *shape, np.array([heads]), np.array([heads]), 128, np.array([False]))[0])
+
+    assert seconds(params, 32) > 1.05 * seconds(free, 32)
+    assert seconds(params, 1) == pytest.approx(seconds(free, 1), rel=0.02)
+
+
+def test_ten_thousand_calls_of_a_ring_take_milliseconds():
+    """At most 2 ms on an idle core; 20 ms are asserted because test machines are shared."""
+    import time
+
+    params, n = load_profile("h200").attention["fa4", "bwd"], 10_000
+    q = np.where(np.arange(n) % 2, 4096, 8192)
+    arguments = np.arange(n + 1), q, 12288 - q, np.zeros(n, bool), np.full(n, 32), np.full(n, 8), 128
+    attention_seconds(params, *arguments)
+    started = time.perf_counter()
+    attention_seconds(params, *arguments)
+    assert time.perf_counter() - started < 0.02

@@ -1,0 +1,66 @@
+"""Network model: nccl-tests' definitions, monotone curves, group sizes beyond the measured ones."""
+
+import numpy as np
+import pytest
+
+from cpsim.calibrate.fit import fit_curve
+from cpsim.calibrate.profile import load_profile
+from cpsim.models.collective import COLLECTIVES, Curve, collective_seconds, transfer_seconds, wire_bytes
+
+
+def test_wire_bytes_follow_nccl_tests():
+    assert wire_bytes("all_gather", 800.0, 8) == 700.0
+    assert wire_bytes("reduce_scatter", 800.0, 8) == 700.0
+    assert wire_bytes("all_to_all", 800.0, 8) == 700.0
+    assert wire_bytes("all_reduce", 800.0, 8) == 1400.0
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 6, 8])
+def test_collectives_never_get_cheaper_with_size(kind, num_ranks):
+    sizes = np.geomspace(1e3, 1e10, 400)
+    seconds = collective_seconds(load_profile("h200").collective, kind, sizes, num_ranks)
+    assert np.all(np.diff(seconds) >= -1e-15)
+    assert np.all(seconds > 0)
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_eight_ranks_keep_the_bus_bandwidth_of_four(kind):
+    network = load_profile("h200").collective
+    four, eight = (
+        float(wire_bytes(kind, 4e9, n)) / float(collective_seconds(network, kind, 4e9, n)) for n in (4, 8)
+    )
+    assert eight == pytest.approx(four, rel=0.03)
+    assert eight < network.port_bytes_per_s * 1.02
+
+
+def test_one_rank_needs_no_time():
+    assert collective_seconds(load_profile("h200").collective, "all_gather", [1e6, 1e9], 1).tolist() == [0.0, 0.0]
+
+
+def test_transfers_never_get_cheaper_with_size():
+    network = load_profile("h200").collective
+    sizes = np.geomspace(1, 1e10, 400)
+    for pattern in network.transfers:
+        assert np.all(np.diff(transfer_seconds(network, sizes, pattern)) >= -1e-15)
+
+
+def test_above_the_last_knot_the_bandwidth_holds():
+    curve = Curve(nbytes=(1e3, 1e6), seconds=(1e-5, 1e-4))
+    assert float(curve(1e7)) == pytest.approx(1e-3)
+    assert float(curve(10.0)) == pytest.approx(1e-5)
+
+
+def test_a_fitted_curve_recovers_latency_and_bandwidth_from_noise():
+    rng = np.random.default_rng(5)
+    nbytes = np.geomspace(2**14, 2**30, 60)
+    truth = 12e-6 + nbytes / 300e9
+    curve = fit_curve(nbytes, truth * np.exp(0.03 * rng.standard_normal(60)))
+    assert np.abs(np.log(curve(nbytes) / truth)).mean() < 0.03
+    assert np.all(np.diff(curve.seconds) >= 0)
+
+
+def test_a_fitted_curve_is_monotone_even_where_samples_are_not():
+    nbytes = np.array([1e5, 1e6, 1e7, 1.2e7, 1e8])
+    curve = fit_curve(nbytes, np.array([1e-5, 3e-5, 2e-4, 1e-4, 1e-3]))
+    assert np.all(np.diff(curve.seconds) >= 0)

@@ -1,0 +1,91 @@
+"""The executor's kernels on a CPU: attention against autograd, merges against the whole softmax."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from real import attention, elementwise  # noqa: E402
+
+
+def tensors(num_q, num_k, heads=4, kv_heads=2, dim=16):
+    torch.manual_seed(0)
+    make = lambda n, h: torch.randn(n, h, dim, dtype=torch.float64)  # noqa: E731
+    return make(num_q, heads), make(num_k, kv_heads), make(num_k, kv_heads), make(num_q, heads)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("q_lens", "k_lens"), [((12,), (12,)), ((5,), (11,)), ((3, 7), (6, 7))])
+def test_math_backward_equals_autograd(q_lens, k_lens, causal):
+    q, k, v, dout = tensors(sum(q_lens), sum(k_lens))
+    for x in (q, k, v):
+        x.requires_grad_(True)
+    call = attention.prepare(q_lens, k_lens, causal=causal, device="cpu")
+    outs, q0, k0 = [], 0, 0
+    for nq, nk in zip(q_lens, k_lens, strict=True):
+        mask = torch.ones(nq, nk, dtype=torch.bool).tril(nk - nq) if causal else None
+        parts = (x.transpose(0, 1) for x in (q[q0 : q0 + nq], k[k0 : k0 + nk], v[k0 : k0 + nk]))
+        one = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=mask, enable_gqa=True)
+        outs.append(one.transpose(0, 1))
+        q0, k0 = q0 + nq, k0 + nk
+    want = torch.cat(outs)
+    want.backward(dout)
+    out, lse = attention.forward("math", q.detach(), k.detach(), v.detach(), call)
+    torch.testing.assert_close(out, want.detach())
+    grads = attention.backward("math", dout, q.detach(), k.detach(), v.detach(), out, lse, call)
+    for got, x in zip(grads, (q, k, v), strict=True):
+        torch.testing.assert_close(got, x.grad)
+
+
+def test_merging_blocks_of_keys_gives_the_whole_softmax():
+    q, k, v, _ = tensors(9, 24)
+    whole = attention.forward("math", q, k, v, attention.prepare((9,), (24,), causal=False, device="cpu"))
+    call = attention.prepare((9,), (8,), causal=False, device="cpu")
+    out, lse = attention.forward("math", q, k[:8], v[:8], call)
+    for at in (8, 16):
+        part = attention.forward("math", q, k[at : at + 8], v[at : at + 8], call)
+        elementwise.merge(out, lse, *part, out)
+    torch.testing.assert_close(out, whole[0])
+    torch.testing.assert_close(lse, whole[1])
+
+
+def test_backward_of_blocks_with_the_whole_lse_adds_up_to_the_whole_backward():
+    q, k, v, dout = tensors(9, 24)
+    call = attention.prepare((9,), (24,), causal=False, device="cpu")
+    out, lse = attention.forward("math", q, k, v, call)
+    want = attention.backward("math", dout, q, k, v, out, lse, call)
+    dq, dks, dvs = torch.zeros_like(q), [], []
+    half = attention.prepare((9,), (12,), causal=False, device="cpu")
+    for at in (slice(0, 12), slice(12, 24)):
+        part_dq, dk, dv = attention.backward("math", dout, q, k[at], v[at], out, lse, half)
+        elementwise.accumulate(dq, part_dq)
+        dks.append(dk)
+        dvs.append(dv)
+    for got, expected in zip((dq, torch.cat(dks), torch.cat(dvs)), want, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_merge_into_rows_that_have_seen_no_key_keeps_the_part():
+    out, lse = torch.zeros(3, 2, 4), torch.full((2, 3), float("-inf"))
+    part, part_lse = torch.randn(3, 2, 4), torch.randn(2, 3)
+    elementwise.merge(out, lse, part, part_lse, out)
+    torch.testing.assert_close(out, part)
+    torch.testing.assert_close(lse, part_lse)
+    empty = torch.full((2, 3), float("-inf"))
+    elementwise.merge(out, empty.clone(), part, empty.clone(), out)
+    assert torch.all(out == 0)
+
+
+def test_rows_are_transposed_and_gathered():
+    x = torch.arange(24.0).view(2, 3, 4)
+    out = torch.empty(3, 2, 4)
+    elementwise.transpose_rows(x, out)
+    assert torch.equal(out, x.transpose(0, 1))
+    rows, index, gathered = x.view(6, 4), torch.tensor([5, 0, 0, 3]), torch.empty(4, 4)
+    elementwise.gather_rows(rows, index, gathered)
+    assert torch.equal(gathered, rows[index])
+
+
+def test_cudnn_refuses_masks_that_it_would_align_elsewhere():
+    q, k, v, _ = tensors(4, 8)
+    with pytest.raises(attention.UnsupportedCall, match="top left"):
+        attention.forward("cudnn", q, k, v, attention.prepare((4,), (8,), causal=True, device="cpu"))

@@ -13,4 +13,4 @@ fi
 
 .venv/bin/ruff check .
 .venv/bin/mypy
-.venv/bin/python -m pytest -m "" "$@"
+.venv/bin/python -m pytest -n 2 -m "" "$@"

@@ -75,7 +75,7 @@ def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
 
 
 @given(free_cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_fast_engine_equals_the_reference_bit_for_bit_at_constant_rates(case):
     fast, reference = simulate(*case), simulate_reference(*case)
     assert np.array_equal(fast.start_s, reference.start_s)
@@ -83,7 +83,7 @@ def test_fast_engine_equals_the_reference_bit_for_bit_at_constant_rates(case):
 
 
 @given(shared_cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_fast_engine_equals_the_reference_where_links_are_shared(case):
     fast, reference = simulate(*case), simulate_reference(*case)
     np.testing.assert_allclose(fast.start_s, reference.start_s, rtol=1e-9, atol=1e-15)
@@ -142,7 +142,7 @@ def test_critical_path_is_a_chain_that_ends_with_the_last_op(case):
 
 
 @given(shared_cases())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_shares_are_max_min_fair(case):
     """The certificate: links hold, and what is below its own limit is on a full link where nobody gets more."""
     _, work = case

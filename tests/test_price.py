@@ -8,6 +8,7 @@ import pytest
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.errors import InfeasibleError, ProfileError
+from cpsim.models.collective import transfer_seconds
 from cpsim.models.links import Links
 from cpsim.models.price import GROUPS, Pricing
 from cpsim.schedule import Kind
@@ -110,3 +111,13 @@ def test_streamed_hosts_run_ahead():
     _, synced = priced("zigzag_ring")
     _, streamed = priced("zigzag_ring", protocol="streamed")
     assert streamed.work.release_s.max() < synced.work.release_s.max()
+
+
+def test_two_ranks_that_send_to_each_other_are_priced_as_a_ring_of_two():
+    curves = load_profile("h200").collective
+    for gpus, pattern in ((2, "ring_of_two"), (4, "ring")):
+        schedule, price = priced("ring", gpus=gpus)
+        sends = schedule.kind == Kind.TRANSFER
+        alone = transfer_seconds(curves, schedule.nbytes[sends].astype(float), pattern)
+        assert (price.work.duration_s[sends] >= alone).all()
+        np.testing.assert_allclose(price.work.duration_s[sends], alone, rtol=0.05)

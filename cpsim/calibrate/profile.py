@@ -43,8 +43,8 @@ class Profile:
     host: HostParams
     interference: InterferenceParams
     sigma: Mapping[str, float]
-    """Relative (log) standard deviation of held-out errors by cost model: `attention fwd fa4`, `collective`, `collective all_gather`,
-    `transfer`, `memory-bound`, `host`, `run to run`."""
+    """Relative (log) standard deviation of held-out errors by cost model: `attention fwd fa4`, `collective`,
+    `collective all_gather`, `transfer`, `memory-bound`, `host`, `run to run`."""
     valid: Mapping[str, tuple[float, float]]
     """Measured range by cost model: query and key tokens of a call (attention), bytes (others)."""
     covariance: Mapping[str, Mapping[str, Any]]

@@ -147,13 +147,16 @@ class Pricing:
     def _transfers(
         self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
     ) -> Flows:
+        """Durations and flows; two ranks that send to each other are a ring of two, as NCCL sees them."""
         ops = np.flatnonzero(schedule.kind == Kind.TRANSFER)
         first = schedule.lane_start[ops]
         source = schedule.lane_rank[first].astype(np.int64)
         target = schedule.lane_rank[first + 1].astype(np.int64)
         nbytes = schedule.nbytes[ops].astype(np.float64)
         far = links.crosses(source, target)
-        duration[ops[~far]] = transfer_seconds(self.profile.collective, nbytes[~far])
+        mutual = np.isin(source * schedule.num_ranks + target, target * schedule.num_ranks + source)
+        for pattern, chosen in (("ring", ~far & ~mutual), ("ring_of_two", ~far & mutual)):
+            duration[ops[chosen]] = transfer_seconds(self.profile.collective, nbytes[chosen], pattern)
         group[ops] = np.where(far, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
         fabric = self.cluster.fabric
         if fabric is not None and far.any():

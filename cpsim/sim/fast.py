@@ -23,8 +23,7 @@ def simulate(schedule: Schedule, work: Work) -> Timeline:
         ScheduleError: some op never starts; the message shows its ranks, streams and text.
     """
     first, before = predecessors(schedule)
-    in_order = bool(np.all(before < np.repeat(np.arange(len(schedule)), np.diff(first))))
-    if work.constant and in_order:
+    if work.constant and np.all(before < np.repeat(np.arange(len(schedule)), np.diff(first))):
         start, end, cause = _max_plus(first, before, work.duration_s, work.release_s)
         return Timeline(schedule, start, end, cause)
     start, end, cause = run(first, before, schedule, work)

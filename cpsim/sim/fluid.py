@@ -60,24 +60,40 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     """
     after_start, after = _successors(first, before)
     num_ops, num_ranks = len(schedule), schedule.num_ranks
-    ops, numbers = np.zeros(num_ops, OP), np.arange(num_ops)
-    ops["first_lane"], ops["last_lane"] = schedule.lane_start[:-1], schedule.lane_start[1:]
-    ops["first_flow"], ops["last_flow"] = work.flow_start[:-1], work.flow_start[1:]
-    ops["first_after"], ops["last_after"] = after_start[:-1], after_start[1:]
-    ops["pending"], ops["pressure"] = np.diff(first), work.pressure
-    ops["duration"] = ops["left"] = work.duration_s
-    ops["release"] = work.release_s
-    lanes, flows = np.zeros(len(schedule.lane_rank), LANE), np.zeros(len(work.flow_link), FLOW)
-    lanes["rank"], lanes["op"] = schedule.lane_rank, np.repeat(numbers, np.diff(schedule.lane_start))
-    flows["link"], flows["op"] = work.flow_link, np.repeat(numbers, np.diff(work.flow_start))
-    flows["nbytes"] = work.flow_bytes
-    np.maximum.at(ops["widest"], flows["op"], work.flow_bytes)
+    ops, lanes = np.zeros(num_ops, OP), np.zeros(len(schedule.lane_rank), LANE)
+    flows = np.zeros(len(work.flow_link), FLOW)
+    _fill_ops(ops, first, after_start, work.duration_s, work.release_s, work.pressure)
+    _fill_entries(
+        ops, lanes, flows, schedule.lane_start, schedule.lane_rank, work.flow_start, work.flow_link, work.flow_bytes
+    )
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
     ranks["head"] = links["head"] = -1
     links["capacity"] = work.link_bytes_per_s
-    start, end, cause = np.full(num_ops, np.nan), np.full(num_ops, np.nan), numbers.astype(np.int32)
+    start, end, cause = np.full(num_ops, np.nan), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
     _run(ops, lanes, flows, ranks, links, after, _limits(work.slowdown), start, end, cause)
     return start, end, cause
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _fill_ops(ops, first, after_start, duration, release, pressure):  # type: ignore[no-untyped-def]
+    for op in range(len(ops)):
+        ops[op].first_after, ops[op].last_after = after_start[op], after_start[op + 1]
+        ops[op].pending, ops[op].pressure = first[op + 1] - first[op], pressure[op]
+        ops[op].duration, ops[op].left, ops[op].release = duration[op], duration[op], release[op]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _fill_entries(  # type: ignore[no-untyped-def]
+    ops, lanes, flows, lane_start, lane_rank, flow_start, flow_link, flow_bytes
+):
+    for op in range(len(ops)):
+        ops[op].first_lane, ops[op].last_lane = lane_start[op], lane_start[op + 1]
+        ops[op].first_flow, ops[op].last_flow = flow_start[op], flow_start[op + 1]
+        for entry in range(lane_start[op], lane_start[op + 1]):
+            lanes[entry].rank, lanes[entry].op = lane_rank[entry], op
+        for entry in range(flow_start[op], flow_start[op + 1]):
+            flows[entry].link, flows[entry].op, flows[entry].nbytes = flow_link[entry], op, flow_bytes[entry]
+            ops[op].widest = max(ops[op].widest, flow_bytes[entry])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

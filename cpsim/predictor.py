@@ -129,11 +129,15 @@ def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimErro
 def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
     """Try every strategy and its sensible knobs, or only the scenario's strategy where it names one.
 
+    On one GPU there is nothing to choose between: ``none`` is all that is tried.
+
     Raises:
         ScenarioError: the scenario asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
     """
-    names = list(STRATEGIES) if scenario.strategy is None else [scenario.strategy]
+    names = ["none"] if scenario.gpus == 1 else list(STRATEGIES)
+    if scenario.strategy is not None:
+        names = [scenario.strategy]
     case = _look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
     tries = [(name, knobs) for name in names for knobs in _knobs(name, case)]
     found: list[tuple[Prediction, Prediction]] = []

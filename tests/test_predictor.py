@@ -1,0 +1,123 @@
+"""Predictions and recommendations: what they consist of, and what they may not hide."""
+
+import numpy as np
+import pytest
+
+from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
+from cpsim.prediction import Infeasible, Prediction
+from cpsim.predictor import advise, predict, predict_many
+from cpsim.scenario import Scenario
+
+
+def scenario(**changes):
+    case = {
+        "strategy": "zigzag_ring", "gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 4096, "heads": 32, "kv_heads": 8,
+    }  # fmt: skip
+    return Scenario(**{**case, **changes})
+
+
+def test_forward_and_backward_add_up():
+    both, forward, backward = (predict(scenario(**{"pass": p})) for p in ("fwd_bwd", "fwd", "bwd"))
+    assert both.time_s == pytest.approx(forward.time_s + backward.time_s, rel=1e-12)
+    assert both.exposed_comm_s == pytest.approx(forward.exposed_comm_s + backward.exposed_comm_s, rel=1e-12)
+    assert both.bytes_sent_per_gpu == forward.bytes_sent_per_gpu + backward.bytes_sent_per_gpu
+
+
+@pytest.mark.parametrize("strategy", ["ring", "zigzag_ring", "ulysses", "allgather"])
+def test_parts_of_the_critical_path_add_up_to_the_time(strategy):
+    answer = predict(scenario(strategy=strategy))
+    assert sum(answer.parts_s.values()) == pytest.approx(answer.time_s, rel=1e-9)
+    assert answer.time_s_low < answer.time_s < answer.time_s_high
+
+
+def test_predictions_repeat_exactly():
+    assert predict(scenario()).draws_s == predict(scenario()).draws_s
+
+
+def test_more_tokens_take_longer_and_more_gpus_less():
+    times = [predict(scenario(tokens_per_gpu=t)).time_s for t in (1024, 4096, 16384)]
+    assert times == sorted(times)
+    work = {"tokens_per_gpu": None, "tokens": 65536, "cluster": "dgx-h200"}
+    times = [predict(scenario(gpus=g, **work)).time_s for g in (2, 4, 8)]
+    assert times == sorted(times, reverse=True)
+
+
+def test_throughput_stays_below_what_the_kernel_reaches():
+    for strategy in ("ring", "zigzag_ring", "ulysses", "allgather"):
+        assert 100 < predict(scenario(strategy=strategy, tokens_per_gpu=16384)).tflops_per_gpu < 800
+
+
+def test_small_cases_wait_for_their_hosts():
+    answer = predict(scenario(tokens_per_gpu=256))
+    assert answer.parts_s["host"] > 0.3 * answer.time_s
+    assert predict(scenario(tokens_per_gpu=256, protocol="streamed")).time_s < answer.time_s
+
+
+def test_results_that_rest_on_published_numbers_or_reach_beyond_measured_sizes_say_so():
+    answer = predict(scenario(strategy="allgather", gpus=16, cluster="dgx-h200"))
+    assert any("published" in note for note in answer.notes)
+    assert any("measured up to 4" in note for note in answer.notes)
+    assert not any("published" in note for note in predict(scenario()).notes)
+
+
+def test_a_case_that_does_not_fit_in_memory_is_infeasible():
+    with pytest.raises(InfeasibleError, match=r"out of memory: needs \d+\.\d GB on one GPU, h200 has 141\.0 GB"):
+        predict(scenario(strategy="allgather", gpus=64, cluster="dgx-h200", tokens_per_gpu=131072))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"strategy": None}, ScenarioError, "strategy: expected one of none, ulysses"),
+        ({"strategy": "usp"}, ScenarioError, "'usp' is not available yet; available are none"),
+        ({"implementation": "yunchang"}, ScenarioError, "'yunchang' is not available yet"),
+        ({"cluster": "p4de"}, ScenarioError, "nobody has measured a100"),
+        ({"profile": "h300"}, ProfileError, "shipped are h100, h200"),
+        ({"kernel": "flex"}, ProfileError, "lacks kernel 'flex'"),
+        ({"heads": 30, "kv_heads": 10, "strategy": "ulysses"}, InfeasibleError, "divisible by ranks"),
+    ],
+)
+def test_what_cannot_be_answered_says_why(changes, error, message):
+    with pytest.raises(error, match=message):
+        predict(scenario(**changes))
+
+
+def test_one_bad_line_never_loses_the_others():
+    cases = [scenario(), ScenarioError("line 2: no"), scenario(strategy="ulysses", heads=30, kv_heads=10), scenario()]
+    answers = predict_many(cases, jobs=1)
+    assert [type(a) for a in answers] == [Prediction, ScenarioError, Infeasible, Prediction]
+    assert answers[0].time_s == answers[3].time_s
+
+
+def test_processes_give_the_same_answers_in_order():
+    cases = [scenario(tokens_per_gpu=t) for t in range(512, 512 + 20 * 64, 64)]
+    alone, together = predict_many(cases, jobs=1), predict_many(cases, jobs=2)
+    assert [a.time_s for a in alone] == [a.time_s for a in together]
+    assert all(not a.timelines for a in together)
+
+
+def test_advice_is_sorted_and_its_probabilities_add_up():
+    advice = advise(scenario(strategy=None))
+    totals = [c.total_s for c in advice.candidates]
+    assert totals == sorted(totals)
+    assert sum(c.probability_best for c in advice.candidates) == pytest.approx(1.0)
+    assert {c.scenario.strategy for c in advice.candidates} == {"ulysses", "ring", "zigzag_ring", "allgather"}
+    assert [i.scenario.strategy for i in advice.infeasible] == ["none"]
+
+
+def test_shared_errors_do_not_blur_a_comparison():
+    """Two candidates that spend their time in the same kernel are compared with the same draws of its error."""
+    advice = advise(scenario(strategy=None, tokens_per_gpu=16384))
+    first, second = (np.add(c.forward.draws_s, c.backward.draws_s) for c in advice.candidates[:2])
+    assert np.std(first - second) < 0.5 * np.hypot(np.std(first), np.std(second))
+
+
+def test_on_one_gpu_there_is_nothing_to_choose():
+    advice = advise(scenario(strategy=None, gpus=1))
+    assert [c.scenario.strategy for c in advice.candidates] == ["none"]
+    assert not advice.infeasible
+
+
+def test_a_named_strategy_is_the_only_one_tried():
+    advice = advise(scenario())
+    assert {c.scenario.strategy for c in advice.candidates} == {"zigzag_ring"}

@@ -6,12 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from cpsim.builder import Builder
     from cpsim.cluster import Cluster, load_cluster
     from cpsim.errors import CpsimError, InfeasibleError, ProfileError, ScenarioError, ScheduleError
     from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
     from cpsim.predictor import advise, predict, predict_many
     from cpsim.scenario import Scenario, load_scenario, load_scenarios
-    from cpsim.schedule import Builder, Kind, Schedule
+    from cpsim.schedule import Kind, Schedule
     from cpsim.sim.fast import simulate
     from cpsim.sim.reference import simulate_reference
     from cpsim.sim.timeline import Timeline
@@ -26,7 +27,8 @@ _HOME: Final = {
     "cpsim.predictor": ("advise", "predict", "predict_many"),
     "cpsim.prediction": ("Advice", "Candidate", "Infeasible", "Prediction"),
     "cpsim.scenario": ("Scenario", "load_scenario", "load_scenarios"),
-    "cpsim.schedule": ("Builder", "Kind", "Schedule"),
+    "cpsim.builder": ("Builder",),
+    "cpsim.schedule": ("Kind", "Schedule"),
     "cpsim.sim.fast": ("simulate",),
     "cpsim.sim.reference": ("simulate_reference",),
     "cpsim.sim.timeline": ("Timeline",),

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsim.builder import Builder
 from cpsim.cluster import load_cluster
 from cpsim.errors import ScheduleError
 from cpsim.masks import RangeSets
-from cpsim.schedule import STREAMS, Builder, Kind, Schedule
+from cpsim.schedule import STREAMS, Kind, Schedule
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import share_fairly, simulate_reference
 from cpsim.sim.work import Work, free_work, predecessors

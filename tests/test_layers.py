@@ -25,7 +25,8 @@ ALLOWED = {
     "scenario": CORE | {"masks", "documents", "workload", "cluster"},
     "tiles": {"masks"},
     "schedule": {"masks", "tiles", "errors"},
-    "strategies": CORE | CASE - {"scenario"} | PLAN,
+    "builder": {"masks", "tiles", "schedule"},
+    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE | {"masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
@@ -37,7 +38,7 @@ ALLOWED = {
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"},
-    "__init__": CORE | CASE | PLAN | {"predictor", "prediction", "strategies", "sim", "validation"},
+    "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }
 """Module or package of cpsim -> what it may import from cpsim, itself aside."""

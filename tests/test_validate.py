@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from cases import ALL_KNOBS, ALL_PASSES, cluster, workload
 
+from cpsim.builder import Builder
 from cpsim.errors import InfeasibleError, ScheduleError
-from cpsim.schedule import READ, Builder, Kind
+from cpsim.schedule import READ, Kind
 from cpsim.strategies import plan, sharding
 from cpsim.tiles import make_tiles
 from cpsim.validation import validate

@@ -15,10 +15,11 @@ from functools import lru_cache
 
 import numpy as np
 
+from cpsim.builder import Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks import Ints, RangeSets
-from cpsim.schedule import Access, Builder, Int32, Kind, Pass, Schedule
+from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import Tiles, make_tiles, sequences

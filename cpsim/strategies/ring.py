@@ -17,10 +17,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
 from cpsim.masks import Ints, RangeSets
-from cpsim.schedule import NOTHING, Access, Builder, Int32, Kind, Pass, Schedule
+from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Accumulation, Sizes
 from cpsim.tiles import Tiles, make_tiles

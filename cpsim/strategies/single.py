@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from cpsim.builder import Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
-from cpsim.schedule import Builder, Kind, Pass, Schedule
+from cpsim.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import make_tiles

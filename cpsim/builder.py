@@ -1,0 +1,231 @@
+"""Building schedules: ops for many ranks and steps at a time, closed into columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+from numba import njit
+from numpy.typing import ArrayLike, NDArray
+
+from cpsim.masks import Ints, RangeSets
+from cpsim.schedule import READ, STREAMS, UPDATE, WRITE, Int32, Kind, Schedule
+from cpsim.tiles import Tiles
+
+NOTHING: Final = -1
+"""No dependency; no op."""
+
+Access = tuple[Int32, Int32]
+"""(buffers, blocks), one each for every new op."""
+
+
+@dataclass(slots=True)
+class _Entries:
+    """What ops have several of, as chunks of equally many entries for every op; grouped by op once at the end."""
+
+    ops: list[Ints] = field(default_factory=list)
+    columns: list[tuple[Ints | Int32, ...]] = field(default_factory=list)
+
+    def extend(self, ops: Ints, *columns: Ints | Int32) -> None:
+        """Entries of ops ``[n]``; every column ``[n]`` or ``[n, g]``."""
+        self.ops.append(ops)
+        self.columns.append(columns)
+
+    def close(self, num_ops: int, num_columns: int) -> tuple[Ints, Int32]:
+        """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op.
+
+        Entries whose first column is negative are left out.
+        """
+        if not self.ops:
+            return np.zeros(num_ops + 1, np.int64), np.zeros((num_columns, 0), np.int32)
+        chunks = zip(self.ops, self.columns, strict=True)
+        op = np.concatenate([ops.repeat(chunk[0].size // len(ops)) for ops, chunk in chunks])
+        table = np.empty((num_columns, len(op)), np.int64)
+        for i in range(num_columns):
+            np.concatenate([chunk[i].ravel() for chunk in self.columns], out=table[i])
+        start, grouped = _group_by_op(op, table, num_ops)
+        return start, grouped
+
+
+@njit(cache=True)
+def _group_by_op(op, table, num_ops):  # type: ignore[no-untyped-def]
+    """CSR start and stably grouped columns of the entries whose first column is not negative."""
+    start = np.zeros(num_ops + 1, np.int64)
+    for i in range(len(op)):
+        start[op[i] + 1] += table[0, i] >= 0
+    start = np.cumsum(start)
+    filled = start.copy()
+    grouped = np.empty((len(table), start[num_ops]), np.int32)
+    for i in range(len(op)):
+        if table[0, i] >= 0:
+            for column in range(len(table)):
+                grouped[column, filled[op[i]]] = table[column, i]
+            filled[op[i]] += 1
+    return start, grouped
+
+
+class Builder:
+    """Collects ops for many ranks, or many ranks and steps, at a time and closes them into a ``Schedule``.
+
+    Every ``add`` makes one op per entry of its arrays: after all others, or where ``interleave`` has kept places.
+    """
+
+    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles) -> None:
+        self.num_ranks = num_ranks
+        self.sets, self.tiles = sets, tiles
+        self._num_ops = 0
+        self._columns: list[tuple[Ints, int, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
+        self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
+        self._buffers: list[tuple[str, Ints, Ints]] = []
+        self._blocks: list[tuple[str, Ints, tuple[int, int]]] = []
+        self._num_buffers = self._num_blocks = 0
+        self._inputs: list[Access] = []
+        self._outputs: list[Access] = []
+
+    def buffers(self, name: str, nbytes: ArrayLike, ranks: ArrayLike | None = None) -> Int32:
+        """One buffer of ``nbytes`` on each of the ranks (default: all); returns buffer indices ``[n]``."""
+        where = np.arange(self.num_ranks) if ranks is None else np.asarray(ranks, np.int64)
+        self._buffers.append((name, where, np.broadcast_to(np.asarray(nbytes, np.int64), where.shape)))
+        first, self._num_buffers = self._num_buffers, self._num_buffers + len(where)
+        return np.arange(first, self._num_buffers, dtype=np.int32)
+
+    def blocks(self, tensor: str, sets: ArrayLike, heads: tuple[int, int]) -> Int32:
+        """One block (tensor, token set, (first head, heads)) per set; returns block indices ``[n]``."""
+        chosen = np.asarray(sets, np.int64).ravel()
+        self._blocks.append((tensor, chosen, heads))
+        first, self._num_blocks = self._num_blocks, self._num_blocks + len(chosen)
+        return np.arange(first, self._num_blocks, dtype=np.int32)
+
+    def input(self, buffers: Int32, blocks: Int32) -> None:
+        """The buffers hold these blocks before the first op."""
+        self._inputs.append((buffers, blocks))
+
+    def output(self, buffers: Int32, blocks: Int32) -> None:
+        """The buffers must hold these blocks, complete, after the last op."""
+        self._outputs.append((buffers, blocks))
+
+    def interleave(self, *wanted: NDArray[np.bool_]) -> list[Ints]:
+        """Keep places for ops that are issued step by step, kind by kind within a step, rank by rank.
+
+        Args:
+            wanted: one array ``[steps, ranks]`` per kind of op, True where there is one.
+
+        Returns:
+            indices of the ops, one array ``[steps, ranks]`` per kind; NOTHING where there is none.
+        """
+        there = np.stack(wanted, axis=1)
+        places = np.where(there, self._num_ops - 1 + np.cumsum(there).reshape(there.shape), NOTHING)
+        self._num_ops += int(there.sum())
+        return list(places.swapaxes(0, 1))
+
+    def add(
+        self,
+        kind: Kind,
+        *lanes: tuple[ArrayLike, str],
+        at: Ints | None = None,
+        step: ArrayLike = 0,
+        tile: ArrayLike = 0,
+        heads: ArrayLike = (0, 0, 0, 0),
+        nbytes: ArrayLike = 0,
+        deps: Sequence[Ints] = (),
+        reads: Sequence[Access] = (),
+        writes: Sequence[Access] = (),
+        updates: Sequence[Access] = (),
+    ) -> Ints:
+        """Make one op per entry of the lanes' rank arrays.
+
+        Args:
+            kind: of all the new ops.
+            at: their indices, kept by ``interleave``; None appends them in order.
+            lanes: (ranks ``[n]``, stream) pairs; a transfer's source first. A collective names its ranks
+                ``[n, g]`` on one stream.
+            step, tile, heads, nbytes: columns, see ``Schedule``; one for all new ops or one each.
+            deps: arrays ``[n]`` or ``[n, g]`` of op indices; negative entries mean that there is none.
+            reads, writes, updates: (buffers, blocks), each ``[n]`` or for collectives ``[n, g]``.
+
+        Returns:
+            indices of the new ops, ``int64[n]``.
+        """
+        count = len(np.asarray(lanes[0][0]))
+        if count == 0:
+            return np.zeros(0, np.int64)
+        ops = np.arange(self._num_ops, self._num_ops + count) if at is None else at
+        self._num_ops += count if at is None else 0
+        self._columns.append((ops, int(kind), step, tile, heads, nbytes))
+        for ranks, stream in lanes:
+            self._lanes.extend(ops, np.asarray(ranks) * len(STREAMS) + STREAMS.index(stream))
+        for wanted in deps:
+            self._deps.extend(ops, wanted)
+        for mode, accesses in ((READ, reads), (WRITE, writes), (UPDATE, updates)):
+            for buffers, blocks in accesses:
+                self._accesses.extend(ops, buffers, blocks * 3 + mode)
+        return ops
+
+    def build(self) -> Schedule:
+        """The finished schedule."""
+        ops = [c[0] for c in self._columns]
+        lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
+        dep_start, (deps,) = self._deps.close(self._num_ops, 1)
+        access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
+        kind, step, tile, nbytes = (_spread([c[i] for c in self._columns], ops)[:, 0] for i in (1, 2, 3, 5))
+        names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
+        tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
+        head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
+        schedule = Schedule(
+            num_ranks=self.num_ranks,
+            kind=kind.astype(np.int8),
+            step=step.astype(np.int32),
+            tile=tile.astype(np.int32),
+            heads=_spread([c[4] for c in self._columns], ops, 4).astype(np.int32),
+            nbytes=nbytes,
+            lane_start=lane_start,
+            lane_rank=lanes // len(STREAMS),
+            lane_stream=(lanes % len(STREAMS)).astype(np.int8),
+            dep_start=dep_start,
+            dep=deps,
+            access_start=access_start,
+            access_buffer=access_buffer,
+            access_block=access // 3,
+            access_mode=(access % 3).astype(np.int8),
+            buffer_names=names,
+            buffer_name=name_index,
+            buffer_rank=_joined([b[1] for b in self._buffers]).astype(np.int32),
+            buffer_nbytes=_joined([b[2] for b in self._buffers]),
+            block_tensors=tensors,
+            block_tensor=tensor_index,
+            block_set=_joined([b[1] for b in self._blocks]).astype(np.int32),
+            block_heads=np.repeat(head_rows, [len(b[1]) for b in self._blocks], axis=0),
+            inputs=_pairs(self._inputs),
+            outputs=_pairs(self._outputs),
+            sets=self.sets,
+            tiles=self.tiles,
+        )
+        for name in Schedule.__slots__:
+            value = getattr(schedule, name)
+            if isinstance(value, np.ndarray):
+                value.flags.writeable = False
+        return schedule
+
+
+def _spread(values: Sequence[ArrayLike], ops: Sequence[Ints], width: int = 1) -> Ints:
+    """One row per op, ``int64[N, width]``, from values that hold for all ops of an ``add`` or for each of them."""
+    rows = np.empty((sum(map(len, ops)), width), np.int64)
+    for value, where in zip(values, ops, strict=True):
+        rows[where] = np.asarray(value, np.int64).reshape(-1, width)
+    return rows
+
+
+def _intern(names: list[str], counts: list[int]) -> tuple[tuple[str, ...], Int32]:
+    unique = tuple(dict.fromkeys(names))
+    return unique, np.repeat(np.array([unique.index(n) for n in names], np.int32), counts)
+
+
+def _joined(chunks: list[Ints]) -> Ints:
+    return np.concatenate(chunks) if chunks else np.zeros(0, np.int64)
+
+
+def _pairs(accesses: list[Access]) -> Int32:
+    rows = [np.stack([np.ravel(a), np.ravel(b)], axis=1) for a, b in accesses]
+    return np.concatenate(rows).astype(np.int32) if rows else np.zeros((0, 2), np.int32)

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from cases import ALL_PASSES, ALL_STRATEGIES, cluster, workload
 
+from cpsim.builder import Builder
 from cpsim.errors import InfeasibleError
-from cpsim.schedule import COLLECTIVE_KINDS, STREAMS, Builder, Kind, Schedule
+from cpsim.schedule import COLLECTIVE_KINDS, STREAMS, Kind, Schedule
 from cpsim.strategies import plan, sharding
 from cpsim.tiles import make_tiles
 

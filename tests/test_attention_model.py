@@ -1,6 +1,7 @@
 """Attention model: tile counts against brute force, monotone costs, and the special cases of the kernels."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -105,6 +106,35 @@ def test_the_power_limit_slows_only_busy_kernels():
 
     assert seconds(params, 32) > 1.05 * seconds(free, 32)
     assert seconds(params, 1) == pytest.approx(seconds(free, 1), rel=0.02)
+
+
+def test_backward_moves_whole_tiles_of_accumulators():
+    """A document of one token more than a tile pays for a second tile of every fp32 accumulator."""
+    params = dataclasses.replace(
+        load_profile("h200").attention["fa4", "bwd"], pair_s=1e-9, block_s=0.0, block_shared_s=0.0, block_decode_s=0.0,
+        block_causal_s=0.0, block_varlen_s=0.0, call_s=0.0, call_varlen_s=0.0, busy_power=0.0, traffic_s_per_byte=1.0,
+    )  # fmt: skip
+
+    def nbytes(n):
+        lengths, many = np.full(100, n), np.array([8])
+        return float(attention_seconds(params, np.array([0, 100]), lengths, lengths, lengths > 0, many, many, 128)[0])
+
+    tile, row = 64, 100 * 8 * 128  # causal tile of queries; elements of one row of all documents and heads
+    main = {n: row * (4 * n + 8 * math.ceil(n / tile) * tile + 8 * n) for n in (64, 65)}
+    passes = {n: row * (6 * n + 8 * math.ceil(n / tile) * tile) for n in (64, 65)}
+    for n in (64, 65):
+        assert nbytes(n) == pytest.approx(main[n] + passes[n])
+    assert nbytes(65) > 1.4 * nbytes(64)
+
+
+@pytest.mark.parametrize("key", [key for key in KERNELS if key[1] == "bwd"])
+def test_backward_of_short_documents_is_bound_by_memory(key):
+    params = load_profile("h200").attention[key]
+    lengths = np.full(400, 64)
+    heads = np.array([32])
+    seconds = attention_seconds(params, np.array([0, 400]), lengths, lengths, lengths > 0, heads, heads, 128)[0]
+    least = 400 * 64 * 32 * 128 * (14 + 20) * params.traffic_s_per_byte
+    assert least < seconds < 4 * least
 
 
 def test_ten_thousand_calls_of_a_ring_take_milliseconds():

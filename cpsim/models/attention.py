@@ -10,7 +10,8 @@ point, with several the varlen one, as `real.attention` does.
   are packed into one tile row by some kernels.
 * Blocks start in launch order as SMs become free: few waves are replayed exactly, many are summed with their tail.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
-  those of dk and dv.
+  those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
+* The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
 * Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
   SMs spend on tiles) passes a threshold.
 
@@ -505,6 +506,7 @@ def _price(op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, scal
         tile = pair_s * tile_q * tile_k * scale
         rows, tiles, queries, keys, num, longest_row = 0, 0, 0, 0, 0, 0
         most, least, squares, aligned = 0, 1 << 60, 0.0, True
+        whole_queries = 0  # each sequence's rounded up to tiles
         alone = alone_factor if blocks_per_sm > 1 else 1.0
         block, cut = block_s + block_shared_s * shared, block_causal_s * masked
         decode = block_decode_s
@@ -520,6 +522,7 @@ def _price(op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, scal
             num += 1
             rows, tiles, queries, keys = rows + r, tiles + t, queries + q_len[i], keys + k_len[i]
             most, least, longest_row = max(most, high), min(least, low), max(longest_row, r)
+            whole_queries += (q_len[i] + tile_q - 1) // tile_q * tile_q
             mine = _rows(block, cut, tile, alone, r, t, high, low)
             time += mine
             squares += mine * mine / r + r * (tile * (high - low)) ** 2 / 12.0
@@ -588,11 +591,21 @@ def _price(op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, scal
             moved = traffic_s * 4.0 * (elements_q + elements_k)
             makespan = (makespan**4 + moved**4) ** 0.25
         else:
-            nbytes = elements_q * 14.0  # read out, dout; zero, read dq in fp32; write dq
-            if shared and accumulates_kv:
-                nbytes += elements_k * 20.0  # dk and dv: zeroed and read in fp32, written in bf16
+            # read out, dout, write dq; zero, read dq in fp32, in whole tiles
+            whole_q = whole_queries * num_heads[op] * head_dim
+            nbytes = elements_q * 6.0 + whole_q * 8.0
+            # beside the tiles: read q, dout, k, v; add to dq; write dk, dv or add to them
+            through = elements_q * 4.0 + whole_q * 8.0 + elements_k * 4.0
+            if shared and accumulates_kv:  # dk and dv: zeroed and read in fp32, in whole tiles, written in bf16
+                room = keys + num * tile_k if varlen[op] else rows * tile_k
+                nbytes += elements_k * 4.0 + (room + rows * tile_k) * num_kv_heads[op] * head_dim * 8.0
+                through += rows * tile_k * num_kv_heads[op] * head_dim * 16.0
             elif shared:
                 nbytes += keys * num_heads[op] * head_dim * 4.0 + elements_k * 4.0  # per-head dk, dv summed
+                through += keys * num_heads[op] * head_dim * 4.0
+            else:
+                through += elements_k * 4.0
+            makespan = (makespan**4 + (traffic_s * through) ** 4) ** 0.25
         seconds[op] = makespan + extra + call_s + call_varlen_s * varlen[op] + traffic_s * nbytes
         if slot >= 0:
             known[slot] = (q_len[begin], k_len[begin], kind, num_heads[op], num_kv_heads[op])

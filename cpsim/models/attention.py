@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
-REPLAYED_WAVES = 4
+REPLAYED_WAVES = 6
 """Calls of at most so many waves of blocks are scheduled block by block."""
 KNOWN = 4096
 """Prices of single-sequence calls that are remembered."""

@@ -191,7 +191,7 @@ def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # 
             if not (starts and ops[op].duration > 0):
                 end[op] = now
                 _release_followers(ops, after, heap, place, key, ready, cause, op, now)
-        _review_ranks(ops, lanes, ranks, counts, new_ops, new_ranks)
+        _review_ranks(ops, lanes, ranks, limits, counts, new_ops, new_ranks)
         _review_links(ops, flows, links, new_ops, new_links)
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
@@ -248,20 +248,23 @@ def _release_followers(ops, after, heap, place, key, ready, cause, op, now):  # 
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _review_ranks(ops, lanes, ranks, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
-    """Mark the ops on ranks where other classes of ops run than before."""
+def _review_ranks(ops, lanes, ranks, limits, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
+    """Mark the ops on ranks where other classes of ops run than before, if that changes their limit there."""
     for i in range(1, new_ranks[0] + 1):
         rank = new_ranks[i]
         ranks[rank].marked = 0
         present = 0
         for c in range(counts.shape[1]):
             present |= min(counts[rank, c], 2) << (2 * c)
-        if present == ranks[rank].present:
+        before = ranks[rank].present
+        if present == before:
             continue
         ranks[rank].present = present
         entry = ranks[rank].head
         while entry >= 0:
-            _mark(ops, new_ops, lanes[entry].op)
+            pressure = ops[lanes[entry].op].pressure
+            if limits[pressure, present] != limits[pressure, before]:
+                _mark(ops, new_ops, lanes[entry].op)
             entry = lanes[entry].following
     new_ranks[0] = 0
 

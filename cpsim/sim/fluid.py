@@ -24,15 +24,15 @@ from cpsim.sim.work import Floats, Work
 
 OP: Final = np.dtype(
     [
-        ("first_lane", "i4"), ("last_lane", "i4"), ("first_flow", "i4"), ("last_flow", "i4"),
-        ("duration", "f8"), ("left", "f8"), ("since", "f8"), ("speed", "f8"), ("limit", "f8"), ("widest", "f8"),
-        ("release", "f8"), ("first_after", "i4"), ("last_after", "i4"), ("pending", "i4"), ("pressure", "i2"),
-        ("running", "i1"), ("marked", "i1"), ("grouped", "i8"),
+        ("duration", "f8"), ("left", "f8"), ("since", "f8"), ("speed", "f8"), ("limit", "f8"),
+        ("first_lane", "i4"), ("first_flow", "i4"), ("first_after", "i4"), ("pending", "i4"),
+        ("pressure", "i1"), ("running", "i1"), ("marked", "i1"), ("grouped", "i1"), ("padding", "i4"),
     ],
     align=True,
 )  # fmt: skip
-"""``widest``: bytes of the largest flow; ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if
-links were infinitely fast; ``pending``: predecessors still waited for."""
+"""One cache line. ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if links were infinitely
+fast; ``pending``: predecessors still waited for. Entries of an op end where those of the next one begin, so there is
+one record more than ops."""
 LANE: Final = np.dtype([("rank", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4")], align=True)
 FLOW: Final = np.dtype(
     [("link", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4"), ("nbytes", "f8")], align=True
@@ -60,40 +60,49 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     """
     after_start, after = _successors(first, before)
     num_ops, num_ranks = len(schedule), schedule.num_ranks
-    ops, lanes = np.zeros(num_ops, OP), np.zeros(len(schedule.lane_rank), LANE)
+    ops, lanes = np.zeros(num_ops + 1, OP), np.zeros(len(schedule.lane_rank), LANE)
+    widest = np.zeros(num_ops)
     flows = np.zeros(len(work.flow_link), FLOW)
-    _fill_ops(ops, first, after_start, work.duration_s, work.release_s, work.pressure)
+    _fill_ops(ops, first, after_start, work.duration_s, work.pressure)
     _fill_entries(
-        ops, lanes, flows, schedule.lane_start, schedule.lane_rank, work.flow_start, work.flow_link, work.flow_bytes
+        ops,
+        lanes,
+        flows,
+        widest,
+        schedule.lane_start,
+        schedule.lane_rank,
+        work.flow_start,
+        work.flow_link,
+        work.flow_bytes,
     )
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
     ranks["head"] = links["head"] = -1
     links["capacity"] = work.link_bytes_per_s
     start, end, cause = np.full(num_ops, np.nan), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
-    _run(ops, lanes, flows, ranks, links, after, _limits(work.slowdown), start, end, cause)
+    _run(ops, lanes, flows, ranks, links, after, work.release_s, widest, _limits(work.slowdown), start, end, cause)
     return start, end, cause
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _fill_ops(ops, first, after_start, duration, release, pressure):  # type: ignore[no-untyped-def]
-    for op in range(len(ops)):
-        ops[op].first_after, ops[op].last_after = after_start[op], after_start[op + 1]
+def _fill_ops(ops, first, after_start, duration, pressure):  # type: ignore[no-untyped-def]
+    for op in range(len(pressure)):
+        ops[op].first_after, ops[op + 1].first_after = after_start[op], after_start[op + 1]
         ops[op].pending, ops[op].pressure = first[op + 1] - first[op], pressure[op]
-        ops[op].duration, ops[op].left, ops[op].release = duration[op], duration[op], release[op]
+        ops[op].duration = ops[op].left = duration[op]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _fill_entries(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, lane_start, lane_rank, flow_start, flow_link, flow_bytes
+    ops, lanes, flows, widest, lane_start, lane_rank, flow_start, flow_link, flow_bytes
 ):
-    for op in range(len(ops)):
-        ops[op].first_lane, ops[op].last_lane = lane_start[op], lane_start[op + 1]
-        ops[op].first_flow, ops[op].last_flow = flow_start[op], flow_start[op + 1]
+    for op in range(len(widest)):
+        ops[op].first_lane, ops[op + 1].first_lane = lane_start[op], lane_start[op + 1]
+        ops[op].first_flow, ops[op + 1].first_flow = flow_start[op], flow_start[op + 1]
         for entry in range(lane_start[op], lane_start[op + 1]):
             lanes[entry].rank, lanes[entry].op = lane_rank[entry], op
         for entry in range(flow_start[op], flow_start[op + 1]):
             flows[entry].link, flows[entry].op, flows[entry].nbytes = flow_link[entry], op, flow_bytes[entry]
-            ops[op].widest = max(ops[op].widest, flow_bytes[entry])
+            widest[op] = max(widest[op], flow_bytes[entry])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -164,8 +173,8 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # type: ignore[no-untyped-def]
-    num_ops = len(ops)
+def _run(ops, lanes, flows, ranks, links, after, release, widest, limits, start, end, cause):  # type: ignore[no-untyped-def]
+    num_ops = len(release)
     heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops)
     counts = np.zeros((len(ranks), len(limits)), np.int32)
     ready = np.zeros(num_ops + 1, np.int64)  # ops that start now, as a stack: [0] counts them
@@ -174,7 +183,7 @@ def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # 
     group_links = np.zeros(len(links) + 1, np.int64)
     for op in range(num_ops):
         if ops[op].pending == 0:
-            set_key(heap, place, key, op, ops[op].release)
+            set_key(heap, place, key, op, release[op])
     while heap[0] > 0:
         now = key[heap[1]]
         while ready[0] > 0 or (heap[0] > 0 and key[heap[1]] <= now):
@@ -190,18 +199,18 @@ def _run(ops, lanes, flows, ranks, links, after, limits, start, end, cause):  # 
                 _enter_or_leave(ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links)
             if not (starts and ops[op].duration > 0):
                 end[op] = now
-                _release_followers(ops, after, heap, place, key, ready, cause, op, now)
+                _release_followers(ops, after, release, heap, place, key, ready, cause, op, now)
         _review_ranks(ops, lanes, ranks, limits, counts, new_ops, new_ranks)
         _review_links(ops, flows, links, new_ops, new_links)
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
             limit = 1.0
-            for entry in range(ops[op].first_lane, ops[op].last_lane):
+            for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
                 limit = min(limit, limits[ops[op].pressure, ranks[lanes[entry].rank].present])
             ops[op].limit = limit
         for i in range(1, new_ops[0] + 1):
             if ops[new_ops[i]].running and ops[new_ops[i]].marked:
-                _set_speed(ops, flows, links, group_ops, group_links, heap, place, key, new_ops[i], now)
+                _set_speed(ops, flows, links, widest, group_ops, group_links, heap, place, key, new_ops[i], now)
             ops[new_ops[i]].marked = 0
         new_ops[0] = 0
 
@@ -215,7 +224,7 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
     pressure, change = ops[op].pressure, 1 if starts else -1
     if starts:
         _mark(ops, new_ops, op)
-    for entry in range(ops[op].first_lane, ops[op].last_lane):
+    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
         rank = lanes[entry].rank
         counts[rank, pressure] += change
         if starts:
@@ -223,7 +232,7 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
         else:
             _leave(ranks, rank, lanes, entry)
         _mark(ranks, new_ranks, rank)
-    for entry in range(ops[op].first_flow, ops[op].last_flow):
+    for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
         link = flows[entry].link
         if starts:
             _enter(links, link, flows, entry)
@@ -233,18 +242,18 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _release_followers(ops, after, heap, place, key, ready, cause, op, now):  # type: ignore[no-untyped-def]
+def _release_followers(ops, after, release, heap, place, key, ready, cause, op, now):  # type: ignore[no-untyped-def]
     """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it."""
-    for entry in range(ops[op].first_after, ops[op].last_after):
+    for entry in range(ops[op].first_after, ops[op + 1].first_after):
         follower = after[entry]
         ops[follower].pending -= 1
         if ops[follower].pending == 0:
-            if ops[follower].release <= now:
+            if release[follower] <= now:
                 cause[follower] = op
                 ready[0] += 1
                 ready[ready[0]] = follower
             else:
-                set_key(heap, place, key, follower, ops[follower].release)
+                set_key(heap, place, key, follower, release[follower])
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
@@ -296,10 +305,10 @@ def _settle(ops, op, now):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _set_speed(ops, flows, links, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
+def _set_speed(ops, flows, links, widest, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
     """New speed and end of an op, and of all that share tight links with it."""
     alone = True
-    for entry in range(ops[op].first_flow, ops[op].last_flow):
+    for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
         alone = alone and not links[flows[entry].link].tight
     if alone:
         if ops[op].speed != ops[op].limit or place[op] == 0:
@@ -310,7 +319,7 @@ def _set_speed(ops, flows, links, group_ops, group_links, heap, place, key, op, 
     _collect_group(ops, flows, links, group_ops, group_links, op)
     for j in range(1, group_ops[0] + 1):
         _settle(ops, group_ops[j], now)
-    _fill(ops, flows, links, group_ops, group_links)
+    _fill(ops, flows, links, widest, group_ops, group_links)
     for j in range(1, group_ops[0] + 1):
         member = group_ops[j]
         ops[member].marked = ops[member].grouped = 0
@@ -327,7 +336,7 @@ def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: igno
     at = 0
     while at < group_ops[0]:
         at += 1
-        for entry in range(ops[group_ops[at]].first_flow, ops[group_ops[at]].last_flow):
+        for entry in range(ops[group_ops[at]].first_flow, ops[group_ops[at] + 1].first_flow):
             link = flows[entry].link
             if not links[link].tight or links[link].grouped:
                 continue
@@ -339,30 +348,30 @@ def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: igno
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _fill(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
+def _fill(ops, flows, links, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Progressive filling over the group's tight links; -1 marks speeds not yet found."""
     num_open = group_ops[0]
     for i in range(1, num_open + 1):
         ops[group_ops[i]].speed = -1.0
     while num_open > 0:
-        level = _next_level(ops, flows, links, group_ops, group_links)
+        level = _next_level(ops, flows, links, widest, group_ops, group_links)
         for i in range(1, group_ops[0] + 1):
             op = group_ops[i]
             if ops[op].speed >= 0:
                 continue
-            cap = ops[op].limit * ops[op].widest / ops[op].duration
+            cap = ops[op].limit * widest[op] / ops[op].duration
             closes = cap <= level
-            for entry in range(ops[op].first_flow, ops[op].last_flow):
+            for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
                 link = flows[entry].link
                 if links[link].tight and links[link].left <= level * links[link].load * (1 + 1e-12):
                     closes = True
             if closes:
-                ops[op].speed = min(level, cap) * ops[op].duration / ops[op].widest
+                ops[op].speed = min(level, cap) * ops[op].duration / widest[op]
                 num_open -= 1
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _next_level(ops, flows, links, group_ops, group_links):  # type: ignore[no-untyped-def]
+def _next_level(ops, flows, links, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Byte rate at which the next link fills or the next op runs at its own limit.
 
     ``left`` becomes what ops with a known speed leave of a link, ``load`` the weight of the other ones.
@@ -374,13 +383,13 @@ def _next_level(ops, flows, links, group_ops, group_links):  # type: ignore[no-u
     for i in range(1, group_ops[0] + 1):
         op = group_ops[i]
         if ops[op].speed < 0:
-            level = min(level, ops[op].limit * ops[op].widest / ops[op].duration)
-        for entry in range(ops[op].first_flow, ops[op].last_flow):
+            level = min(level, ops[op].limit * widest[op] / ops[op].duration)
+        for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
             link = flows[entry].link
             if ops[op].speed >= 0:
                 links[link].left -= ops[op].speed * flows[entry].nbytes / ops[op].duration
             else:
-                links[link].load += flows[entry].nbytes / ops[op].widest
+                links[link].load += flows[entry].nbytes / widest[op]
     for i in range(1, group_links[0] + 1):
         link = group_links[i]
         if links[link].load > 0:

@@ -209,9 +209,15 @@ def _run(ops, lanes, flows, ranks, links, after, release, widest, limits, start,
                 limit = min(limit, limits[ops[op].pressure, ranks[lanes[entry].rank].present])
             ops[op].limit = limit
         for i in range(1, new_ops[0] + 1):
-            if ops[new_ops[i]].running and ops[new_ops[i]].marked:
-                _set_speed(ops, flows, links, widest, group_ops, group_links, heap, place, key, new_ops[i], now)
-            ops[new_ops[i]].marked = 0
+            op = new_ops[i]
+            if ops[op].running and ops[op].marked:
+                if not _is_alone(ops, flows, links, op):
+                    _set_speeds(ops, flows, links, widest, group_ops, group_links, heap, place, key, op, now)
+                elif ops[op].speed != ops[op].limit or place[op] == 0:
+                    _settle(ops, op, now)
+                    ops[op].speed = ops[op].limit
+                    set_key(heap, place, key, op, now + max(ops[op].left, 0.0) / ops[op].speed)
+            ops[op].marked = 0
         new_ops[0] = 0
 
 
@@ -304,18 +310,18 @@ def _settle(ops, op, now):  # type: ignore[no-untyped-def]
     ops[op].since = now
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _set_speed(ops, flows, links, widest, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
-    """New speed and end of an op, and of all that share tight links with it."""
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _is_alone(ops, flows, links, op):  # type: ignore[no-untyped-def]
+    """Whether none of an op's links could fill."""
     alone = True
     for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
         alone = alone and not links[flows[entry].link].tight
-    if alone:
-        if ops[op].speed != ops[op].limit or place[op] == 0:
-            _settle(ops, op, now)
-            ops[op].speed = ops[op].limit
-            set_key(heap, place, key, op, now + max(ops[op].left, 0.0) / ops[op].speed)
-        return
+    return alone
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _set_speeds(ops, flows, links, widest, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
+    """New speeds and ends of an op and of all that share tight links with it."""
     _collect_group(ops, flows, links, group_ops, group_links, op)
     for j in range(1, group_ops[0] + 1):
         _settle(ops, group_ops[j], now)

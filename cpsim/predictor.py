@@ -29,6 +29,8 @@ Progress = Callable[[int, int], None]
 
 NUM_DRAWS: Final = 400
 """Draws of the cost models' parameters behind every interval."""
+SHARED_VARIANCE: Final = 0.5
+"""Share of a cost model's variance that all predictions have in common; assumed, not measured."""
 CHUNK: Final = 8
 """Scenarios that a worker process takes at a time."""
 
@@ -265,17 +267,19 @@ def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
     """Sampled times: every cost model's error scales its share of the critical path.
 
     The derivative of a makespan with respect to a duration is 1 on the critical path and 0 elsewhere, so this is
-    exact to first order. All predictions use the same draws of the same models, so that comparisons between
-    strategies do not count a shared error twice; run-to-run noise is each prediction's own.
+    exact to first order. Part of a model's error is the same wherever the model is used, so all predictions share
+    those draws, and comparisons do not count it twice; the rest belongs to the shapes that a prediction uses, and
+    run-to-run noise is its own, too. What is known of a network between nodes is wrong in the same way for all.
     """
-    rng = np.random.default_rng(20251019)
-    shared = rng.standard_normal((len(GROUPS), NUM_DRAWS))
+    label = f"{case.scenario.strategy} {sorted(case.scenario.knobs.items())} {case.scenario.pass_}"
+    common = np.random.default_rng(20251019).standard_normal((len(GROUPS), NUM_DRAWS))
+    own = np.random.default_rng(list(label.encode())).standard_normal((len(GROUPS) + 1, NUM_DRAWS))
     times = np.zeros(NUM_DRAWS)
     for i, (name, seconds) in enumerate(parts.items()):
-        times += seconds * np.exp(_sigma(name, case) * shared[i])
-    label = f"{case.scenario.strategy} {sorted(case.scenario.knobs.items())} {case.scenario.pass_}"
-    own = np.random.default_rng(list(label.encode()))
-    noise = case.profile.sigma["run to run"] * own.standard_normal(NUM_DRAWS)
+        shared = 1.0 if name.endswith("between nodes") else SHARED_VARIANCE
+        error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
+        times += seconds * np.exp(_sigma(name, case) * error)
+    noise = case.profile.sigma["run to run"] * own[-1]
     return np.asarray(times * np.exp(noise) if total > 0 else times)
 
 

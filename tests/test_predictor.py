@@ -109,7 +109,7 @@ def test_shared_errors_do_not_blur_a_comparison():
     """Two candidates that spend their time in the same kernel are compared with the same draws of its error."""
     advice = advise(scenario(strategy=None, tokens_per_gpu=16384))
     first, second = (np.add(c.forward.draws_s, c.backward.draws_s) for c in advice.candidates[:2])
-    assert np.std(first - second) < 0.5 * np.hypot(np.std(first), np.std(second))
+    assert np.std(first - second) < 0.85 * np.hypot(np.std(first), np.std(second))
 
 
 def test_on_one_gpu_there_is_nothing_to_choose():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -111,10 +111,7 @@ def _chunk(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infe
 
 
 def _without_timelines(result: Prediction | Infeasible | CpsimError) -> Prediction | Infeasible | CpsimError:
-    if not isinstance(result, Prediction):
-        return result
-    fields = {name: getattr(result, name) for name in Prediction.__slots__}
-    return Prediction(**{**fields, "timelines": {}})
+    return replace(result, timelines={}) if isinstance(result, Prediction) else result
 
 
 def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimError:

@@ -13,7 +13,7 @@ that falls into one (query set) x (key set) product. The same tiles serve forwar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final, Literal
 
@@ -195,15 +195,13 @@ class Schedule:
 
         Every dependency shares a rank with its op; those of other ranks reach this one through the op's partners.
         """
-        mine = np.flatnonzero(np.bincount(self._op_of_lane()[self.lane_rank == rank], minlength=len(self)))
+        mine = np.flatnonzero(np.bincount(self.op_of_lane()[self.lane_rank == rank], minlength=len(self)))
         known = set(mine.tolist())
         ops = (self.op(int(i)) for i in mine)
-        return tuple(
-            Op(**{**{f: getattr(o, f) for f in Op.__slots__}, "deps": tuple(d for d in o.deps if d in known)})
-            for o in ops
-        )
+        return tuple(replace(o, deps=tuple(d for d in o.deps if d in known)) for o in ops)
 
-    def _op_of_lane(self) -> Ints:
+    def op_of_lane(self) -> Ints:
+        """Op of every lane entry, as long as ``lane_rank``."""
         return np.repeat(np.arange(len(self)), np.diff(self.lane_start))
 
     def lines(self) -> Iterator[str]:

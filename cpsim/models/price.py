@@ -46,6 +46,14 @@ _MEMORY_NAMES: Final = {
 }
 _PRESSURE: Final = ("attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "none")
 """Pressure classes, as the interference model names them; barriers press on nothing."""
+_PRESSURE_OF: Final = {
+    Kind.ATTENTION: "attention fwd",
+    Kind.ATTENTION_BACKWARD: "attention bwd",
+    Kind.TRANSFER: "transfer",
+    Kind.BARRIER: "none",
+    **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
+}
+"""Kinds that are not memory-bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,12 +107,7 @@ class Pricing:
         capacity = links.capacity_bytes_per_s()
         of_flow = np.repeat(np.arange(len(schedule)), np.diff(flow_start))
         np.maximum.at(duration, of_flow, flow_bytes / capacity[flow_link])
-        pressure = np.full(len(schedule), _PRESSURE.index("memory-bound"), np.int8)
-        pressure[schedule.kind == Kind.ATTENTION] = _PRESSURE.index("attention fwd")
-        pressure[schedule.kind == Kind.ATTENTION_BACKWARD] = _PRESSURE.index("attention bwd")
-        pressure[schedule.kind == Kind.TRANSFER] = _PRESSURE.index("transfer")
-        pressure[np.isin(schedule.kind, COLLECTIVE_KINDS)] = _PRESSURE.index("collective")
-        pressure[schedule.kind == Kind.BARRIER] = _PRESSURE.index("none")
+        classes = np.array([_PRESSURE.index(_PRESSURE_OF.get(kind, "memory-bound")) for kind in Kind], np.int8)
         return Work(
             duration_s=duration,
             release_s=self._releases(schedule),
@@ -112,7 +115,7 @@ class Pricing:
             flow_link=flow_link,
             flow_bytes=flow_bytes,
             link_bytes_per_s=capacity,
-            pressure=pressure,
+            pressure=classes[schedule.kind],
             slowdown=self.profile.interference.slowdown(self.kernel, _PRESSURE),
         )
 

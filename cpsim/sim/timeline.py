@@ -31,7 +31,7 @@ class Timeline:
     def rank_end_s(self) -> Floats:
         """End of the last op of every rank, ``[num_ranks]``."""
         ends = np.zeros(self.schedule.num_ranks)
-        np.maximum.at(ends, self.schedule.lane_rank, np.repeat(self.end_s, np.diff(self.schedule.lane_start)))
+        np.maximum.at(ends, self.schedule.lane_rank, self.end_s[self.schedule.op_of_lane()])
         return ends
 
     def critical_path(self) -> Ints:
@@ -49,8 +49,7 @@ class Timeline:
         What it waits for its own host only is not counted.
         """
         rank = int(np.argmax(self.rank_end_s()))
-        of_lane = np.repeat(np.arange(len(self.schedule)), np.diff(self.schedule.lane_start))
-        mine = np.unique(of_lane[self.schedule.lane_rank == rank])
+        mine = np.unique(self.schedule.op_of_lane()[self.schedule.lane_rank == rank])
         talks = np.isin(self.schedule.kind[mine], COMMUNICATION_KINDS)
         host_bound = (self.cause[mine] == mine) & (self.start_s[mine] > 0)
         finish = float(self.end_s[mine].max(initial=0.0))
@@ -60,7 +59,6 @@ class Timeline:
         """One row per op and rank, ready for a table or a Gantt chart."""
         schedule = self.schedule
         wanted = np.isin(schedule.lane_rank, list(ranks))
-        of_lane = np.repeat(np.arange(len(schedule)), np.diff(schedule.lane_start))
         return [
             {
                 "op": int(i),
@@ -71,7 +69,7 @@ class Timeline:
                 "start_s": float(self.start_s[i]),
                 "end_s": float(self.end_s[i]),
             }
-            for entry, i in zip(np.flatnonzero(wanted).tolist(), of_lane[wanted].tolist(), strict=True)
+            for entry, i in zip(np.flatnonzero(wanted).tolist(), schedule.op_of_lane()[wanted].tolist(), strict=True)
         ]
 
 

@@ -102,7 +102,7 @@ class _AllGather:
         out = self._shard("out", self.q_bytes + self.lse_bytes, self.all_heads)
         b.input(*q)
         b.output(*out)
-        gather = _Gather(self)
+        gather = _Gather(self, is_paced=False)
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
             done = b.add(
@@ -122,8 +122,7 @@ class _AllGather:
         dkv = self._shard("dkv", self.kv_bytes * self.num_groups, self.all_kv_heads)
         b.output(*dq)
         b.output(*dkv)
-        gather, scatter = _Gather(self), _Scatter(self)
-        gather.is_paced = True
+        gather, scatter = _Gather(self, is_paced=True), _Scatter(self)
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
             reads = [self._part(access, tensor, g) for tensor, access in given.items()]
@@ -173,14 +172,13 @@ def _seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
 def _shards(layout: str, bounds: Ints, num_ranks: int) -> RangeSets:
     if layout == "contiguous":
         return sharding.contiguous(int(bounds[-1]), num_ranks)
-    chunks = sharding.document_zigzag(bounds if layout == "document_zigzag" else bounds[[0, -1]], num_ranks)
-    return sharding.union(sharding.part(chunks, 0, num_ranks), sharding.part(chunks, num_ranks, num_ranks))
+    return sharding.zigzag_shards(bounds if layout == "document_zigzag" else bounds[[0, -1]], num_ranks)[0]
 
 
 class _Gather:
     """Gathered keys and values, double-buffered over head groups."""
 
-    def __init__(self, plan: _AllGather) -> None:
+    def __init__(self, plan: _AllGather, is_paced: bool) -> None:
         self.plan, b = plan, plan.b
         kv = plan._shard("kv", plan.kv_bytes * plan.num_groups, plan.all_kv_heads)
         b.input(*kv)
@@ -196,7 +194,7 @@ class _Gather:
         self.packed = None if plan.in_order else b.buffers("keys in order", plan.keys * plan.kv_bytes)
         self.free = [np.full(len(plan.ranks), -1)] * 2
         """Last op of every rank that read each buffer."""
-        self.is_paced = False
+        self.is_paced = is_paced
         """On ``comm``, the reduce-scatter of the group that last used a buffer comes before its next gather."""
         self.arrived = self._gather(0)
 

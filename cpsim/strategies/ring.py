@@ -56,9 +56,7 @@ def cut(workload: Workload, num_ranks: int, chunks: str) -> Cut:
         sets, bounds = sharding.contiguous(workload.num_tokens, num_ranks), np.array([0, workload.num_tokens])
     else:
         bounds = sharding.documents_of(mask) if chunks == "document" else np.array([0, workload.num_tokens])
-        pieces = sharding.document_zigzag(bounds, num_ranks)
-        heads, tails = sharding.part(pieces, 0, num_ranks), sharding.part(pieces, num_ranks, num_ranks)
-        sets = sharding.stack(sharding.union(heads, tails), heads, tails)
+        sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & halves, (source < ranks) & halves
     query_set = np.where(later, 2 * num_ranks + ranks, ranks)
     key_set = np.where(earlier, num_ranks + source, source)

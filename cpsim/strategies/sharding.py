@@ -47,6 +47,13 @@ def document_zigzag(bounds: Ints, num_ranks: int) -> RangeSets:
     return RangeSets(np.concatenate(([0], np.cumsum(per_set))), ranges)
 
 
+def zigzag_shards(bounds: Ints, num_ranks: int) -> tuple[RangeSets, RangeSets, RangeSets]:
+    """Every rank's tokens under ``document_zigzag``, and of these the heads and the tails; P sets each."""
+    chunks = document_zigzag(bounds, num_ranks)
+    heads, tails = part(chunks, 0, num_ranks), part(chunks, num_ranks, num_ranks)
+    return union(heads, tails), heads, tails
+
+
 def union(first: RangeSets, second: RangeSets) -> RangeSets:
     """Set i holds the ranges of set i of both, ascending; ranges that touch are joined."""
     owner = np.concatenate([np.repeat(np.arange(len(s)), np.diff(s.start)) for s in (first, second)])

@@ -74,6 +74,10 @@ class _Ulysses:
 
     def __init__(self, workload: Workload, num_ranks: int, head_groups: int) -> None:
         _check_heads(workload, num_ranks, head_groups)
+        if workload.num_tokens % num_ranks:
+            raise InfeasibleError(
+                f"ulysses needs tokens divisible by ranks, got {workload.num_tokens} tokens on {num_ranks} GPUs"
+            )
         self.ranks, self.num_groups = np.arange(num_ranks), head_groups
         self.together = self.ranks[None, :]
         self.whole = num_ranks
@@ -81,10 +85,6 @@ class _Ulysses:
         shards = sharding.contiguous(workload.num_tokens, num_ranks)
         sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
         self.b = Builder(num_ranks, sets, make_tiles(workload.slices(), sets, [self.whole], [self.whole]))
-        if workload.num_tokens % num_ranks:
-            raise InfeasibleError(
-                f"ulysses needs tokens divisible by ranks, got {workload.num_tokens} tokens on {num_ranks} GPUs"
-            )
         self.tokens = workload.num_tokens // num_ranks
         self.group_heads = workload.num_heads // num_ranks // head_groups
         self.group_kv_heads = max(1, workload.num_kv_heads // num_ranks) // head_groups

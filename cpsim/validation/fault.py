@@ -15,7 +15,7 @@ def fail(schedule: Schedule, index: int, why: str) -> NoReturn:
     lane = slice(schedule.lane_start[index], schedule.lane_start[index] + 1)
     rank, stream = int(schedule.lane_rank[lane][0]), int(schedule.lane_stream[lane][0])
     same = (schedule.lane_rank == rank) & (schedule.lane_stream == stream)
-    lane_ops = np.repeat(np.arange(len(schedule)), np.diff(schedule.lane_start))[same]
+    lane_ops = schedule.op_of_lane()[same]
     at = int(np.searchsorted(lane_ops, index))
     shown = (
         ("> " if i == index else "  ") + str(schedule.op(i))

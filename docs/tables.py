@@ -1,0 +1,117 @@
+"""Writes the README's tables from the shipped profiles and docs/speed.json.
+
+    pytest -m benchmark tests/test_benchmark.py -p no:xdist --benchmark-json=raw.json
+    python docs/tables.py raw.json
+
+With the file of a benchmark run it first cuts that down to docs/speed.json; without, it only writes the tables.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from cpsim.calibrate.profile import load_profile
+
+DOCS = Path(__file__).parent
+README = DOCS.parent / "README.md"
+NETWORK = (
+    "collective all_gather",
+    "collective reduce_scatter",
+    "collective all_to_all",
+    "collective all_reduce",
+    "transfer",
+)
+MODELS = (
+    *(f"attention {pass_} {kernel}" for kernel in ("fa4", "fa2", "cudnn", "sdpa_flash") for pass_ in ("fwd", "bwd")),
+    "memory-bound",
+    *NETWORK,
+)  # fmt: skip
+RING = {
+    "test_plan": "plan",
+    "test_price": "price",
+    "test_simulate_with_shared_links_and_interference": "simulate, shared links and interference",
+    "test_plan_and_simulate": "plan and simulate",
+    "test_fast_engine": "forward only, constant rates: fast engine",
+    "test_reference_engine": "the same: SimPy engine",
+}
+COMMANDS = {
+    "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",
+    "test_a_thousand_mixed_predictions": "1,000 predictions, 2 to 96 GPUs, mixed masks and documents",
+}
+
+
+def accuracy_table() -> str:
+    """Errors on points that were not fitted, from the shipped profiles."""
+    h200, h100 = ({row["model"]: row for row in load_profile(name).held_out} for name in ("h200", "h100"))
+    lines = ["| model | H200: mean / worst (points) | H100: mean / worst (points) |", "| --- | --- | --- |"]
+    for model in MODELS:
+        other = "network of H200" if model in NETWORK else _errors(h100[model])
+        lines.append(f"| {model} | {_errors(h200[model])} | {other} |")
+    return "\n".join(lines)
+
+
+def _errors(row: dict[str, Any]) -> str:
+    return f"{100 * row['mean_absolute']:.1f} / {100 * row['worst']:.0f} % ({row['points']})"
+
+
+def speed_table() -> str:
+    """Medians of the benchmarks, from docs/speed.json."""
+    rows = json.loads((DOCS / "speed.json").read_text(encoding="utf-8"))["benchmarks"]
+    median = {row["name"]: row["median_s"] for row in rows}
+    lines = ["| 96-rank zigzag ring, forward and backward (73,440 ops) | |", "| --- | --- |"]
+    lines += [f"| {text} | {_duration(median[name])} |" for name, text in RING.items()]
+    lines += ["", "| whole commands | |", "| --- | --- |"]
+    lines += [f"| {text} | {_duration(median[name])} |" for name, text in COMMANDS.items()]
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.1f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def cut_down(run: dict[str, Any]) -> dict[str, Any]:
+    """What docs/speed.json keeps of a file that pytest-benchmark wrote."""
+    machine = run["machine_info"]
+    return {
+        "schema": 1,
+        "date": run["datetime"][:10],
+        "machine": f"{machine['cpu'].get('count', '?')} cores, {machine['cpu'].get('brand_raw', 'unknown')}",
+        "python": machine["python_version"],
+        "command": "pytest -m benchmark tests/test_benchmark.py -p no:xdist --benchmark-json=raw.json",
+        "benchmarks": [
+            {
+                "name": row["name"],
+                "group": row["group"],
+                "median_s": row["stats"]["median"],
+                "min_s": row["stats"]["min"],
+                "max_s": row["stats"]["max"],
+                "rounds": row["stats"]["rounds"],
+            }
+            for row in run["benchmarks"]
+        ],
+    }
+
+
+def with_tables(readme: str) -> str:
+    """The README with both tables between their markers."""
+    for name, table in (("accuracy", accuracy_table()), ("speed", speed_table())):
+        before, rest = readme.split(f"<!-- {name} -->\n", 1)
+        after = rest.split(f"<!-- end of {name} -->", 1)[1]
+        readme = f"{before}<!-- {name} -->\n{table}\n<!-- end of {name} -->{after}"
+    return readme
+
+
+def main() -> None:
+    for raw in sys.argv[1:2]:
+        kept = cut_down(json.loads(Path(raw).read_text(encoding="utf-8")))
+        (DOCS / "speed.json").write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    README.write_text(with_tables(README.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

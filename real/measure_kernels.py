@@ -1,9 +1,11 @@
 """Measures attention kernels, memory-bound kernels and host launches on one GPU, under sustained load.
 
     python -m real.measure_kernels --minutes 8 --out h200-kernels.jsonl
+    python -m real.measure_kernels --minutes 4 --shapes study.jsonl --out study-kernels.jsonl
 
-Writes one measurement file (see cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny
-sizes of the `math` kernel, to try the script.
+Listed shapes come first, random ones take the time that is left. Writes one measurement file (see
+cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the `math` kernel, to try
+the script.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import argparse
 import itertools
 import json
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +30,8 @@ from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
 POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13}  # share of the measured time
 MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13}
+STEADY = 0.01
+"""Standard error of the median, relative, above which a point gets up to twice as many rounds more."""
 
 
 class Bench:
@@ -39,10 +44,11 @@ class Bench:
         self.errors: dict[str, int] = {}
 
     def samples(self, op: Callable[[], object]) -> list[float]:
-        """Seconds of single calls in six rounds, the clock where this op keeps it and the queue full.
+        """Seconds of single calls in six rounds or more, the clock where this op keeps it and the queue full.
 
         Under the power limit the clock depends on what runs and wanders over tens of milliseconds: the op itself
-        soaks the GPU first, and rounds spread the samples.
+        soaks the GPU first, and rounds spread the samples. Samples that scatter get more rounds, until the median
+        is steady.
         """
         op()
         before = time.perf_counter()
@@ -52,8 +58,11 @@ class Bench:
         if not self.cuda:
             return time_ops(op, 3, self.device)
         num = 4 if seconds < 0.01 else int(np.clip(0.05 / seconds, 1, 4))
-        samples = []
-        for i in range(6 if seconds < 0.1 else 8):
+        samples: list[float] = []
+        rounds = 6 if seconds < 0.1 else 8
+        for i in range(rounds if seconds > 0.02 else 3 * rounds):
+            if i >= rounds and median_error(samples) < STEADY:
+                break
             soak(op, 0.15 if i == 0 else 0.012, max(seconds, launch))
             if seconds < 3 * launch:
                 hold(2 * num * launch + 2e-4, self.device)
@@ -73,6 +82,12 @@ class Bench:
                 raise
             return
         self.writer.add(op, samples, **parameters, sm_clock_hz=self.clock.sm_hz())
+
+
+def median_error(samples: Sequence[float]) -> float:
+    """Standard error of the median, relative; from the quartiles, so that a single outlier does not count."""
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return 1.2533 * (high - low) / 1.349 / middle / math.sqrt(len(samples))
 
 
 def tensors(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
@@ -219,6 +234,18 @@ def measure_elementwise(bench: Bench, rng: np.random.Generator, num: int) -> Non
         bench.point("elementwise", lambda op=op: bench.samples(op), kind=kind, nbytes=nbytes)
 
 
+def listed(path: Path | None) -> list[tuple[str, Shape]]:
+    """Kernels and shapes of a JSON Lines file, in its order."""
+    if path is None:
+        return []
+    shapes = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        lens = {name: tuple(row.pop(name)) for name in ("q_lens", "k_lens")}
+        shapes.append((row.pop("kernel"), Shape(**row, **lens)))
+    return shapes
+
+
 def measure_host(bench: Bench, kernels: list[str]) -> None:
     """Wall seconds to launch each kind of op."""
     ops: dict[str, Callable[[], object]] = {
@@ -292,8 +319,8 @@ def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, se
     print(f"sustained {kernel} {which} {num_tokens}: first {samples[0]:.6f} s, last {samples[-1]:.6f} s,", clocks[-1:])
 
 
-def run(bench: Bench, kernels: list[str], seed: int, deadline: float) -> None:
-    """Everything, in order of importance; the attention shapes take the time that is left."""
+def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: list[tuple[str, Shape]]) -> None:
+    """Everything, in order of importance: `shapes`, then random attention shapes for the time that is left."""
     for kernel in kernels:
         check(bench, kernel)
         warm_up(kernel, bench.device)
@@ -303,6 +330,9 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float) -> None:
     if bench.cuda:
         for kernel, which in itertools.product([k for k in kernels if k in ("fa4", "fa2")], ("fwd", "bwd")):
             measure_sustained(bench, kernel, 8192, which, 2.0)
+    for kernel, shape in shapes:
+        if kernel in kernels and time.monotonic() < deadline:
+            measure_attention(bench, kernel, shape)
     started, spent = time.monotonic(), dict.fromkeys(kernels, 1e-9)
     counts = dict.fromkeys(kernels, 0)
     while time.monotonic() < deadline and sum(counts.values()) < (10**9 if bench.cuda else 8):
@@ -321,6 +351,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", default="fa4,fa2,cudnn,sdpa_flash")
+    parser.add_argument("--shapes", type=Path, help="JSON Lines of kernels and shapes to measure first")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     parser.add_argument("--compile", default="", help="only compile one variant: heads,kv,causal,varlen")
@@ -336,11 +367,12 @@ def main() -> None:
         return
     kernels = args.kernels.split(",") if device.type == "cuda" else ["math"]
     command = f"python -m real.measure_kernels --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
+    command += f" --shapes {args.shapes.name}" if args.shapes else ""
     header = provenance(device, 1, {k: attention.kernel_version(k) for k in kernels}, command, args.commit)
     print(json.dumps(header))
     with args.out.open("w", encoding="utf-8") as file:
         bench = Bench(Writer(file, header), device)
-        run(bench, kernels, args.seed, started + 60 * args.minutes)
+        run(bench, kernels, args.seed, started + 60 * args.minutes, listed(args.shapes))
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
     for message, count in bench.errors.items():
         print(f"error x{count}: {message}")

@@ -1,0 +1,87 @@
+"""PyTorch's own context parallel (torch.distributed.tensor.experimental.context_parallel).
+
+Strategies ring and zigzag_ring rotate keys and values by all-to-all; allgather gathers them once and goes through
+the shards as a ring does. Zigzag shards are what PyTorch calls load balancing.
+"""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import set_rotate_method
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from cpsim.scenario import Scenario
+from real.implementations.autograd import AutogradRunner, check, shards
+from real.node import Node
+
+_BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+class ContextParallelRunner(AutogradRunner):
+    """Sets PyTorch's global options before each call."""
+
+    def __init__(self, scenario: Scenario, pass_: str, node: Node, *, rotate: str, balanced: bool) -> None:
+        causal, backend = scenario.mask_name == "causal", _BACKENDS.get(scenario.kernel, SDPBackend.FLASH_ATTENTION)
+        self.rotate, self.balanced = rotate, balanced
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            with sdpa_kernel(backend):
+                shares = q.shape[2] != k.shape[2]
+                out = functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=shares)
+            return out.transpose(1, 2)
+
+        _enter(node.device.type, node.size)
+        super().__init__(attend, [x[None] for x in shards(scenario, node)], pass_)
+
+    def prepare(self) -> None:
+        self._set_options()
+        super().prepare()
+
+    def launch(self) -> None:
+        self._set_options()
+        super().launch()
+
+    def _set_options(self) -> None:
+        set_rotate_method(self.rotate)
+        _options().enable_load_balance = self.balanced
+
+
+def make(scenario: Scenario, pass_: str, node: Node) -> ContextParallelRunner:
+    """One pass of a scenario on this rank.
+
+    Raises:
+        InfeasibleError: PyTorch cannot run the case.
+    """
+    gathers = scenario.strategy == "allgather"
+    defaults = {"layout": "zigzag"} if gathers else {"zigzag": "document"} if scenario.strategy == "zigzag_ring" else {}
+    check(scenario, node, defaults)
+    layout = {**defaults, **scenario.knobs}.get("layout")
+    balanced = scenario.strategy == "zigzag_ring" or layout == "zigzag"
+    rotate = "allgather" if gathers else "alltoall"
+    return ContextParallelRunner(scenario, pass_, node, rotate=rotate, balanced=balanced)
+
+
+@cache
+def _enter(device: str, num_ranks: int) -> ExitStack:
+    """Enters the context once and for good: it patches scaled_dot_product_attention, and backward needs it, too."""
+    stack, some = ExitStack(), torch.zeros(2 * num_ranks, device=device)
+    mesh = init_device_mesh(device, (num_ranks,))
+    stack.enter_context(context_parallel(mesh, buffers=[some], buffer_seq_dims=[0], no_restore_buffers={some}))
+    atexit.register(stack.close)
+    return stack
+
+
+def _options() -> Any:
+    from torch.distributed.tensor.experimental import _attention
+
+    return _attention._cp_options

@@ -1,0 +1,167 @@
+"""What other people's code launches: kernels and host time of one iteration, to compare with the plan's ops.
+
+    torchrun --nproc-per-node 4 -m real.profile_implementations --out DIR
+
+Writes `profile-rank0.json` and so on: for each case the time without the profiler, the kernels of one iteration in
+order of their start (name, stream, start, duration, the host call that launched it) and the host's outermost ops.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from cpsim.errors import CpsimError
+from cpsim.scenario import Scenario, scenario_from
+from real.node import Node
+from real.runner import Runner
+
+MODULES = {"ring-flash-attn": "ring_flash", "yunchang": "yunchang_", "torch": "torch_cp"}
+CASES = (
+    ("ring-flash-attn", "fa2", "zigzag_ring", {}, "causal"),
+    ("ring-flash-attn", "fa2", "ring", {}, "full"),
+    ("ring-flash-attn", "fa2", "ring", {}, "causal"),
+    ("ring-flash-attn", "fa2", "striped_ring", {}, "causal"),
+    ("ring-flash-attn", "fa2", "allgather", {"heads_per_gather": 2}, "causal"),
+    ("ring-flash-attn", "fa2", "allgather", {}, "causal"),
+    ("yunchang", "fa2", "ulysses", {}, "causal"),
+    ("torch", "sdpa_flash", "zigzag_ring", {}, "causal"),
+    ("torch", "sdpa_flash", "allgather", {}, "causal"),
+    ("torch", "sdpa_flash", "ring", {}, "full"),
+    ("torch", "cudnn", "zigzag_ring", {}, "causal"),
+    ("ring-flash-attn", "fa2", "zigzag_ring", {}, "causal_document"),
+    ("ring-flash-attn", "fa2", "ring", {}, "causal_document"),
+    ("ring-flash-attn", "fa2", "allgather", {"heads_per_gather": 2}, "causal_document"),
+)  # fmt: skip
+"""Implementation, kernel, strategy, knobs, mask."""
+SMALL, LARGE = 1024, 8192
+"""Tokens per GPU: where the host decides, and where it does not."""
+
+
+def scenarios(num_ranks: int, cluster: str) -> Iterator[Scenario]:
+    """Every case at both sizes, its documents of lengths that all cuts divide."""
+    for implementation, kernel, strategy, knobs, mask in CASES:
+        for tokens in (LARGE, SMALL):
+            total = tokens * num_ranks
+            yield scenario_from({
+                "implementation": implementation, "kernel": kernel, "strategy": strategy, "knobs": knobs, "mask": mask,
+                "gpus": num_ranks, "cluster": cluster, "tokens": total, "heads": 32, "kv_heads": 8,
+                "documents": [total // 8, total // 2, total // 4, total // 8],
+            })  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder")
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--only", default="", help="implementations, separated by commas")
+    parser.add_argument("--seconds", type=float, default=100.0, help="no new case after that")
+    args = parser.parse_args()
+    started, rows = time.monotonic(), []
+    torch.manual_seed(0)
+    with Node(cpu=args.cpu) as node:
+        for scenario in scenarios(node.size, "h200-4"):
+            if args.only and scenario.implementation not in args.only.split(","):
+                continue
+            for pass_ in ("fwd", "bwd"):
+                late = torch.tensor([time.monotonic() - started > args.seconds], dtype=torch.int32, device=node.device)
+                dist.all_reduce(late)
+                if late.item():
+                    continue
+                row: dict[str, Any] = {"scenario": {**scenario.to_dict(), "pass": pass_}, "rank": node.rank}
+                try:
+                    row |= measure(scenario, pass_, node)
+                except CpsimError as error:
+                    row["error"] = str(error)
+                except Exception as error:  # the same on all ranks, or the job hangs and is stopped from outside
+                    row["error"] = f"{type(error).__name__}: {error}"[:2000]
+                rows.append(row)
+                if node.rank == 0:
+                    what = f"{row.get('time_s', 0) * 1e6:.0f} us, {len(row.get('kernels', ()))} kernels"
+                    case = f"{scenario.implementation} {scenario.strategy} {scenario.mask_name} {scenario.kernel}"
+                    print(f"{case} {scenario.num_tokens} {pass_}: {row.get('error', what)}", flush=True)
+        args.out.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        (args.out / f"profile-rank{node.rank}.json").write_text(lines, encoding="utf-8")
+        if node.rank == 0:
+            print(f"{time.monotonic() - started:.0f} s")
+
+
+def measure(scenario: Scenario, pass_: str, node: Node) -> dict[str, Any]:
+    """Times of some iterations, then one iteration under the profiler."""
+    module = importlib.import_module(f"real.implementations.{MODULES[scenario.implementation]}")
+    runner: Runner = module.make(scenario, pass_, node)
+    times = [one(runner, node) for _ in range(16)][6:]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if node.cuda else [])]
+    with profile(activities=activities):  # the first profile of a process is slow and late
+        one(runner, node)
+    with profile(activities=activities) as profiler:
+        one(runner, node)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return {"time_s": statistics.median(times), "times_s": times, **ordered(events)}
+
+
+def one(runner: Runner, node: Node) -> float:
+    """Seconds of one iteration that starts with all ranks idle: by events on a GPU."""
+    runner.prepare()
+    node.synchronize()
+    dist.barrier()
+    node.synchronize()
+    if not node.cuda:
+        start = time.perf_counter()
+        with torch.profiler.record_function("iteration"):
+            runner.launch()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    with torch.profiler.record_function("iteration"):
+        runner.launch()
+    end.record()
+    node.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def ordered(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """Kernels and host ops of the marked iteration; times in microseconds from its start."""
+    marks = [e for e in events if e.get("name") == "iteration" and e.get("cat") == "user_annotation"]
+    zero, end = marks[0]["ts"], marks[0]["ts"] + marks[0]["dur"]
+    timed = [e for e in events if e.get("ph") == "X" and "dur" in e]
+    calls = {e["args"]["correlation"]: e for e in timed if e.get("cat") in ("cuda_runtime", "cuda_driver")}
+    ops = sorted((e for e in timed if e.get("cat") == "cpu_op"), key=lambda e: (e["tid"], e["ts"], -e["dur"]))
+    kernels = []
+    on_gpu = [e for e in timed if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for e in sorted(on_gpu, key=lambda e: e["ts"]):
+        call = calls.get(e["args"].get("correlation"))
+        if call is None or not zero <= call["ts"] <= end:
+            continue
+        around = [o for o in ops if o["tid"] == call["tid"] and o["ts"] <= call["ts"] <= o["ts"] + o["dur"]]
+        kernels.append({
+            "name": e["name"][:160], "stream": e["args"].get("stream"), "start_us": round(e["ts"] - zero, 2),
+            "dur_us": round(e["dur"], 2), "launched_us": round(call["ts"] - zero, 2),
+            "call_us": round(call["dur"], 2), "ops": [o["name"] for o in around],
+        })  # fmt: skip
+    host = [
+        [o["name"], round(o["ts"] - zero, 1), round(o["dur"], 1), o["tid"]] for o in ops if zero <= o["ts"] <= end
+    ]
+    waits = [
+        [c["name"], round(c["ts"] - zero, 1), round(c["dur"], 1)] for c in calls.values() if zero <= c["ts"] <= end
+    ]
+    return {"host_us": marks[0]["dur"], "kernels": kernels, "host": host, "calls": waits}
+
+
+if __name__ == "__main__":
+    main()

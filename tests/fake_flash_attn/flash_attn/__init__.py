@@ -1,0 +1,5 @@
+"""Stands in for FlashAttention 2 on a CPU: its functions on top of real.attention's `math` kernel."""
+
+from flash_attn.flash_attn_interface import flash_attn_func
+
+__all__ = ["flash_attn_func"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -68,10 +69,14 @@ def predict(
     out: Annotated[Path | None, typer.Option(help="Write JSON Lines to this file, in input order.")] = None,
     as_json: Json = False,
     jobs: Jobs = None,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the one scenario, for Perfetto.")] = None,
 ) -> None:
     """Predict the time of every scenario in FILE; one bad line never stops the others."""
     _check_writable(out)
+    _check_writable(trace)
     scenarios, results = _predict_file(file, jobs)
+    if trace:
+        _write_trace(trace, results)
     if out:
         out.write_text(_lines(scenarios, results), encoding="utf-8")
     if as_json:
@@ -81,6 +86,17 @@ def predict(
 
         _stdout().print(prediction_view(results))
     _report_failures(results)
+
+
+def _write_trace(path: Path, results: Results) -> None:
+    from cpsim.prediction import Prediction
+    from cpsim.report.trace import predicted_rows, write_trace
+
+    if len(results) != 1:
+        raise CpsimError(f"trace: expected one scenario, got {len(results)}; give it a file of its own")
+    if isinstance(results[0], Prediction):
+        write_trace(path, predicted_rows(results[0]))
+        print(f"Trace written to {path}; open it in ui.perfetto.dev", file=sys.stderr)
 
 
 @app.command()
@@ -139,6 +155,81 @@ def advise(
             lengths = predict_lengths(advice, progress)
         write_report(html, advice, lengths)
         print(f"Report written to {html}", file=sys.stderr)
+
+
+@app.command()
+def run(
+    file: Scenarios,
+    out: Annotated[Path | None, typer.Option(help="Write the runs to this file: JSON Lines.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to use; all where not given.")] = None,
+    cpu: Annotated[int | None, typer.Option(min=1, help="Processes on the CPU instead: a try without GPUs.")] = None,
+    emulate_nodes: Annotated[int, typer.Option(min=1, help="Nodes that this machine plays, linked by sockets.")] = 1,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Start no case after so many minutes.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Iterations to measure of every pass, in seconds.")] = 0.5,
+    seed: Annotated[int, typer.Option(help="Of the order of the cases.")] = 1,
+    resume: Annotated[bool, typer.Option(help="Go on: leave out cases that the file holds.")] = False,
+    trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the one scenario instead.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run every scenario in FILE for real, on the GPUs of this machine, and write what they took."""
+    from cpsim.launch import Options, launch, local_gpus
+
+    if (out is None) == (trace is None):
+        raise CpsimError("run: expected --out FILE for times, or --trace FILE for a trace of one scenario")
+    _check_writable(out)
+    _check_writable(trace)
+    available = local_gpus()
+    if not available and not cpu:
+        raise CpsimError("run: this machine has no GPU that PyTorch can use; try `--cpu 2`")
+    num_gpus = cpu or min(gpus or available, available)
+    scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
+    if trace and len(scenarios) != 1:
+        raise CpsimError(f"trace: expected one scenario, got {len(scenarios)}; give it a file of its own")
+    options = Options(
+        out=out, command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=num_gpus,
+        cpu=cpu is not None, num_nodes=emulate_nodes, minutes=minutes, seed=seed, seconds=seconds, resume=resume,
+        trace=trace,
+    )  # fmt: skip
+    failed = launch(scenarios, options)
+    if failed:
+        raise CpsimError(f"run: {failed} of the launches ended early; see above, and go on with --resume")
+    if out:
+        _show_runs(out, as_json)
+
+
+def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scenario]:
+    """The scenarios that this machine can run; the others are named on stderr."""
+    from cpsim.scenario import load_scenarios
+
+    found: list[Scenario] = []
+    for scenario in load_scenarios(file):
+        try:
+            if isinstance(scenario, CpsimError):
+                raise scenario
+            nodes = scenario.resolve_cluster().num_nodes
+            if scenario.gpus > num_gpus:
+                raise CpsimError(f"gpus: needs {scenario.gpus}, {num_gpus} may be used here")
+            if nodes not in (1, num_nodes) and not cpu:
+                raise CpsimError(f"cluster: {scenario.cluster} has {nodes} nodes here; say --emulate-nodes {nodes}")
+            found.append(scenario)
+        except CpsimError as error:
+            print(f"cpsim: left out: {error}", file=sys.stderr)
+    if not found:
+        raise CpsimError(f"{file}: expected at least one scenario that can run here, got none")
+    return found
+
+
+def _show_runs(out: Path, as_json: bool) -> None:
+    from cpsim.runs import load_runs
+
+    runs = load_runs(out)
+    failed = [run for run in runs if run.error is not None]
+    if as_json:
+        print(json.dumps({"num_runs": len(runs), "num_failed": len(failed), "out": str(out)}))
+    else:
+        print(f"{len(runs) - len(failed)} of {len(runs)} runs measured, written to {out}")
+    for run in failed[:20]:
+        print(f"cpsim: {run.scenario.implementation} {run.scenario.strategy}: {run.error}", file=sys.stderr)
 
 
 @app.command()

@@ -8,16 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cpsim.errors import CpsimError
+
 
 class Node:
     """One rank of a distributed run: NCCL where there are GPUs, gloo elsewhere. Use it as a context manager."""
 
-    def __init__(self, *, cpu: bool = False) -> None:
+    def __init__(self, *, cpu: bool = False, num_nodes: int = 1) -> None:
         """Joins the processes that torchrun started, or runs alone where it did not start this one.
 
         Args:
             cpu: use gloo and the CPU even where there are GPUs.
+            num_nodes: nodes to emulate on this machine; see `emulate_nodes`.
         """
+        emulate_nodes(num_nodes)
         self.cuda = torch.cuda.is_available() and not cpu
         self.local = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = torch.device("cuda", self.local) if self.cuda else torch.device("cpu")
@@ -25,8 +29,17 @@ class Node:
             torch.cuda.set_device(self.device)
         for name, alone in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, alone)
-        dist.init_process_group("nccl" if self.cuda else "gloo", device_id=self.device if self.cuda else None)
+        if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"] and os.path.exists("/sys/class/net/lo"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never ask for its name in the network
+        store, rank, size = next(dist.rendezvous("env://"))
+        fresh = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)  # not what the dead wrote
+        dist.init_process_group(
+            "nccl" if self.cuda else "gloo", store=fresh, rank=rank, world_size=size,
+            device_id=self.device if self.cuda else None,
+        )  # fmt: skip
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._hosts = dist.new_group(backend="gloo") if self.cuda else dist.group.WORLD
+        self._flag = torch.zeros(1, device=self.device)
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
 
     def __enter__(self) -> Node:
@@ -51,7 +64,33 @@ class Node:
             self._groups[key] = group
         return self._groups[key]
 
+    def barrier(self) -> None:
+        """Device-side barrier of all ranks on the current stream; the host runs on where there are GPUs."""
+        dist.all_reduce(self._flag)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every rank's host says, by rank; works while GPUs are busy or stuck. All ranks must call."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._hosts)
+        return values
+
     def synchronize(self) -> None:
         """Waits for this rank's device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+
+
+def emulate_nodes(num_nodes: int) -> None:
+    """Makes NCCL take the local ranks for ranks of that many nodes, linked by sockets; before NCCL starts.
+
+    Raises:
+        CpsimError: the local ranks do not divide into so many nodes.
+    """
+    if num_nodes == 1:
+        return
+    local, size = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if size % num_nodes:
+        raise CpsimError(f"emulate-nodes: expected a divisor of the {size} local ranks, got {num_nodes}")
+    os.environ |= {
+        "NCCL_HOSTID": f"node{local // (size // num_nodes)}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
+    }  # fmt: skip

@@ -26,18 +26,24 @@ ALLOWED = {
     "tiles": {"masks"},
     "schedule": {"masks", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
-    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder"},
+    "implementations": CORE | {"workload"},
+    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE | {"masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
     "calibrate": CORE | {"models", "masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
     "prediction": CORE | {"scenario", "sim.timeline"},
-    "predictor": CORE | CASE | PLAN | {"strategies", "sim", "models", "calibrate", "prediction", "validation"},
+    "runs": CORE | {"scenario"},
+    "launch": CORE | {"scenario"},
+    "predictor": CORE
+    | CASE
+    | PLAN
+    | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation"},
     "report": CORE | CASE | PLAN | {"strategies", "sim", "predictor", "prediction", "calibrate"},
     "cli": CORE
     | CASE
-    | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"},
+    | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule", "runs", "launch"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

@@ -1,0 +1,98 @@
+"""Starts real runs: one torchrun for every number of GPUs that the cases need. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Final
+
+from cpsim.errors import CpsimError
+from cpsim.scenario import Scenario
+
+MAX_RESTARTS: Final = 20
+"""Fresh processes after cases that hang or crash; each costs some ten seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to run; see ``cpsim run --help``."""
+
+    out: Path | None
+    """File of runs; None for a trace."""
+    command: str
+    """How the user said it, for the header of the file."""
+    num_gpus: int
+    """GPUs, or processes on a CPU, that may be used."""
+    cpu: bool = False
+    num_nodes: int = 1
+    """Nodes to emulate for cases that span several."""
+    minutes: float | None = None
+    seed: int = 1
+    seconds: float = 0.5
+    """Iterations to measure of every pass [s]."""
+    resume: bool = False
+    trace: Path | None = None
+
+
+def local_gpus() -> int:
+    """GPUs of this machine, as torch sees them.
+
+    Raises:
+        CpsimError: torch is missing or broken.
+    """
+    if find_spec("torch") is None:
+        raise CpsimError("run: PyTorch is missing in this Python; install it, e.g. pip install 'cpsim[real]'")
+    count = "import torch; print(torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=False)
+    if asked.returncode:
+        reason = (asked.stderr.strip().splitlines() or ["unknown"])[-1]
+        raise CpsimError(f"run: PyTorch cannot be imported: {reason}; see `python -c 'import torch'`")
+    return int(asked.stdout)
+
+
+def launch(scenarios: Sequence[Scenario], options: Options) -> int:
+    """Runs cases, those that need most GPUs first, and appends their times to one file.
+
+    Returns:
+        how many launches ended badly; what they had measured until then is in the file.
+    """
+    deadline = time.time() + 60 * options.minutes if options.minutes is not None else None
+    if options.out and not options.resume:
+        options.out.write_text("", encoding="utf-8")
+    ordered = sorted(scenarios, key=_needs, reverse=True)
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="cpsim-") as folder:
+        for (gpus, nodes), group in groupby(ordered, _needs):
+            cases = Path(folder) / f"{gpus}-gpus-{nodes}-nodes.jsonl"
+            cases.write_text("".join(json.dumps(s.to_dict()) + "\n" for s in group), encoding="utf-8")
+            emulated = options.num_nodes if nodes > 1 else 1
+            failed += subprocess.run(torchrun(cases, gpus, emulated, options, deadline), check=False).returncode != 0
+    return failed
+
+
+def torchrun(cases: Path, gpus: int, num_nodes: int, options: Options, deadline: float | None) -> list[str]:
+    """The command of one launch."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+    start += ["--max-restarts", str(0 if options.trace else MAX_RESTARTS), "-m", "real.run", str(cases)]
+    if options.trace:
+        start += ["--trace", str(options.trace)]
+    else:
+        start += ["--out", str(options.out), "--resume" if options.resume else "--append"]
+    start += ["--seed", str(options.seed), "--seconds", str(options.seconds), "--command", options.command]
+    start += ["--emulate-nodes", str(num_nodes)] if num_nodes > 1 else []
+    start += ["--cpu"] if options.cpu else []
+    start += ["--until", str(deadline)] if deadline is not None else []
+    return start
+
+
+def _needs(scenario: Scenario) -> tuple[int, int]:
+    """GPUs and nodes of a case; a launch serves one such pair."""
+    return scenario.gpus, scenario.resolve_cluster().num_nodes

@@ -1,0 +1,114 @@
+"""Times the iterations of a runner on all ranks together; every number is agreed, so that ranks decide alike.
+
+Protocols, as scenarios name them:
+
+    synced     before every iteration all ranks meet and every host waits for its GPU, so the launches of the hosts
+               count
+    streamed   the same, then every GPU is kept waiting for `LEAD_S` and meets the others on the device: the hosts
+               launch ahead, as they do in a training step
+
+The time of an iteration is that from a CUDA event on the current stream right before the launch until one right
+after it (on a CPU: wall clock), of the slowest rank.
+
+Warm-up: at least `WARMUP` iterations, then as many again until the median of the last ones is within `STABLE` of that
+of the ones before, or until they have taken `WARMUP_S`; the first iteration of all, which compiles, does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+
+from cpsim.runs import PassRun
+from real.node import Node
+from real.runner import Runner
+from real.timing import Clock, hold
+
+LEAD_S: Final = 1e-3
+"""What a profile's `host.lead_s` describes."""
+WARMUP: Final = 5
+WARMUP_S: Final = 0.6
+STABLE: Final = 0.03
+MIN_ITERATIONS, MAX_ITERATIONS = 5, 50
+
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """Does a step on every rank and returns all ranks' results, by rank; where one fails, all raise."""
+
+    def __call__(self, step: Callable[[], T]) -> list[T]: ...
+
+
+def time_pass(runner: Runner, node: Node, together: Together, protocol: str, seconds: float) -> PassRun:
+    """Warms a runner up and measures it.
+
+    Args:
+        runner: ready to be launched.
+        node: this rank.
+        together: exchanges results and failures of the ranks.
+        protocol: `synced` or `streamed`.
+        seconds: measured iterations to aim for, at least 5 and at most 50 of them.
+    """
+
+    def batch(num: int) -> list[tuple[float, ...]]:
+        """Seconds of `num` iterations: one tuple of all ranks' times for each."""
+        ranks = together(lambda: [iteration(runner, node, protocol) for _ in range(num)])
+        return list(zip(*ranks, strict=True))
+
+    warmup = [max(times) for times in batch(WARMUP)]
+    while not _is_warm(warmup):
+        warmup += [max(times) for times in batch(WARMUP)]
+    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
+    if node.cuda:
+        torch.cuda.reset_peak_memory_stats(node.device)
+    gc.collect()
+    gc.disable()  # a collection amid the launches would count as theirs
+    try:
+        samples = batch(num)
+    finally:
+        gc.enable()
+    ends = together(lambda: (_peak_memory(node), Clock(node.local).read() if node.cuda else {}))
+    return PassRun(
+        samples_s=tuple(map(max, samples)),
+        rank_time_s=tuple(median(times) for times in zip(*samples, strict=True)),
+        warmup_s=tuple(warmup),
+        peak_memory_bytes=max(peak for peak, _ in ends),
+        clock={name: [clock[name] for _, clock in ends] for name in ends[0][1]},
+    )
+
+
+def iteration(runner: Runner, node: Node, protocol: str) -> float:
+    """Seconds of one iteration on this rank."""
+    runner.prepare()
+    node.barrier()
+    node.synchronize()
+    if not node.cuda:
+        start = time.perf_counter()
+        runner.launch()
+        return time.perf_counter() - start
+    if protocol == "streamed":
+        hold(LEAD_S, node.device)
+        node.barrier()
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    runner.launch()
+    events[1].record()
+    node.synchronize()
+    return float(events[0].elapsed_time(events[1])) / 1e3
+
+
+def _is_warm(seconds: list[float]) -> bool:
+    if sum(seconds[1:]) > WARMUP_S:
+        return True
+    before, last = median(seconds[-2 * WARMUP : -WARMUP] or [float("inf")]), median(seconds[-WARMUP:])
+    return abs(last / before - 1) < STABLE
+
+
+def _peak_memory(node: Node) -> int:
+    return int(torch.cuda.max_memory_allocated(node.device)) if node.cuda else 0

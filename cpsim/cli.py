@@ -255,6 +255,32 @@ def fit(
 
 
 @app.command()
+def fit_fabric(
+    file: Annotated[Path, typer.Argument(help="Measurements between nodes: real.measure_network --emulate-nodes.")],
+    cluster: Annotated[str, typer.Option(help="The cluster whose network this is: a preset or a file.")],
+    out: Annotated[Path | None, typer.Option(help="Write the cluster with this network to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Fit the network between nodes, for a cluster file that scenarios can name."""
+    from dataclasses import replace
+
+    from cpsim.calibrate.fabric import fit_fabric as fitted
+    from cpsim.calibrate.measurement import load
+    from cpsim.cluster import load_cluster
+    from cpsim.report.tables import clusters_view
+
+    _check_writable(out)
+    whole = replace(load_cluster(cluster), fabric=fitted(load(file)))
+    if out:
+        whole = replace(whole, name=out.stem)
+        out.write_text(json.dumps(whole.to_dict(), indent=1) + "\n", encoding="utf-8")
+    if as_json:
+        print(json.dumps(whole.to_dict(), indent=1))
+    else:
+        _stdout().print(clusters_view([whole]))
+
+
+@app.command()
 def profiles(as_json: Json = False) -> None:
     """List the profiles that come with cpsim: which GPU, from which measurements, how good."""
     from cpsim.calibrate.profile import load_profile, shipped_profiles

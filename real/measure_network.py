@@ -6,6 +6,10 @@ Every sample is the maximum over ranks of the CUDA-event time of one operation, 
 barrier, with the queue kept full. Sizes follow nccl-tests: S is the total array of a collective (all-gather: the
 gathered array; reduce-scatter: the whole input; all-to-all and all-reduce: one rank's buffer); a transfer's size is
 one message. On a CPU it runs tiny sizes over gloo, to try the script.
+
+With `--emulate-nodes 2` the ranks play two nodes linked by sockets, and only the network between nodes is measured:
+
+    torchrun --nproc-per-node 4 -m real.measure_network --emulate-nodes 2 --minutes 1.4 --out h200x4-sockets.jsonl
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import torch.distributed as dist
 
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
+from real.node import emulate_nodes
 from real.timing import hold, host_seconds, provenance, soak, time_ops
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
@@ -222,6 +227,47 @@ def measure_network(node: Node, rng: np.random.Generator, deadline: float) -> No
             node.add(str(op), node.samples(launch), **parameters)
         except Exception as error:  # symmetric over ranks, such as a call that gloo lacks
             node.add("error", [], failed=str(op), message=str(error)[:300], **parameters)
+
+
+def measure_between_nodes(node: Node, rng: np.random.Generator, deadline: float, num_nodes: int) -> None:
+    """The network between nodes: flows alone, together and both ways, collectives of all ranks and of a rank a node.
+
+    Points are of op `fabric`; several groups or flows run at once where the point says so, each with `nbytes`.
+    """
+    per_node = node.size // num_nodes
+    ranks = tuple(range(node.size))
+    first, second = ranks[:per_node], ranks[per_node : 2 * per_node]
+    one_way, back = list(zip(first, second, strict=True)), list(zip(second, first, strict=True))
+    flows = {
+        "one_flow": one_way[:1],
+        "both_directions": one_way[:1] + back[:1],
+        "all_flows": one_way,
+        "all_flows_both_directions": one_way + back,
+        "ring": ring(ranks),
+    }
+    columns = [node.group(ranks[i::per_node]) for i in range(per_node)]
+    mine, world = columns[node.rank % per_node], node.groups[node.size]
+    groups = {"all": (world, 1), "a_rank_a_node": (columns[0], 1), "columns": (mine, per_node)}
+    low, top, num = (2**14, 2**28, 9) if node.cuda else (2**12, 2**16, 1)
+    points = [(kind, "", s) for kind in flows for s in sizes(rng, num, low, top)]
+    points += [(kind, group, s) for kind in COLLECTIVES for group in groups for s in sizes(rng, num, low, top)]
+    rng.shuffle(points)
+    for kind, name, nbytes in [(str(a), str(b), int(c)) for a, b, c in points]:
+        if node.maximum([float(time.monotonic() > deadline)])[0]:
+            break
+        if name:
+            group, num_groups = groups[name]
+            launch = collective(node, kind, nbytes, group)
+            parameters = {"num_ranks": len(group.ranks), "num_groups": num_groups}
+        else:
+            launch = transfers(node, flows[kind], nbytes, world)
+            parameters = {"flows": flows[kind]}
+        parameters |= {"kind": kind, "nbytes": nbytes, "num_nodes": num_nodes, "gpus_per_node": per_node}
+        try:
+            repeats = int(np.clip(0.3 / (1e-4 + nbytes / 2e9), 4, 20))
+            node.add("fabric", node.samples(launch, repeats), **parameters)
+        except Exception as error:
+            node.add("error", [], failed="fabric", message=str(error)[:300], **parameters)
 
 
 def compute_loads(node: Node) -> dict[str, Launch]:
@@ -439,9 +485,10 @@ def summary(path: Path) -> None:
     rows: dict[tuple[str, int], list[tuple[int, float]]] = {}
     for line in path.read_text().splitlines()[1:]:
         point = json.loads(line)
-        if point["op"] in ("collective", "transfer"):
+        if point["op"] in ("collective", "transfer", "fabric"):
             best = float(np.median(point["samples_s"]))
-            rows.setdefault((point["kind"], point["num_ranks"]), []).append((point["nbytes"], best))
+            ranks = point.get("num_ranks", 0) * point.get("num_groups", 1)
+            rows.setdefault((point["kind"], ranks), []).append((point["nbytes"], best))
     for (kind, n), points in sorted(rows.items()):
         points.sort()
         picked = points[:: max(1, len(points) // 6)]
@@ -456,24 +503,35 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parts", default="network,overlap,loops")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
+    parser.add_argument("--emulate-nodes", type=int, default=1, metavar="N", help="measure only between these nodes")
     args = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(args.seed)
+    emulate_nodes(args.emulate_nodes)
     command = f"torchrun -m real.measure_network --minutes {args.minutes:g} --seed {args.seed} --parts {args.parts}"
+    command += f" --emulate-nodes {args.emulate_nodes}" if args.emulate_nodes > 1 else ""
     node = Node(args.out, command, args.commit)
     deadline = started + 60 * args.minutes
-    measure_host(node)
-    if "network" in args.parts:
-        measure_network(node, np.random.default_rng(args.seed), started + 60 * args.minutes * 0.4)
-    if "overlap" in args.parts:
-        measure_overlap(node, started + 60 * args.minutes * 0.75)
-    if "loops" in args.parts:
-        measure_interference(node, deadline)
+    if args.emulate_nodes > 1:
+        measure_between_nodes(node, np.random.default_rng(args.seed), deadline, args.emulate_nodes)
+    else:
+        measure_inside(node, args.parts, args.seed, started, 60 * args.minutes)
     node.add("end", [time.monotonic() - started])
     if node.rank == 0:
         summary(args.out)
         print(f"{time.monotonic() - started:.0f} s", flush=True)
     dist.destroy_process_group()
+
+
+def measure_inside(node: Node, parts: str, seed: int, started: float, seconds: float) -> None:
+    """Launches, collectives, transfers, and what they do to computation, inside one node."""
+    measure_host(node)
+    if "network" in parts:
+        measure_network(node, np.random.default_rng(seed), started + seconds * 0.4)
+    if "overlap" in parts:
+        measure_overlap(node, started + seconds * 0.75)
+    if "loops" in parts:
+        measure_interference(node, started + seconds)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the
     host          kind (wall seconds that the host spends on one launch)
     collective    kind, num_ranks, nbytes (S of nccl-tests)
     transfer      kind, num_ranks, nbytes (per message)
+    fabric        between (emulated) nodes: kind, nbytes, num_nodes, gpus_per_node, and flows or num_ranks, num_groups
     overlap       a computation and a communication, alone and together, one inside the other
     interference  two endless streams of ops, alone and together
     sustained     one kernel over seconds of load

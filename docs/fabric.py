@@ -1,0 +1,36 @@
+"""Writes the network of preset h200-2x2-sockets from the committed measurement of emulated nodes.
+
+    torchrun --nproc-per-node 4 -m real.measure_network --emulate-nodes 2 --minutes 1.4 \
+        --out cpsim/calibrate/data/h200x4-sockets.jsonl
+    python docs/fabric.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from cpsim.calibrate.fabric import fit_fabric
+from cpsim.calibrate.measurement import load
+
+ROOT = Path(__file__).parent.parent
+MEASURED = ROOT / "cpsim" / "calibrate" / "data" / "h200x4-sockets.jsonl"
+CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
+PRESET = "h200-2x2-sockets"
+
+
+def with_fabric(text: str) -> str:
+    """The file of presets with the fitted network of the preset."""
+    fields = asdict(fit_fabric(load(MEASURED)))
+    if fields["oversubscription"] == 1.0:
+        del fields["oversubscription"]
+    before, rest = text.split(f'"name": "{PRESET}"', 1)
+    head, rest = rest.split('"fabric": {', 1)
+    tail = rest.split("\n   },", 1)[1]
+    lines = ",\n".join(f'    "{name}": {json.dumps(value)}' for name, value in fields.items())
+    return f'{before}"name": "{PRESET}"{head}"fabric": {{\n{lines}\n   }},{tail}'
+
+
+if __name__ == "__main__":
+    CLUSTERS.write_text(with_fabric(CLUSTERS.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,133 @@
+"""The network between nodes: fitted from measurements, with the model that prices ops; the preset follows its file."""
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpsim.builder import Builder
+from cpsim.calibrate.fabric import fit_fabric, seconds
+from cpsim.calibrate.measurement import Measurements, load
+from cpsim.calibrate.profile import load_profile
+from cpsim.cluster import presets
+from cpsim.errors import ProfileError
+from cpsim.masks import RangeSets
+from cpsim.models.price import Pricing
+from cpsim.schedule import Kind
+from cpsim.sim.fast import simulate
+from cpsim.tiles import Tiles
+
+ROOT = Path(__file__).parent.parent
+HEADER = {"gpu": "NVIDIA H200", "num_gpus": 4, "torch": "x", "date": "2026-11-21", "commit": "c", "command": "m"}
+FLOWS = {
+    "one_flow": [[0, 2]],
+    "both_directions": [[0, 2], [2, 0]],
+    "all_flows": [[0, 2], [1, 3]],
+    "ring": [[0, 1], [1, 2], [2, 3], [3, 0]],
+}
+GROUPS = ((4, 1), (2, 1), (2, 2))
+
+
+def made(latency_s, flow, nic, num_nics, noise=0.0):
+    """Measurements that follow the model."""
+    rng = np.random.default_rng(0)
+    shared = {"op": "fabric", "num_nodes": 2, "gpus_per_node": 2}
+    points = []
+    for nbytes in np.geomspace(2**14, 2**28, 9).round().tolist():
+        points += [shared | {"kind": kind, "flows": pairs, "nbytes": nbytes} for kind, pairs in FLOWS.items()]
+        for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce"):
+            points += [
+                shared | {"kind": kind, "num_ranks": ranks, "num_groups": groups, "nbytes": nbytes}
+                for ranks, groups in GROUPS
+            ]
+    for point in points:
+        exact = seconds(point, latency_s, flow, nic, num_nics)
+        point["samples_s"] = (exact * np.exp(noise * rng.standard_normal(9))).tolist()
+    return Measurements(source="made.jsonl", header=HEADER, points=tuple(points))
+
+
+@pytest.mark.parametrize("num_nics", [1, 2])
+def test_fit_finds_the_network_that_made_the_measurements(num_nics):
+    fabric = fit_fabric(made(8e-5, 2.5e9, 4e9, num_nics, noise=0.02))
+    assert fabric.latency_s == pytest.approx(8e-5, rel=0.03)
+    assert fabric.flow_bandwidth_bytes_per_s == pytest.approx(2.5e9, rel=0.03)
+    assert fabric.uplink_bandwidth_bytes_per_s == pytest.approx(num_nics * 4e9, rel=0.03)
+    assert fabric.sigma_log < 0.03
+    assert fabric.grade == "measured here"
+    assert "made.jsonl" in fabric.source
+
+
+OPS = {
+    "one_flow": (Kind.TRANSFER, [[0], [2]]),
+    "all_flows": (Kind.TRANSFER, [[0, 1], [2, 3]]),
+    "all_gather": (Kind.ALL_GATHER, [[[0, 1, 2, 3]]]),
+    "all_to_all": (Kind.ALL_TO_ALL, [[[0, 1, 2, 3]]]),
+    "all_reduce": (Kind.ALL_REDUCE, [[[0, 1, 2, 3]]]),
+    "columns": (Kind.REDUCE_SCATTER, [[[0, 2], [1, 3]]]),
+}
+
+
+@pytest.mark.parametrize("num_nics", [1, 2])
+@pytest.mark.parametrize("name", OPS)
+def test_the_model_of_the_fit_is_the_one_that_prices_ops(name, num_nics):
+    rates = {"latency_s": 8e-5, "flow_bandwidth_bytes_per_s": 2.5e9, "nic_bandwidth_bytes_per_s": 4e9}
+    preset = presets()["h200-2x2-sockets"]
+    cluster = replace(preset, fabric=replace(preset.fabric, nics_per_node=num_nics, **rates)).with_gpus(4)
+    kind, lanes = OPS[name]
+    streams = ("send", "recv") if kind == Kind.TRANSFER else ("comm",)
+    sets = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))
+    no_pairs = np.zeros(1, np.int64)
+    tiles = Tiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), no_pairs)
+    builder = Builder(4, sets, tiles)
+    builder.add(kind, *zip(map(np.array, lanes), streams, strict=True), nbytes=2**28)
+    schedule = builder.build()
+    shape = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16", "protocol": "streamed"}
+    pricing = Pricing(cluster=cluster, profile=load_profile("h200"), **shape)
+    shared = {"num_nodes": 2, "gpus_per_node": 2, "nbytes": 2**28, "kind": name}
+    if kind == Kind.TRANSFER:
+        point = shared | {"flows": FLOWS[name]}
+    else:
+        ranks = np.array(lanes[0])
+        point = shared | {"kind": kind.name.lower(), "num_ranks": ranks.shape[1], "num_groups": len(ranks)}
+    want = seconds(point, *rates.values(), num_nics=num_nics)
+    assert simulate(schedule, pricing.price(schedule).work).makespan_s == pytest.approx(want, rel=0.01)
+
+
+def test_too_few_points_are_one_line():
+    empty = Measurements(source="x.jsonl", header=HEADER, points=())
+    with pytest.raises(ProfileError, match=r"x.jsonl: expected at least 10 flows"):
+        fit_fabric(empty)
+
+
+def docs():
+    spec = importlib.util.spec_from_file_location("fabric_docs", ROOT / "docs" / "fabric.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_preset_is_what_the_committed_measurement_says():
+    module = docs()
+    text = module.CLUSTERS.read_text()
+    if module.MEASURED.exists():
+        assert module.with_fabric(text) == text, "run python docs/fabric.py"
+    else:
+        assert presets()[module.PRESET].fabric.grade == "published"
+
+
+def test_the_preset_is_replaced_and_nothing_else(tmp_path, monkeypatch):
+    module = docs()
+    measured = made(8e-5, 2.5e9, 4e9, 1)
+    file = tmp_path / "made.jsonl"
+    lines = [{"schema": 1, "format": "cpsim-measurement", **HEADER}, *measured.points]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr(module, "MEASURED", file)
+    before = json.loads(module.CLUSTERS.read_text())
+    after = json.loads(module.with_fabric(module.CLUSTERS.read_text()))
+    changed = [a for a, b in zip(after["clusters"], before["clusters"], strict=True) if a != b]
+    assert [cluster["name"] for cluster in changed] == [module.PRESET]
+    assert changed[0]["fabric"]["latency_s"] == 8e-5
+    assert load(file).points == measured.points

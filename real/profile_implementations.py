@@ -9,7 +9,6 @@ order of their start (name, stream, start, duration, the host call that launched
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import statistics
 import tempfile
@@ -24,10 +23,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from cpsim.errors import CpsimError
 from cpsim.scenario import Scenario, scenario_from
+from cpsim.schedule import Pass
+from real.implementations import make
 from real.node import Node
 from real.runner import Runner
 
-MODULES = {"ring-flash-attn": "ring_flash", "yunchang": "yunchang_", "torch": "torch_cp"}
 CASES = (
     ("ring-flash-attn", "fa2", "zigzag_ring", {}, "causal"),
     ("ring-flash-attn", "fa2", "ring", {}, "full"),
@@ -45,6 +45,7 @@ CASES = (
     ("ring-flash-attn", "fa2", "allgather", {"heads_per_gather": 2}, "causal_document"),
 )  # fmt: skip
 """Implementation, kernel, strategy, knobs, mask."""
+PASSES: tuple[Pass, ...] = ("fwd", "bwd")
 SMALL, LARGE = 1024, 8192
 """Tokens per GPU: where the host decides, and where it does not."""
 
@@ -74,7 +75,7 @@ def main() -> None:
         for scenario in scenarios(node.size, "h200-4"):
             if args.only and scenario.implementation not in args.only.split(","):
                 continue
-            for pass_ in ("fwd", "bwd"):
+            for pass_ in PASSES:
                 late = torch.tensor([time.monotonic() - started > args.seconds], dtype=torch.int32, device=node.device)
                 dist.all_reduce(late)
                 if late.item():
@@ -98,10 +99,9 @@ def main() -> None:
             print(f"{time.monotonic() - started:.0f} s")
 
 
-def measure(scenario: Scenario, pass_: str, node: Node) -> dict[str, Any]:
+def measure(scenario: Scenario, pass_: Pass, node: Node) -> dict[str, Any]:
     """Times of some iterations, then one iteration under the profiler."""
-    module = importlib.import_module(f"real.implementations.{MODULES[scenario.implementation]}")
-    runner: Runner = module.make(scenario, pass_, node)
+    runner = make(scenario, pass_, node)
     times = [one(runner, node) for _ in range(16)][6:]
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if node.cuda else [])]
     with profile(activities=activities):  # the first profile of a process is slow and late

@@ -32,15 +32,15 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     defaults = {"zigzag_ring": {"zigzag": "document"}, "allgather": {"layout": "contiguous", "heads_per_gather": None}}
     knobs = {**defaults.get(str(scenario.strategy), {}), **scenario.knobs}
     check(scenario, node, defaults.get(str(scenario.strategy), {}))
-    package, inputs = _package(), shards(scenario, node)
+    code, inputs = package(), shards(scenario, node)
     if scenario.strategy == "allgather":
-        return AutogradRunner(_gathered(package, scenario, node, knobs["heads_per_gather"]), inputs, pass_)
+        return AutogradRunner(_gathered(code, scenario, node, knobs["heads_per_gather"]), inputs, pass_)
     if "document" in scenario.mask_name:
-        return AutogradRunner(_varlen(package, scenario, node), inputs, pass_)
-    return AutogradRunner(_dense(package, scenario), [x[None] for x in inputs], pass_)
+        return AutogradRunner(_varlen(code, scenario, node), inputs, pass_)
+    return AutogradRunner(_dense(code, scenario), [x[None] for x in inputs], pass_)
 
 
-def _package() -> Any:
+def package() -> Any:
     """The package, without its adapters for Hugging Face models, which today's transformers breaks."""
     stub = ModuleType("ring_flash_attn.adapters")
     stub.substitute_hf_flash_attn = stub.update_ring_flash_attn_params = None  # type: ignore[attr-defined]

@@ -7,13 +7,14 @@ the shards as a ring does. Zigzag shards are what PyTorch calls load balancing.
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.experimental._attention import set_rotate_method
 from torch.nn import functional
@@ -26,22 +27,29 @@ from real.node import Node
 _BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
+def attend(kernel: str, causal: bool, mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention of sharded ``[1, tokens, heads, head_dim]`` tensors on the ranks of a mesh, the first one asked for."""
+    _enter(mesh)
+    backend = _BACKENDS.get(kernel, SDPBackend.FLASH_ATTENTION)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(backend):
+            out = functional.scaled_dot_product_attention(
+                *heads_first, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
+            )
+        return out.transpose(1, 2)
+
+    return call
+
+
 class ContextParallelRunner(AutogradRunner):
     """Sets PyTorch's global options before each call."""
 
     def __init__(self, scenario: Scenario, pass_: str, node: Node, *, rotate: str, balanced: bool) -> None:
-        causal, backend = scenario.mask_name == "causal", _BACKENDS.get(scenario.kernel, SDPBackend.FLASH_ATTENTION)
         self.rotate, self.balanced = rotate, balanced
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            with sdpa_kernel(backend):
-                shares = q.shape[2] != k.shape[2]
-                out = functional.scaled_dot_product_attention(*heads_first, is_causal=causal, enable_gqa=shares)
-            return out.transpose(1, 2)
-
-        _enter(node.device.type, node.size)
-        super().__init__(attend, [x[None] for x in shards(scenario, node)], pass_)
+        call = attend(scenario.kernel, scenario.mask_name == "causal", _mesh(node.device.type, node.size))
+        super().__init__(call, [x[None] for x in shards(scenario, node)], pass_)
 
     def prepare(self) -> None:
         self._set_options()
@@ -71,14 +79,15 @@ def make(scenario: Scenario, pass_: str, node: Node) -> ContextParallelRunner:
     return ContextParallelRunner(scenario, pass_, node, rotate=rotate, balanced=balanced)
 
 
+_mesh = cache(lambda device, num_ranks: init_device_mesh(device, (num_ranks,)))
+
+
 @cache
-def _enter(device: str, num_ranks: int) -> ExitStack:
-    """Enters the context once and for good: it patches scaled_dot_product_attention, and backward needs it, too."""
-    stack, some = ExitStack(), torch.zeros(2 * num_ranks, device=device)
-    mesh = init_device_mesh(device, (num_ranks,))
+def _enter(mesh: DeviceMesh) -> None:
+    """Enters the context for good: it patches scaled_dot_product_attention, and backward needs it, too."""
+    stack, some = ExitStack(), torch.zeros(2 * mesh.size(), device=mesh.device_type)
     stack.enter_context(context_parallel(mesh, buffers=[some], buffer_seq_dims=[0], no_restore_buffers={some}))
     atexit.register(stack.close)
-    return stack
 
 
 def _options() -> Any:

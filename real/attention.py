@@ -63,30 +63,34 @@ def prepare(
     )  # fmt: skip
 
 
-def forward(kernel: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def forward(
+    kernel: str, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, call: Call, out_THD: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Attention of every sequence in the call.
 
     Args:
         kernel: one of KERNELS.
-        q_THD: queries; k_TKD, v_TKD: keys and values, packed as the call says.
+        q_THD: queries; k_TKD, v_TKD: keys and values, packed as the call says; heads of one token are contiguous.
         call: from `prepare`.
+        out_THD: receives the output where given; PyTorch's kernels need a copy for that.
 
     Returns:
         out_THD in the dtype of q and lse_HT in fp32 (fp64 for `math` on fp64).
     """
-    return _KERNELS[kernel][0](q_THD, k_TKD, v_TKD, call)
+    return _KERNELS[kernel][0](q_THD, k_TKD, v_TKD, call, out_THD)
 
 
 def backward(
     kernel: str,
     dout_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, lse_HT: Tensor,
-    call: Call,
+    call: Call, grads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients (dq_THD, dk_TKD, dv_TKD) for given output and log-sum-exp, which may cover more keys than the call.
 
     That is what a ring step needs: `out_THD` and `lse_HT` are those of the whole softmax, keys only one block.
+    `grads` receive them where given; PyTorch's kernels need copies for that.
     """
-    return _KERNELS[kernel][1](dout_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, call)
+    return _KERNELS[kernel][1](dout_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, call, grads)
 
 
 def kernel_version(kernel: str) -> str:
@@ -104,38 +108,57 @@ def kernel_version(kernel: str) -> str:
         return "unpackaged build"
 
 
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+def _placed(made: Tensor, into: Tensor | None) -> Tensor:
+    """The result of a kernel that allocates its own output, where the caller wants it."""
+    return made if into is None else into.copy_(made)
+
+
+def _all_placed(made: Grads, into: Grads | None) -> Grads:
+    if into is None:
+        return made
+    dq, dk, dv = (_placed(m, i) for m, i in zip(made, into, strict=True))
+    return dq, dk, dv
+
+
 # --- flash-attn 2: the compiled extension itself, which both its Python interfaces end in ---
 
 
-def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _fa2_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
     import flash_attn_2_cuda as ext
 
     scale = q.shape[-1] ** -0.5
     if call.varlen:
         out, lse, *_ = ext.varlen_fwd(
-            q, k, v, None, call.cu_q, call.cu_k, None, None, None, None, call.max_q, call.max_k,
+            q, k, v, into, call.cu_q, call.cu_k, None, None, None, None, call.max_q, call.max_k,
             0.0, scale, False, call.causal, -1, -1, 0.0, False, None,
         )  # fmt: skip
         return out, lse
-    out, lse, *_ = ext.fwd(q[None], k[None], v[None], None, None, 0.0, scale, call.causal, -1, -1, 0.0, False, None)
+    target = None if into is None else into[None]
+    out, lse, *_ = ext.fwd(q[None], k[None], v[None], target, None, 0.0, scale, call.causal, -1, -1, 0.0, False, None)
     return out[0], lse[0]
 
 
 def _fa2_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     import flash_attn_2_cuda as ext
 
     scale = q.shape[-1] ** -0.5
     if call.varlen:
         dq, dk, dv, _ = ext.varlen_bwd(
-            dout, q, k, v, out, lse, None, None, None, call.cu_q, call.cu_k, None, call.max_q, call.max_k,
+            dout, q, k, v, out, lse, *(into or (None,) * 3), call.cu_q, call.cu_k, None, call.max_q, call.max_k,
             0.0, scale, False, call.causal, -1, -1, 0.0, False, None, None,
         )  # fmt: skip
         return dq, dk, dv
     dq, dk, dv, _ = ext.bwd(
-        dout[None], q[None], k[None], v[None], out[None], lse[None], None, None, None, None,
-        0.0, scale, call.causal, -1, -1, 0.0, False, None, None,
+        dout[None], q[None], k[None], v[None], out[None], lse[None],
+        *((None,) * 3 if into is None else (g[None] for g in into)), None, 0.0, scale, call.causal,
+        -1, -1, 0.0, False, None, None,
     )  # fmt: skip
     return dq[0], dk[0], dv[0]
 
@@ -143,63 +166,73 @@ def _fa2_backward(
 # --- flash-attn 4: the functions under its autograd wrappers, because those cannot take a given lse ---
 
 
-def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _fa4_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     if call.varlen:
         out, lse, *_ = _flash_attn_fwd(
             q, k, v, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q,
-            max_seqlen_k=call.max_k, causal=call.causal, return_lse=True,
+            max_seqlen_k=call.max_k, causal=call.causal, return_lse=True, out=into,
         )  # fmt: skip
         return out, lse
-    out, lse, *_ = _flash_attn_fwd(q[None], k[None], v[None], causal=call.causal, return_lse=True)
+    target = None if into is None else into[None]
+    out, lse, *_ = _flash_attn_fwd(q[None], k[None], v[None], causal=call.causal, return_lse=True, out=target)
     return out[0], lse[0]
 
 
 def _fa4_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_bwd
 
+    dq, dk, dv = into or (None,) * 3
     if call.varlen:
         dq, dk, dv = _flash_attn_bwd(
             q, k, v, out, dout, lse, causal=call.causal, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k,
-            max_seqlen_q=call.max_q, max_seqlen_k=call.max_k,
+            max_seqlen_q=call.max_q, max_seqlen_k=call.max_k, dq=dq, dk=dk, dv=dv,
         )[:3]  # fmt: skip
         return dq, dk, dv
-    dq, dk, dv = _flash_attn_bwd(q[None], k[None], v[None], out[None], dout[None], lse[None], causal=call.causal)[:3]
+    if into is not None:
+        dq, dk, dv = (g[None] for g in into)
+    dq, dk, dv = _flash_attn_bwd(
+        q[None], k[None], v[None], out[None], dout[None], lse[None], causal=call.causal, dq=dq, dk=dk, dv=dv
+    )[:3]
     return dq[0], dk[0], dv[0]
 
 
 # --- PyTorch's flash kernel (a copy of flash-attn 2) ---
 
 
-def _sdpa_flash_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _sdpa_flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
     if call.varlen:
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, call.causal, False
         )
-        return out, lse
+        return _placed(out, into), lse
     out, lse, *_ = aten._flash_attention_forward(
         q[None], k[None], v[None], None, None, call.max_q, call.max_k, 0.0, call.causal, False
     )
-    return out[0], lse[0]
+    return _placed(out[0], into), lse[0]
 
 
 def _sdpa_flash_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.empty(2, dtype=torch.int64, device=q.device)  # dropout state; there is no dropout
     if call.varlen:
         dq, dk, dv = aten._flash_attention_backward(
             dout, q, k, v, out, lse, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, call.causal, unused, unused
         )
-        return dq, dk, dv
+        return _all_placed((dq, dk, dv), into)
     dq, dk, dv = aten._flash_attention_backward(
         dout[None], q[None], k[None], v[None], out[None], lse[None], None, None, call.max_q, call.max_k,
         0.0, call.causal, unused, unused,
     )  # fmt: skip
-    return dq[0], dk[0], dv[0]
+    return _all_placed((dq[0], dk[0], dv[0]), into)
 
 
 # --- cuDNN through PyTorch: dense calls; a causal mask only with equal lengths (it aligns to the top left) ---
@@ -219,16 +252,18 @@ def _heads_first(x: Tensor) -> Tensor:
     return x[None].transpose(1, 2)
 
 
-def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
     _check_cudnn(call)
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         _heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, call.causal, False
     )
-    return out.transpose(1, 2)[0], lse.reshape(q.shape[1], q.shape[0])
+    return _placed(out.transpose(1, 2)[0], into), lse.reshape(q.shape[1], q.shape[0])
 
 
 def _cudnn_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_cudnn(call)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout seed and offset; there is no dropout
@@ -238,7 +273,7 @@ def _cudnn_backward(
         0.0, call.causal,
     )  # fmt: skip
     dq, dk, dv = (g.transpose(1, 2)[0] for g in grads)
-    return dq, dk, dv
+    return _all_placed((dq, dk, dv), into)
 
 
 # --- plain PyTorch ---
@@ -264,8 +299,10 @@ def _math_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return scores
 
 
-def _math_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    out, lses = torch.empty_like(q), []
+def _math_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    out, lses = torch.empty_like(q) if into is None else into, []
     for at_q, at_k in _math_slices(call):
         scores = _math_scores(q[at_q], k[at_k], call.causal)
         lse = scores.logsumexp(dim=-1)
@@ -277,9 +314,9 @@ def _math_forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, 
 
 
 def _math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
     for at_q, at_k in _math_slices(call):
         scores = _math_scores(q[at_q], k[at_k], call.causal)

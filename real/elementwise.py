@@ -8,6 +8,8 @@ Bytes moved (read and written) of each, for tensors of n elements of `out`, besi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -46,6 +48,133 @@ def merge(acc_THD: Tensor, lse_HT: Tensor, part_THD: Tensor, part_lse_HT: Tensor
         acc_THD, lse_HT, part_THD, part_lse_HT, out_THD, num_tokens, num_heads * head_dim,
         lse_HT.stride(0), part_lse_HT.stride(0), head_dim, tokens,
     )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sum:
+    """Tables of `sum_rows`; offsets [N] int32 count heads of D elements from the start of memory, -1: none."""
+
+    width: int
+    """Heads of every row."""
+    source: Tensor
+    """[S, N]: what is added."""
+    source_wide: bool
+    """Whether sources are in the accumulators' dtype."""
+    old: tuple[Tensor | None, Tensor | None]
+    """What is added to, in the working dtype and in the accumulators' dtype."""
+    target: tuple[Tensor | None, Tensor | None]
+    """Where the sum goes, in either dtype."""
+
+
+def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum) -> None:
+    """target = old + sum of sources, row by row, summed in the accumulators' dtype: copies, casts and gradients.
+
+    Args:
+        narrow_ND: memory in the working dtype, one head a row.
+        wide_ND: the same memory in the accumulators' dtype.
+        tables: which rows.
+    """
+    dim, count = narrow_ND.shape[1], tables.source.shape[1]
+    if count == 0:
+        return
+    base = wide_ND if tables.source_wide else narrow_ND
+    if not narrow_ND.is_cuda:
+        total = sum(_take(base, source, tables.width) for source in tables.source)
+        for memory, old in zip((narrow_ND, wide_ND), tables.old, strict=True):
+            total = total if old is None else total + _take(memory, old, tables.width)
+        for memory, target in zip((narrow_ND, wide_ND), tables.target, strict=True):
+            if target is not None:
+                _put(memory, target, tables.width, total)
+        return
+    columns = tables.width * dim
+    block = min(1024, triton.next_power_of_2(columns))
+    rows = max(1, 4096 // block)
+    spare = tables.source
+    given = [t is not None for t in (*tables.old, *tables.target)]
+    _sum_kernel[(triton.cdiv(count, rows), triton.cdiv(columns, block))](
+        base, narrow_ND, wide_ND, tables.source,
+        *(spare if t is None else t for t in (*tables.old, *tables.target)),
+        count, dim, columns, len(tables.source), *given, rows, block,
+    )  # fmt: skip
+
+
+def _take(memory: Tensor, rows: Tensor, width: int) -> Tensor:
+    """[N, width * D] of the rows that start at these heads; zeros where there is none."""
+    at = rows.long()[:, None] + torch.arange(width)
+    return torch.where((at >= 0)[..., None] & (rows >= 0)[:, None, None], memory[at.clamp(min=0)], 0).flatten(1)
+
+
+def _put(memory: Tensor, rows: Tensor, width: int, values: Tensor) -> None:
+    there = rows >= 0
+    at = rows[there].long()[:, None] + torch.arange(width)
+    memory[at] = values[there].unflatten(1, (width, -1)).to(memory.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """Tables of `merge_rows`; offsets [N] int32 count heads of D elements from the start of memory, -1: none."""
+
+    num_heads: int
+    part: Tensor
+    """The partial output's rows."""
+    part_column: Tensor
+    """Their columns in its log-sum-exp."""
+    old: tuple[Tensor | None, Tensor | None]
+    """The accumulator's rows, in the working dtype and in the accumulators' dtype; in neither: nothing yet."""
+    target: tuple[Tensor | None, Tensor | None]
+    """Where merged rows go."""
+    column: Tensor
+    """Their columns in the log-sum-exp."""
+
+
+def merge_rows(narrow_ND: Tensor, wide_ND: Tensor, lse_HT: Tensor, part_lse_HT: Tensor, tables: Merge) -> None:
+    """Merges rows of a partial attention result into rows of an accumulator by log-sum-exp, in place.
+
+    out = old exp(lse - new) + part exp(part_lse - new), new = log(exp lse + exp part_lse).
+
+    Args:
+        narrow_ND: memory in the working dtype, one head a row.
+        wide_ND: the same memory in the accumulators' dtype.
+        lse_HT: log-sum-exp of the accumulator, updated.
+        part_lse_HT: log-sum-exp of the partial result.
+        tables: which rows.
+
+    Reference: Liu, Zaharia, Abbeel, Ring Attention (2023); Dao, FlashAttention-2 (2023), section 3.1.
+    Differs: rows may change from the working dtype to the accumulators' and back as they are merged.
+    """
+    count, heads = len(tables.part), tables.num_heads
+    if count == 0:
+        return
+    if not narrow_ND.is_cuda:
+        _merge_on_cpu(narrow_ND, wide_ND, lse_HT, part_lse_HT, tables)
+        return
+    tokens = 16
+    given = [t is not None for t in (*tables.old, *tables.target)]
+    _merge_rows_kernel[(triton.cdiv(count, tokens), heads)](
+        narrow_ND, wide_ND, lse_HT, part_lse_HT, tables.part, tables.part_column, tables.column,
+        *(tables.part if t is None else t for t in (*tables.old, *tables.target)),
+        count, lse_HT.stride(0), part_lse_HT.stride(0), *given, narrow_ND.shape[1], tokens,
+    )  # fmt: skip
+
+
+def _merge_on_cpu(narrow: Tensor, wide: Tensor, lse: Tensor, part_lse: Tensor, tables: Merge) -> None:
+    heads, column = tables.num_heads, tables.column.long()
+    part, total = _take(narrow, tables.part, heads), torch.zeros(())
+    there = torch.zeros(len(column), dtype=torch.bool)
+    for memory, old in zip((narrow, wide), tables.old, strict=True):
+        if old is not None:
+            total, there = total + _take(memory, old, heads), there | (old >= 0)
+    before = torch.where(there, lse[:, column], float("-inf"))
+    added = part_lse[:, tables.part_column.long()]
+    new = torch.logaddexp(before, added)
+    finite = new.nan_to_num(neginf=0.0)  # a row that has seen no key yet keeps the weights 0, not NaN
+    weight = [torch.exp(x - finite).T[..., None] for x in (before, added)]
+    merged = total.unflatten(-1, (heads, -1)) * weight[0] if there.any() else 0.0
+    merged = merged + part.unflatten(1, (heads, -1)) * weight[1]
+    lse[:, column] = new
+    for memory, target in zip((narrow, wide), tables.target, strict=True):
+        if target is not None:
+            _put(memory, target, heads, merged.flatten(1))
 
 
 def accumulate(acc: Tensor, x: Tensor) -> None:
@@ -102,6 +231,76 @@ if triton is not None:
         merged = x * tl.exp(old - finite)[:, None] + y * tl.exp(new_part - finite)[:, None]
         tl.store(out + at, merged.to(out.dtype.element_ty), mask=inside[:, None])
         tl.store(lse + head * lse_stride + t, new, mask=inside)
+
+    @triton.jit
+    def _sum_kernel(
+        base, narrow, wide, source, old_narrow, old_wide, to_narrow, to_wide, count, dim: tl.constexpr,
+        columns: tl.constexpr, num_sources: tl.constexpr, has_old_narrow: tl.constexpr, has_old_wide: tl.constexpr,
+        has_to_narrow: tl.constexpr, has_to_wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+    ):  # fmt: skip
+        row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
+        col = (tl.program_id(1) * block + tl.arange(0, block))[None, :]
+        inside, within = row < count, col < columns
+        total = tl.zeros((rows, block), tl.float32)
+        for s in tl.static_range(num_sources):
+            at = tl.load(source + s * count + row, mask=inside, other=-1)
+            there = (at >= 0)[:, None] & within
+            total += tl.load(base + at.to(tl.int64)[:, None] * dim + col, mask=there, other=0.0).to(tl.float32)
+        if has_old_narrow:
+            at = tl.load(old_narrow + row, mask=inside, other=-1)
+            there = (at >= 0)[:, None] & within
+            total += tl.load(narrow + at.to(tl.int64)[:, None] * dim + col, mask=there, other=0.0).to(tl.float32)
+        if has_old_wide:
+            at = tl.load(old_wide + row, mask=inside, other=-1)
+            there = (at >= 0)[:, None] & within
+            total += tl.load(wide + at.to(tl.int64)[:, None] * dim + col, mask=there, other=0.0)
+        if has_to_narrow:
+            at = tl.load(to_narrow + row, mask=inside, other=-1)
+            there = (at >= 0)[:, None] & within
+            tl.store(narrow + at.to(tl.int64)[:, None] * dim + col, total.to(narrow.dtype.element_ty), mask=there)
+        if has_to_wide:
+            at = tl.load(to_wide + row, mask=inside, other=-1)
+            there = (at >= 0)[:, None] & within
+            tl.store(wide + at.to(tl.int64)[:, None] * dim + col, total, mask=there)
+
+    @triton.jit
+    def _merge_rows_kernel(
+        narrow, wide, lse, part_lse, part, part_column, column, old_narrow, old_wide, to_narrow, to_wide, count,
+        lse_stride, part_lse_stride, has_old_narrow: tl.constexpr, has_old_wide: tl.constexpr,
+        has_to_narrow: tl.constexpr, has_to_wide: tl.constexpr, dim: tl.constexpr, tokens: tl.constexpr,
+    ):  # fmt: skip
+        i = tl.program_id(0) * tokens + tl.arange(0, tokens)
+        inside = i < count
+        head = tl.program_id(1)
+        d = (head * dim + tl.arange(0, dim))[None, :]
+        at = tl.load(part + i, mask=inside, other=0).to(tl.int64)
+        y = tl.load(narrow + at[:, None] * dim + d, mask=inside[:, None], other=0.0).to(tl.float32)
+        x = tl.zeros((tokens, dim), tl.float32)
+        known = tl.zeros((tokens,), tl.int1)
+        if has_old_narrow:
+            at = tl.load(old_narrow + i, mask=inside, other=-1).to(tl.int64)
+            known = known | (at >= 0)
+            x += tl.load(narrow + at[:, None] * dim + d, mask=(at >= 0)[:, None], other=0.0).to(tl.float32)
+        if has_old_wide:
+            at = tl.load(old_wide + i, mask=inside, other=-1).to(tl.int64)
+            known = known | (at >= 0)
+            x += tl.load(wide + at[:, None] * dim + d, mask=(at >= 0)[:, None], other=0.0)
+        own = lse + head * lse_stride + tl.load(column + i, mask=inside, other=0)
+        old = tl.load(own, mask=inside & known, other=float("-inf"))
+        at_part = tl.load(part_column + i, mask=inside, other=0)
+        added = tl.load(part_lse + head * part_lse_stride + at_part, mask=inside, other=float("-inf"))
+        top = tl.maximum(old, added)
+        top = tl.where(top == float("-inf"), 0.0, top)  # a row that has seen no key yet: weights 0, not NaN
+        new = top + tl.log(tl.exp(old - top) + tl.exp(added - top))
+        finite = tl.where(new == float("-inf"), 0.0, new)
+        merged = x * tl.exp(old - finite)[:, None] + y * tl.exp(added - finite)[:, None]
+        tl.store(own, new, mask=inside)
+        if has_to_narrow:
+            at = tl.load(to_narrow + i, mask=inside, other=-1).to(tl.int64)
+            tl.store(narrow + at[:, None] * dim + d, merged.to(narrow.dtype.element_ty), mask=(at >= 0)[:, None])
+        if has_to_wide:
+            at = tl.load(to_wide + i, mask=inside, other=-1).to(tl.int64)
+            tl.store(wide + at[:, None] * dim + d, merged, mask=(at >= 0)[:, None])
 
     @triton.jit
     def _accumulate_kernel(acc, x, n, block: tl.constexpr):

@@ -1,0 +1,97 @@
+"""Compares the executor with dense attention on this machine's GPUs, every kernel, strategy, mask and pass.
+
+    torchrun --nproc-per-node 4 -m real.check_executor --kernels fa2,fa4,cudnn,sdpa_flash
+
+Prints the largest error of every case relative to the largest value, as bf16 leaves it (some 1e-2), and ends with
+status 1 where one is larger than `WORST`. The oracle is plain PyTorch attention in fp32 on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from cpsim.errors import InfeasibleError
+from cpsim.scenario import Scenario, scenario_from
+from cpsim.workload import Workload
+from real import attention
+from real.implementations.cpsim import make
+from real.node import Node
+
+WORST = 3e-2
+CASES = (
+    ("none", {}), ("ring", {}), ("zigzag_ring", {"zigzag": "document"}), ("zigzag_ring", {"zigzag": "sequence"}),
+    ("ulysses", {}), ("ulysses", {"head_groups": 2}), ("allgather", {"layout": "contiguous"}),
+    ("allgather", {"layout": "zigzag", "heads_per_gather": 1}), ("allgather", {"layout": "document_zigzag"}),
+)  # fmt: skip
+MASKS = (("causal", None), ("full", None), ("causal_document", (700, 36, 1312)), ("full_document", (700, 36, 1312)))
+
+
+def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random q, kv and dout, and out (log-sum-exp last), dq and dkv of them, as `Executor.load` takes them."""
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, dim = workload.num_tokens, workload.num_heads, workload.num_kv_heads, workload.head_dim
+
+    def random(count: int, width: int) -> torch.Tensor:
+        return torch.randn(tokens, count, width, device=device).bfloat16().float()
+
+    q, kv, dout = random(heads, dim), random(kv_heads, 2 * dim), random(heads, dim)
+    k, v = kv[..., :dim].contiguous(), kv[..., dim:].contiguous()
+    documents = workload.documents if workload.mask.endswith("document") else (tokens,)
+    causal = workload.mask.startswith("causal")
+    call = attention.prepare(documents, documents, causal=causal, device=device, varlen=True)
+    out, lse = attention.forward("math", q, k, v, call)
+    dq, dk, dv = attention.backward("math", dout, q, k, v, out, lse, call)
+    return {
+        "q": q, "kv": kv, "dout": dout, "out": torch.cat([out, lse.T[..., None]], 2), "o": out, "dq": dq,
+        "dkv": torch.cat([dk, dv], 2),
+    }  # fmt: skip
+
+
+def error(scenario: Scenario, pass_: str, node: Node, given: dict[str, torch.Tensor]) -> float:
+    """Largest difference of this rank's results from dense attention, relative to the largest value."""
+    executor = make(scenario, pass_, node).executor  # type: ignore[arg-type]
+    executor.load(given)
+    worst = 0.0
+    for _ in range(2):
+        executor.launch()
+        node.synchronize()
+        for tensor, tokens, heads, values in executor.results():
+            wanted = given[tensor][torch.from_numpy(tokens).to(node.device)][:, heads]
+            worst = max(worst, float((values.float() - wanted).abs().max() / wanted.abs().max()))
+    return worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kernels", default="fa2,fa4,cudnn,sdpa_flash")
+    parser.add_argument("--cpu", action="store_true")
+    args = parser.parse_args()
+    failed = 0
+    with Node(cpu=args.cpu) as node:
+        for mask, documents in MASKS:
+            base = {
+                "gpus": node.size, "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": 2048, "mask": mask,
+                "heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bf16", "pass": "fwd",
+            }  # fmt: skip
+            base |= {"documents": list(documents)} if documents else {}
+            given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)
+            for kernel in args.kernels.split(","):
+                for strategy, knobs in CASES:
+                    scenario = scenario_from(base | {"strategy": strategy, "knobs": knobs, "kernel": kernel})
+                    for pass_ in ("fwd", "bwd"):
+                        try:
+                            worst = max(node.gather(error(scenario, pass_, node, given)))
+                        except InfeasibleError:
+                            continue
+                        failed += not worst <= WORST
+                        if node.rank == 0:
+                            flag = "" if worst <= WORST else "  <-- too large"
+                            print(f"{kernel:10s} {strategy} {knobs} {mask} {pass_}: {worst:.1e}{flag}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

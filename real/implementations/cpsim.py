@@ -1,0 +1,44 @@
+"""cpsim's own executor as a runner: the plan that predictions are made from, on this rank."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpsim.models.kernels import check_calls
+from cpsim.scenario import Scenario
+from cpsim.schedule import ATTENTION_KINDS, Pass
+from cpsim.strategies import plan
+from cpsim.tiles import sequences
+from real.executor import Executor
+from real.node import Node
+
+
+class ScheduleRunner:
+    """Launches a schedule; there is nothing to prepare, since its inputs stay."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.executor = executor
+
+    def prepare(self) -> None:
+        """Nothing: a backward schedule is given the forward pass's results."""
+
+    def launch(self) -> None:
+        """One run."""
+        self.executor.launch()
+
+
+def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
+    """One pass of a scenario on this rank, on random tensors; plain PyTorch attention where there is no GPU.
+
+    Raises:
+        InfeasibleError: the strategy or the kernel cannot run the case.
+    """
+    workload, cluster = scenario.workload(), scenario.resolve_cluster()
+    schedule = plan(str(scenario.strategy), workload, cluster, pass_, scenario.knobs)
+    if node.cuda:
+        used = np.zeros(len(schedule.tiles.area), np.bool_)
+        used[schedule.tile[np.isin(schedule.kind, ATTENTION_KINDS)]] = True
+        check_calls(scenario.kernel, workload.dtype, sequences(schedule.tiles), used)
+    executor = Executor(schedule, workload, node, scenario.kernel if node.cuda else "math")
+    executor.fill(seed=node.rank)
+    return ScheduleRunner(executor)

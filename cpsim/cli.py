@@ -233,6 +233,44 @@ def _show_runs(out: Path, as_json: bool) -> None:
 
 
 @app.command()
+def validate(
+    files: Annotated[list[Path], typer.Argument(metavar="[PREDICTIONS] RUNS", help="Without predictions: made now.")],
+    as_json: Json = False,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file; it opens offline.")] = None,
+    cases: Annotated[int, typer.Option(min=0, help="Cases to list, worst first.")] = 20,
+) -> None:
+    """Set predictions beside real runs: errors, bias, intervals, and whether the best was the best."""
+    from cpsim.comparison import compare, load_predictions, predict_runs
+    from cpsim.report.comparison import comparison_record, comparison_view, left_out
+    from cpsim.runs import load_runs
+
+    if len(files) > 2:
+        raise CpsimError(f"validate: expected predictions and runs, or runs alone, got {len(files)} files")
+    _check_writable(html)
+    runs = load_runs(files[-1])
+    if len(files) == 2:
+        predictions = load_predictions(files[0])
+    else:
+        with _progress("Predicting") as progress:
+            predictions = predict_runs(runs, progress)
+    comparison = compare(predictions, runs)
+    if as_json:
+        print(json.dumps(comparison_record(comparison), indent=1))
+    else:
+        _stdout().print(comparison_view(comparison, cases))
+    left = left_out(comparison)
+    for line in left[:20]:
+        print(f"cpsim: not compared: {line}", file=sys.stderr)
+    if len(left) > 20:
+        print(f"cpsim: and {len(left) - 20} more that could not be compared", file=sys.stderr)
+    if html:
+        from cpsim.report.comparison_html import write_comparison
+
+        write_comparison(html, comparison)
+        print(f"Page written to {html}", file=sys.stderr)
+
+
+@app.command()
 def fit(
     measurements: Annotated[list[Path], typer.Argument(help="Files of raw measurements.")],
     out: Annotated[Path, typer.Option(help="Write the profile to this file; its name is the profile's.")],

@@ -37,4 +37,4 @@ class Runner:
 
 
 if __name__ == "__main__":
-    main(make=lambda scenario, pass_, node, trace=False: Runner(scenario, pass_, node))
+    main(make=Runner)

@@ -49,7 +49,8 @@ COLUMNS: Final = 1500
 """Bars of a timeline that are closer together than the span over this number are drawn as one."""
 
 
-def _styled(figure: Any, height: int) -> Any:
+def styled(figure: Any, height: int) -> Any:
+    """The figure in the house style."""
     figure.update_layout(
         template="plotly_white",
         height=height,
@@ -102,7 +103,7 @@ def bars(advice: Advice) -> Any:
     figure.update_layout(barmode="stack")
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_xaxes(title="time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3])
-    return _styled(figure, 140 + 46 * len(candidates))
+    return styled(figure, 140 + 46 * len(candidates))
 
 
 def lengths(predictions: Iterable[Prediction]) -> Any:
@@ -141,7 +142,7 @@ def lengths(predictions: Iterable[Prediction]) -> Any:
     ticks = sorted({point.scenario.num_tokens for points in lines.values() for point in points})
     figure.update_xaxes(type="log", title="total tokens", tickvals=ticks, ticktext=[format_count(t) for t in ticks])
     figure.update_yaxes(type="log", title="time, forward and backward [ms]", dtick="D2")
-    return _styled(figure, 520)
+    return styled(figure, 520)
 
 
 def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
@@ -176,7 +177,7 @@ def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
             f", drawn as {format_count(num_drawn)} bars: neighbours of one kind that together are shorter "
             f"than 1/{COLUMNS} of the span share a bar"
         )
-    return _styled(figure, 150 + 26 * len(lanes)), words
+    return styled(figure, 150 + 26 * len(lanes)), words
 
 
 def _order(row: dict[str, Any]) -> tuple[int, int]:

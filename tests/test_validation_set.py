@@ -1,0 +1,56 @@
+"""The validation set: what its generator says, large and varied enough, and everything of ours can run."""
+
+import importlib.util
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from cpsim.comparison import group_key
+from cpsim.prediction import Prediction
+from cpsim.predictor import predict_many
+from cpsim.runs import case_key
+from cpsim.scenario import scenario_from
+
+ROOT = Path(__file__).parent.parent
+
+
+def generator():
+    spec = importlib.util.spec_from_file_location("cases_of_validation", ROOT / "validation" / "cases.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def scenarios(name):
+    return [scenario_from(json.loads(line)) for line in (ROOT / "validation" / name).read_text().splitlines()]
+
+
+def test_files_are_what_the_generator_writes():
+    for path, text in generator().files().items():
+        assert path.read_text() == text, "run python validation/cases.py"
+
+
+@pytest.mark.parametrize(("name", "num_cases"), [("cases.jsonl", 150), ("emulated.jsonl", 20)])
+def test_every_case_is_there_once(name, num_cases):
+    keys = Counter(case_key(scenario) for scenario in scenarios(name))
+    assert len(keys) >= num_cases
+    assert max(keys.values()) == 1
+
+
+def test_the_set_is_varied():
+    found = scenarios("cases.jsonl")
+    assert {s.gpus for s in found} == {1, 2, 4}
+    assert {s.mask_name for s in found} == {"full", "causal", "full_document", "causal_document"}
+    assert {s.implementation for s in found} == {"cpsim", "ring-flash-attn", "yunchang", "torch"}
+    assert {s.strategy for s in found} == {"none", "ulysses", "ring", "zigzag_ring", "allgather"}
+    assert {s.num_tokens // s.gpus for s in found} >= {1024 * 2**i for i in range(7)}
+    choices = Counter(group_key(s) for s in found)
+    assert sum(count >= 2 for count in choices.values()) >= 30
+
+
+def test_our_executor_can_run_all_of_its_cases():
+    ours = [s for name in ("cases.jsonl", "emulated.jsonl") for s in scenarios(name) if s.implementation == "cpsim"]
+    results = predict_many(ours, jobs=2)
+    assert [str(r) for r in results if not isinstance(r, Prediction)] == []

@@ -1,0 +1,154 @@
+"""Writes the validation set: cases.jsonl (one machine of four H200) and emulated.jsonl (two emulated nodes of two).
+
+    python validation/cases.py
+
+Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
+What it takes to run them, about 7 and 1 minutes:
+
+    cpsim run validation/cases.jsonl --seconds 0.3 --out validation/h200.jsonl
+    cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/h200-emulated.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+K = 1024
+
+Case = dict[str, Any]
+ULYSSES: Case = {"strategy": "ulysses"}
+RING: Case = {"strategy": "ring"}
+ZIGZAG: Case = {"strategy": "zigzag_ring", "knobs": {"zigzag": "document"}}
+ZIGZAG_SEQUENCE: Case = {"strategy": "zigzag_ring", "knobs": {"zigzag": "sequence"}}
+GATHER: Case = {"strategy": "allgather", "knobs": {"layout": "contiguous"}}
+GATHER_ZIGZAG: Case = {"strategy": "allgather", "knobs": {"layout": "zigzag"}}
+GATHER_DOCUMENT: Case = {"strategy": "allgather", "knobs": {"layout": "document_zigzag"}}
+GATHER_HEADS: Case = {"strategy": "allgather", "knobs": {"layout": "zigzag", "heads_per_gather": 2}}
+EVERY = (ULYSSES, ZIGZAG, RING, GATHER_ZIGZAG, GATHER_HEADS)
+BALANCED = (ULYSSES, ZIGZAG, GATHER_ZIGZAG)
+FLAT = (ULYSSES, RING, GATHER)
+BY_DOCUMENT = (ULYSSES, ZIGZAG, ZIGZAG_SEQUENCE, GATHER_DOCUMENT)
+THEIRS: Mapping[str, Sequence[Case]] = {
+    "ring-flash-attn": (ZIGZAG, RING, GATHER),
+    "yunchang": (ULYSSES,),
+}
+
+
+def problem(gpus: int, tokens_per_gpu: int, mask: str = "causal", heads: str = "32:8", **more: Any) -> Case:
+    """What to compute, without whom."""
+    num_heads, kv_heads = map(int, heads.split(":"))
+    cluster = {"cluster": "h200-4", "kernel": "fa4"}
+    shape = {"tokens_per_gpu": tokens_per_gpu, "mask": mask, "heads": num_heads, "kv_heads": kv_heads}
+    return {"gpus": gpus, **cluster, **shape, **more}
+
+
+def lengths(gpus: int, tokens_per_gpu: int) -> list[int]:
+    """Uneven documents, all multiples of 64 tokens: one of half of all tokens, then shorter and shorter ones."""
+    left, found = gpus * tokens_per_gpu, []
+    while left > 2 * K:
+        found.append(left // 2 // 64 * 64)
+        left -= found[-1]
+    return [*found, left]
+
+
+def drawn(seed: int) -> Case:
+    """Documents of long-context training data."""
+    return {"distribution": "prolong64k", "seed": seed}
+
+
+def ours() -> Iterator[Case]:
+    """Our executor."""
+    for tokens in (1, 2, 4, 8, 16, 32, 64):
+        few = (ULYSSES, ZIGZAG, GATHER_ZIGZAG) if tokens == 64 else EVERY
+        yield from each(problem(4, tokens * K), few)
+    for tokens in (1, 4, 16, 64):
+        yield from each(problem(2, tokens * K), (ULYSSES, ZIGZAG, RING, GATHER_ZIGZAG))
+    for tokens in (2, 8, 32):
+        yield from each(problem(4, tokens * K, mask="full"), FLAT)
+        yield from each(problem(4, tokens * K, heads="32:32"), BALANCED)
+    for tokens in (4, 16, 64):
+        yield from each(problem(4, tokens * K, mask="causal_document", documents=drawn(tokens)), BY_DOCUMENT)
+    for tokens in (8, 32):
+        yield from each(problem(2, tokens * K, mask="causal_document", documents=drawn(tokens)), BY_DOCUMENT)
+    yield from each(problem(4, 8 * K, mask="causal_document", documents=lengths(4, 8 * K)), BY_DOCUMENT)
+    yield from each(problem(4, 8 * K, mask="full_document", documents=lengths(4, 8 * K)), FLAT)
+    for gpus, tokens in ((4, 1), (4, 2), (2, 1), (2, 2)):  # forward passes: less than a millisecond
+        yield from each(problem(gpus, tokens * K, **{"pass": "fwd"}), (ULYSSES, ZIGZAG, GATHER_ZIGZAG))
+    for tokens in (4, 16):
+        yield from each(problem(4, tokens * K, heads="16:4"), BALANCED)
+    for tokens in (1, 4, 16, 64):
+        yield from each(problem(1, tokens * K), ({"strategy": "none"},))
+    for kernel, ways in (("fa2", BALANCED), ("cudnn", (ULYSSES, ZIGZAG)), ("sdpa_flash", BALANCED)):
+        yield from each(problem(1, 16 * K, kernel=kernel), ({"strategy": "none"},))
+        yield from each(problem(4, 8 * K if kernel == "cudnn" else 4 * K, kernel=kernel), ways)
+    yield from each(problem(1, 8 * K, mask="full"), ({"strategy": "none"},))
+    yield from each(problem(1, 16 * K, mask="causal_document", documents=drawn(1)), ({"strategy": "none"},))
+    yield from each(problem(4, 2 * K, protocol="streamed"), BALANCED)
+
+
+def side_by_side() -> Iterator[Case]:
+    """Other people's code, and ours with the same kernel."""
+    for gpus, tokens in ((4, 2), (4, 8), (4, 32), (2, 4), (2, 16)):
+        yield from everyone(problem(gpus, tokens * K, kernel="fa2"))
+    for gpus in (2, 4):
+        yield from everyone(problem(gpus, 2 * K, kernel="fa2", **{"pass": "fwd"}))
+    yield from everyone(problem(4, 8 * K, kernel="fa2", heads="32:32"))
+    documents = problem(4, 8 * K, kernel="fa2", mask="causal_document", documents=lengths(4, 8 * K))
+    yield from each(documents, (ZIGZAG, GATHER))
+    yield from each(documents, (ZIGZAG, GATHER), "ring-flash-attn")
+    full = problem(4, 8 * K, kernel="fa2", mask="full")
+    yield from each(full, FLAT)
+    yield from each(full, (RING, GATHER), "ring-flash-attn")
+    yield from each(full, (ULYSSES,), "yunchang")
+    yield from each(problem(4, 1 * K, kernel="fa2"), (ZIGZAG,), "ring-flash-attn")
+    yield from each(problem(4, 1 * K, kernel="fa2"), (ULYSSES,), "yunchang")
+    for gpus, tokens in ((4, 2), (4, 8), (4, 32), (2, 4), (2, 16)):
+        yield from each(problem(gpus, tokens * K, kernel="sdpa_flash"), (ZIGZAG, GATHER_ZIGZAG), "torch")
+    yield from each(problem(4, 8 * K, kernel="cudnn"), (ZIGZAG, GATHER_ZIGZAG), "torch")
+    yield from each(problem(4, 8 * K, kernel="cudnn", mask="full"), (RING,), "torch")
+
+
+def emulated() -> Iterator[Case]:
+    """Two nodes of two GPUs, linked by sockets."""
+    nodes = {"cluster": "h200-2x2-sockets"}
+    for tokens in (2, 8, 32):
+        yield from each(problem(4, tokens * K) | nodes, (ULYSSES, ZIGZAG, GATHER_ZIGZAG, GATHER_HEADS))
+    yield from each(problem(4, 8 * K, mask="full") | nodes, FLAT)
+    documents = problem(4, 8 * K, mask="causal_document", documents=lengths(4, 8 * K))
+    yield from each(documents | nodes, (ULYSSES, ZIGZAG, GATHER_DOCUMENT))
+    yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ZIGZAG,), "ring-flash-attn")
+    yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ULYSSES,), "yunchang")
+
+
+def everyone(asked: Case) -> Iterator[Case]:
+    """A causal problem for all who can run it."""
+    yield from each(asked, (ULYSSES, ZIGZAG, RING, GATHER))
+    for implementation, ways in THEIRS.items():
+        yield from each(asked, ways, implementation)
+
+
+def each(asked: Case, ways: Sequence[Case], implementation: str = "cpsim") -> Iterator[Case]:
+    """A problem solved in several ways."""
+    return ({**way, "implementation": implementation, **asked} for way in ways)
+
+
+def text(cases: Iterator[Case]) -> str:
+    """JSON Lines, each case once."""
+    return "".join(dict.fromkeys(json.dumps(case) + "\n" for case in cases))
+
+
+def files() -> dict[Path, str]:
+    """What the set's files hold."""
+    return {
+        FOLDER / "cases.jsonl": text(case for part in (ours(), side_by_side()) for case in part),
+        FOLDER / "emulated.jsonl": text(emulated()),
+    }
+
+
+if __name__ == "__main__":
+    for path, content in files().items():
+        path.write_text(content, encoding="utf-8")

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from cpsim.cluster import presets
 from cpsim.errors import CpsimError, ProfileError
 from cpsim.files import read_documents
 from cpsim.prediction import Infeasible, Prediction
@@ -157,6 +158,8 @@ def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison
         used.add(run.key)
         if run.error is not None:
             failed.append((run.scenario, f"run: {run.error}"))
+        elif elsewhere := _other_gpu(run):
+            failed.append((run.scenario, elsewhere))
         elif found is None:
             unmatched.append((run.scenario, "measured, not predicted"))
         elif found.error is not None:
@@ -166,6 +169,16 @@ def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison
     unmatched += [(p.scenario, "predicted, not measured") for key, p in by_key.items() if key not in used]
     pairs.sort(key=lambda pair: -abs(pair.error))
     return Comparison(pairs=tuple(pairs), failed=tuple(failed), unmatched=tuple(unmatched))
+
+
+def _other_gpu(run: Run) -> str:
+    """Why a run says nothing about the GPU of its cluster; empty where it does."""
+    cluster, where = run.scenario.resolve_cluster(), str(run.header.get("gpu", ""))
+    known = {preset.gpu.name for preset in presets().values()}
+    named = {name for name in known if name in where.lower()}
+    if where != "cpu" and (cluster.gpu.name in named or not named or cluster.gpu.name not in known):
+        return ""
+    return f"run: measured on {where}, but {cluster.name} has {cluster.gpu.name}"
 
 
 def predict_runs(runs: Sequence[Run], progress: Callable[[int, int], None] | None = None) -> list[Predicted]:

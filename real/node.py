@@ -40,6 +40,8 @@ class Node:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._hosts = dist.new_group(backend="gloo") if self.cuda else dist.group.WORLD
         self._flag = torch.zeros(1, device=self.device)
+        self.traced = False
+        """Whether runners name every op for the profiler (`torch.profiler.record_function`)."""
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
 
     def __enter__(self) -> Node:

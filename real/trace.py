@@ -26,15 +26,16 @@ def trace_case(
     """Traces one iteration of every pass, after a warm-up, and writes one file on rank 0.
 
     Args:
-        scenario: the case; its runner wraps every op in `record_function` with the op's name (`trace=True`).
+        scenario: the case; our executor names every op for the profiler (`node.traced`), others only kernels.
         passes: its passes.
         node: this rank.
         make: makes runners.
         path: file to write; it opens beside the predicted trace.
     """
     rows: list[Row] = []
+    node.traced = True
     for pass_ in passes:
-        runner = make(scenario, pass_, node, trace=True)
+        runner = make(scenario, pass_, node)
         for _ in range(WARMUP):
             runner.prepare()
             runner.launch()

@@ -16,10 +16,10 @@ from cpsim.runs import Run
 from cpsim.scenario import scenario_from
 
 
-def run(seconds, error=None, **changes):
+def run(seconds, error=None, gpu="NVIDIA H200", **changes):
     scenario = scenario_from(CASE | {"pass": "fwd"} | changes)
     passes = {} if error else {"fwd": pass_run(seconds)}
-    return Run(scenario=scenario, passes=passes, error=error, header=HEADER)
+    return Run(scenario=scenario, passes=passes, error=error, header=HEADER | {"gpu": gpu})
 
 
 def predicted(seconds, error=None, spread=0.05, **changes):
@@ -117,6 +117,13 @@ def test_the_record_is_json_with_every_case(comparison):
     assert record["choices"][0]["predicted_best"]["strategy"] == "ulysses"
     assert len(record["failed"]) == len(record["unmatched"]) == 2
     assert {row["strategy"] for row in record["errors"]} == {"ring", "ulysses", "zigzag_ring"}
+
+
+def test_runs_on_another_gpu_say_nothing_about_a_cluster():
+    for gpu in ("cpu", "NVIDIA H100 80GB HBM3"):
+        other = compare([predicted(0.01)], [run(0.01, gpu=gpu)])
+        assert other.pairs == ()
+        assert other.failed[0][1] == f"run: measured on {gpu}, but h200-4 has h200"
 
 
 class Links(HTMLParser):

@@ -1,0 +1,73 @@
+"""What `cpsim run` starts, without starting it; and what it says where it cannot."""
+
+import json
+from pathlib import Path
+
+import pytest
+from test_cli import cpsim, one_line
+
+from cpsim import launch
+from cpsim.launch import Options
+from cpsim.scenario import scenario_from
+
+CASE = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The commands and the cases of every launch."""
+    calls = []
+
+    def run(command, **_):
+        cases = Path(command[command.index("real.run") + 1]).read_text().splitlines()
+        calls.append((command, [json.loads(line) for line in cases]))
+        return type("Done", (), {"returncode": 0})
+
+    monkeypatch.setattr(launch.subprocess, "run", run)
+    return calls
+
+
+def test_there_is_one_launch_for_every_number_of_gpus_and_nodes(started, tmp_path):
+    out = tmp_path / "runs.jsonl"
+    out.write_text("old")
+    changes = ({}, {"gpus": 2}, {"cluster": "h200-2x2-sockets"}, {"tokens": 8192}, {"gpus": 1, "strategy": "none"})
+    asked = [scenario_from(CASE | change) for change in changes]
+    options = Options(out=out, command="cpsim run x", num_gpus=4, num_nodes=2, minutes=3)
+    assert launch.launch(asked, options) == 0
+    assert out.read_text() == ""
+    shapes = []
+    for command, cases in started:
+        gpus = command[command.index("--nproc-per-node") + 1]
+        nodes = command[command.index("--emulate-nodes") + 1] if "--emulate-nodes" in command else "1"
+        shapes.append((gpus, nodes, len(cases)))
+        assert command[command.index("--command") + 1] == "cpsim run x"
+        assert "--until" in command
+    assert shapes == [("4", "2", 1), ("4", "1", 2), ("2", "1", 1), ("1", "1", 1)]
+
+
+def test_resuming_keeps_the_file(started, tmp_path):
+    out = tmp_path / "runs.jsonl"
+    out.write_text("old")
+    launch.launch([scenario_from(CASE)], Options(out=out, command="", num_gpus=4, resume=True))
+    assert out.read_text() == "old"
+    assert "--resume" in started[0][0]
+
+
+def test_without_pytorch_it_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda _: None)
+    with pytest.raises(launch.CpsimError, match=r"PyTorch is missing in this Python; install it, e.g. pip install"):
+        launch.local_gpus()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ([], "expected --out FILE for times, or --trace FILE"),
+        (["--out", "/no/such/folder/x"], "cannot be written"),
+        (["--out", "x.jsonl", "--trace", "y.json"], "expected --out FILE for times, or --trace FILE"),
+    ],
+)
+def test_user_errors_are_one_line(arguments, match, tmp_path):
+    case = tmp_path / "case.json"
+    case.write_text(json.dumps(CASE))
+    assert match in one_line(cpsim("run", case, *arguments, status=2))

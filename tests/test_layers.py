@@ -26,7 +26,7 @@ ALLOWED = {
     "tiles": {"masks"},
     "schedule": {"masks", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
-    "implementations": CORE | {"workload"},
+    "implementations": CORE | {"workload", "schedule"},
     "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
@@ -36,14 +36,16 @@ ALLOWED = {
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
+    "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation"},
-    "report": CORE | CASE | PLAN | {"strategies", "sim", "predictor", "prediction", "calibrate"},
+    "report": CORE | CASE | PLAN | {"strategies", "sim", "predictor", "prediction", "calibrate", "comparison"},
     "cli": CORE
     | CASE
-    | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule", "runs", "launch"},
+    | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
+    | {"runs", "launch", "comparison"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

@@ -71,7 +71,7 @@ def test_a_case_that_fails_is_recorded_and_the_others_go_on(cases, tmp_path):
         "crash": "a process died",
         "hang": "took more than 5 s, or hung",
     }
-    assert [run.error for run in runs if run.scenario.gpus == 4][0].startswith("gpus: needs 4, this launch has 2")
+    assert next(run.error for run in runs if run.scenario.gpus == 4).startswith("gpus: needs 4, this launch has 2")
     measured = {run.scenario.pass_: run for run in runs if not run.error}
     assert list(measured["fwd_bwd"].passes) == ["fwd", "bwd"]
     assert measured["fwd_bwd"].passes["fwd"].samples_s[0] > 0.004  # the slowest rank sleeps for 4 ms

@@ -39,6 +39,6 @@ def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
         used = np.zeros(len(schedule.tiles.area), np.bool_)
         used[schedule.tile[np.isin(schedule.kind, ATTENTION_KINDS)]] = True
         check_calls(scenario.kernel, workload.dtype, sequences(schedule.tiles), used)
-    executor = Executor(schedule, workload, node, scenario.kernel if node.cuda else "math")
+    executor = Executor(schedule, workload, node, scenario.kernel if node.cuda else "math", traced=node.traced)
     executor.fill(seed=node.rank)
     return ScheduleRunner(executor)

@@ -329,7 +329,7 @@ def _main(args: argparse.Namespace, make: Make | None) -> int:
 
 def _run_all(scenarios: Sequence[Scenario], node: Node, make: Make, args: argparse.Namespace) -> int:
     deadline = args.until or time.time() + 60 * (args.minutes or float("inf"))
-    done, left = node.gather(_read(args))[0]  # before rank 0 writes on
+    done, left = node.gather(_read(args) if node.rank == 0 else None)[0]
     session = Session(node, make, args)
     mine, others = select([s for s in scenarios if case_key(s) not in done], node, args.emulate_nodes, args.seed)
     for run in (*left, *others):

@@ -5,8 +5,8 @@
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
 What it takes to run them, about 7 and 1 minutes:
 
-    cpsim run validation/cases.jsonl --seconds 0.3 --out validation/h200.jsonl
-    cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/h200-emulated.jsonl
+    cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
+    cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
 """
 
 from __future__ import annotations

@@ -1,0 +1,40 @@
+"""The page of validation says what the committed runs and today's predictions say."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from test_comparison import run
+from test_runs import written
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def docs():
+    spec = importlib.util.spec_from_file_location("validation_docs", ROOT / "docs" / "validation.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_that_of_the_committed_runs(docs):
+    assert docs.page() == docs.PAGE.read_text(), "run python docs/validation.py"
+
+
+def test_a_page_has_tables_choices_and_what_was_left_out(docs, tmp_path):
+    runs = [run(0.0012 * i, strategy=s) for i, s in ((1, "ulysses"), (2, "allgather"))]
+    (tmp_path / "four.jsonl").write_text(written(*runs, run(0, error="hung", tokens=2048)))
+    text = docs.page(tmp_path)
+    assert "## four" in text
+    assert "* 2026-11-21: 2 x NVIDIA H200" in text
+    assert "| cpsim ulysses |" in text
+    assert "### Choices\n" in text
+    assert "### Not compared: 1" in text
+    assert "run: hung" in text
+    for line in text.splitlines():
+        assert not line.startswith("|") or line.endswith("|")
+
+
+def test_a_page_without_runs_says_so(docs, tmp_path):
+    assert "no committed runs yet" in docs.page(tmp_path)

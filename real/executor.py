@@ -25,6 +25,8 @@ from real.storage import PLANES, Access, Chunk, Ints, Memory, Part, overlap, seq
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 Launch = Callable[[], Any]
+EAGER_RUNS = 3
+"""Runs before the CUDA graph is captured; kernels compile in the first."""
 _NOTHING, _NARROW, _WIDE = range(3)
 """What a row of an output holds while partial results are added to it."""
 
@@ -56,10 +58,32 @@ class Executor:
         self.lse: dict[int, Tensor] = {}
         """Log-sum-exp [H, T] of every buffer that holds ``out``."""
         self.program = _Program(node, _Compiler(self).calls(), traced)
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._eager_left = EAGER_RUNS if node.cuda and not traced else -1
 
     def launch(self) -> None:
-        """One run of the schedule; the current stream waits for all of it."""
+        """One run of the schedule; the current stream waits for all of it.
+
+        On GPUs the first runs are launched op by op. Then the program is captured into a CUDA graph, so that a run
+        is one launch.
+        """
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        if self._eager_left == 0:
+            self._graph = self._capture()
+            self._graph.replay()
+            return
+        self._eager_left -= 1
         self.program.run()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        self.node.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # other threads, such as NCCL's watchdog, may go on using CUDA
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.program.run()
+        return graph
 
     def load(self, given: Mapping[str, Tensor]) -> None:
         """Fills the inputs.

@@ -130,6 +130,47 @@ def measure_memory_bound(node: Node, writer: Writer, num: int) -> None:
             writer.add("elementwise", samples, kind=name, nbytes=nbytes, variant=kind, kernel="executor")
 
 
+def graph_times(node: Node) -> dict[str, list[float]]:
+    """Seconds from a graph's launch to its end, for chains of tiny kernels: on one stream, and across two.
+
+    The GPU is idle at the launch, as at the start of a synced iteration.
+    """
+    found: dict[str, list[float]] = {}
+    if not node.cuda:
+        return found
+    op, _ = memory_bound("copy", 64, node.device)
+    side, events = torch.cuda.Stream(), [torch.cuda.Event() for _ in range(2)]
+
+    def across() -> None:
+        main = torch.cuda.current_stream()
+        events[0].record(main)
+        side.wait_event(events[0])
+        with torch.cuda.stream(side):
+            op()
+        events[1].record(side)
+        main.wait_event(events[1])
+
+    for name, call in (("chain", op), ("across", across)):
+        for length in (1, 4, 16, 64, 256):
+            call()
+            node.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(length):
+                    call()
+            samples = []
+            for _ in range(25):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                node.synchronize()
+                start.record()
+                graph.replay()
+                end.record()
+                node.synchronize()
+                samples.append(start.elapsed_time(end) / 1e3)
+            found[f"graph_{name}_{length}"] = samples[5:]
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
@@ -140,7 +181,7 @@ def main() -> None:
         kernels = KERNELS if node.cuda else ("fa2",)
         versions = {k: attention.kernel_version(k) for k in kernels} if node.cuda else {}
         header = provenance(node.device, node.size, versions, "torchrun -m real.measure_executor", args.commit)
-        times = node.gather(launch_times(node, kernels))
+        times = node.gather(launch_times(node, kernels) | graph_times(node))
         if node.rank == 0:
             writer = Writer(args.out.open("w", encoding="utf-8"), header)
             for kind in sorted({kind for mine in times for kind in mine}):

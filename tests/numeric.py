@@ -149,6 +149,8 @@ class Interpreter:
         match Kind(int(self.s.kind[i])):
             case Kind.ATTENTION | Kind.ATTENTION_BACKWARD:
                 return self.attention(i, reads, targets)
+            case Kind.BARRIER:
+                return []
             case Kind.MERGE:
                 return [
                     self.merged(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)

@@ -1,6 +1,7 @@
 """Strategies: pure functions from a workload and a cluster to a schedule.
 
-A strategy is ``plan(workload, cluster, pass_, **knobs) -> Schedule``; ``STRATEGIES`` is the whole registry.
+A strategy is ``plan(workload, cluster, pass_, **knobs) -> Schedule``; ``STRATEGIES`` is the whole registry. One that
+others have built, too, takes whose code it is before the knobs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Final, NamedTuple
 
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
+from cpsim.implementations import CPSIM, Implementation
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
 from cpsim.strategies.ring import plan_ring, plan_zigzag_ring, zigzag_knobs
@@ -42,8 +44,10 @@ STRATEGIES: Final[dict[str, Strategy]] = {
 }
 
 
-def plan(name: str, workload: Workload, cluster: Cluster, pass_: Pass, knobs: Knobs) -> Schedule:
-    """The schedule of a named strategy.
+def plan(
+    name: str, workload: Workload, cluster: Cluster, pass_: Pass, knobs: Knobs, code: Implementation = CPSIM
+) -> Schedule:
+    """The schedule of a named strategy, as our executor runs it or as somebody else's code does.
 
     Raises:
         ScenarioError: the strategy is not built yet, or does not have one of the knobs.
@@ -57,4 +61,6 @@ def plan(name: str, workload: Workload, cluster: Cluster, pass_: Pass, knobs: Kn
         if knob not in known:
             offers = f"it has {', '.join(known)}" if known else "it has none"
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
-    return planner(workload, cluster, pass_, **knobs)
+    chosen = code.check(name, workload, cluster.num_gpus, knobs)
+    whose = () if code is CPSIM else (code,)
+    return planner(workload, cluster, pass_, *whose, **chosen)

@@ -18,9 +18,11 @@ import numpy as np
 from cpsim.builder import Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.implementations import CPSIM, Implementation
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
+from cpsim.strategies.ring import plan_cut
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import Tiles, make_tiles, sequences
 from cpsim.workload import Workload
@@ -32,6 +34,7 @@ def plan_allgather(
     workload: Workload,
     cluster: Cluster,
     pass_: Pass,
+    code: Implementation = CPSIM,
     *,
     layout: str = "zigzag",
     heads_per_gather: int | None = None,
@@ -40,6 +43,7 @@ def plan_allgather(
 
     Args:
         workload, cluster, pass_: the case.
+        code: whose implementation.
         layout: ``contiguous``, ``zigzag`` (packed sequence) or ``document_zigzag`` (every document).
         heads_per_gather: key-value heads gathered at a time; default all of them, without overlap.
 
@@ -48,6 +52,9 @@ def plan_allgather(
     """
     if layout not in LAYOUTS:
         raise ScenarioError(f"knobs.layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if code.gathered is not None:
+        chunks = "contiguous" if layout == "contiguous" else "sequence"
+        return plan_cut(workload, cluster, pass_, chunks, code.gathered)
     at_once = workload.num_kv_heads if heads_per_gather is None else heads_per_gather
     if not isinstance(at_once, int) or at_once < 1 or workload.num_kv_heads % at_once:
         raise InfeasibleError(

@@ -6,12 +6,13 @@ follows one step behind on lanes of its own, accumulated in fp32, for P hops unt
 
 Reference: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889), algorithm 1; zigzag:
 Zhu, ring-flash-attention. Differs: merge fused in one pass, double-buffered transfers, no padding of documents.
+Other people's rings follow from facts about their code (cpsim.implementations).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -20,10 +21,11 @@ from numpy.typing import NDArray
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
+from cpsim.implementations import CPSIM, Implementation, RingCode, Sweep, Sweeps
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
-from cpsim.strategies.sizes import Accumulation, Sizes
+from cpsim.strategies.sizes import ACCUMULATOR_BYTES, Accumulation, Sizes
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
@@ -48,14 +50,17 @@ class Cut:
 
 @lru_cache(maxsize=2)
 def cut(workload: Workload, num_ranks: int, chunks: str) -> Cut:
-    """Shard the tokens ``contiguous``-ly, or zigzag by ``document`` or by packed ``sequence``."""
+    """Shard all tokens or those of ``documents`` ``contiguous``-ly, or zigzag by ``document`` or packed ``sequence``."""
     mask = workload.slices()
     source, ranks = _sources(num_ranks), np.arange(num_ranks)
-    halves = chunks != "contiguous" and sharding.is_causal(mask)
+    halves = chunks in ("document", "sequence") and sharding.is_causal(mask)
+    bounds = np.array([0, workload.num_tokens])
     if chunks == "contiguous":
-        sets, bounds = sharding.contiguous(workload.num_tokens, num_ranks), np.array([0, workload.num_tokens])
+        sets = sharding.contiguous(workload.num_tokens, num_ranks)
+    elif chunks == "documents":
+        sets = sharding.document_contiguous(sharding.documents_of(mask), num_ranks)
     else:
-        bounds = sharding.documents_of(mask) if chunks == "document" else np.array([0, workload.num_tokens])
+        bounds = sharding.documents_of(mask) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & halves, (source < ranks) & halves
     query_set = np.where(later, 2 * num_ranks + ranks, ranks)
@@ -69,26 +74,33 @@ def _sources(num_ranks: int) -> Ints:
     return (np.arange(num_ranks) - np.arange(num_ranks)[:, None]) % num_ranks
 
 
-def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
-    """Ring attention on contiguous shards.
+def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
+    """Ring attention on contiguous shards, of every document where the code takes documents so.
 
     Under a causal mask rank r has work in r + 1 of the P steps only.
     """
-    ring = _Ring(workload, cluster.num_gpus, "contiguous")
-    return ring.forward() if pass_ == "fwd" else ring.backward()
+    return plan_cut(workload, cluster, pass_, "contiguous" if code.ring is None else "documents", code.ring)
 
 
-def plan_zigzag_ring(workload: Workload, cluster: Cluster, pass_: Pass, *, zigzag: str = "document") -> Schedule:
+def plan_zigzag_ring(
+    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, zigzag: str = "document"
+) -> Schedule:
     """Ring attention on zigzag shards, which balance causal masks.
 
     Args:
         workload, cluster, pass_: the case.
+        code: whose implementation.
         zigzag: ``document`` cuts every document into 2P chunks, which balances any mix of documents;
             ``sequence`` cuts the packed sequence, which keeps short documents whole.
     """
     if zigzag not in ("document", "sequence"):
         raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
-    ring = _Ring(workload, cluster.num_gpus, zigzag)
+    return plan_cut(workload, cluster, pass_, zigzag, code.ring)
+
+
+def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, code: RingCode | None) -> Schedule:
+    """A ring on shards that are cut as ``cut`` says."""
+    ring = _Ring(workload, cluster.num_gpus, chunks, code)
     return ring.forward() if pass_ == "fwd" else ring.backward()
 
 
@@ -100,18 +112,31 @@ def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, 
     return ({},)
 
 
+Mask = NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A place in the loop over steps: one op, or none, on every rank in every step; arrays ``[steps, ranks]``."""
+
+    where: Mask
+    nbytes: Ints | int = 0
+    at: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """Indices of the ops, once all slots of a schedule are in order; NOTHING where there is none."""
+
+
 class _Ring:
     """One ring schedule under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
 
     A batched send and receive is one launch: whoever waits for what it brought waits for what it took along, too.
     """
 
-    def __init__(self, workload: Workload, num_ranks: int, chunks: str) -> None:
-        self.cut = cut(workload, num_ranks, chunks)
+    def __init__(self, workload: Workload, num_ranks: int, chunks: str, code: RingCode | None) -> None:
+        self.cut, self.code = cut(workload, num_ranks, chunks), code
         self.num_ranks, self.ranks, self.steps = num_ranks, np.arange(num_ranks), np.arange(num_ranks)[:, None]
         self.next, self.previous = (self.ranks + 1) % num_ranks, self.ranks - 1
         self.source = _sources(num_ranks)
-        self.sizes = Sizes(workload)
+        self.workload, self.sizes = workload, Sizes(workload)
         self.heads = (0, workload.num_heads, 0, workload.num_kv_heads)
         self.q_bytes = self.sizes.query(workload.num_heads)
         self.kv_bytes = self.sizes.kv(workload.num_kv_heads)
@@ -126,31 +151,38 @@ class _Ring:
         self.q_rows, self.k_rows = tokens[self.query_set], tokens[self.key_set]
         self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)
         self.sums = self.rows.sums
-        self.b = Builder(num_ranks, self.cut.sets, self.cut.tiles)
+        self.firsts = self.active & ~self.sums if code else np.zeros_like(self.active)
+        """Steps whose partial result is copied into an accumulator: ours is written in place."""
+        self.moves = np.broadcast_to(self.steps < num_ranks - 1, self.active.shape)
+        """Steps in which keys and values are sent on."""
+        sets = self.cut.sets
+        if code and code.gathers:
+            sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
+        self.b = Builder(num_ranks, sets, self.cut.tiles)
 
     def forward(self) -> Schedule:
         b = self.b
         q, kv = self.input("q", self.q_bytes), self.input("kv", self.kv_bytes)
         out = self.output("out", self.q_bytes, self.lse_bytes)
         partial = b.buffers("out partial", self.tokens * (self.q_bytes + self.lse_bytes))
+        total = self.accumulator(out, "out", self.lse_bytes)
+        entered = self.enter("fwd")
         tails = self.pack_tails([q], self.q_bytes)
-        moves = np.broadcast_to(self.steps < self.num_ranks - 1, self.active.shape)
-        sends, packs, attends, merges = b.interleave(moves, self.packs, self.active, self.sums)
-        keys, ready = self.feed(kv, sends, packs, attends)
+        joins, sends = self.joins(), _Slot(self.sent())
+        packs, attends, merges = _Slot(self.packs), _Slot(self.active), self.merges()
+        self.order(joins, [sends], [packs], [attends], merges)
+        self.sweep(joins)
+        launched = self.launched(entered, [*joins, attends, *merges], sends)
+        keys, ready = self.feed(kv, sends.at, packs.at, attends.at, launched)
         s, r = np.nonzero(self.active)
-        made = out[1][self.query_set[s, r]]
+        made = out[1][self.query_set]
         b.add(
-            Kind.ATTENTION, (r, "compute"), at=attends[s, r], step=s, tile=self.tile[s, r], heads=self.heads,
+            Kind.ATTENTION, (r, "compute"), at=attends.at[s, r], step=s, tile=self.tile[s, r], heads=self.heads,
             deps=[d[s, r] for d in ready], reads=[self.queries(q, tails, s, r), keys],
-            writes=[(np.where(self.sums[s, r], partial[r], out[0][r]), made)],
+            writes=[(self.target(partial, out)[s, r], made[s, r])],
         )  # fmt: skip
-        s, r = np.nonzero(self.sums)
-        moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 3 * self.lse_bytes)
-        made = out[1][self.query_set[s, r]]
-        b.add(
-            Kind.MERGE, (r, "compute"), at=merges[s, r], step=s, heads=self.heads, nbytes=moved[s, r],
-            reads=[(partial[r], made)], updates=[(out[0][r], made)],
-        )  # fmt: skip
+        self.add_up((Kind.COPY, Kind.MERGE), merges, (self.firsts, self.sums), partial, self.every(total), made)
+        self.leave("fwd", total, out)
         return b.build()
 
     def backward(self) -> Schedule:
@@ -162,30 +194,40 @@ class _Ring:
         dq_partial = b.buffers("dq partial", self.tokens * self.q_bytes)
         widest = np.full(self.num_ranks, self.tokens.max() * self.kv_bytes)
         dkv_partial = b.buffers("dkv partial", widest) if wire else dkv[0]
+        total = self.accumulator(dq, "dq", 0)
+        entered = self.enter("bwd")
         tails = self.pack_tails(given, sum(widths.values()))
-        moves = np.broadcast_to(self.steps < self.num_ranks - 1, self.active.shape)
-        returns = np.full(self.active.shape, wire)
-        sends, packs, attends, dq_sums, dkv_sums, grad_sends = b.interleave(
-            moves, self.packs, self.active, self.sums, self.active & wire, returns
-        )
-        keys, ready = self.feed(kv, sends, packs, attends)
+        joins, sends, packs, attends = self.joins(), _Slot(self.sent()), _Slot(self.packs), _Slot(self.active)
+        readies, dq_sums, dkv_sums, dkv_joins = self.sums_of_gradients(wire)
+        returns = _Slot(np.full(self.active.shape, wire))
+        last = [dkv_sums, dkv_joins, [returns]]
+        late = self.code is not None and self.code.queries_last
+        after = [*last, dq_sums] if late else [dq_sums, *last]
+        self.order(joins, [sends], [packs], readies, [attends], *after)
+        for sweeps in (joins, readies, dkv_joins):
+            self.sweep(sweeps)
+        kernels = [*joins, *readies, attends, *dq_sums, *dkv_sums, *dkv_joins]
+        launched = self.launched(entered, kernels, sends)
+        if launched and wire:
+            before = delayed(returns.at)
+            launched += [before[:, self.previous], before[:, self.next]]
+        keys, ready = self.feed(kv, sends.at, packs.at, attends.at, launched)
         s, r = np.nonzero(self.active)
-        made = dq[1][self.query_set[s, r]], dkv[1][self.key_set[s, r]]
+        made = dq[1][self.query_set], dkv[1][self.key_set]
         b.add(
-            Kind.ATTENTION_BACKWARD, (r, "compute"), at=attends[s, r], step=s, tile=self.tile[s, r],
+            Kind.ATTENTION_BACKWARD, (r, "compute"), at=attends.at[s, r], step=s, tile=self.tile[s, r],
             heads=self.heads, deps=[d[s, r] for d in ready],
             reads=[*(self.queries(g, tails, s, r) for g in given), keys],
-            writes=[(np.where(self.sums[s, r], dq_partial[r], dq[0][r]), made[0]), (dkv_partial[r], made[1])],
+            writes=[(self.target(dq_partial, dq)[s, r], made[0][s, r]), (dkv_partial[r], made[1][s, r])],
         )  # fmt: skip
-        s, r = np.nonzero(self.sums)
-        moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
-        summed = dq[1][self.query_set[s, r]]
-        b.add(
-            Kind.ACCUMULATE, (r, "compute"), at=dq_sums[s, r], step=s, heads=self.heads, nbytes=moved[s, r],
-            reads=[(dq_partial[r], summed)], updates=[(dq[0][r], summed)],
-        )  # fmt: skip
+        cases = self.firsts, self.sums
+        self.add_up((Kind.COPY, Kind.ACCUMULATE), dq_sums, cases, dq_partial, self.every(total), made[0])
         if wire:
-            self.return_gradients(dkv, dkv_partial, dkv_sums, grad_sends)
+            launched = self.launched(entered, kernels, returns)
+            if launched:
+                launched += [sends.at[:, self.previous], sends.at[:, self.next]]
+            travelled = self.return_gradients(dkv, dkv_partial, dkv_sums, returns.at, launched)
+            self.leave("bwd", total, dq, (travelled, dkv), returns.at)
         return b.build()
 
     def input(self, tensor: str, width: int) -> Access:
@@ -195,16 +237,32 @@ class _Ring:
         return made
 
     def output(self, tensor: str, width: int, extra: int, summed: bool = True) -> Access:
-        """The same of a result, with its fp32 accumulator where partial results are summed."""
-        summing = self.sizes.accumulator(width) if summed and self.sums.any() else 0
+        """The same of a result, with its fp32 accumulator where partial results are summed in place."""
+        summed &= self.code is None and bool(self.sums.any())
+        summing = self.sizes.accumulator(width) if summed else 0
         made = self.b.buffers(tensor, self.tokens * (width + extra + summing)), self.blocks(tensor)
         self.b.output(made[0], made[1][self.ranks])
         return made
 
+    def accumulator(self, result: Access, tensor: str, extra: int) -> Access:
+        """Where the partial results of queries are summed: our result itself, or an fp32 tensor beside it."""
+        if self.code is None:
+            return result
+        nbytes = self.tokens * (self.sizes.accumulator(self.q_bytes) + extra) * (self.code.copies if extra else 1)
+        return self.b.buffers(f"{tensor} sum", nbytes), result[1]
+
+    def every(self, access: Access) -> Int32:
+        """The same buffer of a rank in every step, ``[steps, ranks]``."""
+        return np.broadcast_to(access[0], self.active.shape)
+
+    def target(self, partial: Int32, result: Access) -> Int32:
+        """Buffers that kernels write on the query side, ``[steps, ranks]``: a first result in place if we can."""
+        return np.where(self.sums | self.firsts, partial, result[0])
+
     def blocks(self, tensor: str) -> Int32:
         """Blocks of a tensor for every set of the layout, in its order."""
         heads = self.heads[2:] if tensor.endswith("kv") else self.heads[:2]
-        return self.b.blocks(tensor, np.arange(len(self.cut.sets)), heads)
+        return self.b.blocks(tensor, np.arange(len(self.b.sets)), heads)
 
     def travel_buffers(self, name: str, width: int, hops: int) -> Int32:
         """Two receive buffers for every rank, ``[2, ranks]``, big enough for every shard; one where one hop is all."""
@@ -231,17 +289,161 @@ class _Ring:
         buffer, block = whole[0][r], whole[1][self.query_set[s, r]]
         return (buffer if tails is None else np.where(self.tails[s, r], tails[r], buffer)), block
 
-    def feed(self, kv: Access, sends: Ints, packs: Ints, attends: Ints) -> tuple[Access, list[Ints]]:
+    def sent(self) -> Mask:
+        """Ops that move keys and values: transfers, or one all-gather."""
+        if self.code and self.code.gathers:
+            return np.asarray(self.moves & (self.steps == 0) & (self.ranks == 0))
+        return self.moves
+
+    def order(self, *groups: list[_Slot]) -> None:
+        """Put slots in the order in which every step runs through them."""
+        slots = [slot for group in groups for slot in group]
+        for slot, at in zip(slots, self.b.interleave(*(slot.where for slot in slots)), strict=True):
+            slot.at = at
+
+    def slots(self, *cases: tuple[Mask, Sweeps, Ints]) -> list[_Slot]:
+        """Slots of sweeps: case by case the steps where they run, and rows of the partial result."""
+        made = []
+        for i in range(max(len(sweeps) for _, sweeps, _ in cases)):
+            here = [(where, sweeps[i], rows) for where, sweeps, rows in cases if i < len(sweeps)]
+            nbytes = sum((np.where(where, self.swept(sweep, rows), 0) for where, sweep, rows in here), self.steps * 0)
+            made.append(_Slot(np.logical_or.reduce([where for where, _, _ in here]), nbytes))
+        return made
+
+    def swept(self, sweep: Sweep, part: Ints) -> Ints:
+        """Bytes read plus written by a sweep, in the shape of the rows of a partial result."""
+        w = self.workload
+        heads = {"q": w.num_heads, "k": w.num_kv_heads, "kv": 2 * w.num_kv_heads, "lse": w.num_heads}[sweep.tensor]
+        rows = {"part": part, "whole": self.tokens, "tails": self.tail_rows}[sweep.rows]
+        width = 1 if sweep.tensor == "lse" else w.head_dim
+        return rows * heads * width * (sweep.narrow * w.bytes_per_element + sweep.wide * ACCUMULATOR_BYTES)
+
+    def sweep(self, slots: list[_Slot]) -> None:
+        """Sweeps that do a part of what other ops say."""
+        for slot in slots:
+            s, r = np.nonzero(slot.where)
+            nbytes = np.broadcast_to(slot.nbytes, slot.where.shape)
+            self.b.add(Kind.COPY, (r, "compute"), at=slot.at[s, r], step=s, nbytes=nbytes[s, r])
+
+    def enter(self, pass_: Pass) -> Ints:
+        """A call into other people's code and its first sweeps; returns the last op of every rank."""
+        if self.code is None:
+            return np.full(self.num_ranks, NOTHING)
+        last = self.b.add(Kind.BARRIER, (self.ranks, "compute"))
+        for sweep in self.code.enter[pass_]:
+            last = self.b.add(Kind.COPY, (self.ranks, "compute"), nbytes=self.swept(sweep, self.tokens))
+        return last
+
+    def joins(self) -> list[_Slot]:
+        """Sweeps that bring keys and values together before they are sent."""
+        return self.slots((self.moves, self.code.send, self.k_rows)) if self.code else []
+
+    def merges(self) -> list[_Slot]:
+        """What follows a kernel: ours one fused merge."""
+        if self.code is None:
+            moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 3 * self.lse_bytes)
+            return [_Slot(self.sums, moved)]
+        return self.slots(
+            (self.firsts, self.code.first, self.q_rows),
+            (self.sums & ~self.tails, self.code.merge, self.q_rows),
+            (self.sums & self.tails, self.code.merge_tails, self.q_rows),
+        )
+
+    def sums_of_gradients(self, wire: bool) -> tuple[list[_Slot], list[_Slot], list[_Slot], list[_Slot]]:
+        """Backward's sweeps before a kernel; those that sum gradients of queries; of keys; and before these leave."""
+        code, later, whole = self.code, self.active & (self.steps > 0), ~self.cut.key_heads
+        if code is None:
+            narrow, wide = self.kv_bytes, self.sizes.accumulator(self.kv_bytes)
+            dkv = self.k_rows * (narrow + wide * np.where(self.steps == 0, 1, 2))
+            moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
+            return [], [_Slot(self.sums, moved)], [_Slot(self.active & wire, dkv)], []
+        return (
+            self.slots((self.active & self.tails, code.tails, self.q_rows)),
+            self.slots(
+                (self.firsts, code.first_dq, self.q_rows), (self.sums & ~self.tails, code.sum_dq, self.q_rows),
+                (self.sums & self.tails, code.sum_dq_tails, self.q_rows), (~self.active, code.idle_dq, self.q_rows),
+            ),
+            self.slots(
+                (self.active & ~later, code.first_dkv, self.k_rows), (later & whole, code.sum_dkv, self.k_rows),
+                (later & ~whole, code.sum_dkv_heads, self.k_rows), (~self.active, code.idle_dkv, self.k_rows),
+            ),
+            self.slots((self.active | True, code.send_dkv, self.k_rows)),
+        )  # fmt: skip
+
+    def launched(self, entered: Ints, kernels: list[_Slot], transfers: _Slot) -> list[Ints] | None:
+        """What transfers wait for in other people's code: the last kernels that either rank launched before them."""
+        if self.code is None:
+            return None
+        last = np.broadcast_to(entered, self.active.shape).copy()
+        ops = np.sort(np.concatenate([entered[None, :], *(slot.at for slot in kernels)]), axis=0)
+        for rank in self.ranks:
+            first = transfers.at.max(axis=1, where=transfers.where, initial=NOTHING)
+            last[:, rank] = ops[np.searchsorted(ops[:, rank], first) - 1, rank]
+        return [last, last[:, self.next]]
+
+    def add_up(
+        self, kinds: tuple[Kind, Kind], slots: list[_Slot], cases: tuple[Mask, Mask], partial: Int32, totals: Int32,
+        blocks: Int32, deps: Sequence[Ints] = (),
+    ) -> None:  # fmt: skip
+        """Sum partial results into accumulators.
+
+        Args:
+            kinds: of the ops that copy a first result, and that sum later ones.
+            slots: the first one does so, the others are sweeps that go with it.
+            cases: where a first result is copied, and where a later one is summed; ``[steps, ranks]``.
+            partial: buffers of the partial results, ``[ranks]``.
+            totals, blocks: buffers of the accumulators and what they hold, ``[steps, ranks]``.
+            deps: what the first slot waits for.
+        """
+        rest = slots[0].where & ~cases[0] & ~cases[1]
+        for kind, where, is_first in ((kinds[0], cases[0], True), (kinds[1], cases[1], False), (Kind.COPY, rest, None)):
+            s, r = np.nonzero(where)
+            read, summed = [(partial[r], blocks[s, r])], [(totals[s, r], blocks[s, r])]
+            self.b.add(
+                kind, (r, "compute"), at=slots[0].at[s, r], step=s, heads=self.heads,
+                nbytes=np.broadcast_to(slots[0].nbytes, where.shape)[s, r], deps=[d[s, r] for d in deps],
+                reads=() if is_first is None else read, writes=summed if is_first else (),
+                updates=summed if is_first is False else (),
+            )  # fmt: skip
+        self.sweep(slots[1:])
+
+    def leave(
+        self, pass_: Pass, total: Access, result: Access, home: tuple[Int32, Access] | None = None,
+        returns: Ints | None = None,
+    ) -> None:  # fmt: skip
+        """Cast sums into results: those of queries in other people's code, and gradients of keys that came home."""
+        came = [] if returns is None else [returns[-1, self.previous], returns[-1]]
+        if self.code is None:
+            narrow, wide = self.kv_bytes, self.sizes.accumulator(self.kv_bytes)
+            casts = [] if home is None else [(home, [self.tokens * (wide + narrow)], came)]
+        else:
+            first, *others = (self.swept(sweep, self.tokens) for sweep in self.code.leave[pass_])
+            casts = [((total[0], result), [first], [] if self.code.queries_last else came)]
+            casts += [] if home is None else [(home, others, came)]
+        for (source, made), sweeps, deps in casts:
+            for i, nbytes in enumerate(sweeps):
+                own = made[1][self.ranks]
+                self.b.add(
+                    Kind.COPY, (self.ranks, "compute"), step=self.num_ranks, heads=self.heads, nbytes=nbytes, deps=deps,
+                    reads=[(source, own)] * (i == 0), writes=[(made[0], own)] * (i == 0),
+                )  # fmt: skip
+
+    def feed(
+        self, kv: Access, sends: Ints, packs: Ints, attends: Ints, launched: list[Ints] | None
+    ) -> tuple[Access, list[Ints]]:
         """Move key-value shards around the ring, double-buffered, and pack key heads where they lie scattered.
 
         Args:
             kv: the ranks' own shards.
             sends, packs, attends: indices of the ops.
+            launched: what transfers of other people's code wait for.
 
         Returns:
             what the attention ops read, and the ops that they wait for, ``[steps, ranks]`` each: the batched send
             and receive that brought the shard is one launch, waited for as a whole.
         """
+        if self.code and self.code.gathers:
+            return self.feed_gathered(kv, sends, launched)
         b, travel = self.b, self.travel_buffers("kv ring", self.kv_bytes, self.num_ranks - 1)
         holder = np.where(self.steps == 0, kv[0], travel[(self.steps - 1) % 2, self.ranks])
         arrived, sent = delayed(sends[:, self.previous]), delayed(sends)
@@ -252,7 +454,8 @@ class _Ring:
         block = kv[1][self.source[s, r]]
         b.add(
             Kind.TRANSFER, (r, "send"), (self.next[r], "recv"), at=sends[s, r], step=s,
-            nbytes=self.tokens[self.source[s, r]] * self.kv_bytes, deps=[d[s, r] for d in (arrived, *free)],
+            nbytes=self.tokens[self.source[s, r]] * self.kv_bytes,
+            deps=[d[s, r] for d in (arrived, *(free if launched is None else [sent[:, self.next], *launched]))],
             reads=[(holder[s, r], block)], writes=[(travel[s % 2, self.next[r]], block)],
         )  # fmt: skip
         s, r = np.nonzero(self.packs)
@@ -270,35 +473,46 @@ class _Ring:
         ready = [np.where(self.packs, NOTHING, op) for op in (arrived, sent)]
         return (holder[s, r], kv[1][self.key_set[s, r]]), ready
 
-    def return_gradients(self, home: Access, partial: Int32, sums: Ints, sends: Ints) -> None:
-        """Key-value gradients follow the keys one step behind, summed in fp32, and are cast when they come home."""
+    def feed_gathered(self, kv: Access, sends: Ints, launched: list[Ints] | None) -> tuple[Access, list[Ints]]:
+        """The same with one all-gather, launched in the first step."""
+        b, everyone = self.b, self.ranks[None, :]
+        whole = b.buffers("kv of all", np.full(self.num_ranks, self.workload.num_tokens * self.kv_bytes))
+        b.add(
+            Kind.ALL_GATHER, (everyone, "comm"), at=sends[0, :1], nbytes=self.workload.num_tokens * self.kv_bytes,
+            deps=[ops[:1] for ops in launched or ()], reads=[(kv[0][everyone], kv[1][everyone])],
+            writes=[(whole[everyone], np.broadcast_to(kv[1][-1], everyone.shape))],
+        )  # fmt: skip
+        s, r = np.nonzero(self.active)
+        holder = np.where(self.steps == 0, kv[0], whole)
+        ready = np.where(self.steps == 0, NOTHING, np.broadcast_to(sends[0, 0], self.active.shape))
+        return (holder[s, r], kv[1][self.key_set[s, r]]), [ready]
+
+    def return_gradients(
+        self, home: Access, partial: Int32, sums: list[_Slot], sends: Ints, launched: list[Ints] | None
+    ) -> Int32:
+        """Key-value gradients follow the keys one step behind, summed in fp32; returns where they are in the end."""
         b, width = self.b, self.sizes.accumulator(self.kv_bytes)
         travel = self.travel_buffers("dkv ring", width, self.num_ranks)
         arrived, sent = delayed(sends[:, self.previous]), delayed(sends)
-        for first in (True, False):
-            s, r = np.nonzero(self.active & ((self.steps == 0) == first))
-            made, read = home[1][self.key_set[s, r]], 0 if first else width
-            summed = [(travel[s % 2, r], made)]
-            b.add(
-                Kind.ACCUMULATE, (r, "compute"), at=sums[s, r], step=s, heads=self.heads,
-                nbytes=self.k_rows[s, r] * (self.kv_bytes + read + width), deps=[arrived[s, r], sent[s, r]],
-                reads=[(partial[r], made)], writes=summed if first else (), updates=() if first else summed,
-            )  # fmt: skip
+        cases = self.active & (self.steps == 0), self.active & (self.steps > 0)
+        totals = travel[self.steps % 2, self.ranks]
+        kinds = Kind.ACCUMULATE, Kind.ACCUMULATE
+        self.add_up(kinds, sums, cases, partial, totals, home[1][self.key_set], [arrived, sent])
         s, r = np.nonzero(sends >= 0)
         block = home[1][self.source[s, r]]
-        free = [sent[s, self.next[r]]] if self.num_ranks > 2 else []
+        if launched is None:
+            lanes = "grad_send", "grad_recv"
+            free = [sent[s, self.next[r]]] if self.num_ranks > 2 else []
+            deps = [np.where(sums[0].at >= 0, sums[0].at, arrived)[s, r], *free]
+        else:
+            lanes = "send", "recv"
+            deps = [ops[s, r] for ops in (arrived, sent[:, self.next], *launched)]
         b.add(
-            Kind.TRANSFER, (r, "grad_send"), (self.next[r], "grad_recv"), at=sends[s, r], step=s,
-            nbytes=self.tokens[self.source[s, r]] * width,
-            deps=[np.where(sums >= 0, sums, arrived)[s, r], *free],
+            Kind.TRANSFER, (r, lanes[0]), (self.next[r], lanes[1]), at=sends[s, r], step=s,
+            nbytes=self.tokens[self.source[s, r]] * width, deps=deps,
             reads=[(travel[s % 2, r], block)], writes=[(travel[(s + 1) % 2, self.next[r]], block)],
         )  # fmt: skip
-        own = home[1][self.ranks]
-        b.add(
-            Kind.COPY, (self.ranks, "compute"), step=self.num_ranks, heads=self.heads,
-            nbytes=self.tokens * (width + self.kv_bytes), deps=[sends[-1, self.previous], sends[-1]],
-            reads=[(travel[self.num_ranks % 2], own)], writes=[(home[0], own)],
-        )  # fmt: skip
+        return np.asarray(travel[self.num_ranks % 2])
 
 
 def delayed(ops: Ints) -> Ints:

@@ -13,6 +13,19 @@ def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:
     return RangeSets(np.arange(num_ranks + 1), np.stack([bounds[:-1], bounds[1:]], axis=1))
 
 
+def document_contiguous(bounds: Ints, num_ranks: int) -> RangeSets:
+    """Rank r holds chunk r of every document's P chunks, as ``contiguous`` cuts it.
+
+    Args:
+        bounds: document boundaries ``int64[D + 1]``, from 0 to the number of tokens.
+    """
+    first, length = bounds[None, :-1], np.diff(bounds)[None, :]
+    ranks = np.arange(num_ranks)[:, None]
+    ranges = np.stack([first + length * ranks // num_ranks, first + length * (ranks + 1) // num_ranks], axis=2)
+    there = ranges[..., 0] < ranges[..., 1]
+    return RangeSets(np.concatenate(([0], np.cumsum(there.sum(axis=1)))), ranges[there])
+
+
 def zigzag(num_tokens: int, num_ranks: int) -> RangeSets:
     """Rank r holds chunks r and 2P - 1 - r of the packed sequence: set r heads, set P + r tails."""
     return document_zigzag(np.array([0, num_tokens]), num_ranks)

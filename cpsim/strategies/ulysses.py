@@ -15,6 +15,7 @@ import numpy as np
 from cpsim.builder import Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.implementations import CPSIM, Implementation
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
@@ -26,7 +27,9 @@ Bundle = list[Access]
 """Accesses of one op: one per tensor."""
 
 
-def plan_ulysses(workload: Workload, cluster: Cluster, pass_: Pass, *, head_groups: int = 1) -> Schedule:
+def plan_ulysses(
+    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, head_groups: int = 1
+) -> Schedule:
     """All tokens of some heads on every rank.
 
     Args:

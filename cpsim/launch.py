@@ -17,7 +17,7 @@ from typing import Final
 from cpsim.errors import CpsimError
 from cpsim.scenario import Scenario
 
-MAX_RESTARTS: Final = 20
+MAX_RESTARTS: Final = 10
 """Fresh processes after cases that hang or crash; each costs some ten seconds."""
 
 

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from rich.console import Console
 from test_cli import cpsim, one_line
+from test_report import needs_chromium, opened
 from test_runs import CASE, HEADER, pass_run, written
 
 from cpsim.comparison import Predicted, compare, errors_of, group_key
@@ -144,6 +145,19 @@ def test_the_page_is_self_contained_and_has_its_plots(comparison):
     empty = comparison_html(compare([], []))
     assert "No case is both predicted and measured" in empty
     assert len(empty) < 10_000
+
+
+@pytest.mark.chromium
+@needs_chromium
+def test_the_page_opens_in_chromium_with_every_point_and_a_clean_console(comparison, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(comparison_html(comparison))
+    dom, console = opened(path, tmp_path / "profile")
+    assert console == []
+    _, *parts = re.split(r'<div id="([\w-]+)"[^>]*class="[^"]*js-plotly-plot', dom)
+    plots = dict(zip(parts[::2], parts[1::2], strict=True))
+    assert list(plots) == ["scatter", "residual-time", "residual-strategy"]
+    assert all(plot.count('<path class="point"') == 5 for plot in plots.values())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cpsim.comparison import LONG_S, Choice, Comparison, Pair, errors_of, grouped
 from cpsim.report.tables import table
-from cpsim.report.words import ms_text, percent_text, strategy_label
+from cpsim.report.words import interval_text, ms_text, percent_text, strategy_label
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
@@ -23,9 +23,9 @@ SHOWN: Final = 20
 
 Rows = list[tuple[str, ...]]
 ERRORS_HEAD: Final = ("who", "1 ms or more", "mean", "bias", "worst", "shorter", "mean", "bias", "worst", "in range")
-CASES_HEAD: Final = ("error", "predicted ms", "90 % range", "measured ms", "who", "case")
+CASES_HEAD: Final = ("who", "case", "error", "predicted ms", "90 % range", "measured ms")
 CHOICES_HEAD: Final = ("choices among", "groups", "right", f"regret ≤ {REGRET:.0%}".replace("%", " %"), "mean", "worst")
-REGRETS_HEAD: Final = ("regret", "predicted best", "measured best", "case")
+REGRETS_HEAD: Final = ("predicted best", "measured best", "case", "regret")
 
 
 def who_text(scenario: Scenario) -> str:
@@ -74,12 +74,12 @@ def case_rows(pairs: Iterable[Pair]) -> Rows:
     """Cases in the given order."""
     return [
         (
-            _signed(pair.error),
-            ms_text(pair.predicted.time_s),
-            f"{ms_text(pair.predicted.time_s_low)}–{ms_text(pair.predicted.time_s_high)}",
-            ms_text(pair.run.time_s),
             who_text(pair.scenario),
             short_case(pair.scenario),
+            _signed(pair.error),
+            ms_text(pair.predicted.time_s),
+            interval_text(pair.predicted.time_s_low, pair.predicted.time_s_high),
+            ms_text(pair.run.time_s),
         )
         for pair in pairs
     ]
@@ -108,10 +108,10 @@ def regret_rows(choices: Iterable[Choice]) -> Rows:
     """Choices whose predicted best is not the measured best, largest regret first."""
     return [
         (
-            _percent(choice.regret),
             who_text(choice.pairs[0].scenario),
             who_text(choice.best.scenario),
             short_case(choice.best.scenario),
+            _percent(choice.regret),
         )
         for choice in choices
         if not choice.is_right
@@ -138,14 +138,14 @@ def comparison_view(comparison: Comparison, num_cases: int = SHOWN) -> Renderabl
     """Summary, choices, then cases worst first, and what could not be compared."""
     parts: list[RenderableType] = [Text(headline(comparison), style="bold"), Text()]
     choices = comparison.choices()
-    for head, rows, text_columns in (
-        (ERRORS_HEAD, error_rows(comparison.pairs), (0,)),
-        (CHOICES_HEAD, choice_rows(comparison), (0,)),
-        (REGRETS_HEAD, regret_rows(choices)[:num_cases], (1, 2, 3)),
-        (CASES_HEAD, case_rows(comparison.pairs[:num_cases]), (4, 5)),
+    for head, rows, num_text in (
+        (ERRORS_HEAD, error_rows(comparison.pairs), 1),
+        (CHOICES_HEAD, choice_rows(comparison), 1),
+        (REGRETS_HEAD, regret_rows(choices)[:num_cases], 3),
+        (CASES_HEAD, case_rows(comparison.pairs[:num_cases]), 2),
     ):
         if rows:
-            made = table(*((name, "left" if i in text_columns else "right") for i, name in enumerate(head)))
+            made = table(*((name, "left" if i < num_text else "right") for i, name in enumerate(head)))
             for row in rows:
                 made.add_row(*map(Text, row))
             parts += [made, Text()]

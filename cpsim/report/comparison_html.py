@@ -42,7 +42,7 @@ def comparison_html(comparison: Comparison) -> str:
     sections = [f"<h1>Predicted and measured</h1><p class=lead>{escape(headline(comparison))}</p>"]
     if pairs:
         sections += [_errors(pairs), _plots(pairs), _choices(comparison)]
-        sections.append("<h2>Every case, worst first</h2>" + table(CASES_HEAD, case_rows(pairs), num_text=0))
+        sections.append("<h2>Every case, worst first</h2>" + table(CASES_HEAD, case_rows(pairs), num_text=2))
     if left := left_out(comparison):
         items = "".join(f"<li>{escape(line)}</li>" for line in left)
         sections.append(f"<h2>Not compared: {len(left)}</h2><ul class=muted>{items}</ul>")
@@ -66,7 +66,7 @@ def _choices(comparison: Comparison) -> str:
         "the predicted best is the measured best. Regret: how much longer the predicted best takes than the best."
     )
     wrong = regret_rows(comparison.choices())
-    worst = table(REGRETS_HEAD, wrong, num_text=4) if wrong else ""
+    worst = table(REGRETS_HEAD, wrong, num_text=3) if wrong else ""
     return f"<h2>Choices</h2>{table(CHOICES_HEAD, rows, num_text=1)}<p class=muted>{note}</p>{worst}"
 
 

@@ -169,6 +169,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Of the order of the cases.")] = 1,
     resume: Annotated[bool, typer.Option(help="Go on: leave out cases that the file holds.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the one scenario instead.")] = None,
+    commit: Annotated[str, typer.Option(help="Commit of the code, where git is missing.")] = "",
     as_json: Json = False,
 ) -> None:
     """Run every scenario in FILE for real, on the GPUs of this machine, and write what they took."""
@@ -188,7 +189,7 @@ def run(
     options = Options(
         out=out, command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=num_gpus,
         cpu=cpu is not None, num_nodes=emulate_nodes, minutes=minutes, seed=seed, seconds=seconds, resume=resume,
-        trace=trace,
+        trace=trace, commit=commit,
     )  # fmt: skip
     failed = launch(scenarios, options)
     if failed:

@@ -38,6 +38,8 @@ class Options:
     seed: int = 1
     seconds: float = 0.5
     """Iterations to measure of every pass [s]."""
+    commit: str = ""
+    """Of the tree, where git is missing."""
     resume: bool = False
     trace: Path | None = None
 
@@ -88,6 +90,7 @@ def torchrun(cases: Path, gpus: int, num_nodes: int, options: Options, deadline:
         start += ["--out", str(options.out), "--resume" if options.resume else "--append"]
     start += ["--seed", str(options.seed), "--seconds", str(options.seconds), "--command", options.command]
     start += ["--emulate-nodes", str(num_nodes)] if num_nodes > 1 else []
+    start += ["--commit", options.commit] if options.commit else []
     start += ["--cpu"] if options.cpu else []
     start += ["--until", str(deadline)] if deadline is not None else []
     return start

@@ -125,5 +125,8 @@ def _driver() -> str:
 
 
 def _commit() -> str:
-    run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return "unknown"
     return run.stdout.strip() or "unknown"

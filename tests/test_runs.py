@@ -2,9 +2,11 @@
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 
+from cpsim.calibrate import measurement
 from cpsim.errors import CpsimError
 from cpsim.runs import PassRun, Run, Writer, case_key, load_runs
 from cpsim.scenario import scenario_from
@@ -107,6 +109,14 @@ def test_what_is_wrong_is_one_line(file, lines, match):
     with pytest.raises(CpsimError, match=match) as caught:
         load_runs(file(*lines))
     assert "\n" not in str(caught.value)
+
+
+def test_fits_refuse_real_runs(file):
+    runs = file(written(run()))
+    with pytest.raises(CpsimError, match="expected a header with format 'cpsim-measurement'"):
+        measurement.load(runs)
+    for path in (Path(measurement.__file__).parent).glob("*.py"):
+        assert "cpsim.runs" not in path.read_text()
 
 
 def test_a_missing_file_is_named():

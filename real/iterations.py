@@ -10,8 +10,10 @@ Protocols, as scenarios name them:
 The time of an iteration is that from a CUDA event on the current stream right before the launch until one right
 after it (on a CPU: wall clock), of the slowest rank.
 
-Warm-up: at least `WARMUP` iterations, then as many again until the median of the last ones is within `STABLE` of that
-of the ones before, or until they have taken `WARMUP_S`; the first iteration of all, which compiles, does not count.
+Warm-up: as in a training job the clock has come down to what the power limit allows, which takes tens of
+milliseconds of load. So at least `WARMUP` iterations and `SOAK_S` of them, then as many again until the median of the
+last ones is within `STABLE` of that of the ones before, or until they have taken `WARMUP_S`; the first iteration of
+all, which compiles, does not count.
 """
 
 from __future__ import annotations
@@ -32,8 +34,11 @@ from real.timing import Clock, hold
 LEAD_S: Final = 1e-3
 """What a profile's `host.lead_s` describes."""
 WARMUP: Final = 5
-WARMUP_S: Final = 0.6
+SOAK_S: Final = 0.25
+WARMUP_S: Final = 0.8
 STABLE: Final = 0.03
+MAX_SOAK: Final = 300
+"""Iterations after which short passes, which do not heat a GPU, are warm."""
 MIN_ITERATIONS, MAX_ITERATIONS = 5, 50
 
 T = TypeVar("T")
@@ -62,8 +67,10 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
         return list(zip(*ranks, strict=True))
 
     warmup = [max(times) for times in batch(WARMUP)]
-    while not _is_warm(warmup):
-        warmup += [max(times) for times in batch(WARMUP)]
+    soak = SOAK_S if node.cuda else 0.0
+    while not _is_warm(warmup, soak):
+        left = (soak - sum(warmup[1:])) / median(warmup[1:])
+        warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
     num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
     if node.cuda:
         torch.cuda.reset_peak_memory_stats(node.device)
@@ -103,9 +110,11 @@ def iteration(runner: Runner, node: Node, protocol: str) -> float:
     return float(events[0].elapsed_time(events[1])) / 1e3
 
 
-def _is_warm(seconds: list[float]) -> bool:
+def _is_warm(seconds: list[float], soak: float) -> bool:
     if sum(seconds[1:]) > WARMUP_S:
         return True
+    if sum(seconds[1:]) < soak and len(seconds) < MAX_SOAK:
+        return False
     before, last = median(seconds[-2 * WARMUP : -WARMUP] or [float("inf")]), median(seconds[-WARMUP:])
     return abs(last / before - 1) < STABLE
 

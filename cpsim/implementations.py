@@ -14,8 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
+import numpy as np
+
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.schedule import Pass
+from cpsim.masks import Ints
+from cpsim.schedule import Kind, Pass
 from cpsim.workload import Workload
 
 DENSE: Final = ("full", "causal")
@@ -70,13 +73,30 @@ class Sweep:
     """The same in fp32."""
     rows: Rows = "part"
     """Rows of the partial result, of the rank's shard, or of its tails."""
+    kind: Kind = Kind.COPY
+    """PyTorch's kernels differ in speed: ``COPY`` keeps rows in order, or casts them to the working type;
+    ``ACCUMULATE`` reads the working type beside fp32 or to make fp32; ``ELEMENTWISE`` reorders or joins rows;
+    ``MERGE`` is a fused merge."""
+
+    def nbytes(self, rows: Ints | int, workload: Workload) -> Ints:
+        """Read plus written, in the shape of ``rows``."""
+        w = workload
+        heads = {"q": w.num_heads, "k": w.num_kv_heads, "kv": 2 * w.num_kv_heads, "lse": w.num_heads}[self.tensor]
+        width = self.narrow * w.bytes_per_element + self.wide * WIDE_BYTES
+        return np.asarray(rows) * heads * (1 if self.tensor == "lse" else w.head_dim) * width
 
 
 Sweeps = tuple[Sweep, ...]
-_CAST: Final = Sweep("q", 1, 1)
-_CAST_K: Final = Sweep("k", 1, 1)
-_ADD: Final = Sweep("q", 1, 2)
-_ADD_K: Final = Sweep("k", 1, 2)
+WIDE_BYTES: Final = 4
+_MIXED, _STRIDED = Kind.ACCUMULATE, Kind.ELEMENTWISE
+_CAST: Final = Sweep("q", 1, 1, kind=_MIXED)
+_CAST_K: Final = Sweep("k", 1, 1, kind=_MIXED)
+_ADD: Final = Sweep("q", 1, 2, kind=_MIXED)
+_ADD_K: Final = Sweep("k", 1, 2, kind=_MIXED)
+_BACK: Final = Sweep("q", 1, 1, "whole")
+"""A result cast to the working type."""
+_BACK_K: Final = Sweep("k", 1, 1)
+_LSE: Final = (Sweep("lse", 0, 3),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +118,10 @@ class RingCode:
     """After the last step: results in the working type; the first of them is that of the queries."""
     send: Sweeps = ()
     """Before keys and values are sent."""
-    tails: Sweeps = ()
-    """Backward, before a kernel that reads tail queries."""
+    read: Sweeps = ()
+    """Backward, before a kernel of a rank whose output has been joined of heads and tails."""
+    read_tails: Sweeps = ()
+    """The same where it reads tail queries."""
     first: Sweeps
     """After the first partial output."""
     merge: Sweeps
@@ -121,6 +143,26 @@ class RingCode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UlyssesCode:
+    """How somebody's Ulysses differs from ours: queries, keys and values travel one by one, each after a sweep that
+    orders it by rank, and every kernel waits for the all-to-all before it."""
+
+    there: int = 1
+    """Sweeps of a tensor on its way to its heads."""
+    back: int = 2
+    """The same on its way back: one before and one after the all-to-all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherCode:
+    """How somebody's all-gather differs from ours: keys and values are gathered apart, each group's after a sweep that
+    takes its heads out, and gradients are summed in the working type, in tensors that are zeroed before."""
+
+    leave: Sweeps
+    """Forward, after the last group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
     """One code base; the defaults are those of our executor."""
 
@@ -134,6 +176,8 @@ class Implementation:
     ring: RingCode | None = None
     gathered: RingCode | None = None
     """A ring that runs as ``allgather``."""
+    allgather: GatherCode | None = None
+    ulysses: UlyssesCode | None = None
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `host` measurements that say what it costs the host, the best one first; other
     kinds cost what ours do. ``barrier`` is a call into the code; ``{pass}`` and ``{kernel}`` are filled in."""
@@ -174,41 +218,48 @@ class Implementation:
             raise InfeasibleError(f"{self.name} runs kernels {', '.join(self.kernels)}, got {kernel}")
 
 
-_RING_FLASH_ATTN: Final = RingCode(
+_FUSED: Final = (Sweep("q", 1, 2, kind=Kind.MERGE), *_LSE * 3)  # utils.py, _update_out_and_lse: TorchScript fuses one
+_RING_FLASH_ATTN: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, forward and backward
     copies=2,
-    enter={"fwd": (), "bwd": (Sweep("lse", 0, 2, "tails"),)},  # softmax_lse1.contiguous()
+    enter={"fwd": (), "bwd": (Sweep("lse", 0, 2, "tails"),)},  # softmax_lse1
     first=(_CAST,),  # utils.py, update_out_and_lse
-    merge=(_ADD,),
-    merge_tails=(_ADD, Sweep("q", 0, 2), Sweep("lse", 0, 2)),  # out[slice_], lse[slice_] = ...
-    leave={"fwd": (Sweep("q", 1, 1, "whole"),), "bwd": (Sweep("q", 1, 1, "whole"), _CAST_K, _CAST_K)},
+    merge=_FUSED,
+    merge_tails=(*_FUSED, Sweep("q", 0, 2), Sweep("lse", 0, 2)),  # the same, with slice_
+    leave={"fwd": (_BACK,), "bwd": (_BACK, _BACK_K, _BACK_K)},
 )
-_MERGE_EAGER: Final = (
-    _CAST, *(Sweep("lse", 0, 3),) * 2, *(Sweep("q", 0, 3),) * 3, *(Sweep("lse", 0, 3),) * 3,
-)  # fmt: skip
+_MERGED: Final = (_CAST, *_LSE * 2, *(Sweep("q", 0, 3),) * 3, *_LSE * 3)  # _SDPAMerger, step and _merge_one
 _ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
-_HALF_K: Final = (_ADD_K, Sweep("k", 0, 2, "whole"))
-_TORCH: Final = RingCode(
+_CONTIGUOUS: Final = (Sweep("k", 2, 0, kind=_STRIDED),) * 2
+_JOIN: Final = Sweep("q", 0, 2, "whole", _STRIDED)  # _partial_update
+_HALF_K: Final = (_ADD_K, Sweep("k", 0, 2, "whole", _STRIDED))
+_TORCH: Final = RingCode(  # _templated_ring_attention and _templated_ring_attention_backward
     queries_last=True,
     copies=3,
-    enter={"fwd": (Sweep("k", 2, 0),) * 2, "bwd": (*_ZEROS, *(Sweep("k", 2, 0),) * 2)},  # key.contiguous()
-    send=(Sweep("kv", 2, 0),),  # torch.cat([key.flatten(), value.flatten()])
-    tails=(Sweep("lse", 0, 2),),  # logsumexp.chunk(2)[1].contiguous()
-    first=(_CAST,),  # _SDPAMerger.step
-    merge=_MERGE_EAGER,
-    merge_tails=(*_MERGE_EAGER, Sweep("lse", 0, 2, "whole"), Sweep("q", 0, 2, "whole")),  # _partial_update
-    leave={"fwd": (Sweep("q", 1, 1, "whole"),), "bwd": (Sweep("q", 1, 1, "whole"), Sweep("kv", 1, 1))},
+    enter={"fwd": _CONTIGUOUS, "bwd": (*_ZEROS, *_CONTIGUOUS)},
+    send=(Sweep("kv", 2, 0),),
+    read=(Sweep("q", 2, 0, kind=_STRIDED),),  # _flash_attention_backward wants tokens first, a join leaves heads first
+    read_tails=(Sweep("lse", 0, 2), Sweep("q", 2, 0, kind=_STRIDED)),
+    first=(_CAST,),
+    merge=_MERGED,
+    merge_tails=(*_MERGED, Sweep("lse", 0, 2, "whole"), _JOIN),
+    leave={"fwd": (_BACK,), "bwd": (_BACK, Sweep("kv", 1, 1))},
     first_dq=(_ADD,),
-    sum_dq_tails=(_ADD, Sweep("q", 0, 2, "whole")),
+    sum_dq_tails=(_ADD, _JOIN),
     idle_dq=(Sweep("q", 0, 3, "whole"),),
-    first_dkv=(_ADD_K, _ADD_K),
+    first_dkv=(_ADD_K, _ADD_K, *(Sweep("k", 0, 2, kind=_STRIDED),) * 2),  # flatten
     sum_dkv_heads=(*_HALF_K, *_HALF_K),
     idle_dkv=(*_ZEROS, Sweep("k", 0, 3, "whole"), Sweep("k", 0, 3, "whole")),
     send_dkv=(Sweep("kv", 0, 2, "whole"),),
 )
 
-_EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise"), ("eager", "copy"))
+_EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(
+    ("copy", "accumulate", "elementwise", "merge"), ("eager", "copy")
+)
+_EAGER_SWEEPS: Final = {
+    "accumulate": ("mixed", "accumulate"), "elementwise": ("strided", "transpose"), "merge": ("mixed", "accumulate"),
+}  # fmt: skip
 _FLASH_ATTN: Final = _EAGER | {
-    "barrier": ("autograd_{call}",),
+    "barrier": ("autograd {pass}",),
     "attention": ("flash_attn fwd",),
     "attention_backward": ("flash_attn bwd",),
 }
@@ -230,17 +281,21 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             },
             kernels=("fa2",),
             ring=_RING_FLASH_ATTN,
+            allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
             launches=_FLASH_ATTN
             | {"merge": ("jit_merge", "merge"), "transfer": ("transfer_of_two",), "all_gather": ("async_all_gather",)}
             | {"reduce_scatter": ("sync_reduce_scatter",)},
-            sweeps={"merge": ("jit_merge", "merge"), "accumulate": ("copy",)},
+            sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
         ),
         Implementation(
             name="yunchang",
             source="yunchang 0.6.4",
             support={"ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True)},
             kernels=("fa2",),
-            launches=_FLASH_ATTN | {"all_to_all": ("sync_all_to_all",)},
+            ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
+            launches=_FLASH_ATTN
+            | {"barrier": ("autograd chain {pass}", "autograd {pass}"), "all_to_all": ("sync_all_to_all",)},
+            sweeps={"copy": ("strided", "transpose")},
         ),
         Implementation(
             name="torch",
@@ -258,11 +313,10 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             launches=_EAGER
             | {
                 "barrier": ("context_parallel_{kernel} {pass}",),
-                "merge": ("eager",),
                 "transfer": ("functional_permute", "all_to_all"),
                 "all_gather": ("functional_all_gather",),
             },
-            sweeps={"merge": ("cast",), "accumulate": ("copy",)},
+            sweeps=_EAGER_SWEEPS,
         ),
     )
 }

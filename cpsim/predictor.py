@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cpsim.calibrate.profile import Profile, load_profile
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
+from cpsim.implementations import Implementation, implementation
 from cpsim.models.price import GROUPS, Priced, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
@@ -45,6 +46,10 @@ class _Case:
     profile: Profile
 
     @property
+    def code(self) -> Implementation:
+        return implementation(self.scenario.implementation)
+
+    @property
     def passes(self) -> tuple[Pass, ...]:
         wanted = self.scenario.pass_
         return ("fwd", "bwd") if wanted == "fwd_bwd" else (wanted,)
@@ -57,6 +62,8 @@ class _Case:
             head_dim=self.workload.head_dim,
             dtype=self.workload.dtype,
             protocol=self.scenario.protocol,
+            launches=self.code.launches,
+            sweeps=self.code.sweeps,
         )
 
 
@@ -128,13 +135,16 @@ def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimErro
 def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
     """Try every strategy and its sensible knobs, or only the scenario's strategy where it names one.
 
-    On one GPU there is nothing to choose between: ``none`` is all that is tried.
+    Where the scenario names somebody else's implementation, the strategies are those that it has. On one GPU there is
+    nothing to choose between: ``none`` is all that is tried.
 
     Raises:
         ScenarioError: the scenario asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
     """
-    names = ["none"] if scenario.gpus == 1 else list(STRATEGIES)
+    support = implementation(scenario.implementation).support
+    names = [name for name in STRATEGIES if support is None or name in support]
+    names = ["none"] if scenario.gpus == 1 else names
     if scenario.strategy is not None:
         names = [scenario.strategy]
     case = _look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
@@ -165,6 +175,8 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
 def _knobs(name: str, case: _Case) -> Sequence[Knobs]:
     if case.scenario.knobs:
         return (case.scenario.knobs,)
+    if case.code.support is not None:
+        return ({},)
     return STRATEGIES[name].knobs(case.workload, case.cluster) if name in STRATEGIES else ({},)
 
 
@@ -196,8 +208,7 @@ def _rank(
 def _look_up(scenario: Scenario) -> _Case:
     if scenario.strategy is None:
         raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got none; or use advise")
-    if scenario.implementation != "cpsim":
-        raise ScenarioError(f"implementation: {scenario.implementation!r} is not available yet; available is cpsim")
+    implementation(scenario.implementation)
     cluster = scenario.resolve_cluster()
     name = scenario.profile or cluster.profile
     if name is None:
@@ -210,13 +221,14 @@ def _look_up(scenario: Scenario) -> _Case:
 
 def _predict(case: _Case) -> Prediction:
     scenario, cluster = case.scenario, case.cluster
+    case.code.check_kernel(scenario.kernel)
     pricing = case.pricing()
     timelines: dict[str, Timeline] = {}
     parts = dict.fromkeys(GROUPS, 0.0)
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
     memory, sent, exposed = 0, np.zeros(cluster.num_gpus), 0.0
     for pass_ in case.passes:
-        schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs)
+        schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs, case.code)
         memory = max(memory, int(schedule.memory().max()))
         if memory > cluster.gpu.memory_bytes:
             raise InfeasibleError(

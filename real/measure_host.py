@@ -1,17 +1,18 @@
-"""What PyTorch's own machinery costs the host: eager ops, autograd, TorchScript, wrappers of kernels and collectives.
+"""What PyTorch's own machinery costs: eager ops, autograd, TorchScript, wrappers of kernels and collectives.
 
-    torchrun --nproc-per-node 2 -m real.measure_host --out host.jsonl
+    torchrun --nproc-per-node 4 -m real.measure_host --out host.jsonl
 
-Other people's code pays these, our executor does not. Every point is one thing in isolation (`op: host`, wall seconds
-that one call keeps the host busy); nothing here runs a context-parallel strategy. Communication needs two ranks or
-more, the rest runs on each rank alone, all at once.
+Other people's code pays these, our executor does not. Every point is one thing in isolation, and nothing here runs a
+context-parallel strategy: wall seconds that one call keeps the host busy (`op: host`), and seconds of PyTorch's
+memory-bound kernels (`op: elementwise`). Calls are timed in turns, one of each kind after a barrier, because a call
+that repeats itself finds its code and data in the processor's caches, and in a real step it does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cpsim.calibrate.measurement import Writer
 from real import attention
+from real.measure_kernels import Bench
 from real.node import Node
-from real.timing import host_seconds, provenance
+from real.timing import provenance
 
 Call = Callable[[], object]
 TOKENS = 512 if torch.cuda.is_available() else 8
@@ -40,7 +42,7 @@ class _Pass(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: object) -> Tensor:
         ctx.save_for_backward(q, k, v)
         ctx.settings = settings
-        return q.view_as(q)
+        return torch.empty_like(q)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
@@ -49,7 +51,7 @@ class _Pass(torch.autograd.Function):
 
 def eager(x: dict[str, Tensor]) -> dict[str, Call]:
     """Single eager ops as they occur between kernel calls."""
-    half, wide = TOKENS // 2, x["q"].float()
+    half, wide = TOKENS // 2, x["q"].to(torch.float32, copy=True)
     parts = [x["k"].flatten(), x["v"].flatten()]
     swapped = x["k"].transpose(0, 1)
     return {
@@ -64,19 +66,22 @@ def eager(x: dict[str, Tensor]) -> dict[str, Call]:
 
 
 def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
-    """A Function's forward, and the backward of one and of four in a row."""
+    """A Function's forward, its backward, and four Functions in a row."""
     leaves = [x[name].detach().requires_grad_() for name in ("q", "k", "v")]
     settings = (0.0, 0.1, True, (-1, -1), None, False, False, None)
-    once = _Pass.apply(*leaves, *settings)
-    often = once
-    for _ in range(3):
-        often = _Pass.apply(often, *leaves[1:], *settings)
     ask = partial(torch.autograd.grad, inputs=leaves[:1], grad_outputs=x["dout"], retain_graph=True)
+
+    def chain() -> Tensor:
+        out = leaves[0]
+        for _ in range(4):
+            out = _Pass.apply(out, *leaves[1:], *settings)
+        return out
+
+    once, often = _Pass.apply(*leaves, *settings), chain()
     return {
-        "autograd_apply": lambda: _Pass.apply(*leaves, *settings),
-        "autograd_backward": lambda: ask(once),
-        "autograd_backward_4": lambda: ask(often),
-    }
+        "autograd fwd": lambda: _Pass.apply(*leaves, *settings), "autograd bwd": lambda: ask(once),
+        "autograd chain of 4 fwd": chain, "autograd chain of 4 bwd": lambda: ask(often),
+    }  # fmt: skip
 
 
 def flash_attn(x: dict[str, Tensor]) -> dict[str, Call]:
@@ -125,31 +130,60 @@ def alone(node: Node) -> DeviceMesh:
 
 
 def context_parallel(x: dict[str, Tensor], node: Node, kernel: str) -> dict[str, Call]:
-    """PyTorch's scaled_dot_product_attention under context parallel on a mesh of one rank: all but communication."""
+    """PyTorch's scaled_dot_product_attention under context parallel, from the call to its ring and back.
+
+    The ring itself is replaced by one that returns what it has returned before.
+    """
+    import torch.distributed.tensor.experimental._context_parallel._attention as module
+
     from real.implementations.torch_cp import attend
 
     leaves = [x[name][None].detach().requires_grad_() for name in ("q", "k", "v")]
     call = attend(kernel, True, alone(node))
     ask = partial(torch.autograd.grad, inputs=leaves, grad_outputs=x["dout"][None], retain_graph=True)
+    made: dict[str, Any] = {}
+
+    def kept(name: str, ring: Callable[..., object]) -> Callable[..., object]:
+        def instead(*args: object, **kwargs: object) -> object:
+            if name not in made:
+                made[name] = ring(*args, **kwargs)
+            return made[name]
+
+        return instead
+
+    names = ["_templated_ring_attention", "_templated_ring_attention_backward"]
+    rings = [getattr(module, name) for name in names]
+
+    def stubbed(work: Call) -> None:
+        for name, ring in zip(names, rings, strict=True):
+            setattr(module, name, kept(name, ring))
+        try:
+            work()
+        finally:
+            for name, ring in zip(names, rings, strict=True):
+                setattr(module, name, ring)
+
     out = call(*leaves)
-    return {f"context_parallel_{kernel}_fwd": lambda: call(*leaves), f"context_parallel_{kernel}_bwd": lambda: ask(out)}
+    stubbed(lambda: ask(out))
+    return {
+        f"context_parallel {kernel} fwd": lambda: stubbed(lambda: call(*leaves)),
+        f"context_parallel {kernel} bwd": lambda: stubbed(lambda: ask(out)),
+    }
 
 
 def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
     """One communication and the wait for it, as other people's code writes them."""
-    there, back = (node.rank + 1) % node.size, (node.rank - 1) % node.size
     k, v = x["k"], x["v"]
     into = torch.empty(2, node.size * TOKENS, KV_HEADS, DIM, device=node.device, dtype=k.dtype)
     both, heads = torch.cat([k.flatten(), v.flatten()]), torch.empty_like(x["q"])
 
-    def batch(tensors: list[Tensor]) -> None:
-        ops = [
-            dist.P2POp(kind, data, peer)
-            for t in tensors
-            for kind, data, peer in ((dist.isend, t, there), (dist.irecv, torch.empty_like(t), back))
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
+    def batch() -> None:
+        """Keys and values on a ring: what ring-flash-attn's RingComm does in a step."""
+        from real.implementations.ring_flash import package
+
+        comm = package().utils.RingComm(None)
+        comm.send_recv_kv(k, v)
+        comm.wait()
 
     def gather() -> None:
         dist.all_gather_into_tensor(into[0], k, async_op=True).wait()
@@ -157,7 +191,7 @@ def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
     permute = functional_collectives.permute_tensor
     order = [*range(1, node.size), 0]
     return {
-        "transfer_of_two": lambda: batch([k, v]),
+        "transfer_of_two": batch,
         "async_all_gather": gather,
         "sync_all_to_all": lambda: dist.all_to_all_single(heads, x["q"]),
         "sync_reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty_like(k), into[0]),
@@ -169,7 +203,7 @@ def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
 
 
 def measure(node: Node, writer: Writer | None) -> None:
-    """Every point, with errors for what is not installed."""
+    """Every host call in turns, with errors for what is not installed."""
     dtype = torch.bfloat16 if node.cuda else torch.float32
     sizes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "dout": HEADS}
     x = {name: torch.randn(TOKENS, heads, DIM, device=node.device, dtype=dtype) for name, heads in sizes.items()}
@@ -182,28 +216,75 @@ def measure(node: Node, writer: Writer | None) -> None:
         groups["communication"] = lambda: communication(x, node)
     for kernel in ("sdpa_flash", "cudnn"):
         groups[f"context_parallel {kernel}"] = lambda kernel=kernel: context_parallel(x, node, kernel)  # type: ignore[misc]
+    calls: dict[tuple[str, str], Call] = {}
     for name, make in groups.items():
         try:
-            calls = make()
-            for kind, call in calls.items():
-                for _ in range(10):
-                    call()
-                samples = [_together(call, node) for _ in range(20)]
-                if writer:
-                    kind, which = ("eager", kind) if name == "eager" else (kind, "")
-                    writer.add("host", samples, kind=kind, **({"which": which} if which else {}))
-                    print(f"{kind} {which}: {sorted(samples)[10] * 1e6:.1f} us", flush=True)
+            made = make()
+            for call in [*made.values()] * 5:
+                call()
+            calls |= {("eager", which) if name == "eager" else (which, ""): call for which, call in made.items()}
         except Exception as error:  # the same on all ranks
             if writer:
                 writer.add("error", failed="host", kind=name, message=f"{type(error).__name__}: {error}"[:300])
                 print(f"error in {name}: {error}"[:300], flush=True)
+    samples = [in_turns(calls.values(), node) for _ in range(60)][20:]
+    for (kind, which), times in zip(calls, zip(*samples, strict=True), strict=True):
+        if writer:
+            each = 4 if kind.startswith("autograd chain") else 1
+            writer.add("host", [t / each for t in times], kind=kind.replace(" of 4", ""), which=which)
+            print(f"{kind} {which}: {sorted(times)[20] * 1e6:.1f} us", flush=True)
 
 
-def _together(call: Call, node: Node) -> float:
-    """Host seconds of one call, the ranks starting together."""
+def in_turns(calls: Iterable[Call], node: Node) -> list[float]:
+    """Host seconds of every call, one after the other, all ranks starting together."""
     node.synchronize()
     dist.barrier()
-    return host_seconds(call, 10, node.device)
+    node.synchronize()
+    times = []
+    for call in calls:
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def sweep(kind: str, tokens: int, device: torch.device) -> tuple[Call, int]:
+    """One of PyTorch's memory-bound kernels on tokens of 32 heads, and the bytes it reads and writes."""
+    size = (1, tokens, HEADS, DIM)
+    narrow, wide = torch.randn(size, device=device, dtype=torch.bfloat16), torch.randn(size, device=device)
+    elements = tokens * HEADS * DIM
+    if kind == "jit_merge":
+        from real.implementations.ring_flash import package
+
+        merge, lse = package().utils._update_out_and_lse, torch.randn(1, tokens, HEADS, 1, device=device)
+        block_lse = lse[..., 0].transpose(1, 2).contiguous()
+        return lambda: merge(wide, lse, narrow, block_lse)[0], 10 * elements
+    if kind == "mixed cast":
+        return lambda: narrow.to(torch.float32), 6 * elements
+    if kind == "mixed add":
+        return lambda: wide.add_(narrow), 10 * elements
+    if kind == "strided join":
+        halves = [half.transpose(1, 2) for half in wide.chunk(2, dim=1)]
+        return lambda: torch.cat(halves, dim=2), 8 * elements
+    ranks = int(kind.split()[-1])
+    return lambda: narrow.reshape(1, tokens, ranks, -1, DIM).transpose(0, 2).contiguous(), 4 * elements
+
+
+SWEEPS = ("jit_merge", "mixed cast", "mixed add", "strided join", "strided 2", "strided 4", "strided 8")
+
+
+def measure_sweeps(bench: Bench) -> None:
+    """Every kernel at sizes of 4 MB to 1 GB of traffic."""
+    for tokens in (256, 1024, 4096, 8192, 16384, 65536) if bench.cuda else (16,):
+        for kind in SWEEPS:
+            try:
+                op, nbytes = sweep(kind, tokens, bench.device)
+            except ImportError as error:
+                bench.writer.add("error", failed="elementwise", kind=kind, message=str(error)[:300])
+                continue
+            for _ in range(5):  # TorchScript specialises in its first calls
+                op()
+            bench.point("elementwise", lambda op=op: bench.samples(op), kind=kind.split()[0], which=kind, nbytes=nbytes)  # type: ignore[misc]
 
 
 def main() -> None:
@@ -218,7 +299,9 @@ def main() -> None:
             kernels = {k: attention.kernel_version(k) for k in (("fa2", "cudnn") if node.cuda else ("math",))}
             header = provenance(node.device, node.size, kernels, "python -m real.measure_host", args.commit)
             with args.out.open("w", encoding="utf-8") as file:
-                measure(node, Writer(file, header))
+                writer = Writer(file, header)
+                measure(node, writer)
+                measure_sweeps(Bench(writer, node.device))
             print(f"{time.monotonic() - started:.0f} s")
         else:
             measure(node, None)

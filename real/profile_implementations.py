@@ -102,7 +102,9 @@ def main() -> None:
 def measure(scenario: Scenario, pass_: Pass, node: Node) -> dict[str, Any]:
     """Times of some iterations, then one iteration under the profiler."""
     runner = make(scenario, pass_, node)
-    times = [one(runner, node) for _ in range(16)][6:]
+    times = torch.tensor([one(runner, node) for _ in range(16)][6:], dtype=torch.float64, device=node.device)
+    slowest = times.clone()
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if node.cuda else [])]
     with profile(activities=activities):  # the first profile of a process is slow and late
         one(runner, node)
@@ -112,7 +114,8 @@ def measure(scenario: Scenario, pass_: Pass, node: Node) -> dict[str, Any]:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return {"time_s": statistics.median(times), "times_s": times, **ordered(events)}
+    own, all_ranks = times.tolist(), slowest.tolist()
+    return {"time_s": statistics.median(all_ranks), "times_s": all_ranks, "own_times_s": own, **ordered(events)}
 
 
 def one(runner: Runner, node: Node) -> float:

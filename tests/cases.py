@@ -1,6 +1,7 @@
 """What tests parametrize over: listed means tested."""
 
 from cpsim.cluster import presets
+from cpsim.implementations import IMPLEMENTATIONS
 from cpsim.masks import MASKS
 from cpsim.strategies import STRATEGIES
 from cpsim.workload import Workload
@@ -21,6 +22,18 @@ ALL_KNOBS = {
     ),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])
+
+OTHERS = tuple(
+    (code, name, knobs)
+    for code in IMPLEMENTATIONS.values()
+    for name in code.support or ()
+    if name in STRATEGIES
+    for knobs in {
+        "torch allgather": ({}, {"layout": "contiguous"}),
+        "ring-flash-attn allgather": ({}, {"heads_per_gather": 1}),
+    }.get(f"{code.name} {name}", ({},))
+)
+"""(implementation, strategy, knobs) of other people's code."""
 
 DOCUMENTS = {
     "one": (48,),

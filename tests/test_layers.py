@@ -26,7 +26,7 @@ ALLOWED = {
     "tiles": {"masks"},
     "schedule": {"masks", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
-    "implementations": CORE | {"workload", "schedule"},
+    "implementations": CORE | {"masks", "workload", "schedule"},
     "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim

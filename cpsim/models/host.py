@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 ATTENTION = {"attention": "fwd", "attention_backward": "bwd"}
@@ -23,7 +23,17 @@ class HostParams:
     """How far the host is ahead of the GPU when a streamed iteration starts. Not measured: 1 ms is what the 256 MB
     all-reduce takes that such benchmarks put before every iteration."""
 
-    def seconds(self, kind: str, kernel: str) -> float:
-        """Seconds to launch one op of a kind (as cpsim.schedule.Kind names it, in lower case)."""
+    def seconds(self, kind: str, kernel: str, names: Sequence[str] = ()) -> float:
+        """Seconds to launch one op of a kind (as cpsim.schedule.Kind names it, in lower case).
+
+        Args:
+            kind: the op's.
+            kernel: of attention ops.
+            names: of launches in other people's code, which make no event of their own; the first that has been
+                measured counts.
+        """
+        for name in names:
+            if name in self.launch_s:
+                return self.launch_s[name]
         name = f"{kernel} {ATTENTION[kind]}" if kind in ATTENTION else COPIES.get(kind, kind)
-        return self.launch_s.get(name, self.launch_s["copy"]) + self.event_s
+        return self.launch_s.get(name, self.launch_s["copy"]) + (0.0 if names else self.event_s)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
@@ -77,6 +78,10 @@ class Pricing:
     head_dim: int
     dtype: str
     protocol: Protocol
+    launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By kind of op, whose launches cost otherwise: see cpsim.implementations."""
+    sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """The same for memory-bound kernels."""
 
     def price(self, schedule: Schedule) -> Priced:
         """Costs of every op.
@@ -95,12 +100,34 @@ class Pricing:
                 duration[ops] = self._attention(schedule, ops, pass_, notes)
                 group[ops] = GROUPS.index(f"attention {pass_}")
             elif kind in _MEMORY_NAMES:
-                name = _MEMORY_NAMES[kind]
+                name = self._sweep(kind, notes)
                 duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
+        self._check_launches(schedule, notes)
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
         flows = [self._transfers(schedule, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
         return Priced(self._work(schedule, links, duration, flows), group, tuple(notes))
+
+    def _sweep(self, kind: Kind, notes: dict[str, None]) -> str:
+        """Name of the measured kernel that a memory-bound op costs as much as."""
+        names = self.sweeps.get(kind.name.lower(), ())
+        for name in names:
+            if name in self.profile.elementwise.latency_s:
+                if name != names[0]:
+                    notes[f"memory-bound kernel {names[0]}: not measured, taken as {name}"] = None
+                return name
+        return _MEMORY_NAMES[kind]
+
+    def _names(self, kind: Kind, pass_: str) -> list[str]:
+        """Names of host measurements for other people's launches of a kind."""
+        names = self.launches.get(kind.name.lower(), ())
+        return [name.replace("{pass}", pass_).replace("{kernel}", self.kernel) for name in names]
+
+    def _check_launches(self, schedule: Schedule, notes: dict[str, None]) -> None:
+        for kind in map(Kind, np.unique(schedule.kind).tolist()):
+            names = self._names(kind, _pass_of(schedule))
+            if names and names[0] not in self.profile.host.launch_s:
+                notes[f"host: launch of {names[0]} not measured, taken from another"] = None
 
     def _work(self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows]) -> Work:
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
@@ -225,13 +252,18 @@ class Pricing:
         """When every op is launched: hosts launch their ranks' ops in list order."""
         per_kind = np.zeros(len(Kind))
         for kind in Kind:
-            per_kind[kind] = self.profile.host.seconds(kind.name.lower(), self.kernel)
+            names = self._names(kind, _pass_of(schedule))
+            per_kind[kind] = self.profile.host.seconds(kind.name.lower(), self.kernel, names)
         cost = per_kind[schedule.kind]
         # A batched send and receive is one call: half of it belongs to each of the two transfers.
         cost[schedule.kind == Kind.TRANSFER] /= 2
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
         released = _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
         return np.asarray(np.maximum(released - lead, 0.0))
+
+
+def _pass_of(schedule: Schedule) -> str:
+    return "bwd" if (schedule.kind == Kind.ATTENTION_BACKWARD).any() else "fwd"
 
 
 @njit(cache=True)

@@ -18,7 +18,7 @@ import numpy as np
 from cpsim.builder import Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation
+from cpsim.implementations import CPSIM, GatherCode, Implementation
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
@@ -61,7 +61,7 @@ def plan_allgather(
             f"allgather needs heads_per_gather to divide the key-value heads, "
             f"got {at_once!r} for {workload.num_kv_heads} kv_heads"
         )
-    plan = _AllGather(workload, cluster.num_gpus, layout, at_once)
+    plan = _AllGather(workload, cluster.num_gpus, layout, at_once, code.allgather)
     return plan.forward() if pass_ == "fwd" else plan.backward()
 
 
@@ -80,7 +80,10 @@ def allgather_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[st
 class _AllGather:
     """One all-gather schedule under construction."""
 
-    def __init__(self, workload: Workload, num_ranks: int, layout: str, heads_per_gather: int) -> None:
+    def __init__(
+        self, workload: Workload, num_ranks: int, layout: str, heads_per_gather: int, code: GatherCode | None
+    ) -> None:
+        self.workload, self.code = workload, code
         self.ranks, self.together = np.arange(num_ranks), np.arange(num_ranks)[None, :]
         self.num_groups = workload.num_kv_heads // heads_per_gather
         self.in_order = layout == "contiguous"
@@ -117,6 +120,8 @@ class _AllGather:
                 reads=[self._part(q, "q", g), keys], writes=[self._part(out, "out", g)],
             )  # fmt: skip
             gather.read_by(g, done)
+        for sweep in self.code.leave if self.code else ():
+            b.add(sweep.kind, (self.ranks, "compute"), nbytes=sweep.nbytes(self.tokens, self.workload))
         return b.build()
 
     def backward(self) -> Schedule:
@@ -129,7 +134,7 @@ class _AllGather:
         dkv = self._shard("dkv", self.kv_bytes * self.num_groups, self.all_kv_heads)
         b.output(*dq)
         b.output(*dkv)
-        gather, scatter = _Gather(self, is_paced=True), _Scatter(self)
+        gather, scatter = _Gather(self, is_paced=True), _Scatter(self, dkv)
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
             reads = [self._part(access, tensor, g) for tensor, access in given.items()]
@@ -138,7 +143,7 @@ class _AllGather:
                 deps=after, reads=[*reads, keys], writes=[self._part(dq, "dq", g), scatter.partial(g)],
             )  # fmt: skip
             scatter.reduce(g)
-        scatter.finish(dkv)
+        scatter.finish()
         return b.build()
 
     def _shard(self, tensor: str, width: int, heads: tuple[int, int]) -> Access:
@@ -190,7 +195,9 @@ class _Gather:
         kv = plan._shard("kv", plan.kv_bytes * plan.num_groups, plan.all_kv_heads)
         b.input(*kv)
         self.source, self.ready = kv, np.full(len(plan.ranks), -1)
-        if plan.num_groups > 1:
+        if plan.code:
+            self.ready = b.add(Kind.BARRIER, (plan.ranks, "compute"))
+        if plan.num_groups > 1 and not plan.code:
             self.source = (b.buffers("kv by group", plan.tokens * plan.kv_bytes * plan.num_groups), kv[1])
             self.ready = b.add(
                 Kind.COPY, (plan.ranks, "compute"), reads=[kv], writes=[self.source],
@@ -198,6 +205,8 @@ class _Gather:
             )  # fmt: skip
         count = min(2, plan.num_groups)
         self.buffers = [b.buffers(f"kv of all {i}", plan.total * plan.kv_bytes) for i in range(count)]
+        apart = count if plan.code and plan.num_groups > 1 else 0
+        self.sliced = [b.buffers(f"kv of group {i}", plan.tokens * plan.kv_bytes) for i in range(apart)]
         self.packed = None if plan.in_order else b.buffers("keys in order", plan.keys * plan.kv_bytes)
         self.free = [np.full(len(plan.ranks), -1)] * 2
         """Last op of every rank that read each buffer."""
@@ -206,6 +215,29 @@ class _Gather:
         self.arrived = self._gather(0)
 
     def _gather(self, group: int) -> Ints:
+        return self._gather_apart(group) if self.plan.code else self._gather_together(group)
+
+    def _gather_apart(self, group: int) -> Ints:
+        """Keys, then values, each after a copy of its heads; the copies wait for the gather before."""
+        plan, half = self.plan, self.plan.kv_bytes // 2
+        mine, parts = plan.b.blocks("kv", plan.ranks, plan.heads(group)[2:]), [half, plan.kv_bytes - half]
+        source, waits = self.source[0], self.ready if group == 0 else self.arrived.repeat(len(plan.ranks))
+        if plan.num_groups > 1:
+            source = self.sliced[group % 2]
+            for i, width in enumerate(parts):
+                waits = plan.b.add(
+                    Kind.COPY, (plan.ranks, "compute"), step=group, nbytes=2 * plan.tokens * width, deps=[waits],
+                    reads=[(self.source[0], mine)] * i, writes=[(source, mine)] * i,
+                )  # fmt: skip
+        target = self.buffers[group % 2], plan.keys_of_all("kv", group)
+        for i, width in enumerate(parts):
+            gathered = plan.b.add(
+                Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * width,
+                deps=[waits[None, :], self.free[group % 2][None, :]], reads=[(source, mine)] * i, writes=[target] * i,
+            )  # fmt: skip
+        return gathered
+
+    def _gather_together(self, group: int) -> Ints:
         plan = self.plan
         mine = plan.b.blocks("kv", plan.ranks, plan.heads(group)[2:])
         waits = [self.ready] if group == 0 else [] if self.is_paced else [self.free[group % 2]]
@@ -239,9 +271,9 @@ class _Gather:
 class _Scatter:
     """Gradients of keys and values on their way home, double-buffered over head groups."""
 
-    def __init__(self, plan: _AllGather) -> None:
-        self.plan, b = plan, plan.b
-        self.width = plan.sizes.accumulator(plan.kv_bytes)
+    def __init__(self, plan: _AllGather, dkv: Access) -> None:
+        self.plan, self.dkv, b = plan, dkv, plan.b
+        self.width = plan.kv_bytes if plan.code else plan.sizes.accumulator(plan.kv_bytes)
         self.rows = b.buffers("dkv partial", plan.keys * plan.kv_bytes)
         count = min(2, plan.num_groups)
         self.full = [b.buffers(f"dkv of all {i}", plan.total * self.width) for i in range(count)]
@@ -255,27 +287,44 @@ class _Scatter:
         return self.rows, self.plan.b.blocks("dkv", self.plan.seen, self.plan.heads(group)[2:])
 
     def reduce(self, group: int) -> None:
-        """Zero a full-length fp32 buffer, add this rank's gradients to it, and reduce-scatter it."""
+        """Zero a full-length buffer, add this rank's gradients to it (in fp32), and reduce-scatter it."""
         plan = self.plan
         full = self.full[group % 2], plan.keys_of_all("dkv", group)
         mine = plan.b.blocks("dkv", plan.ranks, plan.heads(group)[2:])
-        self.home.append((plan.b.buffers(f"dkv fp32 {group}", plan.tokens * self.width), mine))
+        straight = plan.code is not None and plan.num_groups == 1
+        home = self.dkv[0] if straight else plan.b.buffers(f"dkv fp32 {group}", plan.tokens * self.width)
+        self.home.append((home, mine))
+        moved = plan.keys * (plan.kv_bytes + 2 * self.width) if plan.code is None else 0
         added = plan.b.add(
             Kind.ACCUMULATE, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
-            nbytes=plan.total * self.width + plan.keys * (plan.kv_bytes + 2 * self.width),
-            reads=[self.partial(group)], writes=[full],
+            nbytes=plan.total * self.width + moved, reads=[self.partial(group)], writes=[full],
         )  # fmt: skip
-        self.reduced = plan.b.add(
-            Kind.REDUCE_SCATTER, (plan.together, "comm"), step=group, nbytes=plan.total * self.width,
-            deps=[added[None, :]], reads=[full], writes=[self.home[group]],
-        )  # fmt: skip
+        for i in range(2 if plan.code else 1):
+            self.reduced = plan.b.add(
+                Kind.REDUCE_SCATTER, (plan.together, "comm"), step=group,
+                nbytes=plan.total * self.width // (2 if plan.code else 1), deps=[added[None, :]],
+                reads=[full] * (i or not plan.code), writes=[self.home[group]] * (i or not plan.code),
+            )  # fmt: skip
+        if plan.code and not straight:
+            self._put(group, (self.dkv[0], mine))
 
-    def finish(self, dkv: Access) -> None:
+    def _put(self, group: int, target: Access) -> None:
+        """Other people's gradients of one group are copied home, keys and then values; a kernel waits for that."""
+        plan, after = self.plan, self.reduced.repeat(len(self.plan.ranks))
+        for i in range(2):
+            plan.b.add(
+                Kind.COPY, (plan.ranks, "compute"), step=group, nbytes=plan.tokens * self.width, deps=[after],
+                reads=[self.home[group]] * i, writes=[target] * i,
+            )  # fmt: skip
+
+    def finish(self) -> None:
         """Cast what came home into the gradients' own type and layout."""
         plan = self.plan
+        if plan.code:
+            return
         last = [self.reduced.repeat(len(plan.ranks))]
         plan.b.add(
             Kind.COPY, (plan.ranks, "compute"), step=plan.num_groups,
             nbytes=plan.tokens * (self.width + plan.kv_bytes) * plan.num_groups, deps=last,
-            reads=self.home, writes=[dkv],
+            reads=self.home, writes=[self.dkv],
         )  # fmt: skip

@@ -23,9 +23,9 @@ from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
 from cpsim.implementations import CPSIM, Implementation, RingCode, Sweep, Sweeps
 from cpsim.masks import Ints, RangeSets
-from cpsim.schedule import Int32, Kind, Pass, Schedule
+from cpsim.schedule import Int8, Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
-from cpsim.strategies.sizes import ACCUMULATOR_BYTES, Accumulation, Sizes
+from cpsim.strategies.sizes import Accumulation, Sizes
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
@@ -50,7 +50,7 @@ class Cut:
 
 @lru_cache(maxsize=2)
 def cut(workload: Workload, num_ranks: int, chunks: str) -> Cut:
-    """Shard all tokens or those of ``documents`` ``contiguous``-ly, or zigzag by ``document`` or packed ``sequence``."""
+    """Shard all tokens, or all ``documents``, ``contiguous``-ly, or zigzag by ``document`` or packed ``sequence``."""
     mask = workload.slices()
     source, ranks = _sources(num_ranks), np.arange(num_ranks)
     halves = chunks in ("document", "sequence") and sharding.is_causal(mask)
@@ -121,6 +121,7 @@ class _Slot:
 
     where: Mask
     nbytes: Ints | int = 0
+    kinds: Ints | Int8 | int = int(Kind.COPY)
     at: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """Indices of the ops, once all slots of a schedule are in order; NOTHING where there is none."""
 
@@ -181,7 +182,7 @@ class _Ring:
             deps=[d[s, r] for d in ready], reads=[self.queries(q, tails, s, r), keys],
             writes=[(self.target(partial, out)[s, r], made[s, r])],
         )  # fmt: skip
-        self.add_up((Kind.COPY, Kind.MERGE), merges, (self.firsts, self.sums), partial, self.every(total), made)
+        self.add_up((Kind.ACCUMULATE, Kind.MERGE), merges, (self.firsts, self.sums), partial, self.every(total), made)
         self.leave("fwd", total, out)
         return b.build()
 
@@ -221,7 +222,7 @@ class _Ring:
             writes=[(self.target(dq_partial, dq)[s, r], made[0][s, r]), (dkv_partial[r], made[1][s, r])],
         )  # fmt: skip
         cases = self.firsts, self.sums
-        self.add_up((Kind.COPY, Kind.ACCUMULATE), dq_sums, cases, dq_partial, self.every(total), made[0])
+        self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), dq_sums, cases, dq_partial, self.every(total), made[0])
         if wire:
             launched = self.launched(entered, kernels, returns)
             if launched:
@@ -306,24 +307,26 @@ class _Ring:
         made = []
         for i in range(max(len(sweeps) for _, sweeps, _ in cases)):
             here = [(where, sweeps[i], rows) for where, sweeps, rows in cases if i < len(sweeps)]
-            nbytes = sum((np.where(where, self.swept(sweep, rows), 0) for where, sweep, rows in here), self.steps * 0)
-            made.append(_Slot(np.logical_or.reduce([where for where, _, _ in here]), nbytes))
+            kinds = np.zeros(self.active.shape, np.int8)
+            nbytes = np.zeros(self.active.shape, np.int64)
+            for where, sweep, rows in here:
+                kinds[where] = sweep.kind
+                nbytes += np.where(where, self.swept(sweep, rows), 0)
+            made.append(_Slot(np.logical_or.reduce([where for where, _, _ in here]), nbytes, kinds))
         return made
 
     def swept(self, sweep: Sweep, part: Ints) -> Ints:
-        """Bytes read plus written by a sweep, in the shape of the rows of a partial result."""
-        w = self.workload
-        heads = {"q": w.num_heads, "k": w.num_kv_heads, "kv": 2 * w.num_kv_heads, "lse": w.num_heads}[sweep.tensor]
+        """Bytes of a sweep, in the shape of the rows of a partial result."""
         rows = {"part": part, "whole": self.tokens, "tails": self.tail_rows}[sweep.rows]
-        width = 1 if sweep.tensor == "lse" else w.head_dim
-        return rows * heads * width * (sweep.narrow * w.bytes_per_element + sweep.wide * ACCUMULATOR_BYTES)
+        return sweep.nbytes(rows, self.workload)
 
     def sweep(self, slots: list[_Slot]) -> None:
         """Sweeps that do a part of what other ops say."""
         for slot in slots:
-            s, r = np.nonzero(slot.where)
-            nbytes = np.broadcast_to(slot.nbytes, slot.where.shape)
-            self.b.add(Kind.COPY, (r, "compute"), at=slot.at[s, r], step=s, nbytes=nbytes[s, r])
+            kinds, nbytes = (np.broadcast_to(x, slot.where.shape) for x in (slot.kinds, slot.nbytes))
+            for kind in np.unique(kinds[slot.where]).tolist():
+                s, r = np.nonzero(slot.where & (kinds == kind))
+                self.b.add(Kind(kind), (r, "compute"), at=slot.at[s, r], step=s, nbytes=nbytes[s, r])
 
     def enter(self, pass_: Pass) -> Ints:
         """A call into other people's code and its first sweeps; returns the last op of every rank."""
@@ -331,7 +334,7 @@ class _Ring:
             return np.full(self.num_ranks, NOTHING)
         last = self.b.add(Kind.BARRIER, (self.ranks, "compute"))
         for sweep in self.code.enter[pass_]:
-            last = self.b.add(Kind.COPY, (self.ranks, "compute"), nbytes=self.swept(sweep, self.tokens))
+            last = self.b.add(sweep.kind, (self.ranks, "compute"), nbytes=self.swept(sweep, self.tokens))
         return last
 
     def joins(self) -> list[_Slot]:
@@ -358,7 +361,10 @@ class _Ring:
             moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
             return [], [_Slot(self.sums, moved)], [_Slot(self.active & wire, dkv)], []
         return (
-            self.slots((self.active & self.tails, code.tails, self.q_rows)),
+            self.slots(
+                (self.active & self.tails, code.read_tails, self.q_rows),
+                (self.active & ~self.tails & self.tails.any(axis=0), code.read, self.q_rows),
+            ),
             self.slots(
                 (self.firsts, code.first_dq, self.q_rows), (self.sums & ~self.tails, code.sum_dq, self.q_rows),
                 (self.sums & self.tails, code.sum_dq_tails, self.q_rows), (~self.active, code.idle_dq, self.q_rows),

@@ -12,10 +12,10 @@ from itertools import chain
 
 import numpy as np
 
-from cpsim.builder import Access, Builder
+from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation
+from cpsim.implementations import CPSIM, Implementation, UlyssesCode
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
@@ -34,6 +34,7 @@ def plan_ulysses(
 
     Args:
         workload, cluster, pass_: the case.
+        code: whose implementation.
         head_groups: parts into which a rank's heads are cut; while one part is computed the next travels.
 
     Raises:
@@ -42,6 +43,8 @@ def plan_ulysses(
     if not isinstance(head_groups, int) or head_groups < 1:
         raise ScenarioError(f"knobs.head_groups: expected a positive integer, got {head_groups!r}")
     plan = _Ulysses(workload, cluster.num_gpus, head_groups)
+    if code.ulysses is not None:
+        return plan.one_by_one(pass_, code.ulysses)
     return plan.forward() if pass_ == "fwd" else plan.backward()
 
 
@@ -167,6 +170,79 @@ class _Ulysses:
             own = self._own(dqkv, ("dq", "dkv"), g)
             self._copy(home, g, tokens * (qkv_bytes + own_bytes), returned[g], own, back[g])
         return b.build()
+
+    def one_by_one(self, pass_: Pass, code: UlyssesCode) -> Schedule:
+        """Other people's code, where tensors travel one by one and every kernel waits for the last all-to-all."""
+        b, q, kv = self.b, self.tokens * self.q_bytes, self.tokens * self.kv_bytes
+        backward, lse = pass_ == "bwd", self.tokens * self.sizes.lse(self.group_heads) * len(self.ranks)
+        saved = [("q", q), ("kv", kv), ("out", q + lse)] if backward else []
+        reads = [access for t, nbytes in saved for access in self._heads_of_all(t, (t,), nbytes, 0)]
+        for access in reads:
+            b.input(*access)
+        after = np.full(len(self.ranks), NOTHING)
+        for tensor, nbytes in [("dout", q)] if backward else [("q", q), ("kv", kv)]:
+            own = self._own(b.buffers(tensor, np.full(len(self.ranks), nbytes)), (tensor,))
+            b.input(*own[0])
+            packed, here = self._group(tensor, (tensor,), nbytes, 0), self._heads_of_all(tensor, (tensor,), nbytes, 0)
+            after = self._travel(tensor, nbytes, [own, packed], [here], after, code.there)
+            reads += here
+        made = [("dq", q), ("dkv", kv)] if backward else [("out", q + lse)]
+        results = [self._heads_of_all(t, (t,), nbytes, 0) for t, nbytes in made]
+        kind = Kind.ATTENTION_BACKWARD if backward else Kind.ATTENTION
+        self._call()
+        after = b.add(
+            kind, (self.ranks, "compute"), tile=1, heads=self.heads(0), deps=[after], reads=reads,
+            writes=[access for result in results for access in result],
+        )  # fmt: skip
+        for (tensor, nbytes), result in reversed(list(zip(made, results, strict=True))):
+            home, size = ("o", q) if tensor == "out" else (tensor, nbytes)
+            own = self._own(b.buffers(home, np.full(len(self.ranks), size)), (home,))
+            b.output(*own[0])
+            ordered = self._heads_of_all(f"{home} by rank", (home,), size, 0)
+            returned = self._group(home, (home,), size, 0)
+            after = self._travel(home, size, [result, ordered], [returned, own], after, code.back)
+        return b.build()
+
+    def _call(self) -> None:
+        """The host runs a function of somebody's autograd graph."""
+        self.b.add(Kind.BARRIER, (self.ranks, "compute"))
+
+    def _travel(
+        self, tensor: str, nbytes: int, before: list[Bundle], then: list[Bundle], after: Ints, num_sweeps: int
+    ) -> Ints:
+        """Order a tensor by rank, exchange it and order it again; keys and values one after the other.
+
+        Args:
+            tensor, nbytes: what travels.
+            before: where it is, and where it lies ordered by rank.
+            then: where it arrives, and where it lies in the end, if there is a second sweep.
+            after: what the first sweep waits for.
+            num_sweeps: one or two.
+
+        Returns:
+            the last ops, ``[ranks]``.
+        """
+        parts = 2 if tensor.endswith("kv") else 1
+        size = nbytes // parts
+
+        def sweep(source: Bundle, target: Bundle, whole: bool) -> Ints:
+            return self.b.add(
+                Kind.COPY, (self.ranks, "compute"), nbytes=2 * size, deps=[after], heads=self.heads(0),
+                reads=source if whole else (), writes=target if whole else (),
+            )  # fmt: skip
+
+        for part in range(parts):
+            self._call()
+            whole = part == parts - 1
+            after = sweep(before[0], before[1], whole)
+            (moved,) = self.b.add(
+                Kind.ALL_TO_ALL, (self.together, "comm"), nbytes=size, deps=[after[None, :]],
+                reads=before[1] if whole else (), writes=then[0] if whole else (),
+            ),  # fmt: skip
+            after = moved.repeat(len(self.ranks))
+            if num_sweeps == 2:
+                after = sweep(then[0], then[1], whole)
+        return after
 
     def _own(self, buffers: Int32, tensors: tuple[str, ...], group: int | None = None) -> Bundle:
         """Every rank's own tokens, all heads or those of one group."""

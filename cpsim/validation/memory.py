@@ -162,6 +162,8 @@ class Memory:
         for buffer, nbytes in need.items():
             if nbytes > s.buffer_nbytes[buffer]:
                 fail(s, index, f"writes {nbytes} B to #{buffer}, which has {s.buffer_nbytes[buffer]} B")
+        if not accesses:  # a part of what another op says
+            return
         moved = int(s.nbytes[index])
         read, written = (
             [int(s.buffer_nbytes[a.buffer]) for a in accesses if (a.mode == READ) == r] for r in (1, 0)

@@ -1,10 +1,11 @@
-"""Measures what the executor adds to kernels and NCCL: launch times of its ops on the host, its memory-bound kernels.
+"""Measures what the executor adds to kernels and NCCL: launches, memory-bound kernels; and what draws how much power.
 
     torchrun --nproc-per-node 4 -m real.measure_executor --out h200x4-executor.jsonl
 
 Launch times: tiny cases of every strategy, so that the GPU is never behind; the time between two launches of one
 program, by kind of op, waits for other streams and events included. Memory-bound kernels: random sizes on one GPU,
-bytes counted as schedules count them. No time of a whole run is kept.
+bytes counted as schedules count them. Power: every kind of load for `LOAD_S` on all GPUs at once, and the idle time
+that timing leaves between two iterations. No time of a whole run is kept.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from cpsim.calibrate.measurement import Writer
 from cpsim.errors import InfeasibleError
@@ -24,11 +27,14 @@ from cpsim.schedule import Kind
 from real import attention, elementwise
 from real.check_executor import CASES
 from real.implementations.cpsim import make
+from real.iterations import iteration
 from real.node import Node
-from real.timing import hold, provenance, soak, time_ops
+from real.timing import Clock, hold, provenance, soak, time_ops
 
 KERNELS = ("fa2", "fa4", "cudnn", "sdpa_flash")
 ITERATIONS = 30
+LOAD_S = 1.3
+"""NVML averages power over a second."""
 MEMORY_BOUND = ("copy", "copy_heads", "accumulate", "accumulate_first", "merge", "merge_first", "merge_last")
 HEADS, DIM = 32, 128
 
@@ -171,17 +177,93 @@ def graph_times(node: Node) -> dict[str, list[float]]:
     return found
 
 
+class Nothing:
+    """A runner that does nothing."""
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def launch(self) -> None:
+        """Nothing."""
+
+
+def pause(node: Node, protocol: str) -> list[float]:
+    """Seconds from the start of one iteration to that of the next where there is nothing to run."""
+    nothing, samples = Nothing(), []
+    for _ in range(30):
+        start = time.perf_counter()
+        iteration(nothing, node, protocol)
+        samples.append(time.perf_counter() - start)
+    return samples[10:]
+
+
+def loads(node: Node) -> dict[str, Callable[[], object]]:
+    """What GPUs can be busy with, by name."""
+    small = not node.cuda
+    made: dict[str, Callable[[], object]] = {
+        kind: memory_bound(kind, 64 if small else 16384, node.device)[0] for kind in ("copy", "accumulate", "merge")
+    }
+    ranks = tuple(range(node.size))
+    group, count = node.group(ranks, "comm"), 2**12 if small else 2**26
+    dtype = torch.float32 if small else torch.bfloat16
+    x, y = (torch.zeros(count * n, dtype=dtype, device=node.device) for n in (1, node.size))
+    after, before = (node.rank + 1) % node.size, (node.rank - 1) % node.size
+
+    def ring() -> None:
+        send = dist.P2POp(dist.isend, x, after, group=group)
+        for work in dist.batch_isend_irecv([send, dist.P2POp(dist.irecv, y[:count], before, group=group)]):
+            work.wait()
+
+    made |= {"transfer": ring, "all_gather": lambda: dist.all_gather_into_tensor(y, x, group=group)}
+    tokens = 64 if small else 8192
+    q, dout = (torch.randn(tokens, HEADS, DIM, device=node.device, dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(tokens, HEADS // 4, DIM, device=node.device, dtype=dtype) for _ in range(2))
+    call = attention.prepare((tokens,), (tokens,), causal=False, device=node.device)
+    for kernel in ("math",) if small else ("fa2", "fa4", "cudnn"):
+        out, lse = attention.forward(kernel, q, k, v, call)
+        made[f"{kernel} fwd"] = partial(attention.forward, kernel, q, k, v, call)
+        made[f"{kernel} bwd"] = partial(attention.backward, kernel, dout, q, k, v, out, lse, call)
+    return made
+
+
+def measure_power(node: Node, writer: Writer | None) -> None:
+    """Watts and clock of every GPU at the end of `LOAD_S` seconds of each load, and idle."""
+    clock, load_s = Clock(node.local), LOAD_S if node.cuda else 0.02
+    for kind, op in {"idle": lambda: time.sleep(1e-3), **loads(node)}.items():
+        for _ in range(3):
+            op()
+        node.synchronize()
+        start = time.perf_counter()
+        op()
+        node.synchronize()
+        num = max(1, int(load_s / max(node.gather(time.perf_counter() - start))))
+        start = time.perf_counter()
+        for i in range(num):
+            op()
+            if i % 64 == 63:
+                node.synchronize()  # a short queue: the reading below is made under load
+        node.synchronize()
+        seconds, read = (time.perf_counter() - start) / num, clock.read()
+        watts, hertz = node.gather(read["power_w"]), node.gather(read["sm_clock_hz"])
+        if writer is not None:
+            writer.add("power", [seconds], kind=kind, watts=watts, sm_clock_hz=hertz)
+            print(f"power {kind:12s} {seconds * 1e6:9.1f} us {watts} W {[h / 1e6 for h in hertz]} MHz", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sizes", type=int, default=14, help="sizes of every memory-bound kernel")
+    parser.add_argument("--parts", default="launches,memory,power", help="what to measure, separated by commas")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
     with Node() as node:
         kernels = KERNELS if node.cuda else ("fa2",)
         versions = {k: attention.kernel_version(k) for k in kernels} if node.cuda else {}
         header = provenance(node.device, node.size, versions, "torchrun -m real.measure_executor", args.commit)
-        times = node.gather(launch_times(node, kernels) | graph_times(node))
+        times = node.gather((launch_times(node, kernels) if "launches" in args.parts else {}) | graph_times(node))
+        pauses = {f"pause_{protocol}": pause(node, protocol) for protocol in ("synced", "streamed")}
+        writer = None
         if node.rank == 0:
             writer = Writer(args.out.open("w", encoding="utf-8"), header)
             for kind in sorted({kind for mine in times for kind in mine}):
@@ -190,8 +272,13 @@ def main() -> None:
                     if samples:
                         writer.add("host", samples[:: max(1, len(samples) // 200)], kind=kind, rank=rank)
                 print(f"{kind:24s} {np.median(np.concatenate([t.get(kind, []) for t in times])) * 1e6:7.1f} us")
-            measure_memory_bound(node, writer, args.sizes)
+            for kind, samples in pauses.items():
+                writer.add("host", samples, kind=kind)
+            if "memory" in args.parts:
+                measure_memory_bound(node, writer, args.sizes)
         node.gather(None)
+        if "power" in args.parts:
+            measure_power(node, writer)
 
 
 if __name__ == "__main__":

@@ -116,8 +116,12 @@ class RingCode:
     """Before the first step."""
     leave: Mapping[Pass, Sweeps]
     """After the last step: results in the working type; the first of them is that of the queries."""
+    per_document: Mapping[Pass, int] = field(default_factory=dict)
+    """Launches and reads of the host before the first step, for every document."""
     send: Sweeps = ()
     """Before keys and values are sent."""
+    pack: Sweeps = ()
+    """After key heads have been packed."""
     read: Sweeps = ()
     """Backward, before a kernel of a rank whose output has been joined of heads and tails."""
     read_tails: Sweeps = ()
@@ -174,6 +178,8 @@ class Implementation:
     kernels: tuple[str, ...] = ()
     """Empty: all kernels."""
     ring: RingCode | None = None
+    zigzag_documents: RingCode | None = None
+    """A zigzag ring over several documents, where it is code of its own."""
     gathered: RingCode | None = None
     """A ring that runs as ``allgather``."""
     allgather: GatherCode | None = None
@@ -226,6 +232,19 @@ _RING_FLASH_ATTN: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_
     merge=_FUSED,
     merge_tails=(*_FUSED, Sweep("q", 0, 2), Sweep("lse", 0, 2)),  # the same, with slice_
     leave={"fwd": (_BACK,), "bwd": (_BACK, _BACK_K, _BACK_K)},
+)
+_TINY: Final = Sweep("lse", 0, 0)
+"""A launch, or a few bytes to or from the host: index masks live on the CPU."""
+_PUT: Final = (_TINY, Sweep("q", 0, 2, kind=_STRIDED))  # x[half_index] = ...
+_PUT_K: Final = (_TINY, Sweep("k", 0, 2), _ADD_K, _TINY, Sweep("k", 0, 2, kind=_STRIDED))
+_RING_FLASH_ATTN_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several documents
+    _RING_FLASH_ATTN,
+    enter={"fwd": (_TINY,) * 6, "bwd": (_TINY,) * 6},  # get_half_index, get_half_lse, cu_seqlens // 2
+    per_document={"fwd": 8, "bwd": 3},
+    pack=(_TINY,) * 3,
+    merge_tails=(*_FUSED, _TINY, Sweep("q", 0, 2), _TINY, Sweep("lse", 0, 2), *_PUT, _TINY, Sweep("lse", 0, 2)),
+    sum_dq_tails=(_ADD, _TINY, Sweep("q", 0, 2), *_PUT),
+    sum_dkv_heads=(*_PUT_K, *_PUT_K),
 )
 _MERGED: Final = (_CAST, *_LSE * 2, *(Sweep("q", 0, 3),) * 3, *_LSE * 3)  # _SDPAMerger, step and _merge_one
 _ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
@@ -281,6 +300,7 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             },
             kernels=("fa2",),
             ring=_RING_FLASH_ATTN,
+            zigzag_documents=_RING_FLASH_ATTN_VARLEN,
             allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
             launches=_FLASH_ATTN
             | {"merge": ("jit_merge", "merge"), "transfer": ("transfer_of_two",), "all_gather": ("async_all_gather",)}

@@ -95,7 +95,9 @@ def plan_zigzag_ring(
     """
     if zigzag not in ("document", "sequence"):
         raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
-    return plan_cut(workload, cluster, pass_, zigzag, code.ring)
+    several = len(sharding.documents_of(workload.slices())) > 2
+    ring = code.zigzag_documents if several and code.zigzag_documents else code.ring
+    return plan_cut(workload, cluster, pass_, zigzag, ring)
 
 
 def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, code: RingCode | None) -> Schedule:
@@ -170,9 +172,10 @@ class _Ring:
         entered = self.enter("fwd")
         tails = self.pack_tails([q], self.q_bytes)
         joins, sends = self.joins(), _Slot(self.sent())
-        packs, attends, merges = _Slot(self.packs), _Slot(self.active), self.merges()
-        self.order(joins, [sends], [packs], [attends], merges)
-        self.sweep(joins)
+        packs, unpacks, attends, merges = _Slot(self.packs), self.unpacked(), _Slot(self.active), self.merges()
+        self.order(joins, [sends], [packs], unpacks, [attends], merges)
+        for sweeps in (joins, unpacks):
+            self.sweep(sweeps)
         launched = self.launched(entered, [*joins, attends, *merges], sends)
         keys, ready = self.feed(kv, sends.at, packs.at, attends.at, launched)
         s, r = np.nonzero(self.active)
@@ -199,13 +202,14 @@ class _Ring:
         entered = self.enter("bwd")
         tails = self.pack_tails(given, sum(widths.values()))
         joins, sends, packs, attends = self.joins(), _Slot(self.sent()), _Slot(self.packs), _Slot(self.active)
+        unpacks = self.unpacked()
         readies, dq_sums, dkv_sums, dkv_joins = self.sums_of_gradients(wire)
         returns = _Slot(np.full(self.active.shape, wire))
         last = [dkv_sums, dkv_joins, [returns]]
         late = self.code is not None and self.code.queries_last
         after = [*last, dq_sums] if late else [dq_sums, *last]
-        self.order(joins, [sends], [packs], readies, [attends], *after)
-        for sweeps in (joins, readies, dkv_joins):
+        self.order(joins, [sends], [packs], unpacks, readies, [attends], *after)
+        for sweeps in (joins, unpacks, readies, dkv_joins):
             self.sweep(sweeps)
         kernels = [*joins, *readies, attends, *dq_sums, *dkv_sums, *dkv_joins]
         launched = self.launched(entered, kernels, sends)
@@ -333,6 +337,10 @@ class _Ring:
         if self.code is None:
             return np.full(self.num_ranks, NOTHING)
         last = self.b.add(Kind.BARRIER, (self.ranks, "compute"))
+        documents = len(sharding.documents_of(self.workload.slices())) - 1
+        tiny = self.code.per_document.get(pass_, 0) * documents
+        for _ in range(tiny):
+            last = self.b.add(Kind.COPY, (self.ranks, "compute"))
         for sweep in self.code.enter[pass_]:
             last = self.b.add(sweep.kind, (self.ranks, "compute"), nbytes=self.swept(sweep, self.tokens))
         return last
@@ -340,6 +348,10 @@ class _Ring:
     def joins(self) -> list[_Slot]:
         """Sweeps that bring keys and values together before they are sent."""
         return self.slots((self.moves, self.code.send, self.k_rows)) if self.code else []
+
+    def unpacked(self) -> list[_Slot]:
+        """Sweeps that go with the packing of key heads."""
+        return self.slots((self.packs, self.code.pack, self.k_rows)) if self.code and self.cut.scattered else []
 
     def merges(self) -> list[_Slot]:
         """What follows a kernel: ours one fused merge."""

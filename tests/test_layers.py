@@ -41,7 +41,10 @@ ALLOWED = {
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation"},
-    "report": CORE | CASE | PLAN | {"strategies", "sim", "predictor", "prediction", "calibrate", "comparison"},
+    "report": CORE
+    | CASE
+    | PLAN
+    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}

@@ -75,7 +75,8 @@ def profile_record(profile: Profile) -> dict[str, Any]:
 
 
 def strategy_records() -> list[dict[str, Any]]:
-    """What ``cpsim strategies`` lists: the first line of each planner's text, and its knobs."""
+    """What ``cpsim strategies`` lists: the first line of each planner's text, its knobs, and whose code runs it."""
+    from cpsim.implementations import IMPLEMENTATIONS
     from cpsim.strategies import STRATEGIES
 
     return [
@@ -86,6 +87,9 @@ def strategy_records() -> list[dict[str, Any]]:
                 parameter.name
                 for parameter in inspect.signature(strategy.plan).parameters.values()
                 if parameter.kind is parameter.KEYWORD_ONLY
+            ],
+            "implementations": [
+                code.name for code in IMPLEMENTATIONS.values() if code.support is None or name in code.support
             ],
         }
         for name, strategy in STRATEGIES.items()

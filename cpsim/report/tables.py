@@ -211,10 +211,11 @@ def clusters_view(clusters: Iterable[Cluster]) -> RenderableType:
 
 
 def strategies_view(records: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Strategies with what they do and their knobs."""
-    made = table(("strategy", "left"), ("what it does", "left"), ("knobs", "left"))
+    """Strategies with what they do, their knobs and whose code runs them."""
+    made = table(("strategy", "left"), ("what it does", "left"), ("knobs", "left"), ("implementations", "left"))
     for record in records:
-        made.add_row(Text(record["strategy"], style="bold"), record["description"], ", ".join(record["knobs"]))
+        lists = (", ".join(record[column]) for column in ("knobs", "implementations"))
+        made.add_row(Text(record["strategy"], style="bold"), record["description"], *lists)
     return made
 
 

@@ -75,9 +75,10 @@ def _sources(num_ranks: int) -> Ints:
 
 
 def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
-    """Ring attention on contiguous shards, of every document where the code takes documents so.
+    """Ring attention on contiguous shards.
 
-    Under a causal mask rank r has work in r + 1 of the P steps only.
+    Under a causal mask rank r has work in r + 1 of the P steps only. Others cut every document into P shards, ours
+    the packed sequence.
     """
     return plan_cut(workload, cluster, pass_, "contiguous" if code.ring is None else "documents", code.ring)
 

@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from cpsim.calibrate.profile import load_profile
-from cpsim.models.attention import ANATOMY, attention_seconds, call_seconds, floor_sum, tile_rows, tiles_of_row
+from cpsim.models.attention import ANATOMY, attention_seconds, call_seconds
+from cpsim.models.blocks import STRIDES, finish, floor_sum, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
+from cpsim.models.discrepancy import NONE
 
 KERNELS = sorted(ANATOMY)
 
@@ -70,6 +72,43 @@ def test_more_heads_cost_more(key):
     assert np.all(np.diff(times) > 0)
 
 
+def test_a_queue_of_blocks_is_list_scheduling():
+    rng = np.random.default_rng(4)
+    cost, slots = rng.uniform(1, 9, 500), 12
+    free = np.zeros(slots)
+    for c in np.tile(cost, 3):
+        free[free.argmin()] += c
+    left = np.empty(slots)
+    assert queue(cost.copy(), 500, 3, slots, left) == pytest.approx(free.max(), rel=3e-3)
+    assert 0 <= left.min() < left.max() <= 9.1
+
+
+def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():
+    def end(blocks, num_sms=1, alone=0.6):
+        idle, work = np.array(blocks, float).T.copy()
+        return pairs(idle, work, len(idle), num_sms, alone, 0)
+
+    assert end([(1, 6)]) == pytest.approx(7)
+    assert end([(1, 6), (1, 6)]) == pytest.approx(1 + 6 / 0.6)
+    assert end([(1, 6), (7, 0.6)]) == pytest.approx(7.6)  # the first one has ended when the second one's tiles start
+    assert end([(1, 6), (1, 3)]) == pytest.approx(1 + 3 / 0.6 + 3)
+    assert end([(1, 6)] * 2, num_sms=2) == pytest.approx(7)
+
+
+def test_blocks_out_of_step_are_slowed_between_not_at_all_and_fully():
+    assert overlap(1.0, 0.0, 0.6) == 1.0
+    assert overlap(0.0, 1.0, 0.6) == pytest.approx(1 / 0.6)
+    assert 1.2 < overlap(1.0, 1.0, 0.6) < 1.5
+
+
+def test_the_longest_of_the_last_blocks_runs_on_by_itself():
+    left = np.array([0.0] * 7 + [10.0])
+    assert finish(left, 4, 0.6) == pytest.approx(6.0)
+    then = np.zeros((2, 2))
+    assert next_end(np.zeros((2, 2)), 0.6, then) == math.inf
+    assert all(math.gcd(stride, 132) == 1 for stride in STRIDES)
+
+
 def test_calls_without_work_are_free():
     params = load_profile("h200").attention["fa4", "fwd"]
     start, empty = np.array([0, 0, 2]), np.array([0, 5])
@@ -97,7 +136,7 @@ def test_a_call_costs_the_same_wherever_it_stands_in_a_batch():
 
 
 def test_the_power_limit_slows_only_busy_kernels():
-    params = load_profile("h200").attention["fa4", "fwd"]
+    params = dataclasses.replace(load_profile("h200").attention["fa4", "fwd"], discrepancy=NONE)
     free = dataclasses.replace(params, busy_power=0.0)
     shape = np.array([0, 1]), np.array([8192]), np.array([8192]), np.array([False])
 
@@ -113,6 +152,7 @@ def test_backward_moves_whole_tiles_of_accumulators():
     params = dataclasses.replace(
         load_profile("h200").attention["fa4", "bwd"], pair_s=1e-9, block_s=0.0, block_shared_s=0.0, block_decode_s=0.0,
         block_causal_s=0.0, block_varlen_s=0.0, call_s=0.0, call_varlen_s=0.0, busy_power=0.0, traffic_s_per_byte=1.0,
+        discrepancy=NONE,
     )  # fmt: skip
 
     def nbytes(n):

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from cpsim.errors import ProfileError
 from cpsim.models.attention import Anatomy, AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
+from cpsim.models.discrepancy import Discrepancy
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
 from cpsim.models.interference import InterferenceParams
@@ -150,7 +151,8 @@ def _build(data: dict[str, Any]) -> Profile:
     attention = {}
     for key, value in data["attention"].items():
         kernel, pass_ = key.split(" ")
-        attention[kernel, pass_] = AttentionParams(**{**value, "anatomy": Anatomy(**value["anatomy"])})
+        rest = {"anatomy": Anatomy(**value["anatomy"]), "discrepancy": _discrepancy(value["discrepancy"])}
+        attention[kernel, pass_] = AttentionParams(**{**value, **rest})
 
     def curve(value: dict[str, list[float]]) -> Curve:
         return Curve(nbytes=tuple(map(float, value["nbytes"])), seconds=tuple(map(float, value["seconds"])))
@@ -170,6 +172,13 @@ def _build(data: dict[str, Any]) -> Profile:
         valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
         covariance=data["covariance"], held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
     )  # fmt: skip
+
+
+def _discrepancy(value: dict[str, Any]) -> Discrepancy:
+    support = tuple(tuple(map(float, row)) for row in value["support"])
+    found = Discrepancy(lengths=tuple(value["lengths"]), support=support, weights=tuple(value["weights"]))
+    found.arrays()  # refuses other numbers of features or points
+    return found
 
 
 def _numbers(value: Any, where: str = "profile") -> Iterable[tuple[str, float]]:

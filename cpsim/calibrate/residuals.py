@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.profile import Profile
-from cpsim.models.attention import AttentionParams, call_seconds
+from cpsim.models.attention import AttentionParams, calls
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 
@@ -59,12 +59,17 @@ def usable(point: Point) -> bool:
 
 def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Floats:
     """Seconds that a model gives to attention points of one kernel, pass and head dimension."""
+    return predicted_calls(params, points)[0]
+
+
+def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[Floats, Floats]:
+    """As `predicted_attention`, with the features of every point, [N, FEATURES]."""
     counts = [len(point["q_lens"]) for point in points]
 
     def column(name: str, dtype: type) -> NDArray[Any]:
         return np.array([point[name] for point in points], dtype)
 
-    return call_seconds(
+    return calls(
         params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate([p["q_lens"] for p in points]),
         np.concatenate([p["k_lens"] for p in points]), np.repeat(column("causal", bool), counts),
         column("num_heads", np.int64), column("num_kv_heads", np.int64), points[0]["head_dim"],
@@ -128,14 +133,14 @@ def residuals(profile: Profile, points: Sequence[Point]) -> list[Residual]:
 
 
 def summary(rows: Sequence[Residual]) -> list[dict[str, Any]]:
-    """Per model: number of points, mean absolute error, worst, bias, rms; relative, worst model first."""
+    """Per model: points, mean absolute error, 95th percentile, worst, bias, rms; relative, worst model first."""
     table = []
     for model in sorted({row.model for row in rows}):
         errors = np.array([row.error for row in rows if row.model == model])
         table.append({
             "model": model, "points": len(errors), "mean_absolute": float(np.abs(errors).mean()),
-            "worst": float(np.abs(errors).max()), "bias": float(errors.mean()),
-            "rms": float(np.sqrt((errors**2).mean())),
+            "p95": float(np.quantile(np.abs(errors), 0.95)), "worst": float(np.abs(errors).max()),
+            "bias": float(errors.mean()), "rms": float(np.sqrt((errors**2).mean())),
         })  # fmt: skip
     return sorted(table, key=lambda row: -float(row["mean_absolute"]))
 

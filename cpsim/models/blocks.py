@@ -1,0 +1,571 @@
+"""The compiled half of the attention model: tiles of every thread block, when the last block ends, traffic, clock.
+
+Blocks start in launch order, each on the SM that has room first. Where an SM holds two blocks they alternate between
+overhead, which leaves the tensor cores idle, and tiles; tiles of both at once take longer than one block's alone.
+
+`g` is the kernel (`attention.Compiled`), `t` the times of its blocks, `s` sums over one call. All compiled code is in
+this one file because numba's cache only notices changes of the file that a function is in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import namedtuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+REPLAYED_WAVES = 48
+"""Calls of at most so many waves of blocks are scheduled block by block."""
+PAIRED_WAVES = 6
+"""Calls of at most so many waves of pairs of blocks are followed from event to event."""
+KNOWN = 4093
+"""Prices of single-sequence calls that are remembered; prime, because lengths are multiples of powers of 2."""
+SHARPNESS = 12.0
+"""How sharply the power limit sets in; the fit does not feel values of 8 to 20."""
+HIDING = 4.0
+"""How well the main kernel's loads of keys hide behind its tiles: exponent of a smooth maximum."""
+HIDING_ENDS = 1.2
+"""The same for queries and outputs, which a block moves before and after its tiles: hardly."""
+TABLE_ABOVE = 256
+"""Sequences above which flash-attn-4 looks a block's sequence up in a table, at the same price (interface.py)."""
+L2_BYTES = 50 * 2**20
+"""Second-level cache that flash-attn-4 assumes when it groups heads (tile_scheduler.py)."""
+STEPS = 2048
+"""Time steps of a replay in which slots are counted."""
+STRIDES = (5, 7, 13, 17)
+"""Orders, without common divisor with the number of SMs, in which second blocks may find their SMs."""
+PAIRINGS = 8
+"""Random pairings that the end of a call with two blocks on an SM is averaged over."""
+
+
+Sums = namedtuple(
+    "Sums", "num rows longest_row tiles most least queries keys whole_queries masked aligned idle work"
+)
+"""Of one call: sequences with work, tile rows of one head, those of the longest sequence, tiles of one head and of its
+longest and shortest row, tokens, queries rounded up to tiles, two flags, idle and tile seconds of one head."""
+Times = namedtuple("Times", "idle cut tile")
+"""Of a block: seconds without tiles, those of two tiles or more that the mask cuts, and of one tile by itself."""
+FEATURES = (
+    "waves", "tiles", "unevenness", "causal", "sequences", "heads", "sharing", "idleness", "traffic", "varlen", "split"
+)  # fmt: skip
+"""What the discrepancy may depend on; logarithms to base 2 of all but flags and the share of traffic."""
+
+
+@njit(cache=True)
+def floor_sum(n: int, m: int, a: int, b: int) -> int:
+    """Sum of floor((a i + b) / m) for i in 0..n-1, in O(log m); a, b >= 0."""
+    total = 0
+    while True:
+        total += (n - 1) * n // 2 * (a // m) + n * (b // m)
+        a %= m
+        b %= m
+        top = a * n + b
+        if top < m:
+            return total
+        n, b, m, a = top // m, top % m, a, m
+
+
+@njit(cache=True)
+def tile_rows(
+    q: int, k: int, causal: bool, tile_q: int, tile_k: int, packed: int, backward: bool
+) -> tuple[int, int, int, int]:
+    """Tile rows of one sequence and head: their number, visited tiles in all, in the longest and in the shortest."""
+    if causal:
+        q = min(q, k)  # rows above see no key
+    if q <= 0 or k <= 0:
+        return 0, 0, 0, 0
+    if backward:
+        rows, full = (k + tile_k - 1) // tile_k, (q + tile_q - 1) // tile_q
+        if not causal:
+            return rows, rows * full, full, full
+        uncut = min(rows, (k - q) // tile_k + 1)
+        skipped = 0
+        if rows > uncut:
+            skipped = floor_sum(rows - uncut, tile_q, tile_k, uncut * tile_k - (k - q))
+        return rows, rows * full - skipped, full, full - max(0, ((rows - 1) * tile_k - (k - q)) // tile_q)
+    rows, full = (q * packed + tile_q - 1) // tile_q, (k + tile_k - 1) // tile_k
+    if not causal:
+        return rows, rows * full, full, full
+    seen = tile_q - 1 + (k - q) * packed  # packed rows up to the last key that row block 0 sees
+    before_last = rows - 1
+    total = full
+    if before_last > 0:
+        total += before_last + floor_sum(before_last, packed * tile_k, tile_q, seen)
+    return rows, total, full, min(full, seen // (packed * tile_k) + 1)
+
+
+@njit(cache=True)
+def tiles_of_row(
+    row: int, q: int, k: int, causal: bool, tile_q: int, tile_k: int, packed: int, backward: bool
+) -> int:
+    """Visited tiles of one tile row."""
+    if causal:
+        q = min(q, k)
+    if backward:
+        full = (q + tile_q - 1) // tile_q
+        return full - max(0, (row * tile_k - (k - q)) // tile_q) if causal else full
+    if not causal:
+        return (k + tile_k - 1) // tile_k
+    last = min(q - 1, (row * tile_q + tile_q - 1) // packed)
+    return (last + k - q) // tile_k + 1
+
+
+@njit(cache=True)
+def l2_group(heads: int, k: int, head_dim: float) -> int:
+    """Heads whose keys and values fit the L2 cache together, a power of two."""
+    group = 1
+    while group * 2 <= heads and group * 2 * k * head_dim * 4 <= L2_BYTES:
+        group *= 2
+    return group
+
+
+@njit(cache=True)
+def num_splits(num_blocks: int, slots: int, tiles: int) -> int:
+    """flash-attn 2's num_splits_heuristic (csrc/flash_attn/flash_api.cpp)."""
+    if num_blocks >= 0.8 * slots:
+        return 1
+    best = 0.0
+    for which in range(2):
+        for splits in range(1, min(128, slots, tiles) + 1):
+            if splits > 1 and -(-tiles // splits) == -(-tiles // (splits - 1)):
+                continue
+            waves = num_blocks * splits / slots
+            efficiency = waves / math.ceil(waves)
+            if which == 0:
+                best = max(best, efficiency)
+            elif efficiency >= 0.85 * best:
+                return splits
+    return 1
+
+
+@njit(cache=True)
+def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats) -> float:
+    """Makespan of list scheduling: `repeats` times n blocks, each on the slot that is free first.
+
+    Slots are alike, so it is enough to count how many become free in each of STEPS time steps; what rounding takes
+    from one block is given to the next. Fills `left` [slots] with what remains of every slot's last block when the
+    last block of all starts.
+    """
+    step = max(cost[:n].sum() * repeats / slots, cost[:n].max()) / STEPS
+    free = np.zeros(2 * STEPS + 4, np.int64)
+    free[0] = slots
+    now, end, carry = 0, 0, 0.0
+    for _ in range(repeats):
+        for i in range(n):
+            while free[now] == 0:
+                now += 1
+            exact = cost[i] / step + carry
+            steps = int(exact)
+            carry = exact - steps
+            free[now] -= 1
+            free[now + steps] += 1
+            end = max(end, now + steps)
+    slot = 0
+    for at in range(now, end + 1):
+        for _ in range(free[at]):
+            left[slot] = (at - now) * step
+            slot += 1
+    return float(end * step)
+
+
+@njit(cache=True)
+def finish(left: Floats, num_sms: int, alone: float) -> float:
+    """Seconds until the last two blocks of every SM have ended, `left` [2 x SMs] remaining if they stay together.
+
+    Which blocks share an SM depends on the GPU: the mean over a few random pairings. What remains of the longer block
+    of a pair after the shorter one's end takes `alone` times as long.
+    """
+    slots, mean, state = 2 * num_sms, 0.0, 1
+    for _ in range(PAIRINGS):
+        for i in range(slots - 1, 0, -1):  # shuffle
+            state = state * 1103515245 + 12345 & 0x7FFFFFFF
+            other = (state >> 8) % (i + 1)
+            left[i], left[other] = left[other], left[i]
+        end = 0.0
+        for sm in range(num_sms):
+            low, high = min(left[2 * sm], left[2 * sm + 1]), max(left[2 * sm], left[2 * sm + 1])
+            end = max(end, low + (high - low) * alone)
+        mean += end / PAIRINGS
+    return mean
+
+
+@njit(cache=True)
+def overlap(idle: float, work: float, alone: float) -> float:
+    """Slowdown of tiles on an SM that always holds two blocks out of step: `idle` and `work` are sums over blocks.
+
+    A block finds the other one at its tiles for a share f of the time, f = work s / (idle + work s), which slows it
+    by s = 1 + f (1 / alone - 1).
+    """
+    slow = 1.0
+    for _ in range(20):
+        slow = 1.0 + work * slow / (idle + work * slow) * (1.0 / alone - 1.0)
+    return slow
+
+
+@njit(cache=True)
+def next_end(now: Floats, alone: float, then: Floats) -> float:
+    """Seconds until a block of an SM ends; `now` and `then` are the idle and tile seconds left of both, [2, 2]."""
+    then[:] = now
+    time = 0.0
+    while True:
+        both = then[0, 0] == 0.0 and then[1, 0] == 0.0 and then[0, 1] > 0.0 and then[1, 1] > 0.0
+        rate = alone if both else 1.0
+        step = np.inf
+        for slot in range(2):
+            if then[slot, 0] > 0.0:
+                step = min(step, then[slot, 0])
+            elif then[slot, 1] > 0.0:
+                step = min(step, then[slot, 1] / rate)
+        if step == np.inf:
+            return step
+        time += step
+        ended = False
+        for slot in range(2):
+            if then[slot, 0] > 0.0:
+                then[slot, 0] = max(0.0, then[slot, 0] - step)
+                if then[slot, 0] < 1e-13:
+                    then[slot, 0] = 0.0
+                    ended |= then[slot, 1] == 0.0
+            elif then[slot, 1] > 0.0:
+                then[slot, 1] = max(0.0, then[slot, 1] - step * rate)
+                if then[slot, 1] < 1e-13:
+                    then[slot, 1] = 0.0
+                    ended = True
+        if ended:
+            return time
+
+
+@njit(cache=True)
+def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, stride: int) -> float:
+    """Makespan of n blocks where an SM holds two: seconds of `idle` overhead and then of `work`, its tiles alone.
+
+    Of more blocks than SMs, the first of all, 7 / 11 of the SMs, find an SM each, the next 2 / 33 join the first of
+    them, then the other SMs are filled, and second blocks follow in the same order (read from %smid on an H100). That
+    is for stride 0. Launched blocks without work end meanwhile and upset this order: other strides give some order.
+    Of the last blocks, an SM takes a second one only if other SMs are not about to have room for them, as measured.
+    """
+    last = np.zeros(num_sms, np.bool_)
+    then = np.zeros((num_sms, 2, 2))
+    now = np.zeros((2, 2))
+    due = np.full(num_sms, np.inf)
+    first, second = np.full(num_sms, n), np.full(num_sms, n)
+    early, doubled = (0, 0) if n <= num_sms or stride else (num_sms * 7 // 11, num_sms * 2 // 33)
+    for i in range(min(n, 2 * num_sms)):
+        if i < early:
+            first[i] = i
+        elif i < early + doubled:
+            second[i - early] = i
+        elif i < num_sms + doubled:
+            first[i - doubled] = i
+        elif stride == 0:
+            second[i - num_sms] = i
+        else:
+            second[(i * stride + num_sms * 618 // 1000) % num_sms] = i
+    for sm in range(num_sms):
+        now[:] = 0.0
+        if first[sm] < n:
+            now[0, 0], now[0, 1] = idle[first[sm]], work[first[sm]]
+        if second[sm] < n:
+            now[1, 0], now[1, 1] = idle[second[sm]], work[second[sm]]
+        due[sm] = next_end(now, alone, then[sm])
+    order = np.argsort(due)
+    queued = min(n, 2 * num_sms)
+    end = 0.0
+    while True:
+        sm = order[0]
+        if due[sm] == np.inf:
+            return end
+        end = due[sm]
+        now[:] = then[sm]
+        for slot in range(2):
+            if queued == n:
+                break
+            if now[slot, 0] > 0.0 or now[slot, 1] > 0.0:
+                continue
+            if last[sm]:
+                room = 0
+                for other in range(num_sms):
+                    room += not last[other] and due[other] < end + 0.05 * (idle[queued] + work[queued])
+                if room >= n - queued:
+                    break
+            now[slot, 0], now[slot, 1] = idle[queued], work[queued]
+            queued += 1
+            last[sm] = queued > n - num_sms
+        due[sm] = end + next_end(now, alone, then[sm])
+        parent = 0
+        while True:  # sift down: only the first entry's time has changed
+            child = 2 * parent + 1
+            if child >= num_sms:
+                break
+            if child + 1 < num_sms and due[order[child + 1]] < due[order[child]]:
+                child += 1
+            if due[order[child]] >= due[sm]:
+                break
+            order[parent] = order[child]
+            parent = child
+        order[parent] = sm
+
+
+@njit(cache=True)
+def _cuts(tiles: float) -> float:
+    """Masked tiles of a row, in pairs: the first tile of a row has nothing to overlap with."""
+    return float(min(max(tiles - 1.0, 0.0), 2.0) / 2.0)
+
+
+@njit(cache=True)
+def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # type: ignore[no-untyped-def]
+    num, rows, tiles, longest_row, most, least = 0, 0, 0, 0, 0, 1 << 60
+    queries, keys, whole, aligned, cuts = 0, 0, 0, True, 0.0
+    for i in range(begin, end):
+        r, n, high, low = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
+        if r == 0:
+            continue
+        num, rows, tiles, longest_row = num + 1, rows + r, tiles + n, max(longest_row, r)
+        most, least = max(most, high), min(least, low)
+        queries, keys = queries + q_len[i], keys + k_len[i]
+        whole += (q_len[i] + tile_q - 1) // tile_q * tile_q
+        aligned = aligned and q_len[i] % tile_q == 0 and k_len[i] % g.tile_k == 0
+        cuts += r * (_cuts(low) + 4.0 * _cuts((low + high) / 2) + _cuts(high)) / 6
+    return Sums(
+        num, rows, longest_row, tiles, most, least, queries, keys, whole, masked, aligned,
+        t.idle * rows, t.tile * tiles + t.cut * cuts,
+    )  # fmt: skip
+
+
+@njit(cache=True)
+def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, idle, work, left):  # type: ignore[no-untyped-def]
+    """Schedules every block of a call in launch order: those of one head at a time, or of all heads of a sequence.
+
+    `empties` tells how many blocks are launched for each sequence if not 0; `slow` is how much slower tiles are where
+    SMs always hold two blocks. `idle`, `work` and `left` are scratch.
+    """
+    n, num_empty = 0, 0
+    for i in range(begin, end):
+        rows = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)[0]
+        turned = causal[i] and g.heavy_first and not g.backward
+        group = l2_group(heads, k_len[i], g.head_dim) if turned and not g.heads_outermost else 1
+        for head in range(0, 1 if g.heads_outermost else heads, group):
+            together = min(group, heads - head)
+            for row in range(rows):
+                at = rows - 1 - row if turned else row
+                tiles = tiles_of_row(at, q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
+                idle[n : n + together] = t.idle
+                work[n : n + together] = t.tile * tiles + t.cut * _cuts(tiles)
+                n += together
+            if rows and empties > rows:
+                idle[n : n + empties - rows], work[n : n + empties - rows] = g.block_decode_s, 0.0
+                n += empties - rows
+                num_empty += empties - rows
+    repeats = heads if g.heads_outermost else 1
+    if g.blocks_per_sm == 1:
+        idle[:n] += work[:n]
+        return queue(idle, n, repeats, g.num_sms, left)
+    if n * repeats > PAIRED_WAVES * g.slots:
+        together = idle[:n].sum() + work[:n].sum() * slow
+        alone = (idle[:n].sum() + work[:n].sum()) / together
+        idle[:n] += work[:n] * slow
+        makespan = queue(idle, n, repeats, g.slots, left)
+        return makespan - left.max() + finish(left, g.num_sms, alone)
+    for head in range(1, repeats):
+        idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
+    if num_empty == 0:
+        return pairs(idle, work, n * repeats, g.num_sms, g.alone_factor, 0)
+    mean = 0.0
+    for stride in STRIDES:
+        mean += pairs(idle, work, n * repeats, g.num_sms, g.alone_factor, stride) / len(STRIDES)
+    return mean
+
+
+@njit(cache=True)
+def _tail(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, total):  # type: ignore[no-untyped-def]
+    """When the last long block ends: the work before it spread over all slots, and then its own time."""
+    done, latest = 0.0, 0.0
+    for i in range(begin, end):
+        rows, tiles, longest, _ = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
+        if rows == 0:
+            continue
+        mine = rows * (t.idle + t.cut) + t.tile * tiles
+        long = t.idle + t.cut * _cuts(longest) + t.tile * longest
+        if g.heads_outermost:
+            before = total / heads * (heads - 1) + done
+            if not g.backward and not g.heavy_first:
+                before += mine - long
+        elif g.backward or not causal[i]:
+            before = heads * done + (heads - 1) * mine
+        else:
+            group = l2_group(heads, k_len[i], g.head_dim)
+            before = heads * done + ((heads + group - 1) // group - 1) * group * mine + (group - 1) * long
+        latest = max(latest, before / g.slots + long)
+        done += mine
+    return latest
+
+
+@njit(cache=True)
+def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
+    """Makespan of many waves: an even share of everything, half a wave of the shortest blocks and of the longest."""
+    total = heads * (s.idle + s.work)
+    even = total / g.slots
+    short = t.idle + t.cut * _cuts(s.least) + t.tile * s.least
+    typical = total / (s.rows * heads)
+    return max(even + short / 2, latest - (typical + short) / 4)
+
+
+@njit(cache=True)
+def _split(g, t, s, heads, splits, idle, work):  # type: ignore[no-untyped-def]
+    """Makespan of flash-attn 2's split kernel: tiles of 64 queries on 128 keys, a block for every row and split."""
+    rows, columns = (s.queries + 63) // 64, (s.keys + 127) // 128
+    splits = min(splits, len(idle) // (rows * heads))
+    per_split = (columns + splits - 1) // splits
+    tile = g.split_pair_s * 64 * 128 * g.alone_factor
+    n = 0
+    for part in range(splits):
+        for row in range(rows):
+            seen = columns
+            if s.masked:
+                seen = min(columns, ((row + 1) * 64 + s.keys - s.queries + 127) // 128)
+            tiles = max(0, min(seen, (part + 1) * per_split) - part * per_split)
+            idle[n], work[n] = t.idle if tiles else g.block_decode_s, tile * tiles
+            n += 1
+    for head in range(1, heads):
+        idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
+    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, 0)
+
+
+@njit(cache=True)
+def _traffic(g, s, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-def]
+    """Bytes that the main kernel moves beside its tiles, at the ends of its blocks, and those of passes around it."""
+    q, k = s.queries * num_heads * g.head_dim, s.keys * num_kv_heads * g.head_dim
+    if not g.backward:
+        return 4.0 * k, 4.0 * q, 0.0  # reads k, v; reads q, writes out
+    shared, whole_q = num_heads > num_kv_heads, s.whole_queries * num_heads * g.head_dim
+    around = q * 6.0 + whole_q * 8.0  # read out, dout, write dq; zero, read dq in fp32, in whole tiles
+    beside = q * 4.0 + whole_q * 8.0 + k * 4.0  # read q, dout, k, v; add to dq; write dk, dv or add to them
+    if shared and g.accumulates_kv:  # dk and dv: zeroed and read in fp32, in whole tiles, written in bf16
+        room = s.keys + s.num * g.tile_k if varlen else s.rows * g.tile_k
+        around += k * 4.0 + (room + s.rows * g.tile_k) * num_kv_heads * g.head_dim * 8.0
+        beside += s.rows * g.tile_k * num_kv_heads * g.head_dim * 16.0
+    elif shared:
+        per_head = s.keys * num_heads * g.head_dim * 4.0
+        around += per_head + k * 4.0  # per-head dk, dv summed
+        beside += per_head
+    else:
+        beside += k * 4.0
+    return beside, 0.0, around
+
+
+@njit(cache=True)
+def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
+    """log(predicted / measured) to expect where features are `look`; see `discrepancy`."""
+    total = 0.0
+    for i in range(len(weights)):
+        distance = 0.0
+        for j in range(len(look)):
+            distance += ((look[j] - support[i, j]) / lengths[j]) ** 2
+        total += weights[i] * np.exp(-0.5 * distance)
+    return total
+
+
+@njit(cache=True)
+def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, scratch, look):  # type: ignore[no-untyped-def]
+    """Seconds of one call by physics alone; fills in its features, `look`."""
+    shared, masked = num_heads > num_kv_heads, causal[begin:end].any()
+    packed = num_heads // num_kv_heads if g.packs_heads else 1
+    heads = num_kv_heads if g.packs_heads else num_heads
+    tile_q = g.tile_q_causal if masked else g.tile_q_full
+    per_empty, per_block = g.block_decode_s, g.block_s + g.block_shared_s * shared
+    if varlen and not g.grid_of_longest:
+        per_empty = g.block_varlen_s + g.block_decode_s * min(end - begin, TABLE_ABOVE) / 32.0
+    if varlen:
+        per_block += g.block_varlen_s if g.grid_of_longest else per_empty
+    tile = g.pair_s * tile_q * g.tile_k
+    t = Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor)
+    s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
+    if s.num == 0:
+        return 0.0
+    empty = 0
+    if varlen and g.grid_of_longest:
+        empty = heads * (s.num * s.longest_row - s.rows)
+    elif varlen:  # as many as any lengths with these sums could need
+        length, per_row = (s.keys, g.tile_k) if g.backward else (s.queries * packed, tile_q)
+        empty = heads * max(0, (length + s.num * (per_row - 1)) // per_row - s.rows)
+    splits, extra, num_blocks = 1, 0.0, s.rows * heads
+    if g.splits_keys and not varlen:
+        splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + 127) // 128)
+    if splits > 1:
+        makespan = _split(g, t, s, heads, splits, scratch[0], scratch[1])
+        partial = splits * s.queries * num_heads * g.head_dim
+        extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
+        busy = 0.0
+    else:
+        slow = overlap(s.idle, s.work, g.alone_factor) if g.blocks_per_sm == 2 else 1.0
+        follow = num_blocks + empty <= PAIRED_WAVES * g.slots and g.grid_of_longest and varlen
+        if num_blocks <= REPLAYED_WAVES * g.slots:
+            empties = s.longest_row if follow else 0
+            makespan = _replay(
+                g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow,
+                scratch[0], scratch[1], scratch[2, : g.slots],
+            )  # fmt: skip
+        else:
+            paired = Times(t.idle, t.cut * slow, t.tile * slow)
+            s = _sums(g, paired, q_len, k_len, causal, begin, end, packed, tile_q, masked)
+            latest = 0.0
+            if s.num > 1 or masked:
+                total = heads * (s.idle + s.work)
+                latest = _tail(g, paired, q_len, k_len, causal, begin, end, packed, heads, tile_q, total)
+            makespan = _many_waves(g, paired, s, heads, latest)
+        if not follow:
+            makespan += empty * per_empty / g.slots
+        busy = heads * tile * s.tiles / g.slots / makespan
+    makespan *= (1.0 + (busy / g.busy_threshold) ** SHARPNESS) ** (g.busy_power / SHARPNESS)
+    if not s.aligned:
+        makespan *= g.unaligned_factor
+    beside, ends, around = _traffic(g, s, num_heads, num_kv_heads, varlen)
+    makespan = (makespan**HIDING + (g.traffic_s_per_byte * beside) ** HIDING) ** (1.0 / HIDING)
+    makespan = (makespan**HIDING_ENDS + (g.traffic_s_per_byte * ends) ** HIDING_ENDS) ** (1.0 / HIDING_ENDS)
+    seconds = makespan + extra + g.call_s + g.call_varlen_s * varlen + g.traffic_s_per_byte * around
+    mean = s.tiles / s.rows
+    look[0] = np.log2(num_blocks / g.slots)
+    look[1] = np.log2(mean)
+    look[2] = np.log2(s.most / mean)
+    look[3] = masked
+    look[4] = np.log2(s.num)
+    look[5] = np.log2(num_heads)
+    look[6] = np.log2(num_heads / num_kv_heads)
+    look[7] = np.log2(makespan * g.slots / (heads * tile * s.tiles))
+    look[8] = g.traffic_s_per_byte * beside / seconds
+    look[9] = varlen
+    look[10] = splits > 1
+    return seconds
+
+
+@njit(cache=True)
+def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-def]
+    """[N] seconds and their features [N, FEATURES]; `discrepancy` is (support, weights, lengths)."""
+    seconds = np.zeros(len(op_start) - 1)
+    looks = np.zeros((len(seconds), len(FEATURES)))
+    scratch = np.empty((3, (REPLAYED_WAVES + 1) * g.slots))
+    known = np.zeros((KNOWN, 5), np.int64)  # calls with one sequence repeat a lot: remember the last ones
+    known_op = np.zeros(KNOWN, np.int64)
+    for op in range(len(seconds)):
+        begin, end = op_start[op], op_start[op + 1]
+        if end - begin == 1:
+            q, k, kind = q_len[begin], k_len[begin], 2 * causal[begin] + varlen[op] + 4
+            slot = (q * 1000003 + k * 8191 + kind * 131 + num_heads[op] * 31 + num_kv_heads[op]) % KNOWN
+            key = known[slot]
+            same = key[0] == q and key[1] == k and key[2] == kind
+            if same and key[3] == num_heads[op] and key[4] == num_kv_heads[op]:
+                seconds[op], looks[op] = seconds[known_op[slot]], looks[known_op[slot]]
+                continue
+            known[slot] = (q, k, kind, num_heads[op], num_kv_heads[op])
+            known_op[slot] = op
+        seconds[op] = _call(
+            g, q_len, k_len, causal, begin, end, num_heads[op], num_kv_heads[op], varlen[op], scratch, looks[op]
+        )
+        seconds[op] /= np.exp(correction(looks[op], discrepancy[0], discrepancy[1], discrepancy[2]))
+    return seconds, looks

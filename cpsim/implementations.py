@@ -272,7 +272,7 @@ _TORCH: Final = RingCode(  # _templated_ring_attention and _templated_ring_atten
 )
 
 _EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(
-    ("copy", "accumulate", "elementwise", "merge"), ("eager", "copy")
+    ("copy", "accumulate", "elementwise", "merge"), ("eager",)
 )
 _EAGER_SWEEPS: Final = {
     "accumulate": ("mixed", "accumulate"), "elementwise": ("strided", "transpose"), "merge": ("mixed", "accumulate"),
@@ -303,8 +303,12 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             zigzag_documents=_RING_FLASH_ATTN_VARLEN,
             allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
             launches=_FLASH_ATTN
-            | {"merge": ("jit_merge", "merge"), "transfer": ("transfer_of_two",), "all_gather": ("async_all_gather",)}
-            | {"reduce_scatter": ("sync_reduce_scatter",)},
+            | {
+                "merge": ("jit_merge",),
+                "transfer": ("transfer_of_two",),
+                "all_gather": ("async_all_gather",),
+                "reduce_scatter": ("sync_reduce_scatter",),
+            },
             sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
         ),
         Implementation(
@@ -332,8 +336,8 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             gathered=replace(_TORCH, gathers=True),
             launches=_EAGER
             | {
-                "barrier": ("context_parallel_{kernel} {pass}",),
-                "transfer": ("functional_permute", "all_to_all"),
+                "barrier": ("context_parallel {kernel} {pass}",),
+                "transfer": ("functional_permute",),
                 "all_gather": ("functional_all_gather",),
             },
             sweeps=_EAGER_SWEEPS,

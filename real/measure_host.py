@@ -4,15 +4,16 @@
 
 Other people's code pays these, our executor does not. Every point is one thing in isolation, and nothing here runs a
 context-parallel strategy: wall seconds that one call keeps the host busy (`op: host`), and seconds of PyTorch's
-memory-bound kernels (`op: elementwise`). Calls are timed in turns, one of each kind after a barrier, because a call
-that repeats itself finds its code and data in the processor's caches, and in a real step it does not.
+memory-bound kernels (`op: elementwise`). Calls are timed twice: in a row, where a call finds its code and data in the
+processor's caches, and in turns, one of each kind after a barrier, where it does not; in a real step some do, and a
+fit takes the middle. Calls in turns on the thread of a backward pass have points of their own, `... in bwd`.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from cpsim.calibrate.measurement import Writer
 from real import attention
 from real.measure_kernels import Bench
 from real.node import Node
-from real.timing import provenance
+from real.timing import host_seconds, provenance
 
 Call = Callable[[], object]
 TOKENS = 512 if torch.cuda.is_available() else 8
 """Few enough for the queue never to fill."""
 HEADS, KV_HEADS, DIM = 32, 8, 128
+ENTRIES = ("_dense", "_varlen")
 
 
 class _Pass(torch.autograd.Function):
@@ -227,19 +229,64 @@ def measure(node: Node, writer: Writer | None) -> None:
             if writer:
                 writer.add("error", failed="host", kind=name, message=f"{type(error).__name__}: {error}"[:300])
                 print(f"error in {name}: {error}"[:300], flush=True)
-    samples = [in_turns(calls.values(), node) for _ in range(60)][20:]
-    for (kind, which), times in zip(calls, zip(*samples, strict=True), strict=True):
-        if writer:
-            each = 4 if kind.startswith("autograd chain") else 1
-            writer.add("host", [t / each for t in times], kind=kind.replace(" of 4", ""), which=which)
-            print(f"{kind} {which}: {sorted(times)[20] * 1e6:.1f} us", flush=True)
+    inner = {key: call for key, call in calls.items() if not key[0].startswith(("autograd", "context_parallel"))}
+    for place, chosen, time_all in (
+        ("in a row", calls, in_a_row), ("in turns", calls, in_turns), ("in bwd", inner, in_backward)
+    ):  # fmt: skip
+        samples = [time_all(list(chosen.values()), node) for _ in range(40)][10:]
+        for (kind, which), times in zip(chosen, zip(*samples, strict=True), strict=True):
+            if writer:
+                each = 4 if kind.startswith("autograd chain") else 1
+                name = kind.replace(" of 4", "")
+                if place == "in bwd":  # a fit knows entry points of kernels by their ends
+                    name = f"{' '.join(kind.rsplit('_', 2)[:2]) if kind.endswith(ENTRIES) else kind} in bwd"
+                writer.add("host", [t / each for t in times], kind=name, which=which, place=place)
+                print(f"{name} {which} {place}: {sorted(times)[15] / each * 1e6:.1f} us", flush=True)
 
 
-def in_turns(calls: Iterable[Call], node: Node) -> list[float]:
+def in_a_row(calls: Sequence[Call], node: Node) -> list[float]:
+    """Host seconds of every call, repeated."""
+    times = []
+    for call in calls:
+        node.synchronize()
+        dist.barrier()
+        times.append(host_seconds(call, 5, node.device))
+    return times
+
+
+def in_backward(calls: Sequence[Call], node: Node) -> list[float]:
+    """The same as in turns, on autograd's thread."""
+    times: list[float] = []
+
+    class Inside(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
+            return torch.empty_like(x)
+
+        @staticmethod
+        def backward(_ctx: Any, dout: Tensor) -> Tensor:
+            times.extend(timed(calls))
+            return dout
+
+    x = torch.zeros(1, device=node.device, requires_grad=True)
+    out = Inside.apply(x)
+    node.synchronize()
+    dist.barrier()
+    node.synchronize()
+    torch.autograd.grad(out, x, torch.ones_like(x))
+    return times
+
+
+def in_turns(calls: Sequence[Call], node: Node) -> list[float]:
     """Host seconds of every call, one after the other, all ranks starting together."""
     node.synchronize()
     dist.barrier()
     node.synchronize()
+    return timed(calls)
+
+
+def timed(calls: Sequence[Call]) -> list[float]:
+    """Host seconds of every call, each made once."""
     times = []
     for call in calls:
         start = time.perf_counter()

@@ -38,8 +38,9 @@ def test_h200_kernels_are_within_4_percent_and_the_network_within_6_on_points_no
         assert row["points"] >= 40, row
 
 
-def test_h100_kernels_are_within_4_percent_on_points_not_fitted():
+def test_h100_attention_is_within_4_percent_and_the_rest_within_5_on_points_not_fitted():
     for row in load_profile("h100").held_out:
+        assert row["mean_absolute"] <= 0.05, row
         if row["model"].startswith("attention"):
             assert row["mean_absolute"] <= kernel_bar(row["model"]), row
             assert abs(row["bias"]) <= 0.02, row

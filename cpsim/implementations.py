@@ -189,6 +189,8 @@ class Implementation:
     kinds cost what ours do. ``barrier`` is a call into the code; ``{pass}`` and ``{kernel}`` are filled in."""
     sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
+    captured: bool = False
+    """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
 
     def check(
         self, strategy: str, workload: Workload, num_ranks: int, knobs: Mapping[str, object]
@@ -283,7 +285,7 @@ _FLASH_ATTN: Final = _EAGER | {
     "attention_backward": ("flash_attn bwd",),
 }
 
-CPSIM: Final = Implementation(name="cpsim", source="this repository")
+CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
 
 IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
     i.name: i

@@ -64,6 +64,7 @@ class _Case:
             protocol=self.scenario.protocol,
             launches=self.code.launches,
             sweeps=self.code.sweeps,
+            captured=self.code.captured,
         )
 
 
@@ -264,11 +265,14 @@ def _predict(case: _Case) -> Prediction:
 
 
 def _parts(timeline: Timeline, priced: Priced) -> Mapping[str, float]:
-    """Seconds of the critical path by cost model; what is not covered by ops waited for the host."""
+    """Seconds of the critical path by cost model: ops as long as they take alone, what they lose to others running
+    beside them, and what is not covered by ops, where ranks waited for the host."""
     path = timeline.critical_path()
-    spent = timeline.end_s[path] - timeline.start_s[path]
-    by_group = np.bincount(priced.group[path], weights=spent, minlength=len(GROUPS))
-    by_group[GROUPS.index("host")] += timeline.makespan_s - by_group.sum()
+    alone = priced.work.duration_s[path]
+    by_group = np.bincount(priced.group[path], weights=alone, minlength=len(GROUPS))
+    lost = (timeline.end_s[path] - timeline.start_s[path] - alone).sum()
+    by_group[GROUPS.index("interference")] = max(0.0, float(lost))
+    by_group[GROUPS.index("host")] = timeline.makespan_s - by_group.sum()
     return dict(zip(GROUPS, by_group.tolist(), strict=True))
 
 
@@ -300,6 +304,8 @@ def _sigma(group: str, case: _Case) -> float:
         return fabric.flow_sigma_log if group.startswith("transfer") else fabric.sigma_log
     if group.startswith("attention"):
         return float(case.profile.sigma[f"{group} {case.scenario.kernel}"])
+    if group == "host" and case.code.captured:
+        return float(case.profile.sigma["graph"])
     return float(case.profile.sigma[group])
 
 

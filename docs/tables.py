@@ -1,4 +1,4 @@
-"""Writes the README's tables from the shipped profiles and docs/speed.json.
+"""Writes the README's tables from the shipped profiles, the committed real runs and docs/speed.json.
 
     pytest -m benchmark tests/test_benchmark.py -p no:xdist --benchmark-json=raw.json
     python docs/tables.py raw.json
@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from cpsim.calibrate.profile import load_profile
+from cpsim.comparison import compare, errors_of, predict_runs
+from cpsim.runs import load_runs
 
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
@@ -57,6 +59,23 @@ def _errors(row: dict[str, Any]) -> str:
     return f"{100 * row['mean_absolute']:.1f} / {100 * row['worst']:.0f} % ({row['points']})"
 
 
+def runs_table() -> str:
+    """Errors against the committed real runs, by whose code ran."""
+    lines = ["| real runs of 1 ms or more | cases | mean error | signed | in their 90 % interval |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    for path, where in (("h200", "1 to 4 H200"), ("h200-emulated", "2 emulated nodes of 2 H200")):
+        runs = load_runs(DOCS.parent / "validation" / "runs" / f"{path}.jsonl")
+        pairs = [pair for pair in compare(predict_runs(runs), runs).pairs if pair.is_long]
+        for name in dict.fromkeys(sorted(pair.scenario.implementation for pair in pairs)):
+            mine = [pair for pair in pairs if pair.scenario.implementation == name]
+            e = errors_of(mine)
+            lines.append(
+                f"| {name}, {where} | {len(mine)} | {100 * e.mean_absolute:.1f} % | {100 * e.bias:+.1f} % "
+                f"| {100 * e.covered:.0f} % |"
+            )
+    return "\n".join(lines)
+
+
 def speed_table() -> str:
     """Medians of the benchmarks, from docs/speed.json."""
     rows = json.loads((DOCS / "speed.json").read_text(encoding="utf-8"))["benchmarks"]
@@ -98,8 +117,8 @@ def cut_down(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_tables(readme: str) -> str:
-    """The README with both tables between their markers."""
-    for name, table in (("accuracy", accuracy_table()), ("speed", speed_table())):
+    """The README with its tables between their markers."""
+    for name, table in (("runs", runs_table()), ("accuracy", accuracy_table()), ("speed", speed_table())):
         before, rest = readme.split(f"<!-- {name} -->\n", 1)
         after = rest.split(f"<!-- end of {name} -->", 1)[1]
         readme = f"{before}<!-- {name} -->\n{table}\n<!-- end of {name} -->{after}"

@@ -262,7 +262,8 @@ def _header(node: Node, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _command() -> str:
-    return " ".join(["torchrun -m real.run", *sys.argv[1:]])
+    words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    return " ".join(["torchrun -m real.run", *words])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -68,7 +68,8 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "") -> Profile
         raise ProfileError(f"a profile needs attention points of one GPU type, got {', '.join(gpus) or 'none'}")
     if not networks:
         raise ProfileError("a profile needs collective points: add a file of real.measure_network")
-    everything = [p for m in (*kernels, *networks) for p in m.points]
+    rest = [m for m in measurements if m not in kernels and m not in networks]
+    everything = _current([*kernels, *networks, *rest], gpus[0])
     points = [p for p in everything if usable(p)]
     fold = folds(points)
 
@@ -78,9 +79,10 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "") -> Profile
             name=name or gpus[0].split()[1].lower(), gpu=gpus[0], grade=_grade(gpus[0], networks),
             attention=attention, collective=_collective(chosen, everything), elementwise=_elementwise(chosen),
             host=_host([p for p in chosen if p["op"] == "host"]),
-            interference=_interference([p for p in everything if p["op"] == "overlap"]), sigma={},
+            interference=_interference([p for p in everything if p["op"] == "overlap"]),
+            load=_load([p for p in everything if p["op"] == "power"]), sigma={},
             valid=_valid(points), covariance=covariance, held_out=(),
-            provenance=tuple(_source(m, gpus[0]) for m in (*kernels, *networks)),
+            provenance=tuple(_source(m, gpus[0]) for m in (*kernels, *networks, *rest)),
         )  # fmt: skip
 
     rows: list[Residual] = []
@@ -89,8 +91,26 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "") -> Profile
         outside = [p for p, k in zip(points, fold, strict=True) if k == i and large_model(p)]
         rows += residuals(build(inside), outside)
     profile = build(points)
-    sigma = _sigma(rows, _run_to_run(profile, kernels))
+    sigma = _sigma(rows, _run_to_run(profile, kernels)) | _spreads(everything)
     return dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
+
+
+def _current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
+    """All points that describe this GPU and the code as it is.
+
+    Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
+    of one replaces others. Launches of the executor's single ops do not count: its programs are captured.
+    """
+    mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
+    points = [
+        p
+        for m in measurements
+        for p in m.points
+        if not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
+        and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
+    ]
+    own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
+    return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
 
 
 def folds(points: Sequence[Point]) -> NDArray[np.int64]:
@@ -166,7 +186,7 @@ def _fit_kernel(
 
     bounds = np.log([_BOUNDS.get(name, (start[name] * 1e-3, start[name] * 30)) for name in names])
     x, jacobian = np.log([start[name] for name in names]), np.empty(0)
-    for step in (0.3, 0.15, 0.08):  # replays of blocks jump a little: wide differences first, to see past that
+    for step in (0.5, 0.25, 0.12, 0.06):  # replays of blocks jump a little: wide differences first, to see past that
         fit = least_squares(
             error, x, bounds=(bounds[:, 0], bounds[:, 1]), loss="soft_l1", f_scale=0.03,
             diff_step=step / np.maximum(1, np.abs(x)), max_nfev=20,
@@ -259,7 +279,10 @@ def _elementwise(chosen: Sequence[Point]) -> ElementwiseParams:
 
 
 def _host(points: Sequence[Point]) -> HostParams:
-    """Median launch times; an attention kernel's entry points count alike."""
+    """Median launch times; an attention kernel's entry points count alike.
+
+    A graph of one tiny kernel takes the graph's launch and what the kernel takes in a long chain of them.
+    """
     samples: dict[str, list[float]] = {}
     for point in points:
         kind = str(point["kind"])
@@ -270,7 +293,31 @@ def _host(points: Sequence[Point]) -> HostParams:
             kind = "transfer"
         samples.setdefault(kind, []).append(float(np.median(point["samples_s"])))
     launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
-    return HostParams(launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3)
+    graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
+    pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
+    graph_s = 0.0
+    if "graph_chain_1" in graphs:
+        each = (graphs["graph_chain_64"] - graphs["graph_chain_16"]) / 48
+        graph_s = max(0.0, graphs["graph_chain_1"] - each)
+    return HostParams(
+        launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
+        pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
+    )  # fmt: skip
+
+
+MEMORY_BOUND = ("copy", "accumulate", "merge")
+
+
+def _load(points: Sequence[Point]) -> dict[str, float]:
+    """Power that ops draw above an idle GPU's, relative to what the limit allows: the most that any load draws."""
+    watts = {p["kind"]: float(np.mean(p["watts"])) for p in points}
+    if not watts:
+        return {}
+    share = {kind: (w - watts["idle"]) / (max(watts.values()) - watts["idle"]) for kind, w in watts.items()}
+    return {
+        "memory-bound": float(np.mean([share[kind] for kind in MEMORY_BOUND])),
+        "transfer": share["transfer"], "collective": share["all_gather"],
+    }  # fmt: skip
 
 
 # --- network ---
@@ -360,22 +407,37 @@ def _port(points: Sequence[Point], num_ranks: int) -> float:
 
 
 def _interference(points: Sequence[Point]) -> InterferenceParams:
-    """Slowdowns from overlaps: means over shapes and collectives."""
-    computation: dict[str, dict[str, list[float]]] = {}
-    communication: dict[str, dict[str, list[float]]] = {}
+    """Slowdowns from overlaps: means over shapes and collectives.
+
+    How much a computation is slowed is seen both where it lies inside a communication and where a communication lies
+    inside it; a communication's slowdown only where it lies inside.
+    """
+    computation, communication = _overlaps(points)
+
+    def mean(store: Factors) -> dict[str, dict[str, float]]:
+        return {a: {b: max(1.0, float(np.mean(f))) for b, f in by.items()} for a, by in sorted(store.items())}
+
+    return InterferenceParams(computation=mean(computation), communication=mean(communication))
+
+
+Factors = dict[str, dict[str, list[float]]]
+
+
+def _overlaps(points: Sequence[Point]) -> tuple[Factors, Factors]:
+    """Slowdowns of computations by communications, and the reverse, by the names of both."""
+    computation: Factors = {}
+    communication: Factors = {}
     for p in points:
         words = p["a"].split("_")
         name = f"{words[0]} {words[1]}" if len(words) > 1 else "memory-bound"
         other = "transfer" if p["b"] == "ring" else "collective"
         alone, together = ([float(np.median(p[f"{s}_{how}_s"])) for s in "ab"] for how in ("alone", "together"))
-        inner, store = (0, computation) if p["inside"] == "a" else (1, communication)
-        factor = _slowdown(alone[inner], together[inner], together[1 - inner])
-        store.setdefault(name, {}).setdefault(other, []).append(factor)
-
-    def mean(store: dict[str, dict[str, list[float]]]) -> dict[str, dict[str, float]]:
-        return {a: {b: max(1.0, float(np.mean(f))) for b, f in by.items()} for a, by in sorted(store.items())}
-
-    return InterferenceParams(computation=mean(computation), communication=mean(communication))
+        factor = _slowdown(alone[0], together[0], together[1])
+        computation.setdefault(name, {}).setdefault(other, []).append(factor)
+        if p["inside"] == "b":
+            factor = _slowdown(alone[1], together[1], together[0])
+            communication.setdefault(name, {}).setdefault(other, []).append(factor)
+    return computation, communication
 
 
 def _slowdown(alone: float, together: float, other: float) -> float:
@@ -398,6 +460,19 @@ def _sigma(rows: Sequence[Residual], run_to_run: float) -> dict[str, float]:
 
     sigma = {model: spread(model) for model in sorted({row.model for row in rows} | {"collective"})}
     return sigma | {"host": 0.15, "run to run": run_to_run}  # hosts differ: +-15 % between the machines measured
+
+
+def _spreads(points: Sequence[Point]) -> dict[str, float]:
+    """Standard deviations, relative, of what overlapping costs (over shapes) and of graph launches (over ranks)."""
+    spread = {"interference": 0.5, "graph": 0.3}
+    computation, _ = _overlaps([p for p in points if p["op"] == "overlap"])
+    lost = [np.array(factors) - 1.0 for by in computation.values() for factors in by.values()]
+    if lost:
+        spread["interference"] = float(np.std(np.concatenate([x / x.mean() for x in lost])))
+    launches = [np.median(p["samples_s"]) for p in points if p["op"] == "host" and p["kind"] == "graph_chain_1"]
+    if len(launches) > 1:
+        spread["graph"] = float(np.std(np.log(launches)))
+    return spread
 
 
 def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:
@@ -437,7 +512,8 @@ def _grade(gpu: str, networks: Sequence[Measurements]) -> str:
 
 
 def _source(m: Measurements, gpu: str) -> dict[str, Any]:
-    use = "kernels" if m.of("attention") else "network, host launches of communication, interference"
+    use = "network, host launches of communication, interference" if m.of("collective") else "launches, power, copies"
+    use = "kernels" if m.of("attention") else use
     if m.header["gpu"] != gpu:
         use += f" (stands in for {gpu}: same NVLink generation)"
     kept = ("gpu", "num_gpus", "driver", "cuda", "cudnn", "nccl", "torch", "kernels", "date", "commit", "command")

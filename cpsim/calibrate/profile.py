@@ -43,6 +43,9 @@ class Profile:
     elementwise: ElementwiseParams
     host: HostParams
     interference: InterferenceParams
+    load: Mapping[str, float]
+    """Power that ops draw above an idle GPU's, relative to what its limit allows: `memory-bound`, `transfer`,
+    `collective`."""
     sigma: Mapping[str, float]
     """Relative (log) standard deviation of held-out errors by cost model: `attention fwd fa4`, `collective`,
     `collective all_gather`, `transfer`, `memory-bound`, `host`, `run to run`."""
@@ -168,6 +171,7 @@ def _build(data: dict[str, Any]) -> Profile:
         name=str(data["name"]), gpu=str(data["gpu"]), grade=str(data["grade"]), attention=attention,
         collective=collective, elementwise=ElementwiseParams(**data["elementwise"]), host=HostParams(**data["host"]),
         interference=InterferenceParams(**data["interference"]),
+        load={k: float(v) for k, v in data["load"].items()},
         sigma={k: float(v) for k, v in data["sigma"].items()},
         valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
         covariance=data["covariance"], held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),

@@ -171,6 +171,22 @@ def attention_seconds(
     )
 
 
+def clocked_seconds(
+    params: AttentionParams,
+    op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
+    num_heads: Ints, num_kv_heads: Ints, head_dim: int,
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """As `attention_seconds`: [N] seconds of calls without a pause, which the power limit slows, and without it.
+
+    The second leaves the whole call as much faster as its tiles are at the full clock; calls short enough for their
+    overhead to matter do not meet the limit.
+    """
+    varlen = np.diff(op_start) > 1
+    arguments = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen
+    seconds, _, slower = calls(params, *arguments)
+    return seconds, seconds / slower
+
+
 def call_seconds(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
@@ -184,15 +200,15 @@ def calls(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
     num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
-) -> tuple[Floats, Floats]:  # fmt: skip
-    """As `call_seconds`, with the features of every call, [N, FEATURES]."""
-    seconds, features = price(
+) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+    """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call."""
+    seconds, features, slower = price(
         _compiled(params, head_dim), params.discrepancy.arrays(),
         np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
         np.asarray(causal, np.bool_), np.asarray(num_heads, np.int64), np.asarray(num_kv_heads, np.int64),
         np.asarray(varlen, np.bool_),
     )  # fmt: skip
-    return seconds, features
+    return seconds, features, slower
 
 
 _ANATOMY = tuple(f.name for f in fields(Anatomy))

@@ -473,7 +473,7 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, scratch, look):  # type: ignore[no-untyped-def]
-    """Seconds of one call by physics alone; fills in its features, `look`."""
+    """Seconds of one call by physics alone and how much the power limit slows it; fills in its features, `look`."""
     shared, masked = num_heads > num_kv_heads, causal[begin:end].any()
     packed = num_heads // num_kv_heads if g.packs_heads else 1
     heads = num_kv_heads if g.packs_heads else num_heads
@@ -487,7 +487,7 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
     t = Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor)
     s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
     if s.num == 0:
-        return 0.0
+        return 0.0, 1.0
     empty = 0
     if varlen and g.grid_of_longest:
         empty = heads * (s.num * s.longest_row - s.rows)
@@ -522,7 +522,8 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
         if not follow:
             makespan += empty * per_empty / g.slots
         busy = heads * tile * s.tiles / g.slots / makespan
-    makespan *= (1.0 + (busy / g.busy_threshold) ** SHARPNESS) ** (g.busy_power / SHARPNESS)
+    slower = (1.0 + (busy / g.busy_threshold) ** SHARPNESS) ** (g.busy_power / SHARPNESS)
+    makespan *= slower
     if not s.aligned:
         makespan *= g.unaligned_factor
     beside, ends, around = _traffic(g, s, num_heads, num_kv_heads, varlen)
@@ -541,13 +542,16 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
     look[8] = g.traffic_s_per_byte * beside / seconds
     look[9] = varlen
     look[10] = splits > 1
-    return seconds
+    return seconds, slower
 
 
 @njit(cache=True)
 def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-def]
-    """[N] seconds and their features [N, FEATURES]; `discrepancy` is (support, weights, lengths)."""
-    seconds = np.zeros(len(op_start) - 1)
+    """[N] seconds, their features [N, FEATURES], and how much the power limit slows them [N].
+
+    `discrepancy` is (support, weights, lengths).
+    """
+    seconds, slower = np.zeros(len(op_start) - 1), np.ones(len(op_start) - 1)
     looks = np.zeros((len(seconds), len(FEATURES)))
     scratch = np.empty((3, (REPLAYED_WAVES + 1) * g.slots))
     known = np.zeros((KNOWN, 5), np.int64)  # calls with one sequence repeat a lot: remember the last ones
@@ -560,12 +564,13 @@ def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_head
             key = known[slot]
             same = key[0] == q and key[1] == k and key[2] == kind
             if same and key[3] == num_heads[op] and key[4] == num_kv_heads[op]:
-                seconds[op], looks[op] = seconds[known_op[slot]], looks[known_op[slot]]
+                seconds[op], slower[op] = seconds[known_op[slot]], slower[known_op[slot]]
+                looks[op] = looks[known_op[slot]]
                 continue
             known[slot] = (q, k, kind, num_heads[op], num_kv_heads[op])
             known_op[slot] = op
-        seconds[op] = _call(
+        seconds[op], slower[op] = _call(
             g, q_len, k_len, causal, begin, end, num_heads[op], num_kv_heads[op], varlen[op], scratch, looks[op]
         )
         seconds[op] /= np.exp(correction(looks[op], discrepancy[0], discrepancy[1], discrepancy[2]))
-    return seconds, looks
+    return seconds, looks, slower

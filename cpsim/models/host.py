@@ -22,6 +22,10 @@ class HostParams:
     lead_s: float
     """How far the host is ahead of the GPU when a streamed iteration starts. Not measured: 1 ms is what the 256 MB
     all-reduce takes that such benchmarks put before every iteration."""
+    graph_s: float
+    """From the launch of a CUDA graph to the start of its first kernel."""
+    pause_s: Mapping[str, float]
+    """By protocol: from the end of one iteration to the start of the next."""
 
     def seconds(self, kind: str, kernel: str, names: Sequence[str] = ()) -> float:
         """Seconds to launch one op of a kind (as cpsim.schedule.Kind names it, in lower case).

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.attention import attention_seconds
+from cpsim.models.attention import clocked_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.kernels import check_calls
 from cpsim.models.links import Flows, Links, as_columns
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Int8, Kind, Schedule
-from cpsim.sim.work import Work
+from cpsim.models.power import settled_seconds
+from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule
+from cpsim.sim.fast import simulate
+from cpsim.sim.work import Work, free_work
 from cpsim.tiles import sequences
 
 if TYPE_CHECKING:
@@ -29,9 +31,9 @@ Protocol = Literal["synced", "streamed"]
 
 GROUPS: Final = (
     "attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "transfer between nodes",
-    "collective between nodes", "host",
+    "collective between nodes", "host", "interference",
 )  # fmt: skip
-"""Cost models whose uncertainty is sampled together."""
+"""Cost models whose uncertainty is sampled together; no op belongs to the last two."""
 
 _COLLECTIVE_NAMES: Final = {
     Kind.ALL_GATHER: "all_gather",
@@ -55,6 +57,10 @@ _PRESSURE_OF: Final = {
     **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
 }
 """Kinds that are not memory-bound."""
+_ARRIVALS: Final = (STREAMS.index("recv"), STREAMS.index("grad_recv"))
+"""A batched send and receive is one kernel; this end of it does not count again."""
+_CLASSES: Final = np.array([_PRESSURE.index(_PRESSURE_OF.get(kind, "memory-bound")) for kind in Kind], np.int8)
+"""Index into ``_PRESSURE`` of every kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +88,8 @@ class Pricing:
     """By kind of op, whose launches cost otherwise: see cpsim.implementations."""
     sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for memory-bound kernels."""
+    captured: bool = False
+    """All ops of a rank are one CUDA graph, launched at once."""
 
     def price(self, schedule: Schedule) -> Priced:
         """Costs of every op.
@@ -91,13 +99,14 @@ class Pricing:
             ProfileError: the profile lacks the kernel.
         """
         duration = np.zeros(len(schedule))
+        full = np.zeros(len(schedule))
         group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         notes: dict[str, None] = {}
         for kind in (k for k in Kind if (schedule.kind == k).any()):
             ops = np.flatnonzero(schedule.kind == kind)
             if kind in ATTENTION_KINDS:
                 pass_ = "fwd" if kind == Kind.ATTENTION else "bwd"
-                duration[ops] = self._attention(schedule, ops, pass_, notes)
+                duration[ops], full[ops] = self._attention(schedule, ops, pass_, notes)
                 group[ops] = GROUPS.index(f"attention {pass_}")
             elif kind in _MEMORY_NAMES:
                 name = self._sweep(kind, notes)
@@ -106,7 +115,27 @@ class Pricing:
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
         flows = [self._transfers(schedule, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
-        return Priced(self._work(schedule, links, duration, flows), group, tuple(notes))
+        release = self._releases(schedule)
+        self._settle(schedule, duration, full, release)
+        return Priced(self._work(schedule, links, duration, flows, release), group, tuple(notes))
+
+    def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
+        """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""
+        attention = np.isin(schedule.kind, ATTENTION_KINDS)
+        if not attention.any():
+            return
+        quick = np.where(attention, full, duration)
+        period = simulate(schedule, free_work(quick, release)).makespan_s
+        load = np.array([self.profile.load.get(_PRESSURE[c], 0.0) for c in _CLASSES])[schedule.kind]
+        ranks, ops = schedule.lane_rank, schedule.op_of_lane()
+        once = ~np.isin(schedule.lane_stream, _ARRIVALS)
+        drawn = np.bincount(ranks[once], (load * duration)[ops[once]], schedule.num_ranks).astype(np.float64)
+        first = schedule.lane_start[:-1][attention]
+        power = self.profile.attention_params(self.kernel, _pass_of(schedule)).busy_power
+        duration[attention] = settled_seconds(
+            full[attention], duration[attention], ranks[first].astype(np.int64), drawn,
+            period + self.profile.host.pause_s[self.protocol], power,
+        )  # fmt: skip
 
     def _sweep(self, kind: Kind, notes: dict[str, None]) -> str:
         """Name of the measured kernel that a memory-bound op costs as much as."""
@@ -121,32 +150,37 @@ class Pricing:
     def _names(self, kind: Kind, pass_: str) -> list[str]:
         """Names of host measurements for other people's launches of a kind."""
         names = self.launches.get(kind.name.lower(), ())
-        return [name.replace("{pass}", pass_).replace("{kernel}", self.kernel) for name in names]
+        filled = [name.replace("{pass}", pass_).replace("{kernel}", self.kernel) for name in names]
+        return [known for name in filled for known in (f"{name} in {pass_}", name)]
 
     def _check_launches(self, schedule: Schedule, notes: dict[str, None]) -> None:
         for kind in map(Kind, np.unique(schedule.kind).tolist()):
             names = self._names(kind, _pass_of(schedule))
-            if names and names[0] not in self.profile.host.launch_s:
-                notes[f"host: launch of {names[0]} not measured, taken from another"] = None
+            if names and not self.profile.host.launch_s.keys() & set(names):
+                notes[f"host: launch of {names[-1]} not measured, taken from another"] = None
 
-    def _work(self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows]) -> Work:
+    def _work(
+        self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats
+    ) -> Work:
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
         of_flow = np.repeat(np.arange(len(schedule)), np.diff(flow_start))
         np.maximum.at(duration, of_flow, flow_bytes / capacity[flow_link])
-        classes = np.array([_PRESSURE.index(_PRESSURE_OF.get(kind, "memory-bound")) for kind in Kind], np.int8)
         return Work(
             duration_s=duration,
-            release_s=self._releases(schedule),
+            release_s=release,
             flow_start=flow_start,
             flow_link=flow_link,
             flow_bytes=flow_bytes,
             link_bytes_per_s=capacity,
-            pressure=classes[schedule.kind],
+            pressure=_CLASSES[schedule.kind],
             slowdown=self.profile.interference.slowdown(self.kernel, _PRESSURE),
         )
 
-    def _attention(self, schedule: Schedule, ops: Ints, pass_: str, notes: dict[str, None]) -> Floats:
+    def _attention(
+        self, schedule: Schedule, ops: Ints, pass_: str, notes: dict[str, None]
+    ) -> tuple[Floats, Floats]:
+        """Seconds without a pause, at the clock that the power limit then leaves, and at the full clock."""
         tiles = sequences(schedule.tiles)
         params = self.profile.attention_params(self.kernel, pass_)
         used = np.zeros(len(tiles.start) - 1, bool)
@@ -155,14 +189,14 @@ class Pricing:
         check_calls(self.kernel, self.dtype, tiles, used)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
-        seconds = np.empty(len(ops))
+        seconds = np.empty((2, len(ops)))
         for num_heads, num_kv_heads in sorted(shapes):
             everywhere = np.full(len(used), num_heads), np.full(len(used), num_kv_heads)
-            priced = attention_seconds(
+            priced = clocked_seconds(
                 params, tiles.start, tiles.q_len, tiles.k_len, tiles.causal, *everywhere, self.head_dim
             )
             mine = (heads == num_heads) & (kv_heads == num_kv_heads)
-            seconds[mine] = priced[schedule.tile[ops[mine]]]
+            seconds[:, mine] = np.stack(priced)[:, schedule.tile[ops[mine]]]
         if self.head_dim != params.head_dim:
             notes[f"head_dim {self.head_dim}, measured {params.head_dim}"] = None
         notes.update(
@@ -172,7 +206,7 @@ class Pricing:
                 )
             )
         )
-        return seconds
+        return seconds[0], seconds[1]
 
     def _transfers(
         self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
@@ -249,7 +283,10 @@ class Pricing:
         return max(inside, between), near, far, between >= inside
 
     def _releases(self, schedule: Schedule) -> Floats:
-        """When every op is launched: hosts launch their ranks' ops in list order."""
+        """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once."""
+        lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
+        if self.captured:
+            return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
         per_kind = np.zeros(len(Kind))
         for kind in Kind:
             names = self._names(kind, _pass_of(schedule))
@@ -257,7 +294,6 @@ class Pricing:
         cost = per_kind[schedule.kind]
         # A batched send and receive is one call: half of it belongs to each of the two transfers.
         cost[schedule.kind == Kind.TRANSFER] /= 2
-        lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
         released = _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
         return np.asarray(np.maximum(released - lead, 0.0))
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from cpsim.calibrate.profile import load_profile
 from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
 from cpsim.prediction import Infeasible, Prediction
 from cpsim.predictor import advise, predict, predict_many
@@ -47,10 +48,18 @@ def test_throughput_stays_below_what_the_kernel_reaches():
         assert 100 < predict(scenario(strategy=strategy, tokens_per_gpu=16384)).tflops_per_gpu < 800
 
 
-def test_small_cases_wait_for_their_hosts():
-    answer = predict(scenario(tokens_per_gpu=256))
+def test_small_cases_of_eager_code_wait_for_their_hosts():
+    case = {"tokens_per_gpu": 256, "implementation": "ring-flash-attn", "kernel": "fa2"}
+    answer = predict(scenario(**case))
     assert answer.parts_s["host"] > 0.3 * answer.time_s
-    assert predict(scenario(tokens_per_gpu=256, protocol="streamed")).time_s < answer.time_s
+    assert predict(scenario(**case, protocol="streamed")).time_s < answer.time_s
+
+
+def test_a_captured_program_is_launched_once():
+    host = load_profile("h200").host
+    assert predict(scenario(tokens_per_gpu=256)).parts_s["host"] < 2.5 * host.graph_s
+    streamed = predict(scenario(tokens_per_gpu=256, protocol="streamed", pass_="fwd"))
+    assert streamed.parts_s.get("host", 0.0) < 0.1 * host.graph_s
 
 
 def test_results_that_rest_on_published_numbers_or_reach_beyond_measured_sizes_say_so():

@@ -69,16 +69,17 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "") -> Profile
     if not networks:
         raise ProfileError("a profile needs collective points: add a file of real.measure_network")
     rest = [m for m in measurements if m not in kernels and m not in networks]
-    everything = _current([*kernels, *networks, *rest], gpus[0])
+    everything = current([*kernels, *networks, *rest], gpus[0])
     points = [p for p in everything if usable(p)]
     fold = folds(points)
 
     def build(chosen: Sequence[Point]) -> Profile:
         attention, covariance = _attention(chosen, int(kernels[0].header["num_sms"]))
+        copies = _elementwise(chosen)
         return Profile(
             name=name or gpus[0].split()[1].lower(), gpu=gpus[0], grade=_grade(gpus[0], networks),
-            attention=attention, collective=_collective(chosen, everything), elementwise=_elementwise(chosen),
-            host=_host([p for p in chosen if p["op"] == "host"]),
+            attention=attention, collective=_collective(chosen, everything), elementwise=copies,
+            host=_host([p for p in chosen if p["op"] == "host"], copies.latency_s["copy"]),
             interference=_interference([p for p in everything if p["op"] == "overlap"]),
             load=_load([p for p in everything if p["op"] == "power"]), sigma={},
             valid=_valid(points), covariance=covariance, held_out=(),
@@ -95,7 +96,7 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "") -> Profile
     return dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
 
 
-def _current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
+def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """All points that describe this GPU and the code as it is.
 
     Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
@@ -278,10 +279,11 @@ def _elementwise(chosen: Sequence[Point]) -> ElementwiseParams:
     return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
 
-def _host(points: Sequence[Point]) -> HostParams:
+def _host(points: Sequence[Point], tiny_copy_s: float) -> HostParams:
     """Median launch times; an attention kernel's entry points count alike.
 
-    A graph of one tiny kernel takes the graph's launch and what the kernel takes in a long chain of them.
+    A graph of one tiny copy takes the graph's launch and what the copy takes in a long chain of them; between two
+    events it takes `tiny_copy_s`.
     """
     samples: dict[str, list[float]] = {}
     for point in points:
@@ -295,12 +297,13 @@ def _host(points: Sequence[Point]) -> HostParams:
     launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
-    graph_s = 0.0
+    graph_s = gain_s = 0.0
     if "graph_chain_1" in graphs:
         each = (graphs["graph_chain_64"] - graphs["graph_chain_16"]) / 48
-        graph_s = max(0.0, graphs["graph_chain_1"] - each)
+        graph_s, gain_s = max(0.0, graphs["graph_chain_1"] - each), max(0.0, tiny_copy_s - each)
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
+        captured_gain_s=gain_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
 

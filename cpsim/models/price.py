@@ -19,8 +19,7 @@ from cpsim.models.kernels import check_calls
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule
-from cpsim.sim.fast import simulate
-from cpsim.sim.work import Work, free_work
+from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
 
 if TYPE_CHECKING:
@@ -116,6 +115,9 @@ class Pricing:
         flows = [self._transfers(schedule, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
         release = self._releases(schedule)
+        if self.captured:  # an op takes at least half of what was measured between two events
+            for seconds in (duration, full):
+                seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
         self._settle(schedule, duration, full, release)
         return Priced(self._work(schedule, links, duration, flows, release), group, tuple(notes))
 
@@ -125,7 +127,7 @@ class Pricing:
         if not attention.any():
             return
         quick = np.where(attention, full, duration)
-        period = simulate(schedule, free_work(quick, release)).makespan_s
+        period = float(earliest(*predecessors(schedule), quick, release)[1].max())
         load = np.array([self.profile.load.get(_PRESSURE[c], 0.0) for c in _CLASSES])[schedule.kind]
         ranks, ops = schedule.lane_rank, schedule.op_of_lane()
         once = ~np.isin(schedule.lane_stream, _ARRIVALS)

@@ -7,13 +7,12 @@ followed event by event (``cpsim.sim.fluid``).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from cpsim.errors import ScheduleError
 from cpsim.schedule import Schedule
 from cpsim.sim.fluid import run
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import Work, predecessors
+from cpsim.sim.work import Work, earliest, predecessors
 
 
 def simulate(schedule: Schedule, work: Work) -> Timeline:
@@ -24,24 +23,10 @@ def simulate(schedule: Schedule, work: Work) -> Timeline:
     """
     first, before = predecessors(schedule)
     if work.constant and np.all(before < np.repeat(np.arange(len(schedule)), np.diff(first))):
-        start, end, cause = _max_plus(first, before, work.duration_s, work.release_s)
+        start, end, cause = earliest(first, before, work.duration_s, work.release_s)
         return Timeline(schedule, start, end, cause)
     start, end, cause = run(first, before, schedule, work)
     if np.isnan(end).any():
         waiting = int(np.flatnonzero(np.isnan(end))[0])
         raise ScheduleError(f"deadlock: this op never starts: {schedule.op(waiting)}")
     return Timeline(schedule, start, end, cause)
-
-
-@njit(cache=True, nogil=True)
-def _max_plus(first, before, duration, release):  # type: ignore[no-untyped-def]
-    num_ops = len(duration)
-    start, end = np.empty(num_ops), np.empty(num_ops)
-    cause = np.empty(num_ops, np.int32)
-    for op in range(num_ops):
-        at, by = release[op], op
-        for entry in range(first[op], first[op + 1]):
-            if end[before[entry]] >= at:
-                at, by = end[before[entry]], before[entry]
-        start[op], end[op], cause[op] = at, at + duration[op], by
-    return start, end, cause

@@ -9,7 +9,7 @@ if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get 
 fi
 
 [ -x .venv/bin/python ] || python3 -m venv .venv
-.venv/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' torch==2.13.0
+.venv/bin/pip install --quiet --disable-pip-version-check --editable '.[dev,others]' torch==2.13.0
 
 .venv/bin/ruff check .
 .venv/bin/mypy

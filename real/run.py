@@ -100,7 +100,7 @@ class Watch:
         whole.replace(self.marker)
 
 
-class Session:
+class Launch:
     """One launch: this rank, its watch, and on rank 0 the file of runs."""
 
     def __init__(self, node: Node, make: Make, args: argparse.Namespace) -> None:
@@ -331,17 +331,17 @@ def _main(args: argparse.Namespace, make: Make | None) -> int:
 def _run_all(scenarios: Sequence[Scenario], node: Node, make: Make, args: argparse.Namespace) -> int:
     deadline = args.until or time.time() + 60 * (args.minutes or float("inf"))
     done, left = node.gather(_read(args) if node.rank == 0 else None)[0]
-    session = Session(node, make, args)
+    launch = Launch(node, make, args)
     mine, others = select([s for s in scenarios if case_key(s) not in done], node, args.emulate_nodes, args.seed)
     for run in (*left, *others):
-        session.record(run)
+        launch.record(run)
     for number, scenario in enumerate(mine, 1):
         if max(node.gather(time.time())) > deadline:
             _say(node, f"{len(mine) - number + 1} cases not run: the time is over; see --resume")
             break
         label, begun = f"{number}/{len(mine)} {_label(scenario)}", time.monotonic()
         try:
-            run = session.run(scenario)
+            run = launch.run(scenario)
         except Broken as reason:
             _say(node, f"{label}: {reason}; fresh processes go on where torchrun has --max-restarts")
             os._exit(FRESH)

@@ -21,4 +21,4 @@ def test_every_schedule_gives_dense_attention_and_its_gradients_on_gloo(num_rank
         capture_output=True, text=True, env=environment, timeout=900, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) > 200
+    assert int(done.stdout.split()[-1]) > 100

@@ -1,0 +1,407 @@
+"""Turns the ops of one rank into calls on views of its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cpsim.errors import InfeasibleError
+from cpsim.schedule import COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
+from real import attention, elementwise
+from real.program import Call, Launch
+from real.rows import NOWHERE, Rows, match
+from real.storage import PLANES, Access, Chunk, Ints, Memory, Part, overlap, sequences_of
+
+if TYPE_CHECKING:
+    from real.executor import Executor
+
+_NOTHING, _NARROW, _WIDE = range(3)
+"""What a row of an output holds while partial results are added to it."""
+
+
+class Lowering:
+    """Turns the ops of one rank into calls."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.x, self.s, self.places = executor, executor.schedule, executor.places
+        self.rank, self.device = executor.node.rank, executor.node.device
+        self.unseen: dict[int, Ints] = {}
+        """Tokens of every partial result that its kernel call left out: they see no key, or no query sees them."""
+        self.state: dict[int, Ints] = {}
+        """What every row of a summed output holds."""
+        self.left: dict[int, Ints] = {}
+        """Partial results that every row of a summed output still gets."""
+        self.sliced: dict[tuple[int, int, int], Tensor] = {}
+
+    def calls(self) -> list[Call]:
+        """(op, call) in launch order; the call of a transfer gives its half of a batch."""
+        node, made = self.x.node, list[Call]()
+        program = {op.index: op for op in self.s.project(self.rank)}
+        self._prepare_outputs()
+        for i, accesses in self.places.accesses():
+            kind = Kind(int(self.s.kind[i]))
+            if kind == Kind.TRANSFER or kind in COLLECTIVE_KINDS:
+                ranks = tuple(range(self.s.num_ranks)) if kind == Kind.TRANSFER else tuple(self.s.ranks_of(i))
+                lane = self.s.op(i).lanes[0][1]
+                group = node.group(ranks, lane)  # made by all ranks, in list order
+            if i not in program:
+                continue
+            op, mine = program[i], [a for a in accesses if a.rank == self.rank]
+            if kind == Kind.TRANSFER:
+                made.append((op, self._transfer(op, accesses, group)))
+            elif kind in COLLECTIVE_KINDS:
+                made.append((op, self._collective(op, kind, accesses, group)))
+            else:
+                made.append((op, self._computation(op, kind, mine)))
+        return made
+
+    def _computation(self, op: Op, kind: Kind, mine: list[Access]) -> Launch:
+        if kind == Kind.ATTENTION:
+            return self._attention(op, mine)
+        if kind == Kind.ATTENTION_BACKWARD:
+            return self._attention_backward(op, mine)
+        if kind == Kind.MERGE:
+            return self._merge(mine)
+        if kind in (Kind.COPY, Kind.ACCUMULATE):
+            return self._sum(mine)
+        raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
+
+    # --- outputs that partial results are added to ---
+
+    def _prepare_outputs(self) -> None:
+        for buffer in np.flatnonzero((self.s.buffer_rank == self.rank) & self.places.summed).tolist():
+            tokens = self.places.layouts[buffer].chunks[0].parts[0].tokens
+            self.state[buffer] = np.full(len(tokens), _NOTHING)
+            self.left[buffer] = np.zeros(len(tokens), np.int64)
+        unseen: dict[int, Ints] = {}
+        for i, accesses in Memory(self.s, self.x.workload).accesses() if self.state else ():
+            if self.s.kind[i] in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD):
+                unseen |= self._unseen(i, accesses)
+            for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
+                source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
+                rows = _rows_of(target, np.setdiff1d(target.tokens, unseen[source.buffer]))
+                self.left[target.buffer][rows] += 1
+        for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
+            pairs = (*self.s.inputs.tolist(), *self.s.outputs.tolist())
+            for tensor, tokens, _, count in (self.places.block(k) for b, k in pairs if b == buffer):
+                if tensor == "out":
+                    self.x.lse[buffer] = self._new_lse(count, len(tokens))
+
+    def _new_lse(self, heads: int, tokens: int) -> Tensor:
+        return torch.full((heads, tokens), float("-inf"), dtype=self.x.wide.dtype, device=self.device)
+
+    def _advance(self, target: Access, rows: Ints) -> tuple[tuple[Part, Part], Ints, Ints]:
+        """Parts of an output in both types, what its rows hold now and what they will hold after the next sum."""
+        (narrow,) = target.layout.parts(PLANES[target.tensor][0])
+        parts = narrow, self.places.accumulator(narrow, target.buffer)
+        before = self.state[target.buffer][rows]
+        self.left[target.buffer][rows] -= 1
+        after = np.where(self.left[target.buffer][rows] > 0, _WIDE, _NARROW)
+        self.state[target.buffer][rows] = after
+        return parts, before, after
+
+    # --- attention ---
+
+    def _unseen(self, i: int, accesses: Sequence[Access]) -> dict[int, Ints]:
+        sequences = sequences_of(self.s, int(self.s.tile[i]))
+        none = [np.zeros(0, np.int64)]
+        queries = np.concatenate([q.queries for q in sequences] or none)
+        keys = np.concatenate([q.keys for q in sequences] or none)
+        return {
+            a.buffer: np.setdiff1d(a.tokens, keys if a.tensor == "dkv" else queries)
+            for a in accesses
+            if a.mode != READ
+        }
+
+    def _written_directly(self, target: Access) -> None:
+        """The kernel itself writes rows of a summed output."""
+        if target.buffer in self.state:
+            rows = _rows_of(target, np.setdiff1d(target.tokens, self.unseen[target.buffer]))
+            self.state[target.buffer][rows] = _NARROW
+            self.left[target.buffer][rows] -= 1
+
+    def _call(self, op: Op, queries: Access, keys: Access) -> tuple[attention.Call, Ints, slice]:
+        """The kernel call, the tokens of its query rows and the rows of the keys' part that it reads.
+
+        Rows between two sequences that the call must skip become sequences without keys, or without queries.
+        """
+        tile = int(self.s.tile[op.index])
+        sequences = sequences_of(self.s, tile)
+        held = self._key_part(keys).tokens
+        at_q = _rows_of(queries, np.array([q.queries[0] for q in sequences]))
+        if keys.layout.tile >= 0:
+            assert keys.layout.tile == tile
+            lengths = np.array([len(q.keys) for q in sequences])
+            at_k = np.cumsum(lengths) - lengths
+        else:
+            at_k = np.searchsorted(held, [q.keys[0] for q in sequences])
+        q_lens, k_lens, q_end, k_end = [], [], int(at_q[0]), int(at_k[0])
+        for q, start_q, start_k in zip(sequences, at_q.tolist(), at_k.tolist(), strict=True):
+            for skipped_q, skipped_k in ((start_q - q_end, 0), (0, start_k - k_end)):
+                if skipped_q or skipped_k:
+                    q_lens.append(skipped_q)
+                    k_lens.append(skipped_k)
+            q_lens.append(len(q.queries))
+            k_lens.append(len(q.keys))
+            q_end, k_end = start_q + len(q.queries), start_k + len(q.keys)
+        causal = any(q.causal for q in sequences)
+        call = attention.prepare(q_lens, k_lens, causal=causal, device=self.device)
+        (part,) = queries.layout.parts("q")
+        return call, part.tokens[int(at_q[0]) : q_end], slice(int(at_k[0]), k_end)
+
+    def _key_part(self, keys: Access) -> Part:
+        (part,) = keys.layout.parts("k")
+        return part
+
+    def _kv(self, op: Op, keys: Access, rows: slice, planes: tuple[str, str]) -> list[Tensor]:
+        heads = tuple(self.s.heads[op.index, 2:].tolist())
+        parts = [keys.layout.parts(plane) for plane in planes]
+        return [self.x.view(part, rows, heads) for (part,) in parts]
+
+    def _q(self, op: Op, access: Access, tokens: Ints) -> Tensor:
+        """[T, H, D] of some consecutive tokens of a query-side tensor."""
+        heads = tuple(self.s.heads[op.index, :2].tolist())
+        (part,) = access.layout.parts(PLANES[access.tensor][0])
+        return self.x.view(part, _span(part, tokens), heads)
+
+    def _attention(self, op: Op, mine: list[Access]) -> Launch:
+        queries, keys, target = (next(a for a in mine if a.tensor == t) for t in ("q", "kv", "out"))
+        self.unseen |= self._unseen(op.index, mine)
+        call, tokens, rows = self._call(op, queries, keys)
+        q, (k, v) = self._q(op, queries, tokens), self._kv(op, keys, rows, ("k", "v"))
+        out = self._q(op, target, tokens)
+        self._written_directly(target)
+        kernel, buffer, lse = self.x.kernel, target.buffer, self.x.lse
+        (part,) = target.layout.parts("out")
+        if len(tokens) == len(part.tokens) and q.shape[1] == part.num_heads:
+
+            def whole() -> None:
+                lse[buffer] = attention.forward(kernel, q, k, v, call, out)[1]
+
+            return whole
+        span, first = _span(part, tokens), op_heads(self.s, op)[0] - part.head
+        kept = lse[buffer] if self.places.is_output[buffer] else self._new_lse(part.num_heads, len(part.tokens))
+
+        def some() -> None:
+            lse[buffer] = kept
+            kept[first : first + q.shape[1], span] = attention.forward(kernel, q, k, v, call, out)[1]
+
+        return some
+
+    def _attention_backward(self, op: Op, mine: list[Access]) -> Launch:
+        given = {a.tensor: a for a in mine}
+        self.unseen |= self._unseen(op.index, mine)
+        call, tokens, rows = self._call(op, given["q"], given["kv"])
+        q, dout, out = (self._q(op, given[t], tokens) for t in ("q", "dout", "out"))
+        k, v = self._kv(op, given["kv"], rows, ("k", "v"))
+        lse = self._lse_slice(op, given["out"], tokens)
+        dq = self._q(op, given["dq"], tokens)
+        self._written_directly(given["dq"])
+        target = given["dkv"]
+        if target.layout.tile != given["kv"].layout.tile:
+            raise InfeasibleError("keys and their gradients lie in different orders")
+        if target.layout.tile < 0:
+            (kept,) = target.layout.parts("dk")
+            rows = _span(kept, self._key_part(given["kv"]).tokens[rows])
+        dk, dv = self._kv(op, target, rows, ("dk", "dv"))
+        kernel = self.x.kernel
+        return lambda: attention.backward(kernel, dout, q, k, v, out, lse(), call, (dq, dk, dv))
+
+    def _lse_slice(self, op: Op, out: Access, tokens: Ints) -> Callable[[], Tensor]:
+        """Contiguous log-sum-exp [H, T] of some heads and consecutive tokens; a copy where it is not all tokens."""
+        (part,) = out.layout.parts("out")
+        span, (head, count) = _span(part, tokens), op_heads(self.s, op)
+        first, lse = head - part.head, self.x.lse
+        if span == slice(0, len(part.tokens)):
+            return lambda: lse[out.buffer][first : first + count]
+        return lambda: lse[out.buffer][first : first + count, span].contiguous()
+
+    # --- memory-bound ops ---
+
+    def _merge(self, mine: list[Access]) -> Launch:
+        (source,), (target,) = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
+        (part,) = source.layout.parts("out")
+        tokens = np.setdiff1d(target.tokens, self.unseen[source.buffer])
+        rows, from_rows = _rows_of(target, tokens), part.rows_of(tokens)
+        parts, before, after = self._advance(target, rows)
+        tables = elementwise.Merge(
+            num_heads=target.num_heads,
+            part=self._index(part.at + from_rows * part.stride + target.head - part.head),
+            part_column=self._index(from_rows),
+            old=self._either(parts, rows, before, target.head), target=self._either(parts, rows, after, target.head),
+            column=self._index(rows),
+        )  # fmt: skip
+        x, into, taken = self.x, target.buffer, source.buffer
+        assert part.num_heads == target.num_heads
+        return lambda: elementwise.merge_rows(x.narrow, x.wide, x.lse[into], x.lse[taken], tables)
+
+    def _either(
+        self, parts: tuple[Part, Part], rows: Ints, state: Ints, head: int, piece: Ints | int = 0
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Offsets of (pieces of) rows in the working type and in the accumulator, by which of them holds each row."""
+        found = []
+        for part, kind in zip(parts, (_NARROW, _WIDE), strict=True):
+            at = np.where(state == kind, part.at + rows * part.stride + head - part.head + piece, NOWHERE)
+            found.append(self._index(at) if (state == kind).any() else None)
+        return found[0], found[1]
+
+    def _sum(self, mine: list[Access]) -> Launch:
+        """Copies, casts and sums; log-sum-exps that are packed beside ``out`` follow it."""
+        reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
+        sources = [p for a in reads for p in a.parts(self.unseen.get(a.buffer))]
+        summed = [a for a in targets if a.buffer in self.state]
+        if summed:
+            return self._add_to_output(summed[0], sources)
+        parts = [p for a in targets for p in a.parts()]
+        rows = match(parts, sources)
+        wide = parts[0].wide
+        adds = targets[0].mode == UPDATE
+        if adds:
+            rows = _without_sourceless(rows)
+        at = self._index(rows.target)
+        either = (None, at) if wide else (at, None)
+        tables = elementwise.Sum(
+            width=rows.width, source=self._index(rows.source), source_wide=rows.wide,
+            old=either if adds else (None, None), target=either,
+        )  # fmt: skip
+        x, after = self.x, self._pack_lse(reads, targets)
+        if after is None:
+            return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
+        return lambda: (elementwise.sum_rows(x.narrow, x.wide, tables), after())
+
+    def _add_to_output(self, target: Access, sources: list[Part]) -> Launch:
+        """A partial gradient into rows that change from the working type to the accumulators' and back."""
+        (narrow,) = target.layout.parts(PLANES[target.tensor][0])
+        tokens = target.tokens[np.isin(target.tokens, np.concatenate([p.tokens for p in sources]))]
+        at = _rows_of(target, tokens)
+        parts, before, after = self._advance(target, at)
+        anywhere = Part(narrow.plane, tokens, target.head, target.num_heads, False, 0, target.num_heads)
+        rows = match([anywhere], sources)
+        token, piece = np.divmod(rows.target, target.num_heads)
+        tables = elementwise.Sum(
+            width=rows.width, source=self._index(rows.source), source_wide=rows.wide,
+            old=self._either(parts, at[token], before[token], target.head, piece),
+            target=self._either(parts, at[token], after[token], target.head, piece),
+        )  # fmt: skip
+        x = self.x
+        return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
+
+    def _pack_lse(self, reads: list[Access], targets: list[Access]) -> Launch | None:
+        """A packed ``out`` takes its rows of the log-sum-exp along."""
+        target = next((a for a in targets if a.tensor == "out"), None)
+        if target is None:
+            return None
+        source = next(a for a in reads if a.tensor == "out")
+        (part,) = source.layout.parts("out")
+        index = torch.from_numpy(part.rows_of(target.tokens)).to(self.device)
+        into = self._new_lse(target.num_heads, len(target.tokens))
+        self.x.lse[target.buffer], lse = into, self.x.lse
+        return lambda: torch.index_select(lse[source.buffer], 1, index, out=into)
+
+    def _index(self, values: Any) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
+
+    # --- communication ---
+
+    def _transfer(self, op: Op, accesses: Sequence[Access], group: Any) -> Launch:
+        """A point-to-point op for a batch; see `real.program`."""
+        source, target = op.lanes[0][0], op.lanes[1][0]
+        sends = self.rank == source
+        access = next(a for a in accesses if (a.mode == READ) == sends)
+        flat = self._span_of([access], [access])
+        peer = target if sends else source
+        return lambda: dist.P2POp(dist.isend if sends else dist.irecv, flat, peer, group=group)
+
+    def _collective(self, op: Op, kind: Kind, accesses: Sequence[Access], group: Any) -> Launch:
+        mine = [a for a in accesses if a.rank == self.rank]
+        reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
+        ranks = [rank for rank, _ in op.lanes]
+        if kind == Kind.ALL_TO_ALL:
+            others = {r: [a for a in accesses if a.rank == r] for r in ranks}
+            sent = [self._span_of(reads, [a for a in others[r] if a.mode != READ]) for r in ranks]
+            got = [c.num_heads * self.x.workload.head_dim for c in targets[0].layout.chunks]
+            x, y = _joined(sent), self._all_of(targets[0])
+            splits = [got, [len(part) for part in sent]]
+            even = len({*splits[0], *splits[1]}) == 1
+            into, out_of = (None, None) if even else splits
+            return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
+        if kind == Kind.ALL_GATHER:
+            x, y = self._span_of(reads, reads, op.index), self._all_of(targets[0])
+            _check_even(op, len(x) * len(ranks), len(y))
+            return lambda: dist.all_gather_into_tensor(y, x, group=group)
+        if kind == Kind.REDUCE_SCATTER:
+            x, y = self._all_of(reads[0]), self._span_of(targets, targets)
+            _check_even(op, len(y) * len(ranks), len(x))
+            return lambda: dist.reduce_scatter_tensor(y, x, group=group)
+        raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
+
+    def _all_of(self, access: Access) -> Tensor:
+        """Everything that a buffer holds, in one piece."""
+        chunks = access.layout.chunks
+        end = chunks[-1].at + chunks[-1].num_heads
+        return self.x.flat(chunks[0].at, end - chunks[0].at, chunks[0].parts[0].wide)
+
+    def _span_of(self, held: Sequence[Access], wanted: Sequence[Access], key: int | None = None) -> Tensor:
+        """The piece of a buffer that holds what the wanted blocks have in common with it."""
+        layout = held[0].layout
+        tensors, tokens = overlap(held, wanted)
+        names = {plane for tensor, *_ in tensors for plane in PLANES[tensor]}
+        for chunk in layout.chunks:
+            if _fits(chunk, tensors, tokens) or (key is not None and chunk.key == key):
+                part = chunk.parts[0]
+                rows = _span(part, tokens)
+                at, size = chunk.at + rows.start * part.stride, (rows.stop - rows.start) * part.stride
+                return self.x.flat(at, size, part.wide)
+        raise InfeasibleError(f"no contiguous piece of the buffer holds {sorted(names)} of {len(tokens)} tokens")
+
+
+def op_heads(schedule: Schedule, op: Op) -> tuple[int, int]:
+    """First query head and query heads of an attention op."""
+    first, count = schedule.heads[op.index, :2].tolist()
+    return first, count
+
+
+def _fits(chunk: Chunk, tensors: list[tuple[str, int, int]], tokens: Ints) -> bool:
+    """Whether a chunk holds exactly these heads of these tensors, and the tokens."""
+    wanted = sorted((plane, head, n) for tensor, head, n in tensors for plane in PLANES[tensor])
+    there = sorted((p.plane, p.head, p.num_heads) for p in chunk.parts)
+    return wanted == there and bool(np.isin(tokens, chunk.parts[0].tokens).all())
+
+
+def _rows_of(access: Access, tokens: Ints) -> Ints:
+    (part,) = access.layout.parts(PLANES[access.tensor][0])
+    return part.rows_of(tokens)
+
+
+def _span(part: Part, tokens: Ints) -> slice:
+    """Rows of consecutive tokens of a part."""
+    if len(tokens) == 0:
+        return slice(0, 0)
+    first = int(np.flatnonzero(part.tokens == tokens[0])[0])
+    assert np.array_equal(part.tokens[first : first + len(tokens)], tokens)
+    return slice(first, first + len(tokens))
+
+
+def _without_sourceless(rows: Rows) -> Rows:
+    there = (rows.source >= 0).any(axis=0)
+    return Rows(rows.width, rows.source[:, there], rows.wide, rows.target[there])
+
+
+def _joined(pieces: list[Tensor]) -> Tensor:
+    """Neighbouring pieces of memory as one."""
+    first, total = pieces[0], sum(len(p) for p in pieces)
+    at = first.storage_offset()
+    for piece in pieces:
+        assert piece.storage_offset() == at, "pieces for different ranks must lie one after the other"
+        at += len(piece)
+    return first.as_strided((total,), (1,))
+
+
+def _check_even(op: Op, one: int, other: int) -> None:
+    if one != other:
+        raise InfeasibleError(f"{op.name}: the executor gathers and scatters equal parts; use tokens that ranks divide")

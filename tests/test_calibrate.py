@@ -145,7 +145,7 @@ def test_sizes_outside_of_the_measured_range_are_marked():
     ("damage", "says"),
     [
         (lambda text: text[: len(text) // 2], "cut off"),
-        (lambda text: text.replace('"schema": 1', '"schema": 99'), "schema 99"),
+        (lambda text: text.replace('"schema": 2', '"schema": 99'), "schema 99"),
         (lambda text: text.replace("cpsim-profile", "other"), "is this a profile file"),
         (lambda text: text.replace('"pair_s"', '"pear_s"', 1), "pear_s"),
         (lambda _: "[]", "is this a profile file"),

@@ -24,7 +24,7 @@ from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
 from cpsim.models.interference import InterferenceParams
 
-SCHEMA = 1
+SCHEMA = 2
 FOLDER = Path(__file__).parent / "profiles"
 
 
@@ -136,7 +136,9 @@ def from_json(data: Any, source: str) -> Profile:
     if not isinstance(data, dict) or data.get("format") != "cpsim-profile":
         raise ProfileError(f"{source}: expected format 'cpsim-profile'; is this a profile file?")
     if data.get("schema") != SCHEMA:
-        raise ProfileError(f"{source}: schema {data.get('schema')!r}, this version reads {SCHEMA}; update cpsim")
+        older = isinstance(data.get("schema"), int) and data["schema"] < SCHEMA
+        mend = "make it again with `cpsim fit`" if older else "update cpsim"
+        raise ProfileError(f"{source}: schema {data.get('schema')!r}, this version reads {SCHEMA}; {mend}")
     try:
         profile = _build(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

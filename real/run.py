@@ -298,7 +298,10 @@ def main(argv: Sequence[str] | None = None, make: Make | None = None) -> NoRetur
     """
     args = _arguments(argv)
     try:
-        sys.exit(_main(args, make))
+        status = _main(args, make)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)  # threads of the profiler and of gloo, if left to the interpreter's end, may abort the process
     except CpsimError as error:
         print(f"real.run: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -18,7 +18,6 @@ from cpsim.implementations import Implementation, implementation
 from cpsim.models.price import GROUPS, Priced, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
-from cpsim.schedule import Pass
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.strategies import STRATEGIES, Knobs, plan
@@ -48,11 +47,6 @@ class _Case:
     @property
     def code(self) -> Implementation:
         return implementation(self.scenario.implementation)
-
-    @property
-    def passes(self) -> tuple[Pass, ...]:
-        wanted = self.scenario.pass_
-        return ("fwd", "bwd") if wanted == "fwd_bwd" else (wanted,)
 
     def pricing(self) -> Pricing:
         return Pricing(
@@ -228,7 +222,7 @@ def _predict(case: _Case) -> Prediction:
     parts = dict.fromkeys(GROUPS, 0.0)
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
     memory, sent, exposed = 0, np.zeros(cluster.num_gpus), 0.0
-    for pass_ in case.passes:
+    for pass_ in scenario.passes:
         schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs, case.code)
         memory = max(memory, int(schedule.memory().max()))
         if memory > cluster.gpu.memory_bytes:
@@ -246,7 +240,7 @@ def _predict(case: _Case) -> Prediction:
         exposed += timeline.exposed_communication_s()
     total = sum(t.makespan_s for t in timelines.values())
     draws = _draw(parts, total, case)
-    flops = sum(case.workload.flops(p) for p in case.passes)
+    flops = sum(case.workload.flops(p) for p in scenario.passes)
     notes.update(dict.fromkeys(_network_notes(cluster)))
     return Prediction(
         scenario=scenario,

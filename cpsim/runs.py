@@ -165,10 +165,9 @@ def _run(place: str, line: dict[str, Any], header: Mapping[str, Any]) -> Run:
         raise ProfileError(f"{place}: scenario: {error}") from None
     if "error" in line:
         return Run(scenario=scenario, error=str(line["error"]), header=header)
-    wanted = ("fwd", "bwd") if scenario.pass_ == "fwd_bwd" else (scenario.pass_,)
     passes = line.get("passes")
-    if not isinstance(passes, dict) or tuple(passes) != wanted:
-        raise ProfileError(f"{place}: expected passes {', '.join(wanted)}, or an error")
+    if not isinstance(passes, dict) or tuple(passes) != scenario.passes:
+        raise ProfileError(f"{place}: expected passes {', '.join(scenario.passes)}, or an error")
     return Run(
         scenario=scenario,
         passes={name: _pass_run(f"{place}: {name}", entry, scenario.gpus) for name, entry in passes.items()},

@@ -88,6 +88,11 @@ class Scenario(BaseModel):
         return self.tokens if self.tokens is not None else (self.tokens_per_gpu or 0) * self.gpus
 
     @property
+    def passes(self) -> tuple[Literal["fwd", "bwd"], ...]:
+        """The passes of the case, in the order in which they run."""
+        return ("fwd", "bwd") if self.pass_ == "fwd_bwd" else (self.pass_,)
+
+    @property
     def mask_name(self) -> str:
         """Name of the mask without its parameters."""
         return self.mask if isinstance(self.mask, str) else str(self.mask["name"])

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsim.calibrate.profile import load_profile
-from cpsim.comparison import compare, errors_of, predict_runs
+from cpsim.comparison import compare, errors_of, grouped, predict_runs
 from cpsim.runs import load_runs
 
 DOCS = Path(__file__).parent
@@ -66,8 +66,7 @@ def runs_table() -> str:
     for path, where in (("h200", "1 to 4 H200"), ("h200-emulated", "2 emulated nodes of 2 H200")):
         runs = load_runs(DOCS.parent / "validation" / "runs" / f"{path}.jsonl")
         pairs = [pair for pair in compare(predict_runs(runs), runs).pairs if pair.is_long]
-        for name in dict.fromkeys(sorted(pair.scenario.implementation for pair in pairs)):
-            mine = [pair for pair in pairs if pair.scenario.implementation == name]
+        for name, mine in sorted(grouped(pairs, lambda pair: pair.scenario.implementation).items()):
             e = errors_of(mine)
             lines.append(
                 f"| {name}, {where} | {len(mine)} | {100 * e.mean_absolute:.1f} % | {100 * e.bias:+.1f} % "

@@ -101,7 +101,7 @@ def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum) -> None:
 def _take(memory: Tensor, rows: Tensor, width: int) -> Tensor:
     """[N, width * D] of the rows that start at these heads; zeros where there is none."""
     at = rows.long()[:, None] + torch.arange(width)
-    return torch.where((at >= 0)[..., None] & (rows >= 0)[:, None, None], memory[at.clamp(min=0)], 0).flatten(1)
+    return torch.where((rows >= 0)[:, None, None], memory[at.clamp(min=0)], 0).flatten(1)
 
 
 def _put(memory: Tensor, rows: Tensor, width: int, values: Tensor) -> None:

@@ -15,7 +15,7 @@ from cpsim.schedule import COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
-from real.storage import PLANES, Access, Chunk, Ints, Memory, Part, overlap, sequences_of
+from real.storage import PLANES, Access, Chunk, Ints, Part, overlap, sequences_of
 
 if TYPE_CHECKING:
     from real.executor import Executor
@@ -36,14 +36,15 @@ class Lowering:
         """What every row of a summed output holds."""
         self.left: dict[int, Ints] = {}
         """Partial results that every row of a summed output still gets."""
-        self.sliced: dict[tuple[int, int, int], Tensor] = {}
+        self.walk = list(self.places.accesses())
+        """Every op of the schedule with its accesses, of all ranks."""
 
     def calls(self) -> list[Call]:
         """(op, call) in launch order; the call of a transfer gives its half of a batch."""
         node, made = self.x.node, list[Call]()
         program = {op.index: op for op in self.s.project(self.rank)}
         self._prepare_outputs()
-        for i, accesses in self.places.accesses():
+        for i, accesses in self.walk:
             kind = Kind(int(self.s.kind[i]))
             if kind == Kind.TRANSFER or kind in COLLECTIVE_KINDS:
                 ranks = tuple(range(self.s.num_ranks)) if kind == Kind.TRANSFER else tuple(self.s.ranks_of(i))
@@ -79,7 +80,7 @@ class Lowering:
             self.state[buffer] = np.full(len(tokens), _NOTHING)
             self.left[buffer] = np.zeros(len(tokens), np.int64)
         unseen: dict[int, Ints] = {}
-        for i, accesses in Memory(self.s, self.x.workload).accesses() if self.state else ():
+        for i, accesses in self.walk if self.state else ():
             if self.s.kind[i] in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD):
                 unseen |= self._unseen(i, accesses)
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
@@ -165,9 +166,8 @@ class Lowering:
 
     def _q(self, op: Op, access: Access, tokens: Ints) -> Tensor:
         """[T, H, D] of some consecutive tokens of a query-side tensor."""
-        heads = tuple(self.s.heads[op.index, :2].tolist())
         (part,) = access.layout.parts(PLANES[access.tensor][0])
-        return self.x.view(part, _span(part, tokens), heads)
+        return self.x.view(part, _span(part, tokens), op_heads(self.s, op))
 
     def _attention(self, op: Op, mine: list[Access]) -> Launch:
         queries, keys, target = (next(a for a in mine if a.tensor == t) for t in ("q", "kv", "out"))

@@ -125,7 +125,7 @@ class Launch:
         self._watch.start(scenario, self.node.rank)
         broken = ""
         try:
-            passes = {pass_: self._pass(scenario, pass_) for pass_ in passes_of(scenario)}
+            passes = {pass_: self._pass(scenario, pass_) for pass_ in scenario.passes}
             result = Run(scenario=scenario, passes=passes)
         except CaseFailed as reason:
             result = Run(scenario=scenario, error=str(reason))
@@ -187,11 +187,6 @@ class Launch:
 def marker_of(out: Path) -> Path:
     """The marker beside a file of runs."""
     return out.with_suffix(".running")
-
-
-def passes_of(scenario: Scenario) -> tuple[Pass, ...]:
-    """The passes of a case, in the order in which they run."""
-    return ("fwd", "bwd") if scenario.pass_ == "fwd_bwd" else (scenario.pass_,)
 
 
 def explain(error: Exception) -> str:
@@ -323,7 +318,7 @@ def _main(args: argparse.Namespace, make: Make | None) -> int:
             if len(cases) != 1:
                 why = f": {others[0].error}" if others else ""
                 raise CpsimError(f"trace: expected one case for {node.size} GPUs, got {len(cases)}{why}")
-            trace_case(cases[0], passes_of(cases[0]), node, make, args.trace)
+            trace_case(cases[0], cases[0].passes, node, make, args.trace)
             return 0
         if node.rank == 0:
             for error in broken:

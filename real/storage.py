@@ -20,6 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, WRITE, Kind, Schedule
+from cpsim.strategies.sizes import Sizes
+from cpsim.tiles import sequences
 from cpsim.workload import Workload
 
 Ints = NDArray[np.int64]
@@ -28,7 +30,6 @@ PLANES = {"q": ("q",), "kv": ("k", "v"), "out": ("out",), "o": ("out",), "dout":
           "dkv": ("dk", "dv")}  # fmt: skip
 """What the tensors of a schedule consist of; ``out`` has a log-sum-exp beside it, which no other op than those that
 make and read ``out`` touches."""
-LSE_BYTES = 4
 NOT_HELD = -1
 
 
@@ -92,7 +93,7 @@ def _continues(last: Part, part: Part) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequence_:
+class KernelSequence:
     """One sequence of a kernel call: its tokens."""
 
     queries: Ints
@@ -170,8 +171,8 @@ class Memory:
 
     def head_bytes(self, wide: bool) -> int:
         """Bytes of one head of one token."""
-        width = self.workload.bytes_per_element
-        return self.workload.head_dim * (max(LSE_BYTES, width) if wide else width)
+        sizes = Sizes(self.workload)
+        return sizes.accumulator(sizes.query(1)) if wide else sizes.query(1)
 
     def block(self, block: int) -> tuple[str, Ints, int, int]:
         """Tensor, tokens, first head and heads of a block."""
@@ -305,10 +306,8 @@ def tokens_of(ranges: Ints) -> Ints:
     return np.concatenate([np.arange(a, b) for a, b in ranges.tolist()] or [np.zeros(0, np.int64)])
 
 
-def sequences_of(schedule: Schedule, tile: int) -> list[Sequence_]:
+def sequences_of(schedule: Schedule, tile: int) -> list[KernelSequence]:
     """The sequences of one tile's kernel call with their tokens, as ``cpsim.tiles.sequences`` groups them."""
-    from cpsim.tiles import sequences
-
     made, tiles = sequences(schedule.tiles), schedule.tiles
     rows = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64)
     found, at = [], 0
@@ -324,5 +323,5 @@ def sequences_of(schedule: Schedule, tile: int) -> list[Sequence_]:
         keys = np.unique(tokens_of(mine[:, 3:5]))
         assert len(queries) == made.q_len[i]
         assert len(keys) == made.k_len[i]
-        found.append(Sequence_(queries, keys, bool(made.causal[i])))
+        found.append(KernelSequence(queries, keys, bool(made.causal[i])))
     return found

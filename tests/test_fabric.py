@@ -1,12 +1,11 @@
 """The network between nodes: fitted from measurements, with the model that prices ops; the preset follows its file."""
 
-import importlib.util
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import load_script
 
 from cpsim.builder import Builder
 from cpsim.calibrate.fabric import fit_fabric, seconds
@@ -20,7 +19,6 @@ from cpsim.schedule import Kind
 from cpsim.sim.fast import simulate
 from cpsim.tiles import Tiles
 
-ROOT = Path(__file__).parent.parent
 HEADER = {"gpu": "NVIDIA H200", "num_gpus": 4, "torch": "x", "date": "2026-11-21", "commit": "c", "command": "m"}
 FLOWS = {
     "one_flow": [[0, 2]],
@@ -103,10 +101,7 @@ def test_too_few_points_are_one_line():
 
 
 def docs():
-    spec = importlib.util.spec_from_file_location("fabric_docs", ROOT / "docs" / "fabric.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/fabric.py")
 
 
 def test_the_preset_is_what_the_committed_measurement_says():

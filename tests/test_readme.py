@@ -1,16 +1,10 @@
 """The README says what the committed measurements say."""
 
-import importlib.util
-from pathlib import Path
-
-ROOT = Path(__file__).parent.parent
+from scripts import ROOT, load_script
 
 
 def tables():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/tables.py")
 
 
 def test_tables_are_those_of_the_shipped_profiles_and_of_the_committed_benchmarks():

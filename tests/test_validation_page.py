@@ -1,21 +1,14 @@
 """The page of validation says what the committed runs and today's predictions say."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
+from scripts import load_script
 from test_comparison import run
 from test_runs import written
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def docs():
-    spec = importlib.util.spec_from_file_location("validation_docs", ROOT / "docs" / "validation.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/validation.py")
 
 
 def test_the_page_is_that_of_the_committed_runs(docs):

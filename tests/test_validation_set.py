@@ -1,11 +1,10 @@
 """The validation set: what its generator says, large and varied enough, and everything of ours can run."""
 
-import importlib.util
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
+from scripts import ROOT, load_script
 
 from cpsim.comparison import group_key
 from cpsim.prediction import Prediction
@@ -13,14 +12,9 @@ from cpsim.predictor import predict_many
 from cpsim.runs import case_key
 from cpsim.scenario import scenario_from
 
-ROOT = Path(__file__).parent.parent
-
 
 def generator():
-    spec = importlib.util.spec_from_file_location("cases_of_validation", ROOT / "validation" / "cases.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("validation/cases.py")
 
 
 def scenarios(name):

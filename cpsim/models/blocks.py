@@ -16,6 +16,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.models.power import slowdown
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -26,8 +28,6 @@ PAIRED_WAVES = 6
 """Calls of at most so many waves of pairs of blocks are followed from event to event."""
 KNOWN = 4093
 """Prices of single-sequence calls that are remembered; prime, because lengths are multiples of powers of 2."""
-SHARPNESS = 12.0
-"""How sharply the power limit sets in; the fit does not feel values of 8 to 20."""
 HIDING = 4.0
 """How well the main kernel's loads of keys hide behind its tiles: exponent of a smooth maximum."""
 HIDING_ENDS = 1.2
@@ -522,7 +522,7 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
         if not follow:
             makespan += empty * per_empty / g.slots
         busy = heads * tile * s.tiles / g.slots / makespan
-    slower = (1.0 + (busy / g.busy_threshold) ** SHARPNESS) ** (g.busy_power / SHARPNESS)
+    slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
     if not s.aligned:
         makespan *= g.unaligned_factor

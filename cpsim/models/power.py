@@ -12,6 +12,7 @@ slowed. Assumes that an iteration is short against the tens of milliseconds over
 from __future__ import annotations
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
@@ -21,9 +22,10 @@ SHARPNESS = 12.0
 """How sharply the limit sets in; the fit does not feel values of 8 to 20."""
 
 
-def slowdown(load: Floats, power: float) -> Floats:
+@njit(cache=True)
+def slowdown(load, power):  # type: ignore[no-untyped-def]
     """Time relative to that at the full clock; ``load`` is relative to the one at which the limit sets in."""
-    return np.asarray((1.0 + load**SHARPNESS) ** (power / SHARPNESS))
+    return (1.0 + load**SHARPNESS) ** (power / SHARPNESS)
 
 
 def load_of(slower: Floats, power: float) -> Floats:

@@ -386,7 +386,7 @@ class _Ring:
                 (self.active & ~later, code.first_dkv, self.k_rows), (later & whole, code.sum_dkv, self.k_rows),
                 (later & ~whole, code.sum_dkv_heads, self.k_rows), (~self.active, code.idle_dkv, self.k_rows),
             ),
-            self.slots((self.active | True, code.send_dkv, self.k_rows)),
+            self.slots((np.ones_like(self.active), code.send_dkv, self.k_rows)),
         )  # fmt: skip
 
     def launched(self, entered: Ints, kernels: list[_Slot], transfers: _Slot) -> list[Ints] | None:

@@ -235,7 +235,7 @@ def _show_runs(out: Path, as_json: bool) -> None:
 
 @app.command()
 def validate(
-    files: Annotated[list[Path], typer.Argument(metavar="[PREDICTIONS] RUNS", help="Without predictions: made now.")],
+    files: Annotated[list[Path], typer.Argument(help="Runs, and predictions; without predictions they are made now.")],
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file; it opens offline.")] = None,
     cases: Annotated[int, typer.Option(min=0, help="Cases to list, worst first.")] = 20,
@@ -243,15 +243,13 @@ def validate(
     """Set predictions beside real runs: errors, bias, intervals, and whether the best was the best."""
     from cpsim.comparison import compare, load_predictions, predict_runs
     from cpsim.report.comparison import comparison_record, comparison_view, left_out
-    from cpsim.runs import load_runs
+    from cpsim.runs import holds_runs, load_runs
 
-    if len(files) > 2:
-        raise CpsimError(f"validate: expected predictions and runs, or runs alone, got {len(files)} files")
     _check_writable(html)
-    runs = load_runs(files[-1])
-    if len(files) == 2:
-        predictions = load_predictions(files[0])
-    else:
+    measured = [path for path in files if holds_runs(path)] or files[-1:]
+    runs = [run for path in measured for run in load_runs(path)]
+    predictions = [one for path in files if path not in measured for one in load_predictions(path)]
+    if not predictions:
         with _progress("Predicting") as progress:
             predictions = predict_runs(runs, progress)
     comparison = compare(predictions, runs)

@@ -210,7 +210,7 @@ def load_predictions(path: Path) -> list[Predicted]:
             raise ProfileError(str(line))
         if not isinstance(line, dict) or line.get("format") == FORMAT:
             kind = "a file of real runs" if isinstance(line, dict) else type(line).__name__
-            raise ProfileError(f"{place}: expected predictions, got {kind}; give predictions first, then the runs")
+            raise ProfileError(f"{place}: expected predictions, got {kind}; a file of runs begins with its header")
         if "scenario" in line:
             found.append(_read(place, line))
     return found

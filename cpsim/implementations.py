@@ -186,7 +186,8 @@ class Implementation:
     ulysses: UlyssesCode | None = None
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `host` measurements that say what it costs the host, the best one first; other
-    kinds cost what ours do. ``barrier`` is a call into the code; ``{pass}`` and ``{kernel}`` are filled in."""
+    kinds cost what ours do. ``barrier`` is a call into the code, ``entry`` what the first call costs besides, when the
+    host comes from waiting; ``{pass}`` and ``{kernel}`` are filled in."""
     sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
     captured: bool = False
@@ -280,7 +281,8 @@ _EAGER_SWEEPS: Final = {
     "accumulate": ("mixed", "accumulate"), "elementwise": ("strided", "transpose"), "merge": ("mixed", "accumulate"),
 }  # fmt: skip
 _FLASH_ATTN: Final = _EAGER | {
-    "barrier": ("autograd {pass}",),
+    "entry": ("autograd entry {pass}",),
+    "barrier": ("autograd chain {pass}", "autograd {pass}"),
     "attention": ("flash_attn fwd",),
     "attention_backward": ("flash_attn bwd",),
 }
@@ -319,8 +321,7 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             support={"ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True)},
             kernels=("fa2",),
             ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
-            launches=_FLASH_ATTN
-            | {"barrier": ("autograd chain {pass}", "autograd {pass}"), "all_to_all": ("sync_all_to_all",)},
+            launches=_FLASH_ATTN | {"all_to_all": ("sync_all_to_all",)},
             sweeps={"copy": ("strided", "transpose")},
         ),
         Implementation(

@@ -120,6 +120,15 @@ class Writer:
         self._file.flush()
 
 
+def holds_runs(path: Path) -> bool:
+    """Whether a file is one of runs, by its first line; False where it cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return f'"{FORMAT}"' in file.readline()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def load_runs(path: str | Path) -> list[Run]:
     """Reads and checks a run file, or several one after another.
 

@@ -44,9 +44,16 @@ class Sequences:
     regular: NDArray[np.bool_]
     """The mask of the sequence is exactly full or bottom-right causal, so every varlen kernel can run it."""
 
+    def queries(self) -> Ints:
+        """Query rows of every tile's call."""
+        return self._per_tile(self.q_len)
+
     def keys(self) -> Ints:
         """Key rows that every tile's call reads, rows of overlapping sequences counted each time."""
-        total = np.concatenate(([0], np.cumsum(self.k_len)))
+        return self._per_tile(self.k_len)
+
+    def _per_tile(self, length: Ints) -> Ints:
+        total = np.concatenate(([0], np.cumsum(length)))
         return total[self.start[1:]] - total[self.start[:-1]]
 
 

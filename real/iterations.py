@@ -2,12 +2,12 @@
 
 Protocols, as scenarios name them:
 
-    synced     before every iteration all ranks meet and every host waits for its GPU, so the launches of the hosts
-               count
+    synced     all GPUs are idle and all hosts start at one moment, so the launches of the hosts count
     streamed   the same, then every GPU is kept waiting for `LEAD_S` and meets the others on the device: the hosts
                launch ahead, as they do in a training step
 
-The time of an iteration is that from a CUDA event on the current stream right before the launch until one right
+Inputs are not in the L2 cache when an iteration starts, as for kernels that are measured alone. The time of an
+iteration is that from a CUDA event on the current stream right before the launch until one right
 after it (on a CPU: wall clock), of the slowest rank.
 
 Warm-up: as in a training job the clock has come down to what the power limit allows, which takes tens of
@@ -93,8 +93,8 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
 def iteration(runner: Runner, node: Node, protocol: str) -> float:
     """Seconds of one iteration on this rank."""
     runner.prepare()
-    node.barrier()
-    node.synchronize()
+    node.evict()
+    node.meet()
     if not node.cuda:
         start = time.perf_counter()
         runner.launch()
@@ -120,4 +120,4 @@ def _is_warm(seconds: list[float], soak: float) -> bool:
 
 
 def _peak_memory(node: Node) -> int:
-    return int(torch.cuda.max_memory_allocated(node.device)) if node.cuda else 0
+    return int(torch.cuda.max_memory_allocated(node.device)) - node.own_memory_bytes if node.cuda else 0

@@ -7,6 +7,7 @@ context-parallel strategy: wall seconds that one call keeps the host busy (`op: 
 memory-bound kernels (`op: elementwise`). Calls are timed twice: in a row, where a call finds its code and data in the
 processor's caches, and in turns, one of each kind after a barrier, where it does not; in a real step some do, and a
 fit takes the middle. Calls in turns on the thread of a backward pass have points of their own, `... in bwd`.
+`autograd entry` is what an iteration that starts cold pays once: from the call until the first line of a Function.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -84,6 +86,38 @@ def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
         "autograd fwd": lambda: _Pass.apply(*leaves, *settings), "autograd bwd": lambda: ask(once),
         "autograd chain of 4 fwd": chain, "autograd chain of 4 bwd": lambda: ask(often),
     }  # fmt: skip
+
+
+def entries(x: dict[str, Tensor], node: Node) -> dict[str, list[float]]:
+    """Seconds until a Function's first line runs, forward and backward, when all ranks have been idle."""
+    begun: list[float] = []
+
+    class Marked(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx: Any, x: Tensor) -> Tensor:
+            begun.append(time.perf_counter())
+            return torch.empty_like(x)
+
+        @staticmethod
+        def backward(_ctx: Any, dout: Tensor) -> Tensor:
+            begun.append(time.perf_counter())
+            return dout
+
+    leaf, dout, found = x["q"].detach().requires_grad_(), x["dout"], dict[str, list[float]]()
+    out = Marked.apply(leaf)
+
+    def back() -> object:
+        return torch.autograd.grad(out, leaf, dout, retain_graph=True)
+
+    for pass_, call in (("fwd", lambda: Marked.apply(leaf)), ("bwd", back)):
+        for i in range(40):
+            node.evict()
+            node.meet()
+            start = time.perf_counter()
+            call()
+            if i >= 10:
+                found.setdefault(f"autograd entry {pass_}", []).append(begun[-1] - start)
+    return found
 
 
 def flash_attn(x: dict[str, Tensor]) -> dict[str, Call]:
@@ -229,6 +263,10 @@ def measure(node: Node, writer: Writer | None) -> None:
             if writer:
                 writer.add("error", failed="host", kind=name, message=f"{type(error).__name__}: {error}"[:300])
                 print(f"error in {name}: {error}"[:300], flush=True)
+    for kind, times in entries(x, node).items():
+        if writer:
+            writer.add("host", times, kind=kind)
+            print(f"{kind}: {median(times) * 1e6:.1f} us", flush=True)
     inner = {key: call for key, call in calls.items() if not key[0].startswith(("autograd", "context_parallel"))}
     for place, chosen, time_all in (
         ("in a row", calls, in_a_row), ("in turns", calls, in_turns), ("in bwd", inner, in_backward)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+import time
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
 from cpsim.errors import CpsimError
+
+MEET_S: Final = 500e-6
+"""From the moment the last host comes to a meeting until all leave it; agreeing takes some 100 us of that."""
 
 
 class Node:
@@ -29,7 +33,8 @@ class Node:
             torch.cuda.set_device(self.device)
         for name, alone in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
             os.environ.setdefault(name, alone)
-        if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"] and os.path.exists("/sys/class/net/lo"):
+        self._one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]
+        if self._one_machine and os.path.exists("/sys/class/net/lo"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never ask for its name in the network
         store, rank, size = next(dist.rendezvous("env://"))
         fresh = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)  # not what the dead wrote
@@ -40,6 +45,9 @@ class Node:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._hosts = dist.new_group(backend="gloo") if self.cuda else dist.group.WORLD
         self._flag = torch.zeros(1, device=self.device)
+        self._arrival = torch.zeros(1, dtype=torch.float64, device=self.device)
+        cache_bytes = torch.cuda.get_device_properties(self.device).L2_cache_size if self.cuda else 0
+        self._evicting = torch.zeros(2 * cache_bytes, dtype=torch.uint8, device=self.device)
         self.traced = False
         """Whether runners name every op for the profiler (`torch.profiler.record_function`)."""
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
@@ -69,6 +77,28 @@ class Node:
     def barrier(self) -> None:
         """Device-side barrier of all ranks on the current stream; the host runs on where there are GPUs."""
         dist.all_reduce(self._flag)
+
+    def meet(self) -> None:
+        """Hosts of all ranks return at one moment, their GPUs idle.
+
+        They agree on a time and wait for it: from a barrier alone they come back up to 60 us apart. Machines, whose
+        clocks differ, have the barrier only.
+        """
+        self._arrival.fill_(time.perf_counter())
+        dist.all_reduce(self._arrival, dist.ReduceOp.MAX)
+        leave = self._arrival.item() + MEET_S
+        self.synchronize()
+        while self._one_machine and time.perf_counter() < leave:
+            pass
+
+    def evict(self) -> None:
+        """Leaves nothing useful in the GPU's L2 cache."""
+        self._evicting.zero_()
+
+    @property
+    def own_memory_bytes(self) -> int:
+        """GPU memory that belongs to measuring and not to what is measured."""
+        return self._evicting.numel()
 
     def gather(self, value: Any) -> list[Any]:
         """What every rank's host says, by rank; works while GPUs are busy or stuck. All ranks must call."""

@@ -23,10 +23,20 @@ class Limits:
     """Several sequences in one call."""
     unequal_causal: bool = True
     """Causal masks aligned to the bottom right with fewer queries than keys."""
+    places_results: bool = True
+    """Results are written where the caller wants them; otherwise our executor copies them there."""
 
 
-LIMITS: Final = {"cudnn": Limits(varlen=False, unequal_causal=False)}
+LIMITS: Final = {
+    "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
+    "sdpa_flash": Limits(places_results=False),
+}
 """Kernels with limits. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
+
+
+def limits_of(kernel: str) -> Limits:
+    """What a kernel cannot do; most can do everything."""
+    return LIMITS.get(kernel, Limits())
 
 
 def check_calls(kernel: str, dtype: str, sequences: Sequences, used: NDArray[np.bool_]) -> None:
@@ -48,7 +58,7 @@ def check_calls(kernel: str, dtype: str, sequences: Sequences, used: NDArray[np.
         raise InfeasibleError(
             f"kernel {kernel} runs full and bottom-right causal sequences; this strategy's share of the mask has others"
         )
-    limits = LIMITS.get(kernel, Limits())
+    limits = limits_of(kernel)
     if not limits.varlen and (np.diff(sequences.start)[used] > 1).any():
         raise InfeasibleError(f"kernel {kernel} takes one sequence a call, this strategy needs several; use fa2 or fa4")
     unequal = sequences.causal & (sequences.q_len != sequences.k_len) & of_tile

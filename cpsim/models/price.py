@@ -15,12 +15,13 @@ from cpsim.masks import Ints
 from cpsim.models.attention import clocked_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
-from cpsim.models.kernels import check_calls
+from cpsim.models.kernels import check_calls, limits_of
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule
 from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
+from cpsim.workload import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
     from cpsim.calibrate.profile import Profile
@@ -149,17 +150,19 @@ class Pricing:
                 return name
         return _MEMORY_NAMES[kind]
 
-    def _names(self, kind: Kind, pass_: str) -> list[str]:
+    def _names(self, kind: str, pass_: str) -> list[str]:
         """Names of host measurements for other people's launches of a kind."""
-        names = self.launches.get(kind.name.lower(), ())
+        names = self.launches.get(kind, ())
         filled = [name.replace("{pass}", pass_).replace("{kernel}", self.kernel) for name in names]
         return [known for name in filled for known in (f"{name} in {pass_}", name)]
 
     def _check_launches(self, schedule: Schedule, notes: dict[str, None]) -> None:
-        for kind in map(Kind, np.unique(schedule.kind).tolist()):
+        kinds = [Kind(kind).name.lower() for kind in np.unique(schedule.kind).tolist()]
+        for kind in ("entry", *kinds):
             names = self._names(kind, _pass_of(schedule))
             if names and not self.profile.host.launch_s.keys() & set(names):
-                notes[f"host: launch of {names[-1]} not measured, taken from another"] = None
+                instead = "left out" if kind == "entry" else "taken from another"
+                notes[f"host: launch of {names[-1]} not measured, {instead}"] = None
 
     def _work(
         self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats
@@ -199,6 +202,12 @@ class Pricing:
             )
             mine = (heads == num_heads) & (kv_heads == num_kv_heads)
             seconds[:, mine] = np.stack(priced)[:, schedule.tile[ops[mine]]]
+        if self.captured and not limits_of(self.kernel).places_results:
+            rows = tiles.queries()[schedule.tile[ops]] * heads
+            if pass_ == "bwd":
+                rows += tiles.keys()[schedule.tile[ops]] * 2 * kv_heads
+            nbytes = 2 * rows * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+            seconds += elementwise_seconds(self.profile.elementwise, "copy", nbytes)
         if self.head_dim != params.head_dim:
             notes[f"head_dim {self.head_dim}, measured {params.head_dim}"] = None
         notes.update(
@@ -291,12 +300,14 @@ class Pricing:
             return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
         per_kind = np.zeros(len(Kind))
         for kind in Kind:
-            names = self._names(kind, _pass_of(schedule))
+            names = self._names(kind.name.lower(), _pass_of(schedule))
             per_kind[kind] = self.profile.host.seconds(kind.name.lower(), self.kernel, names)
         cost = per_kind[schedule.kind]
         # A batched send and receive is one call: half of it belongs to each of the two transfers.
         cost[schedule.kind == Kind.TRANSFER] /= 2
-        released = _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
+        known = [name for name in self._names("entry", _pass_of(schedule)) if name in self.profile.host.launch_s]
+        entry = self.profile.host.launch_s[known[0]] if known else 0.0
+        released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
         return np.asarray(np.maximum(released - lead, 0.0))
 
 

@@ -2,10 +2,12 @@
 
     python -m real.measure_kernels --minutes 8 --out h200-kernels.jsonl
     python -m real.measure_kernels --minutes 4 --shapes study.jsonl --out study-kernels.jsonl
+    python -m real.measure_kernels --minutes 1 --rested --seed 2 --out h200-rested.jsonl
 
-Listed shapes come first, random ones take the time that is left. Writes one measurement file (see
-cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the `math` kernel, to try
-the script.
+Without a pause a kernel meets the power limit and the clock falls; `--rested` measures random shapes at the full
+clock instead, as they run where a schedule leaves a GPU idle between two calls. Listed shapes come first, random
+ones take the time that is left. Writes one measurement file (see cpsim.calibrate.measurement) as it goes and stops
+in time. On a CPU it runs tiny sizes of the `math` kernel, to try the script.
 """
 
 from __future__ import annotations
@@ -30,6 +32,9 @@ from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
 POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13}  # share of the measured time
 MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13}
+RESTED_FLOPS = 2e12
+"""Largest calls at the full clock: longer ones bring the clock down by themselves."""
+REST_S = 3e-3
 STEADY = 0.01
 """Standard error of the median, relative, above which a point gets up to twice as many rounds more."""
 
@@ -69,6 +74,17 @@ class Bench:
             samples += time_ops(op, num, self.device)
         return samples
 
+    def rested(self, op: Callable[[], object]) -> list[float]:
+        """Seconds of single calls after a rest four times as long, so that the mean load is far from the limit."""
+        op()
+        seconds = min(time_ops(op, 3, self.device))
+        samples: list[float] = []
+        for _ in range(12 if seconds < 1e-3 else 6):
+            time.sleep(max(REST_S, 4 * seconds) if self.cuda else 0.0)
+            hold(1e-3, self.device)
+            samples += time_ops(op, 1, self.device)
+        return samples
+
     def point(self, op: str, measure: Callable[[], list[float]], **parameters: object) -> None:
         """Writes the samples of one point, or the error that it ended with."""
         try:
@@ -104,12 +120,13 @@ def tensors(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-def measure_attention(bench: Bench, kernel: str, shape: Shape) -> None:
+def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = False) -> None:
     """Forward and backward of one shape, separately; inputs rotate where they would fit in the cache."""
+    timed = bench.rested if rested else bench.samples
     parameters = {
         "kernel": kernel, "family": shape.family, "num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads,
         "head_dim": HEAD_DIM, "causal": shape.causal, "varlen": shape.varlen,
-        "q_lens": list(shape.q_lens), "k_lens": list(shape.k_lens),
+        "q_lens": list(shape.q_lens), "k_lens": list(shape.k_lens), **({"rested": True} if rested else {}),
     }  # fmt: skip
     nbytes = 4 * HEAD_DIM * (sum(shape.q_lens) * shape.num_heads + sum(shape.k_lens) * shape.num_kv_heads)
     num_sets = int(np.clip(math.ceil(L2_BYTES / nbytes), 1, 4)) if bench.cuda else 1
@@ -130,11 +147,11 @@ def measure_attention(bench: Bench, kernel: str, shape: Shape) -> None:
     def forward() -> list[float]:
         made.extend(make())
         rotation = itertools.cycle(made)
-        return bench.samples(lambda: attention.forward(kernel, *next(rotation)[1:4], call))
+        return timed(lambda: attention.forward(kernel, *next(rotation)[1:4], call))
 
     def backward() -> list[float]:
         rotation = itertools.cycle(made)
-        return bench.samples(lambda: attention.backward(kernel, *next(rotation), call))
+        return timed(lambda: attention.backward(kernel, *next(rotation), call))
 
     bench.point("attention", forward, **{"pass": "fwd"}, **parameters)
     if made:
@@ -333,13 +350,22 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
     for kernel, shape in shapes:
         if kernel in kernels and time.monotonic() < deadline:
             measure_attention(bench, kernel, shape)
+    measure_random(bench, kernels, rng, deadline, rested=False)
+
+
+def measure_random(
+    bench: Bench, kernels: list[str], rng: np.random.Generator, deadline: float, *, rested: bool
+) -> None:
+    """Attention of random shapes until the deadline, every kernel for its share of the time."""
     started, spent = time.monotonic(), dict.fromkeys(kernels, 1e-9)
     counts = dict.fromkeys(kernels, 0)
     while time.monotonic() < deadline and sum(counts.values()) < (10**9 if bench.cuda else 8):
         kernel = min(kernels, key=lambda k: spent[k] / POINTS.get(k, 1.0))
         limit = MAX_FLOPS.get(kernel, 1e9) * (4 if rng.random() < 0.04 else 1) * (0.3 if rng.random() < 0.6 else 1)
+        limit = min(limit, RESTED_FLOPS) if rested else limit
         before = time.monotonic()
-        measure_attention(bench, kernel, draw(rng, limit if bench.cuda else 2e8, dense_only=kernel == "cudnn"))
+        shape = draw(rng, limit if bench.cuda else 2e8, dense_only=kernel == "cudnn")
+        measure_attention(bench, kernel, shape, rested)
         spent[kernel] += time.monotonic() - before
         counts[kernel] += 1
     print("shapes:", counts, "seconds:", {k: round(s) for k, s in spent.items()}, round(time.monotonic() - started))
@@ -352,6 +378,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", default="fa4,fa2,cudnn,sdpa_flash")
     parser.add_argument("--shapes", type=Path, help="JSON Lines of kernels and shapes to measure first")
+    parser.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     parser.add_argument("--compile", default="", help="only compile one variant: heads,kv,causal,varlen")
@@ -368,11 +395,18 @@ def main() -> None:
     kernels = args.kernels.split(",") if device.type == "cuda" else ["math"]
     command = f"python -m real.measure_kernels --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
     command += f" --shapes {args.shapes.name}" if args.shapes else ""
+    command += " --rested" if args.rested else ""
     header = provenance(device, 1, {k: attention.kernel_version(k) for k in kernels}, command, args.commit)
     print(json.dumps(header))
     with args.out.open("w", encoding="utf-8") as file:
         bench = Bench(Writer(file, header), device)
-        run(bench, kernels, args.seed, started + 60 * args.minutes, listed(args.shapes))
+        deadline = started + 60 * args.minutes
+        if args.rested:
+            for kernel in kernels:
+                warm_up(kernel, device)
+            measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
+        else:
+            run(bench, kernels, args.seed, deadline, listed(args.shapes))
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
     for message, count in bench.errors.items():
         print(f"error x{count}: {message}")

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from cpsim.errors import CpsimError
 
-MEET_S: Final = 500e-6
-"""From the moment the last host comes to a meeting until all leave it; agreeing takes some 100 us of that."""
+MEET_S: Final = 200e-6
+"""From the moment the last host comes to a meeting until all leave it; agreeing takes some 100 us of it."""
 
 
 class Node:

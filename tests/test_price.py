@@ -9,6 +9,7 @@ from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.models.collective import transfer_seconds
+from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.links import Links
 from cpsim.models.price import GROUPS, Pricing
 from cpsim.schedule import Kind
@@ -121,3 +122,39 @@ def test_two_ranks_that_send_to_each_other_are_priced_as_a_ring_of_two():
         alone = transfer_seconds(curves, schedule.nbytes[sends].astype(float), pattern)
         assert (price.work.duration_s[sends] >= alone).all()
         np.testing.assert_allclose(price.work.duration_s[sends], alone, rtol=0.05)
+
+
+def test_kernels_that_cannot_place_their_results_pay_for_a_copy():
+    def attention_seconds(kernel, captured, pass_):
+        _, price = priced("none", gpus=1, kernel=kernel, captured=captured, pass_=pass_)
+        return price.work.duration_s[0]
+
+    copy = load_profile("h200").elementwise
+    for pass_, heads in (("fwd", 32), ("bwd", 32 + 2 * 8)):
+        nbytes = np.array([2 * 4096 * heads * 128 * 2])
+        extra = attention_seconds("sdpa_flash", True, pass_) - attention_seconds("sdpa_flash", False, pass_)
+        gain = attention_seconds("fa2", True, pass_) - attention_seconds("fa2", False, pass_)
+        assert extra - gain == pytest.approx(float(elementwise_seconds(copy, "copy", nbytes)[0]), rel=0.05)
+
+
+def test_the_first_call_into_other_peoples_code_delays_all_of_it():
+    launches = {"entry": ("autograd fwd",)}
+    _, before = priced("ring")
+    _, after = priced("ring", launches=launches)
+    entry = load_profile("h200").host.launch_s["autograd fwd"]
+    np.testing.assert_allclose(after.work.release_s, before.work.release_s + entry)
+
+
+def test_ops_of_a_captured_program_that_follow_another_stream_take_longer():
+    host = dataclasses.replace(load_profile("h200").host, graph_cross_s=1e-3)
+    slow = dataclasses.replace(load_profile("h200"), host=host)
+    quick = dataclasses.replace(slow, host=dataclasses.replace(host, graph_cross_s=0.0))
+    schedule = plan("ulysses", workload(), load_cluster("dgx-h200").with_gpus(4), "fwd", {})
+    times = [
+        dataclasses.replace(pricing(captured=True), profile=profile).price(schedule).work.duration_s
+        for profile in (slow, quick)
+    ]
+    follows = [Kind.ALL_TO_ALL, Kind.ATTENTION, Kind.ALL_TO_ALL, Kind.COPY]
+    delayed = schedule.kind[times[0] - times[1] > 0.9e-3]
+    assert sorted(set(delayed.tolist())) == sorted({int(kind) for kind in follows})
+    assert len(delayed) == 1 + 4 + 1 + 4

@@ -283,7 +283,7 @@ def _host(points: Sequence[Point], tiny_copy_s: float) -> HostParams:
     """Median launch times; an attention kernel's entry points count alike.
 
     A graph of one tiny copy takes the graph's launch and what the copy takes in a long chain of them; between two
-    events it takes `tiny_copy_s`.
+    events it takes `tiny_copy_s`. A chain that goes to and from a second stream takes more.
     """
     samples: dict[str, list[float]] = {}
     for point in points:
@@ -297,13 +297,14 @@ def _host(points: Sequence[Point], tiny_copy_s: float) -> HostParams:
     launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
-    graph_s = gain_s = 0.0
+    graph_s = gain_s = cross_s = 0.0
     if "graph_chain_1" in graphs:
-        each = (graphs["graph_chain_64"] - graphs["graph_chain_16"]) / 48
+        each, across = ((graphs[f"graph_{name}_64"] - graphs[f"graph_{name}_16"]) / 48 for name in ("chain", "across"))
+        cross_s = max(0.0, across - each)
         graph_s, gain_s = max(0.0, graphs["graph_chain_1"] - each), max(0.0, tiny_copy_s - each)
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
-        captured_gain_s=gain_s,
+        graph_cross_s=cross_s, captured_gain_s=gain_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
 
@@ -482,8 +483,8 @@ def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:
     """Spread between GPUs of one type, at least 1 %: standard deviation of each one's mean error on long kernels."""
     means = []
     for m in kernels:
-        long = [p for p in m.of("attention") if np.median(p["samples_s"]) > 3e-4]
-        means.append(np.mean([row.error for row in residuals(profile, long)]))
+        long = [p for p in m.of("attention") if np.median(p["samples_s"]) > 3e-4 and not p.get("rested")]
+        means += [np.mean([row.error for row in residuals(profile, long)])] if long else []
     return max(0.01, float(np.std(means, ddof=1)) if len(means) > 1 else 0.0)
 
 

@@ -69,13 +69,14 @@ def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[F
     def column(name: str, dtype: type) -> NDArray[Any]:
         return np.array([point[name] for point in points], dtype)
 
-    seconds, features, _ = calls(
+    seconds, features, slower = calls(
         params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate([p["q_lens"] for p in points]),
         np.concatenate([p["k_lens"] for p in points]), np.repeat(column("causal", bool), counts),
         column("num_heads", np.int64), column("num_kv_heads", np.int64), points[0]["head_dim"],
         column("varlen", bool),
     )  # fmt: skip
-    return seconds, features
+    rested = np.array([bool(point.get("rested")) for point in points])
+    return np.where(rested, seconds / slower, seconds), features
 
 
 def model_of(point: Point) -> str:
@@ -96,7 +97,8 @@ def regime_of(point: Point) -> str:
     """Where in its model's range a point lies."""
     match point["op"]:
         case "attention":
-            return f"{point['family']} {'causal' if point['causal'] else 'full'}"
+            rested = " rested" if point.get("rested") else ""
+            return f"{point['family']} {'causal' if point['causal'] else 'full'}{rested}"
         case "elementwise":
             return str(point["kind"])
     return f"{point['num_ranks']} ranks"

@@ -24,6 +24,8 @@ class HostParams:
     all-reduce takes that such benchmarks put before every iteration."""
     graph_s: float
     """From the launch of a CUDA graph to the start of its first kernel."""
+    graph_cross_s: float = 0.0
+    """What an op of a CUDA graph takes more where it follows an op of another stream."""
     captured_gain_s: float
     """What two events around an op add to its measured time; ops of a CUDA graph do not pay it."""
     pause_s: Mapping[str, float]

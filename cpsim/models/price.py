@@ -117,8 +117,12 @@ class Pricing:
         flows += self._collectives(schedule, links, duration, group, notes)
         release = self._releases(schedule)
         if self.captured:  # an op takes at least half of what was measured between two events
+            crossing = _crossings(
+                schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
+            )
             for seconds in (duration, full):
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
+                seconds += crossing * self.profile.host.graph_cross_s
         self._settle(schedule, duration, full, release)
         return Priced(self._work(schedule, links, duration, flows, release), group, tuple(notes))
 
@@ -313,6 +317,19 @@ class Pricing:
 
 def _pass_of(schedule: Schedule) -> str:
     return "bwd" if (schedule.kind == Kind.ATTENTION_BACKWARD).any() else "fwd"
+
+
+@njit(cache=True)
+def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ignore[no-untyped-def]
+    """Whether each op follows an op of another stream of one of its ranks."""
+    found = np.zeros(len(lane_start) - 1)
+    for op in range(len(found)):
+        for d in dep[dep_start[op] : dep_start[op + 1]]:
+            for there in range(lane_start[d], lane_start[d + 1]):
+                for here in range(lane_start[op], lane_start[op + 1]):
+                    if lane_rank[here] == lane_rank[there] and lane_stream[here] != lane_stream[there]:
+                        found[op] = 1.0
+    return found
 
 
 @njit(cache=True)

@@ -48,7 +48,7 @@ def plan_allgather(
         heads_per_gather: key-value heads gathered at a time; default all of them, without overlap.
 
     Raises:
-        InfeasibleError: ``heads_per_gather`` does not divide the key-value heads.
+        InfeasibleError: ``heads_per_gather`` does not divide the key-value heads, or the ranks the tokens.
     """
     if layout not in LAYOUTS:
         raise ScenarioError(f"knobs.layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
@@ -60,6 +60,11 @@ def plan_allgather(
         raise InfeasibleError(
             f"allgather needs heads_per_gather to divide the key-value heads, "
             f"got {at_once!r} for {workload.num_kv_heads} kv_heads"
+        )
+    if workload.num_tokens % cluster.num_gpus:
+        raise InfeasibleError(
+            f"allgather needs tokens divisible by ranks, since collectives move equal parts, "
+            f"got {workload.num_tokens} tokens on {cluster.num_gpus} GPUs"
         )
     plan = _AllGather(workload, cluster.num_gpus, layout, at_once, code.allgather)
     return plan.forward() if pass_ == "fwd" else plan.backward()

@@ -23,6 +23,9 @@ from cpsim.scenario import Scenario, scenario_from
 LONG_S: Final = 1e-3
 """Errors are given apart for cases from here on and below: short ones are launches, long ones kernels and links."""
 
+TIE: Final = 0.01
+"""Measured times no further apart are a tie: two runs of one case differ by as much (docs/validation.md)."""
+
 T = TypeVar("T")
 
 
@@ -95,6 +98,11 @@ class Choice:
     def is_right(self) -> bool:
         """Whether the predicted best is the measured best."""
         return self.pairs[0] is self.best
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the predicted best is the measured best, or too close to it for a measurement to tell."""
+        return self.regret <= TIE
 
     @property
     def regret(self) -> float:

@@ -217,7 +217,7 @@ def test_ulysses_with_key_value_heads_that_do_not_fit_says_so():
 
 @pytest.mark.parametrize("name", ["ulysses", "allgather"])
 def test_collectives_refuse_tokens_that_ranks_do_not_divide(name):
-    with pytest.raises(InfeasibleError, match="tokens divisible by ranks.*, got 49 tokens on 2"):
+    with pytest.raises(InfeasibleError, match=r"tokens divisible by ranks.*, got 49 tokens on 2"):
         plan(name, workload(documents=(49,)), cluster(2), "fwd", {})
 
 

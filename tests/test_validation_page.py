@@ -31,3 +31,12 @@ def test_a_page_has_tables_choices_and_what_was_left_out(docs, tmp_path):
 
 def test_a_page_without_runs_says_so(docs, tmp_path):
     assert "no committed runs yet" in docs.page(tmp_path)
+
+
+def test_cases_of_two_files_say_how_well_a_measurement_agrees_with_itself(docs, tmp_path):
+    for name, factor in (("first", 1.0), ("second", 1.02)):
+        (tmp_path / f"{name}.jsonl").write_text(written(run(0.002 * factor), run(0.0002, tokens=2048)))
+    text = docs.page(tmp_path)
+    assert "| cpsim, 1 ms or more | 1 | 2.0% | +2.0% |" in text
+    assert "| cpsim, shorter | 1 | 0.0% | +0.0% |" in text
+    assert "others" not in text.split("## Repeated")[1]

@@ -24,7 +24,9 @@ SHOWN: Final = 20
 Rows = list[tuple[str, ...]]
 ERRORS_HEAD: Final = ("who", "1 ms or more", "mean", "bias", "worst", "shorter", "mean", "bias", "worst", "in range")
 CASES_HEAD: Final = ("who", "case", "error", "predicted ms", "90 % range", "measured ms")
-CHOICES_HEAD: Final = ("choices among", "groups", "right", f"regret ≤ {REGRET:.0%}".replace("%", " %"), "mean", "worst")
+CHOICES_HEAD: Final = (
+    "choices among", "groups", "right", "or tied", f"regret ≤ {REGRET:.0%}".replace("%", " %"), "mean", "worst"
+)  # fmt: skip
 REGRETS_HEAD: Final = ("predicted best", "measured best", "case", "regret")
 
 
@@ -95,6 +97,7 @@ def choice_rows(comparison: Comparison) -> Rows:
             name,
             str(len(choices)),
             percent_text(sum(c.is_right for c in choices) / len(choices)),
+            percent_text(sum(c.is_tied for c in choices) / len(choices)),
             percent_text(sum(c.regret <= REGRET for c in choices) / len(choices)),
             _percent(sum(c.regret for c in choices) / len(choices)),
             _percent(choices[0].regret),
@@ -173,6 +176,7 @@ def comparison_record(comparison: Comparison) -> dict[str, Any]:
             {
                 "regret": choice.regret,
                 "is_right": choice.is_right,
+                "is_tied": choice.is_tied,
                 "predicted_best": choice.pairs[0].scenario.to_dict(),
                 "measured_best": choice.best.scenario.to_dict(),
             }

@@ -25,6 +25,7 @@ from cpsim.tiles import Tiles
 
 Int32 = NDArray[np.int32]
 Int8 = NDArray[np.int8]
+Mask = NDArray[np.bool_]
 Pass = Literal["fwd", "bwd"]
 
 
@@ -62,9 +63,10 @@ class Kind(IntEnum):
 ATTENTION_KINDS: Final = (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)
 COLLECTIVE_KINDS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
 COMMUNICATION_KINDS: Final = (Kind.TRANSFER, *COLLECTIVE_KINDS)
-STREAMS: Final = ("compute", "send", "recv", "grad_send", "grad_recv", "comm")
+STREAMS: Final = ("compute", "send", "recv", "grad_send", "grad_recv", "comm", "outer_send", "outer_recv")
 """Streams of a rank. A batched send and receive is one launch on two lanes; gradients travel beside keys and values
-on lanes of their own (a second process group); collectives run on ``comm``."""
+on lanes of their own (a second process group), and so do keys and values between the inner rings of a double ring;
+collectives run on ``comm``."""
 
 READ, WRITE, UPDATE = range(3)
 MODE_NAMES: Final = ("reads", "writes", "updates")

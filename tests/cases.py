@@ -20,6 +20,18 @@ ALL_KNOBS = {
         {"layout": "zigzag", "heads_per_gather": 1},
         {"layout": "document_zigzag", "heads_per_gather": 2},
     ),
+    "usp": (
+        {"ulysses": 2},
+        {"ulysses": 2, "placement": "context_first", "zigzag": "sequence"},
+        {"ulysses": 4, "ring": "basic"},
+        {},
+    ),
+    "loongtrain": (
+        {"ulysses": 2, "inner_ring": 2},
+        {"ulysses": 1, "inner_ring": 2, "placement": "context_first"},
+        {"ulysses": 1, "inner_ring": 1, "zigzag": "sequence"},
+        {},
+    ),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])
 

@@ -57,7 +57,7 @@ _PRESSURE_OF: Final = {
     **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
 }
 """Kinds that are not memory-bound."""
-_ARRIVALS: Final = (STREAMS.index("recv"), STREAMS.index("grad_recv"))
+_ARRIVALS: Final = tuple(STREAMS.index(stream) for stream in ("recv", "grad_recv", "outer_recv"))
 """A batched send and receive is one kernel; this end of it does not count again."""
 _CLASSES: Final = np.array([_PRESSURE.index(_PRESSURE_OF.get(kind, "memory-bound")) for kind in Kind], np.int8)
 """Index into ``_PRESSURE`` of every kind."""

@@ -18,6 +18,7 @@ from cpsim.strategies.allgather import allgather_knobs, plan_allgather
 from cpsim.strategies.ring import plan_ring, plan_zigzag_ring, zigzag_knobs
 from cpsim.strategies.single import plan_single
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
+from cpsim.strategies.usp import loongtrain_knobs, plan_loongtrain, plan_usp, usp_knobs
 from cpsim.workload import Workload
 
 Knobs = Mapping[str, object]
@@ -41,6 +42,8 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "ring": Strategy(plan_ring, _no_knobs),
     "zigzag_ring": Strategy(plan_zigzag_ring, zigzag_knobs),
     "allgather": Strategy(plan_allgather, allgather_knobs),
+    "usp": Strategy(plan_usp, usp_knobs),
+    "loongtrain": Strategy(plan_loongtrain, loongtrain_knobs),
 }
 
 

@@ -94,6 +94,23 @@ def part(sets: RangeSets, first: int, count: int) -> RangeSets:
     return RangeSets(start - start[0], sets.ranges[start[0] : start[-1]])
 
 
+def split(sets: RangeSets, count: int) -> RangeSets:
+    """Every set in ``count`` runs of its tokens, equally long where ``count`` divides them: set i in i count + j."""
+    size = sets.num_tokens()
+    cuts = np.arange(count + 1) * size[:, None] // count
+    length = sets.ranges[:, 1] - sets.ranges[:, 0]
+    before = np.concatenate(([0], np.cumsum(length)))
+    start = (before[sets.start[:-1], None] + cuts).ravel()
+    first, last = start.reshape(-1, count + 1)[:, :-1].ravel(), start.reshape(-1, count + 1)[:, 1:].ravel()
+    low, high = np.searchsorted(before, first, "right") - 1, np.searchsorted(before, last, "left")
+    held = np.where(last > first, high - low, 0)
+    owner = np.repeat(np.arange(len(first)), held)
+    run = np.arange(held.sum()) - np.repeat(np.cumsum(held) - held, held) + low[owner]
+    begin = np.maximum(before[run], first[owner]) - before[run] + sets.ranges[run, 0]
+    end = np.minimum(before[run + 1], last[owner]) - before[run] + sets.ranges[run, 0]
+    return RangeSets(np.concatenate(([0], np.cumsum(held))), np.stack([begin, end], axis=1))
+
+
 def documents_of(mask: Slices) -> Ints:
     """Boundaries of the token spans that share no mask row, ``int64[D + 1]``: the documents of document masks."""
     reach_start = np.minimum(mask.q_start, mask.k_start)

@@ -1,0 +1,197 @@
+"""All-to-alls inside groups of ranks that turn sequence shards into head shards, and back.
+
+Reference: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509), section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from cpsim.builder import NOTHING, Access, Builder
+from cpsim.errors import InfeasibleError
+from cpsim.implementations import UlyssesCode
+from cpsim.masks import Ints
+from cpsim.schedule import Int32, Kind, Pass
+from cpsim.strategies.sizes import Sizes
+from cpsim.workload import Workload
+
+Bundle = list[Access]
+"""Accesses of one op: one per tensor."""
+
+
+def check_heads(who: str, workload: Workload, degree: int, what: str) -> None:
+    """Raise ``InfeasibleError`` where heads do not divide over the ``degree`` ranks of a group, named ``what``."""
+    heads, kv_heads = workload.num_heads, workload.num_kv_heads
+    if heads % degree:
+        hint = f"; it can use at most {heads}, or combine it with a ring (usp)" if who == "ulysses" else ""
+        raise InfeasibleError(f"{who} needs query heads divisible by {what}, got {heads} heads on {degree} GPUs{hint}")
+    if kv_heads % degree and degree % kv_heads:
+        raise InfeasibleError(
+            f"{who} needs key-value heads to divide the {what} or the reverse, got {kv_heads} kv_heads on {degree} GPUs"
+        )
+
+
+class HeadExchange:
+    """Between every rank's own tokens with all heads, and all tokens of its group with the rank's own heads.
+
+    Args:
+        b: the schedule under construction.
+        workload: the case.
+        groups: ranks of every group, ``[groups, members]``; a member's place says which heads it has.
+        own: token set of every rank's own tokens, ``[ranks]``; all have equally many.
+        whole: token set of all tokens of every rank's group, ``[ranks]``.
+        head_groups: parts into which a rank's heads are cut.
+    """
+
+    def __init__(
+        self, b: Builder, workload: Workload, groups: Ints, own: Ints, whole: Ints, head_groups: int = 1
+    ) -> None:
+        self.b, self.groups, self.own_set, self.whole_set = b, groups, own, whole
+        num_ranks, degree = groups.size, int(groups.shape[1])
+        self.ranks, self.degree = np.arange(num_ranks), degree
+        self.group, self.member = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+        self.group[groups], self.member[groups] = np.indices(groups.shape)
+        self.tokens, self.num_groups = workload.num_tokens // num_ranks, head_groups
+        self.group_heads = workload.num_heads // degree // head_groups
+        self.group_kv_heads = max(1, workload.num_kv_heads // degree) // head_groups
+        self.replicas = max(1, degree // workload.num_kv_heads)
+        self.sizes = Sizes(workload)
+        self.q_bytes = self.sizes.query(workload.num_heads) // head_groups
+        """One token of Q, O, dO or dQ, all ranks' heads of one group."""
+        self.lse_bytes = self.sizes.lse(self.group_heads) * degree
+        """The same of the log-sum-exp."""
+        self.kv_bytes = self.sizes.kv(self.group_kv_heads) * degree
+        """One token of K and V of one group, replicas included."""
+        self.own_kv_bytes = self.kv_bytes // self.replicas
+        """The same without replicas: what a rank holds of its own tokens."""
+        self.all_heads, self.kv_heads = (0, workload.num_heads), workload.num_kv_heads
+
+    def heads(self, group: int = 0) -> Ints:
+        """Heads of every rank, ``[ranks, 4]``: first query head, query heads, first kv head, kv heads."""
+        first = (group * self.degree + self.member) * self.group_heads
+        kv_first = first * self.kv_heads // self.all_heads[1]
+        counts = np.full(len(self.ranks), self.group_heads), np.full(len(self.ranks), self.group_kv_heads)
+        return np.stack([first, counts[0], kv_first, counts[1]], axis=1)
+
+    def buffers(self, name: str, nbytes: int) -> Int32:
+        """A buffer of every rank."""
+        return self.b.buffers(name, np.full(len(self.ranks), nbytes))
+
+    def own(self, buffers: Int32, tensors: tuple[str, ...], group: int | None = None) -> Bundle:
+        """Every rank's own tokens, all heads or those of one group."""
+        count = self.group_heads * self.degree * (self.num_groups if group is None else 1)
+        heads = (count * (group or 0), count)
+        return [(buffers, self.b.blocks(t, self.own_set, self._heads_of(t, heads))) for t in tensors]
+
+    def by_rank(self, name: str, tensors: tuple[str, ...], nbytes: int, group: int = 0) -> Bundle:
+        """Every rank's own tokens, all ranks' heads of one group, ordered by rank."""
+        return self.own(self.buffers(f"{name} by rank", nbytes), tensors, group)
+
+    def of_all(self, name: str, tensors: tuple[str, ...], nbytes: int, group: int = 0) -> Bundle:
+        """All tokens, every rank's own heads of one group."""
+        buffers = self.buffers(f"{name} of group", nbytes)
+        columns = [slice(2, 4) if t.endswith("kv") else slice(0, 2) for t in tensors]
+        wanted = list(zip(self.whole_set.tolist(), self.heads(group).tolist(), strict=True))
+        return [
+            (buffers, np.concatenate([self.b.blocks(t, [whole], tuple(row[c])) for whole, row in wanted]))
+            for t, c in zip(tensors, columns, strict=True)
+        ]
+
+    def _heads_of(self, tensor: str, heads: tuple[int, int]) -> tuple[int, int]:
+        """The key-value heads of a range of query heads for K and V and their gradients, else the range."""
+        if not tensor.endswith("kv"):
+            return heads
+        first, count = (n * self.kv_heads // self.all_heads[1] for n in heads)
+        return first, count
+
+    def copy(
+        self, nbytes: int, source: Bundle, target: Bundle, after: Ints | None = None, group: int = 0,
+        kind: Kind = Kind.COPY,
+    ) -> Ints:  # fmt: skip
+        """Order one group by rank, or back and sum replicas, after an exchange; returns indices, ``[ranks]``."""
+        return self.b.add(
+            kind, (self.ranks, "compute"), step=group, nbytes=nbytes, deps=[] if after is None else [after],
+            heads=self.heads(group), reads=source, writes=target,
+        )  # fmt: skip
+
+    def exchange(self, nbytes: int, source: Bundle, target: Bundle, after: Ints, group: int = 0) -> Ints:
+        """An all-to-all in every group, after an op of every rank; returns indices by rank, ``[ranks]``."""
+        sides = [[(buffer[self.groups], block[self.groups]) for buffer, block in side] for side in (source, target)]
+        moved = self.b.add(
+            Kind.ALL_TO_ALL, (self.groups, "comm"), step=group, nbytes=nbytes, deps=[after[self.groups]],
+            reads=sides[0], writes=sides[1],
+        )  # fmt: skip
+        return moved[self.group]
+
+    @property
+    def home(self) -> Kind:
+        """The op that orders gradients as a rank's own tokens lie: it sums those of replicas."""
+        return Kind.COPY if self.replicas == 1 else Kind.ACCUMULATE
+
+    # --- other people's code, where tensors travel one by one ---
+
+    def bytes_of(self, tensor: str) -> int:
+        """A rank's own tokens of a tensor, all heads, replicas included."""
+        if tensor.endswith("kv"):
+            return self.tokens * self.kv_bytes
+        return self.tokens * (self.q_bytes + self.lse_bytes * (tensor == "out"))
+
+    def there(self, pass_: Pass, code: UlyssesCode) -> tuple[Ints, Bundle]:
+        """Bring what a pass is given to the ranks of its heads; returns the last ops ``[ranks]``, and where it is."""
+        backward = pass_ == "bwd"
+        given = [access for t in ("q", "kv", "out") if backward for access in self.of_all(t, (t,), self.bytes_of(t))]
+        for access in given:
+            self.b.input(*access)
+        after = np.full(len(self.ranks), NOTHING)
+        for tensor in ("dout",) if backward else ("q", "kv"):
+            nbytes = self.bytes_of(tensor)
+            own = self.own(self.buffers(tensor, nbytes), (tensor,))
+            self.b.input(*own[0])
+            packed, here = self.by_rank(tensor, (tensor,), nbytes), self.of_all(tensor, (tensor,), nbytes)
+            after = self._travel(tensor, nbytes, [own, packed], [here], after, code.there)
+            given += here
+        return after, given
+
+    def back(self, results: Mapping[str, Access], after: Ints, code: UlyssesCode) -> None:
+        """Bring results to the ranks of their tokens, the last tensor first."""
+        for tensor, result in [*results.items()][::-1]:
+            home = "o" if tensor == "out" else tensor
+            nbytes = self.bytes_of(home)
+            own = self.own(self.buffers(home, nbytes), (home,))
+            self.b.output(*own[0])
+            ordered = self.of_all(f"{home} by rank", (home,), nbytes)
+            returned = self.by_rank(home, (home,), nbytes)
+            after = self._travel(home, nbytes, [[result], ordered], [returned, own], after, code.back)
+
+    def call(self, after: Ints | None = None) -> Ints:
+        """The host runs a function of somebody's autograd graph."""
+        return self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[] if after is None else [after])
+
+    def _travel(
+        self, tensor: str, nbytes: int, before: list[Bundle], then: list[Bundle], after: Ints, num_sweeps: int
+    ) -> Ints:
+        """Order a tensor by rank, exchange it and order it again; keys and values one after the other.
+
+        Args:
+            tensor, nbytes: what travels.
+            before: where it is, and where it lies ordered by rank.
+            then: where it arrives, and where it lies in the end, if there is a second sweep.
+            after: what the first sweep waits for.
+            num_sweeps: one or two.
+
+        Returns:
+            the last ops, ``[ranks]``.
+        """
+        parts = 2 if tensor.endswith("kv") else 1
+        size = nbytes // parts
+        for part in range(parts):
+            self.call()
+            whole = part == parts - 1
+            sides: list[Bundle] = [bundle if whole else [] for bundle in (*before, *then)]
+            after = self.copy(2 * size, sides[0], sides[1], after)
+            after = self.exchange(size, sides[1], sides[2], after)
+            if num_sweeps == 2:
+                after = self.copy(2 * size, sides[2], sides[3], after)
+        return after

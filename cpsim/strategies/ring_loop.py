@@ -1,0 +1,379 @@
+"""Attention over the rings of a grid: the ops of all ranks and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cpsim.builder import NOTHING, Access, Builder
+from cpsim.implementations import RingCode
+from cpsim.masks import Ints
+from cpsim.schedule import Int32, Kind, Mask, Pass
+from cpsim.strategies.ring_code import Ours, Slot, Theirs, emit_sweeps
+from cpsim.strategies.ring_steps import Steps
+
+
+class Ring:
+    """Rings under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
+
+    Tensors are accesses of a buffer of every rank ``[ranks]`` and a block of every part of the heads and set of the
+    cut ``[parts * sets]``. A batched send and receive is one launch: whoever waits for what it brought waits for what
+    it took along, too.
+    """
+
+    def __init__(self, b: Builder, steps: Steps, facts: RingCode | None) -> None:
+        self.b, self.x = b, steps
+        self.code = Ours(b, steps) if facts is None else Theirs(b, steps, facts)
+        self.ranks = steps.ranks
+        self.ready = self.keys_ready = np.full(steps.num_ranks, NOTHING)
+        """Ops that the first op on ``compute`` waits for, and the first transfer, where other ops made its input."""
+
+    def blocks(self, tensor: str) -> Int32:
+        """Blocks of a tensor for every part of the heads and every set of the cut, ``[parts * sets]``."""
+        sets = np.arange(self.x.num_sets)
+        return np.concatenate([self.b.blocks(tensor, sets, heads) for heads in self.x.heads_of_parts(tensor)])
+
+    def shard(self, tensor: Access) -> Access:
+        """Every rank's whole shard of a tensor, ``[ranks]`` both."""
+        return tensor[0], tensor[1][self.x.own]
+
+    def given(self, tensor: str, width: int) -> Access:
+        """Every rank's shard as an input of the schedule."""
+        made = self.b.buffers(tensor, self.x.tokens * width), self.blocks(tensor)
+        self.b.input(*self.shard(made))
+        return made
+
+    def result(self, tensor: str, width: int, extra: int = 0, *, summed: bool = True, output: bool = True) -> Access:
+        """The same of a result, with its fp32 accumulator where partial results are summed in place."""
+        summing = self.code.summing(width) if summed else 0
+        name = tensor if output else f"{tensor} of group"
+        made = self.b.buffers(name, self.x.tokens * (width + extra + summing)), self.blocks(tensor)
+        if output:
+            self.b.output(*self.shard(made))
+        return made
+
+    def forward(self, q: Access, kv: Access, out: Access) -> Ints:
+        """All steps of a forward pass; returns the op of every rank that completes its output."""
+        b, x, code = self.b, self.x, self.code
+        partial = b.buffers("out partial", x.tokens * (x.q_bytes + x.lse_bytes))
+        total = code.accumulator(out, "out", x.lse_bytes)
+        entered = code.enter("fwd", self.ready)
+        tails = self.pack_tails([q], x.q_bytes, entered)
+        joins, sends = code.joins(), self.sends()
+        packs, unpacks, attends, merges = Slot(x.packs), code.unpacked(), Slot(x.active), code.merges()
+        self.order(joins, sends, [packs], unpacks, [attends], merges)
+        emit_sweeps(b, [*joins, *unpacks])
+        launched = code.launched(entered, [*joins, attends, *merges], sends[0]) if sends else []
+        keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
+        s, r = np.nonzero(x.active)
+        made = out[1][x.of_queries]
+        b.add(
+            Kind.ATTENTION, (r, "compute"), at=attends.at[s, r], step=s, tile=x.tile[s, r], heads=x.heads_of(r),
+            deps=[self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
+            reads=[self.queries(q, tails, s, r), keys],
+            writes=[(self.target(partial, out)[s, r], made[s, r])],
+        )  # fmt: skip
+        cases = code.firsts, x.sums
+        self.add_up((Kind.ACCUMULATE, Kind.MERGE), merges, cases, partial, self.every(total), made)
+        casts = self.leave("fwd", total, out)
+        return casts[0] if casts else _last(attends, merges[0])
+
+    def backward(self, given: Sequence[Access], kv: Access, dq: Access, dkv: Access) -> tuple[Ints, Ints]:
+        """All steps of a backward pass.
+
+        Args:
+            given: q, dout and out.
+            kv: keys and values.
+            dq, dkv: results.
+
+        Returns:
+            the ops of every rank that complete dq and dkv.
+        """
+        b, x, code = self.b, self.x, self.code
+        wire = x.grid.num_places > 1
+        dq_partial = b.buffers("dq partial", x.tokens * x.q_bytes)
+        widest = np.full(x.num_ranks, x.tokens.max() * x.kv_bytes)
+        dkv_partial = b.buffers("dkv partial", widest) if wire else dkv[0]
+        total = code.accumulator(dq, "dq", 0)
+        entered = code.enter("bwd", self.ready)
+        tails = self.pack_tails(given, 3 * x.q_bytes + x.lse_bytes, entered)
+        joins, sends, packs, attends = code.joins(), self.sends(), Slot(x.packs), Slot(x.active)
+        unpacks, g, returns = code.unpacked(), code.gradients(wire), Slot(np.full(x.active.shape, wire))
+        last = [g.dkv, g.joins, [returns]]
+        after = [*last, g.dq] if code.queries_last else [g.dq, *last]
+        self.order(joins, sends, [packs], unpacks, g.reads, [attends], *after)
+        emit_sweeps(b, [*joins, *unpacks, *g.reads, *g.joins])
+        kernels = [*joins, *g.reads, attends, *g.dq, *g.dkv, *g.joins]
+        launched = code.launched(entered, kernels, sends[0]) if sends else []
+        if launched and wire:
+            before = delayed(returns.at)
+            launched += [before[:, x.tracks[0].previous], before[:, x.tracks[0].next]]
+        keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
+        s, r = np.nonzero(x.active)
+        made = dq[1][x.of_queries], dkv[1][x.of_keys]
+        b.add(
+            Kind.ATTENTION_BACKWARD, (r, "compute"), at=attends.at[s, r], step=s, tile=x.tile[s, r],
+            heads=x.heads_of(r), deps=[self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
+            reads=[*(self.queries(t, tails, s, r) for t in given), keys],
+            writes=[(self.target(dq_partial, dq)[s, r], made[0][s, r]), (dkv_partial[r], made[1][s, r])],
+        )  # fmt: skip
+        cases = code.firsts, x.sums
+        self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), g.dq, cases, dq_partial, self.every(total), made[0])
+        if not wire:
+            return _last(attends, g.dq[0]), _last(attends)
+        launched = code.launched(entered, kernels, returns)
+        if launched:
+            launched += [sends[0].at[:, x.tracks[0].previous], sends[0].at[:, x.tracks[0].next]]
+        travelled, came = self.return_gradients(dkv, dkv_partial, g.dkv, returns.at, launched)
+        casts = self.leave("bwd", total, dq, (travelled, dkv), came)
+        return casts[0] if len(casts) > 1 else _last(attends, g.dq[0]), casts[-1]
+
+    def every(self, access: Access) -> Int32:
+        """The same buffer of a rank in every step, ``[steps, ranks]``."""
+        return np.broadcast_to(access[0], self.x.active.shape)
+
+    def target(self, partial: Int32, result: Access) -> Int32:
+        """Buffers that kernels write on the query side, ``[steps, ranks]``: a first result in place if we can."""
+        return np.where(self.x.sums | self.code.firsts, partial, result[0])
+
+    def travel_buffers(self, name: str, width: int, hops: int) -> Int32:
+        """Two receive buffers for every rank, ``[2, ranks]``, big enough for every shard; one where one hop is all."""
+        nbytes = np.full(self.x.num_ranks, self.x.tokens.max() * width)
+        made = [self.b.buffers(f"{name} {i}", nbytes) for i in range(min(2, hops))]
+        return np.stack([made[0], made[-1]]) if made else np.zeros((2, self.x.num_ranks), np.int32)
+
+    def first(self, s: Ints, r: Ints, tails: Int32 | None, entered: Ints) -> Ints:
+        """What kernels wait for that are the first op of their rank on ``compute``."""
+        waits = np.full(self.x.num_ranks, not self.code.lockstep)
+        if tails is not None:
+            waits &= ~self.x.tails.any(axis=0)
+        return np.where((s == 0) & waits[r], entered[r], NOTHING)
+
+    def pack_tails(self, tensors: Sequence[Access], width: int, after: Ints) -> Int32 | None:
+        """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""
+        x = self.x
+        if not (x.cut.scattered and x.tails.any()):
+            return None
+        who = np.flatnonzero(x.tails.any(axis=0))
+        packed = self.b.buffers("query tails", x.tail_rows * width)
+        self.b.add(
+            Kind.COPY, (who, "compute"), heads=x.heads_of(who), nbytes=2 * width * x.tail_rows[who],
+            deps=[] if self.code.lockstep else [after[who]],
+            reads=[(buffer[who], block[x.tail[who]]) for buffer, block in tensors],
+            writes=[(packed[who], block[x.tail[who]]) for _, block in tensors],
+        )  # fmt: skip
+        return packed
+
+    def queries(self, whole: Access, tails: Int32 | None, s: Ints, r: Ints) -> Access:
+        """What kernels read on the query side: packed tails where they compute on tails only."""
+        buffer, block = whole[0][r], whole[1][self.x.of_queries[s, r]]
+        return (buffer if tails is None else np.where(self.x.tails[s, r], tails[r], buffer)), block
+
+    def sends(self) -> list[Slot]:
+        """Ops that move keys and values: transfers of every track, or one all-gather."""
+        x = self.x
+        if self.code.gathers:
+            return [Slot(x.moves & (x.number == 0) & (self.ranks == 0))]
+        return [Slot(x.mask(track.leaves)) for track in x.tracks]
+
+    def order(self, *groups: list[Slot]) -> None:
+        """Put slots in the order in which every step runs through them."""
+        slots = [slot for group in groups for slot in group]
+        for slot, at in zip(slots, self.b.interleave(*(slot.where for slot in slots)), strict=True):
+            slot.at = at
+
+    def add_up(
+        self, kinds: tuple[Kind, Kind], slots: list[Slot], cases: tuple[Mask, Mask], partial: Int32, totals: Int32,
+        blocks: Int32, deps: Sequence[Ints] = (),
+    ) -> None:  # fmt: skip
+        """Sum partial results into accumulators.
+
+        Args:
+            kinds: of the ops that copy a first result, and that sum later ones.
+            slots: the first one does so, the others are sweeps that go with it.
+            cases: where a first result is copied, and where a later one is summed; ``[steps, ranks]``.
+            partial: buffers of the partial results, ``[ranks]``.
+            totals, blocks: buffers of the accumulators and what they hold, ``[steps, ranks]``.
+            deps: what the first slot waits for.
+        """
+        rest = slots[0].where & ~cases[0] & ~cases[1]
+        for kind, where, is_first in ((kinds[0], cases[0], True), (kinds[1], cases[1], False), (Kind.COPY, rest, None)):
+            s, r = np.nonzero(where)
+            read, summed = [(partial[r], blocks[s, r])], [(totals[s, r], blocks[s, r])]
+            self.b.add(
+                kind, (r, "compute"), at=slots[0].at[s, r], step=s, heads=self.x.heads_of(r),
+                nbytes=np.broadcast_to(slots[0].nbytes, where.shape)[s, r], deps=[d[s, r] for d in deps],
+                reads=() if is_first is None else read, writes=summed if is_first else (),
+                updates=summed if is_first is False else (),
+            )  # fmt: skip
+        emit_sweeps(self.b, slots[1:])
+
+    def leave(
+        self, pass_: Pass, total: Access, result: Access, home: tuple[Int32, Access] | None = None,
+        came: Sequence[Ints] = (),
+    ) -> list[Ints]:  # fmt: skip
+        """Cast sums into results: those of queries in other people's code, and gradients of keys that came home.
+
+        Returns the first op of each.
+        """
+        queries, keys = self.code.casts(pass_, home is not None)
+        jobs = [((total[0], result), queries, [] if self.code.queries_last else came)] if queries else []
+        jobs += [] if home is None else [(home, keys, came)]
+        done = []
+        for (source, made), sweeps, deps in jobs:
+            own = self.shard(made)
+            for i, nbytes in enumerate(sweeps):
+                cast = self.b.add(
+                    Kind.COPY, (self.ranks, "compute"), step=self.x.grid.num_places, heads=self.x.heads_of(self.ranks),
+                    nbytes=nbytes, deps=deps, reads=[(source, own[1])] * (i == 0), writes=[own] * (i == 0),
+                )  # fmt: skip
+                done += [cast] if i == 0 else []
+        return done
+
+    def feed(
+        self, kv: Access, slots: list[Slot], packs: Ints, attends: Ints, launched: list[Ints]
+    ) -> tuple[Access, list[Ints]]:
+        """Move key-value shards around the rings, double-buffered, and pack key heads where they lie scattered.
+
+        Args:
+            kv: the ranks' own shards.
+            slots: transfers of every track.
+            packs, attends: indices of the ops.
+            launched: what transfers of other people's code wait for.
+
+        Returns:
+            what the attention ops read, and the ops that they wait for, ``[steps, ranks]`` each: the batched send
+            and receive that brought the shard is one launch, waited for as a whole.
+        """
+        x = self.x
+        if self.code.gathers:
+            return self.feed_gathered(kv, slots[0].at, launched)
+        holder = np.broadcast_to(kv[0], x.active.shape).copy()
+        arrived, sent = np.full((2, *x.active.shape), NOTHING)
+        arrived[0] = self.keys_ready
+        travels = []
+        for track, slot in zip(x.tracks, slots, strict=True):
+            name = "kv outer ring" if track.lanes[0] == "outer_send" else "kv ring"
+            travels.append(self.travel_buffers(name, x.kv_bytes, len(track.leaves)))
+            holder[track.used] = travels[-1][np.arange(len(track.leaves)) % 2]
+            arrived[track.used] = slot.at[track.leaves][:, track.previous]
+            sent[track.used] = slot.at[track.leaves]
+        used = np.where(x.packs, packs, attends)
+        for i in range(len(slots)):
+            self.transfer_keys(i, kv, slots, travels[i], holder, used, arrived, launched)
+        s, r = np.nonzero(x.packs)
+        if len(s):
+            holder = np.where(x.packs, self.pack_keys(kv, s, r, packs, holder, [arrived, sent]), holder)
+        s, r = np.nonzero(x.active)
+        arrived[0] = NOTHING
+        ready = [np.where(x.packs, NOTHING, op) for op in (arrived, sent)]
+        return (holder[s, r], kv[1][x.of_keys[s, r]]), ready
+
+    def transfer_keys(
+        self, number: int, kv: Access, slots: list[Slot], travel: Int32, holder: Int32, used: Ints, arrived: Ints,
+        launched: list[Ints],
+    ) -> None:  # fmt: skip
+        """The transfers of one track.
+
+        A receive overwrites what the target used, and sent on, in the step for which its last but one hop came.
+        """
+        x, track, sends = self.x, self.x.tracks[number], slots[number].at
+        hop, r = (i.ravel() for i in np.indices((len(track.leaves), x.num_ranks)))
+        s, to = track.leaves[hop], track.next[r]
+        if self.code.lockstep:
+            free = [delayed(sends)[s, to], *(d[s, r] for d in launched)]
+        else:
+            last_use = track.used[np.maximum(hop - 2, 0)]
+            free = [np.where(hop >= 2, op[last_use, to], NOTHING) for op in (*(slot.at for slot in slots), used)]
+        block = kv[1][x.of_source[s, r]]
+        self.b.add(
+            Kind.TRANSFER, (r, track.lanes[0]), (to, track.lanes[1]), at=sends[s, r], step=s,
+            nbytes=x.shard_tokens[x.source[s, r]] * x.kv_bytes, deps=[arrived[s, r], *free],
+            reads=[(holder[s, r], block)], writes=[(travel[hop % 2, to], block)],
+        )  # fmt: skip
+
+    def pack_keys(self, kv: Access, s: Ints, r: Ints, packs: Ints, holder: Int32, deps: list[Ints]) -> Int32:
+        """Copy the heads of shards side by side; returns the buffers, ``[ranks]``."""
+        x, places = self.x, self.x.grid.num_places
+        most = x.cut.sets.num_tokens()[places : 2 * places].max()
+        packed = self.b.buffers("key heads", np.full(x.num_ranks, most * x.kv_bytes))
+        block = kv[1][x.of_keys[s, r]]
+        self.b.add(
+            Kind.COPY, (r, "compute"), at=packs[s, r], step=s, heads=x.heads_of(r),
+            nbytes=2 * x.kv_bytes * x.k_rows[s, r], deps=[d[s, r] for d in deps],
+            reads=[(holder[s, r], block)], writes=[(packed[r], block)],
+        )  # fmt: skip
+        return packed
+
+    def feed_gathered(self, kv: Access, sends: Ints, launched: list[Ints]) -> tuple[Access, list[Ints]]:
+        """The same with one all-gather, launched in the first step, where there is one ring."""
+        b, x, everyone = self.b, self.x, self.ranks[None, :]
+        nbytes = x.workload.num_tokens * x.kv_bytes
+        whole = b.buffers("kv of all", np.full(x.num_ranks, nbytes))
+        b.add(
+            Kind.ALL_GATHER, (everyone, "comm"), at=sends[0, :1], nbytes=nbytes,
+            deps=[ops[:1] for ops in launched], reads=[(kv[0][everyone], kv[1][everyone])],
+            writes=[(whole[everyone], np.broadcast_to(kv[1][-1], everyone.shape))],
+        )  # fmt: skip
+        s, r = np.nonzero(x.active)
+        holder = np.where(x.number == 0, kv[0], whole)
+        ready = np.where(x.number == 0, NOTHING, np.broadcast_to(sends[0, 0], x.active.shape))
+        return (holder[s, r], kv[1][x.of_keys[s, r]]), [ready]
+
+    def hops(self) -> tuple[Ints, Ints]:
+        """Where gradients go after every step, and where those come from that arrive then, ``[steps, ranks]``.
+
+        They follow the keys: to who uses these in the next step, and home from the last one.
+        """
+        x, places = self.x, self.x.grid.num_places
+        user = np.empty((places + 1, x.num_ranks), np.int64)
+        user[np.arange(places)[:, None], x.grid.at(x.source)] = self.ranks
+        user[places] = self.ranks
+        to = np.take_along_axis(user[1:], x.grid.at(x.source), axis=1)
+        back = np.empty_like(to)
+        np.put_along_axis(back, to, np.broadcast_to(self.ranks, to.shape), axis=1)
+        return to, back
+
+    def return_gradients(
+        self, home: Access, partial: Int32, sums: list[Slot], sends: Ints, launched: list[Ints]
+    ) -> tuple[Int32, list[Ints]]:
+        """Key-value gradients follow the keys one step behind, summed in fp32.
+
+        Returns where they are in the end, and the ops that brought and took the last ones.
+        """
+        b, x = self.b, self.x
+        width, places = x.sizes.accumulator(x.kv_bytes), x.grid.num_places
+        to, back = self.hops()
+        travel = self.travel_buffers("dkv ring", width, places)
+        arrived, sent = delayed(np.take_along_axis(sends, back, axis=1)), delayed(sends)
+        cases = x.active & (x.number == 0), x.active & (x.number > 0)
+        totals = travel[x.number % 2, self.ranks]
+        kinds = Kind.ACCUMULATE, Kind.ACCUMULATE
+        self.add_up(kinds, sums, cases, partial, totals, home[1][x.of_keys], [arrived, sent])
+        s, r = np.nonzero(sends >= 0)
+        block = home[1][x.of_source[s, r]]
+        target = to[s, r]
+        if self.code.lockstep:
+            lanes = "send", "recv"
+            deps = [ops[s, r] for ops in (arrived, sent[:, x.tracks[0].next], *launched)]
+        else:
+            lanes = "grad_send", "grad_recv"
+            free = np.where(back[s - 1, r] == target, NOTHING, sent[s, target])
+            deps = [np.where(sums[0].at >= 0, sums[0].at, arrived)[s, r], free]
+        b.add(
+            Kind.TRANSFER, (r, lanes[0]), (target, lanes[1]), at=sends[s, r], step=s,
+            nbytes=x.shard_tokens[x.source[s, r]] * width, deps=deps,
+            reads=[(travel[s % 2, r], block)], writes=[(travel[(s + 1) % 2, target], block)],
+        )  # fmt: skip
+        return np.asarray(travel[places % 2]), [sends[-1, back[-1]], sends[-1]]
+
+
+def delayed(ops: Ints) -> Ints:
+    """The ops of the step before, ``[steps, ranks]``; NOTHING before the first."""
+    return np.concatenate([np.full((1, ops.shape[1]), NOTHING), ops[:-1]])
+
+
+def _last(*slots: Slot) -> Ints:
+    """The last op of every rank in some slots."""
+    return np.asarray(np.max([slot.at.max(axis=0) for slot in slots], axis=0))

@@ -1,0 +1,76 @@
+"""Who computes what in every step of the rings of a grid."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cpsim.masks import Ints
+from cpsim.schedule import Mask
+from cpsim.strategies.grid import Grid, sources
+from cpsim.strategies.sizes import Accumulation, Sizes
+from cpsim.workload import Workload
+
+if TYPE_CHECKING:
+    from cpsim.strategies.ring import Cut
+
+
+class Steps:
+    """A cut of the tokens over the places of a ring, for all ranks of a grid; arrays ``[steps, ranks]``.
+
+    Every tensor has a block for every part of the heads and set of the cut, and one of all tokens if it ``gathers``.
+    """
+
+    def __init__(self, workload: Workload, cut: Cut, grid: Grid, gathers: bool = False) -> None:
+        at, places = grid.place, grid.num_places
+        self.workload, self.grid, self.cut, self.num_ranks = workload, grid, cut, len(at)
+        self.ranks, self.number = np.arange(len(at)), np.arange(places)[:, None]
+        self.tails, self.key_heads = cut.tails[:, at], cut.key_heads[:, at]
+        self.source = sources(places, grid.inner)[:, at]
+        self.tile = 1 + np.arange(places**2).reshape(places, places)[:, at]
+        self.active = cut.tiles.area[self.tile] > 0
+        self.packs = self.key_heads & self.active & cut.scattered
+        """Key heads are packed for the kernel."""
+        tokens = cut.sets.num_tokens()
+        self.shard_tokens, self.tokens, self.tail_rows = tokens[:places], tokens[at], tokens[at - places]
+        """Of every place; of every rank, ``[ranks]``; and of the rank's tails."""
+        query_set, key_set = cut.query_set[:, at], cut.key_set[:, at]
+        self.q_rows, self.k_rows = tokens[query_set], tokens[key_set]
+        self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)
+        self.sums = self.rows.sums
+        self.tracks = grid.tracks()
+        self.moves = np.zeros_like(self.active)
+        """Steps in which keys and values are sent on."""
+        for track in self.tracks:
+            self.moves[track.leaves] = True
+        self.num_sets = len(cut.sets) + gathers
+        first_set = grid.part * self.num_sets
+        self.own, self.tail = first_set + at, first_set + 2 * places + at
+        """Where a tensor's blocks of a rank's shard, and of its tails, are among all of its blocks; ``[ranks]``."""
+        self.of_queries, self.of_keys = first_set + query_set, first_set + key_set
+        self.of_source = first_set + self.source
+        """The same of what a kernel computes on, and of the shard that its keys are from."""
+        heads, kv_heads = workload.num_heads // grid.num_parts, max(1, workload.num_kv_heads // grid.num_parts)
+        first = grid.part * heads
+        first_kv = first * workload.num_kv_heads // workload.num_heads
+        self.heads = np.stack([first, np.full_like(first, heads), first_kv, np.full_like(first, kv_heads)], axis=1)
+        """First query head, query heads, first key-value head, key-value heads; ``[ranks, 4]``."""
+        self.sizes = Sizes(workload)
+        self.q_bytes, self.kv_bytes = self.sizes.query(heads), self.sizes.kv(kv_heads)
+        self.lse_bytes = self.sizes.lse(heads)
+
+    def mask(self, steps: Ints) -> Mask:
+        """All ranks in some steps."""
+        made = np.zeros_like(self.active)
+        made[steps] = True
+        return made
+
+    def heads_of(self, ranks: Ints) -> Ints:
+        """The heads of some ranks; one row where there is one part."""
+        return self.heads[ranks] if self.grid.num_parts > 1 else self.heads[0]
+
+    def heads_of_parts(self, tensor: str) -> list[tuple[int, int]]:
+        """(first head, heads) of every part of the heads."""
+        columns = slice(2, 4) if tensor.endswith("kv") else slice(0, 2)
+        return [(first, count) for first, count in self.heads[self.grid.ranks[0], columns].tolist()]

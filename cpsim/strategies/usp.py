@@ -1,0 +1,238 @@
+"""Heads and context together: all-to-alls in Ulysses groups around rings of the ranks that have the same heads.
+
+Reference: Fang & Zhao 2024, "USP: A Unified Sequence Parallelism Approach" (arXiv 2405.07719), algorithm 1; double
+rings: Gu et al. 2024, "LoongTrain" (arXiv 2406.18485), section 4.3. Differs: Q, K and V travel in one all-to-all;
+key-value heads are replicated where there are fewer of them than ranks of a group; gradients of queries travel home
+while those of keys and values make their last hop; from one inner ring to the next gradients go straight to who
+needs them, one hop where LoongTrain takes two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from cpsim.builder import NOTHING, Access, Builder
+from cpsim.cluster import Cluster
+from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.implementations import CPSIM, Implementation
+from cpsim.masks import Ints
+from cpsim.schedule import Kind, Pass, Schedule
+from cpsim.strategies import sharding
+from cpsim.strategies.grid import PLACEMENTS, Grid, make_grid
+from cpsim.strategies.heads import HeadExchange, check_heads
+from cpsim.strategies.ring import cut, plan_rings
+from cpsim.strategies.ring_loop import Ring
+from cpsim.strategies.ring_steps import Steps
+from cpsim.workload import Workload
+
+
+def plan_usp(
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    code: Implementation = CPSIM,
+    *,
+    ulysses: int | None = None,
+    ring: str = "zigzag",
+    zigzag: str = "document",
+    placement: str = "head_first",
+) -> Schedule:
+    """Ulysses groups times rings.
+
+    Args:
+        workload, cluster, pass_: the case.
+        code: whose implementation.
+        ulysses: ranks of a Ulysses group; default: as many of a node as heads allow.
+        ring: ``zigzag`` shards balance causal masks; ``basic`` ones are contiguous.
+        zigzag: ``document`` or ``sequence``, as of ``zigzag_ring``.
+        placement: ``head_first``: Ulysses groups are consecutive ranks, so they fill nodes first; ``context_first``:
+            rings are.
+
+    Raises:
+        InfeasibleError: the degree does not divide ranks or heads, or the ranks do not divide the tokens.
+    """
+    degree = _degree("usp", workload, cluster, ulysses, placement)
+    chunks = _chunks(ring, zigzag)
+    grid = make_grid(cluster.num_gpus, degree, placement)
+    return _plan(workload, grid, pass_, chunks, code)
+
+
+def plan_loongtrain(
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    *,
+    ulysses: int | None = None,
+    inner_ring: int | None = None,
+    zigzag: str = "document",
+    placement: str = "head_first",
+) -> Schedule:
+    """Ulysses groups times double rings: keys and values circle in an inner ring while its shards travel to the next.
+
+    Args:
+        workload, cluster, pass_: the case.
+        ulysses, zigzag, placement: as of ``plan_usp``.
+        inner_ring: ranks of an inner ring; default: the ranks of a ring that share a node, or where that is one or
+            all of them, ring / w for the largest divisor w of the ring with w <= ring / w.
+
+    Raises:
+        InfeasibleError: as of ``plan_usp``, or the inner ring does not divide the ring.
+    """
+    degree = _degree("loongtrain", workload, cluster, ulysses, placement)
+    ring = cluster.num_gpus // degree
+    inner = _default_inner(cluster, ring, placement) if inner_ring is None else inner_ring
+    if type(inner) is not int or inner < 1:
+        raise ScenarioError(f"knobs.inner_ring: expected a positive integer, got {inner!r}")
+    if ring % inner:
+        raise InfeasibleError(f"loongtrain needs inner_ring to divide the {ring} ranks of a ring, got {inner}")
+    grid = make_grid(cluster.num_gpus, degree, placement, inner)
+    return _plan(workload, grid, pass_, _chunks("zigzag", zigzag), CPSIM)
+
+
+def usp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
+    """Knob settings worth trying: the default degree, half and twice of it, and rings inside nodes."""
+    return _settings(workload, cluster)
+
+
+def loongtrain_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
+    """The same, where there is more than one inner ring."""
+    return [
+        knobs
+        for knobs in _settings(workload, cluster)
+        if _default_inner(cluster, cluster.num_gpus // int(str(knobs["ulysses"])), str(knobs["placement"])) > 1
+    ] or [{}]
+
+
+def _settings(workload: Workload, cluster: Cluster) -> list[dict[str, object]]:
+    best = default_degree(workload, cluster)
+    degrees = [d for d in (best, best // 2, 2 * best) if 1 < d < cluster.num_gpus and _allowed(workload, cluster, d)]
+    placements = PLACEMENTS if cluster.num_nodes > 1 else PLACEMENTS[:1]
+    return [{"ulysses": d, "placement": p} for p in placements for d in degrees] or [
+        {"ulysses": best, "placement": PLACEMENTS[0]}
+    ]
+
+
+def default_degree(workload: Workload, cluster: Cluster) -> int:
+    """The largest Ulysses group inside a node that the heads allow."""
+    node = min(cluster.num_gpus, cluster.gpus_per_node)
+    return max(d for d in range(1, node + 1) if node % d == 0 and _allowed(workload, cluster, d))
+
+
+def _allowed(workload: Workload, cluster: Cluster, degree: int) -> bool:
+    kv_heads = workload.num_kv_heads
+    fits = kv_heads % degree == 0 or degree % kv_heads == 0
+    return fits and workload.num_heads % degree == 0 and cluster.num_gpus % degree == 0
+
+
+def _degree(who: str, workload: Workload, cluster: Cluster, asked: int | None, placement: str) -> int:
+    """The Ulysses degree, if the case can be run with it."""
+    if placement not in PLACEMENTS:
+        raise ScenarioError(f"knobs.placement: expected {' or '.join(map(repr, PLACEMENTS))}, got {placement!r}")
+    if asked is not None and (type(asked) is not int or asked < 1):
+        raise ScenarioError(f"knobs.ulysses: expected a positive integer, got {asked!r}")
+    ranks, tokens = cluster.num_gpus, workload.num_tokens
+    degree = default_degree(workload, cluster) if asked is None else asked
+    if ranks % degree:
+        raise InfeasibleError(f"{who} needs a Ulysses degree that divides the ranks, got {degree} on {ranks} GPUs")
+    check_heads(who, workload, degree, "ranks of a Ulysses group")
+    if tokens % ranks:
+        raise InfeasibleError(f"{who} needs tokens divisible by ranks, got {tokens} tokens on {ranks} GPUs")
+    return degree
+
+
+def _default_inner(cluster: Cluster, ring: int, placement: str) -> int:
+    """Ranks of an inner ring: those of a node, or about the root of the ring."""
+    node = cluster.gpus_per_node if placement == "context_first" else 1
+    if 1 < node < ring and ring % node == 0:
+        return node
+    return ring // max(w for w in range(1, ring + 1) if ring % w == 0 and w * w <= ring)
+
+
+def _chunks(ring: str, zigzag: str) -> str:
+    """How tokens are cut, as ``cut`` names it."""
+    if ring not in ("zigzag", "basic"):
+        raise ScenarioError(f"knobs.ring: expected 'zigzag' or 'basic', got {ring!r}")
+    if zigzag not in ("document", "sequence"):
+        raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
+    return zigzag if ring == "zigzag" else "contiguous"
+
+
+def _plan(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implementation) -> Schedule:
+    if grid.num_parts == 1:
+        return plan_rings(workload, grid, pass_, chunks, code.ring)
+    plan = _Hybrid(workload, grid, chunks, code)
+    return plan.forward() if pass_ == "fwd" else plan.backward()
+
+
+class _Hybrid:
+    """One schedule of all-to-alls around rings under construction."""
+
+    def __init__(self, workload: Workload, grid: Grid, chunks: str, code: Implementation) -> None:
+        shards = cut(workload, grid.num_places, chunks, grid.inner)
+        pieces = sharding.split(sharding.part(shards.sets, 0, grid.num_places), grid.num_parts)
+        own = len(shards.sets) + grid.place * grid.num_parts + grid.part
+        b = self.b = Builder(grid.ranks.size, sharding.stack(shards.sets, pieces), shards.tiles)
+        x = self.x = Steps(workload, shards, grid)
+        self.ring = Ring(b, x, code.ring)
+        self.exchange = HeadExchange(b, workload, grid.ranks, own, grid.place)
+
+    def forward(self) -> Schedule:
+        b, e, x, ring, tokens = self.b, self.exchange, self.x, self.ring, self.exchange.tokens
+        own_bytes, qkv_bytes = e.q_bytes + e.own_kv_bytes, e.q_bytes + e.kv_bytes
+        qkv = e.own(e.buffers("qkv", tokens * own_bytes), ("q", "kv"))
+        final = e.own(e.buffers("out", tokens * e.q_bytes), ("o",))
+        for access in qkv:
+            b.input(*access)
+        b.output(*final[0])
+        packed = e.by_rank("qkv", ("q", "kv"), tokens * qkv_bytes)
+        gathered = e.buffers("qkv of group", tokens * qkv_bytes)
+        q, kv = (gathered, ring.blocks("q")), (gathered, ring.blocks("kv"))
+        ready = e.copy(tokens * (own_bytes + qkv_bytes), qkv, packed)
+        ring.ready = e.exchange(tokens * qkv_bytes, packed, [ring.shard(q), ring.shard(kv)], ready)
+        if x.grid.num_places > 1:
+            kv = self.keys_apart(kv)
+        out = ring.result("out", x.q_bytes, x.lse_bytes, output=False)
+        done = ring.forward(q, kv, out)
+        returned = e.by_rank("out", ("o",), tokens * e.q_bytes)
+        back = e.exchange(tokens * e.q_bytes, [ring.shard(out)], returned, done)
+        e.copy(2 * tokens * e.q_bytes, returned, final, back)
+        return b.build()
+
+    def keys_apart(self, kv: Access) -> Access:
+        """Keys and values side by side, as transfers need them; the ring starts after that."""
+        x, ring = self.x, self.ring
+        apart = self.b.buffers("kv of group", x.tokens * x.kv_bytes), kv[1]
+        ring.keys_ready = self.b.add(
+            Kind.COPY, (x.ranks, "compute"), heads=x.heads, nbytes=2 * x.tokens * x.kv_bytes, deps=[ring.ready],
+            reads=[ring.shard(kv)], writes=[ring.shard(apart)],
+        )  # fmt: skip
+        ring.ready = np.full_like(ring.ready, NOTHING)
+        return apart
+
+    def backward(self) -> Schedule:
+        b, e, x, ring, tokens = self.b, self.exchange, self.x, self.ring, self.exchange.tokens
+        widths = {"q": x.q_bytes, "out": x.q_bytes + x.lse_bytes, "kv": x.kv_bytes}
+        q, out, kv = (ring.given(name, width) for name, width in widths.items())
+        given = e.own(e.buffers("dout", tokens * e.q_bytes), ("dout",))
+        b.input(*given[0])
+        packed = e.by_rank("dout", ("dout",), tokens * e.q_bytes)
+        dout = e.buffers("dout of group", tokens * e.q_bytes), ring.blocks("dout")
+        ready = e.copy(2 * tokens * e.q_bytes, given, packed)
+        ring.ready = e.exchange(tokens * e.q_bytes, packed, [ring.shard(dout)], ready)
+        dq = ring.result("dq", x.q_bytes, output=False)
+        dkv = ring.result("dkv", x.kv_bytes, summed=False, output=False)
+        done = ring.backward([q, dout, out], kv, dq, dkv)
+        self.bring_home("dq", ring.shard(dq), done[0], e.q_bytes, Kind.COPY)
+        self.bring_home("dkv", ring.shard(dkv), done[1], e.own_kv_bytes, e.home)
+        return b.build()
+
+    def bring_home(self, tensor: str, made: Access, after: Ints, width: int, kind: Kind) -> None:
+        """Gradients from the ranks of their heads to those of their tokens."""
+        e, nbytes = self.exchange, self.exchange.bytes_of(tensor)
+        returned = e.by_rank(tensor, (tensor,), nbytes)
+        back = e.exchange(nbytes, [made], returned, after)
+        final = e.own(e.buffers(tensor, e.tokens * width), (tensor,))
+        self.b.output(*final[0])
+        e.copy(nbytes + e.tokens * width, returned, final, back, kind=kind)

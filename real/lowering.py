@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from real.executor import Executor
 
 _NOTHING, _NARROW, _WIDE = range(3)
-"""What a row of an output holds while partial results are added to it."""
+"""What a row of a result holds while partial results are added to it."""
 
 
 class Lowering:
@@ -33,9 +33,9 @@ class Lowering:
         self.unseen: dict[int, Ints] = {}
         """Tokens of every partial result that its kernel call left out: they see no key, or no query sees them."""
         self.state: dict[int, Ints] = {}
-        """What every row of a summed output holds."""
+        """What every row of a summed result holds."""
         self.left: dict[int, Ints] = {}
-        """Partial results that every row of a summed output still gets."""
+        """Partial results that every row of a summed result still gets."""
         self.walk = list(self.places.accesses())
         """Every op of the schedule with its accesses, of all ranks."""
 
@@ -43,7 +43,7 @@ class Lowering:
         """(op, call) in launch order; the call of a transfer gives its half of a batch."""
         node, made = self.x.node, list[Call]()
         program = {op.index: op for op in self.s.project(self.rank)}
-        self._prepare_outputs()
+        self._prepare_results()
         for i, accesses in self.walk:
             kind = Kind(int(self.s.kind[i]))
             if kind == Kind.TRANSFER or kind in COLLECTIVE_KINDS:
@@ -72,11 +72,13 @@ class Lowering:
             return self._sum(mine)
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
-    # --- outputs that partial results are added to ---
+    # --- results that partial results are added to ---
 
-    def _prepare_outputs(self) -> None:
+    def _prepare_results(self) -> None:
         for buffer in np.flatnonzero((self.s.buffer_rank == self.rank) & self.places.summed).tolist():
-            tokens = self.places.layouts[buffer].chunks[0].parts[0].tokens
+            layout = self.places.layouts[buffer]
+            (part,) = layout.parts(layout.chunks[0].parts[0].plane)
+            tokens = part.tokens
             self.state[buffer] = np.full(len(tokens), _NOTHING)
             self.left[buffer] = np.zeros(len(tokens), np.int64)
         unseen: dict[int, Ints] = {}
@@ -120,7 +122,7 @@ class Lowering:
         }
 
     def _written_directly(self, target: Access) -> None:
-        """The kernel itself writes rows of a summed output."""
+        """The kernel itself writes rows of a summed result."""
         if target.buffer in self.state:
             rows = _rows_of(target, np.setdiff1d(target.tokens, self.unseen[target.buffer]))
             self.state[target.buffer][rows] = _NARROW
@@ -256,7 +258,7 @@ class Lowering:
         sources = [p for a in reads for p in a.parts(self.unseen.get(a.buffer))]
         summed = [a for a in targets if a.buffer in self.state]
         if summed:
-            return self._add_to_output(summed[0], sources)
+            return self._add_to_result(summed[0], sources)
         parts = [p for a in targets for p in a.parts()]
         rows = match(parts, sources)
         wide = parts[0].wide
@@ -274,7 +276,7 @@ class Lowering:
             return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
         return lambda: (elementwise.sum_rows(x.narrow, x.wide, tables), after())
 
-    def _add_to_output(self, target: Access, sources: list[Part]) -> Launch:
+    def _add_to_result(self, target: Access, sources: list[Part]) -> Launch:
         """A partial gradient into rows that change from the working type to the accumulators' and back."""
         (narrow,) = target.layout.parts(PLANES[target.tensor][0])
         tokens = target.tokens[np.isin(target.tokens, np.concatenate([p.tokens for p in sources]))]

@@ -139,7 +139,7 @@ class Memory:
     layouts: list[Layout] = field(init=False)
     is_output: NDArray[np.bool_] = field(init=False)
     summed: NDArray[np.bool_] = field(init=False)
-    """Outputs that partial results are added to: a wide accumulator lies before them."""
+    """Results that partial results are added to: a wide accumulator lies before them."""
     inputs: dict[int, Layout] = field(init=False)
     """Layouts of the buffers that are filled before the first op."""
     later: list[list[tuple[int, int]]] = field(init=False)
@@ -156,10 +156,11 @@ class Memory:
         self.is_output[s.outputs[:, 0]] = True
         self.summed = np.zeros(len(padded), bool)
         self.summed[s.access_buffer[s.access_mode == UPDATE]] = True
-        self.summed &= self.is_output
-        owner = np.repeat(np.arange(len(s)), np.diff(s.access_start)).tolist()
+        owner = np.repeat(np.arange(len(s)), np.diff(s.access_start))
+        of_kernels = np.isin(s.kind[owner], ATTENTION_KINDS)
+        self.summed &= np.isin(np.arange(len(padded)), s.access_buffer[of_kernels])
         self.later = [[] for _ in padded]
-        for a, (op, buffer) in enumerate(zip(owner, s.access_buffer.tolist(), strict=True)):
+        for a, (op, buffer) in enumerate(zip(owner.tolist(), s.access_buffer.tolist(), strict=True)):
             self.later[buffer].append((op, a))
         self.layouts = [Layout() for _ in padded]
         for pairs in (s.inputs, s.outputs):
@@ -199,12 +200,13 @@ class Memory:
         return Layout(tuple(made), tile)
 
     def accumulator_heads(self, buffer: int) -> int:
-        """Heads in the accumulator of an output that partial results are added to."""
-        blocks = [self.block(k) for b, k in self.schedule.outputs.tolist() if b == buffer]
-        return sum(len(tokens) * count * len(PLANES[tensor]) for tensor, tokens, _, count in blocks)
+        """Heads in the accumulator of a result that partial results are added to: what its first kernel writes."""
+        first = next(a for _, a in self.later[buffer] if self.schedule.access_mode[a] == WRITE)
+        tensor, tokens, _, count = self.block(int(self.schedule.access_block[first]))
+        return len(tokens) * count * len(PLANES[tensor])
 
     def accumulator(self, part: Part, buffer: int) -> Part:
-        """The wide twin of an output's part; the output is its buffer's only block."""
+        """The wide twin of a result's part; the result is its buffer's only block."""
         return replace(part, wide=True, at=int(self.base[buffer]) // self.head_bytes(True))
 
     def accesses(self) -> Iterator[tuple[int, list[Access]]]:
@@ -250,7 +252,8 @@ class Memory:
         return self.lay(buffer, [(key, tensors, tokens)], False)
 
     def _for_readers(self, op: int, buffer: int, targets: list[Access], wide: bool) -> Layout:
-        """A packed copy: in the pieces that collectives send, or in the order of a kernel's keys."""
+        """A packed copy: in the pieces that collectives send, or in the order of a kernel's keys; transfers send it
+        as it is."""
         s, chunks = self.schedule, []
         for reader, a in self.later[buffer]:
             if reader <= op:
@@ -258,6 +261,8 @@ class Memory:
             if s.access_mode[a] == WRITE:
                 break
             kind = Kind(int(s.kind[reader]))
+            if kind == Kind.TRANSFER:
+                break
             if kind in ATTENTION_KINDS and targets[0].tensor == "kv":
                 tile = int(s.tile[reader])
                 keys = np.concatenate([q.keys for q in sequences_of(s, tile)])

@@ -225,7 +225,8 @@ class _Hybrid:
         dkv = ring.result("dkv", x.kv_bytes, summed=False, output=False)
         done = ring.backward([q, dout, out], kv, dq, dkv)
         self.bring_home("dq", ring.shard(dq), done[0], e.q_bytes, Kind.COPY)
-        self.bring_home("dkv", ring.shard(dkv), done[1], e.own_kv_bytes, e.home)
+        later = np.where(done[1] == done[0], NOTHING, done[1])
+        self.bring_home("dkv", ring.shard(dkv), later, e.own_kv_bytes, e.home)
         return b.build()
 
     def bring_home(self, tensor: str, made: Access, after: Ints, width: int, kind: Kind) -> None:

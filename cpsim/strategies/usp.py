@@ -92,26 +92,29 @@ def plan_loongtrain(
 
 
 def usp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the default degree, half and twice of it, and rings inside nodes."""
-    return _settings(workload, cluster)
+    """Knob settings worth trying: degrees about the default one, groups inside nodes and rings inside nodes."""
+    degrees = _degrees_worth_trying(workload, cluster)
+    placements = PLACEMENTS if cluster.num_nodes > 1 else PLACEMENTS[:1]
+    return [{"ulysses": d, "placement": p} for d in degrees for p in placements] or [{}]
 
 
 def loongtrain_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """The same, where there is more than one inner ring."""
-    return [
-        knobs
-        for knobs in _settings(workload, cluster)
-        if _default_inner(cluster, cluster.num_gpus // int(str(knobs["ulysses"])), str(knobs["placement"])) > 1
-    ] or [{}]
+    """The same where a ring has several inner rings; else a double ring of all ranks."""
+    found: list[Mapping[str, object]] = []
+    for d in _degrees_worth_trying(workload, cluster):
+        for placement in PLACEMENTS:
+            ring = cluster.num_gpus // d
+            if 1 < _default_inner(cluster, ring, placement) < ring:
+                found.append({"ulysses": d, "placement": placement})
+    return found or [{"ulysses": 1}]
 
 
-def _settings(workload: Workload, cluster: Cluster) -> list[dict[str, object]]:
-    best = default_degree(workload, cluster)
-    degrees = [d for d in (best, best // 2, 2 * best) if 1 < d < cluster.num_gpus and _allowed(workload, cluster, d)]
-    placements = PLACEMENTS if cluster.num_nodes > 1 else PLACEMENTS[:1]
-    return [{"ulysses": d, "placement": p} for p in placements for d in degrees] or [
-        {"ulysses": best, "placement": PLACEMENTS[0]}
-    ]
+def _degrees_worth_trying(workload: Workload, cluster: Cluster) -> list[int]:
+    """The default, twice of it, and half of it where the default leaves no ring or replicates key-value heads."""
+    best, ranks = default_degree(workload, cluster), cluster.num_gpus
+    halved = best == ranks or best > workload.num_kv_heads
+    degrees = (best, 2 * best, *([best // 2] if halved else []))
+    return [d for d in degrees if 1 < d < ranks and _allowed(workload, cluster, d)]
 
 
 def default_degree(workload: Workload, cluster: Cluster) -> int:

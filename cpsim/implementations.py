@@ -35,8 +35,8 @@ class Support:
     """Every rank holds so many equal chunks of every document (of the sequence, for dense masks); 0: no such need."""
     knobs: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Values of knobs that have fewer than ours or another default, which comes first."""
-    balanced: str = ""
-    """Layout that runs causal masks only."""
+    balanced: tuple[str, str] | None = None
+    """A knob and its value that run causal masks only."""
     whole_heads: bool = False
     """Key-value heads are not replicated, so ranks must divide them."""
 
@@ -214,10 +214,11 @@ class Implementation:
                 known = " or ".join(map(repr, values))
                 raise InfeasibleError(f"{strategy} of {self.name} has {knob} {known} only, got {knobs[knob]!r}")
         chosen = {**{knob: values[0] for knob, values in support.knobs.items()}, **knobs}
-        if support.balanced and chosen["layout"] == support.balanced and workload.mask != "causal":
+        if support.balanced and support.balanced in chosen.items() and workload.mask != "causal":
+            knob, value = support.balanced
             raise InfeasibleError(
-                f"{strategy} of {self.name} with layout {support.balanced} runs mask causal, got {workload.mask}; "
-                f"use another layout"
+                f"{strategy} of {self.name} with {knob} {value} runs mask causal, got {workload.mask}; "
+                f"use another {knob}"
             )
         return chosen
 
@@ -318,11 +319,19 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
         Implementation(
             name="yunchang",
             source="yunchang 0.6.4",
-            support={"ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True)},
+            support={
+                "ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True),
+                "usp": Support(
+                    masks=DENSE, chunks=2, knobs={"ring": ("zigzag", "basic"), "zigzag": ("document",)},
+                    balanced=("ring", "zigzag"),
+                ),
+            },
             kernels=("fa2",),
+            ring=_RING_FLASH_ATTN,  # ring/ring_flash_attn.py and ring/zigzag_ring_flash_attn.py launch the same
             ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
-            launches=_FLASH_ATTN | {"all_to_all": ("sync_all_to_all",)},
-            sweeps={"copy": ("strided", "transpose")},
+            launches=_FLASH_ATTN
+            | {"all_to_all": ("sync_all_to_all",), "merge": ("jit_merge",), "transfer": ("transfer_of_two",)},
+            sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
         ),
         Implementation(
             name="torch",
@@ -331,7 +340,7 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
                 "ring": Support(masks=DENSE, chunks=1),
                 "zigzag_ring": Support(masks=("causal",), chunks=2),
                 "allgather": Support(
-                    masks=DENSE, chunks=2, knobs={"layout": ("zigzag", "contiguous")}, balanced="zigzag"
+                    masks=DENSE, chunks=2, knobs={"layout": ("zigzag", "contiguous")}, balanced=("layout", "zigzag")
                 ),
             },
             kernels=("sdpa_flash", "cudnn"),

@@ -57,7 +57,8 @@ class Kind(IntEnum):
     GEMM = 11
     """Matrix product of a training step. ``nbytes`` 0; shapes belong to the step model."""
     ELEMENTWISE = 12
-    """Norm, activation, rotary and the like. ``nbytes`` read plus written."""
+    """Norm, activation, rotary and the like, or a strided copy of somebody's eager code. ``nbytes`` read plus
+    written."""
 
 
 ATTENTION_KINDS: Final = (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)

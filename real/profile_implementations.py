@@ -36,6 +36,7 @@ CASES = (
     ("ring-flash-attn", "fa2", "allgather", {"heads_per_gather": 2}, "causal"),
     ("ring-flash-attn", "fa2", "allgather", {}, "causal"),
     ("yunchang", "fa2", "ulysses", {}, "causal"),
+    ("yunchang", "fa2", "usp", {"ulysses": 2}, "causal"),
     ("torch", "sdpa_flash", "zigzag_ring", {}, "causal"),
     ("torch", "sdpa_flash", "allgather", {}, "causal"),
     ("torch", "sdpa_flash", "ring", {}, "full"),

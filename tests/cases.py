@@ -43,6 +43,9 @@ OTHERS = tuple(
     for knobs in {
         "torch allgather": ({}, {"layout": "contiguous"}),
         "ring-flash-attn allgather": ({}, {"heads_per_gather": 1}),
+        "yunchang usp": (
+            {"ulysses": 2}, {"ulysses": 2, "ring": "basic"}, {"ulysses": 2, "placement": "context_first"},
+        ),
     }.get(f"{code.name} {name}", ({},))
 )
 """(implementation, strategy, knobs) of other people's code."""

@@ -8,6 +8,7 @@ import torch
 
 from cpsim.scenario import scenario_from
 from cpsim.strategies import sharding
+from cpsim.strategies.grid import make_grid
 from real import attention
 from real.node import Node
 
@@ -17,7 +18,15 @@ def tokens_of(scenario, rank, size):
     lengths = scenario.workload().documents if "document" in scenario.mask_name else (scenario.num_tokens,)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     knobs = {"layout": "zigzag" if scenario.implementation == "torch" else "contiguous", **scenario.knobs}
-    if scenario.strategy == "zigzag_ring" or (scenario.strategy == "allgather" and knobs["layout"] == "zigzag"):
+    if scenario.strategy == "usp":
+        grid = make_grid(size, knobs["ulysses"], knobs.get("placement", "head_first"))
+        whole = bounds.new_tensor([0, scenario.num_tokens]).numpy()
+        shards = sharding.zigzag_shards(whole, grid.num_places)[0]
+        if knobs.get("ring") == "basic":
+            shards = sharding.contiguous(scenario.num_tokens, grid.num_places)
+        runs = sharding.split(shards, grid.num_parts)
+        ranges = runs.of(grid.place[rank] * grid.num_parts + grid.part[rank])
+    elif scenario.strategy == "zigzag_ring" or (scenario.strategy == "allgather" and knobs["layout"] == "zigzag"):
         ranges = sharding.zigzag_shards(bounds.numpy(), size)[0].of(rank)
     elif scenario.strategy == "ring":
         ranges = [(a + (b - a) * rank // size, a + (b - a) * (rank + 1) // size) for a, b in bounds.unfold(0, 2, 1)]

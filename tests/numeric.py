@@ -159,7 +159,7 @@ class Interpreter:
                 return [
                     self.summed(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)
                 ]
-            case Kind.COPY | Kind.TRANSFER | Kind.ALL_GATHER | Kind.ALL_TO_ALL:
+            case Kind.COPY | Kind.TRANSFER | Kind.ALL_GATHER | Kind.ALL_TO_ALL | Kind.ELEMENTWISE:
                 return [self.moved(self.block(k), reads) for _, k, _ in targets]
             case other:
                 raise NotImplementedError(other)

@@ -25,7 +25,7 @@ def test_schedules_are_valid_and_compute_dense_attention(code, name, knobs, pass
     count = 0
     for mask in ALL_MASKS:
         for documents in ((96,), (24, 48, 24)):
-            for num_ranks in (2, 3, 4):
+            for num_ranks in (4, 6) if name == "usp" else (2, 3, 4):
                 for heads in HEADS:
                     case = workload(mask, documents, heads)
                     try:
@@ -53,6 +53,8 @@ PROFILED = [
     (RING_FLASH_ATTN, "ring", "causal", "fwd", 1 + 1 + 1),
     (YUNCHANG, "ulysses", "causal", "fwd", 3 + 1 + 2),
     (YUNCHANG, "ulysses", "causal", "bwd", 1 + 1 + 3 * 2),
+    (YUNCHANG, "usp", "causal", "fwd", 3 + (1 + 2 + 6 + 1) + 2),
+    (YUNCHANG, "usp", "causal", "bwd", 1 + (1 + 2 + 2 * 3 + 3) + 3 * 2),
     (TORCH, "zigzag_ring", "causal", "fwd", 2 + 3 + 4 + 1 + 3 * 11 + 1),
     (TORCH, "ring", "full", "fwd", 2 + 3 + 4 + 1 + 3 * 9 + 1),
 ]
@@ -61,7 +63,8 @@ PROFILED = [
 @pytest.mark.parametrize(("code", "name", "mask", "pass_", "count"), PROFILED)
 def test_launches_are_those_that_were_profiled(code, name, mask, pass_, count):
     case = workload(mask, (4096,), num_heads=32, num_kv_heads=8, head_dim=128)
-    assert len(kernels(plan(name, case, cluster(4), pass_, {}, code), 0)) == count
+    knobs = {"ulysses": 2} if name == "usp" else {}
+    assert len(kernels(plan(name, case, cluster(4), pass_, knobs, code), 0)) == count
 
 
 @pytest.mark.parametrize("pass_", ALL_PASSES)
@@ -82,7 +85,7 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
     """Keys and values in the working type, gradients of rings in fp32, those of an all-gather in the working type."""
     case = workload("full" if knobs.get("layout") == "contiguous" else "causal", (96,), "mha")
     like = "ring" if code is TORCH else name  # its all-gather is a ring that gathers
-    ours = plan(like, case, cluster(4), pass_, {}).bytes_sent()
+    ours = plan(like, case, cluster(4), pass_, knobs if name == "usp" else {}).bytes_sent()
     sent = plan(name, case, cluster(4), pass_, knobs, code).bytes_sent()
     narrow = code is RING_FLASH_ATTN and name == "allgather" and pass_ == "bwd"
     assert sent == pytest.approx(ours * 2 / 3 if narrow else ours)
@@ -98,6 +101,8 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
             RING_FLASH_ATTN, "zigzag_ring", 2, {"mask": "causal_document", "documents": "uneven"},
             "needs document lengths divisible by 4, got 5",
         ),
+        (YUNCHANG, "usp", 4, {}, "got 2 kv_heads and degree 4; set knob ulysses"),
+        (YUNCHANG, "usp", 4, {"mask": "causal_document"}, "usp of yunchang runs masks full, causal"),
         (YUNCHANG, "ulysses", 4, {}, "does not replicate key-value heads, .* got 2 kv_heads on 4 GPUs"),
         (TORCH, "allgather", 2, {"mask": "full"}, "layout zigzag runs mask causal, got full; use another layout"),
         (TORCH, "zigzag_ring", 4, {"documents": (44,)}, "needs tokens divisible by 8, got 44"),

@@ -22,7 +22,12 @@ CASES = {
         *(("allgather", {}, mask) for mask in (*DENSE, "full_document", "causal_document")),
         ("allgather", {"heads_per_gather": 1}, "causal_document"),
     ],
-    "yunchang": [("ulysses", {}, mask) for mask in DENSE],
+    "yunchang": [
+        *(("ulysses", {}, mask) for mask in DENSE),
+        *(("usp", {"ulysses": 2, "ring": "basic"}, mask) for mask in DENSE),
+        ("usp", {"ulysses": 2}, "causal"),
+        ("usp", {"ulysses": 2, "placement": "context_first"}, "causal"),
+    ],
     "torch": [
         ("ring", {}, "full"),
         ("ring", {}, "causal"),
@@ -41,16 +46,17 @@ def scenarios(name, num_ranks):
         "kv_heads": 4 if name == "yunchang" else 2, "head_dim": 8, "dtype": "fp16", "documents": [24, 48, 24],
     }  # fmt: skip
     for strategy, knobs, mask in CASES[name]:
+        if strategy == "usp" and num_ranks < 4:
+            continue
         yield {**common, "strategy": strategy, "knobs": knobs, "mask": mask}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [(name, n) for name in CASES for n in ((2, 4) if name == "yunchang" else (2, 3))]
+)
 def test_outputs_and_gradients_are_those_of_dense_attention(name, num_ranks, tmp_path):
     if importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{name} is not installed")
-    if name == "yunchang" and num_ranks == 3:
-        pytest.skip("heads that 3 ranks divide are no other case")
     cases = tmp_path / "cases.jsonl"
     cases.write_text("".join(json.dumps(s) + "\n" for s in scenarios(name, num_ranks)), encoding="utf-8")
     paths = [str(HERE.parent), str(HERE / "fake_flash_attn"), os.environ.get("PYTHONPATH", "")]

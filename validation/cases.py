@@ -28,6 +28,11 @@ GATHER: Case = {"strategy": "allgather", "knobs": {"layout": "contiguous"}}
 GATHER_ZIGZAG: Case = {"strategy": "allgather", "knobs": {"layout": "zigzag"}}
 GATHER_DOCUMENT: Case = {"strategy": "allgather", "knobs": {"layout": "document_zigzag"}}
 GATHER_HEADS: Case = {"strategy": "allgather", "knobs": {"layout": "zigzag", "heads_per_gather": 2}}
+USP: Case = {"strategy": "usp", "knobs": {"ulysses": 2}}
+USP_SEQUENCE: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "zigzag": "sequence"}}
+USP_BASIC: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "ring": "basic"}}
+USP_CONTEXT_FIRST: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "placement": "context_first"}}
+LOONGTRAIN: Case = {"strategy": "loongtrain", "knobs": {"ulysses": 1, "inner_ring": 2}}
 EVERY = (ULYSSES, ZIGZAG, RING, GATHER_ZIGZAG, GATHER_HEADS)
 BALANCED = (ULYSSES, ZIGZAG, GATHER_ZIGZAG)
 FLAT = (ULYSSES, RING, GATHER)
@@ -88,6 +93,18 @@ def ours() -> Iterator[Case]:
     yield from each(problem(1, 8 * K, mask="full"), ({"strategy": "none"},))
     yield from each(problem(1, 16 * K, mask="causal_document", documents=drawn(1)), ({"strategy": "none"},))
     yield from each(problem(4, 2 * K, protocol="streamed"), BALANCED)
+    yield from hybrid()
+
+
+def hybrid() -> Iterator[Case]:
+    """Heads and context together on four GPUs: Ulysses groups and rings of two, and double rings."""
+    for tokens in (2, 4, 8, 16, 32):
+        yield from each(problem(4, tokens * K), (USP, LOONGTRAIN))
+    yield from each(problem(4, 8 * K, mask="full"), (USP_BASIC, LOONGTRAIN))
+    yield from each(problem(4, 8 * K, heads="32:32"), (USP,))
+    yield from each(problem(4, 2 * K, **{"pass": "fwd"}), (USP, LOONGTRAIN))
+    documents = problem(4, 8 * K, mask="causal_document", documents=lengths(4, 8 * K))
+    yield from each(documents, (USP, USP_SEQUENCE, LOONGTRAIN))
 
 
 def side_by_side() -> Iterator[Case]:
@@ -106,6 +123,11 @@ def side_by_side() -> Iterator[Case]:
     yield from each(full, (ULYSSES,), "yunchang")
     yield from each(problem(4, 1 * K, kernel="fa2"), (ZIGZAG,), "ring-flash-attn")
     yield from each(problem(4, 1 * K, kernel="fa2"), (ULYSSES,), "yunchang")
+    for tokens in (2, 8, 32):
+        for implementation in ("cpsim", "yunchang"):
+            yield from each(problem(4, tokens * K, kernel="fa2"), (USP,), implementation)
+    for implementation in ("cpsim", "yunchang"):
+        yield from each(full, (USP_BASIC,), implementation)
     for gpus, tokens in ((4, 2), (4, 8), (4, 32), (2, 4), (2, 16)):
         yield from each(problem(gpus, tokens * K, kernel="sdpa_flash"), (ZIGZAG, GATHER_ZIGZAG), "torch")
     yield from each(problem(4, 8 * K, kernel="cudnn"), (ZIGZAG, GATHER_ZIGZAG), "torch")
@@ -117,11 +139,12 @@ def emulated() -> Iterator[Case]:
     nodes = {"cluster": "h200-2x2-sockets"}
     for tokens in (2, 8, 32):
         yield from each(problem(4, tokens * K) | nodes, (ULYSSES, ZIGZAG, GATHER_ZIGZAG, GATHER_HEADS))
+        yield from each(problem(4, tokens * K) | nodes, (USP, USP_CONTEXT_FIRST, LOONGTRAIN))
     yield from each(problem(4, 8 * K, mask="full") | nodes, FLAT)
     documents = problem(4, 8 * K, mask="causal_document", documents=lengths(4, 8 * K))
     yield from each(documents | nodes, (ULYSSES, ZIGZAG, GATHER_DOCUMENT))
     yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ZIGZAG,), "ring-flash-attn")
-    yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ULYSSES,), "yunchang")
+    yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ULYSSES, USP), "yunchang")
 
 
 def everyone(asked: Case) -> Iterator[Case]:

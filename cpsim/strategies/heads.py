@@ -190,8 +190,8 @@ class HeadExchange:
             self.call()
             whole = part == parts - 1
             sides: list[Bundle] = [bundle if whole else [] for bundle in (*before, *then)]
-            after = self.copy(2 * size, sides[0], sides[1], after)
+            after = self.copy(2 * size, sides[0], sides[1], after, kind=Kind.ELEMENTWISE)
             after = self.exchange(size, sides[1], sides[2], after)
             if num_sweeps == 2:
-                after = self.copy(2 * size, sides[2], sides[3], after)
+                after = self.copy(2 * size, sides[2], sides[3], after, kind=Kind.ELEMENTWISE)
         return after

@@ -16,7 +16,7 @@ import numpy as np
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation
+from cpsim.implementations import CPSIM, Implementation, UlyssesCode
 from cpsim.masks import Ints
 from cpsim.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
@@ -53,7 +53,7 @@ def plan_usp(
     Raises:
         InfeasibleError: the degree does not divide ranks or heads, or the ranks do not divide the tokens.
     """
-    degree = _degree("usp", workload, cluster, ulysses, placement)
+    degree = ulysses_degree("usp", workload, cluster, ulysses, placement, code)
     chunks = _chunks(ring, zigzag)
     grid = make_grid(cluster.num_gpus, degree, placement)
     return _plan(workload, grid, pass_, chunks, code)
@@ -80,7 +80,7 @@ def plan_loongtrain(
     Raises:
         InfeasibleError: as of ``plan_usp``, or the inner ring does not divide the ring.
     """
-    degree = _degree("loongtrain", workload, cluster, ulysses, placement)
+    degree = ulysses_degree("loongtrain", workload, cluster, ulysses, placement)
     ring = cluster.num_gpus // degree
     inner = _default_inner(cluster, ring, placement) if inner_ring is None else inner_ring
     if type(inner) is not int or inner < 1:
@@ -129,8 +129,15 @@ def _allowed(workload: Workload, cluster: Cluster, degree: int) -> bool:
     return fits and workload.num_heads % degree == 0 and cluster.num_gpus % degree == 0
 
 
-def _degree(who: str, workload: Workload, cluster: Cluster, asked: int | None, placement: str) -> int:
-    """The Ulysses degree, if the case can be run with it."""
+def ulysses_degree(
+    who: str, workload: Workload, cluster: Cluster, asked: int | None, placement: str, code: Implementation = CPSIM
+) -> int:
+    """The Ulysses degree, checked.
+
+    Raises:
+        ScenarioError: a knob has no such value.
+        InfeasibleError: the case cannot be run with that degree.
+    """
     if placement not in PLACEMENTS:
         raise ScenarioError(f"knobs.placement: expected {' or '.join(map(repr, PLACEMENTS))}, got {placement!r}")
     if asked is not None and (type(asked) is not int or asked < 1):
@@ -142,7 +149,22 @@ def _degree(who: str, workload: Workload, cluster: Cluster, asked: int | None, p
     check_heads(who, workload, degree, "ranks of a Ulysses group")
     if tokens % ranks:
         raise InfeasibleError(f"{who} needs tokens divisible by ranks, got {tokens} tokens on {ranks} GPUs")
+    if code.ulysses is not None:
+        _check_theirs(who, code, workload, degree, ranks)
     return degree
+
+
+def _check_theirs(who: str, code: Implementation, workload: Workload, degree: int, ranks: int) -> None:
+    if workload.num_kv_heads % degree:
+        raise InfeasibleError(
+            f"{who} of {code.name} does not replicate key-value heads, so it needs them divisible by the Ulysses "
+            f"degree, got {workload.num_kv_heads} kv_heads and degree {degree}; set knob ulysses"
+        )
+    if not 1 < degree < ranks:
+        raise InfeasibleError(
+            f"{who} of {code.name} is planned for Ulysses groups and rings of 2 GPUs or more, got degree {degree} on "
+            f"{ranks} GPUs; set knob ulysses"
+        )
 
 
 def _default_inner(cluster: Cluster, ring: int, placement: str) -> int:
@@ -166,6 +188,8 @@ def _plan(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implem
     if grid.num_parts == 1:
         return plan_rings(workload, grid, pass_, chunks, code.ring)
     plan = _Hybrid(workload, grid, chunks, code)
+    if code.ulysses is not None:
+        return plan.one_by_one(pass_, code.ulysses)
     return plan.forward() if pass_ == "fwd" else plan.backward()
 
 
@@ -240,3 +264,19 @@ class _Hybrid:
         final = e.own(e.buffers(tensor, e.tokens * width), (tensor,))
         self.b.output(*final[0])
         e.copy(nbytes + e.tokens * width, returned, final, back, kind=kind)
+
+    def one_by_one(self, pass_: Pass, code: UlyssesCode) -> Schedule:
+        """Other people's code, where tensors travel one by one."""
+        e, x, ring = self.exchange, self.x, self.ring
+        ring.ready, given = e.there(pass_, code)
+        made = ("q", "kv", "out", "dout") if pass_ == "bwd" else ("q", "kv")
+        held = {t: (access[0], ring.blocks(t)) for t, access in zip(made, given, strict=True)}
+        if pass_ == "fwd":
+            out = ring.result("out", x.q_bytes, x.lse_bytes, output=False)
+            results, done = {"out": out}, ring.forward(held["q"], held["kv"], out)
+        else:
+            dq, dkv = (ring.result(t, w, output=False) for t, w in (("dq", x.q_bytes), ("dkv", x.kv_bytes)))
+            results = {"dq": dq, "dkv": dkv}
+            done = ring.backward([held["q"], held["dout"], held["out"]], held["kv"], dq, dkv)[1]
+        e.back({t: ring.shard(access) for t, access in results.items()}, done, code)
+        return self.b.build()

@@ -110,7 +110,7 @@ class Memory:
         self._check_sizes(index, kind, accesses)
         if kind in ATTENTION_KINDS:
             values = self._attend(index, [a for a, _ in reads], targets)
-        elif kind in (Kind.GEMM, Kind.ELEMENTWISE):
+        elif kind == Kind.GEMM or (kind == Kind.ELEMENTWISE and not _moves([a for a, _ in reads], targets)):
             values = [self._zeros(a) for a in targets]
         else:
             values = [self._gather(index, kind, reads, a) for a in targets]
@@ -334,6 +334,12 @@ class Memory:
     def _disjoint(self, a: _Access, b: _Access) -> bool:
         heads = max(a.heads.start, b.heads.start) < min(a.heads.stop, b.heads.stop)
         return a.tensor != b.tensor or not heads or len(self.cells.common(a.token_set, b.token_set)[0]) == 0
+
+
+def _moves(reads: list[_Access], targets: list[_Access]) -> bool:
+    """Whether all that an op writes is what it reads, in another place."""
+    sources = {a.tensor for a in reads} | {"o" for a in reads if a.tensor == "out"}
+    return {a.tensor for a in targets} <= sources
 
 
 def _width(tensor: str, workload: Workload, *, wide: bool) -> int:

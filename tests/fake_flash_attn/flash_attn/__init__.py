@@ -2,4 +2,5 @@
 
 from flash_attn.flash_attn_interface import flash_attn_func
 
+__version__ = "2.8.3"
 __all__ = ["flash_attn_func"]

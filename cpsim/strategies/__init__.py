@@ -15,7 +15,7 @@ from cpsim.errors import ScenarioError
 from cpsim.implementations import CPSIM, Implementation
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
-from cpsim.strategies.ring import plan_ring, plan_zigzag_ring, zigzag_knobs
+from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
 from cpsim.workload import Workload
@@ -40,6 +40,7 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "ulysses": Strategy(plan_ulysses, ulysses_knobs),
     "ring": Strategy(plan_ring, _no_knobs),
     "zigzag_ring": Strategy(plan_zigzag_ring, zigzag_knobs),
+    "striped_ring": Strategy(plan_striped_ring, striped_knobs),
     "allgather": Strategy(plan_allgather, allgather_knobs),
 }
 

@@ -64,7 +64,7 @@ def test_schedules_compute_dense_attention_in_any_legal_order(name, knobs, pass_
 @every_strategy
 def test_knobs_worth_trying_can_be_planned(name, knobs, pass_):
     del knobs
-    case = workload("causal_document", "uneven", "mha")
+    case = workload("causal_document", (320, 1216, 1536), "mha")
     settings = STRATEGIES[name].knobs(case, cluster(4))
     assert settings
     for chosen in settings if name != "none" else ():
@@ -108,7 +108,7 @@ def shapes(case):
 
 @pytest.mark.parametrize("num_ranks", ALL_RANKS)
 @pytest.mark.parametrize("mask", ALL_MASKS)
-@pytest.mark.parametrize("name", ["ring", "zigzag_ring"])
+@pytest.mark.parametrize("name", ["ring", "zigzag_ring", "striped_ring"])
 def test_rings_send_every_shard_to_every_rank(name, mask, num_ranks):
     """Forward (P-1)/P of K and V; backward the same and P hops of fp32 gradients."""
     case = workload(mask, "uneven", "gqa")

@@ -24,7 +24,7 @@ Knobs = Mapping[str, object]
 
 
 class Strategy(NamedTuple):
-    """A planner and the knob settings that are worth trying for a case."""
+    """A planner and the knob settings that are worth trying for a case, or the reason why none is."""
 
     plan: Callable[..., Schedule]
     knobs: Callable[[Workload, Cluster], Sequence[Knobs]]

@@ -125,7 +125,7 @@ def striped_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
     """Knob settings worth trying.
 
     Raises:
-        InfeasibleError: none; documents are so short that kernels would work for the mask's diagonal mostly.
+        InfeasibleError: none is; documents are so short that kernels would work for the mask's diagonal mostly.
     """
     num_documents = len(sharding.documents_of(workload.slices())) - 1
     share = workload.num_tokens // (num_documents * cluster.num_gpus)

@@ -44,6 +44,5 @@ def striped(mask: Slices, num_tokens: int, stride: int) -> Slices:
         shift - (apart - mask.low[:, None]) // stride,
         shift + (mask.high[:, None] - apart) // stride,
     )
-    made = Slices(*(part.ravel() for part in parts))
-    there = made.areas() > 0
-    return Slices(*(getattr(made, name)[there] for name in Slices.__slots__))
+    columns = np.stack(parts).reshape(len(parts), -1)
+    return Slices(*columns[:, Slices(*columns).areas() > 0])

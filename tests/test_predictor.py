@@ -8,6 +8,7 @@ from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
 from cpsim.prediction import Infeasible, Prediction
 from cpsim.predictor import advise, predict, predict_many
 from cpsim.scenario import Scenario
+from cpsim.strategies import STRATEGIES
 
 
 def scenario(**changes):
@@ -119,6 +120,15 @@ def test_shared_errors_do_not_blur_a_comparison():
     advice = advise(scenario(strategy=None, tokens_per_gpu=16384))
     first, second = (np.add(c.forward.draws_s, c.backward.draws_s) for c in advice.candidates[:2])
     assert np.std(first - second) < 0.85 * np.hypot(np.std(first), np.std(second))
+
+
+def test_stripes_of_short_documents_are_tried_only_where_asked_for():
+    short = {"mask": "causal_document", "documents": [128] * 128}
+    advice = advise(scenario(strategy=None, **short))
+    reasons = {i.scenario.strategy: i.reason for i in advice.infeasible}
+    assert "tokens long on average" in reasons["striped_ring"]
+    asked = advise(scenario(strategy="striped_ring", **short))
+    assert [c.scenario.strategy for c in asked.candidates] == ["striped_ring"]
 
 
 def test_on_one_gpu_there_is_nothing_to_choose():

@@ -5,7 +5,8 @@ outputs are merged by log-sum-exp in fp32. Backward: key-value shards travel aga
 follows one step behind on lanes of its own, accumulated in fp32, for P hops until it is home.
 
 Reference: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889), algorithm 1; zigzag:
-Zhu, ring-flash-attention; striped: Brandon et al. 2023 (arXiv 2311.09431), algorithm 1. Differs: merge fused in one pass, double-buffered transfers, no padding of documents.
+Zhu, ring-flash-attention; striped: Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), section 3. Differs:
+merge fused in one pass, double-buffered transfers, no padding of documents.
 Other people's rings follow from facts about their code (cpsim.implementations).
 """
 
@@ -29,7 +30,6 @@ from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Accumulation, Sizes
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
-
 
 LEAST_SHARE: Final = 64
 """Tokens of a document on a rank from which on stripes are worth trying: half a tile of a kernel, of which the causal

@@ -72,9 +72,9 @@ class Builder:
     Every ``add`` makes one op per entry of its arrays: after all others, or where ``interleave`` has kept places.
     """
 
-    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles) -> None:
+    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1) -> None:
         self.num_ranks = num_ranks
-        self.sets, self.tiles = sets, tiles
+        self.sets, self.tiles, self.stride = sets, tiles, stride
         self._num_ops = 0
         self._columns: list[tuple[Ints, int, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
         self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
@@ -201,6 +201,7 @@ class Builder:
             outputs=_pairs(self._outputs),
             sets=self.sets,
             tiles=self.tiles,
+            stride=self.stride,
         )
         for name in Schedule.__slots__:
             value = getattr(schedule, name)

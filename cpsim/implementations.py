@@ -180,6 +180,7 @@ class Implementation:
     ring: RingCode | None = None
     zigzag_documents: RingCode | None = None
     """A zigzag ring over several documents, where it is code of its own."""
+    striped: RingCode | None = None
     gathered: RingCode | None = None
     """A ring that runs as ``allgather``."""
     allgather: GatherCode | None = None
@@ -236,6 +237,11 @@ _RING_FLASH_ATTN: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_
     merge=_FUSED,
     merge_tails=(*_FUSED, Sweep("q", 0, 2), Sweep("lse", 0, 2)),  # the same, with slice_
     leave={"fwd": (_BACK,), "bwd": (_BACK, _BACK_K, _BACK_K)},
+)
+_RING_FLASH_ATTN_STRIPED: Final = replace(  # stripe_flash_attn.py
+    _RING_FLASH_ATTN,
+    enter={"fwd": (), "bwd": ()},
+    read_tails=(Sweep("lse", 0, 2),),  # softmax_lse_1, made in every such step
 )
 _TINY: Final = Sweep("lse", 0, 0)
 """A launch, or a few bytes to or from the host: index masks live on the CPU."""
@@ -306,6 +312,7 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             kernels=("fa2",),
             ring=_RING_FLASH_ATTN,
             zigzag_documents=_RING_FLASH_ATTN_VARLEN,
+            striped=_RING_FLASH_ATTN_STRIPED,
             allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
             launches=_FLASH_ATTN
             | {

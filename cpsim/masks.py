@@ -164,15 +164,16 @@ def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
 
 
 @njit(cache=True)
-def _restrict_one(mask, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
+def _restrict_one(mask, reach, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
     """Append the non-empty intersections of one product; past the end of ``rows`` they are only counted."""
     if len(q_ranges) == 0 or len(k_ranges) == 0:
         return count
     q_from = k_from = 0
-    for row in range(len(mask)):
+    first_q, first_k, last_k = q_ranges[0, 0], k_ranges[0, 0], k_ranges[-1, 1]
+    for row in range(np.searchsorted(reach, first_q, side="right"), len(mask)):
         if mask[row, 0] >= q_ranges[-1, 1]:
             break
-        if mask[row, 1] <= q_ranges[q_from, 0]:
+        if mask[row, 2] >= last_k or mask[row, 3] <= first_k or mask[row, 1] <= q_ranges[q_from, 0]:
             continue
         while q_from < len(q_ranges) - 1 and q_ranges[q_from, 1] <= mask[row, 0]:
             q_from += 1
@@ -181,8 +182,9 @@ def _restrict_one(mask, q_ranges, k_ranges, rows, areas, count):  # type: ignore
         while k_from < len(k_ranges) - 1 and k_ranges[k_from, 1] <= mask[row, 2]:
             k_from += 1
         low, high = mask[row, 4], mask[row, 5]
+        seen_from = max(k_ranges[k_from, 0], mask[row, 2]) - high
         for q_at in range(q_from, len(q_ranges)):
-            q0, q1 = max(q_ranges[q_at, 0], mask[row, 0]), min(q_ranges[q_at, 1], mask[row, 1])
+            q0, q1 = max(q_ranges[q_at, 0], mask[row, 0], seen_from), min(q_ranges[q_at, 1], mask[row, 1])
             if q_ranges[q_at, 0] >= mask[row, 1]:
                 break
             for k_at in range(k_from, len(k_ranges)):
@@ -200,13 +202,13 @@ def _restrict_one(mask, q_ranges, k_ranges, rows, areas, count):  # type: ignore
 
 
 @njit(cache=True)
-def _restrict(mask, q_start, q_ranges, k_start, k_ranges, pair_q, pair_k, start, rows, areas):  # type: ignore[no-untyped-def]
+def _restrict(mask, reach, q_start, q_ranges, k_start, k_ranges, pair_q, pair_k, start, rows, areas):  # type: ignore[no-untyped-def]
     """Fill ``start``, ``rows`` and ``areas`` as far as they reach; returns the number of rows wanted."""
     count = 0
     for pair in range(len(pair_q)):
         q, k = pair_q[pair], pair_k[pair]
         queries, keys = q_ranges[q_start[q] : q_start[q + 1]], k_ranges[k_start[k] : k_start[k + 1]]
-        count = _restrict_one(mask, queries, keys, rows, areas, count)
+        count = _restrict_one(mask, reach, queries, keys, rows, areas, count)
         start[pair + 1] = count
     return count
 
@@ -247,10 +249,12 @@ def restrict(
     Returns:
         ``start int64[N + 1]``, ``rows int32[M, 5]`` of (mask row, q_start, q_end, k_start, k_end) and
         ``areas int64[M]``, all positive; product i has rows ``start[i]:start[i + 1]``, ordered by mask row. The
-        band of a row is that of its mask row; its key range is cut to what the band admits.
+        band of a row is that of its mask row; its key range is cut to what the band admits, and its query range
+        begins with the first query that the band lets see the first key.
     """
     table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
-    products = (table, q_sets.start, q_sets.ranges, k_sets.start, k_sets.ranges, pair_q, pair_k)
+    reach = np.maximum.accumulate(mask.q_end)  # where it is low, no row so far has later queries
+    products = (table, reach, q_sets.start, q_sets.ranges, k_sets.start, k_sets.ranges, pair_q, pair_k)
     start = np.zeros(len(pair_q) + 1, np.int64)
     # A guess that is nearly always enough: memory that is not written costs nothing.
     count = int(np.diff(q_sets.start)[pair_q].sum() + np.diff(k_sets.start)[pair_k].sum() + 4 * len(pair_q) + len(mask))

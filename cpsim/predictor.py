@@ -143,9 +143,8 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
     if scenario.strategy is not None:
         names = [scenario.strategy]
     case = _look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
-    tries = [(name, knobs) for name in names for knobs in _knobs(name, case)]
+    tries, infeasible = _tries(names, case, asked=scenario.strategy is not None)
     found: list[tuple[Prediction, Prediction]] = []
-    infeasible: list[Infeasible] = []
     for done, (name, knobs) in enumerate(tries, 1):
         asked = case.scenario.model_copy(update={"strategy": name, "knobs": dict(knobs)})
         try:
@@ -165,6 +164,20 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
         infeasible=tuple(infeasible),
         notes=tuple(notes),
     )
+
+
+def _tries(names: Sequence[str], case: _Case, asked: bool) -> tuple[list[tuple[str, Knobs]], list[Infeasible]]:
+    """Strategies with the knobs to try, and those that are not worth trying unless the user asked for them."""
+    tries: list[tuple[str, Knobs]] = []
+    left_out: list[Infeasible] = []
+    for name in names:
+        try:
+            tries += [(name, knobs) for knobs in _knobs(name, case)]
+        except InfeasibleError as reason:
+            scenario = case.scenario.model_copy(update={"strategy": name})
+            tries += [(name, {})] * asked
+            left_out += [Infeasible(scenario=scenario, reason=str(reason))] * (not asked)
+    return tries, left_out
 
 
 def _knobs(name: str, case: _Case) -> Sequence[Knobs]:

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.masks import Ints, RangeSets
+from cpsim.stripes import striped_tokens
 from cpsim.tiles import Tiles
 
 Int32 = NDArray[np.int32]
@@ -151,6 +152,8 @@ class Schedule:
     sets: RangeSets
     """Token sets that blocks and tiles refer to; a buffer stores a set's ranges in ascending order."""
     tiles: Tiles
+    stride: int = 1
+    """Sets and tiles count positions in the order of this stride, see ``cpsim.stripes``; 1: they count tokens."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -159,12 +162,33 @@ class Schedule:
         """Ranks of one op, source first."""
         return [int(r) for r in self.lane_rank[self.lane_start[index] : self.lane_start[index + 1]]]
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sets."""
+        return int(self.sets.ranges.max(initial=0))
+
+    def tokens(self, positions: Ints) -> Ints:
+        """Tokens at the positions that sets and tiles count."""
+        return positions if self.stride == 1 else striped_tokens(positions, self.num_tokens, self.stride)
+
+    def range_text(self, first: int, end: int) -> str:
+        """A range of positions in words: tokens ``first:end``, or ``first:end:stride`` of one stripe."""
+        if self.stride == 1 or first >= end:
+            return f"{first}:{end}"
+        a, b = self.tokens(np.array([first, end - 1])).tolist()
+        one_stripe = b - a == (end - 1 - first) * self.stride
+        return f"{a}:{b + 1}:{self.stride}" if one_stripe else f"positions {first}:{end}"
+
+    def set_text(self, token_set: int) -> str:
+        """A token set in words."""
+        ranges = self.sets.of(token_set)
+        return "+".join(self.range_text(*r) for r in ranges[:3].tolist()) + ("+.." if len(ranges) > 3 else "")
+
     def block_text(self, block: int) -> str:
         """A block in words: tensor, token ranges, heads."""
-        ranges = self.sets.of(int(self.block_set[block]))
-        shown = "+".join(f"{a}:{b}" for a, b in ranges[:3].tolist()) + ("+.." if len(ranges) > 3 else "")
         first, count = self.block_heads[block].tolist()
-        return f"{self.block_tensors[self.block_tensor[block]]}[{shown}]h{first}:{first + count}"
+        tokens = self.set_text(int(self.block_set[block]))
+        return f"{self.block_tensors[self.block_tensor[block]]}[{tokens}]h{first}:{first + count}"
 
     def op(self, index: int) -> Op:
         """One op with everything spelled out."""

@@ -47,15 +47,17 @@ class Workload:
         """Bytes of one element of Q, K, V or O."""
         return BYTES_PER_ELEMENT[self.dtype]
 
-    def slices(self) -> Slices:
-        """The mask as slices.
+    def slices(self, stride: int = 1) -> Slices:
+        """The mask as slices of tokens, or of positions in the order of a stride; see ``cpsim.stripes``.
 
         Raises:
             ScenarioError: the mask is unknown.
         """
         from cpsim.masks import mask_slices  # numba: 0.3 s that reading a scenario need not pay
+        from cpsim.stripes import striped
 
-        return mask_slices(self.mask, self.documents)
+        mask = mask_slices(self.mask, self.documents)
+        return mask if stride == 1 else striped(mask, self.num_tokens, stride)
 
     def area(self) -> int:
         """Unmasked (query, key) pairs of one head, exact."""

@@ -24,7 +24,7 @@ from real.node import Node
 WORST = 3e-2
 CASES = (
     ("none", {}), ("ring", {}), ("zigzag_ring", {"zigzag": "document"}), ("zigzag_ring", {"zigzag": "sequence"}),
-    ("ulysses", {}), ("ulysses", {"head_groups": 2}), ("allgather", {"layout": "contiguous"}),
+    ("striped_ring", {}), ("ulysses", {}), ("ulysses", {"head_groups": 2}), ("allgather", {"layout": "contiguous"}),
     ("allgather", {"layout": "zigzag", "heads_per_gather": 1}), ("allgather", {"layout": "document_zigzag"}),
 )  # fmt: skip
 MASKS = (("causal", None), ("full", None), ("causal_document", (700, 36, 1312)), ("full_document", (700, 36, 1312)))

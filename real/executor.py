@@ -91,8 +91,8 @@ class Executor:
         for buffer, block in s.inputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
-            tensor, tokens, head, count = self.places.block(block)
-            held = given[tensor][torch.from_numpy(tokens)][:, head : head + count]
+            tensor, rows, head, count = self.places.block(block)
+            held = given[tensor][torch.from_numpy(s.tokens(rows))][:, head : head + count]
             for i, plane in enumerate(PLANES[tensor]):
                 (part,) = self.places.inputs[buffer].parts(plane)
                 self.view(part).copy_(held[..., i * dim : (i + 1) * dim])
@@ -105,14 +105,14 @@ class Executor:
         for buffer, block in self.schedule.inputs.tolist():
             if self.schedule.buffer_rank[buffer] != self.node.rank:
                 continue
-            tensor, tokens, *_ = self.places.block(block)
+            tensor, rows, *_ = self.places.block(block)
             for plane in PLANES[tensor]:
                 for part in self.places.inputs[buffer].parts(plane):
                     view = self.view(part)
                     view.copy_(torch.randn(view.shape, generator=random, device=view.device, dtype=view.dtype))
             if tensor == "out":
                 # scores of normal queries and keys are normal, too: the mean of exp(score) is exp(1 / 2)
-                expected = np.log(np.maximum(_visible(self.workload)[tokens], 1)) + 0.5
+                expected = np.log(np.maximum(_visible(self.workload)[self.schedule.tokens(rows)], 1)) + 0.5
                 self.lse[buffer].copy_(torch.from_numpy(expected))
 
     def results(self) -> Iterator[tuple[str, Ints, slice, Tensor]]:
@@ -121,11 +121,11 @@ class Executor:
         for buffer, block in s.outputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
-            tensor, tokens, head, count = self.places.block(block)
+            tensor, rows, head, count = self.places.block(block)
             planes = [self.view(p) for plane in PLANES[tensor] for p in self.places.layouts[buffer].parts(plane)]
             if tensor == "out":
                 planes.append(self.lse[buffer].T[..., None].to(planes[0].dtype))
-            yield tensor, tokens, slice(head, head + count), torch.cat(planes, dim=2)
+            yield tensor, s.tokens(rows), slice(head, head + count), torch.cat(planes, dim=2)
 
     def view(self, part: Part, rows: slice | None = None, heads: tuple[int, int] | None = None) -> Tensor:
         """[T, H, D] of a part, or of some of its rows and (first head, heads)."""

@@ -131,7 +131,8 @@ class Lowering:
     def _call(self, op: Op, queries: Access, keys: Access) -> tuple[attention.Call, Ints, slice]:
         """The kernel call, the tokens of its query rows and the rows of the keys' part that it reads.
 
-        Rows between two sequences that the call must skip become sequences without keys, or without queries.
+        Rows between two sequences that the call must skip become sequences without keys, or without queries. Queries
+        ahead of a causal sequence of as many queries as keys join it: aligned to the bottom right, they see no key.
         """
         tile = int(self.s.tile[op.index])
         sequences = sequences_of(self.s, tile)
@@ -143,16 +144,16 @@ class Lowering:
             at_k = np.cumsum(lengths) - lengths
         else:
             at_k = np.searchsorted(held, [q.keys[0] for q in sequences])
+        causal = any(q.causal for q in sequences)
         q_lens, k_lens, q_end, k_end = [], [], int(at_q[0]), int(at_k[0])
         for q, start_q, start_k in zip(sequences, at_q.tolist(), at_k.tolist(), strict=True):
-            for skipped_q, skipped_k in ((start_q - q_end, 0), (0, start_k - k_end)):
-                if skipped_q or skipped_k:
-                    q_lens.append(skipped_q)
-                    k_lens.append(skipped_k)
-            q_lens.append(len(q.queries))
-            k_lens.append(len(q.keys))
-            q_end, k_end = start_q + len(q.queries), start_k + len(q.keys)
-        causal = any(q.causal for q in sequences)
+            skipped_q, num_q, num_k = start_q - q_end, len(q.queries), len(q.keys)
+            joins = skipped_q if causal and num_q == num_k else 0
+            for more_q, more_k in ((skipped_q - joins, 0), (0, start_k - k_end), (joins + num_q, num_k)):
+                if more_q or more_k:
+                    q_lens.append(more_q)
+                    k_lens.append(more_k)
+            q_end, k_end = start_q + num_q, start_k + num_k
         call = attention.prepare(q_lens, k_lens, causal=causal, device=self.device)
         (part,) = queries.layout.parts("q")
         return call, part.tokens[int(at_q[0]) : q_end], slice(int(at_k[0]), k_end)

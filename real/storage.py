@@ -8,7 +8,8 @@ reads or writes a buffer decides about its chunks:
 * an attention kernel needs the keys in the order of its sequences, some of them twice where sequences overlap;
 * everything else takes one chunk with ascending tokens.
 
-Accumulators of partial results are wide (fp32, or the working type where that is wider).
+Accumulators of partial results are wide (fp32, or the working type where that is wider). Tokens are positions in the
+order that the schedule counts in.
 """
 
 from __future__ import annotations

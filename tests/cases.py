@@ -12,6 +12,7 @@ ALL_KNOBS = {
     "none": ({},),
     "ring": ({},),
     "zigzag_ring": ({"zigzag": "document"}, {"zigzag": "sequence"}),
+    "striped_ring": ({},),
     "ulysses": ({}, {"head_groups": 2}),
     "allgather": (
         {},

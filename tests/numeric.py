@@ -85,10 +85,10 @@ def any_order(schedule, seed):
 
 
 class Interpreter:
-    """Buffers hold ``{tensor: (tokens, first head, array [tokens, heads, width])}``."""
+    """Buffers hold ``{tensor: (tokens, first head, array [tokens, heads, width])}``; tokens in the schedule's order."""
 
     def __init__(self, schedule, workload, given):
-        self.s, self.mask = schedule, workload.slices()
+        self.s, self.mask = schedule, workload.slices(schedule.stride)
         self.memory = [{} for _ in schedule.buffer_rank]
         self.outputs = set(schedule.outputs[:, 0].tolist())
         self.widths = {name: array.shape[2] for name, array in given.items()}
@@ -98,7 +98,7 @@ class Interpreter:
             self.memory[buffer][tensor] = tokens, heads.start, empty
         for buffer, block in schedule.inputs.tolist():
             tensor, tokens, heads = self.block(block)
-            self.memory[buffer][tensor] = tokens, heads.start, given[tensor][tokens, heads]
+            self.memory[buffer][tensor] = tokens, heads.start, given[tensor][schedule.tokens(tokens), heads]
 
     def block(self, block):
         ranges = self.s.sets.of(int(self.s.block_set[block])).tolist()
@@ -240,4 +240,5 @@ def check(schedule, workload, order, seed=0):
     """Assert that the outputs of the schedule are those of dense attention."""
     given = tensors(workload, seed)
     for text, tensor, tokens, heads, array in Interpreter(schedule, workload, given).run(order):
-        np.testing.assert_allclose(array, given[tensor][tokens, heads], rtol=1e-10, atol=1e-10, err_msg=text)
+        wanted = given[tensor][schedule.tokens(tokens), heads]
+        np.testing.assert_allclose(array, wanted, rtol=1e-10, atol=1e-10, err_msg=text)

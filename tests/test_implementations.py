@@ -46,9 +46,12 @@ def kernels(schedule, rank):
 
 
 # Launches of one iteration on rank 0 of 4 GPUs, as the profiler shows them: attention as one, communication aside.
+# Striped: profiled on CPUs, where it runs the operators of zigzag and cuts its log-sum-exp in three steps, not once.
 PROFILED = [
     (RING_FLASH_ATTN, "zigzag_ring", "causal", "fwd", 1 + 4 + 3 * 6 + 1),
     (RING_FLASH_ATTN, "zigzag_ring", "causal", "bwd", 1 + 4 + 4 * 3 + 3),
+    (RING_FLASH_ATTN, "striped_ring", "causal", "fwd", 1 + 4 + 3 * 6 + 1),
+    (RING_FLASH_ATTN, "striped_ring", "causal", "bwd", 3 + 4 + 4 * 3 + 3),
     (RING_FLASH_ATTN, "ring", "full", "fwd", 1 + 4 + 3 * 4 + 1),
     (RING_FLASH_ATTN, "ring", "causal", "fwd", 1 + 1 + 1),
     (YUNCHANG, "ulysses", "causal", "fwd", 3 + 1 + 2),
@@ -65,6 +68,13 @@ def test_launches_are_those_that_were_profiled(code, name, mask, pass_, count):
     case = workload(mask, (4096,), num_heads=32, num_kv_heads=8, head_dim=128)
     knobs = {"ulysses": 2} if name == "usp" else {}
     assert len(kernels(plan(name, case, cluster(4), pass_, knobs, code), 0)) == count
+
+
+def test_a_striped_ring_of_others_cuts_its_log_sum_exp_in_every_step_with_later_keys():
+    case = workload("causal", (4096,))
+    schedule = plan("striped_ring", case, cluster(4), "bwd", {}, RING_FLASH_ATTN)
+    copies = [kernels(schedule, rank).count(Kind.COPY) for rank in range(4)]
+    assert copies == [3 + 3, 3 + 2, 3 + 1, 3]
 
 
 @pytest.mark.parametrize("pass_", ALL_PASSES)
@@ -101,6 +111,9 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
             RING_FLASH_ATTN, "zigzag_ring", 2, {"mask": "causal_document", "documents": "uneven"},
             "needs document lengths divisible by 4, got 5",
         ),
+        (RING_FLASH_ATTN, "striped_ring", 2, {"mask": "causal_document"}, "runs masks causal, got causal_document"),
+        (RING_FLASH_ATTN, "striped_ring", 4, {"documents": (46,)}, "needs tokens divisible by 4, got 46"),
+        (TORCH, "striped_ring", 2, {}, "torch has no striped_ring"),
         (YUNCHANG, "usp", 4, {}, "got 2 kv_heads and degree 4; set knob ulysses"),
         (YUNCHANG, "usp", 4, {"mask": "causal_document"}, "usp of yunchang runs masks full, causal"),
         (YUNCHANG, "ulysses", 4, {}, "does not replicate key-value heads, .* got 2 kv_heads on 4 GPUs"),

@@ -12,19 +12,20 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 CORE = {"errors", "units", "files"}
-CASE = {"masks", "documents", "workload", "cluster", "scenario"}
+CASE = {"masks", "stripes", "documents", "workload", "cluster", "scenario"}
 PLAN = {"tiles", "schedule"}
 ALLOWED = {
     "errors": set(),
     "units": set(),
     "files": {"errors"},
     "masks": CORE,
+    "stripes": {"masks"},
     "documents": CORE,
     "cluster": CORE,
-    "workload": CORE | {"masks"},
+    "workload": CORE | {"masks", "stripes"},
     "scenario": CORE | {"masks", "documents", "workload", "cluster"},
     "tiles": {"masks"},
-    "schedule": {"masks", "tiles", "errors"},
+    "schedule": {"masks", "stripes", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
     "implementations": CORE | {"masks", "workload", "schedule"},
     "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations"},

@@ -122,6 +122,15 @@ def test_shared_errors_do_not_blur_a_comparison():
     assert np.std(first - second) < 0.85 * np.hypot(np.std(first), np.std(second))
 
 
+def test_stripes_of_short_documents_are_tried_only_where_asked_for():
+    short = {"mask": "causal_document", "documents": [128] * 128}
+    advice = advise(scenario(strategy=None, **short))
+    reasons = {i.scenario.strategy: i.reason for i in advice.infeasible}
+    assert "tokens long on average" in reasons["striped_ring"]
+    asked = advise(scenario(strategy="striped_ring", **short))
+    assert [c.scenario.strategy for c in asked.candidates] == ["striped_ring"]
+
+
 def test_on_one_gpu_there_is_nothing_to_choose():
     advice = advise(scenario(strategy=None, gpus=1))
     assert [c.scenario.strategy for c in advice.candidates] == ["none"]

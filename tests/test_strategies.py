@@ -18,6 +18,7 @@ from cases import (
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.schedule import ATTENTION_KINDS, Kind
 from cpsim.strategies import STRATEGIES, plan
+from cpsim.tiles import sequences
 from cpsim.validation import validate
 
 IDS = [f"{name}-{'-'.join(map(str, knobs.values()))}" for name, knobs in ALL_STRATEGIES]
@@ -64,7 +65,7 @@ def test_schedules_compute_dense_attention_in_any_legal_order(name, knobs, pass_
 @every_strategy
 def test_knobs_worth_trying_can_be_planned(name, knobs, pass_):
     del knobs
-    case = workload("causal_document", "uneven", "mha")
+    case = workload("causal_document", (320, 1216, 1536), "mha")
     settings = STRATEGIES[name].knobs(case, cluster(4))
     assert settings
     for chosen in settings if name != "none" else ():
@@ -108,7 +109,7 @@ def shapes(case):
 
 @pytest.mark.parametrize("num_ranks", ALL_RANKS)
 @pytest.mark.parametrize("mask", ALL_MASKS)
-@pytest.mark.parametrize("name", ["ring", "zigzag_ring"])
+@pytest.mark.parametrize("name", ["ring", "zigzag_ring", "striped_ring"])
 def test_rings_send_every_shard_to_every_rank(name, mask, num_ranks):
     """Forward (P-1)/P of K and V; backward the same and P hops of fp32 gradients."""
     case = workload(mask, "uneven", "gqa")
@@ -184,12 +185,41 @@ def test_ulysses_is_balanced():
 
 @pytest.mark.parametrize("num_ranks", ALL_RANKS)
 def test_zigzag_kernels_of_a_dense_causal_step_are_one_plain_sequence(num_ranks):
-    from cpsim.tiles import sequences
-
     schedule = plan("zigzag_ring", workload("causal", (num_ranks * 2 * 64,)), cluster(num_ranks), "fwd", {})
     found = sequences(schedule.tiles)
     assert found.regular.all()
     assert np.diff(found.start)[1:].tolist() == [1] * num_ranks**2
+
+
+@pytest.mark.parametrize("num_ranks", ALL_RANKS)
+def test_striped_kernels_are_one_causal_triangle_that_loses_its_diagonal_where_keys_are_later(num_ranks):
+    schedule = plan("striped_ring", workload("causal", (num_ranks * 64,)), cluster(num_ranks), "fwd", {})
+    found = sequences(schedule.tiles)
+    step, rank = np.divmod(np.arange(num_ranks**2), num_ranks)
+    expected = np.where((rank - step) % num_ranks <= rank, 64, 63).tolist()
+    assert (found.q_len.tolist(), found.k_len.tolist()) == (expected, expected)
+    assert found.causal.all()
+    assert found.regular.all()
+
+
+@pytest.mark.parametrize("num_ranks", ALL_RANKS)
+def test_striped_documents_are_triangles_of_their_own(num_ranks):
+    lengths = tuple(np.random.default_rng(num_ranks).integers(1, 90, 30).tolist())
+    schedule = plan("striped_ring", workload("causal_document", lengths), cluster(num_ranks), "fwd", {})
+    found = sequences(schedule.tiles)
+    assert (found.q_len == found.k_len).all()
+    assert (found.area == found.q_len * (found.q_len + 1) // 2).all()
+    assert found.regular.all()
+    longest = np.diff(found.start)[1:].max()
+    assert longest <= len(lengths)
+
+
+@pytest.mark.parametrize("lengths", [(8 * 500,), (8 * 500 - 3,), (1234, 77, 2500, 189)])
+def test_a_striped_ring_is_balanced_in_every_step_over_any_documents(lengths):
+    schedule = plan("striped_ring", workload("causal_document", lengths), cluster(8), "fwd", {})
+    area = schedule.tiles.area[1:].reshape(8, 8)
+    assert np.ptp(area, axis=1).max() <= 500 + 100
+    assert area.max() / area.mean() < 1.01
 
 
 # Infeasible cases and knobs

@@ -60,6 +60,17 @@ def test_sequences_keep_queries_and_area(mask, sets):
     ]
 
 
+@settings(max_examples=200, deadline=None)
+@given(masks(), range_sets())
+def test_query_ranges_begin_where_the_first_key_is_seen(mask, sets):
+    tiles = make_tiles(mask, sets, np.arange(len(sets)), np.arange(len(sets)))
+    for i in range(len(sets)):
+        keys = np.flatnonzero(tokens_of(sets.of(i), 24))
+        for row, q0, *_ in tiles.rows[tiles.start[i + 1] : tiles.start[i + 2]].tolist():
+            first = keys[keys >= mask.k_start[row]][0]
+            assert first - q0 <= mask.high[row]
+
+
 def test_a_zigzag_ring_step_is_one_sequence_and_an_all_gathered_zigzag_two():
     mask = mask_slices("causal", [32])
     chunks = sharding.zigzag(32, 2)

@@ -38,7 +38,9 @@ def test_the_set_is_varied():
     assert {s.gpus for s in found} == {1, 2, 4}
     assert {s.mask_name for s in found} == {"full", "causal", "full_document", "causal_document"}
     assert {s.implementation for s in found} == {"cpsim", "ring-flash-attn", "yunchang", "torch"}
-    assert {s.strategy for s in found} == {"none", "ulysses", "ring", "zigzag_ring", "allgather", "usp", "loongtrain"}
+    assert {s.strategy for s in found} == {
+        "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain"
+    }  # fmt: skip
     assert {s.num_tokens // s.gpus for s in found} >= {1024 * 2**i for i in range(7)}
     choices = Counter(group_key(s) for s in found)
     assert sum(count >= 2 for count in choices.values()) >= 30

@@ -3,7 +3,7 @@
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 7 and 1 minutes:
+What it takes to run them, about 8 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
@@ -24,6 +24,7 @@ ULYSSES: Case = {"strategy": "ulysses"}
 RING: Case = {"strategy": "ring"}
 ZIGZAG: Case = {"strategy": "zigzag_ring", "knobs": {"zigzag": "document"}}
 ZIGZAG_SEQUENCE: Case = {"strategy": "zigzag_ring", "knobs": {"zigzag": "sequence"}}
+STRIPED: Case = {"strategy": "striped_ring"}
 GATHER: Case = {"strategy": "allgather", "knobs": {"layout": "contiguous"}}
 GATHER_ZIGZAG: Case = {"strategy": "allgather", "knobs": {"layout": "zigzag"}}
 GATHER_DOCUMENT: Case = {"strategy": "allgather", "knobs": {"layout": "document_zigzag"}}
@@ -93,6 +94,9 @@ def ours() -> Iterator[Case]:
     yield from each(problem(1, 8 * K, mask="full"), ({"strategy": "none"},))
     yield from each(problem(1, 16 * K, mask="causal_document", documents=drawn(1)), ({"strategy": "none"},))
     yield from each(problem(4, 2 * K, protocol="streamed"), BALANCED)
+    for gpus, tokens in ((4, 2), (4, 4), (4, 8), (4, 16), (4, 32), (2, 4), (2, 16)):
+        yield from each(problem(gpus, tokens * K), (STRIPED,))
+    yield from each(problem(4, 8 * K, mask="causal_document", documents=lengths(4, 8 * K)), (STRIPED,))
     yield from hybrid()
 
 
@@ -130,6 +134,9 @@ def side_by_side() -> Iterator[Case]:
         yield from each(full, (USP_BASIC,), implementation)
     for gpus, tokens in ((4, 2), (4, 8), (4, 32), (2, 4), (2, 16)):
         yield from each(problem(gpus, tokens * K, kernel="sdpa_flash"), (ZIGZAG, GATHER_ZIGZAG), "torch")
+    for gpus, tokens in ((4, 2), (4, 8), (4, 32), (2, 4), (2, 16)):
+        for who in ("cpsim", "ring-flash-attn"):
+            yield from each(problem(gpus, tokens * K, kernel="fa2"), (STRIPED,), who)
     yield from each(problem(4, 8 * K, kernel="cudnn"), (ZIGZAG, GATHER_ZIGZAG), "torch")
     yield from each(problem(4, 8 * K, kernel="cudnn", mask="full"), (RING,), "torch")
 

@@ -15,7 +15,7 @@ from cpsim.errors import ScenarioError
 from cpsim.implementations import CPSIM, Implementation
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
-from cpsim.strategies.ring import plan_ring, plan_zigzag_ring, zigzag_knobs
+from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
 from cpsim.strategies.usp import loongtrain_knobs, plan_loongtrain, plan_usp, usp_knobs
@@ -25,7 +25,7 @@ Knobs = Mapping[str, object]
 
 
 class Strategy(NamedTuple):
-    """A planner and the knob settings that are worth trying for a case."""
+    """A planner and the knob settings that are worth trying for a case, or the reason why none is."""
 
     plan: Callable[..., Schedule]
     knobs: Callable[[Workload, Cluster], Sequence[Knobs]]
@@ -41,6 +41,7 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "ulysses": Strategy(plan_ulysses, ulysses_knobs),
     "ring": Strategy(plan_ring, _no_knobs),
     "zigzag_ring": Strategy(plan_zigzag_ring, zigzag_knobs),
+    "striped_ring": Strategy(plan_striped_ring, striped_knobs),
     "allgather": Strategy(plan_allgather, allgather_knobs),
     "usp": Strategy(plan_usp, usp_knobs),
     "loongtrain": Strategy(plan_loongtrain, loongtrain_knobs),

@@ -5,7 +5,8 @@ outputs are merged by log-sum-exp in fp32. Backward: key-value shards travel aga
 follows one step behind on lanes of its own, accumulated in fp32, for P hops until it is home.
 
 Reference: Liu et al. 2023, "Ring Attention with Blockwise Transformers" (arXiv 2310.01889), algorithm 1; zigzag:
-Zhu, ring-flash-attention. Differs: merge fused in one pass, double-buffered transfers, no padding of documents.
+Zhu, ring-flash-attention; striped: Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), section 3. Differs:
+merge fused in one pass, double-buffered transfers, no padding of documents.
 Other people's rings follow from facts about their code (cpsim.implementations).
 """
 
@@ -14,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.builder import Builder
 from cpsim.cluster import Cluster
-from cpsim.errors import ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, Implementation, RingCode
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import Pass, Schedule
@@ -31,13 +33,17 @@ from cpsim.strategies.ring_steps import Steps
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
+LEAST_SHARE: Final = 64
+"""Tokens of a document on a rank from which on stripes are worth trying: half a tile of a kernel, of which the causal
+mask leaves another half."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
     """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, ranks]``."""
 
     sets: RangeSets
-    """Shards (sets 0 to P-1), and under zigzag their heads (P to 2P-1) and tails (2P to 3P-1)."""
+    """Shards (sets 0 to P-1), under zigzag their heads (P to 2P-1), and under zigzag and stripes their tails (last)."""
     scattered: bool
     """Heads or tails are scattered over a shard and have to be packed for a kernel call."""
     tails: NDArray[np.bool_]
@@ -48,11 +54,14 @@ class Cut:
     key_set: Ints
     tiles: Tiles
     """Tile 1 + step * P + rank."""
+    stride: int = 1
+    """Of the order in which sets and tiles count."""
 
 
 @lru_cache(maxsize=2)
 def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = None) -> Cut:
-    """Shard all tokens, or all ``documents``, ``contiguous``-ly, or zigzag by ``document`` or packed ``sequence``.
+    """Shard all tokens, or all ``documents``, ``contiguous``-ly, ``striped``, or zigzag by ``document`` or packed
+    ``sequence``.
 
     Args:
         workload: the case.
@@ -60,22 +69,24 @@ def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = Non
         chunks: one of the names above.
         inner: ranks of an inner ring, see ``make_grid``.
     """
-    mask = workload.slices()
+    mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
     source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
-    halves = chunks in ("document", "sequence") and sharding.is_causal(mask)
+    parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
     bounds = np.array([0, workload.num_tokens])
-    if chunks == "contiguous":
+    if chunks == "striped":
+        mask, sets = workload.slices(stride), sharding.stack(*sharding.striped_shards(workload.num_tokens, num_ranks))
+    elif chunks == "contiguous":
         sets = sharding.contiguous(workload.num_tokens, num_ranks)
     elif chunks == "documents":
         sets = sharding.document_contiguous(sharding.documents_of(mask), num_ranks)
     else:
         bounds = sharding.documents_of(mask) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
-    later, earlier = (source > ranks) & halves, (source < ranks) & halves
-    query_set = np.where(later, 2 * num_ranks + ranks, ranks)
+    later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
+    query_set = np.where(later, len(sets) - num_ranks + ranks, ranks)
     key_set = np.where(earlier, num_ranks + source, source)
     tiles = make_tiles(mask, sets, query_set, key_set)
-    return Cut(sets, len(bounds) > 2, later, earlier, query_set, key_set, tiles)
+    return Cut(sets, len(bounds) > 2, later, earlier, query_set, key_set, tiles, stride)
 
 
 def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
@@ -105,6 +116,31 @@ def plan_zigzag_ring(
     return plan_cut(workload, cluster, pass_, zigzag, ring)
 
 
+def plan_striped_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
+    """Ring attention on stripes: rank r holds tokens r, r + P, r + 2P and so on, whatever the documents.
+
+    Under a causal mask every step is a causal triangle: whole where the keys are of an earlier rank or one's own,
+    without its diagonal where they are of a later one, whose first key the first query does not see.
+    """
+    return plan_cut(workload, cluster, pass_, "striped", code.striped)
+
+
+def striped_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
+    """Knob settings worth trying.
+
+    Raises:
+        InfeasibleError: none is; documents are so short that kernels would work for the mask's diagonal mostly.
+    """
+    num_documents = len(sharding.documents_of(workload.slices())) - 1
+    share = workload.num_tokens // (num_documents * cluster.num_gpus)
+    if share < LEAST_SHARE and num_documents > 1:
+        raise InfeasibleError(
+            f"not tried: stripes of {num_documents} documents are {share} tokens long on average, "
+            f"worth it from {LEAST_SHARE} on; name strategy striped_ring to predict it"
+        )
+    return ({},)
+
+
 def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, code: RingCode | None) -> Schedule:
     """One ring of all ranks on shards that are cut as ``cut`` says."""
     return plan_rings(workload, make_grid(cluster.num_gpus), pass_, chunks, code)
@@ -116,7 +152,7 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: R
     sets, gathers = shards.sets, code is not None and code.gathers
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
-    b, x = Builder(grid.ranks.size, sets, shards.tiles), Steps(workload, shards, grid, gathers)
+    b, x = Builder(grid.ranks.size, sets, shards.tiles, shards.stride), Steps(workload, shards, grid, gathers)
     ring = Ring(b, x, code)
     if pass_ == "fwd":
         q, kv = ring.given("q", x.q_bytes), ring.given("kv", x.kv_bytes)

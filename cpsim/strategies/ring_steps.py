@@ -46,7 +46,7 @@ class Steps:
             self.moves[track.leaves] = True
         self.num_sets = len(cut.sets) + gathers
         first_set = grid.part * self.num_sets
-        self.own, self.tail = first_set + at, first_set + 2 * places + at
+        self.own, self.tail = first_set + at, first_set + len(cut.sets) - places + at
         """Where a tensor's blocks of a rank's shard, and of its tails, are among all of its blocks; ``[ranks]``."""
         self.of_queries, self.of_keys = first_set + query_set, first_set + key_set
         self.of_source = first_set + self.source

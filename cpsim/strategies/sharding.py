@@ -5,12 +5,21 @@ from __future__ import annotations
 import numpy as np
 
 from cpsim.masks import Ints, RangeSets, Slices
+from cpsim.stripes import stripe_bounds
 
 
 def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:
     """Rank r holds tokens ``[r N // P, (r + 1) N // P)``: equally many where P divides N."""
     bounds = np.arange(num_ranks + 1) * num_tokens // num_ranks
     return RangeSets(np.arange(num_ranks + 1), np.stack([bounds[:-1], bounds[1:]], axis=1))
+
+
+def striped_shards(num_tokens: int, num_ranks: int) -> tuple[RangeSets, RangeSets]:
+    """Every rank's stripe, and the stripe without its first token, as positions in the order of stride P."""
+    bounds = stripe_bounds(num_tokens, num_ranks)
+    first, end, start = bounds[:-1], bounds[1:], np.arange(num_ranks + 1)
+    tails = np.stack([np.minimum(first + 1, end), end], axis=1)
+    return RangeSets(start, np.stack([first, end], axis=1)), RangeSets(start, tails)
 
 
 def document_contiguous(bounds: Ints, num_ranks: int) -> RangeSets:

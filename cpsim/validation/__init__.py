@@ -48,7 +48,7 @@ def validate(schedule: Schedule, workload: Workload, pass_: Pass) -> None:
     """
     check_columns(schedule)
     check_lanes(schedule)
-    mask = workload.slices()
+    mask = workload.slices(schedule.stride)
     check_tiles(schedule, mask)
     check_heads(schedule, workload, pass_)
     check_coverage(schedule, mask, workload.num_heads)

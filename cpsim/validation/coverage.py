@@ -72,7 +72,8 @@ def check_coverage(s: Schedule, mask: Slices, num_heads: int) -> None:
         q0, q1, k0, k1, times = _first_uneven(table, ordered)
         if times == 1:
             continue
-        where = f"head {head}: queries {q0}:{q1} x keys {k0}:{k1} are computed {times} times, expected once"
+        queries, keys = s.range_text(q0, q1), s.range_text(k0, k1)
+        where = f"head {head}: queries {queries} x keys {keys} are computed {times} times, expected once"
         guilty = [i for i in here.tolist() if _touches(s, i, q0, k0)]
         if guilty:
             fail(s, guilty[-1], f"{where}, by ops {guilty[:8]}")

@@ -139,7 +139,7 @@ class Memory:
     def _missing(self, index: int, a: _Access) -> NoReturn:
         text, buffer = self.s.block_text, a.buffer
         holds = [
-            f"{tensor} of {self.s.sets.of(h.token_set)[:3].tolist()}{'' if h.there is None else ' in part'}"
+            f"{tensor} of {self.s.set_text(h.token_set)}{'' if h.there is None else ' in part'}"
             for tensor, h in self.held[buffer].items()
         ]
         contents = " and ".join(holds) or "nothing yet"
@@ -294,7 +294,7 @@ class Memory:
                 count[tensor][at] += 1
                 wrong = np.argwhere(held.values != expected[tensor][at])
                 if len(wrong):
-                    first = int(cells.tokens[cells.of_set(held.token_set)[wrong[0, 0]]])
+                    first = int(s.tokens(cells.tokens[cells.of_set(held.token_set)[wrong[:1, 0]]])[0])
                     raise ScheduleError(
                         f"{where}: from token {first} on, not the sum of all its partial results, each once"
                     )

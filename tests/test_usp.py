@@ -112,7 +112,7 @@ def test_every_place_of_a_double_ring_uses_every_shard_once(windows, inner):
 def test_inner_rings_of_one_or_of_all_are_a_plain_ring():
     for inner in (1, 6):
         assert (sources(6, inner) == sources(6)).all()
-        assert [t.lanes for t in make_grid(6, inner=inner).tracks()] == [("send", "recv")]
+        assert [t.lanes for t in make_grid(6, inner=inner).tracks] == [("send", "recv")]
 
 
 def test_all_ranks_of_a_double_ring_cross_nodes_equally_often_and_a_plain_ring_only_at_their_ends():

@@ -6,7 +6,8 @@ sections 4.2 (head-first and context-first placement) and 4.3 (double rings).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
@@ -31,9 +32,9 @@ class Track:
     """Step that uses what it brings, ``[hops]``."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Grid:
-    """Every rank has a place in one ring and computes one part of the heads."""
+    """Every rank has a place in one ring and computes one part of the heads; what follows from that is kept."""
 
     ranks: Ints
     """``[places, parts]``: a row is a Ulysses group, a column is a ring."""
@@ -58,6 +59,27 @@ class Grid:
         """The ranks at other places of every rank's own ring, in the shape of ``place`` (``[..., ranks]``)."""
         return self.ranks[place, self.part]
 
+    @cached_property
+    def source(self) -> Ints:
+        """Place whose keys every rank uses in each step, ``[steps, ranks]``."""
+        return np.ascontiguousarray(sources(self.num_places, self.inner)[:, self.place])
+
+    @cached_property
+    def hops(self) -> tuple[Ints, Ints]:
+        """Where gradients go after every step, and where those come from that arrive then, ``[steps, ranks]``.
+
+        They follow the keys: to who uses these in the next step, and home from the last one.
+        """
+        ranks, owner = np.arange(self.ranks.size), self.at(self.source)
+        user = np.empty((self.num_places + 1, len(ranks)), np.int64)
+        user[np.arange(self.num_places)[:, None], owner] = ranks
+        user[-1] = ranks
+        to = np.take_along_axis(user[1:], owner, axis=1)
+        back = np.empty_like(to)
+        np.put_along_axis(back, to, np.broadcast_to(ranks, to.shape), axis=1)
+        return to, back
+
+    @cached_property
     def tracks(self) -> list[Track]:
         """How keys and values move: from inner ring to inner ring, and around them; at most these two."""
         outer, inner = np.divmod(self.place, self.inner)
@@ -71,12 +93,11 @@ class Grid:
                 there, whence = (self.at(o % windows * self.inner + i % self.inner) for o, i in (to, back))
                 found.append(Track(there, whence, ("send", "recv"), leaves, leaves + ahead))
         if len(found) == 2:
-            found[0] = Track(
-                found[0].next, found[0].previous, ("outer_send", "outer_recv"), found[0].leaves, found[0].used
-            )
+            found[0] = replace(found[0], lanes=("outer_send", "outer_recv"))
         return found
 
 
+@lru_cache(maxsize=16)
 def make_grid(num_ranks: int, parts: int = 1, placement: str = "head_first", inner: int | None = None) -> Grid:
     """``num_ranks / parts`` places times ``parts``.
 

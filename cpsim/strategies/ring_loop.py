@@ -70,7 +70,7 @@ class Ring:
         made = out[1][x.of_queries]
         b.add(
             Kind.ATTENTION, (r, "compute"), at=attends.at[s, r], step=s, tile=x.tile[s, r], heads=x.heads_of(r),
-            deps=[self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
+            deps=[*self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
             reads=[self.queries(q, tails, s, r), keys],
             writes=[(self.target(partial, out)[s, r], made[s, r])],
         )  # fmt: skip
@@ -114,7 +114,7 @@ class Ring:
         made = dq[1][x.of_queries], dkv[1][x.of_keys]
         b.add(
             Kind.ATTENTION_BACKWARD, (r, "compute"), at=attends.at[s, r], step=s, tile=x.tile[s, r],
-            heads=x.heads_of(r), deps=[self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
+            heads=x.heads_of(r), deps=[*self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
             reads=[*(self.queries(t, tails, s, r) for t in given), keys],
             writes=[(self.target(dq_partial, dq)[s, r], made[0][s, r]), (dkv_partial[r], made[1][s, r])],
         )  # fmt: skip
@@ -143,12 +143,12 @@ class Ring:
         made = [self.b.buffers(f"{name} {i}", nbytes) for i in range(min(2, hops))]
         return np.stack([made[0], made[-1]]) if made else np.zeros((2, self.x.num_ranks), np.int32)
 
-    def first(self, s: Ints, r: Ints, tails: Int32 | None, entered: Ints) -> Ints:
+    def first(self, s: Ints, r: Ints, tails: Int32 | None, entered: Ints) -> list[Ints]:
         """What kernels wait for that are the first op of their rank on ``compute``."""
-        waits = np.full(self.x.num_ranks, not self.code.lockstep)
+        waits = (entered >= 0) & (not self.code.lockstep)
         if tails is not None:
             waits &= ~self.x.tails.any(axis=0)
-        return np.where((s == 0) & waits[r], entered[r], NOTHING)
+        return [np.where((s == 0) & waits[r], entered[r], NOTHING)] if waits.any() else []
 
     def pack_tails(self, tensors: Sequence[Access], width: int, after: Ints) -> Int32 | None:
         """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""
@@ -279,7 +279,7 @@ class Ring:
         A receive overwrites what the target used, and sent on, in the step for which its last but one hop came.
         """
         x, track, sends = self.x, self.x.tracks[number], slots[number].at
-        hop, r = (i.ravel() for i in np.indices((len(track.leaves), x.num_ranks)))
+        hop, r = np.divmod(np.arange(len(track.leaves) * x.num_ranks), x.num_ranks)
         s, to = track.leaves[hop], track.next[r]
         if self.code.lockstep:
             free = [delayed(sends)[s, to], *(d[s, r] for d in launched)]
@@ -321,20 +321,6 @@ class Ring:
         ready = np.where(x.number == 0, NOTHING, np.broadcast_to(sends[0, 0], x.active.shape))
         return (holder[s, r], kv[1][x.of_keys[s, r]]), [ready]
 
-    def hops(self) -> tuple[Ints, Ints]:
-        """Where gradients go after every step, and where those come from that arrive then, ``[steps, ranks]``.
-
-        They follow the keys: to who uses these in the next step, and home from the last one.
-        """
-        x, places = self.x, self.x.grid.num_places
-        user = np.empty((places + 1, x.num_ranks), np.int64)
-        user[np.arange(places)[:, None], x.grid.at(x.source)] = self.ranks
-        user[places] = self.ranks
-        to = np.take_along_axis(user[1:], x.grid.at(x.source), axis=1)
-        back = np.empty_like(to)
-        np.put_along_axis(back, to, np.broadcast_to(self.ranks, to.shape), axis=1)
-        return to, back
-
     def return_gradients(
         self, home: Access, partial: Int32, sums: list[Slot], sends: Ints, launched: list[Ints]
     ) -> tuple[Int32, list[Ints]]:
@@ -344,7 +330,7 @@ class Ring:
         """
         b, x = self.b, self.x
         width, places = x.sizes.accumulator(x.kv_bytes), x.grid.num_places
-        to, back = self.hops()
+        to, back = x.grid.hops
         travel = self.travel_buffers("dkv ring", width, places)
         arrived, sent = delayed(np.take_along_axis(sends, back, axis=1)), delayed(sends)
         cases = x.active & (x.number == 0), x.active & (x.number > 0)

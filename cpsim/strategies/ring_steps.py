@@ -8,7 +8,7 @@ import numpy as np
 
 from cpsim.masks import Ints
 from cpsim.schedule import Mask
-from cpsim.strategies.grid import Grid, sources
+from cpsim.strategies.grid import Grid
 from cpsim.strategies.sizes import Accumulation, Sizes
 from cpsim.workload import Workload
 
@@ -26,20 +26,21 @@ class Steps:
         at, places = grid.place, grid.num_places
         self.workload, self.grid, self.cut, self.num_ranks = workload, grid, cut, len(at)
         self.ranks, self.number = np.arange(len(at)), np.arange(places)[:, None]
-        self.tails, self.key_heads = cut.tails[:, at], cut.key_heads[:, at]
-        self.source = sources(places, grid.inner)[:, at]
-        self.tile = 1 + np.arange(places**2).reshape(places, places)[:, at]
+        columns = slice(None) if len(at) == places else at  # one ring: its places are the ranks
+        self.tails, self.key_heads = cut.tails[:, columns], cut.key_heads[:, columns]
+        self.source = grid.source
+        self.tile = 1 + np.arange(places**2).reshape(places, places)[:, columns]
         self.active = cut.tiles.area[self.tile] > 0
         self.packs = self.key_heads & self.active & cut.scattered
         """Key heads are packed for the kernel."""
         tokens = cut.sets.num_tokens()
         self.shard_tokens, self.tokens, self.tail_rows = tokens[:places], tokens[at], tokens[at - places]
         """Of every place; of every rank, ``[ranks]``; and of the rank's tails."""
-        query_set, key_set = cut.query_set[:, at], cut.key_set[:, at]
+        query_set, key_set = cut.query_set[:, columns], cut.key_set[:, columns]
         self.q_rows, self.k_rows = tokens[query_set], tokens[key_set]
         self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)
         self.sums = self.rows.sums
-        self.tracks = grid.tracks()
+        self.tracks = grid.tracks
         self.moves = np.zeros_like(self.active)
         """Steps in which keys and values are sent on."""
         for track in self.tracks:

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from cpsim.errors import InfeasibleError
 from cpsim.schedule import COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
+from cpsim.tiles import sequences
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
-from real.storage import PLANES, Access, Chunk, Ints, Part, overlap, sequences_of
+from real.storage import PLANES, Access, Chunk, Ints, Part, overlap, sequences_of, visible
 
 if TYPE_CHECKING:
     from real.executor import Executor
@@ -109,10 +110,14 @@ class Lowering:
     # --- attention ---
 
     def _unseen(self, i: int, accesses: Sequence[Access]) -> dict[int, Ints]:
-        sequences = sequences_of(self.s, int(self.s.tile[i]))
-        none = [np.zeros(0, np.int64)]
-        queries = np.concatenate([q.queries for q in sequences] or none)
-        keys = np.concatenate([q.keys for q in sequences] or none)
+        tile, none = int(self.s.tile[i]), [np.zeros(0, np.int64)]
+        if sequences(self.s.tiles).one_call[tile]:
+            calls = sequences_of(self.s, tile)
+            queries, keys = (np.concatenate([getattr(q, side) for q in calls] or none) for side in ("queries", "keys"))
+        else:
+            given = {a.tensor: a.tokens for a in accesses if a.mode == READ}
+            seen = visible(self.s, tile, given["q"], given["kv"])
+            queries, keys = given["q"][seen.any(axis=1)], given["kv"][seen.any(axis=0)]
         return {
             a.buffer: np.setdiff1d(a.tokens, keys if a.tensor == "dkv" else queries)
             for a in accesses
@@ -132,17 +137,17 @@ class Lowering:
         Rows between two sequences that the call must skip become sequences without keys, or without queries.
         """
         tile = int(self.s.tile[op.index])
-        sequences = sequences_of(self.s, tile)
+        found = sequences_of(self.s, tile)
         held = self._key_part(keys).tokens
-        at_q = _rows_of(queries, np.array([q.queries[0] for q in sequences]))
+        at_q = _rows_of(queries, np.array([q.queries[0] for q in found]))
         if keys.layout.tile >= 0:
             assert keys.layout.tile == tile
-            lengths = np.array([len(q.keys) for q in sequences])
+            lengths = np.array([len(q.keys) for q in found])
             at_k = np.cumsum(lengths) - lengths
         else:
-            at_k = np.searchsorted(held, [q.keys[0] for q in sequences])
+            at_k = np.searchsorted(held, [q.keys[0] for q in found])
         q_lens, k_lens, q_end, k_end = [], [], int(at_q[0]), int(at_k[0])
-        for q, start_q, start_k in zip(sequences, at_q.tolist(), at_k.tolist(), strict=True):
+        for q, start_q, start_k in zip(found, at_q.tolist(), at_k.tolist(), strict=True):
             for skipped_q, skipped_k in ((start_q - q_end, 0), (0, start_k - k_end)):
                 if skipped_q or skipped_k:
                     q_lens.append(skipped_q)
@@ -150,7 +155,7 @@ class Lowering:
             q_lens.append(len(q.queries))
             k_lens.append(len(q.keys))
             q_end, k_end = start_q + len(q.queries), start_k + len(q.keys)
-        causal = any(q.causal for q in sequences)
+        causal = any(q.causal for q in found)
         call = attention.prepare(q_lens, k_lens, causal=causal, device=self.device)
         (part,) = queries.layout.parts("q")
         return call, part.tokens[int(at_q[0]) : q_end], slice(int(at_k[0]), k_end)
@@ -170,6 +175,8 @@ class Lowering:
         return self.x.view(part, _span(part, tokens), op_heads(self.s, op))
 
     def _attention(self, op: Op, mine: list[Access]) -> Launch:
+        if not self._is_one_call(op, mine):
+            return self._masked_attention(op, mine)
         queries, keys, target = (next(a for a in mine if a.tensor == t) for t in ("q", "kv", "out"))
         self.unseen |= self._unseen(op.index, mine)
         call, tokens, rows = self._call(op, queries, keys)
@@ -194,6 +201,8 @@ class Lowering:
         return some
 
     def _attention_backward(self, op: Op, mine: list[Access]) -> Launch:
+        if not self._is_one_call(op, mine):
+            return self._masked_backward(op, mine)
         given = {a.tensor: a for a in mine}
         self.unseen |= self._unseen(op.index, mine)
         call, tokens, rows = self._call(op, given["q"], given["kv"])
@@ -211,6 +220,67 @@ class Lowering:
         dk, dv = self._kv(op, target, rows, ("dk", "dv"))
         kernel = self.x.kernel
         return lambda: attention.backward(kernel, dout, q, k, v, out, lse(), call, (dq, dk, dv))
+
+    def _is_one_call(self, op: Op, mine: list[Access]) -> bool:
+        """Whether a varlen call runs the op's tile: see ``cpsim.tiles.Sequences``."""
+        found, tile = sequences(self.s.tiles), int(self.s.tile[op.index])
+        keys = next(a for a in mine if a.tensor == "kv")
+        return bool(found.one_call[tile] and (found.in_place[tile] or keys.layout.tile == tile))
+
+    def _masked(self, op: Op, mine: list[Access]) -> tuple[dict[str, Access], dict[str, Tensor], Tensor]:
+        """Accesses, rows of each tensor's part that the op uses, and the mask of any shape over them.
+
+        Raises:
+            InfeasibleError: the kernel takes no such mask; plain PyTorch does.
+        """
+        if self.x.kernel != "math":
+            raise InfeasibleError(f"kernel {self.x.kernel} does not run this strategy's share of the mask")
+        given = {a.tensor: a for a in mine}
+        self.unseen |= self._unseen(op.index, mine)
+        rows = {t: self._index(_rows_of(a, a.tokens)).long() for t, a in given.items()}
+        seen = visible(self.s, int(self.s.tile[op.index]), given["q"].tokens, given["kv"].tokens)
+        return given, rows, torch.from_numpy(seen).to(self.device)
+
+    def _planes(self, op: Op, access: Access) -> list[Tensor]:
+        """All rows of an access's planes, with the op's heads."""
+        heads = tuple(self.s.heads[op.index, 2:].tolist()) if access.tensor.endswith("kv") else op_heads(self.s, op)
+        parts = [access.layout.parts(plane) for plane in PLANES[access.tensor]]
+        return [self.x.view(part, None, heads) for (part,) in parts]
+
+    def _masked_attention(self, op: Op, mine: list[Access]) -> Launch:
+        given, rows, seen = self._masked(op, mine)
+        (q,), (k, v), (out,) = (self._planes(op, given[t]) for t in ("q", "kv", "out"))
+        target, lse = given["out"], self.x.lse
+        self._written_directly(target)
+        (part,) = target.layout.parts("out")
+        first, buffer = op_heads(self.s, op)[0] - part.head, target.buffer
+        kept = lse[buffer] if self.places.is_output[buffer] else self._new_lse(part.num_heads, len(part.tokens))
+
+        def run() -> None:
+            lse[buffer] = kept
+            made = attention.masked_forward(q[rows["q"]], k[rows["kv"]], v[rows["kv"]], seen)
+            out[rows["out"]], kept[first : first + q.shape[1], rows["out"]] = made
+
+        return run
+
+    def _masked_backward(self, op: Op, mine: list[Access]) -> Launch:
+        given, rows, seen = self._masked(op, mine)
+        (q,), (dout,), (out,), (dq,) = (self._planes(op, given[t]) for t in ("q", "dout", "out", "dq"))
+        (k, v), (dk, dv) = (self._planes(op, given[t]) for t in ("kv", "dkv"))
+        self._written_directly(given["dq"])
+        (part,) = given["out"].layout.parts("out")
+        first, buffer, lse = op_heads(self.s, op)[0] - part.head, given["out"].buffer, self.x.lse
+
+        def run() -> None:
+            at, keys = rows["q"], rows["kv"]
+            known = lse[buffer][first : first + q.shape[1], rows["out"]]
+            made = attention.masked_backward(
+                dout[rows["dout"]], q[at], k[keys], v[keys], out[rows["out"]], known, seen
+            )
+            for into, to, grad in zip((dq, dk, dv), ("dq", "dkv", "dkv"), made, strict=True):
+                into[rows[to]] = grad
+
+        return run
 
     def _lse_slice(self, op: Op, out: Access, tokens: Ints) -> Callable[[], Tensor]:
         """Contiguous log-sum-exp [H, T] of some heads and consecutive tokens; a copy where it is not all tokens."""

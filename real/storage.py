@@ -259,7 +259,10 @@ class Memory:
                 break
             kind = Kind(int(s.kind[reader]))
             if kind in ATTENTION_KINDS and targets[0].tensor == "kv":
-                tile = int(s.tile[reader])
+                tile, calls = int(s.tile[reader]), sequences(s.tiles)
+                room = s.buffer_nbytes[buffer] // (2 * targets[0].num_heads * self.head_bytes(False))
+                if not calls.one_call[tile] or calls.keys()[tile] > room:
+                    break
                 keys = np.concatenate([q.keys for q in sequences_of(s, tile)])
                 return self.lay(buffer, [(*_whole(-1, targets)[:2], keys)], wide, tile)
             if kind == Kind.ALL_GATHER:
@@ -307,21 +310,29 @@ def tokens_of(ranges: Ints) -> Ints:
 
 
 def sequences_of(schedule: Schedule, tile: int) -> list[KernelSequence]:
-    """The sequences of one tile's kernel call with their tokens, as ``cpsim.tiles.sequences`` groups them."""
+    """The sequences of a tile that is one kernel call with their tokens, as ``cpsim.tiles.sequences`` groups them."""
     made, tiles = sequences(schedule.tiles), schedule.tiles
-    rows = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64)
-    found, at = [], 0
+    found = []
     for i in range(made.start[tile], made.start[tile + 1]):
-        first, seen, left = at, -1, int(made.q_len[i])
-        while at < len(rows) and (left > 0 or rows[at, 1] == seen):
-            if rows[at, 1] != seen:
-                left -= int(rows[at, 2] - rows[at, 1])
-                seen = int(rows[at, 1])
-            at += 1
-        mine = rows[first:at]
-        queries = tokens_of(np.unique(mine[:, 1:3], axis=0))
-        keys = np.unique(tokens_of(mine[:, 3:5]))
+        rows = tiles.rows[made.first_row[i] : made.end_row[i]].astype(np.int64)
+        q_from, q_to = made.q_from[i], made.q_to[i]
+        mask_row, q0, q1, k0, k1 = rows[(rows[:, 1] < q_to) & (rows[:, 2] > q_from)].T
+        k0 = np.maximum(k0, q_from + tiles.mask.low[mask_row])
+        k1 = np.minimum(k1, q_to + tiles.mask.high[mask_row])
+        shared = np.stack([np.maximum(q0, q_from), np.minimum(q1, q_to)], axis=1)
+        queries, keys = tokens_of(np.unique(shared, axis=0)), np.unique(tokens_of(np.stack([k0, k1], axis=1)))
         assert len(queries) == made.q_len[i]
         assert len(keys) == made.k_len[i]
         found.append(KernelSequence(queries, keys, bool(made.causal[i])))
     return found
+
+
+def visible(schedule: Schedule, tile: int, queries: Ints, keys: Ints) -> NDArray[np.bool_]:
+    """The mask of a tile, ``[queries, keys]``."""
+    tiles = schedule.tiles
+    seen = np.zeros((len(queries), len(keys)), np.bool_)
+    offset = keys[None, :] - queries[:, None]
+    for mask_row, q0, q1, k0, k1 in tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].tolist():
+        inside = ((queries >= q0) & (queries < q1))[:, None] & ((keys >= k0) & (keys < k1))[None, :]
+        seen |= inside & (offset >= tiles.mask.low[mask_row]) & (offset <= tiles.mask.high[mask_row])
+    return seen

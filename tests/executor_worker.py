@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import torch
-from cases import ALL_MASKS, ALL_PASSES, ALL_STRATEGIES, DOCUMENTS, cluster, workload
+from cases import ALL_MASKS, ALL_PASSES, ALL_STRATEGIES, BLIND_MASK, DOCUMENTS, PLAIN_MASKS, cluster, workload
 from numeric import tensors
 
 from cpsim.errors import InfeasibleError
@@ -28,9 +28,10 @@ def main():
     torch.set_num_threads(1)
     ran = 0
     with Node(cpu=True) as node:
-        for mask in ALL_MASKS:
-            for documents in DOCUMENTS if mask.endswith("document") else ("one",):
-                for heads in ("gqa", "mha", "mqa") if node.size in (2, 4) else ("gqa",):
+        for mask in (*ALL_MASKS, BLIND_MASK):
+            plain = mask in PLAIN_MASKS
+            for documents in DOCUMENTS if plain and mask.endswith("document") else ("one",) if plain else ("uneven",):
+                for heads in ("gqa", "mha", "mqa") if plain and node.size in (2, 4) else ("gqa",):
                     problem = workload(mask, documents, heads, dtype="fp64")
                     given = tensors(problem)
                     on_rank = {name: torch.from_numpy(array) for name, array in given.items()}

@@ -12,17 +12,19 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 CORE = {"errors", "units", "files"}
-CASE = {"masks", "documents", "workload", "cluster", "scenario"}
+CASE = {"mask_names", "mask_shapes", "masks", "documents", "workload", "cluster", "scenario"}
 PLAN = {"tiles", "schedule"}
 ALLOWED = {
     "errors": set(),
     "units": set(),
     "files": {"errors"},
     "masks": CORE,
+    "mask_names": {"files"},
+    "mask_shapes": CORE | {"masks", "mask_names"},
     "documents": CORE,
     "cluster": CORE,
-    "workload": CORE | {"masks"},
-    "scenario": CORE | {"masks", "documents", "workload", "cluster"},
+    "workload": CORE | {"masks", "mask_names", "mask_shapes"},
+    "scenario": CORE | {"mask_names", "documents", "workload", "cluster"},
     "tiles": {"masks"},
     "schedule": {"masks", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
@@ -33,6 +35,7 @@ ALLOWED = {
     "models": CORE | {"masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
     "calibrate": CORE | {"models", "masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
+    "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
@@ -44,11 +47,11 @@ ALLOWED = {
     "report": CORE
     | CASE
     | PLAN
-    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"},
+    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison", "support"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison"},
+    | {"runs", "launch", "comparison", "support"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

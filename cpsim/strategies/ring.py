@@ -23,7 +23,7 @@ from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
 from cpsim.implementations import CPSIM, Implementation, RingCode, Sweep, Sweeps
 from cpsim.masks import Ints, RangeSets
-from cpsim.schedule import Int8, Int32, Kind, Pass, Schedule
+from cpsim.schedule import READ, UPDATE, WRITE, Int8, Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Accumulation, Sizes
 from cpsim.tiles import Tiles, make_tiles
@@ -148,6 +148,8 @@ class _Ring:
         self.tails, self.query_set, self.key_set = self.cut.tails, self.cut.query_set, self.cut.key_set
         self.tile = 1 + np.arange(num_ranks**2).reshape(num_ranks, num_ranks)
         self.active = self.cut.tiles.area[self.tile] > 0
+        self.unseen = ~self.active & (self.steps == 0) & (self.cut.sets.num_tokens()[:num_ranks] > 0)
+        """Ranks whose queries see none of their own keys: sums of gradients of keys start with zeros."""
         self.packs = self.cut.key_heads & self.active & self.cut.scattered
         """Key heads are packed for the kernel."""
         tokens = self.cut.sets.num_tokens()
@@ -370,9 +372,9 @@ class _Ring:
         code, later, whole = self.code, self.active & (self.steps > 0), ~self.cut.key_heads
         if code is None:
             narrow, wide = self.kv_bytes, self.sizes.accumulator(self.kv_bytes)
-            dkv = self.k_rows * (narrow + wide * np.where(self.steps == 0, 1, 2))
+            dkv = self.k_rows * (narrow * ~self.unseen + wide * np.where(self.steps == 0, 1, 2))
             moved = self.rows.traffic(self.q_bytes, self.sizes.accumulator(self.q_bytes), 0)
-            return [], [_Slot(self.sums, moved)], [_Slot(self.active & wire, dkv)], []
+            return [], [_Slot(self.sums, moved)], [_Slot((self.active | self.unseen) & wire, dkv)], []
         return (
             self.slots(
                 (self.active & self.tails, code.read_tails, self.q_rows),
@@ -402,7 +404,7 @@ class _Ring:
 
     def add_up(
         self, kinds: tuple[Kind, Kind], slots: list[_Slot], cases: tuple[Mask, Mask], partial: Int32, totals: Int32,
-        blocks: Int32, deps: Sequence[Ints] = (),
+        blocks: Int32, deps: Sequence[Ints] = (), zeros: Mask | None = None,
     ) -> None:  # fmt: skip
         """Sum partial results into accumulators.
 
@@ -413,16 +415,21 @@ class _Ring:
             partial: buffers of the partial results, ``[ranks]``.
             totals, blocks: buffers of the accumulators and what they hold, ``[steps, ranks]``.
             deps: what the first slot waits for.
+            zeros: where accumulators start with zeros instead of a first result, ``[steps, ranks]``.
         """
-        rest = slots[0].where & ~cases[0] & ~cases[1]
-        for kind, where, is_first in ((kinds[0], cases[0], True), (kinds[1], cases[1], False), (Kind.COPY, rest, None)):
+        zeros = np.zeros_like(self.active) if zeros is None else zeros
+        rest = slots[0].where & ~cases[0] & ~cases[1] & ~zeros
+        for kind, where, reads, mode in (
+            (kinds[0], cases[0], True, WRITE), (kinds[1], cases[1], True, UPDATE),
+            (Kind.ACCUMULATE, zeros, False, WRITE), (Kind.COPY, rest, False, READ),
+        ):  # fmt: skip
             s, r = np.nonzero(where)
             read, summed = [(partial[r], blocks[s, r])], [(totals[s, r], blocks[s, r])]
             self.b.add(
                 kind, (r, "compute"), at=slots[0].at[s, r], step=s, heads=self.heads,
                 nbytes=np.broadcast_to(slots[0].nbytes, where.shape)[s, r], deps=[d[s, r] for d in deps],
-                reads=() if is_first is None else read, writes=summed if is_first else (),
-                updates=summed if is_first is False else (),
+                reads=read if reads else (), writes=summed if mode == WRITE else (),
+                updates=summed if mode == UPDATE else (),
             )  # fmt: skip
         self.sweep(slots[1:])
 
@@ -516,7 +523,8 @@ class _Ring:
         cases = self.active & (self.steps == 0), self.active & (self.steps > 0)
         totals = travel[self.steps % 2, self.ranks]
         kinds = Kind.ACCUMULATE, Kind.ACCUMULATE
-        self.add_up(kinds, sums, cases, partial, totals, home[1][self.key_set], [arrived, sent])
+        zeros = self.unseen if self.code is None else None
+        self.add_up(kinds, sums, cases, partial, totals, home[1][self.key_set], [arrived, sent], zeros)
         s, r = np.nonzero(sends >= 0)
         block = home[1][self.source[s, r]]
         if launched is None:

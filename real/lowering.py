@@ -12,11 +12,10 @@ from torch import Tensor
 
 from cpsim.errors import InfeasibleError
 from cpsim.schedule import COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
-from cpsim.tiles import sequences
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
-from real.storage import PLANES, Access, Chunk, Ints, Part, overlap, sequences_of, visible
+from real.storage import PLANES, Access, Chunk, Ints, Part, is_one_call, overlap, sequences_of, visible
 
 if TYPE_CHECKING:
     from real.executor import Executor
@@ -111,7 +110,7 @@ class Lowering:
 
     def _unseen(self, i: int, accesses: Sequence[Access]) -> dict[int, Ints]:
         tile, none = int(self.s.tile[i]), [np.zeros(0, np.int64)]
-        if sequences(self.s.tiles).one_call[tile]:
+        if is_one_call(self.s, tile, packed=True):
             calls = sequences_of(self.s, tile)
             queries, keys = (np.concatenate([getattr(q, side) for q in calls] or none) for side in ("queries", "keys"))
         else:
@@ -137,17 +136,17 @@ class Lowering:
         Rows between two sequences that the call must skip become sequences without keys, or without queries.
         """
         tile = int(self.s.tile[op.index])
-        found = sequences_of(self.s, tile)
+        sequences = sequences_of(self.s, tile)
         held = self._key_part(keys).tokens
-        at_q = _rows_of(queries, np.array([q.queries[0] for q in found]))
+        at_q = _rows_of(queries, np.array([q.queries[0] for q in sequences]))
         if keys.layout.tile >= 0:
             assert keys.layout.tile == tile
-            lengths = np.array([len(q.keys) for q in found])
+            lengths = np.array([len(q.keys) for q in sequences])
             at_k = np.cumsum(lengths) - lengths
         else:
-            at_k = np.searchsorted(held, [q.keys[0] for q in found])
+            at_k = np.searchsorted(held, [q.keys[0] for q in sequences])
         q_lens, k_lens, q_end, k_end = [], [], int(at_q[0]), int(at_k[0])
-        for q, start_q, start_k in zip(found, at_q.tolist(), at_k.tolist(), strict=True):
+        for q, start_q, start_k in zip(sequences, at_q.tolist(), at_k.tolist(), strict=True):
             for skipped_q, skipped_k in ((start_q - q_end, 0), (0, start_k - k_end)):
                 if skipped_q or skipped_k:
                     q_lens.append(skipped_q)
@@ -155,7 +154,7 @@ class Lowering:
             q_lens.append(len(q.queries))
             k_lens.append(len(q.keys))
             q_end, k_end = start_q + len(q.queries), start_k + len(q.keys)
-        causal = any(q.causal for q in found)
+        causal = any(q.causal for q in sequences)
         call = attention.prepare(q_lens, k_lens, causal=causal, device=self.device)
         (part,) = queries.layout.parts("q")
         return call, part.tokens[int(at_q[0]) : q_end], slice(int(at_k[0]), k_end)
@@ -222,10 +221,10 @@ class Lowering:
         return lambda: attention.backward(kernel, dout, q, k, v, out, lse(), call, (dq, dk, dv))
 
     def _is_one_call(self, op: Op, mine: list[Access]) -> bool:
-        """Whether a varlen call runs the op's tile: see ``cpsim.tiles.Sequences``."""
-        found, tile = sequences(self.s.tiles), int(self.s.tile[op.index])
+        """Whether a varlen call runs the op's tile on keys that lie as they do."""
+        tile = int(self.s.tile[op.index])
         keys = next(a for a in mine if a.tensor == "kv")
-        return bool(found.one_call[tile] and (found.in_place[tile] or keys.layout.tile == tile))
+        return is_one_call(self.s, tile, packed=keys.layout.tile == tile)
 
     def _masked(self, op: Op, mine: list[Access]) -> tuple[dict[str, Access], dict[str, Tensor], Tensor]:
         """Accesses, rows of each tensor's part that the op uses, and the mask of any shape over them.

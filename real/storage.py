@@ -259,11 +259,12 @@ class Memory:
                 break
             kind = Kind(int(s.kind[reader]))
             if kind in ATTENTION_KINDS and targets[0].tensor == "kv":
-                tile, calls = int(s.tile[reader]), sequences(s.tiles)
-                room = s.buffer_nbytes[buffer] // (2 * targets[0].num_heads * self.head_bytes(False))
-                if not calls.one_call[tile] or calls.keys()[tile] > room:
+                tile = int(s.tile[reader])
+                if not is_one_call(s, tile, packed=True):
                     break
                 keys = np.concatenate([q.keys for q in sequences_of(s, tile)])
+                if len(keys) > s.buffer_nbytes[buffer] // (2 * targets[0].num_heads * self.head_bytes(False)):
+                    break
                 return self.lay(buffer, [(*_whole(-1, targets)[:2], keys)], wide, tile)
             if kind == Kind.ALL_GATHER:
                 tensor, tokens, head, count = self.block(int(s.access_block[a]))
@@ -325,6 +326,12 @@ def sequences_of(schedule: Schedule, tile: int) -> list[KernelSequence]:
         assert len(keys) == made.k_len[i]
         found.append(KernelSequence(queries, keys, bool(made.causal[i])))
     return found
+
+
+def is_one_call(schedule: Schedule, tile: int, *, packed: bool) -> bool:
+    """Whether one varlen call runs a tile on keys that ascend, or are packed in the order of its sequences."""
+    found = sequences(schedule.tiles)
+    return bool(found.one_call[tile] and (packed or found.in_place[tile]))
 
 
 def visible(schedule: Schedule, tile: int, queries: Ints, keys: Ints) -> NDArray[np.bool_]:

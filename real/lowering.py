@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpsim.errors import InfeasibleError
-from cpsim.schedule import COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
+from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
@@ -62,6 +62,9 @@ class Lowering:
         return made
 
     def _computation(self, op: Op, kind: Kind, mine: list[Access]) -> Launch:
+        if kind in ATTENTION_KINDS and op.area == 0:  # a share of the mask without pairs: results stay sums of nothing
+            self.unseen |= self._unseen(op.index, mine)
+            return lambda: None
         if kind == Kind.ATTENTION:
             return self._attention(op, mine)
         if kind == Kind.ATTENTION_BACKWARD:

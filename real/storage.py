@@ -331,7 +331,8 @@ def sequences_of(schedule: Schedule, tile: int) -> list[KernelSequence]:
 def is_one_call(schedule: Schedule, tile: int, *, packed: bool) -> bool:
     """Whether one varlen call runs a tile on keys that ascend, or are packed in the order of its sequences."""
     found = sequences(schedule.tiles)
-    return bool(found.one_call[tile] and (packed or found.in_place[tile]))
+    there = found.start[tile] < found.start[tile + 1]
+    return bool(there and found.one_call[tile] and (packed or found.in_place[tile]))
 
 
 def visible(schedule: Schedule, tile: int, queries: Ints, keys: Ints) -> NDArray[np.bool_]:

@@ -359,6 +359,78 @@ def strategies(as_json: Json = False) -> None:
         _stdout().print(strategies_view(records))
 
 
+@app.command()
+def mask(
+    name: Annotated[str | None, typer.Argument(help="Name of a mask; all are listed where none is given.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Total tokens.")] = 16384,
+    option: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Of the mask; may be repeated.")] = None,
+    documents: Annotated[str | None, typer.Option(help="Lengths, e.g. 100,300, or a distribution.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs to ask strategies for.")] = 4,
+    cluster: Annotated[str, typer.Option(help="A preset or a cluster file.")] = "dgx-h200",
+    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file; it opens offline.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a mask: picture, exact area, and which strategies, kernels and implementations can run it."""
+    from cpsim.report import masks
+
+    _check_writable(png)
+    _check_writable(html)
+    if name is None:
+        records = masks.mask_list()
+        print(json.dumps(records, indent=1)) if as_json else _stdout().print(masks.masks_view())
+        return
+    scenario = _mask_scenario(name, tokens, option or [], documents, gpus, cluster)
+    from cpsim.support import support
+
+    workload = scenario.workload()
+    workload.slices()  # what is wrong with its options is said before anything is written
+    found = support(workload, scenario.resolve_cluster())
+    if as_json:
+        print(json.dumps(masks.mask_record(workload, found), indent=1))
+    else:
+        _stdout().print(masks.mask_view(workload, found, gpus))
+    if png:
+        masks.write_png(png, workload)
+        print(f"Picture written to {png}", file=sys.stderr)
+    if html:
+        masks.write_html(html, workload, found)
+        print(f"Page written to {html}", file=sys.stderr)
+
+
+def _mask_scenario(
+    name: str, tokens: int, options: list[str], documents: str | None, gpus: int, cluster: str
+) -> Scenario:  # fmt: skip
+    """The case of a mask; masks of documents get some where none are given."""
+    from cpsim.scenario import scenario_from
+
+    given: dict[str, Any] = {"name": name}
+    for entry in options:
+        key, equals, value = entry.partition("=")
+        if not equals:
+            raise CpsimError(f"option: expected K=V, e.g. window=1024, got {entry!r}")
+        given[key] = _number(value)
+    if documents is None and name.endswith("_document"):
+        documents = "prolong64k"
+    fields: dict[str, Any] = {
+        "gpus": gpus, "cluster": cluster, "tokens": tokens, "mask": given, "heads": 32, "kv_heads": 8
+    }  # fmt: skip
+    if documents:
+        lengths = [_number(part) for part in documents.split(",")]
+        drawn = isinstance(lengths[0], str)
+        fields["documents"] = {"distribution": documents} if drawn else lengths
+    return scenario_from(fields)
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimError], Results]:
     from cpsim.predictor import predict_many
     from cpsim.scenario import load_scenarios

@@ -1,4 +1,4 @@
-"""Attention masks as slices of (query range, key range, diagonal band), with exact areas.
+"""Attention masks as slices of (query range, key range, diagonal band), with exact areas; named ones: ``mask_shapes``.
 
 A slice admits the pairs (q, k) with ``q_start <= q < q_end``, ``k_start <= k < k_end`` and
 ``low <= k - q <= high``. The four types of the literature are bands: FULL has none, CAUSAL (bottom-right
@@ -11,15 +11,13 @@ Reference: LongCA-bench (arXiv 2510.17896), section 3, for the types; Differs: b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
-
-from cpsim.errors import ScenarioError
 
 Ints = NDArray[np.int64]
 
@@ -108,48 +106,6 @@ def slices_of(rows: Sequence[tuple[int, int, int, int, int]]) -> Slices:
     return Slices(q_start.copy(), q_end.copy(), k_start.copy(), k_end.copy(), low, high)
 
 
-def _whole(kind: int) -> Callable[[Sequence[int]], Slices]:
-    def build(documents: Sequence[int]) -> Slices:
-        total = sum(documents)
-        return slices_of([(0, total, 0, total, kind)])
-
-    return build
-
-
-def _by_document(kind: int) -> Callable[[Sequence[int]], Slices]:
-    def build(documents: Sequence[int]) -> Slices:
-        ends = np.cumsum(np.asarray(documents, np.int64))
-        starts = ends - np.asarray(documents, np.int64)
-        high = np.full(len(ends), 0 if kind == CAUSAL else UNBOUNDED, np.int64)
-        return Slices(starts, ends, starts, ends, np.full(len(ends), -UNBOUNDED, np.int64), high)
-
-    return build
-
-
-MASKS: Final[dict[str, Callable[[Sequence[int]], Slices]]] = {
-    "full": _whole(FULL),
-    "causal": _whole(CAUSAL),
-    "full_document": _by_document(FULL),
-    "causal_document": _by_document(CAUSAL),
-}
-"""Name -> slices of the mask over packed documents of the given lengths [tokens]."""
-
-
-def mask_slices(name: str, documents: Sequence[int]) -> Slices:
-    """Slices of a named mask over packed documents.
-
-    Args:
-        name: a key of ``MASKS``.
-        documents: document lengths in packing order [tokens]; ``full`` and ``causal`` use their sum only.
-
-    Raises:
-        ScenarioError: the name is unknown.
-    """
-    if name not in MASKS:
-        raise ScenarioError(f"mask: expected one of {', '.join(MASKS)}, got {name!r}")
-    return MASKS[name](documents)
-
-
 def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
     """The mask as a boolean matrix ``[num_tokens, num_tokens]``: the brute-force twin for tests and pictures."""
     allowed = np.zeros((num_tokens, num_tokens), bool)
@@ -163,14 +119,46 @@ def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
     return allowed
 
 
+def coarse_mask(slices: Slices, num_tokens: int, size: int) -> NDArray[np.float64]:
+    """Share of unmasked pairs in every cell of a square grid, ``[size, size]``, queries by keys; exact."""
+    edges = np.arange(size + 1) * num_tokens // size
+    table = np.stack([slices.q_start, slices.q_end, slices.k_start, slices.k_end, slices.low, slices.high], axis=1)
+    pairs = np.outer(np.diff(edges), np.diff(edges))
+    return np.asarray(_areas_of_cells(table, edges) / np.maximum(pairs, 1), np.float64)
+
+
+@njit(cache=True)
+def _areas_of_cells(table, edges):  # type: ignore[no-untyped-def]
+    areas = np.zeros((len(edges) - 1, len(edges) - 1), np.int64)
+    for row in range(len(table)):
+        q_start, q_end, k_start, k_end = table[row, 0], table[row, 1], table[row, 2], table[row, 3]
+        low, high = table[row, 4], table[row, 5]
+        i = np.searchsorted(edges, q_start, side="right") - 1
+        first = np.searchsorted(edges, k_start, side="right") - 1
+        while i < len(areas) and edges[i] < q_end:
+            q0, q1 = max(edges[i], q_start), min(edges[i + 1], q_end)
+            j = first
+            while j < len(areas) and edges[j] < min(k_end, q1 + high):
+                areas[i, j] += slice_area(q0, q1, max(edges[j], k_start), min(edges[j + 1], k_end), low, high)
+                j += 1
+            i += 1
+    return areas
+
+
 @njit(cache=True)
 def _restrict_one(mask, reach, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
     """Append the non-empty intersections of one product; past the end of ``rows`` they are only counted."""
     if len(q_ranges) == 0 or len(k_ranges) == 0:
         return count
     q_from = k_from = 0
-    first_q, first_k, last_k = q_ranges[0, 0], k_ranges[0, 0], k_ranges[-1, 1]
-    for row in range(np.searchsorted(reach, first_q, side="right"), len(mask)):
+    first_k, last_k = k_ranges[0, 0], k_ranges[-1, 1]
+    row = -1
+    while row + 1 < len(mask):
+        row += 1
+        if reach[row] <= q_ranges[q_from, 0]:
+            row = np.searchsorted(reach, q_ranges[q_from, 0], side="right")
+            if row == len(mask):
+                break
         if mask[row, 0] >= q_ranges[-1, 1]:
             break
         if mask[row, 2] >= last_k or mask[row, 3] <= first_k or mask[row, 1] <= q_ranges[q_from, 0]:

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cpsim.cluster import Cluster, load_cluster, presets
 from cpsim.documents import draw_documents
 from cpsim.errors import ScenarioError
-from cpsim.files import explain, nearest, read_documents, shown, take_schema
+from cpsim.files import explain, read_documents, shown, take_schema
+from cpsim.mask_names import MASK_NAMES, Options, read_mask
 from cpsim.workload import Workload
 
 Strategy = Literal[
@@ -27,13 +28,6 @@ Kernel = Literal[
     "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "flex", "flash_mask", "ffa", "fa2_sparse", "vsa",
     "triton_vsa", "flashinfer",
 ]  # fmt: skip
-
-MASK_NAMES: Final = (
-    "full", "causal", "full_document", "causal_document", "full_sliding_window", "causal_sliding_window",
-    "shared_question", "prefix_lm_causal", "prefix_lm_document", "block_causal_document", "lambda",
-    "causal_blockwise", "global_sliding", "block_sparse", "variable_block_sparse",
-)  # fmt: skip
-"""Masks that a scenario may name; those that can be computed today are ``cpsim.masks.MASKS``."""
 
 MAX_TOKENS: Final = 10**9
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -74,7 +68,7 @@ class Scenario(BaseModel):
     documents: tuple[int, ...] | DocumentDraw | None = None
     """Lengths [tokens] in packing order, or how to draw them; None is one document of all tokens."""
     mask: str | Mapping[str, Any] = "causal"
-    """A name of ``MASK_NAMES``, or a mapping with ``name`` and the mask's parameters."""
+    """A name of ``MASK_NAMES``, or a mapping with ``name`` and those of the mask's options that are no defaults."""
     heads: Annotated[int, Field(ge=1, le=65536)]
     kv_heads: Annotated[int, Field(ge=1, le=65536)]
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
@@ -94,8 +88,13 @@ class Scenario(BaseModel):
 
     @property
     def mask_name(self) -> str:
-        """Name of the mask without its parameters."""
+        """Name of the mask without its options."""
         return self.mask if isinstance(self.mask, str) else str(self.mask["name"])
+
+    @property
+    def mask_options(self) -> Options:
+        """Options of the mask that are no defaults."""
+        return read_mask(self.mask)[1]
 
     @field_validator("documents", mode="before")
     @classmethod
@@ -113,17 +112,13 @@ class Scenario(BaseModel):
     @field_validator("mask", mode="before")
     @classmethod
     def _read_mask(cls, value: object) -> object:
-        name = value.get("name") if isinstance(value, Mapping) else value
-        if not isinstance(name, str):
-            raise ValueError(f"expected a name or a mapping with a name, e.g. causal, got {shown(value)}")
-        if name not in MASK_NAMES:
-            raise ValueError(f"{name!r} is unknown; {nearest(name, MASK_NAMES)}")
-        return name if value == {"name": name} else value
+        name, options = read_mask(value)
+        return {"name": name, **dict(options)} if options else name
 
-    @field_validator("knobs", "mask", mode="after")
+    @field_validator("knobs", mode="after")
     @classmethod
-    def _finite(cls, value: object) -> object:
-        for key, entry in value.items() if isinstance(value, Mapping) else ():
+    def _finite(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        for key, entry in value.items():
             if isinstance(entry, float) and not math.isfinite(entry):
                 raise ValueError(f"{key}: expected a finite number, got {entry}")
             if not isinstance(entry, str | int | float):
@@ -158,16 +153,8 @@ class Scenario(BaseModel):
         """The attention problem, its documents drawn.
 
         Raises:
-            ScenarioError: the mask cannot be computed yet, or the bounds of the draw make no sense.
+            ScenarioError: the bounds of the draw make no sense.
         """
-        from cpsim.masks import MASKS  # numba: 0.3 s that reading a scenario need not pay
-
-        if self.mask_name not in MASKS:
-            available = ", ".join(MASKS)
-            raise ScenarioError(f"mask: {self.mask_name!r} is not available yet: available are {available}")
-        if not isinstance(self.mask, str):
-            given = ", ".join(key for key in self.mask if key != "name")
-            raise ScenarioError(f"mask: {self.mask_name!r} takes no parameters, got {given}; remove them")
         match self.documents:
             case DocumentDraw() as draw:
                 bounds = {"max_length": draw.max_length, "min_length": draw.min_length}
@@ -179,6 +166,7 @@ class Scenario(BaseModel):
         return Workload(
             documents=documents,
             mask=self.mask_name,
+            mask_options=self.mask_options,
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
@@ -187,10 +175,11 @@ class Scenario(BaseModel):
 
     def notes(self) -> tuple[str, ...]:
         """What a reader must know about this case: inputs that make no difference."""
-        if self.documents is not None and self.mask_name in ("full", "causal"):
-            name = self.mask_name
-            return (f"documents: ignored, since mask {name} reaches across them; see mask {name}_document",)
-        return ()
+        name = self.mask_name
+        if self.documents is None or MASK_NAMES[name].documents != "ignored":
+            return ()
+        instead = f"; see mask {name}_document" if f"{name}_document" in MASK_NAMES else ""
+        return (f"documents: ignored, since mask {name} reaches across them{instead}",)
 
     def resolve_cluster(self) -> Cluster:
         """The cluster with this scenario's number of GPUs in use.

@@ -148,7 +148,8 @@ class Schedule:
     inputs: Int32
     """Buffers that hold their block before the first op, ``[I, 2]`` of (buffer, block)."""
     outputs: Int32
-    """Buffers that must hold their block after the last op, ``[O, 2]`` of (buffer, block)."""
+    """Buffers that must hold their block after the last op, ``[O, 2]`` of (buffer, block). They start as sums of
+    nothing, zeros and a log-sum-exp of -inf, which is what they end as where queries see no key."""
     sets: RangeSets
     """Token sets that blocks and tiles refer to; a buffer stores a set's ranges in ascending order."""
     tiles: Tiles

@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.masks import Ints, RangeSets, Slices, restrict
+from cpsim.masks import Ints, RangeSets, Slices, restrict, slice_area
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,13 +26,17 @@ class Tiles:
     """Unmasked pairs of every slice, ``int64[M]``."""
     area: Ints
     """Unmasked pairs of every tile, ``int64[num_tiles]``."""
+    mask: Slices
+    """What the mask rows are rows of."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """The sequences of every tile's kernel call: tile t has entries ``start[t]:start[t + 1]``.
+    """The sequences of every tile's kernel call: tile t has entries ``start[t]:start[t + 1]``, ascending by query.
 
-    A varlen call takes sequences whose mask is a full rectangle or a bottom-right aligned causal one.
+    A varlen call takes sequences whose mask is a full rectangle or a bottom-right aligned causal one. A sequence has
+    the queries from ``q_from`` to ``q_to`` that the tile's rows ``first_row`` to ``end_row`` have, and all keys that
+    these see.
     """
 
     start: Ints
@@ -43,6 +47,16 @@ class Sequences:
     """The diagonal cuts the sequence."""
     regular: NDArray[np.bool_]
     """The mask of the sequence is exactly full or bottom-right causal, so every varlen kernel can run it."""
+    first_row: Ints
+    end_row: Ints
+    q_from: Ints
+    q_to: Ints
+    window: NDArray[np.bool_]
+    """The mask of the sequence is a diagonal band that is neither."""
+    one_call: NDArray[np.bool_]
+    """Of every tile: all sequences are regular, and all causal or all full, so one varlen call can run them."""
+    in_place: NDArray[np.bool_]
+    """Of every tile: sequences read keys that lie side by side, and no key twice, so that keys need no packing."""
 
     def queries(self) -> Ints:
         """Query rows of every tile's call."""
@@ -66,7 +80,7 @@ def make_tiles(mask: Slices, sets: RangeSets, query_set: ArrayLike, key_set: Arr
     start, rows, areas = restrict(mask, sets, sets, query, key)
     start = np.concatenate(([0], start))
     totals = np.concatenate(([0], np.cumsum(areas)))
-    return Tiles(start, rows, areas, totals[start[1:]] - totals[start[:-1]])
+    return Tiles(start, rows, areas, totals[start[1:]] - totals[start[:-1]], mask)
 
 
 @lru_cache(maxsize=2)
@@ -75,65 +89,176 @@ def sequences(tiles: Tiles) -> Sequences:
 
     Slices of one mask row form one sequence where their union is a full rectangle or a bottom-right causal
     staircase in local coordinates, as on a ring step; otherwise every query range is a sequence of its own that
-    reads all the keys it sees, as in an all-gathered zigzag.
+    reads all the keys it sees, as in an all-gathered zigzag. Where mask rows share queries, so is every range of
+    queries that the same rows cover: an answer, for example, sees its question and its own beginning.
     """
-    columns = np.empty((len(tiles.rows), 5), np.int64)
-    start, count = _sequences(tiles.start, tiles.rows, tiles.row_area, columns)
-    q_len, k_len, area, causal, regular = columns[:count].T
-    return Sequences(start, q_len.copy(), k_len.copy(), area.copy(), causal.astype(np.bool_), regular.astype(np.bool_))
+    mask = tiles.mask
+    out = np.empty((2 * len(tiles.rows), 12), np.int64)
+    bands = np.stack([mask.q_start, mask.low, mask.high], axis=1)
+    start, count = _sequences(tiles.start, tiles.rows, tiles.row_area, bands, out)
+    q_len, k_len, area, causal, regular, *where = out[:count].T.copy()
+    first_row, end_row, q_from, q_to, k_from, k_to, pieces = where
+    is_causal, is_full = causal > 0, (causal == 0) & (q_len > 1)
+    is_first = np.isin(np.arange(count), start)
+    packed = pieces > 1
+    packed[1:] |= ~is_first[1:] & (k_from[1:] < k_to[:-1])
+    one_call = ~_any(regular == 0, start) & ~(_any(is_causal, start) & _any(is_full, start))
+    return Sequences(
+        start, q_len, k_len, area, is_causal, regular > 0, first_row, end_row, q_from, q_to,
+        (regular == 0) & (pieces == 1), one_call, ~_any(packed, start),
+    )  # fmt: skip
+
+
+def _any(flags: NDArray[np.bool_], start: Ints) -> NDArray[np.bool_]:
+    """Whether any of a tile's sequences has the flag, ``[num_tiles]``."""
+    total = np.concatenate(([0], np.cumsum(flags)))
+    return np.asarray(total[start[1:]] > total[start[:-1]])
 
 
 @njit(cache=True)
-def _is_regular(q_len, k_len, area):  # type: ignore[no-untyped-def]
-    """1 for a full rectangle, 2 for a bottom-right causal one, 0 otherwise."""
-    if area == q_len * k_len:
-        return 1
-    return 2 if k_len >= q_len and area == q_len * k_len - q_len * (q_len - 1) // 2 else 0
-
-
-@njit(cache=True)
-def _sequences(tile_start, rows, row_area, out):  # type: ignore[no-untyped-def]
+def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyped-def]
+    """Fill ``out`` with rows (q_len, k_len, area, causal, regular, first_row, end_row, q_from, q_to, k_from, k_to,
+    ranges of keys); ``bands`` has (q_start, low, high) of every mask row. Returns CSR start and number of rows."""
     start = np.zeros(len(tile_start), np.int64)
     count = 0
     for tile in range(len(tile_start) - 1):
         first, last = tile_start[tile], tile_start[tile + 1]
         while first < last:
-            end = first
-            num_q, num_k, area = 0, 0, 0
-            while end < last and rows[end, 0] == rows[first, 0]:
-                stop = end
-                keys = 0
-                while stop < last and rows[stop, 0] == rows[first, 0] and rows[stop, 1] == rows[end, 1]:
-                    keys += rows[stop, 4] - rows[stop, 3]
-                    area += row_area[stop]
-                    stop += 1
-                num_q += rows[end, 2] - rows[end, 1]
-                num_k = max(num_k, keys)
-                end = stop
-            whole = _is_regular(num_q, num_k, area)
-            if whole > 0:
-                out[count] = (num_q, num_k, area, whole - 1, 1)
-                count += 1
+            end, reach = first, rows[first, 2]
+            while end < last and (rows[end, 0] == rows[first, 0] or bands[rows[end, 0], 0] < reach):
+                reach = max(reach, rows[end, 2])
+                end += 1
+            if rows[end - 1, 0] == rows[first, 0]:
+                count = _of_one_row(rows, row_area, first, end, bands[rows[first, 0], 1], out, count)
             else:
-                count = _split(rows, row_area, first, end, out, count)
+                count = _of_several_rows(rows, first, end, bands, out, count)
             first = end
         start[tile + 1] = count
     return start, count
 
 
 @njit(cache=True)
-def _split(rows, row_area, first, end, out, count):  # type: ignore[no-untyped-def]
-    """One sequence for every query range of ``rows[first:end]``."""
-    while first < end:
-        stop = first
-        num_k, area = 0, 0
-        while stop < end and rows[stop, 1] == rows[first, 1]:
-            num_k += rows[stop, 4] - rows[stop, 3]
-            area += row_area[stop]
-            stop += 1
-        num_q = rows[first, 2] - rows[first, 1]
-        kind = _is_regular(num_q, num_k, area)
-        out[count] = (num_q, num_k, area, int(area < num_q * num_k), int(kind > 0))
-        count += 1
-        first = stop
+def _put(out, count, sizes, kind, rows, tokens, pieces):  # type: ignore[no-untyped-def]
+    """Write one sequence: (queries, keys, area), 1 for full, 2 for bottom-right causal and 0 for others, (first row,
+    end row), (q_from, q_to, k_from, k_to)."""
+    num_q, num_k, area = sizes
+    out[count, 0], out[count, 1], out[count, 2] = num_q, num_k, area
+    out[count, 3], out[count, 4] = int(area < num_q * num_k), int(kind > 0)
+    out[count, 5], out[count, 6] = rows
+    out[count, 7], out[count, 8], out[count, 9], out[count, 10] = tokens
+    out[count, 11] = pieces
+    return count + 1
+
+
+@njit(cache=True)
+def _range_end(rows, first, end):  # type: ignore[no-untyped-def]
+    """End of the rows that share the first one's query range."""
+    stop = first
+    while stop < end and rows[stop, 1] == rows[first, 1]:
+        stop += 1
+    return stop
+
+
+@njit(cache=True)
+def _is_stair(num_q, num_k, area):  # type: ignore[no-untyped-def]
+    """Every query sees one key more than the one before it, and the last one ``num_k``, where all see the first."""
+    return num_k >= num_q and area == num_q * num_k - num_q * (num_q - 1) // 2
+
+
+@njit(cache=True)
+def _of_one_row(rows, row_area, first, end, low, out, count):  # type: ignore[no-untyped-def]
+    """Sequences of the slices of one mask row: one, or one for every query range."""
+    num_q, num_k, area = 0, 0, 0
+    k_from, k_to = rows[first, 3], rows[first, 4]
+    at = first
+    while at < end:
+        stop, keys = _range_end(rows, at, end), 0
+        for i in range(at, stop):
+            keys += rows[i, 4] - rows[i, 3]
+            area += row_area[i]
+            k_from, k_to = min(k_from, rows[i, 3]), max(k_to, rows[i, 4])
+        num_q, num_k, at = num_q + rows[at, 2] - rows[at, 1], max(num_k, keys), stop
+    uncut = low <= k_from - rows[end - 1, 2] + 1
+    kind = int(uncut and area == num_q * num_k)
+    if kind == 0 and uncut and num_k >= num_q:
+        kind = 2 * int(_are_stairs(rows, row_area, first, end, num_k - num_q))
+    if kind > 0:
+        tokens = rows[first, 1], rows[end - 1, 2], k_from, k_to
+        return _put(out, count, (num_q, num_k, area), kind, (first, end), tokens, 1)
+    at = first
+    while at < end:
+        stop, num_k, area = _range_end(rows, at, end), 0, 0
+        for i in range(at, stop):
+            num_k += rows[i, 4] - rows[i, 3]
+            area += row_area[i]
+        num_q = rows[at, 2] - rows[at, 1]
+        stair = low <= rows[at, 3] - rows[at, 2] + 1 and _is_stair(num_q, num_k, area)
+        kind = 1 if area == num_q * num_k else 2 * int(stair)
+        tokens = rows[at, 1], rows[at, 2], rows[at, 3], rows[stop - 1, 4]
+        count = _put(out, count, (num_q, num_k, area), kind, (at, stop), tokens, 1)
+        at = stop
     return count
+
+
+@njit(cache=True)
+def _are_stairs(rows, row_area, first, end, more):  # type: ignore[no-untyped-def]
+    """Whether the queries of all ranges, one after the other, see ``more + 1``, ``more + 2`` ... keys."""
+    at = first
+    while at < end:
+        stop, keys, area = _range_end(rows, at, end), 0, 0
+        for i in range(at, stop):
+            keys += rows[i, 4] - rows[i, 3]
+            area += row_area[i]
+        num_q = rows[at, 2] - rows[at, 1]
+        more += num_q
+        if keys != more or not _is_stair(num_q, keys, area):
+            return False
+        at = stop
+    return True
+
+
+@njit(cache=True)
+def _of_several_rows(rows, first, end, bands, out, count):  # type: ignore[no-untyped-def]
+    """One sequence for every range of queries that the same slices of several mask rows cover."""
+    order = first + np.argsort(rows[first:end, 1], kind="mergesort")
+    edges = np.unique(np.concatenate((rows[first:end, 1], rows[first:end, 2])))
+    active, num_active, later = np.empty(end - first, np.int64), 0, 0
+    for edge in range(len(edges) - 1):
+        q0, q1 = edges[edge], edges[edge + 1]
+        kept = 0
+        for i in range(num_active):
+            if rows[active[i], 2] > q0:
+                active[kept] = active[i]
+                kept += 1
+        num_active = kept
+        while later < len(order) and rows[order[later], 1] <= q0:
+            active[num_active] = order[later]
+            num_active += 1
+            later += 1
+        count = _of_range(rows, active[:num_active], q0, q1, bands, (first, end), out, count)
+    return count
+
+
+@njit(cache=True)
+def _of_range(rows, active, q0, q1, bands, group, out, count):  # type: ignore[no-untyped-def]
+    """The sequence of some queries and what they see of the active slices, unless that is nothing.
+
+    It is causal where all is full but the last keys, and these are causal.
+    """
+    num_k, area, pieces, num_full = 0, 0, 0, 0
+    k_from, k_to, stair = rows[active[0], 4] if len(active) else 0, 0, False
+    for row in active:
+        low, high = bands[rows[row, 0], 1], bands[rows[row, 0], 2]
+        k0, k1 = max(rows[row, 3], q0 + low), min(rows[row, 4], q1 + high)
+        here = slice_area(q0, q1, k0, k1, low, high)
+        if here == 0:
+            continue
+        num_k, area, pieces = num_k + k1 - k0, area + here, pieces + 1
+        num_full += int(here == (q1 - q0) * (k1 - k0))
+        if k1 > k_to:
+            stair = low <= k0 - q1 + 1 and _is_stair(q1 - q0, k1 - k0, here)
+        k_from, k_to = min(k_from, k0), max(k_to, k1)
+    if pieces == 0:
+        return count
+    kind = 1 if num_full == pieces else 2 * int(stair and num_full == pieces - 1)
+    return _put(out, count, (q1 - q0, num_k, area), kind, group, (q0, q1, k_from, k_to), pieces)

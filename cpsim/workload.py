@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Literal
 
 from cpsim.errors import ScenarioError
+from cpsim.mask_names import Options
 
 if TYPE_CHECKING:
     from cpsim.masks import Slices
@@ -20,7 +21,9 @@ class Workload:
     documents: tuple[int, ...]
     """Document lengths in packing order [tokens]; without documents, one of all tokens."""
     mask: str
-    """A key of ``cpsim.masks.MASKS``."""
+    """A key of ``cpsim.mask_names.MASK_NAMES``."""
+    mask_options: Options = ()
+    """Those that are no defaults."""
     num_heads: int
     num_kv_heads: int
     """A divisor of ``num_heads``."""
@@ -51,12 +54,12 @@ class Workload:
         """The mask as slices of tokens, or of positions in the order of a stride; see ``cpsim.stripes``.
 
         Raises:
-            ScenarioError: the mask is unknown.
+            ScenarioError: the mask or one of its options is unknown, or a value is not allowed.
         """
-        from cpsim.masks import mask_slices  # numba: 0.3 s that reading a scenario need not pay
+        from cpsim.mask_shapes import mask_slices  # numba: 0.3 s that reading a scenario need not pay
         from cpsim.stripes import striped
 
-        mask = mask_slices(self.mask, self.documents)
+        mask = mask_slices(self.mask, self.documents, self.mask_options)
         return mask if stride == 1 else striped(mask, self.num_tokens, stride)
 
     def area(self) -> int:

@@ -287,16 +287,46 @@ def _math_slices(call: Call) -> list[tuple[slice, slice]]:
     return slices
 
 
-def _math_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+def _bottom_right(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Which keys a sequence's queries see, [q, k]."""
+    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
+    return seen.tril(len(k) - len(q)) if causal else seen
+
+
+def _math_scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
     """Scaled and masked scores [H, q, k] in fp32 or better."""
     wide = torch.promote_types(q.dtype, torch.float32)
     k = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("qhd,khd->hqk", q.to(wide), k) / math.sqrt(q.shape[-1])
-    if causal:
-        nq, nk = scores.shape[1:]
-        visible = torch.ones(nq, nk, dtype=torch.bool, device=q.device).tril(nk - nq)
-        scores = scores.masked_fill(~visible, float("-inf"))
-    return scores
+    return scores.masked_fill(~visible, float("-inf"))
+
+
+def masked_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """`math` attention under any mask [q, k]; a query that sees no key has output 0 and log-sum-exp -inf."""
+    scores = _math_scores(q, k, visible)
+    lse = scores.logsumexp(dim=-1)
+    p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0)[..., None])
+    wide_v = v.to(p.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    return torch.einsum("hqk,khd->qhd", p, wide_v).to(q.dtype), lse
+
+
+def masked_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor
+) -> Grads:
+    """Gradients of `masked_forward` for given output and log-sum-exp, which may cover more keys."""
+    group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
+    scores = _math_scores(q, k, visible)
+    wide = scores.dtype
+    p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0)[..., None].to(wide))
+    do, o = dout.to(wide), out.to(wide)
+    k_all = k.to(wide).repeat_interleave(group, dim=1)
+    v_all = v.to(wide).repeat_interleave(group, dim=1)
+    delta = (do * o).sum(-1).T[..., None]
+    ds = p * (torch.einsum("qhd,khd->hqk", do, v_all) - delta) * scale
+    dq = torch.einsum("hqk,khd->qhd", ds, k_all).to(q.dtype)
+    per_head = torch.einsum("hqk,qhd->khd", ds, q.to(wide)), torch.einsum("hqk,qhd->khd", p, do)
+    dk, dv = (full.unflatten(1, (-1, group)).sum(2).to(k.dtype) for full in per_head)
+    return dq, dk, dv
 
 
 def _math_forward(
@@ -304,11 +334,8 @@ def _math_forward(
 ) -> tuple[Tensor, Tensor]:
     out, lses = torch.empty_like(q) if into is None else into, []
     for at_q, at_k in _math_slices(call):
-        scores = _math_scores(q[at_q], k[at_k], call.causal)
-        lse = scores.logsumexp(dim=-1)
-        p = torch.exp(scores - lse[..., None])
-        wide_v = v[at_k].to(p.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
-        out[at_q] = torch.einsum("hqk,khd->qhd", p, wide_v).to(q.dtype)
+        seen = _bottom_right(q[at_q], k[at_k], call.causal)
+        out[at_q], lse = masked_forward(q[at_q], k[at_k], v[at_k], seen)
         lses.append(lse)
     return out, torch.cat(lses, dim=1)
 
@@ -317,20 +344,10 @@ def _math_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
     for at_q, at_k in _math_slices(call):
-        scores = _math_scores(q[at_q], k[at_k], call.causal)
-        wide = scores.dtype
-        p = torch.exp(scores - lse[:, at_q, None].to(wide))
-        do, o = dout[at_q].to(wide), out[at_q].to(wide)
-        k_all = k[at_k].to(wide).repeat_interleave(group, dim=1)
-        v_all = v[at_k].to(wide).repeat_interleave(group, dim=1)
-        delta = (do * o).sum(-1).T[..., None]
-        ds = p * (torch.einsum("qhd,khd->hqk", do, v_all) - delta) * scale
-        dq[at_q] = torch.einsum("hqk,khd->qhd", ds, k_all).to(q.dtype)
-        per_head = torch.einsum("hqk,qhd->khd", ds, q[at_q].to(wide)), torch.einsum("hqk,qhd->khd", p, do)
-        for grad, full in zip((dk, dv), per_head, strict=True):
-            grad[at_k] = full.unflatten(1, (-1, group)).sum(2).to(grad.dtype)
+        seen = _bottom_right(q[at_q], k[at_k], call.causal)
+        given = (x[at_q] for x in (dout, q)), (x[at_k] for x in (k, v))
+        dq[at_q], dk[at_k], dv[at_k] = masked_backward(*given[0], *given[1], out[at_q], lse[:, at_q], seen)
     return dq, dk, dv
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpsim.errors import InfeasibleError
-from cpsim.schedule import COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
+from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
-from real.storage import PLANES, Access, Chunk, Ints, Part, overlap, sequences_of
+from real.storage import PLANES, Access, Chunk, Ints, Part, is_one_call, overlap, sequences_of, visible
 
 if TYPE_CHECKING:
     from real.executor import Executor
@@ -62,6 +62,9 @@ class Lowering:
         return made
 
     def _computation(self, op: Op, kind: Kind, mine: list[Access]) -> Launch:
+        if kind in ATTENTION_KINDS and op.area == 0:  # a share of the mask without pairs: results stay sums of nothing
+            self.unseen |= self._unseen(op.index, mine)
+            return lambda: None
         if kind == Kind.ATTENTION:
             return self._attention(op, mine)
         if kind == Kind.ATTENTION_BACKWARD:
@@ -111,10 +114,14 @@ class Lowering:
     # --- attention ---
 
     def _unseen(self, i: int, accesses: Sequence[Access]) -> dict[int, Ints]:
-        sequences = sequences_of(self.s, int(self.s.tile[i]))
-        none = [np.zeros(0, np.int64)]
-        queries = np.concatenate([q.queries for q in sequences] or none)
-        keys = np.concatenate([q.keys for q in sequences] or none)
+        tile, none = int(self.s.tile[i]), [np.zeros(0, np.int64)]
+        if is_one_call(self.s, tile, packed=True):
+            calls = sequences_of(self.s, tile)
+            queries, keys = (np.concatenate([getattr(q, side) for q in calls] or none) for side in ("queries", "keys"))
+        else:
+            given = {a.tensor: a.tokens for a in accesses if a.mode == READ}
+            seen = visible(self.s, tile, given["q"], given["kv"])
+            queries, keys = given["q"][seen.any(axis=1)], given["kv"][seen.any(axis=0)]
         return {
             a.buffer: np.setdiff1d(a.tokens, keys if a.tensor == "dkv" else queries)
             for a in accesses
@@ -173,6 +180,8 @@ class Lowering:
         return self.x.view(part, _span(part, tokens), op_heads(self.s, op))
 
     def _attention(self, op: Op, mine: list[Access]) -> Launch:
+        if not self._is_one_call(op, mine):
+            return self._masked_attention(op, mine)
         queries, keys, target = (next(a for a in mine if a.tensor == t) for t in ("q", "kv", "out"))
         self.unseen |= self._unseen(op.index, mine)
         call, tokens, rows = self._call(op, queries, keys)
@@ -197,6 +206,8 @@ class Lowering:
         return some
 
     def _attention_backward(self, op: Op, mine: list[Access]) -> Launch:
+        if not self._is_one_call(op, mine):
+            return self._masked_backward(op, mine)
         given = {a.tensor: a for a in mine}
         self.unseen |= self._unseen(op.index, mine)
         call, tokens, rows = self._call(op, given["q"], given["kv"])
@@ -214,6 +225,67 @@ class Lowering:
         dk, dv = self._kv(op, target, rows, ("dk", "dv"))
         kernel = self.x.kernel
         return lambda: attention.backward(kernel, dout, q, k, v, out, lse(), call, (dq, dk, dv))
+
+    def _is_one_call(self, op: Op, mine: list[Access]) -> bool:
+        """Whether a varlen call runs the op's tile on keys that lie as they do."""
+        tile = int(self.s.tile[op.index])
+        keys = next(a for a in mine if a.tensor == "kv")
+        return is_one_call(self.s, tile, packed=keys.layout.tile == tile)
+
+    def _masked(self, op: Op, mine: list[Access]) -> tuple[dict[str, Access], dict[str, Tensor], Tensor]:
+        """Accesses, rows of each tensor's part that the op uses, and the mask of any shape over them.
+
+        Raises:
+            InfeasibleError: the kernel takes no such mask; plain PyTorch does.
+        """
+        if self.x.kernel != "math":
+            raise InfeasibleError(f"kernel {self.x.kernel} does not run this strategy's share of the mask")
+        given = {a.tensor: a for a in mine}
+        self.unseen |= self._unseen(op.index, mine)
+        rows = {t: self._index(_rows_of(a, a.tokens)).long() for t, a in given.items()}
+        seen = visible(self.s, int(self.s.tile[op.index]), given["q"].tokens, given["kv"].tokens)
+        return given, rows, torch.from_numpy(seen).to(self.device)
+
+    def _planes(self, op: Op, access: Access) -> list[Tensor]:
+        """All rows of an access's planes, with the op's heads."""
+        heads = tuple(self.s.heads[op.index, 2:].tolist()) if access.tensor.endswith("kv") else op_heads(self.s, op)
+        parts = [access.layout.parts(plane) for plane in PLANES[access.tensor]]
+        return [self.x.view(part, None, heads) for (part,) in parts]
+
+    def _masked_attention(self, op: Op, mine: list[Access]) -> Launch:
+        given, rows, seen = self._masked(op, mine)
+        (q,), (k, v), (out,) = (self._planes(op, given[t]) for t in ("q", "kv", "out"))
+        target, lse = given["out"], self.x.lse
+        self._written_directly(target)
+        (part,) = target.layout.parts("out")
+        first, buffer = op_heads(self.s, op)[0] - part.head, target.buffer
+        kept = lse[buffer] if self.places.is_output[buffer] else self._new_lse(part.num_heads, len(part.tokens))
+
+        def run() -> None:
+            lse[buffer] = kept
+            made = attention.masked_forward(q[rows["q"]], k[rows["kv"]], v[rows["kv"]], seen)
+            out[rows["out"]], kept[first : first + q.shape[1], rows["out"]] = made
+
+        return run
+
+    def _masked_backward(self, op: Op, mine: list[Access]) -> Launch:
+        given, rows, seen = self._masked(op, mine)
+        (q,), (dout,), (out,), (dq,) = (self._planes(op, given[t]) for t in ("q", "dout", "out", "dq"))
+        (k, v), (dk, dv) = (self._planes(op, given[t]) for t in ("kv", "dkv"))
+        self._written_directly(given["dq"])
+        (part,) = given["out"].layout.parts("out")
+        first, buffer, lse = op_heads(self.s, op)[0] - part.head, given["out"].buffer, self.x.lse
+
+        def run() -> None:
+            at, keys = rows["q"], rows["kv"]
+            known = lse[buffer][first : first + q.shape[1], rows["out"]]
+            made = attention.masked_backward(
+                dout[rows["dout"]], q[at], k[keys], v[keys], out[rows["out"]], known, seen
+            )
+            for into, to, grad in zip((dq, dk, dv), ("dq", "dkv", "dkv"), made, strict=True):
+                into[rows[to]] = grad
+
+        return run
 
     def _lse_slice(self, op: Op, out: Access, tokens: Ints) -> Callable[[], Tensor]:
         """Contiguous log-sum-exp [H, T] of some heads and consecutive tokens; a copy where it is not all tokens."""

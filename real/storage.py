@@ -266,7 +266,11 @@ class Memory:
                 break
             if kind in ATTENTION_KINDS and targets[0].tensor == "kv":
                 tile = int(s.tile[reader])
+                if not is_one_call(s, tile, packed=True):
+                    break
                 keys = np.concatenate([q.keys for q in sequences_of(s, tile)])
+                if len(keys) > s.buffer_nbytes[buffer] // (2 * targets[0].num_heads * self.head_bytes(False)):
+                    break
                 return self.lay(buffer, [(*_whole(-1, targets)[:2], keys)], wide, tile)
             if kind == Kind.ALL_GATHER:
                 tensor, tokens, head, count = self.block(int(s.access_block[a]))
@@ -313,21 +317,36 @@ def tokens_of(ranges: Ints) -> Ints:
 
 
 def sequences_of(schedule: Schedule, tile: int) -> list[KernelSequence]:
-    """The sequences of one tile's kernel call with their tokens, as ``cpsim.tiles.sequences`` groups them."""
+    """The sequences of a tile that is one kernel call with their tokens, as ``cpsim.tiles.sequences`` groups them."""
     made, tiles = sequences(schedule.tiles), schedule.tiles
-    rows = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64)
-    found, at = [], 0
+    found = []
     for i in range(made.start[tile], made.start[tile + 1]):
-        first, seen, left = at, -1, int(made.q_len[i])
-        while at < len(rows) and (left > 0 or rows[at, 1] == seen):
-            if rows[at, 1] != seen:
-                left -= int(rows[at, 2] - rows[at, 1])
-                seen = int(rows[at, 1])
-            at += 1
-        mine = rows[first:at]
-        queries = tokens_of(np.unique(mine[:, 1:3], axis=0))
-        keys = np.unique(tokens_of(mine[:, 3:5]))
+        rows = tiles.rows[made.first_row[i] : made.end_row[i]].astype(np.int64)
+        q_from, q_to = made.q_from[i], made.q_to[i]
+        mask_row, q0, q1, k0, k1 = rows[(rows[:, 1] < q_to) & (rows[:, 2] > q_from)].T
+        k0 = np.maximum(k0, q_from + tiles.mask.low[mask_row])
+        k1 = np.minimum(k1, q_to + tiles.mask.high[mask_row])
+        shared = np.stack([np.maximum(q0, q_from), np.minimum(q1, q_to)], axis=1)
+        queries, keys = tokens_of(np.unique(shared, axis=0)), np.unique(tokens_of(np.stack([k0, k1], axis=1)))
         assert len(queries) == made.q_len[i]
         assert len(keys) == made.k_len[i]
         found.append(KernelSequence(queries, keys, bool(made.causal[i])))
     return found
+
+
+def is_one_call(schedule: Schedule, tile: int, *, packed: bool) -> bool:
+    """Whether one varlen call runs a tile on keys that ascend, or are packed in the order of its sequences."""
+    found = sequences(schedule.tiles)
+    there = found.start[tile] < found.start[tile + 1]
+    return bool(there and found.one_call[tile] and (packed or found.in_place[tile]))
+
+
+def visible(schedule: Schedule, tile: int, queries: Ints, keys: Ints) -> NDArray[np.bool_]:
+    """The mask of a tile, ``[queries, keys]``."""
+    tiles = schedule.tiles
+    seen = np.zeros((len(queries), len(keys)), np.bool_)
+    offset = keys[None, :] - queries[:, None]
+    for mask_row, q0, q1, k0, k1 in tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].tolist():
+        inside = ((queries >= q0) & (queries < q1))[:, None] & ((keys >= k0) & (keys < k1))[None, :]
+        seen |= inside & (offset >= tiles.mask.low[mask_row]) & (offset <= tiles.mask.high[mask_row])
+    return seen

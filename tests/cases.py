@@ -2,11 +2,29 @@
 
 from cpsim.cluster import presets
 from cpsim.implementations import IMPLEMENTATIONS
-from cpsim.masks import MASKS
+from cpsim.mask_names import MASK_NAMES
 from cpsim.strategies import STRATEGIES
 from cpsim.workload import Workload
 
-ALL_MASKS = tuple(MASKS)
+ALL_MASKS = tuple(MASK_NAMES)
+PLAIN_MASKS = ("full", "causal", "full_document", "causal_document")
+MASK_OPTIONS = {
+    "full_sliding_window": {"window": 5},
+    "causal_sliding_window": {"window": 6},
+    "shared_question": {"answers": 3},
+    "causal_blockwise": {"block": 4},
+    "prefix_lm_causal": {"prefix": 13},
+    "prefix_lm_document": {"prefix": 7},
+    "block_causal_document": {"block": 5},
+    "lambda": {"sink": 3, "window": 6},
+    "global_sliding": {"window": 5},
+    "block_sparse": {"block": 7, "density": 0.4},
+    "variable_block_sparse": {"block": 6, "min_block": 2, "density": 0.4},
+}
+"""Options that make a difference to a few tokens."""
+BLIND_MASK = "global_sliding of 40"
+"""Its first 8 of 48 queries see no key, so that a rank of 8 has nothing to do."""
+MASK_OPTIONS[BLIND_MASK] = {"window": 40}
 ALL_PASSES = ("fwd", "bwd")
 ALL_KNOBS = {
     "none": ({},),
@@ -68,7 +86,8 @@ def cluster(num_ranks):
 def workload(mask="causal", documents="one", heads="gqa", **changes):
     num_heads, num_kv_heads = HEADS[heads]
     fields = {
-        "documents": DOCUMENTS.get(documents, documents), "mask": mask, "num_heads": num_heads,
+        "documents": DOCUMENTS.get(documents, documents), "mask": mask.partition(" ")[0],
+        "mask_options": tuple(MASK_OPTIONS.get(mask, {}).items()), "num_heads": num_heads,
         "num_kv_heads": num_kv_heads, "head_dim": 4, "dtype": "bf16",
     }  # fmt: skip
     return Workload(**(fields | changes))

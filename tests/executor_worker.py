@@ -4,7 +4,7 @@ import sys
 
 import numpy as np
 import torch
-from cases import ALL_MASKS, ALL_PASSES, ALL_STRATEGIES, DOCUMENTS, cluster, workload
+from cases import ALL_MASKS, ALL_PASSES, ALL_STRATEGIES, BLIND_MASK, DOCUMENTS, PLAIN_MASKS, cluster, workload
 from numeric import tensors
 
 from cpsim.errors import InfeasibleError
@@ -26,9 +26,10 @@ def worst_difference(executor, given):
 
 def problems(num_ranks):
     """(case in words, workload, strategies); rings run lengths that ranks do not divide, too."""
-    for mask in ALL_MASKS:
-        for documents in DOCUMENTS if mask.endswith("document") else ("one",):
-            for heads in ("gqa", "mha", "mqa") if num_ranks in (2, 4) else ("gqa",):
+    for mask in (*ALL_MASKS, BLIND_MASK):
+        plain = mask in PLAIN_MASKS
+        for documents in DOCUMENTS if plain and mask.endswith("document") else ("one",) if plain else ("uneven",):
+            for heads in ("gqa", "mha", "mqa") if plain and num_ranks in (2, 4) else ("gqa",):
                 yield f"{mask} {documents} {heads}", workload(mask, documents, heads, dtype="fp64"), ALL_STRATEGIES
     rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name]
     for documents in ((49,), (11,), (1, 20, 2, 32)):

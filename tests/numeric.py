@@ -40,7 +40,8 @@ def attend_backward(q, kv, out, dout, allowed):
     """dQ and dKV of one tile, from the final output and log-sum-exp."""
     d, kv_heads = q.shape[2], kv.shape[1]
     scores, k, v = _scores(q, kv, allowed)
-    weights = np.exp(scores - out[..., -1].T[..., None])
+    lse = out[..., -1].T[..., None]
+    weights = np.exp(scores - np.where(np.isfinite(lse), lse, 0))
     delta = (dout * out[..., :-1]).sum(axis=2)
     ds = weights * (np.einsum("qhd,khd->hqk", dout, v) - delta.T[..., None]) / np.sqrt(d)
     dkv = np.concatenate([np.einsum("hqk,qhd->khd", ds, q), np.einsum("hqk,qhd->khd", weights, dout)], axis=2)
@@ -89,12 +90,17 @@ class Interpreter:
 
     def __init__(self, schedule, workload, given):
         self.s, self.mask = schedule, workload.slices(schedule.stride)
+        self.seeing = dense_mask(self.mask, workload.num_tokens).any(axis=1)
+        """Queries that see a key; outputs of the others start as zeros and need not be written."""
         self.memory = [{} for _ in schedule.buffer_rank]
         self.outputs = set(schedule.outputs[:, 0].tolist())
         self.widths = {name: array.shape[2] for name, array in given.items()}
         for buffer, block in schedule.outputs.tolist():
             tensor, tokens, heads = self.block(block)
             empty = np.full((len(tokens), heads.stop - heads.start, self.widths[tensor]), np.nan)
+            blind = ~self.seeing[tokens] & (not tensor.endswith("kv"))
+            empty[blind] = 0
+            empty[blind, :, -1] = -np.inf if tensor == "out" else 0
             self.memory[buffer][tensor] = tokens, heads.start, empty
         for buffer, block in schedule.inputs.tolist():
             tensor, tokens, heads = self.block(block)

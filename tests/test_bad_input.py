@@ -15,6 +15,11 @@ BAD_FIELDS = {
     "unknown strategy": ({"strategy": "zigzag"}, "did you mean 'zigzag_ring'"),
     "unknown mask": ({"mask": "casual"}, "mask: 'casual' is unknown; did you mean 'causal'"),
     "mask without a name": ({"mask": {"window": 3}}, "mask: expected a name"),
+    "option of a mask without options": ({"mask": {"name": "causal", "window": 3}}, "'causal' takes no parameters"),
+    "unknown option of a mask": ({"mask": {"name": "lambda", "windows": 3}}, "lambda has no option 'windows'; did you"),
+    "option of a mask out of range": ({"mask": {"name": "lambda", "window": 0}}, "mask: lambda: window: expected a"),
+    "option of a mask that is infinite": ({"mask": {"name": "block_sparse", "density": float("inf")}}, "from 0 to 1"),
+    "nested option of a mask": ({"mask": {"name": "lambda", "window": {"a": 1}}}, "window: expected a whole number"),
     "unknown kernel": ({"kernel": "fa5"}, "kernel: expected fa2, fa3, fa4"),
     "unknown pass": ({"pass": "forward"}, "pass: expected fwd, bwd, fwd_bwd; got 'forward'"),
     "unknown protocol": ({"protocol": "async"}, "protocol: expected synced, streamed"),
@@ -154,12 +159,11 @@ def test_impossible_cluster_is_one_line(change, match):
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"mask": "lambda"}, "mask: 'lambda' is not available yet: available are full"),
-        ({"mask": {"name": "causal", "window": 3}}, "'causal' takes no parameters, got window"),
+        ({"mask": {"name": "variable_block_sparse", "block": 9}}, "block: expected at least min_block = 128, got 9"),
         ({"documents": {"distribution": "pile", "min_length": 9000}}, "min_length = 9000"),
     ],
 )
 def test_workload_that_cannot_be_made_is_one_line(change, match):
     with pytest.raises(CpsimError) as caught:
-        scenario_from(GOOD | change).workload()
+        scenario_from(GOOD | change).workload().slices()
     assert_one_line(caught.value, match)

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from cpsim.mask_names import MASK_NAMES
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
 COMMANDS = [
-    "predict", "sweep", "advise", "run", "validate", "fit", "fit-fabric", "profiles", "clusters", "strategies",
+    "predict", "sweep", "advise", "run", "validate", "fit", "fit-fabric", "profiles", "clusters", "strategies", "mask",
 ]  # fmt: skip
 
 
@@ -72,6 +74,12 @@ def test_lists_are_shown_and_are_json():
         (["predict", EXAMPLES / "sweep.jsonl", "--out", "/no/such/folder/x.jsonl"], "cannot be written"),
         (["advise", EXAMPLES / "llama3-8b-96gpu.yaml", "--html", "/"], "/: cannot be written"),
         (["sweep", EXAMPLES / "sweep.jsonl"], "Missing option '--out'"),
+        (["mask", "lamda"], "mask: 'lamda' is unknown; did you mean 'lambda'?"),
+        (["mask", "lambda", "--option", "windw=3"], "lambda has no option 'windw'; did you mean 'window'?"),
+        (["mask", "lambda", "--option", "window"], "option: expected K=V, e.g. window=1024, got 'window'"),
+        (["mask", "lambda", "--documents", "prolong"], "documents: distribution: expected pile, prolong64k"),
+        (["mask", "lambda", "--png", "/no/such/folder/x.png"], "cannot be written"),
+        (["mask", "variable_block_sparse", "--option", "block=4"], "expected at least min_block = 128, got 4"),
         (["fit", "missing.json", "--out", "/tmp/profile.json"], "missing.json"),
     ],
 )
@@ -154,3 +162,25 @@ def test_fit_remakes_a_profile_from_its_measurements(tmp_path):
 def test_profiles_are_shown_and_are_json():
     assert "h200" in cpsim("profiles")
     assert "h200" in [entry["name"] for entry in json.loads(cpsim("profiles", "--json"))]
+
+
+def test_masks_are_listed_and_shown():
+    listed = cpsim("mask")
+    assert all(name in listed for name in MASK_NAMES)
+    assert [entry["mask"] for entry in json.loads(cpsim("mask", "--json"))] == list(MASK_NAMES)
+    shown = cpsim("mask", "lambda", "--tokens", 4096, "--option", "window=512")
+    assert "lambda (window 512)" in shown
+    assert "area 2,193,696 pairs" in shown
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_a_mask_is_drawn_to_files(tmp_path):
+    png, html = tmp_path / "mask.png", tmp_path / "mask.html"
+    asked = ["mask", "shared_question_document", "--documents", "1024,1024,2048", "--tokens", 4096]
+    record = json.loads(cpsim(*asked, "--json", "--png", png, "--html", html))
+    assert (record["documents"], record["slices"]) == (3, 3)
+    assert record["area"] == 2048 * 2049 // 2 * 2 + 2048 * 1024
+    assert png.read_bytes().startswith(b"\x89PNG")
+    text = html.read_text()
+    assert "allgather" in text
+    assert "<script>" in text

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from cpsim.builder import Builder
 from cpsim.cluster import load_cluster
 from cpsim.errors import ScheduleError
-from cpsim.masks import RangeSets
+from cpsim.mask_names import MASK_NAMES
+from cpsim.masks import RangeSets, slices_of
 from cpsim.schedule import STREAMS, Kind, Schedule
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import share_fairly, simulate_reference
@@ -19,7 +20,9 @@ from cpsim.strategies import STRATEGIES, plan
 from cpsim.tiles import Tiles
 from cpsim.workload import Workload
 
-NO_TILES = Tiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), np.zeros(1, np.int64))
+NO_TILES = Tiles(
+    np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), np.zeros(1, np.int64), slices_of([])
+)  # fmt: skip
 NO_SETS = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))
 TIMES = st.sampled_from([0.0, 1e-6, 1e-5, 3e-5, 1e-4, 0.1, 1 / 3])
 
@@ -204,11 +207,12 @@ def test_an_empty_schedule_takes_no_time():
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+@pytest.mark.parametrize("mask", MASK_NAMES)
 @pytest.mark.parametrize("name", [name for name in STRATEGIES if name != "none"])
-def test_engines_agree_on_every_strategy(name, pass_):
+def test_engines_agree_on_every_strategy_and_mask(name, mask, pass_):
     workload = Workload(
         documents=(700, 3, 897),
-        mask="causal_document",
+        mask=mask,
         num_heads=8,
         num_kv_heads=4,
         head_dim=64,

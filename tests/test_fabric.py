@@ -13,7 +13,7 @@ from cpsim.calibrate.measurement import Measurements, load
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import presets
 from cpsim.errors import ProfileError
-from cpsim.masks import RangeSets
+from cpsim.masks import RangeSets, slices_of
 from cpsim.models.price import Pricing
 from cpsim.schedule import Kind
 from cpsim.sim.fast import simulate
@@ -78,7 +78,7 @@ def test_the_model_of_the_fit_is_the_one_that_prices_ops(name, num_nics):
     streams = ("send", "recv") if kind == Kind.TRANSFER else ("comm",)
     sets = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))
     no_pairs = np.zeros(1, np.int64)
-    tiles = Tiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), no_pairs)
+    tiles = Tiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), no_pairs, slices_of([]))
     builder = Builder(4, sets, tiles)
     builder.add(kind, *zip(map(np.array, lanes), streams, strict=True), nbytes=2**28)
     schedule = builder.build()

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 CORE = {"errors", "units", "files"}
-CASE = {"masks", "stripes", "documents", "workload", "cluster", "scenario"}
+CASE = {"mask_names", "mask_shapes", "masks", "stripes", "documents", "workload", "cluster", "scenario"}
 PLAN = {"tiles", "schedule"}
 ALLOWED = {
     "errors": set(),
@@ -20,10 +20,12 @@ ALLOWED = {
     "files": {"errors"},
     "masks": CORE,
     "stripes": {"masks"},
+    "mask_names": {"files"},
+    "mask_shapes": CORE | {"masks", "mask_names"},
     "documents": CORE,
     "cluster": CORE,
-    "workload": CORE | {"masks", "stripes"},
-    "scenario": CORE | {"masks", "documents", "workload", "cluster"},
+    "workload": CORE | {"masks", "mask_names", "mask_shapes", "stripes"},
+    "scenario": CORE | {"mask_names", "documents", "workload", "cluster"},
     "tiles": {"masks"},
     "schedule": {"masks", "stripes", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
@@ -34,6 +36,7 @@ ALLOWED = {
     "models": CORE | {"masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
     "calibrate": CORE | {"models", "masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
+    "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
@@ -45,11 +48,11 @@ ALLOWED = {
     "report": CORE
     | CASE
     | PLAN
-    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"},
+    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison", "support"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison"},
+    | {"runs", "launch", "comparison", "support"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

@@ -3,14 +3,11 @@
 from itertools import pairwise
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.errors import ScenarioError
-from cpsim.masks import MASKS, UNBOUNDED, RangeSets, Slices, dense_mask, mask_slices, restrict, slices_of
-
-documents = st.lists(st.integers(1, 12), min_size=1, max_size=6)
+from cpsim.mask_shapes import mask_slices
+from cpsim.masks import UNBOUNDED, RangeSets, Slices, coarse_mask, dense_mask, restrict, slices_of
 
 
 @st.composite
@@ -46,30 +43,6 @@ def tokens_of(ranges, num_tokens):
     return chosen
 
 
-@pytest.mark.parametrize("name", MASKS)
-@settings(deadline=None)  # the first call compiles
-@given(documents)
-def test_named_mask_area_is_the_brute_force_area(name, lengths):
-    slices = mask_slices(name, lengths)
-    assert slices.areas().sum() == dense_mask(slices, sum(lengths)).sum()
-
-
-@given(documents)
-def test_named_masks_are_what_their_names_say(lengths):
-    total = sum(lengths)
-    q, k = np.arange(total)[:, None], np.arange(total)[None, :]
-    document = np.repeat(np.arange(len(lengths)), lengths)
-    same = document[:, None] == document[None, :]
-    expected = {
-        "full": np.ones((total, total), bool),
-        "causal": k <= q,
-        "full_document": same,
-        "causal_document": same & (k <= q),
-    }
-    for name, allowed in expected.items():
-        assert np.array_equal(dense_mask(mask_slices(name, lengths), total), allowed), name
-
-
 @settings(deadline=None)
 @given(masks())
 def test_area_of_any_band_is_the_brute_force_area(slices):
@@ -86,6 +59,16 @@ def test_types_have_the_literature_s_areas_and_names():
 def test_area_of_a_billion_tokens_is_exact():
     n = 10**9
     assert mask_slices("causal", [n]).areas().sum() == n * (n + 1) // 2
+
+
+@settings(deadline=None)
+@given(masks(), st.integers(1, 30))
+def test_cells_have_the_brute_force_share_of_pairs(mask, size):
+    """Also where cells are narrower than a token, so that some are empty."""
+    dense, edges = dense_mask(mask, 24), np.arange(size + 1) * 24 // size
+    for (i, j), share in np.ndenumerate(coarse_mask(mask, 24, size)):
+        cell = dense[edges[i] : edges[i + 1], edges[j] : edges[j + 1]]
+        assert share == (cell.mean() if cell.size else 0)
 
 
 @settings(max_examples=300, deadline=None)
@@ -111,8 +94,3 @@ def test_restriction_is_the_brute_force_intersection(mask, q_sets, k_sets, rando
 @given(range_sets())
 def test_range_sets_count_their_tokens(sets):
     assert sets.num_tokens().tolist() == [tokens_of(sets.of(i), 24).sum() for i in range(len(sets))]
-
-
-def test_unknown_mask_names_the_known_ones():
-    with pytest.raises(ScenarioError, match="expected one of full, causal"):
-        mask_slices("casual", [4])

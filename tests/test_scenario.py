@@ -9,12 +9,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpsim.comparison import group_key
 from cpsim.documents import DISTRIBUTIONS
 from cpsim.errors import ScenarioError
-from cpsim.masks import MASKS
+from cpsim.mask_names import MASK_NAMES
+from cpsim.runs import case_key
 from cpsim.scenario import (
     FIELDS,
-    MASK_NAMES,
     DocumentDraw,
     Scenario,
     load_scenario,
@@ -47,8 +48,7 @@ def test_defaults():
     assert scenario.strategy is None
 
 
-def test_names_of_masks_and_distributions_agree_with_what_exists():
-    assert set(MASKS) <= set(MASK_NAMES)
+def test_names_of_distributions_agree_with_what_exists():
     assert set(get_args(DocumentDraw.model_fields["distribution"].annotation)) == set(DISTRIBUTIONS)
 
 
@@ -82,6 +82,29 @@ def test_documents_that_make_no_difference_are_noted():
     documents = {"documents": [96, 4000]}
     assert "ignored, since mask causal" in scenario_from(SMALL | documents).notes()[0]
     assert scenario_from(SMALL | documents | {"mask": "causal_document"}).notes() == ()
+
+
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_every_mask_has_a_workload(name):
+    assert scenario_from(SMALL | {"mask": name, "documents": [96, 4000]}).workload().area() > 0
+
+
+def test_options_reach_the_mask():
+    near, far = (scenario_from(SMALL | {"mask": {"name": "lambda", "window": w}}) for w in (100, 200))
+    assert near.workload().mask_options == (("window", 100),)
+    assert near.workload().area() < far.workload().area()
+
+
+def test_a_default_that_is_written_down_is_the_same_case():
+    cases = ["lambda", {"name": "lambda"}, {"window": 4096, "name": "lambda", "sink": 64}]
+    plain, named, written = (scenario_from(SMALL | {"mask": mask}) for mask in cases)
+    assert plain == named == written
+    assert case_key(plain) == case_key(written)
+    ordered = [{"name": "lambda", "sink": 1, "window": 9}, {"window": 9, "sink": 1, "name": "lambda"}]
+    first, second = (scenario_from(SMALL | {"mask": mask}) for mask in ordered)
+    assert case_key(first) == case_key(second)
+    assert first.to_dict()["mask"] == ordered[0]
+    assert group_key(first) != group_key(plain)
 
 
 def test_copies_keep_the_fields():

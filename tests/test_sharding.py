@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsim.masks import mask_slices
+from cpsim.mask_shapes import mask_slices
 from cpsim.strategies import sharding
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=8)
@@ -88,9 +88,12 @@ def test_stack_and_part_are_inverse():
 
 @pytest.mark.parametrize(
     ("mask", "bounds"),
-    [("full", [0, 9]), ("causal", [0, 9]), ("full_document", [0, 4, 9]), ("causal_document", [0, 4, 9])],
+    [
+        ("full", [0, 9]), ("causal", [0, 9]), ("full_document", [0, 4, 6, 9]), ("causal_document", [0, 4, 6, 9]),
+        ("lambda", [0, 4, 6, 9]), ("shared_question_document", [0, 9]), ("causal_blockwise_document", [0, 9]),
+    ],
 )  # fmt: skip
 def test_documents_are_spans_that_share_no_mask_row(mask, bounds):
-    slices = mask_slices(mask, [4, 5])
+    slices = mask_slices(mask, [4, 2, 3])
     assert sharding.documents_of(slices).tolist() == bounds
-    assert sharding.is_causal(slices) == mask.startswith("causal")
+    assert sharding.is_causal(slices) == (not mask.startswith("full"))

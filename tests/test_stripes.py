@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_masks import masks
 
-from cpsim.masks import UNBOUNDED, dense_mask, mask_slices
+from cpsim.mask_shapes import mask_slices
+from cpsim.masks import UNBOUNDED, dense_mask
 from cpsim.stripes import stripe_bounds, striped, striped_tokens
 
 strides = st.integers(1, 30)

@@ -5,7 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_masks import masks, range_sets, tokens_of
 
-from cpsim.masks import UNBOUNDED, RangeSets, dense_mask, mask_slices
+from cpsim.mask_shapes import mask_slices
+from cpsim.masks import UNBOUNDED, RangeSets, dense_mask
 from cpsim.strategies import sharding
 from cpsim.tiles import make_tiles, sequences
 

@@ -195,7 +195,7 @@ class Pricing:
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
         of_tile = np.repeat(used, np.diff(tiles.start))
-        check_calls(self.kernel, self.dtype, tiles, used)
+        check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         seconds = np.empty((2, len(ops)))

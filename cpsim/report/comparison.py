@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cpsim.comparison import LONG_S, Choice, Comparison, Pair, errors_of, grouped
 from cpsim.report.tables import table
-from cpsim.report.words import interval_text, ms_text, percent_text, strategy_label
+from cpsim.report.words import interval_text, mask_text, ms_text, percent_text, strategy_label
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def short_case(scenario: Scenario) -> str:
     """The rest of a case in a few words."""
     words = [
         f"{format_count(scenario.num_tokens // scenario.gpus)} x {scenario.gpus}",
-        scenario.mask_name,
+        mask_text(scenario),
         f"{scenario.heads}:{scenario.kv_heads}",
         scenario.kernel,
     ]

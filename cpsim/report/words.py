@@ -50,10 +50,16 @@ def case_text(scenario: Scenario) -> str:
     """The case in one line: tokens, mask, heads, GPUs."""
     per_gpu = format_count(scenario.num_tokens / scenario.gpus)
     return (
-        f"{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {scenario.mask_name} mask, "
+        f"{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {mask_text(scenario)} mask, "
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
         f"{scenario.kernel} on {scenario.gpus} GPUs of {scenario.cluster}"
     )
+
+
+def mask_text(scenario: Scenario) -> str:
+    """The mask and its options in one phrase, e.g. ``lambda (window 128)``."""
+    options = knobs_text(dict(scenario.mask_options))
+    return f"{scenario.mask_name} ({options})" if options else scenario.mask_name
 
 
 def documents_text(scenario: Scenario) -> str:

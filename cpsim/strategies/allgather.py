@@ -28,6 +28,8 @@ from cpsim.tiles import Tiles, make_tiles, sequences
 from cpsim.workload import Workload
 
 LAYOUTS = ("contiguous", "zigzag", "document_zigzag")
+UNEVEN = 1.05
+"""Largest over mean work of contiguous shards from which on another layout is worth trying."""
 
 
 def plan_allgather(
@@ -72,9 +74,11 @@ def plan_allgather(
 
 def allgather_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
     """Knob settings worth trying: layouts that can balance the mask, with and without overlap."""
-    del cluster
     mask = workload.slices()
+    work = _cut(workload, cluster.num_gpus, "contiguous")[2].area[1:]
     layouts = ["zigzag"] if sharding.is_causal(mask) else ["contiguous"]
+    if work.max() > UNEVEN * work.mean() and not sharding.is_causal(mask):
+        layouts = ["contiguous", "zigzag"]
     if len(sharding.documents_of(mask)) > 2:
         layouts = ["contiguous", "zigzag", "document_zigzag"]
     per_gather = dict.fromkeys([workload.num_kv_heads, max(1, workload.num_kv_heads // 4), 1])
@@ -91,12 +95,13 @@ class _AllGather:
         self.workload, self.code = workload, code
         self.ranks, self.together = np.arange(num_ranks), np.arange(num_ranks)[None, :]
         self.num_groups = workload.num_kv_heads // heads_per_gather
-        self.in_order = layout == "contiguous"
-        """Gathered shards lie in token order, so the kernel reads them in place."""
         shards, sets, tiles = _cut(workload, num_ranks, layout)
         self.tile, self.whole, self.seen = 1 + self.ranks, num_ranks, 1 + num_ranks + self.ranks
-        self.keys = sequences(tiles).keys()[self.tile]
-        """Key rows that every rank's kernel call reads."""
+        calls = sequences(tiles)
+        self.in_order = layout == "contiguous" and bool(calls.in_place[self.tile].all())
+        """Gathered shards lie in the order in which the kernel reads them, so it reads them in place."""
+        self.keys = np.where(calls.one_call[self.tile], calls.keys()[self.tile], sets.num_tokens()[self.seen])
+        """Key rows that every rank's kernel call reads; where no kernel can run it, those that some query sees."""
         self.b, self.sizes = Builder(num_ranks, sets, tiles), Sizes(workload)
         self.tokens, self.total = shards.num_tokens(), workload.num_tokens
         self.kv_heads = heads_per_gather

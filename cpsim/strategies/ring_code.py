@@ -86,9 +86,9 @@ class Ours:
         """Backward, where gradients travel or not."""
         x = self.steps
         narrow, wide = x.kv_bytes, x.sizes.accumulator(x.kv_bytes)
-        dkv = x.k_rows * (narrow + wide * np.where(x.number == 0, 1, 2))
+        dkv = x.k_rows * (narrow * ~x.unseen + wide * np.where(x.number == 0, 1, 2))
         moved = x.rows.traffic(x.q_bytes, x.sizes.accumulator(x.q_bytes), 0)
-        return GradientSlots([], [Slot(x.sums, moved)], [Slot(x.active & wire, dkv)], [])
+        return GradientSlots([], [Slot(x.sums, moved)], [Slot((x.active | x.unseen) & wire, dkv)], [])
 
     def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot) -> list[Ints]:
         """What transfers wait for beside data and buffers: the kernels launched before them."""

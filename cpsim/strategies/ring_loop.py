@@ -9,7 +9,7 @@ import numpy as np
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.implementations import RingCode
 from cpsim.masks import Ints
-from cpsim.schedule import Int32, Kind, Mask, Pass
+from cpsim.schedule import READ, UPDATE, WRITE, Int32, Kind, Mask, Pass
 from cpsim.strategies.ring_code import Ours, Slot, Theirs, emit_sweeps
 from cpsim.strategies.ring_steps import Steps
 
@@ -185,7 +185,7 @@ class Ring:
 
     def add_up(
         self, kinds: tuple[Kind, Kind], slots: list[Slot], cases: tuple[Mask, Mask], partial: Int32, totals: Int32,
-        blocks: Int32, deps: Sequence[Ints] = (),
+        blocks: Int32, deps: Sequence[Ints] = (), zeros: Mask | None = None,
     ) -> None:  # fmt: skip
         """Sum partial results into accumulators.
 
@@ -196,16 +196,21 @@ class Ring:
             partial: buffers of the partial results, ``[ranks]``.
             totals, blocks: buffers of the accumulators and what they hold, ``[steps, ranks]``.
             deps: what the first slot waits for.
+            zeros: where accumulators start with zeros instead of a first result, ``[steps, ranks]``.
         """
-        rest = slots[0].where & ~cases[0] & ~cases[1]
-        for kind, where, is_first in ((kinds[0], cases[0], True), (kinds[1], cases[1], False), (Kind.COPY, rest, None)):
+        zeros = np.zeros_like(self.x.active) if zeros is None else zeros
+        rest = slots[0].where & ~cases[0] & ~cases[1] & ~zeros
+        for kind, where, reads, mode in (
+            (kinds[0], cases[0], True, WRITE), (kinds[1], cases[1], True, UPDATE),
+            (Kind.ACCUMULATE, zeros, False, WRITE), (Kind.COPY, rest, False, READ),
+        ):  # fmt: skip
             s, r = np.nonzero(where)
             read, summed = [(partial[r], blocks[s, r])], [(totals[s, r], blocks[s, r])]
             self.b.add(
                 kind, (r, "compute"), at=slots[0].at[s, r], step=s, heads=self.x.heads_of(r),
                 nbytes=np.broadcast_to(slots[0].nbytes, where.shape)[s, r], deps=[d[s, r] for d in deps],
-                reads=() if is_first is None else read, writes=summed if is_first else (),
-                updates=summed if is_first is False else (),
+                reads=read if reads else (), writes=summed if mode == WRITE else (),
+                updates=summed if mode == UPDATE else (),
             )  # fmt: skip
         emit_sweeps(self.b, slots[1:])
 
@@ -336,7 +341,8 @@ class Ring:
         cases = x.active & (x.number == 0), x.active & (x.number > 0)
         totals = travel[x.number % 2, self.ranks]
         kinds = Kind.ACCUMULATE, Kind.ACCUMULATE
-        self.add_up(kinds, sums, cases, partial, totals, home[1][x.of_keys], [arrived, sent])
+        zeros = None if self.code.lockstep else x.unseen
+        self.add_up(kinds, sums, cases, partial, totals, home[1][x.of_keys], [arrived, sent], zeros)
         s, r = np.nonzero(sends >= 0)
         block = home[1][x.of_source[s, r]]
         target = to[s, r]

@@ -36,6 +36,8 @@ class Steps:
         tokens = cut.sets.num_tokens()
         self.shard_tokens, self.tokens, self.tail_rows = tokens[:places], tokens[at], tokens[at - places]
         """Of every place; of every rank, ``[ranks]``; and of the rank's tails."""
+        self.unseen = ~self.active & (self.number == 0) & (self.tokens > 0)
+        """Ranks whose queries see none of their own keys: sums of gradients of keys start with zeros."""
         query_set, key_set = cut.query_set[:, columns], cut.key_set[:, columns]
         self.q_rows, self.k_rows = tokens[query_set], tokens[key_set]
         self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)

@@ -122,7 +122,7 @@ def split(sets: RangeSets, count: int) -> RangeSets:
 
 def documents_of(mask: Slices) -> Ints:
     """Boundaries of the token spans that share no mask row, ``int64[D + 1]``: the documents of document masks."""
-    reach_start = np.minimum(mask.q_start, mask.k_start)
+    reach_start = np.minimum.accumulate(np.minimum(mask.q_start, mask.k_start)[::-1])[::-1]
     reach_end = np.maximum.accumulate(np.maximum(mask.q_end, mask.k_end))
     cuts = reach_start[1:] >= reach_end[:-1]
     return np.concatenate(([0], reach_start[1:][cuts], reach_end[-1:]))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from cpsim.models.kernels import check_calls
 from cpsim.scenario import Scenario
-from cpsim.schedule import ATTENTION_KINDS, Pass
+from cpsim.schedule import Pass
 from cpsim.strategies import plan
-from cpsim.tiles import sequences
 from real.executor import Executor
 from real.node import Node
 
@@ -36,9 +33,7 @@ def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
     workload, cluster = scenario.workload(), scenario.resolve_cluster()
     schedule = plan(str(scenario.strategy), workload, cluster, pass_, scenario.knobs)
     if node.cuda:
-        used = np.zeros(len(schedule.tiles.area), np.bool_)
-        used[schedule.tile[np.isin(schedule.kind, ATTENTION_KINDS)]] = True
-        check_calls(scenario.kernel, workload.dtype, sequences(schedule.tiles), used)
+        check_calls(scenario.kernel, workload.dtype, workload.head_dim, schedule)
     executor = Executor(schedule, workload, node, scenario.kernel if node.cuda else "math", traced=node.traced)
     executor.fill(seed=node.rank)
     return ScheduleRunner(executor)

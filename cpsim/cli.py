@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,8 @@ Progress = Callable[[int, int], None]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
+KERNELS = "fa4,fa2,cudnn,sdpa_flash"
+Base = Annotated[str | None, typer.Option(help="A profile that gives what was not measured.")]
 OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
 
 
@@ -270,20 +273,87 @@ def validate(
 
 
 @app.command()
+def calibrate(
+    name: Annotated[str, typer.Option(help="Of the files to write, of the profile and of the cluster.")] = "mine",
+    out: Annotated[Path, typer.Option(help="Write to this folder.")] = Path(),
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, start-up included.")] = 10.0,
+    kernels: Annotated[str, typer.Option(help="Attention kernels; those missing are left out.")] = KERNELS,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to use; all where not given.")] = None,
+    cpu: Annotated[int | None, typer.Option(min=1, help="Processes on the CPU instead: a try without GPUs.")] = None,
+    base: Base = None,
+    resume: Annotated[bool, typer.Option(help="Go on: leave out points that the file holds.")] = False,
+    commit: Annotated[str, typer.Option(help="Commit of the code, where git is missing.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Measure this node: a measurement file, the profile fitted to it, and a cluster file that names it."""
+    from cpsim.launch import Options, local_gpus
+    from cpsim.launch import calibrate as measure
+
+    measured = out / f"{name}.jsonl"
+    _check_writable(measured)
+    if measured.exists() and not resume:
+        raise CpsimError(f"calibrate: {measured} exists; go on with --resume, or give another --name")
+    available = local_gpus()
+    if not available and not cpu:
+        raise CpsimError("calibrate: this machine has no GPU that PyTorch can use; try `--cpu 2`")
+    options = Options(
+        command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=cpu or min(gpus or available, available),
+        cpu=cpu is not None, minutes=minutes, commit=commit,
+    )  # fmt: skip
+    with _parts(minutes) as progress:
+        status = measure(measured, options, kernels, progress)
+    if status:
+        log = measured.with_suffix(".log")
+        last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no reason given"])[-1]
+        raise CpsimError(f"calibrate: measuring ended early: {last}; see {log}, and go on with --resume")
+    _fit_node(measured, base, as_json)
+
+
+def _fit_node(measured: Path, base: str | None, as_json: bool) -> None:
+    """Profile and cluster of a calibrated node, beside its measurements."""
+    import yaml
+
+    from cpsim.calibrate.measurement import load
+    from cpsim.calibrate.node import described, fields
+    from cpsim.calibrate.profile import load_profile
+
+    points = load(measured)
+    if base is None and not points.of("collective"):
+        base = "h100" if "H100" in points.header["gpu"] else "h200"
+    again = f"cpsim fit {measured.name}{f' --base {base}' if base else ''} --out {measured.stem}.json"
+    if find_spec("scipy") is None:
+        raise CpsimError(f"calibrate: measured, but the fit needs SciPy, which is missing here; elsewhere: {again}")
+    profile_file, cluster_file = measured.with_suffix(".json"), measured.with_suffix(".yaml")
+    print(f"Fitting {len(points.points)} points: {again}", file=sys.stderr)
+    fit([measured], profile_file, base=base, as_json=as_json)
+    cluster = described(points, load_profile(profile_file), profile_file.name)
+    cluster_file.write_text(yaml.safe_dump(fields(cluster), sort_keys=False), encoding="utf-8")
+    print(f"Written: {measured}, {profile_file}, {cluster_file}; scenarios say cluster: {cluster_file.name}",
+          file=sys.stderr)  # fmt: skip
+
+
+@app.command()
 def fit(
     measurements: Annotated[list[Path], typer.Argument(help="Files of raw measurements.")],
     out: Annotated[Path, typer.Option(help="Write the profile to this file; its name is the profile's.")],
+    base: Base = None,
+    memory_ratio: Annotated[float, typer.Option(min=0.01, help="Memory bandwidth over that of the base.")] = 1.0,
+    network_ratio: Annotated[float, typer.Option(min=0.01, help="NVLink bandwidth over that of the base.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
     from cpsim.calibrate.fit import fit_profile
     from cpsim.calibrate.measurement import load
-    from cpsim.calibrate.profile import save_profile
+    from cpsim.calibrate.profile import load_profile, save_profile
+    from cpsim.calibrate.standin import StandIn
     from cpsim.report.records import profile_record
     from cpsim.report.tables import profile_view
 
     _check_writable(out)
-    profile = fit_profile([load(path) for path in measurements], out.stem)
+    stand_in = None
+    if base:
+        stand_in = StandIn(profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio)
+    profile = fit_profile([load(path) for path in measurements], out.stem, stand_in)
     save_profile(profile, out)
     if as_json:
         print(json.dumps(profile_record(profile), indent=1))
@@ -433,3 +503,24 @@ def _progress(label: str) -> Iterator[Progress]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+@contextmanager
+def _parts(minutes: float) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on stderr: the time, and the points of every part; no more than lines without a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar, tasks, started = Bar(*columns, console=Console(stderr=True)), {}, time.monotonic()
+    clock = bar.add_task("seconds", total=round(60 * minutes))
+
+    def update(part: str, done: int, total: int) -> None:
+        if part not in tasks:
+            tasks[part] = bar.add_task(part, total=total)
+        bar.update(tasks[part], completed=done, total=total)
+        bar.update(clock, completed=round(time.monotonic() - started))
+
+    with bar:
+        yield update

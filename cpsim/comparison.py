@@ -184,7 +184,7 @@ def _other_gpu(run: Run) -> str:
     cluster, where = run.scenario.resolve_cluster(), str(run.header.get("gpu", ""))
     known = {preset.gpu.name for preset in presets().values()}
     named = {name for name in known if name in where.lower()}
-    if where != "cpu" and (cluster.gpu.name in named or not named or cluster.gpu.name not in known):
+    if cluster.gpu.name == where or (where != "cpu" and (cluster.gpu.name in named or not named or cluster.gpu.name not in known)):
         return ""
     return f"run: measured on {where}, but {cluster.name} has {cluster.gpu.name}"
 

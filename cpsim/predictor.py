@@ -308,7 +308,7 @@ def _grades(case: _Case) -> tuple[str, ...]:
     profile = case.profile
     grade = f"costs on the GPU: profile {profile.name}, {profile.grade}"
     wanted = case.cluster.profile
-    if wanted is not None and wanted != profile.name and case.scenario.profile is not None:
+    if wanted is not None and case.scenario.profile is not None and load_profile(wanted).name != profile.name:
         return (grade, f"profile {profile.name} describes another machine than cluster {case.cluster.name}")
     return (grade,)
 

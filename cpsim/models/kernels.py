@@ -25,13 +25,15 @@ class Limits:
     """Causal masks aligned to the bottom right with fewer queries than keys."""
     places_results: bool = True
     """Results are written where the caller wants them; otherwise our executor copies them there."""
+    dtypes: tuple[str, ...] = DTYPES
 
 
 LIMITS: Final = {
     "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
     "sdpa_flash": Limits(places_results=False),
+    "math": Limits(dtypes=(*DTYPES, "fp32", "fp64")),
 }
-"""Kernels with limits. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
+"""Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
 
 
 def limits_of(kernel: str) -> Limits:
@@ -51,14 +53,14 @@ def check_calls(kernel: str, dtype: str, sequences: Sequences, used: NDArray[np.
     Raises:
         InfeasibleError: it cannot; says which call it would have to make.
     """
-    if dtype not in DTYPES:
-        raise InfeasibleError(f"kernel {kernel} runs {' and '.join(DTYPES)}, got dtype {dtype}")
+    limits = limits_of(kernel)
+    if dtype not in limits.dtypes:
+        raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
     of_tile = np.repeat(used, np.diff(sequences.start))
     if not sequences.regular[of_tile].all():
         raise InfeasibleError(
             f"kernel {kernel} runs full and bottom-right causal sequences; this strategy's share of the mask has others"
         )
-    limits = limits_of(kernel)
     if not limits.varlen and (np.diff(sequences.start)[used] > 1).any():
         raise InfeasibleError(f"kernel {kernel} takes one sequence a call, this strategy needs several; use fa2 or fa4")
     unequal = sequences.causal & (sequences.q_len != sequences.k_len) & of_tile

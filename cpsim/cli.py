@@ -20,6 +20,8 @@ from cpsim.errors import CpsimError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cpsim.calibrate.measurement import Measurements
+    from cpsim.calibrate.profile import Profile
     from cpsim.prediction import Infeasible, Prediction
     from cpsim.scenario import Scenario
 
@@ -311,31 +313,26 @@ def calibrate(
 
 def _fit_node(measured: Path, base: str | None, as_json: bool) -> None:
     """Profile and cluster of a calibrated node, beside its measurements."""
-    import yaml
-
     from cpsim.calibrate.measurement import load
-    from cpsim.calibrate.node import described, fields
-    from cpsim.calibrate.profile import load_profile
 
     points = load(measured)
     if base is None and not points.of("collective"):
         base = "h100" if "H100" in points.header["gpu"] else "h200"
-    again = f"cpsim fit {measured.name}{f' --base {base}' if base else ''} --out {measured.stem}.json"
+    profile, cluster = measured.with_suffix(".json"), measured.with_suffix(".yaml")
+    again = ["cpsim", "fit", measured.name, *(["--base", base] if base else []), "--out", profile.name]
+    again += ["--cluster", cluster.name]
     if find_spec("scipy") is None:
-        raise CpsimError(f"calibrate: measured, but the fit needs SciPy, which is missing here; elsewhere: {again}")
-    profile_file, cluster_file = measured.with_suffix(".json"), measured.with_suffix(".yaml")
-    print(f"Fitting {len(points.points)} points: {again}", file=sys.stderr)
-    fit([measured], profile_file, base=base, as_json=as_json)
-    cluster = described(points, load_profile(profile_file), profile_file.name)
-    cluster_file.write_text(yaml.safe_dump(fields(cluster), sort_keys=False), encoding="utf-8")
-    print(f"Written: {measured}, {profile_file}, {cluster_file}; scenarios say cluster: {cluster_file.name}",
-          file=sys.stderr)  # fmt: skip
+        raise CpsimError(f"calibrate: measured; the fit needs SciPy, which is missing here: {shlex.join(again)}")
+    print(f"Fitting {len(points.points)} points: {shlex.join(again)}", file=sys.stderr)
+    fit([measured], profile, cluster=cluster, base=base, as_json=as_json)
+    print(f"Written: {measured}, {profile} and {cluster}, which scenarios name", file=sys.stderr)
 
 
 @app.command()
 def fit(
     measurements: Annotated[list[Path], typer.Argument(help="Files of raw measurements.")],
     out: Annotated[Path, typer.Option(help="Write the profile to this file; its name is the profile's.")],
+    cluster: Annotated[Path | None, typer.Option(help="Describe the measured node in this cluster file.")] = None,
     base: Base = None,
     memory_ratio: Annotated[float, typer.Option(min=0.01, help="Memory bandwidth over that of the base.")] = 1.0,
     network_ratio: Annotated[float, typer.Option(min=0.01, help="NVLink bandwidth over that of the base.")] = 1.0,
@@ -350,15 +347,63 @@ def fit(
     from cpsim.report.tables import profile_view
 
     _check_writable(out)
+    _check_writable(cluster)
     stand_in = None
     if base:
         stand_in = StandIn(profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio)
-    profile = fit_profile([load(path) for path in measurements], out.stem, stand_in)
+    files = [load(path) for path in measurements]
+    profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)
+    if cluster:
+        _write_cluster(cluster, files, profile, out)
     if as_json:
         print(json.dumps(profile_record(profile), indent=1))
     else:
         _stdout().print(profile_view(profile))
+
+
+def _write_cluster(path: Path, files: Sequence[Measurements], profile: Profile, profile_file: Path) -> None:
+    import yaml
+
+    from cpsim.calibrate.node import described
+
+    measured = next((m for m in files if m.of("collective")), files[0])
+    same_folder = profile_file.resolve().parent == path.resolve().parent
+    node = described(measured, profile, profile_file.name if same_folder else str(profile_file.resolve()))
+    fields = {name: value for name, value in node.to_dict().items() if value is not None and name != "num_gpus"}
+    path.write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+
+
+@app.command("import")
+def import_(
+    files: Annotated[list[Path], typer.Argument(help="Logs of nccl-tests; CSV tables of kernels' TFLOP/s.")],
+    out: Annotated[Path, typer.Option(help="Write the points to this measurement file.")],
+    gpu: Annotated[str | None, typer.Option(help="GPU of a table, where it has no column or several.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads of a table without that column.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="The same for the head dimension.")] = 128,
+    num_sms: Annotated[int | None, typer.Option(min=1, help="SMs of a GPU that no preset has.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Read other people's measurements as points for `cpsim fit` and `cpsim fit-fabric`."""
+    from cpsim.calibrate.imports import Table, import_files
+    from cpsim.calibrate.measurement import Writer
+
+    _check_writable(out)
+    given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
+    header, points, left = import_files(files, given, shlex.join(["cpsim", *sys.argv[1:]]))
+    with out.open("w", encoding="utf-8") as file:
+        writer = Writer(file, header)
+        for point in points:
+            writer.add(**point)
+    kinds = {op: sum(point["op"] == op for point in points) for op in sorted({point["op"] for point in points})}
+    if as_json:
+        print(json.dumps({"gpu": header["gpu"], "points": kinds, "left_out": left, "out": str(out)}))
+    else:
+        counts = ", ".join(f"{count} {op}" for op, count in kinds.items())
+        print(f"{header['gpu']}: points {counts}, written to {out}")
+    for line in left:
+        print(f"cpsim: left out: {line}", file=sys.stderr)
 
 
 @app.command()
@@ -377,7 +422,9 @@ def fit_fabric(
     from cpsim.report.tables import clusters_view
 
     _check_writable(out)
-    whole = replace(load_cluster(cluster), fabric=fitted(load(file)))
+    known = load_cluster(cluster)
+    likely = known.fabric.nics_per_node if known.fabric else known.gpus_per_node
+    whole = replace(known, fabric=fitted(load(file), likely))
     if out:
         whole = replace(whole, name=out.stem)
         out.write_text(json.dumps(whole.to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -140,8 +140,8 @@ class Calibration:
                 yield Task(key, partial(network.measure_point, node, (op, kind, n, nbytes), num))
 
     def overlaps(self) -> Iterator[Task]:
-        steps = [(kernel, STEP_TOKENS if self.node.cuda else 64) for kernel in self.kernels if kernel in LOADS]
-        overlap = network.Overlap(self.node, steps)
+        chosen = [kernel for kernel in self.kernels if kernel in LOADS] or self.kernels[:1]
+        overlap = network.Overlap(self.node, [(k, STEP_TOKENS if self.node.cuda else 64) for k in chosen])
         for a, b, inside in overlap.cases():
             yield Task(point_key("overlap", a=a, b=b, inside=inside), partial(overlap.measure, a, b, inside))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from cpsim.calibrate.measurement import Measurements
 from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import flops
 from cpsim.cluster import Cluster, Gpu, presets
+from cpsim.errors import ProfileError
 
 
 def described(measurements: Measurements, profile: Profile, profile_file: str) -> Cluster:
@@ -22,9 +21,11 @@ def described(measurements: Measurements, profile: Profile, profile_file: str) -
     known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
     sheet = next((gpu for name, gpu in known.items() if name in header["gpu"].lower()), None)
     rates = [flops(p) / float(np.median(p["samples_s"])) for p in measurements.of("attention")]
+    if not sheet and "memory_bytes" not in header:
+        raise ProfileError(f"{measurements.source}: lacks memory_bytes of {header['gpu']}; measure with cpsim calibrate")
     gpu = Gpu(
         name=sheet.name if sheet else header["gpu"],
-        memory_bytes=int(header["memory_bytes"]),
+        memory_bytes=int(header.get("memory_bytes", sheet.memory_bytes if sheet else 0)),
         num_sms=int(header["num_sms"]),
         peak_flops_per_s=sheet.peak_flops_per_s if sheet else float(f"{max(rates):.3g}"),
         memory_bandwidth_bytes_per_s=sheet.memory_bandwidth_bytes_per_s if sheet
@@ -37,7 +38,3 @@ def described(measurements: Measurements, profile: Profile, profile_file: str) -
         notes=f"{count} x {header['gpu']} of one node{link}; {measurements.source}, {header['date'][:10]}",
     )  # fmt: skip
 
-
-def fields(cluster: Cluster) -> dict[str, Any]:
-    """What a cluster file says, without what it need not."""
-    return {name: value for name, value in cluster.to_dict().items() if value is not None and name != "num_gpus"}

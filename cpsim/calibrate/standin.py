@@ -50,7 +50,8 @@ class StandIn:
 
     def kernels(self, gpu: str) -> Mapping[tuple[str, str], AttentionParams]:
         """Attention kernels of the same GPU type; those of another say nothing."""
-        return self.profile.attention if self.profile.gpu == gpu else {}
+        mine, theirs = gpu.lower(), self.profile.gpu.lower()  # h100 and NVIDIA H100 80GB HBM3 are one type
+        return self.profile.attention if mine in theirs or theirs in mine else {}
 
     def start(self, key: tuple[str, str], num_sms: int) -> AttentionParams | None:
         """Where a fit to few points of one kernel and pass starts: the kernel itself or its next of kin."""

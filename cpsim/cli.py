@@ -463,6 +463,27 @@ def clusters(as_json: Json = False) -> None:
 
 
 @app.command()
+def kernels(
+    profile: Annotated[list[str] | None, typer.Option(help="Profiles to tabulate; h100 and h200.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
+    as_json: Json = False,
+) -> None:
+    """List attention kernels: masks, passes and types that they take, TFLOP/s and memory by mask and length."""
+    from cpsim.calibrate.profile import load_profile
+    from cpsim.kernels import speeds, support
+    from cpsim.report.kernels import kernels_record, kernels_view
+
+    chosen = [load_profile(name) for name in profile or ("h100", "h200")]
+    rates = [speed for entry in chosen for speed in speeds(entry, heads, kv_heads, head_dim)]
+    if as_json:
+        print(json.dumps(kernels_record(support(), rates), indent=1))
+    else:
+        _stdout().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
+
+
+@app.command()
 def strategies(as_json: Json = False) -> None:
     """List the strategies that can be simulated today, and their knobs."""
     from cpsim.report.records import strategy_records

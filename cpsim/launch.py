@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,8 @@ def launch(scenarios: Sequence[Scenario], options: Options) -> int:
             cases = Path(folder) / f"{gpus}-gpus-{nodes}-nodes.jsonl"
             cases.write_text("".join(json.dumps(s.to_dict()) + "\n" for s in group), encoding="utf-8")
             emulated = options.num_nodes if nodes > 1 else 1
-            failed += subprocess.run(torchrun(cases, gpus, emulated, options, deadline), check=False).returncode != 0
+            command = torchrun(cases, gpus, emulated, options, deadline)
+            failed += subprocess.run(command, check=False, env=_environment(options)).returncode != 0
     return failed
 
 
@@ -115,7 +117,8 @@ def calibrate(out: Path, options: Options, kernels: str, progress: Callable[[str
     start += ["--commit", options.commit] if options.commit else []
     start += ["--cpu"] if options.cpu else []
     with out.with_suffix(".log").open("w", encoding="utf-8") as log:
-        process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=log, text=True)
+        environment = _environment(options)
+        process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
         watch = Timer(limit + PATIENCE_S, process.terminate)
         watch.start()
         try:
@@ -130,6 +133,11 @@ def calibrate(out: Path, options: Options, kernels: str, progress: Callable[[str
             watch.cancel()
             process.terminate()
             process.wait()
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """That of the processes: on a CPU each has one thread, whether there are several or not."""
+    return {**os.environ, **({"OMP_NUM_THREADS": "1"} if options.cpu else {})}
 
 
 def _processes(count: int, restarts: int) -> list[str]:

@@ -56,6 +56,8 @@ class Part:
     name: str
     share: float
     """Of the time; parts without one are short and always done."""
+    least: int
+    """Tasks that are done however short the time, so that a profile can be fitted."""
     together: bool
     """Whether all ranks work on each task; otherwise these are this rank's own."""
     tasks: Sequence[Task]
@@ -85,14 +87,18 @@ class Calibration:
 
     def parts(self) -> list[Part]:
         """All parts, those that need several GPUs or power readings where there are any."""
-        node, parts = self.node, [Part("host launches", 0.0, True, list(self.launches()))]
-        parts.append(Part("memory-bound kernels", 0.08, False, list(self.memory_bound())))
+        node, network_tasks = self.node, list(self.network())
+        parts = [
+            Part("host launches", 0.0, 0, True, list(self.launches())),
+            Part("memory-bound kernels", 0.08, 2 * len(executor.MEMORY_BOUND), False, list(self.memory_bound())),
+        ]
         if node.size > 1:
-            parts.append(Part("collectives and transfers", 0.25, True, list(self.network())))
-            parts.append(Part("interference", 0.2, True, list(self.overlaps())))
+            least = 10 * len(network_tasks) // NUM_SIZES
+            parts.append(Part("collectives and transfers", 0.25, least, True, network_tasks))
+            parts.append(Part("interference", 0.2, 0, True, list(self.overlaps())))
         if node.size > 1 and node.cuda:
-            parts.append(Part("power", 0.07, True, list(self.power())))
-        return [*parts, Part("attention kernels", 0.35, False, list(self.attention()))]
+            parts.append(Part("power", 0.07, 0, True, list(self.power())))
+        return [*parts, Part("attention kernels", 0.4, 8 * len(self.kernels), False, list(self.attention()))]
 
     def launches(self) -> Iterator[Task]:
         node = self.node
@@ -176,10 +182,9 @@ class Calibration:
     def work(self, part: Part, deadline: float) -> None:
         """Tasks of one part that are not done yet, until the deadline."""
         node, said = self.node, 0.0
-        for task in part.tasks:
-            if task.key in self.known:
-                continue
-            if part.share and (node.late(deadline) if part.together else time.monotonic() > deadline):
+        left = [task for task in part.tasks if task.key not in self.known]
+        for done, task in enumerate(left, len(part.tasks) - len(left)):
+            if part.share and done >= part.least and self.late(part, deadline):
                 break
             task.measure()
             self.known.add(task.key)
@@ -188,6 +193,10 @@ class Calibration:
                 said = time.monotonic()
         node.gather(None)
         self.say(part)
+
+    def late(self, part: Part, deadline: float) -> bool:
+        """Whether a part's time is over; where all work together, the same on all ranks."""
+        return self.node.late(deadline) if part.together else time.monotonic() > deadline
 
     def say(self, part: Part) -> None:
         """How far a part is: a line that `cpsim calibrate` draws."""
@@ -205,11 +214,13 @@ POOL = {True: 480, False: 60}
 
 def shapes_of(kernel: str, cuda: bool) -> list[Shape]:
     """The shapes to measure of one kernel, the same in every run, the most informative first."""
-    rng, most = np.random.default_rng(20251121), kernels_of.MAX_FLOPS.get(kernel, 1e13) if cuda else 4e8
+    rng, most = np.random.default_rng(20251121), kernels_of.MAX_FLOPS.get(kernel, 1e13) if cuda else 2e8
     pool: dict[Shape, None] = {}
     while len(pool) < POOL[cuda]:
         limit = most * (4 if cuda and rng.random() < 0.04 else 1) * (0.3 if rng.random() < 0.6 else 1)
-        pool[draw(rng, limit, dense_only=kernel == "cudnn")] = None
+        shape = draw(rng, limit, dense_only=kernel == "cudnn")
+        if cuda or len(shape.q_lens) <= 16:  # plain PyTorch takes one document after another
+            pool[shape] = None
     shapes = list(pool)
     return [shapes[i] for i in informative_order(shapes)]
 

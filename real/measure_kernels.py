@@ -56,12 +56,12 @@ class Bench:
         is steady.
         """
         op()
+        if not self.cuda:
+            return time_ops(op, 5, self.device)
         before = time.perf_counter()
         op()
         launch = time.perf_counter() - before
         seconds = max(1e-6, min(time_ops(op, 3, self.device)))
-        if not self.cuda:
-            return time_ops(op, 5, self.device)
         num = 4 if seconds < 0.01 else int(np.clip(0.05 / seconds, 1, 4))
         samples: list[float] = []
         rounds = 6 if seconds < 0.1 else 8

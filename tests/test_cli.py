@@ -11,7 +11,8 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
 COMMANDS = [
-    "predict", "sweep", "advise", "run", "validate", "fit", "fit-fabric", "profiles", "clusters", "strategies",
+    "predict", "sweep", "advise", "run", "validate", "calibrate", "import", "fit", "fit-fabric", "profiles", "clusters",
+    "kernels", "strategies",
 ]  # fmt: skip
 
 

@@ -36,6 +36,7 @@ ALLOWED = {
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
+    "kernels": CORE | {"masks", "scenario", "models", "calibrate"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE
@@ -44,11 +45,11 @@ ALLOWED = {
     "report": CORE
     | CASE
     | PLAN
-    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"},
+    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison", "kernels"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison"},
+    | {"runs", "launch", "comparison", "kernels"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

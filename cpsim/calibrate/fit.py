@@ -45,7 +45,7 @@ Covariance = dict[str, Any]
 
 SEED = 20251121
 FOLDS = 5
-FEWEST = (10, 4)
+FEWEST = (10, 2)
 """Sizes that a network curve needs; the second where no number of ranks has the first."""
 KNOT_RATIO = 3.0
 """Between sizes of neighbouring knots of a network curve."""
@@ -123,7 +123,10 @@ def _completed(
     if profile.interference.computation:
         models -= {"interference"}
     published = all("published" in m.header for m in kernels)
-    grade = "kernels from published figures" if published else profile.grade
+    grade = profile.grade
+    if published:
+        varlen = any(p["varlen"] for p in points if p["op"] == "attention")
+        grade = f"kernels from published figures{'' if varlen else ' of single documents'}"
     source = {"file": f"profile {theirs.name}", "gpu": theirs.gpu, "used_for": stand_in.words(borrowed)}
     return replace(
         profile,

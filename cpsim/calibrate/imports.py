@@ -218,23 +218,23 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     header = {"gpu": gpu, "num_gpus": 1, "num_sms": _num_sms(gpu, given), "published": source or path.name}
     kept = _long_enough(points)
     if len(kept) < len(points):
-        left[f"shorter than {LAUNCHED:g} times the shortest of its kernel, so that launches may decide"] = (
-            len(points) - len(kept)
-        )
+        left["near the shortest of their kernel, so that launches may decide"] = len(points) - len(kept)
     return header, kept, [f"{count} rows: {reason}" for reason, count in left.items()]
 
 
+LAUNCH_S: Final = 3e-4
 LAUNCHED: Final = 2.0
-"""Published tables time calls with their launches, which the shortest calls are made of."""
+"""Published tables time calls with their launches: those shorter than a time and a multiple of the shortest call may
+show nothing else."""
 
 
 def _long_enough(points: Sequence[Point]) -> list[Point]:
-    """Points whose time is the kernel's rather than the host's: twice that of the shortest of its kernel and pass."""
+    """Points whose time is the kernel's rather than the host's."""
     floor: dict[tuple[str, str], float] = {}
     for p in points:
         key = p["kernel"], p["pass"]
         floor[key] = min(p["samples_s"][0], floor.get(key, float("inf")))
-    return [p for p in points if p["samples_s"][0] >= LAUNCHED * floor[p["kernel"], p["pass"]]]
+    return [p for p in points if p["samples_s"][0] >= min(LAUNCH_S, LAUNCHED * floor[p["kernel"], p["pass"]])]
 
 
 def _unknown(row: dict[str, str]) -> str:
@@ -290,14 +290,14 @@ def import_files(paths: Sequence[Path], given: Table, command: str) -> tuple[dic
     gpus = sorted({header["gpu"] for header in headers})
     if len(gpus) != 1 or not points:
         raise ProfileError(f"import: expected points of one GPU type, got {len(points)} of {', '.join(gpus) or 'none'}")
-    newest = max(path.stat().st_mtime for path in paths)
+    logs = [path for path in paths if path.suffix.lower() != ".csv"]
+    newest = max((path.stat().st_mtime for path in logs), default=None)
+    date = "" if newest is None else datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat(timespec="seconds")
     merged: dict[str, Any] = {}
     for header in headers:
         merged |= {**header, "num_gpus": max(header["num_gpus"], merged.get("num_gpus", 1))}
-    merged |= {
-        "torch": "", "commit": "", "command": command, "files": [path.name for path in paths],
-        "date": datetime.datetime.fromtimestamp(newest, datetime.UTC).isoformat(timespec="seconds"),
-    }  # fmt: skip
+    files = [path.name for path in paths]
+    merged |= {"torch": "", "commit": "", "command": command, "files": files, "date": date}
     return merged, points, left
 
 

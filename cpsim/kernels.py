@@ -90,9 +90,7 @@ def partly(kernel: str) -> str:
     return "causal only with as many queries as keys: no gathered keys, no causal tails"
 
 
-def speeds(
-    profile: Profile, heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] = LENGTHS
-) -> list[Speed]:
+def speeds(profile: Profile, heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] = LENGTHS) -> list[Speed]:
     """TFLOP/s and memory of every kernel of a profile by mask and length; masks that it lacks are left out.
 
     Raises:

@@ -157,18 +157,18 @@ class Calibration:
             yield Task(point_key("power", kind=kind), partial(executor.measure_load, node, node.writer, kind, op))
 
     def attention(self) -> Iterator[Task]:
-        """The kernels in turn, each through its share of the shapes."""
+        """The kernels in turn, each through its share of the shapes; some also at the full clock."""
         shares = [
-            [(kernel, shape) for shape in shapes_of(kernel, self.node.cuda)[self.node.rank :: self.node.size]]
+            [(kernel, *call) for call in calls_of(kernel, self.node.cuda)[self.node.rank :: self.node.size]]
             for kernel in self.kernels
         ]
-        for kernel, shape in filter(None, chain(*zip_longest(*shares))):
+        for kernel, shape, rested in filter(None, chain(*zip_longest(*shares))):
             key = point_key(
                 "attention", kernel=kernel, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
-                head_dim=HEAD_DIM, causal=shape.causal, varlen=shape.varlen, q_lens=shape.q_lens,
-                k_lens=shape.k_lens, **{"pass": "fwd"},
+                causal=shape.causal, varlen=shape.varlen, q_lens=shape.q_lens, k_lens=shape.k_lens,
+                rested=rested or None, **{"pass": "fwd"},
             )  # fmt: skip
-            yield Task(key, partial(kernels_of.measure_attention, self.bench, kernel, shape))
+            yield Task(key, partial(kernels_of.measure_attention, self.bench, kernel, shape, rested))
 
     def run(self, until: float) -> None:
         """Works until a time of `time.monotonic`."""
@@ -212,8 +212,23 @@ POOL = {True: 480, False: 60}
 """Shapes of every kernel, on GPUs and on a CPU."""
 
 
+def calls_of(kernel: str, cuda: bool) -> list[tuple[Shape, bool]]:
+    """The calls to measure of one kernel, the most informative first, and whether the GPU rests before them.
+
+    The same in every run. Every seventh call is one that came before, now at the full clock, which a CPU does not have.
+    """
+    shapes = shapes_of(kernel, cuda)
+    short = [shape for shape in shapes if shape.flops() <= kernels_of.RESTED_FLOPS]
+    calls: list[tuple[Shape, bool]] = []
+    for i, shape in enumerate(shapes, 1):
+        calls.append((shape, False))
+        if cuda and i % 6 == 0 and i // 6 <= len(short):
+            calls.append((short[i // 6 - 1], True))
+    return calls
+
+
 def shapes_of(kernel: str, cuda: bool) -> list[Shape]:
-    """The shapes to measure of one kernel, the same in every run, the most informative first."""
+    """Random shapes of one kernel in the order in which they inform."""
     rng, most = np.random.default_rng(20251121), kernels_of.MAX_FLOPS.get(kernel, 1e13) if cuda else 2e8
     pool: dict[Shape, None] = {}
     while len(pool) < POOL[cuda]:

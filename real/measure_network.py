@@ -449,7 +449,7 @@ class Overlap:
 def measure_interference(node: Network, deadline: float) -> None:
     """Endless streams of computation and communication, at both stream priorities; two communications at once."""
     ranks = tuple(range(node.size))
-    urgent, normal, other = node.communicator(ranks, urgent=True), node.communicator(ranks), node.communicator(ranks, urgent=True)
+    urgent, normal, other = (node.communicator(ranks, urgent=urgent) for urgent in (True, False, True))
     mb = 2**20 if node.cuda else 2**8
 
     def communications(group: Group) -> dict[str, Launch]:

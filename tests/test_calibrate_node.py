@@ -1,4 +1,4 @@
-"""`cpsim calibrate` on a CPU: two gloo processes measure, and what they found predicts real runs of the same machine."""
+"""`cpsim calibrate` on a CPU: two gloo processes measure, and what they find predicts real runs of this machine."""
 
 import json
 from collections import Counter
@@ -10,9 +10,9 @@ from test_real_run_cpu import processes
 
 pytest.importorskip("torch")
 
-from cpsim.calibrate.measurement import load, point_key  # noqa: E402
-from cpsim.calibrate.profile import load_profile  # noqa: E402
-from cpsim.launch import PROGRESS  # noqa: E402
+from cpsim.calibrate.measurement import load, point_key
+from cpsim.calibrate.profile import load_profile
+from cpsim.launch import PROGRESS
 
 CASE = {
     "gpus": 2, "cluster": "mine.yaml", "kernel": "math", "dtype": "fp32", "tokens": 128, "heads": 4, "kv_heads": 2,
@@ -67,9 +67,7 @@ def test_an_interrupted_calibration_goes_on_with_the_points_that_are_missing(nod
     whole = (node / "mine.jsonl").read_text().splitlines()
     few = [line for line in whole if '"op":"attention"' not in line] + whole[-1:]
     path.write_text("\n".join(few)[:-40])  # cut off in the middle of a line
-    assert "go on with --resume" in one_line(
-        cpsim("calibrate", "--cpu", 2, "--name", "again", "--out", node, status=2)
-    )
+    assert "go on with --resume" in one_line(cpsim("calibrate", "--cpu", 2, "--name", "again", "--out", node, status=2))
     processes("-m", "cpsim", "calibrate", "--cpu", 2, "--minutes", 0.1, "--name", "again", "--out", node, "--resume")
     counts = keys(path)
     assert set(counts.values()) == {1}

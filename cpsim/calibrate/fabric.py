@@ -43,7 +43,8 @@ def fit_fabric(measurements: Measurements, likely_nics: int | None = None) -> Fa
     per_node = int(points[0]["gpus_per_node"])
     choices = [n for n in range(1, per_node + 1) if per_node % n == 0]
     fits = [(*_fit(points, num_nics), num_nics) for num_nics in choices]
-    favour = [0.95 if num_nics == likely_nics else 1.0 for *_, num_nics in fits]  # collectives of whole nodes do not tell
+    # collectives of whole nodes do not tell NICs apart
+    favour = [0.95 if num_nics == likely_nics else 1.0 for *_, num_nics in fits]
     _, (rates, residuals, num_nics) = min(
         zip(favour, fits, strict=True), key=lambda entry: entry[0] * float(np.square(entry[1][1]).sum())
     )

@@ -84,8 +84,8 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: 
         attention, covariance = _attention(chosen, num_sms, stand_in)
         copies = _elementwise(chosen, stand_in)
         return Profile(
-            name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0], grade=_grade(gpus[0], networks),
-            attention=attention, collective=_collective(chosen, everything, stand_in), elementwise=copies,
+            name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0],
+            grade=_grade(gpus[0], networks), attention=attention, collective=_collective(chosen, everything, stand_in), elementwise=copies,
             host=_host([p for p in chosen if p["op"] == "host"], copies.latency_s["copy"], stand_in),
             interference=_interference([p for p in everything if p["op"] == "overlap"]),
             load=_load([p for p in everything if p["op"] == "power"]), sigma={},
@@ -134,7 +134,7 @@ def _completed(
         attention={**spare, **profile.attention},
         interference=profile.interference if profile.interference.computation else theirs.interference,
         load=profile.load or theirs.load,
-        sigma=profile.sigma | {m: stand_in.sigma(m) for m in models - measured_models},
+        sigma={**profile.sigma, **{m: stand_in.sigma(m) for m in models - measured_models}},
         valid=dict(sorted({**theirs.valid, **profile.valid}.items())),
         provenance=(*profile.provenance, source) if borrowed else profile.provenance,
     )

@@ -88,8 +88,8 @@ def point_key(op: str, **parameters: Any) -> str:
 
 def known_points(path: Path) -> set[str]:
     """Keys of all points that a file holds, also of those that could not be measured."""
-    points = load(path).points
-    return {point_key(**{**point, "op": point["failed"] if point["op"] == "error" else point["op"]}) for point in points}
+    asked = ({**point, "op": point.get("failed", point["op"])} for point in load(path).points)
+    return {point_key(**point) for point in asked}
 
 
 def cut_broken_end(path: Path) -> None:

@@ -22,7 +22,7 @@ def described(measurements: Measurements, profile: Profile, profile_file: str) -
     sheet = next((gpu for name, gpu in known.items() if name in header["gpu"].lower()), None)
     rates = [flops(p) / float(np.median(p["samples_s"])) for p in measurements.of("attention")]
     if not sheet and "memory_bytes" not in header:
-        raise ProfileError(f"{measurements.source}: lacks memory_bytes of {header['gpu']}; measure with cpsim calibrate")
+        raise ProfileError(f"{measurements.source}: says no memory_bytes of {header['gpu']}; use cpsim calibrate")
     gpu = Gpu(
         name=sheet.name if sheet else header["gpu"],
         memory_bytes=int(header.get("memory_bytes", sheet.memory_bytes if sheet else 0)),
@@ -37,4 +37,3 @@ def described(measurements: Measurements, profile: Profile, profile_file: str) -
         name=profile.name, gpus_per_node=count, num_gpus=count, gpu=gpu, profile=profile_file,
         notes=f"{count} x {header['gpu']} of one node{link}; {measurements.source}, {header['date'][:10]}",
     )  # fmt: skip
-

@@ -78,5 +78,6 @@ def _memory(speeds: Sequence[Speed]) -> RenderableType:
         rows.setdefault(speed.kernel, {})[speed.tokens] = speed
     for kernel, by_length in rows.items():
         memory = [by_length[n].memory_bytes for n in lengths]
-        made.add_row(Text(kernel, style="bold"), *(f"{format_bytes(m['fwd'])}\n{format_bytes(m['bwd'])}" for m in memory))
+        cells = [f"{format_bytes(both['fwd'])}\n{format_bytes(both['bwd'])}" for both in memory]
+        made.add_row(Text(kernel, style="bold"), *cells)
     return made

@@ -85,7 +85,8 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: 
         copies = _elementwise(chosen, stand_in)
         return Profile(
             name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0],
-            grade=_grade(gpus[0], networks), attention=attention, collective=_collective(chosen, everything, stand_in), elementwise=copies,
+            grade=_grade(gpus[0], networks), attention=attention,
+            collective=_collective(chosen, everything, stand_in), elementwise=copies,
             host=_host([p for p in chosen if p["op"] == "host"], copies.latency_s["copy"], stand_in),
             interference=_interference([p for p in everything if p["op"] == "overlap"]),
             load=_load([p for p in everything if p["op"] == "power"]), sigma={},

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,8 @@ from cpsim.errors import CpsimError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cpsim.calibrate.measurement import Measurements
+    from cpsim.calibrate.profile import Profile
     from cpsim.prediction import Infeasible, Prediction
     from cpsim.scenario import Scenario
 
@@ -35,6 +38,8 @@ Progress = Callable[[int, int], None]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
+KERNELS = "fa4,fa2,cudnn,sdpa_flash"
+Base = Annotated[str | None, typer.Option(help="A profile that gives what was not measured.")]
 OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
 
 
@@ -270,25 +275,135 @@ def validate(
 
 
 @app.command()
+def calibrate(
+    name: Annotated[str, typer.Option(help="Of the files to write, of the profile and of the cluster.")] = "mine",
+    out: Annotated[Path, typer.Option(help="Write to this folder.")] = Path(),
+    minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, start-up included.")] = 10.0,
+    kernels: Annotated[str, typer.Option(help="Attention kernels; those missing are left out.")] = KERNELS,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to use; all where not given.")] = None,
+    cpu: Annotated[int | None, typer.Option(min=1, help="Processes on the CPU instead: a try without GPUs.")] = None,
+    base: Base = None,
+    resume: Annotated[bool, typer.Option(help="Go on: leave out points that the file holds.")] = False,
+    commit: Annotated[str, typer.Option(help="Commit of the code, where git is missing.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Measure this node: a measurement file, the profile fitted to it, and a cluster file that names it."""
+    from cpsim.launch import Options, local_gpus
+    from cpsim.launch import calibrate as measure
+
+    measured = out / f"{name}.jsonl"
+    _check_writable(measured)
+    if measured.exists() and not resume:
+        raise CpsimError(f"calibrate: {measured} exists; go on with --resume, or give another --name")
+    available = local_gpus()
+    if not available and not cpu:
+        raise CpsimError("calibrate: this machine has no GPU that PyTorch can use; try `--cpu 2`")
+    options = Options(
+        command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=cpu or min(gpus or available, available),
+        cpu=cpu is not None, minutes=minutes, commit=commit,
+    )  # fmt: skip
+    with _parts(minutes) as progress:
+        status = measure(measured, options, kernels, progress)
+    if status:
+        log = measured.with_suffix(".log")
+        last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no reason given"])[-1]
+        raise CpsimError(f"calibrate: measuring ended early: {last}; see {log}, and go on with --resume")
+    _fit_node(measured, base, as_json)
+
+
+def _fit_node(measured: Path, base: str | None, as_json: bool) -> None:
+    """Profile and cluster of a calibrated node, beside its measurements."""
+    from cpsim.calibrate.measurement import load
+
+    points = load(measured)
+    if base is None and not points.of("collective"):
+        base = "h100" if "H100" in points.header["gpu"] else "h200"
+    profile, cluster = measured.with_suffix(".json"), measured.with_suffix(".yaml")
+    again = ["cpsim", "fit", measured.name, *(["--base", base] if base else []), "--out", profile.name]
+    again += ["--cluster", cluster.name]
+    if find_spec("scipy") is None:
+        raise CpsimError(f"calibrate: measured; the fit needs SciPy, which is missing here: {shlex.join(again)}")
+    print(f"Fitting {len(points.points)} points: {shlex.join(again)}", file=sys.stderr)
+    fit([measured], profile, cluster=cluster, base=base, as_json=as_json)
+    print(f"Written: {measured}, {profile} and {cluster}, which scenarios name", file=sys.stderr)
+
+
+@app.command()
 def fit(
     measurements: Annotated[list[Path], typer.Argument(help="Files of raw measurements.")],
     out: Annotated[Path, typer.Option(help="Write the profile to this file; its name is the profile's.")],
+    cluster: Annotated[Path | None, typer.Option(help="Describe the measured node in this cluster file.")] = None,
+    base: Base = None,
+    memory_ratio: Annotated[float, typer.Option(min=0.01, help="Memory bandwidth over that of the base.")] = 1.0,
+    network_ratio: Annotated[float, typer.Option(min=0.01, help="NVLink bandwidth over that of the base.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
     from cpsim.calibrate.fit import fit_profile
     from cpsim.calibrate.measurement import load
-    from cpsim.calibrate.profile import save_profile
+    from cpsim.calibrate.profile import load_profile, save_profile
+    from cpsim.calibrate.standin import StandIn
     from cpsim.report.records import profile_record
     from cpsim.report.tables import profile_view
 
     _check_writable(out)
-    profile = fit_profile([load(path) for path in measurements], out.stem)
+    _check_writable(cluster)
+    stand_in = None
+    if base:
+        stand_in = StandIn(profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio)
+    files = [load(path) for path in measurements]
+    profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)
+    if cluster:
+        _write_cluster(cluster, files, profile, out)
     if as_json:
         print(json.dumps(profile_record(profile), indent=1))
     else:
         _stdout().print(profile_view(profile))
+
+
+def _write_cluster(path: Path, files: Sequence[Measurements], profile: Profile, profile_file: Path) -> None:
+    import yaml
+
+    from cpsim.calibrate.node import described
+
+    measured = next((m for m in files if m.of("collective")), files[0])
+    same_folder = profile_file.resolve().parent == path.resolve().parent
+    node = described(measured, profile, profile_file.name if same_folder else str(profile_file.resolve()))
+    fields = {name: value for name, value in node.to_dict().items() if value is not None and name != "num_gpus"}
+    path.write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+
+
+@app.command("import")
+def import_(
+    files: Annotated[list[Path], typer.Argument(help="Logs of nccl-tests; CSV tables of kernels' TFLOP/s.")],
+    out: Annotated[Path, typer.Option(help="Write the points to this measurement file.")],
+    gpu: Annotated[str | None, typer.Option(help="GPU of a table, where it has no column or several.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads of a table without that column.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many as query heads.")] = None,
+    head_dim: Annotated[int, typer.Option(min=1, help="The same for the head dimension.")] = 128,
+    num_sms: Annotated[int | None, typer.Option(min=1, help="SMs of a GPU that no preset has.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Read other people's measurements as points for `cpsim fit` and `cpsim fit-fabric`."""
+    from cpsim.calibrate.imports import Table, import_files
+    from cpsim.calibrate.measurement import Writer
+
+    _check_writable(out)
+    given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
+    header, points, left = import_files(files, given, shlex.join(["cpsim", *sys.argv[1:]]))
+    with out.open("w", encoding="utf-8") as file:
+        writer = Writer(file, header)
+        for point in points:
+            writer.add(**point)
+    kinds = {op: sum(point["op"] == op for point in points) for op in sorted({point["op"] for point in points})}
+    if as_json:
+        print(json.dumps({"gpu": header["gpu"], "points": kinds, "left_out": left, "out": str(out)}))
+    else:
+        counts = ", ".join(f"{count} {op}" for op, count in kinds.items())
+        print(f"{header['gpu']}: points {counts}, written to {out}")
+    for line in left:
+        print(f"cpsim: left out: {line}", file=sys.stderr)
 
 
 @app.command()
@@ -307,7 +422,9 @@ def fit_fabric(
     from cpsim.report.tables import clusters_view
 
     _check_writable(out)
-    whole = replace(load_cluster(cluster), fabric=fitted(load(file)))
+    known = load_cluster(cluster)
+    likely = known.fabric.nics_per_node if known.fabric else known.gpus_per_node
+    whole = replace(known, fabric=fitted(load(file), likely))
     if out:
         whole = replace(whole, name=out.stem)
         out.write_text(json.dumps(whole.to_dict(), indent=1) + "\n", encoding="utf-8")
@@ -343,6 +460,27 @@ def clusters(as_json: Json = False) -> None:
         from cpsim.report.tables import clusters_view
 
         _stdout().print(clusters_view(presets().values()))
+
+
+@app.command()
+def kernels(
+    profile: Annotated[list[str] | None, typer.Option(help="Profiles to tabulate; h100 and h200.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
+    as_json: Json = False,
+) -> None:
+    """List attention kernels: masks, passes and types that they take, TFLOP/s and memory by mask and length."""
+    from cpsim.calibrate.profile import load_profile
+    from cpsim.kernels import speeds, support
+    from cpsim.report.kernels import kernels_record, kernels_view
+
+    chosen = [load_profile(name) for name in profile or ("h100", "h200")]
+    rates = [speed for entry in chosen for speed in speeds(entry, heads, kv_heads, head_dim)]
+    if as_json:
+        print(json.dumps(kernels_record(support(), rates), indent=1))
+    else:
+        _stdout().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
 
 
 @app.command()
@@ -505,3 +643,24 @@ def _progress(label: str) -> Iterator[Progress]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+@contextmanager
+def _parts(minutes: float) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on stderr: the time, and the points of every part; no more than lines without a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar, tasks, started = Bar(*columns, console=Console(stderr=True)), {}, time.monotonic()
+    clock = bar.add_task("seconds", total=round(60 * minutes))
+
+    def update(part: str, done: int, total: int) -> None:
+        if part not in tasks:
+            tasks[part] = bar.add_task(part, total=total)
+        bar.update(tasks[part], completed=done, total=total)
+        bar.update(clock, completed=round(time.monotonic() - started))
+
+    with bar:
+        yield update

@@ -132,7 +132,8 @@ def presets() -> dict[str, Cluster]:
 def load_cluster(name_or_path: str) -> Cluster:
     """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
 
-    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``.
+    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``, and a
+    profile file is looked up beside it.
 
     Raises:
         ScenarioError: neither a preset nor a valid file.
@@ -148,9 +149,11 @@ def load_cluster(name_or_path: str) -> Cluster:
     if len(entries) != 1 or isinstance(entries[0][1], ScenarioError):
         raise ScenarioError(f"cluster: {path}: expected one cluster in YAML or JSON, got {len(entries)} entries")
     try:
-        return _cluster(_with_known_gpu(take_schema(entries[0][1], "cluster")))
+        cluster = _cluster(_with_known_gpu(take_schema(entries[0][1], "cluster")))
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
+    beside = path.parent / (cluster.profile or "")
+    return replace(cluster, profile=str(beside)) if beside.is_file() else cluster
 
 
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:

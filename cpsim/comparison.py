@@ -184,7 +184,8 @@ def _other_gpu(run: Run) -> str:
     cluster, where = run.scenario.resolve_cluster(), str(run.header.get("gpu", ""))
     known = {preset.gpu.name for preset in presets().values()}
     named = {name for name in known if name in where.lower()}
-    if where != "cpu" and (cluster.gpu.name in named or not named or cluster.gpu.name not in known):
+    mine = cluster.gpu.name
+    if mine == where or (where != "cpu" and (mine in named or not named or mine not in known)):
         return ""
     return f"run: measured on {where}, but {cluster.name} has {cluster.gpu.name}"
 

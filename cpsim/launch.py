@@ -1,17 +1,19 @@
-"""Starts real runs: one torchrun for every number of GPUs that the cases need. Nothing here imports torch."""
+"""Starts torchrun: one for every number of GPUs that real runs need, one to calibrate. Nothing here imports torch."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
+from threading import Timer
 from typing import Final
 
 from cpsim.errors import CpsimError
@@ -19,13 +21,17 @@ from cpsim.scenario import Scenario
 
 MAX_RESTARTS: Final = 10
 """Fresh processes after cases that hang or crash; each costs some ten seconds."""
+PATIENCE_S: Final = 180.0
+"""A calibration that takes so much longer than it may hangs."""
+PROGRESS: Final = "progress "
+"""Lines of real.calibrate that say how far it is: [part, points done, points in all]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """How to run; see ``cpsim run --help``."""
 
-    out: Path | None
+    out: Path | None = None
     """File of runs; None for a trace."""
     command: str
     """How the user said it, for the header of the file."""
@@ -76,14 +82,14 @@ def launch(scenarios: Sequence[Scenario], options: Options) -> int:
             cases = Path(folder) / f"{gpus}-gpus-{nodes}-nodes.jsonl"
             cases.write_text("".join(json.dumps(s.to_dict()) + "\n" for s in group), encoding="utf-8")
             emulated = options.num_nodes if nodes > 1 else 1
-            failed += subprocess.run(torchrun(cases, gpus, emulated, options, deadline), check=False).returncode != 0
+            command = torchrun(cases, gpus, emulated, options, deadline)
+            failed += subprocess.run(command, check=False, env=_environment(options)).returncode != 0
     return failed
 
 
 def torchrun(cases: Path, gpus: int, num_nodes: int, options: Options, deadline: float | None) -> list[str]:
     """The command of one launch."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
-    start += ["--max-restarts", str(0 if options.trace else MAX_RESTARTS), "-m", "real.run", str(cases)]
+    start = [*_processes(gpus, 0 if options.trace else MAX_RESTARTS), "-m", "real.run", str(cases)]
     if options.trace:
         start += ["--trace", str(options.trace)]
     else:
@@ -94,6 +100,49 @@ def torchrun(cases: Path, gpus: int, num_nodes: int, options: Options, deadline:
     start += ["--cpu"] if options.cpu else []
     start += ["--until", str(deadline)] if deadline is not None else []
     return start
+
+
+def calibrate(out: Path, options: Options, kernels: str, progress: Callable[[str, int, int], None]) -> int:
+    """Measures this node into a file, going on with what it holds; returns the exit status.
+
+    Args:
+        out: the measurement file; what the processes say goes to a log beside it.
+        options: how; `minutes` counts from now, start-up included.
+        kernels: attention kernels, separated by commas.
+        progress: called with the part, points done and points in all.
+    """
+    limit = 60 * (options.minutes or 10.0)
+    start = [*_processes(options.num_gpus, 3), "-m", "real.calibrate", "--out", str(out), "--kernels", kernels]
+    start += ["--until", str(time.time() + limit), "--command", options.command]
+    start += ["--commit", options.commit] if options.commit else []
+    start += ["--cpu"] if options.cpu else []
+    with out.with_suffix(".log").open("w", encoding="utf-8") as log:
+        environment = _environment(options)
+        process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
+        watch = Timer(limit + PATIENCE_S, process.terminate)
+        watch.start()
+        try:
+            for line in process.stdout or ():
+                if line.startswith(PROGRESS):
+                    progress(*json.loads(line.removeprefix(PROGRESS)))
+                else:
+                    log.write(line)
+                    log.flush()
+            return process.wait()
+        finally:
+            watch.cancel()
+            process.terminate()
+            process.wait()
+
+
+def _environment(options: Options) -> dict[str, str]:
+    """That of the processes: on a CPU each has one thread, whether there are several or not."""
+    return {**os.environ, **({"OMP_NUM_THREADS": "1"} if options.cpu else {})}
+
+
+def _processes(count: int, restarts: int) -> list[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    return [*start, "--max-restarts", str(restarts)]
 
 
 def _needs(scenario: Scenario) -> tuple[int, int]:

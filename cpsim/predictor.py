@@ -320,8 +320,8 @@ def _grades(case: _Case) -> tuple[str, ...]:
     """What the costs rest on, in words."""
     profile = case.profile
     grade = f"costs on the GPU: profile {profile.name}, {profile.grade}"
-    wanted = case.cluster.profile
-    if wanted is not None and wanted != profile.name and case.scenario.profile is not None:
+    other = case.cluster.gpu.name.lower() not in profile.gpu.lower()
+    if case.cluster.profile is not None and case.scenario.profile is not None and other:
         return (grade, f"profile {profile.name} describes another machine than cluster {case.cluster.name}")
     return (grade,)
 

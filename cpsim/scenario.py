@@ -25,7 +25,7 @@ Implementation = Literal[
     "dcp", "distca",
 ]  # fmt: skip
 Kernel = Literal[
-    "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "flex", "flash_mask", "ffa", "fa2_sparse", "vsa",
+    "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "math", "flex", "flash_mask", "ffa", "fa2_sparse", "vsa",
     "triton_vsa", "flashinfer",
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -73,7 +73,7 @@ def _host_kind(kind: Kind, kernel: str) -> str:
 def memory_bound(kind: str, tokens: int, device: torch.device) -> tuple[Callable[[], object], int]:
     """The op on so many tokens, and its bytes read and written; inputs rotate past the cache."""
     row, itemsize = HEADS * DIM, 2
-    num_sets = int(np.clip(np.ceil(240e6 / (tokens * row * 8)), 1, 16))
+    num_sets = int(np.clip(np.ceil(240e6 / (tokens * row * 8)), 1, 16 if device.type == "cuda" else 2))
     # memory of each set: [bf16 rows | bf16 rows | fp32 rows], offsets in heads of either type
     per_set = tokens * HEADS * 4
     memory = torch.randn(num_sets * per_set * DIM * itemsize // 4, device=device).view(torch.bfloat16)
@@ -111,10 +111,14 @@ def memory_bound(kind: str, tokens: int, device: torch.device) -> tuple[Callable
         )  # fmt: skip
         ops.append(lambda t=tables: elementwise.sum_rows(narrow, wide, t))
     turn = iter(range(10**9))
+    return lambda: ops[next(turn) % num_sets](), moved_bytes(kind, tokens)
+
+
+def moved_bytes(kind: str, tokens: int) -> int:
+    """Bytes that an op of `memory_bound` reads and writes."""
     per_element = {"copy": 4, "copy_heads": 4, "accumulate": 10, "accumulate_first": 6, "merge": 10, "merge_first": 8,
                    "merge_last": 8}[kind]  # fmt: skip
-    nbytes = tokens * row * per_element + (tokens * HEADS * 12 if kind.startswith("merge") else 0)
-    return lambda: ops[next(turn) % num_sets](), nbytes
+    return tokens * HEADS * DIM * per_element + (tokens * HEADS * 12 if kind.startswith("merge") else 0)
 
 
 def _spread(offsets: np.ndarray, base: int, device: torch.device) -> torch.Tensor:
@@ -127,13 +131,17 @@ def measure_memory_bound(node: Node, writer: Writer, num: int) -> None:
     for kind in MEMORY_BOUND:
         for _ in range(num):
             tokens = int(np.exp(rng.uniform(np.log(64), np.log(65536 if node.cuda else 256))))
-            op, nbytes = memory_bound(kind, tokens, node.device)
-            op()
-            soak(op, 0.01 if node.cuda else 1e-4, 2e-5)
-            hold(2e-3, node.device)
-            samples = time_ops(op, 16 if node.cuda else 2, node.device)
-            name = kind.split("_")[0]
-            writer.add("elementwise", samples, kind=name, nbytes=nbytes, variant=kind, kernel="executor")
+            measure_size(node, writer, kind, tokens)
+
+
+def measure_size(node: Node, writer: Writer, kind: str, tokens: int) -> None:
+    """One kind of memory-bound kernel on so many tokens, on this rank."""
+    op, nbytes = memory_bound(kind, tokens, node.device)
+    op()
+    soak(op, 0.01 if node.cuda else 1e-4, 2e-5)
+    hold(2e-3, node.device)
+    samples = time_ops(op, 16 if node.cuda else 4, node.device)
+    writer.add("elementwise", samples, kind=kind.split("_")[0], nbytes=nbytes, variant=kind, kernel="executor")
 
 
 def graph_times(node: Node) -> dict[str, list[float]]:
@@ -197,10 +205,11 @@ def pause(node: Node, protocol: str) -> list[float]:
     return samples[10:]
 
 
-def loads(node: Node) -> dict[str, Callable[[], object]]:
+def loads(node: Node, kernels: Sequence[str] = ("fa2", "fa4", "cudnn")) -> dict[str, Callable[[], object]]:
     """What GPUs can be busy with, by name."""
     small = not node.cuda
-    made: dict[str, Callable[[], object]] = {
+    made: dict[str, Callable[[], object]] = {"idle": lambda: time.sleep(1e-3)}
+    made |= {
         kind: memory_bound(kind, 64 if small else 16384, node.device)[0] for kind in ("copy", "accumulate", "merge")
     }
     ranks = tuple(range(node.size))
@@ -219,7 +228,7 @@ def loads(node: Node) -> dict[str, Callable[[], object]]:
     q, dout = (torch.randn(tokens, HEADS, DIM, device=node.device, dtype=dtype) for _ in range(2))
     k, v = (torch.randn(tokens, HEADS // 4, DIM, device=node.device, dtype=dtype) for _ in range(2))
     call = attention.prepare((tokens,), (tokens,), causal=False, device=node.device)
-    for kernel in ("math",) if small else ("fa2", "fa4", "cudnn"):
+    for kernel in ("math",) if small else kernels:
         out, lse = attention.forward(kernel, q, k, v, call)
         made[f"{kernel} fwd"] = partial(attention.forward, kernel, q, k, v, call)
         made[f"{kernel} bwd"] = partial(attention.backward, kernel, dout, q, k, v, out, lse, call)
@@ -228,26 +237,31 @@ def loads(node: Node) -> dict[str, Callable[[], object]]:
 
 def measure_power(node: Node, writer: Writer | None) -> None:
     """Watts and clock of every GPU at the end of `LOAD_S` seconds of each load, and idle."""
+    for kind, op in loads(node).items():
+        measure_load(node, writer, kind, op)
+
+
+def measure_load(node: Node, writer: Writer | None, kind: str, op: Callable[[], object]) -> None:
+    """Watts and clock of every GPU at the end of `LOAD_S` seconds of one load; all ranks call."""
     clock, load_s = Clock(node.local), LOAD_S if node.cuda else 0.02
-    for kind, op in {"idle": lambda: time.sleep(1e-3), **loads(node)}.items():
-        for _ in range(3):
-            op()
-        node.synchronize()
-        start = time.perf_counter()
+    for _ in range(3):
         op()
-        node.synchronize()
-        num = max(1, int(load_s / max(node.gather(time.perf_counter() - start))))
-        start = time.perf_counter()
-        for i in range(num):
-            op()
-            if i % 64 == 63:
-                node.synchronize()  # a short queue: the reading below is made under load
-        node.synchronize()
-        seconds, read = (time.perf_counter() - start) / num, clock.read()
-        watts, hertz = node.gather(read["power_w"]), node.gather(read["sm_clock_hz"])
-        if writer is not None:
-            writer.add("power", [seconds], kind=kind, watts=watts, sm_clock_hz=hertz)
-            print(f"power {kind:12s} {seconds * 1e6:9.1f} us {watts} W {[h / 1e6 for h in hertz]} MHz", flush=True)
+    node.synchronize()
+    start = time.perf_counter()
+    op()
+    node.synchronize()
+    num = max(1, int(load_s / max(node.gather(time.perf_counter() - start))))
+    start = time.perf_counter()
+    for i in range(num):
+        op()
+        if i % 64 == 63:
+            node.synchronize()  # a short queue: the reading below is made under load
+    node.synchronize()
+    seconds, read = (time.perf_counter() - start) / num, clock.read()
+    watts, hertz = node.gather(read["power_w"]), node.gather(read["sm_clock_hz"])
+    if writer is not None:
+        writer.add("power", [seconds], kind=kind, watts=watts, sm_clock_hz=hertz)
+        print(f"power {kind:12s} {seconds * 1e6:9.1f} us {watts} W {[h / 1e6 for h in hertz]} MHz", flush=True)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +31,13 @@ import torch.distributed as dist
 
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
-from real.node import emulate_nodes
+from real.node import Node
 from real.timing import hold, host_seconds, provenance, soak, time_ops
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 Launch = Callable[[], object]
+NetworkPoint = tuple[str, str, int, int]
+"""Op, kind, ranks, bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +48,20 @@ class Group:
     ranks: tuple[int, ...]
 
 
-class Node:
-    """This rank's device, groups and buffers, and the file of rank 0."""
+class Network(Node):
+    """This rank with groups of the first 2, 3, ... ranks, buffers, and the writer of rank 0."""
 
-    def __init__(self, out: Path, command: str, commit: str) -> None:
-        self.cuda = torch.cuda.is_available()
-        self.local = int(os.environ.get("LOCAL_RANK", "0"))
-        self.device = torch.device("cuda", self.local) if self.cuda else torch.device("cpu")
-        if self.cuda:
-            torch.cuda.set_device(self.device)
-        dist.init_process_group("nccl" if self.cuda else "gloo")
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.groups = {n: self.group(tuple(range(n))) for n in range(2, self.size + 1)}
+    def __init__(self, *, cpu: bool = False, num_nodes: int = 1) -> None:
+        super().__init__(cpu=cpu, num_nodes=num_nodes)
+        self.groups = {n: self.communicator(tuple(range(n))) for n in range(2, self.size + 1)}
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
-        self.flag = torch.zeros(1, device=self.device)
         self.max_bytes = 2**30 if self.cuda else 2**21
         elements = self.max_bytes // self.dtype.itemsize
         self.send = torch.randn(elements, device=self.device, dtype=self.dtype)
         self.receive = torch.empty(elements, device=self.device, dtype=self.dtype)
-        self.writer = None
-        if self.rank == 0:
-            header = provenance(
-                self.device, self.size, {k: attention.kernel_version(k) for k in ("fa2", "fa4")}, command, commit
-            )
-            header["environment"] = {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}
-            print(json.dumps(header), flush=True)
-            self.writer = Writer(out.open("w", encoding="utf-8"), header)
+        self.writer: Writer | None = None
 
-    def group(self, ranks: tuple[int, ...], *, urgent: bool = False) -> Group:
+    def communicator(self, ranks: tuple[int, ...], *, urgent: bool = False) -> Group:
         """A new group; an urgent one runs NCCL on high-priority streams."""
         options = None
         if self.cuda:
@@ -88,19 +76,15 @@ class Node:
         if self.writer is not None:
             self.writer.add(op, samples, **parameters)
 
-    def barrier(self) -> None:
-        """Device-side barrier on the current stream."""
-        dist.all_reduce(self.flag)
-
-    def synchronize(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-
     def maximum(self, seconds: list[float]) -> list[float]:
         """Maximum over all ranks, sample by sample."""
         tensor = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
         return tensor.tolist()
+
+    def late(self, deadline: float) -> bool:
+        """Whether some rank is past the deadline (of `time.monotonic`): the same answer on all of them."""
+        return bool(self.maximum([float(time.monotonic() > deadline)])[0])
 
     def event(self) -> Any:
         return torch.cuda.Event(enable_timing=True) if self.cuda else HostEvent()
@@ -134,7 +118,7 @@ class HostEvent:
         return (end._at - self._at) * 1e3
 
 
-def collective(node: Node, kind: str, nbytes: int, group: Group) -> Launch | None:
+def collective(node: Network, kind: str, nbytes: int, group: Group) -> Launch | None:
     """Launches one collective of S = nbytes and waits for it on the current stream."""
     if node.rank not in group.ranks:
         return None
@@ -151,7 +135,7 @@ def collective(node: Node, kind: str, nbytes: int, group: Group) -> Launch | Non
 
 
 def transfers(
-    node: Node, pairs: list[tuple[int, int]], nbytes: int, group: Group, batched: bool = True
+    node: Network, pairs: list[tuple[int, int]], nbytes: int, group: Group, batched: bool = True
 ) -> Launch | None:
     """Sends nbytes along every (source, destination) pair at once."""
     mine = [(a, b) for a, b in pairs if node.rank in (a, b)]
@@ -199,10 +183,10 @@ def sizes(rng: np.random.Generator, num: int, low: float, high: float) -> list[i
     return [max(1, round(float(np.exp(rng.uniform(a, b))) / 256)) * 256 for a, b in itertools.pairwise(edges)]
 
 
-def measure_network(node: Node, rng: np.random.Generator, deadline: float) -> None:
+def measure_network(node: Network, rng: np.random.Generator, deadline: float) -> None:
     """Collectives and transfers at random sizes, in random order."""
     top, num = node.max_bytes, 34 if node.cuda else 2
-    points: list[tuple[str, str, int, int]] = []
+    points: list[NetworkPoint] = []
     for n in node.groups:
         for kind in COLLECTIVES:
             points += [("collective", kind, n, s) for s in sizes(rng, num, 2**14, top)]
@@ -211,25 +195,30 @@ def measure_network(node: Node, rng: np.random.Generator, deadline: float) -> No
         for kind in PATTERNS:
             points += [("transfer", kind, node.size, s) for s in sizes(rng, 12 if node.cuda else 1, 2**16, top / 8)]
     rng.shuffle(points)
-    world = node.groups[node.size]
-    for op, kind, n, nbytes in [(a, b, int(c), int(d)) for a, b, c, d in points]:
-        if node.maximum([float(time.monotonic() > deadline)])[0]:
+    for op, kind, n, nbytes in points:
+        if node.late(deadline):
             break
-        parameters = {"kind": str(kind), "num_ranks": n, "nbytes": nbytes}
-        try:
-            if op == "collective":
-                launch = collective(node, kind, nbytes, node.groups[n])
-            elif kind == "ring":
-                launch = transfers(node, ring(node.groups[n].ranks), nbytes, node.groups[n])
-            else:
-                pairs, batched = PATTERNS[kind]
-                launch = transfers(node, list(pairs), nbytes, world, batched)
-            node.add(str(op), node.samples(launch), **parameters)
-        except Exception as error:  # symmetric over ranks, such as a call that gloo lacks
-            node.add("error", [], failed=str(op), message=str(error)[:300], **parameters)
+        measure_point(node, (str(op), str(kind), int(n), int(nbytes)))
 
 
-def measure_between_nodes(node: Node, rng: np.random.Generator, deadline: float, num_nodes: int) -> None:
+def measure_point(node: Network, point: NetworkPoint, num: int = 20) -> None:
+    """One collective or transfer pattern of one size."""
+    op, kind, n, nbytes = point
+    parameters = {"kind": kind, "num_ranks": n, "nbytes": nbytes}
+    try:
+        if op == "collective":
+            launch = collective(node, kind, nbytes, node.groups[n])
+        elif kind == "ring":
+            launch = transfers(node, ring(node.groups[n].ranks), nbytes, node.groups[n])
+        else:
+            pairs, batched = PATTERNS[kind]
+            launch = transfers(node, list(pairs), nbytes, node.groups[node.size], batched)
+        node.add(op, node.samples(launch, num), **parameters)
+    except Exception as error:  # symmetric over ranks, such as a call that gloo lacks
+        node.add("error", [], failed=op, message=str(error)[:300], **parameters)
+
+
+def measure_between_nodes(node: Network, rng: np.random.Generator, deadline: float, num_nodes: int) -> None:
     """The network between nodes: flows alone, together and both ways, collectives of all ranks and of a rank a node.
 
     Points are of op `fabric`; several groups or flows run at once where the point says so, each with `nbytes`.
@@ -245,7 +234,7 @@ def measure_between_nodes(node: Node, rng: np.random.Generator, deadline: float,
         "all_flows_both_directions": one_way + back,
         "ring": ring(ranks),
     }
-    columns = [node.group(ranks[i::per_node]) for i in range(per_node)]
+    columns = [node.communicator(ranks[i::per_node]) for i in range(per_node)]
     mine, world = columns[node.rank % per_node], node.groups[node.size]
     groups = {"all": (world, 1), "a_rank_a_node": (columns[0], 1), "columns": (mine, per_node)}
     low, top, num = (2**14, 2**28, 9) if node.cuda else (2**12, 2**16, 1)
@@ -253,7 +242,7 @@ def measure_between_nodes(node: Node, rng: np.random.Generator, deadline: float,
     points += [(kind, group, s) for kind in COLLECTIVES for group in groups for s in sizes(rng, num, low, top)]
     rng.shuffle(points)
     for kind, name, nbytes in [(str(a), str(b), int(c)) for a, b, c in points]:
-        if node.maximum([float(time.monotonic() > deadline)])[0]:
+        if node.late(deadline):
             break
         if name:
             group, num_groups = groups[name]
@@ -270,11 +259,17 @@ def measure_between_nodes(node: Node, rng: np.random.Generator, deadline: float,
             node.add("error", [], failed="fabric", message=str(error)[:300], **parameters)
 
 
-def compute_loads(node: Node) -> dict[str, Launch]:
-    """Computation that communication runs beside: attention of ring steps and memory-bound kernels."""
+def compute_loads(node: Network, kernels: Sequence[tuple[str, int]] = ()) -> dict[str, Launch]:
+    """Computation that communication runs beside: attention of ring steps and memory-bound kernels.
+
+    Args:
+        node: this rank.
+        kernels: attention kernels and tokens of a step.
+    """
     loads: dict[str, Launch] = {}
     dtype = torch.bfloat16 if node.cuda else torch.float32
-    for kernel, tokens in (("fa4", 4096), ("fa2", 4096), ("fa4", 8192)) if node.cuda else (("math", 64),):
+    usual = (("fa4", 4096), ("fa2", 4096), ("fa4", 8192)) if node.cuda else (("math", 64),)
+    for kernel, tokens in kernels or usual:
         def random(heads: int, tokens: int = tokens) -> torch.Tensor:
             return torch.randn(tokens, heads, 128, device=node.device, dtype=dtype)
 
@@ -298,7 +293,7 @@ def compute_loads(node: Node) -> dict[str, Launch]:
     return loads
 
 
-def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any]) -> list[list[float]]:
+def together(node: Network, ops: list[tuple[Launch, int]], streams: list[Any]) -> list[list[float]]:
     """Runs loops of several ops at once, one stream each, all behind one gate; seconds of the ops that overlapped.
 
     An operation counts when it lies wholly inside the span in which all loops run. With one op it is the op alone.
@@ -329,7 +324,7 @@ def together(node: Node, ops: list[tuple[Launch, int]], streams: list[Any]) -> l
     return [np.diff(e)[i].tolist() for e, i in zip(ends, inside, strict=True)]
 
 
-def measure_pair(node: Node, names: tuple[str, str], ops: tuple[Launch, Launch], **parameters: Any) -> None:
+def measure_pair(node: Network, names: tuple[str, str], ops: tuple[Launch, Launch], **parameters: Any) -> None:
     """Two endless streams of ops, each alone and both together: medians of every rank, raw samples of rank 0."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
     target, most = (0.1, 300) if node.cuda else (0.002, 5)
@@ -355,7 +350,7 @@ def measure_pair(node: Node, names: tuple[str, str], ops: tuple[Launch, Launch],
 
 
 def overlapped(
-    node: Node, compute: tuple[Launch, int] | None, communicate: Launch | None, streams: list[Any], num: int
+    node: Network, compute: tuple[Launch, int] | None, communicate: Launch | None, streams: list[Any], num: int
 ) -> tuple[list[float], list[float]]:
     """Starts a communication and, 30 microseconds later, a run of compute ops: as a ring step does.
 
@@ -399,45 +394,62 @@ def overlapped(
     return mean.tolist(), node.maximum(second)
 
 
-def measure_overlap(node: Node, deadline: float) -> None:
+def measure_overlap(node: Network, deadline: float) -> None:
+    """Overlaps of every communication with every computation."""
+    overlap = Overlap(node)
+    for case in overlap.cases():
+        if node.late(deadline):
+            break
+        overlap.measure(*case)
+
+
+class Overlap:
     """How much computation and communication slow each other while both run, the communication starting first.
 
     In `inside: a` the communication lasts longer than the compute run, in `inside: b` the other way round; only the
     op that lies inside has its slowdown measured over its whole length.
     """
-    group, mb, num = node.groups[node.size], 2**20 if node.cuda else 2**8, 10 if node.cuda else 2
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
-    long = {"ring": transfers(node, ring(group.ranks), 512 * mb, group)}
-    short = {"ring": transfers(node, ring(group.ranks), 128 * mb, group)}
-    for kind in COLLECTIVES[:3]:
-        long[kind], short[kind] = (collective(node, kind, size * mb, group) for size in (1024, 256))
-    loads = compute_loads(node)
-    for b, a in itertools.product(long, loads):
-        if node.maximum([float(time.monotonic() > deadline)])[0]:
-            break
-        per_op = node.maximum([min(time_ops(loads[a], 4, node.device))])[0]
-        for inside, op in (("a", long[b]), ("b", short[b])):
-            b_alone = overlapped(node, None, op, streams, num)[1]
-            span = float(np.median(b_alone)) * (0.6 if inside == "a" else 2.0)
-            count = int(np.clip(round(span / per_op), 1, 200))
-            a_alone = overlapped(node, (loads[a], count), None, streams, num)[0]
-            both = overlapped(node, (loads[a], count), op, streams, num)
-            node.add(
-                "overlap", [], a=a, b=b, inside=inside, a_count=count, a_alone_s=a_alone, b_alone_s=b_alone,
-                a_together_s=both[0], b_together_s=both[1],
+
+    def __init__(self, node: Network, kernels: Sequence[tuple[str, int]] = ()) -> None:
+        self.node = node
+        group, mb = node.groups[node.size], 2**20 if node.cuda else 2**8
+        self.streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
+        long = {"ring": transfers(node, ring(group.ranks), 512 * mb, group)}
+        short = {"ring": transfers(node, ring(group.ranks), 128 * mb, group)}
+        for kind in COLLECTIVES[:3]:
+            long[kind], short[kind] = (collective(node, kind, size * mb, group) for size in (1024, 256))
+        self.communication = {"a": long, "b": short}
+        self.loads = compute_loads(node, kernels)
+
+    def cases(self) -> list[tuple[str, str, str]]:
+        """Names of computation and communication, and which of the two lies inside the other."""
+        return [(a, b, inside) for b in self.communication["a"] for a in self.loads for inside in "ab"]
+
+    def measure(self, a: str, b: str, inside: str) -> None:
+        """Writes one point; all ranks call."""
+        node, op, num = self.node, self.communication[inside][b], 10 if self.node.cuda else 2
+        per_op = node.maximum([min(time_ops(self.loads[a], 4, node.device))])[0]
+        b_alone = overlapped(node, None, op, self.streams, num)[1]
+        span = float(np.median(b_alone)) * (0.6 if inside == "a" else 2.0)
+        count = int(np.clip(round(span / per_op), 1, 200))
+        a_alone = overlapped(node, (self.loads[a], count), None, self.streams, num)[0]
+        both = overlapped(node, (self.loads[a], count), op, self.streams, num)
+        node.add(
+            "overlap", [], a=a, b=b, inside=inside, a_count=count, a_alone_s=a_alone, b_alone_s=b_alone,
+            a_together_s=both[0], b_together_s=both[1],
+        )  # fmt: skip
+        if node.rank == 0:
+            x, y = (np.median(t) / np.median(s) for s, t in ((a_alone, both[0]), (b_alone, both[1])))
+            print(
+                f"overlap {a:14s} {b:15s} inside {inside}: x{x:.3f} x{y:.3f}"
+                f" ({np.median(a_alone) * 1e3:.2f} ms, {np.median(b_alone) * 1e3:.2f} ms)", flush=True,
             )  # fmt: skip
-            if node.rank == 0:
-                x, y = (np.median(t) / np.median(s) for s, t in ((a_alone, both[0]), (b_alone, both[1])))
-                print(
-                    f"overlap {a:14s} {b:15s} inside {inside}: x{x:.3f} x{y:.3f}"
-                    f" ({np.median(a_alone) * 1e3:.2f} ms, {np.median(b_alone) * 1e3:.2f} ms)", flush=True,
-                )  # fmt: skip
 
 
-def measure_interference(node: Node, deadline: float) -> None:
+def measure_interference(node: Network, deadline: float) -> None:
     """Endless streams of computation and communication, at both stream priorities; two communications at once."""
     ranks = tuple(range(node.size))
-    urgent, normal, other = node.group(ranks, urgent=True), node.group(ranks), node.group(ranks, urgent=True)
+    urgent, normal, other = (node.communicator(ranks, urgent=urgent) for urgent in (True, False, True))
     mb = 2**20 if node.cuda else 2**8
 
     def communications(group: Group) -> dict[str, Launch]:
@@ -456,12 +468,12 @@ def measure_interference(node: Node, deadline: float) -> None:
     for (priority, made), b, a in itertools.product((("high", first), ("default", slow)), slow, loads):
         cases.append(((a, b), (loads[a], made[b]), {"priority": priority}))
     for names, ops, parameters in cases:
-        if node.maximum([float(time.monotonic() > deadline)])[0]:
+        if node.late(deadline):
             break
         measure_pair(node, names, ops, **parameters)
 
 
-def measure_host(node: Node) -> None:
+def measure_host(node: Network) -> None:
     """Wall seconds to launch each kind of communication and to wait for it on another stream."""
     group = node.groups[node.size]
     ops = {kind: collective(node, kind, 2**16, group) for kind in COLLECTIVES}
@@ -507,23 +519,32 @@ def main() -> None:
     args = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(args.seed)
-    emulate_nodes(args.emulate_nodes)
     command = f"torchrun -m real.measure_network --minutes {args.minutes:g} --seed {args.seed} --parts {args.parts}"
     command += f" --emulate-nodes {args.emulate_nodes}" if args.emulate_nodes > 1 else ""
-    node = Node(args.out, command, args.commit)
     deadline = started + 60 * args.minutes
-    if args.emulate_nodes > 1:
-        measure_between_nodes(node, np.random.default_rng(args.seed), deadline, args.emulate_nodes)
-    else:
-        measure_inside(node, args.parts, args.seed, started, 60 * args.minutes)
-    node.add("end", [time.monotonic() - started])
-    if node.rank == 0:
-        summary(args.out)
-        print(f"{time.monotonic() - started:.0f} s", flush=True)
-    dist.destroy_process_group()
+    with Network(num_nodes=args.emulate_nodes) as node:
+        if node.rank == 0:
+            header = network_provenance(node, command, args.commit)
+            print(json.dumps(header), flush=True)
+            node.writer = Writer(args.out.open("w", encoding="utf-8"), header)
+        if args.emulate_nodes > 1:
+            measure_between_nodes(node, np.random.default_rng(args.seed), deadline, args.emulate_nodes)
+        else:
+            measure_inside(node, args.parts, args.seed, started, 60 * args.minutes)
+        node.add("end", [time.monotonic() - started])
+        if node.rank == 0:
+            summary(args.out)
+            print(f"{time.monotonic() - started:.0f} s", flush=True)
 
 
-def measure_inside(node: Node, parts: str, seed: int, started: float, seconds: float) -> None:
+def network_provenance(node: Network, command: str, commit: str) -> dict[str, Any]:
+    """Header of a file of network points."""
+    kernels = {k: attention.kernel_version(k) for k in ("fa2", "fa4")}
+    header = provenance(node.device, node.size, kernels, command, commit)
+    return header | {"environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")}}
+
+
+def measure_inside(node: Network, parts: str, seed: int, started: float, seconds: float) -> None:
     """Launches, collectives, transfers, and what they do to computation, inside one node."""
     measure_host(node)
     if "network" in parts:

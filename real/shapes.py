@@ -1,7 +1,8 @@
-"""Random attention calls as context-parallel strategies make them: what `measure_kernels` measures."""
+"""Random attention calls as context-parallel strategies make them, and which of them to measure first. No torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,51 @@ def draw(rng: np.random.Generator, max_flops: float, dense_only: bool = False) -
         shape = _DRAW[str(rng.choice(names, p=weights / weights.sum()))](rng)
         if shape.flops() <= max_flops:
             return shape
+
+
+def informative_order(shapes: Sequence[Shape]) -> list[int]:
+    """An order of shapes such that every prefix covers them well, the extreme ones first.
+
+    In turns the shape farthest from those before it (Gonzalez 1985), which spans the ranges, and the one that brings
+    all shapes nearest to some chosen one (facility location), which covers what is common. Distances are between
+    logarithms of queries, keys, heads and documents, and flags.
+    """
+    features = np.array([_features(shape) for shape in shapes])
+    features = (features - features.mean(axis=0)) * _WEIGHTS
+    distance = np.sqrt(((features[:, None] - features[None]) ** 2).sum(axis=-1))
+    near = np.full(len(shapes), distance.max(initial=0.0) + 1.0)
+    first, order = int(np.abs(features).sum(axis=1).argmax()), list[int]()
+    left = np.ones(len(shapes), bool)
+    for turn in range(len(shapes)):
+        if turn % 2:
+            gain = np.maximum(near[:, None] - distance, 0).sum(axis=0)
+            chosen = int(np.where(left, gain, -1.0).argmax())
+        else:
+            chosen = int(np.where(left, near, -1.0).argmax()) if turn else first
+        order.append(chosen)
+        left[chosen] = False
+        near = np.minimum(near, distance[chosen])
+    return order
+
+
+_WEIGHTS = np.array([1.0, 1.0, 1.0, 0.7, 2.0, 2.0, 0.7, 1.0])
+"""Of queries, keys, heads, sharing, causal, varlen, documents and their unevenness, in octaves."""
+
+
+def _features(shape: Shape) -> list[float]:
+    q, k = np.array(shape.q_lens, float), np.array(shape.k_lens, float)
+    counts = q.sum(), q @ k / q.sum(), shape.num_heads, shape.num_heads / shape.num_kv_heads, len(q), q.max() / q.mean()
+    queries, keys, heads, sharing, documents, unevenness = np.log2(counts).tolist()
+    return [queries, keys, heads, sharing, float(shape.causal), float(shape.varlen), documents, unevenness]
+
+
+def extremes_first(num: int) -> list[float]:
+    """Places in [0, 1] such that every prefix is spread: both ends, the middle, quarters, ... (van der Corput)."""
+    places, step = [0.0, 1.0], 0.5
+    while len(places) < num:
+        places += np.arange(step, 1.0, 2 * step).tolist()
+        step /= 2
+    return places[:num]
 
 
 def _log_uniform(rng: np.random.Generator, low: float, high: float) -> int:

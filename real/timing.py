@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import os
 import subprocess
 import sys
 import time
@@ -98,7 +99,8 @@ def provenance(
     return {
         "gpu": torch.cuda.get_device_name(device) if cuda else "cpu",
         "num_gpus": num_gpus,
-        "num_sms": torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0,
+        "num_sms": torch.cuda.get_device_properties(device).multi_processor_count if cuda else 1,
+        "memory_bytes": _memory_bytes(device) // (1 if cuda else num_gpus),
         "driver": _driver(),
         "cuda": torch.version.cuda or "",
         "cudnn": torch.backends.cudnn.version() if cuda else 0,
@@ -112,6 +114,12 @@ def provenance(
         "clock_source": "CUDA events" if cuda else "time.perf_counter",
         "clock_at_start": Clock(device.index or 0).read() if cuda else {},
     }
+
+
+def _memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _driver() -> str:

@@ -9,10 +9,11 @@ import pytest
 
 from cpsim.calibrate import fit, measurement, profile
 from cpsim.calibrate.profile import from_json, load_profile, shipped_profiles, to_json
-from cpsim.calibrate.residuals import large, predicted_attention, residuals, summary
+from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary
 from cpsim.errors import ProfileError
 from cpsim.models.blocks import FEATURES, correction
 from cpsim.models.discrepancy import NONE
+from real.shapes import Shape, extremes_first, informative_order
 
 DATA = Path(measurement.__file__).parent / "data"
 
@@ -106,6 +107,32 @@ def test_a_shape_that_was_measured_twice_is_held_out_twice():
     assert len(seen) < len(points) / 2
 
 
+@pytest.mark.parametrize("key", [("fa4", "fwd"), ("fa4", "bwd"), ("fa2", "fwd"), ("fa2", "bwd")])
+def test_the_first_points_in_the_order_of_calibrate_tell_more_than_as_many_random_ones(key):
+    """Held out: all calls measured on another GPU."""
+    files = [measurement.load(DATA / f"h200-kernels-{gpu}.jsonl").of("attention") for gpu in range(4)]
+    *pool, unseen = ([p for p in points if (p["kernel"], p["pass"]) == key] for points in files)
+    pool, num = [p for points in pool for p in points], 30
+    names = ("family", "num_heads", "num_kv_heads", "causal", "varlen")
+    shapes = [
+        Shape(q_lens=tuple(p["q_lens"]), k_lens=tuple(p["k_lens"]), **{name: p[name] for name in names}) for p in pool
+    ]
+
+    def error(order):
+        params, _ = fit._fit_kernel(key, [pool[i] for i in order[:num]], 132)
+        return np.abs(np.log(predicted_attention(params, unseen) / measured(unseen))).mean()
+
+    random = [error(np.random.default_rng(seed).permutation(len(pool))) for seed in range(4)]
+    order = informative_order(shapes)
+    assert sorted(order) == list(range(len(pool)))
+    assert error(order) < 0.95 * np.mean(random)
+
+
+def test_extremes_come_first_and_halvings_after():
+    assert extremes_first(6) == [0.0, 1.0, 0.5, 0.25, 0.75, 0.125]
+    assert len(set(extremes_first(33))) == 33
+
+
 @pytest.mark.benchmark
 def test_fitting_again_gives_the_shipped_file_byte_for_byte():
     shipped = load_profile("h100")
@@ -114,7 +141,7 @@ def test_fitting_again_gives_the_shipped_file_byte_for_byte():
 
 
 def test_every_shipped_profile_round_trips():
-    assert shipped_profiles() == ["h100", "h200"]
+    assert shipped_profiles() == ["b200", "h100", "h100-fa3", "h200"]
     for name in shipped_profiles():
         text = (profile.FOLDER / f"{name}.json").read_text()
         assert to_json(from_json(json.loads(text), name)) == text
@@ -164,7 +191,7 @@ def test_broken_profiles_are_refused_in_one_line(tmp_path, damage, says):
 def test_an_unknown_profile_lists_the_shipped_ones():
     with pytest.raises(ProfileError) as excinfo:
         load_profile("h300")
-    assert "h100, h200" in one_line(excinfo)
+    assert "h100, h100-fa3, h200" in one_line(excinfo)
 
 
 @pytest.mark.parametrize(

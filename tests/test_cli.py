@@ -13,7 +13,8 @@ from cpsim.mask_names import MASK_NAMES
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
 COMMANDS = [
-    "predict", "sweep", "advise", "run", "validate", "fit", "fit-fabric", "profiles", "clusters", "strategies", "mask",
+    "predict", "sweep", "advise", "run", "validate", "calibrate", "import", "fit", "fit-fabric", "profiles", "clusters",
+    "kernels", "strategies", "mask",
 ]  # fmt: skip
 
 

@@ -40,6 +40,7 @@ ALLOWED = {
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
+    "kernels": CORE | CASE | {"models", "calibrate", "strategies"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE
@@ -48,11 +49,12 @@ ALLOWED = {
     "report": CORE
     | CASE
     | PLAN
-    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison", "support"},
+    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
+    | {"kernels", "support"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "support"},
+    | {"runs", "launch", "comparison", "kernels", "support"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

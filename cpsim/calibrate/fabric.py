@@ -23,8 +23,12 @@ MIN_POINTS: Final = 10
 ROUNDS: Final = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
 
-def fit_fabric(measurements: Measurements) -> Fabric:
+def fit_fabric(measurements: Measurements, likely_nics: int | None = None) -> Fabric:
     """The network between nodes that one measurement file describes.
+
+    Args:
+        measurements: with points of op `fabric`.
+        likely_nics: of a node, where measurements explain other numbers no better.
 
     Raises:
         ProfileError: the file has too few points of a kind.
@@ -39,10 +43,14 @@ def fit_fabric(measurements: Measurements) -> Fabric:
     per_node = int(points[0]["gpus_per_node"])
     choices = [n for n in range(1, per_node + 1) if per_node % n == 0]
     fits = [(*_fit(points, num_nics), num_nics) for num_nics in choices]
-    rates, residuals, num_nics = min(fits, key=lambda fit: float(np.square(fit[1]).sum()))
+    # collectives of whole nodes do not tell NICs apart
+    favour = [0.95 if num_nics == likely_nics else 1.0 for *_, num_nics in fits]
+    _, (rates, residuals, num_nics) = min(
+        zip(favour, fits, strict=True), key=lambda entry: entry[0] * float(np.square(entry[1][1]).sum())
+    )
     is_flow = np.array(["flows" in point for point in points])
     header, rows = measurements.header, len(points)
-    nodes = points[0]["num_nodes"]
+    nodes, how = points[0]["num_nodes"], "nccl-tests, " if "files" in header else ""
     return Fabric(
         nics_per_node=num_nics,
         latency_s=_round(rates[0]),
@@ -51,7 +59,7 @@ def fit_fabric(measurements: Measurements) -> Fabric:
         sigma_log=_round(_spread(residuals[~is_flow])),
         flow_sigma_log=_round(_spread(residuals[is_flow])),
         grade="measured here",
-        source=f"{measurements.source}: {rows} points on {nodes} nodes of {per_node} {header['gpu']}, "
+        source=f"{measurements.source}: {how}{rows} points on {nodes} nodes of {per_node} {header['gpu']}, "
         f"{header['date'][:10]}, NCCL {header.get('nccl', '?')}",
     )
 

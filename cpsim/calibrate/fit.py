@@ -31,6 +31,7 @@ from cpsim.calibrate.residuals import (
     summary,
     usable,
 )
+from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, FITTED, AttentionParams
 from cpsim.models.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
@@ -44,56 +45,100 @@ Covariance = dict[str, Any]
 
 SEED = 20251121
 FOLDS = 5
+FEWEST = (10, 2)
+"""Sizes that a network curve needs; the second where no number of ranks has the first."""
 KNOT_RATIO = 3.0
 """Between sizes of neighbouring knots of a network curve."""
 
 
-def fit_profile(measurements: Sequence[Measurements], name: str = "") -> Profile:
+def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: StandIn | None = None) -> Profile:
     """Fits every cost model that the measurements allow.
 
     Args:
         measurements: kernel files of one GPU type, and network files of it or of one with the same NVLink.
         name: of the profile; by default from the GPU.
+        stand_in: gives what the measurements lack; without it that is an error.
 
     Returns:
         The profile, with errors on points that were not fitted.
 
     Raises:
-        ProfileError: no attention, memory-bound, network or overlap points, or kernels of several GPU types.
+        ProfileError: no attention, memory-bound or network points, or kernels of several GPU types.
     """
     kernels = [m for m in measurements if m.of("attention")]
     networks = [m for m in measurements if m.of("collective")]
     gpus = sorted({m.header["gpu"] for m in kernels})
     if len(gpus) != 1:
         raise ProfileError(f"a profile needs attention points of one GPU type, got {', '.join(gpus) or 'none'}")
-    if not networks:
-        raise ProfileError("a profile needs collective points: add a file of real.measure_network")
+    if not networks and stand_in is None:
+        raise ProfileError("a profile needs collective points: add a file of real.measure_network, or give --base")
     rest = [m for m in measurements if m not in kernels and m not in networks]
-    everything = current([*kernels, *networks, *rest], gpus[0])
+    sources = [*kernels, *(m for m in networks if m not in kernels), *rest]
+    everything = current(sources, gpus[0])
     points = [p for p in everything if usable(p)]
     fold = folds(points)
+    counted = large_model if gpus[0] != "cpu" else model_of
+    num_sms = int(kernels[0].header["num_sms"])
 
     def build(chosen: Sequence[Point]) -> Profile:
-        attention, covariance = _attention(chosen, int(kernels[0].header["num_sms"]))
-        copies = _elementwise(chosen)
+        attention, covariance = _attention(chosen, num_sms, stand_in)
+        copies = _elementwise(chosen, stand_in)
         return Profile(
-            name=name or gpus[0].split()[1].lower(), gpu=gpus[0], grade=_grade(gpus[0], networks),
-            attention=attention, collective=_collective(chosen, everything), elementwise=copies,
-            host=_host([p for p in chosen if p["op"] == "host"], copies.latency_s["copy"]),
+            name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0],
+            grade=_grade(gpus[0], networks), attention=attention,
+            collective=_collective(chosen, everything, stand_in), elementwise=copies,
+            host=_host([p for p in chosen if p["op"] == "host"], copies.latency_s["copy"], stand_in),
             interference=_interference([p for p in everything if p["op"] == "overlap"]),
             load=_load([p for p in everything if p["op"] == "power"]), sigma={},
             valid=_valid(points), covariance=covariance, held_out=(),
-            provenance=tuple(_source(m, gpus[0]) for m in (*kernels, *networks, *rest)),
+            provenance=tuple(_source(m, gpus[0]) for m in sources),
         )  # fmt: skip
 
     rows: list[Residual] = []
     for i in range(FOLDS):
         inside = [p for p, k in zip(points, fold, strict=True) if k != i or not model_of(p)]
-        outside = [p for p, k in zip(points, fold, strict=True) if k == i and large_model(p)]
+        outside = [p for p, k in zip(points, fold, strict=True) if k == i and counted(p)]
         rows += residuals(build(inside), outside)
     profile = build(points)
     sigma = _sigma(rows, _run_to_run(profile, kernels)) | _spreads(everything)
-    return dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
+    profile = dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
+    return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
+
+
+def _completed(
+    profile: Profile, points: Sequence[Point], kernels: Sequence[Measurements], stand_in: StandIn
+) -> Profile:
+    """A profile with what stands in for the parts that were not measured, and with words that say so."""
+    theirs, ops = stand_in.profile, {p["op"] for p in points}
+    measured_models = {model_of(p) for p in points if p["op"] != "transfer"} | (ops & {"transfer"})
+    spare = {key: value for key, value in stand_in.kernels(profile.gpu).items() if key not in profile.attention}
+    parts = {
+        "memory-bound kernels": "elementwise" not in ops, "network": not {"collective", "transfer"} <= ops,
+        "host launches": "host" not in ops, "interference": not profile.interference.computation,
+        "power": not profile.load, f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
+    }  # fmt: skip
+    borrowed = [part for part, missing in parts.items() if missing]
+    models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {
+        m for m in theirs.sigma if not m.startswith("attention") and m not in ("run to run", "host", "graph")
+    }
+    if profile.interference.computation:
+        models -= {"interference"}
+    published = all("published" in m.header for m in kernels)
+    grade = profile.grade
+    if published:
+        varlen = any(p["varlen"] for p in points if p["op"] == "attention")
+        grade = f"kernels from published figures{'' if varlen else ' of single documents'}"
+    source = {"file": f"profile {theirs.name}", "gpu": theirs.gpu, "used_for": stand_in.words(borrowed)}
+    return replace(
+        profile,
+        grade=f"{grade}; {stand_in.words(borrowed)}" if borrowed else grade,
+        attention={**spare, **profile.attention},
+        interference=profile.interference if profile.interference.computation else theirs.interference,
+        load=profile.load or theirs.load,
+        sigma={**profile.sigma, **{m: stand_in.sigma(m) for m in models - measured_models}},
+        valid=dict(sorted({**theirs.valid, **profile.valid}.items())),
+        provenance=(*profile.provenance, source) if borrowed else profile.provenance,
+    )
 
 
 def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
@@ -146,6 +191,9 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
     start = dict(_START)
     start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
+    if kernel == "math":  # on a CPU, which has no power limit that a call would meet
+        start |= {"pair_s": 2e-8, "block_s": 2e-6, "block_shared_s": 1e-6, "block_varlen_s": 1e-5, "call_s": 3e-4,
+                  "call_varlen_s": 1e-5, "traffic_s_per_byte": 1e-10, "busy_threshold": 1.0}  # fmt: skip
     if flash2:
         start |= {"busy_threshold": 0.85, "busy_power": 0.13}
         if forward:
@@ -153,13 +201,21 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
             start |= {"call_s": 4e-6, "call_varlen_s": 1e-6}
     unused = {"split_pair_s", "split_call_s", "alone_factor"} if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" else {"unaligned_factor"}
+    if kernel == "math":
+        unused |= {"block_causal_s", "busy_power"}
     for name in unused:
         start[name] = 1.0 if name.endswith("factor") else 0.0
-    return tuple(name for name in FITTED if name not in unused), start
+    fixed = {"busy_threshold"} if kernel == "math" else set()
+    return tuple(name for name in FITTED if name not in unused | fixed), start
+
+
+SPARSE = 20
+"""Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
+SPARSE_FITTED = ("pair_s", "block_s", "block_causal_s", "call_s")
 
 
 def _attention(
-    points: Sequence[Point], num_sms: int
+    points: Sequence[Point], num_sms: int, stand_in: StandIn | None
 ) -> tuple[dict[tuple[str, str], AttentionParams], dict[str, Covariance]]:
     """Least squares of log time, outliers softened, for every kernel and pass."""
     params, covariance = {}, {}
@@ -168,7 +224,10 @@ def _attention(
         mine = [p for p in points if (p["kernel"], p["pass"]) == key]
         if key not in ANATOMY:
             raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(ANATOMY)}")
-        params[key], covariance[f"attention {key[1]} {key[0]}"] = _fit_kernel(key, mine, num_sms)
+        start = stand_in.start(key, num_sms) if stand_in and len(mine) < SPARSE else None
+        params[key], covariance[f"attention {key[1]} {key[0]}"] = (
+            _fit_kernel(key, mine, num_sms) if start is None else _fit_sparse(mine, start)
+        )
     return params, covariance
 
 
@@ -197,6 +256,22 @@ def _fit_kernel(
     predicted, features = predicted_calls(physical, points)
     left_over = np.log(predicted / times)
     return replace(physical, discrepancy=fit_discrepancy(features, left_over)), _covariance(names, jacobian, left_over)
+
+
+def _fit_sparse(points: Sequence[Point], start: AttentionParams) -> tuple[AttentionParams, Covariance]:
+    """The parameters that few points of long dense calls tell, near those of `start`, whose others are kept."""
+    times = measured(points)
+    first = np.log([getattr(start, name) for name in SPARSE_FITTED])
+
+    def build(x: Floats) -> AttentionParams:
+        return replace(start, **dict(zip(SPARSE_FITTED, np.exp(x).tolist(), strict=True)))
+
+    def error(x: Floats) -> Floats:
+        return np.concatenate([np.log(predicted_attention(build(x), points) / times), 0.02 * (x - first)])
+
+    step = 0.05 / np.maximum(1, np.abs(first))
+    fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)
+    return build(fit.x), _covariance(SPARSE_FITTED, fit.jac, fit.fun[: len(points)])
 
 
 LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)
@@ -261,9 +336,11 @@ def _covariance(names: Sequence[str], jacobian: Floats, errors: Floats) -> Covar
 # --- memory-bound kernels and the host ---
 
 
-def _elementwise(chosen: Sequence[Point]) -> ElementwiseParams:
+def _elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> ElementwiseParams:
     """Latency and bandwidth of each kind, least squares of log time."""
     points = [p for p in chosen if p["op"] == "elementwise"]
+    if not points and stand_in:
+        return stand_in.elementwise()
     if not points:
         raise ProfileError("a profile needs elementwise points: add a file of real.measure_kernels")
     latency, bandwidth = {}, {}
@@ -274,17 +351,21 @@ def _elementwise(chosen: Sequence[Point]) -> ElementwiseParams:
         def error(x: Floats, nbytes: Floats = nbytes, times: Floats = times) -> Floats:
             return np.asarray(np.log((np.exp(x[0]) + nbytes / np.exp(x[1])) / times))
 
-        fit = least_squares(error, np.log([4e-6, 2.5e12]), loss="soft_l1", f_scale=0.05)
+        fastest = float((nbytes / times).max())
+        start = np.log([4e-6, 2.5e12 if fastest > 2.5e11 else fastest])  # a GPU, or a CPU
+        fit = least_squares(error, start, loss="soft_l1", f_scale=0.05)
         latency[kind], bandwidth[kind] = np.exp(fit.x).tolist()
     return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
 
-def _host(points: Sequence[Point], tiny_copy_s: float) -> HostParams:
+def _host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None) -> HostParams:
     """Median launch times; an attention kernel's entry points count alike.
 
     A graph of one tiny copy takes the graph's launch and what the copy takes in a long chain of them; between two
     events it takes `tiny_copy_s`. A chain that goes to and from a second stream takes more.
     """
+    if stand_in and not points:
+        return stand_in.profile.host
     samples: dict[str, list[float]] = {}
     for point in points:
         kind = str(point["kind"])
@@ -297,6 +378,8 @@ def _host(points: Sequence[Point], tiny_copy_s: float) -> HostParams:
     launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
+    if stand_in:
+        launch = {**stand_in.profile.host.launch_s, **launch}
     graph_s = gain_s = cross_s = 0.0
     if "graph_chain_1" in graphs:
         each, across = ((graphs[f"graph_{name}_64"] - graphs[f"graph_{name}_16"]) / 48 for name in ("chain", "across"))
@@ -315,7 +398,7 @@ MEMORY_BOUND = ("copy", "accumulate", "merge")
 def _load(points: Sequence[Point]) -> dict[str, float]:
     """Power that ops draw above an idle GPU's, relative to what the limit allows: the most that any load draws."""
     watts = {p["kind"]: float(np.mean(p["watts"])) for p in points}
-    if not watts:
+    if not {"idle", "transfer", "all_gather", *MEMORY_BOUND} < watts.keys() or not all(watts.values()):
         return {}
     share = {kind: (w - watts["idle"]) / (max(watts.values()) - watts["idle"]) for kind, w in watts.items()}
     return {
@@ -350,18 +433,27 @@ def fit_curve(nbytes: Floats, seconds: Floats) -> Curve:
     return Curve(nbytes=tuple(knots.tolist()), seconds=tuple(np.exp(heights).tolist()))
 
 
-def _collective(chosen: Sequence[Point], everything: Sequence[Point]) -> CollectiveParams:
+def _collective(
+    chosen: Sequence[Point], everything: Sequence[Point], stand_in: StandIn | None
+) -> CollectiveParams:
     """Curves of collectives and transfers, and the capacity of a port from everything that ran at once."""
     points = [p for p in chosen if p["op"] in ("collective", "transfer")]
+    theirs = stand_in.collective() if stand_in else None
+    if theirs and not points:
+        return theirs
     curves: dict[str, dict[int, Curve]] = {}
     for kind in COLLECTIVES:
-        for num_ranks in sorted({p["num_ranks"] for p in points if p["kind"] == kind}):
-            mine = [p for p in points if p["kind"] == kind and p["num_ranks"] == num_ranks]
-            if len(mine) < 10:  # too few aligned sizes: interpolated between group sizes instead
+        mine_by_ranks = {n: [p for p in points if p["kind"] == kind and p["num_ranks"] == n]
+                         for n in sorted({p["num_ranks"] for p in points if p["kind"] == kind})}  # fmt: skip
+        most = max(map(len, mine_by_ranks.values()), default=0)
+        for num_ranks, mine in mine_by_ranks.items():
+            if len(mine) < FEWEST[most < FEWEST[0]]:  # too few aligned sizes: interpolated between group sizes instead
                 continue
             wire = wire_bytes(kind, np.array([p["nbytes"] for p in mine]), num_ranks)
             curves.setdefault(kind, {})[num_ranks] = fit_curve(wire, measured(mine))
-        if kind not in curves:
+        if kind not in curves and theirs:
+            curves[kind] = dict(theirs.curves[kind])
+        elif kind not in curves:
             raise ProfileError(f"a profile needs {kind} points: add a file of real.measure_network")
     transfers = {}
     for pattern in sorted({p["kind"] for p in points if p["op"] == "transfer"}):
@@ -372,6 +464,11 @@ def _collective(chosen: Sequence[Point], everything: Sequence[Point]) -> Collect
         rest = [p for p in mine if p not in pairs]
         if rest:
             transfers[pattern] = fit_curve(*_columns(rest))
+    if theirs:
+        transfers = {**theirs.transfers, **transfers}
+    for pattern, other in (("ring", "ring_of_two"), ("ring_of_two", "ring")):  # a node of two GPUs has no larger ring
+        if pattern not in transfers and other in transfers:
+            transfers[pattern] = transfers[other]
     hop = {kind: _hop_seconds(by) for kind, by in curves.items()}
     port = _port(everything, max(points, key=lambda p: p["num_ranks"])["num_ranks"])
     return CollectiveParams(curves=curves, hop_s=hop, transfers=transfers, port_bytes_per_s=port)
@@ -432,8 +529,8 @@ def _overlaps(points: Sequence[Point]) -> tuple[Factors, Factors]:
     computation: Factors = {}
     communication: Factors = {}
     for p in points:
-        words = p["a"].split("_")
-        name = f"{words[0]} {words[1]}" if len(words) > 1 else "memory-bound"
+        words = p["a"].rsplit("_", 2)  # kernel, pass, tokens
+        name = f"{words[0]} {words[1]}" if len(words) > 2 else "memory-bound"
         other = "transfer" if p["b"] == "ring" else "collective"
         alone, together = ([float(np.median(p[f"{s}_{how}_s"])) for s in "ab"] for how in ("alone", "together"))
         factor = _slowdown(alone[0], together[0], together[1])
@@ -481,10 +578,12 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
 
 def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:
     """Spread between GPUs of one type, at least 1 %: standard deviation of each one's mean error on long kernels."""
-    means = []
+    gpus: dict[tuple[str, int], list[Point]] = {}
     for m in kernels:
-        long = [p for p in m.of("attention") if np.median(p["samples_s"]) > 3e-4 and not p.get("rested")]
-        means += [np.mean([row.error for row in residuals(profile, long)])] if long else []
+        for p in m.of("attention"):
+            if np.median(p["samples_s"]) > 3e-4 and not p.get("rested"):
+                gpus.setdefault((m.source, p.get("rank", 0)), []).append(p)
+    means = [np.mean([row.error for row in residuals(profile, long)]) for long in gpus.values()]
     return max(0.01, float(np.std(means, ddof=1)) if len(means) > 1 else 0.0)
 
 
@@ -509,6 +608,8 @@ def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
 
 
 def _grade(gpu: str, networks: Sequence[Measurements]) -> str:
+    if networks and all("files" in m.header for m in networks):
+        return "kernels measured here, network from logs of nccl-tests"
     others = sorted({m.header["gpu"] for m in networks} - {gpu})
     if others:
         return f"kernels measured here, network measured on {', '.join(others)} (same NVLink generation)"
@@ -518,6 +619,7 @@ def _grade(gpu: str, networks: Sequence[Measurements]) -> str:
 def _source(m: Measurements, gpu: str) -> dict[str, Any]:
     use = "network, host launches of communication, interference" if m.of("collective") else "launches, power, copies"
     use = "kernels" if m.of("attention") else use
+    use = "everything" if m.of("attention") and m.of("collective") else use
     if m.header["gpu"] != gpu:
         use += f" (stands in for {gpu}: same NVLink generation)"
     kept = ("gpu", "num_gpus", "driver", "cuda", "cudnn", "nccl", "torch", "kernels", "date", "commit", "command")

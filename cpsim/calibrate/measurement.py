@@ -13,7 +13,8 @@ Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the
     interference  two endless streams of ops, alone and together
     sustained     one kernel over seconds of load
     check         relative error of a kernel against plain fp32 attention
-    error         the point could not be measured; `message` says why
+    power         watts of every GPU at the end of a second of one kind of load
+    error         the point could not be measured; `failed` is its op, `message` says why
 
 Only this module knows the format. Samples of a distributed op are maxima over its ranks.
 """
@@ -53,17 +54,48 @@ class Measurements:
 class Writer:
     """Writes a measurement file line by line, each flushed, so that an interrupted run loses nothing."""
 
-    def __init__(self, file: TextIO, header: dict[str, Any]) -> None:
-        self._file = file
-        self._write({"schema": SCHEMA, "format": "cpsim-measurement", **header})
+    def __init__(self, file: TextIO, header: dict[str, Any] | None, **always: Any) -> None:
+        """Begins a file, or goes on with one.
+
+        Args:
+            file: where lines go.
+            header: provenance; None where the file has a header.
+            always: parameters of every point.
+        """
+        self._file, self._always = file, always
+        if header is not None:
+            self._write({"schema": SCHEMA, "format": "cpsim-measurement", **header})
 
     def add(self, op: str, samples_s: Iterable[float] = (), **parameters: Any) -> None:
         """Appends one point; samples are rounded to 0.1 ns."""
-        self._write({"op": op, **parameters, "samples_s": [round(s, 10) for s in samples_s]})
+        self._write({"op": op, **parameters, **self._always, "samples_s": [round(s, 10) for s in samples_s]})
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         self._file.flush()
+
+
+_IDENTITY = (
+    "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
+    "variant", "num_ranks", "nbytes", "a", "b", "inside",
+)  # fmt: skip
+
+
+def point_key(op: str, **parameters: Any) -> str:
+    """What a point measures, equal for points that measure the same; further parameters and results do not count."""
+    return json.dumps([op, *(parameters.get(name) for name in _IDENTITY)])
+
+
+def known_points(path: Path) -> set[str]:
+    """Keys of all points that a file holds, also of those that could not be measured."""
+    asked = ({**point, "op": point.get("failed", point["op"])} for point in load(path).points)
+    return {point_key(**point) for point in asked}
+
+
+def cut_broken_end(path: Path) -> None:
+    """Takes away a last line that an interrupted run did not write to its end."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[: whole.rfind(b"\n") + 1])
 
 
 def load(path: str | Path) -> Measurements:

@@ -79,6 +79,13 @@ def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[F
     return np.where(rested, seconds / slower, seconds), features
 
 
+def flops(point: Point) -> float:
+    """FLOP of an attention point on its exact mask area; a backward pass counts 2.5 times."""
+    q, k = np.array(point["q_lens"], float), np.array(point["k_lens"], float)
+    area = float((q * k - (q * (q - 1) / 2 if point["causal"] else 0)).sum())
+    return 4 * area * float(point["num_heads"] * point["head_dim"]) * (2.5 if point["pass"] == "bwd" else 1.0)
+
+
 def model_of(point: Point) -> str:
     """The model that a point belongs to, as in Profile.sigma; empty if none predicts it."""
     match point["op"]:

@@ -20,7 +20,8 @@ point, with several the varlen one, as `real.attention` does.
 
 Reference: Dao, FlashAttention-2 (2023), section 3.3 (work partitioning); tile sizes and launch orders as in the
 sources of flash-attention 2.8.3 and flash-attn-4 4.0.0b36, head dimension 128, compute capability 9.0.
-Differs: cuDNN's tiles are not public; its anatomy is the one that fits best.
+Differs: cuDNN's tiles are not public; its anatomy is the one that fits best. flash-attention 3 has not been measured
+here: flash-attn-4 for this architecture descends from it and lends its anatomy.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Anatomy:
     backward: bool
     """Whether a block owns a tile row of keys and walks over queries."""
     tile_q_causal: int
-    """Query rows of a tile under a causal mask [tokens, or tokens x packed heads]."""
+    """Query rows of a tile under a causal mask [tokens, or tokens x packed heads]; 0: a call computes everything and
+    masks it afterwards."""
     tile_q_full: int
     """The same without a mask."""
     tile_k: int
@@ -92,9 +94,18 @@ def _cudnn(backward: bool) -> Anatomy:
     )  # fmt: skip
 
 
+def _math(backward: bool) -> Anatomy:
+    """Plain PyTorch on a CPU: matrix products of one sequence after another."""
+    return Anatomy(
+        backward=backward, tile_q_causal=0, tile_q_full=32, tile_k=32, packs_heads=False, heads_outermost=False,
+        heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
+    )  # fmt: skip
+
+
+_MAKE = {"fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "math": _math}
 ANATOMY: dict[tuple[str, str], Anatomy] = {
     (kernel, "bwd" if backward else "fwd"): make(backward)
-    for kernel, make in {"fa2": _flash2, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2}.items()
+    for kernel, make in _MAKE.items()
     for backward in (False, True)
 }
 """By (kernel, pass)."""
@@ -205,8 +216,8 @@ def calls(
     seconds, features, slower = price(
         _compiled(params, head_dim), params.discrepancy.arrays(),
         np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
-        np.asarray(causal, np.bool_), np.asarray(num_heads, np.int64), np.asarray(num_kv_heads, np.int64),
-        np.asarray(varlen, np.bool_),
+        np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0), np.asarray(num_heads, np.int64),
+        np.asarray(num_kv_heads, np.int64), np.asarray(varlen, np.bool_),
     )  # fmt: skip
     return seconds, features, slower
 

@@ -45,5 +45,5 @@ class InterferenceParams:
             for j, communication in enumerate(classes):
                 if communication in self.computation[name]:
                     matrix[i, j] = self.computation[name][communication]
-                    matrix[j, i] = self.communication[name][communication]
+                    matrix[j, i] = self.communication.get(name, {}).get(communication, 1.0)
         return matrix

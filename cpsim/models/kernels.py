@@ -28,6 +28,7 @@ class Limits:
     """Causal masks aligned to the bottom right with fewer queries than keys."""
     places_results: bool = True
     """Results are written where the caller wants them; otherwise our executor copies them there."""
+    dtypes: tuple[str, ...] = DTYPES
 
 
 WINDOWED: Final = ("fa2", "fa4")
@@ -35,8 +36,9 @@ WINDOWED: Final = ("fa2", "fa4")
 LIMITS: Final = {
     "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
     "sdpa_flash": Limits(places_results=False),
+    "math": Limits(dtypes=(*DTYPES, "fp32", "fp64")),
 }
-"""Kernels with limits. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
+"""Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
 
 
 def limits_of(kernel: str) -> Limits:
@@ -55,8 +57,9 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
     Raises:
         InfeasibleError: it cannot; says which call it would have to make.
     """
-    if dtype not in DTYPES:
-        raise InfeasibleError(f"kernel {kernel} runs {' and '.join(DTYPES)}, got dtype {dtype}")
+    limits = limits_of(kernel)
+    if dtype not in limits.dtypes:
+        raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
     found, ops = sequences(schedule.tiles), np.flatnonzero(np.isin(schedule.kind, ATTENTION_KINDS))
     used = np.zeros(len(found.one_call), np.bool_)
     used[schedule.tile[ops]] = True
@@ -68,7 +71,6 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
             f"kernel {kernel} reads the keys of one sequence after another; here sequences share keys or see "
             f"scattered ones, and this strategy does not copy them together, as allgather does"
         )
-    limits = limits_of(kernel)
     of_tile = np.repeat(used, np.diff(found.start))
     if not limits.varlen and (np.diff(found.start)[used] > 1).any():
         raise InfeasibleError(f"kernel {kernel} takes one sequence a call, this strategy needs several; use fa2 or fa4")

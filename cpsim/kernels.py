@@ -1,0 +1,150 @@
+"""What is known of attention kernels: what each can be called with, how fast it is and what memory a call needs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, get_args
+
+import numpy as np
+
+from cpsim.calibrate.profile import Profile, load_profile, shipped_profiles
+from cpsim.calibrate.standin import ALIKE
+from cpsim.cluster import presets
+from cpsim.errors import InfeasibleError, ProfileError
+from cpsim.mask_names import MASK_NAMES
+from cpsim.models.attention import ANATOMY, attention_seconds
+from cpsim.models.kernels import DTYPES, LIMITS, Limits, check_calls
+from cpsim.scenario import Kernel
+from cpsim.strategies import plan
+from cpsim.workload import Workload
+
+LENGTHS: Final = tuple(1024 * 2**i for i in range(8))
+"""Tokens of a row of the table: 1k to 128k."""
+MASKS: Final = ("full", "causal", "full_document", "causal_document")
+"""Masks of the table: all kernels that take several documents run them."""
+EXAMPLE: Final = (640, 512, 896)
+"""Documents that a kernel's masks are tried on."""
+NUM_DOCUMENTS: Final = 8
+"""Equal documents of a packed row in the table."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Support:
+    """What a kernel can be called with."""
+
+    kernel: str
+    profiles: tuple[str, ...]
+    """Shipped profiles that have it."""
+    passes: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    head_dim: str
+    masks: Mapping[str, str]
+    """By mask that a scenario may name: empty where calls of it can be priced, else why not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """One row of tokens on one GPU, by a profile's model of the kernel."""
+
+    profile: str
+    kernel: str
+    mask: str
+    tokens: int
+    documents: int
+    tflops: Mapping[str, float]
+    """By pass."""
+    memory_bytes: Mapping[str, int]
+    """By pass: inputs, outputs and the kernel's work space; computed from its sources, not measured."""
+    notes: tuple[str, ...]
+    """Sizes outside of what was measured."""
+
+
+def support() -> list[Support]:
+    """Every kernel that a scenario may name, those with a model first."""
+    profiles = [load_profile(name) for name in shipped_profiles()]
+    modelled = {kernel for kernel, _ in ANATOMY}
+    return [
+        Support(
+            kernel=kernel,
+            profiles=tuple(p.name for p in profiles if (kernel, "fwd") in p.attention),
+            passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in ANATOMY),
+            dtypes=LIMITS.get(kernel, Limits()).dtypes if kernel in modelled else (),
+            head_dim="128 measured, others in proportion" if kernel in modelled else "",
+            masks={mask: _why_not(kernel, mask) for mask in MASK_NAMES},
+        )
+        for kernel in sorted(get_args(Kernel), key=lambda kernel: kernel not in modelled)
+    ]
+
+
+def _why_not(kernel: str, mask: str) -> str:
+    if (kernel, "fwd") not in ANATOMY:
+        return "nobody has measured this kernel: it has no model"
+    case = Workload(documents=EXAMPLE, mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
+    try:
+        check_calls(kernel, case.dtype, case.head_dim, plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {}))
+    except InfeasibleError as reason:
+        return str(reason)
+    return ""
+
+
+def partly(kernel: str) -> str:
+    """What a kernel lacks for some strategies although it has the mask, or what is not known of it."""
+    if kernel in ALIKE:
+        return f"from published figures of single documents; several documents as {ALIKE[kernel]} has them"
+    if (kernel, "fwd") not in ANATOMY or LIMITS.get(kernel, Limits()).unequal_causal:
+        return ""
+    return "causal only with as many queries as keys: no gathered keys, no causal tails"
+
+
+def speeds(profile: Profile, heads: int, kv_heads: int, head_dim: int, lengths: Sequence[int] = LENGTHS) -> list[Speed]:
+    """TFLOP/s and memory of every kernel of a profile by mask and length; masks that it lacks are left out.
+
+    Raises:
+        ProfileError: heads that key and value heads do not divide.
+    """
+    if heads % kv_heads:
+        raise ProfileError(f"kv-heads: expected a divisor of heads = {heads}, got {kv_heads}")
+    return [
+        _speed(profile, kernel, mask, tokens, (heads, kv_heads, head_dim))
+        for kernel in sorted({kernel for kernel, _ in profile.attention})
+        for mask in MASKS
+        if not _why_not(kernel, mask)
+        for tokens in lengths
+    ]
+
+
+def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[int, int, int]) -> Speed:
+    heads, kv_heads, head_dim = shape
+    count, causal = NUM_DOCUMENTS if mask.endswith("document") else 1, mask.startswith("causal")
+    lens = np.full(count, tokens // count)
+    area = float((lens * (lens + 1) / 2 if causal else lens * lens).sum())
+    tflops, notes = {}, dict[str, None]()
+    for pass_ in ("fwd", "bwd"):
+        seconds = attention_seconds(
+            profile.attention_params(kernel, pass_), np.array([0, count]), lens, lens, np.full(count, causal),
+            np.array([heads]), np.array([kv_heads]), head_dim,
+        )[0]  # fmt: skip
+        flop = 4 * area * heads * head_dim * (2.5 if pass_ == "bwd" else 1.0)
+        tflops[pass_] = flop / float(seconds) / 1e12
+        notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
+    memory = {pass_: _memory(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
+    return Speed(
+        profile=profile.name, kernel=kernel, mask=mask, tokens=tokens, documents=count, tflops=tflops,
+        memory_bytes=memory, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _memory(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]) -> int:
+    """Bytes of one call: q, k, v, out and lse; backward dout, dq, dk, dv, and fp32 or per-head sums of gradients."""
+    heads, kv_heads, head_dim = shape
+    itemsize = {"bf16": 2, "fp16": 2, "fp32": 4}["fp32" if kernel == "math" else DTYPES[0]]
+    q, kv = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim
+    tensors = (2 * q + kv) * itemsize + tokens * heads * 4
+    if kernel == "math":  # scores of all heads at once
+        return tensors + heads * tokens * tokens * 4 * (1 if pass_ == "fwd" else 2)
+    if pass_ == "fwd":
+        return tensors
+    shared = heads > kv_heads
+    sums = kv * 4 if ANATOMY[kernel, pass_].accumulates_kv else 2 * q * itemsize
+    return tensors + (2 * q + kv) * itemsize + q * 4 + 2 * tokens * heads * 4 + (sums if shared else 0)

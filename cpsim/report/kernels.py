@@ -1,0 +1,81 @@
+"""`cpsim kernels`: what attention kernels can be called with and how fast they are, for people and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cpsim.kernels import MASKS, NUM_DOCUMENTS, Speed, Support, partly
+from cpsim.report.tables import table
+from cpsim.units import format_bytes, format_count
+
+
+def kernels_record(support: Sequence[Support], speeds: Sequence[Speed]) -> dict[str, Any]:
+    """Both tables, ready for JSON."""
+    return {
+        "kernels": [asdict(entry) | {"partly": partly(entry.kernel)} for entry in support],
+        "speeds": [asdict(entry) for entry in speeds],
+    }
+
+
+def kernels_view(support: Sequence[Support], speeds: Sequence[Speed], heads: str) -> RenderableType:
+    """The matrix of what can be called, why not, then TFLOP/s forward / backward by mask and length."""
+    parts: list[RenderableType] = [_matrix(support), Text(), *_reasons(support)]
+    for name in dict.fromkeys(speed.profile for speed in speeds):
+        mine = [speed for speed in speeds if speed.profile == name]
+        title = f"{name}: TFLOP/s forward / backward of {heads} heads by tokens; documents: {NUM_DOCUMENTS} equal ones"
+        parts += [Text(), Text(title, style="bold"), _speeds(mine)]
+    parts += [Text(), Text("memory of a call, forward / backward, work space included (computed)", style="bold")]
+    return Group(*parts, _memory(speeds))
+
+
+def _matrix(support: Sequence[Support]) -> RenderableType:
+    made = table(("kernel", "left"), *((mask, "left") for mask in MASKS), ("passes", "left"), ("dtypes", "left"),
+                 ("profiles", "left"))  # fmt: skip
+    for entry in (entry for entry in support if entry.passes):
+        cells = [Text("no", "red") if entry.masks[mask] else Text("yes", "green") for mask in MASKS]
+        lists = (", ".join(entry.passes), ", ".join(entry.dtypes), ", ".join(entry.profiles) or "your own")
+        made.add_row(Text(entry.kernel, style="bold"), *cells, *lists)
+    return made
+
+
+def _reasons(support: Sequence[Support]) -> list[RenderableType]:
+    lines = []
+    for entry in (entry for entry in support if entry.passes):
+        own = {reason for mask, reason in entry.masks.items() if mask in MASKS} | {partly(entry.kernel)}
+        lines += [f"{entry.kernel}: {reason}" for reason in sorted(filter(None, own))]
+    unknown = ", ".join(entry.kernel for entry in support if not entry.passes)
+    lines += [
+        "head_dim: 128 measured, others in proportion; other masks: `cpsim mask NAME` says who runs them",
+        f"without a model, since nobody has measured them: {unknown}",
+    ]
+    return [Text(line, style="dim") for line in lines]
+
+
+def _speeds(speeds: Sequence[Speed]) -> RenderableType:
+    lengths = sorted({speed.tokens for speed in speeds})
+    made = table(("kernel", "left"), ("mask", "left"), *((format_count(n), "right") for n in lengths))
+    rows: dict[tuple[str, str], dict[int, Speed]] = {}
+    for speed in speeds:
+        rows.setdefault((speed.kernel, speed.mask), {})[speed.tokens] = speed
+    for (kernel, mask), by_length in rows.items():
+        cells = [f"{by_length[n].tflops['fwd']:.0f}/{by_length[n].tflops['bwd']:.0f}" for n in lengths]
+        made.add_row(Text(kernel, style="bold"), mask, *cells)
+    return made
+
+
+def _memory(speeds: Sequence[Speed]) -> RenderableType:
+    lengths = sorted({speed.tokens for speed in speeds})
+    made = table(("kernel", "left"), *((format_count(n), "right") for n in lengths))
+    rows: dict[str, dict[int, Speed]] = {}
+    for speed in speeds:  # the same for every mask and GPU
+        rows.setdefault(speed.kernel, {})[speed.tokens] = speed
+    for kernel, by_length in rows.items():
+        memory = [by_length[n].memory_bytes for n in lengths]
+        cells = [f"{format_bytes(both['fwd'])}\n{format_bytes(both['bwd'])}" for both in memory]
+        made.add_row(Text(kernel, style="bold"), *cells)
+    return made

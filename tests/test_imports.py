@@ -1,0 +1,229 @@
+"""Other people's measurements: logs of nccl-tests and published tables become points that fits take."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cli import cpsim, one_line
+
+from cpsim.calibrate import fit, measurement
+from cpsim.calibrate.fabric import fit_fabric
+from cpsim.calibrate.imports import Table, read_kernel_table, read_nccl_log
+from cpsim.calibrate.measurement import load
+from cpsim.calibrate.profile import load_profile, to_json
+from cpsim.calibrate.residuals import predicted_attention
+from cpsim.calibrate.standin import StandIn
+from cpsim.errors import ProfileError
+from cpsim.models.collective import collective_seconds
+from cpsim.predictor import predict
+from cpsim.scenario import scenario_from
+
+PUBLISHED = Path(measurement.__file__).parent / "data" / "published"
+BUS = {"all_gather": 1, "reduce_scatter": 1, "alltoall": 1, "all_reduce": 2}
+COLUMNS = """\
+#
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+"""
+
+
+def log(test, hosts, latency_s, rate, *, per_node=8, named=True, sizes=range(10, 31), old=False):
+    """What nccl-tests prints for a network of a latency and a bus bandwidth [bytes/s] of every rank."""
+    n = len(hosts) * per_node
+    factor = BUS[test] * (n - 1) / n if test in BUS else 1.0
+    lines = [f"# Collective test starting: {test}_perf"] if named else []
+    lines += [
+        "# nThread 1 nGpus 1 minBytes 1024 maxBytes 1073741824 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 "
+        "validation: 1 graph: 0", "#", "# Using devices",
+    ]  # fmt: skip
+    for r in range(n):
+        group, bus = ("", f"{0x18 + r:02x}") if old else ("Group  0 ", f"0000:{0x18 + r:02x}:00")
+        host = hosts[r // per_node]
+        lines.append(f"#  Rank {r:2d} {group}Pid {41000 + r:6d} on {host:>10s} device {r % per_node:2d} [0x{bus}] "
+                     "NVIDIA H100 80GB HBM3")  # fmt: skip
+    lines += COLUMNS.splitlines()
+    for nbytes in (2**k for k in sizes):
+        cells = []
+        for faster, place in ((1.0, 0), (0.9, 1)):
+            seconds = faster * (latency_s + nbytes * factor / rate)
+            wrong = "N/A" if place and test in ("alltoall", "sendrecv") else "0"
+            algorithm = nbytes / seconds / 1e9
+            cells.append(f"{seconds * 1e6:7.2f} {algorithm:7.2f} {algorithm * factor:7.2f} {wrong:>6s}")
+        count = nbytes // 4 // (1 if test in ("all_reduce", "sendrecv") else n)
+        redop = "sum" if "reduce" in test else "none"
+        lines.append(f"{nbytes:12d}  {count:12d}     float  {redop:>6s}      -1  {'  '.join(cells)}")
+    return "\n".join([*lines, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 1 ", "#", ""])
+
+
+@pytest.fixture
+def write(tmp_path):
+    def to(name, text):
+        path = tmp_path / name
+        path.write_text(text)
+        return path
+
+    return to
+
+
+@pytest.mark.parametrize("test", [*BUS, "sendrecv"])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_log_of_one_node_becomes_collectives_and_transfers(test, named, write):
+    header, points = read_nccl_log(write("x.log", log(test, ["a"], 1e-5, 3e11, named=named, old=not named)))
+    assert header == {"gpu": "NVIDIA H100 80GB HBM3", "num_gpus": 8, "nccl": ""}
+    kind = {"alltoall": "all_to_all", "sendrecv": "ring"}.get(test, test)
+    assert {(p["op"], p["kind"], p["num_ranks"]) for p in points} == {
+        ("transfer" if kind == "ring" else "collective", kind, 8)
+    }
+    wire = points[-1]["nbytes"] * (BUS[test] * 7 / 8 if test in BUS else 1.0)
+    in_place = 0.9 if test == "all_reduce" else 1.0
+    assert points[-1]["samples_s"][0] == pytest.approx(in_place * (1e-5 + wire / 3e11), rel=1e-3)
+
+
+def test_several_tests_and_other_output_in_one_log(write):
+    text = "mpirun -np 8 ...\nNCCL version 2.21.5+cuda12.4\n" + log("all_gather", ["a"], 1e-5, 3e11)
+    header, points = read_nccl_log(write("x.log", text + "node-a: done\n" + log("all_reduce", ["a"], 1e-5, 3e11)))
+    assert header["nccl"] == "2.21.5"
+    assert [p["kind"] for p in points] == ["all_gather"] * 21 + ["all_reduce"] * 21
+
+
+def test_logs_of_two_nodes_give_the_network_between_them(write, tmp_path):
+    latency, nic, flow = 6e-5, 45e9, 22e9
+    per_bus = {"alltoall": nic * 15 / 8}
+    paths = [write(f"{t}.log", log(t, ["a", "b"], latency, per_bus.get(t, 8 * nic))) for t in BUS]
+    paths.append(write("sendrecv.log", log("sendrecv", ["a", "b"], latency, flow)))
+    out = tmp_path / "points.jsonl"
+    assert json.loads(cpsim("import", *paths, "--out", out, "--json"))["points"] == {"fabric": 105}
+    fabric = fit_fabric(load(out), likely_nics=8)
+    assert fabric.nics_per_node == 8
+    assert fabric.latency_s == pytest.approx(latency, rel=0.15)
+    assert fabric.flow_bandwidth_bytes_per_s == pytest.approx(flow, rel=0.05)
+    assert fabric.uplink_bandwidth_bytes_per_s == pytest.approx(8 * nic, rel=0.05)
+    assert "nccl-tests" in fabric.source
+    cluster = json.loads(cpsim("fit-fabric", out, "--cluster", "dgx-h100", "--json"))
+    assert cluster["fabric"]["nics_per_node"] == 8
+
+
+def test_logs_of_a_node_replace_the_network_of_a_profile(write, tmp_path):
+    paths = [write(f"{t}.log", log(t, ["a"], 2e-5, 3.6e11)) for t in (*BUS, "sendrecv")]
+    cpsim("import", *paths, "--out", tmp_path / "points.jsonl")
+    files = [load(PUBLISHED / "h100-fa3.jsonl"), load(tmp_path / "points.jsonl")]
+    profile = fit.fit_profile(files, "mine", StandIn(profile=load_profile("h100")))
+    seconds = float(collective_seconds(profile.collective, "all_gather", 2**28, 8))
+    assert seconds == pytest.approx(2e-5 + 2**28 * 7 / 8 / 3.6e11, rel=0.03)
+    assert "network" not in profile.grade.split("interference")[-1]
+    assert "nccl-tests" in profile.grade or "published" in profile.grade
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("nothing", "expected rows of an nccl-tests log"),
+        (log("all_gather", ["a"], 1e-5, 3e11).replace("# ", "  "), "."),
+        ("\n".join(log("all_gather", ["a"], 1e-5, 3e11).splitlines()[12:]), "without a list of ranks"),
+        (log("all_gather", ["a"], 1e-5, 3e11).replace("  0  ", "  ", 99), "."),
+        (log("broadcast", ["a"], 1e-5, 3e11, named=False, sizes=range(4, 6)), "which test is this"),
+    ],
+)
+def test_broken_logs_are_refused_in_one_line(text, match, write):
+    with pytest.raises(ProfileError, match=match) as excinfo:
+        read_nccl_log(write("x.log", text))
+    assert "\n" not in str(excinfo.value)
+
+
+TABLE = "gpu,kernel,wd,mask,seqlen,tflops\nh100,fa3,fwd,full_mask,8k,600\nh100,fa3,fwd,causal_mask,8k,500\n"
+
+
+def test_a_table_becomes_points_of_the_same_rate(write):
+    header, points, left = read_kernel_table(write("x.csv", "# a paper\n" + TABLE), Table(heads=64, kv_heads=8))
+    assert (header["gpu"], header["num_sms"], header["published"], left) == ("h100", 132, "a paper", [])
+    assert points[0]["samples_s"][0] == pytest.approx(4 * 8192**2 * 64 * 128 / 600e12)
+    assert points[1]["causal"]
+    assert points[1]["samples_s"][0] == pytest.approx(2 * 8192 * 8193 * 64 * 128 / 500e12)
+
+
+def test_documents_of_a_table_are_sequences(write):
+    text = "gpu,kernel,pass,mask,tokens,documents,tflops\nh100,fa3,bwd,causal_document,3000,1000 2000,5\n"
+    _, (point,), _ = read_kernel_table(write("x.csv", text), Table(heads=4))
+    assert (point["q_lens"], point["varlen"], point["num_kv_heads"]) == ([1000, 2000], True, 4)
+
+
+def test_what_no_model_takes_is_left_out_by_name(write):
+    more = "h100,ffa,fwd,full_mask,8k,600\nh100,fa3,fwd,sw_causal_mask,8k,1\nh100,fa3,fwd,varlen_full_mask,8k,1\n"
+    _, points, left = read_kernel_table(write("x.csv", TABLE + more), Table(heads=64))
+    assert len(points) == 2
+    assert [line.partition(": ")[2] for line in left] == [
+        "kernel ffa fwd has no model", "mask sw_causal_mask without a model", "mask varlen_full_mask without a model",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "match"),
+    [
+        (TABLE, {}, "how many heads"),
+        (TABLE.replace("tflops", "speed"), {"heads": 4}, "got no tflops"),
+        (TABLE.replace("600", "fast"), {"heads": 4}, "expected numbers"),
+        (TABLE + "b200,fa4,fwd,full,8k,9\n", {"heads": 4}, "which GPU"),
+        (TABLE.replace("h100", "mi300"), {"heads": 4}, "how many SMs has mi300"),
+        ("", {}, "expected columns"),
+    ],
+)
+def test_broken_tables_are_refused_in_one_line(text, given, match, write):
+    with pytest.raises(ProfileError, match=match) as excinfo:
+        read_kernel_table(write("x.csv", text), Table(**given))
+    assert "\n" not in str(excinfo.value)
+
+
+def test_the_command_refuses_mixed_gpus_in_one_line(write, tmp_path):
+    paths = write("h.csv", TABLE), write("b.csv", TABLE.replace("h100", "b200"))
+    error = cpsim("import", *paths, "--heads", 64, "--out", tmp_path / "x.jsonl", status=2)
+    assert "expected points of one GPU type, got 4 of b200, h100" in one_line(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "ratios"), [("h100-fa3", "h100", {}), ("b200", "h200", {"memory_ratio": 1.67, "network_ratio": 2})]
+)
+def test_published_profiles_are_remade_byte_for_byte_and_say_what_they_are(name, base, ratios):
+    points = load(PUBLISHED / f"{name}.jsonl")
+    _, read, _ = read_kernel_table(PUBLISHED / "magi-kernels.csv", Table(gpu=points.header["gpu"]))
+    assert [p["samples_s"][0] for p in points.points] == pytest.approx([p["samples_s"][0] for p in read], abs=1e-10)
+    made = fit.fit_profile([points], name, StandIn(profile=load_profile(base), **ratios))
+    shipped = load_profile(name)
+    assert to_json(made) == to_json(shipped)
+    assert shipped.grade.startswith("kernels from published figures of single documents")
+    assert f"from profile {base}" in shipped.grade
+    own = [row for row in shipped.held_out if row["model"].startswith("attention")]
+    assert own
+    assert all(row["mean_absolute"] < 0.1 for row in own)
+
+
+def test_predictions_from_published_figures_say_so():
+    case = {
+        "strategy": "ulysses", "gpus": 8, "cluster": "dgx-b200", "profile": "b200", "kernel": "fa4", "heads": 64,
+        "kv_heads": 8, "tokens_per_gpu": 8192,
+    }  # fmt: skip
+    made = predict(scenario_from(case))
+    assert any("published figures" in note and "NVLink x 2" in note for note in made.notes)
+    h200 = predict(scenario_from(case | {"cluster": "dgx-h200", "profile": "h200"}))
+    assert made.time_s < h200.time_s
+    assert made.time_s_high / made.time_s_low > h200.time_s_high / h200.time_s_low
+
+
+def test_ratios_scale_bandwidths_and_keep_latencies():
+    theirs = load_profile("h200")
+    twice = StandIn(profile=theirs, memory_ratio=2.0, network_ratio=2.0)
+    assert twice.elementwise().bandwidth_bytes_per_s["copy"] == 2 * theirs.elementwise.bandwidth_bytes_per_s["copy"]
+    assert twice.elementwise().latency_s == theirs.elementwise.latency_s
+    curve, scaled = theirs.collective.curves["all_gather"][4], twice.collective().curves["all_gather"][4]
+    assert scaled.seconds[0] == curve.seconds[0]
+    assert np.isclose(scaled.seconds[-1], curve.seconds[-1] / 2, rtol=0.02)
+
+
+def test_few_points_fit_few_parameters_near_the_kernel_that_stands_in():
+    points = [p for p in load(PUBLISHED / "h100-fa3.jsonl").points if p["pass"] == "fwd"]
+    start = StandIn(profile=load_profile("h100")).start(("fa3", "fwd"), 132)
+    made, _ = fit._fit_sparse(points, start)
+    assert made.traffic_s_per_byte == start.traffic_s_per_byte
+    errors = np.log(predicted_attention(made, points) / [p["samples_s"][0] for p in points])
+    assert np.abs(errors).mean() < 0.03

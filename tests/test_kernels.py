@@ -1,0 +1,70 @@
+"""`cpsim kernels`: the list agrees with what pricing takes, and its rates with what was measured."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cli import cpsim, one_line
+
+from cpsim.calibrate import measurement
+from cpsim.calibrate.profile import load_profile
+from cpsim.calibrate.residuals import flops
+from cpsim.errors import CpsimError, InfeasibleError
+from cpsim.kernels import speeds, support
+from cpsim.predictor import predict
+from cpsim.scenario import scenario_from
+
+DATA = Path(measurement.__file__).parent / "data"
+CASE = {"strategy": "none", "gpus": 1, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
+
+
+@pytest.mark.parametrize("entry", [entry for entry in support() if entry.profiles], ids=lambda entry: entry.kernel)
+def test_the_matrix_says_what_predictions_do(entry):
+    for mask, reason in entry.masks.items():
+        case = scenario_from(CASE | {"kernel": entry.kernel, "mask": mask, "profile": entry.profiles[0]} |
+                             ({"documents": [2048, 2048]} if mask.endswith("document") else {}))  # fmt: skip
+        if reason:
+            with pytest.raises(CpsimError):
+                predict(case)
+        else:
+            assert predict(case).time_s > 0
+    for dtype in {"bf16", "fp16", "fp32", "fp64"} - set(entry.dtypes):
+        case = scenario_from(CASE | {"kernel": entry.kernel, "dtype": dtype, "profile": entry.profiles[0]})
+        with pytest.raises(InfeasibleError, match="got dtype"):
+            predict(case)
+
+
+def test_rates_are_those_of_the_committed_measurements():
+    points = measurement.load(DATA / "h200-kernels-0.jsonl").of("attention")
+    long = [p for p in points if len(p["q_lens"]) == 1 and p["q_lens"] == p["k_lens"] and p["q_lens"][0] > 16000]
+    assert len(long) > 20
+    for p in long:
+        shape, tokens = (p["num_heads"], p["num_kv_heads"], 128), p["q_lens"][0]
+        mask = "causal" if p["causal"] else "full"
+        found = speeds(load_profile("h200"), *shape, [tokens])
+        (row,) = [speed for speed in found if (speed.kernel, speed.mask) == (p["kernel"], mask)]
+        measured = flops(p) / float(np.median(p["samples_s"])) / 1e12
+        assert row.tflops[p["pass"]] == pytest.approx(measured, rel=0.12)
+
+
+def test_memory_counts_what_a_call_holds():
+    rows = {(s.kernel, s.tokens): s for s in speeds(load_profile("h200"), 32, 8, 128, [1024, 2048])}
+    tensors = 2 * (1024 * 32 * 128 * 2) + 2 * (1024 * 8 * 128 * 2) + 1024 * 32 * 4  # q, out; k, v; log-sum-exp
+    assert rows["fa4", 1024].memory_bytes["fwd"] == tensors
+    assert rows["fa4", 2048].memory_bytes == {p: 2 * n for p, n in rows["fa4", 1024].memory_bytes.items()}
+    assert rows["fa2", 1024].memory_bytes["bwd"] > rows["fa4", 1024].memory_bytes["bwd"] > 2 * tensors
+
+
+def test_both_tables_are_shown_and_are_json():
+    text = cpsim("kernels")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "cudnn: takes one sequence a call, documents need several" in text
+    assert "h100: TFLOP/s" in text
+    found = json.loads(cpsim("kernels", "--json", "--profile", "b200", "--heads", "64"))
+    assert {row["profile"] for row in found["speeds"]} == {"b200"}
+    assert next(row for row in found["kernels"] if row["kernel"] == "flex")["masks"]["full"].startswith("nobody")
+
+
+def test_wrong_heads_are_one_line():
+    assert "expected a divisor of heads = 32, got 7" in one_line(cpsim("kernels", "--kv-heads", 7, status=2))

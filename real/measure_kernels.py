@@ -4,10 +4,11 @@
     python -m real.measure_kernels --minutes 4 --shapes study.jsonl --out study-kernels.jsonl
     python -m real.measure_kernels --minutes 1 --rested --seed 2 --out h200-rested.jsonl
 
-Without a pause a kernel meets the power limit and the clock falls; `--rested` measures random shapes at the full
-clock instead, as they run where a schedule leaves a GPU idle between two calls. Listed shapes come first, random
-ones take the time that is left. Writes one measurement file (see cpsim.calibrate.measurement) as it goes and stops
-in time. On a CPU it runs tiny sizes of the `math` kernel, to try the script.
+Without a pause a kernel meets the power limit and the clock falls. `--rested` measures how it runs where a schedule
+leaves a GPU idle: two shapes with pauses of several lengths, then random ones at the full clock. Otherwise listed
+shapes come first, and random ones take the time that is left. Writes one measurement file (see
+cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the `math` kernel, to try
+the script.
 """
 
 from __future__ import annotations
@@ -32,6 +33,10 @@ from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
 POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13}  # share of the measured time
 MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13}
+BUSY_SHARES = (0.95, 0.87, 0.79, 0.7, 0.6)
+"""Of the time, where a kernel pauses between two calls."""
+SETTLED_S = 0.4
+"""After so long the power limit has made up its mind."""
 RESTED_FLOPS = 2e12
 """Largest calls at the full clock: longer ones bring the clock down by themselves."""
 REST_S = 3e-3
@@ -84,6 +89,26 @@ class Bench:
             hold(1e-3, self.device)
             samples += time_ops(op, 1, self.device)
         return samples
+
+    def paused(self, op: Callable[[], object], share: float) -> tuple[list[float], float]:
+        """Seconds of calls that take a share of the time, and the pause between two, the clock settled."""
+        op()
+        seconds = statistics.median(self.rested(op))
+        pause, num = seconds * (1 / share - 1), 30 if self.cuda else 3
+        for _ in range(round(SETTLED_S / (seconds + pause)) if self.cuda else 1):
+            hold(pause, self.device)
+            op()
+        if not self.cuda:
+            return time_ops(op, num, self.device), pause
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(num)] for _ in range(2)]
+        for start, end in zip(*events, strict=True):
+            hold(pause, self.device)
+            start.record()
+            op()
+            end.record()
+        torch.cuda.synchronize(self.device)
+        gaps = [end.elapsed_time(start) / 1e3 for end, start in zip(events[1][:-1], events[0][1:], strict=True)]
+        return [a.elapsed_time(b) / 1e3 for a, b in zip(*events, strict=True)], statistics.median(gaps)
 
     def point(self, op: str, measure: Callable[[], list[float]], **parameters: object) -> None:
         """Writes the samples of one point, or the error that it ended with."""
@@ -156,6 +181,29 @@ def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = Fa
     bench.point("attention", forward, **{"pass": "fwd"}, **parameters)
     if made:
         bench.point("attention", backward, **{"pass": "bwd"}, **parameters)
+
+
+def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
+    """Long calls, causal and full, that pause between two: how the clock follows the mean load."""
+    tokens = 8192 if bench.cuda else 64
+    for kernel, causal in itertools.product(kernels, (True, False)):
+        shape = Shape(
+            family="pauses", num_heads=32, num_kv_heads=8, causal=causal, varlen=False, q_lens=(tokens,), k_lens=(tokens,)
+        )
+        x = tensors(shape, bench.device)
+        call = attention.prepare((tokens,), (tokens,), causal=causal, device=bench.device)
+        given = x["dout"], x["q"], x["k"], x["v"], *attention.forward(kernel, x["q"], x["k"], x["v"], call)
+        ops: dict[str, Callable[[], object]] = {
+            "fwd": lambda k=kernel, g=given, c=call: attention.forward(k, *g[1:4], c),  # type: ignore[misc]
+            "bwd": lambda k=kernel, g=given, c=call: attention.backward(k, *g, c),  # type: ignore[misc]
+        }
+        for (pass_, op), share in itertools.product(ops.items(), BUSY_SHARES):
+            samples, pause = bench.paused(op, share)
+            bench.writer.add(
+                "attention", samples, kernel=kernel, family="pauses", num_heads=32, num_kv_heads=8, head_dim=HEAD_DIM,
+                causal=causal, varlen=False, q_lens=[tokens], k_lens=[tokens], pause_s=pause, **{"pass": pass_},
+                sm_clock_hz=bench.clock.sm_hz(),
+            )  # fmt: skip
 
 
 def check(bench: Bench, kernel: str) -> None:
@@ -405,6 +453,7 @@ def main() -> None:
         if args.rested:
             for kernel in kernels:
                 warm_up(kernel, device)
+            measure_pauses(bench, kernels)
             measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
         else:
             run(bench, kernels, args.seed, deadline, listed(args.shapes))

@@ -3,7 +3,8 @@
 Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the parameters of its op:
 
     attention     kernel, pass, num_heads, num_kv_heads, head_dim, causal, varlen, q_lens, k_lens, sm_clock_hz, and
-                  `rested` where the GPU rested before every call, so that the clock was the full one
+                  `rested` where the GPU rested before every call, so that the clock was the full one, or `pause_s`,
+                  the idle time between two calls
     elementwise   kind, nbytes (read and written)
     host          kind (wall seconds that the host spends on one launch)
     collective    kind, num_ranks, nbytes (S of nccl-tests)

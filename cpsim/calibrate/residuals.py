@@ -14,6 +14,7 @@ from cpsim.calibrate.profile import Profile
 from cpsim.models.attention import AttentionParams, calls
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.power import settled_seconds
 
 Floats = NDArray[np.float64]
 
@@ -75,8 +76,10 @@ def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[F
         column("num_heads", np.int64), column("num_kv_heads", np.int64), points[0]["head_dim"],
         column("varlen", bool),
     )  # fmt: skip
-    rested = np.array([bool(point.get("rested")) for point in points])
-    return np.where(rested, seconds / slower, seconds), features
+    full = seconds / slower
+    pause = np.array([np.inf if point.get("rested") else point.get("pause_s", 0.0) for point in points])
+    alone = np.arange(len(points)), np.zeros(len(points))
+    return settled_seconds(full, seconds, *alone, full + pause, params.busy_power), features
 
 
 def flops(point: Point) -> float:
@@ -104,7 +107,7 @@ def regime_of(point: Point) -> str:
     """Where in its model's range a point lies."""
     match point["op"]:
         case "attention":
-            rested = " rested" if point.get("rested") else ""
+            rested = " rested" if point.get("rested") or point.get("pause_s") else ""
             return f"{point['family']} {'causal' if point['causal'] else 'full'}{rested}"
         case "elementwise":
             return str(point["kind"])

@@ -34,7 +34,7 @@ def load_of(slower: Floats, power: float) -> Floats:
 
 
 def settled_seconds(
-    full_s: Floats, endless_s: Floats, rank: Ints, others_s: Floats, period_s: float, power: float
+    full_s: Floats, endless_s: Floats, rank: Ints, others_s: Floats, period_s: Floats | float, power: float
 ) -> Floats:
     """Seconds of N attention ops of one kernel and pass, at the clock that their GPUs settle at.
 
@@ -43,7 +43,7 @@ def settled_seconds(
         endless_s: [N] where the op runs again and again without a pause.
         rank: [N] GPU of each op.
         others_s: [num_ranks] other ops of each GPU: seconds times their load, relative to what the limit allows.
-        period_s: of an iteration at the full clock, with the idle time between two.
+        period_s: of an iteration at the full clock, with the idle time between two; [num_ranks] or of all.
         power: exponent of the slowdown (``busy_power`` of the kernel); 0 where the kernel never meets the limit.
 
     Returns:

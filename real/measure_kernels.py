@@ -188,7 +188,8 @@ def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
     tokens = 8192 if bench.cuda else 64
     for kernel, causal in itertools.product(kernels, (True, False)):
         shape = Shape(
-            family="pauses", num_heads=32, num_kv_heads=8, causal=causal, varlen=False, q_lens=(tokens,), k_lens=(tokens,)
+            family="pauses", num_heads=32, num_kv_heads=8, causal=causal, varlen=False, q_lens=(tokens,),
+            k_lens=(tokens,),
         )
         x = tensors(shape, bench.device)
         call = attention.prepare((tokens,), (tokens,), causal=causal, device=bench.device)

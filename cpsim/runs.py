@@ -38,6 +38,8 @@ class PassRun:
     """Most bytes allocated on one rank at a time, buffers included; 0 on a CPU."""
     clock: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """SM clock [Hz], temperature [degrees Celsius] and power [W] of every rank, right after the last iteration."""
+    after_gap_s: tuple[float, ...] = ()
+    """Iterations of older runs that do not count; see validation/recut.py."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,7 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
         ranks = together(lambda: [iteration(runner, node, protocol) for _ in range(num)])
         return list(zip(*ranks, strict=True))
 
+    gc.collect()  # now: in a gap before the measured iterations the clock would recover
     warmup = [max(times) for times in batch(WARMUP)]
     soak = SOAK_S if node.cuda else 0.0
     while not _is_warm(warmup, soak):
@@ -74,7 +75,6 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
     num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
     if node.cuda:
         torch.cuda.reset_peak_memory_stats(node.device)
-    gc.collect()
     gc.disable()  # a collection amid the launches would count as theirs
     try:
         samples = batch(num)

@@ -4,9 +4,9 @@
 
 Other people's code pays these, our executor does not. Every point is one thing in isolation, and nothing here runs a
 context-parallel strategy: wall seconds that one call keeps the host busy (`op: host`), and seconds of PyTorch's
-memory-bound kernels (`op: elementwise`). Calls are timed twice: in a row, where a call finds its code and data in the
-processor's caches, and in turns, one of each kind after a barrier, where it does not; in a real step some do, and a
-fit takes the middle. Calls in turns on the thread of a backward pass have points of their own, `... in bwd`.
+memory-bound kernels (`op: elementwise`). Calls are timed in turns, one of each kind after a barrier, so that a call
+does not find its code and data in the processor's caches: in a real step it does not either. Those on the thread of a
+backward pass have points of their own, `... in bwd`.
 `autograd entry` is what an iteration that starts cold pays once: from the call until the first line of a Function.
 """
 
@@ -30,7 +30,7 @@ from cpsim.calibrate.measurement import Writer
 from real import attention
 from real.measure_kernels import Bench
 from real.node import Node
-from real.timing import host_seconds, provenance
+from real.timing import provenance
 
 Call = Callable[[], object]
 TOKENS = 512 if torch.cuda.is_available() else 8
@@ -269,8 +269,9 @@ def measure(node: Node, writer: Writer | None) -> None:
             print(f"{kind}: {median(times) * 1e6:.1f} us", flush=True)
     inner = {key: call for key, call in calls.items() if not key[0].startswith(("autograd", "context_parallel"))}
     for place, chosen, time_all in (
-        ("in a row", calls, in_a_row), ("in turns", calls, in_turns), ("in bwd", inner, in_backward)
-    ):  # fmt: skip
+        ("in turns", calls, in_turns),
+        ("in bwd", inner, in_backward),
+    ):
         samples = [time_all(list(chosen.values()), node) for _ in range(40)][10:]
         for (kind, which), times in zip(chosen, zip(*samples, strict=True), strict=True):
             if writer:
@@ -280,16 +281,6 @@ def measure(node: Node, writer: Writer | None) -> None:
                     name = f"{' '.join(kind.rsplit('_', 2)[:2]) if kind.endswith(ENTRIES) else kind} in bwd"
                 writer.add("host", [t / each for t in times], kind=name, which=which, place=place)
                 print(f"{name} {which} {place}: {sorted(times)[15] / each * 1e6:.1f} us", flush=True)
-
-
-def in_a_row(calls: Sequence[Call], node: Node) -> list[float]:
-    """Host seconds of every call, repeated."""
-    times = []
-    for call in calls:
-        node.synchronize()
-        dist.barrier()
-        times.append(host_seconds(call, 5, node.device))
-    return times
 
 
 def in_backward(calls: Sequence[Call], node: Node) -> list[float]:

@@ -11,6 +11,7 @@ import dataclasses
 import json
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -145,8 +146,11 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """All points that describe this GPU and the code as it is.
 
     Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
-    of one replaces others. Launches of the executor's single ops do not count: its programs are captured.
+    of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Nor do
+    calls of others that were repeated in a row: in an iteration each finds the processor's caches cold. Of the pause
+    between two iterations, which the timing code makes, the latest measurement counts.
     """
+    paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
     points = [
         p
@@ -154,9 +158,15 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         for p in m.points
         if not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
+        and p.get("place") != "in a row"
+        and not (_is_pause(p) and m.header["date"] != max(paused))
     ]
     own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
+
+
+def _is_pause(point: Point) -> bool:
+    return point["op"] == "host" and str(point["kind"]).startswith("pause")
 
 
 def folds(points: Sequence[Point]) -> NDArray[np.int64]:
@@ -217,23 +227,29 @@ SPARSE_FITTED = ("pair_s", "block_s", "block_causal_s", "call_s")
 def _attention(
     points: Sequence[Point], num_sms: int, stand_in: StandIn | None
 ) -> tuple[dict[tuple[str, str], AttentionParams], dict[str, Covariance]]:
-    """Least squares of log time, outliers softened, for every kernel and pass."""
-    params, covariance = {}, {}
+    """Least squares of log time, outliers softened, for every kernel and pass, on all CPUs."""
     points = [p for p in points if p["op"] == "attention"]
-    for key in sorted({(p["kernel"], p["pass"]) for p in points}):
-        mine = [p for p in points if (p["kernel"], p["pass"]) == key]
+    keys = sorted({(p["kernel"], p["pass"]) for p in points})
+    for key in keys:
         if key not in ANATOMY:
             raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(ANATOMY)}")
-        start = stand_in.start(key, num_sms) if stand_in and len(mine) < SPARSE else None
-        params[key], covariance[f"attention {key[1]} {key[0]}"] = (
-            _fit_kernel(key, mine, num_sms) if start is None else _fit_sparse(mine, start)
-        )
-    return params, covariance
+    groups = [[p for p in points if (p["kernel"], p["pass"]) == key] for key in keys]
+    starts = [
+        stand_in.start(key, num_sms) if stand_in and len(mine) < SPARSE else None
+        for key, mine in zip(keys, groups, strict=True)
+    ]
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(_fit_kernel, keys, groups, [num_sms] * len(keys), starts))
+    params = {key: fitted for key, (fitted, _) in zip(keys, found, strict=True)}
+    return params, {f"attention {pass_} {kernel}": c for (kernel, pass_), (_, c) in zip(keys, found, strict=True)}
 
 
 def _fit_kernel(
-    key: tuple[str, str], points: Sequence[Point], num_sms: int
+    key: tuple[str, str], points: Sequence[Point], num_sms: int, sparse: AttentionParams | None
 ) -> tuple[AttentionParams, Covariance]:
+    """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them."""
+    if sparse is not None:
+        return _fit_sparse(points, sparse)
     names, start = _free(*key)
     times = measured(points)
 

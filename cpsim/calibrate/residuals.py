@@ -79,7 +79,8 @@ def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[F
     full = seconds / slower
     pause = np.array([np.inf if point.get("rested") else point.get("pause_s", 0.0) for point in points])
     alone = np.arange(len(points)), np.zeros(len(points))
-    return settled_seconds(full, seconds, *alone, full + pause, params.busy_power), features
+    settled = settled_seconds(full, seconds, *alone, full + pause, params.busy_power)
+    return np.where(pause > 0, settled, seconds), features
 
 
 def flops(point: Point) -> float:

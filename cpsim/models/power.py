@@ -30,7 +30,8 @@ def slowdown(load, power):  # type: ignore[no-untyped-def]
 
 def load_of(slower: Floats, power: float) -> Floats:
     """The inverse of ``slowdown``; 0 for loads that the limit does not feel."""
-    return np.asarray(np.maximum(slower ** (SHARPNESS / power) - 1.0, 0.0) ** (1.0 / SHARPNESS))
+    exponent = np.minimum(np.log(slower) * (SHARPNESS / power), 600.0)  # a float ends at e**709
+    return np.asarray(np.maximum(np.expm1(exponent), 0.0) ** (1.0 / SHARPNESS))
 
 
 def settled_seconds(

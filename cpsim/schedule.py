@@ -74,6 +74,13 @@ READ, WRITE, UPDATE = range(3)
 MODE_NAMES: Final = ("reads", "writes", "updates")
 
 
+def is_one_of(kind: Int8, kinds: tuple[Kind, ...]) -> NDArray[np.bool_]:
+    """Whether each op is of one of the kinds, in the shape of ``kind``; by a table, faster than ``numpy.isin``."""
+    table = np.zeros(len(Kind), np.bool_)
+    table[list(kinds)] = True
+    return np.asarray(table[kind], np.bool_)
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One op as people read it; made on demand from the columns."""
@@ -243,7 +250,7 @@ class Schedule:
 
     def flops(self, head_dim: int) -> float:
         """Model FLOP of all attention ops: 4 per pair, head and dimension forward, 10 backward."""
-        per_pair = np.where(self.kind == Kind.ATTENTION, 4.0, 10.0) * np.isin(self.kind, ATTENTION_KINDS)
+        per_pair = np.where(self.kind == Kind.ATTENTION, 4.0, 10.0) * is_one_of(self.kind, ATTENTION_KINDS)
         return float((per_pair * self.tiles.area[self.tile] * self.heads[:, 1]).sum() * head_dim)
 
     def bytes_sent(self) -> NDArray[np.float64]:
@@ -251,7 +258,7 @@ class Schedule:
         (all-gather and reduce-scatter by rings: the same; all-reduce twice)."""
         num_lanes = np.diff(self.lane_start)
         share = (num_lanes - 1) / np.maximum(num_lanes, 1)
-        share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * np.isin(self.kind, COLLECTIVE_KINDS)
+        share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * is_one_of(self.kind, COLLECTIVE_KINDS)
         sent = np.bincount(self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks)
         moves = np.flatnonzero(self.kind == Kind.TRANSFER)
         source = self.lane_rank[self.lane_start[moves]]

@@ -30,13 +30,15 @@ class Tiles:
     """What the mask rows are rows of."""
 
 
+_CAUSAL, _REGULAR, _WINDOW, _PACKED = 1, 2, 4, 8
+"""Flags of a sequence: `Sequences` says what they mean; keys of packed ones are apart, or overlap earlier ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """The sequences of every tile's kernel call: tile t has entries ``start[t]:start[t + 1]``, ascending by query.
 
-    A varlen call takes sequences whose mask is a full rectangle or a bottom-right aligned causal one. A sequence has
-    the queries from ``q_from`` to ``q_to`` that the tile's rows ``first_row`` to ``end_row`` have, and all keys that
-    these see.
+    A varlen call takes sequences whose mask is a full rectangle or a bottom-right aligned causal one.
     """
 
     start: Ints
@@ -47,10 +49,6 @@ class Sequences:
     """The diagonal cuts the sequence."""
     regular: NDArray[np.bool_]
     """The mask of the sequence is exactly full or bottom-right causal, so every varlen kernel can run it."""
-    first_row: Ints
-    end_row: Ints
-    q_from: Ints
-    q_to: Ints
     window: NDArray[np.bool_]
     """The mask of the sequence is a diagonal band that is neither."""
     one_call: NDArray[np.bool_]
@@ -92,37 +90,53 @@ def sequences(tiles: Tiles) -> Sequences:
     reads all the keys it sees, as in an all-gathered zigzag. Where mask rows share queries, so is every range of
     queries that the same rows cover: an answer, for example, sees its question and its own beginning.
     """
-    mask = tiles.mask
-    out = np.empty((2 * len(tiles.rows), 12), np.int64)
+    start, lengths, flags, _ = _grouped(tiles, placed=False)
+    q_len, k_len, area = lengths
+    causal, regular = flags & _CAUSAL > 0, flags & _REGULAR > 0
+    is_full = ~causal & (q_len > 1)
+    one_call = ~_any(~regular, start) & ~(_any(causal, start) & _any(is_full, start))
+    in_place = ~_any(flags & _PACKED > 0, start)
+    return Sequences(start, q_len, k_len, area, causal, regular, flags & _WINDOW > 0, one_call, in_place)
+
+
+@lru_cache(maxsize=2)
+def sequence_places(tiles: Tiles) -> NDArray[np.int32]:
+    """Where every sequence lies, ``[num_sequences, 4]``: it has the queries from column 2 to column 3 that the tile's
+    rows from column 0 to column 1 have, and all keys that these see."""
+    return _grouped(tiles, placed=True)[3].T
+
+
+def _grouped(tiles: Tiles, *, placed: bool) -> tuple[Ints, Ints, NDArray[np.uint8], NDArray[np.int32]]:
+    mask, most = tiles.mask, 2 * len(tiles.rows)  # memory that is not written costs nothing
+    out = np.empty((3, most), np.int64), np.empty(most, np.uint8), np.empty((4, most * placed), np.int32)
     bands = np.stack([mask.q_start, mask.low, mask.high], axis=1)
-    start, count = _sequences(tiles.start, tiles.rows, tiles.row_area, bands, out)
-    q_len, k_len, area, causal, regular, *where = out[:count].T.copy()
-    first_row, end_row, q_from, q_to, k_from, k_to, pieces = where
-    is_causal, is_full = causal > 0, (causal == 0) & (q_len > 1)
-    is_first = np.isin(np.arange(count), start)
-    packed = pieces > 1
-    packed[1:] |= ~is_first[1:] & (k_from[1:] < k_to[:-1])
-    one_call = ~_any(regular == 0, start) & ~(_any(is_causal, start) & _any(is_full, start))
-    return Sequences(
-        start, q_len, k_len, area, is_causal, regular > 0, first_row, end_row, q_from, q_to,
-        (regular == 0) & (pieces == 1), one_call, ~_any(packed, start),
-    )  # fmt: skip
+    start, count = _sequences(tiles.start, tiles.rows, tiles.row_area, bands, (*out, np.zeros(1, np.int64)))
+    return start, out[0][:, :count], out[1][:count], out[2][:, :count]
 
 
-def _any(flags: NDArray[np.bool_], start: Ints) -> NDArray[np.bool_]:
+@njit(cache=True)
+def _any(flags, start):  # type: ignore[no-untyped-def]
     """Whether any of a tile's sequences has the flag, ``[num_tiles]``."""
-    total = np.concatenate(([0], np.cumsum(flags)))
-    return np.asarray(total[start[1:]] > total[start[:-1]])
+    found = np.zeros(len(start) - 1, np.bool_)
+    for tile in range(len(found)):
+        for flag in flags[start[tile] : start[tile + 1]]:
+            if flag:
+                found[tile] = True
+                break
+    return found
 
 
 @njit(cache=True)
 def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyped-def]
-    """Fill ``out`` with rows (q_len, k_len, area, causal, regular, first_row, end_row, q_from, q_to, k_from, k_to,
-    ranges of keys); ``bands`` has (q_start, low, high) of every mask row. Returns CSR start and number of rows."""
+    """Fill ``out``, which is lengths (q_len, k_len, area), flags, places or nothing, and where the last keys ended.
+
+    ``bands`` has (q_start, low, high) of every mask row. Returns CSR start and the number of sequences.
+    """
     start = np.zeros(len(tile_start), np.int64)
     count = 0
     for tile in range(len(tile_start) - 1):
         first, last = tile_start[tile], tile_start[tile + 1]
+        out[3][0] = 0
         while first < last:
             end, reach = first, rows[first, 2]
             while end < last and (rows[end, 0] == rows[first, 0] or bands[rows[end, 0], 0] < reach):
@@ -142,11 +156,15 @@ def _put(out, count, sizes, kind, rows, tokens, pieces):  # type: ignore[no-unty
     """Write one sequence: (queries, keys, area), 1 for full, 2 for bottom-right causal and 0 for others, (first row,
     end row), (q_from, q_to, k_from, k_to)."""
     num_q, num_k, area = sizes
-    out[count, 0], out[count, 1], out[count, 2] = num_q, num_k, area
-    out[count, 3], out[count, 4] = int(area < num_q * num_k), int(kind > 0)
-    out[count, 5], out[count, 6] = rows
-    out[count, 7], out[count, 8], out[count, 9], out[count, 10] = tokens
-    out[count, 11] = pieces
+    lengths, flags, places, last = out
+    lengths[0, count], lengths[1, count], lengths[2, count] = num_q, num_k, area
+    flag = _CAUSAL if area < num_q * num_k else 0
+    flag |= _REGULAR if kind > 0 else _WINDOW if pieces == 1 else 0
+    flag |= _PACKED if pieces > 1 or tokens[2] < last[0] else 0
+    flags[count], last[0] = flag, tokens[3]
+    if places.shape[1] > 0:
+        places[0, count], places[1, count] = rows
+        places[2, count], places[3, count] = tokens[0], tokens[1]
     return count + 1
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, WRITE, Kind, Schedule
 from cpsim.strategies.sizes import Sizes
-from cpsim.tiles import sequences
+from cpsim.tiles import sequence_places, sequences
 from cpsim.workload import Workload
 
 Ints = NDArray[np.int64]
@@ -318,11 +318,11 @@ def tokens_of(ranges: Ints) -> Ints:
 
 def sequences_of(schedule: Schedule, tile: int) -> list[KernelSequence]:
     """The sequences of a tile that is one kernel call with their tokens, as ``cpsim.tiles.sequences`` groups them."""
-    made, tiles = sequences(schedule.tiles), schedule.tiles
+    made, tiles, places = sequences(schedule.tiles), schedule.tiles, sequence_places(schedule.tiles)
     found = []
     for i in range(made.start[tile], made.start[tile + 1]):
-        rows = tiles.rows[made.first_row[i] : made.end_row[i]].astype(np.int64)
-        q_from, q_to = made.q_from[i], made.q_to[i]
+        first, end, q_from, q_to = places[i].tolist()
+        rows = tiles.rows[first:end].astype(np.int64)
         mask_row, q0, q1, k0, k1 = rows[(rows[:, 1] < q_to) & (rows[:, 2] > q_from)].T
         k0 = np.maximum(k0, q_from + tiles.mask.low[mask_row])
         k1 = np.minimum(k1, q_to + tiles.mask.high[mask_row])

@@ -9,7 +9,7 @@ from cpsim.masks import dense_mask
 from cpsim.models.kernels import check_calls
 from cpsim.strategies import STRATEGIES, plan, sharding
 from cpsim.support import KERNELS, OTHERS, support
-from cpsim.tiles import make_tiles, sequences
+from cpsim.tiles import make_tiles, sequence_places, sequences
 from cpsim.workload import Workload
 
 
@@ -70,15 +70,16 @@ def test_other_people_s_refusals_are_told():
 # Calls: sequences are checked against dense masks, one call after another.
 
 
-def local_mask(found, i, tiles):
-    """The mask of sequence i, ``[queries, keys]``, from the definition of its fields."""
+def local_mask(i, tiles):
+    """The mask of sequence i, ``[queries, keys]``, from the definition of its place."""
+    first_row, end_row, q_from, q_to = sequence_places(tiles)[i].tolist()
     dense, total = dense_mask(tiles.mask, int(tiles.mask.q_end.max())), int(tiles.mask.q_end.max())
-    rows = tiles.rows[found.first_row[i] : found.end_row[i]]
+    rows = tiles.rows[first_row:end_row]
     inside, queries = np.zeros((total, total), bool), np.zeros(total, bool)
     for _, q0, q1, k0, k1 in rows.tolist():
         inside[q0:q1, k0:k1] = True
         queries[q0:q1] = True
-    queries[: found.q_from[i]] = queries[found.q_to[i] :] = False
+    queries[:q_from] = queries[q_to:] = False
     seen = (dense & inside)[queries]
     return seen[:, seen.any(axis=0)]
 
@@ -106,7 +107,7 @@ def test_regular_sequences_are_exactly_full_or_bottom_right_causal(mask, layout)
         here = range(found.start[tile], found.start[tile + 1])
         assert sum(found.area[i] for i in here) == tiles.area[tile]
         for i in here:
-            seen = local_mask(found, i, tiles)
+            seen = local_mask(i, tiles)
             q_len, k_len = seen.shape
             causal = np.tri(q_len, k_len, k_len - q_len, dtype=bool)
             plain = seen.all() or (k_len >= q_len and np.array_equal(seen, causal))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cpsim.errors import InfeasibleError
 from cpsim.masks import Ints
-from cpsim.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule
+from cpsim.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
 from cpsim.tiles import Sequences, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
@@ -60,7 +60,7 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
     limits = limits_of(kernel)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
-    found, ops = sequences(schedule.tiles), np.flatnonzero(np.isin(schedule.kind, ATTENTION_KINDS))
+    found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
     used = np.zeros(len(found.one_call), np.bool_)
     used[schedule.tile[ops]] = True
     _check_sequences(kernel, found, used)

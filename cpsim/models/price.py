@@ -18,7 +18,7 @@ from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.kernels import check_calls, limits_of
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule
+from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
 from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
 from cpsim.workload import BYTES_PER_ELEMENT
@@ -57,7 +57,7 @@ _PRESSURE_OF: Final = {
     **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
 }
 """Kinds that are not memory-bound."""
-_ARRIVALS: Final = tuple(STREAMS.index(stream) for stream in ("recv", "grad_recv", "outer_recv"))
+_IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for stream in STREAMS])
 """A batched send and receive is one kernel; this end of it does not count again."""
 _CLASSES: Final = np.array([_PRESSURE.index(_PRESSURE_OF.get(kind, "memory-bound")) for kind in Kind], np.int8)
 """Index into ``_PRESSURE`` of every kind."""
@@ -128,14 +128,14 @@ class Pricing:
 
     def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
         """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""
-        attention = np.isin(schedule.kind, ATTENTION_KINDS)
+        attention = is_one_of(schedule.kind, ATTENTION_KINDS)
         if not attention.any():
             return
         quick = np.where(attention, full, duration)
         period = float(earliest(*predecessors(schedule), quick, release)[1].max())
         load = np.array([self.profile.load.get(_PRESSURE[c], 0.0) for c in _CLASSES])[schedule.kind]
         ranks, ops = schedule.lane_rank, schedule.op_of_lane()
-        once = ~np.isin(schedule.lane_stream, _ARRIVALS)
+        once = ~_IS_ARRIVAL[schedule.lane_stream]
         drawn = np.bincount(ranks[once], (load * duration)[ops[once]], schedule.num_ranks).astype(np.float64)
         first = schedule.lane_start[:-1][attention]
         power = self.profile.attention_params(self.kernel, _pass_of(schedule)).busy_power
@@ -248,7 +248,7 @@ class Pricing:
     ) -> list[Flows]:
         flows = []
         known: dict[tuple[int, int, int, int], tuple[float, float, float, bool]] = {}
-        for op in np.flatnonzero(np.isin(schedule.kind, COLLECTIVE_KINDS)).tolist():
+        for op in np.flatnonzero(is_one_of(schedule.kind, COLLECTIVE_KINDS)).tolist():
             ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
             kind, nbytes = Kind(int(schedule.kind[op])), int(schedule.nbytes[op])
             nodes = len(np.unique(self.cluster.node_of(ranks)))

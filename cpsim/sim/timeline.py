@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from cpsim.masks import Ints
-from cpsim.schedule import COMMUNICATION_KINDS, STREAMS, Int32, Kind, Schedule
+from cpsim.schedule import COMMUNICATION_KINDS, STREAMS, Int32, Kind, Schedule, is_one_of
 from cpsim.sim.work import Floats
 
 
@@ -50,7 +50,7 @@ class Timeline:
         """
         rank = int(np.argmax(self.rank_end_s()))
         mine = np.unique(self.schedule.op_of_lane()[self.schedule.lane_rank == rank])
-        talks = np.isin(self.schedule.kind[mine], COMMUNICATION_KINDS)
+        talks = is_one_of(self.schedule.kind[mine], COMMUNICATION_KINDS)
         host_bound = (self.cause[mine] == mine) & (self.start_s[mine] > 0)
         finish = float(self.end_s[mine].max(initial=0.0))
         return float(_uncovered(self.start_s[mine], self.end_s[mine], talks, host_bound, finish))

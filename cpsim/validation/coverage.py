@@ -7,7 +7,7 @@ from numba import njit
 
 from cpsim.errors import ScheduleError
 from cpsim.masks import Slices, slice_area
-from cpsim.schedule import ATTENTION_KINDS, Pass, Schedule
+from cpsim.schedule import ATTENTION_KINDS, Pass, Schedule, is_one_of
 from cpsim.validation.fault import fail
 from cpsim.workload import Workload
 
@@ -35,7 +35,7 @@ def check_tiles(s: Schedule, mask: Slices) -> None:
 def check_heads(s: Schedule, workload: Workload, pass_: Pass) -> None:
     """Attention is of this pass; its heads exist, and its key-value heads are those of its query heads."""
     wanted = ATTENTION_KINDS[pass_ == "bwd"]
-    attends = np.isin(s.kind, ATTENTION_KINDS)
+    attends = is_one_of(s.kind, ATTENTION_KINDS)
     first, count, kv_first, kv_count = s.heads.T
     per_kv = workload.num_heads // workload.num_kv_heads
     last = (first + count - 1) // per_kv
@@ -54,7 +54,7 @@ def check_heads(s: Schedule, workload: Workload, pass_: Pass) -> None:
 
 def check_coverage(s: Schedule, mask: Slices, num_heads: int) -> None:
     """Every unmasked pair is in exactly one tile of every query head."""
-    ops = np.flatnonzero(np.isin(s.kind, ATTENTION_KINDS))
+    ops = np.flatnonzero(is_one_of(s.kind, ATTENTION_KINDS))
     first, end = s.heads[ops, 0], s.heads[ops, 0] + s.heads[ops, 1]
     bounds = np.unique(np.concatenate(([0, num_heads], first, end)))
     table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cpsim.errors import ScheduleError
 from cpsim.masks import Ints
-from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, Kind, Pass, Schedule
+from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, Kind, Pass, Schedule, is_one_of
 from cpsim.validation.cells import Cells
 from cpsim.validation.fault import fail
 from cpsim.workload import Workload
@@ -311,7 +311,7 @@ class Memory:
     def _expected(self, tensor: str) -> Weights:
         kv = tensor == "dkv"
         total = np.zeros((len(self.cells.tokens) - 1, len(self.cells.heads[kv]) - 1), np.uint64)
-        for index in np.flatnonzero(np.isin(self.s.kind, ATTENTION_KINDS)).tolist():
+        for index in np.flatnonzero(is_one_of(self.s.kind, ATTENTION_KINDS)).tolist():
             total[self.cells.of_tile(int(self.s.tile[index]), kv), self.cells.heads_of(index, tensor)] += (
                 self.weight[index]
             )

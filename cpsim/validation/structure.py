@@ -8,7 +8,7 @@ import numpy as np
 from numba import njit
 
 from cpsim.errors import ScheduleError
-from cpsim.schedule import ATTENTION_KINDS, READ, STREAMS, UPDATE, Kind, Schedule
+from cpsim.schedule import ATTENTION_KINDS, READ, STREAMS, UPDATE, Kind, Schedule, is_one_of
 from cpsim.validation.fault import fail
 
 ONE_LANE: Final = (*ATTENTION_KINDS, Kind.MERGE, Kind.ACCUMULATE, Kind.COPY, Kind.GEMM, Kind.ELEMENTWISE)
@@ -50,7 +50,7 @@ def check_lanes(s: Schedule) -> None:
     num_lanes = np.diff(s.lane_start)
     if (num_lanes == 0).any():
         raise ScheduleError(f"op {int(np.flatnonzero(num_lanes == 0)[0])}: has no lanes")
-    wrong = np.isin(s.kind, ONE_LANE) & (num_lanes != 1)
+    wrong = is_one_of(s.kind, ONE_LANE) & (num_lanes != 1)
     if wrong.any():
         fail(s, int(np.flatnonzero(wrong)[0]), "runs on one lane by its kind, but has several")
     wrong = (s.kind == Kind.TRANSFER) & (num_lanes != 2)

@@ -134,8 +134,8 @@ def mixed_scenarios(count):
     masks = ("causal", "causal_document", "full", "full_document")
     return [
         Scenario(
-            strategy=names[i % 4],
-            gpus=gpus[i % 7],
+            strategy=names[i % len(names)],
+            gpus=gpus[i // len(names) % 7],
             cluster="dgx-h200",
             tokens_per_gpu=tokens[i % 5],
             documents={"distribution": "prolong512k", "seed": i} if "document" in masks[i // 4 % 4] else None,

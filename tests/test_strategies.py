@@ -287,3 +287,13 @@ def test_shards_may_differ_by_a_token(name, knobs, pass_):
 def test_wrong_names_and_knobs_say_what_is_possible(name, knobs, message):
     with pytest.raises(ScenarioError, match=message):
         plan(name, workload(), cluster(2), "fwd", knobs)
+
+
+def test_documents_are_cut_one_by_one_where_their_shares_fill_kernels():
+    knobs = STRATEGIES["zigzag_ring"].knobs
+    assert knobs(workload("causal"), cluster(8)) == ({},)
+    long, short = ((8192,) * 4, (256,) * 128)
+    assert knobs(workload("causal_document", long), cluster(8)) == ({"zigzag": "document"}, {"zigzag": "sequence"})
+    assert knobs(workload("causal_document", short), cluster(8)) == ({"zigzag": "sequence"},)
+    with pytest.raises(InfeasibleError, match="not tried: stripes of 128 documents are 32 tokens long"):
+        STRATEGIES["striped_ring"].knobs(workload("causal_document", short), cluster(8))

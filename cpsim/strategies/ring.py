@@ -34,8 +34,8 @@ from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
 LEAST_SHARE: Final = 64
-"""Tokens of a document on a rank from which on stripes are worth trying: half a tile of a kernel, of which the causal
-mask leaves another half."""
+"""Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
+kernel, of which the causal mask leaves another half."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,8 +131,7 @@ def striped_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
     Raises:
         InfeasibleError: none is; documents are so short that kernels would work for the mask's diagonal mostly.
     """
-    num_documents = len(sharding.documents_of(workload.slices())) - 1
-    share = workload.num_tokens // (num_documents * cluster.num_gpus)
+    num_documents, share = _shares(workload, cluster)
     if share < LEAST_SHARE and num_documents > 1:
         raise InfeasibleError(
             f"not tried: stripes of {num_documents} documents are {share} tokens long on average, "
@@ -166,8 +165,14 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: R
 
 
 def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying."""
-    del cluster
-    if len(sharding.documents_of(workload.slices())) > 2:
-        return ({"zigzag": "document"}, {"zigzag": "sequence"})
-    return ({},)
+    """Knob settings worth trying: documents are cut one by one where their shares are long enough for kernels."""
+    num_documents, share = _shares(workload, cluster)
+    if num_documents == 1:
+        return ({},)
+    return ({"zigzag": "document"}, {"zigzag": "sequence"})[share < LEAST_SHARE :]
+
+
+def _shares(workload: Workload, cluster: Cluster) -> tuple[int, int]:
+    """Documents, and the tokens that a rank has of each on average."""
+    num_documents = len(sharding.documents_of(workload.slices())) - 1
+    return num_documents, workload.num_tokens // (num_documents * cluster.num_gpus)

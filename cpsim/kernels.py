@@ -23,8 +23,8 @@ LENGTHS: Final = tuple(1024 * 2**i for i in range(8))
 """Tokens of a row of the table: 1k to 128k."""
 MASKS: Final = ("full", "causal", "full_document", "causal_document")
 """Masks of the table: all kernels that take several documents run them."""
-EXAMPLE: Final = (640, 512, 896)
-"""Documents that a kernel's masks are tried on."""
+EXAMPLE: Final = (12288, 8192, 12288)
+"""Documents that a kernel's masks are tried on: longer than windows and blocks are by default."""
 NUM_DOCUMENTS: Final = 8
 """Equal documents of a packed row in the table."""
 

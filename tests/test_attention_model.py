@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from cpsim.calibrate.profile import load_profile
-from cpsim.models.attention import ANATOMY, attention_seconds, call_seconds
+from cpsim.models.attention import attention_seconds, call_seconds
 from cpsim.models.blocks import STRIDES, finish, floor_sum, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
 from cpsim.models.discrepancy import NONE
 
-KERNELS = sorted(ANATOMY)
+KERNELS = sorted(load_profile("h200").attention)
 
 
 def price(key, q, k, causal, heads=32, kv_heads=8):

@@ -245,7 +245,7 @@ def _attention(
 
 
 def _fit_kernel(
-    key: tuple[str, str], points: Sequence[Point], num_sms: int, sparse: AttentionParams | None
+    key: tuple[str, str], points: Sequence[Point], num_sms: int, sparse: AttentionParams | None = None
 ) -> tuple[AttentionParams, Covariance]:
     """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them."""
     if sparse is not None:

@@ -144,11 +144,12 @@ class Ring:
         return np.stack([made[0], made[-1]]) if made else np.zeros((2, self.x.num_ranks), np.int32)
 
     def first(self, s: Ints, r: Ints, tails: Int32 | None, entered: Ints) -> list[Ints]:
-        """What kernels wait for that are the first op of their rank on ``compute``."""
+        """What the first kernel of a rank waits for, which is in a later step where it sees none of its own keys."""
         waits = (entered >= 0) & (not self.code.lockstep)
         if tails is not None:
             waits &= ~self.x.tails.any(axis=0)
-        return [np.where((s == 0) & waits[r], entered[r], NOTHING)] if waits.any() else []
+        begins = self.x.active.argmax(axis=0)
+        return [np.where((s == begins[r]) & waits[r], entered[r], NOTHING)] if waits.any() else []
 
     def pack_tails(self, tensors: Sequence[Access], width: int, after: Ints) -> Int32 | None:
         """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""

@@ -185,3 +185,5 @@ def test_a_mask_is_drawn_to_files(tmp_path):
     text = html.read_text()
     assert "allgather" in text
     assert "<script>" in text
+    assert "<td>no 1</td>" in text
+    assert "<li>the kernel " in text

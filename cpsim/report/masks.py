@@ -31,6 +31,7 @@ PICTURE_SIZE: Final = 480
 HTML_SIZE: Final = 240
 INK: Final = (29, 78, 216)
 """Colour of cells whose pairs are all unmasked."""
+COLUMNS: Final = ("strategy", "plan", *KERNELS, *(code.name for code in OTHERS))
 
 
 def mask_record(workload: Workload, support: Sequence[Support]) -> dict[str, Any]:
@@ -124,21 +125,28 @@ def _picture(workload: Workload) -> Text:
 
 def _matrix(support: Sequence[Support], reasons: dict[str, int]) -> RenderableType:
     """Rows of strategies; ``reasons`` receives a number for every reason."""
-    others = [code.name for code in OTHERS]
-    made = table(("strategy", "left"), *((column, "left") for column in ("plan", *KERNELS, *others)))
-
-    def cell(answers: Mapping[str, str], column: str) -> Text:
-        if column not in answers:
-            return Text("-", style="dim")
-        if not answers[column]:
-            return Text("yes", style="green")
-        reason = answers[column].replace(f"kernel {column} ", "the kernel ", 1)
-        return Text(f"no {reasons.setdefault(reason, len(reasons) + 1)}", style="red")
-
-    for s in support:
-        cells = [cell({"plan": s.plan}, "plan"), *(cell(s.kernels, kernel) for kernel in KERNELS)]
-        made.add_row(Text(s.strategy, style="bold"), *cells, *(cell(s.others, name) for name in others))
+    made = table(*((column, "left") for column in COLUMNS))
+    styles = {"-": "dim", "yes": "green"}
+    for row in _answers(support, reasons):
+        made.add_row(Text(row[0], style="bold"), *(Text(cell, style=styles.get(cell, "red")) for cell in row[1:]))
     return made
+
+
+def _answers(support: Sequence[Support], reasons: dict[str, int]) -> list[list[str]]:
+    """Cells of ``COLUMNS``: yes, no with the number of its reason, or - where there is nothing to run."""
+
+    def cell(answers: Mapping[str, str], column: str) -> str:
+        if not answers.get(column, "-"):
+            return "yes"
+        if column not in answers:
+            return "-"
+        reason = answers[column].replace(f"kernel {column} ", "the kernel ", 1)
+        return f"no {reasons.setdefault(reason, len(reasons) + 1)}"
+
+    return [
+        [s.strategy, *(cell({"plan": s.plan, **s.kernels, **s.others}, column) for column in COLUMNS[1:])]
+        for s in support
+    ]
 
 
 def write_png(path: Path, workload: Workload) -> None:
@@ -182,16 +190,13 @@ def write_html(path: Path, workload: Workload, support: Sequence[Support]) -> No
     made.update_yaxes(title="query", autorange="reversed", scaleanchor="x", constrain="domain")
     made.update_xaxes(title="key", constrain="domain")
     mask = MASK_NAMES[workload.mask]
-    head = ("strategy", "plan", *KERNELS, *(code.name for code in OTHERS))
+    reasons: dict[str, int] = {}
+    answers = html_table(COLUMNS, _answers(support, reasons), len(COLUMNS))
     sections = [
         f"<h1>{escape(title(workload))}</h1><p>{escape(mask.meaning)} ({escape(mask.source)})</p>",
         figure(styled(made, 680), "mask", numbers(workload)),
         "<h2>Who can run it</h2>",
-        html_table(head, map(_html_row, support), len(head)),
+        answers,
+        f"<ol class=muted>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ol>",
     ]
     path.write_text(page(f"cpsim: mask {workload.mask}", sections, with_plots=True), encoding="utf-8")
-
-
-def _html_row(s: Support) -> list[str]:
-    cells = [(s.kernels, kernel) for kernel in KERNELS] + [(s.others, code.name) for code in OTHERS]
-    return [s.strategy, s.plan or "yes", *(a[key] or "yes" if key in a else "-" for a, key in cells)]

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 
 import torch
@@ -113,3 +114,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # threads that torch leaves behind, if left to the interpreter's end, may abort the process

@@ -169,12 +169,14 @@ def _put(out, count, sizes, kind, rows, tokens, pieces):  # type: ignore[no-unty
 
 
 @njit(cache=True)
-def _range_end(rows, first, end):  # type: ignore[no-untyped-def]
-    """End of the rows that share the first one's query range."""
-    stop = first
+def _query_range(rows, row_area, first, end):  # type: ignore[no-untyped-def]
+    """The rows that share the first one's query range: their end, queries, keys and area."""
+    stop, num_k, area = first, 0, 0
     while stop < end and rows[stop, 1] == rows[first, 1]:
+        num_k += rows[stop, 4] - rows[stop, 3]
+        area += row_area[stop]
         stop += 1
-    return stop
+    return stop, rows[first, 2] - rows[first, 1], num_k, area
 
 
 @njit(cache=True)
@@ -188,14 +190,12 @@ def _of_one_row(rows, row_area, first, end, low, out, count):  # type: ignore[no
     """Sequences of the slices of one mask row: one, or one for every query range."""
     num_q, num_k, area = 0, 0, 0
     k_from, k_to = rows[first, 3], rows[first, 4]
+    for i in range(first, end):
+        k_from, k_to = min(k_from, rows[i, 3]), max(k_to, rows[i, 4])
     at = first
     while at < end:
-        stop, keys = _range_end(rows, at, end), 0
-        for i in range(at, stop):
-            keys += rows[i, 4] - rows[i, 3]
-            area += row_area[i]
-            k_from, k_to = min(k_from, rows[i, 3]), max(k_to, rows[i, 4])
-        num_q, num_k, at = num_q + rows[at, 2] - rows[at, 1], max(num_k, keys), stop
+        at, queries, keys, part = _query_range(rows, row_area, at, end)
+        num_q, num_k, area = num_q + queries, max(num_k, keys), area + part
     uncut = low <= k_from - rows[end - 1, 2] + 1
     kind = int(uncut and area == num_q * num_k)
     if kind == 0 and uncut and num_k >= num_q:
@@ -205,11 +205,7 @@ def _of_one_row(rows, row_area, first, end, low, out, count):  # type: ignore[no
         return _put(out, count, (num_q, num_k, area), kind, (first, end), tokens, 1)
     at = first
     while at < end:
-        stop, num_k, area = _range_end(rows, at, end), 0, 0
-        for i in range(at, stop):
-            num_k += rows[i, 4] - rows[i, 3]
-            area += row_area[i]
-        num_q = rows[at, 2] - rows[at, 1]
+        stop, num_q, num_k, area = _query_range(rows, row_area, at, end)
         stair = low <= rows[at, 3] - rows[at, 2] + 1 and _is_stair(num_q, num_k, area)
         kind = 1 if area == num_q * num_k else 2 * int(stair)
         tokens = rows[at, 1], rows[at, 2], rows[at, 3], rows[stop - 1, 4]
@@ -223,15 +219,10 @@ def _are_stairs(rows, row_area, first, end, more):  # type: ignore[no-untyped-de
     """Whether the queries of all ranges, one after the other, see ``more + 1``, ``more + 2`` ... keys."""
     at = first
     while at < end:
-        stop, keys, area = _range_end(rows, at, end), 0, 0
-        for i in range(at, stop):
-            keys += rows[i, 4] - rows[i, 3]
-            area += row_area[i]
-        num_q = rows[at, 2] - rows[at, 1]
+        at, num_q, keys, area = _query_range(rows, row_area, at, end)
         more += num_q
         if keys != more or not _is_stair(num_q, keys, area):
             return False
-        at = stop
     return True
 
 

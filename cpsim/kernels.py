@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, get_args
+from typing import Final, Literal, get_args
 
 import numpy as np
 
 from cpsim.calibrate.profile import Profile, load_profile, shipped_profiles
 from cpsim.calibrate.standin import ALIKE
 from cpsim.cluster import presets
-from cpsim.errors import InfeasibleError, ProfileError
+from cpsim.errors import ProfileError
 from cpsim.mask_names import MASK_NAMES
 from cpsim.models.attention import ANATOMY, attention_seconds
-from cpsim.models.kernels import DTYPES, LIMITS, Limits, check_calls
+from cpsim.models.kernels import DTYPES, limits_of, refusal
 from cpsim.scenario import Kernel
 from cpsim.strategies import plan
 from cpsim.workload import Workload
 
 LENGTHS: Final = tuple(1024 * 2**i for i in range(8))
 """Tokens of a row of the table: 1k to 128k."""
+PASSES: Final[tuple[Literal["fwd", "bwd"], ...]] = ("fwd", "bwd")
 MASKS: Final = ("full", "causal", "full_document", "causal_document")
 """Masks of the table: all kernels that take several documents run them."""
 EXAMPLE: Final = (12288, 8192, 12288)
@@ -69,7 +70,7 @@ def support() -> list[Support]:
             kernel=kernel,
             profiles=tuple(p.name for p in profiles if (kernel, "fwd") in p.attention),
             passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in ANATOMY),
-            dtypes=LIMITS.get(kernel, Limits()).dtypes if kernel in modelled else (),
+            dtypes=limits_of(kernel).dtypes if kernel in modelled else (),
             head_dim="128 measured, others in proportion" if kernel in modelled else "",
             masks={mask: _why_not(kernel, mask) for mask in MASK_NAMES},
         )
@@ -81,18 +82,15 @@ def _why_not(kernel: str, mask: str) -> str:
     if (kernel, "fwd") not in ANATOMY:
         return "nobody has measured this kernel: it has no model"
     case = Workload(documents=EXAMPLE, mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
-    try:
-        check_calls(kernel, case.dtype, case.head_dim, plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {}))
-    except InfeasibleError as reason:
-        return str(reason)
-    return ""
+    schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
+    return refusal(kernel, case.dtype, case.head_dim, schedule)
 
 
 def partly(kernel: str) -> str:
     """What a kernel lacks for some strategies although it has the mask, or what is not known of it."""
     if kernel in ALIKE:
         return f"from published figures of single documents; several documents as {ALIKE[kernel]} has them"
-    if (kernel, "fwd") not in ANATOMY or LIMITS.get(kernel, Limits()).unequal_causal:
+    if (kernel, "fwd") not in ANATOMY or limits_of(kernel).unequal_causal:
         return ""
     return "causal only with as many queries as keys: no gathered keys, no causal tails"
 
@@ -118,15 +116,17 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
     heads, kv_heads, head_dim = shape
     count, causal = NUM_DOCUMENTS if mask.endswith("document") else 1, mask.startswith("causal")
     lens = np.full(count, tokens // count)
-    area = float((lens * (lens + 1) / 2 if causal else lens * lens).sum())
-    tflops, notes = {}, dict[str, None]()
-    for pass_ in ("fwd", "bwd"):
+    case = Workload(
+        documents=tuple(lens.tolist()), mask=mask, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        dtype=DTYPES[0],
+    )  # fmt: skip
+    tflops, notes = dict[str, float](), dict[str, None]()
+    for pass_ in PASSES:
         seconds = attention_seconds(
             profile.attention_params(kernel, pass_), np.array([0, count]), lens, lens, np.full(count, causal),
             np.array([heads]), np.array([kv_heads]), head_dim,
         )[0]  # fmt: skip
-        flop = 4 * area * heads * head_dim * (2.5 if pass_ == "bwd" else 1.0)
-        tflops[pass_] = flop / float(seconds) / 1e12
+        tflops[pass_] = case.flops(pass_) / float(seconds) / 1e12
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
     memory = {pass_: _memory(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
     return Speed(

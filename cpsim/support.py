@@ -10,7 +10,7 @@ from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, IMPLEMENTATIONS, Implementation
 from cpsim.models.attention import ANATOMY
-from cpsim.models.kernels import check_calls
+from cpsim.models.kernels import refusal
 from cpsim.schedule import Schedule
 from cpsim.strategies import STRATEGIES, plan
 from cpsim.workload import Workload
@@ -50,7 +50,11 @@ def _support(name: str, workload: Workload, cluster: Cluster) -> Support:
     return Support(
         strategy=name,
         plan="" if schedules else reasons[0],
-        kernels={kernel: _first(_calls(kernel, workload, s) for s in schedules) for kernel in KERNELS if schedules},
+        kernels={
+            kernel: _first(refusal(kernel, workload.dtype, workload.head_dim, s) for s in schedules)
+            for kernel in KERNELS
+            if schedules
+        },
         others={c.name: _of(c, name, workload, cluster) for c in OTHERS if c.support and name in c.support},
     )
 
@@ -72,14 +76,6 @@ def _plans(name: str, workload: Workload, cluster: Cluster) -> Iterator[Schedule
             yield plan(name, workload, cluster, "fwd", knobs)
         except InfeasibleError as reason:
             yield str(reason)
-
-
-def _calls(kernel: str, workload: Workload, schedule: Schedule) -> str:
-    try:
-        check_calls(kernel, workload.dtype, workload.head_dim, schedule)
-    except InfeasibleError as reason:
-        return str(reason)
-    return ""
 
 
 def _of(code: Implementation, name: str, workload: Workload, cluster: Cluster) -> str:

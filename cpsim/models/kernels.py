@@ -83,6 +83,15 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
         )
 
 
+def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> str:
+    """Why ``check_calls`` refuses a schedule; empty where it does not."""
+    try:
+        check_calls(kernel, dtype, head_dim, schedule)
+    except InfeasibleError as reason:
+        return str(reason)
+    return ""
+
+
 def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> None:
     """Whether sequences have masks that varlen calls take, and one of them for a whole call."""
     irregular = ~found.regular & np.repeat(used, np.diff(found.start))

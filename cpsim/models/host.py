@@ -31,6 +31,10 @@ class HostParams:
     pause_s: Mapping[str, float]
     """By protocol: from the end of one iteration to the start of the next."""
 
+    def measured(self, names: Sequence[str]) -> float | None:
+        """Seconds of the first of some launches that has been measured."""
+        return next((self.launch_s[name] for name in names if name in self.launch_s), None)
+
     def seconds(self, kind: str, kernel: str, names: Sequence[str] = ()) -> float:
         """Seconds to launch one op of a kind (as cpsim.schedule.Kind names it, in lower case).
 
@@ -40,8 +44,8 @@ class HostParams:
             names: of launches in other people's code, which make no event of their own; the first that has been
                 measured counts.
         """
-        for name in names:
-            if name in self.launch_s:
-                return self.launch_s[name]
+        found = self.measured(names)
+        if found is not None:
+            return found
         name = f"{kernel} {ATTENTION[kind]}" if kind in ATTENTION else COPIES.get(kind, kind)
         return self.launch_s.get(name, self.launch_s["copy"]) + (0.0 if names else self.event_s)

@@ -162,9 +162,10 @@ class Pricing:
 
     def _check_launches(self, schedule: Schedule, notes: dict[str, None]) -> None:
         kinds = [Kind(kind).name.lower() for kind in np.unique(schedule.kind).tolist()]
+        pass_ = _pass_of(schedule)
         for kind in ("entry", *kinds):
-            names = self._names(kind, _pass_of(schedule))
-            if names and not self.profile.host.launch_s.keys() & set(names):
+            names = self._names(kind, pass_)
+            if names and self.profile.host.measured(names) is None:
                 instead = "left out" if kind == "entry" else "taken from another"
                 notes[f"host: launch of {names[-1]} not measured, {instead}"] = None
 
@@ -302,15 +303,14 @@ class Pricing:
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
         if self.captured:
             return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
-        per_kind = np.zeros(len(Kind))
+        host, pass_, per_kind = self.profile.host, _pass_of(schedule), np.zeros(len(Kind))
         for kind in Kind:
-            names = self._names(kind.name.lower(), _pass_of(schedule))
-            per_kind[kind] = self.profile.host.seconds(kind.name.lower(), self.kernel, names)
+            name = kind.name.lower()
+            per_kind[kind] = host.seconds(name, self.kernel, self._names(name, pass_))
         cost = per_kind[schedule.kind]
         # A batched send and receive is one call: half of it belongs to each of the two transfers.
         cost[schedule.kind == Kind.TRANSFER] /= 2
-        known = [name for name in self._names("entry", _pass_of(schedule)) if name in self.profile.host.launch_s]
-        entry = self.profile.host.launch_s[known[0]] if known else 0.0
+        entry = host.measured(self._names("entry", pass_)) or 0.0
         released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
         return np.asarray(np.maximum(released - lead, 0.0))
 

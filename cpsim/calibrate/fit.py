@@ -26,6 +26,7 @@ from cpsim.calibrate.residuals import (
     large,
     measured,
     model_of,
+    pause_of,
     predicted_attention,
     predicted_calls,
     residuals,
@@ -597,7 +598,7 @@ def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:
     gpus: dict[tuple[str, int], list[Point]] = {}
     for m in kernels:
         for p in m.of("attention"):
-            if np.median(p["samples_s"]) > 3e-4 and not p.get("rested"):
+            if np.median(p["samples_s"]) > 3e-4 and pause_of(p) == 0:
                 gpus.setdefault((m.source, p.get("rank", 0)), []).append(p)
     means = [np.mean([row.error for row in residuals(profile, long)]) for long in gpus.values()]
     return max(0.01, float(np.std(means, ddof=1)) if len(means) > 1 else 0.0)

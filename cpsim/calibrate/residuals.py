@@ -77,10 +77,15 @@ def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[F
         column("varlen", bool),
     )  # fmt: skip
     full = seconds / slower
-    pause = np.array([np.inf if point.get("rested") else point.get("pause_s", 0.0) for point in points])
+    pause = np.array([pause_of(point) for point in points])
     alone = np.arange(len(points)), np.zeros(len(points))
     settled = settled_seconds(full, seconds, *alone, full + pause, params.busy_power)
     return np.where(pause > 0, settled, seconds), features
+
+
+def pause_of(point: Point) -> float:
+    """Idle seconds between two calls of an attention point: infinitely many where the GPU rested, 0 without a pause."""
+    return float("inf") if point.get("rested") else float(point.get("pause_s", 0.0))
 
 
 def flops(point: Point) -> float:
@@ -108,7 +113,7 @@ def regime_of(point: Point) -> str:
     """Where in its model's range a point lies."""
     match point["op"]:
         case "attention":
-            rested = " rested" if point.get("rested") or point.get("pause_s") else ""
+            rested = " rested" if pause_of(point) > 0 else ""
             return f"{point['family']} {'causal' if point['causal'] else 'full'}{rested}"
         case "elementwise":
             return str(point["kind"])

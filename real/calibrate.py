@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from real import measure_executor as executor
 from real import measure_kernels as kernels_of
 from real import measure_network as network
 from real.measure_kernels import Bench
+from real.node import end_process
 from real.shapes import HEAD_DIM, Shape, draw, extremes_first, informative_order
 from real.timing import host_seconds
 
@@ -284,6 +284,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # threads that gloo leaves behind, if left to the interpreter's end, may abort the process
+    end_process()

@@ -20,6 +20,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -145,6 +146,18 @@ def tensors(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def both_passes(kernel: str, shape: Shape, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Calls of both passes, by pass, on random tensors; the forward pass has run once."""
+    x = tensors(shape, device)
+    call = attention.prepare(shape.q_lens, shape.k_lens, causal=shape.causal, device=device)
+    given = x["q"], x["k"], x["v"]
+    out, lse = attention.forward(kernel, *given, call)
+    return {
+        "fwd": partial(attention.forward, kernel, *given, call),
+        "bwd": partial(attention.backward, kernel, x["dout"], *given, out, lse, call),
+    }
+
+
 def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = False) -> None:
     """Forward and backward of one shape, separately; inputs rotate where they would fit in the cache."""
     timed = bench.rested if rested else bench.samples
@@ -191,13 +204,7 @@ def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
             family="pauses", num_heads=32, num_kv_heads=8, causal=causal, varlen=False, q_lens=(tokens,),
             k_lens=(tokens,),
         )
-        x = tensors(shape, bench.device)
-        call = attention.prepare((tokens,), (tokens,), causal=causal, device=bench.device)
-        given = x["dout"], x["q"], x["k"], x["v"], *attention.forward(kernel, x["q"], x["k"], x["v"], call)
-        ops: dict[str, Callable[[], object]] = {
-            "fwd": lambda k=kernel, g=given, c=call: attention.forward(k, *g[1:4], c),  # type: ignore[misc]
-            "bwd": lambda k=kernel, g=given, c=call: attention.backward(k, *g, c),  # type: ignore[misc]
-        }
+        ops = both_passes(kernel, shape, bench.device)
         for (pass_, op), share in itertools.product(ops.items(), BUSY_SHARES):
             samples, pause = bench.paused(op, share)
             bench.writer.add(
@@ -244,10 +251,7 @@ def compile_variant(kernel: str, heads: int, kv: int, causal: bool, lens: list[i
         q_lens=tuple(lens), k_lens=tuple(lens),
     )  # fmt: skip
     try:
-        x = tensors(shape, device)
-        call = attention.prepare(lens, lens, causal=causal, device=device)
-        out, lse = attention.forward(kernel, x["q"], x["k"], x["v"], call)
-        attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], out, lse, call)
+        both_passes(kernel, shape, device)["bwd"]()
     except Exception as error:
         print(f"warm-up {kernel} {heads}:{kv} causal={causal} {lens}: {type(error).__name__}: {str(error)[:200]}")
 
@@ -323,15 +327,11 @@ def measure_host(bench: Bench, kernels: list[str]) -> None:
             family="host", num_heads=4, num_kv_heads=1, causal=True, varlen=len(lens) > 1, q_lens=lens, k_lens=lens
         )
         try:
-            x = tensors(shape, bench.device)
-            call = attention.prepare(lens, lens, causal=True, device=bench.device)
-            out, lse = attention.forward(kernel, x["q"], x["k"], x["v"], call)
+            passes = both_passes(kernel, shape, bench.device)
         except Exception as error:
             bench.writer.add("error", failed="host", kernel=kernel, message=str(error)[:300])
             continue
-        api, args = "varlen" if call.varlen else "dense", (x["dout"], x["q"], x["k"], x["v"], out, lse)
-        ops[f"{kernel}_fwd_{api}"] = lambda k=kernel, a=args, c=call: attention.forward(k, *a[1:4], c)
-        ops[f"{kernel}_bwd_{api}"] = lambda k=kernel, a=args, c=call: attention.backward(k, *a, c)
+        ops |= {f"{kernel}_{name}_{'varlen' if shape.varlen else 'dense'}": op for name, op in passes.items()}
     if bench.cuda:
         event, stream = torch.cuda.Event(), torch.cuda.current_stream()
         ops["event"] = lambda: (event.record(), stream.wait_event(event))
@@ -351,13 +351,7 @@ def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, se
         family="sustained", num_heads=32, num_kv_heads=8, causal=True, varlen=False,
         q_lens=(num_tokens,), k_lens=(num_tokens,),
     )  # fmt: skip
-    x = tensors(shape, bench.device)
-    call = attention.prepare(shape.q_lens, shape.k_lens, causal=True, device=bench.device)
-    out, lse = attention.forward(kernel, x["q"], x["k"], x["v"], call)
-    args = (x["dout"], x["q"], x["k"], x["v"], out, lse)
-    op = (lambda: attention.forward(kernel, *args[1:4], call)) if which == "fwd" else (
-        lambda: attention.backward(kernel, *args, call)
-    )  # fmt: skip
+    op = both_passes(kernel, shape, bench.device)[which]
     op()
     per_op = min(time_ops(op, 3, bench.device))
     time.sleep(1.0)

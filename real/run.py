@@ -37,7 +37,7 @@ from cpsim.scenario import Scenario, load_scenarios, scenario_from
 from cpsim.schedule import Pass
 from real import attention
 from real.iterations import time_pass
-from real.node import Node
+from real.node import Node, end_process
 from real.runner import Runner
 from real.timing import provenance
 
@@ -293,10 +293,7 @@ def main(argv: Sequence[str] | None = None, make: Make | None = None) -> NoRetur
     """
     args = _arguments(argv)
     try:
-        status = _main(args, make)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)  # threads of the profiler and of gloo, if left to the interpreter's end, may abort the process
+        end_process(_main(args, make))
     except CpsimError as error:
         print(f"real.run: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
         sys.exit(2)

@@ -1,7 +1,5 @@
 """What every process of tests/test_executor.py runs: all strategies, masks and passes against dense attention."""
 
-import os
-import sys
 
 import numpy as np
 import torch
@@ -11,7 +9,7 @@ from numeric import tensors
 from cpsim.errors import InfeasibleError
 from cpsim.strategies import plan
 from real.executor import Executor
-from real.node import Node
+from real.node import Node, end_process
 
 
 def worst_difference(executor, given):
@@ -64,5 +62,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()
-    os._exit(0)  # threads that torch leaves behind, if left to the interpreter's end, may abort the process
+    end_process()

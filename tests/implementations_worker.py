@@ -2,7 +2,6 @@
 
 import importlib
 import json
-import os
 import sys
 
 import torch
@@ -11,7 +10,7 @@ from cpsim.scenario import scenario_from
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import make_grid
 from real import attention
-from real.node import Node
+from real.node import Node, end_process
 
 
 def tokens_of(scenario, rank, size):
@@ -114,4 +113,4 @@ def main():
 
 if __name__ == "__main__":
     main()
-    os._exit(0)  # threads that torch leaves behind, if left to the interpreter's end, may abort the process
+    end_process()

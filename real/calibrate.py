@@ -148,9 +148,10 @@ class Calibration:
 
     def overlaps(self) -> Iterator[Task]:
         chosen = [kernel for kernel in self.kernels if kernel in LOADS] or self.kernels[:1]
-        overlap = network.Overlap(self.node, [(k, STEP_TOKENS if self.node.cuda else 64) for k in chosen])
-        for a, b, inside in overlap.cases():
-            yield Task(point_key("overlap", a=a, b=b, inside=inside), partial(overlap.measure, a, b, inside))
+        overlap = network.Overlap(self.node, [(k, STEP_TOKENS if self.node.cuda else 64, 1) for k in chosen])
+        for a, b, units, inside, lead_s in overlap.cases():
+            key = point_key("overlap", a=a, b=b, nbytes=units * overlap.unit, inside=inside, lead_s=lead_s)
+            yield Task(key, partial(overlap.measure, a, b, units, inside, lead_s))
 
     def power(self) -> Iterator[Task]:
         node = self.node

@@ -238,6 +238,14 @@ def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
     }
 
 
+def seq_all_to_all(x: dict[str, Tensor]) -> dict[str, Call]:
+    """yunchang's all-to-all of one tensor, on one token: then there is nothing to reorder, which would be a sweep."""
+    from yunchang.comm.all_to_all import SeqAllToAll4D
+
+    token = x["q"][:1][None].clone().requires_grad_()
+    return {"seq_all_to_all": lambda: SeqAllToAll4D.apply(dist.group.WORLD, token, 2, 1, False)}
+
+
 def measure(node: Node, writer: Writer | None) -> None:
     """Every host call in turns, with errors for what is not installed."""
     dtype = torch.bfloat16 if node.cuda else torch.float32
@@ -250,6 +258,7 @@ def measure(node: Node, writer: Writer | None) -> None:
     }  # fmt: skip
     if node.size > 1:
         groups["communication"] = lambda: communication(x, node)
+        groups["seq_all_to_all"] = lambda: seq_all_to_all(x)
     for kernel in ("sdpa_flash", "cudnn"):
         groups[f"context_parallel {kernel}"] = lambda kernel=kernel: context_parallel(x, node, kernel)  # type: ignore[misc]
     calls: dict[tuple[str, str], Call] = {}

@@ -35,6 +35,9 @@ from real.node import Node
 from real.timing import hold, host_seconds, provenance, soak, time_ops
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+MEMORY_BOUND = ("merge", "copy")
+LEAD_S = 3e-5
+"""By which a communication starts before the computation that it disturbs."""
 Launch = Callable[[], object]
 NetworkPoint = tuple[str, str, int, int]
 """Op, kind, ranks, bytes."""
@@ -259,28 +262,31 @@ def measure_between_nodes(node: Network, rng: np.random.Generator, deadline: flo
             node.add("error", [], failed="fabric", message=str(error)[:300], **parameters)
 
 
-def compute_loads(node: Network, kernels: Sequence[tuple[str, int]] = ()) -> dict[str, Launch]:
+def compute_loads(node: Network, kernels: Sequence[tuple[str, int, int]] = ()) -> dict[str, Launch]:
     """Computation that communication runs beside: attention of ring steps and memory-bound kernels.
 
     Args:
         node: this rank.
-        kernels: attention kernels and tokens of a step.
+        kernels: attention kernels, tokens of a step, and documents that these are of.
     """
     loads: dict[str, Launch] = {}
     dtype = torch.bfloat16 if node.cuda else torch.float32
-    usual = (("fa4", 4096), ("fa2", 4096), ("fa4", 8192)) if node.cuda else (("math", 64),)
-    for kernel, tokens in kernels or usual:
+    usual = (("fa4", 4096, 1), ("fa2", 4096, 1), ("fa4", 8192, 1), ("fa4", 8192, 16)) if node.cuda else (
+        ("math", 64, 1), ("math", 64, 4),
+    )  # fmt: skip
+    for kernel, tokens, documents in kernels or usual:
         def random(heads: int, tokens: int = tokens) -> torch.Tensor:
             return torch.randn(tokens, heads, 128, device=node.device, dtype=dtype)
 
-        call = attention.prepare((tokens,), (tokens,), causal=False, device=node.device)
+        lengths = (tokens // documents,) * documents
+        call = attention.prepare(lengths, lengths, causal=False, device=node.device)
         q, k, v, dout = random(32), random(8), random(8), random(32)
         try:
             args = (dout, q, k, v, *attention.forward(kernel, q, k, v, call))
         except Exception as error:
             print(f"{kernel}: {error}", flush=True)
             continue
-        name = f"{kernel}_{{}}_{tokens}"
+        name = f"{kernel}_{{}}_{tokens}" + (f"/{documents}" if documents > 1 else "")
         loads[name.format("fwd")] = lambda k=kernel, a=args, c=call: attention.forward(k, *a[1:4], c)
         loads[name.format("bwd")] = lambda k=kernel, a=args, c=call: attention.backward(k, *a, c)
     tokens = 8192 if node.cuda else 64
@@ -350,9 +356,10 @@ def measure_pair(node: Network, names: tuple[str, str], ops: tuple[Launch, Launc
 
 
 def overlapped(
-    node: Network, compute: tuple[Launch, int] | None, communicate: Launch | None, streams: list[Any], num: int
-) -> tuple[list[float], list[float]]:
-    """Starts a communication and, 30 microseconds later, a run of compute ops: as a ring step does.
+    node: Network, compute: tuple[Launch, int] | None, communicate: Launch | None, streams: list[Any], num: int,
+    lead_s: float = LEAD_S,
+) -> tuple[list[float], list[float]]:  # fmt: skip
+    """Starts a communication and, `lead_s` later, a run of compute ops: as a ring step does.
 
     Returns:
         Seconds of the whole compute run (mean over ranks) and of the communication (maximum over ranks), per repeat.
@@ -377,7 +384,8 @@ def overlapped(
             with torch.cuda.stream(streams[0]) if node.cuda else nullcontext():
                 if node.cuda:
                     streams[0].wait_event(gate)
-                hold(3e-5, node.device)
+                if lead_s:
+                    hold(lead_s, node.device)
                 events[0].record()
                 for _ in range(compute[1]):
                     compute[0]()
@@ -407,41 +415,44 @@ class Overlap:
     """How much computation and communication slow each other while both run, the communication starting first.
 
     In `inside: a` the communication lasts longer than the compute run, in `inside: b` the other way round; only the
-    op that lies inside has its slowdown measured over its whole length.
+    op that lies inside has its slowdown measured over its whole length. Messages of a ring come in sizes for which
+    NCCL uses different numbers of channels, and also with both sides starting together (`lead_s: 0`).
     """
 
-    def __init__(self, node: Network, kernels: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(self, node: Network, kernels: Sequence[tuple[str, int, int]] = ()) -> None:
         self.node = node
-        group, mb = node.groups[node.size], 2**20 if node.cuda else 2**8
+        self.group, self.unit = node.groups[node.size], 2**20 if node.cuda else 2**8
         self.streams = [torch.cuda.Stream(), torch.cuda.Stream()] if node.cuda else [None, None]
-        long = {"ring": transfers(node, ring(group.ranks), 512 * mb, group)}
-        short = {"ring": transfers(node, ring(group.ranks), 128 * mb, group)}
-        for kind in COLLECTIVES[:3]:
-            long[kind], short[kind] = (collective(node, kind, size * mb, group) for size in (1024, 256))
-        self.communication = {"a": long, "b": short}
         self.loads = compute_loads(node, kernels)
 
-    def cases(self) -> list[tuple[str, str, str]]:
-        """Names of computation and communication, and which of the two lies inside the other."""
-        return [(a, b, inside) for b in self.communication["a"] for a in self.loads for inside in "ab"]
+    def cases(self) -> list[tuple[str, str, int, str, float]]:
+        """Names of computation and communication, its units of size, which of the two lies inside the other, lead."""
+        rings = [("ring", *how) for how in ((512, "a"), (128, "b"), (32, "b"), (128, "a"))]
+        others = [(kind, *how) for kind in COLLECTIVES[:3] for how in ((1024, "a"), (256, "b"))]
+        cases = [(a, *how, LEAD_S) for how in [*rings[:2], *others, *rings[2:]] for a in self.loads]
+        return cases + [(a, *how, 0.0) for how in rings for a in self.loads if a not in MEMORY_BOUND]
 
-    def measure(self, a: str, b: str, inside: str) -> None:
+    def measure(self, a: str, b: str, units: int, inside: str, lead_s: float) -> None:
         """Writes one point; all ranks call."""
-        node, op, num = self.node, self.communication[inside][b], 10 if self.node.cuda else 2
+        node, nbytes, num = self.node, units * self.unit, 10 if self.node.cuda else 2
+        if b == "ring":
+            op: Launch | None = transfers(node, ring(self.group.ranks), nbytes, self.group)
+        else:
+            op = collective(node, b, nbytes, self.group)
         per_op = node.maximum([min(time_ops(self.loads[a], 4, node.device))])[0]
         b_alone = overlapped(node, None, op, self.streams, num)[1]
         span = float(np.median(b_alone)) * (0.6 if inside == "a" else 2.0)
         count = int(np.clip(round(span / per_op), 1, 200))
         a_alone = overlapped(node, (self.loads[a], count), None, self.streams, num)[0]
-        both = overlapped(node, (self.loads[a], count), op, self.streams, num)
+        both = overlapped(node, (self.loads[a], count), op, self.streams, num, lead_s)
         node.add(
-            "overlap", [], a=a, b=b, inside=inside, a_count=count, a_alone_s=a_alone, b_alone_s=b_alone,
-            a_together_s=both[0], b_together_s=both[1],
+            "overlap", [], a=a, b=b, nbytes=nbytes, num_ranks=node.size, inside=inside, lead_s=lead_s, a_count=count,
+            a_alone_s=a_alone, b_alone_s=b_alone, a_together_s=both[0], b_together_s=both[1],
         )  # fmt: skip
         if node.rank == 0:
             x, y = (np.median(t) / np.median(s) for s, t in ((a_alone, both[0]), (b_alone, both[1])))
             print(
-                f"overlap {a:14s} {b:15s} inside {inside}: x{x:.3f} x{y:.3f}"
+                f"overlap {a:14s} {b:14s} {units:4d} inside {inside} lead {lead_s * 1e6:2.0f} us: x{x:.3f} x{y:.3f}"
                 f" ({np.median(a_alone) * 1e3:.2f} ms, {np.median(b_alone) * 1e3:.2f} ms)", flush=True,
             )  # fmt: skip
 

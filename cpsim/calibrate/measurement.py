@@ -78,7 +78,7 @@ class Writer:
 
 _IDENTITY = (
     "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
-    "variant", "num_ranks", "nbytes", "a", "b", "inside",
+    "variant", "num_ranks", "nbytes", "a", "b", "inside", "lead_s",
 )  # fmt: skip
 
 

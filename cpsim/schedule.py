@@ -225,6 +225,27 @@ class Schedule:
             area=int(self.tiles.area[self.tile[index]]),
         )
 
+    def process_groups(self) -> tuple[Int32, list[tuple[int, ...]]]:
+        """Whose process group every transfer runs in: all ranks that transfers on its lanes link, such as one ring.
+
+        Returns:
+            index of the group of every op, -1 for other kinds, ``[N]``; and the ranks of every group, in order.
+        """
+        group, ranks = np.full(len(self), -1, np.int32), list[tuple[int, ...]]()
+        moves = np.flatnonzero(self.kind == Kind.TRANSFER)
+        source, target = (self.lane_rank[self.lane_start[moves] + end] for end in (0, 1))
+        stream = self.lane_stream[self.lane_start[moves]]
+        for lane in np.flatnonzero(np.bincount(stream)):
+            here, linked = stream == lane, np.zeros((self.num_ranks, self.num_ranks), np.bool_)
+            linked[source[here], target[here]] = True
+            of_rank = np.arange(self.num_ranks)
+            for a, b in np.argwhere(linked).tolist():
+                of_rank[of_rank == of_rank[b]] = of_rank[a]
+            firsts = np.unique(of_rank[linked.any(axis=1)])
+            group[moves[here]] = len(ranks) + np.searchsorted(firsts, of_rank[source[here]])
+            ranks += [tuple(np.flatnonzero(of_rank == first).tolist()) for first in firsts]
+        return group, ranks
+
     def project(self, rank: int) -> tuple[Op, ...]:
         """The program of one rank: its ops in launch order, with the dependencies that it can see.
 

@@ -26,6 +26,8 @@ CASES = (
     ("none", {}), ("ring", {}), ("zigzag_ring", {"zigzag": "document"}), ("zigzag_ring", {"zigzag": "sequence"}),
     ("striped_ring", {}), ("ulysses", {}), ("ulysses", {"head_groups": 2}), ("allgather", {"layout": "contiguous"}),
     ("allgather", {"layout": "zigzag", "heads_per_gather": 1}), ("allgather", {"layout": "document_zigzag"}),
+    ("usp", {"ulysses": 2}), ("usp", {"ulysses": 2, "ring": "basic", "placement": "context_first"}),
+    ("loongtrain", {"ulysses": 1, "inner_ring": 2}), ("loongtrain", {"ulysses": 2}),
 )  # fmt: skip
 MASKS = (("causal", None), ("full", None), ("causal_document", (700, 36, 1312)), ("full_document", (700, 36, 1312)))
 

@@ -44,10 +44,11 @@ class Lowering:
         node, made = self.x.node, list[Call]()
         program = {op.index: op for op in self.s.project(self.rank)}
         self._prepare_results()
+        of_transfer, groups = self.s.process_groups()
         for i, accesses in self.walk:
             kind = Kind(int(self.s.kind[i]))
             if kind == Kind.TRANSFER or kind in COLLECTIVE_KINDS:
-                ranks = tuple(range(self.s.num_ranks)) if kind == Kind.TRANSFER else tuple(self.s.ranks_of(i))
+                ranks = groups[of_transfer[i]] if kind == Kind.TRANSFER else tuple(self.s.ranks_of(i))
                 lane = self.s.op(i).lanes[0][1]
                 group = node.group(ranks, lane)  # made by all ranks, in list order
             if i not in program:

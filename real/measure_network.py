@@ -224,6 +224,8 @@ def measure_point(node: Network, point: NetworkPoint, num: int = 20) -> None:
 def measure_between_nodes(node: Network, rng: np.random.Generator, deadline: float, num_nodes: int) -> None:
     """The network between nodes: flows alone, together and both ways, collectives of all ranks and of a rank a node.
 
+    Flows `inside` a node, too: in a process group of several nodes NCCL gives them few channels.
+
     Points are of op `fabric`; several groups or flows run at once where the point says so, each with `nbytes`.
     """
     per_node = node.size // num_nodes
@@ -236,6 +238,7 @@ def measure_between_nodes(node: Network, rng: np.random.Generator, deadline: flo
         "all_flows": one_way,
         "all_flows_both_directions": one_way + back,
         "ring": ring(ranks),
+        "inside": [pair for a, b in zip(ranks[::2], ranks[1::2], strict=True) for pair in ((a, b), (b, a))],
     }
     columns = [node.communicator(ranks[i::per_node]) for i in range(per_node)]
     mine, world = columns[node.rank % per_node], node.groups[node.size]

@@ -39,6 +39,24 @@ def crossings(schedule, of, gpus_per_node):
     return np.bincount(far, minlength=schedule.num_ranks)
 
 
+@pytest.mark.parametrize(
+    ("name", "knobs", "wanted"),
+    [
+        ("zigzag_ring", {}, {(0, 1, 2, 3, 4, 5, 6, 7)}),
+        ("usp", {"ulysses": 2}, {(0, 2, 4, 6), (1, 3, 5, 7)}),
+        ("usp", {"ulysses": 2, "placement": "context_first"}, {(0, 1, 2, 3), (4, 5, 6, 7)}),
+        ("loongtrain", {"ulysses": 1, "inner_ring": 4}, {(0, 1, 2, 3), (4, 5, 6, 7), (0, 4), (1, 5), (2, 6), (3, 7)}),
+    ],
+)
+def test_every_ring_has_a_process_group_of_its_own(name, knobs, wanted):
+    schedule = plan(name, workload("causal", (96,), "mha"), cluster(8), "fwd", knobs)
+    of_op, ranks = schedule.process_groups()
+    assert set(ranks) == wanted
+    for op in np.flatnonzero(schedule.kind == Kind.TRANSFER).tolist():
+        assert set(schedule.ranks_of(op)) <= set(ranks[of_op[op]])
+    assert ((of_op >= 0) == (schedule.kind == Kind.TRANSFER)).all()
+
+
 # Bytes on the wire. N tokens, P ranks in groups of u and rings of P / u, a 2-byte element.
 
 

@@ -337,7 +337,11 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
             ring=_RING_FLASH_ATTN,  # ring/ring_flash_attn.py and ring/zigzag_ring_flash_attn.py launch the same
             ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
             launches=_FLASH_ATTN
-            | {"all_to_all": ("sync_all_to_all",), "merge": ("jit_merge",), "transfer": ("transfer_of_two",)},
+            | {
+                "all_to_all": ("seq_all_to_all", "sync_all_to_all"),
+                "merge": ("jit_merge",),
+                "transfer": ("transfer_of_two",),
+            },
             sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
         ),
         Implementation(

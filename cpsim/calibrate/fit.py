@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,11 +36,12 @@ from cpsim.calibrate.residuals import (
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, FITTED, AttentionParams
-from cpsim.models.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
+from cpsim.models.collective import COLLECTIVES, CollectiveParams, Curve, channels, ring_channels, wire_bytes
 from cpsim.models.discrepancy import Discrepancy
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
 from cpsim.models.interference import InterferenceParams
+from cpsim.models.spread import expected_maximum
 
 Floats = NDArray[np.float64]
 Covariance = dict[str, Any]
@@ -49,6 +50,8 @@ SEED = 20251121
 FOLDS = 5
 FEWEST = (10, 2)
 """Sizes that a network curve needs; the second where no number of ranks has the first."""
+FEWEST_OF_GPU, LONG_CALL_S = 5, 3e-4
+"""Calls of a kernel that say something about a GPU, and how long they take."""
 KNOT_RATIO = 3.0
 """Between sizes of neighbouring knots of a network curve."""
 
@@ -102,7 +105,7 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: 
         outside = [p for p, k in zip(points, fold, strict=True) if k == i and counted(p)]
         rows += residuals(build(inside), outside)
     profile = build(points)
-    sigma = _sigma(rows, _run_to_run(profile, kernels)) | _spreads(everything)
+    sigma = _sigma(rows, _run_to_run(profile, kernels)) | _spreads(everything) | _between_gpus(profile, kernels)
     profile = dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
 
@@ -149,7 +152,8 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
     of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Nor do
     calls of others that were repeated in a row: in an iteration each finds the processor's caches cold. Of the pause
-    between two iterations, which the timing code makes, the latest measurement counts.
+    between two iterations, which the timing code makes, the latest measurement counts. Overlaps count where the size
+    of what was sent is known and the communication came first.
     """
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
@@ -160,6 +164,7 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         if not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
         and p.get("place") != "in a row"
+        and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
     ]
     own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
@@ -391,9 +396,12 @@ def _host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None)
             kind = f"{kernel} {pass_}"
         elif kind == "transfer_pair":
             kind = "transfer"
+        elif kind.startswith("meet_"):
+            kind = f"{kind}_{point['num_ranks']}"
         samples.setdefault(kind, []).append(float(np.median(point["samples_s"])))
     launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
+    meets = {tuple(map(int, kind.split("_")[1:])): launch.pop(kind) for kind in list(launch) if "meet_" in kind}
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
     if stand_in:
         launch = {**stand_in.profile.host.launch_s, **launch}
@@ -405,8 +413,24 @@ def _host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None)
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
         graph_cross_s=cross_s, captured_gain_s=gain_s,
-        pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
+        pause_s={"synced": 0.0, "streamed": 0.0} | pauses, start_spread_s=_start_spread(meets, graph_s),
     )  # fmt: skip
+
+
+def _start_spread(meets: Mapping[tuple[int, ...], float], graph_s: float) -> float:
+    """Standard deviation of the starts of ranks, from what a first all-reduce waits for the last of them.
+
+    Args:
+        meets: by all-reduces in a graph and ranks, seconds from the first rank's launch of it to its end.
+        graph_s: of the launch of a graph.
+    """
+    found = []
+    for num_ranks in sorted({ranks for _, ranks in meets}):
+        few, many = sorted(num for num, ranks in meets if ranks == num_ranks)
+        each = (meets[many, num_ranks] - meets[few, num_ranks]) / (many - few)
+        waited = meets[few, num_ranks] - graph_s - few * each
+        found.append(max(waited, 0.0) / (2 * expected_maximum(num_ranks)))
+    return float(np.mean(found)) if found else 0.0
 
 
 MEMORY_BOUND = ("copy", "accumulate", "merge")
@@ -455,6 +479,7 @@ def _collective(
 ) -> CollectiveParams:
     """Curves of collectives and transfers, and the capacity of a port from everything that ran at once."""
     points = [p for p in chosen if p["op"] in ("collective", "transfer")]
+    inside = [p for p in chosen if p["op"] == "fabric" and p["kind"] == "inside"]
     theirs = stand_in.collective() if stand_in else None
     if theirs and not points:
         return theirs
@@ -472,23 +497,30 @@ def _collective(
             curves[kind] = dict(theirs.curves[kind])
         elif kind not in curves:
             raise ProfileError(f"a profile needs {kind} points: add a file of real.measure_network")
-    transfers = {}
-    for pattern in sorted({p["kind"] for p in points if p["op"] == "transfer"}):
-        mine = [p for p in points if p["kind"] == pattern]
-        pairs = [p for p in mine if pattern == "ring" and p["num_ranks"] == 2]
-        if pairs:
-            transfers["ring_of_two"] = fit_curve(*_columns(pairs))
-        rest = [p for p in mine if p not in pairs]
-        if rest:
-            transfers[pattern] = fit_curve(*_columns(rest))
+    rings, transfers = {}, {}
+    for number, mine in _by_channels([*points, *inside]).items():
+        rings[number] = fit_curve(*_columns(mine))
+    for pattern in sorted({p["kind"] for p in points if p["op"] == "transfer"} - {"ring"}):
+        transfers[pattern] = fit_curve(*_columns([p for p in points if p["kind"] == pattern]))
     if theirs:
-        transfers = {**theirs.transfers, **transfers}
-    for pattern, other in (("ring", "ring_of_two"), ("ring_of_two", "ring")):  # a node of two GPUs has no larger ring
-        if pattern not in transfers and other in transfers:
-            transfers[pattern] = transfers[other]
+        rings, transfers = {**theirs.rings, **rings}, {**theirs.transfers, **transfers}
     hop = {kind: _hop_seconds(by) for kind, by in curves.items()}
     port = _port(everything, max(points, key=lambda p: p["num_ranks"])["num_ranks"])
-    return CollectiveParams(curves=curves, hop_s=hop, transfers=transfers, port_bytes_per_s=port)
+    return CollectiveParams(curves=curves, hop_s=hop, rings=rings, transfers=transfers, port_bytes_per_s=port)
+
+
+def _by_channels(points: Sequence[Point]) -> dict[int, list[Point]]:
+    """Messages of rings, and of those inside a node whose process group spans nodes, by NCCL's channels."""
+    found: dict[int, list[Point]] = {}
+    for p in points:
+        if p["op"] == "fabric":
+            number = ring_channels(p["nbytes"], p["num_nodes"] * p["gpus_per_node"], p["num_nodes"])
+        elif p["op"] == "transfer" and p["kind"] == "ring":
+            number = ring_channels(p["nbytes"], p["num_ranks"])
+        else:
+            continue
+        found.setdefault(int(number), []).append(p)
+    return dict(sorted(found.items()))
 
 
 def _columns(points: Sequence[Point]) -> tuple[Floats, Floats]:
@@ -525,45 +557,46 @@ def _port(points: Sequence[Point], num_ranks: int) -> float:
 
 
 def _interference(points: Sequence[Point]) -> InterferenceParams:
-    """Slowdowns from overlaps: means over shapes and collectives.
+    """Slowdowns from overlaps, of all shapes together.
 
     How much a computation is slowed is seen both where it lies inside a communication and where a communication lies
     inside it; a communication's slowdown only where it lies inside.
     """
     computation, communication = _overlaps(points)
 
-    def mean(store: Factors) -> dict[str, dict[str, float]]:
-        return {a: {b: max(1.0, float(np.mean(f))) for b, f in by.items()} for a, by in sorted(store.items())}
+    def factors(store: Spans) -> dict[str, dict[str, float]]:
+        return {a: {b: _slowdown(spans) for b, spans in by.items()} for a, by in sorted(store.items())}
 
-    return InterferenceParams(computation=mean(computation), communication=mean(communication))
-
-
-Factors = dict[str, dict[str, list[float]]]
+    return InterferenceParams(computation=factors(computation), communication=factors(communication))
 
 
-def _overlaps(points: Sequence[Point]) -> tuple[Factors, Factors]:
-    """Slowdowns of computations by communications, and the reverse, by the names of both."""
-    computation: Factors = {}
-    communication: Factors = {}
+Spans = dict[str, dict[str, list[tuple[float, float]]]]
+"""By the names of both ops: seconds that one ran beside the other, and what it lost in them."""
+LEAST_OVERLAP: Final = 0.2
+"""Share of an op's time during which another has to run beside it, for its loss to stand out from noise."""
+
+
+def _overlaps(points: Sequence[Point]) -> tuple[Spans, Spans]:
+    """What computations lose beside communications, and the reverse."""
+    computation: Spans = {}
+    communication: Spans = {}
     for p in points:
         words = p["a"].rsplit("_", 2)  # kernel, pass, tokens
         name = f"{words[0]} {words[1]}" if len(words) > 2 else "memory-bound"
-        other = "transfer" if p["b"] == "ring" else "collective"
+        other = f"transfer {channels(p['nbytes'], p['num_ranks'])}" if p["b"] == "ring" else p["b"]
         alone, together = ([float(np.median(p[f"{s}_{how}_s"])) for s in "ab"] for how in ("alone", "together"))
-        factor = _slowdown(alone[0], together[0], together[1])
-        computation.setdefault(name, {}).setdefault(other, []).append(factor)
-        if p["inside"] == "b":
-            factor = _slowdown(alone[1], together[1], together[0])
-            communication.setdefault(name, {}).setdefault(other, []).append(factor)
+        beside = min(together)
+        for store, i in ((computation, 0), (communication, 1)):
+            if beside > LEAST_OVERLAP * together[i] and (i == 0 or p["inside"] == "b"):
+                lost = together[i] - alone[i]
+                store.setdefault(name, {}).setdefault(other, []).append((beside, lost))
     return computation, communication
 
 
-def _slowdown(alone: float, together: float, other: float) -> float:
-    """Slowdown of an op while the other op ran beside it; alone again once that has ended."""
-    if together <= other:
-        return together / alone
-    beside = alone - (together - other)
-    return other / beside if beside > 0 else 1.0
+def _slowdown(spans: Sequence[tuple[float, float]]) -> float:
+    """Time beside another op over what the same work takes alone, at least 1."""
+    beside, lost = np.sum(spans, axis=0)
+    return max(1.0, float(beside / (beside - lost))) if lost < beside else 1.0
 
 
 # --- uncertainty, validity, provenance ---
@@ -584,9 +617,10 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
     """Standard deviations, relative, of what overlapping costs (over shapes) and of graph launches (over ranks)."""
     spread = {"interference": 0.5, "graph": 0.3}
     computation, _ = _overlaps([p for p in points if p["op"] == "overlap"])
-    lost = [np.array(factors) - 1.0 for by in computation.values() for factors in by.values()]
-    if lost:
-        spread["interference"] = float(np.std(np.concatenate([x / x.mean() for x in lost])))
+    spans = [np.array(spans) for by in computation.values() for spans in by.values()]
+    shares = [lost / beside for beside, lost in (mine.T for mine in spans)]
+    if shares:
+        spread["interference"] = float(np.std(np.concatenate([x / x.mean() for x in shares if x.mean() > 0.02])))
     launches = [np.median(p["samples_s"]) for p in points if p["op"] == "host" and p["kind"] == "graph_chain_1"]
     if len(launches) > 1:
         spread["graph"] = float(np.std(np.log(launches)))
@@ -594,14 +628,32 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
 
 
 def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:
-    """Spread between GPUs of one type, at least 1 %: standard deviation of each one's mean error on long kernels."""
+    """Spread between GPUs of one type over all kernels, at least 1 %."""
+    means = [float(np.mean(errors)) for errors in _errors_by_gpu(profile, kernels, "attention").values()]
+    return max(0.01, float(np.std(means, ddof=1)) if len(means) > 1 else 0.0)
+
+
+def _between_gpus(profile: Profile, kernels: Sequence[Measurements]) -> dict[str, float]:
+    """Spread between GPUs of one type of every kernel and pass that was measured on several."""
+    spreads = {}
+    for kernel, pass_ in profile.attention:
+        errors = _errors_by_gpu(profile, kernels, model := f"attention {pass_} {kernel}")
+        several = [mine for mine in errors.values() if len(mine) >= FEWEST_OF_GPU]
+        if len(several) > 1:
+            of_means = float(np.mean([np.var(mine, ddof=1) / len(mine) for mine in several]))
+            variance = float(np.var([np.mean(mine) for mine in several], ddof=1)) - of_means
+            spreads[f"{model} between GPUs"] = max(variance, 0.0) ** 0.5
+    return spreads
+
+
+def _errors_by_gpu(profile: Profile, kernels: Sequence[Measurements], model: str) -> dict[tuple[str, int], list[float]]:
+    """Errors on long calls without a pause, by file and rank."""
     gpus: dict[tuple[str, int], list[Point]] = {}
     for m in kernels:
         for p in m.of("attention"):
-            if np.median(p["samples_s"]) > 3e-4 and pause_of(p) == 0:
+            if np.median(p["samples_s"]) > LONG_CALL_S and pause_of(p) == 0 and model_of(p).startswith(model):
                 gpus.setdefault((m.source, p.get("rank", 0)), []).append(p)
-    means = [np.mean([row.error for row in residuals(profile, long)]) for long in gpus.values()]
-    return max(0.01, float(np.std(means, ddof=1)) if len(means) > 1 else 0.0)
+    return {gpu: [row.error for row in residuals(profile, long)] for gpu, long in gpus.items()}
 
 
 def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:

@@ -24,7 +24,7 @@ from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
 from cpsim.models.interference import InterferenceParams
 
-SCHEMA = 2
+SCHEMA = 3
 FOLDER = Path(__file__).parent / "profiles"
 
 
@@ -48,7 +48,8 @@ class Profile:
     `collective`."""
     sigma: Mapping[str, float]
     """Relative (log) standard deviation of held-out errors by cost model: `attention fwd fa4`, `collective`,
-    `collective all_gather`, `transfer`, `memory-bound`, `host`, `run to run`."""
+    `collective all_gather`, `transfer`, `memory-bound`, `host`, `run to run`; and the spread between GPUs of one type
+    (`attention fwd fa4 between GPUs`)."""
     valid: Mapping[str, tuple[float, float]]
     """Measured range by cost model: query and key tokens of a call (attention), bytes (others)."""
     covariance: Mapping[str, Mapping[str, Any]]
@@ -85,6 +86,10 @@ class Profile:
         if counts.size and (counts.max() > high or counts.min() < low):
             notes.append(f"{kernel} {pass_}: {counts.min()} to {counts.max()} heads, measured {low:.0f} to {high:.0f}")
         return tuple(notes)
+
+    def between_gpus(self, kernel: str, pass_: str) -> float:
+        """Standard deviation, relative, of one attention kernel's time between GPUs of this type."""
+        return self.sigma.get(f"attention {pass_} {kernel} between GPUs", self.sigma["run to run"])
 
     def transfer_notes(self, nbytes: ArrayLike) -> tuple[str, ...]:
         """What about these message sizes lies outside of the measured range."""
@@ -166,6 +171,7 @@ def _build(data: dict[str, Any]) -> Profile:
     collective = CollectiveParams(
         curves={k: {int(n): curve(c) for n, c in by.items()} for k, by in network["curves"].items()},
         hop_s={k: float(v) for k, v in network["hop_s"].items()},
+        rings={int(n): curve(c) for n, c in network["rings"].items()},
         transfers={k: curve(c) for k, c in network["transfers"].items()},
         port_bytes_per_s=float(network["port_bytes_per_s"]),
     )

@@ -129,7 +129,7 @@ def predicted(profile: Profile, points: Sequence[Point]) -> Floats:
     return np.array([
         float(elementwise_seconds(profile.elementwise, p["kind"], p["nbytes"])) if p["op"] == "elementwise"
         else float(collective_seconds(network, p["kind"], p["nbytes"], p["num_ranks"])) if p["op"] == "collective"
-        else float(transfer_seconds(network, p["nbytes"], "ring_of_two" if p["num_ranks"] == 2 else "ring"))
+        else float(transfer_seconds(network, p["nbytes"], p["num_ranks"]))
         for p in points
     ])  # fmt: skip
 

@@ -5,7 +5,12 @@ Sizes are nccl-tests' S, the total array in bytes, of one rank: the gathered arr
 S (n - 1) / n bytes through its port in each direction, twice that for an all-reduce; curves are kept against these
 wire bytes, so bus bandwidth is wire bytes / seconds.
 
-Reference: NVIDIA nccl-tests, doc/PERFORMANCE.md (algorithm and bus bandwidth).
+Point-to-point messages run on a number of channels, each one thread block at some 20 GB/s, which NCCL chooses by the
+ranks of the process group and the size of the message: the same message takes half as long among two ranks as among
+four, and in a group that spans several nodes even one inside a node is slow.
+
+Reference: NVIDIA nccl-tests, doc/PERFORMANCE.md (algorithm and bus bandwidth); NCCL 2.28.9, src/enqueue.cc
+(scheduleP2pTasksToPlan, addP2pToPlan) and src/graph/paths.cc (ncclTopoComputeP2pChannels) for channels.
 Differs: latency is not a constant; NCCL changes protocol and channel count with size, which the knots follow.
 """
 
@@ -13,13 +18,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
+MAX_CHANNELS: Final = 32
+"""For messages over NVLink."""
+NET_CHANNELS: Final = 2
+"""For every message in a process group that spans nodes, NCCL's default for a peer behind a network."""
+CHANNEL_BYTES: Final = (2**16, 2**24)
+"""A channel carries at least the one, and at most the other while there are more channels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +59,10 @@ class CollectiveParams:
     """By collective and number of ranks, against wire bytes."""
     hop_s: Mapping[str, float]
     """By collective: latency of one rank more than were measured."""
+    rings: Mapping[int, Curve]
+    """By NCCL channels, against message bytes: every rank sends to the next and receives from the previous at once."""
     transfers: Mapping[str, Curve]
-    """By pattern, against message bytes: `ring` (every rank sends to the next and receives from the previous at
-    once), `ring_of_two` (both with the same peer), `unidirectional`, `unbatched`, `unbatched_bidirectional`."""
+    """By other patterns, likewise: `unidirectional`, `unbatched`, `unbatched_bidirectional`, ..."""
     port_bytes_per_s: float
     """What one GPU's NVLink port carries in each direction, however many operations share it."""
 
@@ -88,6 +102,45 @@ def collective_seconds(params: CollectiveParams, kind: str, nbytes: ArrayLike, n
     return np.asarray(curves[below](wire) ** (1 - share) * curves[above](wire) ** share)
 
 
-def transfer_seconds(params: CollectiveParams, nbytes: ArrayLike, pattern: str = "ring") -> Floats:
-    """Seconds of one transfer in a pattern that all ranks run at once, in the shape of nbytes (bytes per message)."""
-    return params.transfers[pattern](nbytes)
+def ring_channels(nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1) -> Ints:
+    """Channels among which NCCL divides a message over NVLink, 1 to 32, in the common shape.
+
+    Args:
+        nbytes: of the message; small ones do not fill them, see ``channels``.
+        num_ranks: of its process group.
+        num_nodes: that the group spans.
+    """
+    nbytes, num_ranks, num_nodes = np.broadcast_arrays(nbytes, num_ranks, num_nodes)
+    count = np.maximum(MAX_CHANNELS >> np.ceil(np.log2(num_ranks)).astype(np.int64), 1)
+    for _ in range(MAX_CHANNELS.bit_length()):
+        count = np.where((nbytes > count * CHANNEL_BYTES[1]) & (count < MAX_CHANNELS), 2 * count, count)
+    return np.asarray(np.where(num_nodes > 1, NET_CHANNELS, count))
+
+
+def channels(nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1) -> Ints:
+    """Channels that carry a part of a message, each one thread block; arguments as of ``ring_channels``."""
+    filled = np.ceil(np.maximum(nbytes, 1) / CHANNEL_BYTES[0]).astype(np.int64)
+    return np.minimum(ring_channels(nbytes, num_ranks, num_nodes), filled)
+
+
+def transfer_seconds(
+    params: CollectiveParams, nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1
+) -> Floats:
+    """Seconds of one message over NVLink while every rank of its process group sends and receives one like it.
+
+    For numbers of channels that were not measured a channel takes as long as one of the nearest number.
+
+    Args:
+        params: measured curves.
+        nbytes, num_ranks, num_nodes: as ``ring_channels`` takes them.
+
+    Returns:
+        Seconds, in the common shape.
+    """
+    size, count = np.broadcast_arrays(np.asarray(nbytes, np.float64), ring_channels(nbytes, num_ranks, num_nodes))
+    seconds = np.empty(size.shape)
+    for number in np.unique(count).tolist():
+        nearest = min(params.rings, key=lambda known: (abs(np.log2(known / number)), -known))
+        chosen = count == number
+        seconds[chosen] = params.rings[nearest](size[chosen] * (nearest / number))
+    return seconds

@@ -1,8 +1,8 @@
 """How much computation and NCCL kernels on one GPU slow each other while both run.
 
-NCCL's kernels occupy SMs and memory bandwidth. Factors come from pairs in which one lies wholly inside the other,
-the communication starting first. A communication that is launched while an attention kernel runs also waits for
-that kernel's last blocks to be scheduled; that delay is not part of these factors.
+NCCL's kernels occupy SMs, one thread block for every channel, and memory bandwidth. Factors come from pairs in which
+one lies wholly inside the other, the communication starting first. A communication that is launched while an
+attention kernel runs also waits for that kernel's last blocks to be scheduled; that delay is not part of these factors.
 """
 
 from __future__ import annotations
@@ -21,19 +21,24 @@ LIKE = {"cudnn": "fa4", "sdpa_flash": "fa2"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterferenceParams:
-    """Slowdown factors, at least 1."""
+    """Slowdown factors, at least 1.
+
+    Communication is named as a collective (`all_gather`) or as a transfer and its channels (`transfer 8`).
+    """
 
     computation: Mapping[str, Mapping[str, float]]
-    """By computation (`fa4 fwd`, `memory-bound`) and communication (`transfer`, `collective`): of the computation."""
+    """By computation (`fa4 fwd`, `memory-bound`) and communication: of the computation."""
     communication: Mapping[str, Mapping[str, float]]
     """By the same: of the communication."""
 
     def slowdown(self, kernel: str, classes: Sequence[str]) -> Floats:
         """Matrix [C, C] of slowdowns of class a while class b runs on the same GPU.
 
+        Transfers on other numbers of channels than were measured disturb computation in proportion, none at none.
+
         Args:
             kernel: attention kernel behind the classes `attention fwd` and `attention bwd`.
-            classes: names of the C classes; `transfer` and `collective` communicate, unknown ones disturb nothing.
+            classes: names of the C classes, computations and communications; unknown ones disturb nothing.
         """
         matrix = np.ones((len(classes), len(classes)))
         for i, work in enumerate(classes):
@@ -43,7 +48,18 @@ class InterferenceParams:
             if name not in self.computation:
                 continue
             for j, communication in enumerate(classes):
-                if communication in self.computation[name]:
-                    matrix[i, j] = self.computation[name][communication]
-                    matrix[j, i] = self.communication.get(name, {}).get(communication, 1.0)
+                matrix[i, j] = _factor(self.computation[name], communication, {0: 1.0})
+                matrix[j, i] = _factor(self.communication.get(name, {}), communication, {})
         return matrix
+
+
+def _factor(factors: Mapping[str, float], communication: str, ends: Mapping[int, float]) -> float:
+    """The factor of a communication, interpolated over channels of transfers; 1 where there is none."""
+    kind, _, number = communication.partition(" ")
+    if not number.isdigit():
+        return factors.get(communication, 1.0)
+    known = {int(name.split()[1]): factor for name, factor in factors.items() if name.startswith(f"{kind} ")}
+    if not known:
+        return 1.0
+    points = sorted({**ends, **known}.items())
+    return float(np.interp(int(number), [n for n, _ in points], [factor for _, factor in points]))

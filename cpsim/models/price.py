@@ -13,11 +13,12 @@ from numpy.typing import NDArray
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
 from cpsim.models.attention import clocked_seconds
-from cpsim.models.collective import collective_seconds, transfer_seconds
+from cpsim.models.collective import channels, collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.kernels import check_calls, limits_of
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
+from cpsim.models.spread import expected_maximum
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
 from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
@@ -47,20 +48,20 @@ _MEMORY_NAMES: Final = {
     Kind.COPY: "copy",
     Kind.ELEMENTWISE: "copy",
 }
-_PRESSURE: Final = ("attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "none")
-"""Pressure classes, as the interference model names them; barriers press on nothing."""
 _PRESSURE_OF: Final = {
     Kind.ATTENTION: "attention fwd",
     Kind.ATTENTION_BACKWARD: "attention bwd",
-    Kind.TRANSFER: "transfer",
-    Kind.BARRIER: "none",
-    **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
+    Kind.ALL_GATHER: "all_gather",
+    Kind.REDUCE_SCATTER: "reduce_scatter",
+    Kind.ALL_TO_ALL: "all_to_all",
+    Kind.ALL_REDUCE: "reduce_scatter",
 }
-"""Kinds that are not memory-bound."""
+"""What presses on other ops of a GPU, as the interference model names it; other kinds are memory-bound, and those of
+transfers say how many channels they run on."""
 _IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for stream in STREAMS])
 """A batched send and receive is one kernel; this end of it does not count again."""
-_CLASSES: Final = np.array([_PRESSURE.index(_PRESSURE_OF.get(kind, "memory-bound")) for kind in Kind], np.int8)
-"""Index into ``_PRESSURE`` of every kind."""
+_POWER_OF: Final = {Kind.TRANSFER: "transfer", **dict.fromkeys(COLLECTIVE_KINDS, "collective")}
+"""Kinds whose power is not that of memory-bound kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,8 @@ class Pricing:
                 duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
         self._check_launches(schedule, notes)
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
-        flows = [self._transfers(schedule, links, duration, group, notes)]
+        messages = _Messages.of(schedule, self.cluster)
+        flows = [self._transfers(schedule, messages, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
         release = self._releases(schedule)
         if self.captured:  # an op takes at least half of what was measured between two events
@@ -124,7 +126,8 @@ class Pricing:
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
         self._settle(schedule, duration, full, release)
-        return Priced(self._work(schedule, links, duration, flows, release), group, tuple(notes))
+        self._wait_for_slowest(schedule, duration)
+        return Priced(self._work(schedule, messages, links, duration, flows, release), group, tuple(notes))
 
     def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
         """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""
@@ -133,7 +136,9 @@ class Pricing:
             return
         quick = np.where(attention, full, duration)
         period = float(earliest(*predecessors(schedule), quick, release)[1].max())
-        load = np.array([self.profile.load.get(_PRESSURE[c], 0.0) for c in _CLASSES])[schedule.kind]
+        drawing = [_POWER_OF.get(kind, "memory-bound") for kind in Kind]
+        drawing[Kind.ATTENTION] = drawing[Kind.ATTENTION_BACKWARD] = drawing[Kind.BARRIER] = "none"
+        load = np.array([self.profile.load.get(what, 0.0) for what in drawing])[schedule.kind]
         ranks, ops = schedule.lane_rank, schedule.op_of_lane()
         once = ~_IS_ARRIVAL[schedule.lane_stream]
         drawn = np.bincount(ranks[once], (load * duration)[ops[once]], schedule.num_ranks).astype(np.float64)
@@ -143,6 +148,15 @@ class Pricing:
             full[attention], duration[attention], ranks[first].astype(np.int64), drawn,
             period + self.profile.host.pause_s[self.protocol], power,
         )  # fmt: skip
+
+    def _wait_for_slowest(self, schedule: Schedule, duration: Floats) -> None:
+        """Attention as slow as on the slowest of the GPUs that have the most of it: sooner or later all wait for it."""
+        attention = is_one_of(schedule.kind, ATTENTION_KINDS)
+        ranks = schedule.lane_rank[schedule.lane_start[:-1][attention]]
+        busy = np.bincount(ranks, duration[attention], schedule.num_ranks)
+        spread = self.profile.between_gpus(self.kernel, _pass_of(schedule))
+        most = int((busy >= busy.max() * (1 - 2 * spread)).sum())
+        duration[attention] *= 1 + spread * expected_maximum(most)
 
     def _sweep(self, kind: Kind, notes: dict[str, None]) -> str:
         """Name of the measured kernel that a memory-bound op costs as much as."""
@@ -170,12 +184,14 @@ class Pricing:
                 notes[f"host: launch of {names[-1]} not measured, {instead}"] = None
 
     def _work(
-        self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats
-    ) -> Work:
+        self, schedule: Schedule, messages: _Messages, links: Links, duration: Floats, flows: list[Flows],
+        release: Floats,
+    ) -> Work:  # fmt: skip
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
         of_flow = np.repeat(np.arange(len(schedule)), np.diff(flow_start))
         np.maximum.at(duration, of_flow, flow_bytes / capacity[flow_link])
+        pressure, names = _pressures(schedule, messages)
         return Work(
             duration_s=duration,
             release_s=release,
@@ -183,8 +199,8 @@ class Pricing:
             flow_link=flow_link,
             flow_bytes=flow_bytes,
             link_bytes_per_s=capacity,
-            pressure=_CLASSES[schedule.kind],
-            slowdown=self.profile.interference.slowdown(self.kernel, _PRESSURE),
+            pressure=pressure,
+            slowdown=self.profile.interference.slowdown(self.kernel, names),
         )
 
     def _attention(
@@ -225,18 +241,18 @@ class Pricing:
         return seconds[0], seconds[1]
 
     def _transfers(
-        self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
-    ) -> Flows:
-        """Durations and flows; two ranks that send to each other are a ring of two, as NCCL sees them."""
-        ops = np.flatnonzero(schedule.kind == Kind.TRANSFER)
+        self, schedule: Schedule, messages: _Messages, links: Links, duration: Floats, group: Int8,
+        notes: dict[str, None],
+    ) -> Flows:  # fmt: skip
+        """Durations and flows."""
+        ops, nbytes = messages.op, messages.nbytes
         first = schedule.lane_start[ops]
         source = schedule.lane_rank[first].astype(np.int64)
         target = schedule.lane_rank[first + 1].astype(np.int64)
-        nbytes = schedule.nbytes[ops].astype(np.float64)
         far = links.crosses(source, target)
-        mutual = np.isin(source * schedule.num_ranks + target, target * schedule.num_ranks + source)
-        for pattern, chosen in (("ring", ~far & ~mutual), ("ring_of_two", ~far & mutual)):
-            duration[ops[chosen]] = transfer_seconds(self.profile.collective, nbytes[chosen], pattern)
+        duration[ops[~far]] = transfer_seconds(
+            self.profile.collective, nbytes[~far], messages.num_ranks[~far], messages.num_nodes[~far]
+        )
         group[ops] = np.where(far, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
         fabric = self.cluster.fabric
         if fabric is not None and far.any():
@@ -299,10 +315,18 @@ class Pricing:
         return max(inside, between), near, far, between >= inside
 
     def _releases(self, schedule: Schedule) -> Floats:
-        """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once."""
+        """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once.
+
+        Time counts from the first rank's start. Rank 0, which never has the most to do, is the last to start.
+        """
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
+        late = np.zeros(len(schedule))
+        if self.protocol == "synced":
+            late[schedule.op_of_lane()[schedule.lane_rank == 0]] = (
+                2 * expected_maximum(schedule.num_ranks) * self.profile.host.start_spread_s
+            )
         if self.captured:
-            return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
+            return late + max(self.profile.host.graph_s - lead, 0.0)
         host, pass_, per_kind = self.profile.host, _pass_of(schedule), np.zeros(len(Kind))
         for kind in Kind:
             name = kind.name.lower()
@@ -312,7 +336,46 @@ class Pricing:
         cost[schedule.kind == Kind.TRANSFER] /= 2
         entry = host.measured(self._names("entry", pass_)) or 0.0
         released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
-        return np.asarray(np.maximum(released - lead, 0.0))
+        return np.asarray(np.maximum(released - lead, 0.0)) + late
+
+
+@dataclass(frozen=True, slots=True)
+class _Messages:
+    """All T transfers of a schedule; arrays ``[T]``."""
+
+    op: Ints
+    nbytes: Floats
+    num_ranks: Ints
+    """Of the process group."""
+    num_nodes: Ints
+    """That it spans."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, cluster: Cluster) -> _Messages:
+        group, ranks = schedule.process_groups()
+        op = np.flatnonzero(group >= 0)
+        nodes = [len(np.unique(cluster.node_of(np.array(members)))) for members in ranks]
+        sizes = np.array([[len(members) for members in ranks], nodes], np.int64)[:, group[op]]
+        return cls(op, schedule.nbytes[op].astype(np.float64), sizes[0], sizes[1])
+
+
+def _pressures(schedule: Schedule, messages: _Messages) -> tuple[Int8, list[str]]:
+    """Pressure class of every op, ``[N]``, and the names of the classes: few, as engines need them.
+
+    All transfers of a lane count as its largest one; those of another lane are another kernel.
+    """
+    names: list[str] = []
+    pressure = np.zeros(len(schedule), np.int8)
+    for kind in set(np.unique(schedule.kind).tolist()) - {Kind.TRANSFER}:
+        name = _PRESSURE_OF.get(Kind(kind), "memory-bound")
+        names += [name] if name not in names else []
+        pressure[schedule.kind == kind] = names.index(name)
+    lane = schedule.lane_stream[schedule.lane_start[messages.op]]
+    number = channels(messages.nbytes, messages.num_ranks, messages.num_nodes)
+    for one in np.unique(lane):
+        pressure[messages.op[lane == one]] = len(names)
+        names.append(f"transfer {number[lane == one].max()}")
+    return pressure, names
 
 
 def _pass_of(schedule: Schedule) -> str:

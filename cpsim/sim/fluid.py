@@ -16,7 +16,7 @@ from numba import njit
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Schedule
 from cpsim.sim.heap import pop, set_key
-from cpsim.sim.work import Floats, Work
+from cpsim.sim.work import LEAST_SPEED, Floats, Work
 
 # One record per op, lane entry, flow, rank and link. Lists are doubly linked through entries: `head` is the first
 # entry, then `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of
@@ -128,11 +128,11 @@ def _limits(slowdown):  # type: ignore[no-untyped-def]
     table = np.ones((num_classes, 4**num_classes))
     for own in range(num_classes):
         for present in range(4**num_classes):
-            worst = 1.0
+            left = 1.0
             for other in range(num_classes):
                 if (present >> (2 * other)) & 3 > (other == own):
-                    worst = max(worst, slowdown[own, other])
-            table[own, present] = 1.0 / worst
+                    left -= 1.0 - 1.0 / slowdown[own, other]
+            table[own, present] = max(left, LEAST_SPEED)
     return table
 
 

@@ -11,7 +11,7 @@ import simpy
 from cpsim.errors import ScheduleError
 from cpsim.schedule import Schedule
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import Floats, Work, predecessors
+from cpsim.sim.work import LEAST_SPEED, Floats, Work, predecessors
 
 
 def simulate_reference(schedule: Schedule, work: Work) -> Timeline:
@@ -90,12 +90,15 @@ class _Floor:
         for op in running:
             for rank in self.schedule.ranks_of(op):
                 present.setdefault(rank, []).append(op)
-        limit = {}
-        for op in running:
-            others = {o for rank in self.schedule.ranks_of(op) for o in present[rank]} - {op}
-            factors = [self.work.slowdown[self.work.pressure[op], self.work.pressure[o]] for o in others]
-            limit[op] = 1.0 / max(factors, default=1.0)
+        limit = {op: min(self._left(op, present[rank]) for rank in self.schedule.ranks_of(op)) for op in running}
         return share_fairly(running, limit, self.work)
+
+    def _left(self, op: int, present: list[int]) -> float:
+        """Speed of an op beside others on one rank."""
+        own, left = self.work.pressure[op], 1.0
+        for other in sorted({int(self.work.pressure[o]) for o in present if o != op}):
+            left -= 1.0 - 1.0 / float(self.work.slowdown[own, other])
+        return max(left, LEAST_SPEED)
 
 
 def share_fairly(running: list[int], limit: dict[int, float], work: Work) -> dict[int, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numba import njit
@@ -12,6 +13,8 @@ from cpsim.masks import Ints
 from cpsim.schedule import Int8, Int32, Schedule
 
 Floats = NDArray[np.float64]
+LEAST_SPEED: Final = 0.1
+"""What interference leaves of an op's speed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +23,8 @@ class Work:
 
     An op of duration d that runs alone takes d seconds. Otherwise it runs at a speed of at most 1:
 
-    * Interference: its speed is at most ``1 / slowdown[a, b]``, a its own pressure class, b the worst class of any
-      other op running on one of its ranks.
+    * Interference: classes of ops that run on one of its ranks beside it each take a share ``1 - 1 / slowdown[a, b]``
+      of its speed, a its own pressure class; on the rank where most is taken, but 0.1 always remains.
     * Sharing: it moves ``flow_bytes`` over links while it runs, so at speed s it takes ``s * bytes / d`` of a link's
       rate. Links are shared max-min fairly: the byte rates of all ops (each measured on the link where it moves
       most) rise together until a link is full or an op runs at its own limit.

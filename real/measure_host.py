@@ -4,9 +4,10 @@
 
 Other people's code pays these, our executor does not. Every point is one thing in isolation, and nothing here runs a
 context-parallel strategy: wall seconds that one call keeps the host busy (`op: host`), and seconds of PyTorch's
-memory-bound kernels (`op: elementwise`). Calls are timed in turns, one of each kind after a barrier, so that a call
-does not find its code and data in the processor's caches: in a real step it does not either. Those on the thread of a
-backward pass have points of their own, `... in bwd`.
+memory-bound kernels (`op: elementwise`). How long a call takes depends on what ran between it and the one before, so
+calls that one code makes in a step are timed in turns, `in steps`, `ROUNDS` times over after a barrier, as in a ring
+of so many ranks; the rest once after a barrier, `in turns` among all kinds. Those on the thread of a backward pass have
+points of their own, `... in bwd`.
 `autograd entry` is what an iteration that starts cold pays once: from the call until the first line of a Function.
 """
 
@@ -37,6 +38,20 @@ TOKENS = 512 if torch.cuda.is_available() else 8
 """Few enough for the queue never to fill."""
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ENTRIES = ("_dense", "_varlen")
+ROUNDS = 4
+STEPS = (
+    ("flash_attn_fwd_dense", "jit_merge", "transfer_of_two", "cast"),
+    ("flash_attn_bwd_dense", "transfer_of_two", "cast", "add"),
+    ("flash_attn_varlen_fwd_varlen", "jit_merge", "transfer_of_two", "copy_slice"),
+    ("flash_attn_varlen_bwd_varlen", "transfer_of_two", "add", "add_half", "copy_slice"),
+    ("flash_attn_varlen_fwd_varlen", "async_all_gather", "copy_slice"),
+    ("flash_attn_varlen_bwd_varlen", "async_all_gather", "sync_reduce_scatter", "zeros", "copy_slice"),
+    ("seq_all_to_all", "flash_attn_fwd_dense", "contiguous"),
+    ("seq_all_to_all", "flash_attn_bwd_dense", "contiguous"),
+    ("functional_permute", "cast", "add", "copy_slice", "cat", "contiguous"),
+    ("functional_all_gather", "cast", "add", "copy_slice", "cat", "contiguous", "zeros"),
+)
+"""What ring-flash-attn's rings and all-gathers, yunchang and PyTorch call in a step, forward and backward."""
 
 
 class _Pass(torch.autograd.Function):
@@ -283,13 +298,24 @@ def measure(node: Node, writer: Writer | None) -> None:
     ):
         samples = [time_all(list(chosen.values()), node) for _ in range(40)][10:]
         for (kind, which), times in zip(chosen, zip(*samples, strict=True), strict=True):
-            if writer:
-                each = 4 if kind.startswith("autograd chain") else 1
-                name = kind.replace(" of 4", "")
-                if place == "in bwd":  # a fit knows entry points of kernels by their ends
-                    name = f"{' '.join(kind.rsplit('_', 2)[:2]) if kind.endswith(ENTRIES) else kind} in bwd"
-                writer.add("host", [t / each for t in times], kind=name, which=which, place=place)
-                print(f"{name} {which} {place}: {sorted(times)[15] / each * 1e6:.1f} us", flush=True)
+            each = 4 if kind.startswith("autograd chain") else 1
+            write(writer, kind.replace(" of 4", ""), which, place, [t / each for t in times])
+        for step in STEPS:
+            several = {key: call for key, call in chosen.items() if (key[1] or key[0]) in step}
+            samples = [time_all([*several.values()] * ROUNDS, node) for _ in range(30)][10:]
+            for i, (kind, which) in enumerate(several):
+                times = [t for mine in samples for t in mine[i :: len(several)]]
+                write(writer, kind, which, "in steps" if place == "in turns" else "in steps in bwd", times)
+
+
+def write(writer: Writer | None, kind: str, which: str, place: str, times: Sequence[float]) -> None:
+    """One point, on rank 0."""
+    if writer is None:
+        return
+    if place.endswith("in bwd"):  # a fit knows entry points of kernels by their ends
+        kind = f"{' '.join(kind.rsplit('_', 2)[:2]) if kind.endswith(ENTRIES) else kind} in bwd"
+    writer.add("host", list(times), kind=kind, which=which, place=place)
+    print(f"{kind} {which} {place}: {median(times) * 1e6:.1f} us", flush=True)
 
 
 def in_backward(calls: Sequence[Call], node: Node) -> list[float]:

@@ -150,8 +150,8 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """All points that describe this GPU and the code as it is.
 
     Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
-    of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Nor do
-    calls of others that were repeated in a row: in an iteration each finds the processor's caches cold. Of the pause
+    of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Calls of
+    others count as they were timed among those of a step, where they were; never repeated in a row. Of the pause
     between two iterations, which the timing code makes, the latest measurement counts. Overlaps count where the size
     of what was sent is known and the communication came first.
     """
@@ -167,6 +167,8 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
     ]
+    stepped = {p["kind"] for p in points if p.get("place", "").startswith("in steps")}
+    points = [p for p in points if p.get("kind") not in stepped or p.get("place", "").startswith("in steps")]
     own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
 

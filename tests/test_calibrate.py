@@ -236,14 +236,16 @@ def test_every_measurement_file_records_where_it_comes_from():
 
 
 def test_interference_slows_both_sides_and_leaves_the_rest_alone():
-    classes = ("attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "none")
+    computation = ("attention fwd", "attention bwd", "memory-bound")
+    communication = ("transfer 2", "transfer 8", "transfer 32", "all_gather", "reduce_scatter", "all_to_all")
     for kernel in ("fa4", "fa2", "cudnn", "sdpa_flash"):
-        matrix = load_profile("h200").interference.slowdown(kernel, classes)
+        matrix = load_profile("h200").interference.slowdown(kernel, (*computation, *communication, "none"))
         assert np.all(matrix >= 1)
-        assert np.all(matrix[:3, 3:5] > 1.1)
-        assert np.all(matrix[3:5, :3] > 1.0)
-        assert np.all(matrix[5] == 1)
-        assert np.all(matrix[:, 5] == 1)
+        assert np.all(matrix[:3, 5:9] > 1.1)
+        assert np.all(matrix[3:9, :3] > 1.0)
+        assert np.all(np.diff(matrix[:3, 3:6], axis=1) > 0), "more channels disturb more"
+        assert np.all(matrix[9] == 1)
+        assert np.all(matrix[:, 9] == 1)
 
 
 def test_every_kind_of_op_has_a_launch_time():

@@ -12,6 +12,7 @@ from cpsim.models.collective import transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.links import Links
 from cpsim.models.price import GROUPS, Pricing
+from cpsim.models.spread import expected_maximum
 from cpsim.schedule import Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
@@ -26,8 +27,8 @@ def workload(gpus=4, tokens=4096, mask="causal", documents=None, **changes):
 
 def pricing(gpus=4, cluster="dgx-h200", kernel="fa4", **changes):
     where = load_cluster(cluster).with_gpus(gpus)
-    case = {"head_dim": 128, "dtype": "bf16", "protocol": "synced", **changes}
-    return Pricing(cluster=where, profile=load_profile("h200"), kernel=kernel, **case)
+    case = {"head_dim": 128, "dtype": "bf16", "protocol": "synced", "profile": load_profile("h200"), **changes}
+    return Pricing(cluster=where, kernel=kernel, **case)
 
 
 def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None, **changes):
@@ -114,14 +115,42 @@ def test_streamed_hosts_run_ahead():
     assert streamed.work.release_s.max() < synced.work.release_s.max()
 
 
-def test_two_ranks_that_send_to_each_other_are_priced_as_a_ring_of_two():
+def test_messages_are_priced_by_the_ranks_of_their_process_group():
     curves = load_profile("h200").collective
-    for gpus, pattern in ((2, "ring_of_two"), (4, "ring")):
-        schedule, price = priced("ring", gpus=gpus)
+    for strategy, gpus, ranks in (("ring", 2, 2), ("ring", 4, 4), ("usp", 4, 2)):
+        schedule, price = priced(strategy, gpus=gpus)
         sends = schedule.kind == Kind.TRANSFER
-        alone = transfer_seconds(curves, schedule.nbytes[sends].astype(float), pattern)
+        alone = transfer_seconds(curves, schedule.nbytes[sends], ranks)
         assert (price.work.duration_s[sends] >= alone).all()
         np.testing.assert_allclose(price.work.duration_s[sends], alone, rtol=0.05)
+
+
+def test_a_ring_over_nodes_is_slow_inside_them_too():
+    """NCCL gives every message of a process group that spans nodes two channels."""
+    schedule, price = priced("ring", gpus=16)
+    sends = np.flatnonzero(schedule.kind == Kind.TRANSFER)
+    near = [i for i in sends.tolist() if len({rank // 8 for rank in schedule.ranks_of(i)}) == 1]
+    rates = schedule.nbytes[near] / price.work.duration_s[near]
+    assert 15e9 < rates.min() <= rates.max() < 45e9
+
+
+def alike():
+    """Sigma of a profile whose GPUs do not differ."""
+    sigma = load_profile("h200").sigma
+    return {name: 0.0 if "GPUs" in name or name == "run to run" else spread for name, spread in sigma.items()}
+
+
+@pytest.mark.parametrize(("strategy", "busiest"), [("ulysses", 8), ("zigzag_ring", 8), ("ring", 1)])
+def test_attention_is_as_slow_as_on_the_slowest_of_the_busiest_gpus(strategy, busiest):
+    """Under a causal mask the last rank of a ring without zigzag has more to do than any other."""
+    spread = load_profile("h200").between_gpus("fa4", "fwd")
+    profile = dataclasses.replace(load_profile("h200"), sigma=alike())
+    schedule, price = priced(strategy, gpus=8)
+    _, ideal = priced(strategy, gpus=8, profile=profile)
+    attention = schedule.kind == Kind.ATTENTION
+    slower = price.work.duration_s[attention] / ideal.work.duration_s[attention]
+    np.testing.assert_allclose(slower, 1 + spread * expected_maximum(busiest), rtol=1e-9)
+    assert 0.002 < spread < 0.03
 
 
 def test_kernels_that_cannot_place_their_results_pay_for_a_copy():

@@ -44,6 +44,8 @@ class Grid:
     """Of every rank, ``[ranks]``."""
     part: Ints
     """Of every rank, ``[ranks]``."""
+    backwards: bool = False
+    """Keys travel from each place to the one before it, from where a round in the other direction leaves them."""
 
     @property
     def num_places(self) -> int:
@@ -62,7 +64,7 @@ class Grid:
     @cached_property
     def source(self) -> Ints:
         """Place whose keys every rank uses in each step, ``[steps, ranks]``."""
-        return np.ascontiguousarray(sources(self.num_places, self.inner)[:, self.place])
+        return np.ascontiguousarray(sources(self.num_places, self.inner, self.backwards)[:, self.place])
 
     @cached_property
     def hops(self) -> tuple[Ints, Ints]:
@@ -91,6 +93,7 @@ class Grid:
         ):
             if moves:
                 there, whence = (self.at(o % windows * self.inner + i % self.inner) for o, i in (to, back))
+                there, whence = (whence, there) if self.backwards else (there, whence)
                 found.append(Track(there, whence, ("send", "recv"), leaves, leaves + ahead))
         if len(found) == 2:
             found[0] = replace(found[0], lanes=("outer_send", "outer_recv"))
@@ -114,8 +117,10 @@ def make_grid(num_ranks: int, parts: int = 1, placement: str = "head_first", inn
     return Grid(grid, inner or places, place, part)
 
 
-def sources(places: int, inner: int | None = None) -> Ints:
+def sources(places: int, inner: int | None = None, backwards: bool = False) -> Ints:
     """Place whose keys each place uses in each step, ``[steps, places]``."""
+    if backwards:
+        return np.asarray((np.arange(places) + np.arange(places)[:, None] + 1) % places, np.int64)
     inner = inner or places
     outer, place = np.divmod(np.arange(places), inner)
     return np.asarray(

@@ -27,12 +27,17 @@ from cpsim.scenario import Scenario, scenario_from
 
 _DATA: Final = Path(__file__).with_name("data")
 CLUSTER: Final = "magi-h100"
-STRATEGIES: Final[Mapping[str, str]] = {
-    "ulysses": "ulysses", "ring_p2p": "zigzag_ring", "ring_allgather": "allgather", "usp": "usp",
-    "loongtrain": "loongtrain",
-}  # fmt: skip
-"""Rows of the benchmark, and our names."""
-DENSE: Final = {"hybrid_dcp": "zigzag_ring"}
+STRATEGIES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "ulysses": {"strategy": "ulysses"},
+    "ring_p2p": {"strategy": "zigzag_ring"},
+    "ring_allgather": {"strategy": "allgather"},
+    "usp": {"strategy": "usp"},
+    "loongtrain": {"strategy": "loongtrain"},
+    "magi-a2av": {"strategy": "magi"},
+    "magi-native": {"strategy": "magi", "knobs": {"native": True}},
+}
+"""Rows of the benchmark, as we call them."""
+DENSE: Final[Mapping[str, Mapping[str, Any]]] = {"hybrid_dcp": {"strategy": "zigzag_ring"}}
 """Rows that are another one where there are no documents."""
 FITTED: Final = (8, 16)
 """GPUs of the rows that the network between nodes was fitted to; the other rows are the test."""
@@ -92,8 +97,8 @@ def scenarios(row: Row, cluster: str = CLUSTER) -> list[Scenario]:
     strategy = STRATEGIES.get(row.strategy) or (DENSE.get(row.strategy) if dense else None)
     if strategy is None:
         return []
-    case: dict[str, Any] = {
-        "strategy": strategy, "implementation": "magi-attention", "kernel": "fa3", "gpus": row.gpus,
+    case = {
+        **strategy, "implementation": "magi-attention", "kernel": "fa3", "gpus": row.gpus,
         "cluster": cluster, "tokens_per_gpu": 8192, "mask": row.mask, "heads": 64, "kv_heads": 8, "pass": row.pass_,
         "protocol": "streamed",
     }  # fmt: skip

@@ -51,6 +51,7 @@ ALL_KNOBS = {
         {"ulysses": 1, "inner_ring": 1, "zigzag": "sequence"},
         {},
     ),
+    "hybrid_cp": ({}, {"tokens_per_rank": 3}, {"tokens_per_rank": 24}),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])
 

@@ -24,7 +24,7 @@ from cpsim.builder import Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, Implementation, RingCode
-from cpsim.masks import Ints, RangeSets
+from cpsim.masks import Ints, RangeSets, Slices
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import Grid, make_grid, sources
@@ -40,12 +40,12 @@ kernel, of which the causal mask leaves another half."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, ranks]``."""
+    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, shards]``."""
 
     sets: RangeSets
     """Shards (sets 0 to P-1), under zigzag their heads (P to 2P-1), and under zigzag and stripes their tails (last)."""
-    scattered: bool
-    """Heads or tails are scattered over a shard and have to be packed for a kernel call."""
+    scattered: NDArray[np.bool_]
+    """Shards whose heads and tails are scattered over them and have to be packed for a kernel call, ``[shards]``."""
     tails: NDArray[np.bool_]
     """Only tail queries compute: under a causal mask they alone see later ranks' keys."""
     key_heads: NDArray[np.bool_]
@@ -53,9 +53,13 @@ class Cut:
     query_set: Ints
     key_set: Ints
     tiles: Tiles
-    """Tile 1 + step * P + rank."""
+    """Tile 1 + step * P + shard."""
     stride: int = 1
     """Of the order in which sets and tiles count."""
+    first_set: int = 0
+    """Where the sets are among those of a schedule of several cuts."""
+    first_tile: int = 1
+    """Where tile 1 is."""
 
 
 @lru_cache(maxsize=2)
@@ -83,10 +87,19 @@ def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = Non
         bounds = sharding.documents_of(mask) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
-    query_set = np.where(later, len(sets) - num_ranks + ranks, ranks)
-    key_set = np.where(earlier, num_ranks + source, source)
+    return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride)
+
+
+def tiled(
+    mask: Slices, sets: RangeSets, source: Ints, scattered: NDArray[np.bool_], tails: NDArray[np.bool_],
+    key_heads: NDArray[np.bool_], stride: int = 1,
+) -> Cut:  # fmt: skip
+    """A cut from its sets, the shard whose keys every shard uses in each step, and where only parts of them count."""
+    shards = np.arange(source.shape[1])
+    query_set = np.where(tails, len(sets) - len(shards) + shards, shards)
+    key_set = np.where(key_heads, len(shards) + source, source)
     tiles = make_tiles(mask, sets, query_set, key_set)
-    return Cut(sets, len(bounds) > 2, later, earlier, query_set, key_set, tiles, stride)
+    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, stride)
 
 
 def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
@@ -152,7 +165,13 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: R
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
     b, x = Builder(grid.ranks.size, sets, shards.tiles, shards.stride), Steps(workload, shards, grid, gathers)
-    ring = Ring(b, x, code)
+    emit_rings(Ring(b, x, code), pass_)
+    return b.build()
+
+
+def emit_rings(ring: Ring, pass_: Pass) -> None:
+    """The ops of rings whose tensors are inputs and outputs of the schedule."""
+    x = ring.x
     if pass_ == "fwd":
         q, kv = ring.given("q", x.q_bytes), ring.given("kv", x.kv_bytes)
         ring.forward(q, kv, ring.result("out", x.q_bytes, x.lse_bytes))
@@ -161,7 +180,6 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: R
         *given, kv = [ring.given(name, width) for name, width in widths.items()]
         dq, dkv = ring.result("dq", x.q_bytes), ring.result("dkv", x.kv_bytes, summed=False)
         ring.backward(given, kv, dq, dkv)
-    return b.build()
 
 
 def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:

@@ -1,22 +1,19 @@
-"""Whose code runs a strategy: facts about implementations that their schedules follow from.
+"""The words in which facts about other people's code are put.
 
-Planners read a row of ``IMPLEMENTATIONS`` where an implementation differs from our executor; the schedule of a case
-is then that implementation's own. Every fact is read in the source or seen in a profile, none is fitted.
-
-Other people's code runs on PyTorch's eager ops, so between two attention kernels it launches *sweeps*: kernels that
-pass over a tensor once to cast, add, concatenate or copy it. Each is an op of the schedule, one launch of the host.
-The first sweep of a place carries what it does to buffers; those that follow it there do a part of the same work.
+Their code runs on PyTorch's eager ops, so between two attention kernels it launches *sweeps*: kernels that pass over a
+tensor once to cast, add, concatenate or copy it. Each is an op of the schedule, one launch of the host. The first
+sweep of a place carries what it does to buffers; those that follow it there do a part of the same work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
 
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError
 from cpsim.masks import Ints
 from cpsim.schedule import Kind, Pass
 from cpsim.workload import Workload
@@ -88,15 +85,15 @@ class Sweep:
 
 Sweeps = tuple[Sweep, ...]
 WIDE_BYTES: Final = 4
-_MIXED, _STRIDED = Kind.ACCUMULATE, Kind.ELEMENTWISE
-_CAST: Final = Sweep("q", 1, 1, kind=_MIXED)
-_CAST_K: Final = Sweep("k", 1, 1, kind=_MIXED)
-_ADD: Final = Sweep("q", 1, 2, kind=_MIXED)
-_ADD_K: Final = Sweep("k", 1, 2, kind=_MIXED)
-_BACK: Final = Sweep("q", 1, 1, "whole")
+MIXED, STRIDED = Kind.ACCUMULATE, Kind.ELEMENTWISE
+CAST: Final = Sweep("q", 1, 1, kind=MIXED)
+CAST_K: Final = Sweep("k", 1, 1, kind=MIXED)
+ADD: Final = Sweep("q", 1, 2, kind=MIXED)
+ADD_K: Final = Sweep("k", 1, 2, kind=MIXED)
+BACK: Final = Sweep("q", 1, 1, "whole")
 """A result cast to the working type."""
-_BACK_K: Final = Sweep("k", 1, 1)
-_LSE: Final = (Sweep("lse", 0, 3),)
+BACK_K: Final = Sweep("k", 1, 1)
+LSE: Final = (Sweep("lse", 0, 3),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +129,14 @@ class RingCode:
     """After a partial output of all rows."""
     merge_tails: Sweeps
     """After a partial output of the tail rows."""
-    first_dq: Sweeps = (_CAST,)
-    sum_dq: Sweeps = (_ADD,)
-    sum_dq_tails: Sweeps = (_ADD,)
+    first_dq: Sweeps = (CAST,)
+    sum_dq: Sweeps = (ADD,)
+    sum_dq_tails: Sweeps = (ADD,)
     idle_dq: Sweeps = ()
     """In a step without a kernel."""
-    first_dkv: Sweeps = (_CAST_K, _CAST_K)
-    sum_dkv: Sweeps = (_ADD_K, _ADD_K)
-    sum_dkv_heads: Sweeps = (_ADD_K, _ADD_K)
+    first_dkv: Sweeps = (CAST_K, CAST_K)
+    sum_dkv: Sweeps = (ADD_K, ADD_K)
+    sum_dkv_heads: Sweeps = (ADD_K, ADD_K)
     """After a kernel that read head keys only."""
     idle_dkv: Sweeps = ()
     send_dkv: Sweeps = ()
@@ -229,149 +226,13 @@ class Implementation:
             raise InfeasibleError(f"{self.name} runs kernels {', '.join(self.kernels)}, got {kernel}")
 
 
-_FUSED: Final = (Sweep("q", 1, 2, kind=Kind.MERGE), *_LSE * 3)  # utils.py, _update_out_and_lse: TorchScript fuses one
-_RING_FLASH_ATTN: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, forward and backward
-    copies=2,
-    enter={"fwd": (), "bwd": (Sweep("lse", 0, 2, "tails"),)},  # softmax_lse1
-    first=(_CAST,),  # utils.py, update_out_and_lse
-    merge=_FUSED,
-    merge_tails=(*_FUSED, Sweep("q", 0, 2), Sweep("lse", 0, 2)),  # the same, with slice_
-    leave={"fwd": (_BACK,), "bwd": (_BACK, _BACK_K, _BACK_K)},
-)
-_RING_FLASH_ATTN_STRIPED: Final = replace(  # stripe_flash_attn.py
-    _RING_FLASH_ATTN,
-    enter={"fwd": (), "bwd": ()},
-    read_tails=(Sweep("lse", 0, 2),),  # softmax_lse_1, made in every such step
-)
-_TINY: Final = Sweep("lse", 0, 0)
-"""A launch, or a few bytes to or from the host: index masks live on the CPU."""
-_PUT: Final = (_TINY, Sweep("q", 0, 2, kind=_STRIDED))  # x[half_index] = ...
-_PUT_K: Final = (_TINY, Sweep("k", 0, 2), _ADD_K, _TINY, Sweep("k", 0, 2, kind=_STRIDED))
-_RING_FLASH_ATTN_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several documents
-    _RING_FLASH_ATTN,
-    enter={"fwd": (_TINY,) * 6, "bwd": (_TINY,) * 6},  # get_half_index, get_half_lse, cu_seqlens // 2
-    per_document={"fwd": 8, "bwd": 3},
-    pack=(_TINY,) * 3,
-    merge_tails=(*_FUSED, _TINY, Sweep("q", 0, 2), _TINY, Sweep("lse", 0, 2), *_PUT, _TINY, Sweep("lse", 0, 2)),
-    sum_dq_tails=(_ADD, _TINY, Sweep("q", 0, 2), *_PUT),
-    sum_dkv_heads=(*_PUT_K, *_PUT_K),
-)
-_MERGED: Final = (_CAST, *_LSE * 2, *(Sweep("q", 0, 3),) * 3, *_LSE * 3)  # _SDPAMerger, step and _merge_one
-_ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
-_CONTIGUOUS: Final = (Sweep("k", 2, 0, kind=_STRIDED),) * 2
-_JOIN: Final = Sweep("q", 0, 2, "whole", _STRIDED)  # _partial_update
-_HALF_K: Final = (_ADD_K, Sweep("k", 0, 2, "whole", _STRIDED))
-_TORCH: Final = RingCode(  # _templated_ring_attention and _templated_ring_attention_backward
-    queries_last=True,
-    copies=3,
-    enter={"fwd": _CONTIGUOUS, "bwd": (*_ZEROS, *_CONTIGUOUS)},
-    send=(Sweep("kv", 2, 0),),
-    read=(Sweep("q", 2, 0, kind=_STRIDED),),  # _flash_attention_backward wants tokens first, a join leaves heads first
-    read_tails=(Sweep("lse", 0, 2), Sweep("q", 2, 0, kind=_STRIDED)),
-    first=(_CAST,),
-    merge=_MERGED,
-    merge_tails=(*_MERGED, Sweep("lse", 0, 2, "whole"), _JOIN),
-    leave={"fwd": (_BACK,), "bwd": (_BACK, Sweep("kv", 1, 1))},
-    first_dq=(_ADD,),
-    sum_dq_tails=(_ADD, _JOIN),
-    idle_dq=(Sweep("q", 0, 3, "whole"),),
-    first_dkv=(_ADD_K, _ADD_K, *(Sweep("k", 0, 2, kind=_STRIDED),) * 2),  # flatten
-    sum_dkv_heads=(*_HALF_K, *_HALF_K),
-    idle_dkv=(*_ZEROS, Sweep("k", 0, 3, "whole"), Sweep("k", 0, 3, "whole")),
-    send_dkv=(Sweep("kv", 0, 2, "whole"),),
-)
-
-_EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(
-    ("copy", "accumulate", "elementwise", "merge"), ("eager",)
-)
-_EAGER_SWEEPS: Final = {
+EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise", "merge"), ("eager",))
+EAGER_SWEEPS: Final = {
     "accumulate": ("mixed", "accumulate"), "elementwise": ("strided", "transpose"), "merge": ("mixed", "accumulate"),
 }  # fmt: skip
-_FLASH_ATTN: Final = _EAGER | {
+FLASH_ATTN: Final = EAGER | {
     "entry": ("autograd entry {pass}",),
     "barrier": ("autograd chain {pass}", "autograd {pass}"),
     "attention": ("flash_attn fwd",),
     "attention_backward": ("flash_attn bwd",),
 }
-
-CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
-
-IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
-    i.name: i
-    for i in (
-        CPSIM,
-        Implementation(
-            name="ring-flash-attn",
-            source="ring-flash-attn 0.1.8",
-            support={
-                "ring": Support(masks=DENSE + DOCUMENTS, chunks=1),
-                "zigzag_ring": Support(masks=("causal", "causal_document"), chunks=2, knobs={"zigzag": ("document",)}),
-                "striped_ring": Support(masks=("causal",), chunks=1),
-                "allgather": Support(masks=DENSE + DOCUMENTS, knobs={"layout": ("contiguous",)}),
-            },
-            kernels=("fa2",),
-            ring=_RING_FLASH_ATTN,
-            zigzag_documents=_RING_FLASH_ATTN_VARLEN,
-            striped=_RING_FLASH_ATTN_STRIPED,
-            allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
-            launches=_FLASH_ATTN
-            | {
-                "merge": ("jit_merge",),
-                "transfer": ("transfer_of_two",),
-                "all_gather": ("async_all_gather",),
-                "reduce_scatter": ("sync_reduce_scatter",),
-            },
-            sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
-        ),
-        Implementation(
-            name="yunchang",
-            source="yunchang 0.6.4",
-            support={
-                "ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True),
-                "usp": Support(
-                    masks=DENSE, chunks=2, knobs={"ring": ("zigzag", "basic"), "zigzag": ("document",)},
-                    balanced=("ring", "zigzag"),
-                ),
-            },
-            kernels=("fa2",),
-            ring=_RING_FLASH_ATTN,  # ring/ring_flash_attn.py and ring/zigzag_ring_flash_attn.py launch the same
-            ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
-            launches=_FLASH_ATTN
-            | {"all_to_all": ("sync_all_to_all",), "merge": ("jit_merge",), "transfer": ("transfer_of_two",)},
-            sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
-        ),
-        Implementation(
-            name="torch",
-            source="torch 2.11, torch.distributed.tensor.experimental.context_parallel",
-            support={
-                "ring": Support(masks=DENSE, chunks=1),
-                "zigzag_ring": Support(masks=("causal",), chunks=2),
-                "allgather": Support(
-                    masks=DENSE, chunks=2, knobs={"layout": ("zigzag", "contiguous")}, balanced=("layout", "zigzag")
-                ),
-            },
-            kernels=("sdpa_flash", "cudnn"),
-            ring=_TORCH,
-            gathered=replace(_TORCH, gathers=True),
-            launches=_EAGER
-            | {
-                "barrier": ("context_parallel {kernel} {pass}",),
-                "transfer": ("functional_permute",),
-                "all_gather": ("functional_all_gather",),
-            },
-            sweeps=_EAGER_SWEEPS,
-        ),
-    )
-}
-
-
-def implementation(name: str) -> Implementation:
-    """A row of the table.
-
-    Raises:
-        ScenarioError: nobody has read that code yet.
-    """
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ScenarioError(f"implementation: {name!r} is not available yet; available are {known}")
-    return IMPLEMENTATIONS[name]

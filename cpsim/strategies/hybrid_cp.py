@@ -1,15 +1,15 @@
 """Hybrid context parallelism: every document on as few ranks as it needs, in rings of their own.
 
 A document goes to a subgroup of a power of two consecutive ranks, or to all of them: the fewest that hold it at
-``tokens_per_rank``, more where it would be most of the work. Subgroups of one size are rings apart, one zigzag ring of
-all its documents each; sizes follow one another, the largest first, so that documents of one rank, which need no
-transfers, hide the last hops of the others. What keeps no two documents apart (a dense mask, a question that answers
-share) counts as one document, so a single document is the zigzag ring.
+``tokens_per_rank``, more of the same node where it would be most of the work. Subgroups of one size are rings apart,
+one zigzag ring of all its documents each. Sizes follow one another, the largest first, so that documents of one rank,
+which need no transfers, hide the last hops of the others. Documents that see each other, such as answers and their
+question, count as one, and under a dense mask all do: that is the zigzag ring.
 
 Reference: Megatron-LM, ``BalancedCPScheduler`` in core/pipeline_parallel/hybrid_cp_schedule.py (pull requests 2054 and
 2282). Differs: documents of a subgroup share kernels and transfers instead of running one after another; no barriers;
 subgroups are aligned and of sizes that divide the ranks; documents are widened to balance work, not only to fill ranks
-without any.
+without any, and inside nodes only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plan_hybrid_cp(
     Raises:
         ScenarioError: the knob has no such value.
     """
-    rings, tiles = _rings(workload, cluster.num_gpus, _checked(workload, cluster, tokens_per_rank))
+    rings, tiles = _rings(workload, cluster, _checked(workload, cluster, tokens_per_rank))
     b = Builder(cluster.num_gpus, sharding.stack(*(cut.sets for _, cut in rings)), tiles)
     for grid, cut in rings:
         emit_rings(Ring(b, Steps(workload, cut, grid), None), pass_)
@@ -61,18 +61,18 @@ def plan_hybrid_cp(
 
 
 def hybrid_cp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the default, and twice of it, which leaves more documents whole.
+    """Knob settings worth trying: the default, and half of it, which spreads long documents over more ranks.
 
     Raises:
         InfeasibleError: none is, all ranks share all documents.
     """
-    default, ranks = _checked(workload, cluster, None), cluster.num_gpus
-    sizes, wider = (_placed(workload, ranks, limit)[1] for limit in (default, 2 * default))
-    if sizes.min() == ranks:
+    default = _checked(workload, cluster, None)
+    sizes, wider = (_placed(workload, cluster, limit)[1] for limit in (default, -(-default // 2)))
+    if sizes.min() == cluster.num_gpus:
         raise InfeasibleError(
             "not tried: every document needs all ranks, which is the zigzag ring; name strategy hybrid_cp to predict it"
         )
-    return ({}, {"tokens_per_rank": 2 * default})[: 1 + int((sizes != wider).any())]
+    return ({}, {"tokens_per_rank": -(-default // 2)})[: 1 + int((sizes != wider).any())]
 
 
 def _checked(workload: Workload, cluster: Cluster, asked: int | None) -> int:
@@ -88,26 +88,27 @@ def subgroup_sizes(num_ranks: int) -> Ints:
 
 
 @lru_cache(maxsize=4)
-def _placed(workload: Workload, num_ranks: int, tokens_per_rank: int) -> tuple[Ints, Ints, Ints]:
+def _placed(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> tuple[Ints, Ints, Ints]:
     """Boundaries of the documents, ``[D + 1]``, and of each the size and the number of its subgroup, ``[D]``."""
     mask = workload.slices()
-    bounds, sizes = sharding.documents_of(mask), subgroup_sizes(num_ranks)
+    bounds, sizes = sharding.documents_of(mask), subgroup_sizes(cluster.num_gpus)
     work = np.diff(np.concatenate(([0], np.cumsum(mask.areas())))[np.searchsorted(mask.q_start, bounds)])
     least = np.searchsorted(sizes[:-1] * tokens_per_rank, np.diff(bounds))
-    level, group = _place(work.astype(np.float64), least, sizes, SLACK)
+    level, group = _place(work.astype(np.float64), least, sizes, cluster.gpus_per_node, SLACK)
     return bounds, sizes[level], group
 
 
 @njit(cache=True)
-def _place(work, least, sizes, slack):  # type: ignore[no-untyped-def]
+def _place(work, least, sizes, widest, slack):  # type: ignore[no-untyped-def]
     """Index of the size, and number, of the subgroup of every document: the heaviest first, each to the smallest size
-    at which the busiest rank of some subgroup stays within the mean work, else to where that is least."""
+    at which the busiest rank of some subgroup stays within the mean work, else to where that is least; no larger than
+    ``widest`` unless it has to be."""
     num_ranks = sizes[-1]
     load, limit = np.zeros(num_ranks), slack * work.sum() / num_ranks
     level, group = np.zeros(len(work), np.int64), np.zeros(len(work), np.int64)
     for d in np.argsort(-work, kind="mergesort"):
         lowest = np.inf
-        for i in range(least[d], len(sizes)):
+        for i in range(least[d], max(least[d] + 1, np.searchsorted(sizes, widest, side="right"))):
             for g in range(num_ranks // sizes[i]):
                 busiest = load[g * sizes[i] : (g + 1) * sizes[i]].max() + work[d] / sizes[i]
                 if busiest < lowest:
@@ -120,17 +121,17 @@ def _place(work, least, sizes, slack):  # type: ignore[no-untyped-def]
 
 
 @lru_cache(maxsize=2)
-def _rings(workload: Workload, num_ranks: int, tokens_per_rank: int) -> tuple[list[tuple[Grid, Cut]], Tiles]:
+def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> tuple[list[tuple[Grid, Cut]], Tiles]:
     """The rings of every size of subgroup that has documents, the largest first, and the tiles of all of them."""
-    bounds, size, group = _placed(workload, num_ranks, tokens_per_rank)
-    mask, ranks, rings = workload.slices(), np.arange(num_ranks), []
+    bounds, size, group = _placed(workload, cluster, tokens_per_rank)
+    num_ranks, mask, rings = cluster.num_gpus, workload.slices(), []
     causal, first_set, first_tile = sharding.is_causal(mask), 0, 1
     for one in np.unique(size)[::-1].tolist():
         mine = np.flatnonzero(size == one)
         grid = make_grid(num_ranks, num_ranks // one, "context_first", apart=True)
         shards = zigzag_of_subgroups(bounds[mine], np.diff(bounds)[mine], group[mine], one, num_ranks)
         several = np.bincount(group[mine], minlength=num_ranks // one)[grid.ring] > 1
-        later, earlier = (grid.source > ranks) & causal, (grid.source < ranks) & causal
+        later, earlier = (grid.source > grid.shard) & causal, (grid.source < grid.shard) & causal
         cut = tiled(mask, sharding.stack(*shards), grid.source, several, later, earlier)
         rings.append((grid, replace(cut, first_set=first_set, first_tile=first_tile)))
         first_set, first_tile = first_set + len(cut.sets), first_tile + grid.source.size

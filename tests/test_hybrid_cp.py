@@ -193,7 +193,7 @@ def test_a_limit_that_is_no_positive_integer_is_refused(value):
 
 def test_half_the_limit_is_worth_trying_where_it_changes_something():
     knobs = STRATEGIES["hybrid_cp"].knobs
-    assert knobs(workload("causal_document", (4096, *(256,) * 48)), cluster(16)) == ({}, {"tokens_per_rank": 512})
+    assert knobs(workload("causal_document", (8192, *(256,) * 32)), cluster(16)) == ({}, {"tokens_per_rank": 512})
     assert knobs(workload("causal_document", (64,) * 16), cluster(8)) == ({},)
     with pytest.raises(InfeasibleError, match="not tried: every document needs all ranks, which is the zigzag ring"):
         knobs(workload("causal", (4096,)), cluster(8))

@@ -14,24 +14,30 @@ from cpsim.implementations.facts import (
     DENSE,
     DOCUMENTS,
     GatherCode,
+    HalvesCode,
+    HeldRingCode,
     Implementation,
     RingCode,
     Support,
     Sweep,
     Sweeps,
     UlyssesCode,
+    WrapperCode,
 )
+from cpsim.implementations.longca_bench import LONGCA_BENCH, MAGI_ATTENTION
 from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
 from cpsim.implementations.torch_cp import TORCH
 
 __all__ = [
-    "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "Implementation", "RingCode", "Support", "Sweep",
-    "Sweeps", "UlyssesCode", "implementation",
+    "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "HalvesCode", "HeldRingCode", "Implementation", "RingCode", "Support", "Sweep",
+    "Sweeps", "UlyssesCode", "WrapperCode", "implementation",
 ]  # fmt: skip
 
 CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
 
-IMPLEMENTATIONS: Final[dict[str, Implementation]] = {i.name: i for i in (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH)}
+IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
+    i.name: i for i in (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH, LONGCA_BENCH, MAGI_ATTENTION)
+}
 
 
 def implementation(name: str) -> Implementation:

@@ -144,14 +144,78 @@ class RingCode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperCode:
+    """Sweeps around every call of a kernel, whether they are of use or not."""
+
+    before: Mapping[Pass, Sweeps]
+    """Over the rows that it reads."""
+    after: Mapping[Pass, Sweeps]
+    """Over those that it writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRingCode:
+    """A ring of Transformer Engine's kind. Every partial output is held, and all are merged after the last step.
+
+    Transfers are not batched: a ring of two sends in one direction after the other. They run in lockstep with kernels,
+    and wait for those of the step before.
+    """
+
+    wrapper: WrapperCode
+    enter: Sweeps
+    """Before the first step: keys and values in one message."""
+    tails: Mapping[Pass, Sweeps]
+    """Before a kernel that reads tail queries."""
+    key_heads: Mapping[Pass, Sweeps]
+    """Before a kernel that reads head keys only."""
+    correct_lse: Sweeps
+    """For every partial output but the first."""
+    correct: Sweep
+    """For every partial output."""
+    in_loop: bool = False
+    """Log-sum-exps are merged step by step, on two streams in turns, so that transfers wait for the kernels of the
+    step before the last; two kernels still run one after the other, since each fills the GPU."""
+    first_dq: Sweep
+    sum_dq: Sweep
+    join_dkv: Sweep
+    """Gradients of keys and values into one message."""
+    sum_dkv: Sweep
+    turns: bool
+    """Backward runs against the forward direction, from the keys that a rank holds at the end of it, and gradients
+    travel in one message with keys; otherwise it runs as forward does, gradients have messages and lanes of their own,
+    and between inner rings they first travel home in the inner ring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesCode:
+    """An all-gather whose ranks call one kernel for their heads and one for their tails."""
+
+    wrapper: WrapperCode
+    """Over all keys, whichever the kernel reads."""
+    order: Sweep
+    """Puts gathered keys, and gradients before they are scattered, in order."""
+    leave: Sweep
+    """Puts a half of a result where it belongs."""
+    zero: Sweep
+    """An accumulator of gradients of keys, or of values."""
+    sum: Sweep
+    """Adds a half's gradients to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UlyssesCode:
     """How somebody's Ulysses differs from ours: queries, keys and values travel one by one, each after a sweep that
     orders it by rank, and every kernel waits for the all-to-all before it."""
 
-    there: int = 1
-    """Sweeps of a tensor on its way to its heads."""
-    back: int = 2
-    """The same on its way back: one before and one after the all-to-all."""
+    there: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 1, "bwd": 1})
+    """Sweeps of a tensor on its way to its heads: before the all-to-all, and the second one after it."""
+    back: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 2, "bwd": 2})
+    """The same on its way back."""
+    wrapper: WrapperCode | None = None
+    repeat: Sweep | None = None
+    """Backward, gradients of key-value heads that were replicated are summed; None: they are not replicated."""
+    alone: bool = False
+    """Groups may be all ranks, with rings of one, and rings may be all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +238,14 @@ class Implementation:
     """By strategy; None: all strategies, all cases."""
     kernels: tuple[str, ...] = ()
     """Empty: all kernels."""
-    ring: RingCode | None = None
+    ring: RingCode | HeldRingCode | None = None
     zigzag_documents: RingCode | None = None
     """A zigzag ring over several documents, where it is code of its own."""
     striped: RingCode | None = None
+    double_ring: HeldRingCode | None = None
     gathered: RingCode | None = None
     """A ring that runs as ``allgather``."""
-    allgather: GatherCode | None = None
+    allgather: GatherCode | HalvesCode | None = None
     ulysses: UlyssesCode | None = None
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `host` measurements that say what it costs the host, the best one first; other

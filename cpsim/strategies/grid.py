@@ -46,6 +46,8 @@ class Grid:
     """Of every rank, ``[ranks]``."""
     ring: Ints
     """Of every rank, ``[ranks]``."""
+    backwards: bool = False
+    """Keys travel from each place to the one before it, from where a round in the other direction leaves them."""
     apart: bool = False
     """Rings have tokens of their own, and every rank computes all heads."""
 
@@ -81,7 +83,7 @@ class Grid:
     @cached_property
     def source(self) -> Ints:
         """Shard whose keys every rank uses in each step, ``[steps, ranks]``."""
-        place = np.ascontiguousarray(sources(self.num_places, self.inner)[:, self.place])
+        place = np.ascontiguousarray(sources(self.num_places, self.inner, self.backwards)[:, self.place])
         return self.at(place) if self.apart else place
 
     @cached_property
@@ -111,6 +113,7 @@ class Grid:
         ):
             if moves:
                 there, whence = (self.at(o % windows * self.inner + i % self.inner) for o, i in (to, back))
+                there, whence = (whence, there) if self.backwards else (there, whence)
                 found.append(Track(there, whence, ("send", "recv"), leaves, leaves + ahead))
         if len(found) == 2:
             found[0] = replace(found[0], lanes=("outer_send", "outer_recv"))
@@ -134,11 +137,13 @@ def make_grid(
     grid = ranks.reshape(places, parts) if placement == "head_first" else ranks.reshape(parts, places).T
     place, ring = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
     place[grid], ring[grid] = np.indices(grid.shape)
-    return Grid(grid, inner or places, place, ring, apart)
+    return Grid(grid, inner or places, place, ring, apart=apart)
 
 
-def sources(places: int, inner: int | None = None) -> Ints:
+def sources(places: int, inner: int | None = None, backwards: bool = False) -> Ints:
     """Place whose keys each place uses in each step, ``[steps, places]``."""
+    if backwards:
+        return np.asarray((np.arange(places) + np.arange(places)[:, None] + 1) % places, np.int64)
     inner = inner or places
     outer, place = np.divmod(np.arange(places), inner)
     return np.asarray(

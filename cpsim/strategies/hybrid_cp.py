@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 import numpy as np
@@ -55,8 +55,15 @@ def plan_hybrid_cp(
     """
     rings, tiles = _rings(workload, cluster, _checked(workload, cluster, tokens_per_rank))
     b = Builder(cluster.num_gpus, sharding.stack(*(cut.sets for _, cut in rings)), tiles)
-    for grid, cut in rings:
-        emit_rings(Ring(b, Steps(workload, cut, grid), None), pass_)
+
+    def emit(level: int) -> None:
+        grid, cut = rings[level]
+        ring = Ring(b, Steps(workload, cut, grid), None)
+        if level + 1 < len(rings):
+            ring.meanwhile = partial(emit, level + 1)
+        emit_rings(ring, pass_)
+
+    emit(0)
     return b.build()
 
 

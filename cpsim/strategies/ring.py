@@ -23,16 +23,19 @@ from numpy.typing import NDArray
 from cpsim.builder import Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation, RingCode
+from cpsim.implementations import CPSIM, HeldRingCode, Implementation, RingCode
 from cpsim.masks import Ints, RangeSets, Slices
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import Grid, make_grid, sources
+from cpsim.strategies.ring_held import HeldRing, as_run, make_ring
 from cpsim.strategies.ring_loop import Ring
 from cpsim.strategies.ring_steps import Steps
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
+AnyRing = RingCode | HeldRingCode | None
+"""Facts about a ring's code; None: ours."""
 LEAST_SHARE: Final = 64
 """Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
 kernel, of which the causal mask leaves another half."""
@@ -63,7 +66,9 @@ class Cut:
 
 
 @lru_cache(maxsize=2)
-def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = None) -> Cut:
+def cut(
+    workload: Workload, num_ranks: int, chunks: str, inner: int | None = None, backwards: bool = False
+) -> Cut:  # fmt: skip
     """Shard all tokens, or all ``documents``, ``contiguous``-ly, ``striped``, or zigzag by ``document`` or packed
     ``sequence``.
 
@@ -72,9 +77,10 @@ def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = Non
         num_ranks: of one ring.
         chunks: one of the names above.
         inner: ranks of an inner ring, see ``make_grid``.
+        backwards: the direction of the ring, see ``Grid``.
     """
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
-    source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
+    source, ranks = sources(num_ranks, inner, backwards), np.arange(num_ranks)
     parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
     bounds = np.array([0, workload.num_tokens])
     if chunks == "striped":
@@ -153,23 +159,24 @@ def striped_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
     return ({},)
 
 
-def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, code: RingCode | None) -> Schedule:
+def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, code: AnyRing) -> Schedule:
     """One ring of all ranks on shards that are cut as ``cut`` says."""
     return plan_rings(workload, make_grid(cluster.num_gpus), pass_, chunks, code)
 
 
-def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: RingCode | None) -> Schedule:
+def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: AnyRing) -> Schedule:
     """Rings of a grid whose ranks hold the tokens and heads that they compute on."""
-    shards = cut(workload, grid.num_places, chunks, grid.inner)
-    sets, gathers = shards.sets, code is not None and code.gathers
+    grid = as_run(grid, pass_, code)
+    shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards)
+    sets, gathers = shards.sets, isinstance(code, RingCode) and code.gathers
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
     b, x = Builder(grid.ranks.size, sets, shards.tiles, shards.stride), Steps(workload, shards, grid, gathers)
-    emit_rings(Ring(b, x, code), pass_)
+    emit_rings(make_ring(b, x, code), pass_)
     return b.build()
 
 
-def emit_rings(ring: Ring, pass_: Pass) -> None:
+def emit_rings(ring: Ring | HeldRing, pass_: Pass) -> None:
     """The ops of rings whose tensors are inputs and outputs of the schedule."""
     x = ring.x
     if pass_ == "fwd":

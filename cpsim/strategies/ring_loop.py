@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,17 +14,13 @@ from cpsim.strategies.ring_code import Ours, Slot, Theirs, emit_sweeps
 from cpsim.strategies.ring_steps import Steps
 
 
-class Ring:
-    """Rings under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
-
-    Tensors are accesses of a buffer of every rank ``[ranks]`` and a block of every part of the heads and set of the
-    cut ``[parts * sets]``. A batched send and receive is one launch: whoever waits for what it brought waits for what
-    it took along, too.
+class RingTensors:
+    """What rings are given and make: accesses of a buffer of every rank ``[ranks]`` and a block of every part of the
+    heads and set of the cut ``[parts * sets]``.
     """
 
-    def __init__(self, b: Builder, steps: Steps, facts: RingCode | None) -> None:
+    def __init__(self, b: Builder, steps: Steps) -> None:
         self.b, self.x = b, steps
-        self.code = Ours(b, steps) if facts is None else Theirs(b, steps, facts)
         self.ranks = steps.ranks
         self.ready = self.keys_ready = np.full(steps.num_ranks, NOTHING)
         """Ops that the first op on ``compute`` waits for, and the first transfer, where other ops made its input."""
@@ -46,12 +42,34 @@ class Ring:
 
     def result(self, tensor: str, width: int, extra: int = 0, *, summed: bool = True, output: bool = True) -> Access:
         """The same of a result, with its fp32 accumulator where partial results are summed in place."""
-        summing = self.code.summing(width) if summed else 0
+        summing = self.summing(width) if summed else 0
         name = tensor if output else f"{tensor} of group"
         made = self.b.buffers(name, self.x.tokens * (width + extra + summing)), self.blocks(tensor)
         if output:
             self.b.output(*self.shard(made))
         return made
+
+    def summing(self, width: int) -> int:
+        """Bytes per token that a result of ``width`` needs for its sums."""
+        del width
+        return 0
+
+
+class Ring(RingTensors):
+    """Rings under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
+
+    A batched send and receive is one launch: whoever waits for what it brought waits for what it took along, too.
+    """
+
+    def __init__(self, b: Builder, steps: Steps, facts: RingCode | None) -> None:
+        super().__init__(b, steps)
+        self.code = Ours(b, steps) if facts is None else Theirs(b, steps, facts)
+        self.meanwhile: Callable[[], object] = lambda: None
+        """Emits what else runs after the last kernels, while the last gradients come home."""
+
+    def summing(self, width: int) -> int:
+        """As its code does."""
+        return self.code.summing(width)
 
     def forward(self, q: Access, kv: Access, out: Access) -> Ints:
         """All steps of a forward pass; returns the op of every rank that completes its output."""
@@ -76,6 +94,7 @@ class Ring:
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.MERGE), merges, cases, partial, self.every(total), made)
+        self.meanwhile()
         casts = self.leave("fwd", total, out)
         return casts[0] if casts else _last(attends, merges[0])
 
@@ -119,6 +138,7 @@ class Ring:
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), g.dq, cases, dq_partial, self.every(total), made[0])
+        self.meanwhile()
         if not wire:
             return _last(attends, g.dq[0]), _last(attends)
         launched = code.launched(entered, kernels, returns)

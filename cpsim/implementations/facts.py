@@ -212,8 +212,6 @@ class UlyssesCode:
     back: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 2, "bwd": 2})
     """The same on its way back."""
     wrapper: WrapperCode | None = None
-    repeat: Sweep | None = None
-    """Backward, gradients of key-value heads that were replicated are summed; None: they are not replicated."""
     alone: bool = False
     """Groups may be all ranks, with rings of one, and rings may be all ranks."""
 

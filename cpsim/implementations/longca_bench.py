@@ -57,7 +57,6 @@ _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the ou
     there={"fwd": 2, "bwd": 1},
     back={"fwd": 1, "bwd": 2},
     wrapper=_WRAPPER,
-    repeat=Sweep("k", 1, 0, kind=Kind.ACCUMULATE),
     alone=True,
 )
 _ALLGATHER: Final = HalvesCode(  # FA3RingAGAttnFunc

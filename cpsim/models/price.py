@@ -59,6 +59,9 @@ _PRESSURE_OF: Final = {
 """Kinds that are not memory-bound."""
 _IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for stream in STREAMS])
 """A batched send and receive is one kernel; this end of it does not count again."""
+_PACED: Final = np.array([group.endswith("between nodes") for group in GROUPS])
+"""Groups of ops that the network between nodes paces: factors were measured at NVLink's rates, and a kernel beside
+them neither takes memory bandwidth that they lack nor loses much to them, so they press on nothing."""
 _CLASSES: Final = np.array([_PRESSURE.index(_PRESSURE_OF.get(kind, "memory-bound")) for kind in Kind], np.int8)
 """Index into ``_PRESSURE`` of every kind."""
 
@@ -124,7 +127,8 @@ class Pricing:
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
         self._settle(schedule, duration, full, release)
-        return Priced(self._work(schedule, links, duration, flows, release), group, tuple(notes))
+        pressure = np.where(_PACED[group], np.int8(_PRESSURE.index("none")), _CLASSES[schedule.kind])
+        return Priced(self._work(schedule, links, duration, flows, release, pressure), group, tuple(notes))
 
     def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
         """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""
@@ -170,8 +174,8 @@ class Pricing:
                 notes[f"host: launch of {names[-1]} not measured, {instead}"] = None
 
     def _work(
-        self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats
-    ) -> Work:
+        self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats, pressure: Int8
+    ) -> Work:  # fmt: skip
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
         of_flow = np.repeat(np.arange(len(schedule)), np.diff(flow_start))
@@ -183,7 +187,7 @@ class Pricing:
             flow_link=flow_link,
             flow_bytes=flow_bytes,
             link_bytes_per_s=capacity,
-            pressure=_CLASSES[schedule.kind],
+            pressure=pressure,
             slowdown=self.profile.interference.slowdown(self.kernel, _PRESSURE),
         )
 

@@ -33,9 +33,8 @@ class Sweeper:
     def sweep(
         self, sweeps: Sequence[Sweep], ranks: Ints, q_rows: Ints | int, k_rows: Ints | int,
         deps: Sequence[Ints] = (), step: int = 0,
-    ) -> Ints | None:  # fmt: skip
-        """Sweeps one after another, the first one after ``deps``; returns the last ops, if there are any."""
-        last = None
+    ) -> Ints:  # fmt: skip
+        """One sweep or more, one after another, the first after ``deps``; returns the last ops."""
         for i, sweep in enumerate(sweeps):
             nbytes = self.nbytes(sweep, q_rows, k_rows)
             last = self.b.add(
@@ -44,24 +43,20 @@ class Sweeper:
         return last
 
     def attend(
-        self, code: WrapperCode, pass_: Pass, ranks: Ints, *, q_rows: Ints | int, k_rows: Ints | int, tile: Ints | int,
+        self, code: WrapperCode | None, pass_: Pass, ranks: Ints, *, q_rows: Ints | int, k_rows: Ints | int, tile: Ints | int,
         heads: Ints, deps: Sequence[Ints], reads: Sequence[Access], writes: Sequence[Access], step: int = 0,
-        also: Sequence[Sweep] = (), gathered_rows: Ints | int | None = None,
     ) -> Ints:  # fmt: skip
         """A kernel call with the sweeps before and after it; returns the last ops, ``[ranks]``.
 
         Args:
-            code: what is swept.
-            pass_, ranks, tile, heads, deps, reads, writes, step: of the kernel; its first sweep waits.
-            q_rows, k_rows: rows that the kernel reads.
-            also: sweeps that come before all others.
-            gathered_rows: rows of keys that sweeps pass over where they are more than the kernel's.
+            code: what is swept; None: nothing.
+            pass_, ranks, tile, heads, deps, reads, writes, step: of the kernel; its first sweep waits, too.
+            q_rows, k_rows: rows that sweeps pass over.
         """
-        swept = k_rows if gathered_rows is None else gathered_rows
-        self.sweep((*also, *code.before[pass_]), ranks, q_rows, swept, deps, step)
+        if code is not None:
+            self.sweep(code.before[pass_], ranks, q_rows, k_rows, deps, step)
         kind = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
         done = self.b.add(
             kind, (ranks, "compute"), step=step, tile=tile, heads=heads, deps=deps, reads=reads, writes=writes
         )  # fmt: skip
-        last = self.sweep(code.after[pass_], ranks, q_rows, swept, step=step)
-        return done if last is None else last
+        return self.sweep(code.after[pass_], ranks, q_rows, k_rows, step=step) if code is not None else done

@@ -23,7 +23,8 @@ from cpsim.sim.timeline import Timeline
 from cpsim.strategies import STRATEGIES, Knobs, plan
 from cpsim.workload import Workload
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Floats = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""

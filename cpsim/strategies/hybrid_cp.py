@@ -32,7 +32,7 @@ from cpsim.strategies.grid import Grid, make_grid
 from cpsim.strategies.ring import Cut, emit_rings, tiled
 from cpsim.strategies.ring_loop import Ring
 from cpsim.strategies.ring_steps import Steps
-from cpsim.tiles import Tiles, join_tiles
+from cpsim.tiles import join_tiles
 from cpsim.workload import Workload
 
 SLACK: Final = 1.05
@@ -53,8 +53,8 @@ def plan_hybrid_cp(
     Raises:
         ScenarioError: the knob has no such value.
     """
-    rings, tiles = _rings(workload, cluster, _checked(workload, cluster, tokens_per_rank))
-    b = Builder(cluster.num_gpus, sharding.stack(*(cut.sets for _, cut in rings)), tiles)
+    rings = _rings(workload, cluster, _checked(workload, cluster, tokens_per_rank))
+    b = Builder(cluster.num_gpus, sharding.stack(*(cut.sets for _, cut in rings)), rings[0][1].tiles)
 
     def emit(level: int) -> None:
         grid, cut = rings[level]
@@ -128,11 +128,11 @@ def _place(work, least, sizes, widest, slack):  # type: ignore[no-untyped-def]
 
 
 @lru_cache(maxsize=2)
-def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> tuple[list[tuple[Grid, Cut]], Tiles]:
-    """The rings of every size of subgroup that has documents, the largest first, and the tiles of all of them."""
+def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> list[tuple[Grid, Cut]]:
+    """The rings of every size of subgroup that has documents, the largest first; all have one table of tiles."""
     bounds, size, group = _placed(workload, cluster, tokens_per_rank)
     num_ranks, mask, rings = cluster.num_gpus, workload.slices(), []
-    causal, first_set, first_tile = sharding.is_causal(mask), 0, 1
+    causal, first_set, first_tile = sharding.is_causal(mask), 0, 0
     for one in np.unique(size)[::-1].tolist():
         mine = np.flatnonzero(size == one)
         grid = make_grid(num_ranks, num_ranks // one, "context_first", apart=True)
@@ -140,9 +140,10 @@ def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> tuple[
         several = np.bincount(group[mine], minlength=num_ranks // one)[grid.ring] > 1
         later, earlier = (grid.source > grid.shard) & causal, (grid.source < grid.shard) & causal
         cut = tiled(mask, sharding.stack(*shards), grid.source, several, later, earlier)
-        rings.append((grid, replace(cut, first_set=first_set, first_tile=first_tile)))
+        rings.append((grid, replace(cut, first_set=first_set, tile=cut.tile + first_tile)))
         first_set, first_tile = first_set + len(cut.sets), first_tile + grid.source.size
-    return rings, join_tiles([cut.tiles for _, cut in rings])
+    tiles = join_tiles([cut.tiles for _, cut in rings])
+    return [(grid, replace(cut, tiles=tiles)) for grid, cut in rings]
 
 
 def zigzag_of_subgroups(

@@ -13,7 +13,7 @@ Other people's rings follow from facts about their code (cpsim.implementations).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -56,13 +56,12 @@ class Cut:
     query_set: Ints
     key_set: Ints
     tiles: Tiles
-    """Tile 1 + step * P + shard."""
+    tile: Ints
+    """Index of the tile that is computed."""
     stride: int = 1
     """Of the order in which sets and tiles count."""
     first_set: int = 0
     """Where the sets are among those of a schedule of several cuts."""
-    first_tile: int = 1
-    """Where tile 1 is."""
 
 
 @lru_cache(maxsize=2)
@@ -79,8 +78,10 @@ def cut(
         inner: ranks of an inner ring, see ``make_grid``.
         backwards: the direction of the ring, see ``Grid``.
     """
+    if backwards:
+        return _turned(cut(workload, num_ranks, chunks, inner, False))
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
-    source, ranks = sources(num_ranks, inner, backwards), np.arange(num_ranks)
+    source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
     parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
     bounds = np.array([0, workload.num_tokens])
     if chunks == "striped":
@@ -104,8 +105,14 @@ def tiled(
     shards = np.arange(source.shape[1])
     query_set = np.where(tails, len(sets) - len(shards) + shards, shards)
     key_set = np.where(key_heads, len(shards) + source, source)
-    tiles = make_tiles(mask, sets, query_set, key_set)
-    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, stride)
+    tiles, tile = make_tiles(mask, sets, query_set, key_set), 1 + np.arange(source.size).reshape(source.shape)
+    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride)
+
+
+def _turned(cut: Cut) -> Cut:
+    """The same tiles in the order of a ring that runs backwards, see ``Grid``: the last step's keys come first."""
+    columns = ("tails", "key_heads", "query_set", "key_set", "tile")
+    return replace(cut, **{name: getattr(cut, name)[::-1] for name in columns})
 
 
 def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:

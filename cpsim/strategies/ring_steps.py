@@ -23,14 +23,14 @@ class Steps:
     """
 
     def __init__(self, workload: Workload, cut: Cut, grid: Grid, gathers: bool = False) -> None:
-        at, shards, steps = grid.shard, grid.num_shards, grid.num_places
+        at, shards = grid.shard, grid.num_shards
         self.workload, self.grid, self.cut, self.num_ranks = workload, grid, cut, len(at)
-        self.ranks, self.number = np.arange(len(at)), np.arange(steps)[:, None]
+        self.ranks, self.number = np.arange(len(at)), np.arange(grid.num_places)[:, None]
         columns = slice(None) if len(at) == shards else at  # every rank has a shard of its own
         self.tails, self.key_heads = cut.tails[:, columns], cut.key_heads[:, columns]
         self.source = grid.source
-        tile = np.arange(steps * shards).reshape(steps, shards)[:, columns]
-        self.tile, self.active = cut.first_tile + tile, cut.tiles.area[1 + tile] > 0
+        self.tile = cut.tile[:, columns]
+        self.active = cut.tiles.area[self.tile] > 0
         self.scattered = cut.scattered[at]
         """Ranks whose heads and tails are scattered over their shards, ``[ranks]``."""
         self.packs = self.key_heads & self.active & self.scattered

@@ -275,6 +275,36 @@ def validate(
 
 
 @app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100.")],
+    out: Annotated[Path | None, typer.Option(help="Write rows and scores to this file, as JSON.")] = None,
+    as_json: Json = False,
+    jobs: Jobs = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the network between nodes to rows of 8 and 16 GPUs.")] = False,
+    worst: Annotated[int, typer.Option(min=0, help="Rows to list, worst first.")] = 30,
+) -> None:
+    """Predict a published study of others row by row, and say how far off the predictions are."""
+    from cpsim.report.reproduction import reproduction_record, reproduction_view
+    from cpsim.reproduce import magi_h100
+
+    if name != "magi-h100":
+        raise CpsimError(f"reproduce: expected magi-h100, got {name!r}")
+    _check_writable(out)
+    if fit:
+        print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
+        return
+    with _progress("Predicting") as progress:
+        rows = magi_h100.reproduce(jobs=jobs, progress=progress)
+    record = json.dumps(reproduction_record(rows), indent=1)
+    if out:
+        out.write_text(record + "\n", encoding="utf-8")
+    if as_json:
+        print(record)
+    else:
+        _stdout().print(reproduction_view(rows, worst))
+
+
+@app.command()
 def calibrate(
     name: Annotated[str, typer.Option(help="Of the files to write, of the profile and of the cluster.")] = "mine",
     out: Annotated[Path, typer.Option(help="Write to this folder.")] = Path(),

@@ -29,8 +29,8 @@ from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
 from cpsim.implementations.torch_cp import TORCH
 
 __all__ = [
-    "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "HalvesCode", "HeldRingCode", "Implementation", "RingCode", "Support", "Sweep",
-    "Sweeps", "UlyssesCode", "WrapperCode", "implementation",
+    "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "HalvesCode", "HeldRingCode", "Implementation",
+    "RingCode", "Support", "Sweep", "Sweeps", "UlyssesCode", "WrapperCode", "implementation",
 ]  # fmt: skip
 
 CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)

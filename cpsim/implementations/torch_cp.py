@@ -6,7 +6,19 @@ from dataclasses import replace
 from typing import Final
 
 from cpsim.implementations.facts import (
-    ADD, ADD_K, BACK, CAST, DENSE, EAGER, EAGER_SWEEPS, LSE, STRIDED, Implementation, RingCode, Support, Sweep,
+    ADD,
+    ADD_K,
+    BACK,
+    CAST,
+    DENSE,
+    EAGER,
+    EAGER_SWEEPS,
+    LSE,
+    STRIDED,
+    Implementation,
+    RingCode,
+    Support,
+    Sweep,
 )  # fmt: skip
 
 _MERGED: Final = (CAST, *LSE * 2, *(Sweep("q", 0, 3),) * 3, *LSE * 3)  # _SDPAMerger, step and _merge_one

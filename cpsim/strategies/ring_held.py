@@ -174,7 +174,8 @@ class HeldRing(RingTensors):
         self.add(s, active & ~first, adds.kind, adds, made[0], part, UPDATE, deps)
 
     def transfer(
-        self, s: int, lanes: tuple[str, str], to: Ints, nbytes: Ints, deps: Sequence[Ints], moves: Sequence[tuple[Access, Int32]]
+        self, s: int, lanes: tuple[str, str], to: Ints, nbytes: Ints, deps: Sequence[Ints],
+        moves: Sequence[tuple[Access, Int32]],
     ) -> list[Ints]:  # fmt: skip
         """Every rank sends to another one, after the kernels of both.
 

@@ -43,7 +43,8 @@ class Sweeper:
         return last
 
     def attend(
-        self, code: WrapperCode | None, pass_: Pass, ranks: Ints, *, q_rows: Ints | int, k_rows: Ints | int, tile: Ints | int,
+        self, code: WrapperCode | None, pass_: Pass, ranks: Ints, *, q_rows: Ints | int, k_rows: Ints | int,
+        tile: Ints | int,
         heads: Ints, deps: Sequence[Ints], reads: Sequence[Access], writes: Sequence[Access], step: int = 0,
     ) -> Ints:  # fmt: skip
         """A kernel call with the sweeps before and after it; returns the last ops, ``[ranks]``.

@@ -18,7 +18,19 @@ from cpsim.report.figures import PALETTE, styled
 from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
-from cpsim.reproduce.longca_96 import DENSE, DOCUMENT, MASKS, MECHANISMS, OURS, PASSES, THEIRS, Row, Study, findings
+from cpsim.reproduce.longca_96 import (
+    DENSE,
+    DOCUMENT,
+    MASKS,
+    MECHANISMS,
+    OURS,
+    PASSES,
+    THEIRS,
+    Finding,
+    Row,
+    Study,
+    findings,
+)
 
 NAMES: Final = {
     "ulysses": "Ulysses", "ring_p2p": "Ring P2P", "ring_allgather": "Ring All-Gather", "usp": "USP",
@@ -46,7 +58,7 @@ def study_view(study: Study) -> RenderableType:
     lines = [Text(f"\n{line}", style="dim") for line in reason_lines(study)]
     judged = table(("", "left"), ("finding", "left"), ("simulated", "left"))
     for finding in findings(study):
-        judged.add_row("yes" if finding.holds else "NO", finding.claim, finding.found)
+        judged.add_row("yes" if finding.holds else "NO", finding.claim, _found(finding))
     return Group(*parts, Text(), gains, *lines, Text(), judged)
 
 
@@ -92,6 +104,10 @@ def _best(study: Study, gpus: int, mask: str, pass_: str, code: str) -> float:
     return float(np.nanmax([_mean(study, gpus, mask, pass_, mechanism, code) for mechanism in MECHANISMS]))
 
 
+def _found(finding: Finding) -> str:
+    return finding.found if finding.holds else f"{finding.found}. Why not: {finding.reason}"
+
+
 def reason_lines(study: Study) -> list[str]:
     """Why cases cannot run."""
     return [f"X: {reason}" for reason in study.reasons()]
@@ -114,7 +130,7 @@ def study_html(study: Study) -> str:
     sections = [f"<h1>LongCA-bench on 8 to 96 H100, simulated</h1><p class=lead>{lead}</p>"]
     caption = "Lines: LongCA-bench's code. Dots: our executor. Means over samples; hover for the range."
     sections += [figure(_lines(study, mask), f"mask-{mask}", f"{TITLES[mask]}. {caption}") for mask in MASKS]
-    rows = [("yes" if f.holds else "no", f.claim, f.found) for f in judged]
+    rows = [("yes" if f.holds else "no", f.claim, _found(f)) for f in judged]
     sections.append("<h2>Findings</h2>" + html_table(("holds", "finding", "simulated"), rows, num_text=3))
     head = ("our executor over LongCA-bench", *(f"{m}, {p}" for m, p in GAINS))
     sections.append("<h2>What the best form gains</h2>" + html_table(head, gain_rows(study), num_text=1))

@@ -178,10 +178,10 @@ def _cut(workload: Workload, num_ranks: int, layout: str) -> tuple[RangeSets, Ra
     shards = _shards(layout, sharding.documents_of(mask), num_ranks)
     sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
     tiles = make_tiles(mask, sets, np.arange(num_ranks), np.full(num_ranks, num_ranks))
-    return shards, sharding.stack(sets, _seen_keys(tiles, num_ranks)), tiles
+    return shards, sharding.stack(sets, seen_keys(tiles, num_ranks)), tiles
 
 
-def _seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
+def seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
     """Keys that the tiles 1 to P read, each key once."""
     seen = []
     for rank in range(num_ranks):

@@ -279,8 +279,9 @@ def validate(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100.")],
-    out: Annotated[Path | None, typer.Option(help="Write rows and scores to this file, as JSON.")] = None,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100 or longca-96.")],
+    out: Annotated[Path | None, typer.Option(help="Write to this file: JSON, of longca-96 JSON Lines.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write figures of longca-96 to this file.")] = None,
     as_json: Json = False,
     jobs: Jobs = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the network between nodes to rows of 8 and 16 GPUs.")] = False,
@@ -290,9 +291,13 @@ def reproduce(
     from cpsim.report.reproduction import reproduction_record, reproduction_view
     from cpsim.reproduce import magi_h100
 
-    if name != "magi-h100":
-        raise CpsimError(f"reproduce: expected magi-h100, got {name!r}")
+    if name not in ("magi-h100", "longca-96"):
+        raise CpsimError(f"reproduce: expected magi-h100 or longca-96, got {name!r}")
     _check_writable(out)
+    _check_writable(html)
+    if name == "longca-96":
+        _reproduce_longca_96(out, html, as_json, jobs)
+        return
     if fit:
         print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
         return
@@ -305,6 +310,23 @@ def reproduce(
         print(record)
     else:
         _stdout().print(reproduction_view(rows, worst))
+
+
+def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
+    from cpsim.report.longca_96 import study_html, study_lines, study_view
+    from cpsim.reproduce.longca_96 import run as predict_study
+
+    with _progress("Predicting batches") as progress:
+        study = predict_study(jobs=jobs, progress=progress)
+    if out:
+        out.write_text(study_lines(study), encoding="utf-8")
+    if html:
+        html.write_text(study_html(study), encoding="utf-8")
+        print(f"Page written to {html}", file=sys.stderr)
+    if as_json:
+        sys.stdout.write(study_lines(study))
+    else:
+        _stdout().print(study_view(study))
 
 
 @app.command()

@@ -51,6 +51,7 @@ ALL_KNOBS = {
         {"ulysses": 1, "inner_ring": 1, "zigzag": "sequence"},
         {},
     ),
+    "hybrid_cp": ({}, {"tokens_per_rank": 3}, {"tokens_per_rank": 24}),
     "magi": ({}, {"chunk": 2, "smallest": 1}, {"stages": 3, "smallest": 2, "native": True}),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])

@@ -41,7 +41,7 @@ ALLOWED = {
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
     "kernels": CORE | CASE | {"models", "calibrate", "strategies"},
-    "reproduce": CORE | {"cluster", "scenario", "prediction", "predictor"},
+    "reproduce": CORE | {"cluster", "documents", "scenario", "prediction", "predictor"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE

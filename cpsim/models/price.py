@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.attention import clocked_seconds
+from cpsim.models.attention import AttentionParams, clocked_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.kernels import check_calls, limits_of
@@ -20,7 +21,7 @@ from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
 from cpsim.sim.work import Work, earliest, predecessors
-from cpsim.tiles import sequences
+from cpsim.tiles import Tiles, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
@@ -205,10 +206,7 @@ class Pricing:
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         seconds = np.empty((2, len(ops)))
         for num_heads, num_kv_heads in sorted(shapes):
-            everywhere = np.full(len(used), num_heads), np.full(len(used), num_kv_heads)
-            priced = clocked_seconds(
-                params, tiles.start, tiles.q_len, tiles.k_len, tiles.causal, *everywhere, self.head_dim
-            )
+            priced = _seconds_of_tiles(params, schedule.tiles, num_heads, num_kv_heads, self.head_dim)
             mine = (heads == num_heads) & (kv_heads == num_kv_heads)
             seconds[:, mine] = np.stack(priced)[:, schedule.tile[ops[mine]]]
         if self.captured and not limits_of(self.kernel).places_results:
@@ -317,6 +315,16 @@ class Pricing:
         entry = host.measured(self._names("entry", pass_)) or 0.0
         released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
         return np.asarray(np.maximum(released - lead, 0.0))
+
+
+@lru_cache(maxsize=4)
+def _seconds_of_tiles(
+    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
+    calls = sequences(tiles)
+    heads, kv_heads = (np.full(len(tiles.area), number) for number in (num_heads, num_kv_heads))
+    return clocked_seconds(params, calls.start, calls.q_len, calls.k_len, calls.causal, heads, kv_heads, head_dim)
 
 
 def _pass_of(schedule: Schedule) -> str:

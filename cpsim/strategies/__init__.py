@@ -15,6 +15,7 @@ from cpsim.errors import ScenarioError
 from cpsim.implementations import CPSIM, Implementation
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
+from cpsim.strategies.hybrid_cp import hybrid_cp_knobs, plan_hybrid_cp
 from cpsim.strategies.magi import magi_knobs, plan_magi
 from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
@@ -46,6 +47,7 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "allgather": Strategy(plan_allgather, allgather_knobs),
     "usp": Strategy(plan_usp, usp_knobs),
     "loongtrain": Strategy(plan_loongtrain, loongtrain_knobs),
+    "hybrid_cp": Strategy(plan_hybrid_cp, hybrid_cp_knobs),
     "magi": Strategy(plan_magi, magi_knobs),
 }
 

@@ -13,7 +13,7 @@ Other people's rings follow from facts about their code (cpsim.implementations).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -24,11 +24,12 @@ from cpsim.builder import Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, HeldRingCode, Implementation, RingCode
-from cpsim.masks import Ints, RangeSets
+from cpsim.masks import Ints, RangeSets, Slices
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import Grid, make_grid, sources
-from cpsim.strategies.ring_held import as_run, make_ring
+from cpsim.strategies.ring_held import HeldRing, as_run, make_ring
+from cpsim.strategies.ring_loop import Ring
 from cpsim.strategies.ring_steps import Steps
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
@@ -42,12 +43,12 @@ kernel, of which the causal mask leaves another half."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, ranks]``."""
+    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, shards]``."""
 
     sets: RangeSets
     """Shards (sets 0 to P-1), under zigzag their heads (P to 2P-1), and under zigzag and stripes their tails (last)."""
-    scattered: bool
-    """Heads or tails are scattered over a shard and have to be packed for a kernel call."""
+    scattered: NDArray[np.bool_]
+    """Shards whose heads and tails are scattered over them and have to be packed for a kernel call, ``[shards]``."""
     tails: NDArray[np.bool_]
     """Only tail queries compute: under a causal mask they alone see later ranks' keys."""
     key_heads: NDArray[np.bool_]
@@ -55,9 +56,12 @@ class Cut:
     query_set: Ints
     key_set: Ints
     tiles: Tiles
-    """Tile 1 + step * P + rank."""
+    tile: Ints
+    """Index of the tile that is computed."""
     stride: int = 1
     """Of the order in which sets and tiles count."""
+    first_set: int = 0
+    """Where the sets are among those of a schedule of several cuts."""
 
 
 @lru_cache(maxsize=2)
@@ -74,8 +78,10 @@ def cut(
         inner: ranks of an inner ring, see ``make_grid``.
         backwards: the direction of the ring, see ``Grid``.
     """
+    if backwards:
+        return _turned(cut(workload, num_ranks, chunks, inner, False))
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
-    source, ranks = sources(num_ranks, inner, backwards), np.arange(num_ranks)
+    source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
     parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
     bounds = np.array([0, workload.num_tokens])
     if chunks == "striped":
@@ -88,10 +94,25 @@ def cut(
         bounds = sharding.documents_of(mask) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
-    query_set = np.where(later, len(sets) - num_ranks + ranks, ranks)
-    key_set = np.where(earlier, num_ranks + source, source)
-    tiles = make_tiles(mask, sets, query_set, key_set)
-    return Cut(sets, len(bounds) > 2, later, earlier, query_set, key_set, tiles, stride)
+    return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride)
+
+
+def tiled(
+    mask: Slices, sets: RangeSets, source: Ints, scattered: NDArray[np.bool_], tails: NDArray[np.bool_],
+    key_heads: NDArray[np.bool_], stride: int = 1,
+) -> Cut:  # fmt: skip
+    """A cut from its sets, the shard whose keys every shard uses in each step, and where only parts of them count."""
+    shards = np.arange(source.shape[1])
+    query_set = np.where(tails, len(sets) - len(shards) + shards, shards)
+    key_set = np.where(key_heads, len(shards) + source, source)
+    tiles, tile = make_tiles(mask, sets, query_set, key_set), 1 + np.arange(source.size).reshape(source.shape)
+    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride)
+
+
+def _turned(cut: Cut) -> Cut:
+    """The same tiles in the order of a ring that runs backwards, see ``Grid``: the last step's keys come first."""
+    columns = ("tails", "key_heads", "query_set", "key_set", "tile")
+    return replace(cut, **{name: getattr(cut, name)[::-1] for name in columns})
 
 
 def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
@@ -158,7 +179,13 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: A
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
     b, x = Builder(grid.ranks.size, sets, shards.tiles, shards.stride), Steps(workload, shards, grid, gathers)
-    ring = make_ring(b, x, code)
+    emit_rings(make_ring(b, x, code), pass_)
+    return b.build()
+
+
+def emit_rings(ring: Ring | HeldRing, pass_: Pass) -> None:
+    """The ops of rings whose tensors are inputs and outputs of the schedule."""
+    x = ring.x
     if pass_ == "fwd":
         q, kv = ring.given("q", x.q_bytes), ring.given("kv", x.kv_bytes)
         ring.forward(q, kv, ring.result("out", x.q_bytes, x.lse_bytes))
@@ -167,7 +194,6 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: A
         *given, kv = [ring.given(name, width) for name, width in widths.items()]
         dq, dkv = ring.result("dq", x.q_bytes), ring.result("dkv", x.kv_bytes, summed=False)
         ring.backward(given, kv, dq, dkv)
-    return b.build()
 
 
 def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:

@@ -72,9 +72,9 @@ class Builder:
     Every ``add`` makes one op per entry of its arrays: after all others, or where ``interleave`` has kept places.
     """
 
-    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1) -> None:
+    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False) -> None:
         self.num_ranks = num_ranks
-        self.sets, self.tiles, self.stride = sets, tiles, stride
+        self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0
         self._columns: list[tuple[Ints, int, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
         self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
@@ -201,6 +201,7 @@ class Builder:
             outputs=_pairs(self._outputs),
             sets=self.sets,
             tiles=self.tiles,
+            narrow_sums=self.narrow_sums,
             stride=self.stride,
         )
         for name in Schedule.__slots__:

@@ -160,6 +160,8 @@ class Schedule:
     sets: RangeSets
     """Token sets that blocks and tiles refer to; a buffer stores a set's ranges in ascending order."""
     tiles: Tiles
+    narrow_sums: bool = False
+    """Partial results are summed in the working type, as some people's code does; otherwise in fp32."""
     stride: int = 1
     """Sets and tiles count positions in the order of this stride, see ``cpsim.stripes``; 1: they count tokens."""
 

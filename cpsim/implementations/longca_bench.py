@@ -101,7 +101,7 @@ LONGCA_BENCH: Final = Implementation(
 MAGI_ATTENTION: Final = Implementation(
     name="magi-attention",
     source="SandAI-org/MagiAttention at 2c64135, with the baselines of its benchmark",
-    support=_SUPPORT | {"magi": Support(masks=_MASKS)},
+    support=_SUPPORT | {"hybrid_cp": Support(masks=_MASKS), "magi": Support(masks=_MASKS)},
     kernels=("fa3",),
     ring=_RING,
     double_ring=replace(_RING, turns=False),

@@ -72,7 +72,9 @@ class Builder:
     Every ``add`` makes one op per entry of its arrays: after all others, or where ``interleave`` has kept places.
     """
 
-    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False) -> None:
+    def __init__(
+        self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False
+    ) -> None:
         self.num_ranks = num_ranks
         self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0

@@ -152,7 +152,7 @@ def test_every_strategy_of_ours_has_the_code_argument_or_is_nobody_elses():
     assert CPSIM.support is None
 
 
-# --- LongCA-bench and MagiAttention, at their benchmark's sizes: 8192 tokens a GPU, heads 64:8 of dimension 128, bf16 ---
+# --- LongCA-bench and MagiAttention at their benchmark's sizes: 8192 tokens a GPU, heads 64:8, bf16 ---
 
 KV_BYTES = 2 * 8192 * 8 * 128 * 2
 """One message of keys and values: 33.5 MB."""

@@ -114,7 +114,8 @@ def _share_out(workload: Workload, num_ranks: int, chunk: int, stages: int, smal
     local = _sets_of(_cells(seen, edges) & mine, edges)
     sets = sharding.stack(own, local, fetched, given)
     tiles = make_tiles(mask, sets, np.tile(ranks, stages + 1), num_ranks + np.arange((stages + 1) * num_ranks))
-    return _Shares(sets, tiles, wanted @ length, (fetchers * length) @ mine.T)
+    sent = (fetchers * length) @ mine.T.astype(np.int64)
+    return _Shares(sets, tiles, wanted.astype(np.int64) @ length, sent)
 
 
 def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunk: int) -> RangeSets:

@@ -60,9 +60,9 @@ class HeldRing(RingTensors):
             self.send_keys(s, kv[1])
             self.attend("fwd", s, [(q[0], q[1][x.of_queries[s]])], kv[1], [(partial, out[1][x.of_queries[s]])])
             if facts.in_loop and s > 0:
-                self.mark(self.ranks, self.sweeper.sweep(facts.correct_lse, self.ranks, x.q_rows[s, self.ranks], 0, step=s))
+                self.correct_lse(s)
         for s in range(1, 1 if facts.in_loop else self.places):
-            self.mark(self.ranks, self.sweeper.sweep(facts.correct_lse, self.ranks, x.q_rows[s, self.ranks], 0, step=s))
+            self.correct_lse(s)
         for s, partial in enumerate(partials):
             kind, mode = (facts.correct.kind, UPDATE) if s else (Kind.ACCUMULATE, WRITE)
             self.add(s, x.active[s], kind, facts.correct, partial, (out[0], out[1][x.of_queries[s]]), mode)
@@ -94,6 +94,11 @@ class HeldRing(RingTensors):
                 self.send_gradients(s, dkv)
         home = self.kernels[-1] if facts.turns or self.places == 1 else self.gradients_came[0]
         return self.kernels[-1], home
+
+    def correct_lse(self, s: int) -> None:
+        """Merge log-sum-exps of a step."""
+        rows = self.x.q_rows[s, self.ranks]
+        self.mark(self.ranks, self.sweeper.sweep(self.facts.correct_lse, self.ranks, rows, 0, step=s))
 
     def alone(self, pass_: Pass) -> None:
         """Kernels of ranks that have all tokens of their documents: one call, without sweeps."""
@@ -267,7 +272,8 @@ class HeldRing(RingTensors):
             r = self.ranks
             copied = self.b.add(
                 Kind.COPY, (r, "compute"), step=s, heads=x.heads[r], nbytes=2 * nbytes[r],
-                deps=[d[r] for d in self.gradients_came], reads=[(source[r], blocks[r])], writes=[(apart[r], blocks[r])],
+                deps=[d[r] for d in self.gradients_came], reads=[(source[r], blocks[r])],
+                writes=[(apart[r], blocks[r])],
             )  # fmt: skip
             self.mark(r, copied)
             source = dkv[0] if last else self.b.buffers("dkv outer ring", self.most)

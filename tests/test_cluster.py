@@ -8,7 +8,7 @@ import yaml
 from cpsim.cluster import Cluster, load_cluster, presets
 from cpsim.errors import ScenarioError
 
-NAMES = ["h200-4", "h200-2x2-sockets", "dgx-h100", "dgx-h200", "dgx-b200", "p4de"]
+NAMES = ["h200-4", "h200-2x2-sockets", "dgx-h100", "magi-h100", "dgx-h200", "dgx-b200", "p4de"]
 
 
 def test_presets_are_the_documented_ones():

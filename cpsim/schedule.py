@@ -56,7 +56,7 @@ class Kind(IntEnum):
     BARRIER = 10
     """All lanes wait for each other. ``nbytes`` 0."""
     GEMM = 11
-    """Matrix product of a training step. ``nbytes`` 0; shapes belong to the step model."""
+    """Matrix product of a training step. ``nbytes`` counts its FLOP instead; shapes belong to the step model."""
     ELEMENTWISE = 12
     """Norm, activation, rotary and the like, or a strided copy of somebody's eager code. ``nbytes`` read plus
     written."""

@@ -253,6 +253,19 @@ def test_an_all_gather_passes_over_all_keys_for_each_of_its_two_kernels():
         assert over_keys == (2 + 2 * 2) * gpus * KV_BYTES
 
 
+def test_timed_backward_passes_go_on_to_the_projections():
+    """Gradients of their weights, 0.17 TFLOP a GPU; LongCA-bench's also of their inputs, and of all tokens."""
+    for code, teraflops in ((MAGI, 0.17), (LONGCA, 0.34)):
+        schedule = benchmark("zigzag_ring", 8, "bwd", code=code)
+        for rank in (0, 7):
+            ops = [op for op in schedule.project(rank) if op.kind == Kind.GEMM]
+            assert sum(op.nbytes for op in ops) / 1e12 == pytest.approx(teraflops, abs=0.005)
+            assert min(op.index for op in ops) > max(
+                op.index for op in schedule.project(rank) if op.kind == Kind.ATTENTION_BACKWARD
+            )
+        assert not (benchmark("zigzag_ring", 8, code=code).kind == Kind.GEMM).any()
+
+
 def test_magi_fetches_keys_that_a_rank_sees_and_no_others():
     """Documents of one chunk stay at home; under a full mask all keys of others come."""
     case = workload("causal_document", (2048,) * 32, num_heads=64, num_kv_heads=8, head_dim=128)

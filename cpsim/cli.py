@@ -205,6 +205,7 @@ def run(
 
 def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scenario]:
     """The scenarios that this machine can run; the others are named on stderr."""
+    from cpsim.implementations import implementation
     from cpsim.scenario import load_scenarios
 
     found: list[Scenario] = []
@@ -212,6 +213,8 @@ def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scen
         try:
             if isinstance(scenario, CpsimError):
                 raise scenario
+            if implementation(scenario.implementation).predicted_only:
+                raise CpsimError(f"implementation: {scenario.implementation} can be predicted, not run; use cpsim")
             nodes = scenario.resolve_cluster().num_nodes
             if scenario.gpus > num_gpus:
                 raise CpsimError(f"gpus: needs {scenario.gpus}, {num_gpus} may be used here")
@@ -272,6 +275,58 @@ def validate(
 
         write_comparison(html, comparison)
         print(f"Page written to {html}", file=sys.stderr)
+
+
+@app.command()
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100 or longca-96.")],
+    out: Annotated[Path | None, typer.Option(help="Write to this file: JSON, of longca-96 JSON Lines.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write figures of longca-96 to this file.")] = None,
+    as_json: Json = False,
+    jobs: Jobs = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the network between nodes to rows of 8 and 16 GPUs.")] = False,
+    worst: Annotated[int, typer.Option(min=0, help="Rows to list, worst first.")] = 30,
+) -> None:
+    """Predict a published study of others row by row, and say how far off the predictions are."""
+    from cpsim.report.reproduction import reproduction_record, reproduction_view
+    from cpsim.reproduce import magi_h100
+
+    if name not in ("magi-h100", "longca-96"):
+        raise CpsimError(f"reproduce: expected magi-h100 or longca-96, got {name!r}")
+    _check_writable(out)
+    _check_writable(html)
+    if name == "longca-96":
+        _reproduce_longca_96(out, html, as_json, jobs)
+        return
+    if fit:
+        print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
+        return
+    with _progress("Predicting") as progress:
+        rows = magi_h100.reproduce(jobs=jobs, progress=progress)
+    record = json.dumps(reproduction_record(rows), indent=1)
+    if out:
+        out.write_text(record + "\n", encoding="utf-8")
+    if as_json:
+        print(record)
+    else:
+        _stdout().print(reproduction_view(rows, worst))
+
+
+def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
+    from cpsim.report.longca_96 import study_html, study_lines, study_view
+    from cpsim.reproduce.longca_96 import run as predict_study
+
+    with _progress("Predicting batches") as progress:
+        study = predict_study(jobs=jobs, progress=progress)
+    if out:
+        out.write_text(study_lines(study), encoding="utf-8")
+    if html:
+        html.write_text(study_html(study), encoding="utf-8")
+        print(f"Page written to {html}", file=sys.stderr)
+    if as_json:
+        sys.stdout.write(study_lines(study))
+    else:
+        _stdout().print(study_view(study))
 
 
 @app.command()

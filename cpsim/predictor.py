@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,8 @@ from cpsim.sim.timeline import Timeline
 from cpsim.strategies import STRATEGIES, Knobs, plan
 from cpsim.workload import Workload
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 Floats = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
@@ -59,6 +61,7 @@ class _Case:
             launches=self.code.launches,
             sweeps=self.code.sweeps,
             captured=self.code.captured,
+            unbatched=self.code.unbatched,
         )
 
 
@@ -87,29 +90,33 @@ def predict_many(
         one entry per scenario, in order. Predictions of several processes come without timelines.
     """
     chunks = [scenarios[i : i + CHUNK] for i in range(0, len(scenarios), CHUNK)]
-    workers = min(jobs or os.cpu_count() or 1, len(chunks))
+    several = min(jobs or os.cpu_count() or 1, len(chunks)) > 1
     results: list[list[Prediction | Infeasible | CpsimError]] = [[] for _ in chunks]
-    for done, (index, result) in enumerate(_run(chunks, workers), 1):
+    for done, (index, result) in enumerate(spread(_stripped if several else _chunk, chunks, jobs), 1):
         results[index] = result
         if progress:
             progress(min(done * CHUNK, len(scenarios)), len(scenarios))
     return [entry for chunk in results for entry in chunk]
 
 
-def _run(
-    chunks: Sequence[Sequence[Scenario | CpsimError]], workers: int
-) -> Iterator[tuple[int, list[Prediction | Infeasible | CpsimError]]]:
+def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | None) -> Iterator[tuple[int, Result]]:
+    """Indices and results of some work on every item, as they come; on several processes where jobs, or cores, are."""
+    workers = min(jobs or os.cpu_count() or 1, len(items))
     if workers <= 1:
-        yield from ((i, [_try(s) for s in chunk]) for i, chunk in enumerate(chunks))
+        yield from ((i, work(item)) for i, item in enumerate(items))
         return
     with ProcessPoolExecutor(workers) as pool:
-        waiting = {pool.submit(_chunk, chunk): i for i, chunk in enumerate(chunks)}
+        waiting = {pool.submit(work, item): i for i, item in enumerate(items)}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
 
 
 def _chunk(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
-    return [_without_timelines(_try(s)) for s in scenarios]
+    return [_try(s) for s in scenarios]
+
+
+def _stripped(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
+    return [_without_timelines(entry) for entry in _chunk(scenarios)]
 
 
 def _without_timelines(result: Prediction | Infeasible | CpsimError) -> Prediction | Infeasible | CpsimError:

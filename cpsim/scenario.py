@@ -17,7 +17,8 @@ from cpsim.mask_names import MASK_NAMES, Options, read_mask
 from cpsim.workload import Workload
 
 Strategy = Literal[
-    "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain", "hybrid_cp",
+    "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain", "magi",
+    "hybrid_cp",
     "dcp", "distca",
 ]  # fmt: skip
 Implementation = Literal[

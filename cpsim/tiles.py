@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -79,6 +80,19 @@ def make_tiles(mask: Slices, sets: RangeSets, query_set: ArrayLike, key_set: Arr
     start = np.concatenate(([0], start))
     totals = np.concatenate(([0], np.cumsum(areas)))
     return Tiles(start, rows, areas, totals[start[1:]] - totals[start[:-1]], mask)
+
+
+def join_tiles(tables: Sequence[Tiles]) -> Tiles:
+    """Tiles of several tables of one mask, one table's after the other's; tile 0 stays empty."""
+    first_row = np.concatenate(([0], np.cumsum([len(t.rows) for t in tables])))
+    start = [t.start[2:] + row for t, row in zip(tables, first_row[:-1], strict=True)]
+    return Tiles(
+        np.concatenate(([0, 0], *start)),
+        np.concatenate([t.rows for t in tables]),
+        np.concatenate([t.row_area for t in tables]),
+        np.concatenate(([0], *(t.area[1:] for t in tables))),
+        tables[0].mask,
+    )
 
 
 @lru_cache(maxsize=2)

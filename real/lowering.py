@@ -399,7 +399,7 @@ class Lowering:
         ranks = [rank for rank, _ in op.lanes]
         if kind == Kind.ALL_TO_ALL:
             others = {r: [a for a in accesses if a.rank == r] for r in ranks}
-            sent = [self._span_of(reads, [a for a in others[r] if a.mode != READ]) for r in ranks]
+            sent = [self._span_of(reads, [a for a in others[r] if a.mode != READ], to=r) for r in ranks]
             got = [c.num_heads * self.x.workload.head_dim for c in targets[0].layout.chunks]
             x, y = _joined(sent), self._all_of(targets[0])
             splits = [got, [len(part) for part in sent]]
@@ -422,12 +422,19 @@ class Lowering:
         end = chunks[-1].at + chunks[-1].num_heads
         return self.x.flat(chunks[0].at, end - chunks[0].at, chunks[0].parts[0].wide)
 
-    def _span_of(self, held: Sequence[Access], wanted: Sequence[Access], key: int | None = None) -> Tensor:
-        """The piece of a buffer that holds what the wanted blocks have in common with it."""
+    def _span_of(
+        self, held: Sequence[Access], wanted: Sequence[Access], key: int | None = None, to: int = -1
+    ) -> Tensor:  # fmt: skip
+        """The piece of a buffer that holds what the wanted blocks have in common with it.
+
+        Where several do, because tokens go to several ranks, the one that was packed for rank ``to``.
+        """
         layout = held[0].layout
         tensors, tokens = overlap(held, wanted)
+        if len(tokens) == 0:
+            return self.x.flat(0, 0, False)
         names = {plane for tensor, *_ in tensors for plane in PLANES[tensor]}
-        for chunk in layout.chunks:
+        for chunk in sorted(layout.chunks, key=lambda chunk: chunk.key != to):
             if _fits(chunk, tensors, tokens) or (key is not None and chunk.key == key):
                 part = chunk.parts[0]
                 rows = _span(part, tokens)
@@ -470,6 +477,7 @@ def _without_sourceless(rows: Rows) -> Rows:
 
 def _joined(pieces: list[Tensor]) -> Tensor:
     """Neighbouring pieces of memory as one."""
+    pieces = [piece for piece in pieces if len(piece)] or pieces[:1]
     first, total = pieces[0], sum(len(p) for p in pieces)
     at = first.storage_offset()
     for piece in pieces:

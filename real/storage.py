@@ -235,7 +235,8 @@ class Memory:
                 (rank, *overlap([r for r in reads if r.rank == rank], targets))
                 for rank in self.schedule.ranks_of(op)
             ]
-            return self.lay(buffer, chunks, reads[0].parts()[0].wide)
+            wide = next((part.wide for r in reads for part in r.parts()), False)  # some ranks may send nothing
+            return self.lay(buffer, chunks, wide)
         if kind == Kind.TRANSFER or kind == Kind.REDUCE_SCATTER:
             return self.lay(buffer, [_whole(-1, targets)], reads[0].parts()[0].wide)
         wide = kind == Kind.ACCUMULATE

@@ -51,6 +51,8 @@ ALL_KNOBS = {
         {"ulysses": 1, "inner_ring": 1, "zigzag": "sequence"},
         {},
     ),
+    "hybrid_cp": ({}, {"tokens_per_rank": 3}, {"tokens_per_rank": 24}),
+    "magi": ({}, {"chunk": 2, "smallest": 1}, {"stages": 3, "smallest": 2, "native": True}),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])
 
@@ -62,6 +64,10 @@ OTHERS = tuple(
     for knobs in {
         "torch allgather": ({}, {"layout": "contiguous"}),
         "ring-flash-attn allgather": ({}, {"heads_per_gather": 1}),
+        "longca-bench usp": ({"ulysses": 2},),
+        "longca-bench loongtrain": ({"ulysses": 1}, {"ulysses": 2}),
+        "magi-attention usp": ({"ulysses": 2},),
+        "magi-attention loongtrain": ({"ulysses": 1}, {"ulysses": 2, "inner_ring": 1}),
         "yunchang usp": (
             {"ulysses": 2}, {"ulysses": 2, "ring": "basic"}, {"ulysses": 2, "placement": "context_first"},
         ),

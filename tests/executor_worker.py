@@ -30,7 +30,7 @@ def problems(num_ranks):
         for documents in DOCUMENTS if plain and mask.endswith("document") else ("one",) if plain else ("uneven",):
             for heads in ("gqa", "mha", "mqa") if plain and num_ranks in (2, 4) else ("gqa",):
                 yield f"{mask} {documents} {heads}", workload(mask, documents, heads, dtype="fp64"), ALL_STRATEGIES
-    rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name]
+    rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name or name == "hybrid_cp"]
     for documents in ((49,), (11,), (1, 20, 2, 32)):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings
 

@@ -41,6 +41,7 @@ ALLOWED = {
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
     "kernels": CORE | CASE | {"models", "calibrate", "strategies"},
+    "reproduce": CORE | {"cluster", "documents", "scenario", "prediction", "predictor"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE
@@ -50,11 +51,11 @@ ALLOWED = {
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
-    | {"kernels", "support"},
+    | {"kernels", "support", "reproduce"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernels", "support"},
+    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

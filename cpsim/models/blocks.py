@@ -155,12 +155,14 @@ def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats) -> float
     step = max(cost[:n].sum() * repeats / slots, cost[:n].max()) / STEPS
     free = np.zeros(2 * STEPS + 4, np.int64)
     free[0] = slots
-    now, end, carry = 0, 0, 0.0
+    now, end, carry, last, in_steps = 0, 0, 0.0, -1.0, 0.0
     for _ in range(repeats):
         for i in range(n):
             while free[now] == 0:
                 now += 1
-            exact = cost[i] / step + carry
+            if cost[i] != last:  # neighbours mostly cost the same, and dividing takes longest
+                last, in_steps = cost[i], cost[i] / step
+            exact = in_steps + carry
             steps = int(exact)
             carry = exact - steps
             free[now] -= 1
@@ -348,6 +350,12 @@ def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empti
     n, num_empty = 0, 0
     for i in range(begin, end):
         rows = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)[0]
+        if not causal[i] and empties <= rows:  # all blocks are alike
+            tiles = tiles_of_row(0, q_len[i], k_len[i], False, tile_q, g.tile_k, packed, g.backward)
+            count = rows if g.heads_outermost else rows * heads
+            idle[n : n + count], work[n : n + count] = t.idle, t.tile * tiles + t.cut * _cuts(tiles)
+            n += count
+            continue
         turned = causal[i] and g.heavy_first and not g.backward
         group = l2_group(heads, k_len[i], g.head_dim) if turned and not g.heads_outermost else 1
         for head in range(0, 1 if g.heads_outermost else heads, group):

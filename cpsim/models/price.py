@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
@@ -12,16 +13,17 @@ from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.attention import clocked_seconds
-from cpsim.models.collective import channels, collective_seconds, transfer_seconds
+from cpsim.models.attention import AttentionParams, clocked_seconds
+from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.kernels import check_calls, limits_of
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
+from cpsim.models.pressure import Messages, pressures
 from cpsim.models.spread import expected_maximum
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
 from cpsim.sim.work import Work, earliest, predecessors
-from cpsim.tiles import sequences
+from cpsim.tiles import Tiles, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
@@ -48,20 +50,13 @@ _MEMORY_NAMES: Final = {
     Kind.COPY: "copy",
     Kind.ELEMENTWISE: "copy",
 }
-_PRESSURE_OF: Final = {
-    Kind.ATTENTION: "attention fwd",
-    Kind.ATTENTION_BACKWARD: "attention bwd",
-    Kind.ALL_GATHER: "all_gather",
-    Kind.REDUCE_SCATTER: "reduce_scatter",
-    Kind.ALL_TO_ALL: "all_to_all",
-    Kind.ALL_REDUCE: "reduce_scatter",
-}
-"""What presses on other ops of a GPU, as the interference model names it; other kinds are memory-bound, and those of
-transfers say how many channels they run on."""
 _IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for stream in STREAMS])
 """A batched send and receive is one kernel; this end of it does not count again."""
 _POWER_OF: Final = {Kind.TRANSFER: "transfer", **dict.fromkeys(COLLECTIVE_KINDS, "collective")}
 """Kinds whose power is not that of memory-bound kernels."""
+_PACED: Final = np.array([group.endswith("between nodes") for group in GROUPS])
+"""Groups of ops that the network between nodes paces: factors were measured at NVLink's rates, and a kernel beside
+them neither takes memory bandwidth that they lack nor loses much to them, so they press on nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +86,8 @@ class Pricing:
     """The same for memory-bound kernels."""
     captured: bool = False
     """All ops of a rank are one CUDA graph, launched at once."""
+    unbatched: bool = False
+    """Every two ranks that send to each other have a process group of their own."""
 
     def price(self, schedule: Schedule) -> Priced:
         """Costs of every op.
@@ -112,9 +109,12 @@ class Pricing:
             elif kind in _MEMORY_NAMES:
                 name = self._sweep(kind, notes)
                 duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
+            elif kind == Kind.GEMM:
+                duration[ops] = schedule.nbytes[ops] / self._flops_per_s()
+                notes["matrix products: not measured, at the rate of tiles of the attention kernel"] = None
         self._check_launches(schedule, notes)
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
-        messages = _Messages.of(schedule, self.cluster)
+        messages = Messages.of(schedule, self.cluster, self.unbatched)
         flows = [self._transfers(schedule, messages, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
         release = self._releases(schedule)
@@ -127,7 +127,14 @@ class Pricing:
                 seconds += crossing * self.profile.host.graph_cross_s
         self._settle(schedule, duration, full, release)
         self._wait_for_slowest(schedule, duration)
-        return Priced(self._work(schedule, messages, links, duration, flows, release), group, tuple(notes))
+        pressure, names = pressures(schedule, messages, _PACED[group])
+        work = self._work(schedule, links, duration, flows, release, pressure, names)
+        return Priced(work, group, tuple(notes))
+
+    def _flops_per_s(self) -> float:
+        """What tensor cores give: tiles of the forward kernel, two products of two FLOP per pair and element."""
+        params = self.profile.attention_params(self.kernel, "fwd")
+        return params.num_sms * 4 * params.head_dim / params.pair_s
 
     def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
         """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""
@@ -184,14 +191,13 @@ class Pricing:
                 notes[f"host: launch of {names[-1]} not measured, {instead}"] = None
 
     def _work(
-        self, schedule: Schedule, messages: _Messages, links: Links, duration: Floats, flows: list[Flows],
-        release: Floats,
+        self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats, pressure: Int8,
+        names: list[str],
     ) -> Work:  # fmt: skip
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
         of_flow = np.repeat(np.arange(len(schedule)), np.diff(flow_start))
         np.maximum.at(duration, of_flow, flow_bytes / capacity[flow_link])
-        pressure, names = _pressures(schedule, messages)
         return Work(
             duration_s=duration,
             release_s=release,
@@ -217,10 +223,7 @@ class Pricing:
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         seconds = np.empty((2, len(ops)))
         for num_heads, num_kv_heads in sorted(shapes):
-            everywhere = np.full(len(used), num_heads), np.full(len(used), num_kv_heads)
-            priced = clocked_seconds(
-                params, tiles.start, tiles.q_len, tiles.k_len, tiles.causal, *everywhere, self.head_dim
-            )
+            priced = _seconds_of_tiles(params, schedule.tiles, num_heads, num_kv_heads, self.head_dim)
             mine = (heads == num_heads) & (kv_heads == num_kv_heads)
             seconds[:, mine] = np.stack(priced)[:, schedule.tile[ops[mine]]]
         if self.captured and not limits_of(self.kernel).places_results:
@@ -241,7 +244,7 @@ class Pricing:
         return seconds[0], seconds[1]
 
     def _transfers(
-        self, schedule: Schedule, messages: _Messages, links: Links, duration: Floats, group: Int8,
+        self, schedule: Schedule, messages: Messages, links: Links, duration: Floats, group: Int8,
         notes: dict[str, None],
     ) -> Flows:  # fmt: skip
         """Durations and flows."""
@@ -339,43 +342,14 @@ class Pricing:
         return np.asarray(np.maximum(released - lead, 0.0)) + late
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    """All T transfers of a schedule; arrays ``[T]``."""
-
-    op: Ints
-    nbytes: Floats
-    num_ranks: Ints
-    """Of the process group."""
-    num_nodes: Ints
-    """That it spans."""
-
-    @classmethod
-    def of(cls, schedule: Schedule, cluster: Cluster) -> _Messages:
-        group, ranks = schedule.process_groups()
-        op = np.flatnonzero(group >= 0)
-        nodes = [len(np.unique(cluster.node_of(np.array(members)))) for members in ranks]
-        sizes = np.array([[len(members) for members in ranks], nodes], np.int64)[:, group[op]]
-        return cls(op, schedule.nbytes[op].astype(np.float64), sizes[0], sizes[1])
-
-
-def _pressures(schedule: Schedule, messages: _Messages) -> tuple[Int8, list[str]]:
-    """Pressure class of every op, ``[N]``, and the names of the classes: few, as engines need them.
-
-    All transfers of a lane count as its largest one; those of another lane are another kernel.
-    """
-    names: list[str] = []
-    pressure = np.zeros(len(schedule), np.int8)
-    for kind in set(np.unique(schedule.kind).tolist()) - {Kind.TRANSFER}:
-        name = _PRESSURE_OF.get(Kind(kind), "memory-bound")
-        names += [name] if name not in names else []
-        pressure[schedule.kind == kind] = names.index(name)
-    lane = schedule.lane_stream[schedule.lane_start[messages.op]]
-    number = channels(messages.nbytes, messages.num_ranks, messages.num_nodes)
-    for one in np.unique(lane):
-        pressure[messages.op[lane == one]] = len(names)
-        names.append(f"transfer {number[lane == one].max()}")
-    return pressure, names
+@lru_cache(maxsize=4)
+def _seconds_of_tiles(
+    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
+    calls = sequences(tiles)
+    heads, kv_heads = (np.full(len(tiles.area), number) for number in (num_heads, num_kv_heads))
+    return clocked_seconds(params, calls.start, calls.q_len, calls.k_len, calls.causal, heads, kv_heads, head_dim)
 
 
 def _pass_of(schedule: Schedule) -> str:

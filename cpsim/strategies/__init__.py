@@ -10,11 +10,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from cpsim.builder import followed_by
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
 from cpsim.implementations import CPSIM, Implementation
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
+from cpsim.strategies.hybrid_cp import hybrid_cp_knobs, plan_hybrid_cp
+from cpsim.strategies.magi import magi_knobs, plan_magi
 from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
@@ -45,6 +48,8 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "allgather": Strategy(plan_allgather, allgather_knobs),
     "usp": Strategy(plan_usp, usp_knobs),
     "loongtrain": Strategy(plan_loongtrain, loongtrain_knobs),
+    "hybrid_cp": Strategy(plan_hybrid_cp, hybrid_cp_knobs),
+    "magi": Strategy(plan_magi, magi_knobs),
 }
 
 
@@ -67,4 +72,7 @@ def plan(
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
     whose = () if code is CPSIM else (code,)
-    return planner(workload, cluster, pass_, *whose, **chosen)
+    schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)
+    if code.projections is None or pass_ == "fwd":
+        return schedule
+    return followed_by(schedule, code.projections.ops(workload, cluster.num_gpus))

@@ -18,10 +18,11 @@ import numpy as np
 from cpsim.builder import Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, GatherCode, Implementation
+from cpsim.implementations import CPSIM, GatherCode, HalvesCode, Implementation
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
+from cpsim.strategies.allgather_halves import plan_halves
 from cpsim.strategies.ring import plan_cut
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import Tiles, make_tiles, sequences
@@ -68,6 +69,8 @@ def plan_allgather(
             f"allgather needs tokens divisible by ranks, since collectives move equal parts, "
             f"got {workload.num_tokens} tokens on {cluster.num_gpus} GPUs"
         )
+    if isinstance(code.allgather, HalvesCode):
+        return plan_halves(workload, cluster.num_gpus, pass_, code.allgather)
     plan = _AllGather(workload, cluster.num_gpus, layout, at_once, code.allgather)
     return plan.forward() if pass_ == "fwd" else plan.backward()
 
@@ -175,10 +178,10 @@ def _cut(workload: Workload, num_ranks: int, layout: str) -> tuple[RangeSets, Ra
     shards = _shards(layout, sharding.documents_of(mask), num_ranks)
     sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
     tiles = make_tiles(mask, sets, np.arange(num_ranks), np.full(num_ranks, num_ranks))
-    return shards, sharding.stack(sets, _seen_keys(tiles, num_ranks)), tiles
+    return shards, sharding.stack(sets, seen_keys(tiles, num_ranks)), tiles
 
 
-def _seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
+def seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
     """Keys that the tiles 1 to P read, each key once."""
     seen = []
     for rank in range(num_ranks):

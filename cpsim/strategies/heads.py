@@ -89,13 +89,16 @@ class HeadExchange:
         """Every rank's own tokens, all ranks' heads of one group, ordered by rank."""
         return self.own(self.buffers(f"{name} by rank", nbytes), tensors, group)
 
-    def of_all(self, name: str, tensors: tuple[str, ...], nbytes: int, group: int = 0) -> Bundle:
-        """All tokens, every rank's own heads of one group."""
+    def of_all(
+        self, name: str, tensors: tuple[str, ...], nbytes: int, group: int = 0, whole: Ints | None = None
+    ) -> Bundle:  # fmt: skip
+        """All tokens of a rank's group, or those of set ``whole``; every rank's own heads of one head group."""
         buffers = self.buffers(f"{name} of group", nbytes)
         columns = [slice(2, 4) if t.endswith("kv") else slice(0, 2) for t in tensors]
-        wanted = list(zip(self.whole_set.tolist(), self.heads(group).tolist(), strict=True))
+        sets = self.whole_set if whole is None else whole
+        wanted = list(zip(sets.tolist(), self.heads(group).tolist(), strict=True))
         return [
-            (buffers, np.concatenate([self.b.blocks(t, [whole], tuple(row[c])) for whole, row in wanted]))
+            (buffers, np.concatenate([self.b.blocks(t, [one], tuple(row[c])) for one, row in wanted]))
             for t, c in zip(tensors, columns, strict=True)
         ]
 
@@ -138,10 +141,20 @@ class HeadExchange:
             return self.tokens * self.kv_bytes
         return self.tokens * (self.q_bytes + self.lse_bytes * (tensor == "out"))
 
-    def there(self, pass_: Pass, code: UlyssesCode) -> tuple[Ints, Bundle]:
-        """Bring what a pass is given to the ranks of its heads; returns the last ops ``[ranks]``, and where it is."""
+    def there(self, pass_: Pass, code: UlyssesCode, keys: Ints | None = None) -> tuple[Ints, Bundle]:
+        """Bring what a pass is given to the ranks of its heads; returns the last ops ``[ranks]``, and where it is.
+
+        Args:
+            pass_, code: of the call.
+            keys: token set of the keys that every rank has kept from the forward pass, if they are not its group's.
+        """
         backward = pass_ == "bwd"
-        given = [access for t in ("q", "kv", "out") if backward for access in self.of_all(t, (t,), self.bytes_of(t))]
+        given = [
+            access
+            for t in ("q", "kv", "out")
+            if backward
+            for access in self.of_all(t, (t,), self.bytes_of(t), whole=keys if t == "kv" else None)
+        ]
         for access in given:
             self.b.input(*access)
         after = np.full(len(self.ranks), NOTHING)
@@ -150,36 +163,37 @@ class HeadExchange:
             own = self.own(self.buffers(tensor, nbytes), (tensor,))
             self.b.input(*own[0])
             packed, here = self.by_rank(tensor, (tensor,), nbytes), self.of_all(tensor, (tensor,), nbytes)
-            after = self._travel(tensor, nbytes, [own, packed], [here], after, code.there)
+            then = [here]
+            if code.there[pass_] == 2:
+                then = [self.of_all(f"{tensor} by rank", (tensor,), nbytes), here]
+            after = self._travel(tensor, nbytes, [own, packed], then, after)
             given += here
         return after, given
 
-    def back(self, results: Mapping[str, Access], after: Ints, code: UlyssesCode) -> None:
+    def back(self, pass_: Pass, results: Mapping[str, Access], after: Ints, code: UlyssesCode) -> None:
         """Bring results to the ranks of their tokens, the last tensor first."""
         for tensor, result in [*results.items()][::-1]:
             home = "o" if tensor == "out" else tensor
             nbytes = self.bytes_of(home)
             own = self.own(self.buffers(home, nbytes), (home,))
             self.b.output(*own[0])
-            ordered = self.of_all(f"{home} by rank", (home,), nbytes)
-            returned = self.by_rank(home, (home,), nbytes)
-            after = self._travel(home, nbytes, [[result], ordered], [returned, own], after, code.back)
+            returned, before = self.by_rank(home, (home,), nbytes), [[result]]
+            if code.back[pass_] == 2:
+                before.append(self.of_all(f"{home} by rank", (home,), nbytes))
+            after = self._travel(home, nbytes, before, [returned, own], after)
 
     def call(self, after: Ints | None = None) -> Ints:
         """The host runs a function of somebody's autograd graph."""
         return self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[] if after is None else [after])
 
-    def _travel(
-        self, tensor: str, nbytes: int, before: list[Bundle], then: list[Bundle], after: Ints, num_sweeps: int
-    ) -> Ints:
+    def _travel(self, tensor: str, nbytes: int, before: list[Bundle], then: list[Bundle], after: Ints) -> Ints:
         """Order a tensor by rank, exchange it and order it again; keys and values one after the other.
 
         Args:
             tensor, nbytes: what travels.
-            before: where it is, and where it lies ordered by rank.
-            then: where it arrives, and where it lies in the end, if there is a second sweep.
-            after: what the first sweep waits for.
-            num_sweeps: one or two.
+            before: where it is, and where it lies ordered by rank, if there is a sweep before.
+            then: where it arrives, and where it lies in the end, if there is a sweep after.
+            after: what the first op waits for.
 
         Returns:
             the last ops, ``[ranks]``.
@@ -189,9 +203,17 @@ class HeadExchange:
         for part in range(parts):
             self.call()
             whole = part == parts - 1
-            sides: list[Bundle] = [bundle if whole else [] for bundle in (*before, *then)]
-            after = self.copy(2 * size, sides[0], sides[1], after, kind=Kind.ELEMENTWISE)
-            after = self.exchange(size, sides[1], sides[2], after)
-            if num_sweeps == 2:
-                after = self.copy(2 * size, sides[2], sides[3], after, kind=Kind.ELEMENTWISE)
+            here, there = ([bundle if whole else [] for bundle in side] for side in (before, then))
+            if len(here) == 2:
+                after = self.copy(2 * size, here[0], here[1], after, kind=Kind.ELEMENTWISE)
+            after = self.exchange(size, here[-1], there[0], after)
+            if len(there) == 2:
+                after = self._order(tensor, size, there, after)
         return after
+
+    def _order(self, tensor: str, nbytes: int, there: list[Bundle], after: Ints) -> Ints:
+        """Order what arrived as it lay before, and sum gradients of heads that were replicated."""
+        if self.replicas == 1 or tensor != "dkv":
+            return self.copy(2 * nbytes, there[0], there[1], after, kind=Kind.ELEMENTWISE)
+        after = self.copy(2 * nbytes, [], [], after, kind=Kind.ELEMENTWISE)
+        return self.copy(nbytes + nbytes // self.replicas, there[0], there[1], after, kind=self.home)

@@ -13,7 +13,7 @@ Other people's rings follow from facts about their code (cpsim.implementations).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final
 
@@ -23,16 +23,19 @@ from numpy.typing import NDArray
 from cpsim.builder import Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation, RingCode
-from cpsim.masks import Ints, RangeSets
+from cpsim.implementations import CPSIM, HeldRingCode, Implementation, RingCode
+from cpsim.masks import Ints, RangeSets, Slices
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import Grid, make_grid, sources
+from cpsim.strategies.ring_held import HeldRing, as_run, make_ring
 from cpsim.strategies.ring_loop import Ring
 from cpsim.strategies.ring_steps import Steps
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
+AnyRing = RingCode | HeldRingCode | None
+"""Facts about a ring's code; None: ours."""
 LEAST_SHARE: Final = 64
 """Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
 kernel, of which the causal mask leaves another half."""
@@ -40,12 +43,12 @@ kernel, of which the causal mask leaves another half."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cut:
-    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, ranks]``."""
+    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, shards]``."""
 
     sets: RangeSets
     """Shards (sets 0 to P-1), under zigzag their heads (P to 2P-1), and under zigzag and stripes their tails (last)."""
-    scattered: bool
-    """Heads or tails are scattered over a shard and have to be packed for a kernel call."""
+    scattered: NDArray[np.bool_]
+    """Shards whose heads and tails are scattered over them and have to be packed for a kernel call, ``[shards]``."""
     tails: NDArray[np.bool_]
     """Only tail queries compute: under a causal mask they alone see later ranks' keys."""
     key_heads: NDArray[np.bool_]
@@ -53,13 +56,18 @@ class Cut:
     query_set: Ints
     key_set: Ints
     tiles: Tiles
-    """Tile 1 + step * P + rank."""
+    tile: Ints
+    """Index of the tile that is computed."""
     stride: int = 1
     """Of the order in which sets and tiles count."""
+    first_set: int = 0
+    """Where the sets are among those of a schedule of several cuts."""
 
 
 @lru_cache(maxsize=2)
-def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = None) -> Cut:
+def cut(
+    workload: Workload, num_ranks: int, chunks: str, inner: int | None = None, backwards: bool = False
+) -> Cut:  # fmt: skip
     """Shard all tokens, or all ``documents``, ``contiguous``-ly, ``striped``, or zigzag by ``document`` or packed
     ``sequence``.
 
@@ -68,7 +76,10 @@ def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = Non
         num_ranks: of one ring.
         chunks: one of the names above.
         inner: ranks of an inner ring, see ``make_grid``.
+        backwards: the direction of the ring, see ``Grid``.
     """
+    if backwards:
+        return turned(cut(workload, num_ranks, chunks, inner, False))
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
     source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
     parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
@@ -83,10 +94,25 @@ def cut(workload: Workload, num_ranks: int, chunks: str, inner: int | None = Non
         bounds = sharding.documents_of(mask) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
-    query_set = np.where(later, len(sets) - num_ranks + ranks, ranks)
-    key_set = np.where(earlier, num_ranks + source, source)
-    tiles = make_tiles(mask, sets, query_set, key_set)
-    return Cut(sets, len(bounds) > 2, later, earlier, query_set, key_set, tiles, stride)
+    return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride)
+
+
+def tiled(
+    mask: Slices, sets: RangeSets, source: Ints, scattered: NDArray[np.bool_], tails: NDArray[np.bool_],
+    key_heads: NDArray[np.bool_], stride: int = 1,
+) -> Cut:  # fmt: skip
+    """A cut from its sets, the shard whose keys every shard uses in each step, and where only parts of them count."""
+    shards = np.arange(source.shape[1])
+    query_set = np.where(tails, len(sets) - len(shards) + shards, shards)
+    key_set = np.where(key_heads, len(shards) + source, source)
+    tiles, tile = make_tiles(mask, sets, query_set, key_set), 1 + np.arange(source.size).reshape(source.shape)
+    return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride)
+
+
+def turned(cut: Cut) -> Cut:
+    """The same tiles in the order of a ring that runs backwards, see ``Grid``: the last step's keys come first."""
+    columns = ("tails", "key_heads", "query_set", "key_set", "tile")
+    return replace(cut, **{name: getattr(cut, name)[::-1] for name in columns})
 
 
 def plan_ring(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
@@ -140,19 +166,27 @@ def striped_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
     return ({},)
 
 
-def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, code: RingCode | None) -> Schedule:
+def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, code: AnyRing) -> Schedule:
     """One ring of all ranks on shards that are cut as ``cut`` says."""
     return plan_rings(workload, make_grid(cluster.num_gpus), pass_, chunks, code)
 
 
-def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: RingCode | None) -> Schedule:
+def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: AnyRing) -> Schedule:
     """Rings of a grid whose ranks hold the tokens and heads that they compute on."""
-    shards = cut(workload, grid.num_places, chunks, grid.inner)
-    sets, gathers = shards.sets, code is not None and code.gathers
+    grid = as_run(grid, pass_, code)
+    shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards)
+    sets, gathers = shards.sets, isinstance(code, RingCode) and code.gathers
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
-    b, x = Builder(grid.ranks.size, sets, shards.tiles, shards.stride), Steps(workload, shards, grid, gathers)
-    ring = Ring(b, x, code)
+    b = Builder(grid.ranks.size, sets, shards.tiles, shards.stride, isinstance(code, HeldRingCode))
+    x = Steps(workload, shards, grid, gathers)
+    emit_rings(make_ring(b, x, code), pass_)
+    return b.build()
+
+
+def emit_rings(ring: Ring | HeldRing, pass_: Pass) -> None:
+    """The ops of rings whose tensors are inputs and outputs of the schedule."""
+    x = ring.x
     if pass_ == "fwd":
         q, kv = ring.given("q", x.q_bytes), ring.given("kv", x.kv_bytes)
         ring.forward(q, kv, ring.result("out", x.q_bytes, x.lse_bytes))
@@ -161,7 +195,6 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: R
         *given, kv = [ring.given(name, width) for name, width in widths.items()]
         dq, dkv = ring.result("dq", x.q_bytes), ring.result("dkv", x.kv_bytes, summed=False)
         ring.backward(given, kv, dq, dkv)
-    return b.build()
 
 
 def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:

@@ -141,7 +141,7 @@ class Theirs(Ours):
     def unpacked(self) -> list[Slot]:
         """Sweeps that go with the packing of key heads."""
         x = self.steps
-        return self._slots((x.packs, self.facts.pack, x.k_rows)) if x.cut.scattered else []
+        return self._slots((x.packs, self.facts.pack, x.k_rows)) if x.scattered.any() else []
 
     def merges(self) -> list[Slot]:
         """A cast, or a merge of several sweeps."""

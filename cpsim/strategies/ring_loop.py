@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -14,24 +14,20 @@ from cpsim.strategies.ring_code import Ours, Slot, Theirs, emit_sweeps
 from cpsim.strategies.ring_steps import Steps
 
 
-class Ring:
-    """Rings under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
-
-    Tensors are accesses of a buffer of every rank ``[ranks]`` and a block of every part of the heads and set of the
-    cut ``[parts * sets]``. A batched send and receive is one launch: whoever waits for what it brought waits for what
-    it took along, too.
+class RingTensors:
+    """What rings are given and make: accesses of a buffer of every rank ``[ranks]`` and a block of every part of the
+    heads and set of the cut ``[parts * sets]``.
     """
 
-    def __init__(self, b: Builder, steps: Steps, facts: RingCode | None) -> None:
+    def __init__(self, b: Builder, steps: Steps) -> None:
         self.b, self.x = b, steps
-        self.code = Ours(b, steps) if facts is None else Theirs(b, steps, facts)
         self.ranks = steps.ranks
         self.ready = self.keys_ready = np.full(steps.num_ranks, NOTHING)
         """Ops that the first op on ``compute`` waits for, and the first transfer, where other ops made its input."""
 
     def blocks(self, tensor: str) -> Int32:
         """Blocks of a tensor for every part of the heads and every set of the cut, ``[parts * sets]``."""
-        sets = np.arange(self.x.num_sets)
+        sets = self.x.cut.first_set + np.arange(self.x.num_sets)
         return np.concatenate([self.b.blocks(tensor, sets, heads) for heads in self.x.heads_of_parts(tensor)])
 
     def shard(self, tensor: Access) -> Access:
@@ -46,12 +42,34 @@ class Ring:
 
     def result(self, tensor: str, width: int, extra: int = 0, *, summed: bool = True, output: bool = True) -> Access:
         """The same of a result, with its fp32 accumulator where partial results are summed in place."""
-        summing = self.code.summing(width) if summed else 0
+        summing = self.summing(width) if summed else 0
         name = tensor if output else f"{tensor} of group"
         made = self.b.buffers(name, self.x.tokens * (width + extra + summing)), self.blocks(tensor)
         if output:
             self.b.output(*self.shard(made))
         return made
+
+    def summing(self, width: int) -> int:
+        """Bytes per token that a result of ``width`` needs for its sums."""
+        del width
+        return 0
+
+
+class Ring(RingTensors):
+    """Rings under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
+
+    A batched send and receive is one launch: whoever waits for what it brought waits for what it took along, too.
+    """
+
+    def __init__(self, b: Builder, steps: Steps, facts: RingCode | None) -> None:
+        super().__init__(b, steps)
+        self.code = Ours(b, steps) if facts is None else Theirs(b, steps, facts)
+        self.meanwhile: Callable[[], object] = lambda: None
+        """Emits what else runs after the last kernels, while the last gradients come home."""
+
+    def summing(self, width: int) -> int:
+        """As its code does."""
+        return self.code.summing(width)
 
     def forward(self, q: Access, kv: Access, out: Access) -> Ints:
         """All steps of a forward pass; returns the op of every rank that completes its output."""
@@ -76,6 +94,7 @@ class Ring:
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.MERGE), merges, cases, partial, self.every(total), made)
+        self.meanwhile()
         casts = self.leave("fwd", total, out)
         return casts[0] if casts else _last(attends, merges[0])
 
@@ -93,13 +112,12 @@ class Ring:
         b, x, code = self.b, self.x, self.code
         wire = x.grid.num_places > 1
         dq_partial = b.buffers("dq partial", x.tokens * x.q_bytes)
-        widest = np.full(x.num_ranks, x.tokens.max() * x.kv_bytes)
-        dkv_partial = b.buffers("dkv partial", widest) if wire else dkv[0]
+        dkv_partial = b.buffers("dkv partial", x.longest * x.kv_bytes) if wire else dkv[0]
         total = code.accumulator(dq, "dq", 0)
         entered = code.enter("bwd", self.ready)
         tails = self.pack_tails(given, 3 * x.q_bytes + x.lse_bytes, entered)
         joins, sends, packs, attends = code.joins(), self.sends(), Slot(x.packs), Slot(x.active)
-        unpacks, g, returns = code.unpacked(), code.gradients(wire), Slot(np.full(x.active.shape, wire))
+        unpacks, g, returns = code.unpacked(), code.gradients(wire), Slot(x.mask(x.number[:, 0]) & wire)
         last = [g.dkv, g.joins, [returns]]
         after = [*last, g.dq] if code.queries_last else [g.dq, *last]
         self.order(joins, sends, [packs], unpacks, g.reads, [attends], *after)
@@ -120,6 +138,7 @@ class Ring:
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), g.dq, cases, dq_partial, self.every(total), made[0])
+        self.meanwhile()
         if not wire:
             return _last(attends, g.dq[0]), _last(attends)
         launched = code.launched(entered, kernels, returns)
@@ -138,8 +157,9 @@ class Ring:
         return np.where(self.x.sums | self.code.firsts, partial, result[0])
 
     def travel_buffers(self, name: str, width: int, hops: int) -> Int32:
-        """Two receive buffers for every rank, ``[2, ranks]``, big enough for every shard; one where one hop is all."""
-        nbytes = np.full(self.x.num_ranks, self.x.tokens.max() * width)
+        """Two receive buffers for every rank, ``[2, ranks]``, big enough for the shards of its ring; one where one hop
+        is all."""
+        nbytes = self.x.longest * width
         made = [self.b.buffers(f"{name} {i}", nbytes) for i in range(min(2, hops))]
         return np.stack([made[0], made[-1]]) if made else np.zeros((2, self.x.num_ranks), np.int32)
 
@@ -147,16 +167,16 @@ class Ring:
         """What the first kernel of a rank waits for, which is in a later step where it sees none of its own keys."""
         waits = (entered >= 0) & (not self.code.lockstep)
         if tails is not None:
-            waits &= ~self.x.tails.any(axis=0)
+            waits &= ~(self.x.tails.any(axis=0) & self.x.scattered)
         begins = self.x.active.argmax(axis=0)
         return [np.where((s == begins[r]) & waits[r], entered[r], NOTHING)] if waits.any() else []
 
     def pack_tails(self, tensors: Sequence[Access], width: int, after: Ints) -> Int32 | None:
         """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""
         x = self.x
-        if not (x.cut.scattered and x.tails.any()):
+        who = np.flatnonzero(x.tails.any(axis=0) & x.scattered)
+        if len(who) == 0:
             return None
-        who = np.flatnonzero(x.tails.any(axis=0))
         packed = self.b.buffers("query tails", x.tail_rows * width)
         self.b.add(
             Kind.COPY, (who, "compute"), heads=x.heads_of(who), nbytes=2 * width * x.tail_rows[who],
@@ -169,7 +189,8 @@ class Ring:
     def queries(self, whole: Access, tails: Int32 | None, s: Ints, r: Ints) -> Access:
         """What kernels read on the query side: packed tails where they compute on tails only."""
         buffer, block = whole[0][r], whole[1][self.x.of_queries[s, r]]
-        return (buffer if tails is None else np.where(self.x.tails[s, r], tails[r], buffer)), block
+        packed = self.x.tails[s, r] & self.x.scattered[r]
+        return (buffer if tails is None else np.where(packed, tails[r], buffer)), block
 
     def sends(self) -> list[Slot]:
         """Ops that move keys and values: transfers of every track, or one all-gather."""
@@ -226,13 +247,13 @@ class Ring:
         queries, keys = self.code.casts(pass_, home is not None)
         jobs = [((total[0], result), queries, [] if self.code.queries_last else came)] if queries else []
         jobs += [] if home is None else [(home, keys, came)]
-        done = []
+        done, r = [], np.flatnonzero(self.x.longest)
         for (source, made), sweeps, deps in jobs:
-            own = self.shard(made)
+            own = made[0][r], made[1][self.x.own[r]]
             for i, nbytes in enumerate(sweeps):
                 cast = self.b.add(
-                    Kind.COPY, (self.ranks, "compute"), step=self.x.grid.num_places, heads=self.x.heads_of(self.ranks),
-                    nbytes=nbytes, deps=deps, reads=[(source, own[1])] * (i == 0), writes=[own] * (i == 0),
+                    Kind.COPY, (r, "compute"), step=self.x.grid.num_places, heads=self.x.heads_of(r), nbytes=nbytes[r],
+                    deps=[d[r] for d in deps], reads=[(source[r], own[1])] * (i == 0), writes=[own] * (i == 0),
                 )  # fmt: skip
                 done += [cast] if i == 0 else []
         return done
@@ -285,7 +306,7 @@ class Ring:
         A receive overwrites what the target used, and sent on, in the step for which its last but one hop came.
         """
         x, track, sends = self.x, self.x.tracks[number], slots[number].at
-        hop, r = np.divmod(np.arange(len(track.leaves) * x.num_ranks), x.num_ranks)
+        hop, r = np.nonzero(sends[track.leaves] >= 0)
         s, to = track.leaves[hop], track.next[r]
         if self.code.lockstep:
             free = [delayed(sends)[s, to], *(d[s, r] for d in launched)]
@@ -301,9 +322,8 @@ class Ring:
 
     def pack_keys(self, kv: Access, s: Ints, r: Ints, packs: Ints, holder: Int32, deps: list[Ints]) -> Int32:
         """Copy the heads of shards side by side; returns the buffers, ``[ranks]``."""
-        x, places = self.x, self.x.grid.num_places
-        most = x.cut.sets.num_tokens()[places : 2 * places].max()
-        packed = self.b.buffers("key heads", np.full(x.num_ranks, most * x.kv_bytes))
+        x = self.x
+        packed = self.b.buffers("key heads", x.head_rows[x.source].max(axis=0) * x.kv_bytes)
         block = kv[1][x.of_keys[s, r]]
         self.b.add(
             Kind.COPY, (r, "compute"), at=packs[s, r], step=s, heads=x.heads_of(r),

@@ -23,19 +23,25 @@ class Steps:
     """
 
     def __init__(self, workload: Workload, cut: Cut, grid: Grid, gathers: bool = False) -> None:
-        at, places = grid.place, grid.num_places
+        at, shards = grid.shard, grid.num_shards
         self.workload, self.grid, self.cut, self.num_ranks = workload, grid, cut, len(at)
-        self.ranks, self.number = np.arange(len(at)), np.arange(places)[:, None]
-        columns = slice(None) if len(at) == places else at  # one ring: its places are the ranks
+        self.ranks, self.number = np.arange(len(at)), np.arange(grid.num_places)[:, None]
+        columns = slice(None) if len(at) == shards else at  # every rank has a shard of its own
         self.tails, self.key_heads = cut.tails[:, columns], cut.key_heads[:, columns]
         self.source = grid.source
-        self.tile = 1 + np.arange(places**2).reshape(places, places)[:, columns]
+        self.tile = cut.tile[:, columns]
         self.active = cut.tiles.area[self.tile] > 0
-        self.packs = self.key_heads & self.active & cut.scattered
+        self.scattered = cut.scattered[at]
+        """Ranks whose heads and tails are scattered over their shards, ``[ranks]``."""
+        self.packs = self.key_heads & self.active & self.scattered
         """Key heads are packed for the kernel."""
         tokens = cut.sets.num_tokens()
-        self.shard_tokens, self.tokens, self.tail_rows = tokens[:places], tokens[at], tokens[at - places]
-        """Of every place; of every rank, ``[ranks]``; and of the rank's tails."""
+        self.shard_tokens, self.tokens, self.tail_rows = tokens[:shards], tokens[at], tokens[at - shards]
+        """Of every shard; of every rank, ``[ranks]``; and of the rank's tails."""
+        self.longest = self.shard_tokens[self.source].max(axis=0)
+        """Tokens of the longest shard of every rank's ring, ``[ranks]``; rings without tokens do nothing."""
+        self.head_rows = tokens[shards : 2 * shards]
+        """Tokens of the heads of every shard, under zigzag."""
         self.unseen = ~self.active & (self.number == 0) & (self.tokens > 0)
         """Ranks whose queries see none of their own keys: sums of gradients of keys start with zeros."""
         query_set, key_set = cut.query_set[:, columns], cut.key_set[:, columns]
@@ -46,10 +52,10 @@ class Steps:
         self.moves = np.zeros_like(self.active)
         """Steps in which keys and values are sent on."""
         for track in self.tracks:
-            self.moves[track.leaves] = True
+            self.moves[track.leaves] = self.longest > 0
         self.num_sets = len(cut.sets) + gathers
         first_set = grid.part * self.num_sets
-        self.own, self.tail = first_set + at, first_set + len(cut.sets) - places + at
+        self.own, self.tail = first_set + at, first_set + len(cut.sets) - shards + at
         """Where a tensor's blocks of a rank's shard, and of its tails, are among all of its blocks; ``[ranks]``."""
         self.of_queries, self.of_keys = first_set + query_set, first_set + key_set
         self.of_source = first_set + self.source
@@ -64,9 +70,9 @@ class Steps:
         self.lse_bytes = self.sizes.lse(heads)
 
     def mask(self, steps: Ints) -> Mask:
-        """All ranks in some steps."""
+        """All ranks whose rings have tokens in some steps."""
         made = np.zeros_like(self.active)
-        made[steps] = True
+        made[steps] = self.longest > 0
         return made
 
     def heads_of(self, ranks: Ints) -> Ints:

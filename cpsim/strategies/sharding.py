@@ -103,10 +103,14 @@ def part(sets: RangeSets, first: int, count: int) -> RangeSets:
     return RangeSets(start - start[0], sets.ranges[start[0] : start[-1]])
 
 
-def split(sets: RangeSets, count: int) -> RangeSets:
-    """Every set in ``count`` runs of its tokens, equally long where ``count`` divides them: set i in i count + j."""
+def split(sets: RangeSets, count: int, least: int = 0) -> RangeSets:
+    """Every set in ``count`` runs of its tokens, equally long where ``count`` divides them: set i in i count + j.
+
+    Runs have ``least`` tokens, if there are so many left.
+    """
     size = sets.num_tokens()
     cuts = np.arange(count + 1) * size[:, None] // count
+    cuts = np.minimum(np.maximum(cuts, np.arange(count + 1) * least), size[:, None])
     length = sets.ranges[:, 1] - sets.ranges[:, 0]
     before = np.concatenate(([0], np.cumsum(length)))
     start = (before[sets.start[:-1], None] + cuts).ravel()

@@ -20,6 +20,7 @@ from cpsim.masks import Ints
 from cpsim.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.heads import Bundle, HeadExchange, check_heads
+from cpsim.strategies.sweeps import Sweeper
 from cpsim.tiles import make_tiles
 from cpsim.workload import Workload
 
@@ -71,7 +72,7 @@ class _Ulysses:
             raise InfeasibleError(
                 f"ulysses needs tokens divisible by ranks, got {workload.num_tokens} tokens on {num_ranks} GPUs"
             )
-        self.ranks, self.num_groups = np.arange(num_ranks), head_groups
+        self.workload, self.ranks, self.num_groups = workload, np.arange(num_ranks), head_groups
         shards = sharding.contiguous(workload.num_tokens, num_ranks)
         sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
         b = self.b = Builder(num_ranks, sets, make_tiles(workload.slices(), sets, [num_ranks], [num_ranks]))
@@ -137,13 +138,13 @@ class _Ulysses:
         after, given = x.there(pass_, code)
         made = ("dq", "dkv") if pass_ == "bwd" else ("out",)
         results = {t: x.of_all(t, (t,), x.bytes_of(t))[0] for t in made}
-        kind = Kind.ATTENTION_BACKWARD if pass_ == "bwd" else Kind.ATTENTION
         x.call()
-        after = b.add(
-            kind, (self.ranks, "compute"), tile=1, heads=x.heads(), deps=[after], reads=given,
-            writes=[*results.values()],
+        tokens = np.full(len(self.ranks), x.tokens)
+        after = Sweeper(b, self.workload, replicas=x.replicas).attend(
+            code.wrapper, pass_, self.ranks, q_rows=tokens, k_rows=tokens, tile=1, heads=x.heads(), deps=[after],
+            reads=given, writes=[*results.values()],
         )  # fmt: skip
-        x.back(results, after, code)
+        x.back(pass_, results, after, code)
         return b.build()
 
     def _attend(self, kind: Kind, group: int, arrived: Ints, reads: Bundle, made: Bundle) -> Ints:

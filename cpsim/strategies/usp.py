@@ -16,14 +16,14 @@ import numpy as np
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation, UlyssesCode
+from cpsim.implementations import CPSIM, HeldRingCode, Implementation, UlyssesCode
 from cpsim.masks import Ints
 from cpsim.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import PLACEMENTS, Grid, make_grid
 from cpsim.strategies.heads import HeadExchange, check_heads
-from cpsim.strategies.ring import cut, plan_rings
-from cpsim.strategies.ring_loop import Ring
+from cpsim.strategies.ring import AnyRing, cut, plan_rings
+from cpsim.strategies.ring_held import as_run, make_ring
 from cpsim.strategies.ring_steps import Steps
 from cpsim.workload import Workload
 
@@ -56,13 +56,14 @@ def plan_usp(
     degree = ulysses_degree("usp", workload, cluster, ulysses, placement, code)
     chunks = _chunks(ring, zigzag)
     grid = make_grid(cluster.num_gpus, degree, placement)
-    return _plan(workload, grid, pass_, chunks, code)
+    return _plan(workload, grid, pass_, chunks, code, code.ring)
 
 
 def plan_loongtrain(
     workload: Workload,
     cluster: Cluster,
     pass_: Pass,
+    code: Implementation = CPSIM,
     *,
     ulysses: int | None = None,
     inner_ring: int | None = None,
@@ -73,6 +74,7 @@ def plan_loongtrain(
 
     Args:
         workload, cluster, pass_: the case.
+        code: whose implementation.
         ulysses, zigzag, placement: as of ``plan_usp``.
         inner_ring: ranks of an inner ring; default: the ranks of a ring that share a node, or where that is one or
             all of them, ring / w for the largest divisor w of the ring with w <= ring / w.
@@ -80,7 +82,7 @@ def plan_loongtrain(
     Raises:
         InfeasibleError: as of ``plan_usp``, or the inner ring does not divide the ring.
     """
-    degree = ulysses_degree("loongtrain", workload, cluster, ulysses, placement)
+    degree = ulysses_degree("loongtrain", workload, cluster, ulysses, placement, code)
     ring = cluster.num_gpus // degree
     inner = _default_inner(cluster, ring, placement) if inner_ring is None else inner_ring
     if type(inner) is not int or inner < 1:
@@ -88,7 +90,7 @@ def plan_loongtrain(
     if ring % inner:
         raise InfeasibleError(f"loongtrain needs inner_ring to divide the {ring} ranks of a ring, got {inner}")
     grid = make_grid(cluster.num_gpus, degree, placement, inner)
-    return _plan(workload, grid, pass_, _chunks("zigzag", zigzag), CPSIM)
+    return _plan(workload, grid, pass_, _chunks("zigzag", zigzag), code, code.double_ring)
 
 
 def usp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
@@ -155,12 +157,13 @@ def ulysses_degree(
 
 
 def _check_theirs(who: str, code: Implementation, workload: Workload, degree: int, ranks: int) -> None:
+    assert code.ulysses is not None
     if workload.num_kv_heads % degree:
         raise InfeasibleError(
             f"{who} of {code.name} does not replicate key-value heads, so it needs them divisible by the Ulysses "
             f"degree, got {workload.num_kv_heads} kv_heads and degree {degree}; set knob ulysses"
         )
-    if not 1 < degree < ranks:
+    if not (1 < degree < ranks or code.ulysses.alone):
         raise InfeasibleError(
             f"{who} of {code.name} is planned for Ulysses groups and rings of 2 GPUs or more, got degree {degree} on "
             f"{ranks} GPUs; set knob ulysses"
@@ -184,10 +187,13 @@ def _chunks(ring: str, zigzag: str) -> str:
     return zigzag if ring == "zigzag" else "contiguous"
 
 
-def _plan(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implementation) -> Schedule:
+def _plan(
+    workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implementation, facts: AnyRing
+) -> Schedule:  # fmt: skip
+    """``facts``: of the ring that the code runs."""
     if grid.num_parts == 1:
-        return plan_rings(workload, grid, pass_, chunks, code.ring)
-    plan = _Hybrid(workload, grid, chunks, code)
+        return plan_rings(workload, grid, pass_, chunks, facts)
+    plan = _Hybrid(workload, as_run(grid, pass_, facts), chunks, facts)
     if code.ulysses is not None:
         return plan.one_by_one(pass_, code.ulysses)
     return plan.forward() if pass_ == "fwd" else plan.backward()
@@ -196,13 +202,16 @@ def _plan(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implem
 class _Hybrid:
     """One schedule of all-to-alls around rings under construction."""
 
-    def __init__(self, workload: Workload, grid: Grid, chunks: str, code: Implementation) -> None:
-        shards = cut(workload, grid.num_places, chunks, grid.inner)
+    def __init__(self, workload: Workload, grid: Grid, chunks: str, facts: AnyRing) -> None:
+        shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards)
         pieces = sharding.split(sharding.part(shards.sets, 0, grid.num_places), grid.num_parts)
         own = len(shards.sets) + grid.place * grid.num_parts + grid.part
-        b = self.b = Builder(grid.ranks.size, sharding.stack(shards.sets, pieces), shards.tiles)
+        b = self.b = Builder(
+            grid.ranks.size, sharding.stack(shards.sets, pieces), shards.tiles,
+            narrow_sums=isinstance(facts, HeldRingCode),
+        )  # fmt: skip
         x = self.x = Steps(workload, shards, grid)
-        self.ring = Ring(b, x, code.ring)
+        self.ring = make_ring(b, x, facts)
         self.exchange = HeadExchange(b, workload, grid.ranks, own, grid.place)
 
     def forward(self) -> Schedule:
@@ -268,7 +277,7 @@ class _Hybrid:
     def one_by_one(self, pass_: Pass, code: UlyssesCode) -> Schedule:
         """Other people's code, where tensors travel one by one."""
         e, x, ring = self.exchange, self.x, self.ring
-        ring.ready, given = e.there(pass_, code)
+        ring.ready, given = e.there(pass_, code, x.source[0])
         made = ("q", "kv", "out", "dout") if pass_ == "bwd" else ("q", "kv")
         held = {t: (access[0], ring.blocks(t)) for t, access in zip(made, given, strict=True)}
         if pass_ == "fwd":
@@ -278,5 +287,5 @@ class _Hybrid:
             dq, dkv = (ring.result(t, w, output=False) for t, w in (("dq", x.q_bytes), ("dkv", x.kv_bytes)))
             results = {"dq": dq, "dkv": dkv}
             done = ring.backward([held["q"], held["dout"], held["out"]], held["kv"], dq, dkv)[1]
-        e.back({t: ring.shard(access) for t, access in results.items()}, done, code)
+        e.back(pass_, {t: ring.shard(access) for t, access in results.items()}, done, code)
         return self.b.build()

@@ -156,7 +156,7 @@ class Memory:
         need: dict[int, int] = {}
         for a in accesses:
             if a.mode != READ:
-                sums = a.mode == UPDATE and kind in (Kind.MERGE, Kind.ACCUMULATE)
+                sums = a.mode == UPDATE and kind in (Kind.MERGE, Kind.ACCUMULATE) and not s.narrow_sums
                 nbytes = (self.nbytes_wide if sums else self.nbytes)[a.block]
                 need[a.buffer] = need.get(a.buffer, 0) + int(nbytes)
         for buffer, nbytes in need.items():

@@ -1,22 +1,19 @@
-"""Whose code runs a strategy: facts about implementations that their schedules follow from.
+"""The words in which facts about other people's code are put.
 
-Planners read a row of ``IMPLEMENTATIONS`` where an implementation differs from our executor; the schedule of a case
-is then that implementation's own. Every fact is read in the source or seen in a profile, none is fitted.
-
-Other people's code runs on PyTorch's eager ops, so between two attention kernels it launches *sweeps*: kernels that
-pass over a tensor once to cast, add, concatenate or copy it. Each is an op of the schedule, one launch of the host.
-The first sweep of a place carries what it does to buffers; those that follow it there do a part of the same work.
+Their code runs on PyTorch's eager ops, so between two attention kernels it launches *sweeps*: kernels that pass over a
+tensor once to cast, add, concatenate or copy it. Each is an op of the schedule, one launch of the host. The first
+sweep of a place carries what it does to buffers; those that follow it there do a part of the same work.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
 
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError
 from cpsim.masks import Ints
 from cpsim.schedule import Kind, Pass
 from cpsim.workload import Workload
@@ -88,15 +85,15 @@ class Sweep:
 
 Sweeps = tuple[Sweep, ...]
 WIDE_BYTES: Final = 4
-_MIXED, _STRIDED = Kind.ACCUMULATE, Kind.ELEMENTWISE
-_CAST: Final = Sweep("q", 1, 1, kind=_MIXED)
-_CAST_K: Final = Sweep("k", 1, 1, kind=_MIXED)
-_ADD: Final = Sweep("q", 1, 2, kind=_MIXED)
-_ADD_K: Final = Sweep("k", 1, 2, kind=_MIXED)
-_BACK: Final = Sweep("q", 1, 1, "whole")
+MIXED, STRIDED = Kind.ACCUMULATE, Kind.ELEMENTWISE
+CAST: Final = Sweep("q", 1, 1, kind=MIXED)
+CAST_K: Final = Sweep("k", 1, 1, kind=MIXED)
+ADD: Final = Sweep("q", 1, 2, kind=MIXED)
+ADD_K: Final = Sweep("k", 1, 2, kind=MIXED)
+BACK: Final = Sweep("q", 1, 1, "whole")
 """A result cast to the working type."""
-_BACK_K: Final = Sweep("k", 1, 1)
-_LSE: Final = (Sweep("lse", 0, 3),)
+BACK_K: Final = Sweep("k", 1, 1)
+LSE: Final = (Sweep("lse", 0, 3),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,14 +129,14 @@ class RingCode:
     """After a partial output of all rows."""
     merge_tails: Sweeps
     """After a partial output of the tail rows."""
-    first_dq: Sweeps = (_CAST,)
-    sum_dq: Sweeps = (_ADD,)
-    sum_dq_tails: Sweeps = (_ADD,)
+    first_dq: Sweeps = (CAST,)
+    sum_dq: Sweeps = (ADD,)
+    sum_dq_tails: Sweeps = (ADD,)
     idle_dq: Sweeps = ()
     """In a step without a kernel."""
-    first_dkv: Sweeps = (_CAST_K, _CAST_K)
-    sum_dkv: Sweeps = (_ADD_K, _ADD_K)
-    sum_dkv_heads: Sweeps = (_ADD_K, _ADD_K)
+    first_dkv: Sweeps = (CAST_K, CAST_K)
+    sum_dkv: Sweeps = (ADD_K, ADD_K)
+    sum_dkv_heads: Sweeps = (ADD_K, ADD_K)
     """After a kernel that read head keys only."""
     idle_dkv: Sweeps = ()
     send_dkv: Sweeps = ()
@@ -147,14 +144,76 @@ class RingCode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WrapperCode:
+    """Sweeps around every call of a kernel, whether they are of use or not."""
+
+    before: Mapping[Pass, Sweeps]
+    """Over the rows that it reads."""
+    after: Mapping[Pass, Sweeps]
+    """Over those that it writes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldRingCode:
+    """A ring of Transformer Engine's kind. Every partial output is held, and all are merged after the last step.
+
+    Transfers are not batched: a ring of two sends in one direction after the other. They run in lockstep with kernels,
+    and wait for those of the step before.
+    """
+
+    wrapper: WrapperCode
+    enter: Sweeps
+    """Before the first step: keys and values in one message."""
+    tails: Mapping[Pass, Sweeps]
+    """Before a kernel that reads tail queries."""
+    key_heads: Mapping[Pass, Sweeps]
+    """Before a kernel that reads head keys only."""
+    correct_lse: Sweeps
+    """For every partial output but the first."""
+    correct: Sweep
+    """For every partial output."""
+    in_loop: bool = False
+    """Log-sum-exps are merged step by step, on two streams in turns, so that transfers wait for the kernels of the
+    step before the last; two kernels still run one after the other, since each fills the GPU."""
+    first_dq: Sweep
+    sum_dq: Sweep
+    join_dkv: Sweep
+    """Gradients of keys and values into one message."""
+    sum_dkv: Sweep
+    turns: bool
+    """Backward runs against the forward direction, from the keys that a rank holds at the end of it, and gradients
+    travel in one message with keys; otherwise it runs as forward does, gradients have messages and lanes of their own,
+    and between inner rings they first travel home in the inner ring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HalvesCode:
+    """An all-gather whose ranks call one kernel for their heads and one for their tails."""
+
+    wrapper: WrapperCode
+    """Over all keys, whichever the kernel reads."""
+    order: Sweep
+    """Puts gathered keys, and gradients before they are scattered, in order."""
+    leave: Sweep
+    """Puts a half of a result where it belongs."""
+    zero: Sweep
+    """An accumulator of gradients of keys, or of values."""
+    sum: Sweep
+    """Adds a half's gradients to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UlyssesCode:
     """How somebody's Ulysses differs from ours: queries, keys and values travel one by one, each after a sweep that
     orders it by rank, and every kernel waits for the all-to-all before it."""
 
-    there: int = 1
-    """Sweeps of a tensor on its way to its heads."""
-    back: int = 2
-    """The same on its way back: one before and one after the all-to-all."""
+    there: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 1, "bwd": 1})
+    """Sweeps of a tensor on its way to its heads: before the all-to-all, and the second one after it."""
+    back: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 2, "bwd": 2})
+    """The same on its way back."""
+    wrapper: WrapperCode | None = None
+    alone: bool = False
+    """Groups may be all ranks, with rings of one, and rings may be all ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +223,27 @@ class GatherCode:
 
     leave: Sweeps
     """Forward, after the last group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectionCode:
+    """What a timed backward pass runs besides attention: the graph goes on to the projections of Q, K and V."""
+
+    width: int
+    """Features of a token before them."""
+    inputs: bool
+    """Gradients of tokens, too, and these scattered to all tokens of the batch, as they lay before the dispatch."""
+
+    def ops(self, workload: Workload, num_ranks: int) -> list[tuple[Kind, int]]:
+        """Kinds and sizes of what every rank runs: FLOP of matrix products, bytes of the other kernels."""
+        w, tokens = workload, workload.num_tokens // num_ranks
+        made = [tokens * heads * w.head_dim for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
+        products = [(Kind.GEMM, 2 * elements * self.width) for elements in made]
+        biases = [(Kind.COPY, elements * w.bytes_per_element) for elements in made]
+        if not self.inputs:
+            return [*products, *biases]
+        all_tokens = w.num_tokens * self.width * w.bytes_per_element
+        return [*products * 2, *biases, (Kind.COPY, all_tokens), (Kind.ACCUMULATE, 3 * all_tokens)]  # zeros, add
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,22 +257,29 @@ class Implementation:
     """By strategy; None: all strategies, all cases."""
     kernels: tuple[str, ...] = ()
     """Empty: all kernels."""
-    ring: RingCode | None = None
+    ring: RingCode | HeldRingCode | None = None
     zigzag_documents: RingCode | None = None
     """A zigzag ring over several documents, where it is code of its own."""
     striped: RingCode | None = None
+    double_ring: HeldRingCode | None = None
     gathered: RingCode | None = None
     """A ring that runs as ``allgather``."""
-    allgather: GatherCode | None = None
+    allgather: GatherCode | HalvesCode | None = None
     ulysses: UlyssesCode | None = None
+    projections: ProjectionCode | None = None
+    """None: a timed backward pass is attention's alone."""
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `host` measurements that say what it costs the host, the best one first; other
     kinds cost what ours do. ``barrier`` is a call into the code, ``entry`` what the first call costs besides, when the
     host comes from waiting; ``{pass}`` and ``{kernel}`` are filled in."""
     sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
+    predicted_only: bool = False
+    """No adapter runs it: it was read, and its packages are not to be had."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
+    unbatched: bool = False
+    """Messages are sent and received one by one, for which PyTorch makes a process group of every two ranks."""
 
     def check(
         self, strategy: str, workload: Workload, num_ranks: int, knobs: Mapping[str, object]
@@ -229,153 +316,13 @@ class Implementation:
             raise InfeasibleError(f"{self.name} runs kernels {', '.join(self.kernels)}, got {kernel}")
 
 
-_FUSED: Final = (Sweep("q", 1, 2, kind=Kind.MERGE), *_LSE * 3)  # utils.py, _update_out_and_lse: TorchScript fuses one
-_RING_FLASH_ATTN: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, forward and backward
-    copies=2,
-    enter={"fwd": (), "bwd": (Sweep("lse", 0, 2, "tails"),)},  # softmax_lse1
-    first=(_CAST,),  # utils.py, update_out_and_lse
-    merge=_FUSED,
-    merge_tails=(*_FUSED, Sweep("q", 0, 2), Sweep("lse", 0, 2)),  # the same, with slice_
-    leave={"fwd": (_BACK,), "bwd": (_BACK, _BACK_K, _BACK_K)},
-)
-_RING_FLASH_ATTN_STRIPED: Final = replace(  # stripe_flash_attn.py
-    _RING_FLASH_ATTN,
-    enter={"fwd": (), "bwd": ()},
-    read_tails=(Sweep("lse", 0, 2),),  # softmax_lse_1, made in every such step
-)
-_TINY: Final = Sweep("lse", 0, 0)
-"""A launch, or a few bytes to or from the host: index masks live on the CPU."""
-_PUT: Final = (_TINY, Sweep("q", 0, 2, kind=_STRIDED))  # x[half_index] = ...
-_PUT_K: Final = (_TINY, Sweep("k", 0, 2), _ADD_K, _TINY, Sweep("k", 0, 2, kind=_STRIDED))
-_RING_FLASH_ATTN_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several documents
-    _RING_FLASH_ATTN,
-    enter={"fwd": (_TINY,) * 6, "bwd": (_TINY,) * 6},  # get_half_index, get_half_lse, cu_seqlens // 2
-    per_document={"fwd": 8, "bwd": 3},
-    pack=(_TINY,) * 3,
-    merge_tails=(*_FUSED, _TINY, Sweep("q", 0, 2), _TINY, Sweep("lse", 0, 2), *_PUT, _TINY, Sweep("lse", 0, 2)),
-    sum_dq_tails=(_ADD, _TINY, Sweep("q", 0, 2), *_PUT),
-    sum_dkv_heads=(*_PUT_K, *_PUT_K),
-)
-_MERGED: Final = (_CAST, *_LSE * 2, *(Sweep("q", 0, 3),) * 3, *_LSE * 3)  # _SDPAMerger, step and _merge_one
-_ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
-_CONTIGUOUS: Final = (Sweep("k", 2, 0, kind=_STRIDED),) * 2
-_JOIN: Final = Sweep("q", 0, 2, "whole", _STRIDED)  # _partial_update
-_HALF_K: Final = (_ADD_K, Sweep("k", 0, 2, "whole", _STRIDED))
-_TORCH: Final = RingCode(  # _templated_ring_attention and _templated_ring_attention_backward
-    queries_last=True,
-    copies=3,
-    enter={"fwd": _CONTIGUOUS, "bwd": (*_ZEROS, *_CONTIGUOUS)},
-    send=(Sweep("kv", 2, 0),),
-    read=(Sweep("q", 2, 0, kind=_STRIDED),),  # _flash_attention_backward wants tokens first, a join leaves heads first
-    read_tails=(Sweep("lse", 0, 2), Sweep("q", 2, 0, kind=_STRIDED)),
-    first=(_CAST,),
-    merge=_MERGED,
-    merge_tails=(*_MERGED, Sweep("lse", 0, 2, "whole"), _JOIN),
-    leave={"fwd": (_BACK,), "bwd": (_BACK, Sweep("kv", 1, 1))},
-    first_dq=(_ADD,),
-    sum_dq_tails=(_ADD, _JOIN),
-    idle_dq=(Sweep("q", 0, 3, "whole"),),
-    first_dkv=(_ADD_K, _ADD_K, *(Sweep("k", 0, 2, kind=_STRIDED),) * 2),  # flatten
-    sum_dkv_heads=(*_HALF_K, *_HALF_K),
-    idle_dkv=(*_ZEROS, Sweep("k", 0, 3, "whole"), Sweep("k", 0, 3, "whole")),
-    send_dkv=(Sweep("kv", 0, 2, "whole"),),
-)
-
-_EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(
-    ("copy", "accumulate", "elementwise", "merge"), ("eager",)
-)
-_EAGER_SWEEPS: Final = {
+EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise", "merge"), ("eager",))
+EAGER_SWEEPS: Final = {
     "accumulate": ("mixed", "accumulate"), "elementwise": ("strided", "transpose"), "merge": ("mixed", "accumulate"),
 }  # fmt: skip
-_FLASH_ATTN: Final = _EAGER | {
+FLASH_ATTN: Final = EAGER | {
     "entry": ("autograd entry {pass}",),
     "barrier": ("autograd chain {pass}", "autograd {pass}"),
     "attention": ("flash_attn fwd",),
     "attention_backward": ("flash_attn bwd",),
 }
-
-CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
-
-IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
-    i.name: i
-    for i in (
-        CPSIM,
-        Implementation(
-            name="ring-flash-attn",
-            source="ring-flash-attn 0.1.8",
-            support={
-                "ring": Support(masks=DENSE + DOCUMENTS, chunks=1),
-                "zigzag_ring": Support(masks=("causal", "causal_document"), chunks=2, knobs={"zigzag": ("document",)}),
-                "striped_ring": Support(masks=("causal",), chunks=1),
-                "allgather": Support(masks=DENSE + DOCUMENTS, knobs={"layout": ("contiguous",)}),
-            },
-            kernels=("fa2",),
-            ring=_RING_FLASH_ATTN,
-            zigzag_documents=_RING_FLASH_ATTN_VARLEN,
-            striped=_RING_FLASH_ATTN_STRIPED,
-            allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
-            launches=_FLASH_ATTN
-            | {
-                "merge": ("jit_merge",),
-                "transfer": ("transfer_of_two",),
-                "all_gather": ("async_all_gather",),
-                "reduce_scatter": ("sync_reduce_scatter",),
-            },
-            sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
-        ),
-        Implementation(
-            name="yunchang",
-            source="yunchang 0.6.4",
-            support={
-                "ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True),
-                "usp": Support(
-                    masks=DENSE, chunks=2, knobs={"ring": ("zigzag", "basic"), "zigzag": ("document",)},
-                    balanced=("ring", "zigzag"),
-                ),
-            },
-            kernels=("fa2",),
-            ring=_RING_FLASH_ATTN,  # ring/ring_flash_attn.py and ring/zigzag_ring_flash_attn.py launch the same
-            ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
-            launches=_FLASH_ATTN
-            | {
-                "all_to_all": ("seq_all_to_all", "sync_all_to_all"),
-                "merge": ("jit_merge",),
-                "transfer": ("transfer_of_two",),
-            },
-            sweeps=_EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
-        ),
-        Implementation(
-            name="torch",
-            source="torch 2.11, torch.distributed.tensor.experimental.context_parallel",
-            support={
-                "ring": Support(masks=DENSE, chunks=1),
-                "zigzag_ring": Support(masks=("causal",), chunks=2),
-                "allgather": Support(
-                    masks=DENSE, chunks=2, knobs={"layout": ("zigzag", "contiguous")}, balanced=("layout", "zigzag")
-                ),
-            },
-            kernels=("sdpa_flash", "cudnn"),
-            ring=_TORCH,
-            gathered=replace(_TORCH, gathers=True),
-            launches=_EAGER
-            | {
-                "barrier": ("context_parallel {kernel} {pass}",),
-                "transfer": ("functional_permute",),
-                "all_gather": ("functional_all_gather",),
-            },
-            sweeps=_EAGER_SWEEPS,
-        ),
-    )
-}
-
-
-def implementation(name: str) -> Implementation:
-    """A row of the table.
-
-    Raises:
-        ScenarioError: nobody has read that code yet.
-    """
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ScenarioError(f"implementation: {name!r} is not available yet; available are {known}")
-    return IMPLEMENTATIONS[name]

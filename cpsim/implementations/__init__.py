@@ -1,0 +1,52 @@
+"""Whose code runs a strategy: facts about implementations that their schedules follow from.
+
+Planners read a row of ``IMPLEMENTATIONS`` where an implementation differs from our executor; the schedule of a case
+is then that implementation's own. Every fact is read in the source or seen in a profile, none is fitted. ``facts`` has
+the words, and a file for each code base what it does.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cpsim.errors import ScenarioError
+from cpsim.implementations.facts import (
+    DENSE,
+    DOCUMENTS,
+    GatherCode,
+    HalvesCode,
+    HeldRingCode,
+    Implementation,
+    RingCode,
+    Support,
+    Sweep,
+    Sweeps,
+    UlyssesCode,
+    WrapperCode,
+)
+from cpsim.implementations.longca_bench import LONGCA_BENCH, MAGI_ATTENTION
+from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
+from cpsim.implementations.torch_cp import TORCH
+
+__all__ = [
+    "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "HalvesCode", "HeldRingCode", "Implementation",
+    "RingCode", "Support", "Sweep", "Sweeps", "UlyssesCode", "WrapperCode", "implementation",
+]  # fmt: skip
+
+CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
+
+IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
+    i.name: i for i in (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH, LONGCA_BENCH, MAGI_ATTENTION)
+}
+
+
+def implementation(name: str) -> Implementation:
+    """A row of the table.
+
+    Raises:
+        ScenarioError: nobody has read that code yet.
+    """
+    if name not in IMPLEMENTATIONS:
+        known = ", ".join(IMPLEMENTATIONS)
+        raise ScenarioError(f"implementation: {name!r} is not available yet; available are {known}")
+    return IMPLEMENTATIONS[name]

@@ -1,0 +1,361 @@
+"""MagiAttention: chunks of the sequence on the ranks that balance the mask, which fetch the keys they see and no more.
+
+Forward: a rank computes on its own keys while the first part of the others arrives (group-cast), then on that while
+the next part does; partial outputs are merged in fp32. Backward: keys arrive likewise, and their gradients go home
+(group-reduce), summed in fp32.
+
+Reference: SandAI-org/MagiAttention at 2c64135: min-heap dispatch by area, multi-stage overlap, group collectives as
+all-to-alls of uneven parts. Differs: no cost model decides the stages; a rank's keys of others are cut into equally
+many tokens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from cpsim.builder import NOTHING, Access, Builder
+from cpsim.cluster import Cluster
+from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.implementations import CPSIM, Implementation
+from cpsim.masks import Ints, RangeSets, Slices
+from cpsim.schedule import Int32, Kind, Mask, Pass, Schedule
+from cpsim.strategies import sharding
+from cpsim.strategies.allgather import seen_keys
+from cpsim.strategies.sizes import Accumulation, Sizes
+from cpsim.tiles import Tiles, make_tiles, sequences
+from cpsim.workload import Workload
+
+CHUNK: Final = 2048
+"""Tokens dispatched at a time, by the benchmark."""
+
+
+def plan_magi(
+    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, chunk: int | None = None,
+    stages: int = 2, smallest: int = 512, native: bool = False,
+) -> Schedule:  # fmt: skip
+    """Balanced chunks; keys of others come in stages.
+
+    Args:
+        workload, cluster, pass_: the case.
+        code: whose implementation.
+        chunk: tokens that are dispatched together; default: as the benchmark, or as many as give every rank four.
+        stages: parts of the keys of others, one computed on while the next arrives.
+        smallest: tokens that a part has at least, if there are so many.
+        native: group collectives read and write keys where they lie, so that nothing is packed.
+
+    Raises:
+        ScenarioError: a knob has no such value.
+        InfeasibleError: chunks do not divide the tokens of a rank.
+    """
+    del code
+    ranks, tokens = cluster.num_gpus, workload.num_tokens
+    for name, value in {"stages": stages, "smallest": smallest, "chunk": chunk or CHUNK}.items():
+        if type(value) is not int or value < 1:
+            raise ScenarioError(f"knobs.{name}: expected a positive integer, got {value!r}")
+    if type(native) is not bool:
+        raise ScenarioError(f"knobs.native: expected true or false, got {native!r}")
+    if ranks == 1:
+        raise InfeasibleError("magi runs on 2 GPUs or more, got 1; use none")
+    if tokens % ranks:
+        raise InfeasibleError(f"magi needs tokens divisible by ranks, got {tokens} tokens on {ranks} GPUs")
+    chunk = chunk or _default_chunk(tokens // ranks)
+    if tokens // ranks % chunk:
+        raise InfeasibleError(f"magi needs chunks that divide the {tokens // ranks} tokens of a rank, got {chunk}")
+    plan = _Magi(workload, _share_out(workload, ranks, chunk, stages, smallest), native)
+    return plan.forward() if pass_ == "fwd" else plan.backward()
+
+
+def magi_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
+    """Knob settings worth trying: the benchmark's, with and without packing copies left out."""
+    del workload, cluster
+    return ({},)
+
+
+def _default_chunk(tokens: int) -> int:
+    """A quarter of a rank's tokens or the benchmark's chunk, whichever is less and divides them."""
+    most = min(CHUNK, max(1, tokens // 4))
+    return next(n for n in range(most, 0, -1) if tokens % n == 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Shares:
+    """Who holds and fetches what; set ``r`` is rank r's own tokens."""
+
+    sets: RangeSets
+    """Own tokens; of these the keys that own queries see; for every stage the keys of others that each rank fetches;
+    likewise its keys that others fetch."""
+    tiles: Tiles
+    """Tile 1 + stage * P + rank, of which stage 0 is a rank's own keys."""
+    fetched: Ints
+    """Tokens that every rank fetches, ``[stages, ranks]``."""
+    sent: Ints
+    """Tokens that every rank sends, each as often as somebody fetches it, ``[stages, ranks]``."""
+
+
+@lru_cache(maxsize=2)
+def _share_out(workload: Workload, num_ranks: int, chunk: int, stages: int, smallest: int) -> _Shares:
+    mask, ranks = workload.slices(), np.arange(num_ranks)
+    own = _dispatch(mask, workload.num_tokens, num_ranks, chunk)
+    whole = sharding.stack(own, sharding.contiguous(workload.num_tokens, 1))
+    seen = seen_keys(make_tiles(mask, whole, ranks, np.full(num_ranks, num_ranks)), num_ranks)
+    edges = _edges(own, seen)
+    remote = sharding.split(_sets_of(_cells(seen, edges) & ~_cells(own, edges), edges), stages, smallest)
+    edges = _edges(own, seen, remote)
+    mine, wanted = _cells(own, edges), _cells(remote, edges).reshape(num_ranks, stages, -1).swapaxes(0, 1)
+    fetchers, length = wanted.sum(axis=1), np.diff(edges)
+    fetched = sharding.stack(*(_sets_of(cells, edges) for cells in wanted))
+    given = sharding.stack(*(_sets_of(mine & (count > 0), edges) for count in fetchers))
+    local = _sets_of(_cells(seen, edges) & mine, edges)
+    sets = sharding.stack(own, local, fetched, given)
+    tiles = make_tiles(mask, sets, np.tile(ranks, stages + 1), num_ranks + np.arange((stages + 1) * num_ranks))
+    sent = (fetchers * length) @ mine.T.astype(np.int64)
+    return _Shares(sets, tiles, wanted.astype(np.int64) @ length, sent)
+
+
+def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunk: int) -> RangeSets:
+    """The heaviest chunk left goes to the rank with the least work that has room."""
+    count = num_tokens // chunk
+    sets = sharding.stack(sharding.contiguous(num_tokens, count), sharding.contiguous(num_tokens, 1))
+    work = make_tiles(mask, sets, np.arange(count), np.full(count, count)).area[1:]
+    heap, held = [(0, rank, 0) for rank in range(num_ranks)], np.zeros((num_ranks, count), np.bool_)
+    for i in np.argsort(-work, kind="stable").tolist():
+        load, rank, holds = heapq.heappop(heap)
+        held[rank, i] = True
+        if holds + 1 < count // num_ranks:
+            heapq.heappush(heap, (load + int(work[i]), rank, holds + 1))
+    return _sets_of(held, np.arange(count + 1) * chunk)
+
+
+def _edges(*groups: RangeSets) -> Ints:
+    """Tokens at which some range begins or ends."""
+    return np.unique(np.concatenate([group.ranges.ravel() for group in groups]))
+
+
+def _cells(sets: RangeSets, edges: Ints) -> Mask:
+    """Which runs of tokens between two edges are in every set, ``[sets, edges - 1]``."""
+    steps = np.zeros((len(sets), len(edges)), np.int64)
+    owner = np.repeat(np.arange(len(sets)), np.diff(sets.start))
+    np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 0])), 1)
+    np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 1])), -1)
+    return np.asarray(np.cumsum(steps, axis=1)[:, :-1] > 0)
+
+
+def _sets_of(cells: Mask, edges: Ints) -> RangeSets:
+    """The inverse; runs that touch are joined."""
+    padded = np.pad(cells, ((0, 0), (1, 1))).astype(np.int8)
+    change = np.diff(padded, axis=1)
+    owner, opens = np.nonzero(change == 1)
+    closes = np.nonzero(change == -1)[1]
+    start = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(cells)))))
+    return RangeSets(start, np.stack([edges[opens], edges[closes]], axis=1))
+
+
+class _Magi:
+    """One schedule under construction; arrays are ``[ranks]``, or ``[stages, ranks]`` with a rank's own keys first."""
+
+    def __init__(self, workload: Workload, shares: _Shares, native: bool) -> None:
+        stages, num_ranks = shares.fetched.shape
+        self.shares, self.stages, self.native = shares, stages, native
+        self.ranks, self.tile = np.arange(num_ranks), 1 + np.arange((stages + 1) * num_ranks).reshape(-1, num_ranks)
+        self.active = shares.tiles.area[self.tile] > 0
+        self.b, sizes = Builder(num_ranks, shares.sets, shares.tiles), Sizes(workload)
+        self.calls = sequences(shares.tiles)
+        self.tokens = shares.sets.num_tokens()
+        self.own = self.tokens[: len(self.ranks)]
+        self.heads = np.array([0, workload.num_heads, 0, workload.num_kv_heads])
+        self.q_bytes, self.kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
+        self.lse_bytes, self.wide = sizes.lse(workload.num_heads), sizes.accumulator(self.q_bytes)
+        self.kv_wide = sizes.accumulator(self.kv_bytes)
+        rows = np.broadcast_to(self.own, self.active.shape)
+        self.sums = Accumulation(self.active, rows, np.ones_like(self.active), np.zeros_like(self.own))
+
+    def forward(self) -> Schedule:
+        q, kv = self.given("q", self.q_bytes), self.given("kv", self.kv_bytes)
+        out, partial = self.result("out", self.lse_bytes)
+        moved = self.sums.traffic(self.q_bytes, self.wide, 3 * self.lse_bytes)
+        for stage, keys in self.keys(kv):
+            self.attend(Kind.ATTENTION, stage, [q, keys], [self.target(out, partial, stage)])
+            self.sum(Kind.MERGE, stage, moved, out, partial)
+        return self.b.build()
+
+    def backward(self) -> Schedule:
+        b = self.b
+        widths = {"q": self.q_bytes, "out": self.q_bytes + self.lse_bytes, "dout": self.q_bytes}
+        given, kv = [self.given(tensor, width) for tensor, width in widths.items()], self.given("kv", self.kv_bytes)
+        dq, partial = self.result("dq")
+        total = b.buffers("dkv sum", self.own * self.kv_wide), self.own_blocks("dkv")
+        moved = self.sums.traffic(self.q_bytes, self.wide, 0)
+        leaving: list[tuple[int, Ints, Access]] = []
+        for stage, keys in self.keys(kv):
+            made = self.b.buffers("dkv partial", self.rows_of(stage) * self.kv_bytes), self.blocks("dkv", stage)
+            self.attend(Kind.ATTENTION_BACKWARD, stage, [*given, keys], [self.target(dq, partial, stage), made])
+            self.sum(Kind.ACCUMULATE, stage, moved, dq, partial)
+            if stage == 0:
+                self.begin(total, made)
+            else:
+                leaving.append((stage, *self.send_home(stage, made)))
+            if len(leaving) > 1:
+                self.bring_home(*leaving.pop(0), total)
+        for entry in leaving:
+            self.bring_home(*entry, total)
+        dkv = b.buffers("dkv", self.own * self.kv_bytes), total[1]
+        b.output(*dkv)
+        b.add(
+            Kind.COPY, (self.ranks, "compute"), step=self.stages + 1, heads=self.heads,
+            nbytes=self.own * (self.kv_wide + self.kv_bytes), reads=[total], writes=[dkv],
+        )  # fmt: skip
+        return b.build()
+
+    def keys(self, kv: Access) -> Iterator[tuple[int, Access]]:
+        """Every stage and what its kernels read; what the next stage needs is on its way when a stage begins."""
+        arrived, received = np.full(len(self.ranks), NOTHING), kv
+        for stage in range(self.stages + 1):
+            after, source = arrived, received
+            if stage < self.stages:
+                arrived, received = self.fetch(stage + 1, kv)
+            yield stage, self.in_order(stage, source, after)
+
+    def fetch(self, stage: int, kv: Access) -> tuple[Ints, Access]:
+        """Group-cast: keys to all who see them; returns the op by rank, and where they arrive."""
+        given, wanted = self.given_blocks("kv", stage), self.blocks("kv", stage)
+        sent = self.shares.sent[stage - 1] * self.kv_bytes
+        packed = self.b.buffers("kv by rank", sent)
+        who = np.flatnonzero(sent)
+        ready = np.full(len(self.ranks), NOTHING)
+        ready[who] = self.copy(stage, who, 2 * sent[who], (kv[0], given), (packed, given))
+        return self.exchange(stage, (packed, given), ("kv of others", wanted), ready)
+
+    def send_home(self, stage: int, made: Access) -> tuple[Ints, Access]:
+        """Group-reduce: gradients to who holds their keys; returns the op by rank, and where they arrive."""
+        nbytes = self.tokens_of(stage) * self.kv_bytes
+        packed = self.b.buffers("dkv by rank", nbytes), made[1]
+        who = np.flatnonzero(nbytes)
+        ready = np.full(len(self.ranks), NOTHING)
+        ready[who] = self.copy(stage, who, 2 * nbytes[who], made, packed)
+        return self.exchange(stage, packed, ("dkv of others", self.given_blocks("dkv", stage)), ready)
+
+    def exchange(self, stage: int, source: Access, target: tuple[str, Int32], ready: Ints) -> tuple[Ints, Access]:
+        """An all-to-all of uneven parts, as long as the rank that sends or receives most takes."""
+        num_ranks, shares = len(self.ranks), self.shares
+        most = int(np.maximum(shares.sent[stage - 1], shares.fetched[stage - 1]).max()) * self.kv_bytes
+        nbytes = -(-most * num_ranks // (num_ranks - 1))
+        made = self.b.buffers(target[0], np.full(num_ranks, nbytes)), target[1]
+        if not most:
+            return ready, made
+        op = self.b.add(
+            Kind.ALL_TO_ALL, (self.ranks[None, :], "comm"), step=stage, nbytes=nbytes, deps=[ready[None, :]],
+            reads=[(source[0][None, :], source[1][None, :])], writes=[(made[0][None, :], made[1][None, :])],
+        )  # fmt: skip
+        return op.repeat(num_ranks), made
+
+    def in_order(self, stage: int, source: Access, after: Ints) -> Access:
+        """Keys as the kernels read them: where they are, or packed."""
+        if stage == 0 and self.calls.in_place[self.tile[0]].all():
+            return source[0], self.blocks("kv", 0)
+        tokens = self.tokens_of(stage)
+        packed = self.b.buffers("keys in order", self.rows_of(stage) * self.kv_bytes), self.blocks("kv", stage)
+        who = np.flatnonzero(self.active[stage])
+        self.copy(stage, who, 2 * tokens[who] * self.kv_bytes, (source[0], packed[1]), packed, after)
+        return packed
+
+    def copy(
+        self, stage: int, who: Ints, nbytes: Ints, source: Access, target: Access, after: Ints | None = None
+    ) -> Ints:  # fmt: skip
+        """Pack on some ranks; takes a launch only where the group collective does it."""
+        return self.b.add(
+            Kind.COPY, (who, "compute"), step=stage, heads=self.heads, nbytes=nbytes * (stage == 0 or not self.native),
+            deps=[] if after is None else [after[who]], reads=[(source[0][who], source[1][who])],
+            writes=[(target[0][who], target[1][who])],
+        )  # fmt: skip
+
+    def attend(self, kind: Kind, stage: int, reads: Sequence[Access], writes: Sequence[Access]) -> None:
+        """The kernels of a stage."""
+        r = np.flatnonzero(self.active[stage])
+        self.b.add(
+            kind, (r, "compute"), step=stage, tile=self.tile[stage, r], heads=self.heads,
+            reads=[(buffer[r], block[r]) for buffer, block in reads],
+            writes=[(buffer[r], block[r]) for buffer, block in writes],
+        )  # fmt: skip
+
+    def sum(self, kind: Kind, stage: int, moved: Ints, total: Access, partial: Int32) -> None:
+        """Add a partial result of queries to earlier ones."""
+        r = np.flatnonzero(self.sums.sums[stage])
+        self.b.add(
+            kind, (r, "compute"), step=stage, heads=self.heads, nbytes=moved[stage, r],
+            reads=[(partial[r], total[1][r])], updates=[(total[0][r], total[1][r])],
+        )  # fmt: skip
+
+    def begin(self, total: Access, made: Access) -> None:
+        """Sums of gradients of keys start with those of a rank's own queries, or with zeros."""
+        for where, reads in ((self.active[0], [made]), (~self.active[0], [])):
+            r = np.flatnonzero(where)
+            nbytes = self.own[r] * (self.kv_wide + self.kv_bytes * len(reads))
+            self.b.add(
+                Kind.ACCUMULATE, (r, "compute"), heads=self.heads, nbytes=nbytes,
+                reads=[(buffer[r], block[r]) for buffer, block in reads], writes=[(total[0][r], total[1][r])],
+            )  # fmt: skip
+
+    def bring_home(self, stage: int, arrived: Ints, source: Access, total: Access) -> None:
+        """Add the gradients that others have sent."""
+        sent = self.shares.sent[stage - 1]
+        r = np.flatnonzero(sent)
+        rows = self.tokens[self.given_sets(stage)][r]
+        self.b.add(
+            Kind.ACCUMULATE, (r, "compute"), step=stage, heads=self.heads, deps=[arrived[r]],
+            nbytes=sent[r] * self.kv_bytes + 2 * rows * self.kv_wide, reads=[(source[0][r], source[1][r])],
+            updates=[(total[0][r], source[1][r])],
+        )  # fmt: skip
+
+    def given(self, tensor: str, width: int) -> Access:
+        """A rank's own tokens as an input."""
+        made = self.b.buffers(tensor, self.own * width), self.own_blocks(tensor)
+        self.b.input(*made)
+        return made
+
+    def result(self, tensor: str, extra: int = 0) -> tuple[Access, Int32]:
+        """A result with room for its sums, and buffers of partial results."""
+        room = self.wide if self.sums.sums.any() else 0
+        made = self.b.buffers(tensor, self.own * (self.q_bytes + extra + room)), self.own_blocks(tensor)
+        self.b.output(*made)
+        return made, self.b.buffers(f"{tensor} partial", self.own * (self.q_bytes + extra))
+
+    def target(self, result: Access, partial: Int32, stage: int) -> Access:
+        """What kernels write on the query side: the first one the result."""
+        return np.where(self.sums.sums[stage], partial, result[0]), result[1]
+
+    def tokens_of(self, stage: int) -> Ints:
+        """Tokens of the keys of a stage."""
+        return self.tokens[self.key_sets(stage)]
+
+    def rows_of(self, stage: int) -> Ints:
+        """Rows of these as kernels read them: some several times where their sequences share them."""
+        tile, tokens = self.tile[stage], self.tokens_of(stage)
+        return np.where(self.calls.one_call[tile], np.maximum(self.calls.keys()[tile], tokens), tokens)
+
+    def own_blocks(self, tensor: str) -> Int32:
+        return self.b.blocks(tensor, self.ranks, self.heads_of(tensor))
+
+    def key_sets(self, stage: int) -> Ints:
+        """Sets of the keys of a stage."""
+        return self.ranks + (1 + stage) * len(self.ranks)
+
+    def blocks(self, tensor: str, stage: int) -> Int32:
+        return self.b.blocks(tensor, self.key_sets(stage), self.heads_of(tensor))
+
+    def given_sets(self, stage: int) -> Ints:
+        """Sets of the keys that every rank sends in a stage."""
+        return self.key_sets(self.stages + stage)
+
+    def given_blocks(self, tensor: str, stage: int) -> Int32:
+        return self.b.blocks(tensor, self.given_sets(stage), self.heads_of(tensor))
+
+    def heads_of(self, tensor: str) -> tuple[int, int]:
+        """All heads of a tensor."""
+        first, count = (self.heads[2:] if tensor.endswith("kv") else self.heads[:2]).tolist()
+        return first, count

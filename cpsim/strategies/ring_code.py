@@ -86,7 +86,7 @@ class Ours:
         """Backward, where gradients travel or not."""
         x = self.steps
         narrow, wide = x.kv_bytes, x.sizes.accumulator(x.kv_bytes)
-        dkv = x.k_rows * (narrow * ~x.unseen + wide * np.where(x.number == 0, 1, 2))
+        dkv = x.seen * narrow * ~x.unseen + wide * np.where(x.number == 0, x.k_rows, 2 * x.seen)
         moved = x.rows.traffic(x.q_bytes, x.sizes.accumulator(x.q_bytes), 0)
         return GradientSlots([], [Slot(x.sums, moved)], [Slot((x.active | x.unseen) & wire, dkv)], [])
 

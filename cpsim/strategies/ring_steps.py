@@ -10,6 +10,7 @@ from cpsim.masks import Ints
 from cpsim.schedule import Mask
 from cpsim.strategies.grid import Grid
 from cpsim.strategies.sizes import Accumulation, Sizes
+from cpsim.tiles import sequences
 from cpsim.workload import Workload
 
 if TYPE_CHECKING:
@@ -46,6 +47,9 @@ class Steps:
         """Ranks whose queries see none of their own keys: sums of gradients of keys start with zeros."""
         query_set, key_set = cut.query_set[:, columns], cut.key_set[:, columns]
         self.q_rows, self.k_rows = tokens[query_set], tokens[key_set]
+        calls = sequences(cut.tiles)
+        self.seen = np.where(calls.one_call[self.tile], np.minimum(calls.keys()[self.tile], self.k_rows), self.k_rows)
+        """Rows of keys that a kernel's queries see; where no kernel can run the call, all that it reads."""
         self.rows = Accumulation(self.active, self.q_rows, ~self.tails, self.tail_rows)
         self.sums = self.rows.sums
         self.tracks = grid.tracks

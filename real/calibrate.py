@@ -109,10 +109,6 @@ class Calibration:
                 for kind, samples in times.items():
                     node.add("host", samples, kind=kind, rank=rank)
 
-        def meetings() -> None:
-            for kind, samples in executor.meeting_times(node).items():
-                node.add("host", samples, kind=kind, num_ranks=node.size)
-
         def pauses(protocol: str) -> None:
             node.add("host", executor.pause(node, protocol), kind=f"pause_{protocol}")
 
@@ -124,7 +120,6 @@ class Calibration:
         if node.size > 1:
             yield Task(point_key("host", kind="all_gather"), partial(network.measure_host, node))
         yield Task(point_key("host", kind="graph_chain_1"), graphs)
-        yield Task(point_key("host", kind="meet_1"), meetings)
         for protocol in ("synced", "streamed"):
             yield Task(point_key("host", kind=f"pause_{protocol}"), partial(pauses, protocol))
 

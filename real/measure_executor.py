@@ -185,39 +185,6 @@ def graph_times(node: Node) -> dict[str, list[float]]:
     return found
 
 
-class Replay:
-    """A runner that replays a CUDA graph."""
-
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self.graph = graph
-
-    def prepare(self) -> None:
-        """Nothing."""
-
-    def launch(self) -> None:
-        """The graph."""
-        self.graph.replay()
-
-
-def meeting_times(node: Node) -> dict[str, list[float]]:
-    """Seconds of synced iterations of graphs of tiny all-reduces, the slowest rank's: the first waits for all ranks."""
-    found: dict[str, list[float]] = {}
-    if not node.cuda or node.size == 1:
-        return found
-    group, value = node.group(tuple(range(node.size)), "comm"), torch.zeros(1, device=node.device)
-    dist.all_reduce(value, group=group)
-    for length in (1, 16):
-        node.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(length):
-                dist.all_reduce(value, group=group)
-        replay = Replay(graph)
-        ranks = node.gather([iteration(replay, node, "synced") for _ in range(60)])
-        found[f"meet_{length}"] = [max(times) for times in zip(*ranks, strict=True)][10:]
-    return found
-
-
 class Nothing:
     """A runner that does nothing."""
 
@@ -310,7 +277,6 @@ def main() -> None:
         header = provenance(node.device, node.size, versions, "torchrun -m real.measure_executor", args.commit)
         times = node.gather((launch_times(node, kernels) if "launches" in args.parts else {}) | graph_times(node))
         pauses = {f"pause_{protocol}": pause(node, protocol) for protocol in ("synced", "streamed")}
-        meetings = meeting_times(node)
         writer = None
         if node.rank == 0:
             writer = Writer(args.out.open("w", encoding="utf-8"), header)
@@ -322,9 +288,6 @@ def main() -> None:
                 print(f"{kind:24s} {np.median(np.concatenate([t.get(kind, []) for t in times])) * 1e6:7.1f} us")
             for kind, samples in pauses.items():
                 writer.add("host", samples, kind=kind)
-            for kind, samples in meetings.items():
-                writer.add("host", samples, kind=kind, num_ranks=node.size)
-                print(f"{kind:24s} {np.median(samples) * 1e6:7.1f} us")
             if "memory" in args.parts:
                 measure_memory_bound(node, writer, args.sizes)
         node.gather(None)

@@ -30,8 +30,6 @@ class HostParams:
     """What two events around an op add to its measured time; ops of a CUDA graph do not pay it."""
     pause_s: Mapping[str, float]
     """By protocol: from the end of one iteration to the start of the next."""
-    start_spread_s: float = 0.0
-    """Standard deviation of the moments at which the ranks of a machine start a synced iteration."""
 
     def measured(self, names: Sequence[str]) -> float | None:
         """Seconds of the first of some launches that has been measured."""

@@ -318,18 +318,10 @@ class Pricing:
         return max(inside, between), near, far, between >= inside
 
     def _releases(self, schedule: Schedule) -> Floats:
-        """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once.
-
-        Time counts from the first rank's start. Rank 0, which never has the most to do, is the last to start.
-        """
+        """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once."""
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
-        late = np.zeros(len(schedule))
-        if self.protocol == "synced":
-            late[schedule.op_of_lane()[schedule.lane_rank == 0]] = (
-                2 * expected_maximum(schedule.num_ranks) * self.profile.host.start_spread_s
-            )
         if self.captured:
-            return late + max(self.profile.host.graph_s - lead, 0.0)
+            return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
         host, pass_, per_kind = self.profile.host, _pass_of(schedule), np.zeros(len(Kind))
         for kind in Kind:
             name = kind.name.lower()
@@ -339,7 +331,7 @@ class Pricing:
         cost[schedule.kind == Kind.TRANSFER] /= 2
         entry = host.measured(self._names("entry", pass_)) or 0.0
         released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
-        return np.asarray(np.maximum(released - lead, 0.0)) + late
+        return np.asarray(np.maximum(released - lead, 0.0))
 
 
 @lru_cache(maxsize=4)

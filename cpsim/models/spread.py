@@ -1,4 +1,4 @@
-"""The slowest of several: GPUs of one type differ, and ranks do not start at one moment; who waits, waits for the last.
+"""The slowest of several: GPUs of one type differ, and who waits for all, waits for the slowest.
 
 Reference: Blom 1958, "Statistical Estimates and Transformed Beta-Variables" (expected normal order statistics).
 """

@@ -1,5 +1,6 @@
 """Other people's schedules: valid, exact in numbers and bytes, and with the launches that their code makes."""
 
+import json
 from dataclasses import replace
 
 import numeric
@@ -8,6 +9,7 @@ import pytest
 from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, workload
 
 from cpsim import predict
+from cpsim.cli import _runnable
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, IMPLEMENTATIONS
 from cpsim.scenario import scenario_from
@@ -143,6 +145,18 @@ def test_predictions_of_others_name_their_kernels_and_pay_for_their_launches():
     assert others.time_s > ours.time_s
     with pytest.raises(InfeasibleError, match="ring-flash-attn runs kernels fa2, got fa4"):
         predict(scenario_from({**fields, "implementation": "ring-flash-attn", "kernel": "fa4"}))
+
+
+def test_code_that_was_only_read_is_left_out_of_real_runs(tmp_path, capsys):
+    fields = {
+        "strategy": "zigzag_ring", "kernel": "fa3", "gpus": 2, "cluster": "dgx-h100", "tokens": 64, "heads": 8,
+        "kv_heads": 8,
+    }  # fmt: skip
+    file = tmp_path / "cases.jsonl"
+    codes = "magi-attention", "torch"
+    file.write_text("".join(json.dumps(fields | {"implementation": code}) + "\n" for code in codes))
+    assert [s.implementation for s in _runnable(file, 2, 1, cpu=True)] == ["torch"]
+    assert "implementation: magi-attention can be predicted, not run; use cpsim" in capsys.readouterr().err
 
 
 def test_every_strategy_of_ours_has_the_code_argument_or_is_nobody_elses():

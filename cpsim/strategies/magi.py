@@ -265,16 +265,21 @@ class _Magi:
             b.blocks("kv", self.key_sets((2 + i) * self.stages + stage), self.heads_of("kv")) for i in range(3)
         )
         far, near = (self.size(at[stage - 1], group) for at, group in ((shares.far, nodes.T), (shares.near, nodes)))
-        relayed, packed = b.buffers("kv of relays", far), b.buffers("kv by rank", near)
+        leaving, relayed = (b.buffers(f"kv of {which}", far) for which in ("nodes", "relays"))
+        packed = b.buffers("kv by rank", near)
         made = b.buffers("kv of others", near), self.blocks("kv", stage)
-        arrived = self.cast(stage, nodes.T, far, (kv[0], away), (relayed, brought))
-        there = np.flatnonzero(self.tokens[self.key_sets(4 * self.stages + stage)])
-        b.add(
-            Kind.COPY, (there, "comm"), step=stage, heads=self.heads, deps=[arrived[there]],
-            reads=[(kv[0][there], kv[1][there]), (relayed[there], brought[there])],
-            writes=[(packed[there], inside[there])],
-        )  # fmt: skip
+        self.pass_on(stage, 2, [kv], (leaving, away))
+        self.cast(stage, nodes.T, far, (leaving, away), (relayed, brought))
+        self.pass_on(stage, 4, [kv, (relayed, brought)], (packed, inside))
         return self.cast(stage, nodes, near, (packed, inside), made), made
+
+    def pass_on(self, stage: int, sets: int, source: Sequence[Access], target: Access) -> None:
+        """The group-cast's own kernel puts keys in order as it sends them."""
+        r = np.flatnonzero(self.tokens[self.key_sets(sets * self.stages + stage)])
+        self.b.add(
+            Kind.COPY, (r, "comm"), step=stage, heads=self.heads,
+            reads=[(buffer[r], block[r]) for buffer, block in source], writes=[(target[0][r], target[1][r])],
+        )  # fmt: skip
 
     def size(self, tokens: int, groups: Ints) -> int:
         """Bytes of an all-to-all in groups whose busiest rank sends or receives so many tokens of keys and values."""

@@ -128,7 +128,7 @@ def study_html(study: Study) -> str:
     judged = findings(study)
     lead = f"{sum(f.holds for f in judged)} of {len(judged)} findings come out of the simulation."
     sections = [f"<h1>LongCA-bench on 8 to 96 H100, simulated</h1><p class=lead>{lead}</p>"]
-    caption = "Lines: LongCA-bench's code. Dots: our executor. Means over samples; hover for the range."
+    caption = "Solid: LongCA-bench's code; dotted: our executor. Means over samples; hover for the range."
     sections += [figure(_lines(study, mask), f"mask-{mask}", f"{TITLES[mask]}. {caption}") for mask in MASKS]
     rows = [("yes" if f.holds else "no", f.claim, _found(f)) for f in judged]
     sections.append("<h2>Findings</h2>" + html_table(("holds", "finding", "simulated"), rows, num_text=3))

@@ -42,7 +42,7 @@ SLACK: Final = 1.05
 def plan_hybrid_cp(
     workload: Workload, cluster: Cluster, pass_: Pass, *, tokens_per_rank: int | None = None
 ) -> Schedule:
-    """Rings of subgroups.
+    """Every document in a ring of as few ranks as it needs.
 
     Ranks have about equal work, not equally many tokens: one with a part of a long document holds fewer.
 

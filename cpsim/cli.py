@@ -205,6 +205,7 @@ def run(
 
 def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scenario]:
     """The scenarios that this machine can run; the others are named on stderr."""
+    from cpsim.implementations import implementation
     from cpsim.scenario import load_scenarios
 
     found: list[Scenario] = []
@@ -212,6 +213,8 @@ def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scen
         try:
             if isinstance(scenario, CpsimError):
                 raise scenario
+            if implementation(scenario.implementation).predicted_only:
+                raise CpsimError(f"implementation: {scenario.implementation} can be predicted, not run; use cpsim")
             nodes = scenario.resolve_cluster().num_nodes
             if scenario.gpus > num_gpus:
                 raise CpsimError(f"gpus: needs {scenario.gpus}, {num_gpus} may be used here")

@@ -64,6 +64,10 @@ OTHERS = tuple(
     for knobs in {
         "torch allgather": ({}, {"layout": "contiguous"}),
         "ring-flash-attn allgather": ({}, {"heads_per_gather": 1}),
+        "longca-bench usp": ({"ulysses": 2},),
+        "longca-bench loongtrain": ({"ulysses": 1}, {"ulysses": 2}),
+        "magi-attention usp": ({"ulysses": 2},),
+        "magi-attention loongtrain": ({"ulysses": 1}, {"ulysses": 2, "inner_ring": 1}),
         "yunchang usp": (
             {"ulysses": 2}, {"ulysses": 2, "ring": "basic"}, {"ulysses": 2, "placement": "context_first"},
         ),

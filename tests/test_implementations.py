@@ -17,6 +17,7 @@ IDS = [f"{code.name}-{name}-{'-'.join(map(str, knobs.values()))}" for code, name
 every_other = pytest.mark.parametrize(("code", "name", "knobs"), OTHERS, ids=IDS)
 every_pass = pytest.mark.parametrize("pass_", ALL_PASSES)
 RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-attn", "torch", "yunchang"))
+LONGCA, MAGI = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention")]
 
 
 @every_pass
@@ -26,7 +27,7 @@ def test_schedules_are_valid_and_compute_dense_attention(code, name, knobs, pass
     for mask in ALL_MASKS:
         for documents in ((96,), (24, 48, 24)):
             for num_ranks in (4, 6) if name == "usp" else (2, 3, 4):
-                for heads in HEADS:
+                for heads in ("mha",) if name == "magi" else HEADS:
                     case = workload(mask, documents, heads)
                     try:
                         schedule = plan(name, case, cluster(num_ranks), pass_, knobs, code)
@@ -93,9 +94,11 @@ def test_rings_of_others_run_in_lockstep_on_one_communication_stream(pass_):
 @every_other
 def test_others_send_what_ours_send(code, name, knobs, pass_):
     """Keys and values in the working type, gradients of rings in fp32, those of an all-gather in the working type."""
+    if code in HELD and pass_ == "bwd" and name != "ulysses":
+        pytest.skip("gradients in the working type: see the messages of its rings below")
     case = workload("full" if knobs.get("layout") == "contiguous" else "causal", (96,), "mha")
     like = "ring" if code is TORCH else name  # its all-gather is a ring that gathers
-    ours = plan(like, case, cluster(4), pass_, knobs if name == "usp" else {}).bytes_sent()
+    ours = plan(like, case, cluster(4), pass_, knobs if name in ("usp", "loongtrain", "magi") else {}).bytes_sent()
     sent = plan(name, case, cluster(4), pass_, knobs, code).bytes_sent()
     narrow = code is RING_FLASH_ATTN and name == "allgather" and pass_ == "bwd"
     assert sent == pytest.approx(ours * 2 / 3 if narrow else ours)
@@ -147,3 +150,111 @@ def test_every_strategy_of_ours_has_the_code_argument_or_is_nobody_elses():
                 with pytest.raises(InfeasibleError):
                     plan(name, workload(), cluster(1), "fwd", {}, code)
     assert CPSIM.support is None
+
+
+# --- LongCA-bench and MagiAttention, at their benchmark's sizes: 8192 tokens a GPU, heads 64:8 of dimension 128, bf16 ---
+
+KV_BYTES = 2 * 8192 * 8 * 128 * 2
+"""One message of keys and values: 33.5 MB."""
+Q_BYTES = 8192 * 64 * 128 * 2
+every_held = pytest.mark.parametrize("code", HELD, ids=lambda code: code.name)
+
+
+def benchmark(name, gpus, pass_="fwd", mask="causal", code=MAGI):
+    case = workload(mask, (8192 * gpus,), num_heads=64, num_kv_heads=8, head_dim=128)
+    return plan(name, case, cluster(gpus), pass_, {}, code)
+
+
+def messages(schedule, rank):
+    """Bytes of the transfers that a rank sends, and their streams, in order."""
+    ops = [op for op in schedule.project(rank) if op.kind == Kind.TRANSFER and op.lanes[0][0] == rank]
+    return [op.nbytes for op in ops], [op.lanes[0][1] for op in ops]
+
+
+@every_held
+@pytest.mark.parametrize("gpus", [8, 16])
+def test_rings_send_keys_and_gradients_in_one_message_against_the_forward_direction(code, gpus):
+    for rank in (0, gpus - 1):
+        assert messages(benchmark("zigzag_ring", gpus, code=code), rank)[0] == [KV_BYTES] * (gpus - 1)
+        back = benchmark("zigzag_ring", gpus, "bwd", code=code)
+        assert messages(back, rank)[0] == [KV_BYTES, *[2 * KV_BYTES] * (gpus - 2), KV_BYTES]
+        target = {op.lanes[1][0] for op in back.project(rank) if op.kind == Kind.TRANSFER and op.lanes[0][0] == rank}
+        assert target == {(rank - 1) % gpus}
+
+
+@pytest.mark.parametrize(("gpus", "windows", "inner"), [(16, 1, 2), (32, 2, 2), (64, 2, 4)])
+def test_double_rings_send_gradients_apart_and_between_inner_rings_by_two_hops(gpus, windows, inner):
+    sent, streams = messages(benchmark("loongtrain", gpus), 0)
+    assert streams.count("outer_send") == windows - 1
+    assert len(sent) == windows - 1 + windows * (inner - 1)
+    sent, streams = messages(benchmark("loongtrain", gpus, "bwd"), 0)
+    assert streams.count("grad_send") == windows * inner + (windows if windows > 1 else 0)
+    assert set(sent) == {KV_BYTES}
+
+
+@pytest.mark.parametrize(("gpus", "megabytes"), [(8, 264), (16, 315), (32, 390), (64, 528)])
+@every_pass
+def test_ulysses_sends_replicated_keys(gpus, megabytes, pass_):
+    assert benchmark("ulysses", gpus, pass_).bytes_sent()[0] / 1e6 == pytest.approx(megabytes, abs=1)
+
+
+def test_usp_exchanges_as_much_on_any_number_of_nodes():
+    for gpus in (8, 16, 32):
+        schedule = benchmark("usp", gpus)
+        exchanged = schedule.nbytes[(schedule.kind == Kind.ALL_TO_ALL)].reshape(4, -1)[:, 0].sum() * 7 / 8
+        assert exchanged / 1e6 == pytest.approx(264, abs=1)
+
+
+@every_held
+def test_partial_outputs_are_merged_after_the_last_step(code):
+    schedule = benchmark("zigzag_ring", 8, code=code)
+    for rank in (0, 7):
+        kinds = kernels(schedule, rank)
+        last = len(kinds) - kinds[::-1].index(Kind.ATTENTION)
+        assert kinds[:last].count(Kind.MERGE) == 0
+        assert kinds[last:].count(Kind.MERGE) == 7
+        assert kinds.count(Kind.ATTENTION) == 8
+
+
+@pytest.mark.parametrize(("code", "width", "in_loop", "ahead"), [(MAGI, 4, 0, 1), (LONGCA, 8, 6, 2)])
+def test_longca_bench_corrects_log_sum_exps_in_the_loop_and_in_fp64(code, width, in_loop, ahead):
+    """Six kernels for every partial output but the first; transfers wait for kernels one step ago, or two."""
+    schedule = benchmark("zigzag_ring", 8, code=code)
+    ops = [op for op in schedule.project(0) if op.lanes[0] == (0, "compute")]
+    sizes = {3 * width * 64 * rows for rows in (4096, 8192)}
+    last = max(i for i, op in enumerate(ops) if op.kind == Kind.ATTENTION)
+    assert sum(op.nbytes in sizes for op in ops[:last]) == 6 * in_loop
+    assert sum(op.nbytes in sizes for op in ops) == 6 * 7
+    sent = next(op for op in schedule.project(0) if op.kind == Kind.TRANSFER and op.lanes[0][0] == 0 and op.step == 4)
+    assert {schedule.op(d).step for d in sent.deps if schedule.op(d).lanes[0][1] == "compute"} == {4 - ahead}
+
+
+def test_rings_of_two_send_in_one_direction_after_the_other():
+    schedule = benchmark("usp", 16, "bwd")
+    moves = [schedule.op(i) for i in np.flatnonzero(schedule.kind == Kind.TRANSFER).tolist()]
+    for there in (op for op in moves if op.lanes[0][0] < op.lanes[1][0]):
+        back = next(op for op in moves if op.step == there.step and op.lanes[0][0] == there.lanes[1][0])
+        assert there.index in back.deps
+
+
+def test_every_kernel_is_wrapped_in_gathers_and_scatters():
+    """A full step passes over queries and outputs five times, and twice over keys and values: 0.7 GB."""
+    schedule = benchmark("zigzag_ring", 8, mask="full")
+    ops = [op for op in schedule.project(0) if op.step == 3 and op.lanes[0] == (0, "compute")]
+    swept = sum(op.nbytes for op in ops if op.kind in (Kind.ELEMENTWISE, Kind.COPY) and op.nbytes >= KV_BYTES)
+    assert swept == 5 * Q_BYTES + 2 * KV_BYTES
+
+
+def test_an_all_gather_passes_over_all_keys_for_each_of_its_two_kernels():
+    for gpus in (8, 64):
+        ops = benchmark("allgather", gpus).project(0)
+        assert [op.kind for op in ops].count(Kind.ATTENTION) == 2
+        over_keys = sum(op.nbytes for op in ops if op.kind == Kind.ELEMENTWISE and op.nbytes == gpus * KV_BYTES)
+        assert over_keys == (2 + 2 * 2) * gpus * KV_BYTES
+
+
+def test_magi_fetches_keys_that_a_rank_sees_and_no_others():
+    """Documents of one chunk stay at home; under a full mask all keys of others come."""
+    case = workload("causal_document", (2048,) * 32, num_heads=64, num_kv_heads=8, head_dim=128)
+    assert plan("magi", case, cluster(8), "fwd", {}).bytes_sent().max() == 0
+    assert benchmark("magi", 8, mask="full").bytes_sent()[0] == pytest.approx(7 * KV_BYTES, rel=1e-6)

@@ -55,7 +55,7 @@ ALLOWED = {
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernels", "support", "reproduce"},
+    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

@@ -83,6 +83,7 @@ _LAUNCHES: Final = EAGER | {
     "all_gather": ("async_all_gather",),
     "reduce_scatter": ("sync_reduce_scatter",),
 }
+_SWEEPS: Final = EAGER_SWEEPS | {"merge": ("merge",)}
 
 LONGCA_BENCH: Final = Implementation(
     name="longca-bench",
@@ -94,17 +95,19 @@ LONGCA_BENCH: Final = Implementation(
     ulysses=_ULYSSES,
     allgather=_ALLGATHER,
     launches=_LAUNCHES,
-    sweeps=EAGER_SWEEPS | {"merge": ("merge",)},
+    sweeps=_SWEEPS,
+    predicted_only=True,
 )
 MAGI_ATTENTION: Final = Implementation(
     name="magi-attention",
-    source="SandAI-org/MagiAttention at 2c64135, the baselines of its benchmark",
-    support=_SUPPORT,
+    source="SandAI-org/MagiAttention at 2c64135, with the baselines of its benchmark",
+    support=_SUPPORT | {"magi": Support(masks=_MASKS)},
     kernels=("fa3",),
     ring=_RING,
     double_ring=replace(_RING, turns=False),
     ulysses=_ULYSSES,
     allgather=_ALLGATHER,
     launches=_LAUNCHES,
-    sweeps=EAGER_SWEEPS | {"merge": ("merge",)},
+    sweeps=_SWEEPS,
+    predicted_only=True,
 )

@@ -192,7 +192,7 @@ class _Magi:
         moved = self.sums.traffic(self.q_bytes, self.wide, 0)
         leaving: list[tuple[int, Ints, Access]] = []
         for stage, keys in self.keys(kv):
-            made = self.b.buffers("dkv partial", self.tokens_of(stage) * self.kv_bytes), self.blocks("dkv", stage)
+            made = self.b.buffers("dkv partial", self.rows_of(stage) * self.kv_bytes), self.blocks("dkv", stage)
             self.attend(Kind.ATTENTION_BACKWARD, stage, [*given, keys], [self.target(dq, partial, stage), made])
             self.sum(Kind.ACCUMULATE, stage, moved, dq, partial)
             if stage == 0:
@@ -255,12 +255,10 @@ class _Magi:
 
     def in_order(self, stage: int, source: Access, after: Ints) -> Access:
         """Keys as the kernels read them: where they are, or packed."""
-        tile = self.tile[stage]
-        if stage == 0 and self.calls.in_place[tile].all():
+        if stage == 0 and self.calls.in_place[self.tile[0]].all():
             return source[0], self.blocks("kv", 0)
         tokens = self.tokens_of(stage)
-        rows = np.where(self.calls.one_call[tile], self.calls.keys()[tile], tokens)
-        packed = self.b.buffers("keys in order", rows * self.kv_bytes), self.blocks("kv", stage)
+        packed = self.b.buffers("keys in order", self.rows_of(stage) * self.kv_bytes), self.blocks("kv", stage)
         who = np.flatnonzero(self.active[stage])
         self.copy(stage, who, 2 * tokens[who] * self.kv_bytes, (source[0], packed[1]), packed, after)
         return packed
@@ -333,6 +331,11 @@ class _Magi:
     def tokens_of(self, stage: int) -> Ints:
         """Tokens of the keys of a stage."""
         return self.tokens[self.key_sets(stage)]
+
+    def rows_of(self, stage: int) -> Ints:
+        """Rows of these as kernels read them: some several times where their sequences share them."""
+        tile, tokens = self.tile[stage], self.tokens_of(stage)
+        return np.where(self.calls.one_call[tile], np.maximum(self.calls.keys()[tile], tokens), tokens)
 
     def own_blocks(self, tensor: str) -> Int32:
         return self.b.blocks(tensor, self.ranks, self.heads_of(tensor))

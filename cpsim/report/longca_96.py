@@ -18,19 +18,8 @@ from cpsim.report.figures import PALETTE, styled
 from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
-from cpsim.reproduce.longca_96 import (
-    DENSE,
-    DOCUMENT,
-    MASKS,
-    MECHANISMS,
-    OURS,
-    PASSES,
-    THEIRS,
-    Finding,
-    Row,
-    Study,
-    findings,
-)
+from cpsim.reproduce.longca_96 import MASKS, MECHANISMS, OURS, PASSES, THEIRS, Row, Study
+from cpsim.reproduce.longca_findings import DENSE, DOCUMENT, Finding, findings
 
 NAMES: Final = {
     "ulysses": "Ulysses", "ring_p2p": "Ring P2P", "ring_allgather": "Ring All-Gather", "usp": "USP",

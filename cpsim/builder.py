@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 import numpy as np
@@ -72,9 +72,11 @@ class Builder:
     Every ``add`` makes one op per entry of its arrays: after all others, or where ``interleave`` has kept places.
     """
 
-    def __init__(self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1) -> None:
+    def __init__(
+        self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False
+    ) -> None:
         self.num_ranks = num_ranks
-        self.sets, self.tiles, self.stride = sets, tiles, stride
+        self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0
         self._columns: list[tuple[Ints, int, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
         self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
@@ -201,6 +203,7 @@ class Builder:
             outputs=_pairs(self._outputs),
             sets=self.sets,
             tiles=self.tiles,
+            narrow_sums=self.narrow_sums,
             stride=self.stride,
         )
         for name in Schedule.__slots__:
@@ -208,6 +211,32 @@ class Builder:
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
         return schedule
+
+
+def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int]]) -> Schedule:
+    """A schedule with more ops on ``compute`` of every rank, (kind, nbytes) each, after all that the rank runs."""
+    s, ranks, count = schedule, np.arange(schedule.num_ranks, dtype=np.int32), len(ops)
+    last = np.full((s.num_ranks, len(STREAMS)), NOTHING)
+    last[s.lane_rank, s.lane_stream] = s.op_of_lane()
+    per_op = [np.where(i == 0, last, NOTHING) for i in range(count)]
+    deps = np.stack(per_op).reshape(count * s.num_ranks, -1)
+    more = np.arange(1, count * s.num_ranks + 1)
+    none = np.zeros((count * s.num_ranks, 4), np.int32)
+    kinds, nbytes = (np.repeat([op[i] for op in ops], s.num_ranks) for i in (0, 1))
+    return replace(
+        s,
+        kind=np.concatenate([s.kind, kinds.astype(np.int8)]),
+        step=np.concatenate([s.step, none[:, 0]]),
+        tile=np.concatenate([s.tile, none[:, 0]]),
+        heads=np.concatenate([s.heads, none]),
+        nbytes=np.concatenate([s.nbytes, nbytes]),
+        lane_start=np.concatenate([s.lane_start, s.lane_start[-1] + more]),
+        lane_rank=np.concatenate([s.lane_rank, np.tile(ranks, count)]),
+        lane_stream=np.concatenate([s.lane_stream, np.full(len(more), STREAMS.index("compute"), np.int8)]),
+        dep_start=np.concatenate([s.dep_start, s.dep_start[-1] + np.cumsum((deps >= 0).sum(axis=1))]),
+        dep=np.concatenate([s.dep, deps[deps >= 0].astype(np.int32)]),
+        access_start=np.concatenate([s.access_start, np.full(len(more), s.access_start[-1])]),
+    )
 
 
 def _spread(values: Sequence[ArrayLike], ops: Sequence[Ints], width: int = 1) -> Ints:

@@ -56,7 +56,7 @@ class Kind(IntEnum):
     BARRIER = 10
     """All lanes wait for each other. ``nbytes`` 0."""
     GEMM = 11
-    """Matrix product of a training step. ``nbytes`` 0; shapes belong to the step model."""
+    """Matrix product of a training step. ``nbytes`` counts its FLOP instead; shapes belong to the step model."""
     ELEMENTWISE = 12
     """Norm, activation, rotary and the like, or a strided copy of somebody's eager code. ``nbytes`` read plus
     written."""
@@ -160,6 +160,8 @@ class Schedule:
     sets: RangeSets
     """Token sets that blocks and tiles refer to; a buffer stores a set's ranges in ascending order."""
     tiles: Tiles
+    narrow_sums: bool = False
+    """Partial results are summed in the working type, as some people's code does; otherwise in fp32."""
     stride: int = 1
     """Sets and tiles count positions in the order of this stride, see ``cpsim.stripes``; 1: they count tokens."""
 

@@ -155,7 +155,7 @@ class Interpreter:
         match Kind(int(self.s.kind[i])):
             case Kind.ATTENTION | Kind.ATTENTION_BACKWARD:
                 return self.attention(i, reads, targets)
-            case Kind.BARRIER | Kind.ELEMENTWISE if not targets:
+            case Kind.BARRIER | Kind.ELEMENTWISE | Kind.GEMM if not targets:
                 return []
             case Kind.MERGE:
                 return [

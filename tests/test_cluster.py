@@ -8,7 +8,7 @@ import yaml
 from cpsim.cluster import Cluster, load_cluster, presets
 from cpsim.errors import ScenarioError
 
-NAMES = ["h200-4", "h200-2x2-sockets", "dgx-h100", "dgx-h200", "dgx-b200", "p4de"]
+NAMES = ["h200-4", "h200-2x2-sockets", "dgx-h100", "magi-h100", "dgx-h200", "dgx-b200", "p4de"]
 
 
 def test_presets_are_the_documented_ones():
@@ -18,6 +18,7 @@ def test_presets_are_the_documented_ones():
         "h200-4": "h200",
         "h200-2x2-sockets": "h200",
         "dgx-h100": "h100",
+        "magi-h100": "h100-fa3",
         "dgx-h200": "h200",
         "dgx-b200": None,
         "p4de": None,

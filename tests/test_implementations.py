@@ -1,9 +1,11 @@
 """Other people's schedules: valid, exact in numbers and bytes, and with the launches that their code makes."""
 
+from dataclasses import replace
+
 import numeric
 import numpy as np
 import pytest
-from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, cluster, workload
+from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, workload
 
 from cpsim import predict
 from cpsim.errors import InfeasibleError
@@ -152,7 +154,7 @@ def test_every_strategy_of_ours_has_the_code_argument_or_is_nobody_elses():
     assert CPSIM.support is None
 
 
-# --- LongCA-bench and MagiAttention, at their benchmark's sizes: 8192 tokens a GPU, heads 64:8 of dimension 128, bf16 ---
+# --- LongCA-bench and MagiAttention at their benchmark's sizes: 8192 tokens a GPU, heads 64:8, bf16 ---
 
 KV_BYTES = 2 * 8192 * 8 * 128 * 2
 """One message of keys and values: 33.5 MB."""
@@ -251,6 +253,36 @@ def test_an_all_gather_passes_over_all_keys_for_each_of_its_two_kernels():
         assert [op.kind for op in ops].count(Kind.ATTENTION) == 2
         over_keys = sum(op.nbytes for op in ops if op.kind == Kind.ELEMENTWISE and op.nbytes == gpus * KV_BYTES)
         assert over_keys == (2 + 2 * 2) * gpus * KV_BYTES
+
+
+def test_timed_backward_passes_go_on_to_the_projections():
+    """Gradients of their weights, 0.17 TFLOP a GPU; LongCA-bench's also of their inputs, and of all tokens."""
+    for code, teraflops in ((MAGI, 0.17), (LONGCA, 0.34)):
+        schedule = benchmark("zigzag_ring", 8, "bwd", code=code)
+        for rank in (0, 7):
+            ops = [op for op in schedule.project(rank) if op.kind == Kind.GEMM]
+            assert sum(op.nbytes for op in ops) / 1e12 == pytest.approx(teraflops, abs=0.005)
+            assert min(op.index for op in ops) > max(
+                op.index for op in schedule.project(rank) if op.kind == Kind.ATTENTION_BACKWARD
+            )
+        assert not (benchmark("zigzag_ring", 8, code=code).kind == Kind.GEMM).any()
+
+
+@every_pass
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(4, 2), (8, 4), (6, 3)])
+def test_magi_relays_keys_inside_nodes(num_ranks, per_node, pass_):
+    """Valid and exact; keys cross to another node once, however many of its ranks see them."""
+    nodes = replace(cluster(num_ranks), gpus_per_node=per_node)
+    for mask in PLAIN_MASKS:
+        case = workload(mask, "uneven")
+        schedule = plan("magi", case, nodes, pass_, {"native": True, "smallest": 2})
+        validate(schedule, case, pass_)
+        numeric.check(schedule, case, numeric.any_order(schedule, seed=1))
+    native, packed = (plan("magi", workload("full"), nodes, "fwd", {"native": n, "stages": 1}) for n in (True, False))
+    crossing = np.flatnonzero((native.kind == Kind.ALL_TO_ALL) & (np.diff(native.lane_start) == num_ranks // per_node))
+    whole = int(packed.nbytes[packed.kind == Kind.ALL_TO_ALL][0]) * (num_ranks - 1) // num_ranks
+    once = int(native.nbytes[crossing[0]]) * (num_ranks // per_node - 1) // (num_ranks // per_node)
+    assert once * (num_ranks - 1) == whole * (num_ranks // per_node - 1)
 
 
 def test_magi_fetches_keys_that_a_rank_sees_and_no_others():

@@ -18,7 +18,6 @@ from cpsim.reproduce.magi_h100 import (
     published,
     rank_correlations,
     reproduce,
-    scenarios,
     summary,
 )
 
@@ -45,16 +44,10 @@ def test_packs_are_those_of_the_benchmark(gpus, documents, area):
     assert mean(sum(n**2 for n in pack) / tokens**2 for pack in packs(gpus)) == pytest.approx(area, rel=0.005)
 
 
-def test_rows_without_a_prediction_are_hybrid_cp_with_documents():
-    missing = {(row.strategy, row.mask) for row in published() if not scenarios(row)}
-    assert missing == {("hybrid_dcp", "full_document"), ("hybrid_dcp", "causal_document")}
-    assert len(predicted()) == 192 - 8
-
-
-def test_rows_that_nothing_was_fitted_to_are_within_6_percent_and_all_within_8():
+def test_rows_that_nothing_was_fitted_to_are_within_6_percent_and_all_within_7_and_a_half():
     scores = summary(predicted())
     assert scores["32 and 64 GPUs"].mean_absolute < 0.06
-    assert scores["all"].mean_absolute < 0.08
+    assert scores["all"].mean_absolute < 0.075
 
 
 def test_no_strategy_is_further_off_than_21_percent_on_any_mask():
@@ -63,8 +56,8 @@ def test_no_strategy_is_further_off_than_21_percent_on_any_mask():
 
 
 def test_strategies_are_ordered_as_published():
-    assert mean(rank_correlations(predicted()).values()) > 0.75
-    assert mean(rank_correlations(predicted(), 2 * READING_ERROR).values()) > 0.79
+    assert mean(rank_correlations(predicted()).values()) > 0.8
+    assert mean(rank_correlations(predicted(), 2 * READING_ERROR).values()) > 0.84
 
 
 def test_the_network_of_the_preset_is_what_the_fit_finds():
@@ -90,10 +83,10 @@ def test_the_command_writes_rows_and_scores(tmp_path):
     assert shown.exit_code == 0
     assert "32 and 64 GPUs" in shown.stdout
     record = json.loads(out.read_text())
-    assert len(record["rows"]) == 184
+    assert len(record["rows"]) == 192
     assert record["scores"]["all"]["mean_absolute"] == pytest.approx(summary(predicted())["all"].mean_absolute)
 
 
 def test_an_unknown_study_is_an_error_that_names_the_known_ones():
-    with pytest.raises(CpsimError, match="expected magi-h100, got 'magi'"):
+    with pytest.raises(CpsimError, match="expected magi-h100 or longca-96, got 'magi'"):
         CliRunner().invoke(app, ["reproduce", "magi"], catch_exceptions=False, standalone_mode=False)

@@ -226,6 +226,27 @@ class GatherCode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectionCode:
+    """What a timed backward pass runs besides attention: the graph goes on to the projections of Q, K and V."""
+
+    width: int
+    """Features of a token before them."""
+    inputs: bool
+    """Gradients of tokens, too, and these scattered to all tokens of the batch, as they lay before the dispatch."""
+
+    def ops(self, workload: Workload, num_ranks: int) -> list[tuple[Kind, int]]:
+        """Kinds and sizes of what every rank runs: FLOP of matrix products, bytes of the other kernels."""
+        w, tokens = workload, workload.num_tokens // num_ranks
+        made = [tokens * heads * w.head_dim for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
+        products = [(Kind.GEMM, 2 * elements * self.width) for elements in made]
+        biases = [(Kind.COPY, elements * w.bytes_per_element) for elements in made]
+        if not self.inputs:
+            return [*products, *biases]
+        all_tokens = w.num_tokens * self.width * w.bytes_per_element
+        return [*products * 2, *biases, (Kind.COPY, all_tokens), (Kind.ACCUMULATE, 3 * all_tokens)]  # zeros, add
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Implementation:
     """One code base; the defaults are those of our executor."""
 
@@ -245,6 +266,8 @@ class Implementation:
     """A ring that runs as ``allgather``."""
     allgather: GatherCode | HalvesCode | None = None
     ulysses: UlyssesCode | None = None
+    projections: ProjectionCode | None = None
+    """None: a timed backward pass is attention's alone."""
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `host` measurements that say what it costs the host, the best one first; other
     kinds cost what ours do. ``barrier`` is a call into the code, ``entry`` what the first call costs besides, when the

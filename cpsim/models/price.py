@@ -115,6 +115,9 @@ class Pricing:
             elif kind in _MEMORY_NAMES:
                 name = self._sweep(kind, notes)
                 duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
+            elif kind == Kind.GEMM:
+                duration[ops] = schedule.nbytes[ops] / self._flops_per_s()
+                notes["matrix products: not measured, at the rate of tiles of the attention kernel"] = None
         self._check_launches(schedule, notes)
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
         flows = [self._transfers(schedule, links, duration, group, notes)]
@@ -130,6 +133,11 @@ class Pricing:
         self._settle(schedule, duration, full, release)
         pressure = np.where(_PACED[group], np.int8(_PRESSURE.index("none")), _CLASSES[schedule.kind])
         return Priced(self._work(schedule, links, duration, flows, release, pressure), group, tuple(notes))
+
+    def _flops_per_s(self) -> float:
+        """What tensor cores give: tiles of the forward kernel, two products of two FLOP per pair and element."""
+        params = self.profile.attention_params(self.kernel, "fwd")
+        return params.num_sms * 4 * params.head_dim / params.pair_s
 
     def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
         """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""

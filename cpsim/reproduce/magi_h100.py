@@ -33,12 +33,11 @@ STRATEGIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "ring_allgather": {"strategy": "allgather"},
     "usp": {"strategy": "usp"},
     "loongtrain": {"strategy": "loongtrain"},
+    "hybrid_dcp": {"strategy": "hybrid_cp"},
     "magi-a2av": {"strategy": "magi"},
     "magi-native": {"strategy": "magi", "knobs": {"native": True}},
 }
 """Rows of the benchmark, as we call them."""
-DENSE: Final[Mapping[str, Mapping[str, Any]]] = {"hybrid_dcp": {"strategy": "zigzag_ring"}}
-"""Rows that are another one where there are no documents."""
 READING_ERROR: Final = 3.0
 """Uncertainty of a published value, which was read off a figure [TFLOP/s]."""
 FITTED: Final = (8, 16)
@@ -94,13 +93,10 @@ def packs(gpus: int) -> tuple[tuple[int, ...], ...]:
 
 
 def scenarios(row: Row, cluster: str = CLUSTER) -> list[Scenario]:
-    """What was run for a row: one case, or one for every pack; none where no strategy of ours is the row's."""
+    """What was run for a row: one case, or one for every pack."""
     dense = row.mask in ("full", "causal")
-    strategy = STRATEGIES.get(row.strategy) or (DENSE.get(row.strategy) if dense else None)
-    if strategy is None:
-        return []
     case = {
-        **strategy, "implementation": "magi-attention", "kernel": "fa3", "gpus": row.gpus,
+        **STRATEGIES[row.strategy], "implementation": "magi-attention", "kernel": "fa3", "gpus": row.gpus,
         "cluster": cluster, "tokens_per_gpu": 8192, "mask": row.mask, "heads": 64, "kv_heads": 8, "pass": row.pass_,
         "protocol": "streamed",
     }  # fmt: skip
@@ -111,12 +107,12 @@ def scenarios(row: Row, cluster: str = CLUSTER) -> list[Scenario]:
 def reproduce(
     rows: Iterable[Row] | None = None, cluster: str = CLUSTER, jobs: int | None = None, progress: Progress | None = None
 ) -> list[Row]:
-    """Rows with their predictions, those left out that no strategy of ours is.
+    """Rows with their predictions.
 
     Raises:
         CpsimError: a case cannot be predicted.
     """
-    cases = {row: found for row in rows or published() if (found := scenarios(row, cluster))}
+    cases = {row: scenarios(row, cluster) for row in rows or published()}
     results = iter(predict_many([case for found in cases.values() for case in found], jobs, progress))
     done = []
     for row, found in cases.items():

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
+from cpsim.builder import followed_by
 from cpsim.cluster import Cluster
 from cpsim.errors import ScenarioError
 from cpsim.implementations import CPSIM, Implementation
@@ -71,4 +72,7 @@ def plan(
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
     whose = () if code is CPSIM else (code,)
-    return planner(workload, cluster, pass_, *whose, **chosen)
+    schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)
+    if code.projections is None or pass_ == "fwd":
+        return schedule
+    return followed_by(schedule, code.projections.ops(workload, cluster.num_gpus))

@@ -35,7 +35,7 @@ class _Halves:
         parts, self.whole = np.arange(num_ranks, 3 * num_ranks), len(shards)
         tiles = make_tiles(mask, sets, parts, np.full(2 * num_ranks, self.whole))
         self.code, self.workload, self.ranks = code, workload, np.arange(num_ranks)
-        self.b, self.total = Builder(num_ranks, sets, tiles), workload.num_tokens
+        self.b, self.total = Builder(num_ranks, sets, tiles, narrow_sums=True), workload.num_tokens
         self.sweeper, self.parts = Sweeper(self.b, workload), parts
         self.tokens, sizes = sets.num_tokens(), Sizes(workload)
         self.q_bytes, self.kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)

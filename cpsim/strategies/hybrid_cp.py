@@ -14,9 +14,9 @@ without any, and inside nodes only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -25,11 +25,13 @@ from numba import njit
 from cpsim.builder import Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.implementations import CPSIM, HeldRingCode, Implementation
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import Grid, make_grid
-from cpsim.strategies.ring import Cut, emit_rings, tiled
+from cpsim.strategies.ring import Cut, emit_rings, tiled, turned
+from cpsim.strategies.ring_held import HeldRing, as_run
 from cpsim.strategies.ring_loop import Ring
 from cpsim.strategies.ring_steps import Steps
 from cpsim.tiles import join_tiles
@@ -40,30 +42,50 @@ SLACK: Final = 1.05
 
 
 def plan_hybrid_cp(
-    workload: Workload, cluster: Cluster, pass_: Pass, *, tokens_per_rank: int | None = None
-) -> Schedule:
+    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *,
+    tokens_per_rank: int | None = None,
+) -> Schedule:  # fmt: skip
     """Every document in a ring of as few ranks as it needs.
 
     Ranks have about equal work, not equally many tokens: one with a part of a long document holds fewer.
 
     Args:
         workload, cluster, pass_: the case.
+        code: whose implementation; others run the documents of a subgroup one after another.
         tokens_per_rank: of one document, at most, unless all ranks share it; default: all tokens over all ranks.
 
     Raises:
         ScenarioError: the knob has no such value.
     """
-    rings = _rings(workload, cluster, _checked(workload, cluster, tokens_per_rank))
+    limit = _checked(workload, cluster, tokens_per_rank)
+    if isinstance(code.ring, HeldRingCode):
+        return _one_by_one(workload, cluster, pass_, limit, code.ring)
+    rings = _rings(workload, cluster, limit)
     b = Builder(cluster.num_gpus, sharding.stack(*(cut.sets for _, cut in rings)), rings[0][1].tiles)
-
-    def emit(level: int) -> None:
-        grid, cut = rings[level]
+    casts: list[Callable[[], object]] = []
+    for grid, cut in rings:
         ring = Ring(b, Steps(workload, cut, grid), None)
-        if level + 1 < len(rings):
-            ring.meanwhile = partial(emit, level + 1)
+        ring.put_off = casts
         emit_rings(ring, pass_)
+    for cast in casts:
+        cast()
+    return b.build()
 
-    emit(0)
+
+def _one_by_one(
+    workload: Workload, cluster: Cluster, pass_: Pass, tokens_per_rank: int, code: HeldRingCode
+) -> Schedule:  # fmt: skip
+    """Rounds of one document in every subgroup, of no more ranks than it needs."""
+    rings = _rings(workload, cluster, tokens_per_rank, rounds=True)
+    sets, tiles = sharding.stack(*(cut.sets for _, cut in rings)), rings[0][1].tiles
+    b = Builder(cluster.num_gpus, sets, tiles, narrow_sums=True)
+    for grid, cut in rings:
+        grid = as_run(grid, pass_, code)
+        ring = HeldRing(b, Steps(workload, turned(cut) if grid.backwards else cut, grid), code)
+        if grid.num_places > 1:
+            emit_rings(ring, pass_)
+        else:
+            ring.alone(pass_)
     return b.build()
 
 
@@ -95,13 +117,15 @@ def subgroup_sizes(num_ranks: int) -> Ints:
 
 
 @lru_cache(maxsize=4)
-def _placed(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> tuple[Ints, Ints, Ints]:
+def _placed(
+    workload: Workload, cluster: Cluster, tokens_per_rank: int, slack: float = SLACK
+) -> tuple[Ints, Ints, Ints]:  # fmt: skip
     """Boundaries of the documents, ``[D + 1]``, and of each the size and the number of its subgroup, ``[D]``."""
     mask = workload.slices()
     bounds, sizes = sharding.documents_of(mask), subgroup_sizes(cluster.num_gpus)
     work = np.diff(np.concatenate(([0], np.cumsum(mask.areas())))[np.searchsorted(mask.q_start, bounds)])
     least = np.searchsorted(sizes[:-1] * tokens_per_rank, np.diff(bounds))
-    level, group = _place(work.astype(np.float64), least, sizes, cluster.gpus_per_node, SLACK)
+    level, group = _place(work.astype(np.float64), least, sizes, cluster.gpus_per_node, slack)
     return bounds, sizes[level], group
 
 
@@ -128,13 +152,19 @@ def _place(work, least, sizes, widest, slack):  # type: ignore[no-untyped-def]
 
 
 @lru_cache(maxsize=2)
-def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> list[tuple[Grid, Cut]]:
-    """The rings of every size of subgroup that has documents, the largest first; all have one table of tiles."""
-    bounds, size, group = _placed(workload, cluster, tokens_per_rank)
+def _rings(
+    workload: Workload, cluster: Cluster, tokens_per_rank: int, rounds: bool = False
+) -> list[tuple[Grid, Cut]]:  # fmt: skip
+    """The rings of every size of subgroup that has documents, the largest first; all have one table of tiles.
+
+    With ``rounds`` there are several of a size, with one document of every subgroup each, and none is widened.
+    """
+    bounds, size, group = _placed(workload, cluster, tokens_per_rank, np.inf if rounds else SLACK)
+    turn = _turns(size * len(size) * cluster.num_gpus + group) if rounds else np.zeros_like(size)
     num_ranks, mask, rings = cluster.num_gpus, workload.slices(), []
     causal, first_set, first_tile = sharding.is_causal(mask), 0, 0
-    for one in np.unique(size)[::-1].tolist():
-        mine = np.flatnonzero(size == one)
+    for one, at in sorted(set(zip(size.tolist(), turn.tolist(), strict=True)), key=lambda key: (-key[0], key[1])):
+        mine = np.flatnonzero((size == one) & (turn == at))
         grid = make_grid(num_ranks, num_ranks // one, "context_first", apart=True)
         shards = zigzag_of_subgroups(bounds[mine], np.diff(bounds)[mine], group[mine], one, num_ranks)
         several = np.bincount(group[mine], minlength=num_ranks // one)[grid.ring] > 1
@@ -144,6 +174,16 @@ def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int) -> list[t
         first_set, first_tile = first_set + len(cut.sets), first_tile + grid.source.size
     tiles = join_tiles([cut.tiles for _, cut in rings])
     return [(grid, replace(cut, tiles=tiles)) for grid, cut in rings]
+
+
+def _turns(keys: Ints) -> Ints:
+    """How many earlier entries equal each."""
+    seen: dict[int, int] = {}
+    turns = []
+    for key in keys.tolist():
+        turns.append(seen.get(key, 0))
+        seen[key] = turns[-1] + 1
+    return np.array(turns, np.int64)
 
 
 def zigzag_of_subgroups(

@@ -79,7 +79,7 @@ def cut(
         backwards: the direction of the ring, see ``Grid``.
     """
     if backwards:
-        return _turned(cut(workload, num_ranks, chunks, inner, False))
+        return turned(cut(workload, num_ranks, chunks, inner, False))
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
     source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
     parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
@@ -109,7 +109,7 @@ def tiled(
     return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride)
 
 
-def _turned(cut: Cut) -> Cut:
+def turned(cut: Cut) -> Cut:
     """The same tiles in the order of a ring that runs backwards, see ``Grid``: the last step's keys come first."""
     columns = ("tails", "key_heads", "query_set", "key_set", "tile")
     return replace(cut, **{name: getattr(cut, name)[::-1] for name in columns})
@@ -178,7 +178,8 @@ def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: A
     sets, gathers = shards.sets, isinstance(code, RingCode) and code.gathers
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))
-    b, x = Builder(grid.ranks.size, sets, shards.tiles, shards.stride), Steps(workload, shards, grid, gathers)
+    b = Builder(grid.ranks.size, sets, shards.tiles, shards.stride, isinstance(code, HeldRingCode))
+    x = Steps(workload, shards, grid, gathers)
     emit_rings(make_ring(b, x, code), pass_)
     return b.build()
 

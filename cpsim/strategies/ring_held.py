@@ -27,9 +27,11 @@ class HeldRing(RingTensors):
     def __init__(self, b: Builder, steps: Steps, facts: HeldRingCode) -> None:
         super().__init__(b, steps)
         self.facts, self.places = facts, steps.grid.num_places
+        self.ranks = np.flatnonzero(steps.longest)
+        """Those whose rings have tokens."""
         self.sweeper = Sweeper(b, steps.workload, steps.grid.num_parts)
-        self.most = np.full(steps.num_ranks, steps.tokens.max() * steps.kv_bytes)
-        """Bytes of the largest shard of keys and values."""
+        self.most = steps.longest * steps.kv_bytes
+        """Bytes of the largest shard of keys and values of a rank's ring."""
         self.kernels: deque[Ints] = deque()
         """Last op on ``compute`` of every rank: what a transfer that is issued now waits for, and then the latest."""
         self.holder: dict[int, Int32] = {}
@@ -58,9 +60,9 @@ class HeldRing(RingTensors):
             self.send_keys(s, kv[1])
             self.attend("fwd", s, [(q[0], q[1][x.of_queries[s]])], kv[1], [(partial, out[1][x.of_queries[s]])])
             if facts.in_loop and s > 0:
-                self.mark(self.ranks, self.sweeper.sweep(facts.correct_lse, self.ranks, x.q_rows[s], 0, step=s))
+                self.correct_lse(s)
         for s in range(1, 1 if facts.in_loop else self.places):
-            self.mark(self.ranks, self.sweeper.sweep(facts.correct_lse, self.ranks, x.q_rows[s], 0, step=s))
+            self.correct_lse(s)
         for s, partial in enumerate(partials):
             kind, mode = (facts.correct.kind, UPDATE) if s else (Kind.ACCUMULATE, WRITE)
             self.add(s, x.active[s], kind, facts.correct, partial, (out[0], out[1][x.of_queries[s]]), mode)
@@ -84,13 +86,33 @@ class HeldRing(RingTensors):
             self.attend("bwd", s, [(t[0], t[1][x.of_queries[s]]) for t in given], kv[1], made)
             sums = facts.first_dq, facts.sum_dq
             self.add_up(s, sums, made[0], ~x.tails[s], (dq[0], dq[1][x.own]), x.tokens * x.q_bytes)
-            self.mark(self.ranks, self.sweeper.sweep((facts.join_dkv,), self.ranks, 0, x.k_rows[s], step=s))
+            joined = self.sweeper.sweep((facts.join_dkv,), self.ranks, 0, x.k_rows[s, self.ranks], step=s)
+            self.mark(self.ranks, joined)
             sums, total = (facts.join_dkv, facts.sum_dkv), (self.totals[s], dkv[1][x.of_source[s]])
             self.add_up(s, sums, made[1], ~x.key_heads[s], total, self.most, self.gradients_came)
             if not facts.turns and self.places > 1:
                 self.send_gradients(s, dkv)
         home = self.kernels[-1] if facts.turns or self.places == 1 else self.gradients_came[0]
         return self.kernels[-1], home
+
+    def correct_lse(self, s: int) -> None:
+        """Merge log-sum-exps of a step."""
+        rows = self.x.q_rows[s, self.ranks]
+        self.mark(self.ranks, self.sweeper.sweep(self.facts.correct_lse, self.ranks, rows, 0, step=s))
+
+    def alone(self, pass_: Pass) -> None:
+        """Kernels of ranks that have all tokens of their documents: one call, without sweeps."""
+        x, r = self.x, self.ranks
+        widths = {"q": x.q_bytes, "kv": x.kv_bytes, "out": x.q_bytes + x.lse_bytes, "dout": x.q_bytes}
+        inputs, kind = (("q", "kv"), Kind.ATTENTION) if pass_ == "fwd" else (tuple(widths), Kind.ATTENTION_BACKWARD)
+        given = [self.shard(self.given(name, widths[name])) for name in inputs]
+        made = [("out", widths["out"])] if pass_ == "fwd" else [("dq", x.q_bytes), ("dkv", x.kv_bytes)]
+        results = [self.shard(self.result(name, width)) for name, width in made]
+        self.b.add(
+            kind, (r, "compute"), tile=x.tile[0, r], heads=x.heads[r],
+            reads=[(buffer[r], block[r]) for buffer, block in given],
+            writes=[(buffer[r], block[r]) for buffer, block in results],
+        )  # fmt: skip
 
     def alternating(self, name: str) -> list[Int32]:
         """Two buffers in turns, one for every step."""
@@ -99,11 +121,13 @@ class HeldRing(RingTensors):
 
     def enter(self, kv: Access, sweeps: Sequence[Sweep], turns: int) -> None:
         """The call and its first sweeps; transfers wait for kernels of ``turns`` steps ago."""
-        entered = self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[self.ready])
-        self.kernels = deque([entered] * turns, maxlen=turns)
+        last = self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[self.ready[self.ranks]])
         if sweeps:
-            self.mark(self.ranks, self.sweeper.sweep(sweeps, self.ranks, self.x.tokens, self.x.tokens))
-            self.kernels = deque([self.kernels[-1]] * turns, maxlen=turns)
+            rows = self.x.tokens[self.ranks]
+            last = self.sweeper.sweep(sweeps, self.ranks, rows, rows)
+        entered = np.full(self.x.num_ranks, NOTHING)
+        entered[self.ranks] = last
+        self.kernels = deque([entered] * turns, maxlen=turns)
         self.holder[0] = kv[0]
 
     def mark(self, ranks: Ints, ops: Ints) -> None:
@@ -163,7 +187,7 @@ class HeldRing(RingTensors):
         active, (copies, adds) = self.x.active[s], sweeps
         part = (total[0], made[1])
         first = active & whole & (s == 0)
-        zeros = np.flatnonzero(~(active & whole)) if s == 0 else np.zeros(0, np.int64)
+        zeros = self.ranks[~(active & whole)[self.ranks]] if s == 0 else self.ranks[:0]
         if len(zeros):
             done = self.b.add(
                 Kind.ACCUMULATE, (zeros, "compute"), step=s, heads=self.x.heads[zeros], nbytes=nbytes[zeros],
@@ -188,10 +212,9 @@ class HeldRing(RingTensors):
         Returns:
             the op that brings every rank something, and the one that it sends.
         """
-        ops, kernels = np.full(len(to), NOTHING), self.kernels[0]
-        pair = (to[to] == self.ranks).all()
-        for where in (self.ranks < to, self.ranks > to) if pair else (np.ones(len(to), bool),):
-            r = np.flatnonzero(where)
+        ops, kernels, mine = np.full(len(to), NOTHING), self.kernels[0], self.ranks
+        pair = (to[to] == self.x.ranks).all()
+        for r in (mine[mine < to[mine]], mine[mine > to[mine]]) if pair else (mine,):
             ops[r] = self.b.add(
                 Kind.TRANSFER, (r, lanes[0]), (to[r], lanes[1]), step=s, nbytes=nbytes[r],
                 deps=[*(d[r] for d in deps), kernels[r], kernels[to[r]], ops[to[r]]],
@@ -199,7 +222,7 @@ class HeldRing(RingTensors):
                 writes=[(target[to[r]], block[r]) for (_, block), target in moves],
             )  # fmt: skip
         brought = np.empty_like(ops)
-        brought[to] = ops
+        brought[to] = ops  # rings are permutations
         return [brought, ops]
 
     def send_keys(self, s: int, keys: Int32) -> None:
@@ -246,11 +269,13 @@ class HeldRing(RingTensors):
             source, blocks, nbytes = target, blocks[x.tracks[-1].previous], nbytes[x.tracks[-1].previous]
         if windows > 1 and ends:
             apart = self.b.buffers("dkv of inner ring", self.most)
+            r = self.ranks
             copied = self.b.add(
-                Kind.COPY, (self.ranks, "compute"), step=s, heads=x.heads, nbytes=2 * nbytes, deps=self.gradients_came,
-                reads=[(source, blocks)], writes=[(apart, blocks)],
+                Kind.COPY, (r, "compute"), step=s, heads=x.heads[r], nbytes=2 * nbytes[r],
+                deps=[d[r] for d in self.gradients_came], reads=[(source[r], blocks[r])],
+                writes=[(apart[r], blocks[r])],
             )  # fmt: skip
-            self.mark(self.ranks, copied)
+            self.mark(r, copied)
             source = dkv[0] if last else self.b.buffers("dkv outer ring", self.most)
             self.gradients_came = self.transfer(s, lanes, x.tracks[0].next, nbytes, [], [((apart, blocks), source)])
         if not last:

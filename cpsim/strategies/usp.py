@@ -16,7 +16,7 @@ import numpy as np
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation, UlyssesCode
+from cpsim.implementations import CPSIM, HeldRingCode, Implementation, UlyssesCode
 from cpsim.masks import Ints
 from cpsim.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
@@ -206,7 +206,10 @@ class _Hybrid:
         shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards)
         pieces = sharding.split(sharding.part(shards.sets, 0, grid.num_places), grid.num_parts)
         own = len(shards.sets) + grid.place * grid.num_parts + grid.part
-        b = self.b = Builder(grid.ranks.size, sharding.stack(shards.sets, pieces), shards.tiles)
+        b = self.b = Builder(
+            grid.ranks.size, sharding.stack(shards.sets, pieces), shards.tiles,
+            narrow_sums=isinstance(facts, HeldRingCode),
+        )  # fmt: skip
         x = self.x = Steps(workload, shards, grid)
         self.ring = make_ring(b, x, facts)
         self.exchange = HeadExchange(b, workload, grid.ranks, own, grid.place)

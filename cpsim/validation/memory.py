@@ -60,8 +60,6 @@ class Memory:
         wide = np.array([_width(t, workload, wide=True) for t in s.block_tensors])
         elements = s.sets.num_tokens()[s.block_set] * s.block_heads[:, 1]
         self.nbytes, self.nbytes_wide = elements * width[s.block_tensor], elements * wide[s.block_tensor]
-        self.wide = s.buffer_nbytes != self._narrowest()
-        """Buffers that are not cut for their blocks in the working type, in which some code sums."""
         weights = np.random.default_rng(0).integers(1, 2**63, len(s), np.int64)
         self.weight = weights.view(np.uint64)
         self.touched: list[list[tuple[int, _Access]]] = [[] for _ in s.buffer_rank]
@@ -88,13 +86,6 @@ class Memory:
             self._execute(index, accesses)
         self._check_outputs()
         return np.array(self.conflicts, np.int64).reshape(-1, 3)
-
-    def _narrowest(self) -> Ints:
-        """Bytes of the largest block that ops write to every buffer, in the working type."""
-        s, most = self.s, np.zeros(len(self.s.buffer_rank), np.int64)
-        writes = s.access_mode != READ
-        np.maximum.at(most, s.access_buffer[writes], self.nbytes[s.access_block[writes]].astype(np.int64))
-        return most
 
     def _decode(self, at: int) -> _Access:
         s, block = self.s, int(self.s.access_block[at])
@@ -165,7 +156,7 @@ class Memory:
         need: dict[int, int] = {}
         for a in accesses:
             if a.mode != READ:
-                sums = a.mode == UPDATE and kind in (Kind.MERGE, Kind.ACCUMULATE) and self.wide[a.buffer]
+                sums = a.mode == UPDATE and kind in (Kind.MERGE, Kind.ACCUMULATE) and not s.narrow_sums
                 nbytes = (self.nbytes_wide if sums else self.nbytes)[a.block]
                 need[a.buffer] = need.get(a.buffer, 0) + int(nbytes)
         for buffer, nbytes in need.items():

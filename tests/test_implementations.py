@@ -1,11 +1,15 @@
 """Other people's schedules: valid, exact in numbers and bytes, and with the launches that their code makes."""
 
+import json
+from dataclasses import replace
+
 import numeric
 import numpy as np
 import pytest
-from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, cluster, workload
+from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, workload
 
 from cpsim import predict
+from cpsim.cli import _runnable
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, IMPLEMENTATIONS
 from cpsim.scenario import scenario_from
@@ -143,6 +147,18 @@ def test_predictions_of_others_name_their_kernels_and_pay_for_their_launches():
         predict(scenario_from({**fields, "implementation": "ring-flash-attn", "kernel": "fa4"}))
 
 
+def test_code_that_was_only_read_is_left_out_of_real_runs(tmp_path, capsys):
+    fields = {
+        "strategy": "zigzag_ring", "kernel": "fa3", "gpus": 2, "cluster": "dgx-h100", "tokens": 64, "heads": 8,
+        "kv_heads": 8,
+    }  # fmt: skip
+    file = tmp_path / "cases.jsonl"
+    codes = "magi-attention", "torch"
+    file.write_text("".join(json.dumps(fields | {"implementation": code}) + "\n" for code in codes))
+    assert [s.implementation for s in _runnable(file, 2, 1, cpu=True)] == ["torch"]
+    assert "implementation: magi-attention can be predicted, not run; use cpsim" in capsys.readouterr().err
+
+
 def test_every_strategy_of_ours_has_the_code_argument_or_is_nobody_elses():
     for code in IMPLEMENTATIONS.values():
         for name in code.support or ():
@@ -264,6 +280,23 @@ def test_timed_backward_passes_go_on_to_the_projections():
                 op.index for op in schedule.project(rank) if op.kind == Kind.ATTENTION_BACKWARD
             )
         assert not (benchmark("zigzag_ring", 8, code=code).kind == Kind.GEMM).any()
+
+
+@every_pass
+@pytest.mark.parametrize(("num_ranks", "per_node"), [(4, 2), (8, 4), (6, 3)])
+def test_magi_relays_keys_inside_nodes(num_ranks, per_node, pass_):
+    """Valid and exact; keys cross to another node once, however many of its ranks see them."""
+    nodes = replace(cluster(num_ranks), gpus_per_node=per_node)
+    for mask in PLAIN_MASKS:
+        case = workload(mask, "uneven")
+        schedule = plan("magi", case, nodes, pass_, {"native": True, "smallest": 2})
+        validate(schedule, case, pass_)
+        numeric.check(schedule, case, numeric.any_order(schedule, seed=1))
+    native, packed = (plan("magi", workload("full"), nodes, "fwd", {"native": n, "stages": 1}) for n in (True, False))
+    crossing = np.flatnonzero((native.kind == Kind.ALL_TO_ALL) & (np.diff(native.lane_start) == num_ranks // per_node))
+    whole = int(packed.nbytes[packed.kind == Kind.ALL_TO_ALL][0]) * (num_ranks - 1) // num_ranks
+    once = int(native.nbytes[crossing[0]]) * (num_ranks // per_node - 1) // (num_ranks // per_node)
+    assert once * (num_ranks - 1) == whole * (num_ranks // per_node - 1)
 
 
 def test_magi_fetches_keys_that_a_rank_sees_and_no_others():

@@ -5,20 +5,12 @@ import statistics
 
 import pytest
 from cases import PLAIN_MASKS
+from typer.testing import CliRunner
 
+from cpsim.cli import app
 from cpsim.report.longca_96 import study_html, study_lines, study_view, throughput_rows
-from cpsim.reproduce.longca_96 import (
-    GPUS,
-    MECHANISMS,
-    OURS,
-    REASONS,
-    THEIRS,
-    findings,
-    points,
-    rows_of,
-    run,
-    sample_documents,
-)
+from cpsim.reproduce.longca_96 import GPUS, MECHANISMS, OURS, THEIRS, points, rows_of, run, sample_documents
+from cpsim.reproduce.longca_findings import REASONS, findings
 
 REPLAYED = {
     8: (41, 4, 69, 22.7, 0.203, 0.117, 0.334),
@@ -100,6 +92,17 @@ def test_lines_hold_every_case_with_its_time_or_reason(study):
     assert len(lines) == len(study.rows)
     assert all(("time_s" in line) != ("reason" in line) for line in lines)
     assert {line["pass"] for line in lines} == {"fwd", "bwd"}
+
+
+def test_the_command_prints_tables_and_writes_lines_and_a_page(study, tmp_path, monkeypatch):
+    monkeypatch.setattr("cpsim.reproduce.longca_96.run", lambda **_: study)
+    lines, page = tmp_path / "cases.jsonl", tmp_path / "study.html"
+    command = ["reproduce", "longca-96", "--out", str(lines), "--html", str(page)]
+    shown = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert shown.exit_code == 0
+    assert all(words in shown.stdout for words in ("CAUSAL DOCUMENT, backward", "best of all", "Why not:"))
+    assert lines.read_text() == study_lines(study)
+    assert page.read_text() == study_html(study)
 
 
 def test_the_page_has_a_figure_for_every_mask_and_every_finding(study):

@@ -44,10 +44,10 @@ def test_packs_are_those_of_the_benchmark(gpus, documents, area):
     assert mean(sum(n**2 for n in pack) / tokens**2 for pack in packs(gpus)) == pytest.approx(area, rel=0.005)
 
 
-def test_rows_that_nothing_was_fitted_to_are_within_6_percent_and_all_within_8():
+def test_rows_that_nothing_was_fitted_to_are_within_6_percent_and_all_within_7_and_a_half():
     scores = summary(predicted())
     assert scores["32 and 64 GPUs"].mean_absolute < 0.06
-    assert scores["all"].mean_absolute < 0.08
+    assert scores["all"].mean_absolute < 0.075
 
 
 def test_no_strategy_is_further_off_than_21_percent_on_any_mask():
@@ -56,8 +56,8 @@ def test_no_strategy_is_further_off_than_21_percent_on_any_mask():
 
 
 def test_strategies_are_ordered_as_published():
-    assert mean(rank_correlations(predicted()).values()) > 0.76
-    assert mean(rank_correlations(predicted(), 2 * READING_ERROR).values()) > 0.8
+    assert mean(rank_correlations(predicted()).values()) > 0.8
+    assert mean(rank_correlations(predicted(), 2 * READING_ERROR).values()) > 0.84
 
 
 def test_the_network_of_the_preset_is_what_the_fit_finds():

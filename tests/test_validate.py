@@ -19,7 +19,7 @@ CASE = workload("causal_document", "uneven", "gqa")
 SOURCES = [
     (name, knobs) for name in ALL_KNOBS if name != "none" for knobs in ALL_KNOBS[name]
 ]
-RINGS = [name for name in ALL_KNOBS if "ring" in name or name in ("usp", "loongtrain")]
+RINGS = [name for name in ALL_KNOBS if "ring" in name or name in ("usp", "loongtrain", "hybrid_cp")]
 
 
 def few(name):
@@ -99,6 +99,16 @@ def is_wait_for_own_send(schedule, op, dep):
     )
 
 
+def is_cast_of_one_of_several_rings(schedule, op, dep):
+    """A cast waits for the hop that brought its sum home, although kernels of a later ring of the same rank have
+    waited for later hops on that lane."""
+    rank = schedule.ranks_of(op)[0]
+    tensors = schedule.block_tensor[schedule.outputs[:, 1]]
+    gradients = np.array(schedule.block_tensors)[tensors] == "dkv"
+    rings = (schedule.buffer_rank[schedule.outputs[gradients, 0]] == rank).sum()
+    return schedule.kind[op] == Kind.COPY and schedule.kind[dep] == Kind.TRANSFER and rings > 1
+
+
 @pytest.mark.parametrize("pass_", ALL_PASSES)
 @pytest.mark.parametrize(("name", "knobs"), SOURCES)
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -112,6 +122,8 @@ def test_every_dependency_is_needed_and_its_loss_is_a_race(name, knobs, pass_, n
         for i in range(len(schedule.dep)):
             op = int(np.searchsorted(schedule.dep_start, i, side="right")) - 1
             if is_wait_for_own_send(schedule, op, int(schedule.dep[i])):
+                continue
+            if name == "hybrid_cp" and is_cast_of_one_of_several_rings(schedule, op, int(schedule.dep[i])):
                 continue
             refuse(without(schedule, i, "dep"), "races on rank", pass_, case)
 

@@ -18,19 +18,8 @@ from cpsim.report.figures import PALETTE, styled
 from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
-from cpsim.reproduce.longca_96 import (
-    DENSE,
-    DOCUMENT,
-    MASKS,
-    MECHANISMS,
-    OURS,
-    PASSES,
-    THEIRS,
-    Finding,
-    Row,
-    Study,
-    findings,
-)
+from cpsim.reproduce.longca_96 import MASKS, MECHANISMS, OURS, PASSES, THEIRS, Row, Study
+from cpsim.reproduce.longca_findings import DENSE, DOCUMENT, Finding, findings
 
 NAMES: Final = {
     "ulysses": "Ulysses", "ring_p2p": "Ring P2P", "ring_allgather": "Ring All-Gather", "usp": "USP",
@@ -128,7 +117,7 @@ def study_html(study: Study) -> str:
     judged = findings(study)
     lead = f"{sum(f.holds for f in judged)} of {len(judged)} findings come out of the simulation."
     sections = [f"<h1>LongCA-bench on 8 to 96 H100, simulated</h1><p class=lead>{lead}</p>"]
-    caption = "Lines: LongCA-bench's code. Dots: our executor. Means over samples; hover for the range."
+    caption = "Solid: LongCA-bench's code; dotted: our executor. Means over samples; hover for the range."
     sections += [figure(_lines(study, mask), f"mask-{mask}", f"{TITLES[mask]}. {caption}") for mask in MASKS]
     rows = [("yes" if f.holds else "no", f.claim, _found(f)) for f in judged]
     sections.append("<h2>Findings</h2>" + html_table(("holds", "finding", "simulated"), rows, num_text=3))

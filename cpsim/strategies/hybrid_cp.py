@@ -14,9 +14,9 @@ without any, and inside nodes only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -45,7 +45,7 @@ def plan_hybrid_cp(
     workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *,
     tokens_per_rank: int | None = None,
 ) -> Schedule:  # fmt: skip
-    """Rings of subgroups.
+    """Every document in a ring of as few ranks as it needs.
 
     Ranks have about equal work, not equally many tokens: one with a part of a long document holds fewer.
 
@@ -62,15 +62,13 @@ def plan_hybrid_cp(
         return _one_by_one(workload, cluster, pass_, limit, code.ring)
     rings = _rings(workload, cluster, limit)
     b = Builder(cluster.num_gpus, sharding.stack(*(cut.sets for _, cut in rings)), rings[0][1].tiles)
-
-    def emit(level: int) -> None:
-        grid, cut = rings[level]
+    casts: list[Callable[[], object]] = []
+    for grid, cut in rings:
         ring = Ring(b, Steps(workload, cut, grid), None)
-        if level + 1 < len(rings):
-            ring.meanwhile = partial(emit, level + 1)
+        ring.put_off = casts
         emit_rings(ring, pass_)
-
-    emit(0)
+    for cast in casts:
+        cast()
     return b.build()
 
 

@@ -47,7 +47,8 @@ def plan_magi(
         chunk: tokens that are dispatched together; default: as the benchmark, or as many as give every rank four.
         stages: parts of the keys of others, one computed on while the next arrives.
         smallest: tokens that a part has at least, if there are so many.
-        native: group collectives read and write keys where they lie, so that nothing is packed.
+        native: group-casts read and write keys where they lie, so that nothing is packed, and send them to every other
+            node once, whose GPUs pass them on.
 
     Raises:
         ScenarioError: a knob has no such value.
@@ -67,7 +68,8 @@ def plan_magi(
     chunk = chunk or _default_chunk(tokens // ranks)
     if tokens // ranks % chunk:
         raise InfeasibleError(f"magi needs chunks that divide the {tokens // ranks} tokens of a rank, got {chunk}")
-    plan = _Magi(workload, _share_out(workload, ranks, chunk, stages, smallest), native)
+    per_node = cluster.gpus_per_node if native and cluster.num_nodes > 1 else ranks
+    plan = _Magi(workload, _share_out(workload, ranks, chunk, stages, smallest, per_node), native)
     return plan.forward() if pass_ == "fwd" else plan.backward()
 
 
@@ -89,17 +91,26 @@ class _Shares:
 
     sets: RangeSets
     """Own tokens; of these the keys that own queries see; for every stage the keys of others that each rank fetches;
-    likewise its keys that others fetch."""
+    its keys that others fetch; and where nodes relay: those that other nodes do, keys that it relays, and all that it
+    sends inside its node."""
     tiles: Tiles
     """Tile 1 + stage * P + rank, of which stage 0 is a rank's own keys."""
     fetched: Ints
     """Tokens that every rank fetches, ``[stages, ranks]``."""
     sent: Ints
     """Tokens that every rank sends, each as often as somebody fetches it, ``[stages, ranks]``."""
+    per_node: int
+    """Ranks of a node that relays, or all."""
+    far: Ints
+    """Tokens that the busiest rank sends to other nodes or receives from them, ``[stages]``."""
+    near: Ints
+    """The same inside nodes, relayed ones included."""
 
 
 @lru_cache(maxsize=2)
-def _share_out(workload: Workload, num_ranks: int, chunk: int, stages: int, smallest: int) -> _Shares:
+def _share_out(
+    workload: Workload, num_ranks: int, chunk: int, stages: int, smallest: int, per_node: int
+) -> _Shares:  # fmt: skip
     mask, ranks = workload.slices(), np.arange(num_ranks)
     own = _dispatch(mask, workload.num_tokens, num_ranks, chunk)
     whole = sharding.stack(own, sharding.contiguous(workload.num_tokens, 1))
@@ -112,10 +123,24 @@ def _share_out(workload: Workload, num_ranks: int, chunk: int, stages: int, smal
     fetched = sharding.stack(*(_sets_of(cells, edges) for cells in wanted))
     given = sharding.stack(*(_sets_of(mine & (count > 0), edges) for count in fetchers))
     local = _sets_of(_cells(seen, edges) & mine, edges)
-    sets = sharding.stack(own, local, fetched, given)
+    wanted_there, rails = wanted.reshape(stages, -1, per_node, len(length)).any(axis=2), _rails(mine, per_node)
+    passed_on = wanted_there.repeat(per_node, axis=1) & rails
+    others = wanted_there.sum(axis=1)[:, None] - wanted_there.repeat(per_node, axis=1)
+    relays = [(mine & (others > 0), passed_on & ~mine, passed_on)] if per_node < num_ranks else []
+    extra = [_sets_of(cells[s], edges) for group in relays for cells in group for s in range(stages)]
+    sets = sharding.stack(own, local, fetched, given, *extra)
     tiles = make_tiles(mask, sets, np.tile(ranks, stages + 1), num_ranks + np.arange((stages + 1) * num_ranks))
-    sent = (fetchers * length) @ mine.T.astype(np.int64)
-    return _Shares(sets, tiles, wanted.astype(np.int64) @ length, sent)
+    sent, got = (fetchers * length) @ mine.T.astype(np.int64), wanted.astype(np.int64) @ length
+    far = np.maximum(((mine * others) @ length).max(axis=1), ((passed_on & ~mine) @ length).max(axis=1))
+    readers = wanted.reshape(stages, -1, per_node, len(length)).sum(axis=2).repeat(per_node, axis=1)
+    near = np.maximum(((passed_on * readers) @ length).max(axis=1), got.max(axis=1))
+    return _Shares(sets, tiles, got, sent, per_node, far, near)
+
+
+def _rails(mine: Mask, per_node: int) -> Mask:
+    """Cells of the ranks at the same place of all nodes, ``[ranks, cells]``."""
+    nodes = mine.reshape(-1, per_node, mine.shape[1])
+    return np.tile(nodes.any(axis=0), (len(nodes), 1))
 
 
 def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunk: int) -> RangeSets:
@@ -223,6 +248,8 @@ class _Magi:
 
     def fetch(self, stage: int, kv: Access) -> tuple[Ints, Access]:
         """Group-cast: keys to all who see them; returns the op by rank, and where they arrive."""
+        if self.shares.per_node < len(self.ranks):
+            return self.relay(stage, kv)
         given, wanted = self.given_blocks("kv", stage), self.blocks("kv", stage)
         sent = self.shares.sent[stage - 1] * self.kv_bytes
         packed = self.b.buffers("kv by rank", sent)
@@ -230,6 +257,45 @@ class _Magi:
         ready = np.full(len(self.ranks), NOTHING)
         ready[who] = self.copy(stage, who, 2 * sent[who], (kv[0], given), (packed, given))
         return self.exchange(stage, (packed, given), ("kv of others", wanted), ready)
+
+    def relay(self, stage: int, kv: Access) -> tuple[Ints, Access]:
+        """A group-cast that sends keys to every other node once, to the rank at the same place, who passes them on."""
+        b, shares, nodes = self.b, self.shares, self.ranks.reshape(-1, self.shares.per_node)
+        away, brought, inside = (
+            b.blocks("kv", self.key_sets((2 + i) * self.stages + stage), self.heads_of("kv")) for i in range(3)
+        )
+        far, near = (self.size(at[stage - 1], group) for at, group in ((shares.far, nodes.T), (shares.near, nodes)))
+        leaving, relayed = (b.buffers(f"kv of {which}", far) for which in ("nodes", "relays"))
+        packed = b.buffers("kv by rank", near)
+        made = b.buffers("kv of others", near), self.blocks("kv", stage)
+        self.pass_on(stage, 2, [kv], (leaving, away))
+        self.cast(stage, nodes.T, far, (leaving, away), (relayed, brought))
+        self.pass_on(stage, 4, [kv, (relayed, brought)], (packed, inside))
+        return self.cast(stage, nodes, near, (packed, inside), made), made
+
+    def pass_on(self, stage: int, sets: int, source: Sequence[Access], target: Access) -> None:
+        """The group-cast's own kernel puts keys in order as it sends them."""
+        r = np.flatnonzero(self.tokens[self.key_sets(sets * self.stages + stage)])
+        self.b.add(
+            Kind.COPY, (r, "comm"), step=stage, heads=self.heads,
+            reads=[(buffer[r], block[r]) for buffer, block in source], writes=[(target[0][r], target[1][r])],
+        )  # fmt: skip
+
+    def size(self, tokens: int, groups: Ints) -> int:
+        """Bytes of an all-to-all in groups whose busiest rank sends or receives so many tokens of keys and values."""
+        members = groups.shape[1]
+        return int(-(-tokens * self.kv_bytes * members // max(members - 1, 1)))
+
+    def cast(self, stage: int, groups: Ints, nbytes: int, source: Access, target: Access) -> Ints:
+        """An all-to-all of uneven parts in every group, if there is anything to send; returns the op by rank."""
+        arrived = np.full(len(self.ranks), NOTHING)
+        if nbytes:
+            sides = [[(buffer[groups], block[groups])] for buffer, block in (source, target)]
+            op = self.b.add(
+                Kind.ALL_TO_ALL, (groups, "comm"), step=stage, nbytes=nbytes, reads=sides[0], writes=sides[1]
+            )  # fmt: skip
+            arrived[groups] = op[:, None]
+        return arrived
 
     def send_home(self, stage: int, made: Access) -> tuple[Ints, Access]:
         """Group-reduce: gradients to who holds their keys; returns the op by rank, and where they arrive."""

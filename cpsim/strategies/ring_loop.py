@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -34,10 +35,15 @@ class RingTensors:
         """Every rank's whole shard of a tensor, ``[ranks]`` both."""
         return tensor[0], tensor[1][self.x.own]
 
+    def held(self, tensor: Access) -> Access:
+        """The same of ranks whose rings have tokens."""
+        there = self.x.longest > 0
+        return tensor[0][there], tensor[1][self.x.own[there]]
+
     def given(self, tensor: str, width: int) -> Access:
         """Every rank's shard as an input of the schedule."""
         made = self.b.buffers(tensor, self.x.tokens * width), self.blocks(tensor)
-        self.b.input(*self.shard(made))
+        self.b.input(*self.held(made))
         return made
 
     def result(self, tensor: str, width: int, extra: int = 0, *, summed: bool = True, output: bool = True) -> Access:
@@ -46,7 +52,7 @@ class RingTensors:
         name = tensor if output else f"{tensor} of group"
         made = self.b.buffers(name, self.x.tokens * (width + extra + summing)), self.blocks(tensor)
         if output:
-            self.b.output(*self.shard(made))
+            self.b.output(*self.held(made))
         return made
 
     def summing(self, width: int) -> int:
@@ -64,8 +70,8 @@ class Ring(RingTensors):
     def __init__(self, b: Builder, steps: Steps, facts: RingCode | None) -> None:
         super().__init__(b, steps)
         self.code = Ours(b, steps) if facts is None else Theirs(b, steps, facts)
-        self.meanwhile: Callable[[], object] = lambda: None
-        """Emits what else runs after the last kernels, while the last gradients come home."""
+        self.put_off: list[Callable[[], object]] | None = None
+        """Where the last casts are put instead of being emitted, so that other kernels can run before them."""
 
     def summing(self, width: int) -> int:
         """As its code does."""
@@ -94,7 +100,6 @@ class Ring(RingTensors):
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.MERGE), merges, cases, partial, self.every(total), made)
-        self.meanwhile()
         casts = self.leave("fwd", total, out)
         return casts[0] if casts else _last(attends, merges[0])
 
@@ -138,7 +143,6 @@ class Ring(RingTensors):
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), g.dq, cases, dq_partial, self.every(total), made[0])
-        self.meanwhile()
         if not wire:
             return _last(attends, g.dq[0]), _last(attends)
         launched = code.launched(entered, kernels, returns)
@@ -146,7 +150,7 @@ class Ring(RingTensors):
             launched += [sends[0].at[:, x.tracks[0].previous], sends[0].at[:, x.tracks[0].next]]
         travelled, came = self.return_gradients(dkv, dkv_partial, g.dkv, returns.at, launched)
         casts = self.leave("bwd", total, dq, (travelled, dkv), came)
-        return casts[0] if len(casts) > 1 else _last(attends, g.dq[0]), casts[-1]
+        return casts[0] if len(casts) > 1 else _last(attends, g.dq[0]), casts[-1] if casts else came[0]
 
     def every(self, access: Access) -> Int32:
         """The same buffer of a rank in every step, ``[steps, ranks]``."""
@@ -242,8 +246,18 @@ class Ring(RingTensors):
     ) -> list[Ints]:  # fmt: skip
         """Cast sums into results: those of queries in other people's code, and gradients of keys that came home.
 
-        Returns the first op of each.
+        Returns the first op of each; none where they are put off.
         """
+        emit = partial(self._cast, pass_, total, result, home, came)
+        if self.put_off is None:
+            return emit()
+        self.put_off.append(emit)
+        return []
+
+    def _cast(
+        self, pass_: Pass, total: Access, result: Access, home: tuple[Int32, Access] | None, came: Sequence[Ints]
+    ) -> list[Ints]:
+        """Emit these casts."""
         queries, keys = self.code.casts(pass_, home is not None)
         jobs = [((total[0], result), queries, [] if self.code.queries_last else came)] if queries else []
         jobs += [] if home is None else [(home, keys, came)]

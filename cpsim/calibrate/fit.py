@@ -193,7 +193,7 @@ def _in_steps(point: Point) -> bool:
 
 
 def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:
-    """How long every machine's host takes over the mean of all, by file: of the calls that were timed on all of them."""
+    """How long every machine's host takes over the mean of all, by file: for calls timed on all of them."""
     times: dict[str, dict[tuple[str, str], float]] = {}
     for m in measurements:
         for p in (p for p in m.of("host") if p.get("place") in ("in turns", "in bwd")):

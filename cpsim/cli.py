@@ -379,14 +379,15 @@ def _fit_node(measured: Path, base: str | None, as_json: bool) -> None:
     if find_spec("scipy") is None:
         raise CpsimError(f"calibrate: measured; the fit needs SciPy, which is missing here: {shlex.join(again)}")
     print(f"Fitting {len(points.points)} points: {shlex.join(again)}", file=sys.stderr)
-    fit([measured], profile, cluster=cluster, base=base, as_json=as_json)
+    fit(profile, [measured], cluster=cluster, base=base, as_json=as_json)
     print(f"Written: {measured}, {profile} and {cluster}, which scenarios name", file=sys.stderr)
 
 
 @app.command()
 def fit(
-    measurements: Annotated[list[Path], typer.Argument(help="Files of raw measurements.")],
     out: Annotated[Path, typer.Option(help="Write the profile to this file; its name is the profile's.")],
+    measurements: Annotated[list[Path] | None, typer.Argument(help="Files of raw measurements.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that come with cpsim; --out is a folder.")] = False,
     cluster: Annotated[Path | None, typer.Option(help="Describe the measured node in this cluster file.")] = None,
     base: Base = None,
     memory_ratio: Annotated[float, typer.Option(min=0.01, help="Memory bandwidth over that of the base.")] = 1.0,
@@ -401,12 +402,17 @@ def fit(
     from cpsim.report.records import profile_record
     from cpsim.report.tables import profile_view
 
+    if everything == bool(measurements):
+        raise CpsimError("fit: expected files of measurements, or --all for the profiles that come with cpsim")
+    if everything:
+        _fit_all(out, as_json)
+        return
     _check_writable(out)
     _check_writable(cluster)
     stand_in = None
     if base:
         stand_in = StandIn(profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio)
-    files = [load(path) for path in measurements]
+    files = [load(path) for path in measurements or ()]
     profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)
     if cluster:
@@ -414,6 +420,20 @@ def fit(
     if as_json:
         print(json.dumps(profile_record(profile), indent=1))
     else:
+        _stdout().print(profile_view(profile))
+
+
+def _fit_all(folder: Path, as_json: bool) -> None:
+    from cpsim.calibrate.shipped import make, recipes
+    from cpsim.report.records import profile_record
+    from cpsim.report.tables import profile_view
+
+    folder.mkdir(parents=True, exist_ok=True)
+    made = [make(name, folder) for name in recipes()]
+    if as_json:
+        print(json.dumps([profile_record(profile) for profile in made], indent=1))
+        return
+    for profile in made:
         _stdout().print(profile_view(profile))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -79,6 +80,15 @@ def make_tiles(mask: Slices, sets: RangeSets, query_set: ArrayLike, key_set: Arr
     start = np.concatenate(([0], start))
     totals = np.concatenate(([0], np.cumsum(areas)))
     return Tiles(start, rows, areas, totals[start[1:]] - totals[start[:-1]], mask)
+
+
+def local_slices(tiles: Tiles, tile: int, place_q: Callable[[Ints], Ints], place_k: Callable[[Ints], Ints]) -> Slices:
+    """The slices of a tile over rows of queries and keys; the places of tokens say which row is whose."""
+    mask_row, q0, q1, k0, k1 = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64).T
+    at_q, at_k = place_q(q0), place_k(k0)
+    shift = q0 - at_q - (k0 - at_k)
+    low, high = tiles.mask.low[mask_row] + shift, tiles.mask.high[mask_row] + shift
+    return Slices(at_q, at_q + q1 - q0, at_k, at_k + k1 - k0, low, high)
 
 
 @lru_cache(maxsize=2)

@@ -1,0 +1,50 @@
+"""Masks in blocks against the dense mask."""
+
+import numpy as np
+import pytest
+from cases import ALL_MASKS, MASK_OPTIONS
+
+from cpsim.block_masks import FULL, PARTIAL, band_cells, block_kinds, key_runs, sequence_slices, table_of
+from cpsim.mask_shapes import mask_slices
+from cpsim.masks import dense_mask
+
+DOCUMENTS = (37, 5, 64, 1, 53)
+TOKENS = sum(DOCUMENTS)
+
+
+def small(name):
+    slices = mask_slices(name, DOCUMENTS, MASK_OPTIONS.get(name, {}))
+    return table_of(slices), dense_mask(slices, TOKENS)
+
+
+@pytest.mark.parametrize("name", ALL_MASKS)
+@pytest.mark.parametrize("size", [4, 16, 100])
+def test_block_kinds_equal_brute_force(name, size):
+    table, seen = small(name)
+    kinds = block_kinds(table, TOKENS, TOKENS, size)
+    for i, j in np.ndindex(kinds.shape):
+        block = seen[i * size : (i + 1) * size, j * size : (j + 1) * size]
+        expected = FULL if block.sum() == size * size else PARTIAL if block.any() else 0
+        assert kinds[i, j] == expected
+
+
+@pytest.mark.parametrize("name", ALL_MASKS)
+def test_cells_and_runs_decide_every_pair_as_the_mask_does(name):
+    table, seen = small(name)
+    of_q, of_k, cells, limits = band_cells(table, TOKENS, TOKENS)
+    low, high, low_2, high_2 = limits[:, cells[of_q[:, None], of_k[None, :]]]
+    offset = np.arange(TOKENS)[None, :] - np.arange(TOKENS)[:, None]
+    assert np.array_equal((low <= offset) & (offset <= high) | (low_2 <= offset) & (offset <= high_2), seen)
+    (first, end), one_run = key_runs(table, TOKENS)
+    keys = np.arange(TOKENS)[None, :]
+    in_run = (first[:, None] <= keys) & (keys < end[:, None])
+    assert one_run == np.array_equal(in_run, seen)
+
+
+def test_sequences_are_full_or_causal_to_the_bottom_right():
+    slices = sequence_slices(np.array([3, 0, 5]), np.array([6, 4, 5]), np.array([True, False, False]))
+    kinds = block_kinds(table_of(slices), 8, 15, 1)
+    seen = np.zeros((8, 15), bool)
+    seen[:3, :6] = np.tril(np.ones((3, 6), bool), 3)
+    seen[3:, 10:] = True
+    assert np.array_equal(kinds == FULL, seen)

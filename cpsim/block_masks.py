@@ -7,6 +7,7 @@ are cut off are partial.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -15,10 +16,34 @@ from numpy.typing import NDArray
 
 from cpsim.masks import UNBOUNDED, Ints, Slices, slice_area
 
+BLOCK: Final = 128
+"""Tokens of a side of a block: FlexAttention's default."""
 PARTIAL: Final = 1
 FULL: Final = 2
 Kinds = NDArray[np.uint8]
 Int32s = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Visits:
+    """The blocks that one kernel call visits."""
+
+    num_q: int
+    num_k: int
+    of_queries: Ints
+    """Partial and full blocks of every row of queries, ``int64[query blocks, 2]``."""
+    of_keys: Ints
+    """The same of every row of keys, ``int64[key blocks, 2]``."""
+    one_run: bool
+    """Whether every query sees one run of keys, which is quicker to decide than other masks."""
+
+
+def visits(slices: Slices, num_q: int, num_k: int) -> Visits:
+    """The blocks of ``BLOCK x BLOCK`` tokens that a mask of disjoint slices touches."""
+    table = table_of(slices)
+    kinds = block_kinds(table, num_q, num_k, BLOCK)
+    by_kind = np.stack([kinds == PARTIAL, kinds == FULL])
+    return Visits(num_q, num_k, by_kind.sum(axis=2).T.copy(), by_kind.sum(axis=1).T.copy(), key_runs(table, num_q)[1])
 
 
 def table_of(slices: Slices) -> Ints:

@@ -109,6 +109,17 @@ def sequences(tiles: Tiles) -> Sequences:
     return Sequences(start, q_len, k_len, area, causal, regular, flags & _WINDOW > 0, one_call, in_place)
 
 
+def place_in(ranges: Ints) -> Callable[[Ints], Ints]:
+    """The row of each token of a set of ranges, which lie one after the other."""
+    before = np.concatenate(([0], np.cumsum(ranges[:, 1] - ranges[:, 0])))
+
+    def place(tokens: Ints) -> Ints:
+        at = np.searchsorted(ranges[:, 0], tokens, side="right") - 1
+        return np.asarray(before[at] + tokens - ranges[at, 0])
+
+    return place
+
+
 @lru_cache(maxsize=2)
 def sequence_places(tiles: Tiles) -> NDArray[np.int32]:
     """Where every sequence lies, ``[num_sequences, 4]``: it has the queries from column 2 to column 3 that the tile's

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpsim.block_masks import FULL, PARTIAL, band_cells, block_kinds, key_runs, sequence_slices, table_of
+from cpsim.block_masks import BLOCK, FULL, PARTIAL, band_cells, block_kinds, key_runs, sequence_slices, table_of
 from cpsim.masks import Slices
 
 aten = torch.ops.aten
@@ -360,8 +360,6 @@ def _fa4_sparse_backward(
 
 # --- FlexAttention: the operators under its autograd wrapper, because that cannot take a given lse ---
 
-BLOCK = 128
-"""Tokens of a side of a listed block: FlexAttention's default."""
 LN_2 = math.log(2.0)
 """FlexAttention's log-sum-exp is to base 2."""
 

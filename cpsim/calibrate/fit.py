@@ -176,6 +176,7 @@ def folds(points: Sequence[Point]) -> NDArray[np.int64]:
     for i, p in enumerate(points):
         if p["op"] == "attention":
             shape = [p[name] for name in ("q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen")]
+            shape += [p["mask"], p["options"]] if "mask" in p else []
             fold[i] = zlib.crc32(json.dumps(shape).encode()) % FOLDS
     return fold
 
@@ -191,7 +192,7 @@ _START = {
     "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
-    "unaligned_factor": 1.02,
+    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "banded_pair_s": 3e-11, "query_pair_s": 2e-10,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
            "unaligned_factor": (1.0, 1.5)}  # fmt: skip
@@ -200,6 +201,7 @@ _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_facto
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     """Names to fit and where all parameters start; what is not fitted has no effect."""
     flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
+    lists, naive = ANATOMY[kernel, pass_].lists_blocks, kernel in ("math", "sdpa_math")
     start = dict(_START)
     start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
     if kernel == "math":  # on a CPU, which has no power limit that a call would meet
@@ -210,13 +212,18 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
         if forward:
             start |= {"block_causal_s": 4e-6, "block_s": 2e-6, "block_decode_s": 1.5e-7}
             start |= {"call_s": 4e-6, "call_varlen_s": 1e-6}
+    if lists:
+        start["pair_s"] *= 1.7
     unused = {"split_pair_s", "split_call_s", "alone_factor"} if not (flash2 and forward) else set()
-    unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" else {"unaligned_factor"}
-    if kernel == "math":
+    unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
+    unused |= {"unaligned_factor"} if kernel != "cudnn" and not lists else set()
+    unused |= {"partial_pair_s", "banded_pair_s"} if not lists else {"block_shared_s", "block_causal_s"}
+    unused |= {"query_pair_s"} if not lists or forward else set()
+    if naive:
         unused |= {"block_causal_s", "busy_power"}
     for name in unused:
         start[name] = 1.0 if name.endswith("factor") else 0.0
-    fixed = {"busy_threshold"} if kernel == "math" else set()
+    fixed = {"busy_threshold"} if naive else set()
     return tuple(name for name in FITTED if name not in unused | fixed), start
 
 

@@ -10,12 +10,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.block_masks import Visits
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.attention import clocked_seconds
+from cpsim.models.attention import AttentionParams, clocked_seconds, listed_calls
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
-from cpsim.models.kernels import check_calls, limits_of
+from cpsim.models.kernels import check_calls, dense_sequences, limits_of, tile_visits
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from cpsim.calibrate.profile import Profile
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Protocol = Literal["synced", "streamed"]
 
 GROUPS: Final = (
@@ -199,14 +201,15 @@ class Pricing:
         check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
-        seconds = np.empty((2, len(ops)))
-        for num_heads, num_kv_heads in sorted(shapes):
-            everywhere = np.full(len(used), num_heads), np.full(len(used), num_kv_heads)
-            priced = clocked_seconds(
-                params, tiles.start, tiles.q_len, tiles.k_len, tiles.causal, *everywhere, self.head_dim
-            )
-            mine = (heads == num_heads) & (kv_heads == num_kv_heads)
-            seconds[:, mine] = np.stack(priced)[:, schedule.tile[ops[mine]]]
+        head_bytes = self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+        if params.anatomy.lists_blocks:
+            masks = tile_visits(schedule, ops, head_bytes)
+            seconds = _listed_seconds(params, schedule, ops, masks, self.head_dim)
+        else:
+            columns = tiles.start, tiles.q_len, tiles.k_len, tiles.causal
+            if limits_of(self.kernel).any_mask:
+                columns = dense_sequences(schedule, ops, head_bytes)
+            seconds = _clocked_seconds(params, schedule, ops, columns, self.head_dim)
         if self.captured and not limits_of(self.kernel).places_results:
             rows = tiles.queries()[schedule.tile[ops]] * heads
             if pass_ == "bwd":
@@ -313,6 +316,33 @@ class Pricing:
         entry = host.measured(self._names("entry", pass_)) or 0.0
         released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
         return np.asarray(np.maximum(released - lead, 0.0))
+
+
+def _clocked_seconds(
+    params: AttentionParams, schedule: Schedule, ops: Ints, columns: tuple[Ints, Ints, Ints, Bools], head_dim: int
+) -> Floats:
+    """Seconds [2, ops] of a kernel that takes sequences: at the clock that the power limit leaves, and at the full one.
+
+    `columns` are start, queries, keys and causal of the sequences of all tiles.
+    """
+    heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
+    for shape in np.unique(heads, axis=0):
+        everywhere = np.repeat(shape[:, None], len(columns[0]) - 1, axis=1)
+        mine = (heads == shape).all(axis=1)
+        of_tile = np.stack(clocked_seconds(params, *columns, everywhere[0], everywhere[1], head_dim))
+        seconds[:, mine] = of_tile[:, schedule.tile[ops[mine]]]
+    return seconds
+
+
+def _listed_seconds(
+    params: AttentionParams, schedule: Schedule, ops: Ints, masks: Mapping[int, Visits], head_dim: int
+) -> Floats:
+    """The same of a kernel that lists blocks; calls that are alike are priced once."""
+    which = np.column_stack([schedule.tile[ops], schedule.heads[ops][:, [1, 3]]]).astype(np.int64)
+    alike, of_op = np.unique(which, axis=0, return_inverse=True)
+    visited = [masks[tile] for tile in alike[:, 0].tolist()]
+    seconds, _, slower = listed_calls(params, visited, alike[:, 1], alike[:, 2], head_dim)
+    return np.stack([seconds, seconds / slower])[:, of_op.reshape(-1)]
 
 
 def _pass_of(schedule: Schedule) -> str:

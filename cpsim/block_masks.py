@@ -20,6 +20,7 @@ BLOCK: Final = 128
 """Tokens of a side of a block: FlexAttention's default."""
 PARTIAL: Final = 1
 FULL: Final = 2
+RUNS, CELLS, BANDS = range(3)
 Kinds = NDArray[np.uint8]
 Int32s = NDArray[np.int32]
 
@@ -34,8 +35,8 @@ class Visits:
     """Partial and full blocks of every row of queries, ``int64[query blocks, 2]``."""
     of_keys: Ints
     """The same of every row of keys, ``int64[key blocks, 2]``."""
-    one_run: bool
-    """Whether every query sees one run of keys, which is quicker to decide than other masks."""
+    rule: int
+    """How pairs of partial blocks are decided: RUNS, CELLS or BANDS."""
 
 
 def visits(slices: Slices, num_q: int, num_k: int) -> Visits:
@@ -43,7 +44,17 @@ def visits(slices: Slices, num_q: int, num_k: int) -> Visits:
     table = table_of(slices)
     kinds = block_kinds(table, num_q, num_k, BLOCK)
     by_kind = np.stack([kinds == PARTIAL, kinds == FULL])
-    return Visits(num_q, num_k, by_kind.sum(axis=2).T.copy(), by_kind.sum(axis=1).T.copy(), key_runs(table, num_q)[1])
+    rule = rule_of(table, num_q)
+    return Visits(num_q, num_k, by_kind.sum(axis=2).T.copy(), by_kind.sum(axis=1).T.copy(), rule)
+
+
+def rule_of(table: Ints, num_q: int) -> int:
+    """The simplest rule that decides pairs of a mask: one run of keys for each query, rectangles, or bands in them."""
+    if key_runs(table, num_q)[1]:
+        return RUNS
+    num_k = int(table[:, 3].max(initial=0))
+    rectangles = (table[:, 4] <= -num_q).all() and (table[:, 5] >= num_k).all()
+    return CELLS if rectangles else BANDS
 
 
 def table_of(slices: Slices) -> Ints:

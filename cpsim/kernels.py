@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
-import numpy as np
-
 from cpsim.calibrate.profile import Profile, load_profile, shipped_profiles
 from cpsim.calibrate.standin import ALIKE
 from cpsim.cluster import presets
 from cpsim.errors import ProfileError
-from cpsim.mask_names import MASK_NAMES
-from cpsim.models.attention import ANATOMY, attention_seconds
+from cpsim.mask_names import MASK_NAMES, Value
+from cpsim.models.attention import ANATOMY
 from cpsim.models.kernels import DTYPES, limits_of, refusal
+from cpsim.models.price import attention_op_seconds
 from cpsim.scenario import Kernel
 from cpsim.strategies import plan
 from cpsim.workload import Workload
@@ -24,6 +23,10 @@ LENGTHS: Final = tuple(1024 * 2**i for i in range(8))
 PASSES: Final[tuple[Literal["fwd", "bwd"], ...]] = ("fwd", "bwd")
 MASKS: Final = ("full", "causal", "full_document", "causal_document")
 """Masks of the table: all kernels that take several documents run them."""
+OTHER_MASKS: Final[Mapping[str, Mapping[str, Value]]] = {
+    "causal_sliding_window": {}, "shared_question": {}, "block_sparse": {"block": 128},
+}  # fmt: skip
+"""Further ones, with options, for kernels that take any mask."""
 EXAMPLE: Final = (12288, 8192, 12288)
 """Documents that a kernel's masks are tried on: longer than windows and blocks are by default."""
 NUM_DOCUMENTS: Final = 8
@@ -106,7 +109,7 @@ def speeds(profile: Profile, heads: int, kv_heads: int, head_dim: int, lengths: 
     return [
         _speed(profile, kernel, mask, tokens, (heads, kv_heads, head_dim))
         for kernel in sorted({kernel for kernel, _ in profile.attention})
-        for mask in MASKS
+        for mask in (*MASKS, *OTHER_MASKS)
         if not _why_not(kernel, mask)
         for tokens in lengths
     ]
@@ -114,19 +117,18 @@ def speeds(profile: Profile, heads: int, kv_heads: int, head_dim: int, lengths: 
 
 def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[int, int, int]) -> Speed:
     heads, kv_heads, head_dim = shape
-    count, causal = NUM_DOCUMENTS if mask.endswith("document") else 1, mask.startswith("causal")
-    lens = np.full(count, tokens // count)
+    count = NUM_DOCUMENTS if mask.endswith("document") else 1
     case = Workload(
-        documents=tuple(lens.tolist()), mask=mask, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        dtype=DTYPES[0],
+        documents=(tokens // count,) * count, mask=mask, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        dtype=DTYPES[0], mask_options=tuple(OTHER_MASKS.get(mask, {}).items()),
     )  # fmt: skip
+    schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
     tflops, notes = dict[str, float](), dict[str, None]()
     for pass_ in PASSES:
-        seconds = attention_seconds(
-            profile.attention_params(kernel, pass_), np.array([0, count]), lens, lens, np.full(count, causal),
-            np.array([heads]), np.array([kv_heads]), head_dim,
-        )[0]  # fmt: skip
+        params = profile.attention_params(kernel, pass_)
+        seconds = attention_op_seconds(params, kernel, case.dtype, head_dim, schedule)[0, 0]
         tflops[pass_] = case.flops(pass_) / float(seconds) / 1e12
+        lens = [tokens // count]
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
     memory = {pass_: _memory(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
     return Speed(

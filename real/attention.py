@@ -14,7 +14,7 @@ slices instead, from `prepare_mask`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -23,7 +23,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpsim.block_masks import BLOCK, FULL, PARTIAL, band_cells, block_kinds, key_runs, sequence_slices, table_of
+from cpsim.block_masks import (
+    BANDS,
+    BLOCK,
+    CELLS,
+    FULL,
+    PARTIAL,
+    RUNS,
+    band_cells,
+    block_kinds,
+    key_runs,
+    rule_of,
+    sequence_slices,
+    table_of,
+)
 from cpsim.masks import Slices
 
 aten = torch.ops.aten
@@ -387,15 +400,13 @@ def _blocks(call: Call) -> Blocks:
     rows = table_of(mask)
     kinds = torch.from_numpy(block_kinds(rows, num_q, num_k, BLOCK)).to(device)
     tables = [t for side in (kinds, kinds.T) for kind in (PARTIAL, FULL) for t in _listed(side == kind)]
-    runs, is_one_run = key_runs(rows, num_q)
-    if is_one_run:
-        given = list(runs)
-    else:
-        *places, limits = band_cells(rows, num_q, num_k)
-        given = [*places, *limits]
+    rule = rule_of(rows, num_q)
+    given = list(key_runs(rows, num_q)[0])
+    if rule != RUNS:
+        *places, cells, limits = band_cells(rows, num_q, num_k)
+        given = [*places, (cells != cells[0, 0]).astype(np.int8)] if rule == CELLS else [*places, cells, *limits]
     return Blocks(
-        tables=tuple(tables), sees=_sees_run if is_one_run else _sees_bands,
-        given=tuple(torch.from_numpy(x.copy()).to(device) for x in given),
+        tables=tuple(tables), sees=_RULES[rule], given=tuple(torch.from_numpy(x.copy()).to(device) for x in given),
         aligned=num_q % BLOCK == 0 and num_k % BLOCK == 0, num_partial=int((kinds == PARTIAL).sum()),
     )  # fmt: skip
 
@@ -411,6 +422,13 @@ def _sees_run(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor, first: Tensor, end: 
     return (first[q] <= k) & (k < end[q])
 
 
+def _sees_cell(
+    _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor
+) -> Tensor:
+    """Masks of rectangles, such as random blocks."""
+    return cells[of_q[q], of_k[k]] != 0
+
+
 def _sees_bands(
     _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor,
     low: Tensor, high: Tensor, low_2: Tensor, high_2: Tensor,
@@ -418,6 +436,9 @@ def _sees_bands(
     """All other masks, as `band_cells` describes them."""
     kind, offset = cells[of_q[q], of_k[k]], k - q
     return (low[kind] <= offset) & (offset <= high[kind]) | (low_2[kind] <= offset) & (offset <= high_2[kind])
+
+
+_RULES = {RUNS: _sees_run, CELLS: _sees_cell, BANDS: _sees_bands}
 
 
 def _score(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
@@ -430,7 +451,9 @@ def _score_gradient(
     return [grad, None, None, None, None]
 
 
-def _flex_arguments(blocks: Blocks, q: Tensor, k: Tensor, given: Sequence[Tensor]) -> tuple[Any, ...]:
+def _flex_arguments(
+    blocks: Blocks, q: Tensor, k: Tensor, given: Sequence[Tensor], options: Mapping[str, int]
+) -> tuple[Any, ...]:
     """What follows the tensors of both operators: block mask, scale, options, captured tensors."""
     from torch.nn.attention.flex_attention import BlockMask, _apply_kernel_options
 
@@ -441,18 +464,19 @@ def _flex_arguments(blocks: Blocks, q: Tensor, k: Tensor, given: Sequence[Tensor
         seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=blocks.sees,
         **dict(zip(names, tables, strict=True)),
     )  # fmt: skip
-    wanted: Any = {"FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": blocks.aligned}  # one kernel, also for few queries
-    options = _apply_kernel_options(q, k, k, True, wanted)
-    return mask.as_tuple(), q.shape[-1] ** -0.5, options, (), tuple(captured)
+    # One kernel for all numbers of queries.
+    wanted: Any = {"FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": blocks.aligned, **options}
+    every = _apply_kernel_options(q, k, k, True, wanted)
+    return mask.as_tuple(), q.shape[-1] ** -0.5, every, (), tuple(captured)
 
 
 def _flex_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
     blocks = call.blocks
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+    def run(options: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
         from torch._higher_order_ops.flex_attention import flex_attention
 
-        out, lse, *_ = flex_attention(q, k, v, _score, *_flex_arguments(blocks, q, k, given))
+        out, lse, *_ = flex_attention(q, k, v, _score, *_flex_arguments(blocks, q, k, given, options))
         return out, lse * LN_2
 
     out, lse = _flex("fwd", run, blocks, tuple(_heads_first(x) for x in (q, k, v)))
@@ -464,12 +488,14 @@ def _flex_backward(
 ) -> Grads:
     blocks = call.blocks
 
-    def run(lse: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *given: Tensor) -> Grads:
+    def run(
+        options: Mapping[str, int],
+        lse: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *given: Tensor,
+    ) -> Grads:  # fmt: skip
         from torch._higher_order_ops.flex_attention import flex_attention_backward
 
-        dq, dk, dv, _ = flex_attention_backward(
-            q, k, v, out, lse / LN_2, dout, None, _score, _score_gradient, *_flex_arguments(blocks, q, k, given)
-        )
+        rest = _flex_arguments(blocks, q, k, given, options)
+        dq, dk, dv, _ = flex_attention_backward(q, k, v, out, lse / LN_2, dout, None, _score, _score_gradient, *rest)
         return dq, dk, dv
 
     heads_first = (_heads_first(x) for x in (dout, q, k, v, out))
@@ -486,13 +512,29 @@ def _flex(
     """Runs a pass: compiled once for all numbers of tokens on a GPU, PyTorch's own dense code on a CPU."""
     every = *tensors, *blocks.tables, *blocks.given
     if tensors[0].device.type == "cpu":
-        return run(*every)
+        return run({}, *every)
     # Of tensors dimension 2 counts tokens, of tables all that are not 1.
     free = [{2}] * len(tensors) + [set(range(x.dim())) for x in every[len(tensors) :]]
     key = pass_, blocks.sees, blocks.aligned, tuple(_static(x, f) for x, f in zip(every, free, strict=True))
     if key not in _COMPILED:
-        _COMPILED[key] = _compile(run, every, free)
+        _COMPILED[key] = _compile_what_fits(run, every, free)
     return _COMPILED[key](*every)
+
+
+def _compile_what_fits(
+    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Compiled code with as many stages of loads as shared memory holds, tables of a mask among them."""
+    for options in ({}, {"num_stages": 2}):
+        try:
+            compiled = _compile(partial(run, options), example, free)
+            compiled(*example)
+        except Exception as error:
+            if "out of resource" not in str(error):
+                raise
+        else:
+            return compiled
+    return _compile(partial(run, {"num_stages": 1}), example, free)
 
 
 def _static(x: Tensor, free: set[int]) -> object:

@@ -312,7 +312,7 @@ def masked_variants() -> list[Shape]:
               k_lens=(tokens,), mask=mask, options=options)
         for heads, kv in MASKED_HEADS
         for tokens in ((512, 500) if (heads, kv) == MASKED_HEADS[0] else (512,))
-        for mask, options in (("causal", {}), ("lambda", {"window": 100}))
+        for mask, options in (("causal", {}), ("lambda", {"window": 100}), ("block_sparse", {"block": 64}))
     ]  # fmt: skip
 
 
@@ -465,11 +465,10 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
     measure_random(bench, kernels, rng, deadline, rested=False)
 
 
-def run_masked(bench: Bench, kernel: str, seed: int, deadline: float) -> None:
-    """A kernel that takes any mask, or any of whole blocks: what others print of it, then random masks."""
+def run_masked(bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape]) -> None:
+    """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks."""
     whole = kernel in attention.WHOLE_BLOCKS
     check(bench, kernel, [s for s in masked_checks() if not whole or (s.options.get("block") == 128)])
-    shapes = listed_masks() if bench.cuda and kernel == "flex" else []
     rng, count = np.random.default_rng(seed), 0
     limit, naive = MAX_FLOPS[kernel] if bench.cuda else 1e8, kernel == "sdpa_math"
     while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):
@@ -558,10 +557,12 @@ def main() -> None:
             measure_pauses(bench, kernels)
             measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
         elif args.masked:
+            shapes = listed(args.shapes) or [("flex", shape) for shape in listed_masks() if bench.cuda]
             total, spent = sum(POINTS[kernel] for kernel in kernels), 0.0
             for kernel in kernels:
                 spent += POINTS[kernel]
-                run_masked(bench, kernel, args.seed, started + 60 * args.minutes * spent / total)
+                mine = [shape for name, shape in shapes if name == kernel]
+                run_masked(bench, kernel, args.seed, started + 60 * args.minutes * spent / total, mine)
         elif args.memory:
             run_memory(bench, kernels)
         elif args.head_dim != HEAD_DIM:

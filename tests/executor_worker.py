@@ -11,7 +11,6 @@ from cpsim.strategies import plan
 from real.executor import Executor
 from real.node import Node, end_process
 
-
 FLEX = ("causal_document uneven gqa", "lambda uneven gqa", "shared_question uneven gqa", "block_sparse uneven gqa")
 """Cases of a second kernel that takes any mask."""
 

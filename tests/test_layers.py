@@ -19,6 +19,7 @@ ALLOWED = {
     "units": set(),
     "files": {"errors"},
     "masks": CORE,
+    "block_masks": {"masks"},
     "stripes": {"masks"},
     "mask_names": {"files"},
     "mask_shapes": CORE | {"masks", "mask_names"},
@@ -33,8 +34,8 @@ ALLOWED = {
     "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
-    "models": CORE | {"masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
-    "calibrate": CORE | {"models", "masks", "cluster", "tiles"},
+    "models": CORE | {"masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
+    "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
     "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
     "prediction": CORE | {"scenario", "sim.timeline"},

@@ -73,8 +73,8 @@ class Anatomy:
     accumulates_kv: bool
     """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
     lists_blocks: bool = False
-    """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches; backward,
-    some own keys, for all heads that share them, and others queries."""
+    """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches;
+    backward, some own keys, for all heads that share them, and others queries."""
 
 
 def _flash2(backward: bool) -> Anatomy:
@@ -256,7 +256,7 @@ def listed_calls(
     found = np.ones((2, len(masks)))
     for i, mask in enumerate(masks):
         found[:, i] = price_listed(
-            g, discrepancy, mask.of_queries, mask.of_keys, mask.num_q, mask.num_k, mask.one_run,
+            g, discrepancy, mask.of_queries, mask.of_keys, mask.num_q, mask.num_k, mask.rule,
             int(num_heads[i]), int(num_kv_heads[i]), looks[i],
         )  # fmt: skip
     return found[0], looks, found[1]

@@ -599,7 +599,7 @@ def _listed_rows(g, of_queries, of_keys, banded, shared, cost):  # type: ignore[
 
 
 @njit(cache=True)
-def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, one_run, num_heads, num_kv_heads, look):  # type: ignore[no-untyped-def]
+def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_heads, num_kv_heads, look):  # type: ignore[no-untyped-def]
     """Seconds of one call that visits listed blocks, and how much the power limit slows it; fills in its features.
 
     Of many waves only the last ones are replayed: before them all SMs are busy.
@@ -607,7 +607,7 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, one_run, num
     shared = num_heads // num_kv_heads
     repeats = num_kv_heads if g.backward else num_heads
     cost = np.empty((shared if g.backward else 1) * len(of_queries) + len(of_keys))
-    n, tiles = _listed_rows(g, of_queries, of_keys, not one_run, shared, cost)
+    n, tiles = _listed_rows(g, of_queries, of_keys, not rule, shared, cost)
     visited = of_queries.sum()
     if visited == 0:
         return 0.0, 1.0
@@ -635,6 +635,6 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, one_run, num
     look[6] = np.log2(shared)
     look[7] = np.log2(makespan * g.slots / (tiles * repeats))
     look[8] = g.traffic_s_per_byte * beside / seconds
-    look[9] = not one_run
+    look[9] = not rule
     look[10] = num_q % g.tile_q_full > 0 or num_k % g.tile_k > 0
     return seconds / np.exp(correction(look, discrepancy[0], discrepancy[1], discrepancy[2])), slower

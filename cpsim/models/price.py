@@ -201,15 +201,7 @@ class Pricing:
         check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
-        head_bytes = self.head_dim * BYTES_PER_ELEMENT[self.dtype]
-        if params.anatomy.lists_blocks:
-            masks = tile_visits(schedule, ops, head_bytes)
-            seconds = _listed_seconds(params, schedule, ops, masks, self.head_dim)
-        else:
-            columns = tiles.start, tiles.q_len, tiles.k_len, tiles.causal
-            if limits_of(self.kernel).any_mask:
-                columns = dense_sequences(schedule, ops, head_bytes)
-            seconds = _clocked_seconds(params, schedule, ops, columns, self.head_dim)
+        seconds = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)
         if self.captured and not limits_of(self.kernel).places_results:
             rows = tiles.queries()[schedule.tile[ops]] * heads
             if pass_ == "bwd":
@@ -318,13 +310,29 @@ class Pricing:
         return np.asarray(np.maximum(released - lead, 0.0))
 
 
+def attention_op_seconds(
+    params: AttentionParams, kernel: str, dtype: str, head_dim: int, schedule: Schedule, ops: Ints | None = None
+) -> Floats:
+    """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
+
+    The kernel takes them; see `check_calls`.
+    """
+    if ops is None:
+        ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+    head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
+    if params.anatomy.lists_blocks:
+        return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
+    found = sequences(schedule.tiles)
+    columns = found.start, found.q_len, found.k_len, found.causal
+    if limits_of(kernel).any_mask:
+        columns = dense_sequences(schedule, ops, head_bytes)
+    return _clocked_seconds(params, schedule, ops, columns, head_dim)
+
+
 def _clocked_seconds(
     params: AttentionParams, schedule: Schedule, ops: Ints, columns: tuple[Ints, Ints, Ints, Bools], head_dim: int
 ) -> Floats:
-    """Seconds [2, ops] of a kernel that takes sequences: at the clock that the power limit leaves, and at the full one.
-
-    `columns` are start, queries, keys and causal of the sequences of all tiles.
-    """
+    """The same of a kernel that takes sequences; `columns` are their start, queries, keys and causal, of all tiles."""
     heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
     for shape in np.unique(heads, axis=0):
         everywhere = np.repeat(shape[:, None], len(columns[0]) - 1, axis=1)

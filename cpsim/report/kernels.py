@@ -34,12 +34,14 @@ def kernels_view(support: Sequence[Support], speeds: Sequence[Speed], heads: str
 
 
 def _matrix(support: Sequence[Support]) -> RenderableType:
-    made = table(("kernel", "left"), *((mask, "left") for mask in MASKS), ("passes", "left"), ("dtypes", "left"),
+    made = table(("kernel", "left"), *((mask, "left") for mask in MASKS), ("others", "right"), ("dtypes", "left"),
                  ("profiles", "left"))  # fmt: skip
     for entry in (entry for entry in support if entry.passes):
         cells = [Text("no", "red") if entry.masks[mask] else Text("yes", "green") for mask in MASKS]
-        lists = (", ".join(entry.passes), ", ".join(entry.dtypes), ", ".join(entry.profiles) or "your own")
-        made.add_row(Text(entry.kernel, style="bold"), *cells, *lists)
+        others = [mask for mask in entry.masks if mask not in MASKS]
+        count = f"{sum(not entry.masks[mask] for mask in others)} of {len(others)}"
+        lists = (", ".join(entry.dtypes), ", ".join(entry.profiles) or "your own")
+        made.add_row(Text(entry.kernel, style="bold"), *cells, count, *lists)
     return made
 
 

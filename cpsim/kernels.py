@@ -59,7 +59,7 @@ class Speed:
     tflops: Mapping[str, float]
     """By pass."""
     memory_bytes: Mapping[str, int]
-    """By pass: inputs, outputs and the kernel's work space; computed from its sources, not measured."""
+    """By pass: inputs, outputs and the kernel's work space, by its sources; measured on an H200."""
     notes: tuple[str, ...]
     """Sizes outside of what was measured."""
 
@@ -130,23 +130,30 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
         tflops[pass_] = case.flops(pass_) / float(seconds) / 1e12
         lens = [tokens // count]
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
-    memory = {pass_: _memory(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
+    memory = {pass_: peak_bytes(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
     return Speed(
         profile=profile.name, kernel=kernel, mask=mask, tokens=tokens, documents=count, tflops=tflops,
         memory_bytes=memory, notes=tuple(notes),
     )  # fmt: skip
 
 
-def _memory(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]) -> int:
-    """Bytes of one call: q, k, v, out and lse; backward dout, dq, dk, dv, and fp32 or per-head sums of gradients."""
+def peak_bytes(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]) -> int:
+    """Bytes of one call: q, k, v, out and lse; backward dout, dq, dk, dv, and fp32 or per-head sums of gradients.
+
+    From the kernels' sources; `tests/test_kernels.py` compares it with what an H200 measured.
+    """
     heads, kv_heads, head_dim = shape
+    anatomy, naive = ANATOMY[kernel, pass_], kernel in ("math", "sdpa_math")
     itemsize = {"bf16": 2, "fp16": 2, "fp32": 4}["fp32" if kernel == "math" else DTYPES[0]]
-    q, kv = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim
-    tensors = (2 * q + kv) * itemsize + tokens * heads * 4
-    if kernel == "math":  # scores of all heads at once
-        return tensors + heads * tokens * tokens * 4 * (1 if pass_ == "fwd" else 2)
+    q, kv, row = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim, tokens * heads * 4
+    tensors = (2 * q + kv) * itemsize + row
+    if pass_ == "bwd":
+        tensors += (2 * q + kv) * itemsize
+    if naive:  # fp32 scores of all heads at once, three or four times
+        return tensors + heads * tokens * tokens * 4 * (3 if pass_ == "fwd" else 4)
     if pass_ == "fwd":
-        return tensors
-    shared = heads > kv_heads
-    sums = kv * 4 if ANATOMY[kernel, pass_].accumulates_kv else 2 * q * itemsize
-    return tensors + (2 * q + kv) * itemsize + q * 4 + 2 * tokens * heads * 4 + (sums if shared else 0)
+        return tensors + (row if kernel == "flex" else 0)
+    if anatomy.lists_blocks and anatomy.packs_heads:  # nothing to add up: each gradient has one owner
+        return tensors + 2 * row
+    sums = kv * 4 if anatomy.accumulates_kv else 2 * q * itemsize
+    return tensors + q * 4 + 2 * row + (sums if heads > kv_heads else 0)

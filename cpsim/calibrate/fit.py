@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -192,7 +193,8 @@ _START = {
     "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
-    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "banded_pair_s": 3e-11, "query_pair_s": 2e-10,
+    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 3e-11, "banded_pair_s": 3e-11,
+    "query_pair_s": 2e-10,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
            "unaligned_factor": (1.0, 1.5)}  # fmt: skip
@@ -217,8 +219,10 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     unused = {"split_pair_s", "split_call_s", "alone_factor"} if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if kernel != "cudnn" and not lists else set()
-    unused |= {"partial_pair_s", "banded_pair_s"} if not lists else {"block_shared_s", "block_causal_s"}
-    unused |= {"query_pair_s"} if not lists or forward else set()
+    unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
+    unused |= {"celled_pair_s", "banded_pair_s"} if kernel != "flex" else set()
+    unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
+    unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
     if naive:
         unused |= {"block_causal_s", "busy_power"}
     for name in unused:
@@ -601,11 +605,15 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
 
 
 def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:
-    """Spread between GPUs of one type, at least 1 %: standard deviation of each one's mean error on long kernels."""
+    """Spread between GPUs of one type, at least 1 %: standard deviation of each one's mean error on long kernels.
+
+    Kernels that one file alone has say nothing about it.
+    """
     gpus: dict[tuple[str, int], list[Point]] = {}
+    files = Counter(kernel for m in kernels for kernel in {p["kernel"] for p in m.of("attention")})
     for m in kernels:
         for p in m.of("attention"):
-            if np.median(p["samples_s"]) > 3e-4 and pause_of(p) == 0:
+            if files[p["kernel"]] > 1 and np.median(p["samples_s"]) > 3e-4 and pause_of(p) == 0:
                 gpus.setdefault((m.source, p.get("rank", 0)), []).append(p)
     means = [np.mean([row.error for row in residuals(profile, long)]) for long in gpus.values()]
     return max(0.01, float(np.std(means, ddof=1)) if len(means) > 1 else 0.0)

@@ -30,13 +30,14 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.block_masks import Visits
+from cpsim.block_masks import Visits, sequence_slices, visits
 from cpsim.models.blocks import FEATURES, price, price_listed
 from cpsim.models.discrepancy import NONE, Discrepancy
 
@@ -73,8 +74,7 @@ class Anatomy:
     accumulates_kv: bool
     """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
     lists_blocks: bool = False
-    """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches;
-    backward, some own keys, for all heads that share them, and others queries."""
+    """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
 
 
 def _flash2(backward: bool) -> Anatomy:
@@ -110,16 +110,27 @@ def _math(backward: bool) -> Anatomy:
 
 
 def _flex(backward: bool) -> Anatomy:
-    """The Triton kernels of PyTorch's FlexAttention with its default sizes for head dimension 128."""
+    """The Triton kernels of PyTorch's FlexAttention with its default sizes for head dimension 128.
+
+    Backward, some blocks own keys, for all heads that share them, and then others own queries.
+    """
     return Anatomy(
-        backward=backward, tile_q_causal=128, tile_q_full=128, tile_k=128, packs_heads=False, heads_outermost=True,
+        backward=backward, tile_q_causal=128, tile_q_full=128, tile_k=128, packs_heads=backward, heads_outermost=True,
         heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
         lists_blocks=True,
     )  # fmt: skip
 
 
+def _flash4_sparse(backward: bool) -> Anatomy:
+    """flash-attn 4 with lists of blocks; backward, blocks own keys for one head."""
+    return replace(
+        _flex(backward), packs_heads=not backward, heads_outermost=False, accumulates_kv=True,
+    )  # fmt: skip
+
+
 _MAKE = {
     "fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "flex": _flex,
+    "fa4_sparse": _flash4_sparse,
     "sdpa_math": _math, "math": _math,
 }  # fmt: skip
 ANATOMY: dict[tuple[str, str], Anatomy] = {
@@ -170,8 +181,10 @@ class AttentionParams:
     """Slowdown where lengths are no multiples of the tile sizes."""
     partial_pair_s: float = 0.0
     """Per pair more in a listed block that the mask cuts."""
+    celled_pair_s: float = 0.0
+    """Per such pair more where rectangles decide."""
     banded_pair_s: float = 0.0
-    """Per such pair more where a query sees several runs of keys."""
+    """Per such pair more where bands in rectangles decide."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
     discrepancy: Discrepancy = NONE
@@ -238,6 +251,9 @@ def calls(
     num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call."""
+    if params.anatomy.lists_blocks:
+        masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
+        return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
     seconds, features, slower = price(
         _compiled(params, head_dim), params.discrepancy.arrays(),
         np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
@@ -245,6 +261,10 @@ def calls(
         np.asarray(num_kv_heads, np.int64), np.asarray(varlen, np.bool_),
     )  # fmt: skip
     return seconds, features, slower
+
+
+def _sequence_visits(q_len: Ints, k_len: Ints, causal: Bools) -> Visits:
+    return visits(sequence_slices(q_len, k_len, causal), int(q_len.sum()), int(k_len.sum()))
 
 
 def listed_calls(
@@ -272,7 +292,7 @@ def _compiled(params: AttentionParams, head_dim: int) -> Any:
     values: dict[str, Any] = {name: getattr(params.anatomy, name) for name in _ANATOMY}
     values |= {name: float(getattr(params, name)) for name in FITTED}
     values["pair_s"] *= scale
-    for name in ("split_pair_s", "partial_pair_s", "banded_pair_s", "query_pair_s"):
+    for name in ("split_pair_s", "partial_pair_s", "celled_pair_s", "banded_pair_s", "query_pair_s"):
         values[name] *= scale
     values |= {"num_sms": params.num_sms, "slots": params.num_sms * params.anatomy.blocks_per_sm}
     return Compiled(**values, head_dim=float(head_dim))  # type: ignore[call-arg]

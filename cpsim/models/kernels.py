@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.block_masks import Visits, sequence_slices, table_of, visits
+from cpsim.block_masks import BLOCK, Visits, sequence_slices, table_of, visits
 from cpsim.errors import InfeasibleError
 from cpsim.masks import Ints
 from cpsim.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
@@ -32,6 +33,8 @@ class Limits:
     dtypes: tuple[str, ...] = DTYPES
     any_mask: bool = False
     """Masks of any shape, keys in any order."""
+    whole_blocks: bool = False
+    """Of those only masks of whole blocks of 128 x 128 tokens."""
 
 
 WINDOWED: Final = ("fa2", "fa4")
@@ -39,6 +42,7 @@ WINDOWED: Final = ("fa2", "fa4")
 LIMITS: Final = {
     "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
     "sdpa_flash": Limits(places_results=False),
+    "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
     "flex": Limits(places_results=False, any_mask=True),
     "sdpa_math": Limits(any_mask=True),
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True),
@@ -65,9 +69,11 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
     limits = limits_of(kernel)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
+    found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+    if limits.whole_blocks:
+        _check_blocks(kernel, tile_visits(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]))
     if limits.any_mask:
         return
-    found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
     used = np.zeros(len(found.one_call), np.bool_)
     used[schedule.tile[ops]] = True
     _check_sequences(kernel, found, used)
@@ -109,6 +115,16 @@ def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> 
     if not found.one_call[used].all():
         raise InfeasibleError(
             f"kernel {kernel} runs causal or full sequences in one call; this strategy's share of the mask has both"
+        )
+
+
+def _check_blocks(kernel: str, masks: Mapping[int, Visits]) -> None:
+    partial = sum(int(mask.of_queries[:, 0].sum()) for mask in masks.values())
+    if partial:
+        visited = sum(int(mask.of_queries.sum()) for mask in masks.values())
+        raise InfeasibleError(
+            f"kernel {kernel} runs masks of whole blocks of {BLOCK} x {BLOCK} tokens here; this strategy's share of the "
+            f"mask cuts {partial} of {visited} blocks; use flex"
         )
 
 

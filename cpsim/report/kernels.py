@@ -29,7 +29,7 @@ def kernels_view(support: Sequence[Support], speeds: Sequence[Speed], heads: str
         mine = [speed for speed in speeds if speed.profile == name]
         title = f"{name}: TFLOP/s forward / backward of {heads} heads by tokens; documents: {NUM_DOCUMENTS} equal ones"
         parts += [Text(), Text(title, style="bold"), _speeds(mine)]
-    parts += [Text(), Text("memory of a call, forward / backward, work space included (computed)", style="bold")]
+    parts += [Text(), Text("memory of a call, forward / backward, work space included", style="bold")]
     return Group(*parts, _memory(speeds))
 
 

@@ -74,11 +74,22 @@ def support() -> list[Support]:
             profiles=tuple(p.name for p in profiles if (kernel, "fwd") in p.attention),
             passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in ANATOMY),
             dtypes=limits_of(kernel).dtypes if kernel in modelled else (),
-            head_dim="128 measured, others in proportion" if kernel in modelled else "",
+            head_dim=_head_dims(kernel, profiles) if kernel in modelled else "",
             masks={mask: _why_not(kernel, mask) for mask in MASK_NAMES},
         )
         for kernel in sorted(get_args(Kernel), key=lambda kernel: kernel not in modelled)
     ]
+
+
+def _head_dims(kernel: str, profiles: Sequence[Profile]) -> str:
+    """Which head dimensions were measured."""
+    measured = {
+        int(dim)
+        for p in profiles
+        if (kernel, "fwd") in p.attention
+        for dim in p.valid.get(f"attention fwd {kernel} head_dim", (p.attention[kernel, "fwd"].head_dim,))
+    }
+    return f"{', '.join(map(str, sorted(measured))) or 'none'} measured, others in proportion"
 
 
 def _why_not(kernel: str, mask: str) -> str:

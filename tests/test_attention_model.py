@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from cpsim.calibrate.profile import load_profile
 from cpsim.block_masks import BANDS, Visits, visits
+from cpsim.calibrate.profile import load_profile
 from cpsim.mask_shapes import mask_slices
 from cpsim.models.attention import ANATOMY, AttentionParams, attention_seconds, call_seconds, listed_calls
 from cpsim.models.blocks import STRIDES, finish, floor_sum, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
@@ -194,6 +194,16 @@ def test_ten_thousand_calls_of_a_ring_take_milliseconds():
     assert time.perf_counter() - started < 0.02
 
 
+def test_the_fixed_part_of_a_pair_does_not_shrink_with_the_head_dimension():
+    params = dataclasses.replace(load_profile("h200").attention["fa4", "fwd"], fixed_pair_s=0.0)
+    partly = dataclasses.replace(params, fixed_pair_s=0.25 * params.pair_s)
+    shape = np.array([0, 1]), np.array([32768]), np.array([32768]), np.array([False]), np.array([32]), np.array([8])
+    time = {dim: [float(attention_seconds(p, *shape, dim)[0]) for p in (params, partly)] for dim in (64, 128, 256)}
+    assert time[128][0] == time[128][1]
+    assert time[64][1] == pytest.approx(1.25 * time[64][0], rel=0.05)
+    assert time[256][1] == pytest.approx(0.875 * time[256][0], rel=0.05)
+
+
 def listing(kernel, pass_, **times):
     """A kernel that lists blocks, with round times and without traffic and power limit."""
     zeros = {f.name: 0.0 for f in dataclasses.fields(AttentionParams) if f.type == "float"}
@@ -210,7 +220,7 @@ def scheduled(blocks, num_sms=7):
 
 @pytest.mark.parametrize("mask", ["causal", "lambda", "block_sparse"])
 def test_listed_blocks_run_in_launch_order_on_the_sms_that_are_free(mask):
-    """Forward one row of queries of one head; FlexAttention backward a row of keys of all heads, then rows of queries."""
+    """Forward, rows of queries of one head; FlexAttention backward, rows of keys of all heads, then of queries."""
     found = visits(mask_slices(mask, (3000,), {"window": 700} if mask == "lambda" else {}), 3000, 3000)
     pair, block, cut, heads, shared = 1e-10, 3e-6, 5e-11, 8, 4
     times = {"pair_s": pair, "block_s": block, "partial_pair_s": cut, "banded_pair_s": 2e-11, "query_pair_s": 0.6e-10}

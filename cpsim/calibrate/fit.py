@@ -223,6 +223,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     unused |= {"celled_pair_s", "banded_pair_s"} if kernel != "flex" else set()
     unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
     unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
+    unused |= {"fixed_pair_s"}  # see _with_head_dims
     if naive:
         unused |= {"block_causal_s", "busy_power"}
     for name in unused:
@@ -259,15 +260,21 @@ def _attention(
 def _fit_kernel(
     key: tuple[str, str], points: Sequence[Point], num_sms: int, sparse: AttentionParams | None = None
 ) -> tuple[AttentionParams, Covariance]:
-    """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them."""
+    """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
+
+    Points of the commonest head dimension tell everything but what the others add.
+    """
     if sparse is not None:
         return _fit_sparse(points, sparse)
+    (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
+    others = [p for p in points if p["head_dim"] != head_dim]
+    points = [p for p in points if p["head_dim"] == head_dim]
     names, start = _free(*key)
     times = measured(points)
 
     def build(x: Floats) -> AttentionParams:
         values = start | dict(zip(names, np.exp(x).tolist(), strict=True))
-        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(points[0]["head_dim"]), **values)
+        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(head_dim), **values)
 
     def error(x: Floats) -> Floats:
         return np.asarray(np.log(predicted_attention(build(x), points) / times))
@@ -283,7 +290,24 @@ def _fit_kernel(
     physical = build(x)
     predicted, features = predicted_calls(physical, points)
     left_over = np.log(predicted / times)
-    return replace(physical, discrepancy=fit_discrepancy(features, left_over)), _covariance(names, jacobian, left_over)
+    fitted = replace(physical, discrepancy=fit_discrepancy(features, left_over))
+    return _with_head_dims(fitted, others), _covariance(names, jacobian, left_over)
+
+
+def _with_head_dims(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
+    """The fixed part of the time per pair, from points of other head dimensions."""
+    if not points:
+        return params
+    times = measured(points)
+
+    def build(share: float) -> AttentionParams:
+        return replace(params, fixed_pair_s=share * params.pair_s)
+
+    def error(x: Floats) -> Floats:
+        return np.asarray(np.log(predicted_attention(build(float(x[0])), points) / times))
+
+    fit = least_squares(error, [0.2], bounds=(0.0, 0.9), loss="soft_l1", f_scale=0.03, diff_step=0.05)
+    return build(float(fit.x[0]))
 
 
 def _fit_sparse(points: Sequence[Point], start: AttentionParams) -> tuple[AttentionParams, Covariance]:
@@ -633,6 +657,7 @@ def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
             note(f"{key} queries", min(p["q_lens"]), max(p["q_lens"]))
             note(f"{key} keys", min(p["k_lens"]), max(p["k_lens"]))
             note(f"{key} heads", p["num_heads"], p["num_heads"])
+            note(f"{key} head_dim", p["head_dim"], p["head_dim"])
         elif p["op"] in ("collective", "transfer", "elementwise"):
             key = {"elementwise": "memory-bound", "transfer": "transfer"}.get(p["op"], f"collective {p['kind']}")
             note(key, p["nbytes"], p["nbytes"])

@@ -16,6 +16,7 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.profile import Profile
 from cpsim.mask_shapes import mask_slices
 from cpsim.models.attention import AttentionParams, calls, listed_calls
+from cpsim.models.blocks import FEATURES
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.power import settled_seconds
@@ -63,18 +64,26 @@ def usable(point: Point) -> bool:
 
 
 def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Floats:
-    """Seconds that a model gives to attention points of one kernel, pass and head dimension."""
+    """Seconds that a model gives to attention points of one kernel and pass."""
     return predicted_calls(params, points)[0]
 
 
 def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[Floats, Floats]:
     """As `predicted_attention`, with the features of every point, [N, FEATURES]."""
+    dims = np.array([point["head_dim"] for point in points])
+    seconds, features = np.empty(len(points)), np.empty((len(points), len(FEATURES)))
+    for dim in np.unique(dims).tolist():
+        mine = np.flatnonzero(dims == dim)
+        seconds[mine], features[mine] = _predicted_calls(params, [points[i] for i in mine.tolist()], dim)
+    return seconds, features
 
+
+def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim: int) -> tuple[Floats, Floats]:
 
     def column(name: str, dtype: type) -> NDArray[Any]:
         return np.array([point[name] for point in points], dtype)
 
-    heads, head_dim = (column("num_heads", np.int64), column("num_kv_heads", np.int64)), points[0]["head_dim"]
+    heads = column("num_heads", np.int64), column("num_kv_heads", np.int64)
     if params.anatomy.lists_blocks:
         seconds, features, slower = listed_calls(params, [visits_of(point) for point in points], *heads, head_dim)
     else:

@@ -148,7 +148,7 @@ class AttentionParams:
     anatomy: Anatomy
     num_sms: int
     head_dim: int
-    """Measured head dimension; another one scales tiles and traffic in proportion."""
+    """Measured head dimension; another one scales traffic and what is not fixed of tiles in proportion."""
     pair_s: float
     """Per (query, key) pair of a visited tile."""
     block_s: float
@@ -187,6 +187,8 @@ class AttentionParams:
     """Per such pair more where bands in rectangles decide."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
+    fixed_pair_s: float = 0.0
+    """Of `pair_s` what does not depend on the head dimension, such as exponentials."""
     discrepancy: Discrepancy = NONE
     """What the times above leave over."""
 
@@ -291,7 +293,7 @@ def _compiled(params: AttentionParams, head_dim: int) -> Any:
     scale = head_dim / params.head_dim
     values: dict[str, Any] = {name: getattr(params.anatomy, name) for name in _ANATOMY}
     values |= {name: float(getattr(params, name)) for name in FITTED}
-    values["pair_s"] *= scale
+    values["pair_s"] += (values["pair_s"] - params.fixed_pair_s) * (scale - 1)
     for name in ("split_pair_s", "partial_pair_s", "celled_pair_s", "banded_pair_s", "query_pair_s"):
         values[name] *= scale
     values |= {"num_sms": params.num_sms, "slots": params.num_sms * params.anatomy.blocks_per_sm}

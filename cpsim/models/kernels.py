@@ -123,8 +123,8 @@ def _check_blocks(kernel: str, masks: Mapping[int, Visits]) -> None:
     if partial:
         visited = sum(int(mask.of_queries.sum()) for mask in masks.values())
         raise InfeasibleError(
-            f"kernel {kernel} runs masks of whole blocks of {BLOCK} x {BLOCK} tokens here; this strategy's share of the "
-            f"mask cuts {partial} of {visited} blocks; use flex"
+            f"kernel {kernel} runs masks of whole blocks of {BLOCK} x {BLOCK} tokens here; this strategy's share of "
+            f"the mask cuts {partial} of {visited} blocks; use flex"
         )
 
 

@@ -208,8 +208,9 @@ class Pricing:
                 rows += tiles.keys()[schedule.tile[ops]] * 2 * kv_heads
             nbytes = 2 * rows * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
             seconds += elementwise_seconds(self.profile.elementwise, "copy", nbytes)
-        if self.head_dim != params.head_dim:
-            notes[f"head_dim {self.head_dim}, measured {params.head_dim}"] = None
+        low, high = self.profile.valid.get(f"attention {pass_} {self.kernel} head_dim", (params.head_dim,) * 2)
+        if not low <= self.head_dim <= high:
+            notes[f"head_dim {self.head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}"] = None
         notes.update(
             dict.fromkeys(
                 self.profile.attention_notes(

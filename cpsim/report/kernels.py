@@ -52,10 +52,19 @@ def _reasons(support: Sequence[Support]) -> list[RenderableType]:
         lines += [f"{entry.kernel}: {reason}" for reason in sorted(filter(None, own))]
     unknown = ", ".join(entry.kernel for entry in support if not entry.passes)
     lines += [
-        "head_dim: 128 measured, others in proportion; other masks: `cpsim mask NAME` says who runs them",
+        f"head_dim: {'; '.join(_head_dims(support))}; other masks: `cpsim mask NAME` says who runs them",
         f"without a model, since nobody has measured them: {unknown}",
     ]
     return [Text(line, style="dim") for line in lines]
+
+
+def _head_dims(support: Sequence[Support]) -> list[str]:
+    """Kernels by what is known of their head dimensions."""
+    shipped = [entry for entry in support if entry.profiles]
+    return [
+        f"{words} ({', '.join(entry.kernel for entry in shipped if entry.head_dim == words)})"
+        for words in dict.fromkeys(entry.head_dim for entry in shipped)
+    ]
 
 
 def _speeds(speeds: Sequence[Speed]) -> RenderableType:

@@ -2,11 +2,16 @@
 
 import numpy as np
 import pytest
-from cases import ALL_MASKS, MASK_OPTIONS
+from cases import ALL_MASKS, ALL_STRATEGIES, BLIND_MASK, MASK_OPTIONS, cluster, workload
 
+from cpsim import block_masks
 from cpsim.block_masks import FULL, PARTIAL, band_cells, block_kinds, key_runs, sequence_slices, table_of
+from cpsim.errors import InfeasibleError
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import dense_mask
+from cpsim.models.kernels import dense_sequences, tile_visits
+from cpsim.schedule import Kind
+from cpsim.strategies import plan
 
 DOCUMENTS = (37, 5, 64, 1, 53)
 TOKENS = sum(DOCUMENTS)
@@ -48,3 +53,22 @@ def test_sequences_are_full_or_causal_to_the_bottom_right():
     seen[:3, :6] = np.tril(np.ones((3, 6), bool), 3)
     seen[3:, 10:] = True
     assert np.array_equal(kinds == FULL, seen)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full_document", "lambda", "shared_question", "block_sparse", BLIND_MASK])
+@pytest.mark.parametrize(("strategy", "knobs"), ALL_STRATEGIES)
+def test_with_blocks_of_one_token_every_op_visits_its_pairs(strategy, knobs, mask, monkeypatch):
+    monkeypatch.setattr(block_masks, "BLOCK", 1)
+    case = workload(mask, "uneven")
+    try:
+        schedule = plan(strategy, case, cluster(4), "fwd", knobs)
+    except InfeasibleError:
+        pytest.skip("this strategy does not take this mask")
+    ops = np.flatnonzero(schedule.kind == Kind.ATTENTION)
+    found = tile_visits(schedule, ops, case.head_dim * 2)
+    area = schedule.tiles.area
+    for tile in schedule.tile[ops].tolist():
+        assert found[tile].of_queries[:, 1].sum() == found[tile].of_keys[:, 1].sum() == area[tile]
+    start, q_len, k_len, _ = dense_sequences(schedule, ops, case.head_dim * 2)
+    for tile in schedule.tile[ops].tolist():
+        assert (q_len * k_len)[start[tile] : start[tile + 1]].sum() >= area[tile]

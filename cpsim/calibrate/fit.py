@@ -313,17 +313,18 @@ def _with_head_dims(params: AttentionParams, points: Sequence[Point]) -> Attenti
 def _fit_sparse(points: Sequence[Point], start: AttentionParams) -> tuple[AttentionParams, Covariance]:
     """The parameters that few points of long dense calls tell, near those of `start`, whose others are kept."""
     times = measured(points)
-    first = np.log([getattr(start, name) for name in SPARSE_FITTED])
+    names = tuple(name for name in SPARSE_FITTED if getattr(start, name) > 0)
+    first = np.log([getattr(start, name) for name in names])
 
     def build(x: Floats) -> AttentionParams:
-        return replace(start, **dict(zip(SPARSE_FITTED, np.exp(x).tolist(), strict=True)))
+        return replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
 
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), 0.02 * (x - first)])
 
     step = 0.05 / np.maximum(1, np.abs(first))
     fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)
-    return build(fit.x), _covariance(SPARSE_FITTED, fit.jac, fit.fun[: len(points)])
+    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
 
 
 LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)

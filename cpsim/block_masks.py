@@ -38,6 +38,10 @@ class Visits:
     rule: int
     """How pairs of partial blocks are decided: RUNS, CELLS or BANDS."""
 
+    def partial_rule(self) -> int | None:
+        """The same; None where there are no partial blocks."""
+        return self.rule if self.of_queries[:, 0].any() else None
+
 
 def visits(slices: Slices, num_q: int, num_k: int) -> Visits:
     """The blocks of ``BLOCK x BLOCK`` tokens that a mask of disjoint slices touches."""

@@ -6,15 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
+import numpy as np
+
 from cpsim.calibrate.profile import Profile, load_profile, shipped_profiles
 from cpsim.calibrate.standin import ALIKE
 from cpsim.cluster import presets
-from cpsim.errors import ProfileError
+from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.mask_names import MASK_NAMES, Value
 from cpsim.models.attention import ANATOMY
-from cpsim.models.kernels import DTYPES, limits_of, refusal
+from cpsim.models.kernels import DTYPES, limits_of, refusal, tile_visits
 from cpsim.models.price import attention_op_seconds
 from cpsim.scenario import Kernel
+from cpsim.schedule import Kind
 from cpsim.strategies import plan
 from cpsim.workload import Workload
 
@@ -75,7 +78,7 @@ def support() -> list[Support]:
             passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in ANATOMY),
             dtypes=limits_of(kernel).dtypes if kernel in modelled else (),
             head_dim=_head_dims(kernel, profiles) if kernel in modelled else "",
-            masks={mask: _why_not(kernel, mask) for mask in MASK_NAMES},
+            masks={mask: _why_not(kernel, mask, profiles) for mask in MASK_NAMES},
         )
         for kernel in sorted(get_args(Kernel), key=lambda kernel: kernel not in modelled)
     ]
@@ -92,12 +95,24 @@ def _head_dims(kernel: str, profiles: Sequence[Profile]) -> str:
     return f"{', '.join(map(str, sorted(measured))) or 'none'} measured, others in proportion"
 
 
-def _why_not(kernel: str, mask: str) -> str:
+def _why_not(kernel: str, mask: str, profiles: Sequence[Profile]) -> str:
+    """Why calls of a kernel under a mask cannot be priced: it does not run them, or no profile has measured them."""
     if (kernel, "fwd") not in ANATOMY:
         return "nobody has measured this kernel: it has no model"
     case = Workload(documents=EXAMPLE, mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
     schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
-    return refusal(kernel, case.dtype, case.head_dim, schedule)
+    reason = refusal(kernel, case.dtype, case.head_dim, schedule)
+    having = [p for p in profiles if (kernel, "fwd") in p.attention]
+    if reason or not having or not ANATOMY[kernel, "fwd"].lists_blocks:
+        return reason
+    masks = tile_visits(schedule, np.flatnonzero(schedule.kind == Kind.ATTENTION), case.head_dim * 2)
+    reasons = []
+    for profile in having:
+        try:
+            profile.check_rules(kernel, "fwd", {found.partial_rule() for found in masks.values()})
+        except InfeasibleError as unmeasured:
+            reasons.append(str(unmeasured))
+    return reasons[0] if len(reasons) == len(having) else ""
 
 
 def partly(kernel: str) -> str:
@@ -121,7 +136,7 @@ def speeds(profile: Profile, heads: int, kv_heads: int, head_dim: int, lengths: 
         _speed(profile, kernel, mask, tokens, (heads, kv_heads, head_dim))
         for kernel in sorted({kernel for kernel, _ in profile.attention})
         for mask in (*MASKS, *OTHER_MASKS)
-        if not _why_not(kernel, mask)
+        if not _why_not(kernel, mask, [profile])
         for tokens in lengths
     ]
 

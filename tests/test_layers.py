@@ -41,7 +41,7 @@ ALLOWED = {
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
-    "kernels": CORE | CASE | {"models", "calibrate", "strategies"},
+    "kernels": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares, lsq_linear
 
+from cpsim.block_masks import BANDS, CELLS
 from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import (
@@ -33,6 +34,7 @@ from cpsim.calibrate.residuals import (
     residuals,
     summary,
     usable,
+    visits_of,
 )
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
@@ -76,7 +78,9 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: 
     if not networks and stand_in is None:
         raise ProfileError("a profile needs collective points: add a file of real.measure_network, or give --base")
     rest = [m for m in measurements if m not in kernels and m not in networks]
-    sources = [*kernels, *(m for m in networks if m not in kernels), *rest]
+    further = [m for m in kernels if m not in networks and not all(map(_is_common, m.of("attention")))]
+    sources = [m for m in [*kernels, *(m for m in networks if m not in kernels), *rest] if m not in further]
+    sources += further  # last, so that the folds of the others stay as they were without
     everything = current(sources, gpus[0])
     points = [p for p in everything if usable(p)]
     fold = folds(points)
@@ -165,6 +169,11 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     ]
     own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
+
+
+def _is_common(point: Point) -> bool:
+    """Whether an attention point is of the commonest head dimension, and of sequences."""
+    return "mask" not in point and bool(point["head_dim"] == 128)
 
 
 def _is_pause(point: Point) -> bool:
@@ -270,6 +279,10 @@ def _fit_kernel(
     others = [p for p in points if p["head_dim"] != head_dim]
     points = [p for p in points if p["head_dim"] == head_dim]
     names, start = _free(*key)
+    rules = {_rule_of(p) for p in points}
+    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS)):
+        if rule not in rules:
+            names, start = tuple(n for n in names if n != name), start | {name: 0.0}
     times = measured(points)
 
     def build(x: Floats) -> AttentionParams:
@@ -659,10 +672,19 @@ def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
             note(f"{key} keys", min(p["k_lens"]), max(p["k_lens"]))
             note(f"{key} heads", p["num_heads"], p["num_heads"])
             note(f"{key} head_dim", p["head_dim"], p["head_dim"])
+            if (rule := _rule_of(p)) is not None:
+                note(f"{key} rule", rule, rule)
         elif p["op"] in ("collective", "transfer", "elementwise"):
             key = {"elementwise": "memory-bound", "transfer": "transfer"}.get(p["op"], f"collective {p['kind']}")
             note(key, p["nbytes"], p["nbytes"])
     return dict(sorted(seen.items()))
+
+
+def _rule_of(point: Point) -> int | None:
+    """How pairs of partial blocks are decided in a call of a kernel that lists blocks, if it has such blocks."""
+    if not ANATOMY[point["kernel"], point["pass"]].lists_blocks:
+        return None
+    return visits_of(point).partial_rule()
 
 
 def _grade(gpu: str, networks: Sequence[Measurements]) -> str:

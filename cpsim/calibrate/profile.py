@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cpsim.errors import ProfileError
+from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.models.attention import Anatomy, AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
 from cpsim.models.discrepancy import Discrepancy
@@ -85,6 +85,19 @@ class Profile:
         if counts.size and (counts.max() > high or counts.min() < low):
             notes.append(f"{kernel} {pass_}: {counts.min()} to {counts.max()} heads, measured {low:.0f} to {high:.0f}")
         return tuple(notes)
+
+    def check_rules(self, kernel: str, pass_: str, rules: Iterable[int | None]) -> None:
+        """Whether masks like these were measured: how pairs of partial blocks are decided in them.
+
+        Raises:
+            InfeasibleError: they were not.
+        """
+        low, high = self.valid.get(f"attention {pass_} {kernel} rule", (0, 0))
+        if any(rule is not None and not low <= rule <= high for rule in rules):
+            raise InfeasibleError(
+                f"kernel {kernel} runs this mask, but profile {self.name} has measured it only under masks that let a "
+                f"query see one run of keys; measure others with real.measure_kernels --masked"
+            )
 
     def transfer_notes(self, nbytes: ArrayLike) -> tuple[str, ...]:
         """What about these message sizes lies outside of the measured range."""

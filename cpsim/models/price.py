@@ -201,6 +201,9 @@ class Pricing:
         check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
+        if params.anatomy.lists_blocks:
+            masks = tile_visits(schedule, ops, self.head_dim * BYTES_PER_ELEMENT[self.dtype])
+            self.profile.check_rules(self.kernel, pass_, {mask.partial_rule() for mask in masks.values()})
         seconds = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)
         if self.captured and not limits_of(self.kernel).places_results:
             rows = tiles.queries()[schedule.tile[ops]] * heads

@@ -218,11 +218,21 @@ def to_json(profile: Profile) -> str:
     for field in dataclasses.fields(profile):
         value = getattr(profile, field.name)
         if field.name == "attention":
-            value = {" ".join(key): dataclasses.asdict(params) for key, params in value.items()}
+            value = {" ".join(key): _attention_data(params) for key, params in value.items()}
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         data[field.name] = value
     return json.dumps(_rounded(data), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _attention_data(params: AttentionParams) -> dict[str, Any]:
+    """Parameters as JSON has them: numbers and flags that only some kernels have are left out of the others."""
+    data = dataclasses.asdict(params)
+    for owner, values in ((params, data), (params.anatomy, data["anatomy"])):
+        for field in dataclasses.fields(owner):
+            if field.default in (0.0, False) and values[field.name] == field.default:
+                del values[field.name]
+    return data
 
 
 def _rounded(value: Any) -> Any:

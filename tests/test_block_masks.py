@@ -1,15 +1,29 @@
 """Masks in blocks against the dense mask."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from cases import ALL_MASKS, ALL_STRATEGIES, BLIND_MASK, MASK_OPTIONS, cluster, workload
 
 from cpsim import block_masks
-from cpsim.block_masks import FULL, PARTIAL, band_cells, block_kinds, key_runs, sequence_slices, table_of
+from cpsim.block_masks import (
+    BANDS,
+    CELLS,
+    FULL,
+    PARTIAL,
+    RUNS,
+    band_cells,
+    block_kinds,
+    key_runs,
+    sequence_slices,
+    table_of,
+)
+from cpsim.calibrate.profile import load_profile
 from cpsim.errors import InfeasibleError
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import dense_mask
-from cpsim.models.kernels import dense_sequences, tile_visits
+from cpsim.models.kernels import dense_sequences, refusal, tile_visits
 from cpsim.schedule import Kind
 from cpsim.strategies import plan
 
@@ -72,3 +86,22 @@ def test_with_blocks_of_one_token_every_op_visits_its_pairs(strategy, knobs, mas
     start, q_len, k_len, _ = dense_sequences(schedule, ops, case.head_dim * 2)
     for tile in schedule.tile[ops].tolist():
         assert (q_len * k_len)[start[tile] : start[tile + 1]].sum() >= area[tile]
+
+
+def test_lists_of_whole_blocks_refuse_masks_that_cut_one():
+    def reason(mask):
+        case = workload(mask, (1024,), mask_options=(("block", 128),) if mask == "block_sparse" else (), head_dim=128)
+        return refusal("fa4_sparse", "bf16", 128, plan("none", case, cluster(1), "fwd", {}))
+
+    assert reason("full") == reason("block_sparse") == ""
+    assert "cuts 8 of 36 blocks; use flex" in reason("causal")
+
+
+def test_masks_unlike_all_measured_ones_are_refused():
+    shipped = load_profile("h200")
+    one_run = dataclasses.replace(shipped, valid={**shipped.valid, "attention fwd flex rule": (RUNS, RUNS)})
+    one_run.check_rules("flex", "fwd", {RUNS, None})
+    with pytest.raises(InfeasibleError, match="one run of keys"):
+        one_run.check_rules("flex", "fwd", {CELLS})
+    every = dataclasses.replace(shipped, valid={**shipped.valid, "attention fwd flex rule": (RUNS, BANDS)})
+    every.check_rules("flex", "fwd", {CELLS, BANDS})

@@ -11,11 +11,13 @@ import numpy as np
 from cpsim.calibrate.profile import Profile, load_profile, shipped_profiles
 from cpsim.calibrate.standin import ALIKE
 from cpsim.cluster import presets
-from cpsim.errors import ProfileError
-from cpsim.mask_names import MASK_NAMES
-from cpsim.models.attention import ANATOMY, attention_seconds
-from cpsim.models.kernels import DTYPES, limits_of, refusal
+from cpsim.errors import InfeasibleError, ProfileError
+from cpsim.mask_names import MASK_NAMES, Value
+from cpsim.models.attention import ANATOMY
+from cpsim.models.calls import attention_op_seconds
+from cpsim.models.kernels import DTYPES, limits_of, refusal, tile_visits
 from cpsim.scenario import Kernel
+from cpsim.schedule import Kind
 from cpsim.strategies import plan
 from cpsim.workload import Workload
 
@@ -24,6 +26,10 @@ LENGTHS: Final = tuple(1024 * 2**i for i in range(8))
 PASSES: Final[tuple[Literal["fwd", "bwd"], ...]] = ("fwd", "bwd")
 MASKS: Final = ("full", "causal", "full_document", "causal_document")
 """Masks of the table: all kernels that take several documents run them."""
+OTHER_MASKS: Final[Mapping[str, Mapping[str, Value]]] = {
+    "causal_sliding_window": {}, "shared_question": {}, "block_sparse": {"block": 128},
+}  # fmt: skip
+"""Further ones, with options, for kernels that take any mask."""
 EXAMPLE: Final = (12288, 8192, 12288)
 """Documents that a kernel's masks are tried on: longer than windows and blocks are by default."""
 NUM_DOCUMENTS: Final = 8
@@ -56,7 +62,7 @@ class Speed:
     tflops: Mapping[str, float]
     """By pass."""
     memory_bytes: Mapping[str, int]
-    """By pass: inputs, outputs and the kernel's work space; computed from its sources, not measured."""
+    """By pass: inputs, outputs and the kernel's work space, by its sources; measured on an H200."""
     notes: tuple[str, ...]
     """Sizes outside of what was measured."""
 
@@ -71,19 +77,42 @@ def support() -> list[Support]:
             profiles=tuple(p.name for p in profiles if (kernel, "fwd") in p.attention),
             passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in ANATOMY),
             dtypes=limits_of(kernel).dtypes if kernel in modelled else (),
-            head_dim="128 measured, others in proportion" if kernel in modelled else "",
-            masks={mask: _why_not(kernel, mask) for mask in MASK_NAMES},
+            head_dim=_head_dims(kernel, profiles) if kernel in modelled else "",
+            masks={mask: _why_not(kernel, mask, profiles) for mask in MASK_NAMES},
         )
         for kernel in sorted(get_args(Kernel), key=lambda kernel: kernel not in modelled)
     ]
 
 
-def _why_not(kernel: str, mask: str) -> str:
+def _head_dims(kernel: str, profiles: Sequence[Profile]) -> str:
+    """Which head dimensions were measured."""
+    measured = {
+        int(dim)
+        for p in profiles
+        if (kernel, "fwd") in p.attention
+        for dim in p.valid.get(f"attention fwd {kernel} head_dim", (p.attention[kernel, "fwd"].head_dim,))
+    }
+    return f"{', '.join(map(str, sorted(measured))) or 'none'} measured, others in proportion"
+
+
+def _why_not(kernel: str, mask: str, profiles: Sequence[Profile]) -> str:
+    """Why calls of a kernel under a mask cannot be priced: it does not run them, or no profile has measured them."""
     if (kernel, "fwd") not in ANATOMY:
         return "nobody has measured this kernel: it has no model"
     case = Workload(documents=EXAMPLE, mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
     schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
-    return refusal(kernel, case.dtype, case.head_dim, schedule)
+    reason = refusal(kernel, case.dtype, case.head_dim, schedule)
+    having = [p for p in profiles if (kernel, "fwd") in p.attention]
+    if reason or not having or not ANATOMY[kernel, "fwd"].lists_blocks:
+        return reason
+    masks = tile_visits(schedule, np.flatnonzero(schedule.kind == Kind.ATTENTION), case.head_dim * 2)
+    reasons = []
+    for profile in having:
+        try:
+            profile.check_rules(kernel, "fwd", {found.partial_rule() for found in masks.values()})
+        except InfeasibleError as unmeasured:
+            reasons.append(str(unmeasured))
+    return reasons[0] if len(reasons) == len(having) else ""
 
 
 def partly(kernel: str) -> str:
@@ -106,45 +135,51 @@ def speeds(profile: Profile, heads: int, kv_heads: int, head_dim: int, lengths: 
     return [
         _speed(profile, kernel, mask, tokens, (heads, kv_heads, head_dim))
         for kernel in sorted({kernel for kernel, _ in profile.attention})
-        for mask in MASKS
-        if not _why_not(kernel, mask)
+        for mask in (*MASKS, *OTHER_MASKS)
+        if not _why_not(kernel, mask, [profile])
         for tokens in lengths
     ]
 
 
 def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[int, int, int]) -> Speed:
     heads, kv_heads, head_dim = shape
-    count, causal = NUM_DOCUMENTS if mask.endswith("document") else 1, mask.startswith("causal")
-    lens = np.full(count, tokens // count)
+    count = NUM_DOCUMENTS if mask.endswith("document") else 1
     case = Workload(
-        documents=tuple(lens.tolist()), mask=mask, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        dtype=DTYPES[0],
+        documents=(tokens // count,) * count, mask=mask, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
+        dtype=DTYPES[0], mask_options=tuple(OTHER_MASKS.get(mask, {}).items()),
     )  # fmt: skip
+    schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
     tflops, notes = dict[str, float](), dict[str, None]()
     for pass_ in PASSES:
-        seconds = attention_seconds(
-            profile.attention_params(kernel, pass_), np.array([0, count]), lens, lens, np.full(count, causal),
-            np.array([heads]), np.array([kv_heads]), head_dim,
-        )[0]  # fmt: skip
+        params = profile.attention_params(kernel, pass_)
+        seconds = attention_op_seconds(params, kernel, case.dtype, head_dim, schedule)[0, 0]
         tflops[pass_] = case.flops(pass_) / float(seconds) / 1e12
+        lens = [tokens // count]
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
-    memory = {pass_: _memory(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
+    memory = {pass_: peak_bytes(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
     return Speed(
         profile=profile.name, kernel=kernel, mask=mask, tokens=tokens, documents=count, tflops=tflops,
         memory_bytes=memory, notes=tuple(notes),
     )  # fmt: skip
 
 
-def _memory(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]) -> int:
-    """Bytes of one call: q, k, v, out and lse; backward dout, dq, dk, dv, and fp32 or per-head sums of gradients."""
+def peak_bytes(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]) -> int:
+    """Bytes of one call: q, k, v, out and lse; backward dout, dq, dk, dv, and fp32 or per-head sums of gradients.
+
+    From the kernels' sources; `tests/test_kernels.py` compares it with what an H200 measured.
+    """
     heads, kv_heads, head_dim = shape
+    anatomy, naive = ANATOMY[kernel, pass_], kernel in ("math", "sdpa_math")
     itemsize = {"bf16": 2, "fp16": 2, "fp32": 4}["fp32" if kernel == "math" else DTYPES[0]]
-    q, kv = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim
-    tensors = (2 * q + kv) * itemsize + tokens * heads * 4
-    if kernel == "math":  # scores of all heads at once
-        return tensors + heads * tokens * tokens * 4 * (1 if pass_ == "fwd" else 2)
+    q, kv, row = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim, tokens * heads * 4
+    tensors = (2 * q + kv) * itemsize + row
+    if pass_ == "bwd":
+        tensors += (2 * q + kv) * itemsize
+    if naive:  # fp32 scores of all heads at once, three or four times
+        return tensors + heads * tokens * tokens * 4 * (3 if pass_ == "fwd" else 4)
     if pass_ == "fwd":
-        return tensors
-    shared = heads > kv_heads
-    sums = kv * 4 if ANATOMY[kernel, pass_].accumulates_kv else 2 * q * itemsize
-    return tensors + (2 * q + kv) * itemsize + q * 4 + 2 * tokens * heads * 4 + (sums if shared else 0)
+        return tensors + (row if kernel == "flex" else 0)
+    if anatomy.lists_blocks and anatomy.packs_heads:  # nothing to add up: each gradient has one owner
+        return tensors + 2 * row
+    sums = kv * 4 if anatomy.accumulates_kv else 2 * q * itemsize
+    return tensors + q * 4 + 2 * row + (sums if heads > kv_heads else 0)

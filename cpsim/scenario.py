@@ -26,8 +26,8 @@ Implementation = Literal[
     "dcp", "distca",
 ]  # fmt: skip
 Kernel = Literal[
-    "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "math", "flex", "flash_mask", "ffa", "fa2_sparse", "vsa",
-    "triton_vsa", "flashinfer",
+    "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "math", "flex", "fa4_sparse", "flash_mask", "ffa",
+    "fa2_sparse", "vsa", "triton_vsa", "flashinfer",
 ]  # fmt: skip
 
 MAX_TOKENS: Final = 10**9

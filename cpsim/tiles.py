@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -95,6 +95,15 @@ def join_tiles(tables: Sequence[Tiles]) -> Tiles:
     )
 
 
+def local_slices(tiles: Tiles, tile: int, place_q: Callable[[Ints], Ints], place_k: Callable[[Ints], Ints]) -> Slices:
+    """The slices of a tile over rows of queries and keys; the places of tokens say which row is whose."""
+    mask_row, q0, q1, k0, k1 = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64).T
+    at_q, at_k = place_q(q0), place_k(k0)
+    shift = q0 - at_q - (k0 - at_k)
+    low, high = tiles.mask.low[mask_row] + shift, tiles.mask.high[mask_row] + shift
+    return Slices(at_q, at_q + q1 - q0, at_k, at_k + k1 - k0, low, high)
+
+
 @lru_cache(maxsize=2)
 def sequences(tiles: Tiles) -> Sequences:
     """Group every tile's slices into kernel sequences.
@@ -111,6 +120,17 @@ def sequences(tiles: Tiles) -> Sequences:
     one_call = ~_any(~regular, start) & ~(_any(causal, start) & _any(is_full, start))
     in_place = ~_any(flags & _PACKED > 0, start)
     return Sequences(start, q_len, k_len, area, causal, regular, flags & _WINDOW > 0, one_call, in_place)
+
+
+def place_in(ranges: Ints) -> Callable[[Ints], Ints]:
+    """The row of each token of a set of ranges, which lie one after the other."""
+    before = np.concatenate(([0], np.cumsum(ranges[:, 1] - ranges[:, 0])))
+
+    def place(tokens: Ints) -> Ints:
+        at = np.searchsorted(ranges[:, 0], tokens, side="right") - 1
+        return np.asarray(before[at] + tokens - ranges[at, 0])
+
+    return place
 
 
 @lru_cache(maxsize=2)

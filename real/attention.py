@@ -3,20 +3,41 @@
 Legend of tensor suffixes: T tokens (all sequences of one call, packed), H query heads, K key/value heads,
 D head dimension. Log-sum-exp is [H, T] fp32 in natural logarithms for every kernel.
 
-Kernels: `fa2` (flash-attn 2.x), `fa4` (flash-attn-4, CuTe DSL), `cudnn` and `sdpa_flash` (PyTorch's own), and
-`math` (plain PyTorch on any device and dtype: the oracle of the tests).
+Kernels: `fa2` (flash-attn 2.x), `fa4` (flash-attn-4, CuTe DSL; `fa4_sparse` with lists of blocks), `cudnn` and
+`sdpa_flash` (PyTorch's own), `flex` (FlexAttention, compiled), `sdpa_math` (naive: a matrix of all scores, products in
+the working type) and `math` (the same in fp32 or better on any device and dtype: the oracle of the tests).
 A call with one sequence uses the kernel's dense entry point unless `varlen=True`; several use the varlen one.
-A causal mask is aligned to the bottom right: query i of q sees keys up to i + k - q.
+A causal mask is aligned to the bottom right: query i of q sees keys up to i + k - q. Kernels of ANY_MASK take a mask of
+slices instead, from `prepare_mask`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from cpsim.block_masks import (
+    BANDS,
+    BLOCK,
+    CELLS,
+    FULL,
+    PARTIAL,
+    RUNS,
+    band_cells,
+    block_kinds,
+    key_runs,
+    rule_of,
+    sequence_slices,
+    table_of,
+)
+from cpsim.masks import Slices
 
 aten = torch.ops.aten
 
@@ -25,7 +46,7 @@ class UnsupportedCall(ValueError):
     """The kernel has no such call (for example cuDNN with a causal mask and unequal lengths)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """Shapes of one attention kernel call, prepared once and used for any number of launches."""
 
@@ -42,6 +63,30 @@ class Call:
     """[sequences + 1] int32 offsets of keys on the device."""
     max_q: int
     max_k: int
+    mask: Slices | None = None
+    """Which keys of the one sequence every query sees, where that is neither full nor causal."""
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Tables for kernels that visit listed blocks; made when such a kernel first runs the call."""
+        return _blocks(self)
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """The mask [queries, keys] of the one sequence."""
+        assert self.mask is not None
+        kinds = block_kinds(table_of(self.mask), self.max_q, self.max_k, 1)
+        return torch.from_numpy(kinds == FULL).to(self.cu_q.device)
+
+
+def prepare_mask(mask: Slices, num_q: int, num_k: int, *, device: torch.device | str) -> Call:
+    """Builds the Call of one sequence under any mask: disjoint slices of query and key rows."""
+    ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (num_q, num_k))
+    cu_q, cu_k = ends
+    return Call(
+        q_lens=(num_q,), k_lens=(num_k,), causal=False, varlen=False, cu_q=cu_q, cu_k=cu_k, max_q=num_q,
+        max_k=num_k, mask=mask,
+    )  # fmt: skip
 
 
 def prepare(
@@ -75,8 +120,10 @@ def forward(
         out_THD: receives the output where given; PyTorch's kernels need a copy for that.
 
     Returns:
-        out_THD in the dtype of q and lse_HT in fp32 (fp64 for `math` on fp64).
+        out_THD in the dtype of q and lse_HT in fp32 (fp64 for `math` on fp64). A query that sees no key has output 0
+        and log-sum-exp -inf.
     """
+    _check_mask(kernel, call)
     return _KERNELS[kernel][0](q_THD, k_TKD, v_TKD, call, out_THD)
 
 
@@ -90,14 +137,20 @@ def backward(
     That is what a ring step needs: `out_THD` and `lse_HT` are those of the whole softmax, keys only one block.
     `grads` receive them where given; PyTorch's kernels need copies for that.
     """
+    _check_mask(kernel, call)
     return _KERNELS[kernel][1](dout_THD, q_THD, k_TKD, v_TKD, out_THD, lse_HT, call, grads)
+
+
+def _check_mask(kernel: str, call: Call) -> None:
+    if call.mask is not None and kernel not in ANY_MASK + WHOLE_BLOCKS:
+        raise UnsupportedCall(f"{kernel} takes full and causal sequences, got another mask; use {ANY_MASK[0]}")
 
 
 def kernel_version(kernel: str) -> str:
     """Package version behind a kernel, for provenance."""
     from importlib.metadata import PackageNotFoundError, version
 
-    package = {"fa2": "flash-attn", "fa4": "flash-attn-4"}.get(kernel)
+    package = {"fa2": "flash-attn", "fa4": "flash-attn-4", "fa4_sparse": "flash-attn-4"}.get(kernel)
     if kernel == "cudnn":
         return str(torch.backends.cudnn.version())
     if package is None:
@@ -276,78 +329,317 @@ def _cudnn_backward(
     return _all_placed((dq, dk, dv), into)
 
 
-# --- plain PyTorch ---
+# --- flash-attn 4 with lists of blocks ---
 
 
-def _math_slices(call: Call) -> list[tuple[slice, slice]]:
-    slices, q0, k0 = [], 0, 0
+def _fa4_blocks(call: Call, side: slice) -> Any:
+    """The listed blocks of rows of queries, or of keys, as flash-attn 4 takes them."""
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    partial_count, partial_list, full_count, full_list = call.blocks.tables[side]
+    if call.blocks.num_partial:
+        raise UnsupportedCall(f"fa4_sparse takes masks of whole blocks of {BLOCK} tokens here; use flex")
+    tables = {
+        "mask_block_cnt": partial_count, "mask_block_idx": partial_list, "full_block_cnt": full_count,
+        "full_block_idx": full_list, "block_size": (BLOCK, BLOCK),
+    }  # fmt: skip
+    return BlockSparseTensorsTorch(**{name: tables[name] for name in BlockSparseTensorsTorch._fields if name in tables})
+
+
+def _fa4_sparse_forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd
+
+    blocks, target = _fa4_blocks(call, slice(0, 4)), None if into is None else into[None]
+    out, lse, *_ = _flash_attn_fwd(
+        q[None], k[None], v[None], block_sparse_tensors=blocks, return_lse=True, out=target
+    )
+    return out[0], lse[0]
+
+
+def _fa4_sparse_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
+) -> Grads:
+    from flash_attn.cute.interface import _flash_attn_bwd
+
+    blocks = _fa4_blocks(call, slice(4, 8))
+    dq, dk, dv = (None,) * 3 if into is None else (g[None] for g in into)
+    dq, dk, dv = _flash_attn_bwd(
+        q[None], k[None], v[None], out[None], dout[None], lse[None], block_sparse_tensors=blocks, dq=dq, dk=dk, dv=dv
+    )[:3]
+    return dq[0], dk[0], dv[0]
+
+
+# --- FlexAttention: the operators under its autograd wrapper, because that cannot take a given lse ---
+
+LN_2 = math.log(2.0)
+"""FlexAttention's log-sum-exp is to base 2."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """A mask as FlexAttention takes it."""
+
+    tables: tuple[Tensor, ...]
+    """Partial and full key blocks of every row of queries, then query blocks of every row of keys: each a count
+    [1, 1, rows] and the block numbers [1, 1, rows, columns]; int32."""
+    sees: Callable[..., Tensor]
+    """Whether a query sees a key, in partial blocks: (batch, head, query, key, *given)."""
+    given: tuple[Tensor, ...]
+    aligned: bool
+    """Whether no block is cut off at the end."""
+    num_partial: int
+    """Partial blocks in all."""
+
+
+def _blocks(call: Call) -> Blocks:
+    num_q, num_k, device = sum(call.q_lens), sum(call.k_lens), call.cu_q.device
+    lens = np.array(call.q_lens), np.array(call.k_lens)
+    mask = sequence_slices(*lens, np.full(len(call.q_lens), call.causal)) if call.mask is None else call.mask
+    rows = table_of(mask)
+    kinds = torch.from_numpy(block_kinds(rows, num_q, num_k, BLOCK)).to(device)
+    tables = [t for side in (kinds, kinds.T) for kind in (PARTIAL, FULL) for t in _listed(side == kind)]
+    rule = rule_of(rows, num_q)
+    given = list(key_runs(rows, num_q)[0])
+    if rule != RUNS:
+        *places, cells, limits = band_cells(rows, num_q, num_k)
+        given = [*places, (cells != cells[0, 0]).astype(np.int8)] if rule == CELLS else [*places, cells, *limits]
+    return Blocks(
+        tables=tuple(tables), sees=_RULES[rule], given=tuple(torch.from_numpy(x.copy()).to(device) for x in given),
+        aligned=num_q % BLOCK == 0 and num_k % BLOCK == 0, num_partial=int((kinds == PARTIAL).sum()),
+    )  # fmt: skip
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of every row are chosen [1, 1, rows], and the numbers of all blocks, those first."""
+    order = torch.argsort((~chosen).to(torch.uint8), dim=1, stable=True)
+    return chosen.sum(dim=1).to(torch.int32)[None, None], order.to(torch.int32).contiguous()[None, None]
+
+
+def _sees_run(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor, first: Tensor, end: Tensor) -> Tensor:
+    """Masks under which a query sees one run of keys: two numbers per query say which."""
+    return (first[q] <= k) & (k < end[q])
+
+
+def _sees_cell(
+    _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor
+) -> Tensor:
+    """Masks of rectangles, such as random blocks."""
+    return cells[of_q[q], of_k[k]] != 0
+
+
+def _sees_bands(
+    _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor,
+    low: Tensor, high: Tensor, low_2: Tensor, high_2: Tensor,
+) -> Tensor:  # fmt: skip
+    """All other masks, as `band_cells` describes them."""
+    kind, offset = cells[of_q[q], of_k[k]], k - q
+    return (low[kind] <= offset) & (offset <= high[kind]) | (low_2[kind] <= offset) & (offset <= high_2[kind])
+
+
+_RULES = {RUNS: _sees_run, CELLS: _sees_cell, BANDS: _sees_bands}
+
+
+def _score(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+    return score
+
+
+def _score_gradient(
+    _score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor, grad: Tensor
+) -> list[Tensor | None]:
+    return [grad, None, None, None, None]
+
+
+def _flex_arguments(
+    blocks: Blocks, q: Tensor, k: Tensor, given: Sequence[Tensor], options: Mapping[str, int]
+) -> tuple[Any, ...]:
+    """What follows the tensors of both operators: block mask, scale, options, captured tensors."""
+    from torch.nn.attention.flex_attention import BlockMask, _apply_kernel_options
+
+    tables, captured = given[: len(blocks.tables)], given[len(blocks.tables) :]
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+             "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
+    mask = BlockMask(
+        seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=blocks.sees,
+        **dict(zip(names, tables, strict=True)),
+    )  # fmt: skip
+    # One kernel for all numbers of queries.
+    wanted: Any = {"FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": blocks.aligned, **options}
+    every = _apply_kernel_options(q, k, k, True, wanted)
+    return mask.as_tuple(), q.shape[-1] ** -0.5, every, (), tuple(captured)
+
+
+def _flex_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
+    blocks = call.blocks
+
+    def run(options: Mapping[str, int], q: Tensor, k: Tensor, v: Tensor, *given: Tensor) -> tuple[Tensor, Tensor]:
+        from torch._higher_order_ops.flex_attention import flex_attention
+
+        out, lse, *_ = flex_attention(q, k, v, _score, *_flex_arguments(blocks, q, k, given, options))
+        return out, lse * LN_2
+
+    out, lse = _flex("fwd", run, blocks, tuple(_heads_first(x) for x in (q, k, v)))
+    return _placed(out[0].transpose(0, 1), into), lse[0]
+
+
+def _flex_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
+) -> Grads:
+    blocks = call.blocks
+
+    def run(
+        options: Mapping[str, int],
+        lse: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *given: Tensor,
+    ) -> Grads:  # fmt: skip
+        from torch._higher_order_ops.flex_attention import flex_attention_backward
+
+        rest = _flex_arguments(blocks, q, k, given, options)
+        dq, dk, dv, _ = flex_attention_backward(q, k, v, out, lse / LN_2, dout, None, _score, _score_gradient, *rest)
+        return dq, dk, dv
+
+    heads_first = (_heads_first(x) for x in (dout, q, k, v, out))
+    dq, dk, dv = (g[0].transpose(0, 1) for g in _flex("bwd", run, blocks, (lse[None], *heads_first)))
+    return _all_placed((dq, dk, dv), into)
+
+
+_COMPILED: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
+
+
+def _flex(
+    pass_: str, run: Callable[..., tuple[Tensor, ...]], blocks: Blocks, tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """Runs a pass: compiled once for all numbers of tokens on a GPU, PyTorch's own dense code on a CPU."""
+    every = *tensors, *blocks.tables, *blocks.given
+    if tensors[0].device.type == "cpu":
+        return run({}, *every)
+    # Of tensors dimension 2 counts tokens, of tables all that are not 1.
+    free = [{2}] * len(tensors) + [set(range(x.dim())) for x in every[len(tensors) :]]
+    key = pass_, blocks.sees, blocks.aligned, tuple(_static(x, f) for x, f in zip(every, free, strict=True))
+    if key not in _COMPILED:
+        _COMPILED[key] = _compile_what_fits(run, every, free)
+    return _COMPILED[key](*every)
+
+
+def _compile_what_fits(
+    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Compiled code with as many stages of loads as shared memory holds, tables of a mask among them."""
+    for options in ({}, {"num_stages": 2}):
+        try:
+            compiled = _compile(partial(run, options), example, free)
+            compiled(*example)
+        except Exception as error:
+            if "out of resource" not in str(error):
+                raise
+        else:
+            return compiled
+    return _compile(partial(run, {"num_stages": 1}), example, free)
+
+
+def _static(x: Tensor, free: set[int]) -> object:
+    """What compiled code depends on: all sizes that are not free, or 1; strides; whether 32 bits count its elements."""
+    sizes = tuple(-1 if i in free and n > 1 else n for i, n in enumerate(x.shape))
+    strides = x.stride()[1:] if x.dim() == 4 and x.is_floating_point() else None
+    return x.dtype, x.device, sizes, strides, x.numel() < 2**31
+
+
+def _compile(
+    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Inductor's code for a function of tensors, any size along their free dimensions."""
+    from torch._dynamo.source import ConstantSource
+    from torch._inductor.compile_fx import compile_fx
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode, fakes = FakeTensorMode(shape_env=ShapeEnv()), []
+    for i, (x, dims) in enumerate(zip(example, free, strict=True)):
+        sizes = [DimDynamic.DYNAMIC if d in dims and n > 1 else DimDynamic.STATIC for d, n in enumerate(x.shape)]
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        fakes.append(mode.from_tensor(x, source=ConstantSource(f"x{i}"), symbolic_context=context))
+    with torch.no_grad():
+        with mode:
+            graph = make_fx(run)(*fakes)
+        compiled: Callable[..., tuple[Tensor, ...]] = compile_fx(graph, fakes)
+    return compiled
+
+
+# --- plain PyTorch: `math` in fp32 or better, `sdpa_math` with products in the working type ---
+
+
+def _wide(kernel: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of matrix products."""
+    return dtype if kernel == "sdpa_math" else torch.promote_types(dtype, torch.float32)
+
+
+def _math_parts(q: Tensor, k: Tensor, call: Call) -> list[tuple[slice, slice, Tensor]]:
+    """Queries, keys and the mask [q, k] of every sequence."""
+    if call.mask is not None:
+        return [(slice(0, len(q)), slice(0, len(k)), call.visible)]
+    parts, q0, k0 = [], 0, 0
     for nq, nk in zip(call.q_lens, call.k_lens, strict=True):
-        slices.append((slice(q0, q0 + nq), slice(k0, k0 + nk)))
+        seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device)
+        parts.append((slice(q0, q0 + nq), slice(k0, k0 + nk), seen.tril(nk - nq) if call.causal else seen))
         q0, k0 = q0 + nq, k0 + nk
-    return slices
+    return parts
 
 
-def _bottom_right(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """Which keys a sequence's queries see, [q, k]."""
-    seen = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device)
-    return seen.tril(len(k) - len(q)) if causal else seen
-
-
-def _math_scores(q: Tensor, k: Tensor, visible: Tensor) -> Tensor:
+def _math_scores(q: Tensor, k: Tensor, visible: Tensor, wide: torch.dtype) -> Tensor:
     """Scaled and masked scores [H, q, k] in fp32 or better."""
-    wide = torch.promote_types(q.dtype, torch.float32)
     k = k.to(wide).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", q.to(wide), k) / math.sqrt(q.shape[-1])
-    return scores.masked_fill(~visible, float("-inf"))
+    scores = torch.einsum("qhd,khd->hqk", q.to(wide), k).to(torch.promote_types(wide, torch.float32))
+    return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible, float("-inf"))
 
 
-def masked_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """`math` attention under any mask [q, k]; a query that sees no key has output 0 and log-sum-exp -inf."""
-    scores = _math_scores(q, k, visible)
+def _math_forward_of(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, wide: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    scores = _math_scores(q, k, visible, wide)
     lse = scores.logsumexp(dim=-1)
-    p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0)[..., None])
-    wide_v = v.to(p.dtype).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0)[..., None]).to(wide)
+    wide_v = v.to(wide).repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return torch.einsum("hqk,khd->qhd", p, wide_v).to(q.dtype), lse
 
 
-def masked_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor
+def _math_backward_of(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, visible: Tensor, wide: torch.dtype
 ) -> Grads:
-    """Gradients of `masked_forward` for given output and log-sum-exp, which may cover more keys."""
     group, scale = q.shape[1] // k.shape[1], q.shape[-1] ** -0.5
-    scores = _math_scores(q, k, visible)
-    wide = scores.dtype
-    p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0)[..., None].to(wide))
+    scores = _math_scores(q, k, visible, wide)
+    p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0)[..., None].to(scores.dtype))
     do, o = dout.to(wide), out.to(wide)
     k_all = k.to(wide).repeat_interleave(group, dim=1)
     v_all = v.to(wide).repeat_interleave(group, dim=1)
-    delta = (do * o).sum(-1).T[..., None]
-    ds = p * (torch.einsum("qhd,khd->hqk", do, v_all) - delta) * scale
+    delta = (do * o).sum(-1, dtype=scores.dtype).T[..., None]
+    ds = (p * (torch.einsum("qhd,khd->hqk", do, v_all) - delta) * scale).to(wide)
     dq = torch.einsum("hqk,khd->qhd", ds, k_all).to(q.dtype)
-    per_head = torch.einsum("hqk,qhd->khd", ds, q.to(wide)), torch.einsum("hqk,qhd->khd", p, do)
+    per_head = torch.einsum("hqk,qhd->khd", ds, q.to(wide)), torch.einsum("hqk,qhd->khd", p.to(wide), do)
     dk, dv = (full.unflatten(1, (-1, group)).sum(2).to(k.dtype) for full in per_head)
     return dq, dk, dv
 
 
 def _math_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     out, lses = torch.empty_like(q) if into is None else into, []
-    for at_q, at_k in _math_slices(call):
-        seen = _bottom_right(q[at_q], k[at_k], call.causal)
-        out[at_q], lse = masked_forward(q[at_q], k[at_k], v[at_k], seen)
+    for at_q, at_k, seen in _math_parts(q, k, call):
+        out[at_q], lse = _math_forward_of(q[at_q], k[at_k], v[at_k], seen, _wide(kernel, q.dtype))
         lses.append(lse)
     return out, torch.cat(lses, dim=1)
 
 
 def _math_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    kernel: str,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None,
+) -> Grads:  # fmt: skip
     dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-    for at_q, at_k in _math_slices(call):
-        seen = _bottom_right(q[at_q], k[at_k], call.causal)
+    for at_q, at_k, seen in _math_parts(q, k, call):
         given = (x[at_q] for x in (dout, q)), (x[at_k] for x in (k, v))
-        dq[at_q], dk[at_k], dv[at_k] = masked_backward(*given[0], *given[1], out[at_q], lse[:, at_q], seen)
+        dq[at_q], dk[at_k], dv[at_k] = _math_backward_of(
+            *given[0], *given[1], out[at_q], lse[:, at_q], seen, _wide(kernel, q.dtype)
+        )
     return dq, dk, dv
 
 
@@ -356,6 +648,13 @@ _KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tu
     "fa4": (_fa4_forward, _fa4_backward),
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "sdpa_flash": (_sdpa_flash_forward, _sdpa_flash_backward),
-    "math": (_math_forward, _math_backward),
+    "fa4_sparse": (_fa4_sparse_forward, _fa4_sparse_backward),
+    "flex": (_flex_forward, _flex_backward),
+    "sdpa_math": (partial(_math_forward, "sdpa_math"), partial(_math_backward, "sdpa_math")),
+    "math": (partial(_math_forward, "math"), partial(_math_backward, "math")),
 }
 KERNELS = tuple(_KERNELS)
+ANY_MASK = ("flex", "sdpa_math", "math")
+"""Kernels that take any mask."""
+WHOLE_BLOCKS = ("fa4_sparse",)
+"""Kernels that take masks of whole blocks of 128 tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from cpsim.errors import InfeasibleError
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
+from cpsim.tiles import local_slices
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
@@ -233,19 +235,30 @@ class Lowering:
         keys = next(a for a in mine if a.tensor == "kv")
         return is_one_call(self.s, tile, packed=keys.layout.tile == tile)
 
-    def _masked(self, op: Op, mine: list[Access]) -> tuple[dict[str, Access], dict[str, Tensor], Tensor]:
-        """Accesses, rows of each tensor's part that the op uses, and the mask of any shape over them.
+    def _masked(
+        self, op: Op, mine: list[Access]
+    ) -> tuple[dict[str, Access], dict[str, Tensor | slice], attention.Call]:
+        """Accesses, rows of each tensor's part that the op uses, and the call with a mask of any shape over them.
 
         Raises:
-            InfeasibleError: the kernel takes no such mask; plain PyTorch does.
+            InfeasibleError: the kernel takes no such mask; others do.
         """
-        if self.x.kernel != "math":
+        if self.x.kernel not in attention.ANY_MASK:
             raise InfeasibleError(f"kernel {self.x.kernel} does not run this strategy's share of the mask")
         given = {a.tensor: a for a in mine}
         self.unseen |= self._unseen(op.index, mine)
-        rows = {t: self._index(_rows_of(a, a.tokens)).long() for t, a in given.items()}
-        seen = visible(self.s, int(self.s.tile[op.index]), given["q"].tokens, given["kv"].tokens)
-        return given, rows, torch.from_numpy(seen).to(self.device)
+        rows = {t: self._rows_or_span(_rows_of(a, a.tokens)) for t, a in given.items()}
+        queries, keys = given["q"].tokens, given["kv"].tokens
+        mask = local_slices(
+            self.s.tiles, int(self.s.tile[op.index]), partial(np.searchsorted, queries), partial(np.searchsorted, keys)
+        )
+        return given, rows, attention.prepare_mask(mask, len(queries), len(keys), device=self.device)
+
+    def _rows_or_span(self, rows: Ints) -> Tensor | slice:
+        """An index of rows, a view of them where they follow each other."""
+        if np.array_equal(rows, np.arange(rows[0], rows[0] + len(rows))):
+            return slice(int(rows[0]), int(rows[0]) + len(rows))
+        return self._index(rows).long()
 
     def _planes(self, op: Op, access: Access) -> list[Tensor]:
         """All rows of an access's planes, with the op's heads."""
@@ -254,34 +267,36 @@ class Lowering:
         return [self.x.view(part, None, heads) for (part,) in parts]
 
     def _masked_attention(self, op: Op, mine: list[Access]) -> Launch:
-        given, rows, seen = self._masked(op, mine)
+        given, rows, call = self._masked(op, mine)
         (q,), (k, v), (out,) = (self._planes(op, given[t]) for t in ("q", "kv", "out"))
         target, lse = given["out"], self.x.lse
         self._written_directly(target)
         (part,) = target.layout.parts("out")
         first, buffer = op_heads(self.s, op)[0] - part.head, target.buffer
         kept = lse[buffer] if self.places.is_output[buffer] else self._new_lse(part.num_heads, len(part.tokens))
+        kernel = self.x.kernel
 
         def run() -> None:
             lse[buffer] = kept
-            made = attention.masked_forward(q[rows["q"]], k[rows["kv"]], v[rows["kv"]], seen)
+            made = attention.forward(kernel, q[rows["q"]], k[rows["kv"]], v[rows["kv"]], call)
             out[rows["out"]], kept[first : first + q.shape[1], rows["out"]] = made
 
         return run
 
     def _masked_backward(self, op: Op, mine: list[Access]) -> Launch:
-        given, rows, seen = self._masked(op, mine)
+        given, rows, call = self._masked(op, mine)
         (q,), (dout,), (out,), (dq,) = (self._planes(op, given[t]) for t in ("q", "dout", "out", "dq"))
         (k, v), (dk, dv) = (self._planes(op, given[t]) for t in ("kv", "dkv"))
         self._written_directly(given["dq"])
         (part,) = given["out"].layout.parts("out")
         first, buffer, lse = op_heads(self.s, op)[0] - part.head, given["out"].buffer, self.x.lse
+        kernel = self.x.kernel
 
         def run() -> None:
             at, keys = rows["q"], rows["kv"]
-            known = lse[buffer][first : first + q.shape[1], rows["out"]]
-            made = attention.masked_backward(
-                dout[rows["dout"]], q[at], k[keys], v[keys], out[rows["out"]], known, seen
+            known = lse[buffer][first : first + q.shape[1], rows["out"]].contiguous()
+            made = attention.backward(
+                kernel, dout[rows["dout"]], q[at], k[keys], v[keys], out[rows["out"]], known, call
             )
             for into, to, grad in zip((dq, dk, dv), ("dq", "dkv", "dkv"), made, strict=True):
                 into[rows[to]] = grad

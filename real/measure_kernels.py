@@ -3,12 +3,14 @@
     python -m real.measure_kernels --minutes 8 --out h200-kernels.jsonl
     python -m real.measure_kernels --minutes 4 --shapes study.jsonl --out study-kernels.jsonl
     python -m real.measure_kernels --minutes 1 --rested --seed 2 --out h200-rested.jsonl
+    python -m real.measure_kernels --minutes 2 --masked --kernels flex --out h200-masked.jsonl
+    python -m real.measure_kernels --minutes 1 --head-dim 64 --out h200-kernels-64.jsonl
 
 Without a pause a kernel meets the power limit and the clock falls. `--rested` measures how it runs where a schedule
-leaves a GPU idle: two shapes with pauses of several lengths, then random ones at the full clock. Otherwise listed
-shapes come first, and random ones take the time that is left. Writes one measurement file (see
-cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the `math` kernel, to try
-the script.
+leaves a GPU idle: two shapes with pauses of several lengths, then random ones at the full clock. `--masked` measures
+kernels that take any mask. Otherwise listed shapes come first, and random ones take the time that is left. Writes one
+measurement file (see cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the
+`math` kernel, to try the script.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,12 +31,16 @@ import torch
 
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
-from real.shapes import HEAD_DIM, Shape, draw
+from real.shapes import HEAD_DIM, HEADS_OF_4, MASKED_HEADS, Shape, draw, draw_masked, listed_masks
 from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
 
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
-POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13}  # share of the measured time
-MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13}
+POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13, "flex": 0.74, "fa4_sparse": 0.18,
+          "sdpa_math": 0.08}  # shares of the measured time
+MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13, "flex": 1e13, "fa4_sparse": 1e13,
+             "sdpa_math": 3e11}
+MEMORY_LENGTHS = (1024, 4096, 16384, 65536)
+"""Tokens of full calls of 64:8 heads whose peak memory is measured."""
 BUSY_SHARES = (0.95, 0.87, 0.79, 0.7, 0.6)
 """Of the time, where a kernel pauses between two calls."""
 SETTLED_S = 0.4
@@ -137,7 +144,7 @@ def tensors(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
     def random(num_tokens: int, num_heads: int) -> torch.Tensor:
-        return torch.randn(num_tokens, num_heads, HEAD_DIM, device=device, dtype=dtype)
+        return torch.randn(num_tokens, num_heads, shape.head_dim, device=device, dtype=dtype)
 
     num_q, num_k = sum(shape.q_lens), sum(shape.k_lens)
     return {
@@ -146,10 +153,16 @@ def tensors(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
+def call_of(shape: Shape, device: torch.device) -> attention.Call:
+    """The call that a shape describes."""
+    if (mask := shape.slices()) is not None:
+        return attention.prepare_mask(mask, sum(shape.q_lens), sum(shape.k_lens), device=device)
+    return attention.prepare(shape.q_lens, shape.k_lens, causal=shape.causal, device=device, varlen=shape.varlen)
+
+
 def both_passes(kernel: str, shape: Shape, device: torch.device) -> dict[str, Callable[[], object]]:
     """Calls of both passes, by pass, on random tensors; the forward pass has run once."""
-    x = tensors(shape, device)
-    call = attention.prepare(shape.q_lens, shape.k_lens, causal=shape.causal, device=device)
+    x, call = tensors(shape, device), call_of(shape, device)
     given = x["q"], x["k"], x["v"]
     out, lse = attention.forward(kernel, *given, call)
     return {
@@ -161,13 +174,9 @@ def both_passes(kernel: str, shape: Shape, device: torch.device) -> dict[str, Ca
 def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = False) -> None:
     """Forward and backward of one shape, separately; inputs rotate where they would fit in the cache."""
     timed = bench.rested if rested else bench.samples
-    parameters = {
-        "kernel": kernel, "family": shape.family, "num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads,
-        "head_dim": HEAD_DIM, "causal": shape.causal, "varlen": shape.varlen,
-        "q_lens": list(shape.q_lens), "k_lens": list(shape.k_lens), **({"rested": True} if rested else {}),
-    }  # fmt: skip
-    nbytes = 4 * HEAD_DIM * (sum(shape.q_lens) * shape.num_heads + sum(shape.k_lens) * shape.num_kv_heads)
-    num_sets = int(np.clip(math.ceil(L2_BYTES / nbytes), 1, 4)) if bench.cuda else 1
+    parameters = {"kernel": kernel, **shape.parameters(), **({"rested": True} if rested else {})}
+    elements = sum(shape.q_lens) * shape.num_heads + sum(shape.k_lens) * shape.num_kv_heads
+    num_sets = int(np.clip(math.ceil(L2_BYTES / (4 * shape.head_dim * elements)), 1, 4)) if bench.cuda else 1
 
     def make() -> list[tuple[torch.Tensor, ...]]:
         sets = []
@@ -177,9 +186,7 @@ def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = Fa
             sets.append((x["dout"], x["q"], x["k"], x["v"], out, lse))
         return sets
 
-    call = attention.prepare(
-        shape.q_lens, shape.k_lens, causal=shape.causal, device=bench.device, varlen=shape.varlen
-    )
+    call = call_of(shape, bench.device)
     made: list[tuple[torch.Tensor, ...]] = []
 
     def forward() -> list[float]:
@@ -194,6 +201,32 @@ def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = Fa
     bench.point("attention", forward, **{"pass": "fwd"}, **parameters)
     if made:
         bench.point("attention", backward, **{"pass": "bwd"}, **parameters)
+
+
+def measure_memory(bench: Bench, kernel: str, shape: Shape) -> None:
+    """Peak memory of a call of each pass: its inputs, and all that is allocated until it ends."""
+    x, call = tensors(shape, bench.device), call_of(shape, bench.device)
+    given = x["q"], x["k"], x["v"]
+    out, lse = attention.forward(kernel, *given, call)
+    attention.backward(kernel, x["dout"], *given, out, lse, call)
+    calls = {
+        "fwd": (given, partial(attention.forward, kernel, *given, call)),
+        "bwd": ((*x.values(), out, lse), partial(attention.backward, kernel, x["dout"], *given, out, lse, call)),
+    }
+    for pass_, (inputs, op) in calls.items():
+        nbytes = sum(t.nbytes for t in inputs) + (peak_bytes(op, bench.device) if bench.cuda else 0)
+        parameters = {"kernel": kernel, "pass": pass_, **shape.parameters(), "peak_bytes": nbytes}
+        bench.writer.add("memory", **parameters)
+
+
+def peak_bytes(op: Callable[[], object], device: torch.device) -> int:
+    """Most bytes that are allocated at once while an op runs, beyond those before it."""
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    op()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
 
 
 def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
@@ -214,16 +247,33 @@ def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
             )  # fmt: skip
 
 
-def check(bench: Bench, kernel: str) -> None:
-    """Relative error of output and gradients against plain attention in fp32, dense and varlen."""
-    for q_lens, k_lens, causal in (((384,), (384,), True), ((300,), (600,), False), ((200, 130), (333, 130), True)):
-        shape = Shape(
-            family="check", num_heads=4, num_kv_heads=1, causal=causal, varlen=len(q_lens) > 1,
-            q_lens=q_lens, k_lens=k_lens,
-        )  # fmt: skip
+def checks(head_dim: int) -> list[Shape]:
+    """Calls of every entry point."""
+    heads = {"num_heads": 4, "num_kv_heads": 1, "head_dim": head_dim}
+    lens = (((384,), (384,), True), ((300,), (600,), False), ((200, 130), (333, 130), True))
+    return [
+        Shape(family="check", causal=causal, varlen=len(q) > 1, q_lens=q, k_lens=k, **heads) for q, k, causal in lens
+    ]
+
+
+def masked_checks() -> list[Shape]:
+    """Calls of every way to decide about a pair, with lengths that blocks divide and others."""
+    cases = (("causal_document", {}), ("lambda", {"window": 100}), ("block_sparse", {"block": 64}),
+             ("block_sparse", {"block": 128}))
+    return [
+        Shape(family="check", num_heads=64, num_kv_heads=8, causal=False, varlen=False, q_lens=lens, k_lens=lens,
+              mask=mask, options=options)
+        for mask, options in cases
+        for lens in ((384, 256), *(((400, 250),) if options.get("block") != 128 else ()))
+    ]  # fmt: skip
+
+
+def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> None:
+    """Relative error of output and gradients against plain attention in fp32."""
+    for shape in shapes:
+        name = f"{kernel} {shape.mask} {shape.q_lens} {shape.k_lens} causal={shape.causal}"
         try:
-            x = tensors(shape, bench.device)
-            call = attention.prepare(q_lens, k_lens, causal=causal, device=bench.device)
+            x, call = tensors(shape, bench.device), call_of(shape, bench.device)
             got = attention.forward(kernel, x["q"], x["k"], x["v"], call)
             wide = {name: t.float() for name, t in x.items()}
             want = attention.forward("math", wide["q"], wide["k"], wide["v"], call)
@@ -231,29 +281,47 @@ def check(bench: Bench, kernel: str) -> None:
             want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
             errors = [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
         except Exception as error:
-            print(f"check {kernel} {q_lens} {k_lens} causal={causal}: {type(error).__name__}: {str(error)[:300]}")
+            print(f"check {name}: {type(error).__name__}: {str(error)[:300]}")
             bench.writer.add("error", failed="check", kernel=kernel, message=str(error)[:300])
             continue
-        print(f"check {kernel} {q_lens} {k_lens} causal={causal}:", " ".join(f"{e:.1e}" for e in errors))
-        bench.writer.add("check", kernel=kernel, q_lens=list(q_lens), k_lens=list(k_lens), relative_errors=errors)
+        print(f"check {name}:", " ".join(f"{e:.1e}" for e in errors))
+        bench.writer.add("check", kernel=kernel, **shape.parameters(), relative_errors=errors)
 
 
-def warm_up(kernel: str, device: torch.device) -> None:
+def warm_up(kernel: str, device: torch.device, head_dim: int = HEAD_DIM) -> None:
     """Compiles the variants that the shapes need (fa4: per head ratio, mask and entry point)."""
-    for (heads, kv), causal, lens in itertools.product(((8, 8), (4, 1), (8, 1)), (True, False), ([512], [384, 256])):
-        compile_variant(kernel, heads, kv, causal, lens, device)
+    ratios = ((8, 8), (4, 1), (8, 1)) if head_dim == HEAD_DIM else ((4, 1),)
+    for (heads, kv), causal, lens in itertools.product(ratios, (True, False), ([512], [384, 256])):
+        compile_variant(kernel, heads, kv, causal, lens, device, head_dim)
 
 
-def compile_variant(kernel: str, heads: int, kv: int, causal: bool, lens: list[int], device: torch.device) -> None:
+def compile_variant(
+    kernel: str, heads: int, kv: int, causal: bool, lens: list[int], device: torch.device, head_dim: int = HEAD_DIM
+) -> None:
     """One small forward and backward call."""
-    shape = Shape(
+    run_once(kernel, Shape(
         family="warm-up", num_heads=heads, num_kv_heads=kv, causal=causal, varlen=len(lens) > 1,
-        q_lens=tuple(lens), k_lens=tuple(lens),
-    )  # fmt: skip
+        q_lens=tuple(lens), k_lens=tuple(lens), head_dim=head_dim,
+    ), device)  # fmt: skip
+
+
+def masked_variants() -> list[Shape]:
+    """One call of every variant that FlexAttention is compiled in for the shapes of `draw_masked`."""
+    return [
+        Shape(family="warm-up", num_heads=heads, num_kv_heads=kv, causal=False, varlen=False, q_lens=(tokens,),
+              k_lens=(tokens,), mask=mask, options=options)
+        for heads, kv in MASKED_HEADS
+        for tokens in ((512, 500) if (heads, kv) == MASKED_HEADS[0] else (512,))
+        for mask, options in (("causal", {}), ("lambda", {"window": 100}), ("block_sparse", {"block": 64}))
+    ]  # fmt: skip
+
+
+def run_once(kernel: str, shape: Shape, device: torch.device) -> None:
+    """Both passes of a call; what goes wrong is printed."""
     try:
         both_passes(kernel, shape, device)["bwd"]()
     except Exception as error:
-        print(f"warm-up {kernel} {heads}:{kv} causal={causal} {lens}: {type(error).__name__}: {str(error)[:200]}")
+        print(f"warm-up {kernel} {shape}: {type(error).__name__}: {str(error)[:200]}")
 
 
 def elementwise_ops(kind: str, n: int, device: torch.device) -> tuple[Callable[[], object], int]:
@@ -383,7 +451,7 @@ def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, se
 def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: list[tuple[str, Shape]]) -> None:
     """Everything, in order of importance: `shapes`, then random attention shapes for the time that is left."""
     for kernel in kernels:
-        check(bench, kernel)
+        check(bench, kernel, checks(HEAD_DIM))
         warm_up(kernel, bench.device)
     rng = np.random.default_rng(seed)
     measure_host(bench, kernels)
@@ -397,9 +465,36 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
     measure_random(bench, kernels, rng, deadline, rested=False)
 
 
+def run_masked(bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape]) -> None:
+    """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks."""
+    whole = kernel in attention.WHOLE_BLOCKS
+    check(bench, kernel, [s for s in masked_checks() if not whole or (s.options.get("block") == 128)])
+    rng, count = np.random.default_rng(seed), 0
+    limit, naive = MAX_FLOPS[kernel] if bench.cuda else 1e8, kernel == "sdpa_math"
+    while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):
+        drawn = shapes.pop(0) if shapes else draw_masked(rng, limit, whole_blocks=whole, naive=naive)
+        measure_attention(bench, kernel, drawn)
+        count += 1
+    print(f"{kernel}: {count} masks")
+
+
+def run_memory(bench: Bench, kernels: list[str]) -> None:
+    """Peak memory of full calls of every kernel."""
+    for kernel, tokens in itertools.product(kernels, MEMORY_LENGTHS if bench.cuda else (128,)):
+        shape = Shape(family="memory", num_heads=64, num_kv_heads=8, causal=False, varlen=False, q_lens=(tokens,),
+                      k_lens=(tokens,))  # fmt: skip
+        try:
+            measure_memory(bench, kernel, shape)
+        except Exception as error:  # out of memory, for one
+            message = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+            print(f"memory {kernel} {tokens}: {message}")
+            bench.writer.add("error", failed="memory", message=message, kernel=kernel, **shape.parameters())
+
+
 def measure_random(
-    bench: Bench, kernels: list[str], rng: np.random.Generator, deadline: float, *, rested: bool
-) -> None:
+    bench: Bench, kernels: list[str], rng: np.random.Generator, deadline: float, *, rested: bool,
+    head_dim: int = HEAD_DIM,
+) -> None:  # fmt: skip
     """Attention of random shapes until the deadline, every kernel for its share of the time."""
     started, spent = time.monotonic(), dict.fromkeys(kernels, 1e-9)
     counts = dict.fromkeys(kernels, 0)
@@ -409,6 +504,9 @@ def measure_random(
         limit = min(limit, RESTED_FLOPS) if rested else limit
         before = time.monotonic()
         shape = draw(rng, limit if bench.cuda else 2e8, dense_only=kernel == "cudnn")
+        if head_dim != HEAD_DIM:
+            heads, kv_heads = HEADS_OF_4[rng.integers(len(HEADS_OF_4))]
+            shape = replace(shape, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads)
         measure_attention(bench, kernel, shape, rested)
         spent[kernel] += time.monotonic() - before
         counts[kernel] += 1
@@ -423,9 +521,13 @@ def main() -> None:
     parser.add_argument("--kernels", default="fa4,fa2,cudnn,sdpa_flash")
     parser.add_argument("--shapes", type=Path, help="JSON Lines of kernels and shapes to measure first")
     parser.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
+    parser.add_argument("--masked", action="store_true", help="kernels of any mask, and nothing else")
+    parser.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
+    parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="another than 128: random calls, nothing else")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     parser.add_argument("--compile", default="", help="only compile one variant: heads,kv,causal,varlen")
+    parser.add_argument("--compile-masked", type=int, help="only compile one variant of flex, by its number")
     args = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(args.seed)
@@ -434,12 +536,16 @@ def main() -> None:
         torch.cuda.set_device(device)
     if args.compile:
         heads, kv, causal, varlen = map(int, args.compile.split(","))
-        compile_variant("fa4", heads, kv, bool(causal), [384, 256] if varlen else [512], device)
+        compile_variant("fa4", heads, kv, bool(causal), [384, 256] if varlen else [512], device, args.head_dim)
         return
-    kernels = args.kernels.split(",") if device.type == "cuda" else ["math"]
+    if args.compile_masked is not None:
+        run_once("flex", masked_variants()[args.compile_masked], device)
+        return
+    kernels = args.kernels.split(",") if device.type == "cuda" or args.masked else ["math"]
     command = f"python -m real.measure_kernels --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
     command += f" --shapes {args.shapes.name}" if args.shapes else ""
-    command += " --rested" if args.rested else ""
+    command += "".join(f" --{mode}" for mode in ("rested", "masked", "memory") if getattr(args, mode))
+    command += f" --head-dim {args.head_dim}" if args.head_dim != HEAD_DIM else ""
     header = provenance(device, 1, {k: attention.kernel_version(k) for k in kernels}, command, args.commit)
     print(json.dumps(header))
     with args.out.open("w", encoding="utf-8") as file:
@@ -450,6 +556,21 @@ def main() -> None:
                 warm_up(kernel, device)
             measure_pauses(bench, kernels)
             measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
+        elif args.masked:
+            shapes = listed(args.shapes) or [("flex", shape) for shape in listed_masks() if bench.cuda]
+            total, spent = sum(POINTS[kernel] for kernel in kernels), 0.0
+            for kernel in kernels:
+                spent += POINTS[kernel]
+                mine = [shape for name, shape in shapes if name == kernel]
+                run_masked(bench, kernel, args.seed, started + 60 * args.minutes * spent / total, mine)
+        elif args.memory:
+            run_memory(bench, kernels)
+        elif args.head_dim != HEAD_DIM:
+            for kernel in kernels:
+                check(bench, kernel, checks(args.head_dim))
+                warm_up(kernel, device, args.head_dim)
+            rng = np.random.default_rng(args.seed)
+            measure_random(bench, kernels, rng, deadline, rested=False, head_dim=args.head_dim)
         else:
             run(bench, kernels, args.seed, deadline, listed(args.shapes))
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from cpsim.mask_shapes import mask_slices
+from cpsim.masks import Slices
+
 HEADS = ((32, 8), (64, 8), (8, 2), (4, 1), (16, 4), (8, 1), (8, 8), (32, 32), (1, 1))
+HEADS_OF_4 = ((32, 8), (64, 16), (8, 2), (4, 1))
+"""Of other head dimensions: one ratio of heads, because flash-attn 4 is compiled for each."""
 _HEAD_WEIGHTS = np.array((6, 5, 3, 4, 2, 2, 2, 1, 1)) / 26
 HEAD_DIM = 128
 
@@ -23,12 +28,35 @@ class Shape:
     varlen: bool
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
+    head_dim: int = HEAD_DIM
+    mask: str = ""
+    """A name, over documents of `q_lens` tokens; without one, sequences are full or causal."""
+    options: Mapping[str, float] = field(default_factory=dict)
+    """Of the mask."""
+
+    def slices(self) -> Slices | None:
+        """The mask, where it has a name."""
+        return mask_slices(self.mask, self.q_lens, self.options) if self.mask else None
+
+    def area(self) -> int:
+        """Unmasked pairs, exact."""
+        if self.mask:
+            return int(mask_slices(self.mask, self.q_lens, self.options).areas().sum())
+        q, k = np.array(self.q_lens), np.array(self.k_lens)
+        return int((q * k - (q * (q - 1) // 2 if self.causal else 0)).sum())
 
     def flops(self) -> float:
         """FLOP of the forward pass on the exact mask area."""
-        q, k = np.array(self.q_lens, float), np.array(self.k_lens, float)
-        area = q * k - (q * (q - 1) / 2 if self.causal else 0)
-        return float(4 * area.sum() * self.num_heads * HEAD_DIM)
+        return 4.0 * self.area() * self.num_heads * self.head_dim
+
+    def parameters(self) -> dict[str, object]:
+        """As measurement files describe a call."""
+        named = {"mask": self.mask, "options": dict(self.options), "area": self.area()} if self.mask else {}
+        return {
+            "family": self.family, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim, "causal": self.causal, "varlen": self.varlen, "q_lens": list(self.q_lens),
+            "k_lens": list(self.k_lens), **named,
+        }  # fmt: skip
 
 
 def draw(rng: np.random.Generator, max_flops: float, dense_only: bool = False) -> Shape:
@@ -44,6 +72,74 @@ def draw(rng: np.random.Generator, max_flops: float, dense_only: bool = False) -
         shape = _DRAW[str(rng.choice(names, p=weights / weights.sum()))](rng)
         if shape.flops() <= max_flops:
             return shape
+
+
+MASKED_HEADS = ((64, 8), (32, 8), (8, 1), (16, 16))
+"""Heads of calls with any mask: few, because FlexAttention is compiled for each."""
+_MASKED_HEADS_WEIGHTS = np.array((5, 2, 2, 1)) / 10
+MASKED = {
+    "causal": 2, "full": 1, "rectangle": 3, "full_document": 2, "causal_document": 4, "full_sliding_window": 1,
+    "causal_sliding_window": 2, "shared_question": 2, "shared_question_document": 1, "causal_blockwise": 2,
+    "causal_blockwise_document": 1, "prefix_lm_causal": 1, "prefix_lm_document": 1, "block_causal_document": 2,
+    "lambda": 2, "global_sliding": 1, "block_sparse": 6, "variable_block_sparse": 4,
+}  # fmt: skip
+"""Weights of masks, and of rectangles as all-gathers and rings make them."""
+
+
+def draw_masked(
+    rng: np.random.Generator, max_flops: float, *, whole_blocks: bool = False, naive: bool = False
+) -> Shape:
+    """One shape of a random mask, its forward pass at most `max_flops`: of the mask, or, naively, of all pairs.
+
+    `whole_blocks` asks for masks of whole blocks of 128 tokens.
+    """
+    names, weights = list(MASKED), np.array(list(MASKED.values()), float)
+    while True:
+        name = "block_sparse" if whole_blocks else str(rng.choice(names, p=weights / weights.sum()))
+        shape = _masked(rng, name, whole_blocks)
+        pairs = sum(shape.q_lens) * sum(shape.k_lens) if naive else shape.area()
+        if 4 * pairs * shape.num_heads * shape.head_dim <= max_flops:
+            return shape
+
+
+def _masked(rng: np.random.Generator, name: str, whole_blocks: bool) -> Shape:
+    """Sizes that blocks of 128 tokens do not divide are for one number of heads only."""
+    num_heads, num_kv_heads = MASKED_HEADS[rng.choice(len(MASKED_HEADS), p=_MASKED_HEADS_WEIGHTS)]
+    if whole_blocks:
+        num_heads, num_kv_heads = MASKED_HEADS[rng.integers(2)]
+    step = 1 if num_heads == 64 and rng.random() < 0.25 and not whole_blocks else 128
+    sparse = name.endswith("block_sparse")
+    total = max(step, round(float(np.exp(rng.uniform(np.log(8192 if sparse else 1024), np.log(65536)))) / step) * step)
+    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "varlen": False}
+    if name == "rectangle":
+        q = max(step, round(total / 2 ** rng.uniform(0, 5) / step) * step)
+        return Shape(family=name, q_lens=(q,), k_lens=(total,), causal=bool(rng.random() < 0.5), **heads)
+    lens = (total,)
+    if "document" in name or (rng.random() < 0.3 and not sparse):
+        lens = tuple(_documents(rng, total, _log_uniform(rng, 256, total / 2)))
+    options: dict[str, float] = {}
+    if sparse:
+        blocks = (128, 256, 512) if whole_blocks else (64, 128, 256)
+        options = {"density": float(rng.choice((0.1, 0.2, 0.35, 0.5, 0.8))), "seed": int(rng.integers(1000))}
+        options["block"] = int(rng.choice(blocks if name == "block_sparse" else (128, 256, 512, 1024)))
+    elif name == "global_sliding":
+        options = {"window": int(rng.integers(128, total // 4))}
+    return Shape(family=name, q_lens=lens, k_lens=lens, causal=False, mask=name, options=options, **heads)
+
+
+def listed_masks() -> list[Shape]:
+    """What LongCA-bench and MagiAttention print of FlexAttention: full and causal, block-sparse at 16k; 64:8 heads."""
+    heads = {"num_heads": 64, "num_kv_heads": 8, "causal": False, "varlen": False}
+    shapes = [
+        Shape(family=mask, mask=mask, q_lens=(n,), k_lens=(n,), **heads)
+        for n in (8192, 1024, 16384, 4096, 32768, 2048)
+        for mask in ("causal", "full")
+    ]
+    for block, density in ((128, 0.2), (64, 0.2), (128, 0.8), (64, 0.8), (128, 0.5), (64, 0.5)):
+        options = {"block": block, "density": density}
+        shapes.append(Shape(family="block_sparse", mask="block_sparse", q_lens=(16384,), k_lens=(16384,),
+                            options=options, **heads))  # fmt: skip
+    return shapes
 
 
 def informative_order(shapes: Sequence[Shape]) -> list[int]:

@@ -11,7 +11,7 @@ from cpsim.calibrate import measurement
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.residuals import flops
 from cpsim.errors import CpsimError, InfeasibleError
-from cpsim.kernels import EXAMPLE, speeds, support
+from cpsim.kernels import EXAMPLE, peak_bytes, speeds, support
 from cpsim.predictor import predict
 from cpsim.scenario import scenario_from
 
@@ -56,6 +56,14 @@ def test_memory_counts_what_a_call_holds():
     assert rows["fa2", 1024].memory_bytes["bwd"] > rows["fa4", 1024].memory_bytes["bwd"] > 2 * tensors
 
 
+def test_memory_is_what_was_measured():
+    points = measurement.load(DATA / "h200-memory.jsonl").of("memory")
+    assert {p["kernel"] for p in points} >= {"fa4", "fa2", "cudnn", "sdpa_flash", "flex", "sdpa_math"}
+    for p in points:
+        shape = p["num_heads"], p["num_kv_heads"], p["head_dim"]
+        assert peak_bytes(p["kernel"], p["pass"], *p["q_lens"], shape) == pytest.approx(p["peak_bytes"], rel=0.03)
+
+
 def test_both_tables_are_shown_and_are_json():
     text = cpsim("kernels")
     assert max(map(len, text.splitlines())) <= 100
@@ -63,7 +71,7 @@ def test_both_tables_are_shown_and_are_json():
     assert "h100: TFLOP/s" in text
     found = json.loads(cpsim("kernels", "--json", "--profile", "b200", "--heads", "64"))
     assert {row["profile"] for row in found["speeds"]} == {"b200"}
-    assert next(row for row in found["kernels"] if row["kernel"] == "flex")["masks"]["full"].startswith("nobody")
+    assert next(row for row in found["kernels"] if row["kernel"] == "ffa")["masks"]["full"].startswith("nobody")
 
 
 def test_wrong_heads_are_one_line():

@@ -83,7 +83,7 @@ def test_a_case_that_does_not_fit_in_memory_is_infeasible():
         ({"implementation": "distca"}, ScenarioError, "'distca' is not available yet"),
         ({"cluster": "p4de"}, ScenarioError, "nobody has measured a100"),
         ({"profile": "h300"}, ProfileError, "shipped are b200, h100, h100-fa3, h200"),
-        ({"kernel": "flex"}, ProfileError, "lacks kernel 'flex'"),
+        ({"kernel": "ffa"}, ProfileError, "lacks kernel 'ffa'"),
         ({"heads": 30, "kv_heads": 10, "strategy": "ulysses"}, InfeasibleError, "divisible by ranks"),
     ],
 )

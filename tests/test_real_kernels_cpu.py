@@ -4,6 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from cases import ALL_MASKS, MASK_OPTIONS  # noqa: E402
+
+from cpsim.mask_shapes import mask_slices  # noqa: E402
+from cpsim.masks import dense_mask  # noqa: E402
 from real import attention, elementwise  # noqa: E402
 
 
@@ -34,6 +38,48 @@ def test_math_backward_equals_autograd(q_lens, k_lens, causal):
     grads = attention.backward("math", dout, q.detach(), k.detach(), v.detach(), out, lse, call)
     for got, x in zip(grads, (q, k, v), strict=True):
         torch.testing.assert_close(got, x.grad)
+
+
+OF_ANY_MASK = [("flex", mask) for mask in ALL_MASKS] + [
+    (kernel, mask) for kernel in ("sdpa_math", "math") for mask in ("lambda", "block_sparse", "global_sliding")
+]
+
+
+@pytest.mark.parametrize(("kernel", "mask"), OF_ANY_MASK)
+def test_kernels_of_any_mask_equal_autograd(kernel, mask):
+    slices = mask_slices(mask, (80, 7, 53), MASK_OPTIONS.get(mask, {}))
+    q, k, v, dout = tensors(140, 140)
+    seen = torch.from_numpy(dense_mask(slices, 140))
+    for x in (q, k, v):
+        x.requires_grad_(True)
+    parts = (x.transpose(0, 1) for x in (q, k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, enable_gqa=True).transpose(0, 1)
+    want[seen.any(1)].backward(dout[seen.any(1)])
+    given = q.detach(), k.detach(), v.detach()
+    call = attention.prepare_mask(slices, 140, 140, device="cpu")
+    out, lse = attention.forward(kernel, *given, call)
+    torch.testing.assert_close(out, want.detach().nan_to_num())
+    for got, x in zip(attention.backward(kernel, dout, *given, out, lse, call), (q, k, v), strict=True):
+        torch.testing.assert_close(got, x.grad)
+
+
+@pytest.mark.parametrize("kernel", ["flex", "sdpa_math"])
+@pytest.mark.parametrize(("q_lens", "k_lens"), [((150,), (290,)), ((30, 0, 170), (160, 5, 170))])
+def test_kernels_of_any_mask_run_packed_sequences(kernel, q_lens, k_lens):
+    q, k, v, dout = tensors(sum(q_lens), sum(k_lens))
+    for causal in (False, True):
+        call = attention.prepare(q_lens, k_lens, causal=causal, device="cpu")
+        want = attention.forward("math", q, k, v, call)
+        torch.testing.assert_close(attention.forward(kernel, q, k, v, call), want)
+        grads = attention.backward("math", dout, q, k, v, *want, call)
+        torch.testing.assert_close(attention.backward(kernel, dout, q, k, v, *want, call), grads)
+
+
+def test_flash_kernels_refuse_other_masks():
+    q, k, v, _ = tensors(8, 8)
+    call = attention.prepare_mask(mask_slices("lambda", (8,), {"window": 2}), 8, 8, device="cpu")
+    with pytest.raises(attention.UnsupportedCall, match="use flex"):
+        attention.forward("fa4", q, k, v, call)
 
 
 def test_merging_blocks_of_keys_gives_the_whole_softmax():

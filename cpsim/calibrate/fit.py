@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -19,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares, lsq_linear
 
+from cpsim.block_masks import BANDS, CELLS
 from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import (
@@ -32,6 +34,7 @@ from cpsim.calibrate.residuals import (
     residuals,
     summary,
     usable,
+    visits_of,
 )
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
@@ -77,7 +80,9 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: 
     if not networks and stand_in is None:
         raise ProfileError("a profile needs collective points: add a file of real.measure_network, or give --base")
     rest = [m for m in measurements if m not in kernels and m not in networks]
-    sources = [*kernels, *(m for m in networks if m not in kernels), *rest]
+    further = [m for m in kernels if m not in networks and not all(map(_is_common, m.of("attention")))]
+    sources = [m for m in [*kernels, *(m for m in networks if m not in kernels), *rest] if m not in further]
+    sources += further  # last, so that the folds of the others stay as they were without
     everything = current(sources, gpus[0])
     points = [p for p in everything if usable(p)]
     fold = folds(points)
@@ -203,6 +208,11 @@ def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:
     return {source: float(np.exp(log - np.mean(list(logs.values())))) for source, log in logs.items()}
 
 
+def _is_common(point: Point) -> bool:
+    """Whether an attention point is of the commonest head dimension, and of sequences."""
+    return "mask" not in point and bool(point["head_dim"] == 128)
+
+
 def _is_pause(point: Point) -> bool:
     return point["op"] == "host" and str(point["kind"]).startswith("pause")
 
@@ -213,6 +223,7 @@ def folds(points: Sequence[Point]) -> NDArray[np.int64]:
     for i, p in enumerate(points):
         if p["op"] == "attention":
             shape = [p[name] for name in ("q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen")]
+            shape += [p["mask"], p["options"]] if "mask" in p else []
             fold[i] = zlib.crc32(json.dumps(shape).encode()) % FOLDS
     return fold
 
@@ -228,7 +239,8 @@ _START = {
     "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
-    "unaligned_factor": 1.02,
+    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 3e-11, "banded_pair_s": 3e-11,
+    "query_pair_s": 2e-10,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
            "unaligned_factor": (1.0, 1.5)}  # fmt: skip
@@ -237,6 +249,7 @@ _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_facto
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     """Names to fit and where all parameters start; what is not fitted has no effect."""
     flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
+    lists, naive = ANATOMY[kernel, pass_].lists_blocks, kernel in ("math", "sdpa_math")
     start = dict(_START)
     start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
     if kernel == "math":  # on a CPU, which has no power limit that a call would meet
@@ -247,13 +260,21 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
         if forward:
             start |= {"block_causal_s": 4e-6, "block_s": 2e-6, "block_decode_s": 1.5e-7}
             start |= {"call_s": 4e-6, "call_varlen_s": 1e-6}
+    if lists:
+        start["pair_s"] *= 1.7
     unused = {"split_pair_s", "split_call_s", "alone_factor"} if not (flash2 and forward) else set()
-    unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" else {"unaligned_factor"}
-    if kernel == "math":
+    unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
+    unused |= {"unaligned_factor"} if kernel != "cudnn" and not lists else set()
+    unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
+    unused |= {"celled_pair_s", "banded_pair_s"} if kernel != "flex" else set()
+    unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
+    unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
+    unused |= {"fixed_pair_s"}  # see _with_head_dims
+    if naive:
         unused |= {"block_causal_s", "busy_power"}
     for name in unused:
         start[name] = 1.0 if name.endswith("factor") else 0.0
-    fixed = {"busy_threshold"} if kernel == "math" else set()
+    fixed = {"busy_threshold"} if naive else set()
     return tuple(name for name in FITTED if name not in unused | fixed), start
 
 
@@ -285,15 +306,25 @@ def _attention(
 def _fit_kernel(
     key: tuple[str, str], points: Sequence[Point], num_sms: int, sparse: AttentionParams | None = None
 ) -> tuple[AttentionParams, Covariance]:
-    """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them."""
+    """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
+
+    Points of the commonest head dimension tell everything but what the others add.
+    """
     if sparse is not None:
         return _fit_sparse(points, sparse)
+    (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
+    others = [p for p in points if p["head_dim"] != head_dim]
+    points = [p for p in points if p["head_dim"] == head_dim]
     names, start = _free(*key)
+    rules = {_rule_of(p) for p in points}
+    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS)):
+        if rule not in rules:
+            names, start = tuple(n for n in names if n != name), start | {name: 0.0}
     times = measured(points)
 
     def build(x: Floats) -> AttentionParams:
         values = start | dict(zip(names, np.exp(x).tolist(), strict=True))
-        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(points[0]["head_dim"]), **values)
+        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(head_dim), **values)
 
     def error(x: Floats) -> Floats:
         return np.asarray(np.log(predicted_attention(build(x), points) / times))
@@ -309,23 +340,41 @@ def _fit_kernel(
     physical = build(x)
     predicted, features = predicted_calls(physical, points)
     left_over = np.log(predicted / times)
-    return replace(physical, discrepancy=fit_discrepancy(features, left_over)), _covariance(names, jacobian, left_over)
+    fitted = replace(physical, discrepancy=fit_discrepancy(features, left_over))
+    return _with_head_dims(fitted, others), _covariance(names, jacobian, left_over)
+
+
+def _with_head_dims(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
+    """The fixed part of the time per pair, from points of other head dimensions."""
+    if not points:
+        return params
+    times = measured(points)
+
+    def build(share: float) -> AttentionParams:
+        return replace(params, fixed_pair_s=share * params.pair_s)
+
+    def error(x: Floats) -> Floats:
+        return np.asarray(np.log(predicted_attention(build(float(x[0])), points) / times))
+
+    fit = least_squares(error, [0.2], bounds=(0.0, 0.9), loss="soft_l1", f_scale=0.03, diff_step=0.05)
+    return build(float(fit.x[0]))
 
 
 def _fit_sparse(points: Sequence[Point], start: AttentionParams) -> tuple[AttentionParams, Covariance]:
     """The parameters that few points of long dense calls tell, near those of `start`, whose others are kept."""
     times = measured(points)
-    first = np.log([getattr(start, name) for name in SPARSE_FITTED])
+    names = tuple(name for name in SPARSE_FITTED if getattr(start, name) > 0)
+    first = np.log([getattr(start, name) for name in names])
 
     def build(x: Floats) -> AttentionParams:
-        return replace(start, **dict(zip(SPARSE_FITTED, np.exp(x).tolist(), strict=True)))
+        return replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
 
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), 0.02 * (x - first)])
 
     step = 0.05 / np.maximum(1, np.abs(first))
     fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)
-    return build(fit.x), _covariance(SPARSE_FITTED, fit.jac, fit.fun[: len(points)])
+    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
 
 
 LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)
@@ -660,11 +709,14 @@ def _between_gpus(profile: Profile, kernels: Sequence[Measurements]) -> dict[str
 
 
 def _errors_by_gpu(profile: Profile, kernels: Sequence[Measurements], model: str) -> dict[tuple[str, int], list[float]]:
-    """Errors on long calls without a pause, by file and rank."""
+    """Errors on long calls without a pause, by file and rank; of kernels that several files have."""
     gpus: dict[tuple[str, int], list[Point]] = {}
+    files = Counter(kernel for m in kernels for kernel in {p["kernel"] for p in m.of("attention")})
     for m in kernels:
         for p in m.of("attention"):
-            if np.median(p["samples_s"]) > LONG_CALL_S and pause_of(p) == 0 and model_of(p).startswith(model):
+            if files[p["kernel"]] > 1 and np.median(p["samples_s"]) > LONG_CALL_S and pause_of(p) == 0:
+                if not model_of(p).startswith(model):
+                    continue
                 gpus.setdefault((m.source, p.get("rank", 0)), []).append(p)
     return {gpu: [row.error for row in residuals(profile, long)] for gpu, long in gpus.items()}
 
@@ -683,10 +735,21 @@ def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
             note(f"{key} queries", min(p["q_lens"]), max(p["q_lens"]))
             note(f"{key} keys", min(p["k_lens"]), max(p["k_lens"]))
             note(f"{key} heads", p["num_heads"], p["num_heads"])
+            note(f"{key} head_dim", p["head_dim"], p["head_dim"])
+            if (rule := _rule_of(p)) is not None:
+                note(f"{key} rule", rule, rule)
         elif p["op"] in ("collective", "transfer", "elementwise"):
             key = {"elementwise": "memory-bound", "transfer": "transfer"}.get(p["op"], f"collective {p['kind']}")
             note(key, p["nbytes"], p["nbytes"])
-    return dict(sorted(seen.items()))
+    several = {key: ends for key, ends in seen.items() if not key.endswith("head_dim") or ends[0] < ends[1]}
+    return dict(sorted(several.items()))
+
+
+def _rule_of(point: Point) -> int | None:
+    """How pairs of partial blocks are decided in a call of a kernel that lists blocks, if it has such blocks."""
+    if not ANATOMY[point["kernel"], point["pass"]].lists_blocks:
+        return None
+    return visits_of(point).partial_rule()
 
 
 def _grade(gpu: str, networks: Sequence[Measurements]) -> str:

@@ -4,7 +4,9 @@ Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the
 
     attention     kernel, pass, num_heads, num_kv_heads, head_dim, causal, varlen, q_lens, k_lens, sm_clock_hz, and
                   `rested` where the GPU rested before every call, so that the clock was the full one, or `pause_s`,
-                  the idle time between two calls
+                  the idle time between two calls; where the mask is another, its name, options and area, and q_lens
+                  are its documents
+    memory        the same, and peak_bytes: inputs of a call and all that is allocated until it ends
     elementwise   kind, nbytes (read and written)
     host          kind (wall seconds that the host spends on one launch)
     collective    kind, num_ranks, nbytes (S of nccl-tests)
@@ -78,7 +80,7 @@ class Writer:
 
 _IDENTITY = (
     "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
-    "variant", "num_ranks", "nbytes", "a", "b", "inside", "lead_s",
+    "variant", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options",
 )  # fmt: skip
 
 
@@ -146,5 +148,5 @@ def _check_point(path: Path, number: int, point: dict[str, Any]) -> None:
     samples = point.get("samples_s")
     if not isinstance(samples, list) or not all(isinstance(s, int | float) and 0 <= s < 3600 for s in samples):
         raise ProfileError(f"{path}:{number}: 'samples_s' must be a list of seconds, at least 0")
-    if point["op"] not in ("error", "check", "interference", "overlap") and not samples:
+    if point["op"] not in ("error", "check", "interference", "overlap", "memory") and not samples:
         raise ProfileError(f"{path}:{number}: {point['op']} point without samples")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cpsim.errors import ProfileError
+from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.models.attention import Anatomy, AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
 from cpsim.models.discrepancy import Discrepancy
@@ -90,6 +90,19 @@ class Profile:
     def between_gpus(self, kernel: str, pass_: str) -> float:
         """Standard deviation, relative, of one attention kernel's time between GPUs of this type."""
         return self.sigma.get(f"attention {pass_} {kernel} between GPUs", self.sigma["run to run"])
+
+    def check_rules(self, kernel: str, pass_: str, rules: Iterable[int | None]) -> None:
+        """Whether masks like these were measured: how pairs of partial blocks are decided in them.
+
+        Raises:
+            InfeasibleError: they were not.
+        """
+        low, high = self.valid.get(f"attention {pass_} {kernel} rule", (0, 0))
+        if any(rule is not None and not low <= rule <= high for rule in rules):
+            raise InfeasibleError(
+                f"kernel {kernel} runs this mask, but profile {self.name} has measured it only under masks that let a "
+                f"query see one run of keys; measure others with real.measure_kernels --masked"
+            )
 
     def transfer_notes(self, nbytes: ArrayLike) -> tuple[str, ...]:
         """What about these message sizes lies outside of the measured range."""
@@ -211,11 +224,21 @@ def to_json(profile: Profile) -> str:
     for field in dataclasses.fields(profile):
         value = getattr(profile, field.name)
         if field.name == "attention":
-            value = {" ".join(key): dataclasses.asdict(params) for key, params in value.items()}
+            value = {" ".join(key): _attention_data(params) for key, params in value.items()}
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         data[field.name] = value
     return json.dumps(_rounded(data), indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _attention_data(params: AttentionParams) -> dict[str, Any]:
+    """Parameters as JSON has them: numbers and flags that only some kernels have are left out of the others."""
+    data = dataclasses.asdict(params)
+    for owner, values in ((params, data), (params.anatomy, data["anatomy"])):
+        for field in dataclasses.fields(owner):
+            if field.default in (0.0, False) and values[field.name] == field.default:
+                del values[field.name]
+    return data
 
 
 def _rounded(value: Any) -> Any:

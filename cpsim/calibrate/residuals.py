@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.block_masks import Visits, sequence_slices, visits
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.profile import Profile
-from cpsim.models.attention import AttentionParams, calls
+from cpsim.mask_shapes import mask_slices
+from cpsim.models.attention import AttentionParams, calls, listed_calls
+from cpsim.models.blocks import FEATURES
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.power import settled_seconds
@@ -59,28 +64,57 @@ def usable(point: Point) -> bool:
 
 
 def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Floats:
-    """Seconds that a model gives to attention points of one kernel, pass and head dimension."""
+    """Seconds that a model gives to attention points of one kernel and pass."""
     return predicted_calls(params, points)[0]
 
 
 def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[Floats, Floats]:
     """As `predicted_attention`, with the features of every point, [N, FEATURES]."""
-    counts = [len(point["q_lens"]) for point in points]
+    dims = np.array([point["head_dim"] for point in points])
+    seconds, features = np.empty(len(points)), np.empty((len(points), len(FEATURES)))
+    for dim in np.unique(dims).tolist():
+        mine = np.flatnonzero(dims == dim)
+        seconds[mine], features[mine] = _predicted_calls(params, [points[i] for i in mine.tolist()], dim)
+    return seconds, features
+
+
+def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim: int) -> tuple[Floats, Floats]:
 
     def column(name: str, dtype: type) -> NDArray[Any]:
         return np.array([point[name] for point in points], dtype)
 
-    seconds, features, slower = calls(
-        params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate([p["q_lens"] for p in points]),
-        np.concatenate([p["k_lens"] for p in points]), np.repeat(column("causal", bool), counts),
-        column("num_heads", np.int64), column("num_kv_heads", np.int64), points[0]["head_dim"],
-        column("varlen", bool),
-    )  # fmt: skip
+    heads = column("num_heads", np.int64), column("num_kv_heads", np.int64)
+    if params.anatomy.lists_blocks:
+        seconds, features, slower = listed_calls(params, [visits_of(point) for point in points], *heads, head_dim)
+    else:
+        # A kernel that computes all pairs and masks them afterwards takes any mask as one sequence.
+        lens = [[[sum(p[n])] if "mask" in p else p[n] for p in points] for n in ("q_lens", "k_lens")]
+        counts = [len(each) for each in lens[0]]
+        seconds, features, slower = calls(
+            params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate(lens[0]), np.concatenate(lens[1]),
+            np.repeat(column("causal", bool), counts), *heads, head_dim, column("varlen", bool),
+        )  # fmt: skip
     full = seconds / slower
     pause = np.array([pause_of(point) for point in points])
     alone = np.arange(len(points)), np.zeros(len(points))
     settled = settled_seconds(full, seconds, *alone, full + pause, params.busy_power)
     return np.where(pause > 0, settled, seconds), features
+
+
+def visits_of(point: Point) -> Visits:
+    """The blocks that a call of an attention point visits."""
+    names = ("mask", "options", "q_lens", "k_lens", "causal")
+    return _visits(json.dumps({name: point.get(name) for name in names}))
+
+
+@lru_cache(maxsize=4096)
+def _visits(shape: str) -> Visits:
+    mask, options, q_lens, k_lens, causal = json.loads(shape).values()
+    if mask:
+        slices = mask_slices(mask, q_lens, options)
+    else:
+        slices = sequence_slices(np.array(q_lens), np.array(k_lens), np.full(len(q_lens), causal))
+    return visits(slices, sum(q_lens), sum(k_lens))
 
 
 def pause_of(point: Point) -> float:
@@ -91,7 +125,7 @@ def pause_of(point: Point) -> float:
 def flops(point: Point) -> float:
     """FLOP of an attention point on its exact mask area; a backward pass counts 2.5 times."""
     q, k = np.array(point["q_lens"], float), np.array(point["k_lens"], float)
-    area = float((q * k - (q * (q - 1) / 2 if point["causal"] else 0)).sum())
+    area = float(point.get("area", (q * k - (q * (q - 1) / 2 if point["causal"] else 0)).sum()))
     return 4 * area * float(point["num_heads"] * point["head_dim"]) * (2.5 if point["pass"] == "bwd" else 1.0)
 
 
@@ -114,6 +148,8 @@ def regime_of(point: Point) -> str:
     match point["op"]:
         case "attention":
             rested = " rested" if pause_of(point) > 0 else ""
+            if "mask" in point:
+                return f"{point['mask']}{rested}"
             return f"{point['family']} {'causal' if point['causal'] else 'full'}{rested}"
         case "elementwise":
             return str(point["kind"])

@@ -15,6 +15,8 @@ point, with several the varlen one, as `real.attention` does.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
   Loads of keys hide behind tiles; queries and outputs, which move when a block has no tiles, hardly do.
 * Split keys launch a second kernel that combines the parts.
+* Kernels that list blocks visit those of 128 x 128 tokens that the mask touches, whatever its shape. Deciding pair by
+  pair in blocks that it cuts takes time. Backward, both who owns keys and who owns queries compute the scores.
 * Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
   SMs spend on tiles) passes a threshold.
 
@@ -27,13 +29,16 @@ here: flash-attn-4 for this architecture descends from it and lends its anatomy.
 from __future__ import annotations
 
 from collections import namedtuple
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.models.blocks import price
+from cpsim.block_masks import Visits, sequence_slices, visits
+from cpsim.models.blocks import FEATURES, price, price_listed
 from cpsim.models.discrepancy import NONE, Discrepancy
 
 Floats = NDArray[np.float64]
@@ -68,6 +73,8 @@ class Anatomy:
     """Whether a varlen call launches as many blocks for each sequence as the longest one needs."""
     accumulates_kv: bool
     """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
+    lists_blocks: bool = False
+    """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
 
 
 def _flash2(backward: bool) -> Anatomy:
@@ -95,14 +102,37 @@ def _cudnn(backward: bool) -> Anatomy:
 
 
 def _math(backward: bool) -> Anatomy:
-    """Plain PyTorch on a CPU: matrix products of one sequence after another."""
+    """Plain PyTorch: matrix products of one sequence after another, and passes over all scores."""
     return Anatomy(
         backward=backward, tile_q_causal=0, tile_q_full=32, tile_k=32, packs_heads=False, heads_outermost=False,
         heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
     )  # fmt: skip
 
 
-_MAKE = {"fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "math": _math}
+def _flex(backward: bool) -> Anatomy:
+    """The Triton kernels of PyTorch's FlexAttention with its default sizes for head dimension 128.
+
+    Backward, some blocks own keys, for all heads that share them, and then others own queries.
+    """
+    return Anatomy(
+        backward=backward, tile_q_causal=128, tile_q_full=128, tile_k=128, packs_heads=backward, heads_outermost=True,
+        heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
+        lists_blocks=True,
+    )  # fmt: skip
+
+
+def _flash4_sparse(backward: bool) -> Anatomy:
+    """flash-attn 4 with lists of blocks; backward, blocks own keys for one head."""
+    return replace(
+        _flex(backward), packs_heads=not backward, heads_outermost=False, accumulates_kv=True,
+    )  # fmt: skip
+
+
+_MAKE = {
+    "fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "flex": _flex,
+    "fa4_sparse": _flash4_sparse,
+    "sdpa_math": _math, "math": _math,
+}  # fmt: skip
 ANATOMY: dict[tuple[str, str], Anatomy] = {
     (kernel, "bwd" if backward else "fwd"): make(backward)
     for kernel, make in _MAKE.items()
@@ -118,7 +148,7 @@ class AttentionParams:
     anatomy: Anatomy
     num_sms: int
     head_dim: int
-    """Measured head dimension; another one scales tiles and traffic in proportion."""
+    """Measured head dimension; another one scales traffic and what is not fixed of tiles in proportion."""
     pair_s: float
     """Per (query, key) pair of a visited tile."""
     block_s: float
@@ -149,6 +179,16 @@ class AttentionParams:
     """Per call more where keys are split: the kernel that combines the parts."""
     unaligned_factor: float
     """Slowdown where lengths are no multiples of the tile sizes."""
+    partial_pair_s: float = 0.0
+    """Per pair more in a listed block that the mask cuts."""
+    celled_pair_s: float = 0.0
+    """Per such pair more where rectangles decide."""
+    banded_pair_s: float = 0.0
+    """Per such pair more where bands in rectangles decide."""
+    query_pair_s: float = 0.0
+    """Per pair of a listed block that a backward block owning queries visits."""
+    fixed_pair_s: float = 0.0
+    """Of `pair_s` what does not depend on the head dimension, such as exponentials."""
     discrepancy: Discrepancy = NONE
     """What the times above leave over."""
 
@@ -213,6 +253,9 @@ def calls(
     num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call."""
+    if params.anatomy.lists_blocks:
+        masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
+        return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
     seconds, features, slower = price(
         _compiled(params, head_dim), params.discrepancy.arrays(),
         np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
@@ -220,6 +263,25 @@ def calls(
         np.asarray(num_kv_heads, np.int64), np.asarray(varlen, np.bool_),
     )  # fmt: skip
     return seconds, features, slower
+
+
+def _sequence_visits(q_len: Ints, k_len: Ints, causal: Bools) -> Visits:
+    return visits(sequence_slices(q_len, k_len, causal), int(q_len.sum()), int(k_len.sum()))
+
+
+def listed_calls(
+    params: AttentionParams, masks: Sequence[Visits], num_heads: Ints, num_kv_heads: Ints, head_dim: int
+) -> tuple[Floats, Floats, Floats]:
+    """As `calls`, of N calls of a kernel that lists blocks: what each one visits, and its heads [N]."""
+    g, discrepancy = _compiled(params, head_dim), params.discrepancy.arrays()
+    looks = np.zeros((len(masks), len(FEATURES)))
+    found = np.ones((2, len(masks)))
+    for i, mask in enumerate(masks):
+        found[:, i] = price_listed(
+            g, discrepancy, mask.of_queries, mask.of_keys, mask.num_q, mask.num_k, mask.rule,
+            int(num_heads[i]), int(num_kv_heads[i]), looks[i],
+        )  # fmt: skip
+    return found[0], looks, found[1]
 
 
 _ANATOMY = tuple(f.name for f in fields(Anatomy))
@@ -231,7 +293,8 @@ def _compiled(params: AttentionParams, head_dim: int) -> Any:
     scale = head_dim / params.head_dim
     values: dict[str, Any] = {name: getattr(params.anatomy, name) for name in _ANATOMY}
     values |= {name: float(getattr(params, name)) for name in FITTED}
-    values["pair_s"] *= scale
-    values["split_pair_s"] *= scale
+    values["pair_s"] += (values["pair_s"] - params.fixed_pair_s) * (scale - 1)
+    for name in ("split_pair_s", "partial_pair_s", "celled_pair_s", "banded_pair_s", "query_pair_s"):
+        values[name] *= scale
     values |= {"num_sms": params.num_sms, "slots": params.num_sms * params.anatomy.blocks_per_sm}
     return Compiled(**values, head_dim=float(head_dim))  # type: ignore[call-arg]

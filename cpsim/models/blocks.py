@@ -16,6 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.block_masks import BANDS, CELLS
 from cpsim.models.power import slowdown
 
 Floats = NDArray[np.float64]
@@ -54,7 +55,9 @@ Times = namedtuple("Times", "idle cut tile")
 FEATURES = (
     "waves", "tiles", "unevenness", "causal", "sequences", "heads", "sharing", "idleness", "traffic", "varlen", "split"
 )  # fmt: skip
-"""What the discrepancy may depend on; logarithms to base 2 of all but flags and the share of traffic."""
+"""What the discrepancy may depend on; logarithms to base 2 of all but flags and the share of traffic. Of listed blocks
+the share of partial ones stands for causal, the rule inside them for varlen, lengths that are not whole blocks for
+split."""
 
 
 @njit(cache=True)
@@ -582,3 +585,71 @@ def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_head
         )
         seconds[op] /= np.exp(correction(looks[op], discrepancy[0], discrepancy[1], discrepancy[2]))
     return seconds, looks, slower
+
+
+@njit(cache=True)
+def _listed_rows(g, of_queries, of_keys, rule, shared, cost):  # type: ignore[no-untyped-def]
+    """Seconds of every block of one head, or of one key head and all that share it, in launch order.
+
+    Fills in `cost`; returns the number of blocks and how many of the seconds are tiles.
+    """
+    cut = g.partial_pair_s + g.celled_pair_s * (rule == CELLS) + g.banded_pair_s * (rule == BANDS)
+    area, n, tiles = g.tile_q_full * g.tile_k, 0, 0.0
+    if g.backward:
+        together = shared if g.packs_heads else 1
+        for row in range(len(of_keys)):
+            work = together * area * ((g.pair_s + cut) * of_keys[row, 0] + g.pair_s * of_keys[row, 1])
+            cost[n], tiles, n = g.block_s + work, tiles + work, n + 1
+        if not g.packs_heads:
+            return n, tiles
+    pair_s = g.query_pair_s if g.backward else g.pair_s
+    for _ in range(shared if g.backward else 1):
+        for row in range(len(of_queries)):
+            work = area * ((pair_s + cut) * of_queries[row, 0] + pair_s * of_queries[row, 1])
+            cost[n], tiles, n = g.block_s + work, tiles + work, n + 1
+    return n, tiles
+
+
+@njit(cache=True)
+def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_heads, num_kv_heads, look):  # type: ignore[no-untyped-def]
+    """Seconds of one call that visits listed blocks, and how much the power limit slows it; fills in its features.
+
+    Of many waves only the last ones are replayed: before them all SMs are busy.
+    """
+    shared = num_heads // num_kv_heads
+    repeats = num_kv_heads if g.backward and g.packs_heads else num_heads
+    cost = np.empty((shared if g.backward else 1) * len(of_queries) + len(of_keys))
+    n, tiles = _listed_rows(g, of_queries, of_keys, rule, shared, cost)
+    visited = of_queries.sum()
+    if visited == 0:
+        return 0.0, 1.0
+    last = min(repeats, max(1, REPLAYED_WAVES * g.slots // n))
+    before = cost[:n].sum() * (repeats - last) / g.slots
+    makespan = before + queue(cost, n, last, g.slots, np.empty(g.slots))
+    busy = tiles * repeats / g.slots / makespan
+    slower = slowdown(busy / g.busy_threshold, g.busy_power)
+    makespan *= slower
+    if num_q % g.tile_q_full or num_k % g.tile_k:
+        makespan *= g.unaligned_factor
+    q, k = num_q * num_heads * g.head_dim, num_k * num_kv_heads * g.head_dim
+    beside, around = 4.0 * (q + k), 0.0
+    if g.backward:  # reads q, dout, k, v; writes dq, dk, dv; around it reads out and dout
+        beside, around = 6.0 * q + 8.0 * k, 4.0 * q
+    if g.backward and g.accumulates_kv:  # dq, and dk and dv of shared heads, added up in fp32: zeroed, added to, read
+        fp32 = 8.0 * (q + 2.0 * k * (shared > 1))
+        beside, around = beside + fp32, around + fp32
+    makespan = (makespan**HIDING + (g.traffic_s_per_byte * beside) ** HIDING) ** (1.0 / HIDING)
+    seconds = makespan + g.call_s + g.traffic_s_per_byte * around
+    partial = of_queries[:, 0].sum() / visited
+    mean = cost[:n].sum() / n
+    look[0] = np.log2(n * repeats / g.slots)
+    look[1] = np.log2(visited / len(of_queries))
+    look[2] = np.log2(cost[:n].max() / mean)
+    look[3] = partial
+    look[5] = np.log2(num_heads)
+    look[6] = np.log2(shared)
+    look[7] = np.log2(makespan * g.slots / (tiles * repeats))
+    look[8] = g.traffic_s_per_byte * beside / seconds
+    look[9] = rule
+    look[10] = num_q % g.tile_q_full > 0 or num_k % g.tile_k > 0
+    return seconds / np.exp(correction(look, discrepancy[0], discrepancy[1], discrepancy[2])), slower

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.block_masks import BLOCK, Visits, sequence_slices, table_of, visits
 from cpsim.errors import InfeasibleError
 from cpsim.masks import Ints
 from cpsim.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
-from cpsim.tiles import Sequences, sequences
+from cpsim.tiles import Sequences, local_slices, place_in, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
 DTYPES: Final = ("bf16", "fp16")
@@ -29,6 +31,10 @@ class Limits:
     places_results: bool = True
     """Results are written where the caller wants them; otherwise our executor copies them there."""
     dtypes: tuple[str, ...] = DTYPES
+    any_mask: bool = False
+    """Masks of any shape, keys in any order."""
+    whole_blocks: bool = False
+    """Of those only masks of whole blocks of 128 x 128 tokens."""
 
 
 WINDOWED: Final = ("fa2", "fa4")
@@ -36,7 +42,10 @@ WINDOWED: Final = ("fa2", "fa4")
 LIMITS: Final = {
     "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
     "sdpa_flash": Limits(places_results=False),
-    "math": Limits(dtypes=(*DTYPES, "fp32", "fp64")),
+    "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
+    "flex": Limits(places_results=False, any_mask=True),
+    "sdpa_math": Limits(any_mask=True),
+    "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True),
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
 
@@ -61,12 +70,14 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
     found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+    if limits.whole_blocks:
+        _check_blocks(kernel, tile_visits(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]))
+    if limits.any_mask:
+        return
     used = np.zeros(len(found.one_call), np.bool_)
     used[schedule.tile[ops]] = True
     _check_sequences(kernel, found, used)
-    wanted = found.keys()[schedule.tile[ops]] * schedule.heads[ops, 3] * 2 * head_dim * BYTES_PER_ELEMENT[dtype]
-    unpacked = ~found.in_place[schedule.tile[ops]] & (_copied_keys(schedule, ops) != wanted)
-    if unpacked.any():
+    if not _reads_sequences(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]).all():
         raise InfeasibleError(
             f"kernel {kernel} reads the keys of one sequence after another; here sequences share keys or see "
             f"scattered ones, and this strategy does not copy them together, as allgather does"
@@ -105,6 +116,91 @@ def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> 
         raise InfeasibleError(
             f"kernel {kernel} runs causal or full sequences in one call; this strategy's share of the mask has both"
         )
+
+
+def _check_blocks(kernel: str, masks: Mapping[int, Visits]) -> None:
+    partial = sum(int(mask.of_queries[:, 0].sum()) for mask in masks.values())
+    if partial:
+        visited = sum(int(mask.of_queries.sum()) for mask in masks.values())
+        raise InfeasibleError(
+            f"kernel {kernel} runs masks of whole blocks of {BLOCK} x {BLOCK} tokens here; this strategy's share of "
+            f"the mask cuts {partial} of {visited} blocks; use flex"
+        )
+
+
+def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
+    """Whether keys lie as the sequences of attention ops follow each other, or are copied so."""
+    found, tile = sequences(schedule.tiles), schedule.tile[ops]
+    wanted = found.keys()[tile] * schedule.heads[ops, 3] * 2 * head_bytes
+    return np.asarray(found.in_place[tile] | (_copied_keys(schedule, ops) == wanted))
+
+
+def one_calls(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
+    """Whether the share of the mask of some attention ops is one varlen call on keys that lie as they do."""
+    regular = sequences(schedule.tiles).one_call[schedule.tile[ops]]
+    return np.asarray(regular & _reads_sequences(schedule, ops, head_bytes))
+
+
+def tile_visits(schedule: Schedule, ops: Ints, head_bytes: int) -> dict[int, Visits]:
+    """The blocks that a kernel which lists them visits, by tile of some attention ops.
+
+    A tile of one varlen call is its sequences, any other the rows of its queries and of its keys as the ops hold them.
+    Tiles that look alike, as on most steps of a ring, are counted once.
+    """
+    found, tiles, sizes = sequences(schedule.tiles), schedule.tiles, schedule.sets.num_tokens()
+    held = _held_sets(schedule)[ops]
+    places = {s: place_in(schedule.sets.of(s)) for s in np.unique(held).tolist()}
+    known: dict[bytes, Visits] = {}
+    made: dict[int, Visits] = {}
+    is_one = one_calls(schedule, ops, head_bytes).tolist()
+    for tile, one_call, (query_set, key_set) in zip(schedule.tile[ops].tolist(), is_one, held.tolist(), strict=True):
+        if tile in made:
+            continue
+        mine = slice(found.start[tile], found.start[tile + 1])
+        if one_call:
+            slices = sequence_slices(found.q_len[mine], found.k_len[mine], found.causal[mine])
+            num_q, num_k = int(found.q_len[mine].sum()), int(found.k_len[mine].sum())
+        else:
+            slices = local_slices(tiles, tile, places[query_set], places[key_set])
+            num_q, num_k = int(sizes[query_set]), int(sizes[key_set])
+        key = np.append(table_of(slices), [num_q, num_k]).tobytes()
+        if key not in known:
+            known[key] = visits(slices, num_q, num_k)
+        made[tile] = known[key]
+    return made
+
+
+def dense_sequences(
+    schedule: Schedule, ops: Ints, head_bytes: int
+) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Start, q_len, k_len and causal of sequences by tile as a kernel takes them that computes all pairs.
+
+    A tile that is not one varlen call has all rows of its queries and keys in one sequence.
+    """
+    found, sizes = sequences(schedule.tiles), schedule.sets.num_tokens()
+    held, counts = _held_sets(schedule), np.diff(found.start)
+    tiles, first = np.unique(schedule.tile[ops], return_index=True)
+    whole = ~one_calls(schedule, ops[first], head_bytes) & (counts[tiles] > 0)
+    tiles, whole_sets = tiles[whole], held[ops[first[whole]]]
+    kept = np.repeat(~np.isin(np.arange(len(counts)), tiles), counts)
+    owner = np.concatenate([np.repeat(np.arange(len(counts)), counts)[kept], tiles])
+    order = np.argsort(owner, kind="stable")
+    q_len = np.concatenate([found.q_len[kept], sizes[whole_sets[:, 0]]])[order]
+    k_len = np.concatenate([found.k_len[kept], sizes[whole_sets[:, 1]]])[order]
+    causal = np.concatenate([found.causal[kept], np.zeros(len(tiles), np.bool_)])[order]
+    return np.searchsorted(owner[order], np.arange(len(counts) + 1)), q_len, k_len, causal
+
+
+def _held_sets(schedule: Schedule) -> Ints:
+    """Token sets of the queries and of the keys that every op reads, ``int64[N, 2]``; 0 where it reads none."""
+    s = schedule
+    op_of_access = np.repeat(np.arange(len(s)), np.diff(s.access_start))
+    tensors = np.array(s.block_tensors)[s.block_tensor[s.access_block]]
+    held = np.zeros((len(s), 2), np.int64)
+    for side, tensor in enumerate(("q", "kv")):
+        reads = (tensors == tensor) & (s.access_mode == READ)
+        held[op_of_access[reads], side] = s.block_set[s.access_block[reads]]
+    return held
 
 
 def _copied_keys(schedule: Schedule, ops: Ints) -> Ints:

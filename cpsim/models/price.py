@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
@@ -13,23 +12,24 @@ from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.attention import AttentionParams, clocked_seconds
+from cpsim.models.calls import attention_op_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
-from cpsim.models.kernels import check_calls, limits_of
+from cpsim.models.kernels import check_calls, limits_of, tile_visits
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.models.pressure import Messages, pressures
 from cpsim.models.spread import expected_maximum
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
 from cpsim.sim.work import Work, earliest, predecessors
-from cpsim.tiles import Tiles, sequences
+from cpsim.tiles import sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
     from cpsim.calibrate.profile import Profile
 
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 Protocol = Literal["synced", "streamed"]
 
 GROUPS: Final = (
@@ -221,19 +221,19 @@ class Pricing:
         check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
-        seconds = np.empty((2, len(ops)))
-        for num_heads, num_kv_heads in sorted(shapes):
-            priced = _seconds_of_tiles(params, schedule.tiles, num_heads, num_kv_heads, self.head_dim)
-            mine = (heads == num_heads) & (kv_heads == num_kv_heads)
-            seconds[:, mine] = np.stack(priced)[:, schedule.tile[ops[mine]]]
+        if params.anatomy.lists_blocks:
+            masks = tile_visits(schedule, ops, self.head_dim * BYTES_PER_ELEMENT[self.dtype])
+            self.profile.check_rules(self.kernel, pass_, {mask.partial_rule() for mask in masks.values()})
+        seconds = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)
         if self.captured and not limits_of(self.kernel).places_results:
             rows = tiles.queries()[schedule.tile[ops]] * heads
             if pass_ == "bwd":
                 rows += tiles.keys()[schedule.tile[ops]] * 2 * kv_heads
             nbytes = 2 * rows * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
             seconds += elementwise_seconds(self.profile.elementwise, "copy", nbytes)
-        if self.head_dim != params.head_dim:
-            notes[f"head_dim {self.head_dim}, measured {params.head_dim}"] = None
+        low, high = self.profile.valid.get(f"attention {pass_} {self.kernel} head_dim", (params.head_dim,) * 2)
+        if not low <= self.head_dim <= high:
+            notes[f"head_dim {self.head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}"] = None
         notes.update(
             dict.fromkeys(
                 self.profile.attention_notes(
@@ -334,14 +334,6 @@ class Pricing:
         return np.asarray(np.maximum(released - lead, 0.0))
 
 
-@lru_cache(maxsize=4)
-def _seconds_of_tiles(
-    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[Floats, Floats]:  # fmt: skip
-    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
-    calls = sequences(tiles)
-    heads, kv_heads = (np.full(len(tiles.area), number) for number in (num_heads, num_kv_heads))
-    return clocked_seconds(params, calls.start, calls.q_len, calls.k_len, calls.causal, heads, kv_heads, head_dim)
 
 
 def _pass_of(schedule: Schedule) -> str:

@@ -29,17 +29,19 @@ def kernels_view(support: Sequence[Support], speeds: Sequence[Speed], heads: str
         mine = [speed for speed in speeds if speed.profile == name]
         title = f"{name}: TFLOP/s forward / backward of {heads} heads by tokens; documents: {NUM_DOCUMENTS} equal ones"
         parts += [Text(), Text(title, style="bold"), _speeds(mine)]
-    parts += [Text(), Text("memory of a call, forward / backward, work space included (computed)", style="bold")]
+    parts += [Text(), Text("memory of a call, forward / backward, work space included", style="bold")]
     return Group(*parts, _memory(speeds))
 
 
 def _matrix(support: Sequence[Support]) -> RenderableType:
-    made = table(("kernel", "left"), *((mask, "left") for mask in MASKS), ("passes", "left"), ("dtypes", "left"),
+    made = table(("kernel", "left"), *((mask, "left") for mask in MASKS), ("others", "right"), ("dtypes", "left"),
                  ("profiles", "left"))  # fmt: skip
     for entry in (entry for entry in support if entry.passes):
         cells = [Text("no", "red") if entry.masks[mask] else Text("yes", "green") for mask in MASKS]
-        lists = (", ".join(entry.passes), ", ".join(entry.dtypes), ", ".join(entry.profiles) or "your own")
-        made.add_row(Text(entry.kernel, style="bold"), *cells, *lists)
+        others = [mask for mask in entry.masks if mask not in MASKS]
+        count = f"{sum(not entry.masks[mask] for mask in others)} of {len(others)}"
+        lists = (", ".join(entry.dtypes), ", ".join(entry.profiles) or "your own")
+        made.add_row(Text(entry.kernel, style="bold"), *cells, count, *lists)
     return made
 
 
@@ -50,10 +52,19 @@ def _reasons(support: Sequence[Support]) -> list[RenderableType]:
         lines += [f"{entry.kernel}: {reason}" for reason in sorted(filter(None, own))]
     unknown = ", ".join(entry.kernel for entry in support if not entry.passes)
     lines += [
-        "head_dim: 128 measured, others in proportion; other masks: `cpsim mask NAME` says who runs them",
+        f"head_dim: {'; '.join(_head_dims(support))}; other masks: `cpsim mask NAME` says who runs them",
         f"without a model, since nobody has measured them: {unknown}",
     ]
     return [Text(line, style="dim") for line in lines]
+
+
+def _head_dims(support: Sequence[Support]) -> list[str]:
+    """Kernels by what is known of their head dimensions."""
+    shipped = [entry for entry in support if entry.profiles]
+    return [
+        f"{words} ({', '.join(entry.kernel for entry in shipped if entry.head_dim == words)})"
+        for words in dict.fromkeys(entry.head_dim for entry in shipped)
+    ]
 
 
 def _speeds(speeds: Sequence[Speed]) -> RenderableType:

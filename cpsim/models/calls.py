@@ -1,0 +1,65 @@
+"""Seconds of the attention ops of a schedule, whatever form their kernel takes a mask in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.block_masks import Visits
+from cpsim.masks import Ints
+from cpsim.models.attention import AttentionParams, clocked_seconds, listed_calls
+from cpsim.models.kernels import dense_sequences, limits_of, tile_visits
+from cpsim.schedule import ATTENTION_KINDS, Schedule, is_one_of
+from cpsim.tiles import Tiles, sequences
+from cpsim.workload import BYTES_PER_ELEMENT
+
+Floats = NDArray[np.float64]
+
+
+def attention_op_seconds(
+    params: AttentionParams, kernel: str, dtype: str, head_dim: int, schedule: Schedule, ops: Ints | None = None
+) -> Floats:
+    """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
+
+    The kernel takes them; see `check_calls`.
+    """
+    if ops is None:
+        ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+    head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
+    if params.anatomy.lists_blocks:
+        return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
+    heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
+    dense = dense_sequences(schedule, ops, head_bytes) if limits_of(kernel).any_mask else None
+    for shape in np.unique(heads, axis=0):
+        if dense is None:
+            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape.tolist(), head_dim)
+        else:
+            everywhere = np.repeat(shape[:, None], len(dense[0]) - 1, axis=1)
+            of_tile = clocked_seconds(params, *dense, everywhere[0], everywhere[1], head_dim)
+        mine = (heads == shape).all(axis=1)
+        seconds[:, mine] = np.stack(of_tile)[:, schedule.tile[ops[mine]]]
+    return seconds
+
+
+@lru_cache(maxsize=4)
+def _seconds_of_tiles(
+    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Floats, Floats]:
+    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
+    calls = sequences(tiles)
+    heads, kv_heads = (np.full(len(tiles.area), number) for number in (num_heads, num_kv_heads))
+    return clocked_seconds(params, calls.start, calls.q_len, calls.k_len, calls.causal, heads, kv_heads, head_dim)
+
+
+def _listed_seconds(
+    params: AttentionParams, schedule: Schedule, ops: Ints, masks: Mapping[int, Visits], head_dim: int
+) -> Floats:
+    """Seconds of a kernel that lists blocks; calls that are alike are priced once."""
+    which = np.column_stack([schedule.tile[ops], schedule.heads[ops][:, [1, 3]]]).astype(np.int64)
+    alike, of_op = np.unique(which, axis=0, return_inverse=True)
+    visited = [masks[tile] for tile in alike[:, 0].tolist()]
+    seconds, _, slower = listed_calls(params, visited, alike[:, 1], alike[:, 2], head_dim)
+    return np.stack([seconds, seconds / slower])[:, of_op.reshape(-1)]

@@ -160,7 +160,7 @@ def test_the_h100_profile_says_where_its_network_comes_from():
 def test_a_missing_kernel_lists_the_measured_ones():
     with pytest.raises(ProfileError) as excinfo:
         load_profile("h200").attention_params("fa3", "fwd")
-    assert "cudnn, fa2, fa4, sdpa_flash" in one_line(excinfo)
+    assert "cudnn, fa2, fa4, fa4_sparse, flex, sdpa_flash, sdpa_math" in one_line(excinfo)
 
 
 def test_sizes_outside_of_the_measured_range_are_marked():
@@ -176,7 +176,7 @@ def test_sizes_outside_of_the_measured_range_are_marked():
     ("damage", "says"),
     [
         (lambda text: text[: len(text) // 2], "cut off"),
-        (lambda text: text.replace('"schema": 2', '"schema": 99'), "schema 99"),
+        (lambda text: text.replace(f'"schema": {profile.SCHEMA}', '"schema": 99'), "schema 99"),
         (lambda text: text.replace("cpsim-profile", "other"), "is this a profile file"),
         (lambda text: text.replace('"pair_s"', '"pear_s"', 1), "pear_s"),
         (lambda _: "[]", "is this a profile file"),

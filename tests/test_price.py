@@ -105,8 +105,8 @@ def test_calls_that_a_kernel_does_not_offer_are_refused():
 
 
 def test_a_head_dim_that_was_not_measured_is_noted():
-    _, price = priced("ring", head_dim=64)
-    assert "head_dim 64, measured 128" in price.notes
+    _, price = priced("ring", head_dim=32)
+    assert any("head_dim 32" in note for note in price.notes)
 
 
 def test_streamed_hosts_run_ahead():
@@ -140,7 +140,7 @@ def alike():
     return {name: 0.0 if "GPUs" in name or name == "run to run" else spread for name, spread in sigma.items()}
 
 
-@pytest.mark.parametrize(("strategy", "busiest"), [("ulysses", 8), ("zigzag_ring", 8), ("ring", 1)])
+@pytest.mark.parametrize(("strategy", "busiest"), [("ulysses", 8), ("ring", 1)])
 def test_attention_is_as_slow_as_on_the_slowest_of_the_busiest_gpus(strategy, busiest):
     """Under a causal mask the last rank of a ring without zigzag has more to do than any other."""
     spread = load_profile("h200").between_gpus("fa4", "fwd")

@@ -44,15 +44,15 @@ def test_packs_are_those_of_the_benchmark(gpus, documents, area):
     assert mean(sum(n**2 for n in pack) / tokens**2 for pack in packs(gpus)) == pytest.approx(area, rel=0.005)
 
 
-def test_rows_that_nothing_was_fitted_to_are_within_6_percent_and_all_within_7_and_a_half():
+def test_rows_that_nothing_was_fitted_to_are_within_5_and_a_half_percent_and_all_within_7():
     scores = summary(predicted())
-    assert scores["32 and 64 GPUs"].mean_absolute < 0.06
-    assert scores["all"].mean_absolute < 0.075
+    assert scores["32 and 64 GPUs"].mean_absolute < 0.055
+    assert scores["all"].mean_absolute < 0.07
 
 
-def test_no_strategy_is_further_off_than_21_percent_on_any_mask():
+def test_no_strategy_is_further_off_than_25_percent_on_any_mask():
     worst = {pair: score.mean_absolute for pair, score in grouped(predicted(), lambda r: (r.strategy, r.mask)).items()}
-    assert max(worst.values()) < 0.21, worst
+    assert max(worst.values()) < 0.25, worst
 
 
 def test_strategies_are_ordered_as_published():

@@ -157,10 +157,12 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
 
     Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
     of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Of the pause
-    between two iterations, which the timing code makes, the latest measurement counts. Overlaps count where the size
-    of what was sent is known and the communication came first.
+    between two iterations, which the timing code makes, and of PyTorch's own sweeps, which take alike on all machines,
+    the latest measurement counts. Overlaps count where the size of what was sent is known and the communication came
+    first.
     """
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
+    swept = [m.header["date"] for m in measurements if any(_is_sweep(p) for p in m.points)]
     mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
     points = [
         p
@@ -170,6 +172,7 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
+        and not (_is_sweep(p) and m.header["date"] != max(swept))
     ]
     own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
@@ -211,6 +214,11 @@ def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:
 def _is_common(point: Point) -> bool:
     """Whether an attention point is of the commonest head dimension, and of sequences."""
     return "mask" not in point and bool(point["head_dim"] == 128)
+
+
+def _is_sweep(point: Point) -> bool:
+    """Whether a point is of a kernel that real.measure_host times."""
+    return point["op"] == "elementwise" and "which" in point
 
 
 def _is_pause(point: Point) -> bool:

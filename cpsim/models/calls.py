@@ -33,12 +33,12 @@ def attention_op_seconds(
         return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
     heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
     dense = dense_sequences(schedule, ops, head_bytes) if limits_of(kernel).any_mask else None
-    for shape in np.unique(heads, axis=0):
+    for shape in sorted(set(zip(*heads.T.tolist(), strict=True))):
         if dense is None:
-            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape.tolist(), head_dim)
+            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim)
         else:
-            everywhere = np.repeat(shape[:, None], len(dense[0]) - 1, axis=1)
-            of_tile = clocked_seconds(params, *dense, everywhere[0], everywhere[1], head_dim)
+            num_heads, num_kv_heads = (np.full(len(dense[0]) - 1, number) for number in shape)
+            of_tile = clocked_seconds(params, *dense, num_heads, num_kv_heads, head_dim)
         mine = (heads == shape).all(axis=1)
         seconds[:, mine] = np.stack(of_tile)[:, schedule.tile[ops[mine]]]
     return seconds

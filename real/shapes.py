@@ -31,7 +31,7 @@ class Shape:
     head_dim: int = HEAD_DIM
     mask: str = ""
     """A name, over documents of `q_lens` tokens; without one, sequences are full or causal."""
-    options: Mapping[str, float] = field(default_factory=dict)
+    options: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Of the mask."""
 
     def slices(self) -> Slices | None:

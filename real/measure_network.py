@@ -238,8 +238,10 @@ def measure_between_nodes(node: Network, rng: np.random.Generator, deadline: flo
         "all_flows": one_way,
         "all_flows_both_directions": one_way + back,
         "ring": ring(ranks),
-        "inside": [pair for a, b in zip(ranks[::2], ranks[1::2], strict=True) for pair in ((a, b), (b, a))],
+        "inside": [pair for a in ranks if a % per_node % 2 for pair in ((a - 1, a), (a, a - 1))],
     }
+    if not flows["inside"]:  # nodes of one GPU
+        del flows["inside"]
     columns = [node.communicator(ranks[i::per_node]) for i in range(per_node)]
     mine, world = columns[node.rank % per_node], node.groups[node.size]
     groups = {"all": (world, 1), "a_rank_a_node": (columns[0], 1), "columns": (mine, per_node)}

@@ -58,6 +58,13 @@ def test_fit_finds_the_network_that_made_the_measurements(num_nics):
     assert "made.jsonl" in fabric.source
 
 
+def test_flows_that_never_leave_their_node_say_nothing_of_the_network_between_nodes():
+    between = made(8e-5, 2.5e9, 4e9, 2, noise=0.02)
+    shared = {"op": "fabric", "kind": "inside", "num_nodes": 2, "gpus_per_node": 2}
+    inside = {"flows": [[0, 1], [1, 0], [2, 3], [3, 2]], "nbytes": 2**20, "samples_s": [1e-5] * 9}
+    assert fit_fabric(replace(between, points=(shared | inside, *between.points))) == fit_fabric(between)
+
+
 OPS = {
     "one_flow": (Kind.TRANSFER, [[0], [2]]),
     "all_flows": (Kind.TRANSFER, [[0, 1], [2, 3]]),

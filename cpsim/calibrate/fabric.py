@@ -33,7 +33,7 @@ def fit_fabric(measurements: Measurements, likely_nics: int | None = None) -> Fa
     Raises:
         ProfileError: the file has too few points of a kind.
     """
-    points = measurements.of("fabric")
+    points = [p for p in measurements.of("fabric") if "flows" not in p or _between_nodes(p)]
     flows, collectives = ([p for p in points if ("flows" in p) is wanted] for wanted in (True, False))
     if min(len(flows), len(collectives)) < MIN_POINTS:
         raise ProfileError(
@@ -68,7 +68,7 @@ def seconds(point: Point, latency_s: float, flow_rate: float, nic_rate: float, n
     """What a point takes in the model.
 
     Args:
-        point: of op `fabric`.
+        point: of op `fabric`, a collective or flows of which one leaves its node.
         latency_s: of one message [s].
         flow_rate: of one flow, one direction [bytes/s].
         nic_rate: of one NIC, one direction [bytes/s].
@@ -76,9 +76,8 @@ def seconds(point: Point, latency_s: float, flow_rate: float, nic_rate: float, n
     """
     nbytes, per_node = float(point["nbytes"]), int(point["gpus_per_node"])
     if "flows" in point:
-        far = [(a, b) for a, b in point["flows"] if a // per_node != b // per_node]
-        nics = [(rank // per_node, rank % per_node * num_nics // per_node, out) for flow in far for rank, out in
-                zip(flow, (True, False), strict=True)]  # fmt: skip
+        nics = [(rank // per_node, rank % per_node * num_nics // per_node, out) for flow in _between_nodes(point)
+                for rank, out in zip(flow, (True, False), strict=True)]  # fmt: skip
         busiest = max(nics.count(nic) for nic in nics)
         return latency_s + nbytes / min(flow_rate, nic_rate / busiest)
     num_ranks, groups = int(point["num_ranks"]), int(point["num_groups"])
@@ -89,6 +88,12 @@ def seconds(point: Point, latency_s: float, flow_rate: float, nic_rate: float, n
         far_bytes = nbytes * (num_ranks - 1) / num_ranks * ROUNDS[point["kind"]]
     share = num_nics * members / per_node  # NICs of the group's GPUs; a part of one where GPUs share it
     return max(latency_s + far_bytes / (share * nic_rate), far_bytes * groups / (num_nics * nic_rate))
+
+
+def _between_nodes(point: Point) -> list[tuple[int, int]]:
+    """Flows (sender, receiver) of a point that leave their node; the others meet no NIC."""
+    per_node = int(point["gpus_per_node"])
+    return [(a, b) for a, b in point["flows"] if a // per_node != b // per_node]
 
 
 def _fit(points: Sequence[Point], num_nics: int) -> tuple[Floats, Floats]:

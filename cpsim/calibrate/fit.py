@@ -11,7 +11,7 @@ import dataclasses
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any, Final
@@ -163,11 +163,13 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     swept = [m.header["date"] for m in measurements if any(_is_sweep(p) for p in m.points)]
+    stepped = {p["kind"] for m in measurements for p in m.of("host") if _in_steps(p)}
+    speeds = host_speeds(measurements)
     mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
     points = [
         p
         for m in measurements
-        for p in _on_mean_host(m, measurements)
+        for p in _on_mean_host(m, stepped, speeds.get(m.source, 1.0))
         if not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
@@ -178,16 +180,19 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
 
 
-def _on_mean_host(m: Measurements, everything: Sequence[Measurements]) -> Iterator[Point]:
+def _on_mean_host(m: Measurements, stepped: Container[str], speed: float) -> Iterator[Point]:
     """The points of a file, host calls of others as the mean of all machines would make them.
 
     They count as they were timed among those of a step, on whatever machines they were; where nobody did so, as they
     were timed among all calls; never repeated in a row.
+
+    Args:
+        m: the file.
+        stepped: calls that some file timed among those of a step.
+        speed: how long this machine's host takes over the mean of all.
     """
-    stepped = {p["kind"] for x in everything for p in x.of("host") if _in_steps(p)}
-    speed = host_speeds(everything).get(m.source, 1.0)
     for p in m.points:
-        if p["op"] == "host" and "place" in p and not p["kind"].startswith(("graph", "pause")):
+        if p["op"] == "host" and "place" in p:
             if p["place"] == "in a row" or (p["kind"] in stepped and not _in_steps(p)):
                 continue
             p = p | {"samples_s": [s / speed for s in p["samples_s"]]}

@@ -101,18 +101,12 @@ LONGCA_BENCH: Final = Implementation(
     predicted_only=True,
     unbatched=True,
 )
-MAGI_ATTENTION: Final = Implementation(
+MAGI_ATTENTION: Final = replace(
+    LONGCA_BENCH,
     name="magi-attention",
     source="SandAI-org/MagiAttention at 2c64135, with the baselines of its benchmark",
     support=_SUPPORT | {"hybrid_cp": Support(masks=_MASKS), "magi": Support(masks=_MASKS)},
-    kernels=("fa3",),
     ring=_RING,
     double_ring=replace(_RING, turns=False),
-    ulysses=_ULYSSES,
-    allgather=_ALLGATHER,
     projections=ProjectionCode(width=1024, inputs=False),
-    launches=_LAUNCHES,
-    sweeps=_SWEEPS,
-    predicted_only=True,
-    unbatched=True,
 )

@@ -52,8 +52,11 @@ _MEMORY_NAMES: Final = {
 }
 _IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for stream in STREAMS])
 """A batched send and receive is one kernel; this end of it does not count again."""
-_POWER_OF: Final = {Kind.TRANSFER: "transfer", **dict.fromkeys(COLLECTIVE_KINDS, "collective")}
-"""Kinds whose power is not that of memory-bound kernels."""
+_POWER_OF: Final = {
+    **dict.fromkeys(Kind, "memory-bound"), Kind.TRANSFER: "transfer", **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
+    **dict.fromkeys((Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.BARRIER), "none"),
+}  # fmt: skip
+"""What ops draw power as, beside the attention whose clock it sets."""
 _PACED: Final = np.array([group.endswith("between nodes") for group in GROUPS])
 """Groups of ops that the network between nodes paces: factors were measured at NVLink's rates, and a kernel beside
 them neither takes memory bandwidth that they lack nor loses much to them, so they press on nothing."""
@@ -143,9 +146,7 @@ class Pricing:
             return
         quick = np.where(attention, full, duration)
         period = float(earliest(*predecessors(schedule), quick, release)[1].max())
-        drawing = [_POWER_OF.get(kind, "memory-bound") for kind in Kind]
-        drawing[Kind.ATTENTION] = drawing[Kind.ATTENTION_BACKWARD] = drawing[Kind.BARRIER] = "none"
-        load = np.array([self.profile.load.get(what, 0.0) for what in drawing])[schedule.kind]
+        load = np.array([self.profile.load.get(_POWER_OF[kind], 0.0) for kind in Kind])[schedule.kind]
         ranks, ops = schedule.lane_rank, schedule.op_of_lane()
         once = ~_IS_ARRIVAL[schedule.lane_stream]
         drawn = np.bincount(ranks[once], (load * duration)[ops[once]], schedule.num_ranks).astype(np.float64)

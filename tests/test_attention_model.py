@@ -1,6 +1,7 @@
 """Attention model: tile counts against brute force, monotone costs, and the special cases of the kernels."""
 
 import dataclasses
+import json
 import math
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 
 from cpsim.block_masks import BANDS, Visits, visits
 from cpsim.calibrate.profile import load_profile
+from cpsim.calibrate.shipped import DATA
 from cpsim.mask_shapes import mask_slices
 from cpsim.models.attention import ANATOMY, AttentionParams, attention_seconds, call_seconds, listed_calls
-from cpsim.models.blocks import STRIDES, finish, floor_sum, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
+from cpsim.models.blocks import finish, floor_sum, homes, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
 from cpsim.models.discrepancy import NONE
 
 KERNELS = sorted(load_profile("h200").attention)
@@ -88,15 +90,25 @@ def test_a_queue_of_blocks_is_list_scheduling():
 
 
 def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():
-    def end(blocks, num_sms=1, alone=0.6):
+    def end(blocks, num_sms=1, alone=0.6, share=0.5):
         idle, work = np.array(blocks, float).T.copy()
-        return pairs(idle, work, len(idle), num_sms, alone, 0)
+        return pairs(idle, work, len(idle), num_sms, alone, share, 1)
 
     assert end([(1, 6)]) == pytest.approx(7)
     assert end([(1, 6), (1, 6)]) == pytest.approx(1 + 6 / 0.6)
     assert end([(1, 6), (7, 0.6)]) == pytest.approx(7.6)  # the first one has ended when the second one's tiles start
     assert end([(1, 6), (1, 3)]) == pytest.approx(1 + 3 / 0.6 + 3)
     assert end([(1, 6)] * 2, num_sms=2) == pytest.approx(7)
+
+
+def test_the_older_block_of_an_sm_gets_more_done_so_that_the_third_one_starts_earlier():
+    idle, work = np.zeros(3), np.full(3, 6.0)
+    even, uneven = (pairs(idle, work, 3, 1, 0.6, share, 1) for share in (0.5, 0.75))
+    assert even == pytest.approx(6 / 0.6 + 6, rel=1e-6)  # the third block has the SM to itself
+    first = 6 / (1.2 * 0.75)
+    second = first + (6 - first * 1.2 * 0.25) / (1.2 * 0.75)
+    assert uneven == pytest.approx(second + 6 - (second - first) * 1.2 * 0.25, rel=1e-6)
+    assert uneven < even
 
 
 def test_blocks_out_of_step_are_slowed_between_not_at_all_and_fully():
@@ -109,8 +121,34 @@ def test_the_longest_of_the_last_blocks_runs_on_by_itself():
     left = np.array([0.0] * 7 + [10.0])
     assert finish(left, 4, 0.6) == pytest.approx(6.0)
     then = np.zeros((2, 2))
-    assert next_end(np.zeros((2, 2)), 0.6, then) == math.inf
-    assert all(math.gcd(stride, 132) == 1 for stride in STRIDES)
+    assert next_end(np.zeros((2, 2)), 0, 0.6, 0.5, then) == math.inf
+
+
+@pytest.mark.parametrize("gpu", ["h100", "h200"])
+def test_first_blocks_share_sms_as_they_did_on_a_gpu(gpu):
+    """Counted in the order of first blocks; the foremost SMs come in either order, and calls start at any group."""
+    runs = json.loads((DATA / f"placement/{gpu}.json").read_text())["runs"]
+    alike = [run for run in runs if run["blocks"].startswith("equal")]
+    assert {run["num_blocks"] for run in alike} >= {100, 132, 140, 152, 176, 200, 264}
+    for run in alike:
+        seen = {sm: i for i, sm in enumerate(dict.fromkeys(run["sm"]))}
+        placed = [seen[sm] for sm in run["sm"][:264]]
+        ours = homes(min(run["num_blocks"], 264), 132).tolist()
+        if run["num_blocks"] < 264:
+            assert placed == ours
+        else:  # the foremost SMs got their second blocks after 72 to 84 others
+            assert sorted(placed) == sorted(ours)
+            early = [i for i, sm in enumerate(placed) if sm < 8][8:]
+            assert 76 <= early[0] <= 92
+            assert early == list(range(early[0], early[0] + 8))
+
+
+@pytest.mark.parametrize("n", [1, 131, 132, 133, 136, 199, 263, 264])
+def test_blocks_take_second_places_on_sms_only_when_all_have_a_first_one(n):
+    taken = np.bincount(homes(n, 132), minlength=132)
+    assert taken.sum() == n
+    assert taken.max() <= 2
+    assert n < 132 or taken.min() >= 1
 
 
 def test_calls_without_work_are_free():

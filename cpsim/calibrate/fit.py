@@ -253,10 +253,10 @@ _START = {
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
     "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 3e-11, "banded_pair_s": 3e-11,
-    "query_pair_s": 2e-10,
+    "query_pair_s": 2e-10, "older_share": 0.57,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
-           "unaligned_factor": (1.0, 1.5)}  # fmt: skip
+           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 1.5)}  # fmt: skip
 
 
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
@@ -275,7 +275,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
             start |= {"call_s": 4e-6, "call_varlen_s": 1e-6}
     if lists:
         start["pair_s"] *= 1.7
-    unused = {"split_pair_s", "split_call_s", "alone_factor"} if not (flash2 and forward) else set()
+    unused = {"split_pair_s", "split_call_s", "alone_factor", "older_share"} if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if kernel != "cudnn" and not lists else set()
     unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
@@ -286,7 +286,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     if naive:
         unused |= {"block_causal_s", "busy_power"}
     for name in unused:
-        start[name] = 1.0 if name.endswith("factor") else 0.0
+        start[name] = {"factor": 1.0, "share": 0.5}.get(name.rpartition("_")[2], 0.0)
     fixed = {"busy_threshold"} if naive else set()
     return tuple(name for name in FITTED if name not in unused | fixed), start
 

@@ -9,7 +9,8 @@ point, with several the varlen one, as `real.attention` does.
   that the mask does not empty; tiles cut by the mask or by a sequence's end cost a whole tile. Heads that share keys
   are packed into one tile row by some kernels.
 * Blocks start in launch order as SMs become free: up to 48 waves are replayed, more are summed with their tail.
-* Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles.
+* Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles, the
+  younger block's more. Which blocks meet is what an H100 does where there are few waves of them.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
   those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
@@ -187,6 +188,8 @@ class AttentionParams:
     """Per such pair more where bands in rectangles decide."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
+    older_share: float = 0.5
+    """Of what two blocks on an SM get done at their tiles, the part of the block that came first."""
     fixed_pair_s: float = 0.0
     """Of `pair_s` what does not depend on the head dimension, such as exponentials."""
     discrepancy: Discrepancy = NONE

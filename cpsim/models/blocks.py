@@ -39,8 +39,10 @@ L2_BYTES = 50 * 2**20
 """Second-level cache that flash-attn-4 assumes when it groups heads (tile_scheduler.py)."""
 STEPS = 2048
 """Time steps of a replay in which slots are counted."""
-STRIDES = (5, 7, 13, 17)
-"""Orders, without common divisor with the number of SMs, in which second blocks may find their SMs."""
+MOMENT_S = 1e-7
+"""Ends of blocks that are so close come in any order."""
+SEEDS = 4
+"""Such orders that calls are averaged over whose blocks without work end at once."""
 PAIRINGS = 8
 """Random pairings that the end of a call with two blocks on an SM is averaged over."""
 
@@ -214,19 +216,23 @@ def overlap(idle: float, work: float, alone: float) -> float:
 
 
 @njit(cache=True)
-def next_end(now: Floats, alone: float, then: Floats) -> float:
-    """Seconds until a block of an SM ends; `now` and `then` are the idle and tile seconds left of both, [2, 2]."""
+def next_end(now: Floats, older: int, alone: float, share: float, then: Floats) -> float:
+    """Seconds until a block of an SM ends; `now` and `then` are the idle and tile seconds left of both, [2, 2].
+
+    While both are at their tiles they get 2 `alone` times as much done as one would, `share` of it in the older block.
+    """
     then[:] = now
-    time = 0.0
+    time, rate = 0.0, np.ones(2)
     while True:
         both = then[0, 0] == 0.0 and then[1, 0] == 0.0 and then[0, 1] > 0.0 and then[1, 1] > 0.0
-        rate = alone if both else 1.0
+        rate[older] = 2.0 * alone * share if both else 1.0
+        rate[1 - older] = 2.0 * alone * (1.0 - share) if both else 1.0
         step = np.inf
         for slot in range(2):
             if then[slot, 0] > 0.0:
                 step = min(step, then[slot, 0])
             elif then[slot, 1] > 0.0:
-                step = min(step, then[slot, 1] / rate)
+                step = min(step, then[slot, 1] / rate[slot])
         if step == np.inf:
             return step
         time += step
@@ -238,7 +244,7 @@ def next_end(now: Floats, alone: float, then: Floats) -> float:
                     then[slot, 0] = 0.0
                     ended |= then[slot, 1] == 0.0
             elif then[slot, 1] > 0.0:
-                then[slot, 1] = max(0.0, then[slot, 1] - step * rate)
+                then[slot, 1] = max(0.0, then[slot, 1] - step * rate[slot])
                 if then[slot, 1] < 1e-13:
                     then[slot, 1] = 0.0
                     ended = True
@@ -247,74 +253,106 @@ def next_end(now: Floats, alone: float, then: Floats) -> float:
 
 
 @njit(cache=True)
-def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, stride: int) -> float:
+def second_blocks(n: int, num_sms: int) -> Ints:
+    """Second blocks of every TPC, two SMs, of an H100 where n blocks do not fill the room for two on every SM.
+
+    TPCs are counted as in `homes`. The foremost four get theirs first. Of the others, which come from nine groups in
+    turn, every one gets a second block before any gets two, one group after another.
+    """
+    num = np.zeros((num_sms + 1) // 2, np.int64)
+    left = max(0, n - num_sms)
+    for turn in range(-2, 18):
+        for tpc in range(len(num)):
+            group = -1 if tpc < 4 else tpc - 4 if tpc < 8 else tpc % 8 if tpc < 48 else (tpc - 48) % 9
+            if left > 0 and group == (turn % 9 if turn >= 0 else -1):
+                num[tpc] += 1
+                left -= 1
+    return num
+
+
+@njit(cache=True)
+def homes(n: int, num_sms: int) -> Ints:
+    """SM of each of the first n <= 2 x SMs blocks of a call, as an H100 and an H200 place them.
+
+    Read from %smid (real/measure_placement.py, cpsim/calibrate/data/placement). SMs are counted in the order in which
+    they get their first block, which starts at another group of SMs from call to call; 2i and 2i + 1 are one TPC.
+    Where blocks fill all room, the foremost SMs take their second ones early; fewer are spread over TPCs.
+    """
+    sm = np.empty(n, np.int64)
+    if n < 2 * num_sms:
+        first = min(n, num_sms)
+        sm[:first] = np.arange(first)
+        i = first
+        for tpc, num in enumerate(second_blocks(n, num_sms)):
+            for k in range(num):
+                sm[i] = min(2 * tpc + k, num_sms - 1)
+                i += 1
+        return sm
+    foremost, early = num_sms * 2 // 33, num_sms * 20 // 33
+    for i in range(n):
+        if i < early:
+            sm[i] = i
+        elif i < early + foremost:
+            sm[i] = i - early
+        else:
+            sm[i] = i - foremost if i < num_sms + foremost else i - num_sms
+    return sm
+
+
+@njit(cache=True)
+def sift_down(order: Ints, due: Floats) -> None:
+    """Restores a binary heap of SMs, the earliest due first, of which only the first entry's time has changed."""
+    parent, sm = 0, order[0]
+    while True:
+        child = 2 * parent + 1
+        if child >= len(order):
+            break
+        if child + 1 < len(order) and due[order[child + 1]] < due[order[child]]:
+            child += 1
+        if due[order[child]] >= due[sm]:
+            break
+        order[parent] = order[child]
+        parent = child
+    order[parent] = sm
+
+
+@njit(cache=True)
+def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share: float, seed: int) -> float:
     """Makespan of n blocks where an SM holds two: seconds of `idle` overhead and then of `work`, its tiles alone.
 
-    Of more blocks than SMs, the first of all, 7 / 11 of the SMs, find an SM each, the next 2 / 33 join the first of
-    them, then the other SMs are filled, and second blocks follow in the same order (read from %smid on an H100). That
-    is for stride 0. Launched blocks without work end meanwhile and upset this order: other strides give some order.
-    Of the last blocks, an SM takes a second one only if other SMs are not about to have room for them, as measured.
+    The first blocks find their SMs all at once (`homes`), whether they have work or not; every other one goes to the
+    SM that has room first. SMs that have it within MOMENT_S get one block each, in an order that `seed` gives.
     """
-    last = np.zeros(num_sms, np.bool_)
-    then = np.zeros((num_sms, 2, 2))
-    now = np.zeros((2, 2))
-    due = np.full(num_sms, np.inf)
-    first, second = np.full(num_sms, n), np.full(num_sms, n)
-    early, doubled = (0, 0) if n <= num_sms or stride else (num_sms * 7 // 11, num_sms * 2 // 33)
-    for i in range(min(n, 2 * num_sms)):
-        if i < early:
-            first[i] = i
-        elif i < early + doubled:
-            second[i - early] = i
-        elif i < num_sms + doubled:
-            first[i - doubled] = i
-        elif stride == 0:
-            second[i - num_sms] = i
-        else:
-            second[(i * stride + num_sms * 618 // 1000) % num_sms] = i
-    for sm in range(num_sms):
-        now[:] = 0.0
-        if first[sm] < n:
-            now[0, 0], now[0, 1] = idle[first[sm]], work[first[sm]]
-        if second[sm] < n:
-            now[1, 0], now[1, 1] = idle[second[sm]], work[second[sm]]
-        due[sm] = next_end(now, alone, then[sm])
-    order = np.argsort(due)
     queued = min(n, 2 * num_sms)
+    held, then = np.zeros(num_sms, np.int64), np.zeros((num_sms, 2, 2))
+    for i, sm in enumerate(homes(queued, num_sms)):
+        then[sm, held[sm], 0], then[sm, held[sm], 1] = idle[i], work[i]
+        held[sm] += 1
+    older, now, state = np.zeros(num_sms, np.int64), np.zeros((2, 2)), seed
+    due = np.empty(num_sms)
+    for sm in range(num_sms):
+        now[:] = then[sm]
+        state = state * 1103515245 + 12345 & 0x7FFFFFFF
+        due[sm] = next_end(now, 0, alone, share, then[sm]) + MOMENT_S * (state >> 8) / 2**23
+    order = np.argsort(due)
     end = 0.0
-    while True:
+    while due[order[0]] < np.inf:
         sm = order[0]
-        if due[sm] == np.inf:
-            return end
         end = due[sm]
         now[:] = then[sm]
-        for slot in range(2):
-            if queued == n:
-                break
-            if now[slot, 0] > 0.0 or now[slot, 1] > 0.0:
-                continue
-            if last[sm]:
-                room = 0
-                for other in range(num_sms):
-                    room += not last[other] and due[other] < end + 0.05 * (idle[queued] + work[queued])
-                if room >= n - queued:
-                    break
-            now[slot, 0], now[slot, 1] = idle[queued], work[queued]
+        free = 1 if now[0].any() else 0
+        older[sm] = 1 - free
+        if queued < n and not now[free].any():
+            now[free, 0], now[free, 1] = idle[queued], work[queued]
             queued += 1
-            last[sm] = queued > n - num_sms
-        due[sm] = end + next_end(now, alone, then[sm])
-        parent = 0
-        while True:  # sift down: only the first entry's time has changed
-            child = 2 * parent + 1
-            if child >= num_sms:
-                break
-            if child + 1 < num_sms and due[order[child + 1]] < due[order[child]]:
-                child += 1
-            if due[order[child]] >= due[sm]:
-                break
-            order[parent] = order[child]
-            parent = child
-        order[parent] = sm
+        if queued < n and not now[1 - free].any():
+            older[sm], then[sm], due[sm] = free, now, end + 1e-9
+        else:
+            due[sm] = end + next_end(now, older[sm], alone, share, then[sm])
+        state = state * 1103515245 + 12345 & 0x7FFFFFFF
+        due[sm] += MOMENT_S * (state >> 8) / 2**23
+        sift_down(order, due)
+    return end
 
 
 @njit(cache=True)
@@ -350,7 +388,7 @@ def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empti
     `empties` tells how many blocks are launched for each sequence if not 0; `slow` is how much slower tiles are where
     SMs always hold two blocks. `idle`, `work` and `left` are scratch.
     """
-    n, num_empty = 0, 0
+    n = 0
     for i in range(begin, end):
         rows = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)[0]
         if not causal[i] and empties <= rows:  # all blocks are alike
@@ -372,7 +410,6 @@ def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empti
             if rows and empties > rows:
                 idle[n : n + empties - rows], work[n : n + empties - rows] = g.block_decode_s, 0.0
                 n += empties - rows
-                num_empty += empties - rows
     repeats = heads if g.heads_outermost else 1
     if g.blocks_per_sm == 1:
         idle[:n] += work[:n]
@@ -385,11 +422,9 @@ def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empti
         return makespan - left.max() + finish(left, g.num_sms, alone)
     for head in range(1, repeats):
         idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
-    if num_empty == 0:
-        return pairs(idle, work, n * repeats, g.num_sms, g.alone_factor, 0)
-    mean = 0.0
-    for stride in STRIDES:
-        mean += pairs(idle, work, n * repeats, g.num_sms, g.alone_factor, stride) / len(STRIDES)
+    mean, seeds = 0.0, SEEDS if empties else 1
+    for seed in range(seeds):
+        mean += pairs(idle, work, n * repeats, g.num_sms, g.alone_factor, g.older_share, seed + 1) / seeds
     return mean
 
 
@@ -445,7 +480,7 @@ def _split(g, t, s, heads, splits, idle, work):  # type: ignore[no-untyped-def]
             n += 1
     for head in range(1, heads):
         idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
-    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, 0)
+    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, g.older_share, 1)
 
 
 @njit(cache=True)

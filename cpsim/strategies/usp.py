@@ -277,7 +277,7 @@ class _Hybrid:
     def one_by_one(self, pass_: Pass, code: UlyssesCode) -> Schedule:
         """Other people's code, where tensors travel one by one."""
         e, x, ring = self.exchange, self.x, self.ring
-        ring.ready, given = e.there(pass_, code, x.source[0])
+        ring.ready, given = e.there(pass_, code, x.source[0], code.outputs_again)
         made = ("q", "kv", "out", "dout") if pass_ == "bwd" else ("q", "kv")
         held = {t: (access[0], ring.blocks(t)) for t, access in zip(made, given, strict=True)}
         if pass_ == "fwd":

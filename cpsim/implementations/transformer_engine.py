@@ -52,6 +52,7 @@ _RING: Final = HeldRingCode(  # AttnFuncWithCPAndKVP2P, BSHD; torch.compile make
 _TINY: Final = Sweep("lse", 0, 0)
 _RING_THD: Final = replace(
     _RING,
+    enter={"fwd": (_TINY, _TINY, _JOIN), "bwd": _RING.enter["bwd"]},
     wrapper=WrapperCode(  # cp_p2p_fwd_prepare_qkv: lengths of a step
         before={"fwd": (_TINY, _TINY), "bwd": ()}, after={"fwd": (), "bwd": ()}
     ),

@@ -8,7 +8,7 @@ sweep of a place carries what it does to buffers; those that follow it there do 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -293,6 +293,8 @@ class Implementation:
     """No adapter runs it: it was read, and its packages are not to be had."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
+    pads: bool = False
+    """See ``padded``."""
     unbatched: bool = False
     """Messages are sent and received one by one, for which PyTorch makes a process group of every two ranks."""
 
@@ -324,6 +326,22 @@ class Implementation:
                 f"use another {knob}"
             )
         return chosen
+
+    def padded(self, workload: Workload, ring: int = 0, ulysses: int = 1) -> Workload:
+        """The workload that this code runs: documents, or all tokens where the mask has none, of two equal chunks on
+        every rank of a ring, and equally many tokens on all ranks.
+
+        Args:
+            workload: the case.
+            ring: ranks of a ring; 0: there is none.
+            ulysses: ranks of a Ulysses group.
+        """
+        if not self.pads:
+            return workload
+        chunks, one = max(1, 2 * ring), workload.mask in DENSE
+        padding = [0 if one else -length % chunks for length in workload.documents]
+        padding[-1] += -(workload.num_tokens + sum(padding)) % (chunks * ulysses)
+        return replace(workload, padding=tuple(padding)) if any(padding) else workload
 
     def check_kernel(self, kernel: str) -> None:
         """Raise ``InfeasibleError`` where this code does not call the kernel."""

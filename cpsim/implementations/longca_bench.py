@@ -108,6 +108,7 @@ LONGCA_BENCH: Final = Implementation(
     launches=_LAUNCHES,
     sweeps=_SWEEPS,
     predicted_only=True,
+    pads=True,  # shard.py, get_cu_seqlens_padded
     unbatched=True,
 )
 MAGI_ATTENTION: Final = replace(

@@ -30,7 +30,7 @@ class _Halves:
 
     def __init__(self, workload: Workload, num_ranks: int, code: HalvesCode) -> None:
         mask = workload.slices()
-        shards = sharding.stack(*sharding.zigzag_shards(sharding.documents_of(mask), num_ranks))
+        shards = sharding.stack(*sharding.zigzag_shards(sharding.documents_of(mask, workload.num_tokens), num_ranks))
         sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
         parts, self.whole = np.arange(num_ranks, 3 * num_ranks), len(shards)
         tiles = make_tiles(mask, sets, parts, np.full(2 * num_ranks, self.whole))

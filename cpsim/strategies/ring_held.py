@@ -270,7 +270,8 @@ class HeldRing(RingTensors):
         if grid.inner > 1:
             to = x.tracks[-1].next
             target = dkv[0] if last and windows == 1 else self.travel[(s + 1) % 2]
-            deps = [sent[to] for sent in self.gradients_came[1:]]
+            unchanged = [np.where(x.active[s], NOTHING, brought) for brought in self.gradients_came[:1]]
+            deps = [*unchanged, *(sent[to] for sent in self.gradients_came[1:])]
             self.gradients_came = self.transfer(s, lanes, to, nbytes, deps, [((source, blocks), target)])
             source, blocks, nbytes = target, blocks[x.tracks[-1].previous], nbytes[x.tracks[-1].previous]
         if windows > 1 and ends:

@@ -40,6 +40,14 @@ def mask_slices(
         raise ScenarioError(f"mask: {error}") from None
 
 
+def moved_apart(mask: Slices, documents: Sequence[int], padding: Sequence[int]) -> Slices:
+    """A mask whose slices stay within documents [tokens], with padding behind each of these."""
+    document = np.searchsorted(np.cumsum(documents), mask.q_start, side="right")
+    before = np.concatenate(([0], np.cumsum(padding)))[document]
+    q_start, q_end, k_start, k_end = (end + before for end in (mask.q_start, mask.q_end, mask.k_start, mask.k_end))
+    return Slices(q_start, q_end, k_start, k_end, mask.low, mask.high)
+
+
 @lru_cache(maxsize=4)
 def _built(name: str, documents: tuple[int, ...], options: Options) -> Slices:
     lengths = np.asarray(documents, np.int64)

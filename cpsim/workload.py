@@ -31,10 +31,13 @@ class Workload:
     """Elements per head."""
     dtype: str
     """Element type of Q, K, V and O: a key of ``BYTES_PER_ELEMENT``."""
+    padding: tuple[int, ...] = ()
+    """Tokens behind every document that see nothing and are not seen, which some people's code adds; empty: none."""
 
     def __post_init__(self) -> None:
         if not self.documents or min(self.documents) < 1:
             raise ScenarioError("documents: expected at least one document of at least one token")
+        assert len(self.padding) in (0, len(self.documents))
         if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
             raise ScenarioError(f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}")
         if self.dtype not in BYTES_PER_ELEMENT:
@@ -42,8 +45,8 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Total tokens of all documents."""
-        return sum(self.documents)
+        """Total tokens of all documents, padding included."""
+        return sum(self.documents) + sum(self.padding)
 
     @property
     def bytes_per_element(self) -> int:
@@ -56,10 +59,12 @@ class Workload:
         Raises:
             ScenarioError: the mask or one of its options is unknown, or a value is not allowed.
         """
-        from cpsim.mask_shapes import mask_slices  # numba: 0.3 s that reading a scenario need not pay
+        from cpsim.mask_shapes import mask_slices, moved_apart  # numba: 0.3 s that reading a scenario need not pay
         from cpsim.stripes import striped
 
         mask = mask_slices(self.mask, self.documents, self.mask_options)
+        if self.padding:
+            mask = moved_apart(mask, self.documents, self.padding)
         return mask if stride == 1 else striped(mask, self.num_tokens, stride)
 
     def area(self) -> int:

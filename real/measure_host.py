@@ -1,6 +1,7 @@
 """What PyTorch's own machinery costs: eager ops, autograd, TorchScript, wrappers of kernels and collectives.
 
     torchrun --nproc-per-node 4 -m real.measure_host --out host.jsonl
+    torchrun --nproc-per-node 1 -m real.measure_host --sweeps --out sweeps.jsonl
 
 Other people's code pays these, our executor does not. Every point is one thing in isolation, and nothing here runs a
 context-parallel strategy: wall seconds that one call keeps the host busy (`op: host`), and seconds of PyTorch's
@@ -377,11 +378,21 @@ def sweep(kind: str, tokens: int, device: torch.device) -> tuple[Call, int]:
     if kind == "strided join":
         halves = [half.transpose(1, 2) for half in wide.chunk(2, dim=1)]
         return lambda: torch.cat(halves, dim=2), 8 * elements
+    if kind.startswith("expanded"):
+        index = torch.arange(tokens, device=device)[:, None, None].expand(-1, HEADS, DIM)
+        rows, made = narrow[0], torch.zeros_like(narrow[0])
+        if kind == "expanded_gather":
+            return lambda: torch.gather(rows, 0, index), 4 * elements
+        return lambda: made.scatter_(0, index, rows), 4 * elements
     ranks = int(kind.split()[-1])
     return lambda: narrow.reshape(1, tokens, ranks, -1, DIM).transpose(0, 2).contiguous(), 4 * elements
 
 
-SWEEPS = ("jit_merge", "mixed cast", "mixed add", "strided join", "strided 2", "strided 4", "strided 8")
+SWEEPS = (
+    "jit_merge", "mixed cast", "mixed add", "strided join", "strided 2", "strided 4", "strided 8", "expanded_gather",
+    "expanded_scatter",
+)  # fmt: skip
+"""The last two as LongCA-bench drops padding and puts it back: by an index of rows, expanded to every element."""
 
 
 def measure_sweeps(bench: Bench) -> None:
@@ -402,6 +413,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cpu", action="store_true", help="to try the script")
+    parser.add_argument("--sweeps", action="store_true", help="memory-bound kernels only, for which one GPU is enough")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
     started = time.monotonic()
@@ -411,10 +423,11 @@ def main() -> None:
             header = provenance(node.device, node.size, kernels, "python -m real.measure_host", args.commit)
             with args.out.open("w", encoding="utf-8") as file:
                 writer = Writer(file, header)
-                measure(node, writer)
+                if not args.sweeps:
+                    measure(node, writer)
                 measure_sweeps(Bench(writer, node.device))
             print(f"{time.monotonic() - started:.0f} s")
-        else:
+        elif not args.sweeps:
             measure(node, None)
 
 

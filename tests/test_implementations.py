@@ -21,7 +21,7 @@ IDS = [f"{code.name}-{name}-{'-'.join(map(str, knobs.values()))}" for code, name
 every_other = pytest.mark.parametrize(("code", "name", "knobs"), OTHERS, ids=IDS)
 every_pass = pytest.mark.parametrize("pass_", ALL_PASSES)
 RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-attn", "torch", "yunchang"))
-LONGCA, MAGI = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention")]
+LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention", "transformer-engine")]
 
 
 @every_pass
@@ -42,6 +42,33 @@ def test_schedules_are_valid_and_compute_dense_attention(code, name, knobs, pass
                     numeric.check(schedule, case, numeric.any_order(schedule, seed=len(schedule)))
                     count += 1
     assert count >= 6
+
+
+PADDED = [entry for entry in OTHERS if entry[0].pads and entry[1] not in ("hybrid_cp", "magi")]
+
+
+@every_pass
+@pytest.mark.parametrize(("code", "name", "knobs"), PADDED, ids=[f"{c.name}-{n}-{k}" for c, n, k in PADDED])
+def test_documents_are_padded_where_their_code_does(code, name, knobs, pass_):
+    """Valid and exact for documents of any length: padding is stored and sent, and neither sees nor is seen."""
+    ulysses = 4 if name == "ulysses" else knobs.get("ulysses", 1)
+    for mask in PLAIN_MASKS:
+        for documents in ((47,), "uneven", "short"):
+            case = workload(mask, documents, "mha")
+            padded = code.padded(case, 0 if name == "ulysses" else 4 // ulysses, ulysses)
+            schedule = plan(name, case, cluster(4), pass_, knobs, code)
+            validate(schedule, padded, pass_)
+            numeric.check(schedule, padded, numeric.any_order(schedule, seed=len(schedule)))
+
+
+def test_padding_makes_lengths_of_two_chunks_on_every_rank_of_a_ring():
+    case = workload("causal_document", "uneven")
+    assert LONGCA.padded(case, 2).padding == (3, 1, 0)
+    assert LONGCA.padded(case, 2, ulysses=3).padding == (3, 1, 8)
+    assert LONGCA.padded(case, ulysses=5).padding == (0, 0, 2)
+    assert LONGCA.padded(workload("causal", "uneven"), 5).padding == (0, 0, 2)
+    assert LONGCA.padded(case, 2).area() == case.area()
+    assert RING_FLASH_ATTN.padded(case, 2) is case
 
 
 def kernels(schedule, rank):
@@ -73,6 +100,29 @@ def test_launches_are_those_that_were_profiled(code, name, mask, pass_, count):
     case = workload(mask, (4096,), num_heads=32, num_kv_heads=8, head_dim=128)
     knobs = {"ulysses": 2} if name == "usp" else {}
     assert len(kernels(plan(name, case, cluster(4), pass_, knobs, code), 0)) == count
+
+
+# Launches of rank 1 of 4 GPUs that follow from the source; where ours zeroes a sum, Transformer Engine copies a half.
+READ = [
+    ("zigzag_ring", "causal", "fwd", 1 + 4 + 4 + 4),  # join, kernels, log-sum-exps, outputs
+    ("zigzag_ring", "causal", "bwd", 2 + 4 + 5 + 4 * 2),  # half log-sum-exp and keys, kernels, dq, dk and dv
+    ("zigzag_ring", "causal_document", "fwd", 3 + 4 * 3 + (2 + 2) + 5 + 4),  # and lengths, halves, zeros
+    ("zigzag_ring", "causal_document", "bwd", 2 + 4 + (2 + 2 * 3) + 5 + 4 * 2),
+    ("allgather", "causal", "fwd", 2 + 2 + 2),
+    ("allgather", "causal", "bwd", 2 + 2 + 2 + 3 * 2 + 2),
+    ("ulysses", "causal", "fwd", 3 * 2 + 1 + 2),
+    ("ulysses", "causal", "bwd", 2 + 1 + 3 * 2),
+    ("usp", "full", "fwd", 3 * 2 + (1 + 2 + 2 + 2) + 2),
+    ("usp", "full", "bwd", 2 * 2 + (1 + 2 + 2 + 2 * 2) + 3 * 2),
+]
+
+
+@pytest.mark.parametrize(("name", "mask", "pass_", "count"), READ)
+def test_launches_of_transformer_engine_are_those_of_its_source(name, mask, pass_, count):
+    documents = (1024, 3072) if "document" in mask else (4096,)
+    case = workload(mask, documents, num_heads=32, num_kv_heads=8, head_dim=128)
+    knobs = {"ulysses": 2} if name == "usp" else {}
+    assert len(kernels(plan(name, case, cluster(4), pass_, knobs, TE), 1)) == count
 
 
 def test_a_striped_ring_of_others_cuts_its_log_sum_exp_in_every_step_with_later_keys():
@@ -126,6 +176,15 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
         (YUNCHANG, "ulysses", 4, {}, "does not replicate key-value heads, .* got 2 kv_heads on 4 GPUs"),
         (TORCH, "allgather", 2, {"mask": "full"}, "layout zigzag runs mask causal, got full; use another layout"),
         (TORCH, "zigzag_ring", 4, {"documents": (44,)}, "needs tokens divisible by 8, got 44"),
+        (
+            TE, "zigzag_ring", 2, {"mask": "causal_document", "documents": "uneven"},
+            "needs document lengths divisible by 4, got 5",
+        ),
+        (TE, "ulysses", 2, {"mask": "causal_document"}, "ulysses of transformer-engine runs masks full, causal, got"),
+        (TE, "ulysses", 4, {}, "does not replicate key-value heads, .* got 2 kv_heads on 4 GPUs"),
+        (TE, "allgather", 2, {"mask": "full_document"}, "runs masks full, causal, got full_document"),
+        (TE, "usp", 2, {}, "planned for Ulysses groups and rings of 2 GPUs or more, got degree 2 on 2 GPUs"),
+        (TE, "loongtrain", 4, {}, "transformer-engine has no loongtrain"),
     ],
 )  # fmt: skip
 @every_pass
@@ -145,6 +204,22 @@ def test_predictions_of_others_name_their_kernels_and_pay_for_their_launches():
     assert others.time_s > ours.time_s
     with pytest.raises(InfeasibleError, match="ring-flash-attn runs kernels fa2, got fa4"):
         predict(scenario_from({**fields, "implementation": "ring-flash-attn", "kernel": "fa4"}))
+
+
+@pytest.mark.parametrize("name", ["zigzag_ring", "ulysses", "allgather", "usp"])
+def test_transformer_engine_is_slower_than_ours_and_faster_than_eager_merges(name):
+    """Everything about the case is the same but launches and sweeps around the kernels."""
+    fields = {
+        "strategy": name, "kernel": "fa2", "gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32,
+        "kv_heads": 8, "knobs": {"ulysses": 2} if name == "usp" else {},
+    }  # fmt: skip
+    ours, theirs = (predict(scenario_from({**fields, "implementation": i})) for i in ("cpsim", TE.name))
+    assert 1.005 * ours.time_s < theirs.time_s < 1.1 * ours.time_s
+    if name == "zigzag_ring":
+        assert theirs.time_s < predict(scenario_from({**fields, "implementation": "ring-flash-attn"})).time_s
+        assert predict(scenario_from({**fields, "implementation": TE.name, "kernel": "cudnn"})).time_s < ours.time_s
+        with pytest.raises(InfeasibleError, match="transformer-engine runs kernels cudnn, fa2, fa3, got fa4"):
+            predict(scenario_from({**fields, "implementation": TE.name, "kernel": "fa4"}))
 
 
 def test_code_that_was_only_read_is_left_out_of_real_runs(tmp_path, capsys):
@@ -198,6 +273,14 @@ def test_rings_send_keys_and_gradients_in_one_message_against_the_forward_direct
         assert target == {(rank - 1) % gpus}
 
 
+def test_messages_and_sweeps_include_padding():
+    """Documents that lack 28 and 100 tokens for whole chunks on 64 GPUs; the kernels' work is what it is."""
+    case = workload("causal_document", (8192 * 40 - 28, 8192 * 24 - 100), num_heads=64, num_kv_heads=8, head_dim=128)
+    schedule = plan("zigzag_ring", case, cluster(64), "fwd", {}, MAGI)
+    assert messages(schedule, 5)[0] == [KV_BYTES] * 63
+    assert schedule.tiles.area.sum() == case.area()
+
+
 @pytest.mark.parametrize(("gpus", "windows", "inner"), [(16, 1, 2), (32, 2, 2), (64, 2, 4)])
 def test_double_rings_send_gradients_apart_and_between_inner_rings_by_two_hops(gpus, windows, inner):
     sent, streams = messages(benchmark("loongtrain", gpus), 0)
@@ -236,7 +319,7 @@ def test_partial_outputs_are_merged_after_the_last_step(code):
 def test_longca_bench_corrects_log_sum_exps_in_the_loop_and_in_fp64(code, width, in_loop, ahead):
     """Six kernels for every partial output but the first; transfers wait for kernels one step ago, or two."""
     schedule = benchmark("zigzag_ring", 8, code=code)
-    ops = [op for op in schedule.project(0) if op.lanes[0] == (0, "compute")]
+    ops = [op for op in schedule.project(0) if op.lanes[0] == (0, "compute") and op.step > 0]
     sizes = {3 * width * 64 * rows for rows in (4096, 8192)}
     last = max(i for i, op in enumerate(ops) if op.kind == Kind.ATTENTION)
     assert sum(op.nbytes in sizes for op in ops[:last]) == 6 * in_loop
@@ -251,6 +334,40 @@ def test_rings_of_two_send_in_one_direction_after_the_other():
     for there in (op for op in moves if op.lanes[0][0] < op.lanes[1][0]):
         back = next(op for op in moves if op.step == there.step and op.lanes[0][0] == there.lanes[1][0])
         assert there.index in back.deps
+
+
+def test_transformer_engine_batches_what_rings_of_two_send():
+    """Both directions of a step at once; and beside rings, outputs travel again with their gradients."""
+    case = workload("causal", (16384,), num_heads=64, num_kv_heads=8, head_dim=128)
+    forward, backward = (plan("usp", case, cluster(4), pass_, {"ulysses": 2}, TE) for pass_ in ALL_PASSES)
+    moves = set(np.flatnonzero(backward.kind == Kind.TRANSFER).tolist())
+    assert len(moves) == 2 * 4
+    for move in map(backward.op, moves):
+        assert all(backward.op(d).step < move.step for d in set(move.deps) & moves)
+    exchanged = [
+        schedule.nbytes[schedule.kind == Kind.ALL_TO_ALL].reshape(-1, 2).sum(axis=0) for schedule in (forward, backward)
+    ]
+    q, kv = 4096 * 64 * 128 * 2, 2 * 4096 * 8 * 128 * 2
+    assert [n.tolist() for n in exchanged] == [[2 * q + kv] * 2, [3 * q + kv] * 2]
+
+
+@every_pass
+def test_transformer_engine_orders_tensors_while_others_travel(pass_):
+    """Nothing on the compute stream waits for an all-to-all before all tensors that leave together have left."""
+    schedule = plan("ulysses", workload("causal", (96,), "mha"), cluster(4), pass_, {}, TE)
+    ops = schedule.project(0)
+    waiting = [
+        any(schedule.op(d).kind == Kind.ALL_TO_ALL for d in op.deps) for op in ops if op.kind == Kind.ELEMENTWISE
+    ]
+    three, one = [False, False, False, True, True, True], [False, True]
+    assert waiting == ([*three, *one] if pass_ == "fwd" else [*one, *three])
+
+
+def test_transformer_engine_adds_gradients_of_gathered_keys_that_were_seen():
+    for mask, share in (("full", 1), ("causal", (2 * 8 + 1) / (4 * 8))):
+        ops = benchmark("allgather", 8, "bwd", mask, TE).project(3)
+        added = sum(op.nbytes for op in ops if op.kind == Kind.ACCUMULATE)
+        assert added == 2 * 3 * 8 * KV_BYTES * share
 
 
 def test_every_kernel_is_wrapped_in_gathers_and_scatters():

@@ -95,5 +95,5 @@ def test_stack_and_part_are_inverse():
 )  # fmt: skip
 def test_documents_are_spans_that_share_no_mask_row(mask, bounds):
     slices = mask_slices(mask, [4, 2, 3])
-    assert sharding.documents_of(slices).tolist() == bounds
+    assert sharding.documents_of(slices, 9).tolist() == bounds
     assert sharding.is_causal(slices) == (not mask.startswith("full"))

@@ -27,6 +27,7 @@ from cpsim.implementations.facts import (
 from cpsim.implementations.longca_bench import LONGCA_BENCH, MAGI_ATTENTION
 from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
 from cpsim.implementations.torch_cp import TORCH
+from cpsim.implementations.transformer_engine import TRANSFORMER_ENGINE
 
 __all__ = [
     "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "HalvesCode", "HeldRingCode", "Implementation",
@@ -36,7 +37,7 @@ __all__ = [
 CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
 
 IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
-    i.name: i for i in (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH, LONGCA_BENCH, MAGI_ATTENTION)
+    i.name: i for i in (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH, LONGCA_BENCH, MAGI_ATTENTION, TRANSFORMER_ENGINE)
 }
 
 

@@ -8,7 +8,7 @@ sweep of a place carries what it does to buffers; those that follow it there do 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -161,37 +161,46 @@ class HeldRingCode:
     and wait for those of the step before.
     """
 
-    wrapper: WrapperCode
-    enter: Sweeps
-    """Before the first step: keys and values in one message."""
-    tails: Mapping[Pass, Sweeps]
+    wrapper: WrapperCode | None = None
+    enter: Mapping[Pass, Sweeps]
+    """Before the first step: keys and values in one message; rows of ``tails`` where a rank computes them."""
+    tails: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
     """Before a kernel that reads tail queries."""
-    key_heads: Mapping[Pass, Sweeps]
+    key_heads: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
     """Before a kernel that reads head keys only."""
-    correct_lse: Sweeps
-    """For every partial output but the first."""
-    correct: Sweep
-    """For every partial output."""
+    first_lse: Sweeps
+    """For the first partial output, and what outputs are merged into."""
+    sum_lse: Sweeps
+    """For every other one."""
+    first_out: Sweep
+    """For the first partial output, after the last step."""
+    sum_out: Sweep
+    """For every other one."""
     in_loop: bool = False
     """Log-sum-exps are merged step by step, on two streams in turns, so that transfers wait for the kernels of the
     step before the last; two kernels still run one after the other, since each fills the GPU."""
     first_dq: Sweep
     sum_dq: Sweep
-    join_dkv: Sweep
+    join_dkv: Sweeps
     """Gradients of keys and values into one message."""
-    sum_dkv: Sweep
+    first_dkv: Sweeps
+    sum_dkv: Sweeps
     turns: bool
     """Backward runs against the forward direction, from the keys that a rank holds at the end of it, and gradients
     travel in one message with keys; otherwise it runs as forward does, gradients have messages and lanes of their own,
     and between inner rings they first travel home in the inner ring."""
+    batches_pairs: bool = False
+    """A ring of two sends in both directions at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HalvesCode:
     """An all-gather whose ranks call one kernel for their heads and one for their tails."""
 
-    wrapper: WrapperCode
+    wrapper: WrapperCode | None = None
     """Over all keys, whichever the kernel reads."""
+    enter: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
+    """Before a kernel, over its half."""
     order: Sweep
     """Puts gathered keys, and gradients before they are scattered, in order."""
     leave: Sweep
@@ -200,6 +209,8 @@ class HalvesCode:
     """An accumulator of gradients of keys, or of values."""
     sum: Sweep
     """Adds a half's gradients to it."""
+    sums_seen: bool = False
+    """Over the keys that the half sees; otherwise over all keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +225,10 @@ class UlyssesCode:
     wrapper: WrapperCode | None = None
     alone: bool = False
     """Groups may be all ranks, with rings of one, and rings may be all ranks."""
+    overlaps: bool = False
+    """All is one function, and tensors are swept while others travel; two sweeps each, on any way."""
+    outputs_again: bool = False
+    """Around rings, outputs of the forward pass travel in the backward pass, too, as they are kept where they ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +273,7 @@ class Implementation:
     kernels: tuple[str, ...] = ()
     """Empty: all kernels."""
     ring: RingCode | HeldRingCode | None = None
-    zigzag_documents: RingCode | None = None
+    zigzag_documents: RingCode | HeldRingCode | None = None
     """A zigzag ring over several documents, where it is code of its own."""
     striped: RingCode | None = None
     double_ring: HeldRingCode | None = None
@@ -278,6 +293,8 @@ class Implementation:
     """No adapter runs it: it was read, and its packages are not to be had."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
+    pads: bool = False
+    """See ``padded``."""
     unbatched: bool = False
     """Messages are sent and received one by one, for which PyTorch makes a process group of every two ranks."""
 
@@ -309,6 +326,22 @@ class Implementation:
                 f"use another {knob}"
             )
         return chosen
+
+    def padded(self, workload: Workload, ring: int = 0, ulysses: int = 1) -> Workload:
+        """The workload that this code runs: documents, or all tokens where the mask has none, of two equal chunks on
+        every rank of a ring, and equally many tokens on all ranks.
+
+        Args:
+            workload: the case.
+            ring: ranks of a ring; 0: there is none.
+            ulysses: ranks of a Ulysses group.
+        """
+        if not self.pads:
+            return workload
+        chunks, one = max(1, 2 * ring), workload.mask in DENSE
+        padding = [0 if one else -length % chunks for length in workload.documents]
+        padding[-1] += -(workload.num_tokens + sum(padding)) % (chunks * ulysses)
+        return replace(workload, padding=tuple(padding)) if any(padding) else workload
 
     def check_kernel(self, kernel: str) -> None:
         """Raise ``InfeasibleError`` where this code does not call the kernel."""

@@ -40,20 +40,28 @@ _WRAPPER: Final = WrapperCode(  # _fa3_varlen_forward and _fa3_varlen_backward
     after={"fwd": (*_SCATTER_Q, Sweep("lse", 0, 1), _LSE), "bwd": (*_SCATTER_Q, *_SCATTER_K, *_SCATTER_K)},
 )
 _HALF_Q, _HALF_KV = Sweep("q", 2, 0), Sweep("kv", 2, 0)  # thd_read_half_tensor
+_JOIN: Final = Sweep("kv", 2, 0)
+_OUT: Final = Sweep("q", 3, 0, kind=Kind.MERGE)  # thd_out_correction
 _RING: Final = HeldRingCode(  # FA3RingAttnFunc
     wrapper=_WRAPPER,
-    enter=(Sweep("kv", 2, 0),),
-    tails={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q, _HALF_Q, _LSE)},
+    enter={"fwd": (_JOIN,), "bwd": (Sweep("lse", 0, 2, "tails"), _JOIN)},
+    tails={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q, _HALF_Q)},
     key_heads={"fwd": (_HALF_KV,), "bwd": (_HALF_KV,)},
-    correct_lse=(Sweep("lse", 0, 3),) * 6,  # flash_attn_fwd_softmax_lse_correction, fp32
-    correct=Sweep("q", 3, 0, kind=Kind.MERGE),  # thd_out_correction
+    first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2)),  # zeros, clone
+    sum_lse=(Sweep("lse", 0, 3),) * 6,  # flash_attn_fwd_softmax_lse_correction, fp32
+    first_out=_OUT,
+    sum_out=_OUT,
     first_dq=Sweep("q", 2, 0),
     sum_dq=Sweep("q", 3, 0, kind=Kind.ACCUMULATE),
-    join_dkv=Sweep("kv", 2, 0),
-    sum_dkv=Sweep("kv", 3, 0, kind=Kind.ACCUMULATE),
+    join_dkv=(_JOIN,),
+    first_dkv=(_JOIN,),
+    sum_dkv=(Sweep("kv", 3, 0, kind=Kind.ACCUMULATE),),
     turns=True,
 )
-_FP64_RING: Final = replace(_RING, correct_lse=(Sweep("lse", 0, 6),) * 6, in_loop=True)
+_FP64_RING: Final = replace(
+    _RING, first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2), Sweep("lse", 0, 3)), sum_lse=(Sweep("lse", 0, 6),) * 6,
+    in_loop=True,
+)  # fmt: skip
 _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the output's only after it
     there={"fwd": 2, "bwd": 1},
     back={"fwd": 1, "bwd": 2},
@@ -62,6 +70,7 @@ _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the ou
 )
 _ALLGATHER: Final = HalvesCode(  # FA3RingAGAttnFunc
     wrapper=_WRAPPER,
+    enter={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q)},
     order=_GATHER_K,
     leave=Sweep("q", 2, 0),  # thd_grad_correction, copying
     zero=Sweep("k", 1, 0),
@@ -99,6 +108,7 @@ LONGCA_BENCH: Final = Implementation(
     launches=_LAUNCHES,
     sweeps=_SWEEPS,
     predicted_only=True,
+    pads=True,  # shard.py, get_cu_seqlens_padded
     unbatched=True,
 )
 MAGI_ATTENTION: Final = replace(

@@ -64,6 +64,7 @@ def plan_allgather(
             f"allgather needs heads_per_gather to divide the key-value heads, "
             f"got {at_once!r} for {workload.num_kv_heads} kv_heads"
         )
+    workload = code.padded(workload, cluster.num_gpus)
     if workload.num_tokens % cluster.num_gpus:
         raise InfeasibleError(
             f"allgather needs tokens divisible by ranks, since collectives move equal parts, "
@@ -82,7 +83,7 @@ def allgather_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[st
     layouts = ["zigzag"] if sharding.is_causal(mask) else ["contiguous"]
     if work.max() > UNEVEN * work.mean() and not sharding.is_causal(mask):
         layouts = ["contiguous", "zigzag"]
-    if len(sharding.documents_of(mask)) > 2:
+    if len(sharding.documents_of(mask, workload.num_tokens)) > 2:
         layouts = ["contiguous", "zigzag", "document_zigzag"]
     per_gather = dict.fromkeys([workload.num_kv_heads, max(1, workload.num_kv_heads // 4), 1])
     divisors = [n for n in per_gather if workload.num_kv_heads % n == 0]
@@ -175,7 +176,7 @@ class _AllGather:
 def _cut(workload: Workload, num_ranks: int, layout: str) -> tuple[RangeSets, RangeSets, Tiles]:
     """Shards; all sets: shards, all tokens, and the keys that each rank sees; tiles of shards x all tokens."""
     mask = workload.slices()
-    shards = _shards(layout, sharding.documents_of(mask), num_ranks)
+    shards = _shards(layout, sharding.documents_of(mask, workload.num_tokens), num_ranks)
     sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
     tiles = make_tiles(mask, sets, np.arange(num_ranks), np.full(num_ranks, num_ranks))
     return shards, sharding.stack(sets, seen_keys(tiles, num_ranks)), tiles

@@ -15,7 +15,7 @@ from cpsim.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Sizes
 from cpsim.strategies.sweeps import Sweeper
-from cpsim.tiles import make_tiles
+from cpsim.tiles import make_tiles, sequences
 from cpsim.workload import Workload
 
 
@@ -30,13 +30,15 @@ class _Halves:
 
     def __init__(self, workload: Workload, num_ranks: int, code: HalvesCode) -> None:
         mask = workload.slices()
-        shards = sharding.stack(*sharding.zigzag_shards(sharding.documents_of(mask), num_ranks))
+        shards = sharding.stack(*sharding.zigzag_shards(sharding.documents_of(mask, workload.num_tokens), num_ranks))
         sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
         parts, self.whole = np.arange(num_ranks, 3 * num_ranks), len(shards)
         tiles = make_tiles(mask, sets, parts, np.full(2 * num_ranks, self.whole))
         self.code, self.workload, self.ranks = code, workload, np.arange(num_ranks)
         self.b, self.total = Builder(num_ranks, sets, tiles, narrow_sums=True), workload.num_tokens
         self.sweeper, self.parts = Sweeper(self.b, workload), parts
+        self.seen = sequences(tiles).keys()[1:].reshape(2, num_ranks)
+        """Keys that a half's queries see, ``[2, ranks]``."""
         self.tokens, sizes = sets.num_tokens(), Sizes(workload)
         self.q_bytes, self.kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
         self.lse_bytes = sizes.lse(workload.num_heads)
@@ -66,7 +68,7 @@ class _Halves:
         for half in range(2):
             made = [self.half(dq, "dq", half), partial]
             self.attend("bwd", half, arrived, [(a, tensor) for tensor, a in given.items()], keys, made)
-            nbytes = self.sweeper.nbytes(code.sum, 0, self.total)
+            nbytes = self.sweeper.nbytes(code.sum, 0, self.seen[half] if code.sums_seen else self.total)
             for i in range(2):  # dk, dv
                 reads, total = ([access] * i for access in (partial, full))
                 b.add(
@@ -103,6 +105,8 @@ class _Halves:
         """One kernel on every rank and what surrounds it."""
         mine = slice(half * len(self.ranks), (half + 1) * len(self.ranks))
         rows = self.tokens[self.parts[mine]]
+        if self.code.enter[pass_]:
+            arrived = self.sweeper.sweep(self.code.enter[pass_], self.ranks, rows, 0, [arrived], half)
         self.sweeper.attend(
             self.code.wrapper, pass_, self.ranks, q_rows=rows, k_rows=self.total, step=half, heads=self.heads,
             tile=1 + np.arange(2 * len(self.ranks))[mine], deps=[arrived],

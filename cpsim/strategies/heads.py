@@ -5,7 +5,8 @@ Reference: Jacobs et al. 2023, "DeepSpeed Ulysses" (arXiv 2309.14509), section 3
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +32,27 @@ def check_heads(who: str, workload: Workload, degree: int, what: str) -> None:
         raise InfeasibleError(
             f"{who} needs key-value heads to divide the {what} or the reverse, got {kv_heads} kv_heads on {degree} GPUs"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Trip:
+    """A tensor on its way through an all-to-all of other people's code."""
+
+    tensor: str
+    nbytes: int
+    before: list[Bundle]
+    """Where it is, and where it lies ordered by rank, if there is a sweep before."""
+    then: list[Bundle]
+    """Where it arrives, and where it lies in the end, if there is a sweep after."""
+
+    def parts(self) -> Iterator[Trip]:
+        """Keys and values apart; the second one stands for both."""
+        if not self.tensor.endswith("kv"):
+            yield self
+            return
+        half = self.nbytes // 2
+        yield Trip(self.tensor, half, [[] for _ in self.before], [[] for _ in self.then])
+        yield Trip(self.tensor, half, self.before, self.then)
 
 
 class HeadExchange:
@@ -141,12 +163,16 @@ class HeadExchange:
             return self.tokens * self.kv_bytes
         return self.tokens * (self.q_bytes + self.lse_bytes * (tensor == "out"))
 
-    def there(self, pass_: Pass, code: UlyssesCode, keys: Ints | None = None) -> tuple[Ints, Bundle]:
+    def there(
+        self, pass_: Pass, code: UlyssesCode, keys: Ints | None = None, again: bool = False
+    ) -> tuple[Ints, Bundle]:  # fmt: skip
         """Bring what a pass is given to the ranks of its heads; returns the last ops ``[ranks]``, and where it is.
 
         Args:
             pass_, code: of the call.
             keys: token set of the keys that every rank has kept from the forward pass, if they are not its group's.
+            again: backward, outputs are exchanged, too; the schedule has those of a group as inputs nevertheless,
+                since the log-sum-exp that goes with them has stayed.
         """
         backward = pass_ == "bwd"
         given = [
@@ -157,7 +183,7 @@ class HeadExchange:
         ]
         for access in given:
             self.b.input(*access)
-        after = np.full(len(self.ranks), NOTHING)
+        trips = [Trip("out", self.bytes_of("o"), [[]] * 2, [[]] * 2)] if again and backward else []
         for tensor in ("dout",) if backward else ("q", "kv"):
             nbytes = self.bytes_of(tensor)
             own = self.own(self.buffers(tensor, nbytes), (tensor,))
@@ -166,12 +192,13 @@ class HeadExchange:
             then = [here]
             if code.there[pass_] == 2:
                 then = [self.of_all(f"{tensor} by rank", (tensor,), nbytes), here]
-            after = self._travel(tensor, nbytes, [own, packed], then, after)
+            trips.append(Trip(tensor, nbytes, [own, packed], then))
             given += here
-        return after, given
+        return self._travel(trips, np.full(len(self.ranks), NOTHING), code.overlaps), given
 
     def back(self, pass_: Pass, results: Mapping[str, Access], after: Ints, code: UlyssesCode) -> None:
         """Bring results to the ranks of their tokens, the last tensor first."""
+        trips = []
         for tensor, result in [*results.items()][::-1]:
             home = "o" if tensor == "out" else tensor
             nbytes = self.bytes_of(home)
@@ -180,40 +207,47 @@ class HeadExchange:
             returned, before = self.by_rank(home, (home,), nbytes), [[result]]
             if code.back[pass_] == 2:
                 before.append(self.of_all(f"{home} by rank", (home,), nbytes))
-            after = self._travel(home, nbytes, before, [returned, own], after)
+            trips.append(Trip(home, nbytes, before, [returned, own]))
+        self._travel(trips, after, code.overlaps)
 
     def call(self, after: Ints | None = None) -> Ints:
         """The host runs a function of somebody's autograd graph."""
         return self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[] if after is None else [after])
 
-    def _travel(self, tensor: str, nbytes: int, before: list[Bundle], then: list[Bundle], after: Ints) -> Ints:
-        """Order a tensor by rank, exchange it and order it again; keys and values one after the other.
+    def _travel(self, trips: Sequence[Trip], after: Ints, together: bool) -> Ints:
+        """Order tensors by rank, exchange them and order them again; keys and values one after the other.
 
         Args:
-            tensor, nbytes: what travels.
-            before: where it is, and where it lies ordered by rank, if there is a sweep before.
-            then: where it arrives, and where it lies in the end, if there is a sweep after.
+            trips: of tensors.
             after: what the first op waits for.
+            together: all are ordered by rank before any is ordered again, by one function; otherwise one tensor has
+                arrived before the next leaves.
 
         Returns:
             the last ops, ``[ranks]``.
         """
-        parts = 2 if tensor.endswith("kv") else 1
-        size = nbytes // parts
-        for part in range(parts):
-            self.call()
-            whole = part == parts - 1
-            here, there = ([bundle if whole else [] for bundle in side] for side in (before, then))
-            if len(here) == 2:
-                after = self.copy(2 * size, here[0], here[1], after, kind=Kind.ELEMENTWISE)
-            after = self.exchange(size, here[-1], there[0], after)
-            if len(there) == 2:
-                after = self._order(tensor, size, there, after)
+        arrived = []
+        for part in (part for trip in trips for part in trip.parts()):
+            if not together:
+                self.call()
+            ready = after
+            if len(part.before) == 2:
+                ready = self.copy(2 * part.nbytes, part.before[0], part.before[1], after, kind=Kind.ELEMENTWISE)
+            moved = self.exchange(part.nbytes, part.before[-1], part.then[0], ready)
+            if together:
+                arrived.append((part, moved))
+            else:
+                after = self._order(part, moved)
+        for part, moved in arrived:
+            after = self._order(part, moved)
         return after
 
-    def _order(self, tensor: str, nbytes: int, there: list[Bundle], after: Ints) -> Ints:
+    def _order(self, part: Trip, after: Ints) -> Ints:
         """Order what arrived as it lay before, and sum gradients of heads that were replicated."""
-        if self.replicas == 1 or tensor != "dkv":
+        if len(part.then) == 1:
+            return after
+        nbytes, there = part.nbytes, part.then
+        if self.replicas == 1 or part.tensor != "dkv":
             return self.copy(2 * nbytes, there[0], there[1], after, kind=Kind.ELEMENTWISE)
         after = self.copy(2 * nbytes, [], [], after, kind=Kind.ELEMENTWISE)
         return self.copy(nbytes + nbytes // self.replicas, there[0], there[1], after, kind=self.home)

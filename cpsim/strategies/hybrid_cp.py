@@ -122,7 +122,7 @@ def _placed(
 ) -> tuple[Ints, Ints, Ints]:  # fmt: skip
     """Boundaries of the documents, ``[D + 1]``, and of each the size and the number of its subgroup, ``[D]``."""
     mask = workload.slices()
-    bounds, sizes = sharding.documents_of(mask), subgroup_sizes(cluster.num_gpus)
+    bounds, sizes = sharding.documents_of(mask, workload.num_tokens), subgroup_sizes(cluster.num_gpus)
     work = np.diff(np.concatenate(([0], np.cumsum(mask.areas())))[np.searchsorted(mask.q_start, bounds)])
     least = np.searchsorted(sizes[:-1] * tokens_per_rank, np.diff(bounds))
     level, group = _place(work.astype(np.float64), least, sizes, cluster.gpus_per_node, slack)

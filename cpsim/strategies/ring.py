@@ -89,9 +89,9 @@ def cut(
     elif chunks == "contiguous":
         sets = sharding.contiguous(workload.num_tokens, num_ranks)
     elif chunks == "documents":
-        sets = sharding.document_contiguous(sharding.documents_of(mask), num_ranks)
+        sets = sharding.document_contiguous(sharding.documents_of(mask, workload.num_tokens), num_ranks)
     else:
-        bounds = sharding.documents_of(mask) if chunks == "document" else bounds
+        bounds = sharding.documents_of(mask, workload.num_tokens) if chunks == "document" else bounds
         sets = sharding.stack(*sharding.zigzag_shards(bounds, num_ranks))
     later, earlier = (source > ranks) & parts, (source < ranks) & parts & (chunks != "striped")
     return tiled(mask, sets, source, np.full(num_ranks, len(bounds) > 2), later, earlier, stride)
@@ -137,7 +137,8 @@ def plan_zigzag_ring(
     """
     if zigzag not in ("document", "sequence"):
         raise ScenarioError(f"knobs.zigzag: expected 'document' or 'sequence', got {zigzag!r}")
-    several = len(sharding.documents_of(workload.slices())) > 2
+    workload = code.padded(workload, cluster.num_gpus)
+    several = len(sharding.documents_of(workload.slices(), workload.num_tokens)) > 2
     ring = code.zigzag_documents if several and code.zigzag_documents else code.ring
     return plan_cut(workload, cluster, pass_, zigzag, ring)
 
@@ -207,5 +208,5 @@ def zigzag_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, 
 
 def _shares(workload: Workload, cluster: Cluster) -> tuple[int, int]:
     """Documents, and the tokens that a rank has of each on average."""
-    num_documents = len(sharding.documents_of(workload.slices())) - 1
+    num_documents = len(sharding.documents_of(workload.slices(), workload.num_tokens)) - 1
     return num_documents, workload.num_tokens // (num_documents * cluster.num_gpus)

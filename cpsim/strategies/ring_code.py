@@ -127,7 +127,7 @@ class Theirs(Ours):
         """A call into the code and its first sweeps."""
         x, lanes = self.steps, (self.steps.ranks, "compute")
         last = self.b.add(Kind.BARRIER, lanes, deps=[ready])
-        documents = len(sharding.documents_of(x.workload.slices())) - 1
+        documents = len(sharding.documents_of(x.workload.slices(), x.workload.num_tokens)) - 1
         for _ in range(self.facts.per_document.get(pass_, 0) * documents):
             last = self.b.add(Kind.COPY, lanes)
         for sweep in self.facts.enter[pass_]:

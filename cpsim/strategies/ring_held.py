@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from cpsim.builder import NOTHING, Access, Builder
-from cpsim.implementations import HeldRingCode, RingCode, Sweep
+from cpsim.implementations import HeldRingCode, RingCode, Sweeps
 from cpsim.masks import Ints
 from cpsim.schedule import UPDATE, WRITE, Int32, Kind, Mask, Pass
 from cpsim.strategies.grid import Grid
@@ -54,24 +54,26 @@ class HeldRing(RingTensors):
     def forward(self, q: Access, kv: Access, out: Access) -> Ints:
         """All steps of a forward pass; returns the op of every rank that completes its output."""
         x, facts = self.x, self.facts
-        self.enter(kv, facts.enter, 2 if facts.in_loop else 1)
+        self.enter("fwd", kv, 2 if facts.in_loop else 1)
         partials = [self.b.buffers("out partial", x.tokens * (x.q_bytes + x.lse_bytes)) for _ in range(self.places)]
         for s, partial in enumerate(partials):
             self.send_keys(s, kv[1])
             self.attend("fwd", s, [(q[0], q[1][x.of_queries[s]])], kv[1], [(partial, out[1][x.of_queries[s]])])
-            if facts.in_loop and s > 0:
+            if facts.in_loop:
                 self.correct_lse(s)
-        for s in range(1, 1 if facts.in_loop else self.places):
+        for s in range(0 if facts.in_loop else self.places):
             self.correct_lse(s)
         for s, partial in enumerate(partials):
-            kind, mode = (facts.correct.kind, UPDATE) if s else (Kind.ACCUMULATE, WRITE)
-            self.add(s, x.active[s], kind, facts.correct, partial, (out[0], out[1][x.of_queries[s]]), mode)
+            sweep, kind, mode = (
+                (facts.sum_out, facts.sum_out.kind, UPDATE) if s else (facts.first_out, Kind.ACCUMULATE, WRITE)
+            )
+            self.add(s, x.active[s], kind, (sweep,), partial, (out[0], out[1][x.of_queries[s]]), mode)
         return self.kernels[-1]
 
     def backward(self, given: Sequence[Access], kv: Access, dq: Access, dkv: Access) -> tuple[Ints, Ints]:
         """All steps of a backward pass; returns the ops of every rank that complete dq and dkv."""
         b, x, facts = self.b, self.x, self.facts
-        self.enter(kv, () if facts.turns else facts.enter, 1)
+        self.enter("bwd", kv, 1)
         dq_partial, dkv_partial = b.buffers("dq partial", x.tokens * x.q_bytes), b.buffers("dkv partial", self.most)
         self.totals = self.alternating("dkv ring")
         self.travel = self.totals[:2]
@@ -84,12 +86,13 @@ class HeldRing(RingTensors):
                 self.send_keys(s, kv[1])
             made = [(dq_partial, dq[1][x.of_queries[s]]), (dkv_partial, dkv[1][x.of_keys[s]])]
             self.attend("bwd", s, [(t[0], t[1][x.of_queries[s]]) for t in given], kv[1], made)
-            sums = facts.first_dq, facts.sum_dq
+            sums = (facts.first_dq,), (facts.sum_dq,)
             self.add_up(s, sums, made[0], ~x.tails[s], (dq[0], dq[1][x.own]), x.tokens * x.q_bytes)
-            joined = self.sweeper.sweep((facts.join_dkv,), self.ranks, 0, x.k_rows[s, self.ranks], step=s)
-            self.mark(self.ranks, joined)
-            sums, total = (facts.join_dkv, facts.sum_dkv), (self.totals[s], dkv[1][x.of_source[s]])
-            self.add_up(s, sums, made[1], ~x.key_heads[s], total, self.most, self.gradients_came)
+            if facts.join_dkv:
+                joined = self.sweeper.sweep(facts.join_dkv, self.ranks, 0, x.k_rows[s, self.ranks], step=s)
+                self.mark(self.ranks, joined)
+            changes, total = (facts.first_dkv, facts.sum_dkv), (self.totals[s], dkv[1][x.of_source[s]])
+            self.add_up(s, changes, made[1], ~x.key_heads[s], total, self.most, self.gradients_came)
             if not facts.turns and self.places > 1:
                 self.send_gradients(s, dkv)
         home = self.kernels[-1] if facts.turns or self.places == 1 else self.gradients_came[0]
@@ -97,8 +100,8 @@ class HeldRing(RingTensors):
 
     def correct_lse(self, s: int) -> None:
         """Merge log-sum-exps of a step."""
-        rows = self.x.q_rows[s, self.ranks]
-        self.mark(self.ranks, self.sweeper.sweep(self.facts.correct_lse, self.ranks, rows, 0, step=s))
+        rows, sweeps = self.x.q_rows[s, self.ranks], self.facts.sum_lse if s else self.facts.first_lse
+        self.mark(self.ranks, self.sweeper.sweep(sweeps, self.ranks, rows, 0, step=s))
 
     def alone(self, pass_: Pass) -> None:
         """Kernels of ranks that have all tokens of their documents: one call, without sweeps."""
@@ -119,14 +122,15 @@ class HeldRing(RingTensors):
         pair = [self.b.buffers(f"{name} {i}", self.most) for i in range(min(2, self.places))]
         return [pair[s % 2] for s in range(self.places)]
 
-    def enter(self, kv: Access, sweeps: Sequence[Sweep], turns: int) -> None:
+    def enter(self, pass_: Pass, kv: Access, turns: int) -> None:
         """The call and its first sweeps; transfers wait for kernels of ``turns`` steps ago."""
-        last = self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[self.ready[self.ranks]])
-        if sweeps:
-            rows = self.x.tokens[self.ranks]
-            last = self.sweeper.sweep(sweeps, self.ranks, rows, rows)
-        entered = np.full(self.x.num_ranks, NOTHING)
-        entered[self.ranks] = last
+        x, entered = self.x, np.full(self.x.num_ranks, NOTHING)
+        entered[self.ranks] = self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[self.ready[self.ranks]])
+        for sweep in self.facts.enter[pass_]:
+            r, rows = self.ranks, x.tokens
+            if sweep.rows == "tails":
+                r, rows = r[x.tails[:, r].any(axis=0)], x.tail_rows
+            entered[r] = self.sweeper.sweep((sweep,), r, rows[r], rows[r])
         self.kernels = deque([entered] * turns, maxlen=turns)
         self.holder[0] = kv[0]
 
@@ -155,30 +159,32 @@ class HeldRing(RingTensors):
             self.mark(r, done)
 
     def add(
-        self, s: int, where: Mask, kind: Kind, sweep: Sweep, partial: Int32, total: Access, mode: int,
+        self, s: int, where: Mask, kind: Kind, sweeps: Sweeps, partial: Int32, total: Access, mode: int,
         deps: Sequence[Ints] = (),
     ) -> None:  # fmt: skip
-        """Copy (``WRITE``) or add (``UPDATE``) a partial result on some ranks."""
+        """Copy (``WRITE``) or add (``UPDATE``) a partial result on some ranks, by one sweep or more."""
         x, r = self.x, np.flatnonzero(where)
         if not len(r):
             return
         result = [(total[0][r], total[1][r])]
         done = self.b.add(
             kind, (r, "compute"), step=s, heads=x.heads[r], deps=[d[r] for d in deps],
-            nbytes=self.sweeper.nbytes(sweep, x.q_rows[s, r], x.k_rows[s, r]), reads=[(partial[r], total[1][r])],
+            nbytes=self.sweeper.nbytes(sweeps[0], x.q_rows[s, r], x.k_rows[s, r]), reads=[(partial[r], total[1][r])],
             writes=result if mode == WRITE else (), updates=result if mode == UPDATE else (),
         )  # fmt: skip
+        if sweeps[1:]:
+            done = self.sweeper.sweep(sweeps[1:], r, x.q_rows[s, r], x.k_rows[s, r], step=s)
         self.mark(r, done)
 
     def add_up(
-        self, s: int, sweeps: tuple[Sweep, Sweep], made: Access, whole: Mask, total: Access, nbytes: Ints,
+        self, s: int, sweeps: tuple[Sweeps, Sweeps], made: Access, whole: Mask, total: Access, nbytes: Ints,
         deps: Sequence[Ints] = (),
     ) -> None:  # fmt: skip
         """Sum gradients in the working type: of the first step they are copied, into zeros where they are not whole.
 
         Args:
             s: the step.
-            sweeps: that copies, that adds.
+            sweeps: those that copy, those that add.
             made: the partial result.
             whole: where it covers the total's whole block.
             total, nbytes: what it is added to, and how big that is.
@@ -195,7 +201,7 @@ class HeldRing(RingTensors):
             )  # fmt: skip
             self.mark(zeros, done)
         self.add(s, first, Kind.COPY, copies, made[0], part, WRITE)
-        self.add(s, active & ~first, adds.kind, adds, made[0], part, UPDATE, deps)
+        self.add(s, active & ~first, adds[0].kind, adds, made[0], part, UPDATE, deps)
 
     def transfer(
         self, s: int, lanes: tuple[str, str], to: Ints, nbytes: Ints, deps: Sequence[Ints],
@@ -213,7 +219,7 @@ class HeldRing(RingTensors):
             the op that brings every rank something, and the one that it sends.
         """
         ops, kernels, mine = np.full(len(to), NOTHING), self.kernels[0], self.ranks
-        pair = (to[to] == self.x.ranks).all()
+        pair = (to[to] == self.x.ranks).all() and not self.facts.batches_pairs
         for r in (mine[mine < to[mine]], mine[mine > to[mine]]) if pair else (mine,):
             ops[r] = self.b.add(
                 Kind.TRANSFER, (r, lanes[0]), (to[r], lanes[1]), step=s, nbytes=nbytes[r],
@@ -264,7 +270,8 @@ class HeldRing(RingTensors):
         if grid.inner > 1:
             to = x.tracks[-1].next
             target = dkv[0] if last and windows == 1 else self.travel[(s + 1) % 2]
-            deps = [sent[to] for sent in self.gradients_came[1:]]
+            unchanged = [np.where(x.active[s], NOTHING, brought) for brought in self.gradients_came[:1]]
+            deps = [*unchanged, *(sent[to] for sent in self.gradients_came[1:])]
             self.gradients_came = self.transfer(s, lanes, to, nbytes, deps, [((source, blocks), target)])
             source, blocks, nbytes = target, blocks[x.tracks[-1].previous], nbytes[x.tracks[-1].previous]
         if windows > 1 and ends:

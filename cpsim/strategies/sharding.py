@@ -124,12 +124,14 @@ def split(sets: RangeSets, count: int, least: int = 0) -> RangeSets:
     return RangeSets(np.concatenate(([0], np.cumsum(held))), np.stack([begin, end], axis=1))
 
 
-def documents_of(mask: Slices) -> Ints:
-    """Boundaries of the token spans that share no mask row, ``int64[D + 1]``: the documents of document masks."""
+def documents_of(mask: Slices, num_tokens: int) -> Ints:
+    """Boundaries of the token spans that share no mask row, ``int64[D + 1]``: the documents of document masks, with
+    the padding behind them.
+    """
     reach_start = np.minimum.accumulate(np.minimum(mask.q_start, mask.k_start)[::-1])[::-1]
     reach_end = np.maximum.accumulate(np.maximum(mask.q_end, mask.k_end))
     cuts = reach_start[1:] >= reach_end[:-1]
-    return np.concatenate(([0], reach_start[1:][cuts], reach_end[-1:]))
+    return np.concatenate(([0], reach_start[1:][cuts], [num_tokens]))
 
 
 def is_causal(mask: Slices) -> bool:

@@ -54,10 +54,11 @@ class Sweeper:
             pass_, ranks, tile, heads, deps, reads, writes, step: of the kernel; its first sweep waits, too.
             q_rows, k_rows: rows that sweeps pass over.
         """
-        if code is not None:
+        if code is not None and code.before[pass_]:
             self.sweep(code.before[pass_], ranks, q_rows, k_rows, deps, step)
         kind = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
         done = self.b.add(
             kind, (ranks, "compute"), step=step, tile=tile, heads=heads, deps=deps, reads=reads, writes=writes
         )  # fmt: skip
-        return self.sweep(code.after[pass_], ranks, q_rows, k_rows, step=step) if code is not None else done
+        sweeps = code.after[pass_] if code is not None else ()
+        return self.sweep(sweeps, ranks, q_rows, k_rows, step=step) if sweeps else done

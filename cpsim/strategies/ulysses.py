@@ -40,7 +40,7 @@ def plan_ulysses(
     """
     if not isinstance(head_groups, int) or head_groups < 1:
         raise ScenarioError(f"knobs.head_groups: expected a positive integer, got {head_groups!r}")
-    plan = _Ulysses(workload, cluster.num_gpus, head_groups)
+    plan = _Ulysses(code.padded(workload, ulysses=cluster.num_gpus), cluster.num_gpus, head_groups)
     if code.ulysses is not None:
         return plan.one_by_one(pass_, code.ulysses)
     return plan.forward() if pass_ == "fwd" else plan.backward()

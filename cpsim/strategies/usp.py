@@ -56,7 +56,7 @@ def plan_usp(
     degree = ulysses_degree("usp", workload, cluster, ulysses, placement, code)
     chunks = _chunks(ring, zigzag)
     grid = make_grid(cluster.num_gpus, degree, placement)
-    return _plan(workload, grid, pass_, chunks, code, code.ring)
+    return _plan(code.padded(workload, grid.num_places, degree), grid, pass_, chunks, code, code.ring)
 
 
 def plan_loongtrain(
@@ -90,6 +90,7 @@ def plan_loongtrain(
     if ring % inner:
         raise InfeasibleError(f"loongtrain needs inner_ring to divide the {ring} ranks of a ring, got {inner}")
     grid = make_grid(cluster.num_gpus, degree, placement, inner)
+    workload = code.padded(workload, ring, degree)
     return _plan(workload, grid, pass_, _chunks("zigzag", zigzag), code, code.double_ring)
 
 
@@ -149,7 +150,7 @@ def ulysses_degree(
     if ranks % degree:
         raise InfeasibleError(f"{who} needs a Ulysses degree that divides the ranks, got {degree} on {ranks} GPUs")
     check_heads(who, workload, degree, "ranks of a Ulysses group")
-    if tokens % ranks:
+    if tokens % ranks and not code.pads:
         raise InfeasibleError(f"{who} needs tokens divisible by ranks, got {tokens} tokens on {ranks} GPUs")
     if code.ulysses is not None:
         _check_theirs(who, code, workload, degree, ranks)
@@ -277,7 +278,7 @@ class _Hybrid:
     def one_by_one(self, pass_: Pass, code: UlyssesCode) -> Schedule:
         """Other people's code, where tensors travel one by one."""
         e, x, ring = self.exchange, self.x, self.ring
-        ring.ready, given = e.there(pass_, code, x.source[0])
+        ring.ready, given = e.there(pass_, code, x.source[0], code.outputs_again)
         made = ("q", "kv", "out", "dout") if pass_ == "bwd" else ("q", "kv")
         held = {t: (access[0], ring.blocks(t)) for t, access in zip(made, given, strict=True)}
         if pass_ == "fwd":

@@ -187,7 +187,7 @@ def run(
     available = local_gpus()
     if not available and not cpu:
         raise CpsimError("run: this machine has no GPU that PyTorch can use; try `--cpu 2`")
-    num_gpus = cpu or min(gpus or available, available)
+    num_gpus = cpu or min(gpus or len(available), len(available))
     scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
     if trace and len(scenarios) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(scenarios)}; give it a file of its own")
@@ -343,6 +343,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure this node: a measurement file, the profile fitted to it, and a cluster file that names it."""
+    from cpsim.calibrate.measurement import check_machine
     from cpsim.launch import Options, local_gpus
     from cpsim.launch import calibrate as measure
 
@@ -353,9 +354,12 @@ def calibrate(
     available = local_gpus()
     if not available and not cpu:
         raise CpsimError("calibrate: this machine has no GPU that PyTorch can use; try `--cpu 2`")
+    count = cpu or min(gpus or len(available), len(available))
+    if measured.exists():
+        check_machine(measured, "cpu" if cpu else available[0], count)
     options = Options(
-        command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=cpu or min(gpus or available, available),
-        cpu=cpu is not None, minutes=minutes, commit=commit,
+        command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=count, cpu=cpu is not None, minutes=minutes,
+        commit=commit,
     )  # fmt: skip
     with _parts(minutes) as progress:
         status = measure(measured, options, kernels, progress)

@@ -150,7 +150,8 @@ class Calibration:
         chosen = [kernel for kernel in self.kernels if kernel in LOADS] or self.kernels[:1]
         overlap = network.Overlap(self.node, [(k, STEP_TOKENS if self.node.cuda else 64, 1) for k in chosen])
         for a, b, units, inside, lead_s in overlap.cases():
-            key = point_key("overlap", a=a, b=b, nbytes=units * overlap.unit, inside=inside, lead_s=lead_s)
+            nbytes = units * overlap.unit
+            key = point_key("overlap", a=a, b=b, num_ranks=self.node.size, nbytes=nbytes, inside=inside, lead_s=lead_s)
             yield Task(key, partial(overlap.measure, a, b, units, inside, lead_s))
 
     def power(self) -> Iterator[Task]:

@@ -722,12 +722,13 @@ def _between_gpus(profile: Profile, kernels: Sequence[Measurements]) -> dict[str
 
 
 def _errors_by_gpu(profile: Profile, kernels: Sequence[Measurements], model: str) -> dict[tuple[str, int], list[float]]:
-    """Errors on long calls without a pause, by file and rank; of kernels that several files have."""
+    """Errors on long calls without a pause, by file and rank; of kernels that several GPUs were measured with."""
     gpus: dict[tuple[str, int], list[Point]] = {}
-    files = Counter(kernel for m in kernels for kernel in {p["kernel"] for p in m.of("attention")})
+    users = {(p["kernel"], m.source, p.get("rank", 0)) for m in kernels for p in m.of("attention")}
+    several = Counter(kernel for kernel, *_ in users)
     for m in kernels:
         for p in m.of("attention"):
-            if files[p["kernel"]] > 1 and np.median(p["samples_s"]) > LONG_CALL_S and pause_of(p) == 0:
+            if several[p["kernel"]] > 1 and np.median(p["samples_s"]) > LONG_CALL_S and pause_of(p) == 0:
                 if not model_of(p).startswith(model):
                     continue
                 gpus.setdefault((m.source, p.get("rank", 0)), []).append(p)

@@ -95,6 +95,21 @@ def known_points(path: Path) -> set[str]:
     return {point_key(**point) for point in asked}
 
 
+def check_machine(path: Path, gpu: str, num_gpus: int) -> None:
+    """Whether a file, if it holds anything, is of this machine, so that a run can go on with it.
+
+    Raises:
+        ProfileError: another GPU, or another number of them.
+    """
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    if not first:
+        return
+    _check_header(path, header := _parse(path, 1, first))
+    theirs = header["num_gpus"], header["gpu"]
+    if theirs != (num_gpus, gpu):
+        raise ProfileError(f"{path}: measured on {theirs[0]} x {theirs[1]}, here are {num_gpus} x {gpu}; start a new file")
+
+
 def cut_broken_end(path: Path) -> None:
     """Takes away a last line that an interrupted run did not write to its end."""
     whole = path.read_bytes()

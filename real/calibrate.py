@@ -14,11 +14,12 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -64,6 +65,16 @@ class Part:
     tasks: Sequence[Task]
 
 
+class TimedWriter(Writer):
+    """Says of every point when it was done, so that what points cost is known."""
+
+    _begun = time.monotonic()
+
+    def add(self, op: str, samples_s: Iterable[float] = (), **parameters: Any) -> None:
+        """Appends one point."""
+        super().add(op, samples_s, at_s=round(time.monotonic() - self._begun, 2), **parameters)
+
+
 class Calibration:
     """The tasks of this rank, and what the file holds already."""
 
@@ -80,9 +91,9 @@ class Calibration:
         if node.rank == 0 and not begun:
             header = network.network_provenance(node, command, commit)
             header["kernels"] = {kernel: kernels_of.attention.kernel_version(kernel) for kernel in kernels}
-        shared = Writer(file, header)
+        shared = TimedWriter(file, header)
         node.writer = shared if node.rank == 0 else None
-        self.bench = Bench(Writer(file, None, rank=node.rank), node.device)
+        self.bench = Bench(TimedWriter(file, None, rank=node.rank), node.device)
         self.host_bench = Bench(shared, node.device)
         node.gather(None)
 

@@ -1,6 +1,7 @@
 """The measurement file: JSON Lines, a header with the provenance, then one line per measured point with raw samples.
 
-Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the parameters of its op:
+Every point has `op`, `samples_s` (raw samples in seconds, in run order), in some files `at_s` (seconds from the start
+of the processes until it was written) and the parameters of its op:
 
     attention     kernel, pass, num_heads, num_kv_heads, head_dim, causal, varlen, q_lens, k_lens, sm_clock_hz, and
                   `rested` where the GPU rested before every call, so that the clock was the full one, or `pause_s`,

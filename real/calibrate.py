@@ -31,11 +31,20 @@ from real import measure_kernels as kernels_of
 from real import measure_network as network
 from real.measure_kernels import Bench
 from real.node import end_process
-from real.shapes import HEAD_DIM, Shape, draw, extremes_first, informative_order
+from real.shapes import (
+    HEAD_DIM,
+    LEAST_CALLS,
+    LEAST_SIZES,
+    RESTED_EVERY,
+    ROUNDS,
+    SHARES,
+    Shape,
+    draw,
+    extremes_first,
+    informative_order,
+)
 from real.timing import host_seconds
 
-ROUNDS = (0.35, 1.0)
-"""Shares of the time at which each round ends."""
 NUM_SIZES = 33
 """Sizes of every kind of collective and transfer: two ends and five halvings."""
 STEP_TOKENS = 4096
@@ -56,13 +65,16 @@ class Part:
     """Tasks of one kind in the order in which they inform."""
 
     name: str
-    share: float
-    """Of the time; parts without one are short and always done."""
     least: int
     """Tasks that are done however short the time, so that a profile can be fitted."""
     together: bool
     """Whether all ranks work on each task; otherwise these are this rank's own."""
     tasks: Sequence[Task]
+
+    @property
+    def share(self) -> float:
+        """Of the time; parts without one are short and always done."""
+        return SHARES.get(self.name, 0.0)
 
 
 class TimedWriter(Writer):
@@ -101,16 +113,17 @@ class Calibration:
         """All parts, those that need several GPUs or power readings where there are any."""
         node, network_tasks = self.node, list(self.network())
         parts = [
-            Part("host launches", 0.0, 0, True, list(self.launches())),
-            Part("memory-bound kernels", 0.08, 2 * len(executor.MEMORY_BOUND), False, list(self.memory_bound())),
+            Part("host launches", 0, True, list(self.launches())),
+            Part("memory-bound kernels", 2 * len(executor.MEMORY_BOUND), False, list(self.memory_bound())),
         ]
         if node.size > 1:
-            least = 10 * len(network_tasks) // NUM_SIZES
-            parts.append(Part("collectives and transfers", 0.25, least, True, network_tasks))
-            parts.append(Part("interference", 0.2, 0, True, list(self.overlaps())))
+            least = LEAST_SIZES * len(network_tasks) // NUM_SIZES
+            parts.append(Part("collectives and transfers", least, True, network_tasks))
+            parts.append(Part("interference", 0, True, list(self.overlaps())))
         if node.size > 1 and node.cuda:
-            parts.append(Part("power", 0.07, 0, True, list(self.power())))
-        return [*parts, Part("attention kernels", 0.4, 8 * len(self.kernels), False, list(self.attention()))]
+            parts.append(Part("power", 0, True, list(self.power())))
+        least = LEAST_CALLS * len(self.kernels)
+        return [*parts, Part("attention kernels", least, False, list(self.attention()))]
 
     def launches(self) -> Iterator[Task]:
         node = self.node
@@ -229,15 +242,15 @@ POOL = {True: 480, False: 60}
 def calls_of(kernel: str, cuda: bool) -> list[tuple[Shape, bool]]:
     """The calls to measure of one kernel, the most informative first, and whether the GPU rests before them.
 
-    The same in every run. Every seventh call is one that came before, now at the full clock, which a CPU does not have.
+    The same in every run. Some calls are ones that came before, now at the full clock, which a CPU does not have.
     """
     shapes = shapes_of(kernel, cuda)
     short = [shape for shape in shapes if shape.flops() <= kernels_of.RESTED_FLOPS]
     calls: list[tuple[Shape, bool]] = []
     for i, shape in enumerate(shapes, 1):
         calls.append((shape, False))
-        if cuda and i % 6 == 0 and i // 6 <= len(short):
-            calls.append((short[i // 6 - 1], True))
+        if cuda and i % RESTED_EVERY == 0 and i // RESTED_EVERY <= len(short):
+            calls.append((short[i // RESTED_EVERY - 1], True))
     return calls
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ import torch
 from cpsim.calibrate.measurement import Writer, cut_broken_end, known_points, point_key
 from cpsim.launch import PROGRESS
 from real import measure_executor as executor
+from real import measure_host as others
 from real import measure_kernels as kernels_of
 from real import measure_network as network
 from real.measure_kernels import Bench
@@ -122,8 +123,10 @@ class Calibration:
             parts.append(Part("interference", 0, True, list(self.overlaps())))
         if node.size > 1 and node.cuda:
             parts.append(Part("power", 0, True, list(self.power())))
-        least = LEAST_CALLS * len(self.kernels)
-        return [*parts, Part("attention kernels", least, False, list(self.attention()))]
+        parts.append(Part("attention kernels", LEAST_CALLS * len(self.kernels), False, list(self.attention())))
+        if node.size > 1 and node.cuda:
+            parts.append(Part("other people's code", 0, True, list(self.others())))
+        return parts
 
     def launches(self) -> Iterator[Task]:
         node = self.node
@@ -146,6 +149,19 @@ class Calibration:
         yield Task(point_key("host", kind="graph_chain_1"), graphs)
         for protocol in ("synced", "streamed"):
             yield Task(point_key("host", kind=f"pause_{protocol}"), partial(pauses, protocol))
+
+    def others(self) -> Iterator[Task]:
+        """Host calls that only their code makes, and PyTorch's memory-bound kernels."""
+        node = self.node
+
+        def sweep(kind: str, tokens: int) -> None:
+            if node.rank == 0:
+                others.measure_sweep(self.host_bench, kind, tokens)
+
+        yield Task(point_key("host", kind="autograd entry fwd"), lambda: others.measure(node, node.writer))
+        for tokens, kind in product(others.SWEPT_TOKENS, others.SWEEPS):
+            key = point_key("elementwise", **others.sweep_parameters(kind, tokens))
+            yield Task(key, partial(sweep, kind, tokens))
 
     def memory_bound(self) -> Iterator[Task]:
         node, most = self.node, 65536 if self.node.cuda else 512

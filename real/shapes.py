@@ -182,7 +182,7 @@ ROUNDS = (0.35, 1.0)
 """Of a calibration: shares of the time at which each round ends."""
 SHARES = {
     "memory-bound kernels": 0.08, "collectives and transfers": 0.25, "interference": 0.2, "power": 0.07,
-    "attention kernels": 0.4,
+    "attention kernels": 0.4, "other people's code": 0.05,
 }  # fmt: skip
 """Of a round's time, by part; what a part does not need goes to those after it."""
 LEAST_CALLS, LEAST_SIZES = 8, 10

@@ -235,13 +235,23 @@ def _is_pause(point: Point) -> bool:
 
 
 def folds(points: Sequence[Point]) -> NDArray[np.int64]:
-    """Fold of each point, random; the same attention shape is in the same fold wherever it was measured."""
+    """Fold of each point, random; the same attention shape is in the same fold wherever it was measured.
+
+    Points of a memory-bound kernel that would all be held out at once are in no fold (-1).
+    """
     fold = np.random.default_rng(SEED).integers(FOLDS, size=len(points))
     for i, p in enumerate(points):
         if p["op"] == "attention":
             shape = [p[name] for name in ("q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen")]
             shape += [p["mask"], p["options"]] if "mask" in p else []
             fold[i] = zlib.crc32(json.dumps(shape).encode()) % FOLDS
+    kinds: dict[str, list[int]] = {}
+    for i, p in enumerate(points):
+        if p["op"] == "elementwise":
+            kinds.setdefault(p["kind"], []).append(i)
+    for mine in kinds.values():
+        if len(set(fold[mine].tolist())) == 1:
+            fold[mine] = -1
     return fold
 
 

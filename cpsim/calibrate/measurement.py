@@ -81,7 +81,7 @@ class Writer:
 
 _IDENTITY = (
     "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
-    "variant", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options",
+    "variant", "which", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options",
 )  # fmt: skip
 
 
@@ -108,7 +108,8 @@ def check_machine(path: Path, gpu: str, num_gpus: int) -> None:
     _check_header(path, header := _parse(path, 1, first))
     theirs = header["num_gpus"], header["gpu"]
     if theirs != (num_gpus, gpu):
-        raise ProfileError(f"{path}: measured on {theirs[0]} x {theirs[1]}, here are {num_gpus} x {gpu}; start a new file")
+        here = f"here are {num_gpus} x {gpu}; start a new file"
+        raise ProfileError(f"{path}: measured on {theirs[0]} x {theirs[1]}, {here}")
 
 
 def cut_broken_end(path: Path) -> None:

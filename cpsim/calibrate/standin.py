@@ -99,13 +99,17 @@ def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
         key: _scaled(params, gpu.num_sms, flops * theirs.num_sms / gpu.num_sms, memory)
         for key, params in base.attention.items()
     }
-    of_gpu = [model for model in base.sigma if model.startswith(("attention", "memory-bound", "collective", "transfer"))]
-    wider = {model: float((base.sigma[model] ** 2 + SHEET_SIGMA**2) ** 0.5) for model in of_gpu if "GPUs" not in model}
+    scaled = ("attention", "memory-bound", "collective", "transfer")
+    wider = {
+        model: float((sigma**2 + SHEET_SIGMA**2) ** 0.5)
+        for model, sigma in base.sigma.items()
+        if model.startswith(scaled) and not model.endswith("between GPUs")
+    }
     grade = f"data sheet: {base.name}'s costs scaled by tensor-core rate x {flops:.3g} and memory bandwidth x "
     grade += f"{memory:.3g}, its network inside a node and launches kept"
     return replace(
-        base, name=DATA_SHEET, gpu=gpu.name, grade=grade, attention=attention,
-        elementwise=StandIn(profile=base, memory_ratio=memory).elementwise(), sigma={**base.sigma, **wider}, held_out=(),
+        base, name=DATA_SHEET, gpu=gpu.name, grade=grade, attention=attention, sigma={**base.sigma, **wider},
+        elementwise=StandIn(profile=base, memory_ratio=memory).elementwise(), held_out=(),
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """The page of calibrations belongs to the committed files, and its replay to what calibrating does."""
 
+from itertools import pairwise
+
 import pytest
 from scripts import load_script
 
@@ -39,7 +41,7 @@ def test_more_minutes_measure_more_and_keep_to_their_time(docs, files):
         sets.append({id(point) for task in tasks for point in task.points})
         assert sum("pass" in task.points[0] for task in tasks) >= least
         assert minutes < 2 or seconds < 60 * minutes + 12
-    assert all(few < many for few, many in zip(sets, sets[1:], strict=False))
+    assert all(few < many for few, many in pairwise(sets))
 
 
 def test_no_held_out_point_is_fitted(docs, files):

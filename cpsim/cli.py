@@ -63,6 +63,11 @@ def main() -> None:
     sys.exit(status or 0)
 
 
+def _said() -> str:
+    """The command as it was given, for provenance; of absolute paths only the last name."""
+    return shlex.join(["cpsim", *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
+
+
 def _fail(message: str) -> int:
     print(f"cpsim: {' '.join(message.split())}", file=sys.stderr)
     return USER_ERROR
@@ -192,7 +197,7 @@ def run(
     if trace and len(scenarios) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(scenarios)}; give it a file of its own")
     options = Options(
-        out=out, command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=num_gpus,
+        out=out, command=_said(), num_gpus=num_gpus,
         cpu=cpu is not None, num_nodes=emulate_nodes, minutes=minutes, seed=seed, seconds=seconds, resume=resume,
         trace=trace, commit=commit,
     )  # fmt: skip
@@ -358,7 +363,7 @@ def calibrate(
     if measured.exists():
         check_machine(measured, "cpu" if cpu else available[0], count)
     options = Options(
-        command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=count, cpu=cpu is not None, minutes=minutes,
+        command=_said(), num_gpus=count, cpu=cpu is not None, minutes=minutes,
         commit=commit,
     )  # fmt: skip
     with _parts(minutes) as progress:
@@ -470,7 +475,7 @@ def import_(
 
     _check_writable(out)
     given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
-    header, points, left = import_files(files, given, shlex.join(["cpsim", *sys.argv[1:]]))
+    header, points, left = import_files(files, given, _said())
     with out.open("w", encoding="utf-8") as file:
         writer = Writer(file, header)
         for point in points:

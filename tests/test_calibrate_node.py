@@ -40,6 +40,9 @@ def test_one_measurement_file_has_everything_and_the_profile_is_remade_from_it_b
     ops = Counter(point["op"] for point in measured.points)
     assert {"attention", "elementwise", "collective", "transfer", "host"} <= set(ops)
     assert {point["rank"] for point in measured.of("attention")} == {0, 1}
+    times = [point["at_s"] for point in measured.of("collective")]
+    assert times == sorted(times)
+    assert "/" not in measured.header["command"]
     assert set(keys(node / "mine.jsonl").values()) == {1}
     cpsim("fit", node / "mine.jsonl", "--out", tmp_path / "mine.json")
     assert (tmp_path / "mine.json").read_bytes() == (node / "mine.json").read_bytes()

@@ -33,6 +33,17 @@ def test_costs_of_points_add_up_to_what_their_files_took(docs, files):
         assert seconds == pytest.approx(m.of("end")[0]["samples_s"][0], rel=0.12)
 
 
+def test_points_of_a_real_calibration_cost_what_the_replay_says(docs):
+    m = docs.load(docs.REAL)
+    points = [p for p in m.points if p.get("rank", 0) == 0]
+    spent = [(p, p["at_s"] - before["at_s"]) for before, p in pairwise(points)]
+    attention = sum(seconds for p, seconds in spent if p["op"] == "attention")
+    said = sum(docs.timed_seconds(p) for p, _ in spent if p["op"] == "attention")
+    assert said == pytest.approx(attention, rel=0.1)
+    assert points[0]["at_s"] < docs.START_S
+    assert sum(seconds for p, seconds in spent if p["op"] == "host") == pytest.approx(docs.LAUNCHES_S, rel=0.2)
+
+
 def test_more_minutes_measure_more_and_keep_to_their_time(docs, files):
     parts = docs.queues(docs.split(files)[0])
     sets, least = [], docs.LEAST_CALLS * len(docs.KERNELS) * docs.NUM_GPUS

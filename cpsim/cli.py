@@ -63,6 +63,11 @@ def main() -> None:
     sys.exit(status or 0)
 
 
+def _said() -> str:
+    """The command as it was given, for provenance; of absolute paths only the last name."""
+    return shlex.join(["cpsim", *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
+
+
 def _fail(message: str) -> int:
     print(f"cpsim: {' '.join(message.split())}", file=sys.stderr)
     return USER_ERROR
@@ -187,12 +192,12 @@ def run(
     available = local_gpus()
     if not available and not cpu:
         raise CpsimError("run: this machine has no GPU that PyTorch can use; try `--cpu 2`")
-    num_gpus = cpu or min(gpus or available, available)
+    num_gpus = cpu or min(gpus or len(available), len(available))
     scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
     if trace and len(scenarios) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(scenarios)}; give it a file of its own")
     options = Options(
-        out=out, command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=num_gpus,
+        out=out, command=_said(), num_gpus=num_gpus,
         cpu=cpu is not None, num_nodes=emulate_nodes, minutes=minutes, seed=seed, seconds=seconds, resume=resume,
         trace=trace, commit=commit,
     )  # fmt: skip
@@ -343,6 +348,7 @@ def calibrate(
     as_json: Json = False,
 ) -> None:
     """Measure this node: a measurement file, the profile fitted to it, and a cluster file that names it."""
+    from cpsim.calibrate.measurement import check_machine
     from cpsim.launch import Options, local_gpus
     from cpsim.launch import calibrate as measure
 
@@ -353,9 +359,12 @@ def calibrate(
     available = local_gpus()
     if not available and not cpu:
         raise CpsimError("calibrate: this machine has no GPU that PyTorch can use; try `--cpu 2`")
+    count = cpu or min(gpus or len(available), len(available))
+    if measured.exists():
+        check_machine(measured, "cpu" if cpu else available[0], count)
     options = Options(
-        command=shlex.join(["cpsim", *sys.argv[1:]]), num_gpus=cpu or min(gpus or available, available),
-        cpu=cpu is not None, minutes=minutes, commit=commit,
+        command=_said(), num_gpus=count, cpu=cpu is not None, minutes=minutes,
+        commit=commit,
     )  # fmt: skip
     with _parts(minutes) as progress:
         status = measure(measured, options, kernels, progress)
@@ -466,7 +475,7 @@ def import_(
 
     _check_writable(out)
     given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
-    header, points, left = import_files(files, given, shlex.join(["cpsim", *sys.argv[1:]]))
+    header, points, left = import_files(files, given, _said())
     with out.open("w", encoding="utf-8") as file:
         writer = Writer(file, header)
         for point in points:

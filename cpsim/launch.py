@@ -50,20 +50,20 @@ class Options:
     trace: Path | None = None
 
 
-def local_gpus() -> int:
-    """GPUs of this machine, as torch sees them.
+def local_gpus() -> list[str]:
+    """Names of this machine's GPUs, as torch sees them.
 
     Raises:
         CpsimError: torch is missing or broken.
     """
     if find_spec("torch") is None:
         raise CpsimError("run: PyTorch is missing in this Python; install it, e.g. pip install 'cpsim[real]'")
-    count = "import torch; print(torch.cuda.device_count())"
-    asked = subprocess.run([sys.executable, "-c", count], capture_output=True, text=True, check=False)
+    names = "from torch import cuda; print(*map(cuda.get_device_name, range(cuda.device_count())), sep='\\n')"
+    asked = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=False)
     if asked.returncode:
         reason = (asked.stderr.strip().splitlines() or ["unknown"])[-1]
         raise CpsimError(f"run: PyTorch cannot be imported: {reason}; see `python -c 'import torch'`")
-    return int(asked.stdout)
+    return [name for name in asked.stdout.splitlines() if name]
 
 
 def launch(scenarios: Sequence[Scenario], options: Options) -> int:

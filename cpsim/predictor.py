@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.calibrate.profile import Profile, load_profile
+from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
@@ -33,6 +34,8 @@ NUM_DRAWS: Final = 400
 """Draws of the cost models' parameters behind every interval."""
 SHARED_VARIANCE: Final = 0.5
 """Share of a cost model's variance that all predictions have in common; assumed, not measured."""
+SHEET_BASE: Final = "h200"
+"""The profile that is scaled for GPUs that nobody has measured."""
 CHUNK: Final = 8
 """Scenarios that a worker process takes at a time."""
 
@@ -228,10 +231,11 @@ def _look_up(scenario: Scenario) -> _Case:
     name = scenario.profile or cluster.profile
     if name is None:
         raise ScenarioError(
-            f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; "
-            f"name the profile of a machine to assume, e.g. profile: h200"
+            f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; name the profile of a "
+            f"machine to assume, e.g. profile: h200, or {DATA_SHEET} for {SHEET_BASE}'s scaled by data sheets"
         )
-    return _Case(scenario, scenario.workload(), cluster, load_profile(name))
+    profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
+    return _Case(scenario, scenario.workload(), cluster, profile)
 
 
 def _predict(case: _Case) -> Prediction:

@@ -14,11 +14,12 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import chain, product, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,15 +27,25 @@ import torch
 from cpsim.calibrate.measurement import Writer, cut_broken_end, known_points, point_key
 from cpsim.launch import PROGRESS
 from real import measure_executor as executor
+from real import measure_host as others
 from real import measure_kernels as kernels_of
 from real import measure_network as network
 from real.measure_kernels import Bench
 from real.node import end_process
-from real.shapes import HEAD_DIM, Shape, draw, extremes_first, informative_order
+from real.shapes import (
+    HEAD_DIM,
+    LEAST_CALLS,
+    LEAST_SIZES,
+    RESTED_EVERY,
+    ROUNDS,
+    SHARES,
+    Shape,
+    draw,
+    extremes_first,
+    informative_order,
+)
 from real.timing import host_seconds
 
-ROUNDS = (0.35, 1.0)
-"""Shares of the time at which each round ends."""
 NUM_SIZES = 33
 """Sizes of every kind of collective and transfer: two ends and five halvings."""
 STEP_TOKENS = 4096
@@ -55,13 +66,26 @@ class Part:
     """Tasks of one kind in the order in which they inform."""
 
     name: str
-    share: float
-    """Of the time; parts without one are short and always done."""
     least: int
     """Tasks that are done however short the time, so that a profile can be fitted."""
     together: bool
     """Whether all ranks work on each task; otherwise these are this rank's own."""
     tasks: Sequence[Task]
+
+    @property
+    def share(self) -> float:
+        """Of the time; parts without one are short and always done."""
+        return SHARES.get(self.name, 0.0)
+
+
+class TimedWriter(Writer):
+    """Says of every point when it was done, so that what points cost is known."""
+
+    _begun = time.monotonic()
+
+    def add(self, op: str, samples_s: Iterable[float] = (), **parameters: Any) -> None:
+        """Appends one point."""
+        super().add(op, samples_s, at_s=round(time.monotonic() - self._begun, 2), **parameters)
 
 
 class Calibration:
@@ -80,9 +104,9 @@ class Calibration:
         if node.rank == 0 and not begun:
             header = network.network_provenance(node, command, commit)
             header["kernels"] = {kernel: kernels_of.attention.kernel_version(kernel) for kernel in kernels}
-        shared = Writer(file, header)
+        shared = TimedWriter(file, header)
         node.writer = shared if node.rank == 0 else None
-        self.bench = Bench(Writer(file, None, rank=node.rank), node.device)
+        self.bench = Bench(TimedWriter(file, None, rank=node.rank), node.device)
         self.host_bench = Bench(shared, node.device)
         node.gather(None)
 
@@ -90,16 +114,19 @@ class Calibration:
         """All parts, those that need several GPUs or power readings where there are any."""
         node, network_tasks = self.node, list(self.network())
         parts = [
-            Part("host launches", 0.0, 0, True, list(self.launches())),
-            Part("memory-bound kernels", 0.08, 2 * len(executor.MEMORY_BOUND), False, list(self.memory_bound())),
+            Part("host launches", 0, True, list(self.launches())),
+            Part("memory-bound kernels", 2 * len(executor.MEMORY_BOUND), False, list(self.memory_bound())),
         ]
         if node.size > 1:
-            least = 10 * len(network_tasks) // NUM_SIZES
-            parts.append(Part("collectives and transfers", 0.25, least, True, network_tasks))
-            parts.append(Part("interference", 0.2, 0, True, list(self.overlaps())))
+            least = LEAST_SIZES * len(network_tasks) // NUM_SIZES
+            parts.append(Part("collectives and transfers", least, True, network_tasks))
+            parts.append(Part("interference", 0, True, list(self.overlaps())))
         if node.size > 1 and node.cuda:
-            parts.append(Part("power", 0.07, 0, True, list(self.power())))
-        return [*parts, Part("attention kernels", 0.4, 8 * len(self.kernels), False, list(self.attention()))]
+            parts.append(Part("power", 0, True, list(self.power())))
+        parts.append(Part("attention kernels", LEAST_CALLS * len(self.kernels), False, list(self.attention())))
+        if node.size > 1 and node.cuda:
+            parts.append(Part("other people's code", 0, True, list(self.others())))
+        return parts
 
     def launches(self) -> Iterator[Task]:
         node = self.node
@@ -122,6 +149,19 @@ class Calibration:
         yield Task(point_key("host", kind="graph_chain_1"), graphs)
         for protocol in ("synced", "streamed"):
             yield Task(point_key("host", kind=f"pause_{protocol}"), partial(pauses, protocol))
+
+    def others(self) -> Iterator[Task]:
+        """Host calls that only their code makes, and PyTorch's memory-bound kernels."""
+        node = self.node
+
+        def sweep(kind: str, tokens: int) -> None:
+            if node.rank == 0:
+                others.measure_sweep(self.host_bench, kind, tokens)
+
+        yield Task(point_key("host", kind="autograd entry fwd"), lambda: others.measure(node, node.writer))
+        for tokens, kind in product(others.SWEPT_TOKENS, others.SWEEPS):
+            key = point_key("elementwise", **others.sweep_parameters(kind, tokens))
+            yield Task(key, partial(sweep, kind, tokens))
 
     def memory_bound(self) -> Iterator[Task]:
         node, most = self.node, 65536 if self.node.cuda else 512
@@ -150,7 +190,8 @@ class Calibration:
         chosen = [kernel for kernel in self.kernels if kernel in LOADS] or self.kernels[:1]
         overlap = network.Overlap(self.node, [(k, STEP_TOKENS if self.node.cuda else 64, 1) for k in chosen])
         for a, b, units, inside, lead_s in overlap.cases():
-            key = point_key("overlap", a=a, b=b, nbytes=units * overlap.unit, inside=inside, lead_s=lead_s)
+            nbytes = units * overlap.unit
+            key = point_key("overlap", a=a, b=b, num_ranks=self.node.size, nbytes=nbytes, inside=inside, lead_s=lead_s)
             yield Task(key, partial(overlap.measure, a, b, units, inside, lead_s))
 
     def power(self) -> Iterator[Task]:
@@ -217,15 +258,15 @@ POOL = {True: 480, False: 60}
 def calls_of(kernel: str, cuda: bool) -> list[tuple[Shape, bool]]:
     """The calls to measure of one kernel, the most informative first, and whether the GPU rests before them.
 
-    The same in every run. Every seventh call is one that came before, now at the full clock, which a CPU does not have.
+    The same in every run. Some calls are ones that came before, now at the full clock, which a CPU does not have.
     """
     shapes = shapes_of(kernel, cuda)
     short = [shape for shape in shapes if shape.flops() <= kernels_of.RESTED_FLOPS]
     calls: list[tuple[Shape, bool]] = []
     for i, shape in enumerate(shapes, 1):
         calls.append((shape, False))
-        if cuda and i % 6 == 0 and i // 6 <= len(short):
-            calls.append((short[i // 6 - 1], True))
+        if cuda and i % RESTED_EVERY == 0 and i // RESTED_EVERY <= len(short):
+            calls.append((short[i // RESTED_EVERY - 1], True))
     return calls
 
 

@@ -18,6 +18,7 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -360,53 +361,61 @@ def timed(calls: Sequence[Call]) -> list[float]:
     return times
 
 
-def sweep(kind: str, tokens: int, device: torch.device) -> tuple[Call, int]:
-    """One of PyTorch's memory-bound kernels on tokens of 32 heads, and the bytes it reads and writes."""
+def sweep(kind: str, tokens: int, device: torch.device) -> Call:
+    """One of PyTorch's memory-bound kernels on tokens of 32 heads."""
     size = (1, tokens, HEADS, DIM)
     narrow, wide = torch.randn(size, device=device, dtype=torch.bfloat16), torch.randn(size, device=device)
-    elements = tokens * HEADS * DIM
     if kind == "jit_merge":
         from real.implementations.ring_flash import package
 
         merge, lse = package().utils._update_out_and_lse, torch.randn(1, tokens, HEADS, 1, device=device)
         block_lse = lse[..., 0].transpose(1, 2).contiguous()
-        return lambda: merge(wide, lse, narrow, block_lse)[0], 10 * elements
+        return lambda: merge(wide, lse, narrow, block_lse)[0]
     if kind == "mixed cast":
-        return lambda: narrow.to(torch.float32), 6 * elements
+        return lambda: narrow.to(torch.float32)
     if kind == "mixed add":
-        return lambda: wide.add_(narrow), 10 * elements
+        return lambda: wide.add_(narrow)
     if kind == "strided join":
         halves = [half.transpose(1, 2) for half in wide.chunk(2, dim=1)]
-        return lambda: torch.cat(halves, dim=2), 8 * elements
+        return lambda: torch.cat(halves, dim=2)
     if kind.startswith("expanded"):
         index = torch.arange(tokens, device=device)[:, None, None].expand(-1, HEADS, DIM)
         rows, made = narrow[0], torch.zeros_like(narrow[0])
         if kind == "expanded_gather":
-            return lambda: torch.gather(rows, 0, index), 4 * elements
-        return lambda: made.scatter_(0, index, rows), 4 * elements
+            return lambda: torch.gather(rows, 0, index)
+        return lambda: made.scatter_(0, index, rows)
     ranks = int(kind.split()[-1])
-    return lambda: narrow.reshape(1, tokens, ranks, -1, DIM).transpose(0, 2).contiguous(), 4 * elements
+    return lambda: narrow.reshape(1, tokens, ranks, -1, DIM).transpose(0, 2).contiguous()
 
 
-SWEEPS = (
-    "jit_merge", "mixed cast", "mixed add", "strided join", "strided 2", "strided 4", "strided 8", "expanded_gather",
-    "expanded_scatter",
-)  # fmt: skip
-"""The last two as LongCA-bench drops padding and puts it back: by an index of rows, expanded to every element."""
+SWEEPS = {
+    "jit_merge": 10, "mixed cast": 6, "mixed add": 10, "strided join": 8, "strided 2": 4, "strided 4": 4, "strided 8": 4,
+    "expanded_gather": 4, "expanded_scatter": 4,
+}  # fmt: skip
+"""PyTorch's memory-bound kernels, and the bytes that each reads and writes for an element.
+
+The last two as LongCA-bench drops padding and puts it back: by an index of rows, expanded to every element.
+"""
+SWEPT_TOKENS = (256, 1024, 4096, 8192, 16384, 65536)
+"""4 MB to 1 GB of traffic."""
 
 
-def measure_sweeps(bench: Bench) -> None:
-    """Every kernel at sizes of 4 MB to 1 GB of traffic."""
-    for tokens in (256, 1024, 4096, 8192, 16384, 65536) if bench.cuda else (16,):
-        for kind in SWEEPS:
-            try:
-                op, nbytes = sweep(kind, tokens, bench.device)
-            except ImportError as error:
-                bench.writer.add("error", failed="elementwise", kind=kind, message=str(error)[:300])
-                continue
-            for _ in range(5):  # TorchScript specialises in its first calls
-                op()
-            bench.point("elementwise", lambda op=op: bench.samples(op), kind=kind.split()[0], which=kind, nbytes=nbytes)  # type: ignore[misc]
+def sweep_parameters(kind: str, tokens: int) -> dict[str, Any]:
+    """How a measurement file calls a point."""
+    return {"kind": kind.split()[0], "which": kind, "nbytes": SWEEPS[kind] * tokens * HEADS * DIM}
+
+
+def measure_sweep(bench: Bench, kind: str, tokens: int) -> None:
+    """One kernel at one size."""
+    parameters = sweep_parameters(kind, tokens)
+    try:
+        op = sweep(kind, tokens, bench.device)
+    except ImportError as error:
+        bench.writer.add("error", failed="elementwise", message=str(error)[:300], **parameters)
+        return
+    for _ in range(5):  # TorchScript specialises in its first calls
+        op()
+    bench.point("elementwise", lambda: bench.samples(op), **parameters)
 
 
 def main() -> None:
@@ -425,7 +434,9 @@ def main() -> None:
                 writer = Writer(file, header)
                 if not args.sweeps:
                     measure(node, writer)
-                measure_sweeps(Bench(writer, node.device))
+                bench = Bench(writer, node.device)
+                for tokens, kind in product(SWEPT_TOKENS if node.cuda else SWEPT_TOKENS[:1], SWEEPS):
+                    measure_sweep(bench, kind, tokens)
             print(f"{time.monotonic() - started:.0f} s")
         elif not args.sweeps:
             measure(node, None)

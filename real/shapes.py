@@ -178,6 +178,19 @@ def _features(shape: Shape) -> list[float]:
     return [queries, keys, heads, sharing, float(shape.causal), float(shape.varlen), documents, unevenness]
 
 
+ROUNDS = (0.35, 1.0)
+"""Of a calibration: shares of the time at which each round ends."""
+SHARES = {
+    "memory-bound kernels": 0.08, "collectives and transfers": 0.25, "interference": 0.2, "power": 0.07,
+    "attention kernels": 0.4, "other people's code": 0.05,
+}  # fmt: skip
+"""Of a round's time, by part; what a part does not need goes to those after it."""
+LEAST_CALLS, LEAST_SIZES = 8, 10
+"""Calls of every kernel and GPU, and sizes of every kind of message, that are measured however short the time."""
+RESTED_EVERY = 6
+"""Calls between two at the full clock."""
+
+
 def extremes_first(num: int) -> list[float]:
     """Places in [0, 1] such that every prefix is spread: both ends, the middle, quarters, ... (van der Corput)."""
     places, step = [0.0, 1.0], 0.5

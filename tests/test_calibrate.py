@@ -101,6 +101,27 @@ def test_a_discrepancy_follows_what_is_left_over_and_is_zero_far_away():
     assert correction(features[0], *NONE.arrays()) == 0
 
 
+def test_a_memory_bound_kernel_is_never_held_out_whole():
+    points = [{"op": "elementwise", "kind": kind} for kind in ("seldom", *["often"] * 20)]
+    first, *others = fit.folds(points)
+    assert first == -1
+    assert set(others) <= set(range(fit.FOLDS))
+    assert len(set(others)) > 1
+
+
+def test_ranks_of_one_file_are_gpus_whose_spread_counts():
+    m, profile = measurement.load(DATA / "h200-kernels-0.jsonl"), load_profile("h200")
+    points = [p for p in m.points if p["op"] == "attention" and (p["kernel"], p["pass"]) == ("fa4", "bwd")]
+    spread = {}
+    for slower in (1.0, 1.1):
+        ranks = [p | {"rank": i % 2, "samples_s": [s * slower ** (i % 2) for s in p["samples_s"]]}
+                 for i, p in enumerate(points)]  # fmt: skip
+        spread[slower] = fit._between_gpus(profile, [dataclasses.replace(m, points=tuple(ranks))])
+    model = "attention bwd fa4 between GPUs"
+    assert spread[1.0][model] < 0.02
+    assert 0.05 < spread[1.1][model] < 0.09
+
+
 def test_a_shape_that_was_measured_twice_is_held_out_twice():
     names = sorted(path.name for path in DATA.glob("h100-kernels*.jsonl"))
     points = [p for name in names for p in measurement.load(DATA / name).points if p["op"] == "attention"]
@@ -145,7 +166,7 @@ def test_fitting_again_gives_the_shipped_file_byte_for_byte():
 
 
 def test_every_shipped_profile_round_trips():
-    assert shipped_profiles() == ["b200", "h100", "h100-fa3", "h200"]
+    assert shipped_profiles() == ["a100", "b200", "h100", "h100-fa3", "h200"]
     for name in shipped_profiles():
         text = (profile.FOLDER / f"{name}.json").read_text()
         assert to_json(from_json(json.loads(text), name)) == text

@@ -31,7 +31,8 @@ def node(tmp_path_factory):
 
 
 def keys(path):
-    return Counter(point_key(**point) for point in load(path).points if point["op"] in ("attention", "collective"))
+    ops = ("attention", "elementwise", "collective", "transfer", "overlap")
+    return Counter(point_key(**point) for point in load(path).points if point["op"] in ops)
 
 
 def test_one_measurement_file_has_everything_and_the_profile_is_remade_from_it_byte_for_byte(node, tmp_path):
@@ -39,6 +40,9 @@ def test_one_measurement_file_has_everything_and_the_profile_is_remade_from_it_b
     ops = Counter(point["op"] for point in measured.points)
     assert {"attention", "elementwise", "collective", "transfer", "host"} <= set(ops)
     assert {point["rank"] for point in measured.of("attention")} == {0, 1}
+    times = [point["at_s"] for point in measured.of("collective")]
+    assert times == sorted(times)
+    assert "/" not in measured.header["command"]
     assert set(keys(node / "mine.jsonl").values()) == {1}
     cpsim("fit", node / "mine.jsonl", "--out", tmp_path / "mine.json")
     assert (tmp_path / "mine.json").read_bytes() == (node / "mine.json").read_bytes()
@@ -73,6 +77,11 @@ def test_an_interrupted_calibration_goes_on_with_the_points_that_are_missing(nod
     assert set(counts.values()) == {1}
     assert sum(json.loads(key)[0] == "attention" for key in counts) >= 10
     assert path.read_text().splitlines()[: len(few) - 1] == few[:-1]
+
+
+def test_a_file_of_another_machine_is_not_gone_on_with(node):
+    error = one_line(cpsim("calibrate", "--cpu", 1, "--out", node, "--resume", status=2))
+    assert "measured on 2 x cpu, here are 1 x cpu; start a new file" in error
 
 
 def test_progress_lines_are_those_that_the_command_reads():

@@ -20,8 +20,8 @@ def test_presets_are_the_documented_ones():
         "dgx-h100": "h100",
         "magi-h100": "h100-fa3",
         "dgx-h200": "h200",
-        "dgx-b200": None,
-        "p4de": None,
+        "dgx-b200": "b200",
+        "p4de": "a100",
     }
 
 

@@ -1,5 +1,7 @@
 """Predictions and recommendations: what they consist of, and what they may not hide."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -81,8 +83,8 @@ def test_a_case_that_does_not_fit_in_memory_is_infeasible():
         ({"strategy": None}, ScenarioError, "strategy: expected one of none, ulysses"),
         ({"strategy": "distca"}, ScenarioError, "'distca' is not available yet; available are none"),
         ({"implementation": "distca"}, ScenarioError, "'distca' is not available yet"),
-        ({"cluster": "p4de"}, ScenarioError, "nobody has measured a100"),
-        ({"profile": "h300"}, ProfileError, "shipped are b200, h100, h100-fa3, h200"),
+        ({"cluster": "p4de"}, ProfileError, "profile a100 lacks kernel 'fa4' fwd; it has fa2"),
+        ({"profile": "h300"}, ProfileError, "shipped are a100, b200, h100, h100-fa3, h200"),
         ({"kernel": "ffa"}, ProfileError, "lacks kernel 'ffa'"),
         ({"heads": 30, "kv_heads": 10, "strategy": "ulysses"}, InfeasibleError, "divisible by ranks"),
     ],
@@ -90,6 +92,17 @@ def test_a_case_that_does_not_fit_in_memory_is_infeasible():
 def test_what_cannot_be_answered_says_why(changes, error, message):
     with pytest.raises(error, match=message):
         predict(scenario(**changes))
+
+
+def test_a_gpu_without_a_profile_is_refused_with_a_way_out(tmp_path):
+    path = tmp_path / "new.json"
+    gpu = {"name": "x900", "memory_bytes": 10**11, "num_sms": 200, "peak_flops_per_s": 2e15,
+           "memory_bandwidth_bytes_per_s": 9e12}  # fmt: skip
+    path.write_text(json.dumps({"name": "new", "gpus_per_node": 8, "gpu": gpu}))
+    with pytest.raises(ScenarioError, match=r"nobody has measured x900 of .* or data-sheet for h200's"):
+        predict(scenario(cluster=str(path)))
+    answer = predict(scenario(cluster=str(path), profile="data-sheet"))
+    assert "data sheet: h200's costs scaled by tensor-core rate x 2.02" in answer.notes[0]
 
 
 def test_one_bad_line_never_loses_the_others():

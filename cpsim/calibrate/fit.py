@@ -58,16 +58,19 @@ KNOT_RATIO = 3.0
 """Between sizes of neighbouring knots of a network curve."""
 
 
-def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: StandIn | None = None) -> Profile:
+def fit_profile(
+    measurements: Sequence[Measurements], name: str = "", stand_in: StandIn | None = None, *, check: bool = True
+) -> Profile:
     """Fits every cost model that the measurements allow.
 
     Args:
         measurements: kernel files of one GPU type, and network files of it or of one with the same NVLink.
         name: of the profile; by default from the GPU.
         stand_in: gives what the measurements lack; without it that is an error.
+        check: find the errors on points that were not fitted, which takes five more fits.
 
     Returns:
-        The profile, with errors on points that were not fitted.
+        The profile, with errors on points that were not fitted; unchecked, with assumed ones.
 
     Raises:
         ProfileError: no attention, memory-bound or network points, or kernels of several GPU types.
@@ -104,12 +107,13 @@ def fit_profile(measurements: Sequence[Measurements], name: str = "", stand_in: 
         )  # fmt: skip
 
     rows: list[Residual] = []
-    for i in range(FOLDS):
+    for i in range(FOLDS if check else 0):
         inside = [p for p, k in zip(points, fold, strict=True) if k != i or not model_of(p)]
         outside = [p for p, k in zip(points, fold, strict=True) if k == i and counted(p)]
         rows += residuals(build(inside), outside)
     profile = build(points)
-    sigma = _sigma(rows, _run_to_run(profile, kernels)) | _spreads(everything) | _between_gpus(profile, kernels)
+    models = {row.model for row in rows} or set(filter(None, map(model_of, points)))
+    sigma = _sigma(rows, models, _run_to_run(profile, kernels)) | _spreads(everything) | _between_gpus(profile, kernels)
     speeds = [float(np.log(speed)) for speed in host_speeds(measurements).values()]
     sigma |= {"host": float(np.std(speeds, ddof=1))} if len(speeds) > 1 else {}
     profile = dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
@@ -231,13 +235,23 @@ def _is_pause(point: Point) -> bool:
 
 
 def folds(points: Sequence[Point]) -> NDArray[np.int64]:
-    """Fold of each point, random; the same attention shape is in the same fold wherever it was measured."""
+    """Fold of each point, random; the same attention shape is in the same fold wherever it was measured.
+
+    Points of a memory-bound kernel that would all be held out at once are in no fold (-1).
+    """
     fold = np.random.default_rng(SEED).integers(FOLDS, size=len(points))
     for i, p in enumerate(points):
         if p["op"] == "attention":
             shape = [p[name] for name in ("q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen")]
             shape += [p["mask"], p["options"]] if "mask" in p else []
             fold[i] = zlib.crc32(json.dumps(shape).encode()) % FOLDS
+    kinds: dict[str, list[int]] = {}
+    for i, p in enumerate(points):
+        if p["op"] == "elementwise":
+            kinds.setdefault(p["kind"], []).append(i)
+    for mine in kinds.values():
+        if len(set(fold[mine].tolist())) == 1:
+            fold[mine] = -1
     return fold
 
 
@@ -677,14 +691,14 @@ def _slowdown(spans: Sequence[tuple[float, float]]) -> float:
 # --- uncertainty, validity, provenance ---
 
 
-def _sigma(rows: Sequence[Residual], run_to_run: float) -> dict[str, float]:
+def _sigma(rows: Sequence[Residual], models: set[str], run_to_run: float) -> dict[str, float]:
     """Standard deviations by model, such that a normal 90 % interval holds 90 % of the held-out errors."""
 
     def spread(prefix: str) -> float:
         errors = [abs(row.error) for row in rows if row.model.startswith(prefix)]
         return float(np.quantile(errors, 0.9)) / 1.645 if errors else 0.05
 
-    sigma = {model: spread(model) for model in sorted({row.model for row in rows} | {"collective"})}
+    sigma = {model: spread(model) for model in sorted(models | {"collective"})}
     return sigma | {"host": 0.2, "run to run": run_to_run}  # assumed, where one machine's was measured
 
 
@@ -722,12 +736,13 @@ def _between_gpus(profile: Profile, kernels: Sequence[Measurements]) -> dict[str
 
 
 def _errors_by_gpu(profile: Profile, kernels: Sequence[Measurements], model: str) -> dict[tuple[str, int], list[float]]:
-    """Errors on long calls without a pause, by file and rank; of kernels that several files have."""
+    """Errors on long calls without a pause, by file and rank; of kernels that several GPUs were measured with."""
     gpus: dict[tuple[str, int], list[Point]] = {}
-    files = Counter(kernel for m in kernels for kernel in {p["kernel"] for p in m.of("attention")})
+    users = {(p["kernel"], m.source, p.get("rank", 0)) for m in kernels for p in m.of("attention")}
+    several = Counter(kernel for kernel, *_ in users)
     for m in kernels:
         for p in m.of("attention"):
-            if files[p["kernel"]] > 1 and np.median(p["samples_s"]) > LONG_CALL_S and pause_of(p) == 0:
+            if several[p["kernel"]] > 1 and np.median(p["samples_s"]) > LONG_CALL_S and pause_of(p) == 0:
                 if not model_of(p).startswith(model):
                     continue
                 gpus.setdefault((m.source, p.get("rank", 0)), []).append(p)

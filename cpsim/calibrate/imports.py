@@ -166,7 +166,7 @@ _COLUMNS: Final = {
     "wd": "pass", "seqlen": "tokens", "seq_len_tokens": "tokens", "q_heads": "heads", "tflop_per_s": "tflops",
     "tflops_per_s": "tflops",
 }  # fmt: skip
-_NEEDED: Final = ("kernel", "pass", "mask", "tokens", "tflops")
+_NEEDED: Final = ("kernel", "pass", "mask", "tokens")
 _MASKS: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
 
 
@@ -185,8 +185,8 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     """GPU and source, the points of a CSV table, and what was left out, in words.
 
     Columns: kernel, pass (fwd, bwd), mask (full, causal; with a column `documents`, lengths separated by spaces, also
-    full_document, causal_document), tokens (8192 or 8k), tflops, and where not given otherwise gpu, heads, kv_heads,
-    head_dim. Lines that begin with # say where the table comes from.
+    full_document, causal_document), tokens (8192 or 8k), tflops or ms, and where not given otherwise gpu, heads,
+    kv_heads, head_dim. Lines that begin with # say where the table comes from.
 
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
@@ -196,8 +196,9 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     rows = list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
     table = [{_COLUMNS.get(name, name): value for name, value in row.items()} for row in rows]
     missing = [name for name in _NEEDED if not table or name not in table[0]]
-    if missing:
-        raise ProfileError(f"{path}: expected columns {', '.join(_NEEDED)}, got no {', '.join(missing)}")
+    if missing or not {"tflops", "ms"} & table[0].keys():
+        wanted = ", ".join([*_NEEDED, "tflops (or ms)"])
+        raise ProfileError(f"{path}: expected columns {wanted}, got no {', '.join(missing or ['tflops'])}")
     gpus = {row.get("gpu") or given.gpu for row in table}
     gpu = given.gpu or (gpus.pop() if len(gpus) == 1 else None)
     if gpu is None:
@@ -258,10 +259,11 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     causal = _MASKS[row["mask"].removesuffix("_mask")]
     area = sum(n * (n + 1) / 2 if causal else n * n for n in lens)
     flop = 4 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
+    seconds = float(row["ms"]) / 1e3 if "ms" in row else flop / (float(row["tflops"]) * 1e12)
     return {
         "op": "attention", "kernel": row["kernel"], "pass": row["pass"], "family": "published", "num_heads": heads,
         "num_kv_heads": kv_heads, "head_dim": dim, "causal": causal, "varlen": len(lens) > 1, "q_lens": lens,
-        "k_lens": lens, "samples_s": [flop / (float(row["tflops"]) * 1e12)],
+        "k_lens": lens, "samples_s": [seconds],
     }  # fmt: skip
 
 

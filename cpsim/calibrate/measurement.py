@@ -1,6 +1,7 @@
 """The measurement file: JSON Lines, a header with the provenance, then one line per measured point with raw samples.
 
-Every point has `op`, `samples_s` (raw samples in seconds, in run order) and the parameters of its op:
+Every point has `op`, `samples_s` (raw samples in seconds, in run order), in some files `at_s` (seconds from the start
+of the processes until it was written) and the parameters of its op:
 
     attention     kernel, pass, num_heads, num_kv_heads, head_dim, causal, varlen, q_lens, k_lens, sm_clock_hz, and
                   `rested` where the GPU rested before every call, so that the clock was the full one, or `pause_s`,
@@ -80,7 +81,7 @@ class Writer:
 
 _IDENTITY = (
     "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
-    "variant", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options",
+    "variant", "which", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options",
 )  # fmt: skip
 
 
@@ -93,6 +94,22 @@ def known_points(path: Path) -> set[str]:
     """Keys of all points that a file holds, also of those that could not be measured."""
     asked = ({**point, "op": point.get("failed", point["op"])} for point in load(path).points)
     return {point_key(**point) for point in asked}
+
+
+def check_machine(path: Path, gpu: str, num_gpus: int) -> None:
+    """Whether a file, if it holds anything, is of this machine, so that a run can go on with it.
+
+    Raises:
+        ProfileError: another GPU, or another number of them.
+    """
+    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    if not first:
+        return
+    _check_header(path, header := _parse(path, 1, first))
+    theirs = header["num_gpus"], header["gpu"]
+    if theirs != (num_gpus, gpu):
+        here = f"here are {num_gpus} x {gpu}; start a new file"
+        raise ProfileError(f"{path}: measured on {theirs[0]} x {theirs[1]}, {here}")
 
 
 def cut_broken_end(path: Path) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from cpsim.calibrate.profile import Profile
+from cpsim.cluster import Gpu, presets
 from cpsim.models.attention import AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
 from cpsim.models.discrepancy import NONE
@@ -16,6 +17,13 @@ SCALED_SIGMA: Final = 0.15
 """Standard deviation, relative, of what a ratio of data sheets says about another GPU; assumed, not measured."""
 ALIKE: Final = {"fa3": "fa4"}
 """Kernels that no profile of ours measures, and the one that lends them what published tables cannot tell."""
+
+
+DATA_SHEET: Final = "data-sheet"
+"""What scenarios name as their profile where there is none of their GPU."""
+SHEET_SIGMA: Final = 0.4
+"""Standard deviation, relative, of costs scaled by data sheets: rates of pairs, scaled from H200's, miss those of
+profiles a100 and b200 by 0.39 (root mean square of the logarithms of six kernels and passes)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,3 +84,37 @@ class StandIn:
         scaled = [f"{name} x {ratio:g}" for name, ratio in ratios.items() if ratio != 1.0]
         how = f", scaled by {' and '.join(scaled)}" if scaled else ""
         return f"{', '.join(parts)} from profile {self.profile.name} ({self.profile.gpu}){how}"
+
+
+def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
+    """Costs of a GPU that nobody has measured: those of another, scaled by what the data sheets say of both.
+
+    Tensor-core rates scale what a thread block does on an SM, memory bandwidth what is read and written. The network
+    inside a node and launches are kept.
+    """
+    theirs = next(cluster.gpu for cluster in presets().values() if cluster.gpu.name in base.gpu.lower())
+    flops = gpu.peak_flops_per_s / theirs.peak_flops_per_s
+    memory = gpu.memory_bandwidth_bytes_per_s / theirs.memory_bandwidth_bytes_per_s
+    attention = {
+        key: _scaled(params, gpu.num_sms, flops * theirs.num_sms / gpu.num_sms, memory)
+        for key, params in base.attention.items()
+    }
+    scaled = ("attention", "memory-bound", "collective", "transfer")
+    wider = {
+        model: float((sigma**2 + SHEET_SIGMA**2) ** 0.5)
+        for model, sigma in base.sigma.items()
+        if model.startswith(scaled) and not model.endswith("between GPUs")
+    }
+    grade = f"data sheet: {base.name}'s costs scaled by tensor-core rate x {flops:.3g} and memory bandwidth x "
+    grade += f"{memory:.3g}, its network inside a node and launches kept"
+    return replace(
+        base, name=DATA_SHEET, gpu=gpu.name, grade=grade, attention=attention, sigma={**base.sigma, **wider},
+        elementwise=StandIn(profile=base, memory_ratio=memory).elementwise(), held_out=(),
+    )  # fmt: skip
+
+
+def _scaled(params: AttentionParams, num_sms: int, rate_ratio: float, memory_ratio: float) -> AttentionParams:
+    """A kernel on another GPU's SMs, each so many times as fast."""
+    pairs = {f.name: getattr(params, f.name) / rate_ratio for f in fields(params) if f.name.endswith("pair_s")}
+    traffic = params.traffic_s_per_byte / memory_ratio
+    return replace(params, num_sms=num_sms, traffic_s_per_byte=traffic, **pairs)

@@ -1,0 +1,337 @@
+"""Writes docs/calibration.md: how errors fall with the minutes of a calibration, replayed from committed measurements.
+
+    python docs/calibration.py
+
+Some minutes on two cores: five profiles are fitted, and each predicts the validation set.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpsim.calibrate.fit import fit_profile, folds, large_model
+from cpsim.calibrate.measurement import Measurements, Point, load
+from cpsim.calibrate.profile import Profile, load_profile, save_profile
+from cpsim.calibrate.residuals import model_of, residuals, usable
+from cpsim.calibrate.shipped import DATA, recipes
+from cpsim.comparison import compare, errors_of, predict_runs
+from cpsim.runs import load_runs
+from real.shapes import LEAST_CALLS, LEAST_SIZES, RESTED_EVERY, ROUNDS, SHARES, Shape, extremes_first, informative_order
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "calibration.md"
+RUNS = ROOT / "validation" / "runs" / "h200.jsonl"
+REAL, REAL_RUNS = (ROOT / "validation" / "calibration" / f"h200x2{name}.jsonl" for name in ("", "-runs"))
+"""A calibration of two GPUs, and runs on the same machine right after it."""
+MINUTES = (1, 2, 5, 10)
+NUM_GPUS = 4
+KERNELS = ("fa4", "fa2", "cudnn", "sdpa_flash")
+OTHER_STUDIES = ("h200-masked.jsonl", "h200-head-dim-64.jsonl")
+"""Of the profile's files: those that the runs do not touch."""
+HOSTS = tuple(f"h200x4-host-{n}.jsonl" for n in (1, 2, 3, 4))
+"""Of four machines: what other people's code costs the host."""
+OF_MANY_HOSTS = "10, 4 hosts"
+BAR = 1.2
+
+START_S, LAUNCHES_S, OTHERS_S, POINT_S, COMPILE_S = 20.0, 5.0, 15.0, 0.03, 2.0
+"""Assumed: processes and NCCL; launches of the host; calls that other people's code makes; tensors and launches of a
+short point; flash-attn 4 for each pass, mask, ratio of heads and entry point."""
+
+Queues = dict[str, list[list["Task"]]]
+"""By part of a calibration: tasks in their order, of every GPU, or in one queue where all GPUs work on each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Points that are measured together."""
+
+    seconds: float
+    source: str
+    """Their file."""
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One calibration: what it measured, and mean errors by kind of held-out points, then of runs."""
+
+    measured: tuple[str, ...]
+    errors: Mapping[str, float]
+
+
+# --- what a calibration would have measured ---
+
+
+def timed_seconds(point: Point) -> float:
+    """What `real.measure_kernels` takes for a point: soaking, rounds and samples, or rests."""
+    t, num = float(np.median(point["samples_s"])), len(point["samples_s"])
+    if point.get("rested"):
+        return POINT_S + num * (max(3e-3, 4 * t) + 1e-3 + t) + 4 * t
+    rounds = num / (4 if t < 0.01 else int(np.clip(0.05 / t, 1, 4)))
+    return 0.15 + rounds * max(0.012, t) + num * t + 5 * t
+
+
+def network_seconds(point: Point) -> float:
+    """The same for a collective or transfer."""
+    return POINT_S + 0.011 + 23 * (float(np.median(point["samples_s"])) + 1e-4)
+
+
+def queues(files: Mapping[str, Measurements]) -> Queues:
+    """What the files hold of a calibration's points, in its order."""
+    network, executor, kernels = (files[f"h200{name}.jsonl"] for name in ("x4-network", "x4-executor", "-kernels-0"))
+    overlaps, power, others = (files[f"h200x4-{name}.jsonl"] for name in ("overlap", "power", "host-4"))
+    graphs = [p for p in executor.of("host") if p["kind"].startswith(("graph", "pause"))]
+    host = [(kernels, kernels.of("host")), (network, network.of("host")), (executor, graphs)]
+    copies = by_size(executor.of("elementwise"), ("variant",))
+    messages = by_size([*network.of("collective"), *network.of("transfer")], ("op", "kind", "num_ranks"))
+    overlap_s = overlaps.of("end")[0]["samples_s"][0] / len(overlaps.of("overlap"))
+    beside = [p for p in overlaps.of("overlap") if p["a"] in ("merge", "copy") or p["a"].endswith("_4096")]
+    attention = [attention_queue(files, gpu) for gpu in range(NUM_GPUS)]
+    return {
+        "host launches": [[Task(LAUNCHES_S / len(host), m.source, tuple(points)) for m, points in host]],
+        "memory-bound kernels": [
+            [Task(POINT_S + 16 * float(np.median(p["samples_s"])), executor.source, (p,)) for p in copies[g::NUM_GPUS]]
+            for g in range(NUM_GPUS)
+        ],
+        "collectives and transfers": [[Task(network_seconds(p), network.source, (p,)) for p in messages]],
+        "interference": [[Task(overlap_s, overlaps.source, (p,)) for p in beside]],
+        "power": [[Task(p["samples_s"][0] + 1.3, power.source, (p,)) for p in power.of("power")]],
+        "attention kernels": attention,
+        "other people's code": [[
+            Task(OTHERS_S, others.source, tuple(others.of("host"))),
+            *(Task(timed_seconds(p), others.source, (p,)) for p in others.of("elementwise")),
+        ]],
+    }  # fmt: skip
+
+
+def by_size(points: Iterable[Point], names: Sequence[str]) -> list[Point]:
+    """All kinds in turn, each by the size nearest to the next place of `extremes_first`."""
+    kinds: dict[tuple[Any, ...], list[Point]] = {}
+    for p in points:
+        kinds.setdefault(tuple(p[name] for name in names), []).append(p)
+    ordered = []
+    for mine in kinds.values():
+        logs, order, left = np.log([p["nbytes"] for p in mine]), list[Point](), np.ones(len(mine), bool)
+        for place in extremes_first(len(mine)):
+            wanted = logs.min() + place * (logs.max() - logs.min())
+            order.append(mine[at := int(np.where(left, np.abs(logs - wanted), np.inf).argmin())])
+            left[at] = False
+        ordered.append(order)
+    return [p for p in chain(*zip_longest(*ordered)) if p is not None]
+
+
+def attention_queue(files: Mapping[str, Measurements], gpu: int) -> list[Task]:
+    """Of one GPU: the kernels in turn, each through its shapes in the order in which they inform."""
+    shares = []
+    for kernel in KERNELS:
+        calls, rested = (in_order(files[f"h200-{name}-{gpu}.jsonl"], kernel) for name in ("kernels", "rested"))
+        for i in range(min(len(rested), len(calls) // RESTED_EVERY), 0, -1):
+            calls.insert(i * RESTED_EVERY, rested[i - 1])
+        shares.append(calls)
+    return [task for task in chain(*zip_longest(*shares)) if task]
+
+
+def in_order(measured: Measurements, kernel: str) -> list[Task]:
+    """Both passes of every shape of a kernel."""
+    shapes: dict[Shape, list[Point]] = {}
+    for p in measured.of("attention"):
+        if p["kernel"] == kernel:
+            call = {name: p[name] for name in ("num_heads", "num_kv_heads", "causal", "varlen")}
+            shape = Shape(family="", q_lens=tuple(p["q_lens"]), k_lens=tuple(p["k_lens"]), **call)
+            shapes.setdefault(shape, []).append(p)
+    tasks, compiled, listed = list[Task](), set[Any](), list(shapes)
+    for shape in (listed[i] for i in informative_order(listed)):
+        seconds, variant = sum(map(timed_seconds, shapes[shape])), (shape.num_heads // shape.num_kv_heads, shape.causal)
+        if kernel == "fa4" and (*variant, shape.varlen) not in compiled and not shapes[shape][0].get("rested"):
+            seconds += len(shapes[shape]) * COMPILE_S
+        compiled.add((*variant, shape.varlen))
+        tasks.append(Task(seconds, measured.source, tuple(shapes[shape])))
+    return tasks
+
+
+def replay(parts: Queues, minutes: float) -> tuple[list[Task], float]:
+    """What a calibration of so many minutes measures, as `real.calibrate` shares its time, and the seconds it takes."""
+    messages = [p for task in parts["collectives and transfers"][0] for p in task.points]
+    least = {
+        "memory-bound kernels": 14, "attention kernels": LEAST_CALLS * len(KERNELS),
+        "collectives and transfers": LEAST_SIZES * len({(p["op"], p["kind"], p["num_ranks"]) for p in messages}),
+    }  # fmt: skip
+    done, clock = {name: [0] * len(mine) for name, mine in parts.items()}, START_S
+    for end in ROUNDS:
+        stop = START_S + end * (60 * minutes - START_S)
+        for i, (name, mine) in enumerate(parts.items()):
+            share, of_all = SHARES.get(name, 0.0), sum(SHARES.get(later, 0.0) for later in list(parts)[i:])
+            deadline, clocks = clock + max(0.0, stop - clock) * share / of_all, []
+            for queue, tasks in enumerate(mine):
+                now, at = clock, done[name][queue]
+                while at < len(tasks) and (not share or at < least.get(name, 0) or now <= deadline):
+                    now, at = now + tasks[at].seconds, at + 1
+                done[name][queue] = at
+                clocks.append(now)
+            clock = max(clocks)
+    taken = [t for name, mine in parts.items() for tasks, n in zip(mine, done[name], strict=True) for t in tasks[:n]]
+    return taken, clock
+
+
+# --- what it is worth ---
+
+
+def measured_files() -> dict[str, Measurements]:
+    """The files behind profile h200 that say something about the runs, by name."""
+    names = {path.name for pattern in recipes()["h200"]["files"] for path in DATA.glob(pattern)}
+    return {name: load(DATA / name) for name in sorted(names - set(OTHER_STUDIES))}
+
+
+def split(files: Mapping[str, Measurements]) -> tuple[dict[str, Measurements], list[Point]]:
+    """The files without a random fifth of their points, and of that fifth those that the accuracy bars count."""
+    points = [p for m in files.values() for p in m.points if usable(p) and model_of(p)]
+    held = [p for p, fold in zip(points, folds(points), strict=True) if fold == 0]
+    away = {id(p) for p in held}
+    left = {name: replace(m, points=tuple(p for p in m.points if id(p) not in away)) for name, m in files.items()}
+    asked = [p for p in held if large_model(p) and "pause_s" not in p]
+    return left, [p for p in asked if p["op"] != "elementwise" or p.get("kernel") == "executor"]
+
+
+def calibrations(left: Mapping[str, Measurements]) -> dict[str, tuple[tuple[str, ...], list[Measurements]]]:
+    """By label: what was measured, in words, and the measurements."""
+    parts, found = queues(left), {}
+    for minutes in MINUTES:
+        tasks, seconds = replay(parts, minutes)
+        points: dict[str, list[Point]] = {}
+        for task in tasks:
+            points.setdefault(task.source, []).extend(task.points)
+        chosen = [replace(left[name], points=tuple(mine)) for name, mine in sorted(points.items())]
+        found[str(minutes)] = (words(chosen, f"{seconds / 60:.1f}"), chosen)
+    _, longest = found[str(MINUTES[-1])]
+    more = [left[name] for name in HOSTS if name not in {m.source for m in longest}]
+    found[OF_MANY_HOSTS] = (words(longest, "-"), [*longest, *more])
+    everything = list(left.values())
+    return found | {"all": (words(everything, "-"), everything)}
+
+
+def words(measured: Sequence[Measurements], minutes: str) -> tuple[str, ...]:
+    """Minutes taken, and points of every kind."""
+    ops = Counter(p["op"] for m in measured for p in m.points)
+    counts = ops["attention"], ops["collective"] + ops["transfer"], ops["overlap"]
+    return (minutes, *map(str, counts))
+
+
+KINDS = {"attention": "attention", "elementwise": "memory-bound", "collective": "network", "transfer": "network"}
+WHO = {"our executor": ("cpsim",), "others' code": ("ring-flash-attn", "torch", "yunchang")}
+WHO["all runs"] = (*WHO["our executor"], *WHO["others' code"])
+
+
+def held_out_errors(profile: Profile, held: Sequence[Point]) -> dict[str, float]:
+    """Mean errors on points that a profile has not seen, by kind."""
+    errors: dict[str, list[float]] = {kind: [] for kind in KINDS.values()}
+    for row in residuals(profile, held):
+        errors[KINDS[row.point["op"]]].append(abs(row.error))
+    return {kind: float(np.mean(mine)) for kind, mine in errors.items()}
+
+
+def run_errors(profile: Profile, path: Path) -> dict[str, float]:
+    """Mean errors on runs of 1 ms or more, by whose code ran."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = Path(folder) / "calibrated.json"
+        save_profile(profile, own)
+        runs = [replace(r, scenario=r.scenario.model_copy(update={"profile": str(own)})) for r in load_runs(path)]
+        pairs = [pair for pair in compare(predict_runs(runs), runs).pairs if pair.is_long]
+    of = {who: [pair for pair in pairs if pair.scenario.implementation in codes] for who, codes in WHO.items()}
+    return {who: errors_of(mine).mean_absolute for who, mine in of.items()}
+
+
+# --- the page ---
+
+INTRODUCTION = f"""# Error against minutes of calibration
+
+This page is written by `python docs/calibration.py`. It replays what `cpsim calibrate` would have measured on four
+H200 in 1, 2, 5 and 10 minutes, fits a profile to each, and says how wrong it is: on points that no fit saw (a random
+fifth of the committed ones, of at least 1k tokens or 1 MiB) and on the real runs of `validation/runs/h200.jsonl` of
+1 ms or more. `all` is fitted to everything that profile `h200` is made from, without that fifth and without the
+studies of masks and of head dimension 64.
+
+The points come from the committed files, which were not measured in the order of a calibration: that order is applied
+to them (the most informative first, the kernels in turn, shares of the time by part, two rounds). What a point costs is
+what the rules of its measurement take: soaking, rounds, samples or rests, as its own times say. Summed over a file of
+attention points this gives what the file took within 10 %. Assumed are {START_S:g} s to start, {LAUNCHES_S:g} s for
+host launches, {OTHERS_S:g} s for the calls of other people's code, {POINT_S:g} s for tensors and launches of a short
+point, and {COMPILE_S:g} s whenever flash-attn 4 meets a new variant. A real calibration has more points in store than
+the files hold, and would go on where `taken` ends early.
+
+A calibration times the host that it runs on; the runs of the validation set are of several machines, whose hosts differ
+in what other people's code costs them. So one row adds such calls on three other machines.
+"""
+REAL_ONE = """## A real one
+
+`cpsim calibrate --minutes 6` on two H200, and 27 cases of the validation set run on the same machine right after it
+(`validation/calibration`). Mean errors of the runs of 1 ms or more, with the profile of these minutes and with the one
+that ships. It did not time the calls of other people's code yet, as calibrations now do; with those of four other
+machines it is the second row.
+"""
+
+
+def inputs() -> str:
+    """Fingerprint of the files that the page is made from."""
+    crc = 0
+    for path in (*(DATA / name for name in sorted(measured_files())), RUNS, REAL, REAL_RUNS):
+        crc = zlib.crc32(path.read_bytes(), crc)
+    return f"{crc:08x}"
+
+
+def head(files: Mapping[str, Measurements]) -> dict[str, tuple[str, ...]]:
+    """The columns of the table that need no fit, by label."""
+    return {label: measured for label, (measured, _) in calibrations(split(files)[0]).items()}
+
+
+def table(columns: Sequence[str], rows: Mapping[str, Row]) -> str:
+    """Everything about every calibration."""
+    lines = [[*columns, *next(iter(rows.values())).errors]]
+    lines += [["---"] * len(lines[0])]
+    lines += [[name, *row.measured, *(f"{error:.1%}" for error in row.errors.values())] for name, row in rows.items()]
+    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
+
+
+def verdict(rows: Mapping[str, Row]) -> str:
+    """Whether ten minutes are as good as they should be."""
+    lines = []
+    for label in (str(MINUTES[-1]), OF_MANY_HOSTS):
+        ratios = {who: rows[label].errors[who] / rows["all"].errors[who] for who in WHO}
+        judged = (f"{who} {ratio:.2f} ({'met' if ratio <= BAR else 'not met'})" for who, ratio in ratios.items())
+        lines.append(f"* {label}: {', '.join(judged)}\n")
+    return f"Bar: ten minutes give at most {BAR:g} times the error of everything.\n\n" + "".join(lines)
+
+
+def page() -> str:
+    """The page; fits seven profiles."""
+    left, held = split(measured_files())
+    rows = {}
+    for label, (measured, chosen) in calibrations(left).items():
+        profile = fit_profile(chosen, label, check=False)
+        rows[label] = Row(measured, held_out_errors(profile, held) | run_errors(profile, RUNS))
+    real = {label: Row((), run_errors(profile, REAL_RUNS)) for label, profile in real_profiles().items()}
+    columns = ("minutes", "taken", "attention points", "messages", "overlaps")
+    parts = (INTRODUCTION, table(columns, rows), verdict(rows), REAL_ONE, table(("profile",), real))
+    return "\n".join([*parts, f"Made from files with CRC-32 {inputs()}.\n"])
+
+
+def real_profiles() -> dict[str, Profile]:
+    """Of the real calibration, with other machines' hosts, and the one that ships."""
+    own, hosts = load(REAL), [load(DATA / name) for name in HOSTS]
+    return {
+        "six minutes": fit_profile([own], "own", check=False),
+        "six minutes, 4 hosts": fit_profile([own, *hosts], "own", check=False),
+        "`h200`": load_profile("h200"),
+    }
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

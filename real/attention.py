@@ -504,6 +504,10 @@ def _flex_backward(
 
 
 _COMPILED: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
+_STAGES: tuple[Mapping[str, int], ...] = ({}, {"num_stages": 2}, {"num_stages": 1})
+"""Stages of loads in compiled kernels: PyTorch's default, then fewer."""
+_fewer: dict[object, int] = {}
+"""Which of _STAGES is the first to fit, where it is not the default: by what shared memory depends on."""
 
 
 def _flex(
@@ -517,15 +521,17 @@ def _flex(
     free = [{2}] * len(tensors) + [set(range(x.dim())) for x in every[len(tensors) :]]
     key = pass_, blocks.sees, blocks.aligned, tuple(_static(x, f) for x, f in zip(every, free, strict=True))
     if key not in _COMPILED:
-        _COMPILED[key] = _compile_what_fits(run, every, free)
+        kind = pass_, blocks.sees, tensors[-1].dtype, tensors[-1].shape[-1]
+        _COMPILED[key], _fewer[kind] = _compile_what_fits(run, every, free, _fewer.get(kind, 0))
     return _COMPILED[key](*every)
 
 
 def _compile_what_fits(
-    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]]
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Compiled code with as many stages of loads as shared memory holds, tables of a mask among them."""
-    for options in ({}, {"num_stages": 2}):
+    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]], first: int
+) -> tuple[Callable[..., tuple[Tensor, ...]], int]:
+    """Compiled code with as many stages of loads as shared memory holds, tables of a mask among them; and which of
+    _STAGES that is, `first` or a later one."""
+    for i, options in enumerate(_STAGES[first:-1], first):
         try:
             compiled = _compile(partial(run, options), example, free)
             compiled(*example)
@@ -533,8 +539,8 @@ def _compile_what_fits(
             if "out of resource" not in str(error):
                 raise
         else:
-            return compiled
-    return _compile(partial(run, {"num_stages": 1}), example, free)
+            return compiled, i
+    return _compile(partial(run, _STAGES[-1]), example, free), len(_STAGES) - 1
 
 
 def _static(x: Tensor, free: set[int]) -> object:

@@ -42,9 +42,11 @@ from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
 
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
 POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13, "flex": 0.74, "fa4_sparse": 0.18,
-          "sdpa_math": 0.08}  # shares of the measured time
+          "sdpa_math": 0.08, "flashinfer": 0.18, "flashinfer_fa2": 0.18}  # shares of the measured time
 MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13, "flex": 1e13, "fa4_sparse": 1e13,
-             "sdpa_math": 3e11}
+             "sdpa_math": 3e11, "flashinfer": 1e13, "flashinfer_fa2": 1e13}
+RECTANGLES = ("full", "full_document", "block_sparse", "variable_block_sparse")
+"""Masks of `draw_masked` that cut no block."""
 DENSE_ONLY = ("cudnn", "sdpa_math")
 """Kernels that run one sequence a call, or one after another."""
 MEMORY_LENGTHS = (1024, 4096, 16384, 65536)
@@ -207,7 +209,7 @@ def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = Fa
         return timed(lambda: attention.backward(kernel, *next(rotation), call))
 
     bench.point("attention", forward, **{"pass": "fwd"}, **parameters)
-    if made:
+    if made and kernel not in attention.RECTANGLES:
         bench.point("attention", backward, **{"pass": "bwd"}, **parameters)
 
 
@@ -285,8 +287,9 @@ def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> None:
             got = attention.forward(kernel, x["q"], x["k"], x["v"], call)
             wide = {name: t.float() for name, t in x.items()}
             want = attention.forward("math", wide["q"], wide["k"], wide["v"], call)
-            got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], *got, call)
-            want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
+            if kernel not in attention.RECTANGLES:
+                got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], *got, call)
+                want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
             errors = [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
         except Exception as error:
             print(f"check {name}: {type(error).__name__}: {str(error)[:300]}")
@@ -487,7 +490,11 @@ def run_masked(
 ) -> None:
     """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks of some names, or all."""
     whole = kernel in attention.WHOLE_BLOCKS
-    check(bench, kernel, [s for s in masked_checks() if not whole or (s.options.get("block") == 128)])
+    masks = masks or (RECTANGLES if kernel in attention.RECTANGLES else ())
+    check(bench, kernel, [
+        s for s in masked_checks()
+        if (not whole or s.options.get("block") == 128) and (not masks or s.mask in masks)
+    ])  # fmt: skip
     rng, count = np.random.default_rng(seed), 0
     limit, naive = MAX_FLOPS[kernel] if bench.cuda else 1e8, kernel == "sdpa_math"
     while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):

@@ -89,6 +89,8 @@ MASKED = {
     "lambda": 2, "global_sliding": 1, "block_sparse": 6, "variable_block_sparse": 4,
 }  # fmt: skip
 """Weights of masks, and of rectangles as all-gathers and rings make them."""
+DRAWS = 500
+"""Of masks until one is small enough."""
 
 
 def draw_masked(
@@ -100,14 +102,17 @@ def draw_masked(
     `names` are those of MASKED to draw from, by default all; `whole_blocks` asks for masks of whole blocks of 128
     tokens.
     """
-    names = [n for n in names or MASKED if not whole_blocks or n.endswith("block_sparse")]
-    weights = np.array([MASKED[n] for n in names], float)
-    while True:
+    if unknown := [name for name in names if name not in MASKED]:
+        raise ValueError(f"expected masks among {', '.join(MASKED)}, got {', '.join(unknown)}")
+    names = [name for name in names or MASKED if not whole_blocks or name.endswith("block_sparse")]
+    weights = np.array([MASKED[name] for name in names], float)
+    for _ in range(DRAWS):
         name = str(rng.choice(names, p=weights / weights.sum()))
         shape = _masked(rng, name, whole_blocks)
         pairs = sum(shape.q_lens) * sum(shape.k_lens) if naive else shape.area()
         if 4 * pairs * shape.num_heads * shape.head_dim <= max_flops:
             return shape
+    raise ValueError(f"none of {DRAWS} random masks of {', '.join(names)} has at most {max_flops:g} FLOP")
 
 
 def _masked(rng: np.random.Generator, name: str, whole_blocks: bool) -> Shape:

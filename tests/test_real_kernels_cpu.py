@@ -155,3 +155,11 @@ def test_code_that_shared_memory_cannot_hold_is_compiled_with_fewer_stages(monke
     assert run(torch.ones(2))[0].sum() == 2
     assert attention._compile_what_fits(compiled, [torch.ones(2)], [set()], stages)[1] == stages
     assert tried == [3, 2, 1]  # the kind of call is known by then
+
+
+def test_flashinfer_refuses_masks_that_cut_blocks_and_backward_passes():
+    pytest.importorskip("flashinfer")
+    q, k, v, _ = tensors(8, 8)
+    call = attention.prepare_mask(mask_slices("causal", (8,), {}), 8, 8, device="cpu")
+    with pytest.raises(attention.UnsupportedCall, match="use flex"):
+        attention.forward("flashinfer", q, k, v, call)

@@ -496,7 +496,7 @@ def run_masked(
         if (not whole or s.options.get("block") == 128) and (not masks or s.mask in masks)
     ])  # fmt: skip
     rng, count = np.random.default_rng(seed), 0
-    limit, naive = MAX_FLOPS[kernel] if bench.cuda else 1e8, kernel == "sdpa_math"
+    limit, naive = MAX_FLOPS[kernel] if bench.cuda else 3e10, kernel == "sdpa_math" or not bench.cuda
     while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):
         drawn = shapes.pop(0) if shapes else draw_masked(rng, limit, masks, whole_blocks=whole, naive=naive)
         measure_attention(bench, kernel, drawn)

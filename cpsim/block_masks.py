@@ -182,6 +182,17 @@ def rectangles(table: Ints, num_q: int, num_k: int) -> tuple[NDArray[np.bool_], 
     return seen, np.diff(q_edges), np.diff(k_edges)
 
 
+def row_sequences(table: Ints, num_q: int, num_k: int) -> tuple[Ints, Ints]:
+    """The rows of a mask of whole rectangles as sequences: queries of each, and the keys that they see.
+
+    Raises:
+        ValueError: some slice is no whole rectangle.
+    """
+    seen, rows, columns = rectangles(table, num_q, num_k)
+    keys = seen @ columns
+    return rows[keys > 0], keys[keys > 0]
+
+
 @njit(cache=True)
 def _fill(layers, at, band):  # type: ignore[no-untyped-def]
     """Writes every slice's band into its rectangle, of the second one where there is a first; whether that is all."""

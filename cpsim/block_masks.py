@@ -162,6 +162,37 @@ def band_cells(table: Ints, num_q: int, num_k: int) -> tuple[Int32s, Int32s, Int
     return of_q.astype(np.int32), of_k.astype(np.int32), cells.astype(np.int32), limits.astype(np.int32)
 
 
+def rectangles(table: Ints, num_q: int, num_k: int) -> tuple[NDArray[np.bool_], Ints, Ints]:
+    """A mask of whole rectangles as a grid.
+
+    Returns:
+        Which blocks are seen ``bool[rows, columns]``, and the tokens of every row and of every column.
+
+    Raises:
+        ValueError: some slice is no whole rectangle.
+    """
+    q_edges = np.unique([0, num_q, *table[:, :2].ravel()])
+    k_edges = np.unique([0, num_k, *table[:, 2:4].ravel()])
+    if (table[:, 1] - 1 + table[:, 4] > table[:, 2]).any() or (table[:, 0] + table[:, 5] < table[:, 3] - 1).any():
+        raise ValueError("expected a mask of rectangles, got one that cuts them")
+    seen = np.zeros((len(q_edges) - 1, len(k_edges) - 1), np.bool_)
+    rows, columns = np.searchsorted(q_edges, table[:, :2]), np.searchsorted(k_edges, table[:, 2:4])
+    for (top, bottom), (left, right) in zip(rows.tolist(), columns.tolist(), strict=True):
+        seen[top:bottom, left:right] = True
+    return seen, np.diff(q_edges), np.diff(k_edges)
+
+
+def row_sequences(table: Ints, num_q: int, num_k: int) -> tuple[Ints, Ints]:
+    """The rows of a mask of whole rectangles as sequences: queries of each, and the keys that they see.
+
+    Raises:
+        ValueError: some slice is no whole rectangle.
+    """
+    seen, rows, columns = rectangles(table, num_q, num_k)
+    keys = seen @ columns
+    return rows[keys > 0], keys[keys > 0]
+
+
 @njit(cache=True)
 def _fill(layers, at, band):  # type: ignore[no-untyped-def]
     """Writes every slice's band into its rectangle, of the second one where there is a first; whether that is all."""

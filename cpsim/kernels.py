@@ -150,13 +150,14 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
     )  # fmt: skip
     schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
     tflops, notes = dict[str, float](), dict[str, None]()
-    for pass_ in PASSES:
+    passes = [pass_ for pass_ in PASSES if (kernel, pass_) in profile.attention]
+    for pass_ in passes:
         params = profile.attention_params(kernel, pass_)
         seconds = attention_op_seconds(params, kernel, case.dtype, head_dim, schedule)[0, 0]
         tflops[pass_] = case.flops(pass_) / float(seconds) / 1e12
         lens = [tokens // count]
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
-    memory = {pass_: peak_bytes(kernel, pass_, tokens, shape) for pass_ in ("fwd", "bwd")}
+    memory = {pass_: peak_bytes(kernel, pass_, tokens, shape) for pass_ in passes}
     return Speed(
         profile=profile.name, kernel=kernel, mask=mask, tokens=tokens, documents=count, tflops=tflops,
         memory_bytes=memory, notes=tuple(notes),

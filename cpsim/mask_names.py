@@ -127,6 +127,7 @@ MASK_NAMES: Final[dict[str, MaskName]] = {
         {
             "block": Option(512, "mean tokens of a block"),
             "min_block": Option(128, "fewest tokens of a block"),
+            "align": Option(1, "tokens that divide those of all blocks but the last"),
             "density": _DENSITY,
             "seed": _SEED,
         },

@@ -189,15 +189,19 @@ def _block_sparse(start: Ints, end: Ints, block: int, density: float, seed: int)
     return _random_blocks(edges, density, np.random.default_rng(seed))
 
 
-def _variable_block_sparse(start: Ints, end: Ints, block: int, min_block: int, density: float, seed: int) -> Slices:
+def _variable_block_sparse(
+    start: Ints, end: Ints, block: int, min_block: int, align: int, density: float, seed: int
+) -> Slices:
     """A random partition of all tokens, the same for queries and keys, into blocks of ``min_block`` or more."""
     del start
     total, rng = int(end[-1]), np.random.default_rng(seed)
-    if block < min_block:
-        raise ValueError(f"variable_block_sparse: block: expected at least min_block = {min_block}, got {block}")
+    least = -(-min_block // align) * align
+    if block < least:
+        wanted = f"min_block = {min_block}" + (f" in multiples of align = {align}" if align > 1 else "")
+        raise ValueError(f"variable_block_sparse: block: expected at least {wanted}, got {block}")
     count = max(1, total // block)
-    spare = max(0, total - count * min_block)
-    cuts = np.sort(rng.integers(0, spare, count - 1, endpoint=True)) + np.arange(1, count) * min_block
+    spare = max(0, total - count * least) // align
+    cuts = np.sort(rng.integers(0, spare, count - 1, endpoint=True)) * align + np.arange(1, count) * least
     return _random_blocks(np.concatenate(([0], cuts, [total])), density, rng)
 
 

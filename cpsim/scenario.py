@@ -27,7 +27,7 @@ Implementation = Literal[
 ]  # fmt: skip
 Kernel = Literal[
     "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "math", "flex", "fa4_sparse", "flash_mask", "ffa",
-    "fa2_sparse", "vsa", "triton_vsa", "flashinfer",
+    "fa2_sparse", "vsa", "triton_vsa", "flashinfer", "flashinfer_fa2",
 ]  # fmt: skip
 
 MAX_TOKENS: Final = 10**9

@@ -4,7 +4,8 @@ Legend of tensor suffixes: T tokens (all sequences of one call, packed), H query
 D head dimension. Log-sum-exp is [H, T] fp32 in natural logarithms for every kernel.
 
 Kernels: `fa2` (flash-attn 2.x), `fa4` (flash-attn-4, CuTe DSL; `fa4_sparse` with lists of blocks), `cudnn` and
-`sdpa_flash` (PyTorch's own), `flex` (FlexAttention, compiled), `sdpa_math` (naive: a matrix of all scores, products in
+`sdpa_flash` (PyTorch's own), `flex` (FlexAttention, compiled), `flashinfer` (blocks of any sizes, forward only, with
+the backend of its choice; `flashinfer_fa2` with that one), `sdpa_math` (naive: a matrix of all scores, products in
 the working type) and `math` (the same in fp32 or better on any device and dtype: the oracle of the tests).
 A call with one sequence uses the kernel's dense entry point unless `varlen=True`; several use the varlen one.
 A causal mask is aligned to the bottom right: query i of q sees keys up to i + k - q. Kernels of ANY_MASK take a mask of
@@ -15,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from cpsim.block_masks import (
     band_cells,
     block_kinds,
     key_runs,
+    rectangles,
     rule_of,
     sequence_slices,
     table_of,
@@ -65,11 +67,20 @@ class Call:
     max_k: int
     mask: Slices | None = None
     """Which keys of the one sequence every query sees, where that is neither full nor causal."""
+    plans: dict[object, Any] = field(default_factory=dict)
+    """What kernels that plan a call have planned, by backend, heads and type."""
 
     @cached_property
     def blocks(self) -> Blocks:
         """Tables for kernels that visit listed blocks; made when such a kernel first runs the call."""
         return _blocks(self)
+
+    @cached_property
+    def slices(self) -> Slices:
+        """The mask, whether it has a name or is that of sequences."""
+        if self.mask is not None:
+            return self.mask
+        return sequence_slices(np.array(self.q_lens), np.array(self.k_lens), np.full(len(self.q_lens), self.causal))
 
     @cached_property
     def visible(self) -> Tensor:
@@ -142,7 +153,7 @@ def backward(
 
 
 def _check_mask(kernel: str, call: Call) -> None:
-    if call.mask is not None and kernel not in ANY_MASK + WHOLE_BLOCKS:
+    if call.mask is not None and kernel not in ANY_MASK + WHOLE_BLOCKS + RECTANGLES:
         raise UnsupportedCall(f"{kernel} takes full and causal sequences, got another mask; use {ANY_MASK[0]}")
 
 
@@ -150,7 +161,10 @@ def kernel_version(kernel: str) -> str:
     """Package version behind a kernel, for provenance."""
     from importlib.metadata import PackageNotFoundError, version
 
-    package = {"fa2": "flash-attn", "fa4": "flash-attn-4", "fa4_sparse": "flash-attn-4"}.get(kernel)
+    package = {
+        "fa2": "flash-attn", "fa4": "flash-attn-4", "fa4_sparse": "flash-attn-4", "flashinfer": "flashinfer-python",
+        "flashinfer_fa2": "flashinfer-python",
+    }.get(kernel)  # fmt: skip
     if kernel == "cudnn":
         return str(torch.backends.cudnn.version())
     if package is None:
@@ -162,6 +176,8 @@ def kernel_version(kernel: str) -> str:
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
+LN_2 = math.log(2.0)
+"""The log-sum-exp of FlashInfer and of FlexAttention is to base 2."""
 
 
 def _placed(made: Tensor, into: Tensor | None) -> Tensor:
@@ -371,10 +387,47 @@ def _fa4_sparse_backward(
     return dq[0], dk[0], dv[0]
 
 
+# --- FlashInfer: rows of blocks, each with keys of its own; it plans a call on the host and has no backward pass ---
+
+
+@cache
+def _flashinfer_workspace(device: torch.device) -> Tensor:
+    """Where parts of split keys are kept; calls run one after another."""
+    return torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
+
+
+def _flashinfer_plan(backend: str, q: Tensor, k: Tensor, call: Call) -> Any:
+    from flashinfer.sparse import VariableBlockSparseAttentionWrapper
+
+    key = backend, q.shape[1:], k.shape[1], q.dtype
+    if key not in call.plans:
+        try:
+            seen, rows, columns = rectangles(table_of(call.slices), len(q), len(k))
+        except ValueError as error:
+            raise UnsupportedCall(f"flashinfer takes blocks that no mask cuts ({error}); use flex") from error
+        every = k.shape[1], 1
+        blocks = torch.from_numpy(seen)[None].repeat(*every, 1).to(q.device)
+        sizes = (torch.from_numpy(x).int()[None].repeat(*every).to(q.device) for x in (rows, columns))
+        plan = VariableBlockSparseAttentionWrapper(_flashinfer_workspace(q.device), backend=backend)
+        plan.plan(blocks, *sizes, q.shape[1], k.shape[1], q.shape[2], q_data_type=q.dtype, kv_data_type=k.dtype)
+        call.plans[key] = plan
+    return call.plans[key]
+
+
+def _flashinfer_forward(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    heads_first = (x.transpose(0, 1) for x in (q, k, v))
+    out, lse = _flashinfer_plan(backend, q, k, call).run(*heads_first, return_lse=True)
+    return _placed(out.transpose(0, 1), into), lse * LN_2
+
+
+def _flashinfer_backward(*_: object) -> Grads:
+    raise UnsupportedCall("flashinfer has no backward pass; use flex")
+
+
 # --- FlexAttention: the operators under its autograd wrapper, because that cannot take a given lse ---
 
-LN_2 = math.log(2.0)
-"""FlexAttention's log-sum-exp is to base 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,9 +448,7 @@ class Blocks:
 
 def _blocks(call: Call) -> Blocks:
     num_q, num_k, device = sum(call.q_lens), sum(call.k_lens), call.cu_q.device
-    lens = np.array(call.q_lens), np.array(call.k_lens)
-    mask = sequence_slices(*lens, np.full(len(call.q_lens), call.causal)) if call.mask is None else call.mask
-    rows = table_of(mask)
+    rows = table_of(call.slices)
     kinds = torch.from_numpy(block_kinds(rows, num_q, num_k, BLOCK)).to(device)
     tables = [t for side in (kinds, kinds.T) for kind in (PARTIAL, FULL) for t in _listed(side == kind)]
     rule = rule_of(rows, num_q)
@@ -504,6 +555,10 @@ def _flex_backward(
 
 
 _COMPILED: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
+_STAGES: tuple[Mapping[str, int], ...] = ({}, {"num_stages": 2}, {"num_stages": 1})
+"""Stages of loads in compiled kernels: PyTorch's default, then fewer."""
+_fewer: dict[object, int] = {}
+"""Which of _STAGES is the first to fit, where it is not the default: by what shared memory depends on."""
 
 
 def _flex(
@@ -517,15 +572,17 @@ def _flex(
     free = [{2}] * len(tensors) + [set(range(x.dim())) for x in every[len(tensors) :]]
     key = pass_, blocks.sees, blocks.aligned, tuple(_static(x, f) for x, f in zip(every, free, strict=True))
     if key not in _COMPILED:
-        _COMPILED[key] = _compile_what_fits(run, every, free)
+        kind = pass_, blocks.sees, tensors[-1].dtype, tensors[-1].shape[-1]
+        _COMPILED[key], _fewer[kind] = _compile_what_fits(run, every, free, _fewer.get(kind, 0))
     return _COMPILED[key](*every)
 
 
 def _compile_what_fits(
-    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]]
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Compiled code with as many stages of loads as shared memory holds, tables of a mask among them."""
-    for options in ({}, {"num_stages": 2}):
+    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]], first: int
+) -> tuple[Callable[..., tuple[Tensor, ...]], int]:
+    """Compiled code with as many stages of loads as shared memory holds, tables of a mask among them; and which of
+    _STAGES that is, `first` or a later one."""
+    for i, options in enumerate(_STAGES[first:-1], first):
         try:
             compiled = _compile(partial(run, options), example, free)
             compiled(*example)
@@ -533,8 +590,8 @@ def _compile_what_fits(
             if "out of resource" not in str(error):
                 raise
         else:
-            return compiled
-    return _compile(partial(run, {"num_stages": 1}), example, free)
+            return compiled, i
+    return _compile(partial(run, _STAGES[-1]), example, free), len(_STAGES) - 1
 
 
 def _static(x: Tensor, free: set[int]) -> object:
@@ -649,6 +706,8 @@ _KERNELS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., tu
     "cudnn": (_cudnn_forward, _cudnn_backward),
     "sdpa_flash": (_sdpa_flash_forward, _sdpa_flash_backward),
     "fa4_sparse": (_fa4_sparse_forward, _fa4_sparse_backward),
+    "flashinfer": (partial(_flashinfer_forward, "auto"), _flashinfer_backward),
+    "flashinfer_fa2": (partial(_flashinfer_forward, "fa2"), _flashinfer_backward),
     "flex": (_flex_forward, _flex_backward),
     "sdpa_math": (partial(_math_forward, "sdpa_math"), partial(_math_backward, "sdpa_math")),
     "math": (partial(_math_forward, "math"), partial(_math_backward, "math")),
@@ -658,3 +717,5 @@ ANY_MASK = ("flex", "sdpa_math", "math")
 """Kernels that take any mask."""
 WHOLE_BLOCKS = ("fa4_sparse",)
 """Kernels that take masks of whole blocks of 128 tokens."""
+RECTANGLES = ("flashinfer", "flashinfer_fa2")
+"""Kernels that take masks of rectangles of any sizes, forward only."""

@@ -4,13 +4,16 @@
     python -m real.measure_kernels --minutes 4 --shapes study.jsonl --out study-kernels.jsonl
     python -m real.measure_kernels --minutes 1 --rested --seed 2 --out h200-rested.jsonl
     python -m real.measure_kernels --minutes 2 --masked --kernels flex --out h200-masked.jsonl
-    python -m real.measure_kernels --minutes 1 --head-dim 64 --out h200-kernels-64.jsonl
+    python -m real.measure_kernels --minutes 1 --masked --masks lambda,block_sparse --kernels flex --out runs.jsonl
+    python -m real.measure_kernels --minutes 1 --head-dim 64 --kernels fa4,flex --out h200-head-dim-64.jsonl
 
 Without a pause a kernel meets the power limit and the clock falls. `--rested` measures how it runs where a schedule
 leaves a GPU idle: two shapes with pauses of several lengths, then random ones at the full clock. `--masked` measures
-kernels that take any mask. Otherwise listed shapes come first, and random ones take the time that is left. Writes one
-measurement file (see cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the
-`math` kernel, to try the script.
+kernels that take any mask, under all masks or those of `--masks`; `--head-dim` measures as many shapes of every kernel.
+Otherwise listed shapes come first, and random ones take the time that is left. flex takes long to compile: `--warm-up`,
+beside the same options, does that on all CPUs and measures nothing. Writes one measurement file (see
+cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the `math` kernel, to try the
+script.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ import argparse
 import itertools
 import json
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -36,9 +42,13 @@ from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
 
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
 POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13, "flex": 0.74, "fa4_sparse": 0.18,
-          "sdpa_math": 0.08}  # shares of the measured time
+          "sdpa_math": 0.08, "flashinfer": 0.18, "flashinfer_fa2": 0.18}  # shares of the measured time
 MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13, "flex": 1e13, "fa4_sparse": 1e13,
-             "sdpa_math": 3e11}
+             "sdpa_math": 3e11, "flashinfer": 1e13, "flashinfer_fa2": 1e13}
+RECTANGLES = ("full", "full_document", "block_sparse", "variable_block_sparse")
+"""Masks of `draw_masked` that cut no block."""
+DENSE_ONLY = ("cudnn", "sdpa_math")
+"""Kernels that run one sequence a call, or one after another."""
 MEMORY_LENGTHS = (1024, 4096, 16384, 65536)
 """Tokens of full calls of 64:8 heads whose peak memory is measured."""
 BUSY_SHARES = (0.95, 0.87, 0.79, 0.7, 0.6)
@@ -199,7 +209,7 @@ def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = Fa
         return timed(lambda: attention.backward(kernel, *next(rotation), call))
 
     bench.point("attention", forward, **{"pass": "fwd"}, **parameters)
-    if made:
+    if made and kernel not in attention.RECTANGLES:
         bench.point("attention", backward, **{"pass": "bwd"}, **parameters)
 
 
@@ -277,8 +287,9 @@ def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> None:
             got = attention.forward(kernel, x["q"], x["k"], x["v"], call)
             wide = {name: t.float() for name, t in x.items()}
             want = attention.forward("math", wide["q"], wide["k"], wide["v"], call)
-            got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], *got, call)
-            want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
+            if kernel not in attention.RECTANGLES:
+                got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], *got, call)
+                want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
             errors = [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
         except Exception as error:
             print(f"check {name}: {type(error).__name__}: {str(error)[:300]}")
@@ -289,31 +300,32 @@ def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> None:
 
 
 def warm_up(kernel: str, device: torch.device, head_dim: int = HEAD_DIM) -> None:
-    """Compiles the variants that the shapes need (fa4: per head ratio, mask and entry point)."""
+    """Compiles the variants that the shapes need, those that `--warm-up` did not."""
+    for shape in variants(kernel, head_dim):
+        run_once(kernel, shape, device)
+
+
+def variants(kernel: str, head_dim: int, masked: bool = False) -> list[Shape]:
+    """One call of every variant that a kernel is compiled in.
+
+    fa4: per head ratio, mask and entry point; flex: per heads, whether blocks divide lengths, and rule about pairs.
+    """
+    shape = Shape(family="warm-up", num_heads=4, num_kv_heads=1, causal=False, varlen=False, q_lens=(512,),
+                  k_lens=(512,), head_dim=head_dim)  # fmt: skip
+    if kernel == "flex":
+        rules: dict[str, dict[str, float]] = {"causal": {}}
+        rules |= {"lambda": {"window": 100}, "block_sparse": {"block": 64}} if masked else {}
+        return [
+            replace(shape, num_heads=heads, num_kv_heads=kv, q_lens=(n,), k_lens=(n,), mask=mask, options=options)
+            for heads, kv in (MASKED_HEADS if masked else HEADS_OF_4)
+            for n in ((512,) if masked and (heads, kv) != MASKED_HEADS[0] else (512, 500))
+            for mask, options in rules.items()
+        ]
     ratios = ((8, 8), (4, 1), (8, 1)) if head_dim == HEAD_DIM else ((4, 1),)
-    for (heads, kv), causal, lens in itertools.product(ratios, (True, False), ([512], [384, 256])):
-        compile_variant(kernel, heads, kv, causal, lens, device, head_dim)
-
-
-def compile_variant(
-    kernel: str, heads: int, kv: int, causal: bool, lens: list[int], device: torch.device, head_dim: int = HEAD_DIM
-) -> None:
-    """One small forward and backward call."""
-    run_once(kernel, Shape(
-        family="warm-up", num_heads=heads, num_kv_heads=kv, causal=causal, varlen=len(lens) > 1,
-        q_lens=tuple(lens), k_lens=tuple(lens), head_dim=head_dim,
-    ), device)  # fmt: skip
-
-
-def masked_variants() -> list[Shape]:
-    """One call of every variant that FlexAttention is compiled in for the shapes of `draw_masked`."""
     return [
-        Shape(family="warm-up", num_heads=heads, num_kv_heads=kv, causal=False, varlen=False, q_lens=(tokens,),
-              k_lens=(tokens,), mask=mask, options=options)
-        for heads, kv in MASKED_HEADS
-        for tokens in ((512, 500) if (heads, kv) == MASKED_HEADS[0] else (512,))
-        for mask, options in (("causal", {}), ("lambda", {"window": 100}), ("block_sparse", {"block": 64}))
-    ]  # fmt: skip
+        replace(shape, num_heads=heads, num_kv_heads=kv, causal=causal, varlen=len(lens) > 1, q_lens=lens, k_lens=lens)
+        for (heads, kv), causal, lens in itertools.product(ratios, (True, False), ((512,), (384, 256)))
+    ]
 
 
 def run_once(kernel: str, shape: Shape, device: torch.device) -> None:
@@ -322,6 +334,14 @@ def run_once(kernel: str, shape: Shape, device: torch.device) -> None:
         both_passes(kernel, shape, device)["bwd"]()
     except Exception as error:
         print(f"warm-up {kernel} {shape}: {type(error).__name__}: {str(error)[:200]}")
+
+
+def compile_all(kernels: Sequence[str], head_dim: int, masked: bool) -> None:
+    """Compiles every variant of some kernels into the caches of their packages, each in a process of its own."""
+    shapes = [(kernel, shape) for kernel in kernels for shape in variants(kernel, head_dim, masked)]
+    with ProcessPoolExecutor(min(len(shapes), os.cpu_count() or 1), get_context("spawn")) as pool:
+        for future in [pool.submit(run_once, *each, torch.device("cuda")) for each in shapes]:
+            future.result()
 
 
 def elementwise_ops(kind: str, n: int, device: torch.device) -> tuple[Callable[[], object], int]:
@@ -465,14 +485,20 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
     measure_random(bench, kernels, rng, deadline, rested=False)
 
 
-def run_masked(bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape]) -> None:
-    """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks."""
+def run_masked(
+    bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape], masks: Sequence[str]
+) -> None:
+    """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks of some names, or all."""
     whole = kernel in attention.WHOLE_BLOCKS
-    check(bench, kernel, [s for s in masked_checks() if not whole or (s.options.get("block") == 128)])
+    masks = masks or (RECTANGLES if kernel in attention.RECTANGLES else ())
+    check(bench, kernel, [
+        s for s in masked_checks()
+        if (not whole or s.options.get("block") == 128) and (not masks or s.mask in masks)
+    ])  # fmt: skip
     rng, count = np.random.default_rng(seed), 0
-    limit, naive = MAX_FLOPS[kernel] if bench.cuda else 1e8, kernel == "sdpa_math"
+    limit, naive = MAX_FLOPS[kernel] if bench.cuda else 3e10, kernel == "sdpa_math" or not bench.cuda
     while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):
-        drawn = shapes.pop(0) if shapes else draw_masked(rng, limit, whole_blocks=whole, naive=naive)
+        drawn = shapes.pop(0) if shapes else draw_masked(rng, limit, masks, whole_blocks=whole, naive=naive)
         measure_attention(bench, kernel, drawn)
         count += 1
     print(f"{kernel}: {count} masks")
@@ -495,18 +521,19 @@ def measure_random(
     bench: Bench, kernels: list[str], rng: np.random.Generator, deadline: float, *, rested: bool,
     head_dim: int = HEAD_DIM,
 ) -> None:  # fmt: skip
-    """Attention of random shapes until the deadline, every kernel for its share of the time."""
+    """Attention of random shapes until the deadline, every kernel for its share of the time.
+
+    Of another head dimension than the usual one, whose points tell most, every kernel runs the same number of shapes.
+    """
     started, spent = time.monotonic(), dict.fromkeys(kernels, 1e-9)
     counts = dict.fromkeys(kernels, 0)
     while time.monotonic() < deadline and sum(counts.values()) < (10**9 if bench.cuda else 8):
-        kernel = min(kernels, key=lambda k: spent[k] / POINTS.get(k, 1.0))
+        usual = head_dim == HEAD_DIM
+        kernel = min(kernels, key=lambda k: spent[k] / POINTS.get(k, 1.0) if usual else counts[k])
         limit = MAX_FLOPS.get(kernel, 1e9) * (4 if rng.random() < 0.04 else 1) * (0.3 if rng.random() < 0.6 else 1)
         limit = min(limit, RESTED_FLOPS) if rested else limit
         before = time.monotonic()
-        shape = draw(rng, limit if bench.cuda else 2e8, dense_only=kernel == "cudnn")
-        if head_dim != HEAD_DIM:
-            heads, kv_heads = HEADS_OF_4[rng.integers(len(HEADS_OF_4))]
-            shape = replace(shape, head_dim=head_dim, num_heads=heads, num_kv_heads=kv_heads)
+        shape = draw(rng, limit if bench.cuda else 2e8, dense_only=kernel in DENSE_ONLY, head_dim=head_dim)
         measure_attention(bench, kernel, shape, rested)
         spent[kernel] += time.monotonic() - before
         counts[kernel] += 1
@@ -516,35 +543,34 @@ def measure_random(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", default="fa4,fa2,cudnn,sdpa_flash")
     parser.add_argument("--shapes", type=Path, help="JSON Lines of kernels and shapes to measure first")
     parser.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
     parser.add_argument("--masked", action="store_true", help="kernels of any mask, and nothing else")
+    parser.add_argument("--masks", default="", help="only these, such as lambda,block_sparse")
     parser.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="another than 128: random calls, nothing else")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
-    parser.add_argument("--compile", default="", help="only compile one variant: heads,kv,causal,varlen")
-    parser.add_argument("--compile-masked", type=int, help="only compile one variant of flex, by its number")
+    parser.add_argument("--warm-up", action="store_true", help="only compile flex and fa4, on all CPUs")
     args = parser.parse_args()
     started = time.monotonic()
     torch.manual_seed(args.seed)
     device = torch.device("cuda", args.gpu) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if args.compile:
-        heads, kv, causal, varlen = map(int, args.compile.split(","))
-        compile_variant("fa4", heads, kv, bool(causal), [384, 256] if varlen else [512], device, args.head_dim)
+    if args.warm_up:
+        compile_all(args.kernels.split(","), args.head_dim, args.masked)
         return
-    if args.compile_masked is not None:
-        run_once("flex", masked_variants()[args.compile_masked], device)
-        return
+    if args.out is None:
+        parser.error("--out: expected the measurement file to write")
     kernels = args.kernels.split(",") if device.type == "cuda" or args.masked else ["math"]
     command = f"python -m real.measure_kernels --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
     command += f" --shapes {args.shapes.name}" if args.shapes else ""
     command += "".join(f" --{mode}" for mode in ("rested", "masked", "memory") if getattr(args, mode))
+    command += f" --masks {args.masks}" if args.masks else ""
     command += f" --head-dim {args.head_dim}" if args.head_dim != HEAD_DIM else ""
     header = provenance(device, 1, {k: attention.kernel_version(k) for k in kernels}, command, args.commit)
     print(json.dumps(header))
@@ -557,12 +583,14 @@ def main() -> None:
             measure_pauses(bench, kernels)
             measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
         elif args.masked:
-            shapes = listed(args.shapes) or [("flex", shape) for shape in listed_masks() if bench.cuda]
+            masks = args.masks.split(",") if args.masks else []
+            first = [("flex", shape) for shape in listed_masks() if bench.cuda and not masks]
+            shapes = listed(args.shapes) or first
             total, spent = sum(POINTS[kernel] for kernel in kernels), 0.0
             for kernel in kernels:
                 spent += POINTS[kernel]
                 mine = [shape for name, shape in shapes if name == kernel]
-                run_masked(bench, kernel, args.seed, started + 60 * args.minutes * spent / total, mine)
+                run_masked(bench, kernel, args.seed, started + 60 * args.minutes * spent / total, mine, masks)
         elif args.memory:
             run_memory(bench, kernels)
         elif args.head_dim != HEAD_DIM:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -59,7 +59,9 @@ class Shape:
         }  # fmt: skip
 
 
-def draw(rng: np.random.Generator, max_flops: float, dense_only: bool = False) -> Shape:
+def draw(
+    rng: np.random.Generator, max_flops: float, dense_only: bool = False, head_dim: int = HEAD_DIM
+) -> Shape:
     """One shape of a random family, its forward pass at most `max_flops`."""
     families = {
         "causal": 4, "full": 3, "gathered": 3, "short": 1,
@@ -70,6 +72,9 @@ def draw(rng: np.random.Generator, max_flops: float, dense_only: bool = False) -
     names, weights = list(families), np.array(list(families.values()), float)
     while True:
         shape = _DRAW[str(rng.choice(names, p=weights / weights.sum()))](rng)
+        if head_dim != HEAD_DIM:
+            num_heads, num_kv_heads = HEADS_OF_4[rng.integers(len(HEADS_OF_4))]
+            shape = replace(shape, head_dim=head_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if shape.flops() <= max_flops:
             return shape
 
@@ -84,29 +89,37 @@ MASKED = {
     "lambda": 2, "global_sliding": 1, "block_sparse": 6, "variable_block_sparse": 4,
 }  # fmt: skip
 """Weights of masks, and of rectangles as all-gathers and rings make them."""
+DRAWS = 500
+"""Of masks until one is small enough."""
 
 
 def draw_masked(
-    rng: np.random.Generator, max_flops: float, *, whole_blocks: bool = False, naive: bool = False
-) -> Shape:
+    rng: np.random.Generator, max_flops: float, names: Sequence[str] = (), *, whole_blocks: bool = False,
+    naive: bool = False,
+) -> Shape:  # fmt: skip
     """One shape of a random mask, its forward pass at most `max_flops`: of the mask, or, naively, of all pairs.
 
-    `whole_blocks` asks for masks of whole blocks of 128 tokens.
+    `names` are those of MASKED to draw from, by default all; `whole_blocks` asks for masks of whole blocks of 128
+    tokens.
     """
-    names, weights = list(MASKED), np.array(list(MASKED.values()), float)
-    while True:
-        name = "block_sparse" if whole_blocks else str(rng.choice(names, p=weights / weights.sum()))
+    if unknown := [name for name in names if name not in MASKED]:
+        raise ValueError(f"expected masks among {', '.join(MASKED)}, got {', '.join(unknown)}")
+    names = [name for name in names or MASKED if not whole_blocks or name.endswith("block_sparse")]
+    weights = np.array([MASKED[name] for name in names], float)
+    for _ in range(DRAWS):
+        name = str(rng.choice(names, p=weights / weights.sum()))
         shape = _masked(rng, name, whole_blocks)
         pairs = sum(shape.q_lens) * sum(shape.k_lens) if naive else shape.area()
         if 4 * pairs * shape.num_heads * shape.head_dim <= max_flops:
             return shape
+    raise ValueError(f"none of {DRAWS} random masks of {', '.join(names)} has at most {max_flops:g} FLOP")
 
 
 def _masked(rng: np.random.Generator, name: str, whole_blocks: bool) -> Shape:
     """Sizes that blocks of 128 tokens do not divide are for one number of heads only."""
     num_heads, num_kv_heads = MASKED_HEADS[rng.choice(len(MASKED_HEADS), p=_MASKED_HEADS_WEIGHTS)]
     if whole_blocks:
-        num_heads, num_kv_heads = MASKED_HEADS[rng.integers(2)]
+        num_heads, num_kv_heads = MASKED_HEADS[rng.integers(3)]
     step = 1 if num_heads == 64 and rng.random() < 0.25 and not whole_blocks else 128
     sparse = name.endswith("block_sparse")
     total = max(step, round(float(np.exp(rng.uniform(np.log(8192 if sparse else 1024), np.log(65536)))) / step) * step)
@@ -122,6 +135,8 @@ def _masked(rng: np.random.Generator, name: str, whole_blocks: bool) -> Shape:
         blocks = (128, 256, 512) if whole_blocks else (64, 128, 256)
         options = {"density": float(rng.choice((0.1, 0.2, 0.35, 0.5, 0.8))), "seed": int(rng.integers(1000))}
         options["block"] = int(rng.choice(blocks if name == "block_sparse" else (128, 256, 512, 1024)))
+        if whole_blocks and name == "variable_block_sparse":
+            options["align"] = 128
     elif name == "global_sliding":
         options = {"window": int(rng.integers(128, total // 4))}
     return Shape(family=name, q_lens=lens, k_lens=lens, causal=False, mask=name, options=options, **heads)

@@ -16,6 +16,7 @@ from cpsim.block_masks import (
     band_cells,
     block_kinds,
     key_runs,
+    rectangles,
     sequence_slices,
     table_of,
 )
@@ -105,3 +106,16 @@ def test_masks_unlike_all_measured_ones_are_refused():
         one_run.check_rules("flex", "fwd", {CELLS})
     every = dataclasses.replace(shipped, valid={**shipped.valid, "attention fwd flex rule": (RUNS, BANDS)})
     every.check_rules("flex", "fwd", {CELLS, BANDS})
+
+
+@pytest.mark.parametrize("name", ["full", "full_document", "block_sparse", "variable_block_sparse"])
+def test_masks_of_rectangles_are_grids_of_rows_and_columns(name):
+    table, seen = small(name)
+    grid, rows, columns = rectangles(table, TOKENS, TOKENS)
+    assert np.array_equal(np.repeat(np.repeat(grid, rows, axis=0), columns, axis=1), seen)
+
+
+@pytest.mark.parametrize("name", ["causal", "lambda", "causal_sliding_window", "shared_question"])
+def test_masks_that_cut_rectangles_are_no_grids(name):
+    with pytest.raises(ValueError, match="that cuts them"):
+        rectangles(small(name)[0], TOKENS, TOKENS)

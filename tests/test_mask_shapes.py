@@ -30,7 +30,8 @@ OPTIONS = {
     "global_sliding": {"window": st.integers(1, 60), "ends": st.sampled_from(["causal", "full"])},
     "block_sparse": {"block": small, "density": st.floats(0, 1), "seed": small},
     "variable_block_sparse": {
-        "block": st.integers(4, 9), "min_block": st.integers(1, 4), "density": st.floats(0, 1), "seed": small
+        "block": st.integers(4, 9), "min_block": st.integers(1, 4), "align": st.sampled_from([1, 2, 4]),
+        "density": st.floats(0, 1), "seed": small,
     },
 }  # fmt: skip
 
@@ -172,13 +173,14 @@ def test_uniform_blocks_see_the_same_number_of_whole_blocks(data):
 
 
 @settings(deadline=None)
-@given(st.integers(8, 200), st.integers(1, 4), st.integers(4, 30), st.integers(0, 5))
-def test_variable_blocks_keep_their_least_length_and_their_number(total, min_block, block, seed):
-    options = {"block": block, "min_block": min_block, "density": 0.5, "seed": seed}
+@given(st.integers(8, 200), st.integers(1, 4), st.integers(4, 30), st.sampled_from([1, 2, 4]), st.integers(0, 5))
+def test_variable_blocks_keep_their_least_length_their_number_and_their_edges(total, min_block, block, align, seed):
+    options = {"block": block, "min_block": min_block, "align": align, "density": 0.5, "seed": seed}
     slices = mask_slices("variable_block_sparse", [total], options)
     dense, cuts = dense_mask(slices, total), sorted({0, total, *slices.q_start.tolist()})
     lengths = np.diff(cuts)
     assert lengths.min() >= min(min_block, total)
+    assert not any(cut % align for cut in cuts[:-1])
     assert len(lengths) == max(1, total // block)
     assert set(slices.k_start.tolist()) | set(slices.k_end.tolist()) <= set(cuts)
     assert slices.areas().sum() == dense.sum()

@@ -135,3 +135,31 @@ def test_cudnn_refuses_masks_that_it_would_align_elsewhere():
     q, k, v, _ = tensors(4, 8)
     with pytest.raises(attention.UnsupportedCall, match="top left"):
         attention.forward("cudnn", q, k, v, attention.prepare((4,), (8,), causal=True, device="cpu"))
+
+
+def test_code_that_shared_memory_cannot_hold_is_compiled_with_fewer_stages(monkeypatch):
+    tried = []
+
+    def compiled(options):
+        def run(x):
+            tried.append(options.get("num_stages", 3))
+            if tried[-1] > 1:
+                raise RuntimeError("No valid triton configs. OutOfMemoryError: out of resource: triton_tem_0")
+            return (x,)
+
+        return run
+
+    monkeypatch.setattr(attention, "_compile", lambda run, *_: run())
+    run, stages = attention._compile_what_fits(compiled, [torch.ones(2)], [set()], 0)
+    assert tried == [3, 2]
+    assert run(torch.ones(2))[0].sum() == 2
+    assert attention._compile_what_fits(compiled, [torch.ones(2)], [set()], stages)[1] == stages
+    assert tried == [3, 2, 1]  # the kind of call is known by then
+
+
+def test_flashinfer_refuses_masks_that_cut_blocks_and_backward_passes():
+    pytest.importorskip("flashinfer")
+    q, k, v, _ = tensors(8, 8)
+    call = attention.prepare_mask(mask_slices("causal", (8,), {}), 8, 8, device="cpu")
+    with pytest.raises(attention.UnsupportedCall, match="use flex"):
+        attention.forward("flashinfer", q, k, v, call)

@@ -38,9 +38,9 @@ from cpsim.calibrate.residuals import (
 )
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
-from cpsim.models.attention import ANATOMY, FITTED, AttentionParams
+from cpsim.models.attention import ANATOMY, FITTED, PER_PAIR, AttentionParams, anatomy_at
 from cpsim.models.collective import COLLECTIVES, CollectiveParams, Curve, channels, ring_channels, wire_bytes
-from cpsim.models.discrepancy import Discrepancy
+from cpsim.models.discrepancy import NONE, Discrepancy
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
 from cpsim.models.interference import InterferenceParams
@@ -296,7 +296,8 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     unused |= {"celled_pair_s", "banded_pair_s"} if kernel != "flex" else set()
     unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
     unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
-    unused |= {"fixed_pair_s"}  # see _with_head_dims
+    if ANATOMY[kernel, pass_].gathers_keys:  # neither causal nor dense
+        unused |= {"block_causal_s", "block_varlen_s", "call_varlen_s"}
     if naive:
         unused |= {"block_causal_s", "busy_power"}
     for name in unused:
@@ -308,6 +309,12 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
 SPARSE = 20
 """Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
 SPARSE_FITTED = ("pair_s", "block_s", "block_causal_s", "call_s")
+"""Those that long dense calls tell."""
+HEAD_DIM_FITTED = (
+    "pair_s", "partial_pair_s", "query_pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s",
+    "unaligned_factor",
+)
+"""Those that change with the head dimension, other than in proportion."""
 
 
 def _attention(
@@ -335,10 +342,10 @@ def _fit_kernel(
 ) -> tuple[AttentionParams, Covariance]:
     """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
 
-    Points of the commonest head dimension tell everything but what the others add.
+    Points of the commonest head dimension tell everything but what changes at others.
     """
     if sparse is not None:
-        return _fit_sparse(points, sparse)
+        return _fit_few(points, sparse, SPARSE_FITTED)
     (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     others = [p for p in points if p["head_dim"] != head_dim]
     points = [p for p in points if p["head_dim"] == head_dim]
@@ -368,29 +375,26 @@ def _fit_kernel(
     predicted, features = predicted_calls(physical, points)
     left_over = np.log(predicted / times)
     fitted = replace(physical, discrepancy=fit_discrepancy(features, left_over))
-    return _with_head_dims(fitted, others), _covariance(names, jacobian, left_over)
+    return _with_head_dims(key, fitted, others), _covariance(names, jacobian, left_over)
 
 
-def _with_head_dims(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
-    """The fixed part of the time per pair, from points of other head dimensions."""
-    if not points:
-        return params
+def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
+    """What other head dimensions change, from the few points that each has."""
+    fitted, names = [], [name for name in HEAD_DIM_FITTED if name in _free(*key)[0]]
+    for dim in sorted({p["head_dim"] for p in points}):
+        scale = dim / params.head_dim
+        start = {name: getattr(params, name) * scale for name in PER_PAIR}
+        other = replace(params, anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE, **start)
+        fitted.append(_fit_few([p for p in points if p["head_dim"] == dim], other, names)[0])
+    return replace(params, head_dims=tuple(fitted))
+
+
+def _fit_few(
+    points: Sequence[Point], start: AttentionParams, fitted: Sequence[str]
+) -> tuple[AttentionParams, Covariance]:
+    """The parameters that few points tell, near those of `start`, whose others are kept."""
     times = measured(points)
-
-    def build(share: float) -> AttentionParams:
-        return replace(params, fixed_pair_s=share * params.pair_s)
-
-    def error(x: Floats) -> Floats:
-        return np.asarray(np.log(predicted_attention(build(float(x[0])), points) / times))
-
-    fit = least_squares(error, [0.2], bounds=(0.0, 0.9), loss="soft_l1", f_scale=0.03, diff_step=0.05)
-    return build(float(fit.x[0]))
-
-
-def _fit_sparse(points: Sequence[Point], start: AttentionParams) -> tuple[AttentionParams, Covariance]:
-    """The parameters that few points of long dense calls tell, near those of `start`, whose others are kept."""
-    times = measured(points)
-    names = tuple(name for name in SPARSE_FITTED if getattr(start, name) > 0)
+    names = tuple(name for name in fitted if getattr(start, name) > 0)
     first = np.log([getattr(start, name) for name in names])
 
     def build(x: Floats) -> AttentionParams:

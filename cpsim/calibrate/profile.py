@@ -174,8 +174,7 @@ def _build(data: dict[str, Any]) -> Profile:
     attention = {}
     for key, value in data["attention"].items():
         kernel, pass_ = key.split(" ")
-        rest = {"anatomy": Anatomy(**value["anatomy"]), "discrepancy": _discrepancy(value["discrepancy"])}
-        attention[kernel, pass_] = AttentionParams(**{**value, **rest})
+        attention[kernel, pass_] = _attention_params(value)
 
     def curve(value: dict[str, list[float]]) -> Curve:
         return Curve(nbytes=tuple(map(float, value["nbytes"])), seconds=tuple(map(float, value["seconds"])))
@@ -197,6 +196,14 @@ def _build(data: dict[str, Any]) -> Profile:
         valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
         covariance=data["covariance"], held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
     )  # fmt: skip
+
+
+def _attention_params(value: dict[str, Any]) -> AttentionParams:
+    rest = {
+        "anatomy": Anatomy(**value["anatomy"]), "discrepancy": _discrepancy(value["discrepancy"]),
+        "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
+    }  # fmt: skip
+    return AttentionParams(**{**value, **rest})
 
 
 def _discrepancy(value: dict[str, Any]) -> Discrepancy:
@@ -233,10 +240,10 @@ def to_json(profile: Profile) -> str:
 
 def _attention_data(params: AttentionParams) -> dict[str, Any]:
     """Parameters as JSON has them: numbers and flags that only some kernels have are left out of the others."""
-    data = dataclasses.asdict(params)
+    data = dataclasses.asdict(params) | {"head_dims": [_attention_data(other) for other in params.head_dims]}
     for owner, values in ((params, data), (params.anatomy, data["anatomy"])):
         for field in dataclasses.fields(owner):
-            if field.default in (0.0, False) and values[field.name] == field.default:
+            if field.default in (0.0, False, ()) and not values[field.name]:
                 del values[field.name]
     return data
 

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.block_masks import Visits, sequence_slices, visits
+from cpsim.block_masks import Visits, row_sequences, sequence_slices, table_of, visits
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.profile import Profile
 from cpsim.mask_shapes import mask_slices
+from cpsim.masks import Slices
 from cpsim.models.attention import AttentionParams, calls, listed_calls
 from cpsim.models.blocks import FEATURES
 from cpsim.models.collective import collective_seconds, transfer_seconds
@@ -87,12 +88,12 @@ def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim:
     if params.anatomy.lists_blocks:
         seconds, features, slower = listed_calls(params, [visits_of(point) for point in points], *heads, head_dim)
     else:
-        # A kernel that computes all pairs and masks them afterwards takes any mask as one sequence.
-        lens = [[[sum(p[n])] if "mask" in p else p[n] for p in points] for n in ("q_lens", "k_lens")]
-        counts = [len(each) for each in lens[0]]
+        q_lens, k_lens = zip(*(_lengths(params, point) for point in points), strict=True)
+        counts = [len(each) for each in q_lens]
         seconds, features, slower = calls(
-            params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate(lens[0]), np.concatenate(lens[1]),
-            np.repeat(column("causal", bool), counts), *heads, head_dim, column("varlen", bool),
+            params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate(q_lens), np.concatenate(k_lens),
+            np.repeat(column("causal", bool), counts), *heads, head_dim,
+            column("varlen", bool) | params.anatomy.gathers_keys,
         )  # fmt: skip
     full = seconds / slower
     pause = np.array([pause_of(point) for point in points])
@@ -101,20 +102,47 @@ def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim:
     return np.where(pause > 0, settled, seconds), features
 
 
+def _lengths(params: AttentionParams, point: Point) -> tuple[Sequence[int], Sequence[int]]:
+    """Queries and keys of the sequences that a kernel without lists of blocks makes of an attention point.
+
+    One that computes all pairs and masks them afterwards takes any mask as one sequence.
+    """
+    if params.anatomy.gathers_keys:
+        return _rows(_shape(point))
+    q_lens, k_lens = point["q_lens"], point["k_lens"]
+    return ([sum(q_lens)], [sum(k_lens)]) if "mask" in point else (q_lens, k_lens)
+
+
 def visits_of(point: Point) -> Visits:
     """The blocks that a call of an attention point visits."""
+    return _visits(_shape(point))
+
+
+def _shape(point: Point) -> str:
     names = ("mask", "options", "q_lens", "k_lens", "causal")
-    return _visits(json.dumps({name: point.get(name) for name in names}))
+    return json.dumps({name: point.get(name) for name in names})
 
 
-@lru_cache(maxsize=4096)
-def _visits(shape: str) -> Visits:
+def _slices(shape: str) -> tuple[Slices, int, int]:
+    """The mask of a call, its queries and its keys."""
     mask, options, q_lens, k_lens, causal = json.loads(shape).values()
     if mask:
         slices = mask_slices(mask, q_lens, options)
     else:
         slices = sequence_slices(np.array(q_lens), np.array(k_lens), np.full(len(q_lens), causal))
-    return visits(slices, sum(q_lens), sum(k_lens))
+    return slices, sum(q_lens), sum(k_lens)
+
+
+@lru_cache(maxsize=4096)
+def _visits(shape: str) -> Visits:
+    return visits(*_slices(shape))
+
+
+@lru_cache(maxsize=4096)
+def _rows(shape: str) -> tuple[list[int], list[int]]:
+    slices, num_q, num_k = _slices(shape)
+    q_len, k_len = row_sequences(table_of(slices), num_q, num_k)
+    return q_len.tolist(), k_len.tolist()
 
 
 def pause_of(point: Point) -> float:

@@ -18,11 +18,14 @@ point, with several the varlen one, as `real.attention` does.
 * Split keys launch a second kernel that combines the parts.
 * Kernels that list blocks visit those of 128 x 128 tokens that the mask touches, whatever its shape. Deciding pair by
   pair in blocks that it cuts takes time. Backward, both who owns keys and who owns queries compute the scores.
+* FlashInfer takes every row of blocks of a mask of rectangles as a sequence on keys gathered one by one.
+* Other head dimensions have tiles and a few times of their own where points say so.
 * Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
   SMs spend on tiles) passes a threshold.
 
 Reference: Dao, FlashAttention-2 (2023), section 3.3 (work partitioning); tile sizes and launch orders as in the
-sources of flash-attention 2.8.3 and flash-attn-4 4.0.0b36, head dimension 128, compute capability 9.0.
+sources of flash-attention 2.8.3, flash-attn-4 4.0.0b36, FlashInfer 0.6.4 and PyTorch 2.11's FlexAttention, compute
+capability 9.0.
 Differs: cuDNN's tiles are not public; its anatomy is the one that fits best. flash-attention 3 has not been measured
 here: flash-attn-4 for this architecture descends from it and lends its anatomy.
 """
@@ -76,6 +79,8 @@ class Anatomy:
     """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
     lists_blocks: bool = False
     """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
+    gathers_keys: bool = False
+    """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
 
 
 def _flash2(backward: bool) -> Anatomy:
@@ -129,6 +134,15 @@ def _flash4_sparse(backward: bool) -> Anatomy:
     )  # fmt: skip
 
 
+def _flashinfer(packs_heads: bool, tile_k: int) -> Anatomy:
+    """FlashInfer's block-sparse kernels: every row of blocks is a sequence on gathered keys; no backward pass."""
+    return Anatomy(
+        backward=False, tile_q_causal=128, tile_q_full=128, tile_k=tile_k, packs_heads=packs_heads,
+        heads_outermost=True, heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False,
+        accumulates_kv=False, gathers_keys=True,
+    )  # fmt: skip
+
+
 _MAKE = {
     "fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "flex": _flex,
     "fa4_sparse": _flash4_sparse,
@@ -138,8 +152,30 @@ ANATOMY: dict[tuple[str, str], Anatomy] = {
     (kernel, "bwd" if backward else "fwd"): make(backward)
     for kernel, make in _MAKE.items()
     for backward in (False, True)
+} | {
+    ("flashinfer", "fwd"): _flashinfer(packs_heads=False, tile_k=96),
+    ("flashinfer_fa2", "fwd"): _flashinfer(packs_heads=True, tile_k=64),
 }
 """By (kernel, pass)."""
+_FLASH2_TILES = {64: (128, 128, 128), 256: (64, 64, 64)}
+_TILES: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {
+    ("fa2", "fwd"): _FLASH2_TILES, ("fa2", "bwd"): _FLASH2_TILES,
+    ("sdpa_flash", "fwd"): _FLASH2_TILES, ("sdpa_flash", "bwd"): _FLASH2_TILES,
+    ("fa4", "fwd"): {64: (192, 192, 128), 256: (128, 128, 80)},
+    ("fa4", "bwd"): {64: (128, 128, 128), 256: (64, 64, 64)},
+    ("cudnn", "bwd"): {256: (64, 64, 64)},
+    ("flex", "fwd"): {256: (64, 64, 32)}, ("flex", "bwd"): {256: (64, 64, 64)},
+}  # fmt: skip
+"""Tiles (tile_q_causal, tile_q_full, tile_k) where they differ from those of head dimension 128."""
+
+
+def anatomy_at(kernel: str, pass_: str, head_dim: int) -> Anatomy:
+    """A kernel's anatomy at a head dimension; where its tiles are not known, they are those of 128."""
+    anatomy = ANATOMY[kernel, pass_]
+    tiles = _TILES.get((kernel, pass_), {}).get(head_dim)
+    if tiles is None:
+        return anatomy
+    return replace(anatomy, tile_q_causal=tiles[0], tile_q_full=tiles[1], tile_k=tiles[2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +185,7 @@ class AttentionParams:
     anatomy: Anatomy
     num_sms: int
     head_dim: int
-    """Measured head dimension; another one scales traffic and what is not fixed of tiles in proportion."""
+    """Measured head dimension; those without points of their own scale traffic and tiles in proportion."""
     pair_s: float
     """Per (query, key) pair of a visited tile."""
     block_s: float
@@ -190,13 +226,20 @@ class AttentionParams:
     """Per pair of a listed block that a backward block owning queries visits."""
     older_share: float = 0.5
     """Of what two blocks on an SM get done at their tiles, the part of the block that came first."""
-    fixed_pair_s: float = 0.0
-    """Of `pair_s` what does not depend on the head dimension, such as exponentials."""
     discrepancy: Discrepancy = NONE
     """What the times above leave over."""
+    head_dims: tuple[AttentionParams, ...] = ()
+    """The same kernel at other measured head dimensions, ascending."""
+
+    def at(self, head_dim: int) -> AttentionParams:
+        """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
+        measured = sorted((self, *self.head_dims), key=lambda params: params.head_dim)
+        return next((params for params in measured if params.head_dim >= head_dim), measured[-1])
 
 
 FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
+PER_PAIR = tuple(name for name in FITTED if name.endswith("pair_s"))
+"""Those that grow with the head dimension."""
 
 
 def attention_seconds(
@@ -256,6 +299,7 @@ def calls(
     num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call."""
+    params = params.at(head_dim)
     if params.anatomy.lists_blocks:
         masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
         return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
@@ -276,6 +320,7 @@ def listed_calls(
     params: AttentionParams, masks: Sequence[Visits], num_heads: Ints, num_kv_heads: Ints, head_dim: int
 ) -> tuple[Floats, Floats, Floats]:
     """As `calls`, of N calls of a kernel that lists blocks: what each one visits, and its heads [N]."""
+    params = params.at(head_dim)
     g, discrepancy = _compiled(params, head_dim), params.discrepancy.arrays()
     looks = np.zeros((len(masks), len(FEATURES)))
     found = np.ones((2, len(masks)))
@@ -289,15 +334,14 @@ def listed_calls(
 
 _ANATOMY = tuple(f.name for f in fields(Anatomy))
 Compiled = namedtuple("Compiled", (*_ANATOMY, "num_sms", "slots", "head_dim", *FITTED))  # type: ignore[misc]
-"""Everything about a kernel that compiled code reads; `pair_s` and `split_pair_s` are those of the head dimension."""
+"""Everything about a kernel that compiled code reads; times per pair are those of the head dimension."""
 
 
 def _compiled(params: AttentionParams, head_dim: int) -> Any:
     scale = head_dim / params.head_dim
     values: dict[str, Any] = {name: getattr(params.anatomy, name) for name in _ANATOMY}
     values |= {name: float(getattr(params, name)) for name in FITTED}
-    values["pair_s"] += (values["pair_s"] - params.fixed_pair_s) * (scale - 1)
-    for name in ("split_pair_s", "partial_pair_s", "celled_pair_s", "banded_pair_s", "query_pair_s"):
+    for name in PER_PAIR:
         values[name] *= scale
     values |= {"num_sms": params.num_sms, "slots": params.num_sms * params.anatomy.blocks_per_sm}
     return Compiled(**values, head_dim=float(head_dim))  # type: ignore[call-arg]

@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from cpsim.block_masks import BANDS, CELLS
+from cpsim.block_masks import BANDS, BLOCK, CELLS
 from cpsim.models.power import slowdown
 
 Floats = NDArray[np.float64]
@@ -626,21 +626,24 @@ def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_head
 def _listed_rows(g, of_queries, of_keys, rule, shared, cost):  # type: ignore[no-untyped-def]
     """Seconds of every block of one head, or of one key head and all that share it, in launch order.
 
-    Fills in `cost`; returns the number of blocks and how many of the seconds are tiles.
+    Thread blocks of smaller tiles share a row of listed blocks. Fills in `cost`; returns the number of thread blocks
+    and how many of the seconds are tiles.
     """
     cut = g.partial_pair_s + g.celled_pair_s * (rule == CELLS) + g.banded_pair_s * (rule == BANDS)
-    area, n, tiles = g.tile_q_full * g.tile_k, 0, 0.0
+    n, tiles = 0, 0.0
     if g.backward:
-        together = shared if g.packs_heads else 1
-        for row in range(len(of_keys)):
-            work = together * area * ((g.pair_s + cut) * of_keys[row, 0] + g.pair_s * of_keys[row, 1])
+        together, parts = shared if g.packs_heads else 1, BLOCK // g.tile_k
+        for row in range(len(of_keys) * parts):
+            partial, full = of_keys[row // parts]
+            work = together * BLOCK * g.tile_k * ((g.pair_s + cut) * partial + g.pair_s * full)
             cost[n], tiles, n = g.block_s + work, tiles + work, n + 1
         if not g.packs_heads:
             return n, tiles
-    pair_s = g.query_pair_s if g.backward else g.pair_s
+    pair_s, parts = g.query_pair_s if g.backward else g.pair_s, BLOCK // g.tile_q_full
     for _ in range(shared if g.backward else 1):
-        for row in range(len(of_queries)):
-            work = area * ((pair_s + cut) * of_queries[row, 0] + pair_s * of_queries[row, 1])
+        for row in range(len(of_queries) * parts):
+            partial, full = of_queries[row // parts]
+            work = BLOCK * g.tile_q_full * ((pair_s + cut) * partial + pair_s * full)
             cost[n], tiles, n = g.block_s + work, tiles + work, n + 1
     return n, tiles
 
@@ -653,7 +656,10 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     """
     shared = num_heads // num_kv_heads
     repeats = num_kv_heads if g.backward and g.packs_heads else num_heads
-    cost = np.empty((shared if g.backward else 1) * len(of_queries) + len(of_keys))
+    cost = np.empty(
+        (shared if g.backward else 1) * len(of_queries) * (BLOCK // g.tile_q_full)
+        + len(of_keys) * (BLOCK // g.tile_k)
+    )
     n, tiles = _listed_rows(g, of_queries, of_keys, rule, shared, cost)
     visited = of_queries.sum()
     if visited == 0:
@@ -664,7 +670,8 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     busy = tiles * repeats / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
-    if num_q % g.tile_q_full or num_k % g.tile_k:
+    unaligned = num_q % BLOCK > 0 or num_k % BLOCK > 0
+    if unaligned:
         makespan *= g.unaligned_factor
     q, k = num_q * num_heads * g.head_dim, num_k * num_kv_heads * g.head_dim
     beside, around = 4.0 * (q + k), 0.0
@@ -686,5 +693,5 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     look[7] = np.log2(makespan * g.slots / (tiles * repeats))
     look[8] = g.traffic_s_per_byte * beside / seconds
     look[9] = rule
-    look[10] = num_q % g.tile_q_full > 0 or num_k % g.tile_k > 0
+    look[10] = unaligned
     return seconds / np.exp(correction(look, discrepancy[0], discrepancy[1], discrepancy[2])), slower

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cpsim.block_masks import Visits
 from cpsim.masks import Ints
 from cpsim.models.attention import AttentionParams, clocked_seconds, listed_calls
-from cpsim.models.kernels import dense_sequences, limits_of, tile_visits
+from cpsim.models.kernels import dense_sequences, gathered_sequences, limits_of, tile_visits
 from cpsim.schedule import ATTENTION_KINDS, Schedule, is_one_of
 from cpsim.tiles import Tiles, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
@@ -33,13 +33,16 @@ def attention_op_seconds(
     if params.anatomy.lists_blocks:
         return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
     heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
-    dense = dense_sequences(schedule, ops, head_bytes) if limits_of(kernel).any_mask else None
+    own = None
+    if limits_of(kernel).any_mask:
+        made = gathered_sequences if params.anatomy.gathers_keys else dense_sequences
+        own = made(schedule, ops, head_bytes)
     for shape in sorted(set(zip(*heads.T.tolist(), strict=True))):
-        if dense is None:
+        if own is None:
             of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim)
         else:
-            num_heads, num_kv_heads = (np.full(len(dense[0]) - 1, number) for number in shape)
-            of_tile = clocked_seconds(params, *dense, num_heads, num_kv_heads, head_dim)
+            num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
+            of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
         mine = (heads == shape).all(axis=1)
         seconds[:, mine] = np.stack(of_tile)[:, schedule.tile[ops[mine]]]
     return seconds

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.block_masks import BLOCK, Visits, sequence_slices, table_of, visits
+from cpsim.block_masks import BLOCK, Visits, row_sequences, sequence_slices, table_of, visits
 from cpsim.errors import InfeasibleError
-from cpsim.masks import Ints
+from cpsim.masks import Ints, Slices
 from cpsim.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
 from cpsim.tiles import Sequences, local_slices, place_in, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
@@ -35,6 +35,9 @@ class Limits:
     """Masks of any shape, keys in any order."""
     whole_blocks: bool = False
     """Of those only masks of whole blocks of 128 x 128 tokens."""
+    rectangles: bool = False
+    """Of those only masks of whole rectangles, of any sizes."""
+    backward: bool = True
 
 
 WINDOWED: Final = ("fa2", "fa4")
@@ -43,6 +46,8 @@ LIMITS: Final = {
     "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
     "sdpa_flash": Limits(places_results=False),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
+    "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
+    "flashinfer_fa2": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flex": Limits(places_results=False, any_mask=True),
     "sdpa_math": Limits(any_mask=True),
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True),
@@ -69,9 +74,13 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
     limits = limits_of(kernel)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
+    if not limits.backward and (schedule.kind == Kind.ATTENTION_BACKWARD).any():
+        raise InfeasibleError(f"kernel {kernel} has no backward pass; use flex, or ask for pass: fwd")
     found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
     if limits.whole_blocks:
         _check_blocks(kernel, tile_visits(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]))
+    if limits.rectangles:
+        _check_rectangles(kernel, schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype])
     if limits.any_mask:
         return
     used = np.zeros(len(found.one_call), np.bool_)
@@ -128,6 +137,15 @@ def _check_blocks(kernel: str, masks: Mapping[int, Visits]) -> None:
         )
 
 
+def _check_rectangles(kernel: str, schedule: Schedule, ops: Ints, head_bytes: int) -> None:
+    try:
+        gathered_sequences(schedule, ops, head_bytes)
+    except ValueError:
+        raise InfeasibleError(
+            f"kernel {kernel} runs masks of whole rectangles; this strategy's share of the mask cuts some; use flex"
+        ) from None
+
+
 def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
     """Whether keys lie as the sequences of attention ops follow each other, or are copied so."""
     found, tile = sequences(schedule.tiles), schedule.tile[ops]
@@ -147,27 +165,52 @@ def tile_visits(schedule: Schedule, ops: Ints, head_bytes: int) -> dict[int, Vis
     A tile of one varlen call is its sequences, any other the rows of its queries and of its keys as the ops hold them.
     Tiles that look alike, as on most steps of a ring, are counted once.
     """
-    found, tiles, sizes = sequences(schedule.tiles), schedule.tiles, schedule.sets.num_tokens()
-    held = _held_sets(schedule)[ops]
-    places = {s: place_in(schedule.sets.of(s)) for s in np.unique(held).tolist()}
     known: dict[bytes, Visits] = {}
     made: dict[int, Visits] = {}
-    is_one = one_calls(schedule, ops, head_bytes).tolist()
-    for tile, one_call, (query_set, key_set) in zip(schedule.tile[ops].tolist(), is_one, held.tolist(), strict=True):
-        if tile in made:
-            continue
-        mine = slice(found.start[tile], found.start[tile + 1])
-        if one_call:
-            slices = sequence_slices(found.q_len[mine], found.k_len[mine], found.causal[mine])
-            num_q, num_k = int(found.q_len[mine].sum()), int(found.k_len[mine].sum())
-        else:
-            slices = local_slices(tiles, tile, places[query_set], places[key_set])
-            num_q, num_k = int(sizes[query_set]), int(sizes[key_set])
+    for tile, slices, num_q, num_k in _masks_of_tiles(schedule, ops, head_bytes):
         key = np.append(table_of(slices), [num_q, num_k]).tobytes()
         if key not in known:
             known[key] = visits(slices, num_q, num_k)
         made[tile] = known[key]
     return made
+
+
+def gathered_sequences(
+    schedule: Schedule, ops: Ints, head_bytes: int
+) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """As `dense_sequences`, for a kernel that gathers the keys of every row of a mask of rectangles.
+
+    Raises:
+        ValueError: a mask cuts a rectangle.
+    """
+    lens = {
+        tile: row_sequences(table_of(slices), num_q, num_k)
+        for tile, slices, num_q, num_k in _masks_of_tiles(schedule, ops, head_bytes)
+    }
+    none = np.zeros(0, np.int64), np.zeros(0, np.int64)
+    every = [lens.get(tile, none) for tile in range(len(schedule.tiles.area))]
+    q_len, k_len = (np.concatenate([pair[side] for pair in every]) for side in (0, 1))
+    start = np.concatenate([[0], np.cumsum([len(pair[0]) for pair in every])])
+    return start, q_len, k_len, np.zeros(len(q_len), np.bool_)
+
+
+def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[tuple[int, Slices, int, int]]:
+    """Every tile of some attention ops once, its mask, queries and keys as a kernel of any mask takes them."""
+    found, tiles, sizes = sequences(schedule.tiles), schedule.tiles, schedule.sets.num_tokens()
+    held = _held_sets(schedule)[ops]
+    places = {s: place_in(schedule.sets.of(s)) for s in np.unique(held).tolist()}
+    is_one, done = one_calls(schedule, ops, head_bytes).tolist(), set()
+    for tile, one_call, (query_set, key_set) in zip(schedule.tile[ops].tolist(), is_one, held.tolist(), strict=True):
+        if tile in done:
+            continue
+        done.add(tile)
+        mine = slice(found.start[tile], found.start[tile + 1])
+        if one_call:
+            slices = sequence_slices(found.q_len[mine], found.k_len[mine], found.causal[mine])
+            yield tile, slices, int(found.q_len[mine].sum()), int(found.k_len[mine].sum())
+        else:
+            slices = local_slices(tiles, tile, places[query_set], places[key_set])
+            yield tile, slices, int(sizes[query_set]), int(sizes[key_set])
 
 
 def dense_sequences(

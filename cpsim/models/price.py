@@ -215,11 +215,11 @@ class Pricing:
     ) -> tuple[Floats, Floats]:
         """Seconds without a pause, at the clock that the power limit then leaves, and at the full clock."""
         tiles = sequences(schedule.tiles)
+        check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         params = self.profile.attention_params(self.kernel, pass_)
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
         of_tile = np.repeat(used, np.diff(tiles.start))
-        check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         if params.anatomy.lists_blocks:

@@ -74,7 +74,7 @@ def _speeds(speeds: Sequence[Speed]) -> RenderableType:
     for speed in speeds:
         rows.setdefault((speed.kernel, speed.mask), {})[speed.tokens] = speed
     for (kernel, mask), by_length in rows.items():
-        cells = [f"{by_length[n].tflops['fwd']:.0f}/{by_length[n].tflops['bwd']:.0f}" for n in lengths]
+        cells = ["/".join(f"{rate:.0f}" for rate in by_length[n].tflops.values()) for n in lengths]
         made.add_row(Text(kernel, style="bold"), mask, *cells)
     return made
 
@@ -87,6 +87,6 @@ def _memory(speeds: Sequence[Speed]) -> RenderableType:
         rows.setdefault(speed.kernel, {})[speed.tokens] = speed
     for kernel, by_length in rows.items():
         memory = [by_length[n].memory_bytes for n in lengths]
-        cells = [f"{format_bytes(both['fwd'])}\n{format_bytes(both['bwd'])}" for both in memory]
+        cells = ["\n".join(map(format_bytes, by_pass.values())) for by_pass in memory]
         made.add_row(Text(kernel, style="bold"), *cells)
     return made

@@ -389,8 +389,8 @@ def sweep(kind: str, tokens: int, device: torch.device) -> Call:
 
 
 SWEEPS = {
-    "jit_merge": 10, "mixed cast": 6, "mixed add": 10, "strided join": 8, "strided 2": 4, "strided 4": 4, "strided 8": 4,
-    "expanded_gather": 4, "expanded_scatter": 4,
+    "jit_merge": 10, "mixed cast": 6, "mixed add": 10, "strided join": 8, "strided 2": 4, "strided 4": 4,
+    "strided 8": 4, "expanded_gather": 4, "expanded_scatter": 4,
 }  # fmt: skip
 """PyTorch's memory-bound kernels, and the bytes that each reads and writes for an element.
 

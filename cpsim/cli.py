@@ -298,6 +298,9 @@ def reproduce(
 
     if name not in ("magi-h100", "longca-96"):
         raise CpsimError(f"reproduce: expected magi-h100 or longca-96, got {name!r}")
+    for option, of in (("--html", html and "longca-96"), ("--fit", fit and "magi-h100")):
+        if of and of != name:
+            raise CpsimError(f"reproduce: {option} belongs to {of}, got it with {name}; leave it out")
     _check_writable(out)
     _check_writable(html)
     if name == "longca-96":
@@ -434,15 +437,19 @@ def fit(
 
 def _fit_all(folder: Path, as_json: bool) -> None:
     from cpsim.calibrate.shipped import make, recipes
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _print_profiles([make(name, folder) for name in recipes()], as_json)
+
+
+def _print_profiles(shown: Sequence[Profile], as_json: bool) -> None:
     from cpsim.report.records import profile_record
     from cpsim.report.tables import profile_view
 
-    folder.mkdir(parents=True, exist_ok=True)
-    made = [make(name, folder) for name in recipes()]
     if as_json:
-        print(json.dumps([profile_record(profile) for profile in made], indent=1))
+        print(json.dumps([profile_record(profile) for profile in shown], indent=1))
         return
-    for profile in made:
+    for profile in shown:
         _stdout().print(profile_view(profile))
 
 
@@ -522,15 +529,8 @@ def fit_fabric(
 def profiles(as_json: Json = False) -> None:
     """List the profiles that come with cpsim: which GPU, from which measurements, how good."""
     from cpsim.calibrate.profile import load_profile, shipped_profiles
-    from cpsim.report.records import profile_record
-    from cpsim.report.tables import profile_view
 
-    shipped = [load_profile(name) for name in shipped_profiles()]
-    if as_json:
-        print(json.dumps([profile_record(profile) for profile in shipped], indent=1))
-    else:
-        for profile in shipped:
-            _stdout().print(profile_view(profile))
+    _print_profiles([load_profile(name) for name in shipped_profiles()], as_json)
 
 
 @app.command()

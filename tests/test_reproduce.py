@@ -90,3 +90,9 @@ def test_the_command_writes_rows_and_scores(tmp_path):
 def test_an_unknown_study_is_an_error_that_names_the_known_ones():
     with pytest.raises(CpsimError, match="expected magi-h100 or longca-96, got 'magi'"):
         CliRunner().invoke(app, ["reproduce", "magi"], catch_exceptions=False, standalone_mode=False)
+
+
+@pytest.mark.parametrize(("study", "option"), [("magi-h100", ["--html", "x.html"]), ("longca-96", ["--fit"])])
+def test_an_option_of_the_other_study_is_refused(study, option):
+    with pytest.raises(CpsimError, match=f"reproduce: {option[0]} belongs to .*, got it with {study}"):
+        CliRunner().invoke(app, ["reproduce", study, *option], catch_exceptions=False, standalone_mode=False)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cpsim.comparison import LONG_S, Choice, Comparison, Pair, errors_of, grouped
 from cpsim.report.tables import table
-from cpsim.report.words import interval_text, mask_text, ms_text, percent_text, strategy_label
+from cpsim.report.words import interval_text, mask_text, ms_text, percent_text, signed_percent, strategy_label
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
@@ -66,7 +66,8 @@ def _errors(who: str, pairs: Sequence[Pair]) -> tuple[str, ...]:
         some = [pair for pair in pairs if pair.is_long is wanted]
         if some:
             errors = errors_of(some)
-            cells += [str(errors.num), _percent(errors.mean_absolute), _signed(errors.bias), _signed(errors.worst)]
+            signed = [signed_percent(errors.bias), signed_percent(errors.worst)]
+            cells += [str(errors.num), _percent(errors.mean_absolute), *signed]
         else:
             cells += ["0", "", "", ""]
     return (*cells, percent_text(errors_of(pairs).covered))
@@ -78,7 +79,7 @@ def case_rows(pairs: Iterable[Pair]) -> Rows:
         (
             who_text(pair.scenario),
             short_case(pair.scenario),
-            _signed(pair.error),
+            signed_percent(pair.error),
             ms_text(pair.predicted.time_s),
             interval_text(pair.predicted.time_s_low, pair.predicted.time_s_high),
             ms_text(pair.run.time_s),
@@ -130,7 +131,7 @@ def headline(comparison: Comparison) -> str:
         some = [pair for pair in comparison.pairs if pair.is_long is wanted]
         if some:
             errors = errors_of(some)
-            mean, bias = _percent(errors.mean_absolute), _signed(errors.bias)
+            mean, bias = _percent(errors.mean_absolute), signed_percent(errors.bias)
             cases = "case" if errors.num == 1 else "cases"
             parts.append(f"mean error {mean} (bias {bias}) in {errors.num} {cases} {name}")
     covered = percent_text(errors_of(comparison.pairs).covered)
@@ -201,7 +202,3 @@ def comparison_record(comparison: Comparison) -> dict[str, Any]:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
-
-
-def _signed(share: float) -> str:
-    return f"{100 * share:+.1f} %"

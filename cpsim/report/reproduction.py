@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cpsim.report.tables import table
+from cpsim.report.words import signed_percent
 from cpsim.reproduce.magi_h100 import READING_ERROR, Row, Score, grouped, rank_correlations, summary
 
 
@@ -23,7 +24,7 @@ def reproduction_view(rows: Sequence[Row], worst: int) -> RenderableType:
     for row in sorted(rows, key=lambda row: -abs(row.error))[:worst]:
         each.add_row(
             row.strategy, row.mask, row.pass_, str(row.gpus), f"{row.published:.0f}", f"{row.predicted:.0f}",
-            _signed(row.error),
+            signed_percent(row.error),
         )  # fmt: skip
     pairs = _scores("strategy, mask", grouped(rows, lambda r: f"{r.strategy}, {r.mask}"))
     return Group(
@@ -35,7 +36,7 @@ def reproduction_view(rows: Sequence[Row], worst: int) -> RenderableType:
 def _scores(what: str, scores: dict[str, Score]) -> RenderableType:
     made = table((what, "left"), ("rows", "right"), ("mean error", "right"), ("signed", "right"))
     for name, score in scores.items():
-        made.add_row(name, str(score.rows), f"{100 * score.mean_absolute:.1f} %", _signed(score.bias))
+        made.add_row(name, str(score.rows), f"{100 * score.mean_absolute:.1f} %", signed_percent(score.bias))
     return made
 
 
@@ -62,7 +63,3 @@ def reproduction_record(rows: Sequence[Row]) -> dict[str, Any]:
         "kendall_tau_mean": mean(rank_correlations(rows).values()),
         "kendall_tau_clear_mean": mean(rank_correlations(rows, 2 * READING_ERROR).values()),
     }  # fmt: skip
-
-
-def _signed(share: float) -> str:
-    return f"{100 * share:+.1f} %"

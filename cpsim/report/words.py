@@ -27,6 +27,11 @@ def strategy_label(scenario: Scenario) -> str:
     return f"{scenario.strategy or 'any strategy'} ({knobs})" if knobs else str(scenario.strategy or "any strategy")
 
 
+def signed_percent(share: float) -> str:
+    """A relative error with its sign, e.g. ``-1.2 %``."""
+    return f"{100 * share:+.1f} %"
+
+
 def interval_text(low_s: float, high_s: float) -> str:
     """A 90 % interval in milliseconds, e.g. ``11.9–12.8``."""
     return f"{ms_text(low_s)}–{ms_text(high_s)}"

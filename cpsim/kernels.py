@@ -157,7 +157,7 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
         tflops[pass_] = case.flops(pass_) / float(seconds) / 1e12
         lens = [tokens // count]
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
-    memory = {pass_: peak_bytes(kernel, pass_, tokens, shape) for pass_ in passes}
+    memory = {str(pass_): peak_bytes(kernel, pass_, tokens, shape) for pass_ in passes}
     return Speed(
         profile=profile.name, kernel=kernel, mask=mask, tokens=tokens, documents=count, tflops=tflops,
         memory_bytes=memory, notes=tuple(notes),

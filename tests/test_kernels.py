@@ -23,7 +23,7 @@ CASE = {"strategy": "none", "gpus": 1, "cluster": "h200-4", "tokens": 4096, "hea
 def test_the_matrix_says_what_predictions_do(entry):
     for mask, reason in entry.masks.items():
         asked = {"kernel": entry.kernel, "mask": mask, "profile": entry.profiles[0]}
-        asked |= {"pass": "both" if "bwd" in entry.passes else "fwd"}
+        asked |= {"pass": "fwd_bwd" if "bwd" in entry.passes else "fwd"}
         case = scenario_from(CASE | asked | {"tokens": sum(EXAMPLE), "documents": list(EXAMPLE)})
         if reason:
             with pytest.raises(CpsimError):

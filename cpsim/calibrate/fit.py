@@ -397,7 +397,7 @@ def _fit_few(
     first = np.log([getattr(start, name) for name in names])
 
     def build(x: Floats) -> AttentionParams:
-        return replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+        return _scaled(start, dict(zip(names, np.exp(x - first).tolist(), strict=True)))
 
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), PRIOR * (x - first)])
@@ -405,6 +405,12 @@ def _fit_few(
     step = 0.05 / np.maximum(1, np.abs(first))
     fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)
     return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
+
+
+def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:
+    """Parameters times factors, those of other head dimensions, too."""
+    times = {name: getattr(params, name) * factor for name, factor in factors.items()}
+    return replace(params, **times, head_dims=tuple(_scaled(other, factors) for other in params.head_dims))
 
 
 LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)

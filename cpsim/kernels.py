@@ -87,10 +87,10 @@ def support() -> list[Support]:
 def _head_dims(kernel: str, profiles: Sequence[Profile]) -> str:
     """Which head dimensions were measured."""
     measured = {
-        int(dim)
+        params.head_dim
         for p in profiles
-        if (kernel, "fwd") in p.attention
-        for dim in p.valid.get(f"attention fwd {kernel} head_dim", (p.attention[kernel, "fwd"].head_dim,))
+        if (fwd := p.attention.get((kernel, "fwd")))
+        for params in (fwd, *fwd.head_dims)
     }
     return f"{', '.join(map(str, sorted(measured))) or 'none'} measured, others in proportion"
 
@@ -119,6 +119,8 @@ def partly(kernel: str) -> str:
     """What a kernel lacks for some strategies although it has the mask, or what is not known of it."""
     if kernel in ALIKE:
         return f"from published figures of single documents; several documents as {ALIKE[kernel]} has them"
+    if not limits_of(kernel).backward:
+        return "forward only"
     if (kernel, "fwd") not in ANATOMY or limits_of(kernel).unequal_causal:
         return ""
     return "causal only with as many queries as keys: no gathered keys, no causal tails"
@@ -157,7 +159,7 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
         tflops[pass_] = case.flops(pass_) / float(seconds) / 1e12
         lens = [tokens // count]
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
-    memory = {pass_: peak_bytes(kernel, pass_, tokens, shape) for pass_ in passes}
+    memory = {str(pass_): peak_bytes(kernel, pass_, tokens, shape) for pass_ in passes}
     return Speed(
         profile=profile.name, kernel=kernel, mask=mask, tokens=tokens, documents=count, tflops=tflops,
         memory_bytes=memory, notes=tuple(notes),

@@ -307,6 +307,8 @@ def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
     own = np.random.default_rng(list(label.encode())).standard_normal((len(GROUPS) + 1, NUM_DRAWS))
     times = np.zeros(NUM_DRAWS)
     for i, (name, seconds) in enumerate(parts.items()):
+        if seconds == 0.0:  # a kernel may lack the model of a pass that is not asked for
+            continue
         shared = 1.0 if name.endswith("between nodes") else SHARED_VARIANCE
         error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
         times += seconds * np.exp(_sigma(name, case) * error)

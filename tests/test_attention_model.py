@@ -7,11 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from cpsim.block_masks import BANDS, Visits, visits
+from cpsim.block_masks import BANDS, RUNS, Visits, visits
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.shipped import DATA
 from cpsim.mask_shapes import mask_slices
-from cpsim.models.attention import ANATOMY, AttentionParams, attention_seconds, call_seconds, listed_calls
+from cpsim.models.attention import (
+    ANATOMY,
+    AttentionParams,
+    anatomy_at,
+    attention_seconds,
+    call_seconds,
+    listed_calls,
+)
 from cpsim.models.blocks import finish, floor_sum, homes, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
 from cpsim.models.discrepancy import NONE
 
@@ -232,14 +239,17 @@ def test_ten_thousand_calls_of_a_ring_take_milliseconds():
     assert time.perf_counter() - started < 0.02
 
 
-def test_the_fixed_part_of_a_pair_does_not_shrink_with_the_head_dimension():
-    params = dataclasses.replace(load_profile("h200").attention["fa4", "fwd"], fixed_pair_s=0.0)
-    partly = dataclasses.replace(params, fixed_pair_s=0.25 * params.pair_s)
+def test_a_head_dimension_has_the_times_of_the_next_measured_one_in_proportion():
+    params = dataclasses.replace(load_profile("h200").attention["fa4", "fwd"], discrepancy=NONE, head_dims=())
+    small = dataclasses.replace(params, head_dim=64, anatomy=anatomy_at("fa4", "fwd", 64), pair_s=0.7 * params.pair_s)
+    both = dataclasses.replace(params, head_dims=(small,))
     shape = np.array([0, 1]), np.array([32768]), np.array([32768]), np.array([False]), np.array([32]), np.array([8])
-    time = {dim: [float(attention_seconds(p, *shape, dim)[0]) for p in (params, partly)] for dim in (64, 128, 256)}
-    assert time[128][0] == time[128][1]
-    assert time[64][1] == pytest.approx(1.25 * time[64][0], rel=0.05)
-    assert time[256][1] == pytest.approx(0.875 * time[256][0], rel=0.05)
+    time = {dim: float(attention_seconds(both, *shape, dim)[0]) for dim in (32, 64, 96, 128, 256)}
+    for dim, owner in {32: small, 64: small, 96: params, 128: params, 256: params}.items():
+        assert time[dim] == float(attention_seconds(owner, *shape, dim)[0])
+    assert time[64] == pytest.approx(0.7 * time[128], rel=0.05)
+    assert time[32] == pytest.approx(time[64] / 2, rel=0.05)
+    assert time[256] == pytest.approx(time[128] * 2, rel=0.05)
 
 
 def listing(kernel, pass_, **times):
@@ -254,6 +264,16 @@ def scheduled(blocks, num_sms=7):
     for seconds in blocks:
         free[free.argmin()] += seconds
     return free.max()
+
+
+def test_rows_of_listed_blocks_are_shared_by_smaller_tiles():
+    """8 rows of 4 full blocks on 7 SMs: two rounds of whole rows, or three of half ones."""
+    found = Visits(1024, 512, np.tile([0, 4], (8, 1)), np.tile([0, 8], (4, 1)), RUNS)
+    whole = listing("flex", "fwd", pair_s=1e-10)
+    halves = dataclasses.replace(whole, anatomy=anatomy_at("flex", "fwd", 256))
+    one, row = np.array([1]), 4 * 128 * 128 * 1e-10
+    assert listed_calls(whole, [found], one, one, 128)[0][0] == pytest.approx(2 * row, rel=2e-3)
+    assert listed_calls(halves, [found], one, one, 128)[0][0] == pytest.approx(1.5 * row, rel=2e-3)
 
 
 @pytest.mark.parametrize("mask", ["causal", "lambda", "block_sparse"])

@@ -24,7 +24,7 @@ from cpsim.calibrate.profile import load_profile
 from cpsim.errors import InfeasibleError
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import dense_mask
-from cpsim.models.kernels import dense_sequences, refusal, tile_visits
+from cpsim.models.kernels import dense_sequences, gathered_sequences, refusal, tile_visits
 from cpsim.schedule import Kind
 from cpsim.strategies import plan
 
@@ -87,6 +87,31 @@ def test_with_blocks_of_one_token_every_op_visits_its_pairs(strategy, knobs, mas
     start, q_len, k_len, _ = dense_sequences(schedule, ops, case.head_dim * 2)
     for tile in schedule.tile[ops].tolist():
         assert (q_len * k_len)[start[tile] : start[tile + 1]].sum() >= area[tile]
+
+
+@pytest.mark.parametrize("mask", ["full", "full_document", "block_sparse", "variable_block_sparse"])
+@pytest.mark.parametrize(("strategy", "knobs"), ALL_STRATEGIES)
+def test_gathered_keys_are_those_that_rows_of_rectangles_see(strategy, knobs, mask):
+    case = workload(mask, "uneven")
+    try:
+        schedule = plan(strategy, case, cluster(4), "fwd", knobs)
+    except InfeasibleError:
+        pytest.skip("this strategy does not take this mask")
+    ops = np.flatnonzero(schedule.kind == Kind.ATTENTION)
+    start, q_len, k_len, causal = gathered_sequences(schedule, ops, case.head_dim * 2)
+    assert not causal.any()
+    for tile in schedule.tile[ops].tolist():
+        assert (q_len * k_len)[start[tile] : start[tile + 1]].sum() == schedule.tiles.area[tile]
+
+
+def test_gathered_keys_refuse_masks_that_cut_rectangles_and_backward_passes():
+    def reason(mask, pass_="fwd"):
+        case = workload(mask, (1024,), mask_options=(("block", 100),) if mask == "block_sparse" else (), head_dim=128)
+        return refusal("flashinfer", "bf16", 128, plan("none", case, cluster(1), pass_, {}))
+
+    assert reason("full") == reason("block_sparse") == ""
+    assert "cuts some; use flex" in reason("causal")
+    assert "no backward pass" in reason("full", "bwd")
 
 
 def test_lists_of_whole_blocks_refuse_masks_that_cut_one():

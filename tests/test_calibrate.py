@@ -11,6 +11,7 @@ from cpsim.calibrate import fit, measurement, profile
 from cpsim.calibrate.profile import from_json, load_profile, shipped_profiles, to_json
 from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary
 from cpsim.errors import ProfileError
+from cpsim.models.attention import ANATOMY, anatomy_at
 from cpsim.models.blocks import FEATURES, correction
 from cpsim.models.discrepancy import NONE
 from real.shapes import Shape, extremes_first, informative_order
@@ -90,6 +91,29 @@ def test_the_fit_recovers_known_parameters_from_noise():
     assert abs(np.log(params.pair_s / truth.pair_s)) < 4 * np.sqrt(matrix[at, at]) + 1e-3
 
 
+def test_few_points_of_a_faster_gpu_make_all_its_head_dimensions_faster():
+    params = dataclasses.replace(load_profile("h200").attention["fa4", "fwd"], discrepancy=NONE)
+    small = dataclasses.replace(params, head_dim=64, pair_s=params.pair_s / 2)
+    start = dataclasses.replace(params, head_dims=(small,))
+    shape = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "causal": False, "varlen": False, "pass": "fwd"}
+    points = [
+        shape | {"op": "attention", "kernel": "fa4", "q_lens": [n], "k_lens": [n], "samples_s": [t / 2]}
+        for n in (4096, 8192, 16384, 32768)
+        for t in predicted_attention(params, [shape | {"q_lens": [n], "k_lens": [n]}])
+    ]
+    fitted = fit._fit_few(points, start, fit.SPARSE_FITTED)[0]
+    assert fitted.pair_s == pytest.approx(params.pair_s / 2, rel=0.02)
+    assert fitted.head_dims[0].pair_s == pytest.approx(small.pair_s / 2, rel=0.02)
+
+
+def test_a_kernel_with_a_handful_of_calls_is_left_out():
+    points = measurement.load(DATA / "h100-masked-blocks-math.jsonl").of("attention")
+    assert {p["kernel"] for p in points} == {"fa4_sparse", "sdpa_math"}
+    assert {p["kernel"] for p in fit._enough(points, None)} == {"sdpa_math"}
+    with pytest.raises(ProfileError, match="needs 6 calls of a kernel and pass, got 5"):
+        fit._enough([p for p in points if p["kernel"] == "fa4_sparse"], None)
+
+
 def test_a_discrepancy_follows_what_is_left_over_and_is_zero_far_away():
     rng = np.random.default_rng(8)
     features = rng.uniform(0, 3, (200, len(FEATURES))) * [1, 1, 0.1, 0, 1, 1, 1, 0.1, 0.1, 0, 0]
@@ -163,6 +187,17 @@ def test_fitting_again_gives_the_shipped_file_byte_for_byte():
     shipped = load_profile("h100")
     files = [measurement.load(DATA / source["file"]) for source in shipped.provenance]
     assert to_json(fit.fit_profile(files)) == (profile.FOLDER / "h100.json").read_text()
+
+
+def test_other_head_dimensions_and_kernels_of_one_pass_survive_a_round_trip():
+    shipped = load_profile("h200")
+    params = shipped.attention["fa4", "fwd"]
+    changed = {"head_dim": 64, "discrepancy": NONE, "head_dims": ()}
+    small = dataclasses.replace(params, anatomy=anatomy_at("fa4", "fwd", 64), **changed)
+    sparse = dataclasses.replace(small, anatomy=ANATOMY["flashinfer", "fwd"])
+    attention = {("fa4", "fwd"): dataclasses.replace(params, head_dims=(small,)), ("flashinfer", "fwd"): sparse}
+    profile_ = dataclasses.replace(shipped, attention=attention)
+    assert from_json(json.loads(to_json(profile_)), "test").attention == attention
 
 
 def test_every_shipped_profile_round_trips():

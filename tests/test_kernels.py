@@ -23,6 +23,7 @@ CASE = {"strategy": "none", "gpus": 1, "cluster": "h200-4", "tokens": 4096, "hea
 def test_the_matrix_says_what_predictions_do(entry):
     for mask, reason in entry.masks.items():
         asked = {"kernel": entry.kernel, "mask": mask, "profile": entry.profiles[0]}
+        asked |= {"pass": "fwd_bwd" if "bwd" in entry.passes else "fwd"}
         case = scenario_from(CASE | asked | {"tokens": sum(EXAMPLE), "documents": list(EXAMPLE)})
         if reason:
             with pytest.raises(CpsimError):
@@ -57,7 +58,7 @@ def test_memory_counts_what_a_call_holds():
 
 
 def test_memory_is_what_was_measured():
-    points = measurement.load(DATA / "h200-memory.jsonl").of("memory")
+    points = [p for gpu in ("h200", "h100") for p in measurement.load(DATA / f"{gpu}-memory.jsonl").of("memory")]
     assert {p["kernel"] for p in points} >= {"fa4", "fa2", "cudnn", "sdpa_flash", "flex", "sdpa_math"}
     for p in points:
         shape = p["num_heads"], p["num_kv_heads"], p["head_dim"]

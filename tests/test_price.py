@@ -104,6 +104,11 @@ def test_calls_that_a_kernel_does_not_offer_are_refused():
         priced("ring", dtype="fp32")
 
 
+def test_head_dims_that_a_kernel_does_not_have_are_refused():
+    with pytest.raises(InfeasibleError, match="kernel fa4 runs head_dim up to 256, got 512"):
+        priced("ring", head_dim=512)
+
+
 def test_a_head_dim_that_was_not_measured_is_noted():
     _, price = priced("ring", head_dim=32)
     assert any("head_dim 32" in note for note in price.notes)

@@ -52,6 +52,8 @@ SEED = 20251121
 FOLDS = 5
 FEWEST = (10, 2)
 """Sizes that a network curve needs; the second where no number of ranks has the first."""
+FEWEST_CALLS = 6
+"""Fewer calls of a kernel and pass without a stand-in give no model of it."""
 FEWEST_OF_GPU, LONG_CALL_S = 5, 3e-4
 """Calls of a kernel that say something about a GPU, and how long they take."""
 KNOT_RATIO = 3.0
@@ -87,7 +89,7 @@ def fit_profile(
     sources = [m for m in [*kernels, *(m for m in networks if m not in kernels), *rest] if m not in further]
     sources += further  # last, so that the folds of the others stay as they were without
     everything = current(sources, gpus[0])
-    points = [p for p in everything if usable(p)]
+    points = _enough([p for p in everything if usable(p)], stand_in)
     fold = folds(points)
     counted = large_model if gpus[0] != "cpu" else model_of
     num_sms = int(kernels[0].header["num_sms"])
@@ -118,6 +120,15 @@ def fit_profile(
     sigma |= {"host": float(np.std(speeds, ddof=1))} if len(speeds) > 1 else {}
     profile = dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
+
+
+def _enough(points: Sequence[Point], stand_in: StandIn | None) -> list[Point]:
+    """The points without those of kernels and passes that have too few to fit and nothing that stands in."""
+    calls = Counter((p["kernel"], p["pass"]) for p in points if p["op"] == "attention")
+    few = {key for key, number in calls.items() if number < FEWEST_CALLS and stand_in is None}
+    if few and few == calls.keys():
+        raise ProfileError(f"a profile needs {FEWEST_CALLS} calls of a kernel and pass, got {max(calls.values())}")
+    return [p for p in points if p["op"] != "attention" or (p["kernel"], p["pass"]) not in few]
 
 
 def _completed(
@@ -266,7 +277,7 @@ _START = {
     "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
-    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 3e-11, "banded_pair_s": 3e-11,
+    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 1e-10, "banded_pair_s": 2e-9,
     "query_pair_s": 2e-10, "older_share": 0.57,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
@@ -291,7 +302,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
         start["pair_s"] *= 1.7
     unused = {"split_pair_s", "split_call_s", "alone_factor", "older_share"} if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
-    unused |= {"unaligned_factor"} if kernel != "cudnn" and not lists else set()
+    unused |= {"unaligned_factor"} if kernel not in ("cudnn", "sdpa_math") and not lists else set()
     unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
     unused |= {"celled_pair_s", "banded_pair_s"} if kernel != "flex" else set()
     unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
@@ -308,6 +319,8 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
 
 SPARSE = 20
 """Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
+PRIOR = 0.05
+"""How strongly few points are held near where their fit starts: the weight of a logarithm."""
 SPARSE_FITTED = ("pair_s", "block_s", "block_causal_s", "call_s")
 """Those that long dense calls tell."""
 HEAD_DIM_FITTED = (
@@ -398,14 +411,20 @@ def _fit_few(
     first = np.log([getattr(start, name) for name in names])
 
     def build(x: Floats) -> AttentionParams:
-        return replace(start, **dict(zip(names, np.exp(x).tolist(), strict=True)))
+        return _scaled(start, dict(zip(names, np.exp(x - first).tolist(), strict=True)))
 
     def error(x: Floats) -> Floats:
-        return np.concatenate([np.log(predicted_attention(build(x), points) / times), 0.02 * (x - first)])
+        return np.concatenate([np.log(predicted_attention(build(x), points) / times), PRIOR * (x - first)])
 
     step = 0.05 / np.maximum(1, np.abs(first))
     fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)
     return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
+
+
+def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:
+    """Parameters times factors, those of other head dimensions, too."""
+    times = {name: getattr(params, name) * factor for name, factor in factors.items()}
+    return replace(params, **times, head_dims=tuple(_scaled(other, factors) for other in params.head_dims))
 
 
 LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)

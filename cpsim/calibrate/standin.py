@@ -68,8 +68,12 @@ class StandIn:
         theirs = self.profile.attention.get((ALIKE.get(kernel, kernel), pass_))
         if theirs is None:
             return None
-        traffic = theirs.traffic_s_per_byte / self.memory_ratio
-        return replace(theirs, num_sms=num_sms, traffic_s_per_byte=traffic, discrepancy=NONE)
+        return self._moved(theirs, num_sms)
+
+    def _moved(self, params: AttentionParams, num_sms: int) -> AttentionParams:
+        others = tuple(self._moved(other, num_sms) for other in params.head_dims)
+        traffic = params.traffic_s_per_byte / self.memory_ratio
+        return replace(params, num_sms=num_sms, traffic_s_per_byte=traffic, discrepancy=NONE, head_dims=others)
 
     def sigma(self, model: str) -> float:
         """Uncertainty of a cost model that stands in."""

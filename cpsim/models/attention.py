@@ -108,9 +108,12 @@ def _cudnn(backward: bool) -> Anatomy:
 
 
 def _math(backward: bool) -> Anatomy:
-    """Plain PyTorch: matrix products of one sequence after another, and passes over all scores."""
+    """Plain PyTorch: matrix products of one sequence after another, and passes over all scores.
+
+    Its tiles are what the loads of matrix products need to be aligned: 8 elements, or 16 bytes.
+    """
     return Anatomy(
-        backward=backward, tile_q_causal=0, tile_q_full=32, tile_k=32, packs_heads=False, heads_outermost=False,
+        backward=backward, tile_q_causal=0, tile_q_full=8, tile_k=8, packs_heads=False, heads_outermost=False,
         heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
     )  # fmt: skip
 

@@ -38,6 +38,8 @@ class Limits:
     rectangles: bool = False
     """Of those only masks of whole rectangles, of any sizes."""
     backward: bool = True
+    max_head_dim: int = 256
+    """1024 is the most that a scenario has."""
 
 
 WINDOWED: Final = ("fa2", "fa4")
@@ -49,8 +51,8 @@ LIMITS: Final = {
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flashinfer_fa2": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flex": Limits(places_results=False, any_mask=True),
-    "sdpa_math": Limits(any_mask=True),
-    "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True),
+    "sdpa_math": Limits(any_mask=True, max_head_dim=1024),
+    "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True, max_head_dim=1024),
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
 
@@ -74,6 +76,8 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
     limits = limits_of(kernel)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
+    if head_dim > limits.max_head_dim:
+        raise InfeasibleError(f"kernel {kernel} runs head_dim up to {limits.max_head_dim}, got {head_dim}")
     if not limits.backward and (schedule.kind == Kind.ATTENTION_BACKWARD).any():
         raise InfeasibleError(f"kernel {kernel} has no backward pass; use flex, or ask for pass: fwd")
     found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))

@@ -101,7 +101,7 @@ def test_few_points_of_a_faster_gpu_make_all_its_head_dimensions_faster():
         for n in (4096, 8192, 16384, 32768)
         for t in predicted_attention(params, [shape | {"q_lens": [n], "k_lens": [n]}])
     ]
-    fitted = fit._fit_few(points, start, fit.SPARSE_FITTED)[0]
+    fitted = fit._fit_few(points, start, fit.SPARSE_FITTED, fit.SPARSE_PRIOR)[0]
     assert fitted.pair_s == pytest.approx(params.pair_s / 2, rel=0.02)
     assert fitted.head_dims[0].pair_s == pytest.approx(small.pair_s / 2, rel=0.02)
 

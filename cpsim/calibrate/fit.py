@@ -319,8 +319,8 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
 
 SPARSE = 20
 """Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
-PRIOR = 0.05
-"""How strongly few points are held near where their fit starts: the weight of a logarithm."""
+SPARSE_PRIOR, HEAD_DIM_PRIOR = 0.02, 0.05
+"""Weights that hold the logarithms of parameters near where a fit to few points starts."""
 SPARSE_FITTED = ("pair_s", "block_s", "block_causal_s", "call_s")
 """Those that long dense calls tell."""
 HEAD_DIM_FITTED = (
@@ -358,7 +358,7 @@ def _fit_kernel(
     Points of the commonest head dimension tell everything but what changes at others.
     """
     if sparse is not None:
-        return _fit_few(points, sparse, SPARSE_FITTED)
+        return _fit_few(points, sparse, SPARSE_FITTED, SPARSE_PRIOR)
     (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     others = [p for p in points if p["head_dim"] != head_dim]
     points = [p for p in points if p["head_dim"] == head_dim]
@@ -398,12 +398,12 @@ def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Seque
         scale = dim / params.head_dim
         start = {name: getattr(params, name) * scale for name in PER_PAIR}
         other = replace(params, anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE, **start)
-        fitted.append(_fit_few([p for p in points if p["head_dim"] == dim], other, names)[0])
+        fitted.append(_fit_few([p for p in points if p["head_dim"] == dim], other, names, HEAD_DIM_PRIOR)[0])
     return replace(params, head_dims=tuple(fitted))
 
 
 def _fit_few(
-    points: Sequence[Point], start: AttentionParams, fitted: Sequence[str]
+    points: Sequence[Point], start: AttentionParams, fitted: Sequence[str], prior: float
 ) -> tuple[AttentionParams, Covariance]:
     """The parameters that few points tell, near those of `start`, whose others are kept."""
     times = measured(points)
@@ -414,7 +414,7 @@ def _fit_few(
         return _scaled(start, dict(zip(names, np.exp(x - first).tolist(), strict=True)))
 
     def error(x: Floats) -> Floats:
-        return np.concatenate([np.log(predicted_attention(build(x), points) / times), PRIOR * (x - first)])
+        return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior * (x - first)])
 
     step = 0.05 / np.maximum(1, np.abs(first))
     fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)

@@ -25,30 +25,32 @@ def one_line(excinfo) -> str:
     return message
 
 
-FEW = ("fa4_sparse", "sdpa_math")
+FEW = ("fa4_sparse", "sdpa_math", "flashinfer", "flashinfer_fa2")
 """Kernels with few measured calls."""
 
 
-def kernel_bar(model: str) -> float:
+def kernel_bar(model: str, any_mask: float = 0.06) -> float:
+    if model.endswith((*FEW, "flex")):
+        return any_mask
     return 0.04 if model.startswith("attention") or model == "memory-bound" else 0.06
 
 
-def test_h200_kernels_are_within_4_percent_and_the_network_within_6_on_points_not_fitted():
+def test_h200_kernels_are_within_4_percent_those_of_any_mask_and_the_network_within_6_on_points_not_fitted():
     table = load_profile("h200").held_out
     models = {row["model"] for row in table}
     assert {f"attention {p} {k}" for p in ("fwd", "bwd") for k in ("fa2", "fa4", "cudnn", "sdpa_flash")} <= models
     assert {"transfer", "collective all_gather", "collective reduce_scatter", "collective all_to_all"} <= models
     for row in table:
         assert row["mean_absolute"] <= kernel_bar(row["model"]), row
-        assert abs(row["bias"]) <= 0.02, row
+        assert abs(row["bias"]) <= (0.03 if row["model"].endswith(FEW) else 0.02), row
         assert row["points"] >= (10 if row["model"].endswith(FEW) else 40), row
 
 
-def test_h100_attention_is_within_4_percent_and_the_rest_within_5_on_points_not_fitted():
+def test_h100_attention_is_within_4_percent_that_of_any_mask_within_7_and_the_rest_within_5_on_points_not_fitted():
     for row in load_profile("h100").held_out:
-        assert row["mean_absolute"] <= 0.05, row
+        assert row["mean_absolute"] <= (0.07 if row["model"].endswith((*FEW, "flex")) else 0.05), row
         if row["model"].startswith("attention"):
-            assert row["mean_absolute"] <= kernel_bar(row["model"]), row
+            assert row["mean_absolute"] <= kernel_bar(row["model"], any_mask=0.07), row
             assert abs(row["bias"]) <= 0.02, row
 
 
@@ -57,6 +59,7 @@ def test_a_profile_describes_the_committed_measurements(name):
     """Recomputed from the raw files: the shipped profile explains the points that it says it comes from."""
     shipped = load_profile(name)
     points = fit.current([measurement.load(DATA / source["file"]) for source in shipped.provenance], shipped.gpu)
+    points = [p for p in points if p["op"] != "attention" or (p["kernel"], p["pass"]) in shipped.attention]
     rows = [row for row in residuals(shipped, points) if large(row.point)]
     held_out = {row["model"]: row["mean_absolute"] for row in shipped.held_out}
     for row in summary(rows):
@@ -216,7 +219,7 @@ def test_the_h100_profile_says_where_its_network_comes_from():
 def test_a_missing_kernel_lists_the_measured_ones():
     with pytest.raises(ProfileError) as excinfo:
         load_profile("h200").attention_params("fa3", "fwd")
-    assert "cudnn, fa2, fa4, fa4_sparse, flex, sdpa_flash, sdpa_math" in one_line(excinfo)
+    assert "cudnn, fa2, fa4, fa4_sparse, flashinfer, flashinfer_fa2, flex, sdpa_flash, sdpa_math" in one_line(excinfo)
 
 
 def test_sizes_outside_of_the_measured_range_are_marked():

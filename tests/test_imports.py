@@ -254,6 +254,10 @@ def test_costs_of_data_sheets_say_so_and_are_as_uncertain_as_they_were_wrong():
     for name in ("a100", "b200"):
         scaled = from_data_sheet(gpus[name], load_profile("h200"))
         assert scaled.attention["fa2", "fwd"].num_sms == gpus[name].num_sms
+        ours, theirs = (p.attention["fa4", "fwd"] for p in (scaled, load_profile("h200")))
+        ratios = [ours.at(dim).pair_s / theirs.at(dim).pair_s for dim in (64, 128, 256)]
+        assert ratios == pytest.approx([ratios[0]] * 3)
+        assert {ours.at(dim).num_sms for dim in (64, 128, 256)} == {gpus[name].num_sms}
         shipped = load_profile(name).attention
         logs += [np.log(scaled.attention[key].pair_s / shipped[key].pair_s) for key in shipped]
     assert np.sqrt(np.mean(np.square(logs))) == pytest.approx(SHEET_SIGMA, abs=0.02)

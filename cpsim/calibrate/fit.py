@@ -411,7 +411,8 @@ def _fit_few(
     first = np.log([getattr(start, name) for name in names])
 
     def build(x: Floats) -> AttentionParams:
-        return _scaled(start, dict(zip(names, np.exp(x - first).tolist(), strict=True)))
+        factors = dict(zip(names, np.exp(x - first).tolist(), strict=True))
+        return start.everywhere(lambda params: _scaled(params, factors))
 
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior * (x - first)])
@@ -422,9 +423,8 @@ def _fit_few(
 
 
 def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:
-    """Parameters times factors, those of other head dimensions, too."""
-    times = {name: getattr(params, name) * factor for name, factor in factors.items()}
-    return replace(params, **times, head_dims=tuple(_scaled(other, factors) for other in params.head_dims))
+    """Parameters times factors."""
+    return replace(params, **{name: getattr(params, name) * factor for name, factor in factors.items()})
 
 
 LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cpsim.calibrate.profile import Profile
 from cpsim.cluster import Gpu, presets
-from cpsim.models.attention import AttentionParams
+from cpsim.models.attention import PER_PAIR, AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
 from cpsim.models.discrepancy import NONE
 from cpsim.models.elementwise import ElementwiseParams
@@ -68,12 +68,7 @@ class StandIn:
         theirs = self.profile.attention.get((ALIKE.get(kernel, kernel), pass_))
         if theirs is None:
             return None
-        return self._moved(theirs, num_sms)
-
-    def _moved(self, params: AttentionParams, num_sms: int) -> AttentionParams:
-        others = tuple(self._moved(other, num_sms) for other in params.head_dims)
-        traffic = params.traffic_s_per_byte / self.memory_ratio
-        return replace(params, num_sms=num_sms, traffic_s_per_byte=traffic, discrepancy=NONE, head_dims=others)
+        return theirs.everywhere(lambda params: replace(_moved(params, num_sms, self.memory_ratio), discrepancy=NONE))
 
     def sigma(self, model: str) -> float:
         """Uncertainty of a cost model that stands in."""
@@ -99,8 +94,9 @@ def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
     theirs = next(cluster.gpu for cluster in presets().values() if cluster.gpu.name in base.gpu.lower())
     flops = gpu.peak_flops_per_s / theirs.peak_flops_per_s
     memory = gpu.memory_bandwidth_bytes_per_s / theirs.memory_bandwidth_bytes_per_s
+    rate = flops * theirs.num_sms / gpu.num_sms
     attention = {
-        key: _scaled(params, gpu.num_sms, flops * theirs.num_sms / gpu.num_sms, memory)
+        key: params.everywhere(lambda each: _moved(each, gpu.num_sms, memory, rate))
         for key, params in base.attention.items()
     }
     scaled = ("attention", "memory-bound", "collective", "transfer")
@@ -117,8 +113,8 @@ def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
     )  # fmt: skip
 
 
-def _scaled(params: AttentionParams, num_sms: int, rate_ratio: float, memory_ratio: float) -> AttentionParams:
-    """A kernel on another GPU's SMs, each so many times as fast."""
-    pairs = {f.name: getattr(params, f.name) / rate_ratio for f in fields(params) if f.name.endswith("pair_s")}
+def _moved(params: AttentionParams, num_sms: int, memory_ratio: float, rate_ratio: float = 1.0) -> AttentionParams:
+    """A kernel on another GPU's memory and SMs, each so many times as fast."""
+    pairs = {name: getattr(params, name) / rate_ratio for name in PER_PAIR}
     traffic = params.traffic_s_per_byte / memory_ratio
     return replace(params, num_sms=num_sms, traffic_s_per_byte=traffic, **pairs)

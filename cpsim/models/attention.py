@@ -33,7 +33,7 @@ here: flash-attn-4 for this architecture descends from it and lends its anatomy.
 from __future__ import annotations
 
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -238,6 +238,10 @@ class AttentionParams:
         """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
         measured = sorted((self, *self.head_dims), key=lambda params: params.head_dim)
         return next((params for params in measured if params.head_dim >= head_dim), measured[-1])
+
+    def everywhere(self, change: Callable[[AttentionParams], AttentionParams]) -> AttentionParams:
+        """The same change made at every measured head dimension."""
+        return replace(change(self), head_dims=tuple(map(change, self.head_dims)))
 
 
 FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")

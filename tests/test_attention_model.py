@@ -158,6 +158,14 @@ def test_blocks_take_second_places_on_sms_only_when_all_have_a_first_one(n):
     assert n < 132 or taken.min() >= 1
 
 
+@pytest.mark.parametrize("num_sms", [1, 7, 108, 133, 148])
+def test_no_sm_gets_a_third_block_whatever_the_number_of_sms(num_sms):
+    for n in range(1, 2 * num_sms + 1):
+        taken = np.bincount(homes(n, num_sms), minlength=num_sms)
+        assert taken.sum() == n
+        assert taken.max() <= 2
+
+
 def test_calls_without_work_are_free():
     params = load_profile("h200").attention["fa4", "fwd"]
     start, empty = np.array([0, 0, 2]), np.array([0, 5])

@@ -264,7 +264,8 @@ def second_blocks(n: int, num_sms: int) -> Ints:
     for turn in range(-2, 18):
         for tpc in range(len(num)):
             group = -1 if tpc < 4 else tpc - 4 if tpc < 8 else tpc % 8 if tpc < 48 else (tpc - 48) % 9
-            if left > 0 and group == (turn % 9 if turn >= 0 else -1):
+            room = min(2, num_sms - 2 * tpc) - num[tpc]
+            if left > 0 and room > 0 and group == (turn % 9 if turn >= 0 else -1):
                 num[tpc] += 1
                 left -= 1
     return num
@@ -285,7 +286,7 @@ def homes(n: int, num_sms: int) -> Ints:
         i = first
         for tpc, num in enumerate(second_blocks(n, num_sms)):
             for k in range(num):
-                sm[i] = min(2 * tpc + k, num_sms - 1)
+                sm[i] = 2 * tpc + k
                 i += 1
         return sm
     foremost, early = num_sms * 2 // 33, num_sms * 20 // 33

@@ -68,6 +68,18 @@ def _said() -> str:
     return shlex.join(["cpsim", *(Path(word).name if word.startswith("/") else word for word in sys.argv[1:])])
 
 
+def _machine(command: str, gpus: int | None, cpu: int | None) -> tuple[int, str]:
+    """How many GPUs, or processes on a CPU, a command uses, and which."""
+    from cpsim.launch import local_gpus
+
+    available = local_gpus()
+    if cpu:
+        return cpu, "cpu"
+    if not available:
+        raise CpsimError(f"{command}: this machine has no GPU that PyTorch can use; try `--cpu 2`")
+    return min(gpus or len(available), len(available)), available[0]
+
+
 def _fail(message: str) -> int:
     print(f"cpsim: {' '.join(message.split())}", file=sys.stderr)
     return USER_ERROR
@@ -183,16 +195,13 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Run every scenario in FILE for real, on the GPUs of this machine, and write what they took."""
-    from cpsim.launch import Options, launch, local_gpus
+    from cpsim.launch import Options, launch
 
     if (out is None) == (trace is None):
         raise CpsimError("run: expected --out FILE for times, or --trace FILE for a trace of one scenario")
     _check_writable(out)
     _check_writable(trace)
-    available = local_gpus()
-    if not available and not cpu:
-        raise CpsimError("run: this machine has no GPU that PyTorch can use; try `--cpu 2`")
-    num_gpus = cpu or min(gpus or len(available), len(available))
+    num_gpus, _ = _machine("run", gpus, cpu)
     scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
     if trace and len(scenarios) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(scenarios)}; give it a file of its own")
@@ -352,23 +361,17 @@ def calibrate(
 ) -> None:
     """Measure this node: a measurement file, the profile fitted to it, and a cluster file that names it."""
     from cpsim.calibrate.measurement import check_machine
-    from cpsim.launch import Options, local_gpus
+    from cpsim.launch import Options
     from cpsim.launch import calibrate as measure
 
     measured = out / f"{name}.jsonl"
     _check_writable(measured)
     if measured.exists() and not resume:
         raise CpsimError(f"calibrate: {measured} exists; go on with --resume, or give another --name")
-    available = local_gpus()
-    if not available and not cpu:
-        raise CpsimError("calibrate: this machine has no GPU that PyTorch can use; try `--cpu 2`")
-    count = cpu or min(gpus or len(available), len(available))
+    num_gpus, gpu = _machine("calibrate", gpus, cpu)
     if measured.exists():
-        check_machine(measured, "cpu" if cpu else available[0], count)
-    options = Options(
-        command=_said(), num_gpus=count, cpu=cpu is not None, minutes=minutes,
-        commit=commit,
-    )  # fmt: skip
+        check_machine(measured, gpu, num_gpus)
+    options = Options(command=_said(), num_gpus=num_gpus, cpu=cpu is not None, minutes=minutes, commit=commit)
     with _parts(minutes) as progress:
         status = measure(measured, options, kernels, progress)
     if status:

@@ -2,7 +2,7 @@
 
     python docs/calibration.py
 
-Some minutes on two cores: five profiles are fitted, and each predicts the validation set.
+Some minutes on two cores: eight profiles are fitted, and each predicts runs.
 """
 
 from __future__ import annotations
@@ -311,7 +311,7 @@ def verdict(rows: Mapping[str, Row]) -> str:
 
 
 def page() -> str:
-    """The page; fits seven profiles."""
+    """The page; fits eight profiles."""
     left, held = split(measured_files())
     rows = {}
     for label, (measured, chosen) in calibrations(left).items():

@@ -70,16 +70,21 @@ def test_sequences_are_full_or_causal_to_the_bottom_right():
     assert np.array_equal(kinds == FULL, seen)
 
 
-@pytest.mark.parametrize("mask", ["causal", "full_document", "lambda", "shared_question", "block_sparse", BLIND_MASK])
-@pytest.mark.parametrize(("strategy", "knobs"), ALL_STRATEGIES)
-def test_with_blocks_of_one_token_every_op_visits_its_pairs(strategy, knobs, mask, monkeypatch):
-    monkeypatch.setattr(block_masks, "BLOCK", 1)
+def planned(strategy, knobs, mask):
+    """A case of uneven documents on 4 ranks, its forward schedule and the attention ops of that."""
     case = workload(mask, "uneven")
     try:
         schedule = plan(strategy, case, cluster(4), "fwd", knobs)
     except InfeasibleError:
         pytest.skip("this strategy does not take this mask")
-    ops = np.flatnonzero(schedule.kind == Kind.ATTENTION)
+    return case, schedule, np.flatnonzero(schedule.kind == Kind.ATTENTION)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full_document", "lambda", "shared_question", "block_sparse", BLIND_MASK])
+@pytest.mark.parametrize(("strategy", "knobs"), ALL_STRATEGIES)
+def test_with_blocks_of_one_token_every_op_visits_its_pairs(strategy, knobs, mask, monkeypatch):
+    monkeypatch.setattr(block_masks, "BLOCK", 1)
+    case, schedule, ops = planned(strategy, knobs, mask)
     found = tile_visits(schedule, ops, case.head_dim * 2)
     area = schedule.tiles.area
     for tile in schedule.tile[ops].tolist():
@@ -92,12 +97,7 @@ def test_with_blocks_of_one_token_every_op_visits_its_pairs(strategy, knobs, mas
 @pytest.mark.parametrize("mask", ["full", "full_document", "block_sparse", "variable_block_sparse"])
 @pytest.mark.parametrize(("strategy", "knobs"), ALL_STRATEGIES)
 def test_gathered_keys_are_those_that_rows_of_rectangles_see(strategy, knobs, mask):
-    case = workload(mask, "uneven")
-    try:
-        schedule = plan(strategy, case, cluster(4), "fwd", knobs)
-    except InfeasibleError:
-        pytest.skip("this strategy does not take this mask")
-    ops = np.flatnonzero(schedule.kind == Kind.ATTENTION)
+    case, schedule, ops = planned(strategy, knobs, mask)
     start, q_len, k_len, causal = gathered_sequences(schedule, ops, case.head_dim * 2)
     assert not causal.any()
     for tile in schedule.tile[ops].tolist():

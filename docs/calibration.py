@@ -22,7 +22,7 @@ from cpsim.calibrate.fit import fit_profile, folds, large_model
 from cpsim.calibrate.measurement import Measurements, Point, load
 from cpsim.calibrate.profile import Profile, load_profile, save_profile
 from cpsim.calibrate.residuals import model_of, residuals, usable
-from cpsim.calibrate.shipped import DATA, recipes
+from cpsim.calibrate.shipped import DATA, measurements
 from cpsim.comparison import compare, errors_of, predict_runs
 from cpsim.runs import load_runs
 from real.shapes import LEAST_CALLS, LEAST_SIZES, RESTED_EVERY, ROUNDS, SHARES, Shape, extremes_first, informative_order
@@ -187,8 +187,8 @@ def replay(parts: Queues, minutes: float) -> tuple[list[Task], float]:
 
 def measured_files() -> dict[str, Measurements]:
     """The files behind profile h200 that say something about the runs, by name."""
-    names = {path.name for pattern in recipes()["h200"]["files"] for path in DATA.glob(pattern)}
-    return {name: load(DATA / name) for name in sorted(names) if not name.startswith(OTHER_STUDIES)}
+    files = sorted(measurements("h200"), key=lambda m: m.source)
+    return {m.source: m for m in files if not m.source.startswith(OTHER_STUDIES)}
 
 
 def split(files: Mapping[str, Measurements]) -> tuple[dict[str, Measurements], list[Point]]:

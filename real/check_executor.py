@@ -23,6 +23,7 @@ from real.node import Node
 
 WORST = 3e-2
 CASES = (
+    ("hybrid_cp", {"tokens_per_rank": 700}), ("magi", {"chunk": 128}), ("magi", {"chunk": 128, "stages": 1}),
     ("none", {}), ("ring", {}), ("zigzag_ring", {"zigzag": "document"}), ("zigzag_ring", {"zigzag": "sequence"}),
     ("striped_ring", {}), ("ulysses", {}), ("ulysses", {"head_groups": 2}), ("allgather", {"layout": "contiguous"}),
     ("allgather", {"layout": "zigzag", "heads_per_gather": 1}), ("allgather", {"layout": "document_zigzag"}),

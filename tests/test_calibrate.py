@@ -10,6 +10,7 @@ import pytest
 from cpsim.calibrate import fit, measurement, profile
 from cpsim.calibrate.profile import from_json, load_profile, shipped_profiles, to_json
 from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary
+from cpsim.calibrate.shipped import measurements
 from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, anatomy_at
 from cpsim.models.blocks import FEATURES, correction
@@ -58,7 +59,7 @@ def test_h100_attention_is_within_4_percent_that_of_any_mask_within_7_and_the_re
 def test_a_profile_describes_the_committed_measurements(name):
     """Recomputed from the raw files: the shipped profile explains the points that it says it comes from."""
     shipped = load_profile(name)
-    points = fit.current([measurement.load(DATA / source["file"]) for source in shipped.provenance], shipped.gpu)
+    points = fit.current(measurements(name), shipped.gpu)
     points = [p for p in points if p["op"] != "attention" or (p["kernel"], p["pass"]) in shipped.attention]
     rows = [row for row in residuals(shipped, points) if large(row.point)]
     held_out = {row["model"]: row["mean_absolute"] for row in shipped.held_out}
@@ -188,8 +189,7 @@ def test_extremes_come_first_and_halvings_after():
 @pytest.mark.benchmark
 def test_fitting_again_gives_the_shipped_file_byte_for_byte():
     shipped = load_profile("h100")
-    files = [measurement.load(DATA / source["file"]) for source in shipped.provenance]
-    assert to_json(fit.fit_profile(files)) == (profile.FOLDER / "h100.json").read_text()
+    assert to_json(fit.fit_profile(measurements("h100"))) == (profile.FOLDER / "h100.json").read_text()
 
 
 def test_other_head_dimensions_and_kernels_of_one_pass_survive_a_round_trip():

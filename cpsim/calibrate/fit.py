@@ -108,17 +108,19 @@ def fit_profile(
             provenance=tuple(_source(m, gpus[0]) for m in sources),
         )  # fmt: skip
 
-    rows: list[Residual] = []
+    by_fold: list[list[Residual]] = []
     for i in range(FOLDS if check else 0):
         inside = [p for p, k in zip(points, fold, strict=True) if k != i or not model_of(p)]
         outside = [p for p, k in zip(points, fold, strict=True) if k == i and counted(p)]
-        rows += residuals(build(inside), outside)
+        by_fold.append(residuals(build(inside), outside))
+    rows, covered = [row for rows in by_fold for row in rows], _covered(by_fold)
     profile = build(points)
     models = {row.model for row in rows} or set(filter(None, map(model_of, points)))
     sigma = _sigma(rows, models, _run_to_run(profile, kernels)) | _spreads(everything) | _between_gpus(profile, kernels)
     speeds = [float(np.log(speed)) for speed in host_speeds(measurements).values()]
     sigma |= {"host": float(np.std(speeds, ddof=1))} if len(speeds) > 1 else {}
-    profile = dataclasses.replace(profile, held_out=tuple(summary(rows)), sigma=sigma)
+    held_out = tuple(row | {"covered": covered[row["model"]]} for row in summary(rows))
+    profile = dataclasses.replace(profile, held_out=held_out, sigma=sigma)
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
 
 
@@ -429,12 +431,12 @@ def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionP
 
 LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)
 """Prior scales of blocks.FEATURES, by what they mean: octaves of waves, tiles, unevenness, causal, ..."""
-DISCREPANCY = 0.03
+DISCREPANCY = 0.05
 """Prior standard deviation of what the model leaves over."""
-SUPPORT = 60
+SUPPORT = 150
 """Support points of a discrepancy."""
-TRUSTED = 0.15
-"""Larger leftovers count as this: they are pairings of blocks by chance, not a function of the features."""
+TRUSTED = 0.25
+"""Larger leftovers count as this: a single call does not speak for its neighbours."""
 
 
 def fit_discrepancy(features: Floats, left_over: Floats) -> Discrepancy:
@@ -723,6 +725,19 @@ def _sigma(rows: Sequence[Residual], models: set[str], run_to_run: float) -> dic
 
     sigma = {model: spread(model) for model in sorted(models | {"collective"})}
     return sigma | {"host": 0.2, "run to run": run_to_run}  # assumed, where one machine's was measured
+
+
+def _covered(by_fold: Sequence[Sequence[Residual]]) -> dict[str, float]:
+    """Share of held-out points inside the 90 % interval that the errors of the other folds give, by model."""
+    inside: dict[str, list[bool]] = {}
+    for i, mine in enumerate(by_fold):
+        errors: dict[str, list[float]] = {}
+        for row in (row for j, rows in enumerate(by_fold) if j != i for row in rows):
+            errors.setdefault(row.model, []).append(abs(row.error))
+        for row in mine:
+            width = float(np.quantile(errors.get(row.model, [0.0]), 0.9))
+            inside.setdefault(row.model, []).append(abs(row.error) <= width)
+    return {model: float(np.mean(each)) for model, each in inside.items()}
 
 
 def _spreads(points: Sequence[Point]) -> dict[str, float]:

@@ -55,7 +55,8 @@ class Profile:
     covariance: Mapping[str, Mapping[str, Any]]
     """By cost model: fitted parameter `names` and the `covariance` of their logarithms."""
     held_out: tuple[Mapping[str, Any], ...]
-    """Errors on points that were not fitted: model, points, mean_absolute, worst, bias (all relative, logarithmic)."""
+    """Errors on points that were not fitted, relative, logarithmic: model, points, mean_absolute, p95, worst, bias,
+    rms, and covered, the share inside the 90 % interval that other such points give."""
     provenance: tuple[Mapping[str, Any], ...]
     """Header of every measurement file behind it, and what each was used for."""
 

@@ -27,8 +27,8 @@ from cpsim.implementations.facts import (
 )
 from cpsim.schedule import Kind
 
-_GATHER_Q: Final = Sweep("q", 2, 0, kind=STRIDED)
-_GATHER_K: Final = Sweep("k", 2, 0, kind=STRIDED)
+_GATHER_Q: Final = Sweep("q", 2, 0)  # an expanded gather is as fast as a copy, its scatter as slow as a permute
+_GATHER_K: Final = Sweep("k", 2, 0)  # (real.measure_host --sweeps)
 _SCATTER_Q: Final = (Sweep("q", 1, 0), Sweep("q", 2, 0, kind=STRIDED))  # zeros, scatter_
 _SCATTER_K: Final = (Sweep("k", 1, 0), Sweep("k", 2, 0, kind=STRIDED))
 _LSE: Final = Sweep("lse", 0, 2)

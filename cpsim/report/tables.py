@@ -222,10 +222,11 @@ def strategies_view(records: Sequence[Mapping[str, Any]]) -> RenderableType:
 def profile_view(profile: Profile) -> RenderableType:
     """What a profile describes, and its errors on points that were not fitted, worst first."""
     kernels = ", ".join(sorted({kernel for kernel, _ in profile.attention}))
-    made = table(("errors on points not fitted", "left"), ("points", "right"), ("mean", "right"), ("worst", "right"),
-                 ("bias", "right"))  # fmt: skip
+    columns = ("points", "mean", "95 of 100", "worst", "bias", "in their 90 %")
+    made = table(("errors on points not fitted", "left"), *((name, "right") for name in columns))
     for row in sorted(profile.held_out, key=lambda row: -row["mean_absolute"]):
-        errors = (f"{row['mean_absolute']:.1%}", f"{row['worst']:.1%}", f"{row['bias']:+.1%}")
+        errors = (f"{row['mean_absolute']:.1%}", f"{row['p95']:.1%}", f"{row['worst']:.1%}", f"{row['bias']:+.1%}",
+                  f"{row['covered']:.0%}")  # fmt: skip
         made.add_row(str(row["model"]), f"{row['points']:,}", *(error.replace("%", " %") for error in errors))
     head = Text.assemble((profile.name, "bold"), f": {profile.gpu}, {profile.grade}; kernels {kernels}")
     return Group(head, Text(), made, Text())

@@ -175,7 +175,7 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
 @njit(cache=True, nogil=True, error_model="numpy")
 def _run(ops, lanes, flows, ranks, links, after, release, widest, limits, start, end, cause):  # type: ignore[no-untyped-def]
     num_ops = len(release)
-    heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops)
+    heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops + 1)
     counts = np.zeros((len(ranks), len(limits)), np.int32)
     ready = np.zeros(num_ops + 1, np.int64)  # ops that start now, as a stack: [0] counts them
     new_ops, group_ops = np.zeros(num_ops + 1, np.int64), np.zeros(num_ops + 1, np.int64)
@@ -185,8 +185,8 @@ def _run(ops, lanes, flows, ranks, links, after, release, widest, limits, start,
         if ops[op].pending == 0:
             set_key(heap, place, key, op, release[op])
     while heap[0] > 0:
-        now = key[heap[1]]
-        while ready[0] > 0 or (heap[0] > 0 and key[heap[1]] <= now):
+        now = key[1]
+        while ready[0] > 0 or (heap[0] > 0 and key[1] <= now):
             if ready[0] > 0:
                 op = ready[ready[0]]
                 ready[0] -= 1

@@ -122,9 +122,15 @@ def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
 def coarse_mask(slices: Slices, num_tokens: int, size: int) -> NDArray[np.float64]:
     """Share of unmasked pairs in every cell of a square grid, ``[size, size]``, queries by keys; exact."""
     edges = np.arange(size + 1) * num_tokens // size
-    table = np.stack([slices.q_start, slices.q_end, slices.k_start, slices.k_end, slices.low, slices.high], axis=1)
     pairs = np.outer(np.diff(edges), np.diff(edges))
-    return np.asarray(_areas_of_cells(table, edges) / np.maximum(pairs, 1), np.float64)
+    return np.asarray(areas_between(slices, edges) / np.maximum(pairs, 1), np.float64)
+
+
+def areas_between(slices: Slices, edges: Ints) -> Ints:
+    """Unmasked pairs of every (query range) x (key range) of the grid of ``edges [n + 1]``, ``int64[n, n]``; exact."""
+    table = np.stack([slices.q_start, slices.q_end, slices.k_start, slices.k_end, slices.low, slices.high], axis=1)
+    areas: Ints = _areas_of_cells(table, edges)
+    return areas
 
 
 @njit(cache=True)

@@ -31,7 +31,8 @@ ALLOWED = {
     "schedule": {"masks", "stripes", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
     "implementations": CORE | {"masks", "workload", "schedule"},
-    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations"},
+    "dcp": CORE | CASE - {"scenario"} | PLAN,
+    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE | {"masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,

@@ -1,15 +1,23 @@
-"""Placing blocks on ranks: one function, dispatched on the variant."""
+"""Placing blocks on ranks: first on nodes, then on the GPUs of each node."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Final
 
+import numpy as np
+
 from cpsim.dcp.blocks import Blocks, Placement
+from cpsim.dcp.hypergraph import Level, Parts, even_tokens, even_work, greedy
+from cpsim.dcp.solvers import SOLVE, fold
 from cpsim.errors import ScenarioError
 
 VARIANTS: Final = ("paper", "released", "cpsim")
-SOLVERS: Final = ("mtkahypar", "kahypar", "greedy")
+SOLVERS: Final = (*SOLVE, "greedy")
+RELEASED: Final = 100.0
+"""Weight of the smallest token block over that of all work, in DCP's code; 32 bits then leave computations few units,
+or one, where blocks are many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +35,17 @@ class Settings:
     solver: str = "mtkahypar"
     """One of ``SOLVERS``; variant ``cpsim`` has its own."""
 
+    def __post_init__(self) -> None:
+        for name, choices in (("variant", VARIANTS), ("solver", SOLVERS)):
+            if getattr(self, name) not in choices:
+                raise ScenarioError(f"knobs.{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+        for name in ("eps_inter", "eps_intra"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 100:
+                raise ScenarioError(f"knobs.{name}: expected a number from 0 to 100, got {value!r}")
+        if type(self.stages) is not int or self.stages < 1:
+            raise ScenarioError(f"knobs.stages: expected a positive integer, got {self.stages!r}")
+
 
 def plan_blocks(blocks: Blocks, shape: tuple[int, int], settings: Settings, seed: int) -> Placement:
     """Homes of token blocks and workers of computation blocks, the same for the same arguments.
@@ -38,9 +57,45 @@ def plan_blocks(blocks: Blocks, shape: tuple[int, int], settings: Settings, seed
         seed: of whatever is random.
 
     Raises:
-        ScenarioError: there is no such variant, or it is not available yet.
+        ScenarioError: the variant is not available yet.
     """
-    del blocks, shape, seed
-    if settings.variant not in VARIANTS:
-        raise ScenarioError(f"knobs.variant: expected one of {', '.join(VARIANTS)}, got {settings.variant!r}")
-    raise ScenarioError(f"knobs.variant: {settings.variant!r} is not available yet")
+    if settings.variant == "cpsim":
+        raise ScenarioError("knobs.variant: 'cpsim' is not available yet; use paper or released")
+    return _by_level(blocks, shape, settings, np.random.default_rng(seed))
+
+
+def _by_level(
+    blocks: Blocks, shape: tuple[int, int], settings: Settings, rng: np.random.Generator
+) -> Placement:  # fmt: skip
+    nodes, gpus = shape
+    solver = settings.solver if find_spec(settings.solver) else "greedy"
+    level = Level.of(blocks)
+    of_node = _partition(level, nodes, settings.eps_inter, settings.variant, solver, rng)
+    home, worker = np.empty(len(blocks), np.int64), np.empty(blocks.computations, np.int64)
+    for node in range(nodes):
+        data, chosen = np.flatnonzero(of_node.data == node), np.flatnonzero(of_node.work == node)
+        inside = Level(blocks, data, chosen)
+        of_gpu = _partition(inside, gpus, settings.eps_intra, settings.variant, solver, rng)
+        home[data], worker[chosen] = node * gpus + of_gpu.data, node * gpus + of_gpu.work
+    if solver != settings.solver:
+        solver = f"greedy, since {settings.solver} is not installed (pip install 'cpsim[dcp]')"
+    return Placement(home, worker, solver)
+
+
+def _partition(
+    level: Level, num_parts: int, eps: float, variant: str, solver: str, rng: np.random.Generator
+) -> Parts:  # fmt: skip
+    """One level. The paper's two constraints hold at the end; DCP's code takes what the solver makes of the folded one."""
+    if num_parts == 1 or not len(level.chosen):
+        parts = Parts(np.zeros(len(level.data), np.int64), np.zeros(len(level.chosen), np.int64))
+        return even_tokens(level, parts, num_parts)
+    limit = (1 + eps) * level.work.sum() / num_parts
+    if solver == "greedy":
+        return greedy(level, limit, num_parts, rng)
+    tokens = level.tokens
+    # the paper's: a block of tokens outweighs the work that a part may have; the released code's: all work
+    per_token = RELEASED / tokens.min() if variant == "released" else 2 * (1 + eps) / num_parts / tokens.max()
+    parts = SOLVE[solver](level, num_parts, fold(level, num_parts, eps, per_token), rng)
+    if variant == "released":
+        return parts
+    return even_work(level, even_tokens(level, parts, num_parts), limit, num_parts)

@@ -8,6 +8,7 @@ from typing import Final
 
 import numpy as np
 
+from cpsim.dcp.balanced import place
 from cpsim.dcp.blocks import Blocks, Placement
 from cpsim.dcp.hypergraph import Level, Parts, even_tokens, even_work, greedy
 from cpsim.dcp.solvers import SOLVE, fold
@@ -55,12 +56,9 @@ def plan_blocks(blocks: Blocks, shape: tuple[int, int], settings: Settings, seed
         shape: (nodes, GPUs of each); ranks fill one node after another.
         settings: variant and its knobs.
         seed: of whatever is random.
-
-    Raises:
-        ScenarioError: the variant is not available yet.
     """
     if settings.variant == "cpsim":
-        raise ScenarioError("knobs.variant: 'cpsim' is not available yet; use paper or released")
+        return place(blocks, shape, settings.eps_intra, seed)
     return _by_level(blocks, shape, settings, np.random.default_rng(seed))
 
 

@@ -85,7 +85,7 @@ class Links:
     def routed(self, op: int, source: Ints, target: Ints, nbytes: Floats) -> Flows:
         """Flows of one uneven all-to-all, every link once; arrays ``[n]``."""
         flows = self.transfers(np.full(len(source), op), source, target, nbytes)
-        total = np.bincount(flows.link, flows.nbytes)
+        total = np.bincount(flows.link, flows.nbytes).astype(np.float64)
         link = np.flatnonzero(total)
         return Flows(np.full(len(link), op), link, total[link])
 

@@ -152,11 +152,11 @@ def _even_tokens(nets, nbytes, tokens, part, pins):  # type: ignore[no-untyped-d
         held[part[i]] += tokens[i]
     while held.max() - held.min() > tokens.max():
         full, empty = np.argmax(held), np.argmin(held)
-        best, least = -1, 0
+        best, least = -1, 0.0
         for i in range(len(tokens)):
             if part[i] == full:
-                cost = _cost(nets[i], nbytes, pins, full, empty)
-                if best < 0 or cost * tokens[best] < least * tokens[i]:  # bytes for each token moved
+                cost = _cost(nets[i], nbytes, pins, full, empty) / tokens[i]
+                if best < 0 or cost < least:
                     best, least = i, cost
         _move(nets[best], pins, full, empty)
         part[best] = empty
@@ -200,7 +200,7 @@ def _construct(nets, nbytes, work, pins, limit, order):  # type: ignore[no-untyp
                 if best < 0 or cost < least or (cost == least and load[to] < load[best]):
                     best, least = to, cost
         if best < 0:
-            best = np.argmin(load)
+            best = int(np.argmin(load))
         _move(nets[i], pins, -1, best)
         part[i] = best
         load[best] += work[i]

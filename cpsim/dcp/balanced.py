@@ -3,7 +3,8 @@
 Token blocks fill ranks in two orders, as they come and folded like a zigzag. From each, blocks are swapped between
 nodes, then between the GPUs of a node, where that lessens what the busiest receive and send while computation stays
 with its queries; then computation alone moves, in bundles that are halved from whole rows to single blocks, until no
-part has more than its share. The best of what the starts lead to is kept.
+part has more than its share. Of what the starts lead to, that is kept which takes the least time
+(``cpsim.dcp.timing``).
 
 Reference: DCP (arXiv 2510.10620), section 4.2, for the problem. Differs: no hypergraph solver; two constraints are two
 searches; what is minimized is not the total, but squares of what every node and GPU receives and sends.
@@ -15,16 +16,21 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import ArrayLike
 
-from cpsim.dcp.blocks import Blocks, Placement, judge
+from cpsim.dcp.blocks import Blocks, Floats, Placement, judge
 from cpsim.dcp.search import OUTSIDE, move_bundles, swap_homes, tally
+from cpsim.dcp.timing import Rates, stage_by_time
 from cpsim.masks import Ints
+from cpsim.schedule import Pass
 
 NETWORK: Final = 8
 """Bytes over NVLink in the time of one over a GPU's part of the network: 450 over 50 GB/s for an H100, rounded."""
+RESULT: Final = 4
+"""Weight of a byte of results against one of inputs, which computation can hide."""
 TRIES: Final = 1000
 """Swaps that are tried for every token block."""
+EVENER: Final = 0.2
+"""Of ``eps``: how even computation is tried to be, too, where it decides the time."""
 SWEEPS: Final = 3
 """Over bundles of one size, at most."""
 PRICE: Final = (300.0, 100.0, 1e6)
@@ -32,19 +38,31 @@ PRICE: Final = (300.0, 100.0, 1e6)
 moves, and when that must fit."""
 
 
-def place(blocks: Blocks, shape: tuple[int, int], eps: float, seed: int) -> Placement:
+def place(
+    blocks: Blocks, shape: tuple[int, int], rates: Rates, eps: float, num_stages: int, seed: int
+) -> Placement:  # fmt: skip
     """Homes and workers with even tokens and computation, and little traffic.
 
     Args:
         blocks: what to place.
         shape: (nodes, GPUs of each).
+        rates: of the machine.
         eps: computation of a rank over the mean, at most, less 1, as far as blocks allow it.
+        num_stages: at most.
         seed: of the swaps that are tried.
     """
-    ranks = shape[0] * shape[1]
-    starts = [even_fill(blocks.tokens, ranks, order) for order in (np.arange(len(blocks)), _folded(blocks))]
-    found = [_Search(blocks, shape, eps, seed).run(start, swaps) for start in starts for swaps in (True, False)]
-    return min(found, key=lambda placement: _busiest(blocks, placement, shape, eps))
+    nodes, gpus = shape
+    starts: list[tuple[Ints, Ints, bool]] = []
+    for order in (np.arange(len(blocks)), _folded(blocks)):
+        home = even_fill(blocks.tokens, nodes * gpus, order)
+        anchor = _anchors(blocks, home // gpus if nodes > 1 else home)
+        both = [blocks.query] if np.array_equal(anchor, blocks.query) else [blocks.query, anchor]
+        starts += [(home, goes_with, swaps) for goes_with in both for swaps in (True, False)]
+    found = [_Search(blocks, shape, eps, seed).run(*start) for start in starts]
+    cost = [_cost(blocks, placement, shape, rates, eps, num_stages) for placement in found]
+    best = min(range(len(found)), key=cost.__getitem__)
+    evener = _Search(blocks, shape, eps * EVENER, seed).run(*starts[best])
+    return evener if _cost(blocks, evener, shape, rates, eps, num_stages) < cost[best] else found[best]
 
 
 def even_fill(tokens: Ints, num_ranks: int, order: Ints) -> Ints:
@@ -72,12 +90,34 @@ def _folded(blocks: Blocks) -> Ints:
     return np.lexsort((np.arange(len(blocks)), np.minimum(nth, count - 1 - nth) / count))
 
 
-def _busiest(blocks: Blocks, placement: Placement, shape: tuple[int, int], eps: float) -> tuple[float, float]:
-    """Computation beyond its share, and bytes of the busiest node and GPU, weighted."""
+def _anchors(b: Blocks, home: Ints) -> Ints:
+    """Token block that every computation block may go with, ``[C]``: that of its queries, or of its keys where these
+    are many that no other queries of a part see, so that the queries may be less to move.
+
+    Args:
+        b: what is placed.
+        home: part of every token block.
+    """
+    pair = np.unique(b.query * len(b) + b.key)
+    query, key = pair // len(b), pair % len(b)
+    away = home[query] != home[key]
+    readers, parts = np.zeros((2, len(b), home.max() + 1), np.int64)
+    np.add.at(readers, (key, home[query]), 1)
+    alone = away & (readers[key, home[query]] == 1)
+    saved = np.bincount(query[alone], b.tokens[key[alone]], len(b)) * sum((*b.key_bytes("fwd"), *b.key_bytes("bwd")))
+    parts[query[away], home[key[away]]] = 1
+    spent = parts.sum(axis=1) * b.tokens * sum((*b.query_bytes("fwd"), *b.query_bytes("bwd")))
+    return np.where((saved > spent)[b.query], b.key, b.query)
+
+
+def _cost(
+    blocks: Blocks, placement: Placement, shape: tuple[int, int], rates: Rates, eps: float, num_stages: int
+) -> tuple[float, float]:  # fmt: skip
+    """Computation beyond what a rank may have, in whole percents, and seconds of both passes."""
     quality = judge(blocks, placement, shape[0] * shape[1], shape[1], "fwd")
-    far = quality.between_nodes.reshape(shape * 2).sum(axis=(1, 3))
-    ports = [np.stack([moved.sum(axis=0), moved.sum(axis=1)]).max() for moved in (far, quality.moved)]
-    return round(max(quality.imbalance - 1 - eps, 0.0), 2), float(ports[0] * NETWORK / shape[1] + ports[1])
+    beyond = round(max(quality.imbalance - 1 - eps, 0.0), 2)
+    passes: tuple[Pass, ...] = ("fwd", "bwd")
+    return beyond, sum(stage_by_time(blocks, placement, shape, rates, num_stages, p)[1] for p in passes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +139,27 @@ class _Search:
     def __init__(self, blocks: Blocks, shape: tuple[int, int], eps: float, seed: int) -> None:
         self.blocks, self.shape, self.eps, self.seed = blocks, shape, eps, seed
         self.load = blocks.area * (shape[0] * shape[1] / blocks.area.sum())
-        self.keys = (blocks.tokens * blocks.num_groups * blocks.kv_bytes).astype(np.float64)
         groups = blocks.num_groups
         units = len(blocks) * groups
         self.sides = np.stack([blocks.query * groups + blocks.group, units + blocks.key * groups + blocks.group])
-        (q_in, q_out), (k_in, k_out) = blocks.query_bytes("fwd"), blocks.key_bytes("fwd")
         tokens = np.repeat(blocks.tokens, groups)
-        self.bytes_in = np.concatenate([tokens * q_in, tokens * k_in]).astype(np.float64)
-        self.bytes_out = np.concatenate([tokens * q_out, tokens * k_out]).astype(np.float64)
+        queries, keys = (np.add(side("fwd"), side("bwd")) for side in (blocks.query_bytes, blocks.key_bytes))
+        self.bytes_in, self.bytes_out = (
+            np.concatenate([tokens * q, tokens * k]) * 1.0 for q, k in zip(queries, keys, strict=True)
+        )
+        self.keys = (blocks.tokens * groups * sum(keys)).astype(np.float64)
 
-    def run(self, start: Ints, swaps: bool) -> Placement:
-        """Improve a start, with homes swapped or as they are."""
+    def run(self, start: Ints, anchor: Ints, swaps: bool) -> Placement:
+        """Improve a start, with homes swapped or as they are.
+
+        Args:
+            start: rank of every token block.
+            anchor: token block that every computation block goes with, at first.
+            swaps: whether homes are swapped.
+        """
         (nodes, per_node), b = self.shape, self.blocks
         rank, worker = start.copy(), np.empty(b.computations, np.int64)
+        self.anchor = anchor
         whole = _Part(rank // per_node, np.arange(b.computations), nodes, per_node * (1 + self.eps / 2))
         if swaps and nodes > 1:
             self.swap(whole, rank)
@@ -126,14 +174,15 @@ class _Search:
 
     def swap(self, part: _Part, rank: Ints) -> None:
         """Swap homes, in ``part.home`` and ``rank``, with the computation of their queries."""
-        b, mine = self.blocks, part.mine[part.home[self.blocks.query[part.mine]] != OUTSIDE]
-        seen = np.unique(b.query[mine] * len(b) + b.key[mine])
+        b, mine = self.blocks, part.mine[part.home[self.anchor[part.mine]] != OUTSIDE]
+        here = mine[self.anchor[mine] == b.query[mine]]
+        seen = np.unique(b.query[here] * len(b) + b.key[here])
         row_start = np.searchsorted(seen, np.arange(len(b) + 1) * len(b))
         movable = np.flatnonzero(part.home != OUTSIDE)
         if len(np.unique(part.home[movable])) < 2:
             return
         held = np.bincount(rank, b.tokens, self.shape[0] * self.shape[1]).astype(np.int64)
-        load = np.bincount(b.query[mine], self.load[mine], len(b))
+        load = np.bincount(self.anchor[mine], self.load[mine], len(b))
         rng = np.random.default_rng(self.seed)
         pairs = movable[rng.integers(len(movable), size=(TRIES * len(movable), 2))]
         swap_homes(
@@ -147,7 +196,7 @@ class _Search:
         if not len(mine):
             return np.zeros(0, np.int64)
         load, home = self.load[mine], np.tile(np.repeat(part.home, b.num_groups), 2)
-        away, back = self.bytes_in, np.where(home == OUTSIDE, NETWORK, 1) * self.bytes_out
+        away, back = self.bytes_in, RESULT * np.where(home == OUTSIDE, NETWORK, 1) * self.bytes_out
         worker = self.first_guess(part, load)
         order = np.empty(len(b), np.int64)
         order[np.lexsort((np.arange(len(b)), part.home))] = np.arange(len(b))
@@ -162,14 +211,15 @@ class _Search:
                 )
         return worker
 
-    def first_guess(self, part: _Part, load: ArrayLike) -> Ints:
-        """With its queries; rows of other nodes' queries go to the parts with the least load."""
-        query, load = self.blocks.query[part.mine], np.asarray(load)
-        worker = part.home[query]
+    def first_guess(self, part: _Part, load: Floats) -> Ints:
+        """With what it goes with; rows for which that is outside go to the parts with the least load."""
+        query = self.blocks.query[part.mine]
+        worker = part.home[self.anchor[part.mine]]
         held = np.bincount(worker[worker != OUTSIDE], load[worker != OUTSIDE], part.num_parts)
         for row in np.unique(query[worker == OUTSIDE]):
-            worker[query == row] = held.argmin()
-            held[held.argmin()] += load[query == row].sum()
+            alone = (query == row) & (worker == OUTSIDE)
+            worker[alone] = held.argmin()
+            held[held.argmin()] += load[alone].sum()
         return worker
 
     def bundles(self, query: Ints, key: Ints, group: Ints) -> list[tuple[Ints, Ints]]:

@@ -295,7 +295,7 @@ class _Dcp:
         return [np.where(new, last, NOTHING)]
 
     def gather(self, stage: int, ids: Ints) -> list[Access]:
-        """What kernels read: where all of it lies as they take it, or copied together."""
+        """What kernels read: a rank's own tokens where they are, if these are all; or copied together."""
         who, tile = self.calls.rank[ids], self.calls.tile[ids]
         any_order = self.sequences.in_place[tile] | ~self.sequences.one_call[tile]
         found: list[Access] = []
@@ -304,19 +304,13 @@ class _Dcp:
         for side, tensors in enumerate(SIDES[self.pass_]):
             cells, held = (self.calls.query, self.calls.key)[side][ids], self.held[side]
             rows = self.key_rows(ids) if side else cells @ self.tokens
-            apart = np.ones(len(ids), np.bool_)
-            used = {t: np.full(len(ids), NOTHING) for t in tensors}
-            for h in held:
-                whole = (cells == h.cells[who]).all(axis=1) & (any_order | (side == 0))
-                apart &= ~whole
-                for t in tensors:
-                    used[t] = np.where(whole, h.buffers[t][who], used[t])
+            apart = (cells != self.own[who]).any(axis=1) | ~(any_order | (side == 0))
             waits += self.waits(who, held, cells)
             there = cells & apart[:, None]
             for t in tensors:
                 copied = self.b.buffers(f"{t} in order", np.where(apart, rows, 0) * self.nbytes[t], who)
                 block = self.block(t, cells)
-                found.append((np.where(apart, copied, used[t]).astype(np.int32), block))
+                found.append((np.where(apart, copied, held[0].buffers[t][who]).astype(np.int32), block))
                 copies[0].extend(self.reads(who, [t], held, there))
                 copies[1].append((np.where(apart, copied, NOTHING).astype(np.int32), block))
             copies[2][:] += np.where(apart, rows, 0) * 2 * sum(self.nbytes[t] for t in tensors)
@@ -340,11 +334,13 @@ class _Dcp:
     # --- results ---
 
     def results(self, tensor: str, kind: Kind) -> tuple[NDArray[np.bool_], _Sum, _Sum]:
-        """Which calls write their rows of the result themselves; the result, and what belongs to other ranks."""
+        """Which calls write their rows of the result themselves, the first to do so and in one run; the result, and
+        what belongs to other ranks."""
         calls, remote = self.calls, self.own & self.away[0].any(axis=0)
         direct, parts = np.zeros(len(calls.rank), np.bool_), np.zeros((2, *self.own.shape), np.int64)
         for i, (rank, cells) in enumerate(zip(calls.rank, calls.query, strict=True)):
-            direct[i] = not (cells & (~self.own[rank] | (parts[0, rank] > 0))).any()
+            run = np.abs(np.diff(cells[self.own[rank]].astype(np.int8), prepend=0, append=0)).sum() == 2
+            direct[i] = run and not (cells & (~self.own[rank] | (parts[0, rank] > 0))).any()
             parts[:, rank] += cells & np.stack([self.own[rank], ~self.own[rank]])
         adds = remote.any(axis=1)
         adds[calls.rank[~direct]] = True

@@ -167,10 +167,11 @@ class Builder:
                 self._accesses.extend(ops, buffers, blocks * 3 + mode)
         return ops
 
-    def route(self, op: int, nbytes: Ints) -> None:
-        """Bytes ``[ranks, ranks]`` that an all-to-all moves from every rank to every other."""
+    def route(self, op: int, ranks: Ints, nbytes: Ints) -> None:
+        """Bytes ``[g, g]`` that an all-to-all moves from each of its ranks ``[g]`` to each."""
         source, target = np.nonzero(nbytes)
-        self._routes.append(np.stack([np.full(len(source), op), source, target, nbytes[source, target]]))
+        moved = nbytes[source, target]
+        self._routes.append(np.stack([np.full(len(source), op), ranks[source], ranks[target], moved]))
 
     def build(self) -> Schedule:
         """The finished schedule."""

@@ -230,6 +230,19 @@ class RangeSets:
         return self.ranges[self.start[index] : self.start[index + 1]]
 
 
+def sets_of(cells: NDArray[np.bool_], edges: Ints) -> RangeSets:
+    """Sets of the cells that are True, ``[sets, cells]``; those that touch are joined.
+
+    Args:
+        edges: first token of every cell, and the end of the last one.
+    """
+    change = np.diff(np.pad(cells, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    owner, opens = np.nonzero(change == 1)
+    closes = np.nonzero(change == -1)[1]
+    start = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(cells)))))
+    return RangeSets(start, np.stack([edges[opens], edges[closes]], axis=1))
+
+
 def restrict(
     mask: Slices, q_sets: RangeSets, k_sets: RangeSets, pair_q: Ints, pair_k: Ints
 ) -> tuple[Ints, NDArray[np.int32], Ints]:

@@ -92,8 +92,10 @@ class Lowering:
             if self.s.kind[i] in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD):
                 unseen |= self._unseen(i, accesses)
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
+                if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
+                    continue  # sums of nothing
                 source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
-                rows = _rows_of(target, np.setdiff1d(target.tokens, unseen[source.buffer]))
+                rows = _rows_of(target, np.setdiff1d(target.tokens, unseen.get(source.buffer, [])))
                 self.left[target.buffer][rows] += 1
         for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
             pairs = (*self.s.inputs.tolist(), *self.s.outputs.tolist())
@@ -315,9 +317,13 @@ class Lowering:
     # --- memory-bound ops ---
 
     def _merge(self, mine: list[Access]) -> Launch:
-        (source,), (target,) = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
+        reads, (target,) = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
+        if not reads:  # a sum of nothing
+            self.x.lse.setdefault(target.buffer, self._new_lse(target.num_heads, len(target.tokens)))
+            return lambda: None
+        (source,) = reads
         (part,) = source.layout.parts("out")
-        tokens = np.setdiff1d(target.tokens, self.unseen[source.buffer])
+        tokens = np.setdiff1d(target.tokens, self.unseen.get(source.buffer, []))
         rows, from_rows = _rows_of(target, tokens), part.rows_of(tokens)
         parts, before, after = self._advance(target, rows)
         tables = elementwise.Merge(
@@ -346,6 +352,8 @@ class Lowering:
         reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
         sources = [p for a in reads for p in a.parts(self.unseen.get(a.buffer))]
         summed = [a for a in targets if a.buffer in self.state]
+        if summed and not reads:
+            return lambda: None
         if summed:
             return self._add_to_result(summed[0], sources)
         parts = [p for a in targets for p in a.parts()]
@@ -387,12 +395,17 @@ class Lowering:
         target = next((a for a in targets if a.tensor == "out"), None)
         if target is None:
             return None
-        source = next(a for a in reads if a.tensor == "out")
-        (part,) = source.layout.parts("out")
-        index = torch.from_numpy(part.rows_of(target.tokens)).to(self.device)
-        into = self._new_lse(target.num_heads, len(target.tokens))
+        sources = [a for a in reads if a.tensor == "out"]
+        held = np.concatenate([np.where(np.isin(p.tokens, a.tokens), p.tokens, -1) for a in sources
+                               for p in a.layout.parts("out")])  # fmt: skip
+        (part,) = target.layout.parts("out")
+        order = np.argsort(held, kind="stable")
+        index = torch.from_numpy(order[np.searchsorted(held[order], part.tokens)]).to(self.device)
+        into = self._new_lse(target.num_heads, len(part.tokens))
         self.x.lse[target.buffer], lse = into, self.x.lse
-        return lambda: torch.index_select(lse[source.buffer], 1, index, out=into)
+        if len(sources) == 1:
+            return lambda: torch.index_select(lse[sources[0].buffer], 1, index, out=into)
+        return lambda: torch.index_select(torch.cat([lse[a.buffer] for a in sources], dim=1), 1, index, out=into)
 
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
@@ -420,7 +433,10 @@ class Lowering:
             splits = [got, [len(part) for part in sent]]
             even = len({*splits[0], *splits[1]}) == 1
             into, out_of = (None, None) if even else splits
-            return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
+            if all(a.tensor != "out" for a in targets):
+                return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
+            after = self._exchange_lse(reads, targets, ranks, others, group)
+            return lambda: (dist.all_to_all_single(y, x, into, out_of, group=group), after())
         if kind == Kind.ALL_GATHER:
             x, y = self._span_of(reads, reads, op.index), self._all_of(targets[0])
             _check_even(op, len(x) * len(ranks), len(y))
@@ -430,6 +446,25 @@ class Lowering:
             _check_even(op, len(y) * len(ranks), len(x))
             return lambda: dist.reduce_scatter_tensor(y, x, group=group)
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
+
+    def _exchange_lse(
+        self, reads: Sequence[Access], targets: Sequence[Access], ranks: Sequence[int],
+        others: dict[int, list[Access]], group: Any,
+    ) -> Launch:  # fmt: skip
+        """Log-sum-exps of an exchanged ``out``, which has them packed in the order in which it is sent."""
+        source, target = (next(a for a in side if a.tensor == "out") for side in (reads, targets))
+        sent = [len(overlap([source], [a for a in others[r] if a.mode != READ])[1]) for r in ranks]
+        got = [len(chunk.parts[0].tokens) if chunk.parts else 0 for chunk in target.layout.chunks]
+        into, lse = self._new_lse(target.num_heads, sum(got)), self.x.lse
+        self.x.lse[target.buffer] = into
+        arrived = into.new_empty(sum(got), target.num_heads)
+
+        def run() -> None:
+            leaving = lse[source.buffer].T.contiguous() if sum(sent) else into.new_empty(0, target.num_heads)
+            dist.all_to_all_single(arrived, leaving, got, sent, group=group)
+            into.copy_(arrived.T)
+
+        return run
 
     def _all_of(self, access: Access) -> Tensor:
         """Everything that a buffer holds, in one piece."""

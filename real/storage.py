@@ -158,8 +158,8 @@ class Memory:
         self.summed = np.zeros(len(padded), bool)
         self.summed[s.access_buffer[s.access_mode == UPDATE]] = True
         owner = np.repeat(np.arange(len(s)), np.diff(s.access_start))
-        of_kernels = np.isin(s.kind[owner], ATTENTION_KINDS)
-        self.summed &= np.isin(np.arange(len(padded)), s.access_buffer[of_kernels])
+        in_turns = np.isin(s.kind[owner], (*ATTENTION_KINDS, Kind.MERGE))
+        self.summed &= self.is_output | np.isin(np.arange(len(padded)), s.access_buffer[in_turns])
         self.later = [[] for _ in padded]
         for a, (op, buffer) in enumerate(zip(owner.tolist(), s.access_buffer.tolist(), strict=True)):
             self.later[buffer].append((op, a))

@@ -183,18 +183,26 @@ def wanted(
 
 
 def first_hops(needs: Bools, home: Ints, gpus_per_node: int) -> Ints:
-    """Rank that every rank gets every unit from, ``[units, ranks]``: the home, or the relay of its own node.
+    """Rank that every rank gets every unit from, ``[units, ranks]``: the home, or the relay of its own node."""
+    rank = np.arange(needs.shape[1])
+    relay = first_of_nodes(needs, home, gpus_per_node)[:, rank // gpus_per_node]
+    near = (home // gpus_per_node)[:, None] == rank // gpus_per_node
+    return np.where(near | (relay == rank), home[:, None], relay)
 
-    The relay of a node is the first rank that needs the unit, counted from the rank at the home's place of its node,
-    so that the ranks of a node take turns.
+
+def first_of_nodes(chosen: Bools, home: Ints, gpus_per_node: int) -> Ints:
+    """The first chosen rank of every node, -1 where there is none: ``[units, nodes]``.
+
+    Counted from the rank at the home's place of its node, so that the ranks of a node take turns.
+
+    Args:
+        chosen: ``[units, ranks]``.
+        home: rank of every unit.
     """
-    units, num_ranks = needs.shape
+    units, num_ranks = chosen.shape
     per_node = min(gpus_per_node, num_ranks)
     local = (home[:, None] + np.arange(per_node)) % per_node
-    by_node = needs.reshape(units, -1, per_node)
+    by_node = chosen.reshape(units, -1, per_node)
     turned = np.take_along_axis(by_node, np.broadcast_to(local[:, None, :], by_node.shape), axis=2)
-    relay = np.take_along_axis(local, turned.argmax(axis=2), axis=1)
-    relay = (relay + np.arange(by_node.shape[1]) * per_node).repeat(per_node, axis=1)
-    rank = np.arange(num_ranks)
-    near = (home // per_node)[:, None] == rank // per_node
-    return np.where(near | (relay == rank), home[:, None], relay)
+    first = np.take_along_axis(local, turned.argmax(axis=2), axis=1) + np.arange(by_node.shape[1]) * per_node
+    return np.where(turned.any(axis=2), first, -1)

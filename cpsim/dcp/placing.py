@@ -83,7 +83,7 @@ def _by_level(
 def _partition(
     level: Level, num_parts: int, eps: float, variant: str, solver: str, rng: np.random.Generator
 ) -> Parts:  # fmt: skip
-    """One level. The paper's two constraints hold at the end; DCP's code takes what the solver makes of the folded one."""
+    """One level. The paper's two constraints hold at the end; its code takes what a solver makes of the folded one."""
     if num_parts == 1 or not len(level.chosen):
         parts = Parts(np.zeros(len(level.data), np.int64), np.zeros(len(level.chosen), np.int64))
         return even_tokens(level, parts, num_parts)

@@ -1,17 +1,22 @@
 """The planner of variant ``cpsim``: even tokens, even computation, little traffic, and counts that stay exact."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from cases import ALL_MASKS, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cpsim.cluster import load_cluster
 from cpsim.dcp.balanced import even_fill, place
 from cpsim.dcp.blocks import Placement, cut, judge
 from cpsim.dcp.search import OUTSIDE, move_bundles, swap_homes, tally
+from cpsim.dcp.timing import STAGE_S, Rates, _cut, _one_by_one, _seconds, stage_by_time
 from cpsim.strategies import sharding
 
 NODES, GPUS = 4, 8
+RATES = Rates.of(load_cluster("p4de"))
 TOKENS, BLOCK = 131072, 1024
 LIMITS = {"causal": 1.0, "lambda": 0.6, "causal_blockwise": 0.3, "shared_question": 0.8}
 """Bytes between nodes over those of a zigzag that moves only what is needed, at most."""
@@ -39,7 +44,7 @@ def zigzag(blocks):
 @pytest.mark.parametrize("mask", LIMITS)
 def test_one_long_document_moves_less_between_nodes_than_a_zigzag(mask):
     blocks = published(mask)
-    ours, other = quality(blocks, place(blocks, (NODES, GPUS), 0.1, 0)), quality(blocks, zigzag(blocks))
+    ours, other = quality(blocks, place(blocks, (NODES, GPUS), RATES, 0.1, 4, 0)), quality(blocks, zigzag(blocks))
     assert ours.between_nodes.sum() <= LIMITS[mask] * other.between_nodes.sum()
     assert ours.imbalance <= 1.1
     assert np.ptp(ours.tokens) <= BLOCK
@@ -49,7 +54,7 @@ def test_one_long_document_moves_less_between_nodes_than_a_zigzag(mask):
 @pytest.mark.parametrize("eps", [0.03, 0.1])
 def test_computation_of_packed_documents_is_balanced_as_far_as_asked(mask, eps):
     blocks = published(mask, BATCH)
-    found = quality(blocks, place(blocks, (NODES, GPUS), eps, 0))
+    found = quality(blocks, place(blocks, (NODES, GPUS), RATES, eps, 4, 0))
     assert found.imbalance <= 1 + eps + 1e-6
     assert np.ptp(found.tokens) <= BLOCK
 
@@ -66,7 +71,7 @@ def test_computation_of_packed_documents_is_balanced_as_far_as_asked(mask, eps):
 )
 def test_any_case_is_placed_with_even_tokens(mask, documents, nodes, gpus, block, groups, seed):
     blocks = cut(workload(mask, documents=tuple(documents)), block, groups)
-    found = place(blocks, (nodes, gpus), 0.1, seed)
+    found = place(blocks, (nodes, gpus), RATES, 0.1, 4, seed)
     assert found.home.shape == blocks.tokens.shape
     assert found.worker.shape == blocks.area.shape
     for ranks in (found.home, found.worker):
@@ -76,7 +81,7 @@ def test_any_case_is_placed_with_even_tokens(mask, documents, nodes, gpus, block
 
 def test_a_seed_says_the_placement():
     blocks = published("causal_document", BATCH)
-    first, second = (place(blocks, (NODES, GPUS), 0.1, 5) for _ in range(2))
+    first, second = (place(blocks, (NODES, GPUS), RATES, 0.1, 4, 5) for _ in range(2))
     np.testing.assert_array_equal(first.home, second.home)
     np.testing.assert_array_equal(first.worker, second.worker)
 
@@ -135,3 +140,39 @@ def test_swaps_of_homes_lessen_what_busy_parts_move_and_keep_tokens_even(seed):
     assert limits[0] <= held.min()
     assert held.max() <= limits[1]
     np.testing.assert_array_equal(slot // 2, home)
+
+
+@pytest.mark.parametrize("mask", LIMITS)
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_no_computation_comes_before_its_inputs_and_more_stages_cost_no_time(mask, pass_):
+    blocks = published(mask, BATCH)
+    placement = place(blocks, (NODES, GPUS), RATES, 0.1, 4, 0)
+    seconds = []
+    for count in (1, 2, 4, 6):
+        stage, time = stage_by_time(blocks, placement, (NODES, GPUS), RATES, count, pass_)
+        seconds.append(time)
+        assert 0 <= stage.min() <= stage.max() < count
+    assert all(after <= before for before, after in pairwise(seconds))
+    local = (placement.home[blocks.query] == placement.worker) & (placement.home[blocks.key] == placement.worker)
+    assert (stage[local] == 0).all()
+
+
+def test_stages_hide_what_arrives_behind_what_has_arrived():
+    blocks = published("causal")
+    placement = place(blocks, (NODES, GPUS), RATES, 0.1, 4, 0)
+    at_once, staged = (stage_by_time(blocks, placement, (NODES, GPUS), RATES, n, "fwd")[1] for n in (1, 4))
+    assert staged < 0.95 * at_once
+
+
+def test_what_arrives_first_is_what_most_work_waits_for_and_sources_take_turns():
+    nbytes, source, work = np.array([10, 10, 10, 10]), np.array([0, 0, 1, 1]), np.array([1.0, 5.0, 2.0, 9.0])
+    assert _one_by_one(nbytes, source, work).tolist() == [30, 10, 40, 20]
+
+
+def test_cuts_overlap_arrivals_with_work():
+    moments, work = np.array([0.0, 1.0, 2.0]), np.array([[1.0, 1.0, 1.0]])
+    assert _seconds([2], moments, work) == pytest.approx(2.0 + STAGE_S + 3.0)
+    assert _seconds([0, 1, 2], moments, work) == pytest.approx(3.0 + 2 * STAGE_S)
+    ends, seconds = _cut(moments, work, 3)
+    assert ends.tolist() == [0, 1, 2]
+    assert seconds == pytest.approx(3.0 + 2 * STAGE_S)

@@ -31,6 +31,8 @@ TRIES: Final = 1000
 """Swaps that are tried for every token block."""
 EVENER: Final = 0.2
 """Of ``eps``: how even computation is tried to be, too, where it decides the time."""
+AIM: Final = 0.98
+"""Of ``eps``: where computation begins to have a price, which leaves a little beyond."""
 SWEEPS: Final = 3
 """Over bundles of one size, at most."""
 PRICE: Final = (300.0, 100.0, 1e6)
@@ -137,7 +139,7 @@ class _Search:
     """From one start; loads are in shares, what a rank would have if all had the same."""
 
     def __init__(self, blocks: Blocks, shape: tuple[int, int], eps: float, seed: int) -> None:
-        self.blocks, self.shape, self.eps, self.seed = blocks, shape, eps, seed
+        self.blocks, self.shape, self.eps, self.seed = blocks, shape, AIM * eps, seed
         self.load = blocks.area * (shape[0] * shape[1] / blocks.area.sum())
         groups = blocks.num_groups
         units = len(blocks) * groups

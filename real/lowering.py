@@ -426,17 +426,7 @@ class Lowering:
         reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
         ranks = [rank for rank, _ in op.lanes]
         if kind == Kind.ALL_TO_ALL:
-            others = {r: [a for a in accesses if a.rank == r] for r in ranks}
-            sent = [self._span_of(reads, [a for a in others[r] if a.mode != READ], to=r) for r in ranks]
-            got = [c.num_heads * self.x.workload.head_dim for c in targets[0].layout.chunks]
-            x, y = _joined(sent), self._all_of(targets[0])
-            splits = [got, [len(part) for part in sent]]
-            even = len({*splits[0], *splits[1]}) == 1
-            into, out_of = (None, None) if even else splits
-            if all(a.tensor != "out" for a in targets):
-                return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
-            after = self._exchange_lse(reads, targets, ranks, others, group)
-            return lambda: (dist.all_to_all_single(y, x, into, out_of, group=group), after())
+            return self._all_to_all(accesses, reads, targets, ranks, group)
         if kind == Kind.ALL_GATHER:
             x, y = self._span_of(reads, reads, op.index), self._all_of(targets[0])
             _check_even(op, len(x) * len(ranks), len(y))
@@ -447,22 +437,42 @@ class Lowering:
             return lambda: dist.reduce_scatter_tensor(y, x, group=group)
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
+    def _all_to_all(
+        self, accesses: Sequence[Access], reads: Sequence[Access], targets: Sequence[Access], ranks: Sequence[int],
+        group: Any,
+    ) -> Launch:  # fmt: skip
+        """Parts of any sizes; a rank that sends or gets nothing takes part."""
+        wanted = [[a for a in accesses if a.rank == r and a.mode != READ] for r in ranks]
+        nothing = self.x.flat(0, 0, False)
+        sent = [self._span_of(reads, theirs, to=r) for r, theirs in zip(ranks, wanted, strict=True)] if reads else []
+        got = [c.num_heads * self.x.workload.head_dim for c in targets[0].layout.chunks] if targets else []
+        x, y = _joined(sent) if reads else nothing, self._all_of(targets[0]) if targets else nothing
+        none = [0] * len(ranks)
+        splits = [got or none, [len(part) for part in sent] or none]
+        into, out_of = (None, None) if len({*splits[0], *splits[1]}) == 1 else splits
+        if not any(a.tensor == "out" for a in accesses):
+            return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
+        after = self._exchange_lse(reads, targets, wanted, group)
+        return lambda: (dist.all_to_all_single(y, x, into, out_of, group=group), after())
+
     def _exchange_lse(
-        self, reads: Sequence[Access], targets: Sequence[Access], ranks: Sequence[int],
-        others: dict[int, list[Access]], group: Any,
+        self, reads: Sequence[Access], targets: Sequence[Access], wanted: Sequence[Sequence[Access]], group: Any
     ) -> Launch:  # fmt: skip
         """Log-sum-exps of an exchanged ``out``, which has them packed in the order in which it is sent."""
-        source, target = (next(a for a in side if a.tensor == "out") for side in (reads, targets))
-        sent = [len(overlap([source], [a for a in others[r] if a.mode != READ])[1]) for r in ranks]
-        got = [len(chunk.parts[0].tokens) if chunk.parts else 0 for chunk in target.layout.chunks]
-        into, lse = self._new_lse(target.num_heads, sum(got)), self.x.lse
-        self.x.lse[target.buffer] = into
-        arrived = into.new_empty(sum(got), target.num_heads)
+        sources = [a for a in reads if a.tensor == "out"]
+        heads = next(a.num_heads for theirs in wanted for a in theirs if a.tensor == "out")
+        sent, got = [len(overlap(sources, theirs)[1]) for theirs in wanted], [0] * len(wanted)
+        for target in (a for a in targets if a.tensor == "out"):
+            got = [len(chunk.parts[0].tokens) if chunk.parts else 0 for chunk in target.layout.chunks]
+            self.x.lse[target.buffer] = self._new_lse(heads, sum(got))
+        into, lse = [self.x.lse[a.buffer] for a in targets if a.tensor == "out"], self.x.lse
+        arrived = torch.empty(sum(got), heads, dtype=self.x.wide.dtype, device=self.device)
 
         def run() -> None:
-            leaving = lse[source.buffer].T.contiguous() if sum(sent) else into.new_empty(0, target.num_heads)
+            leaving = lse[sources[0].buffer].T.contiguous() if sources else arrived[:0]
             dist.all_to_all_single(arrived, leaving, got, sent, group=group)
-            into.copy_(arrived.T)
+            for rows in into:
+                rows.copy_(arrived.T)
 
         return run
 
@@ -470,7 +480,8 @@ class Lowering:
         """Everything that a buffer holds, in one piece."""
         chunks = access.layout.chunks
         end = chunks[-1].at + chunks[-1].num_heads
-        return self.x.flat(chunks[0].at, end - chunks[0].at, chunks[0].parts[0].wide)
+        wide = next((part.wide for chunk in chunks for part in chunk.parts), False)
+        return self.x.flat(chunks[0].at, end - chunks[0].at, wide)
 
     def _span_of(
         self, held: Sequence[Access], wanted: Sequence[Access], key: int | None = None, to: int = -1

@@ -262,14 +262,18 @@ class _Dcp:
         """All-to-alls of uneven parts in groups of ranks; returns where blocks arrive, and the op by rank."""
         made, arrived = self.b.buffers(f"{tensors[0]} of others", moved.sum(axis=0)), np.full(self.num_ranks, NOTHING)
         sent, got = ([self.block(t, cells) for t in tensors] for cells in (gives, gets))
+
+        def some(buffers: Int32, axis: int) -> Int32:
+            return np.where(moved.any(axis=axis), buffers, NOTHING).astype(np.int32)
+
         for ranks in groups:
             inside = moved[np.ix_(ranks, ranks)]
             if inside.any():
                 (op,) = self.b.add(
                     Kind.ALL_TO_ALL, (ranks[None], "comm"), step=stage, nbytes=inside.sum(axis=0).max(),
                     deps=[packed[1][ranks][None]],
-                    reads=[(packed[0][ranks][None], block[ranks][None]) for block in sent],
-                    writes=[(made[ranks][None], block[ranks][None]) for block in got],
+                    reads=[(some(packed[0], 1)[ranks][None], block[ranks][None]) for block in sent],
+                    writes=[(some(made, 0)[ranks][None], block[ranks][None]) for block in got],
                 )  # fmt: skip
                 arrived[ranks] = op
                 self.b.route(int(op), ranks, inside)
@@ -338,19 +342,22 @@ class _Dcp:
         what belongs to other ranks."""
         calls, remote = self.calls, self.own & self.away[0].any(axis=0)
         direct, parts = np.zeros(len(calls.rank), np.bool_), np.zeros((2, *self.own.shape), np.int64)
+        begun = np.zeros(self.num_ranks, np.bool_)
+        """Ranks that add to rows which no kernel has written."""
         for i, (rank, cells) in enumerate(zip(calls.rank, calls.query, strict=True)):
             run = np.abs(np.diff(cells[self.own[rank]].astype(np.int8), prepend=0, append=0)).sum() == 2
             direct[i] = run and not (cells & (~self.own[rank] | (parts[0, rank] > 0))).any()
+            begun[rank] |= not direct[i] and bool((cells & self.own[rank] & (parts[0, rank] == 0)).any())
             parts[:, rank] += cells & np.stack([self.own[rank], ~self.own[rank]])
-        adds = remote.any(axis=1)
-        adds[calls.rank[~direct]] = True
+        begun |= (remote & (parts[0] == 0)).any(axis=1)
         parts[0] += remote * (self.away[0].sum(axis=0) if kind == Kind.MERGE else 1)
+        adds = begun | (parts[0] > 1).any(axis=1)
         narrow, wide, lse = self.rows[tensor]
         held = self.own @ self.tokens
         buffers = self.b.buffers(tensor, held * (narrow + lse) + np.where(adds, held * wide, 0))
         made = buffers, self.block(tensor, self.own)
         self.b.output(*made)
-        self.begin(kind, made, adds, np.zeros(self.num_ranks, np.int64))
+        self.begin(kind, made, begun, np.zeros(self.num_ranks, np.int64))
         local = _Sum(tensor, made, self.own, parts[0], self.rows[tensor], plain=False)
         return direct, local, self.sum_of(tensor, kind, self.away[0], parts[1])
 

@@ -72,6 +72,7 @@ OTHERS = tuple(
         "longca-bench loongtrain": ({"ulysses": 1}, {"ulysses": 2}),
         "magi-attention usp": ({"ulysses": 2},),
         "transformer-engine usp": ({"ulysses": 2},),
+        "transformer-engine-thd usp": ({"ulysses": 2},),
         "magi-attention loongtrain": ({"ulysses": 1}, {"ulysses": 2, "inner_ring": 1}),
         "yunchang usp": (
             {"ulysses": 2}, {"ulysses": 2, "ring": "basic"}, {"ulysses": 2, "placement": "context_first"},

@@ -197,9 +197,11 @@ def reproduce(
         results = iter(predict_many(every, jobs, progress))
         times = [[[_seconds(row, next(results)) for _ in batch] for batch in found]
                  for row, found in zip(chosen, cases, strict=True)]  # fmt: skip
-    return [
-        replace(row, predicted_s=float(np.mean(found, axis=0).min())) for row, found in zip(chosen, times, strict=True)
-    ]
+    best = [float(np.mean(found, axis=0).min()) for found in times]
+    for row, seconds in zip(chosen, best, strict=True):
+        if not np.isfinite(seconds):
+            raise CpsimError(f"reproduce: {row.row} {row.mask}: no block size leaves every rank a block")
+    return [replace(row, predicted_s=seconds) for row, seconds in zip(chosen, best, strict=True)]
 
 
 def _seconds(row: Row, result: Prediction | Infeasible | CpsimError) -> float:

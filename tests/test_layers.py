@@ -43,7 +43,7 @@ ALLOWED = {
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
     "kernels": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
-    "reproduce": CORE | {"cluster", "documents", "scenario", "prediction", "predictor"},
+    "reproduce": CORE | {"cluster", "documents", "scenario", "prediction", "predictor", "models", "calibrate"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE
@@ -118,9 +118,7 @@ def fresh(code):
 
 
 def test_import_cpsim_loads_nothing_slow():
-    loaded = fresh(
-        "import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
-    )
+    loaded = fresh("import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
     assert not SLOW & set(loaded)
 
 

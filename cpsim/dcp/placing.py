@@ -8,9 +8,11 @@ from typing import Final
 
 import numpy as np
 
+from cpsim.dcp.balanced import place
 from cpsim.dcp.blocks import Blocks, Placement
 from cpsim.dcp.hypergraph import Level, Parts, even_tokens, even_work, greedy
 from cpsim.dcp.solvers import SOLVE, fold
+from cpsim.dcp.timing import Rates
 from cpsim.errors import ScenarioError
 
 VARIANTS: Final = ("paper", "released", "cpsim")
@@ -47,20 +49,20 @@ class Settings:
             raise ScenarioError(f"knobs.stages: expected a positive integer, got {self.stages!r}")
 
 
-def plan_blocks(blocks: Blocks, shape: tuple[int, int], settings: Settings, seed: int) -> Placement:
+def plan_blocks(
+    blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: Settings, seed: int
+) -> Placement:  # fmt: skip
     """Homes of token blocks and workers of computation blocks, the same for the same arguments.
 
     Args:
         blocks: what to place.
         shape: (nodes, GPUs of each); ranks fill one node after another.
+        rates: of the machine; only variant ``cpsim`` looks at them.
         settings: variant and its knobs.
         seed: of whatever is random.
-
-    Raises:
-        ScenarioError: the variant is not available yet.
     """
     if settings.variant == "cpsim":
-        raise ScenarioError("knobs.variant: 'cpsim' is not available yet; use paper or released")
+        return place(blocks, shape, rates, settings.eps_intra, settings.stages, seed)
     return _by_level(blocks, shape, settings, np.random.default_rng(seed))
 
 

@@ -10,6 +10,7 @@ from cpsim.cluster import Cluster
 from cpsim.dcp.blocks import Blocks, Placement, cut
 from cpsim.dcp.placing import Settings, plan_blocks
 from cpsim.dcp.staging import stage_blocks
+from cpsim.dcp.timing import Rates
 from cpsim.masks import Ints
 from cpsim.schedule import Pass
 from cpsim.workload import Workload
@@ -32,18 +33,20 @@ def plan_case(
 ) -> Plan:  # fmt: skip
     """Blocks of a workload on a cluster, and the stages of a pass; see ``cut``, ``plan_blocks``, ``stage_blocks``."""
     shape = cluster.num_nodes, min(cluster.gpus_per_node, cluster.num_gpus)
-    blocks, placement, seconds = _placed(workload, shape, block, head_groups, settings, seed)
+    rates = Rates.of(cluster)
+    blocks, placement, seconds = _placed(workload, shape, rates, block, head_groups, settings, seed)
     begin = perf_counter()
-    stage = stage_blocks(blocks, placement, shape, settings, pass_)
+    stage = stage_blocks(blocks, placement, shape, rates, settings, pass_)
     return Plan(blocks, placement, stage, seconds + perf_counter() - begin)
 
 
 @lru_cache(maxsize=8)
 def _placed(
-    workload: Workload, shape: tuple[int, int], block: int, head_groups: int, settings: Settings, seed: int
+    workload: Workload, shape: tuple[int, int], rates: Rates, block: int, head_groups: int, settings: Settings,
+    seed: int,
 ) -> tuple[Blocks, Placement, float]:  # fmt: skip
     """Both passes run the same placement."""
     begin = perf_counter()
     blocks = cut(workload, block, head_groups)
-    placement = plan_blocks(blocks, shape, settings, seed)
+    placement = plan_blocks(blocks, shape, rates, settings, seed)
     return blocks, placement, perf_counter() - begin

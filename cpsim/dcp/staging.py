@@ -20,6 +20,7 @@ from numba import njit
 
 from cpsim.dcp.blocks import Blocks, Placement, judge
 from cpsim.dcp.placing import Settings
+from cpsim.dcp.timing import Rates, stage_by_time
 from cpsim.masks import Ints
 from cpsim.schedule import Pass
 
@@ -28,16 +29,20 @@ SLACK: Final = 1.2
 
 
 def stage_blocks(
-    blocks: Blocks, placement: Placement, shape: tuple[int, int], settings: Settings, pass_: Pass
+    blocks: Blocks, placement: Placement, shape: tuple[int, int], rates: Rates, settings: Settings, pass_: Pass
 ) -> Ints:  # fmt: skip
     """Stage of every computation block, from 0, ``[C]``.
 
     Args:
         blocks, placement: what runs where.
         shape: (nodes, GPUs of each).
+        rates: of the machine; only variant ``cpsim`` looks at them.
         settings: variant, and stages: all of them (``paper``), or those after the first (``released``).
         pass_: forward and backward move different bytes.
     """
+    if settings.variant == "cpsim":
+        stage, _ = stage_by_time(blocks, placement, shape, rates, settings.stages, pass_)
+        return np.unique(stage, return_inverse=True)[1].astype(np.int64)
     quality = judge(blocks, placement, shape[0] * shape[1], shape[1], pass_)
     released = settings.variant == "released"
     num_stages = settings.stages + released

@@ -118,6 +118,23 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """What making a schedule costs, where that is more than nothing."""
+
+    seconds: float = 0.0
+    """On one core, for every batch."""
+    share: int = 1
+    """Attention operators that run while a process plans one batch: layers of an iteration, times processes that plan
+    batches to come."""
+    notes: tuple[str, ...] = ()
+    """How it was planned, as far as a reader must know."""
+
+    def exposed_s(self, attention_s: float) -> float:
+        """Seconds of planning for every attention operator that the operator itself does not hide."""
+        return max(0.0, self.seconds / self.share - attention_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Columns of N ops; see the module's text for their meaning. Arrays are read-only.
 
@@ -173,6 +190,7 @@ class Schedule:
     routes is even."""
     route_nbytes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """Bytes of every route, ``[X]``."""
+    planning: Planning = Planning()
 
     def __len__(self) -> int:
         return len(self.kind)

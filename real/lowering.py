@@ -450,7 +450,7 @@ class Lowering:
         none = [0] * len(ranks)
         splits = [got or none, [len(part) for part in sent] or none]
         into, out_of = (None, None) if len({*splits[0], *splits[1]}) == 1 else splits
-        if not any(a.tensor == "out" for a in accesses):
+        if not any(a.tensor == "out" for theirs in wanted for a in theirs):
             return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
         after = self._exchange_lse(reads, targets, wanted, group)
         return lambda: (dist.all_to_all_single(y, x, into, out_of, group=group), after())

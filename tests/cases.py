@@ -54,8 +54,9 @@ ALL_KNOBS = {
     "hybrid_cp": ({}, {"tokens_per_rank": 3}, {"tokens_per_rank": 24}),
     "magi": ({}, {"chunk": 2, "smallest": 1}, {"stages": 3, "smallest": 2, "native": True}),
     "dcp": (
-        {"block": 3, "solver": "greedy"},
-        {"block": 4, "solver": "greedy", "variant": "released", "eps_intra": 0.0, "head_groups": 1, "stages": 2},
+        {"block": 3},
+        {"block": 3, "variant": "paper", "solver": "greedy"},
+        {"block": 4, "variant": "released", "solver": "greedy", "eps_intra": 0.0, "head_groups": 1, "stages": 2},
     ),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])

@@ -26,7 +26,7 @@ or one, where blocks are many."""
 class Settings:
     """How blocks are placed and computations staged."""
 
-    variant: str = "paper"
+    variant: str = "cpsim"
     """One of ``VARIANTS``."""
     eps_inter: float = 0.4
     """Work of a node over the mean, at most, less 1."""

@@ -15,7 +15,7 @@ for each block of computation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -23,40 +23,49 @@ from numpy.typing import ArrayLike, NDArray
 
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
+from cpsim.dcp.blocks import cut
 from cpsim.dcp.placing import Settings
 from cpsim.dcp.planning import Plan, plan_case
 from cpsim.dcp.program import Calls, Cells, fetches, given, make_calls, routes
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, Implementation
 from cpsim.masks import Ints, RangeSets, sets_of
-from cpsim.schedule import Int32, Kind, Mask, Pass, Schedule
+from cpsim.schedule import Int32, Kind, Mask, Pass, Planning, Schedule
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import sequences
 from cpsim.workload import Workload
 
-BLOCKS: Final = (512, 2048)
+BLOCKS: Final = (512, 4096)
 """Tokens of a block by default: a quarter of a rank's, but from the one to the other."""
+COMPUTATIONS: Final = 20_000
+"""Computation blocks that larger token blocks and fewer head groups keep to by default, so that planning takes
+seconds."""
+QUICK: Final = 5_000
+"""Computation blocks that are planned in a part of a second."""
 SIDES: Final = {"fwd": (("q",), ("kv",)), "bwd": (("q", "out", "dout"), ("kv",))}
 """Inputs of the queries' and of the keys' side."""
 
 
 def plan_dcp(
-    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, variant: str = "paper",
+    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, variant: str = "cpsim",
     block: int | None = None, head_groups: int | None = None, eps_inter: float = 0.4, eps_intra: float = 0.1,
-    stages: int = 4, solver: str = "mtkahypar", seed: int = 0,
+    stages: int = 4, solver: str = "mtkahypar", seed: int = 0, layers: int = 32, planners: int = 16,
 ) -> Schedule:  # fmt: skip
     """Blocks of computation anywhere, in stages.
 
     Args:
         workload, cluster, pass_: the case.
         code: whose implementation.
-        variant: ``paper``, ``released`` (its code's placing and staging) or ``cpsim``.
-        block: tokens of a block; default: a quarter of a rank's, from 512 to 2048, and a rank's where it has fewer.
-        head_groups: groups of heads that are placed apart; default: one for every key-value head.
+        variant: ``cpsim``, ``paper`` or ``released`` (what its code does instead).
+        block: tokens of a block; default: a quarter of a rank's, from 512 to 4096, and a rank's where it has fewer.
+        head_groups: groups of heads that are placed apart; default: as many as there are key-value heads, or fewer
+            where that makes more than ``COMPUTATIONS`` computation blocks.
         eps_inter, eps_intra: work of a node, and of a GPU in its node, over the mean, at most, less 1.
         stages: of which the next one's inputs arrive during each.
         solver: ``mtkahypar``, ``kahypar`` or ``greedy``; greedy stands in for one that is not installed.
         seed: of whatever is random.
+        layers: that run by one plan, and ``planners``: processes of every node that plan later batches meanwhile. What
+            planning takes longer than that is charged.
 
     Raises:
         ScenarioError: a knob has no such value.
@@ -66,33 +75,61 @@ def plan_dcp(
     settings = Settings(
         variant=variant, eps_inter=eps_inter, eps_intra=eps_intra, stages=stages, solver=solver
     )  # fmt: skip
-    for name, value, least in (("block", block, 1), ("head_groups", head_groups, 1), ("seed", seed, 0)):
+    counts = {"block": block, "head_groups": head_groups, "layers": layers, "planners": planners, "seed": seed}
+    for name, value in counts.items():
+        least = int(name != "seed")
         if value is not None and (type(value) is not int or value < least):
             raise ScenarioError(f"knobs.{name}: expected a whole number from {least}, got {value!r}")
     ranks = cluster.num_gpus
     if ranks == 1:
         raise InfeasibleError("dcp runs on 2 GPUs or more, got 1; use none")
-    size = block or default_block(workload.num_tokens, ranks)
-    planned = plan_case(workload, cluster, size, head_groups or workload.num_kv_heads, settings, seed, pass_)
+    size = block or default_block(workload, ranks)
+    planned = plan_case(workload, cluster, size, head_groups or default_groups(workload, size), settings, seed)
     if len(planned.blocks) < ranks:
         raise InfeasibleError(
             f"dcp needs a block of tokens for every rank, got {len(planned.blocks)} of {size} tokens for {ranks} "
-            f"ranks; use block: {default_block(workload.num_tokens, ranks)}"
+            f"ranks; use block: {default_block(workload, ranks)}"
         )
     emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_)
-    return emitted.forward() if pass_ == "fwd" else emitted.backward()
+    schedule = emitted.forward() if pass_ == "fwd" else emitted.backward()
+    solver = planned.placement.solver
+    planning = Planning(
+        seconds=planned.seconds, share=layers * planners * cluster.num_nodes,
+        notes=(f"blocks placed by {solver}",) if solver else (),
+    )  # fmt: skip
+    return replace(schedule, planning=planning)
 
 
 def dcp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the paper's imbalance of work, and next to none."""
-    del workload, cluster
-    return ({}, {"eps_inter": 0.05, "eps_intra": 0.05})
+    """Knob settings worth trying: the defaults.
+
+    Raises:
+        InfeasibleError: planning takes seconds.
+    """
+    size = default_block(workload, cluster.num_gpus)
+    count = cut(workload, size, 1).computations * default_groups(workload, size)
+    if count > QUICK:
+        raise InfeasibleError(
+            f"not tried: {count} computation blocks take seconds to plan; name strategy dcp to predict it"
+        )
+    return ({},)
 
 
-def default_block(num_tokens: int, num_ranks: int) -> int:
-    """A quarter of a rank's tokens as a power of two within ``BLOCKS``; or as many as it has, where that is less."""
-    whole, quarter = (1 << max(0, (num_tokens // parts).bit_length() - 1) for parts in (num_ranks, 4 * num_ranks))
-    return min(BLOCKS[1], max(quarter, min(BLOCKS[0], whole)))
+def default_block(workload: Workload, num_ranks: int) -> int:
+    """A quarter of a rank's tokens as a power of two within ``BLOCKS``, or more where many blocks see many; of ranks
+    with fewer tokens, as many as they have."""
+    tokens = workload.num_tokens
+    whole, quarter = (1 << max(0, (tokens // parts).bit_length() - 1) for parts in (num_ranks, 4 * num_ranks))
+    size = min(BLOCKS[1], max(quarter, min(BLOCKS[0], whole)))
+    while 2 * size <= min(whole, BLOCKS[1]) and cut(workload, size, 1).computations > COMPUTATIONS:
+        size *= 2
+    return size
+
+
+def default_groups(workload: Workload, block: int) -> int:
+    """Key-value heads, or the largest divisor of their number that keeps to ``COMPUTATIONS``."""
+    most, heads = COMPUTATIONS // max(cut(workload, block, 1).computations, 1), workload.num_kv_heads
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(most, 1))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,19 +176,17 @@ class _Dcp:
     """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
 
     def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass) -> None:
-        self.pass_, self.blocks, self.placement = pass_, planned.blocks, planned.placement
+        self.pass_, self.blocks = pass_, planned.blocks
+        worker, stage = planned.placement.worker, planned.stage[pass_]
         self.num_ranks, self.per_node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
         self.ranks, self.cells = np.arange(self.num_ranks), Cells(planned.blocks)
         self.tokens = self.cells.per_group(self.blocks.tokens)
         self.home = self.cells.per_group(planned.placement.home)
         self.own = self.home == self.ranks[:, None]
-        self.calls: Calls = make_calls(self.cells, workload.slices(), planned.placement.worker, planned.stage)
+        self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage)
         self.sequences = sequences(self.calls.tiles)
-        self.num_stages = int(planned.stage.max(initial=0)) + 1
-        needs = [
-            self.cells.needs(side, planned.placement.worker, planned.stage, self.num_ranks)
-            for side in (self.blocks.query, self.blocks.key)
-        ]
+        self.num_stages = int(stage.max(initial=0)) + 1
+        needs = [self.cells.needs(side, worker, stage, self.num_ranks) for side in (self.blocks.query, self.blocks.key)]
         self.fetches = [list(fetches(need, self.home, self.per_node)) for need in needs]
         self.away = [need.any(axis=0) & ~self.own for need in needs]
         """Cells of other ranks whose queries, and whose keys, a rank computes with."""

@@ -270,7 +270,10 @@ class Pricing:
         flows = []
         known: dict[tuple[int, int, int, int], tuple[float, float, float, bool]] = {}
         uneven = np.unique(schedule.routes[:, 0]).tolist()
-        flows += [self._routed(schedule, op, links, duration, group, notes) for op in uneven]
+        largest: dict[int, float] = {}
+        flows += [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
+        for most, size in largest.items():
+            notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
         even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
         even[uneven] = False
         for op in np.flatnonzero(even).tolist():
@@ -291,10 +294,10 @@ class Pricing:
         return flows
 
     def _routed(
-        self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
+        self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, largest: dict[int, float]
     ) -> Flows:  # fmt: skip
         """An uneven all-to-all: as long as an even one whose ranks send what the busiest rank sends or receives inside
-        its node, or as the busiest NIC or uplink takes."""
+        its node, or as the busiest NIC or uplink takes. ``largest`` gets the size of the one inside nodes, by GPUs."""
         mine = slice(*np.searchsorted(schedule.routes[:, 0], [op, op + 1]).tolist())
         source, target = schedule.routes[mine, 1:].T.astype(np.int64)
         nbytes = schedule.route_nbytes[mine].astype(np.float64)
@@ -306,7 +309,7 @@ class Pricing:
             wire = max(np.bincount(end[near], nbytes[near]).max() for end in (source, target))
             size = wire * most / (most - 1)
             seconds = float(collective_seconds(self.profile.collective, "all_to_all", np.array([size]), most)[0])
-            notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
+            largest[most] = max(size, largest.get(most, 0.0))
         fabric = self.cluster.fabric
         if fabric is not None and not near.all():
             outside = flows.link >= 2 * self.cluster.num_gpus

@@ -231,7 +231,7 @@ def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[s
             "## DCP's micro-benchmark",
             "",
             f"`cpsim reproduce dcp`: lengths drawn from {record['lengths']}, since those of LongDataCollections are "
-            f"not published; planner as released, partitioned by {record['solver']}. Mean error of the speed-ups "
+            f"not published; DCP as its paper plans, partitioned by {record['solver']}. Mean error of the speed-ups "
             f"{100 * record['speed_up_mean_error']:.0f} %; in {agree} of {decided} cases that the published run "
             "decides, the same one is faster.",
             "",

@@ -32,7 +32,7 @@ def basis(lengths: str) -> str:
     """What all predictions rest on, in words."""
     return (
         f"document lengths: drawn from {lengths}, since those of LongDataCollections are not published; "
-        f"released planner of DCP: {solver()}"
+        f"DCP's blocks are placed by {solver()}"
     )
 
 

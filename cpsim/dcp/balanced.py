@@ -60,10 +60,11 @@ def place(
         anchor = _anchors(blocks, home // gpus if nodes > 1 else home)
         both = [blocks.query] if np.array_equal(anchor, blocks.query) else [blocks.query, anchor]
         starts += [(home, goes_with, swaps) for goes_with in both for swaps in (True, False)]
-    found = [_Search(blocks, shape, eps, seed).run(*start) for start in starts]
+    found = [_Search(blocks, anchor, shape, eps, seed).run(home, swaps) for home, anchor, swaps in starts]
     cost = [_cost(blocks, placement, shape, rates, eps, num_stages) for placement in found]
     best = min(range(len(found)), key=cost.__getitem__)
-    evener = _Search(blocks, shape, eps * EVENER, seed).run(*starts[best])
+    home, anchor, swaps = starts[best]
+    evener = _Search(blocks, anchor, shape, eps * EVENER, seed).run(home, swaps)
     return evener if _cost(blocks, evener, shape, rates, eps, num_stages) < cost[best] else found[best]
 
 
@@ -136,11 +137,18 @@ class _Part:
 
 
 class _Search:
-    """From one start; loads are in shares, what a rank would have if all had the same."""
+    """Computation that goes with some token blocks at first; loads are in shares, what a rank would have if all had
+    the same.
 
-    def __init__(self, blocks: Blocks, shape: tuple[int, int], eps: float, seed: int) -> None:
+    Args:
+        blocks, shape, eps, seed: as of ``place``.
+        anchor: token block that every computation block goes with, at first.
+    """
+
+    def __init__(self, blocks: Blocks, anchor: Ints, shape: tuple[int, int], eps: float, seed: int) -> None:
+        self.anchor = anchor
         self.blocks, self.shape, self.eps, self.seed = blocks, shape, AIM * eps, seed
-        self.load = blocks.area * (shape[0] * shape[1] / blocks.area.sum())
+        self.load = blocks.area * (shape[0] * shape[1] / max(blocks.area.sum(), 1))
         groups = blocks.num_groups
         units = len(blocks) * groups
         self.sides = np.stack([blocks.query * groups + blocks.group, units + blocks.key * groups + blocks.group])
@@ -151,17 +159,10 @@ class _Search:
         )
         self.keys = (blocks.tokens * groups * sum(keys)).astype(np.float64)
 
-    def run(self, start: Ints, anchor: Ints, swaps: bool) -> Placement:
-        """Improve a start, with homes swapped or as they are.
-
-        Args:
-            start: rank of every token block.
-            anchor: token block that every computation block goes with, at first.
-            swaps: whether homes are swapped.
-        """
+    def run(self, start: Ints, swaps: bool) -> Placement:
+        """Improve a start, the rank of every token block, with homes swapped or as they are."""
         (nodes, per_node), b = self.shape, self.blocks
         rank, worker = start.copy(), np.empty(b.computations, np.int64)
-        self.anchor = anchor
         whole = _Part(rank // per_node, np.arange(b.computations), nodes, per_node * (1 + self.eps / 2))
         if swaps and nodes > 1:
             self.swap(whole, rank)

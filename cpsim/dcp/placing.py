@@ -31,8 +31,8 @@ class Settings:
     eps_inter: float = 0.4
     """Work of a node over the mean, at most, less 1."""
     eps_intra: float = 0.1
-    """Work of a GPU over the mean of its node, at most, less 1; the two compound. ``cpsim`` has this one alone, over the
-    mean of all GPUs."""
+    """Work of a GPU over the mean of its node, at most, less 1; the two compound. ``cpsim`` has this one alone, over
+    the mean of all GPUs."""
     stages: int = 4
     """Stages with communication (``released``), or all stages."""
     solver: str = "mtkahypar"

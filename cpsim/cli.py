@@ -303,6 +303,7 @@ def reproduce(
     lengths: Annotated[
         str | None, typer.Option(help="Distribution that dcp's document lengths are drawn from.")
     ] = None,
+    variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
 ) -> None:
     """Predict a published study of others row by row, and say how far off the predictions are."""
     from cpsim.report.reproduction import reproduction_record, reproduction_view
@@ -314,6 +315,7 @@ def reproduce(
         ("--html", html and "longca-96"),
         ("--fit", fit and "magi-h100"),
         ("--lengths", lengths and "dcp"),
+        ("--variant", variant and "dcp"),
     ):
         if of and of != name:
             raise CpsimError(f"reproduce: {option} belongs to {of}, got it with {name}; leave it out")
@@ -323,7 +325,7 @@ def reproduce(
         _reproduce_longca_96(out, html, as_json, jobs)
         return
     if name == "dcp":
-        _reproduce_dcp(lengths, worst, out, as_json, jobs)
+        _reproduce_dcp(lengths, variant, worst, out, as_json, jobs)
         return
     if fit:
         print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
@@ -339,21 +341,23 @@ def reproduce(
         _stdout().print(reproduction_view(rows, worst))
 
 
-def _reproduce_dcp(lengths: str | None, worst: int, out: Path | None, as_json: bool, jobs: int | None) -> None:
+def _reproduce_dcp(
+    lengths: str | None, variant: str | None, worst: int, out: Path | None, as_json: bool, jobs: int | None
+) -> None:
     from cpsim.report.dcp import dcp_record, dcp_view
-    from cpsim.reproduce.dcp import LENGTHS
+    from cpsim.reproduce.dcp import LENGTHS, VARIANT
     from cpsim.reproduce.dcp import reproduce as predict_bars
 
-    chosen = lengths or LENGTHS
+    drawn, plans = lengths or LENGTHS, variant or VARIANT
     with _progress("Predicting") as progress:
-        rows = predict_bars(lengths=chosen, jobs=jobs, progress=progress)
-    record = json.dumps(dcp_record(rows, chosen), indent=1)
+        rows = predict_bars(lengths=drawn, variant=plans, jobs=jobs, progress=progress)
+    record = json.dumps(dcp_record(rows, drawn, plans), indent=1)
     if out:
         out.write_text(record + "\n", encoding="utf-8")
     if as_json:
         print(record)
     else:
-        _stdout().print(dcp_view(rows, chosen, worst))
+        _stdout().print(dcp_view(rows, drawn, plans, worst))
 
 
 def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:

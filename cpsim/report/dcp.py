@@ -14,7 +14,7 @@ from cpsim.report.words import signed_percent
 from cpsim.reproduce.dcp import Row, SpeedUp, mean_error, solver, speed_ups
 
 
-def dcp_view(rows: Sequence[Row], lengths: str, worst: int) -> RenderableType:
+def dcp_view(rows: Sequence[Row], lengths: str, variant: str, worst: int) -> RenderableType:
     """Bars, worst first; errors by code; speed-ups over the fastest baseline, worst first; the summary."""
     bars = table(
         ("row", "left"), ("mask", "left"), ("pass", "left"), ("lengths", "right"), ("published ms", "right"),
@@ -25,14 +25,16 @@ def dcp_view(rows: Sequence[Row], lengths: str, worst: int) -> RenderableType:
             row.row + " (outlier)" * row.outlier, row.mask, row.pass_, f"x {row.scale:g}",
             f"{row.published_s * 1e3:.2f}", f"{row.predicted_s * 1e3:.2f}", signed_percent(row.error),
         )  # fmt: skip
-    return Group(bars, Text(), _by_code(rows), Text(), _speed_ups(speed_ups(rows)), Text(), Text(basis(lengths)))
+    return Group(
+        bars, Text(), _by_code(rows), Text(), _speed_ups(speed_ups(rows)), Text(), Text(basis(lengths, variant))
+    )
 
 
-def basis(lengths: str) -> str:
+def basis(lengths: str, variant: str) -> str:
     """What all predictions rest on, in words."""
     return (
         f"document lengths: drawn from {lengths}, since those of LongDataCollections are not published; "
-        f"DCP's blocks are placed by {solver()}"
+        f"DCP plans as {variant}, with {solver()}"
     )
 
 
@@ -61,11 +63,12 @@ def _speed_ups(found: Sequence[SpeedUp]) -> RenderableType:
     return Group(made, Text(summary))
 
 
-def dcp_record(rows: Sequence[Row], lengths: str) -> dict[str, Any]:
+def dcp_record(rows: Sequence[Row], lengths: str, variant: str) -> dict[str, Any]:
     """The same for machines."""
     found = speed_ups(rows)
     return {
         "lengths": lengths,
+        "variant": variant,
         "solver": solver(),
         "rows": [
             {

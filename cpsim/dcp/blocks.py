@@ -24,6 +24,9 @@ from cpsim.workload import Workload
 LSE_BYTES: Final = 4
 """Log-sum-exp of one row and head, fp32."""
 
+MOST_BLOCKS: Final = 4096
+"""Token blocks of one case: pairs of them are counted in a square."""
+
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 
@@ -118,7 +121,7 @@ def cut(workload: Workload, block: int, num_groups: int) -> Blocks:
         num_groups: head groups, a divisor of the key-value heads.
 
     Raises:
-        InfeasibleError: head groups do not divide the key-value heads.
+        InfeasibleError: head groups do not divide the key-value heads, or there are too many blocks.
     """
     if workload.num_kv_heads % num_groups:
         raise InfeasibleError(
@@ -130,6 +133,11 @@ def cut(workload: Workload, block: int, num_groups: int) -> Blocks:
     document = np.repeat(np.arange(len(lengths)), per_document)
     nth = np.arange(len(document)) - np.repeat(np.cumsum(per_document) - per_document, per_document)
     tokens = np.minimum(block, lengths[document] - nth * block)
+    if len(tokens) > MOST_BLOCKS:
+        raise InfeasibleError(
+            f"dcp places up to {MOST_BLOCKS} blocks of tokens, got {len(tokens)} of {len(lengths)} documents with "
+            f"block: {block}; use larger blocks, or fewer documents"
+        )
     edges = np.concatenate(([0], np.cumsum(tokens)))
     area = areas_between(workload.slices(), edges)
     query, key = np.nonzero(area)

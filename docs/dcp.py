@@ -251,8 +251,12 @@ REMAINS = (
     "GPUs of different nodes is slower over EFA than the preset has it, which rests on a data sheet.",
     "* Transformer Engine's ring is much slower where a batch has many documents, and with sparse masks most of all: "
     "what its fork does for every document and every step is not known here.",
-    "* DCP is predicted too fast where documents are long. Its times hardly change from mask to mask, so that most of "
-    "them is not attention: its executor calls every instruction from Python, which nobody has measured.",
+    "* DCP is predicted too fast where documents are long, sparse masks most. Its published times hardly change from "
+    "mask to mask, so that much of them is not attention: its executor calls every instruction from Python, and is "
+    "charged here with what launches of PyTorch and flash-attn were measured to cost, not with its own.",
+    "* It is predicted too slow where documents are short: tokens and work that are folded into one weight then leave "
+    "work several times uneven (the table above), more than in the published run; documents there are probably longer.",
+    "* LoongTrain's rows at x 0.5 rest on one long document, to which it pads all others of a batch.",
     "* Lengths decide how much attention there is; `--lengths` draws them from another corpus.",
 )
 

@@ -73,9 +73,10 @@ class Builder:
     """
 
     def __init__(
-        self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False
-    ) -> None:
-        self.num_ranks = num_ranks
+        self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False,
+        head_groups: int = 1,
+    ) -> None:  # fmt: skip
+        self.num_ranks, self.head_groups = num_ranks, head_groups
         self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0
         self._columns: list[tuple[Ints, int, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
@@ -85,6 +86,7 @@ class Builder:
         self._num_buffers = self._num_blocks = 0
         self._inputs: list[Access] = []
         self._outputs: list[Access] = []
+        self._routes: list[Ints] = []
 
     def buffers(self, name: str, nbytes: ArrayLike, ranks: ArrayLike | None = None) -> Int32:
         """One buffer of ``nbytes`` on each of the ranks (default: all); returns buffer indices ``[n]``."""
@@ -165,6 +167,12 @@ class Builder:
                 self._accesses.extend(ops, buffers, blocks * 3 + mode)
         return ops
 
+    def route(self, op: int, ranks: Ints, nbytes: Ints) -> None:
+        """Bytes ``[g, g]`` that an all-to-all moves from each of its ranks ``[g]`` to each."""
+        source, target = np.nonzero(nbytes)
+        moved = nbytes[source, target]
+        self._routes.append(np.stack([np.full(len(source), op), ranks[source], ranks[target], moved]))
+
     def build(self) -> Schedule:
         """The finished schedule."""
         ops = [c[0] for c in self._columns]
@@ -175,6 +183,7 @@ class Builder:
         names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
         tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
         head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
+        routes = np.concatenate([np.zeros((4, 0), np.int64), *self._routes], axis=1)
         schedule = Schedule(
             num_ranks=self.num_ranks,
             kind=kind.astype(np.int8),
@@ -205,6 +214,9 @@ class Builder:
             tiles=self.tiles,
             narrow_sums=self.narrow_sums,
             stride=self.stride,
+            head_groups=self.head_groups,
+            routes=routes[:3].T.astype(np.int32),
+            route_nbytes=routes[3],
         )
         for name in Schedule.__slots__:
             value = getattr(schedule, name)

@@ -293,27 +293,39 @@ def validate(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100 or longca-96.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100, longca-96 or dcp.")],
     out: Annotated[Path | None, typer.Option(help="Write to this file: JSON, of longca-96 JSON Lines.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write figures of longca-96 to this file.")] = None,
     as_json: Json = False,
     jobs: Jobs = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the network between nodes to rows of 8 and 16 GPUs.")] = False,
     worst: Annotated[int, typer.Option(min=0, help="Rows to list, worst first.")] = 30,
+    lengths: Annotated[
+        str | None, typer.Option(help="Distribution that dcp's document lengths are drawn from.")
+    ] = None,
+    variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
 ) -> None:
     """Predict a published study of others row by row, and say how far off the predictions are."""
     from cpsim.report.reproduction import reproduction_record, reproduction_view
     from cpsim.reproduce import magi_h100
 
-    if name not in ("magi-h100", "longca-96"):
-        raise CpsimError(f"reproduce: expected magi-h100 or longca-96, got {name!r}")
-    for option, of in (("--html", html and "longca-96"), ("--fit", fit and "magi-h100")):
+    if name not in ("magi-h100", "longca-96", "dcp"):
+        raise CpsimError(f"reproduce: expected magi-h100, longca-96 or dcp, got {name!r}")
+    for option, of in (
+        ("--html", html and "longca-96"),
+        ("--fit", fit and "magi-h100"),
+        ("--lengths", lengths and "dcp"),
+        ("--variant", variant and "dcp"),
+    ):
         if of and of != name:
             raise CpsimError(f"reproduce: {option} belongs to {of}, got it with {name}; leave it out")
     _check_writable(out)
     _check_writable(html)
     if name == "longca-96":
         _reproduce_longca_96(out, html, as_json, jobs)
+        return
+    if name == "dcp":
+        _reproduce_dcp(lengths, variant, worst, out, as_json, jobs)
         return
     if fit:
         print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
@@ -327,6 +339,25 @@ def reproduce(
         print(record)
     else:
         _stdout().print(reproduction_view(rows, worst))
+
+
+def _reproduce_dcp(
+    lengths: str | None, variant: str | None, worst: int, out: Path | None, as_json: bool, jobs: int | None
+) -> None:
+    from cpsim.report.dcp import dcp_record, dcp_view
+    from cpsim.reproduce.dcp import LENGTHS, VARIANT
+    from cpsim.reproduce.dcp import reproduce as predict_bars
+
+    drawn, plans = lengths or LENGTHS, variant or VARIANT
+    with _progress("Predicting") as progress:
+        rows = predict_bars(lengths=drawn, variant=plans, jobs=jobs, progress=progress)
+    record = json.dumps(dcp_record(rows, drawn, plans), indent=1)
+    if out:
+        out.write_text(record + "\n", encoding="utf-8")
+    if as_json:
+        print(record)
+    else:
+        _stdout().print(dcp_view(rows, drawn, plans, worst))
 
 
 def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:

@@ -48,6 +48,15 @@ def moved_apart(mask: Slices, documents: Sequence[int], padding: Sequence[int]) 
     return Slices(q_start, q_end, k_start, k_end, mask.low, mask.high)
 
 
+def repeated(mask: Slices, times: int, num_tokens: int) -> Slices:
+    """A mask of so many tokens several times, one after the other; none sees another."""
+    at = np.arange(times)[:, None] * num_tokens
+    q_start, q_end, k_start, k_end = (
+        (edge + at).ravel() for edge in (mask.q_start, mask.q_end, mask.k_start, mask.k_end)
+    )
+    return Slices(q_start, q_end, k_start, k_end, np.tile(mask.low, times), np.tile(mask.high, times))
+
+
 @lru_cache(maxsize=4)
 def _built(name: str, documents: tuple[int, ...], options: Options) -> Slices:
     lengths = np.asarray(documents, np.int64)

@@ -122,9 +122,15 @@ def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
 def coarse_mask(slices: Slices, num_tokens: int, size: int) -> NDArray[np.float64]:
     """Share of unmasked pairs in every cell of a square grid, ``[size, size]``, queries by keys; exact."""
     edges = np.arange(size + 1) * num_tokens // size
-    table = np.stack([slices.q_start, slices.q_end, slices.k_start, slices.k_end, slices.low, slices.high], axis=1)
     pairs = np.outer(np.diff(edges), np.diff(edges))
-    return np.asarray(_areas_of_cells(table, edges) / np.maximum(pairs, 1), np.float64)
+    return np.asarray(areas_between(slices, edges) / np.maximum(pairs, 1), np.float64)
+
+
+def areas_between(slices: Slices, edges: Ints) -> Ints:
+    """Unmasked pairs of every (query range) x (key range) of the grid of ``edges [n + 1]``, ``int64[n, n]``; exact."""
+    table = np.stack([slices.q_start, slices.q_end, slices.k_start, slices.k_end, slices.low, slices.high], axis=1)
+    areas: Ints = _areas_of_cells(table, edges)
+    return areas
 
 
 @njit(cache=True)
@@ -222,6 +228,19 @@ class RangeSets:
     def of(self, index: int) -> Ints:
         """The ranges of one set, ``int64[r, 2]``."""
         return self.ranges[self.start[index] : self.start[index + 1]]
+
+
+def sets_of(cells: NDArray[np.bool_], edges: Ints) -> RangeSets:
+    """Sets of the cells that are True, ``[sets, cells]``; those that touch are joined.
+
+    Args:
+        edges: first token of every cell, and the end of the last one.
+    """
+    change = np.diff(np.pad(cells, ((0, 0), (1, 1))).astype(np.int8), axis=1)
+    owner, opens = np.nonzero(change == 1)
+    closes = np.nonzero(change == -1)[1]
+    start = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(cells)))))
+    return RangeSets(start, np.stack([edges[opens], edges[closes]], axis=1))
 
 
 def restrict(

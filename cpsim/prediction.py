@@ -31,6 +31,8 @@ class Prediction:
     """Bytes that leave the busiest rank."""
     peak_memory_bytes: int
     """Bytes of all buffers on the fullest rank."""
+    planning_s: float
+    """Seconds that planning a batch takes on one core; part of ``time_s`` only as far as nothing hides it."""
     parts_s: Mapping[str, float]
     """Seconds of the critical path by cost model, e.g. ``{"attention fwd": .., "transfer": ..}``."""
     notes: tuple[str, ...]

@@ -19,6 +19,7 @@ from cpsim.implementations import Implementation, implementation
 from cpsim.models.price import GROUPS, Priced, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
+from cpsim.schedule import Planning
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.strategies import STRATEGIES, Knobs, plan
@@ -245,7 +246,7 @@ def _predict(case: _Case) -> Prediction:
     timelines: dict[str, Timeline] = {}
     parts = dict.fromkeys(GROUPS, 0.0)
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
-    memory, sent, exposed = 0, np.zeros(cluster.num_gpus), 0.0
+    memory, sent, exposed, planning = 0, np.zeros(cluster.num_gpus), 0.0, Planning()
     for pass_ in scenario.passes:
         schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs, case.code)
         memory = max(memory, int(schedule.memory().max()))
@@ -254,6 +255,7 @@ def _predict(case: _Case) -> Prediction:
                 f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "
                 f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
             )
+        planning = schedule.planning
         priced = pricing.price(schedule)
         timeline = simulate(schedule, priced.work)
         timelines[pass_] = timeline
@@ -264,6 +266,9 @@ def _predict(case: _Case) -> Prediction:
         exposed += timeline.exposed_communication_s()
     total = sum(t.makespan_s for t in timelines.values())
     draws = _draw(parts, total, case)
+    late = planning.exposed_s(total)
+    parts, total, draws = parts | {"planning": late}, total + late, draws + late
+    notes.update(dict.fromkeys(planning.notes))
     flops = sum(case.workload.flops(p) for p in scenario.passes)
     notes.update(dict.fromkeys(_network_notes(cluster)))
     return Prediction(
@@ -276,6 +281,7 @@ def _predict(case: _Case) -> Prediction:
         exposed_comm_s=exposed,
         bytes_sent_per_gpu=float(sent.max()),
         peak_memory_bytes=memory,
+        planning_s=planning.seconds,
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         notes=tuple(notes),
         timelines=timelines,

@@ -23,11 +23,11 @@ Strategy = Literal[
 ]  # fmt: skip
 Implementation = Literal[
     "cpsim", "ring-flash-attn", "yunchang", "torch", "longca-bench", "magi-attention", "transformer-engine",
-    "dcp", "distca",
+    "transformer-engine-thd", "dcp", "distca",
 ]  # fmt: skip
 Kernel = Literal[
     "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "math", "flex", "fa4_sparse", "flash_mask", "ffa",
-    "fa2_sparse", "vsa", "triton_vsa", "flashinfer", "flashinfer_fa2",
+    "fa2_ranges", "fa2_sparse", "vsa", "triton_vsa", "flashinfer", "flashinfer_fa2",
 ]  # fmt: skip
 
 MAX_TOKENS: Final = 10**9

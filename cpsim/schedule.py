@@ -13,7 +13,7 @@ that falls into one (query set) x (key set) product. The same tiles serve forwar
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Final, Literal
 
@@ -50,7 +50,8 @@ class Kind(IntEnum):
     REDUCE_SCATTER = 7
     """``nbytes`` is nccl-tests' S: the full input array of one rank."""
     ALL_TO_ALL = 8
-    """``nbytes`` is nccl-tests' S: the input array of one rank, its own part included; the largest rank's."""
+    """``nbytes`` is nccl-tests' S: the input array of one rank, its own part included; the largest rank's. With routes:
+    the most that a rank receives."""
     ALL_REDUCE = 9
     """``nbytes`` is nccl-tests' S: the array of one rank."""
     BARRIER = 10
@@ -117,6 +118,23 @@ class Op:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Planning:
+    """What making a schedule costs, where that is more than nothing."""
+
+    seconds: float = 0.0
+    """On one core, for every batch."""
+    share: int = 1
+    """Attention operators that run while a process plans one batch: layers of an iteration, times processes that plan
+    batches to come."""
+    notes: tuple[str, ...] = ()
+    """How it was planned, as far as a reader must know."""
+
+    def exposed_s(self, attention_s: float) -> float:
+        """Seconds of planning for every attention operator that the operator itself does not hide."""
+        return max(0.0, self.seconds / self.share - attention_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
     """Columns of N ops; see the module's text for their meaning. Arrays are read-only.
 
@@ -164,6 +182,15 @@ class Schedule:
     """Partial results are summed in the working type, as some people's code does; otherwise in fp32."""
     stride: int = 1
     """Sets and tiles count positions in the order of this stride, see ``cpsim.stripes``; 1: they count tokens."""
+    head_groups: int = 1
+    """Sets and tiles count every token once for every group of heads, see ``Workload.by_group``; heads of ops and
+    blocks are those of one group."""
+    routes: Int32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))
+    """``[X, 3]`` of (op, source rank, target rank), ordered by op: who sends to whom in uneven all-to-alls; one without
+    routes is even."""
+    route_nbytes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Bytes of every route, ``[X]``."""
+    planning: Planning = Planning()
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -174,7 +201,7 @@ class Schedule:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sets."""
+        """Tokens of all sets, of all head groups."""
         return int(self.sets.ranges.max(initial=0))
 
     def tokens(self, positions: Ints) -> Ints:
@@ -183,6 +210,9 @@ class Schedule:
 
     def range_text(self, first: int, end: int) -> str:
         """A range of positions in words: tokens ``first:end``, or ``first:end:stride`` of one stripe."""
+        if self.head_groups > 1:
+            group, first = divmod(first, self.num_tokens // self.head_groups)
+            return f"{first}:{end - group * (self.num_tokens // self.head_groups)} of head group {group}"
         if self.stride == 1 or first >= end:
             return f"{first}:{end}"
         a, b = self.tokens(np.array([first, end - 1])).tolist()
@@ -277,16 +307,18 @@ class Schedule:
         return float((per_pair * self.tiles.area[self.tile] * self.heads[:, 1]).sum() * head_dim)
 
     def bytes_sent(self) -> NDArray[np.float64]:
-        """Bytes that leave every rank, ``float64[num_ranks]``: transfers, and (n-1)/n of a collective's S
+        """Bytes that leave every rank, ``float64[num_ranks]``: transfers, routes, and (n-1)/n of a collective's S
         (all-gather and reduce-scatter by rings: the same; all-reduce twice)."""
         num_lanes = np.diff(self.lane_start)
         share = (num_lanes - 1) / np.maximum(num_lanes, 1)
+        share[self.routes[:, 0]] = 0
         share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * is_one_of(self.kind, COLLECTIVE_KINDS)
         sent = np.bincount(self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks)
         moves = np.flatnonzero(self.kind == Kind.TRANSFER)
         source = self.lane_rank[self.lane_start[moves]]
         moved = np.bincount(source, weights=self.nbytes[moves], minlength=self.num_ranks)
-        return np.asarray(sent + moved, np.float64)
+        routed = np.bincount(self.routes[:, 1], weights=self.route_nbytes, minlength=self.num_ranks)
+        return np.asarray(sent + moved + routed, np.float64)
 
     def memory(self) -> Ints:
         """Bytes of all buffers of every rank, ``int64[num_ranks]``; buffers are allocated once."""

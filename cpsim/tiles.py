@@ -177,7 +177,8 @@ def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyp
                 reach = max(reach, rows[end, 2])
                 end += 1
             if rows[end - 1, 0] == rows[first, 0]:
-                count = _of_one_row(rows, row_area, first, end, bands[rows[first, 0], 1], out, count)
+                row = bands[rows[first, 0], 1], tile_start[tile], last
+                count = _of_one_row(rows, row_area, first, end, row, out, count)
             else:
                 count = _of_several_rows(rows, first, end, bands, out, count)
             first = end
@@ -220,8 +221,10 @@ def _is_stair(num_q, num_k, area):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _of_one_row(rows, row_area, first, end, low, out, count):  # type: ignore[no-untyped-def]
-    """Sequences of the slices of one mask row: one, or one for every query range."""
+def _of_one_row(rows, row_area, first, end, row, out, count):  # type: ignore[no-untyped-def]
+    """Sequences of the slices of one mask row, ``row`` = (its ``low``, first and end row of the tile): one, or one for
+    every query range."""
+    low, of_tile = row[0], rows[row[1] : row[2]]
     num_q, num_k, area = 0, 0, 0
     k_from, k_to = rows[first, 3], rows[first, 4]
     for i in range(first, end):
@@ -234,7 +237,7 @@ def _of_one_row(rows, row_area, first, end, low, out, count):  # type: ignore[no
     kind = int(uncut and area == num_q * num_k)
     if kind == 0 and uncut and num_k >= num_q:
         kind = 2 * int(_are_stairs(rows, row_area, first, end, num_k - num_q))
-    if kind > 0:
+    if kind > 0 and _keys_grow(rows, first, end):
         tokens = rows[first, 1], rows[end - 1, 2], k_from, k_to
         return _put(out, count, (num_q, num_k, area), kind, (first, end), tokens, 1)
     at = first
@@ -243,9 +246,38 @@ def _of_one_row(rows, row_area, first, end, low, out, count):  # type: ignore[no
         stair = low <= rows[at, 3] - rows[at, 2] + 1 and _is_stair(num_q, num_k, area)
         kind = 1 if area == num_q * num_k else 2 * int(stair)
         tokens = rows[at, 1], rows[at, 2], rows[at, 3], rows[stop - 1, 4]
-        count = _put(out, count, (num_q, num_k, area), kind, (at, stop), tokens, 1)
+        pieces = 1 + int(stop - at > 1 and _is_between(of_tile, rows[at:stop]))
+        count = _put(out, count, (num_q, num_k, area), kind, (at, stop), tokens, pieces)
         at = stop
     return count
+
+
+@njit(cache=True)
+def _keys_grow(rows, first, end):  # type: ignore[no-untyped-def]
+    """Whether every query range sees what the one before it does: a tile need not be a product of two sets."""
+    at, before = first, first
+    while at < end:
+        stop = at
+        while stop < end and rows[stop, 1] == rows[at, 1]:
+            stop += 1
+        there = at
+        for i in range(before, at):
+            while there < stop and rows[there, 4] < rows[i, 4]:
+                there += 1
+            if there == stop or rows[there, 3] > rows[i, 3]:
+                return False
+        at, before = stop, at
+    return True
+
+
+@njit(cache=True)
+def _is_between(of_tile, seen):  # type: ignore[no-untyped-def]
+    """Whether other queries of a tile see keys between those that some queries, of consecutive rows, see."""
+    for gap in range(len(seen) - 1):
+        for row in of_tile:
+            if row[3] < seen[gap + 1, 3] and row[4] > seen[gap, 4]:
+                return True
+    return False
 
 
 @njit(cache=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from cpsim.errors import ScenarioError
@@ -33,6 +33,8 @@ class Workload:
     """Element type of Q, K, V and O: a key of ``BYTES_PER_ELEMENT``."""
     padding: tuple[int, ...] = ()
     """Tokens behind every document that see nothing and are not seen, which some people's code adds; empty: none."""
+    head_groups: int = 1
+    """Times that all tokens are counted, once for every group of heads, where groups are apart; see ``by_group``."""
 
     def __post_init__(self) -> None:
         if not self.documents or min(self.documents) < 1:
@@ -45,8 +47,17 @@ class Workload:
 
     @property
     def num_tokens(self) -> int:
-        """Total tokens of all documents, padding included."""
-        return sum(self.documents) + sum(self.padding)
+        """Total tokens of all documents, padding included, of all head groups."""
+        return self.head_groups * (sum(self.documents) + sum(self.padding))
+
+    def by_group(self, head_groups: int) -> Workload:
+        """The same problem with heads in groups, one group's tokens after the other's: token t of group g is token
+        ``g * num_tokens + t``, and heads are those of one group.
+        """
+        if head_groups == 1:
+            return self
+        heads, kv_heads = self.num_heads // head_groups, self.num_kv_heads // head_groups
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, head_groups=head_groups)
 
     @property
     def bytes_per_element(self) -> int:
@@ -59,12 +70,14 @@ class Workload:
         Raises:
             ScenarioError: the mask or one of its options is unknown, or a value is not allowed.
         """
-        from cpsim.mask_shapes import mask_slices, moved_apart  # numba: 0.3 s that reading a scenario need not pay
+        from cpsim.mask_shapes import mask_slices, moved_apart, repeated  # numba: 0.3 s that scenarios need not pay
         from cpsim.stripes import striped
 
         mask = mask_slices(self.mask, self.documents, self.mask_options)
         if self.padding:
             mask = moved_apart(mask, self.documents, self.padding)
+        if self.head_groups > 1:
+            mask = repeated(mask, self.head_groups, self.num_tokens // self.head_groups)
         return mask if stride == 1 else striped(mask, self.num_tokens, stride)
 
     def area(self) -> int:

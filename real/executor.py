@@ -43,6 +43,7 @@ class Executor:
     def __init__(
         self, schedule: Schedule, workload: Workload, node: Node, kernel: str, *, traced: bool = False
     ) -> None:
+        workload = workload.by_group(schedule.head_groups)
         self.schedule, self.workload, self.node, self.kernel = schedule, workload, node, kernel
         self.places = Memory(schedule, workload)
         dtype = DTYPES[workload.dtype]
@@ -92,7 +93,8 @@ class Executor:
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
             tensor, rows, head, count = self.places.block(block)
-            held = given[tensor][torch.from_numpy(s.tokens(rows))][:, head : head + count]
+            tokens = torch.from_numpy(s.tokens(rows))
+            held = _by_group(given[tensor], s.head_groups)[tokens][:, head : head + count]
             for i, plane in enumerate(PLANES[tensor]):
                 (part,) = self.places.inputs[buffer].parts(plane)
                 self.view(part).copy_(held[..., i * dim : (i + 1) * dim])
@@ -117,7 +119,7 @@ class Executor:
 
     def results(self) -> Iterator[tuple[str, Ints, slice, Tensor]]:
         """Every output block: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`."""
-        s = self.schedule
+        s, num_tokens = self.schedule, self.workload.num_tokens // self.workload.head_groups
         for buffer, block in s.outputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
@@ -125,7 +127,11 @@ class Executor:
             planes = [self.view(p) for plane in PLANES[tensor] for p in self.places.layouts[buffer].parts(plane)]
             if tensor == "out":
                 planes.append(self.lse[buffer].T[..., None].to(planes[0].dtype))
-            yield tensor, s.tokens(rows), slice(head, head + count), torch.cat(planes, dim=2)
+            values, group, token = torch.cat(planes, dim=2), *np.divmod(s.tokens(rows), num_tokens)
+            of_group = self.workload.num_kv_heads if tensor.endswith("kv") else self.workload.num_heads
+            for g in np.unique(group).tolist():
+                at = head + g * of_group
+                yield tensor, token[group == g], slice(at, at + count), values[torch.from_numpy(group == g)]
 
     def view(self, part: Part, rows: slice | None = None, heads: tuple[int, int] | None = None) -> Tensor:
         """[T, H, D] of a part, or of some of its rows and (first head, heads)."""
@@ -138,6 +144,13 @@ class Executor:
     def flat(self, at: int, num_heads: int, wide: bool) -> Tensor:
         """A contiguous piece of memory, as communication sees it."""
         return (self.wide if wide else self.narrow)[at : at + num_heads].view(-1)
+
+
+def _by_group(values: Tensor, head_groups: int) -> Tensor:
+    """Rows ``[tokens, heads, width]`` of one group of heads after the other, as ``Workload.by_group`` counts tokens."""
+    tokens, heads, width = values.shape
+    apart = values.view(tokens, head_groups, heads // head_groups, width)
+    return apart.transpose(0, 1).reshape(head_groups * tokens, heads // head_groups, width)
 
 
 def _visible(workload: Workload) -> Ints:

@@ -92,8 +92,10 @@ class Lowering:
             if self.s.kind[i] in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD):
                 unseen |= self._unseen(i, accesses)
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
+                if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
+                    continue  # sums of nothing
                 source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
-                rows = _rows_of(target, np.setdiff1d(target.tokens, unseen[source.buffer]))
+                rows = _rows_of(target, np.setdiff1d(target.tokens, unseen.get(source.buffer, [])))
                 self.left[target.buffer][rows] += 1
         for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
             pairs = (*self.s.inputs.tolist(), *self.s.outputs.tolist())
@@ -315,9 +317,13 @@ class Lowering:
     # --- memory-bound ops ---
 
     def _merge(self, mine: list[Access]) -> Launch:
-        (source,), (target,) = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
+        reads, (target,) = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
+        if not reads:  # a sum of nothing
+            self.x.lse.setdefault(target.buffer, self._new_lse(target.num_heads, len(target.tokens)))
+            return lambda: None
+        (source,) = reads
         (part,) = source.layout.parts("out")
-        tokens = np.setdiff1d(target.tokens, self.unseen[source.buffer])
+        tokens = np.setdiff1d(target.tokens, self.unseen.get(source.buffer, []))
         rows, from_rows = _rows_of(target, tokens), part.rows_of(tokens)
         parts, before, after = self._advance(target, rows)
         tables = elementwise.Merge(
@@ -346,6 +352,8 @@ class Lowering:
         reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
         sources = [p for a in reads for p in a.parts(self.unseen.get(a.buffer))]
         summed = [a for a in targets if a.buffer in self.state]
+        if summed and not reads:
+            return lambda: None
         if summed:
             return self._add_to_result(summed[0], sources)
         parts = [p for a in targets for p in a.parts()]
@@ -387,12 +395,17 @@ class Lowering:
         target = next((a for a in targets if a.tensor == "out"), None)
         if target is None:
             return None
-        source = next(a for a in reads if a.tensor == "out")
-        (part,) = source.layout.parts("out")
-        index = torch.from_numpy(part.rows_of(target.tokens)).to(self.device)
-        into = self._new_lse(target.num_heads, len(target.tokens))
+        sources = [a for a in reads if a.tensor == "out"]
+        held = np.concatenate([np.where(np.isin(p.tokens, a.tokens), p.tokens, -1) for a in sources
+                               for p in a.layout.parts("out")])  # fmt: skip
+        (part,) = target.layout.parts("out")
+        order = np.argsort(held, kind="stable")
+        index = torch.from_numpy(order[np.searchsorted(held[order], part.tokens)]).to(self.device)
+        into = self._new_lse(target.num_heads, len(part.tokens))
         self.x.lse[target.buffer], lse = into, self.x.lse
-        return lambda: torch.index_select(lse[source.buffer], 1, index, out=into)
+        if len(sources) == 1:
+            return lambda: torch.index_select(lse[sources[0].buffer], 1, index, out=into)
+        return lambda: torch.index_select(torch.cat([lse[a.buffer] for a in sources], dim=1), 1, index, out=into)
 
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
@@ -413,14 +426,7 @@ class Lowering:
         reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
         ranks = [rank for rank, _ in op.lanes]
         if kind == Kind.ALL_TO_ALL:
-            others = {r: [a for a in accesses if a.rank == r] for r in ranks}
-            sent = [self._span_of(reads, [a for a in others[r] if a.mode != READ], to=r) for r in ranks]
-            got = [c.num_heads * self.x.workload.head_dim for c in targets[0].layout.chunks]
-            x, y = _joined(sent), self._all_of(targets[0])
-            splits = [got, [len(part) for part in sent]]
-            even = len({*splits[0], *splits[1]}) == 1
-            into, out_of = (None, None) if even else splits
-            return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
+            return self._all_to_all(accesses, reads, targets, ranks, group)
         if kind == Kind.ALL_GATHER:
             x, y = self._span_of(reads, reads, op.index), self._all_of(targets[0])
             _check_even(op, len(x) * len(ranks), len(y))
@@ -431,11 +437,51 @@ class Lowering:
             return lambda: dist.reduce_scatter_tensor(y, x, group=group)
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
+    def _all_to_all(
+        self, accesses: Sequence[Access], reads: Sequence[Access], targets: Sequence[Access], ranks: Sequence[int],
+        group: Any,
+    ) -> Launch:  # fmt: skip
+        """Parts of any sizes; a rank that sends or gets nothing takes part."""
+        wanted = [[a for a in accesses if a.rank == r and a.mode != READ] for r in ranks]
+        nothing = self.x.flat(0, 0, False)
+        sent = [self._span_of(reads, theirs, to=r) for r, theirs in zip(ranks, wanted, strict=True)] if reads else []
+        got = [c.num_heads * self.x.workload.head_dim for c in targets[0].layout.chunks] if targets else []
+        x, y = _joined(sent) if reads else nothing, self._all_of(targets[0]) if targets else nothing
+        none = [0] * len(ranks)
+        splits = [got or none, [len(part) for part in sent] or none]
+        into, out_of = (None, None) if len({*splits[0], *splits[1]}) == 1 else splits
+        if not any(a.tensor == "out" for theirs in wanted for a in theirs):
+            return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
+        after = self._exchange_lse(reads, targets, wanted, group)
+        return lambda: (dist.all_to_all_single(y, x, into, out_of, group=group), after())
+
+    def _exchange_lse(
+        self, reads: Sequence[Access], targets: Sequence[Access], wanted: Sequence[Sequence[Access]], group: Any
+    ) -> Launch:  # fmt: skip
+        """Log-sum-exps of an exchanged ``out``, which has them packed in the order in which it is sent."""
+        sources = [a for a in reads if a.tensor == "out"]
+        heads = next(a.num_heads for theirs in wanted for a in theirs if a.tensor == "out")
+        sent, got = [len(overlap(sources, theirs)[1]) for theirs in wanted], [0] * len(wanted)
+        for target in (a for a in targets if a.tensor == "out"):
+            got = [len(chunk.parts[0].tokens) if chunk.parts else 0 for chunk in target.layout.chunks]
+            self.x.lse[target.buffer] = self._new_lse(heads, sum(got))
+        into, lse = [self.x.lse[a.buffer] for a in targets if a.tensor == "out"], self.x.lse
+        arrived = torch.empty(sum(got), heads, dtype=self.x.wide.dtype, device=self.device)
+
+        def run() -> None:
+            leaving = lse[sources[0].buffer].T.contiguous() if sources else arrived[:0]
+            dist.all_to_all_single(arrived, leaving, got, sent, group=group)
+            for rows in into:
+                rows.copy_(arrived.T)
+
+        return run
+
     def _all_of(self, access: Access) -> Tensor:
         """Everything that a buffer holds, in one piece."""
         chunks = access.layout.chunks
         end = chunks[-1].at + chunks[-1].num_heads
-        return self.x.flat(chunks[0].at, end - chunks[0].at, chunks[0].parts[0].wide)
+        wide = next((part.wide for chunk in chunks for part in chunk.parts), False)
+        return self.x.flat(chunks[0].at, end - chunks[0].at, wide)
 
     def _span_of(
         self, held: Sequence[Access], wanted: Sequence[Access], key: int | None = None, to: int = -1

@@ -158,8 +158,8 @@ class Memory:
         self.summed = np.zeros(len(padded), bool)
         self.summed[s.access_buffer[s.access_mode == UPDATE]] = True
         owner = np.repeat(np.arange(len(s)), np.diff(s.access_start))
-        of_kernels = np.isin(s.kind[owner], ATTENTION_KINDS)
-        self.summed &= np.isin(np.arange(len(padded)), s.access_buffer[of_kernels])
+        in_turns = np.isin(s.kind[owner], (*ATTENTION_KINDS, Kind.MERGE))
+        self.summed &= self.is_output | np.isin(np.arange(len(padded)), s.access_buffer[in_turns])
         self.later = [[] for _ in padded]
         for a, (op, buffer) in enumerate(zip(owner.tolist(), s.access_buffer.tolist(), strict=True)):
             self.later[buffer].append((op, a))
@@ -201,9 +201,13 @@ class Memory:
         return Layout(tuple(made), tile)
 
     def accumulator_heads(self, buffer: int) -> int:
-        """Heads in the accumulator of a result that partial results are added to: what its first kernel writes."""
-        first = next(a for _, a in self.later[buffer] if self.schedule.access_mode[a] == WRITE)
-        tensor, tokens, _, count = self.block(int(self.schedule.access_block[first]))
+        """Heads in the accumulator of a result that partial results are added to: all that it is laid out for."""
+        s = self.schedule
+        if self.is_output[buffer]:
+            block = s.outputs[s.outputs[:, 0] == buffer, 1][0]
+        else:
+            block = next(s.access_block[a] for _, a in self.later[buffer] if s.access_mode[a] == WRITE)
+        tensor, tokens, _, count = self.block(int(block))
         return len(tokens) * count * len(PLANES[tensor])
 
     def accumulator(self, part: Part, buffer: int) -> Part:
@@ -278,7 +282,7 @@ class Memory:
                 chunks.append((reader, [(tensor, head, count)], tokens))
             elif kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER) and not chunks:
                 theirs = self._targets(reader)
-                chunks = [(rank, *overlap(targets, theirs[rank])) for rank in s.ranks_of(reader)]
+                chunks = [(rank, *overlap(targets, theirs.get(rank, []))) for rank in s.ranks_of(reader)]
         return self.lay(buffer, chunks or [_whole(-1, targets)], wide)
 
     def _targets(self, op: int) -> dict[int, list[Access]]:

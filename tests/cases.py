@@ -1,5 +1,7 @@
 """What tests parametrize over: listed means tested."""
 
+from dataclasses import replace
+
 from cpsim.cluster import presets
 from cpsim.implementations import IMPLEMENTATIONS
 from cpsim.mask_names import MASK_NAMES
@@ -53,6 +55,10 @@ ALL_KNOBS = {
     ),
     "hybrid_cp": ({}, {"tokens_per_rank": 3}, {"tokens_per_rank": 24}),
     "magi": ({}, {"chunk": 2, "smallest": 1}, {"stages": 3, "smallest": 2, "native": True}),
+    "dcp": (
+        {"block": 3, "variant": "paper", "solver": "greedy"},
+        {"block": 4, "variant": "released", "solver": "greedy", "eps_intra": 0.0, "head_groups": 1, "stages": 2},
+    ),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])
 
@@ -68,6 +74,7 @@ OTHERS = tuple(
         "longca-bench loongtrain": ({"ulysses": 1}, {"ulysses": 2}),
         "magi-attention usp": ({"ulysses": 2},),
         "transformer-engine usp": ({"ulysses": 2},),
+        "transformer-engine-thd usp": ({"ulysses": 2},),
         "magi-attention loongtrain": ({"ulysses": 1}, {"ulysses": 2, "inner_ring": 1}),
         "yunchang usp": (
             {"ulysses": 2}, {"ulysses": 2, "ring": "basic"}, {"ulysses": 2, "placement": "context_first"},
@@ -86,8 +93,8 @@ HEADS = {"mha": (8, 8), "gqa": (8, 2), "mqa": (8, 1)}
 ALL_RANKS = (1, 2, 3, 4, 6, 8)
 
 
-def cluster(num_ranks):
-    return presets()["dgx-h200"].with_gpus(num_ranks)
+def cluster(num_ranks, gpus_per_node=8):
+    return replace(presets()["dgx-h200"], num_gpus=num_ranks, gpus_per_node=gpus_per_node)
 
 
 def workload(mask="causal", documents="one", heads="gqa", **changes):

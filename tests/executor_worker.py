@@ -48,7 +48,8 @@ def main():
             for strategy, knobs in strategies:
                 for pass_ in ALL_PASSES:
                     try:
-                        schedule = plan(strategy, problem, cluster(node.size), pass_, knobs)
+                        nodes_of = 2 if strategy == "dcp" and node.size == 4 else 8  # relays
+                        schedule = plan(strategy, problem, cluster(node.size, nodes_of), pass_, knobs)
                     except InfeasibleError:
                         continue
                     for kernel in ("math", "flex") if node.size == 2 and not knobs and case in FLEX else ("math",):

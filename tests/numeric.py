@@ -57,6 +57,13 @@ def merge(one, other):
     return np.concatenate([total, lse[..., None]], axis=2)
 
 
+def by_group(array, head_groups):
+    """Rows of one group of heads after the other, as ``Workload.by_group`` counts tokens."""
+    tokens, heads, width = array.shape
+    apart = array.reshape(tokens, head_groups, heads // head_groups, width)
+    return np.ascontiguousarray(apart.swapaxes(0, 1)).reshape(head_groups * tokens, heads // head_groups, width)
+
+
 def any_order(schedule, seed):
     """Op indices in a random order that dependencies and lanes allow."""
     rng = np.random.default_rng(seed)
@@ -89,6 +96,7 @@ class Interpreter:
     """Buffers hold ``{tensor: (tokens, first head, array [tokens, heads, width])}``; tokens in the schedule's order."""
 
     def __init__(self, schedule, workload, given):
+        workload = workload.by_group(schedule.head_groups)
         self.s, self.mask = schedule, workload.slices(schedule.stride)
         self.seeing = dense_mask(self.mask, workload.num_tokens).any(axis=1)
         """Queries that see a key; outputs of the others start as zeros and need not be written."""
@@ -236,6 +244,9 @@ class Interpreter:
         return total
 
     def merged(self, target, reads, old):
+        if old is None:
+            old = self.empty(target, 0.0)
+            old[..., -1] = -np.inf
         total = old.copy()
         for where, part in self.pieces(target, reads):
             total[where] = merge(total[where], part)
@@ -244,7 +255,7 @@ class Interpreter:
 
 def check(schedule, workload, order, seed=0):
     """Assert that the outputs of the schedule are those of dense attention."""
-    given = tensors(workload, seed)
+    given = {name: by_group(array, schedule.head_groups) for name, array in tensors(workload, seed).items()}
     for text, tensor, tokens, heads, array in Interpreter(schedule, workload, given).run(order):
         wanted = given[tensor][schedule.tokens(tokens), heads]
         np.testing.assert_allclose(array, wanted, rtol=1e-10, atol=1e-10, err_msg=text)

@@ -5,11 +5,16 @@ Run with ``pytest -m benchmark tests/test_benchmark.py``; every claim of speed c
 
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
+from cpsim.dcp.balanced import place
+from cpsim.dcp.blocks import cut, judge
+from cpsim.dcp.timing import Rates, stage_by_time
 from cpsim.models.price import Pricing
 from cpsim.predictor import advise, predict_many
 from cpsim.scenario import Scenario, load_scenario
@@ -151,3 +156,27 @@ def mixed_scenarios(count):
 def test_kinds_of_a_zigzag_ring():
     schedule = zigzag("fwd")
     assert int((schedule.kind == Kind.ATTENTION).sum()) == GPUS**2
+
+
+@pytest.mark.benchmark(
+    group="variant cpsim of dcp, 131,072 tokens on 4 nodes of 8 GPUs, blocks of 1024", timer=time.process_time
+)
+@pytest.mark.parametrize(
+    ("mask", "computations", "most_s"),
+    [("causal", 16512, 5), ("lambda", 1506, 2), ("causal_blockwise", 1012, 2), ("shared_question", 8862, 2)],
+)
+def test_place_blocks(benchmark, mask, computations, most_s):
+    case = Workload(documents=(131072,), mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
+    rates = Rates.of(load_cluster("p4de"))
+    place(cut(replace(case, documents=(8192,)), 1024, 2), (4, 8), rates, 0.1, 4, 0)  # compiles
+
+    def planned():
+        blocks = cut(case, 1024, 2)
+        placement = place(blocks, (4, 8), rates, 0.1, 4, 0)
+        return blocks, placement, stage_by_time(blocks, placement, (4, 8), rates, 4, "fwd")
+
+    blocks, placement, _ = benchmark.pedantic(planned, rounds=3)
+    assert blocks.computations == computations
+    assert judge(blocks, placement, 32, 8, "fwd").imbalance <= 1.1
+    if benchmark.stats:
+        assert benchmark.stats.stats.median < most_s

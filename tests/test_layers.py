@@ -31,7 +31,8 @@ ALLOWED = {
     "schedule": {"masks", "stripes", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
     "implementations": CORE | {"masks", "workload", "schedule"},
-    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations"},
+    "dcp": CORE | CASE - {"scenario"} | PLAN,
+    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE | {"masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
@@ -42,7 +43,7 @@ ALLOWED = {
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
     "kernels": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
-    "reproduce": CORE | {"cluster", "documents", "scenario", "prediction", "predictor"},
+    "reproduce": CORE | {"cluster", "documents", "scenario", "prediction", "predictor", "models", "calibrate"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE
@@ -117,9 +118,7 @@ def fresh(code):
 
 
 def test_import_cpsim_loads_nothing_slow():
-    loaded = fresh(
-        "import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))"
-    )
+    loaded = fresh("import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
     assert not SLOW & set(loaded)
 
 

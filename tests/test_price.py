@@ -8,7 +8,7 @@ import pytest
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.errors import InfeasibleError, ProfileError
-from cpsim.models.collective import transfer_seconds
+from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.links import Links
 from cpsim.models.price import GROUPS, Pricing
@@ -38,7 +38,7 @@ def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None,
 
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-@pytest.mark.parametrize("name", ["ring", "zigzag_ring", "allgather", "ulysses"])
+@pytest.mark.parametrize("name", ["ring", "zigzag_ring", "allgather", "ulysses", "dcp"])
 def test_engines_agree_on_priced_schedules(name, pass_):
     schedule, price = priced(name, gpus=16, pass_=pass_, documents=(30000, 500, 35036), mask="causal_document")
     fast, reference = simulate(schedule, price.work), simulate_reference(schedule, price.work)
@@ -192,3 +192,26 @@ def test_ops_of_a_captured_program_that_follow_another_stream_take_longer():
     delayed = schedule.kind[times[0] - times[1] > 0.9e-3]
     assert sorted(set(delayed.tolist())) == sorted({int(kind) for kind in follows})
     assert len(delayed) == 1 + 4 + 1 + 4
+
+
+def test_uneven_all_to_alls_take_as_long_as_their_busiest_port_or_nic():
+    knobs = {"variant": "paper", "solver": "greedy"}
+    schedule, price = priced("dcp", gpus=16, knobs=knobs)
+    prices = pricing(16)
+    fabric, checked = prices.cluster.fabric, set()
+    for op in np.unique(schedule.routes[:, 0]).tolist():
+        mine = schedule.routes[:, 0] == op
+        (source, target), nbytes = schedule.routes[mine, 1:].T, schedule.route_nbytes[mine]
+        far = source // 8 != target // 8
+        most = max(np.bincount(end, nbytes).max() for end in (source, target))
+        if far.any():
+            assert far.all()  # those within nodes are another op
+            expected = fabric.latency_s + most / fabric.nic_bandwidth_bytes_per_s
+        else:
+            curves = prices.profile.collective
+            expected = collective_seconds(curves, "all_to_all", np.array([most * 8 / 7]), 8)[0]
+        assert price.work.duration_s[op] == pytest.approx(expected)
+        moved = price.work.flow_bytes[price.work.flow_start[op] : price.work.flow_start[op + 1]]
+        assert moved.sum() == pytest.approx(2 * nbytes.sum())
+        checked.add(bool(far.any()))
+    assert checked == {True, False}

@@ -8,7 +8,7 @@ from test_masks import masks, range_sets, tokens_of
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import UNBOUNDED, RangeSets, dense_mask
 from cpsim.strategies import sharding
-from cpsim.tiles import make_tiles, sequences
+from cpsim.tiles import Tiles, make_tiles, sequences
 
 
 def covered(tiles, mask, tile, num_tokens):
@@ -99,3 +99,18 @@ def test_every_document_is_a_sequence():
     assert found.q_len.tolist() == [3, 1, 12]
     assert found.area.tolist() == [6, 1, 78]
     assert found.regular.all()
+
+
+def test_queries_that_see_other_keys_are_no_rectangle_though_areas_agree():
+    """A tile need not be a product of two sets: two blocks of queries, each with two blocks of keys of its own."""
+    mask, sets = mask_slices("full", (32,)), RangeSets(np.arange(5), np.arange(32).reshape(4, 8)[:, [0, 7]] + [0, 1])
+    parts = make_tiles(mask, sets, [0, 0, 1, 1], [0, 1, 2, 3])
+    joined = Tiles(np.array([0, 0, 4]), parts.rows, parts.row_area, np.array([0, 256]), mask)
+    found = sequences(joined)
+    assert (found.q_len.tolist(), found.k_len.tolist()) == ([8, 8], [16, 16])
+    assert found.one_call[1]
+    assert found.in_place[1]
+    apart = make_tiles(mask, sets, [0, 0, 1, 1], [0, 2, 1, 3])
+    mixed = sequences(Tiles(np.array([0, 0, 4]), apart.rows, apart.row_area, np.array([0, 256]), mask))
+    assert (mixed.q_len.tolist(), mixed.k_len.tolist()) == ([8, 8], [16, 16])
+    assert not mixed.in_place[1]

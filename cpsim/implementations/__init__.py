@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from cpsim.errors import ScenarioError
+from cpsim.implementations.dcp import DCP
 from cpsim.implementations.facts import (
     DENSE,
     DOCUMENTS,
@@ -27,7 +28,7 @@ from cpsim.implementations.facts import (
 from cpsim.implementations.longca_bench import LONGCA_BENCH, MAGI_ATTENTION
 from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
 from cpsim.implementations.torch_cp import TORCH
-from cpsim.implementations.transformer_engine import TRANSFORMER_ENGINE
+from cpsim.implementations.transformer_engine import TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_THD
 
 __all__ = [
     "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "HalvesCode", "HeldRingCode", "Implementation",
@@ -37,7 +38,18 @@ __all__ = [
 CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
 
 IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
-    i.name: i for i in (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH, LONGCA_BENCH, MAGI_ATTENTION, TRANSFORMER_ENGINE)
+    i.name: i
+    for i in (
+        CPSIM,
+        RING_FLASH_ATTN,
+        YUNCHANG,
+        TORCH,
+        LONGCA_BENCH,
+        MAGI_ATTENTION,
+        TRANSFORMER_ENGINE,
+        TRANSFORMER_ENGINE_THD,
+        DCP,
+    )
 }
 
 

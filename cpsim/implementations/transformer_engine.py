@@ -70,7 +70,8 @@ TRANSFORMER_ENGINE: Final = Implementation(
         "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),
         "allgather": Support(masks=DENSE, chunks=2, knobs={"layout": ("zigzag",)}),
         "usp": Support(
-            masks=DENSE, chunks=2,
+            masks=DENSE,
+            chunks=2,
             knobs={"ring": ("zigzag",), "zigzag": ("document",), "placement": ("head_first",)},
         ),
     },
@@ -102,3 +103,15 @@ TRANSFORMER_ENGINE: Final = Implementation(
     predicted_only=True,
     unbatched=True,
 )
+
+TRANSFORMER_ENGINE_THD: Final = replace(
+    TRANSFORMER_ENGINE,
+    name="transformer-engine-thd",
+    source="NVIDIA/TransformerEngine as forked for chenyu-jiang/dcp at 942a2c7",
+    support={
+        "usp": Support(chunks=2, knobs={"ring": ("zigzag",), "zigzag": ("document",), "placement": ("head_first",)})
+    },
+    kernels=("fa2", "fa2_ranges"),
+    ring=_RING_THD,
+)
+"""a2a+p2p for packed documents, and for other masks with DCP's kernel, while keys travel as under a causal one."""

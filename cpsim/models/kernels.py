@@ -47,6 +47,7 @@ WINDOWED: Final = ("fa2", "fa4")
 LIMITS: Final = {
     "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
     "sdpa_flash": Limits(places_results=False),
+    "fa2_ranges": Limits(any_mask=True),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flashinfer_fa2": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
@@ -54,7 +55,8 @@ LIMITS: Final = {
     "sdpa_math": Limits(any_mask=True, max_head_dim=1024),
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True, max_head_dim=1024),
 }
-"""Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left."""
+"""Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
+``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query."""
 
 
 def limits_of(kernel: str) -> Limits:
@@ -179,9 +181,7 @@ def tile_visits(schedule: Schedule, ops: Ints, head_bytes: int) -> dict[int, Vis
     return made
 
 
-def gathered_sequences(
-    schedule: Schedule, ops: Ints, head_bytes: int
-) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+def gathered_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
     """As `dense_sequences`, for a kernel that gathers the keys of every row of a mask of rectangles.
 
     Raises:
@@ -217,9 +217,7 @@ def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[
             yield tile, slices, int(sizes[query_set]), int(sizes[key_set])
 
 
-def dense_sequences(
-    schedule: Schedule, ops: Ints, head_bytes: int
-) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+def dense_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
     """Start, q_len, k_len and causal of sequences by tile as a kernel takes them that computes all pairs.
 
     A tile that is not one varlen call has all rows of its queries and keys in one sequence.

@@ -82,6 +82,13 @@ class Links:
                 parts += [(op[far], base + out, nbytes[far]), (op[far], base + uplinks + into, nbytes[far])]
         return _join(parts)
 
+    def routed(self, op: int, source: Ints, target: Ints, nbytes: Floats) -> Flows:
+        """Flows of one uneven all-to-all, every link once; arrays ``[n]``."""
+        flows = self.transfers(np.full(len(source), op), source, target, nbytes)
+        total = np.bincount(flows.link, flows.nbytes).astype(np.float64)
+        link = np.flatnonzero(total)
+        return Flows(np.full(len(link), op), link, total[link])
+
     def collective(self, op: int, ranks: Ints, near_bytes: float, far_bytes: float) -> Flows:
         """Flows of one collective.
 

@@ -269,7 +269,14 @@ class Pricing:
     ) -> list[Flows]:
         flows = []
         known: dict[tuple[int, int, int, int], tuple[float, float, float, bool]] = {}
-        for op in np.flatnonzero(is_one_of(schedule.kind, COLLECTIVE_KINDS)).tolist():
+        uneven = np.unique(schedule.routes[:, 0]).tolist()
+        largest: dict[int, float] = {}
+        flows += [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
+        for most, size in largest.items():
+            notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
+        even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
+        even[uneven] = False
+        for op in np.flatnonzero(even).tolist():
             ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
             kind, nbytes = Kind(int(schedule.kind[op])), int(schedule.nbytes[op])
             nodes = len(np.unique(self.cluster.node_of(ranks)))
@@ -284,6 +291,34 @@ class Pricing:
             group[op] = GROUPS.index("collective between nodes" if between else "collective")
             if len(ranks) > 1:
                 flows.append(links.collective(op, ranks, near, far))
+        return flows
+
+    def _routed(
+        self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, largest: dict[int, float]
+    ) -> Flows:  # fmt: skip
+        """An uneven all-to-all: as long as an even one whose ranks send what the busiest rank sends or receives inside
+        its node, or as the busiest NIC or uplink takes. ``largest`` gets the size of the one inside nodes, by GPUs."""
+        mine = slice(*np.searchsorted(schedule.routes[:, 0], [op, op + 1]).tolist())
+        source, target = schedule.routes[mine, 1:].T.astype(np.int64)
+        nbytes = schedule.route_nbytes[mine].astype(np.float64)
+        near = ~links.crosses(source, target)
+        flows, seconds = links.routed(op, source, target, nbytes), 0.0
+        if near.any():
+            ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
+            most = int(np.unique(self.cluster.node_of(ranks), return_counts=True)[1].max())
+            wire = max(np.bincount(end[near], nbytes[near]).max() for end in (source, target))
+            size = wire * most / (most - 1)
+            seconds = float(collective_seconds(self.profile.collective, "all_to_all", np.array([size]), most)[0])
+            largest[most] = max(size, largest.get(most, 0.0))
+        fabric = self.cluster.fabric
+        if fabric is not None and not near.all():
+            outside = flows.link >= 2 * self.cluster.num_gpus
+            rate = links.capacity_bytes_per_s()[flows.link[outside]]
+            between = fabric.latency_s + float((flows.nbytes[outside] / rate).max())
+            group[op] = GROUPS.index("collective between nodes" if between >= seconds else "collective")
+            duration[op] = max(seconds, between)
+        else:
+            group[op], duration[op] = GROUPS.index("collective"), seconds
         return flows
 
     def _collective(

@@ -26,6 +26,7 @@ def prediction_record(asked: Scenario | CpsimError, result: Prediction | Infeasi
             "exposed_comm_s": float(result.exposed_comm_s),
             "bytes_sent_per_gpu": float(result.bytes_sent_per_gpu),
             "peak_memory_bytes": int(result.peak_memory_bytes),
+            "planning_s": float(result.planning_s),
             "parts_s": {name: float(seconds) for name, seconds in result.parts_s.items()},
             "notes": list(result.notes),
         }

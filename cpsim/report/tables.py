@@ -122,6 +122,10 @@ def _one(result: Prediction) -> RenderableType:
     facts.add_row("exposed communication", f"{ms_text(result.exposed_comm_s)} ms")
     facts.add_row("sent by the busiest GPU", format_bytes(result.bytes_sent_per_gpu))
     facts.add_row("peak memory of buffers", format_bytes(result.peak_memory_bytes))
+    if result.planning_s:
+        charged = result.parts_s.get("planning", 0.0)
+        shown = f"{ms_text(charged)} ms of it charged" if charged else "hidden"
+        facts.add_row("planning a batch, one core", f"{result.planning_s:.2g} s, {shown}")
     total = sum(result.parts_s.values()) or 1.0
     for name, seconds in sorted(result.parts_s.items(), key=lambda part: -part[1]):
         bar = "█" * round(24 * seconds / total)

@@ -23,7 +23,7 @@ from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, Implementation
-from cpsim.masks import Ints, RangeSets, Slices
+from cpsim.masks import Ints, RangeSets, Slices, sets_of
 from cpsim.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.allgather import seen_keys
@@ -116,18 +116,18 @@ def _share_out(
     whole = sharding.stack(own, sharding.contiguous(workload.num_tokens, 1))
     seen = seen_keys(make_tiles(mask, whole, ranks, np.full(num_ranks, num_ranks)), num_ranks)
     edges = _edges(own, seen)
-    remote = sharding.split(_sets_of(_cells(seen, edges) & ~_cells(own, edges), edges), stages, smallest)
+    remote = sharding.split(sets_of(_cells(seen, edges) & ~_cells(own, edges), edges), stages, smallest)
     edges = _edges(own, seen, remote)
     mine, wanted = _cells(own, edges), _cells(remote, edges).reshape(num_ranks, stages, -1).swapaxes(0, 1)
     fetchers, length = wanted.sum(axis=1), np.diff(edges)
-    fetched = sharding.stack(*(_sets_of(cells, edges) for cells in wanted))
-    given = sharding.stack(*(_sets_of(mine & (count > 0), edges) for count in fetchers))
-    local = _sets_of(_cells(seen, edges) & mine, edges)
+    fetched = sharding.stack(*(sets_of(cells, edges) for cells in wanted))
+    given = sharding.stack(*(sets_of(mine & (count > 0), edges) for count in fetchers))
+    local = sets_of(_cells(seen, edges) & mine, edges)
     wanted_there, rails = wanted.reshape(stages, -1, per_node, len(length)).any(axis=2), _rails(mine, per_node)
     passed_on = wanted_there.repeat(per_node, axis=1) & rails
     others = wanted_there.sum(axis=1)[:, None] - wanted_there.repeat(per_node, axis=1)
     relays = [(mine & (others > 0), passed_on & ~mine, passed_on)] if per_node < num_ranks else []
-    extra = [_sets_of(cells[s], edges) for group in relays for cells in group for s in range(stages)]
+    extra = [sets_of(cells[s], edges) for group in relays for cells in group for s in range(stages)]
     sets = sharding.stack(own, local, fetched, given, *extra)
     tiles = make_tiles(mask, sets, np.tile(ranks, stages + 1), num_ranks + np.arange((stages + 1) * num_ranks))
     sent, got = (fetchers * length) @ mine.T.astype(np.int64), wanted.astype(np.int64) @ length
@@ -154,7 +154,7 @@ def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunk: int) -> Rang
         held[rank, i] = True
         if holds + 1 < count // num_ranks:
             heapq.heappush(heap, (load + int(work[i]), rank, holds + 1))
-    return _sets_of(held, np.arange(count + 1) * chunk)
+    return sets_of(held, np.arange(count + 1) * chunk)
 
 
 def _edges(*groups: RangeSets) -> Ints:
@@ -169,16 +169,6 @@ def _cells(sets: RangeSets, edges: Ints) -> Mask:
     np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 0])), 1)
     np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 1])), -1)
     return np.asarray(np.cumsum(steps, axis=1)[:, :-1] > 0)
-
-
-def _sets_of(cells: Mask, edges: Ints) -> RangeSets:
-    """The inverse; runs that touch are joined."""
-    padded = np.pad(cells, ((0, 0), (1, 1))).astype(np.int8)
-    change = np.diff(padded, axis=1)
-    owner, opens = np.nonzero(change == 1)
-    closes = np.nonzero(change == -1)[1]
-    start = np.concatenate(([0], np.cumsum(np.bincount(owner, minlength=len(cells)))))
-    return RangeSets(start, np.stack([edges[opens], edges[closes]], axis=1))
 
 
 class _Magi:

@@ -48,6 +48,7 @@ def validate(schedule: Schedule, workload: Workload, pass_: Pass) -> None:
     """
     check_columns(schedule)
     check_lanes(schedule)
+    workload = workload.by_group(schedule.head_groups)
     mask = workload.slices(schedule.stride)
     check_tiles(schedule, mask)
     check_heads(schedule, workload, pass_)

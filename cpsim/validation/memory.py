@@ -64,6 +64,9 @@ class Memory:
         self.weight = weights.view(np.uint64)
         self.touched: list[list[tuple[int, _Access]]] = [[] for _ in s.buffer_rank]
         """Accesses of every buffer that a later one can still conflict with."""
+        routed, first, count = np.unique(s.routes[:, 0], return_index=True, return_counts=True)
+        self.routes = dict(zip(routed.tolist(), np.stack([first, first + count], axis=1).tolist(), strict=True))
+        """First and end route of every op that has some."""
         self.conflicts: list[tuple[int, int, int]] = []
         """(earlier op, later op, rank) that must be ordered."""
 
@@ -178,8 +181,29 @@ class Memory:
             fail(s, index, f"gathers {moved} B, more than its buffers have")
         elif kind == Kind.REDUCE_SCATTER and not min(read) >= moved <= sum(written):
             fail(s, index, f"reduces {moved} B, more than its buffers have")
-        elif kind in (Kind.ALL_TO_ALL, Kind.ALL_REDUCE) and moved > min(max(read + written), max(written)):
+        elif kind in (Kind.ALL_TO_ALL, Kind.ALL_REDUCE) and moved > max(written, default=0):
             fail(s, index, f"exchanges {moved} B, more than its buffers have")
+        if index in self.routes:
+            self._check_routes(index, accesses)
+
+    def _check_routes(self, index: int, accesses: list[_Access]) -> None:
+        """Ranks get the bytes of the blocks that they write; of gradients as many as several sources give."""
+        s, (first, end) = self.s, self.routes[index]
+        source, target = s.routes[first:end, 1:].T
+        got = np.bincount(target, s.route_nbytes[first:end], s.num_ranks)
+        if s.kind[index] != Kind.ALL_TO_ALL or not np.isin([source, target], s.ranks_of(index)).all():
+            fail(s, index, "has routes, which are for all-to-alls and between their ranks")
+        if got.max() != s.nbytes[index]:
+            fail(s, index, f"states {s.nbytes[index]} B, but routes bring {got.max():.0f} B to a rank")
+        expected, summed = np.zeros(s.num_ranks), np.zeros(s.num_ranks, bool)
+        for a in accesses:
+            if a.mode != READ:
+                expected[s.buffer_rank[a.buffer]] += self.nbytes[a.block]
+                summed[s.buffer_rank[a.buffer]] |= a.tensor in MAKES["bwd"]
+        wrong = (got < expected) | ((got > expected) & ~summed)
+        if wrong.any():
+            rank = int(np.flatnonzero(wrong)[0])
+            fail(s, index, f"routes bring {got[rank]:.0f} B to rank {rank}, its blocks have {expected[rank]:.0f} B")
 
     def _attend(self, index: int, reads: list[_Access], targets: list[_Access]) -> list[Weights]:
         """Partial results: this op's weight on every cell that its tile touches."""

@@ -1,0 +1,479 @@
+"""DCP: blocks of computation on the ranks that a planner chose, in stages; inputs of the next arrive during each.
+
+A rank fetches what its computations of a stage lack: from another node once, by an all-to-all of uneven parts over all
+ranks, and from its own node by another, which passes on what has come from others. Inputs are copied together for the
+kernel, which runs all head groups of a stage in one call. Partial outputs are merged where they are computed, and those
+of other ranks' queries go home after the last stage: in as many rounds as some query has ranks, since a rank can take
+one partial output of a row at a time. Backward moves Q, O, dO and log-sum-exp where queries are away, and gradients
+home.
+
+Reference: DCP (arXiv 2510.10620), section 4; chenyu-jiang/dcp at 942a2c7. Differs: inputs are packed for kernels
+instead of read through block tables; arrived blocks stay to the end; gradients of keys are summed for each kernel, not
+for each block of computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from cpsim.builder import NOTHING, Access, Builder
+from cpsim.cluster import Cluster
+from cpsim.dcp.blocks import cut
+from cpsim.dcp.placing import Settings
+from cpsim.dcp.planning import Plan, plan_case
+from cpsim.dcp.program import Calls, Cells, fetches, given, make_calls, routes
+from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.implementations import CPSIM, Implementation
+from cpsim.masks import Ints, RangeSets, sets_of
+from cpsim.schedule import Int32, Kind, Mask, Pass, Planning, Schedule
+from cpsim.strategies.sizes import Sizes
+from cpsim.tiles import sequences
+from cpsim.workload import Workload
+
+BLOCKS: Final = (512, 4096)
+"""Tokens of a block by default: a quarter of a rank's, but from the one to the other."""
+COMPUTATIONS: Final = 20_000
+"""Computation blocks that larger token blocks and fewer head groups keep to by default, so that planning takes
+seconds."""
+QUICK: Final = 5_000
+"""Computation blocks that are planned in a part of a second."""
+SIDES: Final = {"fwd": (("q",), ("kv",)), "bwd": (("q", "out", "dout"), ("kv",))}
+"""Inputs of the queries' and of the keys' side."""
+
+
+def plan_dcp(
+    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, variant: str = "cpsim",
+    block: int | None = None, head_groups: int | None = None, eps_inter: float = 0.4, eps_intra: float = 0.1,
+    stages: int = 4, solver: str = "mtkahypar", seed: int = 0, layers: int = 32, planners: int = 16,
+) -> Schedule:  # fmt: skip
+    """Blocks of computation anywhere, in stages.
+
+    Args:
+        workload, cluster, pass_: the case.
+        code: whose implementation.
+        variant: ``cpsim``, ``paper`` or ``released`` (what its code does instead).
+        block: tokens of a block; default: a quarter of a rank's, from 512 to 4096, and a rank's where it has fewer.
+        head_groups: groups of heads that are placed apart; default: as many as there are key-value heads, or fewer
+            where that makes more than ``COMPUTATIONS`` computation blocks.
+        eps_inter, eps_intra: work of a node, and of a GPU in its node, over the mean, at most, less 1.
+        stages: of which the next one's inputs arrive during each.
+        solver: ``mtkahypar``, ``kahypar`` or ``greedy``; greedy stands in for one that is not installed.
+        seed: of whatever is random.
+        layers: that run by one plan, and ``planners``: processes of every node that plan later batches meanwhile. What
+            planning takes longer than that is charged.
+
+    Raises:
+        ScenarioError: a knob has no such value.
+        InfeasibleError: there are fewer blocks than ranks, or head groups do not divide the key-value heads.
+    """
+    del code
+    settings = Settings(
+        variant=variant, eps_inter=eps_inter, eps_intra=eps_intra, stages=stages, solver=solver
+    )  # fmt: skip
+    counts = {"block": block, "head_groups": head_groups, "layers": layers, "planners": planners, "seed": seed}
+    for name, value in counts.items():
+        least = int(name != "seed")
+        if value is not None and (type(value) is not int or value < least):
+            raise ScenarioError(f"knobs.{name}: expected a whole number from {least}, got {value!r}")
+    ranks = cluster.num_gpus
+    if ranks == 1:
+        raise InfeasibleError("dcp runs on 2 GPUs or more, got 1; use none")
+    size = block or default_block(workload, ranks)
+    planned = plan_case(workload, cluster, size, head_groups or default_groups(workload, size), settings, seed)
+    if len(planned.blocks) < ranks:
+        raise InfeasibleError(
+            f"dcp needs a block of tokens for every rank, got {len(planned.blocks)} of {size} tokens for {ranks} "
+            f"ranks; use block: {default_block(workload, ranks)}"
+        )
+    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_)
+    schedule = emitted.forward() if pass_ == "fwd" else emitted.backward()
+    solver = planned.placement.solver
+    planning = Planning(
+        seconds=planned.seconds, share=layers * planners * cluster.num_nodes,
+        notes=(f"blocks placed by {solver}",) if solver else (),
+    )  # fmt: skip
+    return replace(schedule, planning=planning)
+
+
+def dcp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
+    """Knob settings worth trying: the defaults.
+
+    Raises:
+        InfeasibleError: planning takes seconds.
+    """
+    size = default_block(workload, cluster.num_gpus)
+    count = cut(workload, size, 1).computations * default_groups(workload, size)
+    if count > QUICK:
+        raise InfeasibleError(
+            f"not tried: {count} computation blocks take seconds to plan; name strategy dcp to predict it"
+        )
+    return ({},)
+
+
+def default_block(workload: Workload, num_ranks: int) -> int:
+    """A quarter of a rank's tokens as a power of two within ``BLOCKS``, or more where many blocks see many; of ranks
+    with fewer tokens, as many as they have."""
+    tokens = workload.num_tokens
+    whole, quarter = (1 << max(0, (tokens // parts).bit_length() - 1) for parts in (num_ranks, 4 * num_ranks))
+    size = min(BLOCKS[1], max(quarter, min(BLOCKS[0], whole)))
+    while 2 * size <= min(whole, BLOCKS[1]) and cut(workload, size, 1).computations > COMPUTATIONS:
+        size *= 2
+    return size
+
+
+def default_groups(workload: Workload, block: int) -> int:
+    """Key-value heads, or the largest divisor of their number that keeps to ``COMPUTATIONS``."""
+    most, heads = COMPUTATIONS // max(cut(workload, block, 1).computations, 1), workload.num_kv_heads
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(most, 1))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Held:
+    """Where some cells of some tensors are on every rank."""
+
+    buffers: Mapping[str, Int32]
+    """By tensor, ``[ranks]``."""
+    cells: Mask
+    """``[ranks, cells]``."""
+    arrived: Ints
+    """The op that brought them, by rank; or NOTHING."""
+
+
+class _Sum:
+    """Rows of a result that partial results are added to, and the bytes that each row has now."""
+
+    def __init__(
+        self, tensor: str, result: Access, cells: Mask, parts: Ints, sizes: tuple[int, int, int], plain: bool
+    ) -> None:
+        self.tensor, self.result, self.cells, self.plain = tensor, result, cells, plain
+        self.left = parts.copy()
+        """Partial results that every row still gets, ``[ranks, cells]``; the last one leaves it narrow."""
+        self.narrow, self.wide, self.lse = sizes
+        self.held = np.full(cells.shape, self.wide if plain else 0)
+        """Bytes of a token; plain sums are wide zeros at first and stay wide."""
+
+    def place(self, rank: Ints, cells: Mask) -> None:
+        """A kernel writes these rows."""
+        self.left[rank] -= cells
+        self.held[rank] = np.where(cells, self.narrow + self.lse, self.held[rank])
+
+    def add(self, rank: Ints, cells: Mask, tokens: Ints) -> Ints:
+        """Bytes read and written beside the partial result of these rows when it is added, ``[len(rank)]``."""
+        self.left[rank] -= cells
+        wide = (self.left[rank] > 0) | self.plain
+        after = np.where(wide, self.wide, self.narrow) + self.lse
+        nbytes = np.where(cells, self.held[rank] + after, 0) @ tokens
+        self.held[rank] = np.where(cells, after, self.held[rank])
+        return np.asarray(nbytes)
+
+
+class _Dcp:
+    """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
+
+    def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass) -> None:
+        self.pass_, self.blocks = pass_, planned.blocks
+        worker, stage = planned.placement.worker, planned.stage[pass_]
+        self.num_ranks, self.per_node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
+        self.ranks, self.cells = np.arange(self.num_ranks), Cells(planned.blocks)
+        self.tokens = self.cells.per_group(self.blocks.tokens)
+        self.home = self.cells.per_group(planned.placement.home)
+        self.own = self.home == self.ranks[:, None]
+        self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage)
+        self.sequences = sequences(self.calls.tiles)
+        self.num_stages = int(stage.max(initial=0)) + 1
+        needs = [self.cells.needs(side, worker, stage, self.num_ranks) for side in (self.blocks.query, self.blocks.key)]
+        self.fetches = [list(fetches(need, self.home, self.per_node)) for need in needs]
+        self.away = [need.any(axis=0) & ~self.own for need in needs]
+        """Cells of other ranks whose queries, and whose keys, a rank computes with."""
+        self.heads = np.array([0, workload.num_heads, 0, workload.num_kv_heads])
+        sizes = Sizes(workload)
+        q, kv, lse = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads), sizes.lse(workload.num_heads)
+        self.nbytes = {"q": q, "out": q + lse, "dout": q, "dq": q, "kv": kv, "dkv": kv}
+        self.rows = {"out": (q, sizes.accumulator(q), lse), "dq": (q, sizes.accumulator(q), 0),
+                     "dkv": (kv, sizes.accumulator(kv), 0)}  # fmt: skip
+        """Bytes of a token of a partial result, of its sum, and of its log-sum-exp."""
+        self.sets: dict[bytes, int] = {}
+        none = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))  # sets are known when all ops are
+        self.b = Builder(self.num_ranks, none, self.calls.tiles, head_groups=self.blocks.num_groups)
+        self.seen = np.full(self.num_ranks, NOTHING)
+        """The last op of ``comm`` that every rank's ``compute`` has waited for."""
+        self.held = [[self.given(tensors)] for tensors in SIDES[pass_]]
+
+    # --- passes ---
+
+    def forward(self) -> Schedule:
+        direct, local, others = self.results("out", Kind.MERGE)
+        for stage, ids in self.batches():
+            self.attend(Kind.ATTENTION, stage, ids, direct[ids], (local, others))
+        nth = np.cumsum(self.away[0], axis=0) * self.away[0]
+        for number in range(1, int(nth.max(initial=0)) + 1):
+            self.bring_home(Kind.MERGE, others, local, nth == number)
+        return self.build()
+
+    def backward(self) -> Schedule:
+        direct, local, others = self.results("dq", Kind.ACCUMULATE)
+        keys = [self.sum_of("dkv", Kind.ACCUMULATE, cells) for cells in (self.own, self.away[1])]
+        for stage, ids in self.batches():
+            made = self.attend(Kind.ATTENTION_BACKWARD, stage, ids, direct[ids], (local, others))
+            repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1)
+            for sums in keys:
+                self.add_up(Kind.ACCUMULATE, self.calls.rank[ids], made, sums, self.calls.key[ids], None, repeats)
+        self.bring_home(Kind.ACCUMULATE, others, local, self.away[0])
+        self.bring_home(Kind.ACCUMULATE, keys[1], keys[0], self.away[1])
+        dkv = self.b.buffers("dkv", self.own @ self.tokens * self.nbytes["dkv"]), keys[0].result[1]
+        self.b.output(*dkv)
+        self.b.add(
+            Kind.COPY, (self.ranks, "compute"), step=self.num_stages, heads=self.heads, reads=[keys[0].result],
+            writes=[dkv], nbytes=self.own @ self.tokens * sum(self.rows["dkv"][:2]),
+        )  # fmt: skip
+        return self.build()
+
+    def batches(self) -> Iterator[tuple[int, Ints]]:
+        """Every stage and calls of it, at most one of a rank; what the next stage needs is on its way by then."""
+        self.fetch(0)
+        for stage in range(self.num_stages):
+            if stage + 1 < self.num_stages:
+                self.fetch(stage + 1)
+            for part in range(2):
+                ids = np.flatnonzero((self.calls.stage == stage) & (self.calls.part == part))
+                if len(ids):
+                    yield stage, ids
+
+    def build(self) -> Schedule:
+        masks = np.stack([np.unpackbits(np.frombuffer(key, np.uint8)) for key in self.sets])
+        self.b.sets = sets_of(masks[:, : len(self.home)].astype(np.bool_), self.cells.edges())
+        return self.b.build()
+
+    # --- inputs ---
+
+    def given(self, tensors: Sequence[str]) -> _Held:
+        """Inputs of a rank's own tokens."""
+        made = {t: self.b.buffers(t, self.own @ self.tokens * self.nbytes[t]) for t in tensors}
+        for tensor, buffers in made.items():
+            self.b.input(buffers, self.block(tensor, self.own))
+        return _Held(made, self.own, np.full(self.num_ranks, NOTHING))
+
+    def fetch(self, stage: int) -> None:
+        """Inputs of a stage: from other nodes first, then within nodes."""
+        for side, tensors in enumerate(SIDES[self.pass_]):
+            fetch, nodes = self.fetches[side][stage], self.ranks.reshape(-1, self.per_node)
+            lane = "compute" if len(nodes) == 1 else "comm"
+            for cells, source, groups, where in (
+                (fetch.far, self.home, self.ranks[None], "compute"), (fetch.near, fetch.source, nodes, lane),
+            ):  # fmt: skip
+                if cells.any():
+                    gives, moved = given(cells, source), self.routed(cells, source, tensors)
+                    packed = self.pack(stage, tensors, self.held[side], gives, moved.sum(axis=1), where)
+                    made, op = self.exchange(stage, tensors, packed, gives, cells, moved, groups)
+                    self.held[side].append(_Held(dict.fromkeys(tensors, made), cells, op))
+
+    def routed(self, cells: Mask, source: Ints, tensors: Sequence[str]) -> Ints:
+        return routes(cells, source, self.tokens, sum(self.nbytes[t] for t in tensors))
+
+    def pack(
+        self, stage: int, tensors: Sequence[str], held: Sequence[_Held], gives: Mask, nbytes: Ints, lane: str
+    ) -> tuple[Int32, Ints]:  # fmt: skip
+        """Blocks for every rank, one rank's after the other's; returns buffers and the ops to wait for, by rank."""
+        packed, who = self.b.buffers(f"{tensors[0]} by rank", nbytes), np.flatnonzero(nbytes)
+        ready = np.full(self.num_ranks, NOTHING)
+        ops = self.b.add(
+            Kind.COPY, (who, lane), step=stage, heads=self.heads, nbytes=2 * nbytes[who],
+            deps=self.waits(who, held, gives[who]) if lane == "compute" else (),
+            reads=self.reads(who, tensors, held, gives[who]),
+            writes=[(packed[who], self.block(t, gives[who])) for t in tensors],
+        )  # fmt: skip
+        ready[who] = ops if lane == "compute" else NOTHING
+        return packed, ready
+
+    def exchange(
+        self, stage: int, tensors: Sequence[str], packed: tuple[Int32, Ints], gives: Mask, gets: Mask, moved: Ints,
+        groups: Ints,
+    ) -> tuple[Int32, Ints]:  # fmt: skip
+        """All-to-alls of uneven parts in groups of ranks; returns where blocks arrive, and the op by rank."""
+        made, arrived = self.b.buffers(f"{tensors[0]} of others", moved.sum(axis=0)), np.full(self.num_ranks, NOTHING)
+        sent, got = ([self.block(t, cells) for t in tensors] for cells in (gives, gets))
+
+        def some(buffers: Int32, axis: int) -> Int32:
+            return np.where(moved.any(axis=axis), buffers, NOTHING).astype(np.int32)
+
+        for ranks in groups:
+            inside = moved[np.ix_(ranks, ranks)]
+            if inside.any():
+                (op,) = self.b.add(
+                    Kind.ALL_TO_ALL, (ranks[None], "comm"), step=stage, nbytes=inside.sum(axis=0).max(),
+                    deps=[packed[1][ranks][None]],
+                    reads=[(some(packed[0], 1)[ranks][None], block[ranks][None]) for block in sent],
+                    writes=[(some(made, 0)[ranks][None], block[ranks][None]) for block in got],
+                )  # fmt: skip
+                arrived[ranks] = op
+                self.b.route(int(op), ranks, inside)
+        return made, arrived
+
+    def reads(self, who: Ints, tensors: Sequence[str], held: Sequence[_Held], cells: Mask) -> list[Access]:
+        """Accesses of cells ``[len(who), cells]`` wherever ranks hold them."""
+        found = []
+        for h in held:
+            part = cells & h.cells[who]
+            there = part.any(axis=1)
+            for t in tensors:
+                found.append((np.where(there, h.buffers[t][who], NOTHING).astype(np.int32), self.block(t, part)))
+        return found
+
+    def waits(self, who: Ints, held: Sequence[_Held], cells: Mask) -> list[Ints]:
+        """The op that brought the last of the cells to every rank, where ``compute`` has not waited for it yet."""
+        last = np.full(len(who), NOTHING)
+        for h in held:
+            last = np.where((cells & h.cells[who]).any(axis=1), np.maximum(last, h.arrived[who]), last)
+        new = last > self.seen[who]
+        self.seen[who] = np.maximum(last, self.seen[who])
+        return [np.where(new, last, NOTHING)]
+
+    def gather(self, stage: int, ids: Ints) -> list[Access]:
+        """What kernels read: a rank's own tokens where they are, if these are all; or copied together."""
+        who, tile = self.calls.rank[ids], self.calls.tile[ids]
+        any_order = self.sequences.in_place[tile] | ~self.sequences.one_call[tile]
+        found: list[Access] = []
+        copies: tuple[list[Access], list[Access], Ints] = ([], [], np.zeros(len(ids), np.int64))
+        waits = []
+        for side, tensors in enumerate(SIDES[self.pass_]):
+            cells, held = (self.calls.query, self.calls.key)[side][ids], self.held[side]
+            rows = self.key_rows(ids) if side else cells @ self.tokens
+            apart = (cells != self.own[who]).any(axis=1) | ~(any_order | (side == 0))
+            waits += self.waits(who, held, cells)
+            there = cells & apart[:, None]
+            for t in tensors:
+                copied = self.b.buffers(f"{t} in order", np.where(apart, rows, 0) * self.nbytes[t], who)
+                block = self.block(t, cells)
+                found.append((np.where(apart, copied, held[0].buffers[t][who]).astype(np.int32), block))
+                copies[0].extend(self.reads(who, [t], held, there))
+                copies[1].append((np.where(apart, copied, NOTHING).astype(np.int32), block))
+            copies[2][:] += np.where(apart, rows, 0) * 2 * sum(self.nbytes[t] for t in tensors)
+        self.deps = np.max(waits, axis=0)
+        reads, writes, nbytes = copies
+        c = np.flatnonzero(nbytes)
+        self.b.add(
+            Kind.COPY, (who[c], "compute"), step=stage, heads=self.heads, nbytes=nbytes[c], deps=[self.deps[c]],
+            reads=[(buffer[c], block[c]) for buffer, block in reads],
+            writes=[(buffer[c], block[c]) for buffer, block in writes],
+        )  # fmt: skip
+        self.deps[c] = NOTHING
+        return found
+
+    def key_rows(self, ids: Ints) -> Ints:
+        """Rows of keys as kernels read them: some several times where their sequences share them."""
+        tile, tokens = self.calls.tile[ids], self.calls.key[ids] @ self.tokens
+        copied = self.sequences.one_call[tile] & ~self.sequences.in_place[tile]
+        return np.where(copied, np.maximum(self.sequences.keys()[tile], tokens), tokens)
+
+    # --- results ---
+
+    def results(self, tensor: str, kind: Kind) -> tuple[NDArray[np.bool_], _Sum, _Sum]:
+        """Which calls write their rows of the result themselves, the first to do so and in one run; the result, and
+        what belongs to other ranks."""
+        calls, remote = self.calls, self.own & self.away[0].any(axis=0)
+        direct, parts = np.zeros(len(calls.rank), np.bool_), np.zeros((2, *self.own.shape), np.int64)
+        begun = np.zeros(self.num_ranks, np.bool_)
+        """Ranks that add to rows which no kernel has written."""
+        for i, (rank, cells) in enumerate(zip(calls.rank, calls.query, strict=True)):
+            run = np.abs(np.diff(cells[self.own[rank]].astype(np.int8), prepend=0, append=0)).sum() == 2
+            direct[i] = run and not (cells & (~self.own[rank] | (parts[0, rank] > 0))).any()
+            begun[rank] |= not direct[i] and bool((cells & self.own[rank] & (parts[0, rank] == 0)).any())
+            parts[:, rank] += cells & np.stack([self.own[rank], ~self.own[rank]])
+        begun |= (remote & (parts[0] == 0)).any(axis=1)
+        parts[0] += remote * (self.away[0].sum(axis=0) if kind == Kind.MERGE else 1)
+        adds = begun | (parts[0] > 1).any(axis=1)
+        narrow, wide, lse = self.rows[tensor]
+        held = self.own @ self.tokens
+        buffers = self.b.buffers(tensor, held * (narrow + lse) + np.where(adds, held * wide, 0))
+        made = buffers, self.block(tensor, self.own)
+        self.b.output(*made)
+        self.begin(kind, made, begun, np.zeros(self.num_ranks, np.int64))
+        local = _Sum(tensor, made, self.own, parts[0], self.rows[tensor], plain=False)
+        return direct, local, self.sum_of(tensor, kind, self.away[0], parts[1])
+
+    def sum_of(self, tensor: str, kind: Kind, cells: Mask, parts: Ints | int = 0) -> _Sum:
+        """Sums of some rows on every rank, begun; partial outputs take turns in two types, gradients are wide."""
+        narrow, wide, lse = self.rows[tensor]
+        plain, rows = kind == Kind.ACCUMULATE, cells @ self.tokens
+        made = self.b.buffers(f"{tensor} sum", rows * (wide + (not plain) * (narrow + lse))), self.block(tensor, cells)
+        self.begin(kind, made, rows > 0, rows * wide * plain)
+        return _Sum(tensor, made, cells, np.broadcast_to(parts, cells.shape), self.rows[tensor], plain)
+
+    def begin(self, kind: Kind, made: Access, where: NDArray[np.bool_], nbytes: Ints) -> None:
+        """Sums of nothing, so that parts can be added in any order."""
+        r = np.flatnonzero(where)
+        self.b.add(
+            kind, (r, "compute"), heads=self.heads, nbytes=nbytes[r], writes=[(made[0][r], made[1][r])]
+        )  # fmt: skip
+
+    def attend(self, kind: Kind, stage: int, ids: Ints, direct: NDArray[np.bool_], sums: tuple[_Sum, _Sum]) -> Int32:
+        """Kernels of some calls, and their partial results on the queries' side added up; returns partial dKV."""
+        calls, (tensor, *_) = self.calls, ("out",) if kind == Kind.ATTENTION else ("dq",)
+        who, cells = calls.rank[ids], calls.query[ids]
+        reads = self.gather(stage, ids)
+        rows = np.where(direct, 0, cells @ self.tokens)
+        partial = self.b.buffers(f"{tensor} partial", rows * self.nbytes[tensor], who)
+        made = [(np.where(direct, sums[0].result[0][who], partial).astype(np.int32), self.block(tensor, cells))]
+        dkv = np.zeros(0, np.int32)
+        if kind == Kind.ATTENTION_BACKWARD:
+            dkv = self.b.buffers("dkv partial", self.key_rows(ids) * self.nbytes["dkv"], who)
+            made.append((dkv, self.block("dkv", calls.key[ids])))
+        self.b.add(
+            kind, (who, "compute"), step=stage, tile=calls.tile[ids], heads=self.heads, deps=[self.deps], reads=reads,
+            writes=made,
+        )  # fmt: skip
+        sums[0].place(who[direct], cells[direct])
+        for total in sums:
+            self.add_up(
+                Kind.MERGE if kind == Kind.ATTENTION else Kind.ACCUMULATE, who, partial, total,
+                cells & ~direct[:, None],
+            )  # fmt: skip
+        return dkv
+
+    def add_up(
+        self, kind: Kind, who: Ints, partial: Int32, total: _Sum, cells: Mask, after: Ints | None = None,
+        repeats: ArrayLike = 1,
+    ) -> None:  # fmt: skip
+        """Add partial results of cells ``[len(who), cells]`` to the rows that a sum has of them.
+
+        Args:
+            repeats: times that a partial result has every row.
+        """
+        part = cells & total.cells[who]
+        some = np.flatnonzero(part.any(axis=1))
+        who, part, block = who[some], part[some], self.block(total.tensor, part[some])
+        read = part @ self.tokens * np.broadcast_to(repeats, len(cells))[some] * (total.narrow + total.lse)
+        self.b.add(
+            kind, (who, "compute"), step=self.num_stages, heads=self.heads,
+            nbytes=np.rint(read).astype(np.int64) + total.add(who, part, self.tokens),
+            deps=[] if after is None else [after[some]], reads=[(partial[some], block)],
+            updates=[(total.result[0][who], block)],
+        )  # fmt: skip
+
+    def bring_home(self, kind: Kind, total: _Sum, home: _Sum, gives: Mask) -> None:
+        """Partial results of other ranks' tokens, to be added where these are at home."""
+        if not gives.any():
+            return
+        rank, cell = np.nonzero(gives)
+        moved = np.zeros((self.num_ranks, self.num_ranks), np.int64)
+        np.add.at(moved, (rank, self.home[cell]), self.tokens[cell] * (total.narrow + total.lse))
+        gets = self.own & gives.any(axis=0)
+        held = [_Held({total.tensor: total.result[0]}, total.cells, np.full(self.num_ranks, NOTHING))]
+        packed = self.pack(self.num_stages, [total.tensor], held, gives, moved.sum(axis=1), "compute")
+        made, op = self.exchange(self.num_stages, [total.tensor], packed, gives, gets, moved, self.ranks[None])
+        rows = moved.sum(axis=0) / (total.narrow + total.lse)
+        self.add_up(kind, self.ranks, made, home, gets, op, rows / np.maximum(gets @ self.tokens, 1))
+
+    # --- blocks ---
+
+    def block(self, tensor: str, cells: Mask) -> Int32:
+        """A block for every mask of cells ``[n, cells]``."""
+        keys = np.packbits(cells, axis=1)
+        chosen = [self.sets.setdefault(key.tobytes(), len(self.sets)) for key in keys]
+        first, count = (self.heads[2:] if tensor.endswith("kv") else self.heads[:2]).tolist()
+        return self.b.blocks(tensor, chosen, (first, count))

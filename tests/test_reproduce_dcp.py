@@ -1,0 +1,96 @@
+"""DCP's micro-benchmark: published bars, batches by its rules, and what is made of both."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpsim.calibrate.profile import load_profile
+from cpsim.cli import app
+from cpsim.errors import CpsimError
+from cpsim.models.attention import calls
+from cpsim.report.dcp import dcp_record, dcp_view
+from cpsim.reproduce.dcp import (
+    CODES,
+    FILLED,
+    GPUS,
+    PADDED,
+    RANGED,
+    TOKENS,
+    batches,
+    published,
+    ranged_profile,
+    reproduce,
+    scenarios,
+    speed_ups,
+)  # fmt: skip
+
+
+def test_every_published_bar_is_there_and_gives_the_published_speed_ups():
+    rows = published()
+    assert len(rows) == 4 * 5 * 2 + 4 * 3 * 2 * 2
+    assert {row.row for row in rows} == set(CODES)
+    found = {(s.mask, s.scale): s.published for s in speed_ups(rows)}
+    assert [round(found["causal", scale], 2) for scale in (0.5, 1.0, 2.0, 4.0)] == [2.43, 2.04, 1.64, 1.29]
+    assert round(found["lambda", 4.0], 2) == 3.86
+    assert [(row.mask, row.row, row.scale) for row in rows if row.outlier] == [
+        ("causal", "ring", 1.0), ("lambda", "dcp", 1.0)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 4.0])
+def test_batches_are_full_of_whole_documents(scale):
+    found = batches(scale, count=50)
+    assert len(found) == 50
+    assert all(FILLED * TOKENS <= sum(batch) <= TOKENS for batch in found)
+    assert batches(scale, count=2) == found[:2]
+
+
+def test_every_code_runs_its_own_padding():
+    batch = batches(1.0, count=1)[0]
+    chosen = {row.row: row for row in published() if row.mask == "causal" and row.scale == 1.0}
+    documents = {name: next(scenarios(row, "a100", count=1))[0].documents for name, row in chosen.items()}
+    assert all(length % PADDED == 0 for length in documents["zigzag"])
+    assert documents["loongtrain"] == (max(documents["zigzag"]),) * len(batch)
+    assert sum(documents["dcp"]) % GPUS == 0
+    assert documents["dcp"][:-1] == batch[:-1]
+
+
+def test_ranges_of_keys_cost_what_flash_attention_2_does_where_both_run(tmp_path):
+    params = load_profile(str(ranged_profile(tmp_path))).attention
+    for pass_ in ("fwd", "bwd"):
+        times = [
+            calls(params[kernel, pass_], np.array([0, 1]), *(np.array([n]) for n in (8192, 8192, True, 8, 2)), 128,
+                  np.array([True]))[0][0]
+            for kernel in ("fa2", RANGED)
+        ]  # fmt: skip
+        assert times[1] == pytest.approx(times[0], rel=0.15)
+
+
+def test_bars_are_predicted_and_set_beside_published_ones(capsys):
+    wanted = [row for row in published() if (row.mask, row.scale, row.row) == ("causal", 4.0, "zigzag")]
+    rows = reproduce(wanted, count=1, jobs=1)
+    assert all(np.isfinite(row.predicted_s) and row.predicted_s > 0 for row in rows)
+    dcp = [replace(row, row="dcp", predicted_s=row.predicted_s / 2, published_s=row.published_s / 3) for row in rows]
+    (found,) = speed_ups([*rows, *dcp])
+    assert (found.published, found.predicted) == (pytest.approx(3), pytest.approx(2))
+    assert found.agrees
+    record = dcp_record([*rows, *dcp], "pile", "paper")
+    assert json.loads(json.dumps(record))["speed_up_mean_error"] == pytest.approx(1 / 3, abs=1e-3)
+    assert dcp_view([*rows, *dcp], "pile", "paper", 3)
+    assert capsys.readouterr().out == ""
+
+
+def test_a_case_that_cannot_be_predicted_says_which(monkeypatch):
+    monkeypatch.setitem(
+        CODES, "zigzag", {"strategy": "zigzag_ring", "implementation": "ring-flash-attn", "kernel": "fa4"}
+    )
+    row = next(row for row in published() if row.row == "zigzag")
+    with pytest.raises(CpsimError, match=r"reproduce: zigzag causal fwd, lengths x 0.5: .*fa4"):
+        reproduce([row], count=1, jobs=1)
+
+
+def test_options_of_other_studies_are_refused():
+    with pytest.raises(CpsimError, match="--lengths belongs to dcp, got it with magi-h100"):
+        app(["reproduce", "magi-h100", "--lengths", "pile"], standalone_mode=False)

@@ -39,6 +39,11 @@ RING = {
     "test_fast_engine": "forward only, constant rates: fast engine",
     "test_reference_engine": "the same: SimPy engine",
 }
+RUNS = {
+    "h200": "1 to 4 H200",
+    "h200-dcp-magi": "2 H200, `dcp`, `magi` and `hybrid_cp` among others",
+    "h200-emulated": "2 emulated nodes of 2 H200",
+}
 COMMANDS = {
     "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",
     "test_a_thousand_mixed_predictions": "1,000 predictions, 2 to 96 GPUs, mixed masks and documents",
@@ -63,7 +68,7 @@ def runs_table() -> str:
     """Errors against the committed real runs, by whose code ran."""
     lines = ["| real runs of 1 ms or more | cases | mean error | signed | in their 90 % interval |"]
     lines += ["| --- | --- | --- | --- | --- |"]
-    for path, where in (("h200", "1 to 4 H200"), ("h200-emulated", "2 emulated nodes of 2 H200")):
+    for path, where in RUNS.items():
         runs = load_runs(DOCS.parent / "validation" / "runs" / f"{path}.jsonl")
         pairs = [pair for pair in compare(predict_runs(runs), runs).pairs if pair.is_long]
         for name, mine in sorted(grouped(pairs, lambda pair: pair.scenario.implementation).items()):

@@ -188,7 +188,6 @@ def test_extremes_come_first_and_halvings_after():
 
 @pytest.mark.benchmark
 def test_fitting_again_gives_the_shipped_file_byte_for_byte():
-    shipped = load_profile("h100")
     assert to_json(fit.fit_profile(measurements("h100"))) == (profile.FOLDER / "h100.json").read_text()
 
 

@@ -54,6 +54,7 @@ def prediction(scenario: Scenario, time_s: float = 0.01, with_timelines: bool = 
         tflops_per_gpu=412.3,
         exposed_comm_s=time_s * 0.12,
         bytes_sent_per_gpu=117e6,
+        planning_s=0.0,
         peak_memory_bytes=1_480_000_000,
         parts_s={"attention fwd": time_s * 0.8, "transfer": time_s * 0.2},
         notes=(NOTE,),

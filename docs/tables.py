@@ -46,7 +46,7 @@ RUNS = {
 }
 COMMANDS = {
     "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",
-    "test_a_thousand_mixed_predictions": "1,000 predictions, 2 to 96 GPUs, mixed masks and documents",
+    "test_a_thousand_mixed_predictions": "1,000 predictions without dcp, 2 to 96 GPUs, mixed masks and documents",
 }
 
 

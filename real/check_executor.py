@@ -1,6 +1,6 @@
 """Compares the executor with dense attention on this machine's GPUs, every kernel, strategy, mask and pass.
 
-    torchrun --nproc-per-node 4 -m real.check_executor --kernels fa2,fa4,cudnn,sdpa_flash
+    torchrun --nproc-per-node 4 -m real.check_executor --kernels fa2,fa4,cudnn,sdpa_flash,flex
 
 Prints the largest error of every case relative to the largest value, as bf16 leaves it (some 1e-2), and ends with
 status 1 where one is larger than `WORST`. The oracle is plain PyTorch attention in fp32 on one GPU.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 
 import torch
 
@@ -28,9 +29,14 @@ CASES = (
     ("striped_ring", {}), ("ulysses", {}), ("ulysses", {"head_groups": 2}), ("allgather", {"layout": "contiguous"}),
     ("allgather", {"layout": "zigzag", "heads_per_gather": 1}), ("allgather", {"layout": "document_zigzag"}),
     ("usp", {"ulysses": 2}), ("usp", {"ulysses": 2, "ring": "basic", "placement": "context_first"}),
-    ("loongtrain", {"ulysses": 1, "inner_ring": 2}), ("loongtrain", {"ulysses": 2}),
+    ("loongtrain", {"ulysses": 1, "inner_ring": 2}), ("loongtrain", {"ulysses": 2}), ("dcp", {"block": 256}),
+    ("dcp", {"block": 256, "variant": "paper", "solver": "greedy"}),
 )  # fmt: skip
-MASKS = (("causal", None), ("full", None), ("causal_document", (700, 36, 1312)), ("full_document", (700, 36, 1312)))
+DOCUMENTS = (700, 36, 1312)
+MASKS: Mapping[str, Mapping[str, int]] = {
+    "causal": {}, "full": {}, "causal_document": {}, "full_document": {}, "lambda": {"sink": 40, "window": 300},
+    "causal_blockwise": {}, "shared_question": {},
+}  # fmt: skip
 
 
 def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
@@ -43,9 +49,7 @@ def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
 
     q, kv, dout = random(heads, dim), random(kv_heads, 2 * dim), random(heads, dim)
     k, v = kv[..., :dim].contiguous(), kv[..., dim:].contiguous()
-    documents = workload.documents if workload.mask.endswith("document") else (tokens,)
-    causal = workload.mask.startswith("causal")
-    call = attention.prepare(documents, documents, causal=causal, device=device, varlen=True)
+    call = attention.prepare_mask(workload.slices(), tokens, tokens, device=device)
     out, lse = attention.forward("math", q, k, v, call)
     dq, dk, dv = attention.backward("math", dout, q, k, v, out, lse, call)
     return {
@@ -70,20 +74,22 @@ def error(scenario: Scenario, pass_: str, node: Node, given: dict[str, torch.Ten
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--kernels", default="fa2,fa4,cudnn,sdpa_flash")
+    parser.add_argument("--kernels", default="fa2,fa4,cudnn,sdpa_flash,flex")
+    parser.add_argument("--masks", default=",".join(MASKS))
+    parser.add_argument("--strategies", default=",".join(dict.fromkeys(name for name, _ in CASES)))
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     failed = 0
     with Node(cpu=args.cpu) as node:
-        for mask, documents in MASKS:
+        for mask in args.masks.split(","):
             base = {
-                "gpus": node.size, "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": 2048, "mask": mask,
-                "heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bf16", "pass": "fwd",
+                "gpus": node.size, "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": 2048,
+                "mask": {"name": mask, **MASKS[mask]}, "heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bf16", "pass": "fwd",
             }  # fmt: skip
-            base |= {"documents": list(documents)} if documents else {}
+            base |= {"documents": list(DOCUMENTS)} if mask.endswith("document") else {}
             given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)
             for kernel in args.kernels.split(","):
-                for strategy, knobs in CASES:
+                for strategy, knobs in (case for case in CASES if case[0] in args.strategies.split(",")):
                     scenario = scenario_from(base | {"strategy": strategy, "knobs": knobs, "kernel": kernel})
                     for pass_ in ("fwd", "bwd"):
                         try:

@@ -36,10 +36,13 @@ def test_every_case_is_there_once(name, num_cases):
 def test_the_set_is_varied():
     found = scenarios("cases.jsonl")
     assert {s.gpus for s in found} == {1, 2, 4}
-    assert {s.mask_name for s in found} == {"full", "causal", "full_document", "causal_document"}
+    assert {s.mask_name for s in found} == {
+        "full", "causal", "full_document", "causal_document", "lambda", "causal_blockwise", "shared_question"
+    }  # fmt: skip
     assert {s.implementation for s in found} == {"cpsim", "ring-flash-attn", "yunchang", "torch"}
     assert {s.strategy for s in found} == {
-        "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain"
+        "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain",
+        "hybrid_cp", "magi", "dcp",
     }  # fmt: skip
     assert {s.num_tokens // s.gpus for s in found} >= {1024 * 2**i for i in range(7)}
     choices = Counter(group_key(s) for s in found)

@@ -34,6 +34,11 @@ USP_SEQUENCE: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "zigzag": "sequ
 USP_BASIC: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "ring": "basic"}}
 USP_CONTEXT_FIRST: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "placement": "context_first"}}
 LOONGTRAIN: Case = {"strategy": "loongtrain", "knobs": {"ulysses": 1, "inner_ring": 2}}
+DCP: Case = {"strategy": "dcp"}
+DCP_PAPER: Case = {"strategy": "dcp", "knobs": {"variant": "paper"}}
+MAGI: Case = {"strategy": "magi"}
+HYBRID: Case = {"strategy": "hybrid_cp"}
+SPARSE = ("lambda", "causal_blockwise", "shared_question")
 EVERY = (ULYSSES, ZIGZAG, RING, GATHER_ZIGZAG, GATHER_HEADS)
 BALANCED = (ULYSSES, ZIGZAG, GATHER_ZIGZAG)
 FLAT = (ULYSSES, RING, GATHER)
@@ -98,6 +103,26 @@ def ours() -> Iterator[Case]:
         yield from each(problem(gpus, tokens * K), (STRIPED,))
     yield from each(problem(4, 8 * K, mask="causal_document", documents=lengths(4, 8 * K)), (STRIPED,))
     yield from hybrid()
+    yield from planned()
+    yield from masked((ZIGZAG, GATHER_ZIGZAG, USP, ULYSSES, DCP, DCP_PAPER, MAGI))
+
+
+def planned() -> Iterator[Case]:
+    """Strategies that place documents and blocks of the mask by what they cost, beside those that do not."""
+    ways = (DCP, DCP_PAPER, MAGI, HYBRID, ZIGZAG, GATHER_DOCUMENT, ULYSSES)
+    for tokens in (2, 8, 32):
+        for documents in (lengths(4, tokens * K), drawn(tokens)):
+            yield from each(problem(4, tokens * K, mask="causal_document", documents=documents), ways)
+    yield from each(problem(4, 8 * K, mask="full_document", documents=lengths(4, 8 * K)), (DCP, MAGI, HYBRID))
+    for tokens in (4, 16):
+        yield from each(problem(4, tokens * K), (DCP, DCP_PAPER, MAGI, ZIGZAG))
+
+
+def masked(ways: Sequence[Case]) -> Iterator[Case]:
+    """64k and 128k tokens on four GPUs under causal and sparse masks, whose shares only FlexAttention takes."""
+    for tokens in (16, 32):
+        for mask in ("causal", *SPARSE):
+            yield from each(problem(4, tokens * K, mask=mask, kernel="flex"), ways)
 
 
 def hybrid() -> Iterator[Case]:
@@ -152,6 +177,8 @@ def emulated() -> Iterator[Case]:
     yield from each(documents | nodes, (ULYSSES, ZIGZAG, GATHER_DOCUMENT))
     yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ZIGZAG,), "ring-flash-attn")
     yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ULYSSES, USP), "yunchang")
+    yield from each(documents | nodes, (DCP, DCP_PAPER, MAGI, HYBRID))
+    yield from (case | nodes for case in masked((ZIGZAG, GATHER_ZIGZAG, USP, DCP, DCP_PAPER)))
 
 
 def everyone(asked: Case) -> Iterator[Case]:

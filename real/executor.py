@@ -23,7 +23,7 @@ from real.storage import PLANES, Ints, Memory, Part
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EAGER_RUNS: Final = 3
-"""Runs before the CUDA graph is captured; kernels compile in the first."""
+"""Runs before the CUDA graph is captured."""
 
 
 class Executor:
@@ -54,6 +54,9 @@ class Executor:
         self.lse: dict[int, Tensor] = {}
         """Log-sum-exp [H, T] of every buffer that holds ``out``."""
         self.program = Program(node, Lowering(self).calls(), traced)
+        if node.cuda:
+            self.program.rehearse()
+            node.synchronize()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._eager_left = EAGER_RUNS if node.cuda and not traced else -1
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpsim.schedule import Kind, Op
+from cpsim.schedule import COMMUNICATION_KINDS, Kind, Op
 from real.node import Node
 
 Launch = Callable[[], Any]
@@ -53,6 +53,16 @@ class Program:
         self.waits = [[self.events[j] for j in w] for w in waits]
         self.ends = [self.events[i] for i in ends.values()]
         self.start = torch.cuda.Event()
+
+    def rehearse(self) -> None:
+        """Runs what this rank computes, without any communication, so that all kernels are compiled and loaded.
+
+        Loading a kernel waits for all that the GPU has been given. Where ranks differ in what they run, one that loads
+        behind a receive waits for another that loads behind a receive from the first, for ever.
+        """
+        for (_, call), kind in zip(self.calls, self.kinds, strict=True):
+            if kind not in COMMUNICATION_KINDS:
+                call()
 
     def run(self, marks: list[float] | None = None) -> None:
         """Launches every call; ``marks`` gets the host's clock [s] after each."""

@@ -54,6 +54,8 @@ def main():
                         continue
                     for kernel in ("math", "flex") if node.size == 2 and not knobs and case in FLEX else ("math",):
                         executor = Executor(schedule, problem, node, kernel)
+                        if kernel == "flex":
+                            executor.program.rehearse()
                         executor.load(on_rank)
                         try:
                             for _ in range(1 if node.size == 8 else 2):  # buffers are used again

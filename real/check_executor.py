@@ -84,7 +84,8 @@ def main() -> int:
         for mask in args.masks.split(","):
             base = {
                 "gpus": node.size, "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": 2048,
-                "mask": {"name": mask, **MASKS[mask]}, "heads": 16, "kv_heads": 4, "head_dim": 128, "dtype": "bf16", "pass": "fwd",
+                "mask": {"name": mask, **MASKS[mask]}, "heads": 16, "kv_heads": 4, "head_dim": 128,
+                "dtype": "bf16", "pass": "fwd",
             }  # fmt: skip
             base |= {"documents": list(DOCUMENTS)} if mask.endswith("document") else {}
             given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)

@@ -17,7 +17,7 @@ from cpsim.tiles import local_slices
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
-from real.storage import PLANES, Access, Chunk, Ints, Part, is_one_call, overlap, sequences_of, visible
+from real.storage import PLANES, Access, Chunk, Ints, Part, is_one_call, overlap, seen, sequences_of
 
 if TYPE_CHECKING:
     from real.executor import Executor
@@ -124,9 +124,7 @@ class Lowering:
             calls = sequences_of(self.s, tile)
             queries, keys = (np.concatenate([getattr(q, side) for q in calls] or none) for side in ("queries", "keys"))
         else:
-            given = {a.tensor: a.tokens for a in accesses if a.mode == READ}
-            seen = visible(self.s, tile, given["q"], given["kv"])
-            queries, keys = given["q"][seen.any(axis=1)], given["kv"][seen.any(axis=0)]
+            queries, keys = seen(self.s, tile)
         return {
             a.buffer: np.setdiff1d(a.tokens, keys if a.tensor == "dkv" else queries)
             for a in accesses

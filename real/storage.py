@@ -346,12 +346,13 @@ def is_one_call(schedule: Schedule, tile: int, *, packed: bool) -> bool:
     return bool(there and found.one_call[tile] and (packed or found.in_place[tile]))
 
 
-def visible(schedule: Schedule, tile: int, queries: Ints, keys: Ints) -> NDArray[np.bool_]:
-    """The mask of a tile, ``[queries, keys]``."""
+def seen(schedule: Schedule, tile: int) -> tuple[Ints, Ints]:
+    """Queries of a tile that see a key, and keys that a query sees: tokens in ascending order."""
     tiles = schedule.tiles
-    seen = np.zeros((len(queries), len(keys)), np.bool_)
-    offset = keys[None, :] - queries[:, None]
-    for mask_row, q0, q1, k0, k1 in tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].tolist():
-        inside = ((queries >= q0) & (queries < q1))[:, None] & ((keys >= k0) & (keys < k1))[None, :]
-        seen |= inside & (offset >= tiles.mask.low[mask_row]) & (offset <= tiles.mask.high[mask_row])
-    return seen
+    mask_row, q0, q1, k0, k1 = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64).T
+    low, high = tiles.mask.low[mask_row], tiles.mask.high[mask_row]
+    q0, q1 = np.maximum(q0, k0 - high), np.minimum(q1, k1 - low)
+    k0, k1 = np.maximum(k0, q0 + low), np.minimum(k1, q1 + high)
+    some = q0 < q1
+    queries, keys = (tokens_of(np.stack(ends, axis=1)[some]) for ends in ((q0, q1), (k0, k1)))
+    return np.unique(queries), np.unique(keys)

@@ -112,10 +112,10 @@ def planned() -> Iterator[Case]:
     ways = (DCP, DCP_PAPER, MAGI, HYBRID, ZIGZAG, GATHER_DOCUMENT, ULYSSES)
     for tokens in (2, 8, 32):
         for documents in (lengths(4, tokens * K), drawn(tokens)):
-            yield from each(problem(4, tokens * K, mask="causal_document", documents=documents), ways)
-    yield from each(problem(4, 8 * K, mask="full_document", documents=lengths(4, 8 * K)), (DCP, MAGI, HYBRID))
+            yield from each(problem(4, tokens * K, "causal_document", kernel="fa2", documents=documents), ways)
+    yield from each(problem(4, 8 * K, "full_document", kernel="fa2", documents=lengths(4, 8 * K)), (DCP, MAGI, HYBRID))
     for tokens in (4, 16):
-        yield from each(problem(4, tokens * K), (DCP, DCP_PAPER, MAGI, ZIGZAG))
+        yield from each(problem(4, tokens * K, kernel="fa2"), (DCP, DCP_PAPER, MAGI, ZIGZAG))
 
 
 def masked(ways: Sequence[Case]) -> Iterator[Case]:
@@ -177,7 +177,7 @@ def emulated() -> Iterator[Case]:
     yield from each(documents | nodes, (ULYSSES, ZIGZAG, GATHER_DOCUMENT))
     yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ZIGZAG,), "ring-flash-attn")
     yield from each(problem(4, 8 * K, kernel="fa2") | nodes, (ULYSSES, USP), "yunchang")
-    yield from each(documents | nodes, (DCP, DCP_PAPER, MAGI, HYBRID))
+    yield from each(documents | nodes | {"kernel": "fa2"}, (DCP, DCP_PAPER, MAGI, HYBRID, ZIGZAG))
     yield from (case | nodes for case in masked((ZIGZAG, GATHER_ZIGZAG, USP, DCP, DCP_PAPER)))
 
 

@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -557,6 +557,8 @@ def _flex_backward(
 _COMPILED: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
 _STAGES: tuple[Mapping[str, int], ...] = ({}, {"num_stages": 2}, {"num_stages": 1})
 """Stages of loads in compiled kernels: PyTorch's default, then fewer."""
+ALIGNMENT: Final = 16
+"""Bytes of the widest loads."""
 _fewer: dict[object, int] = {}
 """Which of _STAGES is the first to fit, where it is not the default: by what shared memory depends on."""
 
@@ -595,10 +597,11 @@ def _compile_what_fits(
 
 
 def _static(x: Tensor, free: set[int]) -> object:
-    """What compiled code depends on: all sizes that are not free, or 1; strides; whether 32 bits count its elements."""
+    """What compiled code depends on: all sizes that are not free, or 1; strides; whether 32 bits count its elements;
+    whether loads can be wide."""
     sizes = tuple(-1 if i in free and n > 1 else n for i, n in enumerate(x.shape))
     strides = x.stride()[1:] if x.dim() == 4 and x.is_floating_point() else None
-    return x.dtype, x.device, sizes, strides, x.numel() < 2**31
+    return x.dtype, x.device, sizes, strides, x.numel() < 2**31, x.data_ptr() % ALIGNMENT == 0
 
 
 def _compile(
@@ -606,6 +609,7 @@ def _compile(
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Inductor's code for a function of tensors, any size along their free dimensions."""
     from torch._dynamo.source import ConstantSource
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
@@ -616,7 +620,8 @@ def _compile(
         sizes = [DimDynamic.DYNAMIC if d in dims and n > 1 else DimDynamic.STATIC for d, n in enumerate(x.shape)]
         context = StatelessSymbolicContext(dynamic_sizes=sizes)
         fakes.append(mode.from_tensor(x, source=ConstantSource(f"x{i}"), symbolic_context=context))
-    with torch.no_grad():
+    # Where a view begins is a symbol, of which nobody knows that it is a multiple of 16 bytes: loads would be narrow.
+    with torch.no_grad(), config.patch(assume_aligned_inputs=all(x.data_ptr() % ALIGNMENT == 0 for x in example)):
         with mode:
             graph = make_fx(run)(*fakes)
         compiled: Callable[..., tuple[Tensor, ...]] = compile_fx(graph, fakes)

@@ -424,7 +424,7 @@ class Lowering:
         reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
         ranks = [rank for rank, _ in op.lanes]
         if kind == Kind.ALL_TO_ALL:
-            return self._all_to_all(accesses, reads, targets, ranks, group)
+            return self._all_to_all(op, accesses, reads, targets, group)
         if kind == Kind.ALL_GATHER:
             x, y = self._span_of(reads, reads, op.index), self._all_of(targets[0])
             _check_even(op, len(x) * len(ranks), len(y))
@@ -436,18 +436,20 @@ class Lowering:
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
     def _all_to_all(
-        self, accesses: Sequence[Access], reads: Sequence[Access], targets: Sequence[Access], ranks: Sequence[int],
-        group: Any,
-    ) -> Launch:  # fmt: skip
-        """Parts of any sizes; a rank that sends or gets nothing takes part."""
+        self, op: Op, accesses: Sequence[Access], reads: Sequence[Access], targets: Sequence[Access], group: Any
+    ) -> Launch:
+        """Parts of any sizes; a rank that sends or gets nothing takes part.
+
+        PyTorch makes one NCCL call of an exchange without given sizes and many of another one: all ranks must agree.
+        """
+        ranks = [rank for rank, _ in op.lanes]
         wanted = [[a for a in accesses if a.rank == r and a.mode != READ] for r in ranks]
-        nothing = self.x.flat(0, 0, False)
+        none, nothing, dim = [0] * len(ranks), self.x.flat(0, 0, False), self.x.workload.head_dim
+        parts = [[c.num_heads * dim for c in theirs[0].layout.chunks] if theirs else none for theirs in wanted]
         sent = [self._span_of(reads, theirs, to=r) for r, theirs in zip(ranks, wanted, strict=True)] if reads else []
-        got = [c.num_heads * self.x.workload.head_dim for c in targets[0].layout.chunks] if targets else []
         x, y = _joined(sent) if reads else nothing, self._all_of(targets[0]) if targets else nothing
-        none = [0] * len(ranks)
-        splits = [got or none, [len(part) for part in sent] or none]
-        into, out_of = (None, None) if len({*splits[0], *splits[1]}) == 1 else splits
+        even = len({size for row in parts for size in row}) == 1
+        into, out_of = (None, None) if even else (parts[ranks.index(self.rank)], [len(part) for part in sent] or none)
         if not any(a.tensor == "out" for theirs in wanted for a in theirs):
             return lambda: dist.all_to_all_single(y, x, into, out_of, group=group)
         after = self._exchange_lse(reads, targets, wanted, group)

@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
+
+import cases  # noqa: E402
+
+from cpsim.strategies import plan  # noqa: E402
+from real.executor import Executor  # noqa: E402
 
 HERE = Path(__file__).parent
 
@@ -22,3 +27,37 @@ def test_every_schedule_gives_dense_attention_and_its_gradients_on_gloo(num_rank
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[-1]) > 100
+
+
+class Alone:
+    """A rank whose messages go nowhere."""
+
+    cuda, device = False, torch.device("cpu")
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def group(self, ranks, _stream):
+        return ranks
+
+
+@pytest.mark.parametrize("strategy", ["dcp", "magi"])
+def test_all_ranks_of_an_exchange_agree_whether_it_is_even(strategy, monkeypatch):
+    """An even one is another NCCL call."""
+    seen = {}
+
+    def exchange(*args, group):
+        count[group] = count.get(group, 0) + 1
+        seen.setdefault((group, count[group]), set()).add(args[2] is None)
+
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", exchange)
+    for mask, documents in (("causal", "one"), ("causal_document", "uneven"), ("shared_question", "uneven")):
+        problem = cases.workload(mask, documents, "gqa", dtype="fp64")
+        for knobs in cases.ALL_KNOBS[strategy]:
+            schedule = plan(strategy, problem, cases.cluster(4, 2), "fwd", knobs)
+            for rank in range(4):
+                count = {}
+                Executor(schedule, problem, Alone(rank), "math").program.run()
+            assert seen
+            assert all(len(said) == 1 for said in seen.values()), (mask, knobs)
+            seen.clear()

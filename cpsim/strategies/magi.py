@@ -95,16 +95,14 @@ class _Shares:
     sends inside its node."""
     tiles: Tiles
     """Tile 1 + stage * P + rank, of which stage 0 is a rank's own keys."""
-    fetched: Ints
-    """Tokens that every rank fetches, ``[stages, ranks]``."""
-    sent: Ints
-    """Tokens that every rank sends, each as often as somebody fetches it, ``[stages, ranks]``."""
     per_node: int
     """Ranks of a node that relays, or all."""
+    moved: Ints
+    """Tokens that every rank sends to every rank, each as often as somebody fetches it, ``[stages, ranks, ranks]``."""
     far: Ints
-    """Tokens that the busiest rank sends to other nodes or receives from them, ``[stages]``."""
+    """The same between nodes that relay: to the rank at the same place."""
     near: Ints
-    """The same inside nodes, relayed ones included."""
+    """The same inside these nodes, relayed ones included."""
 
 
 @lru_cache(maxsize=2)
@@ -119,22 +117,27 @@ def _share_out(
     remote = sharding.split(sets_of(_cells(seen, edges) & ~_cells(own, edges), edges), stages, smallest)
     edges = _edges(own, seen, remote)
     mine, wanted = _cells(own, edges), _cells(remote, edges).reshape(num_ranks, stages, -1).swapaxes(0, 1)
-    fetchers, length = wanted.sum(axis=1), np.diff(edges)
+    length = np.diff(edges)
     fetched = sharding.stack(*(sets_of(cells, edges) for cells in wanted))
-    given = sharding.stack(*(sets_of(mine & (count > 0), edges) for count in fetchers))
+    given = sharding.stack(*(sets_of(mine & cells.any(axis=0), edges) for cells in wanted))
     local = sets_of(_cells(seen, edges) & mine, edges)
-    wanted_there, rails = wanted.reshape(stages, -1, per_node, len(length)).any(axis=2), _rails(mine, per_node)
-    passed_on = wanted_there.repeat(per_node, axis=1) & rails
+    wanted_there = wanted.reshape(stages, -1, per_node, len(length)).any(axis=2)
     others = wanted_there.sum(axis=1)[:, None] - wanted_there.repeat(per_node, axis=1)
+    wanted_there = wanted_there.repeat(per_node, axis=1)
+    passed_on = wanted_there & _rails(mine, per_node)
     relays = [(mine & (others > 0), passed_on & ~mine, passed_on)] if per_node < num_ranks else []
     extra = [sets_of(cells[s], edges) for group in relays for cells in group for s in range(stages)]
     sets = sharding.stack(own, local, fetched, given, *extra)
     tiles = make_tiles(mask, sets, np.tile(ranks, stages + 1), num_ranks + np.arange((stages + 1) * num_ranks))
-    sent, got = (fetchers * length) @ mine.T.astype(np.int64), wanted.astype(np.int64) @ length
-    far = np.maximum(((mine * others) @ length).max(axis=1), ((passed_on & ~mine) @ length).max(axis=1))
-    readers = wanted.reshape(stages, -1, per_node, len(length)).sum(axis=2).repeat(per_node, axis=1)
-    near = np.maximum(((passed_on * readers) @ length).max(axis=1), got.max(axis=1))
-    return _Shares(sets, tiles, got, sent, per_node, far, near)
+    same_node, same_place = (np.equal.outer(at, at) for at in np.divmod(ranks, per_node))
+    far = _common(mine, wanted_there, length) * (same_place & ~same_node)
+    near = _common(passed_on, wanted, length) * (same_node & ~same_place)
+    return _Shares(sets, tiles, per_node, _common(mine, wanted, length), far, near)
+
+
+def _common(held: Mask, wanted: Mask, length: Ints) -> Ints:
+    """Tokens that every rank ``[..., ranks, cells]`` holds of what every rank wants."""
+    return np.asarray((held * length.astype(np.float64)) @ wanted.swapaxes(-1, -2).astype(np.float64)).astype(np.int64)
 
 
 def _rails(mine: Mask, per_node: int) -> Mask:
@@ -175,7 +178,7 @@ class _Magi:
     """One schedule under construction; arrays are ``[ranks]``, or ``[stages, ranks]`` with a rank's own keys first."""
 
     def __init__(self, workload: Workload, shares: _Shares, native: bool) -> None:
-        stages, num_ranks = shares.fetched.shape
+        stages, num_ranks = shares.moved.shape[:2]
         self.shares, self.stages, self.native = shares, stages, native
         self.ranks, self.tile = np.arange(num_ranks), 1 + np.arange((stages + 1) * num_ranks).reshape(-1, num_ranks)
         self.active = shares.tiles.area[self.tile] > 0
@@ -241,12 +244,13 @@ class _Magi:
         if self.shares.per_node < len(self.ranks):
             return self.relay(stage, kv)
         given, wanted = self.given_blocks("kv", stage), self.blocks("kv", stage)
-        sent = self.shares.sent[stage - 1] * self.kv_bytes
+        moved = self.shares.moved[stage - 1] * self.kv_bytes
+        sent = moved.sum(axis=1)
         packed = self.b.buffers("kv by rank", sent)
         who = np.flatnonzero(sent)
         ready = np.full(len(self.ranks), NOTHING)
         ready[who] = self.copy(stage, who, 2 * sent[who], (kv[0], given), (packed, given))
-        return self.exchange(stage, (packed, given), ("kv of others", wanted), ready)
+        return self.exchange(stage, moved, (packed, given), ("kv of others", wanted), ready)
 
     def relay(self, stage: int, kv: Access) -> tuple[Ints, Access]:
         """A group-cast that sends keys to every other node once, to the rank at the same place, who passes them on."""
@@ -254,10 +258,10 @@ class _Magi:
         away, brought, inside = (
             b.blocks("kv", self.key_sets((2 + i) * self.stages + stage), self.heads_of("kv")) for i in range(3)
         )
-        far, near = (self.size(at[stage - 1], group) for at, group in ((shares.far, nodes.T), (shares.near, nodes)))
-        leaving, relayed = (b.buffers(f"kv of {which}", far) for which in ("nodes", "relays"))
-        packed = b.buffers("kv by rank", near)
-        made = b.buffers("kv of others", near), self.blocks("kv", stage)
+        far, near = (moved[stage - 1] * self.kv_bytes for moved in (shares.far, shares.near))
+        leaving, relayed = (b.buffers(f"kv of {which}", far.sum(axis=i)) for which, i in (("nodes", 1), ("relays", 0)))
+        packed = b.buffers("kv by rank", near.sum(axis=1))
+        made = b.buffers("kv of others", near.sum(axis=0)), self.blocks("kv", stage)
         self.pass_on(stage, 2, [kv], (leaving, away))
         self.cast(stage, nodes.T, far, (leaving, away), (relayed, brought))
         self.pass_on(stage, 4, [kv, (relayed, brought)], (packed, inside))
@@ -271,20 +275,21 @@ class _Magi:
             reads=[(buffer[r], block[r]) for buffer, block in source], writes=[(target[0][r], target[1][r])],
         )  # fmt: skip
 
-    def size(self, tokens: int, groups: Ints) -> int:
-        """Bytes of an all-to-all in groups whose busiest rank sends or receives so many tokens of keys and values."""
-        members = groups.shape[1]
-        return int(-(-tokens * self.kv_bytes * members // max(members - 1, 1)))
-
-    def cast(self, stage: int, groups: Ints, nbytes: int, source: Access, target: Access) -> Ints:
-        """An all-to-all of uneven parts in every group, if there is anything to send; returns the op by rank."""
-        arrived = np.full(len(self.ranks), NOTHING)
-        if nbytes:
-            sides = [[(buffer[groups], block[groups])] for buffer, block in (source, target)]
-            op = self.b.add(
-                Kind.ALL_TO_ALL, (groups, "comm"), step=stage, nbytes=nbytes, reads=sides[0], writes=sides[1]
-            )  # fmt: skip
-            arrived[groups] = op[:, None]
+    def cast(
+        self, stage: int, groups: Ints, moved: Ints, source: Access, target: Access, ready: Ints | None = None
+    ) -> Ints:
+        """An all-to-all of uneven parts in every group that has anything to send; returns the op by rank."""
+        arrived = np.full(len(self.ranks), NOTHING) if ready is None else ready.copy()
+        for ranks in groups:
+            inside = moved[np.ix_(ranks, ranks)]
+            if inside.any():
+                sides = [[(buffer[ranks][None], block[ranks][None])] for buffer, block in (source, target)]
+                (op,) = self.b.add(
+                    Kind.ALL_TO_ALL, (ranks[None], "comm"), step=stage, nbytes=inside.sum(axis=0).max(),
+                    deps=[] if ready is None else [ready[ranks][None]], reads=sides[0], writes=sides[1],
+                )  # fmt: skip
+                self.b.route(int(op), ranks, inside)
+                arrived[ranks] = op
         return arrived
 
     def send_home(self, stage: int, made: Access) -> tuple[Ints, Access]:
@@ -294,21 +299,15 @@ class _Magi:
         who = np.flatnonzero(nbytes)
         ready = np.full(len(self.ranks), NOTHING)
         ready[who] = self.copy(stage, who, 2 * nbytes[who], made, packed)
-        return self.exchange(stage, packed, ("dkv of others", self.given_blocks("dkv", stage)), ready)
+        moved = self.shares.moved[stage - 1].T * self.kv_bytes
+        return self.exchange(stage, moved, packed, ("dkv of others", self.given_blocks("dkv", stage)), ready)
 
-    def exchange(self, stage: int, source: Access, target: tuple[str, Int32], ready: Ints) -> tuple[Ints, Access]:
-        """An all-to-all of uneven parts, as long as the rank that sends or receives most takes."""
-        num_ranks, shares = len(self.ranks), self.shares
-        most = int(np.maximum(shares.sent[stage - 1], shares.fetched[stage - 1]).max()) * self.kv_bytes
-        nbytes = -(-most * num_ranks // (num_ranks - 1))
-        made = self.b.buffers(target[0], np.full(num_ranks, nbytes)), target[1]
-        if not most:
-            return ready, made
-        op = self.b.add(
-            Kind.ALL_TO_ALL, (self.ranks[None, :], "comm"), step=stage, nbytes=nbytes, deps=[ready[None, :]],
-            reads=[(source[0][None, :], source[1][None, :])], writes=[(made[0][None, :], made[1][None, :])],
-        )  # fmt: skip
-        return op.repeat(num_ranks), made
+    def exchange(
+        self, stage: int, moved: Ints, source: Access, target: tuple[str, Int32], ready: Ints
+    ) -> tuple[Ints, Access]:
+        """An all-to-all of uneven parts among all."""
+        made = self.b.buffers(target[0], moved.sum(axis=0)), target[1]
+        return self.cast(stage, self.ranks[None], moved, source, made, ready), made
 
     def in_order(self, stage: int, source: Access, after: Ints) -> Access:
         """Keys as the kernels read them: where they are, or packed."""
@@ -359,7 +358,7 @@ class _Magi:
 
     def bring_home(self, stage: int, arrived: Ints, source: Access, total: Access) -> None:
         """Add the gradients that others have sent."""
-        sent = self.shares.sent[stage - 1]
+        sent = self.shares.moved[stage - 1].sum(axis=1)
         r = np.flatnonzero(sent)
         rows = self.tokens[self.given_sets(stage)][r]
         self.b.add(

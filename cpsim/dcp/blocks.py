@@ -75,6 +75,25 @@ class Blocks:
         """The same of keys and values; backward their gradients go back."""
         return self.kv_bytes, self.kv_bytes * (pass_ == "bwd")
 
+    def unit_of(self, side: Ints) -> Ints:
+        """Unit, a head group of a token block, of every computation block's queries or keys, ``[C]``.
+
+        Args:
+            side: ``query`` or ``key``.
+        """
+        return side * self.num_groups + self.group
+
+    @property
+    def units(self) -> Ints:
+        """Units of the queries and of the keys of every computation block, ``[2, C]``; those of keys are numbered after
+        all those of queries, ``2 * n * groups`` in all."""
+        return np.stack([self.unit_of(self.query), len(self) * self.num_groups + self.unit_of(self.key)])
+
+    def unit_bytes(self, query: int, key: int) -> Ints:
+        """Bytes of every unit, numbered as in ``units``, from those of one token: ``[2 * n * groups]``."""
+        tokens = np.repeat(self.tokens, self.num_groups)
+        return np.concatenate([tokens * query, tokens * key])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
@@ -186,7 +205,7 @@ def wanted(
         chosen: the computation blocks that count.
     """
     needs = np.zeros((len(blocks) * blocks.num_groups, num_ranks), np.bool_)
-    needs[(side * blocks.num_groups + blocks.group)[chosen], worker[chosen]] = True
+    needs[blocks.unit_of(side)[chosen], worker[chosen]] = True
     return needs
 
 

@@ -48,17 +48,14 @@ class Level:
 
     @property
     def nets(self) -> Ints:
-        """The nets of every computation, ``[C, 2]``: unit of its queries; units + unit of its keys."""
-        b, groups = self.blocks, self.blocks.num_groups
-        query, key = (side[self.chosen] * groups + b.group[self.chosen] for side in (b.query, b.key))
-        return np.stack([query, len(b) * groups + key], axis=1)
+        """The nets of every computation, its units, ``[C, 2]``."""
+        return np.ascontiguousarray(self.blocks.units[:, self.chosen].T)
 
     @property
     def net_bytes(self) -> Ints:
         """Bytes that a net moves forward to one part more, ``[2 * units]``."""
         b = self.blocks
-        tokens = np.repeat(b.tokens, b.num_groups)
-        return np.concatenate([tokens * sum(b.query_bytes("fwd")), tokens * b.key_bytes("fwd")[0]])
+        return b.unit_bytes(sum(b.query_bytes("fwd")), b.key_bytes("fwd")[0])
 
     def nets_of_data(self) -> Ints:
         """The nets of every token block, ``[D, 2 * groups]``."""

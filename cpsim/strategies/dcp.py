@@ -459,9 +459,7 @@ class _Dcp:
         """Partial results of other ranks' tokens, to be added where these are at home."""
         if not gives.any():
             return
-        rank, cell = np.nonzero(gives)
-        moved = np.zeros((self.num_ranks, self.num_ranks), np.int64)
-        np.add.at(moved, (rank, self.home[cell]), self.tokens[cell] * (total.narrow + total.lse))
+        moved = routes(gives, self.home, self.tokens, total.narrow + total.lse).T
         gets = self.own & gives.any(axis=0)
         held = [_Held({total.tensor: total.result[0]}, total.cells, np.full(self.num_ranks, NOTHING))]
         packed = self.pack(self.num_stages, [total.tensor], held, gives, moved.sum(axis=1), "compute")

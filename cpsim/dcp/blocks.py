@@ -19,10 +19,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.mask_names import MASK_NAMES
 from cpsim.masks import Ints, areas_between
 from cpsim.schedule import Pass
-from cpsim.workload import Workload
-
-LSE_BYTES: Final = 4
-"""Log-sum-exp of one row and head, fp32."""
+from cpsim.workload import LSE_BYTES, Workload
 
 MOST_BLOCKS: Final = 4096
 """Token blocks of one case: pairs of them are counted in a square."""

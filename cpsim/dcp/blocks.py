@@ -139,11 +139,6 @@ def cut(workload: Workload, block: int, num_groups: int) -> Blocks:
     Raises:
         InfeasibleError: head groups do not divide the key-value heads, or there are too many blocks.
     """
-    if workload.num_kv_heads % num_groups:
-        raise InfeasibleError(
-            f"dcp needs head groups that divide the key-value heads, got {num_groups} for "
-            f"{workload.num_kv_heads} kv_heads; use head_groups: {np.gcd(workload.num_kv_heads, num_groups)}"
-        )
     lengths = _documents(workload)
     per_document = -(-lengths // block)
     document = np.repeat(np.arange(len(lengths)), per_document)
@@ -154,13 +149,32 @@ def cut(workload: Workload, block: int, num_groups: int) -> Blocks:
             f"dcp places up to {MOST_BLOCKS} blocks of tokens, got {len(tokens)} of {len(lengths)} documents with "
             f"block: {block}; use larger blocks, or fewer documents"
         )
-    edges = np.concatenate(([0], np.cumsum(tokens)))
+    return cut_at(workload, document, np.concatenate(([0], np.cumsum(tokens))), num_groups)
+
+
+def cut_at(workload: Workload, document: Ints, edges: Ints, num_groups: int) -> Blocks:
+    """Token blocks with given edges, and their computation blocks.
+
+    Args:
+        workload: any mask over any documents.
+        document: of every token block, ``[n]``.
+        edges: first token of every block, and the end of the last one, ``[n + 1]``.
+        num_groups: head groups, a divisor of the key-value heads.
+
+    Raises:
+        InfeasibleError: head groups do not divide the key-value heads.
+    """
+    if workload.num_kv_heads % num_groups:
+        raise InfeasibleError(
+            f"dcp needs head groups that divide the key-value heads, got {num_groups} for "
+            f"{workload.num_kv_heads} kv_heads; use head_groups: {np.gcd(workload.num_kv_heads, num_groups)}"
+        )
     area = areas_between(workload.slices(), edges)
     query, key = np.nonzero(area)
     row = workload.head_dim * workload.bytes_per_element
     heads, kv_heads = workload.num_heads // num_groups, workload.num_kv_heads // num_groups
     return Blocks(
-        document=document, first=edges[:-1], tokens=tokens,
+        document=document, first=edges[:-1], tokens=np.diff(edges),
         query=np.tile(query, num_groups), key=np.tile(key, num_groups),
         group=np.repeat(np.arange(num_groups), len(query)), area=np.tile(area[query, key], num_groups),
         num_groups=num_groups, q_bytes=heads * row, kv_bytes=2 * kv_heads * row, lse_bytes=heads * LSE_BYTES,

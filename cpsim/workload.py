@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from cpsim.masks import Slices
 
 BYTES_PER_ELEMENT: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+LSE_BYTES: Final = 4
+"""Log-sum-exp of one row and head, fp32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

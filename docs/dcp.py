@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from cpsim.cluster import load_cluster
-from cpsim.dcp.blocks import Blocks, Placement, cut, judge
+from cpsim.dcp.blocks import Blocks, Placement, cut, cut_at, judge
 from cpsim.dcp.placing import Settings, plan_blocks
 from cpsim.dcp.timing import Rates
-from cpsim.masks import Ints, areas_between
 from cpsim.reproduce.dcp import BATCHES, LENGTHS, MASKS, batches
 from cpsim.strategies import sharding
 from cpsim.workload import Workload
@@ -87,22 +86,12 @@ def zigzag(mask: str, documents: Sequence[int]) -> Point:
     chunks = sharding.document_zigzag(np.concatenate(([0], np.cumsum(documents))), RANKS)
     edges = np.unique(chunks.ranges)
     blocks = cut(workload(mask, documents), BLOCK, 2)
-    fine = _cut_at(workload(mask, documents), np.union1d(edges, np.append(blocks.first, sum(documents))))
+    finer = np.union1d(edges, np.append(blocks.first, sum(documents)))
+    fine = cut_at(workload(mask, documents), np.zeros(len(finer) - 1, np.int64), finer, 1)
     order = np.argsort(chunks.ranges[:, 0])
     owner = np.repeat(np.arange(len(chunks)), np.diff(chunks.start))[order] % RANKS
     home = owner[np.searchsorted(chunks.ranges[order, 0], fine.first, "right") - 1]
     return measured(fine, Placement(home, home[fine.query]), "zigzag", 0.0, 0.0)
-
-
-def _cut_at(case: Workload, edges: Ints) -> Blocks:
-    """Blocks with other edges than those of a grid."""
-    area = areas_between(case.slices(), edges)
-    query, key = np.nonzero(area)
-    whole = cut(case, BLOCK, 1)
-    return replace(
-        whole, document=np.zeros(len(edges) - 1, np.int64), first=edges[:-1], tokens=np.diff(edges), query=query,
-        key=key, group=np.zeros(len(query), np.int64), area=area[query, key],
-    )  # fmt: skip
 
 
 def studies() -> Iterator[tuple[str, str, Sequence[int]]]:

@@ -149,15 +149,10 @@ class _Search:
         self.anchor = anchor
         self.blocks, self.shape, self.eps, self.seed = blocks, shape, AIM * eps, seed
         self.load = blocks.area * (shape[0] * shape[1] / max(blocks.area.sum(), 1))
-        groups = blocks.num_groups
-        units = len(blocks) * groups
-        self.sides = np.stack([blocks.query * groups + blocks.group, units + blocks.key * groups + blocks.group])
-        tokens = np.repeat(blocks.tokens, groups)
+        self.units = blocks.units
         queries, keys = (np.add(side("fwd"), side("bwd")) for side in (blocks.query_bytes, blocks.key_bytes))
-        self.bytes_in, self.bytes_out = (
-            np.concatenate([tokens * q, tokens * k]) * 1.0 for q, k in zip(queries, keys, strict=True)
-        )
-        self.keys = (blocks.tokens * groups * sum(keys)).astype(np.float64)
+        self.bytes_in, self.bytes_out = (blocks.unit_bytes(q, k) * 1.0 for q, k in zip(queries, keys, strict=True))
+        self.keys = (blocks.tokens * blocks.num_groups * sum(keys)).astype(np.float64)
 
     def run(self, start: Ints, swaps: bool) -> Placement:
         """Improve a start, the rank of every token block, with homes swapped or as they are."""
@@ -203,7 +198,7 @@ class _Search:
         worker = self.first_guess(part, load)
         order = np.empty(len(b), np.int64)
         order[np.lexsort((np.arange(len(b)), part.home))] = np.arange(len(b))
-        sides = np.ascontiguousarray(self.sides[:, mine])
+        sides = np.ascontiguousarray(self.units[:, mine])
         state = tally(worker, sides, home, away, back, load, part.num_parts)
         for price in PRICE[1:]:
             if price == PRICE[2] and state[3].max() <= part.cap:

@@ -19,10 +19,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.mask_names import MASK_NAMES
 from cpsim.masks import Ints, areas_between
 from cpsim.schedule import Pass
-from cpsim.workload import Workload
-
-LSE_BYTES: Final = 4
-"""Log-sum-exp of one row and head, fp32."""
+from cpsim.workload import LSE_BYTES, Workload
 
 MOST_BLOCKS: Final = 4096
 """Token blocks of one case: pairs of them are counted in a square."""
@@ -75,6 +72,25 @@ class Blocks:
         """The same of keys and values; backward their gradients go back."""
         return self.kv_bytes, self.kv_bytes * (pass_ == "bwd")
 
+    def unit_of(self, side: Ints) -> Ints:
+        """Unit, a head group of a token block, of every computation block's queries or keys, ``[C]``.
+
+        Args:
+            side: ``query`` or ``key``.
+        """
+        return side * self.num_groups + self.group
+
+    @property
+    def units(self) -> Ints:
+        """Units of the queries and of the keys of every computation block, ``[2, C]``; those of keys are numbered after
+        all those of queries, ``2 * n * groups`` in all."""
+        return np.stack([self.unit_of(self.query), len(self) * self.num_groups + self.unit_of(self.key)])
+
+    def unit_bytes(self, query: int, key: int) -> Ints:
+        """Bytes of every unit, numbered as in ``units``, from those of one token: ``[2 * n * groups]``."""
+        tokens = np.repeat(self.tokens, self.num_groups)
+        return np.concatenate([tokens * query, tokens * key])
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placement:
@@ -123,11 +139,6 @@ def cut(workload: Workload, block: int, num_groups: int) -> Blocks:
     Raises:
         InfeasibleError: head groups do not divide the key-value heads, or there are too many blocks.
     """
-    if workload.num_kv_heads % num_groups:
-        raise InfeasibleError(
-            f"dcp needs head groups that divide the key-value heads, got {num_groups} for "
-            f"{workload.num_kv_heads} kv_heads; use head_groups: {np.gcd(workload.num_kv_heads, num_groups)}"
-        )
     lengths = _documents(workload)
     per_document = -(-lengths // block)
     document = np.repeat(np.arange(len(lengths)), per_document)
@@ -138,13 +149,32 @@ def cut(workload: Workload, block: int, num_groups: int) -> Blocks:
             f"dcp places up to {MOST_BLOCKS} blocks of tokens, got {len(tokens)} of {len(lengths)} documents with "
             f"block: {block}; use larger blocks, or fewer documents"
         )
-    edges = np.concatenate(([0], np.cumsum(tokens)))
+    return cut_at(workload, document, np.concatenate(([0], np.cumsum(tokens))), num_groups)
+
+
+def cut_at(workload: Workload, document: Ints, edges: Ints, num_groups: int) -> Blocks:
+    """Token blocks with given edges, and their computation blocks.
+
+    Args:
+        workload: any mask over any documents.
+        document: of every token block, ``[n]``.
+        edges: first token of every block, and the end of the last one, ``[n + 1]``.
+        num_groups: head groups, a divisor of the key-value heads.
+
+    Raises:
+        InfeasibleError: head groups do not divide the key-value heads.
+    """
+    if workload.num_kv_heads % num_groups:
+        raise InfeasibleError(
+            f"dcp needs head groups that divide the key-value heads, got {num_groups} for "
+            f"{workload.num_kv_heads} kv_heads; use head_groups: {np.gcd(workload.num_kv_heads, num_groups)}"
+        )
     area = areas_between(workload.slices(), edges)
     query, key = np.nonzero(area)
     row = workload.head_dim * workload.bytes_per_element
     heads, kv_heads = workload.num_heads // num_groups, workload.num_kv_heads // num_groups
     return Blocks(
-        document=document, first=edges[:-1], tokens=tokens,
+        document=document, first=edges[:-1], tokens=np.diff(edges),
         query=np.tile(query, num_groups), key=np.tile(key, num_groups),
         group=np.repeat(np.arange(num_groups), len(query)), area=np.tile(area[query, key], num_groups),
         num_groups=num_groups, q_bytes=heads * row, kv_bytes=2 * kv_heads * row, lse_bytes=heads * LSE_BYTES,
@@ -186,7 +216,7 @@ def wanted(
         chosen: the computation blocks that count.
     """
     needs = np.zeros((len(blocks) * blocks.num_groups, num_ranks), np.bool_)
-    needs[(side * blocks.num_groups + blocks.group)[chosen], worker[chosen]] = True
+    needs[blocks.unit_of(side)[chosen], worker[chosen]] = True
     return needs
 
 

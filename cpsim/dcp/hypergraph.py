@@ -13,12 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from numba import njit
-from numpy.typing import NDArray
 
 from cpsim.dcp.blocks import Blocks
 from cpsim.masks import Ints
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,17 +45,14 @@ class Level:
 
     @property
     def nets(self) -> Ints:
-        """The nets of every computation, ``[C, 2]``: unit of its queries; units + unit of its keys."""
-        b, groups = self.blocks, self.blocks.num_groups
-        query, key = (side[self.chosen] * groups + b.group[self.chosen] for side in (b.query, b.key))
-        return np.stack([query, len(b) * groups + key], axis=1)
+        """The nets of every computation, its units, ``[C, 2]``."""
+        return np.ascontiguousarray(self.blocks.units[:, self.chosen].T)
 
     @property
     def net_bytes(self) -> Ints:
         """Bytes that a net moves forward to one part more, ``[2 * units]``."""
         b = self.blocks
-        tokens = np.repeat(b.tokens, b.num_groups)
-        return np.concatenate([tokens * sum(b.query_bytes("fwd")), tokens * b.key_bytes("fwd")[0]])
+        return b.unit_bytes(sum(b.query_bytes("fwd")), b.key_bytes("fwd")[0])
 
     def nets_of_data(self) -> Ints:
         """The nets of every token block, ``[D, 2 * groups]``."""
@@ -159,10 +153,17 @@ def _move(nets, pins, old, new):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
+def _loads(part, weight, num_parts):  # type: ignore[no-untyped-def]
+    """Sum of the weights in every part, ``[parts]``."""
+    load = np.zeros(num_parts, np.int64)
+    for i in range(len(part)):
+        load[part[i]] += weight[i]
+    return load
+
+
+@njit(cache=True)
 def _even_tokens(nets, nbytes, tokens, part, pins):  # type: ignore[no-untyped-def]
-    held = np.zeros(pins.shape[1], np.int64)
-    for i in range(len(tokens)):
-        held[part[i]] += tokens[i]
+    held = _loads(part, tokens, pins.shape[1])
     while held.max() - held.min() > tokens.max():
         full, empty = np.argmax(held), np.argmin(held)
         best, least = -1, 0.0
@@ -179,9 +180,7 @@ def _even_tokens(nets, nbytes, tokens, part, pins):  # type: ignore[no-untyped-d
 
 @njit(cache=True)
 def _even_work(nets, nbytes, work, part, pins, limit):  # type: ignore[no-untyped-def]
-    load = np.zeros(pins.shape[1], np.int64)
-    for i in range(len(work)):
-        load[part[i]] += work[i]
+    load = _loads(part, work, pins.shape[1])
     while load.max() > limit:
         full = np.argmax(load)
         best, best_to, least = -1, -1, 0.0
@@ -222,9 +221,7 @@ def _construct(nets, nbytes, work, pins, limit, order):  # type: ignore[no-untyp
 
 @njit(cache=True)
 def _improve(nets, nbytes, work, part, pins, limit, order):  # type: ignore[no-untyped-def]
-    load = np.zeros(pins.shape[1], np.int64)
-    for i in range(len(work)):
-        load[part[i]] += work[i]
+    load = _loads(part, work, pins.shape[1])
     moves = 1
     while moves:
         moves = 0

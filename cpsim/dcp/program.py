@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.dcp.blocks import Blocks, first_of_nodes
+from cpsim.dcp.blocks import Blocks, Bools, first_of_nodes
 from cpsim.masks import Ints, RangeSets, Slices, restrict, sets_of
 from cpsim.tiles import Tiles, join_tiles, sequences
-
-Bools = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

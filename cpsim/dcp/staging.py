@@ -53,7 +53,7 @@ def stage_blocks(
         limit = quality.moved / settings.stages
     order = np.lexsort((-blocks.area, placement.worker))
     first = np.searchsorted(placement.worker[order], np.arange(len(quality.moved) + 1))
-    units = [side * blocks.num_groups + blocks.group for side in (blocks.query, blocks.key)]
+    units = [blocks.unit_of(side) for side in (blocks.query, blocks.key)]
     inputs = [blocks.query_bytes(pass_)[0], blocks.key_bytes(pass_)[0]]
     stages: Ints = _stage(
         order, first, np.stack(units, axis=1), np.repeat(placement.home, blocks.num_groups),

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from cpsim.cluster import Cluster
-from cpsim.dcp.blocks import Blocks, Bools, Floats, Placement, wanted
+from cpsim.dcp.blocks import Blocks, Bools, Floats, Placement
 from cpsim.masks import Ints
 from cpsim.schedule import Pass
 
@@ -61,16 +61,11 @@ def stage_by_time(
         pass_: forward and backward move different bytes.
     """
     ranks = shape[0] * shape[1]
-    units = _units(blocks)
-    needs = np.concatenate([wanted(blocks, placement.worker, side, ranks) for side in (blocks.query, blocks.key)])
-    home = np.tile(np.repeat(placement.home, blocks.num_groups), 2)
-    tokens = np.repeat(blocks.tokens, blocks.num_groups)
-    there, back = (np.concatenate([tokens * q, tokens * k]) for q, k in zip(
-        blocks.query_bytes(pass_), blocks.key_bytes(pass_), strict=True
-    ))  # fmt: skip
-    work = np.zeros(needs.shape)
-    for side in units:
-        np.add.at(work, (side, placement.worker), blocks.area)
+    units, home = blocks.units, np.tile(np.repeat(placement.home, blocks.num_groups), 2)
+    there, back = map(blocks.unit_bytes, blocks.query_bytes(pass_), blocks.key_bytes(pass_))
+    needs, work = np.zeros((len(home), ranks), np.bool_), np.zeros((len(home), ranks))
+    needs[units, placement.worker] = True
+    np.add.at(work, (units, placement.worker), blocks.area)
     arrival = _arrivals(needs, home, there, work, shape, rates)
     ready = arrival[units, placement.worker].max(axis=0)
     moments = ready.max(initial=0.0) * np.linspace(0, 1, MOMENTS + 1) ** 2
@@ -80,13 +75,6 @@ def stage_by_time(
     np.add.at(busy, (placement.worker, at), flops / rates.flops_per_s)
     ends, seconds = _cut(moments, busy, num_stages)
     return np.searchsorted(ends, at), seconds + _results_s(needs, home, back, shape, rates, pass_)
-
-
-def _units(blocks: Blocks) -> Ints:
-    """Units of the queries and of the keys of every computation block, ``[2, C]``; those of keys come last."""
-    groups = blocks.num_groups
-    first = np.array([[0], [len(blocks) * groups]])
-    return np.asarray(first + np.stack([blocks.query, blocks.key]) * groups + blocks.group)
 
 
 def _arrivals(

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -107,7 +108,7 @@ def dcp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, obj
         InfeasibleError: planning takes seconds.
     """
     size = default_block(workload, cluster.num_gpus)
-    count = cut(workload, size, 1).computations * default_groups(workload, size)
+    count = _computations(workload, size) * default_groups(workload, size)
     if count > QUICK:
         raise InfeasibleError(
             f"not tried: {count} computation blocks take seconds to plan; name strategy dcp to predict it"
@@ -121,15 +122,25 @@ def default_block(workload: Workload, num_ranks: int) -> int:
     tokens = workload.num_tokens
     whole, quarter = (1 << max(0, (tokens // parts).bit_length() - 1) for parts in (num_ranks, 4 * num_ranks))
     size = min(BLOCKS[1], max(quarter, min(BLOCKS[0], whole)))
-    while 2 * size <= min(whole, BLOCKS[1]) and cut(workload, size, 1).computations > COMPUTATIONS:
+    while 2 * size <= min(whole, BLOCKS[1]) and _computations(workload, size) > COMPUTATIONS:
         size *= 2
     return size
 
 
 def default_groups(workload: Workload, block: int) -> int:
     """Key-value heads, or the largest divisor of their number that keeps to ``COMPUTATIONS``."""
-    most, heads = COMPUTATIONS // max(cut(workload, block, 1).computations, 1), workload.num_kv_heads
+    most, heads = COMPUTATIONS // max(_computations(workload, block), 1), workload.num_kv_heads
     return max(n for n in range(1, heads + 1) if heads % n == 0 and n <= max(most, 1))
+
+
+@lru_cache(maxsize=32)
+def _computations(workload: Workload, block: int) -> int:
+    """Computation blocks of one head group; remembered, since every default asks and masks of many parts take seconds.
+
+    Raises:
+        InfeasibleError: there are too many blocks of tokens.
+    """
+    return cut(workload, block, 1).computations
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -459,9 +470,7 @@ class _Dcp:
         """Partial results of other ranks' tokens, to be added where these are at home."""
         if not gives.any():
             return
-        rank, cell = np.nonzero(gives)
-        moved = np.zeros((self.num_ranks, self.num_ranks), np.int64)
-        np.add.at(moved, (rank, self.home[cell]), self.tokens[cell] * (total.narrow + total.lse))
+        moved = routes(gives, self.home, self.tokens, total.narrow + total.lse).T
         gets = self.own & gives.any(axis=0)
         held = [_Held({total.tensor: total.result[0]}, total.cells, np.full(self.num_ranks, NOTHING))]
         packed = self.pack(self.num_stages, [total.tensor], held, gives, moved.sum(axis=1), "compute")

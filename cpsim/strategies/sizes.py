@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cpsim.masks import Ints
-from cpsim.workload import Workload
+from cpsim.workload import LSE_BYTES, Workload
 
-LSE_BYTES = 4
-"""Log-sum-exp of one row and head, fp32."""
 ACCUMULATOR_BYTES = 4
 """Narrowest element of an accumulator of partial outputs or gradients, fp32."""
 

@@ -12,14 +12,13 @@ from cpsim.masks import Ints
 from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, Kind, Pass, Schedule, is_one_of
 from cpsim.validation.cells import Cells
 from cpsim.validation.fault import fail
-from cpsim.workload import Workload
+from cpsim.workload import LSE_BYTES, Workload
 
 Weights = NDArray[np.uint64]
 
 READS: Final = {"fwd": ("q", "kv"), "bwd": ("q", "kv", "out", "dout")}
 MAKES: Final = {"fwd": ("out",), "bwd": ("dq", "dkv")}
 SUMS: Final = (Kind.MERGE, Kind.ACCUMULATE, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE)
-LSE_BYTES: Final = 4
 WIDE_BYTES: Final = 4
 """Narrowest element of a buffer that partial results are summed in, fp32."""
 

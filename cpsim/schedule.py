@@ -186,8 +186,8 @@ class Schedule:
     """Sets and tiles count every token once for every group of heads, see ``Workload.by_group``; heads of ops and
     blocks are those of one group."""
     routes: Int32 = field(default_factory=lambda: np.zeros((0, 3), np.int32))
-    """``[X, 3]`` of (op, source rank, target rank), ordered by op: who sends to whom in uneven all-to-alls; one without
-    routes is even."""
+    """``[X, 3]`` of (op, source rank, target rank), ordered by op: who sends to whom in uneven all-to-alls, ranks' own
+    parts included; one without routes is even."""
     route_nbytes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """Bytes of every route, ``[X]``."""
     planning: Planning = Planning()
@@ -317,7 +317,8 @@ class Schedule:
         moves = np.flatnonzero(self.kind == Kind.TRANSFER)
         source = self.lane_rank[self.lane_start[moves]]
         moved = np.bincount(source, weights=self.nbytes[moves], minlength=self.num_ranks)
-        routed = np.bincount(self.routes[:, 1], weights=self.route_nbytes, minlength=self.num_ranks)
+        leaving = self.route_nbytes * (self.routes[:, 1] != self.routes[:, 2])
+        routed = np.bincount(self.routes[:, 1], weights=leaving, minlength=self.num_ranks)
         return np.asarray(sent + moved + routed, np.float64)
 
     def memory(self) -> Ints:

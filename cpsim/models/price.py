@@ -300,7 +300,8 @@ class Pricing:
         its node, or as the busiest NIC or uplink takes. ``largest`` gets the size of the one inside nodes, by GPUs."""
         mine = slice(*np.searchsorted(schedule.routes[:, 0], [op, op + 1]).tolist())
         source, target = schedule.routes[mine, 1:].T.astype(np.int64)
-        nbytes = schedule.route_nbytes[mine].astype(np.float64)
+        leaves = source != target
+        source, target, nbytes = source[leaves], target[leaves], schedule.route_nbytes[mine][leaves].astype(np.float64)
         near = ~links.crosses(source, target)
         flows, seconds = links.routed(op, source, target, nbytes), 0.0
         if near.any():

@@ -102,7 +102,7 @@ class _Shares:
     far: Ints
     """The same between nodes that relay: to the rank at the same place."""
     near: Ints
-    """The same inside these nodes, relayed ones included."""
+    """The same inside these nodes, relayed ones included, those that the relay keeps for itself, too."""
 
 
 @lru_cache(maxsize=2)
@@ -131,7 +131,7 @@ def _share_out(
     tiles = make_tiles(mask, sets, np.tile(ranks, stages + 1), num_ranks + np.arange((stages + 1) * num_ranks))
     same_node, same_place = (np.equal.outer(at, at) for at in np.divmod(ranks, per_node))
     far = _common(mine, wanted_there, length) * (same_place & ~same_node)
-    near = _common(passed_on, wanted, length) * (same_node & ~same_place)
+    near = _common(passed_on, wanted, length) * same_node
     return _Shares(sets, tiles, per_node, _common(mine, wanted, length), far, near)
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpsim.errors import InfeasibleError
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, READ, UPDATE, Kind, Op, Schedule
+from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, COMMUNICATION_KINDS, READ, UPDATE, Kind, Op, Schedule
 from cpsim.tiles import local_slices
 from real import attention, elementwise
 from real.program import Call, Launch
@@ -49,7 +49,7 @@ class Lowering:
         of_transfer, groups = self.s.process_groups()
         for i, accesses in self.walk:
             kind = Kind(int(self.s.kind[i]))
-            if kind == Kind.TRANSFER or kind in COLLECTIVE_KINDS:
+            if kind in COMMUNICATION_KINDS:
                 ranks = groups[of_transfer[i]] if kind == Kind.TRANSFER else tuple(self.s.ranks_of(i))
                 lane = self.s.op(i).lanes[0][1]
                 group = node.group(ranks, lane)  # made by all ranks, in list order
@@ -424,7 +424,7 @@ class Lowering:
         reads, targets = ([a for a in mine if (a.mode == READ) == side] for side in (True, False))
         ranks = [rank for rank, _ in op.lanes]
         if kind == Kind.ALL_TO_ALL:
-            return self._all_to_all(op, accesses, reads, targets, group)
+            return self._all_to_all(accesses, reads, targets, ranks, group)
         if kind == Kind.ALL_GATHER:
             x, y = self._span_of(reads, reads, op.index), self._all_of(targets[0])
             _check_even(op, len(x) * len(ranks), len(y))
@@ -436,13 +436,13 @@ class Lowering:
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
     def _all_to_all(
-        self, op: Op, accesses: Sequence[Access], reads: Sequence[Access], targets: Sequence[Access], group: Any
-    ) -> Launch:
+        self, accesses: Sequence[Access], reads: Sequence[Access], targets: Sequence[Access], ranks: Sequence[int],
+        group: Any,
+    ) -> Launch:  # fmt: skip
         """Parts of any sizes; a rank that sends or gets nothing takes part.
 
         PyTorch makes one NCCL call of an exchange without given sizes and many of another one: all ranks must agree.
         """
-        ranks = [rank for rank, _ in op.lanes]
         wanted = [[a for a in accesses if a.rank == r and a.mode != READ] for r in ranks]
         none, nothing, dim = [0] * len(ranks), self.x.flat(0, 0, False), self.x.workload.head_dim
         parts = [[c.num_heads * dim for c in theirs[0].layout.chunks] if theirs else none for theirs in wanted]

@@ -36,6 +36,8 @@ from real.timing import hold, host_seconds, provenance, soak, time_ops
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 MEMORY_BOUND = ("merge", "copy")
+WAITING_S = 3e-3
+"""Computation beside a communication that waits."""
 LEAD_S = 3e-5
 """By which a communication starts before the computation that it disturbs."""
 Launch = Callable[[], object]
@@ -437,13 +439,16 @@ class Overlap:
         cases = [(a, *how, LEAD_S) for how in [*rings[:2], *others, *rings[2:]] for a in self.loads]
         return cases + [(a, *how, 0.0) for how in rings for a in self.loads if a not in MEMORY_BOUND]
 
+    def communication(self, kind: str, units: int) -> Launch | None:
+        """A ring's hop or a collective of all ranks."""
+        if kind == "ring":
+            return transfers(self.node, ring(self.group.ranks), units * self.unit, self.group)
+        return collective(self.node, kind, units * self.unit, self.group)
+
     def measure(self, a: str, b: str, units: int, inside: str, lead_s: float) -> None:
         """Writes one point; all ranks call."""
         node, nbytes, num = self.node, units * self.unit, 10 if self.node.cuda else 2
-        if b == "ring":
-            op: Launch | None = transfers(node, ring(self.group.ranks), nbytes, self.group)
-        else:
-            op = collective(node, b, nbytes, self.group)
+        op = self.communication(b, units)
         per_op = node.maximum([min(time_ops(self.loads[a], 4, node.device))])[0]
         b_alone = overlapped(node, None, op, self.streams, num)[1]
         span = float(np.median(b_alone)) * (0.6 if inside == "a" else 2.0)
@@ -460,6 +465,36 @@ class Overlap:
                 f"overlap {a:14s} {b:14s} {units:4d} inside {inside} lead {lead_s * 1e6:2.0f} us: x{x:.3f} x{y:.3f}"
                 f" ({np.median(a_alone) * 1e3:.2f} ms, {np.median(b_alone) * 1e3:.2f} ms)", flush=True,
             )  # fmt: skip
+
+
+def measure_waiting(node: Network, deadline: float) -> None:
+    """What a communication kernel costs the computation beside it while it waits for rank 0, which comes late.
+
+    Nothing moves meanwhile, but its thread blocks hold their SMs. Points are of op `waiting`: seconds of a run of
+    compute ops on the other ranks (their mean), alone and beside the communication that waits all the time.
+    """
+    overlap, late = Overlap(node), node.rank == 0
+    sizes = (64, 4, 256, 1, 16) if node.cuda else (4,)
+    for units, kind, a in itertools.product(sizes, ("all_to_all", "ring", "all_gather"), overlap.loads):
+        if node.late(deadline):
+            break
+        op = overlap.communication(kind, units)
+        per_op = node.maximum([min(time_ops(overlap.loads[a], 4, node.device))])[0]
+        count = int(np.clip(round(WAITING_S / per_op), 1, 200))
+
+        def lately(op: Launch | None = op, seconds: float = 2 * count * per_op) -> None:
+            hold(seconds, node.device)
+            if op is not None:
+                op()
+
+        compute = None if late else (overlap.loads[a], count)
+        runs = (None, lately if late else op)
+        early = node.size / max(1, node.size - 1)
+        alone, both = ([s * early for s in overlapped(node, compute, op, overlap.streams, 10)[0]] for op in runs)
+        parameters = {"a": a, "b": kind, "nbytes": units * overlap.unit, "num_ranks": node.size, "a_count": count}
+        node.add("waiting", [], **parameters, a_alone_s=alone, a_beside_s=both)
+        if node.rank == 0:
+            print(f"waiting {a:14s} {kind:12s} {units:4d}: x{np.median(both) / np.median(alone):.3f}", flush=True)
 
 
 def measure_interference(node: Network, deadline: float) -> None:
@@ -567,6 +602,8 @@ def measure_inside(node: Network, parts: str, seed: int, started: float, seconds
         measure_network(node, np.random.default_rng(seed), started + seconds * 0.4)
     if "overlap" in parts:
         measure_overlap(node, started + seconds * 0.75)
+    if "waiting" in parts:
+        measure_waiting(node, started + seconds)
     if "loops" in parts:
         measure_interference(node, started + seconds)
 

@@ -471,11 +471,13 @@ def measure_waiting(node: Network, deadline: float) -> None:
     """What a communication kernel costs the computation beside it while it waits for rank 0, which comes late.
 
     Nothing moves meanwhile, but its thread blocks hold their SMs. Points are of op `waiting`: seconds of a run of
-    compute ops on the other ranks (their mean), alone and beside the communication that waits all the time.
+    compute ops on rank 1, to which rank 0 sends in a ring, alone and beside the communication that waits all the time.
     """
-    overlap, late = Overlap(node), node.rank == 0
-    sizes = (64, 4, 256, 1, 16) if node.cuda else (4,)
-    for units, kind, a in itertools.product(sizes, ("all_to_all", "ring", "all_gather"), overlap.loads):
+    overlap = Overlap(node, (("fa4", 4096, 1), ("fa2", 4096, 1)) if node.cuda else ())
+    late = node.rank == 0
+    sizes = (64, 512, 1, 8) if node.cuda else (4,)
+    kinds = ("ring", "all_to_all", "all_gather", "reduce_scatter")
+    for units, kind, a in itertools.product(sizes, kinds, overlap.loads):
         if node.late(deadline):
             break
         op = overlap.communication(kind, units)
@@ -487,10 +489,9 @@ def measure_waiting(node: Network, deadline: float) -> None:
             if op is not None:
                 op()
 
-        compute = None if late else (overlap.loads[a], count)
-        runs = (None, lately if late else op)
-        early = node.size / max(1, node.size - 1)
-        alone, both = ([s * early for s in overlapped(node, compute, op, overlap.streams, 10)[0]] for op in runs)
+        compute = (overlap.loads[a], count) if node.rank == 1 else None
+        runs = (None, lately if late else op)  # the mean over ranks is that of one rank
+        alone, both = ([s * node.size for s in overlapped(node, compute, b, overlap.streams, 10)[0]] for b in runs)
         parameters = {"a": a, "b": kind, "nbytes": units * overlap.unit, "num_ranks": node.size, "a_count": count}
         node.add("waiting", [], **parameters, a_alone_s=alone, a_beside_s=both)
         if node.rank == 0:

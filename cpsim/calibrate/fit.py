@@ -102,7 +102,7 @@ def fit_profile(
             grade=_grade(gpus[0], networks), attention=attention,
             collective=_collective(chosen, everything, stand_in), elementwise=copies,
             host=_host([p for p in chosen if p["op"] == "host"], copies.latency_s["copy"], stand_in),
-            interference=_interference([p for p in everything if p["op"] == "overlap"]),
+            interference=_interference(everything),
             load=_load([p for p in everything if p["op"] == "power"]), sigma={},
             valid=_valid(points), covariance=covariance, held_out=(),
             provenance=tuple(_source(m, gpus[0]) for m in sources),
@@ -671,17 +671,21 @@ def _port(points: Sequence[Point], num_ranks: int) -> float:
 
 
 def _interference(points: Sequence[Point]) -> InterferenceParams:
-    """Slowdowns from overlaps, of all shapes together.
+    """Slowdowns from overlaps and from communications that wait, of all shapes together.
 
     How much a computation is slowed is seen both where it lies inside a communication and where a communication lies
     inside it; a communication's slowdown only where it lies inside.
     """
-    computation, communication = _overlaps(points)
+    computation, communication = _overlaps([p for p in points if p["op"] == "overlap"])
 
     def factors(store: Spans) -> dict[str, dict[str, float]]:
         return {a: {b: _slowdown(spans) for b, spans in by.items()} for a, by in sorted(store.items())}
 
-    return InterferenceParams(computation=factors(computation), communication=factors(communication))
+    return InterferenceParams(
+        computation=factors(computation),
+        communication=factors(communication),
+        waiting=factors(_waits([p for p in points if p["op"] == "waiting"])),
+    )
 
 
 Spans = dict[str, dict[str, list[tuple[float, float]]]]
@@ -695,9 +699,7 @@ def _overlaps(points: Sequence[Point]) -> tuple[Spans, Spans]:
     computation: Spans = {}
     communication: Spans = {}
     for p in points:
-        words = p["a"].rsplit("_", 2)  # kernel, pass, tokens
-        name = f"{words[0]} {words[1]}" if len(words) > 2 else "memory-bound"
-        other = f"transfer {channels(p['nbytes'], p['num_ranks'])}" if p["b"] == "ring" else p["b"]
+        name, other = _names(p)
         alone, together = ([float(np.median(p[f"{s}_{how}_s"])) for s in "ab"] for how in ("alone", "together"))
         beside = min(together)
         for store, i in ((computation, 0), (communication, 1)):
@@ -705,6 +707,23 @@ def _overlaps(points: Sequence[Point]) -> tuple[Spans, Spans]:
                 lost = together[i] - alone[i]
                 store.setdefault(name, {}).setdefault(other, []).append((beside, lost))
     return computation, communication
+
+
+def _waits(points: Sequence[Point]) -> Spans:
+    """What computations lose beside communications that wait."""
+    store: Spans = {}
+    for p in points:
+        name, other = _names(p)
+        alone, beside = (float(np.median(p[f"a_{how}_s"])) for how in ("alone", "beside"))
+        store.setdefault(name, {}).setdefault(other, []).append((beside, beside - alone))
+    return store
+
+
+def _names(p: Point) -> tuple[str, str]:
+    """Computation and communication of a point, as the interference model names them."""
+    words = p["a"].rsplit("_", 2)  # kernel, pass, tokens
+    name = f"{words[0]} {words[1]}" if len(words) > 2 else "memory-bound"
+    return name, f"transfer {channels(p['nbytes'], p['num_ranks'])}" if p["b"] == "ring" else p["b"]
 
 
 def _slowdown(spans: Sequence[tuple[float, float]]) -> float:

@@ -8,7 +8,7 @@ attention kernel runs also waits for that kernel's last blocks to be scheduled; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ class InterferenceParams:
     """By computation (`fa4 fwd`, `memory-bound`) and communication: of the computation."""
     communication: Mapping[str, Mapping[str, float]]
     """By the same: of the communication."""
+    waiting: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """By the same: of the computation, while the communication waits for another rank. Empty where not measured."""
 
     def slowdown(self, kernel: str, classes: Sequence[str]) -> Floats:
         """Matrix [C, C] of slowdowns of class a while class b runs on the same GPU.
@@ -42,15 +44,22 @@ class InterferenceParams:
         """
         matrix = np.ones((len(classes), len(classes)))
         for i, work in enumerate(classes):
-            name = work.replace("attention", kernel)
-            if name not in self.computation:
-                name = work.replace("attention", LIKE.get(kernel, kernel))
-            if name not in self.computation:
-                continue
+            running, moving = (_of(factors, work, kernel) for factors in (self.computation, self.communication))
             for j, communication in enumerate(classes):
-                matrix[i, j] = _factor(self.computation[name], communication, {0: 1.0})
-                matrix[j, i] = _factor(self.communication.get(name, {}), communication, {})
+                matrix[i, j] *= _factor(running, communication, {0: 1.0})
+                matrix[j, i] *= _factor(moving, communication, {})
         return matrix
+
+    def waits(self, kernel: str, classes: Sequence[str]) -> Floats:
+        """Matrix [C, C] of slowdowns of class a while class b waits for another rank; arguments as of ``slowdown``."""
+        named = [_of(self.waiting, work, kernel) for work in classes]
+        return np.array([[_factor(factors, other, {0: 1.0}) for other in classes] for factors in named])
+
+
+def _of(factors: Mapping[str, Mapping[str, float]], work: str, kernel: str) -> Mapping[str, float]:
+    """Factors of a class of computations, of the kernel or else of one like it; none of what was not measured."""
+    names = (work.replace("attention", name) for name in (kernel, LIKE.get(kernel, kernel)))
+    return next((factors[name] for name in names if name in factors), {})
 
 
 def _factor(factors: Mapping[str, float], communication: str, ends: Mapping[int, float]) -> float:

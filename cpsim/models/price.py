@@ -208,6 +208,7 @@ class Pricing:
             link_bytes_per_s=capacity,
             pressure=pressure,
             slowdown=self.profile.interference.slowdown(self.kernel, names),
+            waiting=self.profile.interference.waits(self.kernel, names),
         )
 
     def _attention(

@@ -16,7 +16,7 @@ from numba import njit
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Schedule
 from cpsim.sim.heap import pop, set_key
-from cpsim.sim.work import LEAST_SPEED, Floats, Work
+from cpsim.sim.work import LEAST_SPEED, Floats, Work, partners
 
 # One record per op, lane entry, flow, rank and link. Lists are doubly linked through entries: `head` is the first
 # entry, then `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of
@@ -33,12 +33,20 @@ OP: Final = np.dtype(
 """One cache line. ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if links were infinitely
 fast; ``pending``: predecessors still waited for. Entries of an op end where those of the next one begin, so there is
 one record more than ops."""
-LANE: Final = np.dtype([("rank", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4")], align=True)
+LANE: Final = np.dtype(
+    [
+        ("rank", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4"),
+        ("pending", "i4"), ("waiting", "i4"), ("partner", "i4"), ("padding", "i4"),
+    ],
+    align=True,
+)  # fmt: skip
+"""``pending``: predecessors on its rank still waited for, -1 in ops that never wait for other ranks; ``waiting``: its
+op does so here; ``partner``: the other half of its rank's launch."""
 FLOW: Final = np.dtype(
     [("link", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4"), ("nbytes", "f8")], align=True
 )
-RANK: Final = np.dtype([("head", "i4"), ("marked", "i4"), ("present", "i8")], align=True)
-"""``present``: running ops in two bits per pressure class: none, one, several."""
+RANK: Final = np.dtype([("head", "i4"), ("marked", "i4"), ("present", "i8"), ("waiting", "i8")], align=True)
+"""``present``: running ops in two bits per pressure class: none, one, several; ``waiting``: one bit, some or none."""
 LINK: Final = np.dtype(
     [
         ("head", "i4"), ("marked", "i4"), ("tight", "i4"), ("grouped", "i4"),
@@ -75,11 +83,14 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
         work.flow_link,
         work.flow_bytes,
     )
+    shares = _shares(work.slowdown), 1.0 - 1.0 / work.waiting
+    lanes["partner"] = partners(schedule)
+    _fill_pending(ops, lanes, first, before, np.any(shares[1] > 0, axis=0))
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
     ranks["head"] = links["head"] = -1
     links["capacity"] = work.link_bytes_per_s
     start, end, cause = np.full(num_ops, np.nan), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
-    _run(ops, lanes, flows, ranks, links, after, work.release_s, widest, _limits(work.slowdown), start, end, cause)
+    _run(ops, lanes, flows, ranks, links, after, work.release_s, widest, *shares, start, end, cause)
     return start, end, cause
 
 
@@ -122,18 +133,57 @@ def _successors(first, before):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _limits(slowdown):  # type: ignore[no-untyped-def]
-    """Speed under interference, ``[class of the op, what is present on its rank, itself included]``."""
+def _fill_pending(ops, lanes, first, before, disturbs):  # type: ignore[no-untyped-def]
+    """Predecessors on each rank where an op may wait for other ranks, of a class that ``disturbs`` meanwhile."""
+    for op in range(len(first) - 1):
+        waits = disturbs[ops[op].pressure] and _spans_ranks(ops, lanes, op)
+        for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
+            if not waits:
+                lanes[entry].pending = -1
+                continue
+            for at in range(first[op], first[op + 1]):
+                lanes[entry].pending += _runs_on(ops, lanes, before[at], lanes[entry].rank)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _spans_ranks(ops, lanes, op):  # type: ignore[no-untyped-def]
+    several = False
+    for entry in range(ops[op].first_lane + 1, ops[op + 1].first_lane):
+        several = several or lanes[entry].rank != lanes[entry - 1].rank
+    return several
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _runs_on(ops, lanes, op, rank):  # type: ignore[no-untyped-def]
+    found = False
+    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
+        found = found or lanes[entry].rank == rank
+    return found
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _shares(slowdown):  # type: ignore[no-untyped-def]
+    """What running ops take of an op's speed, ``[class of the op, what is present on its rank, itself included]``."""
     num_classes = len(slowdown)
-    table = np.ones((num_classes, 4**num_classes))
+    table = np.zeros((num_classes, 4**num_classes))
     for own in range(num_classes):
         for present in range(4**num_classes):
-            left = 1.0
             for other in range(num_classes):
                 if (present >> (2 * other)) & 3 > (other == own):
-                    left -= 1.0 - 1.0 / slowdown[own, other]
-            table[own, present] = max(left, LEAST_SPEED)
+                    table[own, present] += 1.0 - 1.0 / slowdown[own, other]
     return table
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _limit(running, waiting, own, present, waits):  # type: ignore[no-untyped-def]
+    """Speed of an op of class ``own`` beside what is present on its rank and what waits there."""
+    left = 1.0 - running[own, present]
+    other = 0
+    while waits >> other:
+        if (waits >> other) & 1 and (present >> (2 * other)) & 3 == 0:
+            left -= waiting[own, other]
+        other += 1
+    return max(left, LEAST_SPEED)
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
@@ -173,16 +223,18 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _run(ops, lanes, flows, ranks, links, after, release, widest, limits, start, end, cause):  # type: ignore[no-untyped-def]
+def _run(  # type: ignore[no-untyped-def]
+    ops, lanes, flows, ranks, links, after, release, widest, running, waiting, start, end, cause
+):
     num_ops = len(release)
     heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops + 1)
-    counts = np.zeros((len(ranks), len(limits)), np.int32)
+    counts = np.zeros((2, len(ranks), len(running)), np.int32)  # running, waiting
     ready = np.zeros(num_ops + 1, np.int64)  # ops that start now, as a stack: [0] counts them
     new_ops, group_ops = np.zeros(num_ops + 1, np.int64), np.zeros(num_ops + 1, np.int64)
     new_ranks, new_links = np.zeros(len(ranks) + 1, np.int64), np.zeros(len(links) + 1, np.int64)
     group_links = np.zeros(len(links) + 1, np.int64)
     for op in range(num_ops):
-        if ops[op].pending == 0:
+        if ops[op].pending == 0 or _is_ready_somewhere(ops, lanes, op):
             set_key(heap, place, key, op, release[op])
     while heap[0] > 0:
         now = key[1]
@@ -192,21 +244,29 @@ def _run(ops, lanes, flows, ranks, links, after, release, widest, limits, start,
                 ready[0] -= 1
             else:
                 op = pop(heap, place, key)
+            if ops[op].pending > 0:
+                _begin_waiting(ops, lanes, ranks, op, counts, new_ranks)
+                continue
             starts = not ops[op].running
             if starts:
+                _end_waiting(ops, lanes, ranks, op, counts, new_ranks)
                 start[op] = ops[op].since = now
             if ops[op].duration > 0:
                 _enter_or_leave(ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links)
             if not (starts and ops[op].duration > 0):
                 end[op] = now
-                _release_followers(ops, after, release, heap, place, key, ready, cause, op, now)
-        _review_ranks(ops, lanes, ranks, limits, counts, new_ops, new_ranks)
+                _release_followers(
+                    ops, lanes, ranks, after, release, heap, place, key, ready, cause, counts, new_ranks, op, now
+                )
+        _review_ranks(ops, lanes, ranks, running, waiting, counts, new_ops, new_ranks)
         _review_links(ops, flows, links, new_ops, new_links)
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
             limit = 1.0
             for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-                limit = min(limit, limits[ops[op].pressure, ranks[lanes[entry].rank].present])
+                rank = lanes[entry].rank
+                here = _limit(running, waiting, ops[op].pressure, ranks[rank].present, ranks[rank].waiting)
+                limit = min(limit, here)
             ops[op].limit = limit
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
@@ -232,7 +292,7 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
         _mark(ops, new_ops, op)
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
         rank = lanes[entry].rank
-        counts[rank, pressure] += change
+        counts[0, rank, pressure] += change
         if starts:
             _enter(ranks, rank, lanes, entry)
         else:
@@ -248,37 +308,81 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _release_followers(ops, after, release, heap, place, key, ready, cause, op, now):  # type: ignore[no-untyped-def]
-    """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it."""
-    for entry in range(ops[op].first_after, ops[op + 1].first_after):
-        follower = after[entry]
-        ops[follower].pending -= 1
-        if ops[follower].pending == 0:
-            if release[follower] <= now:
-                cause[follower] = op
-                ready[0] += 1
-                ready[ready[0]] = follower
-            else:
-                set_key(heap, place, key, follower, release[follower])
+def _is_ready_somewhere(ops, lanes, op):  # type: ignore[no-untyped-def]
+    """Whether an op that may wait for other ranks waits for nothing on one of its ranks."""
+    ready = False
+    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
+        ready = ready or lanes[entry].pending == 0
+    return ready
 
 
 @njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _review_ranks(ops, lanes, ranks, limits, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
-    """Mark the ops on ranks where other classes of ops run than before, if that changes their limit there."""
+def _begin_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
+    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
+        partner = lanes[entry].partner
+        launched = lanes[entry].pending == 0 and (partner < 0 or lanes[partner].pending <= 0)
+        if launched and not lanes[entry].waiting:
+            lanes[entry].waiting = 1
+            counts[1, lanes[entry].rank, ops[op].pressure] += 1
+            _mark(ranks, new_ranks, lanes[entry].rank)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _end_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
+    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
+        if lanes[entry].waiting:
+            lanes[entry].waiting = 0
+            counts[1, lanes[entry].rank, ops[op].pressure] -= 1
+            _mark(ranks, new_ranks, lanes[entry].rank)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _release_followers(  # type: ignore[no-untyped-def]
+    ops, lanes, ranks, after, release, heap, place, key, ready, cause, counts, new_ranks, op, now
+):
+    """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it.
+
+    One that still waits for other ranks is launched where it waits for nothing.
+    """
+    for entry in range(ops[op].first_after, ops[op + 1].first_after):
+        follower = after[entry]
+        ops[follower].pending -= 1
+        for at in range(ops[follower].first_lane, ops[follower + 1].first_lane):
+            if lanes[at].pending > 0 and _runs_on(ops, lanes, op, lanes[at].rank):
+                lanes[at].pending -= 1
+                other = lanes[lanes[at].partner].op if lanes[at].pending == 0 and lanes[at].partner >= 0 else -1
+                if other >= 0 and ops[other].pending > 0 and release[other] <= now:
+                    _begin_waiting(ops, lanes, ranks, other, counts, new_ranks)
+        if ops[follower].pending == 0 and release[follower] <= now:
+            cause[follower] = op
+            if place[follower] == 0:  # not launched at this instant
+                ready[0] += 1
+                ready[ready[0]] = follower
+        elif ops[follower].pending == 0 or (release[follower] > now and _is_ready_somewhere(ops, lanes, follower)):
+            set_key(heap, place, key, follower, release[follower])
+        else:
+            _begin_waiting(ops, lanes, ranks, follower, counts, new_ranks)
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _review_ranks(ops, lanes, ranks, running, waiting, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
+    """Mark the ops on ranks where other classes of ops run or wait than before, if that changes their limit there."""
     for i in range(1, new_ranks[0] + 1):
         rank = new_ranks[i]
         ranks[rank].marked = 0
-        present = 0
-        for c in range(counts.shape[1]):
-            present |= min(counts[rank, c], 2) << (2 * c)
-        before = ranks[rank].present
-        if present == before:
+        present, waits = 0, 0
+        for c in range(counts.shape[2]):
+            present |= min(counts[0, rank, c], 2) << (2 * c)
+            waits |= min(counts[1, rank, c], 1) << c
+        before, waited = ranks[rank].present, ranks[rank].waiting
+        if present == before and waits == waited:
             continue
-        ranks[rank].present = present
+        ranks[rank].present, ranks[rank].waiting = present, waits
         entry = ranks[rank].head
         while entry >= 0:
             pressure = ops[lanes[entry].op].pressure
-            if limits[pressure, present] != limits[pressure, before]:
+            was = _limit(running, waiting, pressure, before, waited)
+            if _limit(running, waiting, pressure, present, waits) != was:
                 _mark(ops, new_ops, lanes[entry].op)
             entry = lanes[entry].following
     new_ranks[0] = 0

@@ -11,7 +11,7 @@ import simpy
 from cpsim.errors import ScheduleError
 from cpsim.schedule import Schedule
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import LEAST_SPEED, Floats, Work, predecessors
+from cpsim.sim.work import LEAST_SPEED, Floats, Work, partners, predecessors
 
 
 def simulate_reference(schedule: Schedule, work: Work) -> Timeline:
@@ -27,10 +27,25 @@ def simulate_reference(schedule: Schedule, work: Work) -> Timeline:
     cause = np.arange(num_ops, dtype=np.int32)
     done = [env.event() for _ in range(num_ops)]
     floor = None if work.constant else _Floor(env, schedule, work)
+    half = partners(schedule)
+
+    def arrive(entry: int, op: int) -> Generator[Any, Any, None]:
+        """The op waits on one rank, should it not start on all of them."""
+        rank, launched = schedule.lane_rank[entry], [op]
+        if half[entry] >= 0:
+            launched.append(int(np.searchsorted(schedule.lane_start, half[entry], side="right")) - 1)
+        needed = [p for o in launched for p in before[first[o] : first[o + 1]].tolist()]
+        here = [done[p] for p in needed if rank in schedule.ranks_of(p)]
+        yield env.all_of([env.timeout(work.release_s[op]), *here])
+        assert floor is not None
+        floor.wait(op, int(rank))
 
     def run(op: int) -> Generator[Any, Any, None]:
         waits_for = before[first[op] : first[op + 1]].tolist()
         launched = env.timeout(work.release_s[op])
+        if floor is not None and len(set(schedule.ranks_of(op))) > 1:
+            for entry in range(schedule.lane_start[op], schedule.lane_start[op + 1]):
+                env.process(arrive(entry, op))
         yield env.all_of([launched, *(done[p] for p in waits_for)])
         start[op] = env.now
         if waits_for:
@@ -57,15 +72,30 @@ class _Floor:
         self.left: dict[int, float] = {}
         """Seconds of work at full speed that every running op has left."""
         self.exits: dict[int, simpy.Event] = {}
+        self.started: set[int] = set()
+        self.waiting: dict[int, set[int]] = {}
+        """Ops that wait on every rank."""
         self.changed = env.event()
         env.process(self._supervise())
 
     def enter(self, op: int) -> simpy.Event:
         """Start an op; the event returned occurs at its end."""
         self.left[op], self.exits[op] = float(self.work.duration_s[op]), self.env.event()
+        self.started.add(op)
+        for rank in self.schedule.ranks_of(op):
+            self.waiting.get(rank, set()).discard(op)
+        self._change()
+        return self.exits[op]
+
+    def wait(self, op: int, rank: int) -> None:
+        """An op that has not started waits on a rank."""
+        if op not in self.started:
+            self.waiting.setdefault(rank, set()).add(op)
+            self._change()
+
+    def _change(self) -> None:
         if not self.changed.triggered:
             self.changed.succeed()
-        return self.exits[op]
 
     def _supervise(self) -> Generator[Any, Any, None]:
         while True:
@@ -90,15 +120,17 @@ class _Floor:
         for op in running:
             for rank in self.schedule.ranks_of(op):
                 present.setdefault(rank, []).append(op)
-        limit = {op: min(self._left(op, present[rank]) for rank in self.schedule.ranks_of(op)) for op in running}
+        limit = {op: min(self._left(op, rank, present[rank]) for rank in self.schedule.ranks_of(op)) for op in running}
         return share_fairly(running, limit, self.work)
 
-    def _left(self, op: int, present: list[int]) -> float:
+    def _left(self, op: int, rank: int, present: list[int]) -> float:
         """Speed of an op beside others on one rank."""
-        own, left = self.work.pressure[op], 1.0
-        for other in sorted({int(self.work.pressure[o]) for o in present if o != op}):
-            left -= 1.0 - 1.0 / float(self.work.slowdown[own, other])
-        return max(left, LEAST_SPEED)
+        own, pressure = self.work.pressure[op], self.work.pressure
+        running = {int(pressure[o]) for o in present if o != op}
+        waiting = {int(pressure[o]) for o in self.waiting.get(rank, ())} - {int(pressure[o]) for o in present}
+        factors = [self.work.slowdown[own, c] for c in sorted(running)]
+        factors += [self.work.waiting[own, c] for c in sorted(waiting)]
+        return max(1.0 - sum(1.0 - 1.0 / float(factor) for factor in factors), LEAST_SPEED)
 
 
 def share_fairly(running: list[int], limit: dict[int, float], work: Work) -> dict[int, float]:

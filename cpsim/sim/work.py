@@ -10,7 +10,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.masks import Ints
-from cpsim.schedule import Int8, Int32, Schedule
+from cpsim.schedule import Int8, Int32, Kind, Schedule
 
 Floats = NDArray[np.float64]
 LEAST_SPEED: Final = 0.1
@@ -25,6 +25,9 @@ class Work:
 
     * Interference: classes of ops that run on one of its ranks beside it each take a share ``1 - 1 / slowdown[a, b]``
       of its speed, a its own pressure class; on the rank where most is taken, but 0.1 always remains.
+    * Waiting: an op of several ranks that has not started, though on one of them the hosts have launched it and what it
+      waits for there has ended, takes ``1 - 1 / waiting[a, b]`` on that rank, unless its class runs there as well.
+      What a rank sends and receives in one step is one launch (``partners``), for which both have to be ready.
     * Sharing: it moves ``flow_bytes`` over links while it runs, so at speed s it takes ``s * bytes / d`` of a link's
       rate. Links are shared max-min fairly: the byte rates of all ops (each measured on the link where it moves
       most) rise together until a link is full or an op runs at its own limit.
@@ -46,11 +49,13 @@ class Work:
     """Pressure class, ``[N]``."""
     slowdown: Floats
     """At least 1, ``[C, C]``."""
+    waiting: Floats
+    """Likewise, by ops that wait for other ranks."""
 
     @property
     def constant(self) -> bool:
         """Every op runs at full speed whatever else runs."""
-        return len(self.flow_link) == 0 and bool(np.all(self.slowdown == 1.0))
+        return len(self.flow_link) == 0 and bool(np.all(self.slowdown == 1.0) and np.all(self.waiting == 1.0))
 
 
 def free_work(duration_s: Floats, release_s: Floats) -> Work:
@@ -64,6 +69,7 @@ def free_work(duration_s: Floats, release_s: Floats) -> Work:
         link_bytes_per_s=np.zeros(0),
         pressure=np.zeros(len(duration_s), np.int8),
         slowdown=np.ones((1, 1)),
+        waiting=np.ones((1, 1)),
     )
 
 
@@ -124,3 +130,34 @@ def earliest(first, before, duration, release):  # type: ignore[no-untyped-def]
                 at, by = end[before[entry]], before[entry]
         start[op], end[op], cause[op] = at, at + duration[op], by
     return start, end, cause
+
+
+def partners(schedule: Schedule) -> Int32:
+    """For every lane entry of a transfer the entry that is the other half of its rank's launch, or -1.
+
+    A rank's send and receive of one step are one launch: a batch, as `torch.distributed.batch_isend_irecv` makes it.
+    """
+    return np.asarray(_partners(
+        schedule.kind == Kind.TRANSFER, schedule.step, schedule.lane_start, schedule.lane_rank, schedule.lane_stream,
+        schedule.num_ranks,
+    ), np.int32)  # fmt: skip
+
+
+@njit(cache=True, nogil=True)
+def _partners(is_transfer, step, lane_start, lane_rank, lane_stream, num_ranks):  # type: ignore[no-untyped-def]
+    partner = np.full(len(lane_rank), -1, np.int32)
+    latest = np.full((num_ranks, 2), -1, np.int32)  # send and receive of every rank
+    for op in range(len(is_transfer)):
+        if not is_transfer[op]:
+            continue
+        for side in range(2):
+            entry = lane_start[op] + side
+            other = latest[lane_rank[entry], 1 - side]
+            latest[lane_rank[entry], side] = entry
+            if other < 0 or partner[other] >= 0:
+                continue
+            first = other - (1 - side)  # its op's first lane, where it sends from
+            of = np.searchsorted(lane_start, first, side="right") - 1
+            if step[of] == step[op] and lane_stream[first] == lane_stream[lane_start[op]]:
+                partner[entry], partner[other] = other, entry
+    return partner

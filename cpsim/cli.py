@@ -533,9 +533,10 @@ def import_(
 
 @app.command()
 def fit_fabric(
-    file: Annotated[Path, typer.Argument(help="Measurements between nodes: real.measure_network --emulate-nodes.")],
+    files: Annotated[list[Path], typer.Argument(help="Points between nodes: real.measure_network --emulate-nodes.")],
     cluster: Annotated[str, typer.Option(help="The cluster whose network this is: a preset or a file.")],
     out: Annotated[Path | None, typer.Option(help="Write the cluster with this network to this file.")] = None,
+    sockets: Annotated[bool, typer.Option(help="The network is sockets, without NICs that read memory.")] = False,
     as_json: Json = False,
 ) -> None:
     """Fit the network between nodes, for a cluster file that scenarios can name."""
@@ -549,7 +550,7 @@ def fit_fabric(
     _check_writable(out)
     known = load_cluster(cluster)
     likely = known.fabric.nics_per_node if known.fabric else known.gpus_per_node
-    whole = replace(known, fabric=fitted(load(file), likely))
+    whole = replace(known, fabric=fitted([load(file) for file in files], likely, sockets))
     if out:
         whole = replace(whole, name=out.stem)
         out.write_text(json.dumps(whole.to_dict(), indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Writes the network of preset h200-2x2-sockets from the committed measurement of emulated nodes.
+"""Writes the network of preset h200-2x2-sockets from the committed measurements of emulated nodes, on five machines.
 
     torchrun --nproc-per-node 4 -m real.measure_network --emulate-nodes 2 --minutes 1.4 \
         --out cpsim/calibrate/data/h200x4-sockets.jsonl
@@ -15,14 +15,14 @@ from cpsim.calibrate.fabric import fit_fabric
 from cpsim.calibrate.measurement import load
 
 ROOT = Path(__file__).parent.parent
-MEASURED = ROOT / "cpsim" / "calibrate" / "data" / "h200x4-sockets.jsonl"
+MEASURED = sorted((ROOT / "cpsim" / "calibrate" / "data").glob("h200x4-sockets*.jsonl"))
 CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
 PRESET = "h200-2x2-sockets"
 
 
 def with_fabric(text: str) -> str:
     """The file of presets with the fitted network of the preset."""
-    fields = asdict(fit_fabric(load(MEASURED)))
+    fields = asdict(fit_fabric([load(path) for path in MEASURED], sockets=True))
     if fields["oversubscription"] == 1.0:
         del fields["oversubscription"]
     before, rest = text.split(f'"name": "{PRESET}"', 1)

@@ -97,7 +97,7 @@ def test_logs_of_two_nodes_give_the_network_between_them(write, tmp_path):
     paths.append(write("sendrecv.log", log("sendrecv", ["a", "b"], latency, flow)))
     out = tmp_path / "points.jsonl"
     assert json.loads(cpsim("import", *paths, "--out", out, "--json"))["points"] == {"fabric": 105}
-    fabric = fit_fabric(load(out), likely_nics=8)
+    fabric = fit_fabric([load(out)], likely_nics=8)
     assert fabric.nics_per_node == 8
     assert fabric.latency_s == pytest.approx(latency, rel=0.15)
     assert fabric.flow_bandwidth_bytes_per_s == pytest.approx(flow, rel=0.05)

@@ -29,7 +29,11 @@ class Flows:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Numbering of the links of a cluster: NVLink out and in per rank, NIC out and in, uplink out and in per node."""
+    """Numbering of the links of a cluster: NVLink out and in per rank, NIC out and in, uplink out and in per node.
+
+    Where the network is sockets, every rank's proxy thread comes last: all messages that it sends or receives pass it,
+    and no NIC.
+    """
 
     cluster: Cluster
     port_bytes_per_s: float
@@ -50,7 +54,12 @@ class Links:
         if fabric:
             rates += [(2 * nics, fabric.nic_bandwidth_bytes_per_s)]
             rates += [(2 * uplinks, fabric.uplink_bandwidth_bytes_per_s)]
+            rates += [(ranks, fabric.proxy_bandwidth_bytes_per_s)] if fabric.proxy_bandwidth_bytes_per_s else []
         return np.concatenate([np.full(count, rate) for count, rate in rates])
+
+    @property
+    def _proxies(self) -> bool:
+        return self.cluster.fabric is not None and self.cluster.fabric.proxy_bandwidth_bytes_per_s is not None
 
     def nic_of(self, rank: Ints) -> Ints:
         """The NIC that a rank uses: the GPUs of a node are spread evenly over its NICs."""
@@ -71,13 +80,13 @@ class Links:
         ranks, nics, uplinks = self._sizes
         parts = [(op[near], source[near], nbytes[near]), (op[near], ranks + target[near], nbytes[near])]
         if far.any():
-            nic_out, nic_in = (
-                2 * ranks + self.nic_of(source[far]),
-                2 * ranks + nics + self.nic_of(target[far]),
-            )
-            parts += [(op[far], nic_out, nbytes[far]), (op[far], nic_in, nbytes[far])]
+            base = 2 * (ranks + nics)
+            if self._proxies:
+                out, into = (base + 2 * uplinks + end[far] for end in (source, target))
+            else:
+                out, into = 2 * ranks + self.nic_of(source[far]), 2 * ranks + nics + self.nic_of(target[far])
+            parts += [(op[far], out, nbytes[far]), (op[far], into, nbytes[far])]
             if uplinks:
-                base = 2 * (ranks + nics)
                 out, into = self.cluster.node_of(source[far]), self.cluster.node_of(target[far])
                 parts += [(op[far], base + out, nbytes[far]), (op[far], base + uplinks + into, nbytes[far])]
         return _join(parts)
@@ -89,7 +98,7 @@ class Links:
         link = np.flatnonzero(total)
         return Flows(np.full(len(link), op), link, total[link])
 
-    def collective(self, op: int, ranks: Ints, near_bytes: float, far_bytes: float) -> Flows:
+    def collective(self, op: int, ranks: Ints, near_bytes: float, far_bytes: float, messages: bool) -> Flows:
         """Flows of one collective.
 
         Args:
@@ -97,18 +106,22 @@ class Links:
             ranks: its ranks, ``[g]``.
             near_bytes: bytes that every rank sends over NVLink.
             far_bytes: bytes that every rank sends to other nodes, spread over the NICs of its node.
+            messages: whether it is made of messages, as an all-to-all, and not of rings.
         """
         num_ranks, nics, uplinks = self._sizes
         parts: list[tuple[Ints, float | Floats]] = [(ranks, near_bytes), (num_ranks + ranks, near_bytes)]
         if far_bytes > 0:
-            nic, count = _counted(self.nic_of(ranks))
-            parts += [
-                (2 * num_ranks + nic, far_bytes * count),
-                (2 * num_ranks + nics + nic, far_bytes * count),
-            ]
+            base = 2 * (num_ranks + nics)
+            if messages and self._proxies:
+                parts.append((base + 2 * uplinks + ranks, 2 * far_bytes))
+            else:
+                nic, count = _counted(self.nic_of(ranks))
+                parts += [
+                    (2 * num_ranks + nic, far_bytes * count),
+                    (2 * num_ranks + nics + nic, far_bytes * count),
+                ]
             if uplinks:
                 node, count = _counted(self.cluster.node_of(ranks))
-                base = 2 * (num_ranks + nics)
                 parts += [(base + node, far_bytes * count), (base + uplinks + node, far_bytes * count)]
         return _join([(np.full(len(link), op), link, np.broadcast_to(nbytes, link.shape)) for link, nbytes in parts])
 

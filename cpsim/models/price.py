@@ -291,7 +291,7 @@ class Pricing:
             duration[op] = seconds
             group[op] = GROUPS.index("collective between nodes" if between else "collective")
             if len(ranks) > 1:
-                flows.append(links.collective(op, ranks, near, far))
+                flows.append(links.collective(op, ranks, near, far, kind == Kind.ALL_TO_ALL))
         return flows
 
     def _routed(
@@ -352,6 +352,8 @@ class Pricing:
         if per_node > 1:
             same_wire = near / rounds * per_node / (per_node - 1)
             inside = float(collective_seconds(params, name, np.array([same_wire]), per_node)[0])
+        if kind == Kind.ALL_TO_ALL and fabric.proxy_bandwidth_bytes_per_s:
+            rate_per_rank = fabric.proxy_bandwidth_bytes_per_s / 2  # it sends as much as it receives
         between = fabric.latency_s + far / rate_per_rank
         return max(inside, between), near, far, between >= inside
 

@@ -19,7 +19,18 @@ from cpsim.models.attention import (
     call_seconds,
     listed_calls,
 )
-from cpsim.models.blocks import finish, floor_sum, homes, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
+from cpsim.models.blocks import (
+    GPCS,
+    finish,
+    floor_sum,
+    homes,
+    next_end,
+    overlap,
+    pairs,
+    queue,
+    tile_rows,
+    tiles_of_row,
+)
 from cpsim.models.discrepancy import NONE
 
 KERNELS = sorted(load_profile("h200").attention)
@@ -99,7 +110,7 @@ def test_a_queue_of_blocks_is_list_scheduling():
 def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():
     def end(blocks, num_sms=1, alone=0.6, share=0.5):
         idle, work = np.array(blocks, float).T.copy()
-        return pairs(idle, work, len(idle), num_sms, alone, share, 1)
+        return pairs(idle, work, len(idle), num_sms, alone, share, 0)
 
     assert end([(1, 6)]) == pytest.approx(7)
     assert end([(1, 6), (1, 6)]) == pytest.approx(1 + 6 / 0.6)
@@ -110,7 +121,7 @@ def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhea
 
 def test_the_older_block_of_an_sm_gets_more_done_so_that_the_third_one_starts_earlier():
     idle, work = np.zeros(3), np.full(3, 6.0)
-    even, uneven = (pairs(idle, work, 3, 1, 0.6, share, 1) for share in (0.5, 0.75))
+    even, uneven = (pairs(idle, work, 3, 1, 0.6, share, 0) for share in (0.5, 0.75))
     assert even == pytest.approx(6 / 0.6 + 6, rel=1e-6)  # the third block has the SM to itself
     first = 6 / (1.2 * 0.75)
     second = first + (6 - first * 1.2 * 0.25) / (1.2 * 0.75)
@@ -132,27 +143,23 @@ def test_the_longest_of_the_last_blocks_runs_on_by_itself():
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_first_blocks_share_sms_as_they_did_on_a_gpu(gpu):
-    """Counted in the order of first blocks; the foremost SMs come in either order, and calls start at any group."""
+def test_first_blocks_find_their_sms_as_they_did_on_a_gpu_from_whatever_gpc_a_call_started_at(gpu):
+    """SMs are counted as one run of two waves met them; the foremost eight come in either order."""
     runs = json.loads((DATA / f"placement/{gpu}.json").read_text())["runs"]
-    alike = [run for run in runs if run["blocks"].startswith("equal")]
-    assert {run["num_blocks"] for run in alike} >= {100, 132, 140, 152, 176, 200, 264}
-    for run in alike:
-        seen = {sm: i for i, sm in enumerate(dict.fromkeys(run["sm"]))}
-        placed = [seen[sm] for sm in run["sm"][:264]]
-        ours = homes(min(run["num_blocks"], 264), 132).tolist()
-        if run["num_blocks"] < 264:
-            assert placed == ours
-        else:  # the foremost SMs got their second blocks after 72 to 84 others
-            assert sorted(placed) == sorted(ours)
-            early = [i for i, sm in enumerate(placed) if sm < 8][8:]
-            assert 76 <= early[0] <= 92
-            assert early == list(range(early[0], early[0] + 8))
+    two_waves = next(run["sm"] for run in runs if run["num_blocks"] == 264)
+    counted, starts = {sm: i for i, sm in enumerate(dict.fromkeys(two_waves))}, set()
+    for run in runs:
+        placed = np.maximum(7, [counted[sm] for sm in run["sm"][:264]])
+        ours = [np.maximum(7, homes(len(placed), 132, start)).tolist() for start in range(GPCS)]
+        starts.add(ours.index(placed.tolist()))
+    assert len(runs) == 30
+    assert len(starts) >= 5
 
 
+@pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("n", [1, 131, 132, 133, 136, 199, 263, 264])
-def test_blocks_take_second_places_on_sms_only_when_all_have_a_first_one(n):
-    taken = np.bincount(homes(n, 132), minlength=132)
+def test_blocks_take_second_places_on_sms_only_when_all_have_a_first_one(n, start):
+    taken = np.bincount(homes(n, 132, start), minlength=132)
     assert taken.sum() == n
     assert taken.max() <= 2
     assert n < 132 or taken.min() >= 1
@@ -161,7 +168,7 @@ def test_blocks_take_second_places_on_sms_only_when_all_have_a_first_one(n):
 @pytest.mark.parametrize("num_sms", [1, 7, 108, 133, 148])
 def test_no_sm_gets_a_third_block_whatever_the_number_of_sms(num_sms):
     for n in range(1, 2 * num_sms + 1):
-        taken = np.bincount(homes(n, num_sms), minlength=num_sms)
+        taken = np.bincount(homes(n, num_sms, n % GPCS), minlength=num_sms)
         assert taken.sum() == n
         assert taken.max() <= 2
 

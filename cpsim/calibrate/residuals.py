@@ -70,7 +70,7 @@ def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Flo
 
 
 def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[Floats, Floats, Floats]:
-    """As `predicted_attention`, with features [N, FEATURES] and the spread over starts [N], relative, of every point."""
+    """As `predicted_attention`, with features [N, FEATURES] and spread over starts [N], relative, of every point."""
     dims = np.array([point["head_dim"] for point in points])
     seconds, features, spread = np.empty(len(points)), np.empty((len(points), len(FEATURES))), np.empty(len(points))
     for dim in np.unique(dims).tolist():

@@ -260,7 +260,7 @@ def dealt(n: int, num_sms: int, edge: Ints) -> Ints:
     any gets two.
     """
     num = np.zeros((num_sms + 1) // 2, np.int64)
-    for turn in range(2):
+    for _ in range(2):
         for tpc in range(edge[0]):
             if num.sum() < n:
                 num[tpc] += 1
@@ -366,7 +366,8 @@ def from_any_start(g, idle, work, n):  # type: ignore[no-untyped-def]
     """Mean makespan of n blocks over the GPCs that a call may start at and the orders of ends, and its deviation."""
     times = np.empty(TURNS * GPCS)
     for i in range(TURNS * GPCS):
-        if i == 1 and n <= g.num_sms or i == GPCS and times[:i].std() <= SCATTER * times[:i].mean():
+        alone = i == 1 and n <= g.num_sms
+        if alone or (i == GPCS and times[:i].std() <= SCATTER * times[:i].mean()):
             return times[:i].mean(), times[:i].std()
         times[i] = pairs(idle, work, n, g.num_sms, g.alone_factor, g.older_share, i)
     return times.mean(), times.std()

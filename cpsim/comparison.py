@@ -26,12 +26,14 @@ LONG_S: Final = 1e-3
 TIE: Final = 0.01
 """Measured times no further apart are a tie: two runs of one case differ by as much (docs/validation.md)."""
 
+TIMES: Final = ("time_s", "time_s_low", "time_s_high")
+
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predicted:
-    """What a line of predictions says of one case."""
+    """What a line of predictions says of one case; without the planning that it charges, which runs do not time."""
 
     scenario: Scenario
     time_s: float = 0.0
@@ -201,7 +203,7 @@ def predict_runs(runs: Sequence[Run], progress: Callable[[int, int], None] | Non
 
 def _predicted(scenario: Scenario, result: Prediction | Infeasible | CpsimError) -> Predicted:
     if isinstance(result, Prediction):
-        times = {name: getattr(result, name) for name in ("time_s", "time_s_low", "time_s_high")}
+        times = {name: getattr(result, name) - result.parts_s["planning"] for name in TIMES}
         return Predicted(scenario=scenario, **times)
     return Predicted(scenario=scenario, error=result.reason if isinstance(result, Infeasible) else str(result))
 
@@ -232,8 +234,9 @@ def _read(place: str, line: dict[str, Any]) -> Predicted:
         raise ProfileError(f"{place}: scenario: {error}") from None
     if "error" in line:
         return Predicted(scenario=scenario, error=str(line["error"]))
-    times = {name: line.get(name) for name in ("time_s", "time_s_low", "time_s_high")}
+    times = {name: line.get(name) for name in TIMES}
     wrong = [name for name, value in times.items() if not isinstance(value, int | float) or not value > 0]
     if wrong:
         raise ProfileError(f"{place}: {wrong[0]} must be seconds, above 0; is this a file of `cpsim predict --out`?")
-    return Predicted(scenario=scenario, **times)  # type: ignore[arg-type]
+    planning = float(line.get("parts_s", {}).get("planning", 0.0))
+    return Predicted(scenario=scenario, **{name: value - planning for name, value in times.items()})  # type: ignore[operator]

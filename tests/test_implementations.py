@@ -38,7 +38,6 @@ def test_schedules_are_valid_and_compute_dense_attention(code, name, knobs, pass
                     except InfeasibleError:
                         continue
                     validate(schedule, case, pass_)
-                    numeric.check(schedule, case, range(len(schedule)))
                     numeric.check(schedule, case, numeric.any_order(schedule, seed=len(schedule)))
                     count += 1
     assert count >= 6

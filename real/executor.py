@@ -19,7 +19,7 @@ from cpsim.workload import Workload
 from real.lowering import Lowering
 from real.node import Node
 from real.program import Program
-from real.storage import PLANES, Ints, Memory, Part
+from real.storage import PLANES, Ints, Memory, Part, Walk, lay_out
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EAGER_RUNS: Final = 3
@@ -35,17 +35,19 @@ class Executor:
         node: this rank; all ranks make their executors of one schedule together.
         kernel: one of `real.attention.KERNELS`.
         traced: name every op for the profiler.
+        laid_out: memory of the schedule, where one process makes that of all ranks; see `real.storage.lay_out`.
 
     Raises:
         InfeasibleError: a collective's parts differ in size.
     """
 
     def __init__(
-        self, schedule: Schedule, workload: Workload, node: Node, kernel: str, *, traced: bool = False
-    ) -> None:
+        self, schedule: Schedule, workload: Workload, node: Node, kernel: str, *, traced: bool = False,
+        laid_out: tuple[Memory, Walk] | None = None,
+    ) -> None:  # fmt: skip
+        self.places, walk = laid_out or lay_out(schedule, workload)
         workload = workload.by_group(schedule.head_groups)
         self.schedule, self.workload, self.node, self.kernel = schedule, workload, node, kernel
-        self.places = Memory(schedule, workload)
         dtype = DTYPES[workload.dtype]
         wide = torch.promote_types(dtype, torch.float32)
         memory = torch.zeros(int(self.places.nbytes[node.rank]), dtype=torch.uint8, device=node.device)
@@ -53,7 +55,7 @@ class Executor:
         self.wide = memory.view(wide).view(-1, workload.head_dim)
         self.lse: dict[int, Tensor] = {}
         """Log-sum-exp [H, T] of every buffer that holds ``out``."""
-        self.program = Program(node, Lowering(self).calls(), traced)
+        self.program = Program(node, Lowering(self, walk).calls(), traced)
         if node.cuda:
             self.program.rehearse()
             node.synchronize()

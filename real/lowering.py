@@ -17,7 +17,7 @@ from cpsim.tiles import local_slices
 from real import attention, elementwise
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
-from real.storage import PLANES, Access, Chunk, Ints, Part, is_one_call, overlap, seen, sequences_of
+from real.storage import PLANES, Access, Chunk, Ints, Part, Walk, is_one_call, overlap, seen, sequences_of
 
 if TYPE_CHECKING:
     from real.executor import Executor
@@ -29,7 +29,7 @@ _NOTHING, _NARROW, _WIDE = range(3)
 class Lowering:
     """Turns the ops of one rank into calls."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, walk: Walk) -> None:
         self.x, self.s, self.places = executor, executor.schedule, executor.places
         self.rank, self.device = executor.node.rank, executor.node.device
         self.unseen: dict[int, Ints] = {}
@@ -38,8 +38,7 @@ class Lowering:
         """What every row of a summed result holds."""
         self.left: dict[int, Ints] = {}
         """Partial results that every row of a summed result still gets."""
-        self.walk = list(self.places.accesses())
-        """Every op of the schedule with its accesses, of all ranks."""
+        self.walk = walk
 
     def calls(self) -> list[Call]:
         """(op, call) in launch order; the call of a transfer gives its half of a batch."""

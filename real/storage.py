@@ -127,6 +127,10 @@ class Access:
         return replace(part, tokens=kept, head=first, num_heads=count, at=part.at + first - part.head)
 
 
+Walk = list[tuple[int, list[Access]]]
+"""Every op of a schedule, of all ranks, with its accesses."""
+
+
 @dataclass(slots=True)
 class Memory:
     """Walks through a schedule in list order and keeps every buffer's layout; see ``accesses``."""
@@ -293,6 +297,12 @@ class Memory:
                 access = self._access(a)
                 by_rank.setdefault(access.rank, []).append(access)
         return by_rank
+
+
+def lay_out(schedule: Schedule, workload: Workload) -> tuple[Memory, Walk]:
+    """The memory of all ranks, and every op with its accesses in it."""
+    memory = Memory(schedule, workload.by_group(schedule.head_groups))
+    return memory, list(memory.accesses())
 
 
 def _whole(key: int, accesses: Sequence[Access]) -> tuple[int, list[tuple[str, int, int]], Ints]:

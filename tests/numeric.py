@@ -1,11 +1,14 @@
 """A tiny interpreter of schedules in float64: blocks are arrays, ops do what their kind says."""
 
+from functools import cache
+
 import numpy as np
 
 from cpsim.masks import dense_mask
 from cpsim.schedule import READ, UPDATE, Kind
 
 
+@cache
 def tensors(workload, seed=0):
     """Random q, kv and dout of a workload and, computed densely, out (with log-sum-exp last), dq and dkv.
 
@@ -21,10 +24,11 @@ def tensors(workload, seed=0):
 
 
 def _scores(q, kv, allowed):
+    """Of all query heads, heads first: scores, and the keys and values that every one sees."""
     d, group = q.shape[2], q.shape[1] // kv.shape[1]
-    k, v = (np.repeat(part, group, axis=1) for part in (kv[..., :d], kv[..., d:]))
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(d)
-    return np.where(allowed[None], scores, -np.inf), k, v
+    k, v = (np.repeat(part.swapaxes(0, 1), group, axis=0) for part in (kv[..., :d], kv[..., d:]))
+    scores = q.swapaxes(0, 1) @ k.swapaxes(1, 2) / np.sqrt(d)
+    return np.where(allowed, scores, -np.inf), k, v
 
 
 def attend(q, kv, allowed):
@@ -33,20 +37,19 @@ def attend(q, kv, allowed):
     with np.errstate(divide="ignore"):
         lse = np.log(np.exp(scores).sum(axis=2))
     weights = np.exp(scores - np.where(np.isfinite(lse), lse, 0)[..., None])
-    return np.concatenate([np.einsum("hqk,khd->qhd", weights, v), lse.T[..., None]], axis=2)
+    return np.concatenate([weights @ v, lse[..., None]], axis=2).swapaxes(0, 1)
 
 
 def attend_backward(q, kv, out, dout, allowed):
     """dQ and dKV of one tile, from the final output and log-sum-exp."""
-    d, kv_heads = q.shape[2], kv.shape[1]
     scores, k, v = _scores(q, kv, allowed)
-    lse = out[..., -1].T[..., None]
+    q, out, dout = (x.swapaxes(0, 1) for x in (q, out, dout))
+    lse, delta = out[..., -1:], (dout * out[..., :-1]).sum(axis=2, keepdims=True)
     weights = np.exp(scores - np.where(np.isfinite(lse), lse, 0))
-    delta = (dout * out[..., :-1]).sum(axis=2)
-    ds = weights * (np.einsum("qhd,khd->hqk", dout, v) - delta.T[..., None]) / np.sqrt(d)
-    dkv = np.concatenate([np.einsum("hqk,qhd->khd", ds, q), np.einsum("hqk,qhd->khd", weights, dout)], axis=2)
-    dkv = dkv.reshape(len(kv), kv_heads, q.shape[1] // kv_heads, 2 * d).sum(axis=2)
-    return np.einsum("hqk,khd->qhd", ds, k), dkv
+    ds = weights * (dout @ v.swapaxes(1, 2) - delta) / np.sqrt(q.shape[2])
+    dkv = np.concatenate([ds.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ dout], axis=2)
+    dkv = dkv.reshape(kv.shape[1], -1, *dkv.shape[1:]).sum(axis=1)
+    return (ds @ k).swapaxes(0, 1), dkv.swapaxes(0, 1)
 
 
 def merge(one, other):
@@ -66,11 +69,12 @@ def by_group(array, head_groups):
 
 def any_order(schedule, seed):
     """Op indices in a random order that dependencies and lanes allow."""
-    rng = np.random.default_rng(seed)
-    waits = [set(schedule.op(i).deps) for i in range(len(schedule))]
+    rng, s = np.random.default_rng(seed), schedule
+    waits = [set(s.dep[s.dep_start[i] : s.dep_start[i + 1]].tolist()) for i in range(len(s))]
     last = {}
-    for i in range(len(schedule)):
-        for lane in schedule.op(i).lanes:
+    for i in range(len(s)):
+        at = slice(s.lane_start[i], s.lane_start[i + 1])
+        for lane in zip(s.lane_rank[at].tolist(), s.lane_stream[at].tolist(), strict=True):
             if lane in last:
                 waits[i].add(last[lane])
             last[lane] = i
@@ -100,6 +104,7 @@ class Interpreter:
         self.s, self.mask = schedule, workload.slices(schedule.stride)
         self.seeing = dense_mask(self.mask, workload.num_tokens).any(axis=1)
         """Queries that see a key; outputs of the others start as zeros and need not be written."""
+        self.block = cache(self.block)
         self.memory = [{} for _ in schedule.buffer_rank]
         self.outputs = set(schedule.outputs[:, 0].tolist())
         self.widths = {name: array.shape[2] for name, array in given.items()}
@@ -216,7 +221,7 @@ class Interpreter:
         for name, have, have_heads, array in reads:
             low, high = max(heads.start, have_heads.start), min(heads.stop, have_heads.stop)
             if (name == tensor or (name, tensor) == ("out", "o")) and low < high:
-                _, here, there = np.intersect1d(tokens, have, return_indices=True)
+                _, here, there = np.intersect1d(tokens, have, assume_unique=True, return_indices=True)
                 part = array[there][
                     :, low - have_heads.start : high - have_heads.start, : self.widths[tensor]
                 ]
@@ -253,9 +258,15 @@ class Interpreter:
         return total
 
 
+@cache
+def given_by_group(workload, head_groups, seed):
+    """Dense tensors with the rows of one group of heads after the other."""
+    return {name: by_group(array, head_groups) for name, array in tensors(workload, seed).items()}
+
+
 def check(schedule, workload, order, seed=0):
     """Assert that the outputs of the schedule are those of dense attention."""
-    given = {name: by_group(array, schedule.head_groups) for name, array in tensors(workload, seed).items()}
+    given = given_by_group(workload, schedule.head_groups, seed)
     for text, tensor, tokens, heads, array in Interpreter(schedule, workload, given).run(order):
         wanted = given[tensor][schedule.tokens(tokens), heads]
         np.testing.assert_allclose(array, wanted, rtol=1e-10, atol=1e-10, err_msg=text)

@@ -127,9 +127,9 @@ def test_advise_at_96_gpus_in_process(benchmark):
 
 @pytest.mark.benchmark(group="commands")
 def test_a_thousand_mixed_predictions(benchmark):
-    cases = mixed_scenarios(1000)
+    cases = mixed_scenarios(1000 if benchmark.enabled else 100)  # beside other tests nothing is timed
     answers = benchmark.pedantic(lambda: predict_many(cases), rounds=1)
-    assert len(answers) == 1000
+    assert len(answers) == len(cases)
 
 
 def mixed_scenarios(count):

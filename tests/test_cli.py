@@ -154,10 +154,10 @@ def test_main_job_names_what_rests_on_published_figures():
 def test_fit_remakes_a_profile_from_its_measurements(tmp_path):
     folder = Path(__file__).parent.parent / "cpsim" / "calibrate" / "data"
     out = tmp_path / "mine.json"
-    files = folder / "h100-kernels-1.jsonl", folder / "h200x4-network.jsonl"
-    text = cpsim("fit", *files, "--out", out)
+    names = "h100-masked-blocks-math.jsonl", "h200x4-executor.jsonl", "h200x4-network.jsonl"
+    text = cpsim("fit", *(folder / name for name in names), "--out", out)
     assert "mine: NVIDIA H100" in text
-    assert "attention fwd fa4" in text
+    assert "attention fwd sdpa_math" in text
     assert json.loads(out.read_text())["name"] == "mine"
 
 

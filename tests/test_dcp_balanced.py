@@ -1,5 +1,6 @@
 """The planner of variant ``cpsim``: even tokens, even computation, little traffic, and counts that stay exact."""
 
+from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -29,6 +30,13 @@ def published(mask, documents=(TOKENS,)):
     return cut(case, BLOCK, 2)
 
 
+@cache
+def placed(mask, documents=(TOKENS,), eps=0.1):
+    """Blocks of `published` with their placement, made once for all tests."""
+    blocks = published(mask, documents)
+    return blocks, place(blocks, (NODES, GPUS), RATES, eps, 4, 0)
+
+
 def quality(blocks, placement):
     return judge(blocks, placement, NODES * GPUS, GPUS, "fwd")
 
@@ -43,8 +51,8 @@ def zigzag(blocks):
 
 @pytest.mark.parametrize("mask", LIMITS)
 def test_one_long_document_moves_less_between_nodes_than_a_zigzag(mask):
-    blocks = published(mask)
-    ours, other = quality(blocks, place(blocks, (NODES, GPUS), RATES, 0.1, 4, 0)), quality(blocks, zigzag(blocks))
+    blocks, placement = placed(mask)
+    ours, other = quality(blocks, placement), quality(blocks, zigzag(blocks))
     assert ours.between_nodes.sum() <= LIMITS[mask] * other.between_nodes.sum()
     assert ours.imbalance <= 1.1
     assert np.ptp(ours.tokens) <= BLOCK
@@ -53,8 +61,7 @@ def test_one_long_document_moves_less_between_nodes_than_a_zigzag(mask):
 @pytest.mark.parametrize("mask", LIMITS)
 @pytest.mark.parametrize("eps", [0.03, 0.1])
 def test_computation_of_packed_documents_is_balanced_as_far_as_asked(mask, eps):
-    blocks = published(mask, BATCH)
-    found = quality(blocks, place(blocks, (NODES, GPUS), RATES, eps, 4, 0))
+    found = quality(*placed(mask, BATCH, eps))
     assert found.imbalance <= 1 + eps + 1e-6
     assert np.ptp(found.tokens) <= BLOCK
 
@@ -145,8 +152,7 @@ def test_swaps_of_homes_lessen_what_busy_parts_move_and_keep_tokens_even(seed):
 @pytest.mark.parametrize("mask", LIMITS)
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_no_computation_comes_before_its_inputs_and_more_stages_cost_no_time(mask, pass_):
-    blocks = published(mask, BATCH)
-    placement = place(blocks, (NODES, GPUS), RATES, 0.1, 4, 0)
+    blocks, placement = placed(mask, BATCH)
     seconds = []
     for count in (1, 2, 4, 6):
         stage, time = stage_by_time(blocks, placement, (NODES, GPUS), RATES, count, pass_)
@@ -158,8 +164,7 @@ def test_no_computation_comes_before_its_inputs_and_more_stages_cost_no_time(mas
 
 
 def test_stages_hide_what_arrives_behind_what_has_arrived():
-    blocks = published("causal")
-    placement = place(blocks, (NODES, GPUS), RATES, 0.1, 4, 0)
+    blocks, placement = placed("causal")
     at_once, staged = (stage_by_time(blocks, placement, (NODES, GPUS), RATES, n, "fwd")[1] for n in (1, 4))
     assert staged < 0.95 * at_once
 

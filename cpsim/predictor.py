@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -248,7 +247,6 @@ def _predict(case: _Case) -> Prediction:
     parts = dict.fromkeys(GROUPS, 0.0)
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
     memory, sent, exposed, planning = 0, np.zeros(cluster.num_gpus), 0.0, Planning()
-    scattered = 0.0
     for pass_ in scenario.passes:
         schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs, case.code)
         memory = max(memory, int(schedule.memory().max()))
@@ -263,12 +261,11 @@ def _predict(case: _Case) -> Prediction:
         timelines[pass_] = timeline
         for name, seconds in _parts(timeline, priced).items():
             parts[name] += seconds
-        scattered += float((priced.deviation_s[timeline.critical_path()] ** 2).sum())
         notes.update(dict.fromkeys(priced.notes))
         sent += schedule.bytes_sent()
         exposed += timeline.exposed_communication_s()
     total = sum(t.makespan_s for t in timelines.values())
-    draws = _draw(parts, total, math.sqrt(scattered), case)
+    draws = _draw(parts, total, case)
     late = planning.exposed_s(total)
     parts, total, draws = parts | {"planning": late}, total + late, draws + late
     notes.update(dict.fromkeys(planning.notes))
@@ -303,18 +300,17 @@ def _parts(timeline: Timeline, priced: Priced) -> Mapping[str, float]:
     return dict(zip(GROUPS, by_group.tolist(), strict=True))
 
 
-def _draw(parts: Mapping[str, float], total: float, scatter: float, case: _Case) -> Floats:
+def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
     """Sampled times: every cost model's error scales its share of the critical path.
 
     The derivative of a makespan with respect to a duration is 1 on the critical path and 0 elsewhere, so this is
     exact to first order. Part of a model's error is the same wherever the model is used, so all predictions share
     those draws, and comparisons do not count it twice; the rest belongs to the shapes that a prediction uses, and
-    run-to-run noise is its own, too, as is `scatter`: the deviation in seconds over where kernels on the path start.
-    What is known of a network between nodes is wrong in the same way for all.
+    run-to-run noise is its own, too. What is known of a network between nodes is wrong in the same way for all.
     """
     label = f"{case.scenario.strategy} {sorted(case.scenario.knobs.items())} {case.scenario.pass_}"
     common = np.random.default_rng(20251019).standard_normal((len(GROUPS), NUM_DRAWS))
-    own = np.random.default_rng(list(label.encode())).standard_normal((len(GROUPS) + 2, NUM_DRAWS))
+    own = np.random.default_rng(list(label.encode())).standard_normal((len(GROUPS) + 1, NUM_DRAWS))
     times = np.zeros(NUM_DRAWS)
     for i, (name, seconds) in enumerate(parts.items()):
         if seconds == 0.0:  # a kernel may lack the model of a pass that is not asked for
@@ -322,8 +318,8 @@ def _draw(parts: Mapping[str, float], total: float, scatter: float, case: _Case)
         shared = 1.0 if name.endswith("between nodes") else SHARED_VARIANCE
         error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
         times += seconds * np.exp(_sigma(name, case) * error)
-    noise = case.profile.sigma["run to run"] * own[len(GROUPS)]
-    return np.asarray(times * np.exp(noise + scatter / total * own[-1]) if total > 0 else times)
+    noise = case.profile.sigma["run to run"] * own[-1]
+    return np.asarray(times * np.exp(noise) if total > 0 else times)
 
 
 def _sigma(group: str, case: _Case) -> float:

@@ -122,7 +122,7 @@ def test_a_discrepancy_follows_what_is_left_over_and_is_zero_far_away():
     rng = np.random.default_rng(8)
     features = rng.uniform(0, 3, (200, len(FEATURES))) * [1, 1, 0.1, 0, 1, 1, 1, 0.1, 0.1, 0, 0]
     left_over = 0.05 * np.sin(2 * features[:, 0]) + 0.01 * rng.standard_normal(200)
-    arrays = fit.fit_discrepancy(features, left_over, np.zeros(200)).arrays()
+    arrays = fit.fit_discrepancy(features, left_over).arrays()
     explained = np.array([correction(row, *arrays) for row in features])
     assert np.abs(explained - left_over).mean() < 0.5 * np.abs(left_over).mean()
     assert abs(correction(features[0] + 40, *arrays)) < 1e-12

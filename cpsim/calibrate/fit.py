@@ -387,9 +387,9 @@ def _fit_kernel(
         )  # fmt: skip
         x, jacobian = fit.x, fit.jac
     physical = build(x)
-    predicted, features, spread = predicted_calls(physical, points)
+    predicted, features = predicted_calls(physical, points)
     left_over = np.log(predicted / times)
-    fitted = replace(physical, discrepancy=fit_discrepancy(features, left_over, spread))
+    fitted = replace(physical, discrepancy=fit_discrepancy(features, left_over))
     return _with_head_dims(key, fitted, others), _covariance(names, jacobian, left_over)
 
 
@@ -439,17 +439,16 @@ TRUSTED = 0.25
 """Larger leftovers count as this: a single call does not speak for its neighbours."""
 
 
-def fit_discrepancy(features: Floats, left_over: Floats, spread: Floats) -> Discrepancy:
+def fit_discrepancy(features: Floats, left_over: Floats) -> Discrepancy:
     """A sparse Gaussian process of `left_over` [N] over `features` [N, FEATURES]; see models/discrepancy.py.
 
-    What calls are worth depends on their `spread` [N], relative, which is no discrepancy of the model.
     Noise and a common factor of the length scales maximise the marginal likelihood; support points are chosen
     greedily where the process is least certain (pivoted Cholesky decomposition).
     """
     y = np.clip(left_over, -TRUSTED, TRUSTED)
 
     def likelihood(noise: float, factor: float) -> float:
-        matrix = _kernel_matrix(features, features, factor) + np.diag(noise**2 + spread**2)
+        matrix = _kernel_matrix(features, features, factor) + noise**2 * np.eye(len(y))
         root = np.linalg.cholesky(matrix)
         half = np.linalg.solve(root, y)
         return float(-0.5 * half @ half - np.log(np.diag(root)).sum())
@@ -465,9 +464,8 @@ def fit_discrepancy(features: Floats, left_over: Floats, spread: Floats) -> Disc
             break
         column = (full[:, at] - columns @ columns[at]) / np.sqrt(uncertain[at])
         chosen, columns = [*chosen, at], np.column_stack([columns, column])
-    near, of_all, worth = full[np.ix_(chosen, chosen)], full[:, chosen], noise**2 / (noise**2 + spread**2)
-    seen = of_all.T * worth
-    weights = np.linalg.solve(noise**2 * near + seen @ of_all + 1e-10 * np.eye(len(chosen)), seen @ y)
+    near, of_all = full[np.ix_(chosen, chosen)], full[:, chosen]
+    weights = np.linalg.solve(noise**2 * near + of_all.T @ of_all + 1e-10 * np.eye(len(chosen)), of_all.T @ y)
     return Discrepancy(
         lengths=tuple((factor * np.array(LENGTHS)).tolist()),
         support=tuple(tuple(row) for row in features[chosen].tolist()),

@@ -69,32 +69,28 @@ def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Flo
     return predicted_calls(params, points)[0]
 
 
-def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[Floats, Floats, Floats]:
-    """As `predicted_attention`, with features [N, FEATURES] and spread over starts [N], relative, of every point."""
+def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[Floats, Floats]:
+    """As `predicted_attention`, with the features of every point, [N, FEATURES]."""
     dims = np.array([point["head_dim"] for point in points])
-    seconds, features, spread = np.empty(len(points)), np.empty((len(points), len(FEATURES))), np.empty(len(points))
+    seconds, features = np.empty(len(points)), np.empty((len(points), len(FEATURES)))
     for dim in np.unique(dims).tolist():
         mine = np.flatnonzero(dims == dim)
-        found = _predicted_calls(params, [points[i] for i in mine.tolist()], dim)
-        seconds[mine], features[mine], spread[mine] = found
-    return seconds, features, spread
+        seconds[mine], features[mine] = _predicted_calls(params, [points[i] for i in mine.tolist()], dim)
+    return seconds, features
 
 
-def _predicted_calls(
-    params: AttentionParams, points: Sequence[Point], head_dim: int
-) -> tuple[Floats, Floats, Floats]:
+def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim: int) -> tuple[Floats, Floats]:
 
     def column(name: str, dtype: type) -> NDArray[Any]:
         return np.array([point[name] for point in points], dtype)
 
     heads = column("num_heads", np.int64), column("num_kv_heads", np.int64)
     if params.anatomy.lists_blocks:
-        visited = [visits_of(point) for point in points]
-        seconds, features, slower, spread = *listed_calls(params, visited, *heads, head_dim), np.zeros(len(points))
+        seconds, features, slower = listed_calls(params, [visits_of(point) for point in points], *heads, head_dim)
     else:
         q_lens, k_lens = zip(*(_lengths(params, point) for point in points), strict=True)
         counts = [len(each) for each in q_lens]
-        seconds, features, slower, spread = calls(
+        seconds, features, slower = calls(
             params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate(q_lens), np.concatenate(k_lens),
             np.repeat(column("causal", bool), counts), *heads, head_dim,
             column("varlen", bool) | params.anatomy.gathers_keys,
@@ -103,7 +99,7 @@ def _predicted_calls(
     pause = np.array([pause_of(point) for point in points])
     alone = np.arange(len(points)), np.zeros(len(points))
     settled = settled_seconds(full, seconds, *alone, full + pause, params.busy_power)
-    return np.where(pause > 0, settled, seconds), features, spread
+    return np.where(pause > 0, settled, seconds), features
 
 
 def _lengths(params: AttentionParams, point: Point) -> tuple[Sequence[int], Sequence[int]]:

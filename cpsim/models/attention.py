@@ -10,8 +10,7 @@ point, with several the varlen one, as `real.attention` does.
   are packed into one tile row by some kernels.
 * Blocks start in launch order as SMs become free: up to 48 waves are replayed, more are summed with their tail.
 * Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles, the
-  younger block's more. Where there are few waves, which blocks meet is what an H100 does, over all GPCs that it may
-  start at.
+  younger block's more. Which blocks meet is what an H100 does where there are few waves of them.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
   those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
@@ -280,16 +279,16 @@ def clocked_seconds(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
     num_heads: Ints, num_kv_heads: Ints, head_dim: int,
-) -> Floats:  # fmt: skip
-    """As `attention_seconds`, [3, N]: calls without a pause, which the power limit slows, without it, and deviations.
+) -> tuple[Floats, Floats]:  # fmt: skip
+    """As `attention_seconds`: [N] seconds of calls without a pause, which the power limit slows, and without it.
 
     The second leaves the whole call as much faster as its tiles are at the full clock; calls short enough for their
-    overhead to matter do not meet the limit. The third is the standard deviation over the GPCs that a call starts at.
+    overhead to matter do not meet the limit.
     """
     varlen = np.diff(op_start) > 1
     arguments = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen
-    seconds, _, slower, spread = calls(params, *arguments)
-    return np.stack([seconds, seconds / slower, seconds * spread])
+    seconds, _, slower = calls(params, *arguments)
+    return seconds, seconds / slower
 
 
 def call_seconds(
@@ -305,23 +304,19 @@ def calls(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
     num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
-) -> tuple[Floats, Floats, Floats, Floats]:  # fmt: skip
-    """As `call_seconds`, with features [N, FEATURES], slowdown by the power limit [N] and spread [N] of every call.
-
-    The spread is the standard deviation, relative, over the GPCs at which a call may start, which earlier calls leave
-    behind: few waves of unequal blocks meet others on their SMs from each.
-    """
+) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+    """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call."""
     params = params.at(head_dim)
     if params.anatomy.lists_blocks:
         masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
-        return *listed_calls(params, masks, num_heads, num_kv_heads, head_dim), np.zeros(len(masks))
-    seconds, features, slower, spread = price(
+        return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
+    seconds, features, slower = price(
         _compiled(params, head_dim), params.discrepancy.arrays(),
         np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
         np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0), np.asarray(num_heads, np.int64),
         np.asarray(num_kv_heads, np.int64), np.asarray(varlen, np.bool_),
     )  # fmt: skip
-    return seconds, features, slower, spread
+    return seconds, features, slower
 
 
 def _sequence_visits(q_len: Ints, k_len: Ints, causal: Bools) -> Visits:
@@ -331,7 +326,7 @@ def _sequence_visits(q_len: Ints, k_len: Ints, causal: Bools) -> Visits:
 def listed_calls(
     params: AttentionParams, masks: Sequence[Visits], num_heads: Ints, num_kv_heads: Ints, head_dim: int
 ) -> tuple[Floats, Floats, Floats]:
-    """As `calls` without a spread, of N calls of a kernel that lists blocks: what each visits, and its heads [N]."""
+    """As `calls`, of N calls of a kernel that lists blocks: what each one visits, and its heads [N]."""
     params = params.at(head_dim)
     g, discrepancy = _compiled(params, head_dim), params.discrepancy.arrays()
     looks = np.zeros((len(masks), len(FEATURES)))

@@ -39,16 +39,12 @@ L2_BYTES = 50 * 2**20
 """Second-level cache that flash-attn-4 assumes when it groups heads (tile_scheduler.py)."""
 STEPS = 2048
 """Time steps of a replay in which slots are counted."""
-MOMENT_S = 5e-7
+MOMENT_S = 1e-7
 """Ends of blocks that are so close come in any order."""
-SCATTER, TURNS = 0.03, 4
-"""Calls whose times scatter by more, relative, are followed from all GPCs so many times, others once."""
+SEEDS = 4
+"""Such orders that calls are averaged over whose blocks without work end at once."""
 PAIRINGS = 8
 """Random pairings that the end of a call with two blocks on an SM is averaged over."""
-GPCS = 8
-"""Groups of SMs of a GPU."""
-LEADING = 5
-"""Of them, those that get blocks before the foremost SMs get their second ones."""
 
 
 Sums = namedtuple(
@@ -225,83 +221,82 @@ def next_end(now: Floats, older: int, alone: float, share: float, then: Floats) 
 
     While both are at their tiles they get 2 `alone` times as much done as one would, `share` of it in the older block.
     """
-    time = 0.0
     then[:] = now
+    time, rate = 0.0, np.ones(2)
     while True:
         both = then[0, 0] == 0.0 and then[1, 0] == 0.0 and then[0, 1] > 0.0 and then[1, 1] > 0.0
+        rate[older] = 2.0 * alone * share if both else 1.0
+        rate[1 - older] = 2.0 * alone * (1.0 - share) if both else 1.0
         step = np.inf
         for slot in range(2):
-            rate = 2.0 * alone * (share if slot == older else 1.0 - share) if both else 1.0
             if then[slot, 0] > 0.0:
                 step = min(step, then[slot, 0])
             elif then[slot, 1] > 0.0:
-                step = min(step, then[slot, 1] / rate)
+                step = min(step, then[slot, 1] / rate[slot])
         if step == np.inf:
             return step
         time += step
         ended = False
         for slot in range(2):
-            rate = 2.0 * alone * (share if slot == older else 1.0 - share) if both else 1.0
-            phase = 0 if then[slot, 0] > 0.0 else 1
-            if then[slot, phase] > 0.0:
-                then[slot, phase] = max(0.0, then[slot, phase] - step * rate)
-                if then[slot, phase] < 1e-13:
-                    then[slot, phase] = 0.0
+            if then[slot, 0] > 0.0:
+                then[slot, 0] = max(0.0, then[slot, 0] - step)
+                if then[slot, 0] < 1e-13:
+                    then[slot, 0] = 0.0
                     ended |= then[slot, 1] == 0.0
+            elif then[slot, 1] > 0.0:
+                then[slot, 1] = max(0.0, then[slot, 1] - step * rate[slot])
+                if then[slot, 1] < 1e-13:
+                    then[slot, 1] = 0.0
+                    ended = True
         if ended:
             return time
 
 
 @njit(cache=True)
-def dealt(n: int, num_sms: int, edge: Ints) -> Ints:
-    """Blocks of every TPC where n <= SMs are dealt out, at most one to an SM; `edge` as in `homes`.
+def second_blocks(n: int, num_sms: int) -> Ints:
+    """Second blocks of every TPC, two SMs, of an H100 where n blocks do not fill the room for two on every SM.
 
-    The TPCs before all GPCs come first, then the first one of every GPC, the second one, ...: one block for each before
-    any gets two.
+    TPCs are counted as in `homes`. The foremost four get theirs first. Of the others, which come from nine groups in
+    turn, every one gets a second block before any gets two, one group after another.
     """
     num = np.zeros((num_sms + 1) // 2, np.int64)
-    for _ in range(2):
-        for tpc in range(edge[0]):
-            if num.sum() < n:
+    left = max(0, n - num_sms)
+    for turn in range(-2, 18):
+        for tpc in range(len(num)):
+            group = -1 if tpc < 4 else tpc - 4 if tpc < 8 else tpc % 8 if tpc < 48 else (tpc - 48) % 9
+            room = min(2, num_sms - 2 * tpc) - num[tpc]
+            if left > 0 and room > 0 and group == (turn % 9 if turn >= 0 else -1):
                 num[tpc] += 1
-    left = n - num.sum()
-    for turn in range(2):
-        for depth in range(edge[GPCS] - edge[GPCS - 1]):
-            for gpc in range(GPCS):
-                tpc = edge[gpc] + depth
-                if left > 0 and tpc < edge[gpc + 1] and 2 * tpc + turn < num_sms:
-                    num[tpc] += 1
-                    left -= 1
+                left -= 1
     return num
 
 
 @njit(cache=True)
-def homes(n: int, num_sms: int, start: int) -> Ints:
+def homes(n: int, num_sms: int) -> Ints:
     """SM of each of the first n <= 2 x SMs blocks of a call, as an H100 and an H200 place them.
 
-    Read from %smid (real/measure_placement.py, cpsim/calibrate/data/placement): all orders there are this one. 2i and
-    2i + 1 are one TPC. GPCs have equally many TPCs, the last ones one more, but half of the first one's come before all
-    GPCs; then each takes its share in turn, from GPC `start` on, which the calls before leave behind. Where blocks fill
-    all room, the foremost TPCs take their second ones after LEADING GPCs.
+    Read from %smid (real/measure_placement.py, cpsim/calibrate/data/placement). SMs are counted in the order in which
+    they get their first block, which starts at another group of SMs from call to call; 2i and 2i + 1 are one TPC.
+    Where blocks fill all room, the foremost SMs take their second ones early; fewer are spread over TPCs.
     """
-    tpcs = (num_sms + 1) // 2
-    edge = np.empty(GPCS + 1, np.int64)
-    for gpc in range(GPCS + 1):
-        edge[gpc] = gpc * (tpcs // GPCS) + max(0, gpc - GPCS + tpcs % GPCS)
-    edge[0] = tpcs // GPCS // 2
-    waves = dealt(min(n, num_sms), num_sms, edge), dealt(max(0, n - num_sms), num_sms, edge)
-    again = 1 + (LEADING if n >= 2 * num_sms else GPCS)
-    sm, i, place = np.empty(n, np.int64), 0, 0
-    for step in range(2 * GPCS + 2):
-        if step == 0 or step == again:
-            wave, begin, end = min(step, 1), 0, edge[0]
-        else:
-            wave, gpc = place // GPCS, (start + place) % GPCS
-            begin, end, place = edge[gpc], edge[gpc + 1], place + 1
-        for tpc in range(begin, end):
-            for k in range(waves[wave][tpc]):
+    sm = np.empty(n, np.int64)
+    if n < 2 * num_sms:
+        first = min(n, num_sms)
+        sm[:first] = np.arange(first)
+        i = first
+        for tpc, num in enumerate(second_blocks(n, num_sms)):
+            for k in range(num):
                 sm[i] = 2 * tpc + k
                 i += 1
+        return sm
+    foremost, early = num_sms * 2 // 33, num_sms * 20 // 33
+    for i in range(n):
+        if i < early:
+            sm[i] = i
+        elif i < early + foremost:
+            sm[i] = i - early
+        else:
+            sm[i] = i - foremost if i < num_sms + foremost else i - num_sms
     return sm
 
 
@@ -323,18 +318,18 @@ def sift_down(order: Ints, due: Floats) -> None:
 
 
 @njit(cache=True)
-def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share: float, turn: int) -> float:
+def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share: float, seed: int) -> float:
     """Makespan of n blocks where an SM holds two: seconds of `idle` overhead and then of `work`, its tiles alone.
 
     The first blocks find their SMs all at once (`homes`), whether they have work or not; every other one goes to the
-    SM that has room first. `turn` gives the GPC that they start at and the order of ends within MOMENT_S.
+    SM that has room first. SMs that have it within MOMENT_S get one block each, in an order that `seed` gives.
     """
     queued = min(n, 2 * num_sms)
     held, then = np.zeros(num_sms, np.int64), np.zeros((num_sms, 2, 2))
-    for i, sm in enumerate(homes(queued, num_sms, turn % GPCS)):
+    for i, sm in enumerate(homes(queued, num_sms)):
         then[sm, held[sm], 0], then[sm, held[sm], 1] = idle[i], work[i]
         held[sm] += 1
-    older, now, state = np.zeros(num_sms, np.int64), np.zeros((2, 2)), turn
+    older, now, state = np.zeros(num_sms, np.int64), np.zeros((2, 2)), seed
     due = np.empty(num_sms)
     for sm in range(num_sms):
         now[:] = then[sm]
@@ -359,18 +354,6 @@ def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share:
         due[sm] += MOMENT_S * (state >> 8) / 2**23
         sift_down(order, due)
     return end
-
-
-@njit(cache=True)
-def from_any_start(g, idle, work, n):  # type: ignore[no-untyped-def]
-    """Mean makespan of n blocks over the GPCs that a call may start at and the orders of ends, and its deviation."""
-    times = np.empty(TURNS * GPCS)
-    for i in range(TURNS * GPCS):
-        alone = i == 1 and n <= g.num_sms
-        if alone or (i == GPCS and times[:i].std() <= SCATTER * times[:i].mean()):
-            return times[:i].mean(), times[:i].std()
-        times[i] = pairs(idle, work, n, g.num_sms, g.alone_factor, g.older_share, i)
-    return times.mean(), times.std()
 
 
 @njit(cache=True)
@@ -431,16 +414,19 @@ def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empti
     repeats = heads if g.heads_outermost else 1
     if g.blocks_per_sm == 1:
         idle[:n] += work[:n]
-        return queue(idle, n, repeats, g.num_sms, left), 0.0
+        return queue(idle, n, repeats, g.num_sms, left)
     if n * repeats > PAIRED_WAVES * g.slots:
         together = idle[:n].sum() + work[:n].sum() * slow
         alone = (idle[:n].sum() + work[:n].sum()) / together
         idle[:n] += work[:n] * slow
         makespan = queue(idle, n, repeats, g.slots, left)
-        return makespan - left.max() + finish(left, g.num_sms, alone), 0.0
+        return makespan - left.max() + finish(left, g.num_sms, alone)
     for head in range(1, repeats):
         idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
-    return from_any_start(g, idle, work, n * repeats)
+    mean, seeds = 0.0, SEEDS if empties else 1
+    for seed in range(seeds):
+        mean += pairs(idle, work, n * repeats, g.num_sms, g.alone_factor, g.older_share, seed + 1) / seeds
+    return mean
 
 
 @njit(cache=True)
@@ -495,7 +481,7 @@ def _split(g, t, s, heads, splits, idle, work):  # type: ignore[no-untyped-def]
             n += 1
     for head in range(1, heads):
         idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
-    return from_any_start(g, idle, work, n * heads)
+    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, g.older_share, 1)
 
 
 @njit(cache=True)
@@ -534,8 +520,7 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, scratch, look):  # type: ignore[no-untyped-def]
-    """Seconds of one call by physics alone, how much the power limit slows it and by how much the GPC that it starts at
-    moves it, relative; fills in its features, `look`."""
+    """Seconds of one call by physics alone and how much the power limit slows it; fills in its features, `look`."""
     shared, masked = num_heads > num_kv_heads, causal[begin:end].any()
     packed = num_heads // num_kv_heads if g.packs_heads else 1
     heads = num_kv_heads if g.packs_heads else num_heads
@@ -549,18 +534,18 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
     t = Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor)
     s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
     if s.num == 0:
-        return 0.0, 1.0, 0.0
+        return 0.0, 1.0
     empty = 0
     if varlen and g.grid_of_longest:
         empty = heads * (s.num * s.longest_row - s.rows)
     elif varlen:  # as many as any lengths with these sums could need
         length, per_row = (s.keys, g.tile_k) if g.backward else (s.queries * packed, tile_q)
         empty = heads * max(0, (length + s.num * (per_row - 1)) // per_row - s.rows)
-    splits, extra, deviation, num_blocks = 1, 0.0, 0.0, s.rows * heads
+    splits, extra, num_blocks = 1, 0.0, s.rows * heads
     if g.splits_keys and not varlen:
         splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + 127) // 128)
     if splits > 1:
-        makespan, deviation = _split(g, t, s, heads, splits, scratch[0], scratch[1])
+        makespan = _split(g, t, s, heads, splits, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim
         extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
         busy = 0.0
@@ -569,7 +554,7 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
         follow = num_blocks + empty <= PAIRED_WAVES * g.slots and g.grid_of_longest and varlen
         if num_blocks <= REPLAYED_WAVES * g.slots:
             empties = s.longest_row if follow else 0
-            makespan, deviation = _replay(
+            makespan = _replay(
                 g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow,
                 scratch[0], scratch[1], scratch[2, : g.slots],
             )  # fmt: skip
@@ -604,16 +589,16 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
     look[8] = g.traffic_s_per_byte * beside / seconds
     look[9] = varlen
     look[10] = splits > 1
-    return seconds, slower, deviation / seconds
+    return seconds, slower
 
 
 @njit(cache=True)
 def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-def]
-    """[N] seconds, features [N, FEATURES], how much the power limit slows [N], and spread over starts [N], relative.
+    """[N] seconds, their features [N, FEATURES], and how much the power limit slows them [N].
 
     `discrepancy` is (support, weights, lengths).
     """
-    seconds, slower, spread = np.zeros(len(op_start) - 1), np.ones(len(op_start) - 1), np.zeros(len(op_start) - 1)
+    seconds, slower = np.zeros(len(op_start) - 1), np.ones(len(op_start) - 1)
     looks = np.zeros((len(seconds), len(FEATURES)))
     scratch = np.empty((3, (REPLAYED_WAVES + 1) * g.slots))
     known = np.zeros((KNOWN, 5), np.int64)  # calls with one sequence repeat a lot: remember the last ones
@@ -627,15 +612,15 @@ def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_head
             same = key[0] == q and key[1] == k and key[2] == kind
             if same and key[3] == num_heads[op] and key[4] == num_kv_heads[op]:
                 seconds[op], slower[op] = seconds[known_op[slot]], slower[known_op[slot]]
-                looks[op], spread[op] = looks[known_op[slot]], spread[known_op[slot]]
+                looks[op] = looks[known_op[slot]]
                 continue
             known[slot] = (q, k, kind, num_heads[op], num_kv_heads[op])
             known_op[slot] = op
-        seconds[op], slower[op], spread[op] = _call(
+        seconds[op], slower[op] = _call(
             g, q_len, k_len, causal, begin, end, num_heads[op], num_kv_heads[op], varlen[op], scratch, looks[op]
         )
         seconds[op] /= np.exp(correction(looks[op], discrepancy[0], discrepancy[1], discrepancy[2]))
-    return seconds, looks, slower, spread
+    return seconds, looks, slower
 
 
 @njit(cache=True)

@@ -23,8 +23,7 @@ Floats = NDArray[np.float64]
 def attention_op_seconds(
     params: AttentionParams, kernel: str, dtype: str, head_dim: int, schedule: Schedule, ops: Ints | None = None
 ) -> Floats:
-    """Seconds [3, ops] of attention ops, by default all: at the clock that the power limit leaves, at the full one, and
-    their standard deviation over where calls start.
+    """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
 
     The kernel takes them; see `check_calls`.
     """
@@ -33,7 +32,7 @@ def attention_op_seconds(
     head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
     if params.anatomy.lists_blocks:
         return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
-    heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((3, len(ops)))
+    heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
     own = None
     if limits_of(kernel).any_mask:
         made = gathered_sequences if params.anatomy.gathers_keys else dense_sequences
@@ -45,14 +44,14 @@ def attention_op_seconds(
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
             of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
         mine = (heads == shape).all(axis=1)
-        seconds[:, mine] = of_tile[:, schedule.tile[ops[mine]]]
+        seconds[:, mine] = np.stack(of_tile)[:, schedule.tile[ops[mine]]]
     return seconds
 
 
 @lru_cache(maxsize=4)
 def _seconds_of_tiles(
     params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
-) -> Floats:
+) -> tuple[Floats, Floats]:
     """`clocked_seconds` of every tile; remembered, because different code runs the same tiles. Tiles that look alike,
     as many do where documents are padded, are priced once."""
     calls = sequences(tiles)
@@ -64,7 +63,8 @@ def _seconds_of_tiles(
     looks = np.frombuffer(b"".join(kinds), np.int64)
     lengths = looks >> 32, looks >> 1 & 0x7FFFFFFF, looks % 2 == 1
     heads, kv_heads = (np.full(len(kinds), number) for number in (num_heads, num_kv_heads))
-    return clocked_seconds(params, start, *lengths, heads, kv_heads, head_dim)[:, of_tile]
+    found = clocked_seconds(params, start, *lengths, heads, kv_heads, head_dim)
+    return found[0][of_tile], found[1][of_tile]
 
 
 def _listed_seconds(
@@ -75,4 +75,4 @@ def _listed_seconds(
     alike, of_op = np.unique(which, axis=0, return_inverse=True)
     visited = [masks[tile] for tile in alike[:, 0].tolist()]
     seconds, _, slower = listed_calls(params, visited, alike[:, 1], alike[:, 2], head_dim)
-    return np.stack([seconds, seconds / slower, np.zeros(len(seconds))])[:, of_op.reshape(-1)]
+    return np.stack([seconds, seconds / slower])[:, of_op.reshape(-1)]

@@ -71,8 +71,6 @@ class Priced:
     """Index into ``GROUPS`` of every op's cost model, ``[N]``."""
     notes: tuple[str, ...]
     """Sizes outside of what was measured."""
-    deviation_s: Floats
-    """Standard deviation of every op from call to call, ``[N]``: attention kernels start at any group of SMs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +100,14 @@ class Pricing:
             ProfileError: the profile lacks the kernel.
         """
         duration = np.zeros(len(schedule))
-        full, deviation = np.zeros(len(schedule)), np.zeros(len(schedule))
+        full = np.zeros(len(schedule))
         group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         notes: dict[str, None] = {}
         for kind in (k for k in Kind if (schedule.kind == k).any()):
             ops = np.flatnonzero(schedule.kind == kind)
             if kind in ATTENTION_KINDS:
                 pass_ = "fwd" if kind == Kind.ATTENTION else "bwd"
-                duration[ops], full[ops], deviation[ops] = self._attention(schedule, ops, pass_, notes)
+                duration[ops], full[ops] = self._attention(schedule, ops, pass_, notes)
                 group[ops] = GROUPS.index(f"attention {pass_}")
             elif kind in _MEMORY_NAMES:
                 name = self._sweep(kind, notes)
@@ -134,7 +132,7 @@ class Pricing:
         self._wait_for_slowest(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
         work = self._work(schedule, links, duration, flows, release, pressure, names)
-        return Priced(work, group, tuple(notes), deviation)
+        return Priced(work, group, tuple(notes))
 
     def _flops_per_s(self) -> float:
         """What tensor cores give: tiles of the forward kernel, two products of two FLOP per pair and element."""
@@ -215,9 +213,8 @@ class Pricing:
 
     def _attention(
         self, schedule: Schedule, ops: Ints, pass_: str, notes: dict[str, None]
-    ) -> Floats:
-        """[3, ops]: seconds without a pause at the clock that the power limit then leaves, at the full clock, and their
-        deviation."""
+    ) -> tuple[Floats, Floats]:
+        """Seconds without a pause, at the clock that the power limit then leaves, and at the full clock."""
         tiles = sequences(schedule.tiles)
         check_calls(self.kernel, self.dtype, self.head_dim, schedule)
         params = self.profile.attention_params(self.kernel, pass_)
@@ -235,7 +232,7 @@ class Pricing:
             if pass_ == "bwd":
                 rows += tiles.keys()[schedule.tile[ops]] * 2 * kv_heads
             nbytes = 2 * rows * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
-            seconds[:2] += elementwise_seconds(self.profile.elementwise, "copy", nbytes)
+            seconds += elementwise_seconds(self.profile.elementwise, "copy", nbytes)
         low, high = self.profile.valid.get(f"attention {pass_} {self.kernel} head_dim", (params.head_dim,) * 2)
         if not low <= self.head_dim <= high:
             notes[f"head_dim {self.head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}"] = None
@@ -246,7 +243,7 @@ class Pricing:
                 )
             )
         )
-        return seconds
+        return seconds[0], seconds[1]
 
     def _transfers(
         self, schedule: Schedule, messages: Messages, links: Links, duration: Floats, group: Int8,

@@ -203,7 +203,7 @@ def predict_runs(runs: Sequence[Run], progress: Callable[[int, int], None] | Non
 
 def _predicted(scenario: Scenario, result: Prediction | Infeasible | CpsimError) -> Predicted:
     if isinstance(result, Prediction):
-        times = {name: getattr(result, name) - result.parts_s["planning"] for name in TIMES}
+        times = {name: getattr(result, name) - result.parts_s.get("planning", 0.0) for name in TIMES}
         return Predicted(scenario=scenario, **times)
     return Predicted(scenario=scenario, error=result.reason if isinstance(result, Infeasible) else str(result))
 

@@ -1,4 +1,4 @@
-"""Writes the network of preset h200-2x2-sockets from the committed measurements of emulated nodes, on five machines.
+"""Writes the network of preset h200-2x2-sockets from the committed measurements of emulated nodes.
 
     torchrun --nproc-per-node 4 -m real.measure_network --emulate-nodes 2 --minutes 1.4 \
         --out cpsim/calibrate/data/h200x4-sockets.jsonl

@@ -608,24 +608,37 @@ def _compile(
     run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]]
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Inductor's code for a function of tensors, any size along their free dimensions."""
-    from torch._dynamo.source import ConstantSource
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    mode, fakes = FakeTensorMode(shape_env=ShapeEnv()), []
-    for i, (x, dims) in enumerate(zip(example, free, strict=True)):
-        sizes = [DimDynamic.DYNAMIC if d in dims and n > 1 else DimDynamic.STATIC for d, n in enumerate(x.shape)]
-        context = StatelessSymbolicContext(dynamic_sizes=sizes)
-        fakes.append(mode.from_tensor(x, source=ConstantSource(f"x{i}"), symbolic_context=context))
-    # Where a view begins is a symbol, of which nobody knows that it is a multiple of 16 bytes: loads would be narrow.
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = [_fake(x, dims, mode, f"x{i}") for i, (x, dims) in enumerate(zip(example, free, strict=True))]
     with torch.no_grad(), config.patch(assume_aligned_inputs=all(x.data_ptr() % ALIGNMENT == 0 for x in example)):
         with mode:
             graph = make_fx(run)(*fakes)
         compiled: Callable[..., tuple[Tensor, ...]] = compile_fx(graph, fakes)
     return compiled
+
+
+def _fake(x: Tensor, free: set[int], mode: Any, name: str) -> Tensor:
+    """A tensor without data: sizes of the free dimensions are symbols, strides of q, k, v and the like are numbers.
+
+    Otherwise a view would begin at a symbol, and rows that lie apart would have one for a stride, of which nobody knows
+    that it is a multiple of 16 bytes: all loads would be narrow.
+    """
+    from torch._dynamo.source import ConstantSource
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    sizes = [DimDynamic.DYNAMIC if d in free and n > 1 else DimDynamic.STATIC for d, n in enumerate(x.shape)]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    fake: Tensor = mode.from_tensor(x, source=ConstantSource(name), symbolic_context=context)
+    if x.dim() < 4 or not x.is_floating_point():
+        return fake
+    with mode:
+        return torch.empty_strided(fake.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 # --- plain PyTorch: `math` in fp32 or better, `sdpa_math` with products in the working type ---

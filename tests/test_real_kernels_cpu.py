@@ -1,5 +1,6 @@
 """The executor's kernels on a CPU: attention against autograd, merges against the whole softmax."""
 
+import shutil
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -135,6 +136,27 @@ def test_cudnn_refuses_masks_that_it_would_align_elsewhere():
     q, k, v, _ = tensors(4, 8)
     with pytest.raises(attention.UnsupportedCall, match="top left"):
         attention.forward("cudnn", q, k, v, attention.prepare((4,), (8,), causal=True, device="cpu"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
+def test_code_for_rows_that_lie_apart_knows_how_far_and_serves_any_number_of_them():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    def keys(tokens):  # beside values, somewhere in a larger piece of memory
+        return torch.randn(5000).as_strided((1, 2, tokens, 4), (9, 4, 16, 1), 8)
+
+    fake = attention._fake(keys(32), {2}, FakeTensorMode(shape_env=ShapeEnv()), "k")
+    assert isinstance(fake.shape[2], torch.SymInt)
+    assert all(type(stride) is int for stride in fake.stride())
+    assert fake.stride()[1:] == (4, 16, 1)
+    assert fake.storage_offset() == 0
+    lse = attention._fake(torch.randn(1, 2, 32), {2}, FakeTensorMode(shape_env=ShapeEnv()), "lse")
+    assert isinstance(lse.stride()[1], torch.SymInt)  # heads lie as far apart as there are rows
+    if shutil.which("g++"):  # which Inductor needs on a CPU
+        compiled = attention._compile(lambda k: (2 * k,), [keys(32)], [{2}])
+        for k in (keys(32), keys(48)):
+            torch.testing.assert_close(compiled(k)[0], 2 * k)
 
 
 def test_code_that_shared_memory_cannot_hold_is_compiled_with_fewer_stages(monkeypatch):

@@ -15,7 +15,9 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-LIKE = {"cudnn": "fa4", "fa3": "fa4", "sdpa_flash": "fa2", "fa2_ranges": "fa2"}
+LIKE = {
+    "cudnn": "fa4", "fa3": "fa4", "fa4_sparse": "fa4", "flex": "fa4", "sdpa_flash": "fa2", "fa2_ranges": "fa2",
+}  # fmt: skip
 """Kernels that were not measured beside communication, and the one of their class that was."""
 
 

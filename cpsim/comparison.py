@@ -239,4 +239,5 @@ def _read(place: str, line: dict[str, Any]) -> Predicted:
     if wrong:
         raise ProfileError(f"{place}: {wrong[0]} must be seconds, above 0; is this a file of `cpsim predict --out`?")
     planning = float(line.get("parts_s", {}).get("planning", 0.0))
-    return Predicted(scenario=scenario, **{name: value - planning for name, value in times.items()})  # type: ignore[operator]
+    time_s, low, high = (float(line[name]) - planning for name in TIMES)
+    return Predicted(scenario=scenario, time_s=time_s, time_s_low=low, time_s_high=high)

@@ -10,7 +10,7 @@ from test_cli import cpsim, one_line
 from test_report import needs_chromium, opened
 from test_runs import CASE, HEADER, pass_run, written
 
-from cpsim.comparison import Predicted, compare, errors_of, group_key
+from cpsim.comparison import Predicted, compare, errors_of, group_key, load_predictions
 from cpsim.report.comparison import comparison_record, comparison_view
 from cpsim.report.comparison_html import comparison_html
 from cpsim.runs import Run
@@ -193,3 +193,11 @@ def test_files_come_in_any_number_and_order(files, tmp_path):
 def test_files_without_runs_are_one_line(files):
     cases, _ = files
     assert "expected a header" in one_line(cpsim("validate", cases, status=2))
+
+
+def test_runs_are_compared_without_the_planning_that_predictions_charge(tmp_path):
+    line = {"scenario": CASE, "time_s": 0.03, "time_s_low": 0.02, "time_s_high": 0.05, "parts_s": {"planning": 0.01}}
+    file = tmp_path / "predictions.jsonl"
+    file.write_text(json.dumps(line) + "\n")
+    (entry,) = load_predictions(file)
+    assert (entry.time_s, entry.time_s_low, entry.time_s_high) == pytest.approx((0.02, 0.01, 0.04))

@@ -1,6 +1,7 @@
 """The executor's kernels on a CPU: attention against autograd, merges against the whole softmax."""
 
 import shutil
+
 import pytest
 
 torch = pytest.importorskip("torch")

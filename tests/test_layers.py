@@ -32,7 +32,8 @@ ALLOWED = {
     "builder": {"masks", "tiles", "schedule"},
     "implementations": CORE | {"masks", "workload", "schedule"},
     "dcp": CORE | CASE - {"scenario"} | PLAN,
-    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp"},
+    "distca": CORE | {"masks", "documents"},
+    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp", "distca"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE | {"masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,

@@ -151,7 +151,7 @@ def test_shards_hold_every_token_once_and_about_equally_many(shard, ranks):
     assert [len(s) for s in seen] == lengths.tolist()
     assert all((s == 1).all() for s in seen)
     assert shards.pairs.sum() == (lengths * (lengths + 1) // 2).sum()
-    assert np.ptp(np.bincount(shards.rank, shards.tokens, ranks)) <= 2
+    assert np.ptp(np.bincount(shards.server, shards.tokens, ranks)) <= 2
 
 
 def test_shards_by_document_are_balanced_and_those_of_the_buffer_are_not():
@@ -159,7 +159,7 @@ def test_shards_by_document_are_balanced_and_those_of_the_buffer_are_not():
     balance = []
     for shard in (head_tail, per_sequence):
         shards = shard(lengths, 4)
-        work = np.bincount(shards.rank, shards.pairs, 4)
+        work = np.bincount(shards.server, shards.pairs, 4)
         balance.append(work.max() / work.mean())
     assert balance[0] < 1.001
     assert balance[1] > 1.1

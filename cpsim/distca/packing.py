@@ -6,44 +6,17 @@ baseline/wlbllm_original; WLB-LLM (OSDI 2025) for the idea. Differs: no rank is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numba import njit
 
+from cpsim.distca.tasks import Tasks, make_tasks
 from cpsim.errors import ScenarioError
 from cpsim.masks import Ints
 
 BREAKPOINTS: Final = {"8b": 64_000, "34b": 128 * 1024}
 """Document length at which attention takes as long as all else [tokens], as DistCA's scripts set it by model."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shards:
-    """Ranges of queries with their whole causal prefix, ``[N]`` each, ordered by rank and document."""
-
-    rank: Ints
-    document: Ints
-    """Index into the documents that were sharded."""
-    first: Ints
-    """First query, counted from the beginning of its document."""
-    tokens: Ints
-
-    @property
-    def kv(self) -> Ints:
-        """Keys that the last query sees."""
-        return self.first + self.tokens
-
-    @property
-    def pairs(self) -> Ints:
-        """(query, key) pairs of every shard."""
-        return causal_pairs(self.first, self.tokens)
-
-
-def causal_pairs(first: Ints, tokens: Ints) -> Ints:
-    """Unmasked pairs of ``tokens`` queries that begin at ``first`` of their document."""
-    return np.asarray(tokens * first + tokens * (tokens + 1) // 2)
 
 
 def wlb_limit(context: int, batch_size: int, data_parallel: int, microbatches: int = 1, *, quirk: bool = True) -> int:
@@ -103,7 +76,7 @@ def _wlb_pack(lengths, num_groups, limit, breakpoint_):  # type: ignore[no-untyp
     return group
 
 
-def head_tail(documents: Ints, num_ranks: int) -> Shards:
+def head_tail(documents: Ints, num_ranks: int) -> Tasks:
     """Every document in 2 P chunks, of which rank r has chunks r and 2 P - 1 - r; remainders go round over the chunks.
 
     Args:
@@ -117,12 +90,11 @@ def head_tail(documents: Ints, num_ranks: int) -> Shards:
     tokens = even + extra
     first = np.cumsum(tokens, axis=0) - tokens
     rank = np.minimum(np.arange(chunks), chunks - 1 - np.arange(chunks))
-    return _ordered(*(np.broadcast_to(a, tokens.shape).ravel() for a in (
-        rank[:, None], np.arange(len(documents)), first, tokens,
-    )))  # fmt: skip
+    columns = rank[:, None], rank[:, None], np.arange(len(documents)), first, tokens
+    return make_tasks(*(np.broadcast_to(column, tokens.shape).ravel() for column in columns))
 
 
-def per_sequence(documents: Ints, num_ranks: int) -> Shards:
+def per_sequence(documents: Ints, num_ranks: int) -> Tasks:
     """All documents, one after the other, as one buffer in 2 P chunks, of which rank r has chunks r and 2 P - 1 - r.
 
     Args:
@@ -135,10 +107,4 @@ def per_sequence(documents: Ints, num_ranks: int) -> Shards:
     document = np.searchsorted(ends, edges[:-1], side="right")
     chunk = np.searchsorted(cuts, edges[:-1], side="right") - 1
     rank = np.minimum(chunk, chunks - 1 - chunk)
-    return _ordered(rank, document, edges[:-1] - (ends - documents)[document], np.diff(edges))
-
-
-def _ordered(rank: Ints, document: Ints, first: Ints, tokens: Ints) -> Shards:
-    there = np.flatnonzero(tokens > 0)
-    order = there[np.lexsort((first[there], document[there], rank[there]))]
-    return Shards(rank[order], document[order], first[order], tokens[order])
+    return make_tasks(rank, rank, document, edges[:-1] - (ends - documents)[document], np.diff(edges))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.masks import Ints, RangeSets, sets_of
@@ -16,6 +18,9 @@ from cpsim.schedule import Int32, Kind, Mask, Schedule
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import Tiles
 from cpsim.workload import Workload
+
+SIDES: Final = {"fwd": (("q",), ("kv",)), "bwd": (("q", "out", "dout"), ("kv",))}
+"""Inputs of the queries' and of the keys' side."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +33,21 @@ class Held:
     """``[ranks, cells]``."""
     arrived: Ints
     """The op that brought them, by rank; or NOTHING."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wanted:
+    """What n kernels read of the queries' or of the keys' side."""
+
+    tensors: Sequence[str]
+    held: Sequence[Held]
+    """Where these are; first, the ranks' own."""
+    cells: Mask
+    """``[n, cells]``."""
+    rows: Ints
+    """Tokens as the kernels read them, some several times where sequences share keys, ``[n]``."""
+    apart: Mask
+    """Whether they are copied together, ``[n]``; others are all among the ranks' own and read there."""
 
 
 class CellProgram:
@@ -71,13 +91,19 @@ class CellProgram:
         return Held(made, self.own, np.full(self.num_ranks, NOTHING))
 
     def pack(
-        self, stage: int, tensors: Sequence[str], held: Sequence[Held], gives: Mask, nbytes: Ints, lane: str
+        self, stage: int, tensors: Sequence[str], held: Sequence[Held], gives: Mask, nbytes: Ints, lane: str,
+        repeats: ArrayLike = 1,
     ) -> tuple[Int32, Ints]:  # fmt: skip
-        """Blocks for every rank, one rank's after the other's; returns buffers and the ops to wait for, by rank."""
+        """Blocks for every rank, one rank's after the other's; returns buffers and the ops to wait for, by rank.
+
+        Args:
+            repeats: times that every row lies in what is packed, ``[ranks]``.
+        """
         packed, who = self.b.buffers(f"{tensors[0]} by rank", nbytes), np.flatnonzero(nbytes)
         ready = np.full(self.num_ranks, NOTHING)
+        copied = np.rint(nbytes * (1 + np.asarray(repeats))).astype(np.int64)
         ops = self.b.add(
-            Kind.COPY, (who, lane), step=stage, heads=self.heads, nbytes=2 * nbytes[who],
+            Kind.COPY, (who, lane), step=stage, heads=self.heads, nbytes=copied[who],
             deps=self.waits(who, held, gives[who]) if lane == "compute" else (),
             reads=self.reads(who, tensors, held, gives[who]),
             writes=[(packed[who], self.block(t, gives[who])) for t in tensors],
@@ -127,6 +153,36 @@ class CellProgram:
         new = last > self.seen[who]
         self.seen[who] = np.maximum(last, self.seen[who])
         return [np.where(new, last, NOTHING)]
+
+    def gather(self, stage: int, who: Ints, sides: Sequence[Wanted]) -> tuple[list[Access], Ints]:
+        """What kernels read, copied together where they need it; and the op that they still wait for.
+
+        Args:
+            stage: of the copies.
+            who: rank of every kernel, ``[n]``.
+            sides: what they read of queries and of keys.
+        """
+        found, reads, writes, waits = list[Access](), list[Access](), list[Access](), list[Ints]()
+        nbytes = np.zeros(len(who), np.int64)
+        for side in sides:
+            waits += self.waits(who, side.held, side.cells)
+            there = side.cells & side.apart[:, None]
+            rows = np.where(side.apart, side.rows, 0)
+            for t in side.tensors:
+                copied = self.b.buffers(f"{t} in order", rows * self.nbytes[t], who)
+                block = self.block(t, side.cells)
+                found.append((np.where(side.apart, copied, side.held[0].buffers[t][who]).astype(np.int32), block))
+                reads += self.reads(who, [t], side.held, there)
+                writes.append((np.where(side.apart, copied, NOTHING).astype(np.int32), block))
+            nbytes += rows * 2 * sum(self.nbytes[t] for t in side.tensors)
+        deps, c = np.max(waits, axis=0), np.flatnonzero(nbytes)
+        self.b.add(
+            Kind.COPY, (who[c], "compute"), step=stage, heads=self.heads, nbytes=nbytes[c], deps=[deps[c]],
+            reads=[(buffer[c], block[c]) for buffer, block in reads],
+            writes=[(buffer[c], block[c]) for buffer, block in writes],
+        )  # fmt: skip
+        deps[c] = NOTHING
+        return found, deps
 
     def block(self, tensor: str, cells: Mask) -> Int32:
         """A block for every mask of cells ``[n, cells]``."""

@@ -32,7 +32,7 @@ from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, Implementation
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Kind, Mask, Pass, Planning, Schedule
-from cpsim.strategies.cell_program import CellProgram, Held
+from cpsim.strategies.cell_program import SIDES, CellProgram, Held, Wanted
 from cpsim.tiles import sequences
 from cpsim.workload import Workload
 
@@ -43,8 +43,6 @@ COMPUTATIONS: Final = 20_000
 seconds."""
 QUICK: Final = 5_000
 """Computation blocks that are planned in a part of a second."""
-SIDES: Final = {"fwd": (("q",), ("kv",)), "bwd": (("q", "out", "dout"), ("kv",))}
-"""Inputs of the queries' and of the keys' side."""
 
 
 def plan_dcp(
@@ -249,36 +247,17 @@ class _Dcp(CellProgram):
     def routed(self, cells: Mask, source: Ints, tensors: Sequence[str]) -> Ints:
         return routes(cells, source, self.tokens, sum(self.nbytes[t] for t in tensors))
 
-    def gather(self, stage: int, ids: Ints) -> list[Access]:
+    def gathered(self, stage: int, ids: Ints) -> tuple[list[Access], Ints]:
         """What kernels read: a rank's own tokens where they are, if these are all; or copied together."""
         who, tile = self.calls.rank[ids], self.calls.tile[ids]
         any_order = self.sequences.in_place[tile] | ~self.sequences.one_call[tile]
-        found: list[Access] = []
-        copies: tuple[list[Access], list[Access], Ints] = ([], [], np.zeros(len(ids), np.int64))
-        waits = []
+        sides = []
         for side, tensors in enumerate(SIDES[self.pass_]):
-            cells, held = (self.calls.query, self.calls.key)[side][ids], self.held[side]
-            rows = self.key_rows(ids) if side else cells @ self.tokens
-            apart = (cells != self.own[who]).any(axis=1) | ~(any_order | (side == 0))
-            waits += self.waits(who, held, cells)
-            there = cells & apart[:, None]
-            for t in tensors:
-                copied = self.b.buffers(f"{t} in order", np.where(apart, rows, 0) * self.nbytes[t], who)
-                block = self.block(t, cells)
-                found.append((np.where(apart, copied, held[0].buffers[t][who]).astype(np.int32), block))
-                copies[0].extend(self.reads(who, [t], held, there))
-                copies[1].append((np.where(apart, copied, NOTHING).astype(np.int32), block))
-            copies[2][:] += np.where(apart, rows, 0) * 2 * sum(self.nbytes[t] for t in tensors)
-        self.deps = np.max(waits, axis=0)
-        reads, writes, nbytes = copies
-        c = np.flatnonzero(nbytes)
-        self.b.add(
-            Kind.COPY, (who[c], "compute"), step=stage, heads=self.heads, nbytes=nbytes[c], deps=[self.deps[c]],
-            reads=[(buffer[c], block[c]) for buffer, block in reads],
-            writes=[(buffer[c], block[c]) for buffer, block in writes],
-        )  # fmt: skip
-        self.deps[c] = NOTHING
-        return found
+            cells = (self.calls.query, self.calls.key)[side][ids]
+            rows = self.key_rows(ids) if side else (cells @ self.tokens).astype(np.int64)
+            apart = np.any(cells != self.own[who], axis=1) | ~(any_order | (side == 0))
+            sides.append(Wanted(tensors, self.held[side], cells, rows, apart))
+        return self.gather(stage, who, sides)
 
     def key_rows(self, ids: Ints) -> Ints:
         """Rows of keys as kernels read them: some several times where their sequences share them."""
@@ -331,7 +310,7 @@ class _Dcp(CellProgram):
         """Kernels of some calls, and their partial results on the queries' side added up; returns partial dKV."""
         calls, (tensor, *_) = self.calls, ("out",) if kind == Kind.ATTENTION else ("dq",)
         who, cells = calls.rank[ids], calls.query[ids]
-        reads = self.gather(stage, ids)
+        reads, deps = self.gathered(stage, ids)
         rows = np.where(direct, 0, cells @ self.tokens)
         partial = self.b.buffers(f"{tensor} partial", rows * self.nbytes[tensor], who)
         made = [(np.where(direct, sums[0].result[0][who], partial).astype(np.int32), self.block(tensor, cells))]
@@ -340,7 +319,7 @@ class _Dcp(CellProgram):
             dkv = self.b.buffers("dkv partial", self.key_rows(ids) * self.nbytes["dkv"], who)
             made.append((dkv, self.block("dkv", calls.key[ids])))
         self.b.add(
-            kind, (who, "compute"), step=stage, tile=calls.tile[ids], heads=self.heads, deps=[self.deps], reads=reads,
+            kind, (who, "compute"), step=stage, tile=calls.tile[ids], heads=self.heads, deps=[deps], reads=reads,
             writes=made,
         )  # fmt: skip
         sums[0].place(who[direct], cells[direct])

@@ -73,9 +73,9 @@ def plan_distca(
 
 
 def distca_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: two nano-batches, and one, which hides nothing but needs fewer kernels."""
+    """Knob settings worth trying: the defaults."""
     del workload, cluster
-    return ({}, {"nano_batches": 1})
+    return ({},)
 
 
 def _plan(

@@ -192,7 +192,7 @@ def test_place_blocks(benchmark, mask, computations, most_s):
 @pytest.mark.benchmark(
     group="DistCA, both passes of both nano-batches of 4M tokens on 64 servers of 8 GPUs", timer=time.process_time
 )
-@pytest.mark.parametrize(("variant", "num_tasks"), [("released", 1092), ("paper", 1090), ("cpsim", 1013)])
+@pytest.mark.parametrize(("variant", "num_tasks"), [("released", 1092), ("paper", 1090), ("cpsim", 1000)])
 def test_schedule_a_batch_of_512_gpus(benchmark, variant, num_tasks):
     nano_batches, sizes = iteration(sample("pretrain", 128 * 1024), 0, 32), TokenBytes(q=2048, kv=512, lse=32)
 

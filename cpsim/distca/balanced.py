@@ -1,10 +1,11 @@
 """A scheduler of our own: it knows which keys every server holds, and balances by what kernels cost.
 
-The busiest server gives away queries until none has more than the mean and the tolerance. Of all its tasks, and of all
-servers with less than the mean, that move is made which adds the fewest bytes for its work: queries travel twice, keys
-only where the receiver lacks them, and keys that the giver no longer needs are not sent to it any more. Work that makes
-the receiver's call end later than its blocks alone, because none was as long, counts less. Parts are multiples of 128
-tokens of the beginning or the end of a task. A server of which no such part fits anywhere keeps what it has.
+The busiest server gives away queries until none has more than the mean and the tolerance. A task, or a part of one,
+goes to a server that has keys of its document, or to the one with the least work. Of all such moves that one is made
+which adds the fewest bytes for its work: queries travel twice, keys only where the receiver lacks them, and keys that
+the giver no longer needs are not sent to it any more. Work that makes the receiver's call end later than its blocks
+alone, because none was as long, counts less. Parts are multiples of 128 tokens of the beginning or the end of a task. A
+server of which no such part fits anywhere keeps what it has.
 """
 
 from __future__ import annotations
@@ -122,12 +123,14 @@ def _bytes_of(task, queries, from_end, server, without, nbytes, own, reach):  # 
 def _best_move(tasks, count, giver, load, longest, below, most, wary, kernel, tail, nbytes, own, reach):  # type: ignore[no-untyped-def]
     """The task, queries, whether of its end, and the server of the move with the fewest bytes for its work; and how far
     what the giver has left of the document reaches without the task."""
-    without = _reaches(tasks, count, giver, reach)
+    without, emptiest = _reaches(tasks, count, giver, reach), np.argmin(load)
     best, queries, from_end, target, least = -1, 0, False, -1, np.inf
     for i in range(count):
         if tasks[i, SERVER] != giver:
             continue
         for server in range(len(load)):
+            if server != emptiest and reach[tasks[i, DOCUMENT], server] == 0:
+                continue
             later = tail * max(0, tasks[i, FIRST] + tasks[i, TOKENS] - longest[server])
             room = min(load[giver] - load.mean(), most - load[server] - later)
             if load[server] >= below or room <= later * wary:

@@ -396,13 +396,20 @@ class Lowering:
         held = np.concatenate([np.where(np.isin(p.tokens, a.tokens), p.tokens, -1) for a in sources
                                for p in a.layout.parts("out")])  # fmt: skip
         (part,) = target.layout.parts("out")
+        rows = np.flatnonzero(np.isin(part.tokens, target.tokens))  # a result may be written part by part
         order = np.argsort(held, kind="stable")
-        index = torch.from_numpy(order[np.searchsorted(held[order], part.tokens)]).to(self.device)
-        into = self._new_lse(target.num_heads, len(part.tokens))
-        self.x.lse[target.buffer], lse = into, self.x.lse
-        if len(sources) == 1:
-            return lambda: torch.index_select(lse[sources[0].buffer], 1, index, out=into)
-        return lambda: torch.index_select(torch.cat([lse[a.buffer] for a in sources], dim=1), 1, index, out=into)
+        index = torch.from_numpy(order[np.searchsorted(held[order], part.tokens[rows])]).to(self.device)
+        into, lse = self._new_lse(target.num_heads, len(part.tokens)), self.x.lse
+        into = lse.setdefault(target.buffer, into) if self.places.is_output[target.buffer] else into
+        lse[target.buffer] = into
+
+        def parts() -> Tensor:
+            return lse[sources[0].buffer] if len(sources) == 1 else torch.cat([lse[a.buffer] for a in sources], dim=1)
+
+        if len(rows) == len(part.tokens):
+            return lambda: torch.index_select(parts(), 1, index, out=into)
+        to = torch.from_numpy(rows).to(self.device)
+        return lambda: into.index_copy_(1, to, torch.index_select(parts(), 1, index))
 
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)

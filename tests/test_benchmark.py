@@ -15,6 +15,10 @@ from cpsim.cluster import load_cluster
 from cpsim.dcp.balanced import place
 from cpsim.dcp.blocks import cut, judge
 from cpsim.dcp.timing import Rates, stage_by_time
+from cpsim.distca.batches import iteration, sample
+from cpsim.distca.kernel import flash_attention_4
+from cpsim.distca.planning import schedule
+from cpsim.distca.tasks import TokenBytes, dispatch
 from cpsim.models.price import Pricing
 from cpsim.predictor import advise, predict_many
 from cpsim.scenario import Scenario, load_scenario
@@ -183,3 +187,26 @@ def test_place_blocks(benchmark, mask, computations, most_s):
     assert judge(blocks, placement, 32, 8, "fwd").imbalance <= 1.1
     if benchmark.stats:
         assert benchmark.stats.stats.median < most_s
+
+
+@pytest.mark.benchmark(
+    group="DistCA, both passes of both nano-batches of 4M tokens on 64 servers of 8 GPUs", timer=time.process_time
+)
+@pytest.mark.parametrize(("variant", "num_tasks"), [("released", 1092), ("paper", 1090), ("cpsim", 1000)])
+def test_schedule_a_batch_of_512_gpus(benchmark, variant, num_tasks):
+    nano_batches, sizes = iteration(sample("pretrain", 128 * 1024), 0, 32), TokenBytes(q=2048, kv=512, lse=32)
+
+    def planned():
+        count = 0
+        for documents in nano_batches:
+            for backward in (False, True):
+                kernel = flash_attention_4(backward, 8, 1)
+                tasks = schedule(documents, 64, sizes, kernel, variant=variant)
+                dispatch(tasks, 64, sizes)
+                count += len(tasks) * (not backward)
+        return count
+
+    planned()  # compiles
+    assert benchmark.pedantic(planned, rounds=3) == num_tasks
+    if benchmark.stats:
+        assert benchmark.stats.stats.median < 1

@@ -95,7 +95,7 @@ def test_help_starts_fast():
 
 
 def test_predictions_come_in_order_and_bad_lines_stop_nothing(cases, tmp_path):
-    path = cases(GOOD, GOOD | {"gpu": 3}, "{", GOOD | {"strategy": "distca"}, GOOD | {"pass": "fwd"})
+    path = cases(GOOD, GOOD | {"gpu": 3}, "{", GOOD | {"implementation": "distca"}, GOOD | {"pass": "fwd"})
     out = tmp_path / "predictions.jsonl"
     printed = cpsim("predict", path, "--json", "--out", out)
     assert out.read_text() == printed

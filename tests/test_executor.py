@@ -40,7 +40,7 @@ class Alone:
         return ranks
 
 
-@pytest.mark.parametrize("strategy", ["dcp", "magi"])
+@pytest.mark.parametrize("strategy", ["dcp", "magi", "distca"])
 def test_all_ranks_of_an_exchange_agree_whether_it_is_even(strategy, monkeypatch):
     """An even one is another NCCL call."""
     seen = {}

@@ -32,10 +32,11 @@ ALLOWED = {
     "builder": {"masks", "tiles", "schedule"},
     "implementations": CORE | {"masks", "workload", "schedule"},
     "dcp": CORE | CASE - {"scenario"} | PLAN,
-    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp"},
+    "distca": CORE | {"masks", "documents"},
+    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp", "distca"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
-    "models": CORE | {"masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
+    "models": CORE | {"distca", "masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
     "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
     "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
@@ -43,7 +44,8 @@ ALLOWED = {
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
     "kernels": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
-    "reproduce": CORE | {"cluster", "documents", "scenario", "prediction", "predictor", "models", "calibrate"},
+    "reproduce": CORE
+    | {"distca", "cluster", "documents", "scenario", "prediction", "predictor", "models", "calibrate"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE

@@ -81,7 +81,6 @@ def test_a_case_that_does_not_fit_in_memory_is_infeasible():
     ("changes", "error", "message"),
     [
         ({"strategy": None}, ScenarioError, "strategy: expected one of none, ulysses"),
-        ({"strategy": "distca"}, ScenarioError, "'distca' is not available yet; available are none"),
         ({"implementation": "distca"}, ScenarioError, "'distca' is not available yet"),
         ({"cluster": "p4de"}, ProfileError, "profile a100 lacks kernel 'fa4' fwd; it has fa2"),
         ({"profile": "h300"}, ProfileError, "shipped are a100, b200, h100, h100-fa3, h200"),

@@ -17,6 +17,7 @@ from cpsim.implementations import CPSIM, Implementation
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
 from cpsim.strategies.dcp import dcp_knobs, plan_dcp
+from cpsim.strategies.distca import distca_knobs, plan_distca
 from cpsim.strategies.hybrid_cp import hybrid_cp_knobs, plan_hybrid_cp
 from cpsim.strategies.magi import magi_knobs, plan_magi
 from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
@@ -52,6 +53,7 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "hybrid_cp": Strategy(plan_hybrid_cp, hybrid_cp_knobs),
     "magi": Strategy(plan_magi, magi_knobs),
     "dcp": Strategy(plan_dcp, dcp_knobs),
+    "distca": Strategy(plan_distca, distca_knobs),
 }
 
 

@@ -15,14 +15,14 @@ for each block of computation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.builder import NOTHING, Access, Builder
+from cpsim.builder import NOTHING, Access
 from cpsim.cluster import Cluster
 from cpsim.dcp.blocks import cut
 from cpsim.dcp.placing import Settings
@@ -30,9 +30,9 @@ from cpsim.dcp.planning import Plan, plan_case
 from cpsim.dcp.program import Calls, Cells, fetches, given, make_calls, routes
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, Implementation
-from cpsim.masks import Ints, RangeSets, sets_of
+from cpsim.masks import Ints
 from cpsim.schedule import Int32, Kind, Mask, Pass, Planning, Schedule
-from cpsim.strategies.sizes import Sizes
+from cpsim.strategies.cell_program import SIDES, CellProgram, Held, Wanted
 from cpsim.tiles import sequences
 from cpsim.workload import Workload
 
@@ -43,8 +43,6 @@ COMPUTATIONS: Final = 20_000
 seconds."""
 QUICK: Final = 5_000
 """Computation blocks that are planned in a part of a second."""
-SIDES: Final = {"fwd": (("q",), ("kv",)), "bwd": (("q", "out", "dout"), ("kv",))}
-"""Inputs of the queries' and of the keys' side."""
 
 
 def plan_dcp(
@@ -143,18 +141,6 @@ def _computations(workload: Workload, block: int) -> int:
     return cut(workload, block, 1).computations
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Held:
-    """Where some cells of some tensors are on every rank."""
-
-    buffers: Mapping[str, Int32]
-    """By tensor, ``[ranks]``."""
-    cells: Mask
-    """``[ranks, cells]``."""
-    arrived: Ints
-    """The op that brought them, by rank; or NOTHING."""
-
-
 class _Sum:
     """Rows of a result that partial results are added to, and the bytes that each row has now."""
 
@@ -183,36 +169,23 @@ class _Sum:
         return np.asarray(nbytes)
 
 
-class _Dcp:
+class _Dcp(CellProgram):
     """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
 
     def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass) -> None:
-        self.pass_, self.blocks = pass_, planned.blocks
+        self.pass_, self.blocks, self.cells = pass_, planned.blocks, Cells(planned.blocks)
         worker, stage = planned.placement.worker, planned.stage[pass_]
-        self.num_ranks, self.per_node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
-        self.ranks, self.cells = np.arange(self.num_ranks), Cells(planned.blocks)
-        self.tokens = self.cells.per_group(self.blocks.tokens)
-        self.home = self.cells.per_group(planned.placement.home)
-        self.own = self.home == self.ranks[:, None]
         self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage)
+        self.home = self.cells.per_group(planned.placement.home)
+        own = self.home == np.arange(cluster.num_gpus)[:, None]
+        super().__init__(workload, own, self.cells.edges(), self.calls.tiles)
+        self.per_node = min(cluster.gpus_per_node, self.num_ranks)
         self.sequences = sequences(self.calls.tiles)
         self.num_stages = int(stage.max(initial=0)) + 1
         needs = [self.cells.needs(side, worker, stage, self.num_ranks) for side in (self.blocks.query, self.blocks.key)]
         self.fetches = [list(fetches(need, self.home, self.per_node)) for need in needs]
         self.away = [need.any(axis=0) & ~self.own for need in needs]
         """Cells of other ranks whose queries, and whose keys, a rank computes with."""
-        self.heads = np.array([0, workload.num_heads, 0, workload.num_kv_heads])
-        sizes = Sizes(workload)
-        q, kv, lse = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads), sizes.lse(workload.num_heads)
-        self.nbytes = {"q": q, "out": q + lse, "dout": q, "dq": q, "kv": kv, "dkv": kv}
-        self.rows = {"out": (q, sizes.accumulator(q), lse), "dq": (q, sizes.accumulator(q), 0),
-                     "dkv": (kv, sizes.accumulator(kv), 0)}  # fmt: skip
-        """Bytes of a token of a partial result, of its sum, and of its log-sum-exp."""
-        self.sets: dict[bytes, int] = {}
-        none = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))  # sets are known when all ops are
-        self.b = Builder(self.num_ranks, none, self.calls.tiles, head_groups=self.blocks.num_groups)
-        self.seen = np.full(self.num_ranks, NOTHING)
-        """The last op of ``comm`` that every rank's ``compute`` has waited for."""
         self.held = [[self.given(tensors)] for tensors in SIDES[pass_]]
 
     # --- passes ---
@@ -255,19 +228,7 @@ class _Dcp:
                 if len(ids):
                     yield stage, ids
 
-    def build(self) -> Schedule:
-        masks = np.stack([np.unpackbits(np.frombuffer(key, np.uint8)) for key in self.sets])
-        self.b.sets = sets_of(masks[:, : len(self.home)].astype(np.bool_), self.cells.edges())
-        return self.b.build()
-
     # --- inputs ---
-
-    def given(self, tensors: Sequence[str]) -> _Held:
-        """Inputs of a rank's own tokens."""
-        made = {t: self.b.buffers(t, self.own @ self.tokens * self.nbytes[t]) for t in tensors}
-        for tensor, buffers in made.items():
-            self.b.input(buffers, self.block(tensor, self.own))
-        return _Held(made, self.own, np.full(self.num_ranks, NOTHING))
 
     def fetch(self, stage: int) -> None:
         """Inputs of a stage: from other nodes first, then within nodes."""
@@ -281,99 +242,22 @@ class _Dcp:
                     gives, moved = given(cells, source), self.routed(cells, source, tensors)
                     packed = self.pack(stage, tensors, self.held[side], gives, moved.sum(axis=1), where)
                     made, op = self.exchange(stage, tensors, packed, gives, cells, moved, groups)
-                    self.held[side].append(_Held(dict.fromkeys(tensors, made), cells, op))
+                    self.held[side].append(Held(dict.fromkeys(tensors, made), cells, op))
 
     def routed(self, cells: Mask, source: Ints, tensors: Sequence[str]) -> Ints:
         return routes(cells, source, self.tokens, sum(self.nbytes[t] for t in tensors))
 
-    def pack(
-        self, stage: int, tensors: Sequence[str], held: Sequence[_Held], gives: Mask, nbytes: Ints, lane: str
-    ) -> tuple[Int32, Ints]:  # fmt: skip
-        """Blocks for every rank, one rank's after the other's; returns buffers and the ops to wait for, by rank."""
-        packed, who = self.b.buffers(f"{tensors[0]} by rank", nbytes), np.flatnonzero(nbytes)
-        ready = np.full(self.num_ranks, NOTHING)
-        ops = self.b.add(
-            Kind.COPY, (who, lane), step=stage, heads=self.heads, nbytes=2 * nbytes[who],
-            deps=self.waits(who, held, gives[who]) if lane == "compute" else (),
-            reads=self.reads(who, tensors, held, gives[who]),
-            writes=[(packed[who], self.block(t, gives[who])) for t in tensors],
-        )  # fmt: skip
-        ready[who] = ops if lane == "compute" else NOTHING
-        return packed, ready
-
-    def exchange(
-        self, stage: int, tensors: Sequence[str], packed: tuple[Int32, Ints], gives: Mask, gets: Mask, moved: Ints,
-        groups: Ints,
-    ) -> tuple[Int32, Ints]:  # fmt: skip
-        """All-to-alls of uneven parts in groups of ranks; returns where blocks arrive, and the op by rank."""
-        made, arrived = self.b.buffers(f"{tensors[0]} of others", moved.sum(axis=0)), np.full(self.num_ranks, NOTHING)
-        sent, got = ([self.block(t, cells) for t in tensors] for cells in (gives, gets))
-
-        def some(buffers: Int32, axis: int) -> Int32:
-            return np.where(moved.any(axis=axis), buffers, NOTHING).astype(np.int32)
-
-        for ranks in groups:
-            inside = moved[np.ix_(ranks, ranks)]
-            if inside.any():
-                (op,) = self.b.add(
-                    Kind.ALL_TO_ALL, (ranks[None], "comm"), step=stage, nbytes=inside.sum(axis=0).max(),
-                    deps=[packed[1][ranks][None]],
-                    reads=[(some(packed[0], 1)[ranks][None], block[ranks][None]) for block in sent],
-                    writes=[(some(made, 0)[ranks][None], block[ranks][None]) for block in got],
-                )  # fmt: skip
-                arrived[ranks] = op
-                self.b.route(int(op), ranks, inside)
-        return made, arrived
-
-    def reads(self, who: Ints, tensors: Sequence[str], held: Sequence[_Held], cells: Mask) -> list[Access]:
-        """Accesses of cells ``[len(who), cells]`` wherever ranks hold them."""
-        found = []
-        for h in held:
-            part = cells & h.cells[who]
-            there = part.any(axis=1)
-            for t in tensors:
-                found.append((np.where(there, h.buffers[t][who], NOTHING).astype(np.int32), self.block(t, part)))
-        return found
-
-    def waits(self, who: Ints, held: Sequence[_Held], cells: Mask) -> list[Ints]:
-        """The op that brought the last of the cells to every rank, where ``compute`` has not waited for it yet."""
-        last = np.full(len(who), NOTHING)
-        for h in held:
-            last = np.where((cells & h.cells[who]).any(axis=1), np.maximum(last, h.arrived[who]), last)
-        new = last > self.seen[who]
-        self.seen[who] = np.maximum(last, self.seen[who])
-        return [np.where(new, last, NOTHING)]
-
-    def gather(self, stage: int, ids: Ints) -> list[Access]:
+    def gathered(self, stage: int, ids: Ints) -> tuple[list[Access], Ints]:
         """What kernels read: a rank's own tokens where they are, if these are all; or copied together."""
         who, tile = self.calls.rank[ids], self.calls.tile[ids]
         any_order = self.sequences.in_place[tile] | ~self.sequences.one_call[tile]
-        found: list[Access] = []
-        copies: tuple[list[Access], list[Access], Ints] = ([], [], np.zeros(len(ids), np.int64))
-        waits = []
+        sides = []
         for side, tensors in enumerate(SIDES[self.pass_]):
-            cells, held = (self.calls.query, self.calls.key)[side][ids], self.held[side]
-            rows = self.key_rows(ids) if side else cells @ self.tokens
-            apart = (cells != self.own[who]).any(axis=1) | ~(any_order | (side == 0))
-            waits += self.waits(who, held, cells)
-            there = cells & apart[:, None]
-            for t in tensors:
-                copied = self.b.buffers(f"{t} in order", np.where(apart, rows, 0) * self.nbytes[t], who)
-                block = self.block(t, cells)
-                found.append((np.where(apart, copied, held[0].buffers[t][who]).astype(np.int32), block))
-                copies[0].extend(self.reads(who, [t], held, there))
-                copies[1].append((np.where(apart, copied, NOTHING).astype(np.int32), block))
-            copies[2][:] += np.where(apart, rows, 0) * 2 * sum(self.nbytes[t] for t in tensors)
-        self.deps = np.max(waits, axis=0)
-        reads, writes, nbytes = copies
-        c = np.flatnonzero(nbytes)
-        self.b.add(
-            Kind.COPY, (who[c], "compute"), step=stage, heads=self.heads, nbytes=nbytes[c], deps=[self.deps[c]],
-            reads=[(buffer[c], block[c]) for buffer, block in reads],
-            writes=[(buffer[c], block[c]) for buffer, block in writes],
-        )  # fmt: skip
-        self.deps[c] = NOTHING
-        return found
+            cells = (self.calls.query, self.calls.key)[side][ids]
+            rows = self.key_rows(ids) if side else (cells @ self.tokens).astype(np.int64)
+            apart = np.any(cells != self.own[who], axis=1) | ~(any_order | (side == 0))
+            sides.append(Wanted(tensors, self.held[side], cells, rows, apart))
+        return self.gather(stage, who, sides)
 
     def key_rows(self, ids: Ints) -> Ints:
         """Rows of keys as kernels read them: some several times where their sequences share them."""
@@ -426,7 +310,7 @@ class _Dcp:
         """Kernels of some calls, and their partial results on the queries' side added up; returns partial dKV."""
         calls, (tensor, *_) = self.calls, ("out",) if kind == Kind.ATTENTION else ("dq",)
         who, cells = calls.rank[ids], calls.query[ids]
-        reads = self.gather(stage, ids)
+        reads, deps = self.gathered(stage, ids)
         rows = np.where(direct, 0, cells @ self.tokens)
         partial = self.b.buffers(f"{tensor} partial", rows * self.nbytes[tensor], who)
         made = [(np.where(direct, sums[0].result[0][who], partial).astype(np.int32), self.block(tensor, cells))]
@@ -435,7 +319,7 @@ class _Dcp:
             dkv = self.b.buffers("dkv partial", self.key_rows(ids) * self.nbytes["dkv"], who)
             made.append((dkv, self.block("dkv", calls.key[ids])))
         self.b.add(
-            kind, (who, "compute"), step=stage, tile=calls.tile[ids], heads=self.heads, deps=[self.deps], reads=reads,
+            kind, (who, "compute"), step=stage, tile=calls.tile[ids], heads=self.heads, deps=[deps], reads=reads,
             writes=made,
         )  # fmt: skip
         sums[0].place(who[direct], cells[direct])
@@ -472,17 +356,8 @@ class _Dcp:
             return
         moved = routes(gives, self.home, self.tokens, total.narrow + total.lse).T
         gets = self.own & gives.any(axis=0)
-        held = [_Held({total.tensor: total.result[0]}, total.cells, np.full(self.num_ranks, NOTHING))]
+        held = [Held({total.tensor: total.result[0]}, total.cells, np.full(self.num_ranks, NOTHING))]
         packed = self.pack(self.num_stages, [total.tensor], held, gives, moved.sum(axis=1), "compute")
         made, op = self.exchange(self.num_stages, [total.tensor], packed, gives, gets, moved, self.ranks[None])
         rows = moved.sum(axis=0) / (total.narrow + total.lse)
         self.add_up(kind, self.ranks, made, home, gets, op, rows / np.maximum(gets @ self.tokens, 1))
-
-    # --- blocks ---
-
-    def block(self, tensor: str, cells: Mask) -> Int32:
-        """A block for every mask of cells ``[n, cells]``."""
-        keys = np.packbits(cells, axis=1)
-        chosen = [self.sets.setdefault(key.tobytes(), len(self.sets)) for key in keys]
-        first, count = (self.heads[2:] if tensor.endswith("kv") else self.heads[:2]).tolist()
-        return self.b.blocks(tensor, chosen, (first, count))

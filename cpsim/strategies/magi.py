@@ -27,6 +27,7 @@ from cpsim.masks import Ints, RangeSets, Slices, sets_of
 from cpsim.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.allgather import seen_keys
+from cpsim.strategies.sharding import cells_of, edges_of
 from cpsim.strategies.sizes import Accumulation, Sizes
 from cpsim.tiles import Tiles, make_tiles, sequences
 from cpsim.workload import Workload
@@ -113,14 +114,14 @@ def _share_out(
     own = _dispatch(mask, workload.num_tokens, num_ranks, chunk)
     whole = sharding.stack(own, sharding.contiguous(workload.num_tokens, 1))
     seen = seen_keys(make_tiles(mask, whole, ranks, np.full(num_ranks, num_ranks)), num_ranks)
-    edges = _edges(own, seen)
-    remote = sharding.split(sets_of(_cells(seen, edges) & ~_cells(own, edges), edges), stages, smallest)
-    edges = _edges(own, seen, remote)
-    mine, wanted = _cells(own, edges), _cells(remote, edges).reshape(num_ranks, stages, -1).swapaxes(0, 1)
+    edges = edges_of(own, seen)
+    remote = sharding.split(sets_of(cells_of(seen, edges) & ~cells_of(own, edges), edges), stages, smallest)
+    edges = edges_of(own, seen, remote)
+    mine, wanted = cells_of(own, edges), cells_of(remote, edges).reshape(num_ranks, stages, -1).swapaxes(0, 1)
     length = np.diff(edges)
     fetched = sharding.stack(*(sets_of(cells, edges) for cells in wanted))
     given = sharding.stack(*(sets_of(mine & cells.any(axis=0), edges) for cells in wanted))
-    local = sets_of(_cells(seen, edges) & mine, edges)
+    local = sets_of(cells_of(seen, edges) & mine, edges)
     wanted_there = wanted.reshape(stages, -1, per_node, len(length)).any(axis=2)
     others = wanted_there.sum(axis=1)[:, None] - wanted_there.repeat(per_node, axis=1)
     wanted_there = wanted_there.repeat(per_node, axis=1)
@@ -158,20 +159,6 @@ def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunk: int) -> Rang
         if holds + 1 < count // num_ranks:
             heapq.heappush(heap, (load + int(work[i]), rank, holds + 1))
     return sets_of(held, np.arange(count + 1) * chunk)
-
-
-def _edges(*groups: RangeSets) -> Ints:
-    """Tokens at which some range begins or ends."""
-    return np.unique(np.concatenate([group.ranges.ravel() for group in groups]))
-
-
-def _cells(sets: RangeSets, edges: Ints) -> Mask:
-    """Which runs of tokens between two edges are in every set, ``[sets, edges - 1]``."""
-    steps = np.zeros((len(sets), len(edges)), np.int64)
-    owner = np.repeat(np.arange(len(sets)), np.diff(sets.start))
-    np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 0])), 1)
-    np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 1])), -1)
-    return np.asarray(np.cumsum(steps, axis=1)[:, :-1] > 0)
 
 
 class _Magi:

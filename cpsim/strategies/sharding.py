@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpsim.masks import Ints, RangeSets, Slices
 from cpsim.stripes import stripe_bounds
@@ -122,6 +123,20 @@ def split(sets: RangeSets, count: int, least: int = 0) -> RangeSets:
     begin = np.maximum(before[run], first[owner]) - before[run] + sets.ranges[run, 0]
     end = np.minimum(before[run + 1], last[owner]) - before[run] + sets.ranges[run, 0]
     return RangeSets(np.concatenate(([0], np.cumsum(held))), np.stack([begin, end], axis=1))
+
+
+def edges_of(*groups: RangeSets) -> Ints:
+    """Tokens at which some range begins or ends."""
+    return np.unique(np.concatenate([group.ranges.ravel() for group in groups]))
+
+
+def cells_of(sets: RangeSets, edges: Ints) -> NDArray[np.bool_]:
+    """Which runs of tokens between two edges are in every set, ``[sets, edges - 1]``."""
+    steps = np.zeros((len(sets), len(edges)), np.int64)
+    owner = np.repeat(np.arange(len(sets)), np.diff(sets.start))
+    np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 0])), 1)
+    np.add.at(steps, (owner, np.searchsorted(edges, sets.ranges[:, 1])), -1)
+    return np.asarray(np.cumsum(steps, axis=1)[:, :-1] > 0)
 
 
 def documents_of(mask: Slices, num_tokens: int) -> Ints:

@@ -85,7 +85,7 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     )
     shares = _shares(work.slowdown), 1.0 - 1.0 / work.waiting
     lanes["partner"] = partners(schedule)
-    _fill_pending(ops, lanes, first, before, np.any(shares[1] > 0, axis=0))
+    _fill_pending(ops, lanes, first, before, bool(np.any(shares[1] > 0)))
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
     ranks["head"] = links["head"] = -1
     links["capacity"] = work.link_bytes_per_s
@@ -134,9 +134,9 @@ def _successors(first, before):  # type: ignore[no-untyped-def]
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _fill_pending(ops, lanes, first, before, disturbs):  # type: ignore[no-untyped-def]
-    """Predecessors on each rank where an op may wait for other ranks, of a class that ``disturbs`` meanwhile."""
+    """Predecessors on each rank of ops that may wait for other ranks, if any of them ``disturbs`` meanwhile."""
     for op in range(len(first) - 1):
-        waits = disturbs[ops[op].pressure] and _spans_ranks(ops, lanes, op)
+        waits = disturbs and _spans_ranks(ops, lanes, op)
         for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
             if not waits:
                 lanes[entry].pending = -1

@@ -1,8 +1,8 @@
 """Memory-bound ops of a transformer layer, forward and backward written out, plain or through torch.compile.
 
 Legend of tensor suffixes: T tokens, C elements of a token, H heads, D head dimension, V words, N parameters.
-Every op returns what the next one reads; gradients of weights are summed over the tokens. `BYTES` says what each op
-must read and write at least, in bytes, where working tensors are bf16 and optimizer states fp32.
+Every op returns what the next one reads; gradients of weights are summed over the tokens. Working tensors are bf16,
+optimizer states fp32.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
+
+from cpsim.training.layer import OP_BYTES
 
 EPS = 1e-5
 
@@ -121,10 +123,7 @@ def nbytes(kind: str, tokens: int, width: int, vocab: int = 0) -> int:
         width: elements of a row: of the hidden state, of all heads, of SwiGLU's output, or words of the logits.
         vocab: rows of the embedding, whose gradient is filled with zeros first.
     """
+    each = OP_BYTES[kind]
     if kind in ("adam", "norm"):
-        return tokens * {"adam": 30, "norm": 4}[kind]
-    each = {
-        "rms_norm": 4, "rms_norm_bwd": 6, "rotary": 4, "swiglu": 6, "swiglu_bwd": 10, "add": 6, "cross_entropy": 2,
-        "cross_entropy_bwd": 4, "embedding": 4, "embedding_bwd": 4,
-    }[kind]  # fmt: skip
+        return tokens * each
     return tokens * width * each + (2 * vocab * width if kind == "embedding_bwd" else 0)

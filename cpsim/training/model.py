@@ -34,6 +34,14 @@ class Model:
             "down": (self.ffn // tp, self.hidden),
         }
 
+    def layer_parameters(self, tp: int) -> int:
+        """Weights of a layer on each of `tp` ranks; norms are on all of them."""
+        return sum(inner * outer for inner, outer in self.linears(tp).values()) + 2 * self.hidden
+
+    def parameters(self) -> int:
+        """Weights of the whole model."""
+        return self.layers * self.layer_parameters(1) + 2 * self.vocab * self.hidden + self.hidden
+
 
 MODELS = {
     "llama3-8b": Model(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256),

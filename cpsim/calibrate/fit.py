@@ -25,6 +25,7 @@ from cpsim.calibrate.fit_layers import fit_layers, latency_and_bandwidth
 from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import (
+    MEMORY_BOUND_OPS,
     Residual,
     large,
     measured,
@@ -263,10 +264,10 @@ def folds(points: Sequence[Point]) -> NDArray[np.int64]:
             shape = [p[name] for name in ("q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen")]
             shape += [p["mask"], p["options"]] if "mask" in p else []
             fold[i] = zlib.crc32(json.dumps(shape).encode()) % FOLDS
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, str], list[int]] = {}
     for i, p in enumerate(points):
-        if p["op"] == "elementwise":
-            kinds.setdefault(p["kind"], []).append(i)
+        if p["op"] in MEMORY_BOUND_OPS and model_of(p):
+            kinds.setdefault((p["op"], p["kind"]), []).append(i)
     for mine in kinds.values():
         if len(set(fold[mine].tolist())) == 1:
             fold[mine] = -1

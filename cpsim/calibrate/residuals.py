@@ -41,7 +41,7 @@ class Residual:
     point: Point
 
 
-MEMORY_BOUND = ("elementwise", "layer_op")
+MEMORY_BOUND_OPS = ("elementwise", "layer_op")
 LEAST_FLOPS = 1e10
 """Products of less are smaller than those of a layer of 1k tokens."""
 PART_BYTES = 16
@@ -54,7 +54,7 @@ def measured(points: Sequence[Point]) -> Floats:
     Some of those are so short that the host did not keep the queue full; its gaps only ever lengthen a sample.
     """
     return np.array(
-        [np.quantile(point["samples_s"], 0.25 if point["op"] in MEMORY_BOUND else 0.5) for point in points]
+        [np.quantile(point["samples_s"], 0.25 if point["op"] in MEMORY_BOUND_OPS else 0.5) for point in points]
     )
 
 

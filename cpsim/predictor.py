@@ -18,13 +18,14 @@ from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
 from cpsim.models.price import GROUPS, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
-from cpsim.scenario import ParallelSection, Scenario
+from cpsim.scenario import Scenario
 from cpsim.schedule import Planning
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES, Knobs, plan
 from cpsim.training.costs import PARTS
+from cpsim.training.step import Step
 from cpsim.workload import Workload
 
 Item = TypeVar("Item")
@@ -80,7 +81,10 @@ def predict(scenario: Scenario) -> Prediction:
         ProfileError: there are no costs for its GPU or kernel.
     """
     case = look_up(scenario)
-    return _predict(case) if scenario.model is None else predict_step(case)
+    if scenario.model is None:
+        return _predict(case)
+    steps = StepCase(scenario, case.cluster, case.profile)
+    return step_prediction(case, steps.simulate(steps.parallel(), str(scenario.strategy), scenario.knobs))
 
 
 def predict_many(
@@ -151,6 +155,8 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
         ScenarioError: the scenario asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
     """
+    if scenario.model is not None:
+        raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
     support = implementation(scenario.implementation).support
     names = [name for name in STRATEGIES if support is None or name in support]
     names = ["none"] if scenario.gpus == 1 else names
@@ -291,17 +297,9 @@ def _predict(case: Case) -> Prediction:
     )
 
 
-def predict_step(case: Case, steps: StepCase | None = None) -> Prediction:
-    """Predict one training step.
-
-    Args:
-        case: whose scenario names a strategy and how the step is cut.
-        steps: the same step, cut in other ways before, which saves time.
-    """
+def step_prediction(case: Case, step: Step) -> Prediction:
+    """A simulated training step as a prediction, with its interval; it has no timelines."""
     scenario = case.scenario
-    steps = steps or StepCase(scenario, case.cluster, case.profile)
-    parallel = (scenario.parallel or ParallelSection()).parallel(scenario.gpus, steps.num_sequences)
-    step = steps.simulate(parallel, str(scenario.strategy), scenario.knobs)
     draws = _draw({name: step.parts[name] for name in PARTS}, step.time_s, case)
     return Prediction(
         scenario=scenario,

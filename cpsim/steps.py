@@ -10,7 +10,7 @@ from cpsim.calibrate.profile import Profile
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import implementation
-from cpsim.scenario import Scenario
+from cpsim.scenario import ParallelSection, Scenario
 from cpsim.training.attention import PASSES, Attention
 from cpsim.training.costs import Costs
 from cpsim.training.parallel import Parallel
@@ -31,6 +31,10 @@ class StepCase:
     def num_sequences(self) -> int:
         """Packed sequences of the step, where they have a length of their own; otherwise one."""
         return self.scenario.num_tokens // self.scenario.context if self.scenario.context else 1
+
+    def parallel(self) -> Parallel:
+        """How the scenario cuts the step; what it leaves out is as plain as can be."""
+        return (self.scenario.parallel or ParallelSection()).parallel(self.scenario.gpus, self.num_sequences)
 
     def sequences(self, parallel: Parallel) -> list[tuple[int, ...]]:
         """Documents of every packed sequence.

@@ -108,7 +108,8 @@ class Attention:
             self._known.update((documents, self._simulated(documents)) for documents in new)
         return [self._known[documents] for documents in microbatches]
 
-    def _workload(self, documents: tuple[int, ...]) -> Workload:
+    def workload(self, documents: tuple[int, ...]) -> Workload:
+        """Attention of one microbatch on the group."""
         return Workload(
             documents=documents, mask=self.mask, mask_options=self.mask_options, num_heads=self.model.heads // self.tp,
             num_kv_heads=self.model.kv_heads // self.tp, head_dim=self.model.head_dim, dtype="bf16",
@@ -135,7 +136,7 @@ class Attention:
 
     def _simulated(self, documents: tuple[int, ...]) -> Attended:
         """The strategy's schedule on the ranks of the group."""
-        workload, parts, exchange, sent, notes = self._workload(documents), [], 0, 0.0, dict[str, None]()
+        workload, parts, exchange, sent, notes = self.workload(documents), [], 0, 0.0, dict[str, None]()
         pricing = Pricing(
             cluster=self.cluster, profile=self.profile, kernel=self.kernel, head_dim=self.model.head_dim,
             dtype=workload.dtype, protocol="streamed", launches=self.code.launches, sweeps=self.code.sweeps,

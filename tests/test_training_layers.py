@@ -1,4 +1,4 @@
-"""Layers of a training step: FLOP, bytes and memory against closed forms, and against whole layers that were measured."""
+"""Layers of a training step: FLOP, bytes and memory against closed forms and against measured layers."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ TPS = (1, 2, 4, 8)
 BOTH = pytest.mark.parametrize("name", MODELS)
 BY_TP = pytest.mark.parametrize("tp", TPS)
 LAYERS = [
-    pytest.param(gpu, point, id=f"{gpu} {point['model']} tp {point['tp']} {sum(point['q_lens'])} {point['recompute']}")
+    pytest.param(point, id=f"{gpu} {point['model']} tp {point['tp']} {sum(point['q_lens'])} {point['recompute']}")
     for gpu in ("h200", "h100")
     for point in load(DATA / f"{gpu}-layers.jsonl").of("layer")
 ]
@@ -80,8 +80,8 @@ def test_linear_layers_of_34b_take_what_distca_s_runs_imply():
     assert 1.40e-3 * 0.97 < seconds / 65.536 < 1.527e-3 * 1.03
 
 
-@pytest.mark.parametrize(("gpu", "point"), LAYERS)
-def test_memory_of_a_measured_layer_is_exact(gpu, point):
+@pytest.mark.parametrize("point", LAYERS)
+def test_memory_of_a_measured_layer_is_exact(point):
     """The measured layer allocates the gradients of its weights and gathers its inputs after, not beside, a product."""
     model, sizes = Model(**{name: point[name] for name in Model.__slots__}), point["sizes"]
     tensors = Tensors(model, point["tp"], sum(point["q_lens"]))

@@ -147,7 +147,7 @@ def test_sequences_are_dealt_to_replicas_in_turn():
 INFEASIBLE = {
     "memory": ({"tokens": 32 * 131072, "context": 131072, "parallel": {"recompute": "none"}}, "stage 0 needs .* GB"),
     "heads": ({"parallel": {"tp": 16}}, "tp: expected a divisor of 8"),
-    "layers": ({"gpus": 24, "tokens": 24 * 32768, "parallel": {"tp": 8, "pp": 3}}, "pp: expected a divisor of 32 layers"),
+    "layers": ({"gpus": 24, "tokens": 24 * 32768, "parallel": {"tp": 8, "pp": 3}}, "pp: expected a divisor of 32"),
     "nodes": ({"gpus": 24, "tokens": 24 * 32768, "parallel": {"tp": 1, "cp": 12}}, "cp and dp: groups of 12 GPUs"),
     "sequences": ({"tokens": 6 * 32768, "gpus": 16, "parallel": {"dp": 4}}, "6 sequences to divide into"),
     "strategy without ranks": ({"strategy": "zigzag_ring"}, "cp: strategy zigzag_ring needs several ranks"),

@@ -47,6 +47,8 @@ class Attended:
     """Bytes that the busiest rank sends in both passes."""
     area: int
     """Unmasked pairs of one head."""
+    kept: int = 0
+    """Bytes that stay until the backward pass beyond queries, keys, values and output."""
     notes: tuple[str, ...] = ()
 
 
@@ -129,7 +131,7 @@ class Attention:
         return [
             Attended(
                 tuple({f"attention {p}": s * self.slowest[p]} for p, s in zip(PASSES, both, strict=True)),  # type: ignore[arg-type]
-                0, 0.0, int(pairs), notes,
+                0, 0.0, int(pairs), notes=notes,
             )
             for both, pairs in zip(seconds.T.tolist(), area, strict=True)
         ]  # fmt: skip
@@ -152,4 +154,4 @@ class Attention:
             exchange = max(exchange, int(schedule.memory().max()) - given)
             sent += float(schedule.bytes_sent().max())
             notes.update(dict.fromkeys(priced.notes))
-        return Attended((parts[0], parts[1]), exchange, sent, workload.area(), tuple(notes))
+        return Attended((parts[0], parts[1]), exchange, sent, workload.area(), notes=tuple(notes))

@@ -112,7 +112,9 @@ class Tensors:
         return self.shard + again + max(down, swiglu, up, attention)
 
 
-def stage_memory(model: Model, parallel: Parallel, tokens: int, stage: int, exchange: int) -> Memory:
+def stage_memory(
+    model: Model, parallel: Parallel, tokens: int, stage: int, exchange: int = 0, more: int = 0
+) -> Memory:
     """Peak memory of one stage.
 
     Args:
@@ -121,6 +123,7 @@ def stage_memory(model: Model, parallel: Parallel, tokens: int, stage: int, exch
         tokens: of the largest microbatch on a context-parallel rank.
         stage: 0 is the first.
         exchange: bytes that attention allocates beyond its inputs and output, gathered keys for example.
+        more: bytes that attention of a layer keeps beyond its inputs and output.
     """
     first, last = stage == 0, stage == parallel.pp - 1
     layers = model.layers // parallel.pp
@@ -128,7 +131,8 @@ def stage_memory(model: Model, parallel: Parallel, tokens: int, stage: int, exch
     parameters = model.layer_parameters(parallel.tp) * layers
     parameters += model.vocab // parallel.tp * model.hidden * (first + last)
     in_flight = min(parallel.microbatches, parallel.pp - stage)
-    kept = layers * tensors.kept(parallel.recompute) + (2 * tensors.shard + 3 * tensors.logits if last else 0)
+    more = 0 if parallel.recompute == "full" else more
+    kept = layers * (tensors.kept(parallel.recompute) + more) + (2 * tensors.shard + 3 * tensors.logits if last else 0)
     working = tensors.working(parallel.recompute) + exchange
     return Memory(
         weights=BF16 * parameters, gradients=FP32 * parameters,

@@ -71,24 +71,28 @@ class StepModel:
     costs: Costs
     attention: Attention
 
-    def memory(self, batch: Batch, exchange: int = 0) -> tuple[Memory, ...]:
-        """Peak memory of every stage, for the largest microbatch."""
+    def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[Memory, ...]:
+        """Peak memory of every stage, for the largest microbatch; without attention's own where that is not known."""
         tokens = max(self._tokens(documents) for replica in batch for documents in replica)
+        ends = [(one.exchange, one.kept) for replica in attended for one in replica] or [(0, 0)]
+        exchange, kept = (max(sizes) for sizes in zip(*ends, strict=True))
         stages = range(self.parallel.pp)
-        return tuple(stage_memory(self.model, self.parallel, tokens, stage, exchange) for stage in stages)
+        return tuple(stage_memory(self.model, self.parallel, tokens, stage, exchange, kept) for stage in stages)
 
-    def simulate(self, batch: Batch) -> Step:
+    def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.
 
         Args:
             batch: as many replicas and microbatches as `parallel` says.
+            attended: attention of every microbatch, where a planner has placed it; None is that of the strategy.
 
         Raises:
             InfeasibleError: it does not fit into memory, or attention cannot run like this.
         """
         self._check_memory(self.memory(batch))
-        attended = [self.attention.of(replica) for replica in batch]
-        memory = self.memory(batch, max(one.exchange for replica in attended for one in replica))
+        if attended is None:
+            attended = [self.attention.of(replica) for replica in batch]
+        memory = self.memory(batch, attended)
         self._check_memory(memory)
         seconds = self._passes(batch, attended)
         hop_s = self._hop_seconds(max(self._tokens(documents) for replica in batch for documents in replica))
@@ -179,7 +183,7 @@ class StepModel:
 
     def _update(self, stage: int, backward_s: float) -> Floats:
         """Seconds of gradients' sums and of the optimizer on a stage, ``[len(PARTS)]``."""
-        memory = stage_memory(self.model, self.parallel, self.parallel.tp, stage, 0)
+        memory = stage_memory(self.model, self.parallel, self.parallel.tp, stage)
         parameters, replicas = memory.gradients // FP32, self.parallel.replicas
         parts: list[Parts] = []
         group = self.parallel.group(self.cluster, replicas)
@@ -218,7 +222,7 @@ class StepModel:
                 total += layers * (one.sent + sent_bytes(layer, tp))
                 total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
             most = max(most, total)
-        memory, share = stage_memory(self.model, self.parallel, tp, 0, 0), 1 - 1 / self.parallel.replicas
+        memory, share = stage_memory(self.model, self.parallel, tp, 0), 1 - 1 / self.parallel.replicas
         summed = memory.gradients * (self.parallel.gradients != "none") * (1 if self.parallel.optimizer else 2)
         return most + share * (summed + memory.weights * self.parallel.optimizer)
 

@@ -174,8 +174,8 @@ def model_of(point: Point) -> str:
             return "memory-bound"
         case "gemm":
             return "matrix products"
-        case "layer_op" if point["variant"] != "eager":
-            return "gradient of the embedding" if point["kind"] == "embedding_bwd" else "memory-bound of layers"
+        case "layer_op" if point["variant"] != "eager" and point["kind"] != "embedding_bwd":
+            return "memory-bound of layers"
     return ""
 
 
@@ -248,9 +248,14 @@ def summary(rows: Sequence[Residual]) -> list[dict[str, Any]]:
 
 
 def large(point: Point) -> bool:
-    """Whether the accuracy bars count a point: 1k tokens and more, or 1 MiB and more."""
+    """Whether the accuracy bars count a point: 1k tokens and more, or 1 MiB and more.
+
+    A memory-bound op of layers has 2 bytes or more for each token and element of a row.
+    """
     if point["op"] == "attention":
         return max(sum(point["q_lens"]), sum(point["k_lens"])) >= 1000
     if point["op"] == "gemm":
         return bool(2 * point["m"] * point["n"] * point["k"] >= LEAST_FLOPS)
+    if point["op"] == "layer_op":
+        return bool(point["nbytes"] >= max(2**20, 2 * 1024 * point["width"]))
     return bool(point["nbytes"] >= 2**20)

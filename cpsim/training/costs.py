@@ -60,6 +60,18 @@ class Costs:
             total.update(self._known[op])
         return total
 
+    def notes(self, ops: Iterable[Op]) -> tuple[str, ...]:
+        """What about these ops lies outside of the measured range."""
+        found: dict[str, None] = {}
+        most = self.profile.valid.get("matrix products", (0.0, 0.0))[1]
+        for op in ops:
+            talk = op.beside if isinstance(op, Gemm) else op
+            if isinstance(op, Gemm) and op.flops > most:
+                found[f"matrix products of {op.flops / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}"] = None
+            if isinstance(talk, Collective):
+                found.update(dict.fromkeys(self.profile.collective_notes(talk.kind, talk.nbytes, self.tp)))
+        return tuple(found)
+
     def slowest(self, spread: float) -> float:
         """Time of the slowest GPU over that of the mean one, where GPUs differ by `spread`."""
         return 1.0 + spread * expected_maximum(self.num_gpus)

@@ -95,7 +95,8 @@ class StepModel:
         memory = self.memory(batch, attended)
         self._check_memory(memory)
         seconds = self._passes(batch, attended)
-        hop_s = self._hop_seconds(max(self._tokens(documents) for replica in batch for documents in replica))
+        tokens = max(self._tokens(documents) for replica in batch for documents in replica)
+        hop_s, ops = self._hop_seconds(tokens), Ops(self.model, self.parallel.tp, tokens)
         run = one_f_one_b if self.parallel.schedule == "1f1b" else same_phase
         pipeline = run(seconds.sum(axis=-1), hop_s)
         end, last = self._updates(pipeline, seconds)
@@ -106,7 +107,8 @@ class StepModel:
             busy=dict(zip(PARTS, (seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) + last).tolist(), strict=True)),
             memory=memory, flops=self._flops(batch, attended), sent=self._sent(batch, attended),
             imbalance=float(work.max() / work.mean()),
-            notes=tuple(dict.fromkeys(note for replica in attended for one in replica for note in one.notes)),
+            notes=tuple(dict.fromkeys((*self.costs.notes(ops.forward() + ops.backward() + ops.loss()),
+                                       *(note for replica in attended for one in replica for note in one.notes)))),
         )  # fmt: skip
 
     def _tokens(self, documents: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """How to cut a training step: tries degrees of parallelism and strategies that fit into memory, and says why.
 
 Every way to cut is simulated whole. Of the strategies of context parallelism that one is taken for each tensor- and
-context-parallel degree which is fastest on the sequences with the most and the median work; of the kinds of
-recomputation the least that fits into memory.
+context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of the kinds
+of recomputation the least that fits into memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from cpsim.predictor import Case, look_up, step_prediction
 from cpsim.scenario import ParallelSection, Scenario
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES
-from cpsim.training.attention import Attended
 from cpsim.training.parallel import Parallel, Recompute
 from cpsim.training.step import Step, deal
 
@@ -148,32 +147,28 @@ def _try(
 
 
 def _choice(parallel: Parallel, steps: StepCase) -> Choice:
-    """The strategy that is fastest on two sequences, or the one that the scenario names."""
+    """The strategy that is fastest on the microbatch with the most work, or the one that the scenario names."""
     scenario = steps.scenario
     if parallel.cp == 1:
         return "none", {}
     batch = deal(steps.sequences(parallel), parallel)
-    by_work = sorted((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
-    sample = [by_work[-1], by_work[len(by_work) // 2]]
+    heaviest = max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
     choices: list[tuple[float, int, Choice]] = []
     refused: list[str] = []
     names = [scenario.strategy] if scenario.strategy else [n for n in STRATEGIES if n not in ("none", *SLOW_PLANS)]
     for name in names:
         try:
             attention = steps.model(parallel, name, scenario.knobs).attention
-            workload = attention.workload(sample[0])
+            workload = attention.workload(heaviest)
             for knobs in [scenario.knobs] if scenario.knobs else STRATEGIES[name].knobs(workload, attention.cluster):
-                attended = steps.model(parallel, name, knobs).attention.of(sample)
-                choices.append((sum(map(_seconds, attended)), len(choices), (str(name), dict(knobs))))
+                attended = steps.model(parallel, name, knobs).attention.of([heaviest])[0]
+                seconds = sum(sum(parts.values()) for parts in attended.parts)
+                choices.append((seconds, len(choices), (str(name), dict(knobs))))
         except InfeasibleError as reason:
             refused.append(f"{name}: {reason}")
     if not choices:
         raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
     return min(choices)[2]
-
-
-def _seconds(attended: Attended) -> float:
-    return sum(sum(parts.values()) for parts in attended.parts)
 
 
 def _ranked(found: Sequence[tuple[Parallel, Prediction, Step]]) -> tuple[StepCandidate, ...]:

@@ -1,5 +1,6 @@
 """Whole training steps: what they consist of, who waits for whom, and what `advise --step` makes of them."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -171,6 +172,13 @@ def test_a_prediction_of_a_step_has_an_interval_and_says_what_it_rests_on():
     assert found.time_s_low < found.time_s < found.time_s_high
     assert found.tflops_per_gpu == pytest.approx(step().flops / 32 / found.time_s / 1e12)
     assert any("published" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", dataclasses.asdict(MODELS["llama3-70b"])], ids=["name", "dimensions"])
+def test_a_step_survives_a_round_trip(model):
+    scenario = scenario_from(STEP | {"model": model})
+    assert scenario_from(json.loads(json.dumps(scenario.to_dict()))) == scenario
+    assert scenario.heads == scenario.dimensions().heads
 
 
 def test_a_profile_without_layers_says_how_to_measure_them():

@@ -29,7 +29,7 @@ SLOW_PLANS: Final = ("dcp",)
 ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "matrix products": ("matrix products",),
     "attention": ("attention fwd", "attention bwd"),
-    "memory-bound ops": ("memory-bound of layers", "memory-bound"),
+    "memory-bound ops": ("elementwise of layers", "memory-bound"),
     "communication": ("collective", "transfer", "collective between nodes", "transfer between nodes", "interference"),
 }
 """What a GPU's time goes to, by cost models."""

@@ -30,7 +30,7 @@ MODELS = (
     *(f"attention {pass_} {kernel}" for kernel in ("fa4", "fa2", "cudnn", "sdpa_flash") for pass_ in ("fwd", "bwd")),
     "memory-bound",
     "matrix products",
-    "memory-bound of layers",
+    "elementwise of layers",
     *NETWORK,
 )  # fmt: skip
 RING = {

@@ -9,6 +9,8 @@ from cpsim.calibrate.fit_layers import fit_layers
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.shipped import DATA
+from cpsim.calibrate.standin import from_data_sheet
+from cpsim.cluster import load_cluster
 from cpsim.models.gemm import FITTED, GemmParams, gemm_seconds
 
 H200 = load_profile("h200")
@@ -77,6 +79,15 @@ def test_the_fit_finds_the_parameters_that_made_noisy_points():
 def test_a_profile_without_measured_layers_has_none():
     assert fit_layers([], 132, H200.elementwise) is None
     assert load_profile("a100").layers is None
+
+
+def test_a_profile_of_the_same_gpu_lends_its_layers_and_a_data_sheet_scales_them():
+    h100, b200 = load_profile("h100"), load_cluster("dgx-b200").gpu
+    assert load_profile("h100-fa3").layers == h100.layers
+    sheet = from_data_sheet(b200, H200).layers
+    rate = (sheet.gemm.num_sms / sheet.gemm.flop_s) / (H200.layers.gemm.num_sms / H200.layers.gemm.flop_s)
+    assert rate == pytest.approx(b200.peak_flops_per_s / load_cluster("dgx-h200").gpu.peak_flops_per_s)
+    assert sheet.ops.bandwidth_bytes_per_s["swiglu"] > 1.5 * H200.layers.ops.bandwidth_bytes_per_s["swiglu"]
 
 
 def test_products_of_an_h200_that_were_not_fitted_are_within_3_percent_on_average():

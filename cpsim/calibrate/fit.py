@@ -148,7 +148,8 @@ def _completed(
     parts = {
         "memory-bound kernels": "elementwise" not in ops, "network": not {"collective", "transfer"} <= ops,
         "host launches": "host" not in ops, "interference": not profile.interference.computation,
-        "power": not profile.load, f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
+        "power": not profile.load, "layers": not profile.layers and stand_in.layers(profile.gpu) is not None,
+        f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
     }  # fmt: skip
     borrowed = [part for part, missing in parts.items() if missing]
     models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {
@@ -168,6 +169,7 @@ def _completed(
         attention={**spare, **profile.attention},
         interference=profile.interference if profile.interference.computation else theirs.interference,
         load=profile.load or theirs.load,
+        layers=profile.layers or stand_in.layers(profile.gpu),
         sigma={**profile.sigma, **{m: stand_in.sigma(m) for m in models - measured_models}},
         valid=dict(sorted({**theirs.valid, **profile.valid}.items())),
         provenance=(*profile.provenance, source) if borrowed else profile.provenance,

@@ -175,7 +175,7 @@ def model_of(point: Point) -> str:
         case "gemm":
             return "matrix products"
         case "layer_op" if point["variant"] != "eager" and point["kind"] != "embedding_bwd":
-            return "memory-bound of layers"
+            return "elementwise of layers"
     return ""
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Parts = Mapping[str, float]
 """Seconds by cost model: a key of PARTS."""
-PARTS: Final = (*GROUPS, "matrix products", "memory-bound of layers")
+PARTS: Final = (*GROUPS, "matrix products", "elementwise of layers")
 LIKE_PRODUCTS: Final = "fa4 fwd"
 """What products lose beside communication was measured with this kernel: it keeps tensor cores as busy."""
 
@@ -82,7 +82,7 @@ class Costs:
                 return self._product(op)
             case Sweep():
                 seconds = float(elementwise_seconds(self.layers.ops, op.kind, op.nbytes))
-                return {"memory-bound of layers": seconds}
+                return {"elementwise of layers": seconds}
             case Collective():
                 return {"collective": self._collective(op)}
 

@@ -151,8 +151,14 @@ def advise(
     file: OneScenario,
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a report to this file; it opens offline.")] = None,
+    step: Annotated[bool, typer.Option("--step", help="Cut a whole training step: tp, pp, dp, cp, strategy.")] = False,
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
+    if step:
+        if html:
+            raise CpsimError("advise: --html has no page for training steps; leave it out")
+        _advise_step(file, as_json)
+        return
     from cpsim.predictor import advise as ask
     from cpsim.report.words import recommendation
     from cpsim.scenario import load_scenario
@@ -177,6 +183,20 @@ def advise(
             lengths = predict_lengths(advice, progress)
         write_report(html, advice, lengths)
         print(f"Report written to {html}", file=sys.stderr)
+
+
+def _advise_step(file: Path, as_json: bool) -> None:
+    from cpsim.report.steps import step_advice_record, step_advice_view
+    from cpsim.scenario import load_scenario
+    from cpsim.step_advice import advise_step
+
+    scenario = load_scenario(file)
+    with _progress("Cutting the step") as progress:
+        advice = advise_step(scenario, progress)
+    if as_json:
+        print(json.dumps(step_advice_record(advice), indent=1))
+    else:
+        _stdout().print(step_advice_view(advice))
 
 
 @app.command()

@@ -16,13 +16,16 @@ from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
-from cpsim.models.price import GROUPS, Priced, Pricing
+from cpsim.models.price import GROUPS, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
 from cpsim.schedule import Planning
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
+from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES, Knobs, plan
+from cpsim.training.costs import PARTS
+from cpsim.training.step import Step
 from cpsim.workload import Workload
 
 Item = TypeVar("Item")
@@ -42,7 +45,7 @@ CHUNK: Final = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Case:
+class Case:
     """A scenario with everything looked up that its passes share."""
 
     scenario: Scenario
@@ -77,7 +80,11 @@ def predict(scenario: Scenario) -> Prediction:
         InfeasibleError: the strategy cannot run it; the message says why.
         ProfileError: there are no costs for its GPU or kernel.
     """
-    return _predict(_look_up(scenario))
+    case = look_up(scenario)
+    if scenario.model is None:
+        return _predict(case)
+    steps = StepCase(scenario, case.cluster, case.profile)
+    return step_prediction(case, steps.simulate(steps.parallel(), str(scenario.strategy), scenario.knobs))
 
 
 def predict_many(
@@ -148,19 +155,21 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
         ScenarioError: the scenario asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
     """
+    if scenario.model is not None:
+        raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
     support = implementation(scenario.implementation).support
     names = [name for name in STRATEGIES if support is None or name in support]
     names = ["none"] if scenario.gpus == 1 else names
     if scenario.strategy is not None:
         names = [scenario.strategy]
-    case = _look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
+    case = look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
     tries, infeasible = _tries(names, case, asked=scenario.strategy is not None)
     found: list[tuple[Prediction, Prediction]] = []
     for done, (name, knobs) in enumerate(tries, 1):
         asked = case.scenario.model_copy(update={"strategy": name, "knobs": dict(knobs)})
         try:
             forward, backward = (
-                _predict(_Case(asked.model_copy(update={"pass_": p}), case.workload, case.cluster, case.profile))
+                _predict(Case(asked.model_copy(update={"pass_": p}), case.workload, case.cluster, case.profile))
                 for p in ("fwd", "bwd")
             )
             found.append((forward, backward))
@@ -177,7 +186,7 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
     )
 
 
-def _tries(names: Sequence[str], case: _Case, asked: bool) -> tuple[list[tuple[str, Knobs]], list[Infeasible]]:
+def _tries(names: Sequence[str], case: Case, asked: bool) -> tuple[list[tuple[str, Knobs]], list[Infeasible]]:
     """Strategies with the knobs to try, and those that are not worth trying unless the user asked for them."""
     tries: list[tuple[str, Knobs]] = []
     left_out: list[Infeasible] = []
@@ -191,7 +200,7 @@ def _tries(names: Sequence[str], case: _Case, asked: bool) -> tuple[list[tuple[s
     return tries, left_out
 
 
-def _knobs(name: str, case: _Case) -> Sequence[Knobs]:
+def _knobs(name: str, case: Case) -> Sequence[Knobs]:
     if case.scenario.knobs:
         return (case.scenario.knobs,)
     if case.code.support is not None:
@@ -224,7 +233,7 @@ def _rank(
     return tuple(sorted(candidates, key=lambda c: c.total_s))
 
 
-def _look_up(scenario: Scenario) -> _Case:
+def look_up(scenario: Scenario) -> Case:
     if scenario.strategy is None:
         raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got none; or use advise")
     implementation(scenario.implementation)
@@ -236,10 +245,10 @@ def _look_up(scenario: Scenario) -> _Case:
             f"machine to assume, e.g. profile: h200, or {DATA_SHEET} for {SHEET_BASE}'s scaled by data sheets"
         )
     profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
-    return _Case(scenario, scenario.workload(), cluster, profile)
+    return Case(scenario, scenario.workload(), cluster, profile)
 
 
-def _predict(case: _Case) -> Prediction:
+def _predict(case: Case) -> Prediction:
     scenario, cluster = case.scenario, case.cluster
     case.code.check_kernel(scenario.kernel)
     pricing = case.pricing()
@@ -259,7 +268,7 @@ def _predict(case: _Case) -> Prediction:
         priced = pricing.price(schedule)
         timeline = simulate(schedule, priced.work)
         timelines[pass_] = timeline
-        for name, seconds in _parts(timeline, priced).items():
+        for name, seconds in priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s).items():
             parts[name] += seconds
         notes.update(dict.fromkeys(priced.notes))
         sent += schedule.bytes_sent()
@@ -288,19 +297,28 @@ def _predict(case: _Case) -> Prediction:
     )
 
 
-def _parts(timeline: Timeline, priced: Priced) -> Mapping[str, float]:
-    """Seconds of the critical path by cost model: ops as long as they take alone, what they lose to others running
-    beside them, and what is not covered by ops, where ranks waited for the host."""
-    path = timeline.critical_path()
-    alone = priced.work.duration_s[path]
-    by_group = np.bincount(priced.group[path], weights=alone, minlength=len(GROUPS))
-    lost = (timeline.end_s[path] - timeline.start_s[path] - alone).sum()
-    by_group[GROUPS.index("interference")] = max(0.0, float(lost))
-    by_group[GROUPS.index("host")] = timeline.makespan_s - by_group.sum()
-    return dict(zip(GROUPS, by_group.tolist(), strict=True))
+def step_prediction(case: Case, step: Step) -> Prediction:
+    """A simulated training step as a prediction, with its interval; it has no timelines."""
+    scenario = case.scenario
+    draws = _draw({name: step.parts[name] for name in PARTS}, step.time_s, case)
+    return Prediction(
+        scenario=scenario,
+        time_s=step.time_s,
+        time_s_low=float(np.quantile(draws, 0.05)),
+        time_s_high=float(np.quantile(draws, 0.95)),
+        draws_s=tuple(draws.tolist()),
+        tflops_per_gpu=step.flops / scenario.gpus / step.time_s / 1e12,
+        exposed_comm_s=sum(seconds for name, seconds in step.parts.items() if name.startswith(("coll", "transfer"))),
+        bytes_sent_per_gpu=step.sent,
+        peak_memory_bytes=step.peak_memory_bytes,
+        planning_s=0.0,
+        parts_s={name: seconds for name, seconds in step.parts.items() if seconds > 0},
+        notes=tuple(dict.fromkeys((*_grades(case), *scenario.notes(), *step.notes, *_network_notes(case.cluster)))),
+        timelines={},
+    )
 
 
-def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
+def _draw(parts: Mapping[str, float], total: float, case: Case) -> Floats:
     """Sampled times: every cost model's error scales its share of the critical path.
 
     The derivative of a makespan with respect to a duration is 1 on the critical path and 0 elsewhere, so this is
@@ -309,8 +327,9 @@ def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
     run-to-run noise is its own, too. What is known of a network between nodes is wrong in the same way for all.
     """
     label = f"{case.scenario.strategy} {sorted(case.scenario.knobs.items())} {case.scenario.pass_}"
-    common = np.random.default_rng(20251019).standard_normal((len(GROUPS), NUM_DRAWS))
-    own = np.random.default_rng(list(label.encode())).standard_normal((len(GROUPS) + 1, NUM_DRAWS))
+    label += f" {case.scenario.parallel}" if case.scenario.model else ""
+    common = np.random.default_rng(20251019).standard_normal((len(parts), NUM_DRAWS))
+    own = np.random.default_rng(list(label.encode())).standard_normal((len(parts) + 1, NUM_DRAWS))
     times = np.zeros(NUM_DRAWS)
     for i, (name, seconds) in enumerate(parts.items()):
         if seconds == 0.0:  # a kernel may lack the model of a pass that is not asked for
@@ -322,7 +341,7 @@ def _draw(parts: Mapping[str, float], total: float, case: _Case) -> Floats:
     return np.asarray(times * np.exp(noise) if total > 0 else times)
 
 
-def _sigma(group: str, case: _Case) -> float:
+def _sigma(group: str, case: Case) -> float:
     fabric = case.cluster.fabric
     if group.endswith("between nodes"):
         if fabric is None:
@@ -335,7 +354,7 @@ def _sigma(group: str, case: _Case) -> float:
     return float(case.profile.sigma[group])
 
 
-def _grades(case: _Case) -> tuple[str, ...]:
+def _grades(case: Case) -> tuple[str, ...]:
     """What the costs rest on, in words."""
     profile = case.profile
     grade = f"costs on the GPU: profile {profile.name}, {profile.grade}"

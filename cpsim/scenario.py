@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -12,8 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cpsim.cluster import Cluster, load_cluster, presets
 from cpsim.documents import draw_documents
 from cpsim.errors import ScenarioError
-from cpsim.files import explain, read_documents, shown, take_schema
+from cpsim.files import explain, nearest, read_documents, shown, take_schema
 from cpsim.mask_names import MASK_NAMES, Options, read_mask
+from cpsim.training.model import MODELS, Model
+from cpsim.training.parallel import Gradients, Parallel, PipelineSchedule, Recompute
 from cpsim.workload import Workload
 
 Strategy = Literal[
@@ -47,6 +50,61 @@ class DocumentDraw(BaseModel):
     """Shorter documents are padded to it [tokens]."""
 
 
+Degree = Annotated[int, Field(ge=1, le=100_000)]
+
+
+class ParallelSection(BaseModel):
+    """How a training step is cut; see ``cpsim.training.parallel``. ``advise --step`` tries what is left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tp: Degree | None = None
+    pp: Degree | None = None
+    dp: Degree | None = None
+    """None is what the other degrees leave."""
+    cp: Degree | None = None
+    microbatches: Degree | None = None
+    """Of a replica; None is one for every sequence of the replica."""
+    recompute: Recompute | None = None
+    schedule: PipelineSchedule = "1f1b"
+    gradients: Gradients = "overlapped"
+    optimizer: bool = True
+
+    def parallel(self, gpus: int, sequences: int) -> Parallel:
+        """All degrees, those left out as plain as can be: 1, and nothing computed again.
+
+        Args:
+            gpus: of the step; data parallelism takes what the other degrees leave.
+            sequences: of the step, one for every microbatch where microbatches are left out.
+
+        Raises:
+            ScenarioError: the degrees do not multiply to the GPUs.
+        """
+        tp, pp, cp = self.tp or 1, self.pp or 1, self.cp or 1
+        dp = self.dp or max(1, gpus // (tp * pp * cp))
+        if tp * pp * cp * dp != gpus:
+            raise ScenarioError(f"parallel: expected tp x pp x cp x dp = {gpus} GPUs, got {tp} x {pp} x {cp} x {dp}")
+        return Parallel(
+            tp=tp, pp=pp, dp=dp, cp=cp, microbatches=self.microbatches or max(1, sequences // dp),
+            recompute=self.recompute or "none", schedule=self.schedule, gradients=self.gradients,
+            optimizer=self.optimizer,
+        )  # fmt: skip
+
+
+class ModelSection(BaseModel):
+    """Dimensions of a model without a name; see ``cpsim.training.model.Model``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    layers: Annotated[int, Field(ge=1, le=10_000)]
+    hidden: Annotated[int, Field(ge=1, le=10**6)]
+    heads: Annotated[int, Field(ge=1, le=65536)]
+    kv_heads: Annotated[int, Field(ge=1, le=65536)]
+    head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
+    ffn: Annotated[int, Field(ge=1, le=10**7)]
+    vocab: Annotated[int, Field(ge=1, le=10**8)]
+
+
 class Scenario(BaseModel):
     """One case: which strategy, on what, over which tokens. Fields are those of the file."""
 
@@ -76,6 +134,12 @@ class Scenario(BaseModel):
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
     protocol: Literal["synced", "streamed"] = "synced"
+    model: Literal["llama3-8b", "llama-34b", "llama3-70b"] | ModelSection | None = None
+    """Of a whole training step: a name or dimensions, which give heads and head_dim; None is attention alone."""
+    context: Tokens | None = None
+    """Of a training step: tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
+    parallel: ParallelSection | None = None
+    """Of a training step: how it is cut."""
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +160,43 @@ class Scenario(BaseModel):
     def mask_options(self) -> Options:
         """Options of the mask that are no defaults."""
         return read_mask(self.mask)[1]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_of_model(cls, data: Any) -> Any:
+        """Heads and head_dim are those of the model, where there is one."""
+        if not isinstance(data, Mapping) or data.get("model") is None:
+            return data
+        model = data["model"]
+        given = asdict(MODELS[model]) if isinstance(model, str) and model in MODELS else model
+        names = ("heads", "kv_heads", "head_dim") if isinstance(given, Mapping) else ()
+        known = {name: given[name] for name in names if name in given}
+        for name, value in known.items():
+            if data.get(name, value) != value:
+                raise ValueError(f"{name}: expected {value}, that of the model, got {shown(data[name])}; leave it out")
+        return {**data, **known}
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _read_model(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            try:
+                return ModelSection.model_validate(value)
+            except ValidationError as error:
+                raise ValueError(explain(error, ModelSection.model_fields)) from None
+        if value is not None and not isinstance(value, ModelSection) and value not in MODELS:
+            raise ValueError(f"expected dimensions or a name, got {shown(value)}; {nearest(value, MODELS)}")
+        return value
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _read_parallel(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        try:
+            return ParallelSection.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(explain(error, ParallelSection.model_fields)) from None
 
     @field_validator("documents", mode="before")
     @classmethod
@@ -148,7 +249,26 @@ class Scenario(BaseModel):
                 f"documents: expected lengths that sum to {total} tokens, got {sum(self.documents)}; "
                 "change the last length or tokens"
             )
+        self._check_step()
         return self
+
+    def _check_step(self) -> None:
+        if self.model is None:
+            for name in ("context", "parallel"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
+            return
+        if self.pass_ != "fwd_bwd":
+            raise ValueError(f"pass: a training step has both, expected fwd_bwd, got {self.pass_}")
+        if self.dtype != "bf16":
+            raise ValueError(f"dtype: training steps were measured in bf16, got {self.dtype}")
+        if self.context is not None and self.num_tokens % self.context:
+            raise ValueError(f"context: expected a divisor of {self.num_tokens} tokens, got {self.context}")
+
+    def dimensions(self) -> Model:
+        """The model of a training step."""
+        assert self.model is not None
+        return MODELS[self.model] if isinstance(self.model, str) else Model(**self.model.model_dump())
 
     def workload(self) -> Workload:
         """The attention problem, its documents drawn.

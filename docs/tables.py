@@ -29,6 +29,8 @@ NETWORK = (
 MODELS = (
     *(f"attention {pass_} {kernel}" for kernel in ("fa4", "fa2", "cudnn", "sdpa_flash") for pass_ in ("fwd", "bwd")),
     "memory-bound",
+    "matrix products",
+    "elementwise of layers",
     *NETWORK,
 )  # fmt: skip
 RING = {

@@ -20,8 +20,8 @@ from cpsim.distca.kernel import flash_attention_4
 from cpsim.distca.planning import schedule
 from cpsim.distca.tasks import TokenBytes, dispatch
 from cpsim.models.price import Pricing
-from cpsim.predictor import advise, predict_many
-from cpsim.scenario import Scenario, load_scenario
+from cpsim.predictor import advise, predict, predict_many
+from cpsim.scenario import Scenario, load_scenario, scenario_from
 from cpsim.schedule import Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
@@ -210,3 +210,22 @@ def test_schedule_a_batch_of_512_gpus(benchmark, variant, num_tasks):
     assert benchmark.pedantic(planned, rounds=3) == num_tasks
     if benchmark.stats:
         assert benchmark.stats.stats.median < 1
+
+
+@pytest.mark.benchmark(group="30 training steps of 34B on 512 GPUs, 64 sequences of 131,072 tokens")
+def test_training_steps(benchmark):
+    fields = {
+        "gpus": 512, "cluster": "dgx-h200", "tokens": 64 * 131072, "context": 131072, "model": "llama-34b",
+        "kernel": "fa2", "mask": "causal_document", "strategy": "allgather",
+        "parallel": {"tp": 8, "pp": 2, "cp": 4, "recompute": "mlp"},
+    }  # fmt: skip
+
+    def steps(count):
+        draws = [{"distribution": "distca_prolong", "seed": seed} for seed in range(count)]
+        return [predict(scenario_from(fields | {"documents": draw})) for draw in draws]
+
+    steps(1)  # compiles
+    found = benchmark.pedantic(lambda: steps(30), rounds=1)
+    assert len({prediction.time_s for prediction in found}) == 30
+    if benchmark.stats:
+        assert benchmark.stats.stats.median < 60

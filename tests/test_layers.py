@@ -26,7 +26,7 @@ ALLOWED = {
     "documents": CORE,
     "cluster": CORE,
     "workload": CORE | {"masks", "mask_names", "mask_shapes", "stripes"},
-    "scenario": CORE | {"mask_names", "documents", "workload", "cluster"},
+    "scenario": CORE | {"mask_names", "documents", "workload", "cluster", "training.model", "training.parallel"},
     "tiles": {"masks"},
     "schedule": {"masks", "stripes", "tiles", "errors"},
     "builder": {"masks", "tiles", "schedule"},
@@ -39,6 +39,10 @@ ALLOWED = {
     "models": CORE | {"distca", "masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
     "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
+    "training": CORE
+    | {"cluster", "workload", "implementations", "schedule", "strategies", "sim", "models", "calibrate.profile"},
+    "steps": CORE | {"scenario", "cluster", "implementations", "calibrate.profile", "training"},
+    "step_advice": CORE | {"scenario", "prediction", "predictor", "steps", "strategies", "training"},
     "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
@@ -50,16 +54,16 @@ ALLOWED = {
     "predictor": CORE
     | CASE
     | PLAN
-    | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation"},
+    | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation", "steps", "training"},
     "report": CORE
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
-    | {"kernels", "support", "reproduce"},
+    | {"kernels", "support", "reproduce", "step_advice", "training"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations"},
+    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations", "step_advice"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

@@ -21,9 +21,11 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares, lsq_linear
 
 from cpsim.block_masks import BANDS, CELLS
+from cpsim.calibrate.fit_layers import fit_layers, latency_and_bandwidth
 from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import (
+    MEMORY_BOUND_OPS,
     Residual,
     large,
     measured,
@@ -86,6 +88,8 @@ def fit_profile(
         raise ProfileError("a profile needs collective points: add a file of real.measure_network, or give --base")
     rest = [m for m in measurements if m not in kernels and m not in networks]
     further = [m for m in kernels if m not in networks and not all(map(_is_common, m.of("attention")))]
+    further += [m for m in measurements if m.of("gemm")]
+    rest = [m for m in rest if m not in further]
     sources = [m for m in [*kernels, *(m for m in networks if m not in kernels), *rest] if m not in further]
     sources += further  # last, so that the folds of the others stay as they were without
     everything = current(sources, gpus[0])
@@ -106,6 +110,7 @@ def fit_profile(
             load=_load([p for p in everything if p["op"] == "power"]), sigma={},
             valid=_valid(points), covariance=covariance, held_out=(),
             provenance=tuple(_source(m, gpus[0]) for m in sources),
+            layers=fit_layers(chosen, num_sms, copies),
         )  # fmt: skip
 
     by_fold: list[list[Residual]] = []
@@ -143,7 +148,8 @@ def _completed(
     parts = {
         "memory-bound kernels": "elementwise" not in ops, "network": not {"collective", "transfer"} <= ops,
         "host launches": "host" not in ops, "interference": not profile.interference.computation,
-        "power": not profile.load, f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
+        "power": not profile.load, "layers": not profile.layers and stand_in.layers(profile.gpu) is not None,
+        f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
     }  # fmt: skip
     borrowed = [part for part, missing in parts.items() if missing]
     models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {
@@ -163,6 +169,7 @@ def _completed(
         attention={**spare, **profile.attention},
         interference=profile.interference if profile.interference.computation else theirs.interference,
         load=profile.load or theirs.load,
+        layers=profile.layers or stand_in.layers(profile.gpu),
         sigma={**profile.sigma, **{m: stand_in.sigma(m) for m in models - measured_models}},
         valid=dict(sorted({**theirs.valid, **profile.valid}.items())),
         provenance=(*profile.provenance, source) if borrowed else profile.provenance,
@@ -187,7 +194,8 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         p
         for m in measurements
         for p in _on_mean_host(m, stepped, speeds.get(m.source, 1.0))
-        if not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
+        if not (p["op"] in ("gemm", "layer_op") and m.header["gpu"] != gpu)
+        and not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
@@ -258,10 +266,10 @@ def folds(points: Sequence[Point]) -> NDArray[np.int64]:
             shape = [p[name] for name in ("q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen")]
             shape += [p["mask"], p["options"]] if "mask" in p else []
             fold[i] = zlib.crc32(json.dumps(shape).encode()) % FOLDS
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, str], list[int]] = {}
     for i, p in enumerate(points):
-        if p["op"] == "elementwise":
-            kinds.setdefault(p["kind"], []).append(i)
+        if p["op"] in MEMORY_BOUND_OPS and model_of(p):
+            kinds.setdefault((p["op"], p["kind"]), []).append(i)
     for mine in kinds.values():
         if len(set(fold[mine].tolist())) == 1:
             fold[mine] = -1
@@ -501,15 +509,8 @@ def _elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elementwi
     latency, bandwidth = {}, {}
     for kind in sorted({p["kind"] for p in points}):
         mine = [p for p in points if p["kind"] == kind]
-        nbytes, times = np.array([p["nbytes"] for p in mine], float), measured(mine)
-
-        def error(x: Floats, nbytes: Floats = nbytes, times: Floats = times) -> Floats:
-            return np.asarray(np.log((np.exp(x[0]) + nbytes / np.exp(x[1])) / times))
-
-        fastest = float((nbytes / times).max())
-        start = np.log([4e-6, 2.5e12 if fastest > 2.5e11 else fastest])  # a GPU, or a CPU
-        fit = least_squares(error, start, loss="soft_l1", f_scale=0.05)
-        latency[kind], bandwidth[kind] = np.exp(fit.x).tolist()
+        nbytes = np.array([p["nbytes"] for p in mine], float)
+        latency[kind], bandwidth[kind] = latency_and_bandwidth(nbytes, measured(mine))
     return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
 
@@ -823,6 +824,8 @@ def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
             note(f"{key} head_dim", p["head_dim"], p["head_dim"])
             if (rule := _rule_of(p)) is not None:
                 note(f"{key} rule", rule, rule)
+        elif p["op"] == "gemm":
+            note("matrix products", flops := 2 * p["m"] * p["n"] * p["k"], flops)
         elif p["op"] in ("collective", "transfer", "elementwise"):
             key = {"elementwise": "memory-bound", "transfer": "transfer"}.get(p["op"], f"collective {p['kind']}")
             note(key, p["nbytes"], p["nbytes"])
@@ -850,6 +853,7 @@ def _source(m: Measurements, gpu: str) -> dict[str, Any]:
     use = "network, host launches of communication, interference" if m.of("collective") else "launches, power, copies"
     use = "interference" if m.of("waiting") else use
     use = "kernels" if m.of("attention") else use
+    use = "matrix products and memory-bound ops of layers" if m.of("gemm") else use
     use = "everything" if m.of("attention") and m.of("collective") else use
     if m.header["gpu"] != gpu:
         use += f" (stands in for {gpu}: same NVLink generation)"

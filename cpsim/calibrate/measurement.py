@@ -9,6 +9,10 @@ of the processes until it was written) and the parameters of its op:
                   are its documents
     memory        the same, and peak_bytes: inputs of a call and all that is allocated until it ends
     elementwise   kind, nbytes (read and written)
+    gemm          kind (forward, dgrad or wgrad of a linear layer), m, n, k: a product [m, k] x [k, n] in bf16
+    layer_op      a memory-bound op of transformer layers: kind, variant, width (elements of a row), nbytes
+    layer         forward and backward pass of one layer of one tensor-parallel rank: model, tp, q_lens, kernel,
+                  recompute, variant, sizes: saved_bytes (kept between the passes) and peak_bytes, without weights
     host          kind (wall seconds that the host spends on one launch)
     collective    kind, num_ranks, nbytes (S of nccl-tests)
     transfer      kind, num_ranks, nbytes (per message)
@@ -82,7 +86,8 @@ class Writer:
 
 _IDENTITY = (
     "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
-    "variant", "which", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options",
+    "variant", "which", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options", "m", "n", "k",
+    "width", "model", "tp", "recompute",
 )  # fmt: skip
 
 

@@ -21,11 +21,21 @@ from cpsim.models.attention import Anatomy, AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
 from cpsim.models.discrepancy import Discrepancy
 from cpsim.models.elementwise import ElementwiseParams
+from cpsim.models.gemm import GemmParams
 from cpsim.models.host import HostParams
 from cpsim.models.interference import InterferenceParams
 
 SCHEMA = 3
 FOLDER = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCosts:
+    """What layers of a transformer consist of besides attention."""
+
+    gemm: GemmParams
+    ops: ElementwiseParams
+    """Memory-bound ops by kind of `cpsim.training.layer.OP_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +69,8 @@ class Profile:
     rms, and covered, the share inside the 90 % interval that other such points give."""
     provenance: tuple[Mapping[str, Any], ...]
     """Header of every measurement file behind it, and what each was used for."""
+    layers: LayerCosts | None = None
+    """None where nobody measured them."""
 
     def attention_params(self, kernel: str, pass_: str) -> AttentionParams:
         """Parameters of one kernel and pass (`fwd` or `bwd`).
@@ -196,7 +208,12 @@ def _build(data: dict[str, Any]) -> Profile:
         sigma={k: float(v) for k, v in data["sigma"].items()},
         valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
         covariance=data["covariance"], held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
+        layers=_layer_costs(data["layers"]) if "layers" in data else None,
     )  # fmt: skip
+
+
+def _layer_costs(value: dict[str, Any]) -> LayerCosts:
+    return LayerCosts(gemm=GemmParams(**value["gemm"]), ops=ElementwiseParams(**value["ops"]))
 
 
 def _attention_params(value: dict[str, Any]) -> AttentionParams:
@@ -235,7 +252,8 @@ def to_json(profile: Profile) -> str:
             value = {" ".join(key): _attention_data(params) for key, params in value.items()}
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
-        data[field.name] = value
+        if value is not None:
+            data[field.name] = value
     return json.dumps(_rounded(data), indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 

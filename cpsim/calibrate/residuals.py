@@ -20,6 +20,7 @@ from cpsim.models.attention import AttentionParams, calls, listed_calls
 from cpsim.models.blocks import FEATURES
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.gemm import gemm_seconds
 from cpsim.models.power import settled_seconds
 
 Floats = NDArray[np.float64]
@@ -40,6 +41,9 @@ class Residual:
     point: Point
 
 
+MEMORY_BOUND_OPS = ("elementwise", "layer_op")
+LEAST_FLOPS = 1e10
+"""Products of less are smaller than those of a layer of 1k tokens."""
 PART_BYTES = 16
 """Parts of a collective that are no multiples of it take NCCL's slow path; real buffers are multiples."""
 
@@ -50,7 +54,7 @@ def measured(points: Sequence[Point]) -> Floats:
     Some of those are so short that the host did not keep the queue full; its gaps only ever lengthen a sample.
     """
     return np.array(
-        [np.quantile(point["samples_s"], 0.25 if point["op"] == "elementwise" else 0.5) for point in points]
+        [np.quantile(point["samples_s"], 0.25 if point["op"] in MEMORY_BOUND_OPS else 0.5) for point in points]
     )
 
 
@@ -168,6 +172,10 @@ def model_of(point: Point) -> str:
             return "transfer"
         case "elementwise":
             return "memory-bound"
+        case "gemm":
+            return "matrix products"
+        case "layer_op" if point["variant"] != "eager" and point["kind"] != "embedding_bwd":
+            return "elementwise of layers"
     return ""
 
 
@@ -179,8 +187,10 @@ def regime_of(point: Point) -> str:
             if "mask" in point:
                 return f"{point['mask']}{rested}"
             return f"{point['family']} {'causal' if point['causal'] else 'full'}{rested}"
-        case "elementwise":
+        case "elementwise" | "layer_op":
             return str(point["kind"])
+        case "gemm":
+            return f"{point['kind']}, {'large' if large(point) else 'small'}"
     return f"{point['num_ranks']} ranks"
 
 
@@ -189,13 +199,22 @@ def predicted(profile: Profile, points: Sequence[Point]) -> Floats:
     first = points[0]
     if first["op"] == "attention":
         return predicted_attention(profile.attention_params(first["kernel"], first["pass"]), points)
-    network = profile.collective
-    return np.array([
-        float(elementwise_seconds(profile.elementwise, p["kind"], p["nbytes"])) if p["op"] == "elementwise"
-        else float(collective_seconds(network, p["kind"], p["nbytes"], p["num_ranks"])) if p["op"] == "collective"
-        else float(transfer_seconds(network, p["nbytes"], p["num_ranks"]))
-        for p in points
-    ])  # fmt: skip
+    return np.array([_predicted_one(profile, point) for point in points])
+
+
+def _predicted_one(profile: Profile, p: Point) -> float:
+    """Seconds of a point of another op than attention."""
+    network, layers = profile.collective, profile.layers
+    match p["op"]:
+        case "elementwise":
+            return float(elementwise_seconds(profile.elementwise, p["kind"], p["nbytes"]))
+        case "collective":
+            return float(collective_seconds(network, p["kind"], p["nbytes"], p["num_ranks"]))
+        case "gemm" if layers:
+            return float(gemm_seconds(layers.gemm, p["m"], p["n"], p["k"]))
+        case "layer_op" if layers:
+            return float(elementwise_seconds(layers.ops, p["kind"], p["nbytes"]))
+    return float(transfer_seconds(network, p["nbytes"], p["num_ranks"]))
 
 
 def residuals(profile: Profile, points: Sequence[Point]) -> list[Residual]:
@@ -229,7 +248,14 @@ def summary(rows: Sequence[Residual]) -> list[dict[str, Any]]:
 
 
 def large(point: Point) -> bool:
-    """Whether the accuracy bars count a point: 1k tokens and more, or 1 MiB and more."""
+    """Whether the accuracy bars count a point: 1k tokens and more, or 1 MiB and more.
+
+    A memory-bound op of layers has 2 bytes or more for each token and element of a row.
+    """
     if point["op"] == "attention":
         return max(sum(point["q_lens"]), sum(point["k_lens"])) >= 1000
+    if point["op"] == "gemm":
+        return bool(2 * point["m"] * point["n"] * point["k"] >= LEAST_FLOPS)
+    if point["op"] == "layer_op":
+        return bool(point["nbytes"] >= max(2**20, 2 * 1024 * point["width"]))
     return bool(point["nbytes"] >= 2**20)

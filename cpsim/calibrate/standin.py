@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from cpsim.calibrate.profile import Profile
+from cpsim.calibrate.profile import LayerCosts, Profile
 from cpsim.cluster import Gpu, presets
 from cpsim.models.attention import PER_PAIR, AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
@@ -62,6 +62,10 @@ class StandIn:
         mine, theirs = gpu.lower(), self.profile.gpu.lower()  # h100 and NVIDIA H100 80GB HBM3 are one type
         return self.profile.attention if mine in theirs or theirs in mine else {}
 
+    def layers(self, gpu: str) -> LayerCosts | None:
+        """Products and memory-bound ops of layers on the same GPU type; those of another say nothing."""
+        return self.profile.layers if self.kernels(gpu) else None
+
     def start(self, key: tuple[str, str], num_sms: int) -> AttentionParams | None:
         """Where a fit to few points of one kernel and pass starts: the kernel itself or its next of kin."""
         kernel, pass_ = key
@@ -99,7 +103,7 @@ def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
         key: params.everywhere(lambda each: _moved(each, gpu.num_sms, memory, rate))
         for key, params in base.attention.items()
     }
-    scaled = ("attention", "memory-bound", "collective", "transfer")
+    scaled = ("attention", "memory-bound", "collective", "transfer", "matrix products", "elementwise of layers")
     wider = {
         model: float((sigma**2 + SHEET_SIGMA**2) ** 0.5)
         for model, sigma in base.sigma.items()
@@ -110,6 +114,20 @@ def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
     return replace(
         base, name=DATA_SHEET, gpu=gpu.name, grade=grade, attention=attention, sigma={**base.sigma, **wider},
         elementwise=StandIn(profile=base, memory_ratio=memory).elementwise(), held_out=(),
+        layers=_moved_layers(base.layers, gpu.num_sms, memory, rate) if base.layers else None,
+    )  # fmt: skip
+
+
+def _moved_layers(layers: LayerCosts, num_sms: int, memory_ratio: float, rate_ratio: float) -> LayerCosts:
+    """Products and memory-bound ops of layers on another GPU's memory and SMs, each so many times as fast."""
+    gemm, ops = layers.gemm, layers.ops
+    faster = {kind: rate * memory_ratio for kind, rate in ops.bandwidth_bytes_per_s.items()}
+    return LayerCosts(
+        gemm=replace(
+            gemm, num_sms=num_sms, flop_s=gemm.flop_s / rate_ratio,
+            traffic_s_per_byte=gemm.traffic_s_per_byte / memory_ratio,
+        ),
+        ops=replace(ops, bandwidth_bytes_per_s=faster),
     )  # fmt: skip
 
 

@@ -72,6 +72,21 @@ class Priced:
     notes: tuple[str, ...]
     """Sizes outside of what was measured."""
 
+    def parts(self, path: Ints, start_s: Floats, end_s: Floats) -> Mapping[str, float]:
+        """Seconds of a critical path by cost model: ops as long as they take alone, what they lose to others running
+        beside them, and what is not covered by ops, where ranks waited for the host.
+
+        Args:
+            path: ops of the path.
+            start_s, end_s: of all ops, simulated.
+        """
+        alone = self.work.duration_s[path]
+        by_group = np.bincount(self.group[path], weights=alone, minlength=len(GROUPS))
+        lost = (end_s[path] - start_s[path] - alone).sum()
+        by_group[GROUPS.index("interference")] = max(0.0, float(lost))
+        by_group[GROUPS.index("host")] = float(end_s.max(initial=0.0)) - by_group.sum()
+        return dict(zip(GROUPS, by_group.tolist(), strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pricing:
@@ -283,7 +298,7 @@ class Pricing:
             nodes = len(np.unique(self.cluster.node_of(ranks)))
             key = (kind, nbytes, len(ranks), nodes)
             if key not in known:
-                known[key] = self._collective(kind, float(nbytes), len(ranks), nodes)
+                known[key] = self.collective(kind, float(nbytes), len(ranks), nodes)
                 notes.update(
                     dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, len(ranks) // nodes))
                 )
@@ -323,9 +338,7 @@ class Pricing:
             group[op], duration[op] = GROUPS.index("collective"), seconds
         return flows
 
-    def _collective(
-        self, kind: Kind, nbytes: float, num_ranks: int, num_nodes: int
-    ) -> tuple[float, float, float, bool]:
+    def collective(self, kind: Kind, nbytes: float, num_ranks: int, num_nodes: int) -> tuple[float, float, float, bool]:
         """Seconds, bytes per rank over NVLink, bytes per rank between nodes, whether the latter decide.
 
         Between nodes a ring collective crosses every node boundary once with everything, over all NICs of the node;

@@ -51,7 +51,7 @@ def advice_view(advice: Advice) -> RenderableType:
         parts += [_candidates(advice), Text()]
     if advice.infeasible:
         parts += [_infeasible(advice.infeasible), Text()]
-    return Group(*parts, *_notes(advice.notes))
+    return Group(*parts, *notes_view(advice.notes))
 
 
 def _case(scenario: Scenario) -> RenderableType:
@@ -98,7 +98,8 @@ def _infeasible(entries: Sequence[Infeasible]) -> Table:
     return made
 
 
-def _notes(notes: Iterable[str]) -> list[RenderableType]:
+def notes_view(notes: Iterable[str]) -> list[RenderableType]:
+    """What a reader must know, line by line; nothing where there is nothing."""
     lines = Table.grid(padding=(0, 1))
     for note in notes:
         lines.add_row("•", Text(note), style="yellow")
@@ -109,8 +110,8 @@ def prediction_view(results: Sequence[Prediction | Infeasible | CpsimError]) -> 
     """One prediction in full, or many in a table, then the notes of all."""
     notes = dict.fromkeys(note for result in results if isinstance(result, Prediction) for note in result.notes)
     if len(results) == 1 and isinstance(results[0], Prediction):
-        return Group(_one(results[0]), Text(), *_notes(notes))
-    return Group(_many(results), Text(), *_notes(notes))
+        return Group(_one(results[0]), Text(), *notes_view(notes))
+    return Group(_many(results), Text(), *notes_view(notes))
 
 
 def _one(result: Prediction) -> RenderableType:

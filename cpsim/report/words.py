@@ -54,11 +54,19 @@ def percent_text(share: float) -> str:
 def case_text(scenario: Scenario) -> str:
     """The case in one line: tokens, mask, heads, GPUs."""
     per_gpu = format_count(scenario.num_tokens / scenario.gpus)
+    step = f"a step of {model_text(scenario)}, " if scenario.model else ""
     return (
-        f"{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {mask_text(scenario)} mask, "
+        f"{step}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {mask_text(scenario)} mask, "
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
         f"{scenario.kernel} on {scenario.gpus} GPUs of {scenario.cluster}"
     )
+
+
+def model_text(scenario: Scenario) -> str:
+    """The model of a training step by name, or by size."""
+    if isinstance(scenario.model, str):
+        return scenario.model
+    return f"a model of {scenario.dimensions().parameters() / 1e9:.3g} billion parameters"
 
 
 def mask_text(scenario: Scenario) -> str:

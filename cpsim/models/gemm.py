@@ -1,0 +1,81 @@
+"""Matrix products of linear layers under sustained load: tiles in waves over the SMs, and memory traffic.
+
+    seconds = call + max(waves * (step_s * steps + tile_s), traffic / bandwidth) + sums of parts
+
+* A thread block owns a tile of the result and walks over k in steps; cuBLAS chooses among tile sizes and may cut k into
+  parts, whose results are added up in fp32 afterwards. The time is that of the best choice.
+* Large products meet the power limit. SMs that a last, partial wave leaves idle draw little, so that the clock of the
+  others rises: a partial wave costs between its share of a wave and a whole one.
+
+The three products of a linear layer differ in which axis of their operands is contiguous; measured, they take alike
+within 1 %.
+
+Reference: NVIDIA, "Matrix Multiplication Background User's Guide" (tile and wave quantization); tile sizes as in
+CUTLASS 3's persistent kernels of compute capability 9.0.
+Differs: cuBLAS's heuristics are not public; the best of the choices below stands for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Floats = NDArray[np.float64]
+
+TILES: Final = ((128, 256), (256, 128), (128, 128))
+"""Rows and columns of a tile."""
+SPLITS: Final = (1, 2, 4, 8)
+"""Parts of k."""
+STEP: Final = 64
+"""Elements of k that a tile takes at a time."""
+ELEMENT_BYTES: Final = 2
+SUM_BYTES: Final = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GemmParams:
+    """One GPU type; times in seconds."""
+
+    num_sms: int
+    flop_s: float
+    """Per FLOP of one SM, at the clock of a GPU that does nothing else."""
+    tile_s: float
+    """Per tile: prologue and epilogue, as far as no other tile hides them."""
+    call_s: float
+    """Per call: launch on the GPU, pipeline fill."""
+    tail_share: float
+    """Of the idle part of the last wave, what it costs: 1 at a fixed clock, 0 where power alone counts."""
+    traffic_s_per_byte: float
+    """Of operands and result."""
+
+
+FITTED: Final = ("flop_s", "tile_s", "call_s", "tail_share")
+
+
+def gemm_seconds(params: GemmParams, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> Floats:
+    """Seconds of products [m, k] x [k, n] in bf16, each run without a pause.
+
+    Args:
+        params: of the GPU.
+        m, n, k: sizes.
+
+    Returns:
+        Seconds, in the common shape; 0 where a size is 0.
+    """
+    m, n, k = (np.asarray(x, np.float64) for x in np.broadcast_arrays(m, n, k))
+    traffic = (m * k + k * n + m * n) * ELEMENT_BYTES * params.traffic_s_per_byte
+    steps = np.ceil(k / STEP)
+    best = np.full(m.shape, np.inf)
+    for rows, columns in TILES:
+        tiles = np.ceil(m / rows) * np.ceil(n / columns)
+        for parts in SPLITS:
+            full = tiles * parts / params.num_sms
+            waves = np.maximum(full, 1.0) + params.tail_share * (np.ceil(full) - np.maximum(full, 1.0))
+            tile_s = np.ceil(steps / parts) * (2 * rows * columns * STEP * params.flop_s) + params.tile_s
+            sums = (parts > 1) * (parts + 1) * m * n * SUM_BYTES * params.traffic_s_per_byte
+            seconds = np.maximum(waves * tile_s, traffic) + sums
+            best = np.where(steps >= parts, np.minimum(best, seconds), best)
+    return np.where(m * n * k > 0, params.call_s + best, 0.0)

@@ -35,7 +35,7 @@ REAL, REAL_RUNS = (ROOT / "validation" / "calibration" / f"h200x2{name}.jsonl" f
 MINUTES = (1, 2, 5, 10)
 NUM_GPUS = 4
 KERNELS = ("fa4", "fa2", "cudnn", "sdpa_flash")
-OTHER_STUDIES = ("h200-masked", "h200-head-dim", "h200-flashinfer")
+OTHER_STUDIES = ("h200-masked", "h200-head-dim", "h200-flashinfer", "h200-layers")
 """How names begin of those of the profile's files that the runs do not touch."""
 HOSTS = tuple(f"h200x4-host-{n}.jsonl" for n in (1, 2, 3, 4))
 """Of four machines: what other people's code costs the host."""
@@ -257,7 +257,7 @@ This page is written by `python docs/calibration.py`. It replays what `cpsim cal
 H200 in 1, 2, 5 and 10 minutes, fits a profile to each, and says how wrong it is: on points that no fit saw (a random
 fifth of the committed ones, of at least 1k tokens or 1 MiB) and on the real runs of `validation/runs/h200.jsonl` of
 1 ms or more. `all` is fitted to everything that profile `h200` is made from, without that fifth and without the
-studies of masks, of other head dimensions and of FlashInfer.
+studies of masks, of other head dimensions, of FlashInfer and of layers.
 
 The points come from the committed files, which were not measured in the order of a calibration: that order is applied
 to them (the most informative first, the kernels in turn, shares of the time by part, two rounds). What a point costs is

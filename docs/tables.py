@@ -44,7 +44,9 @@ RING = {
 RUNS = {
     "h200": "1 to 4 H200",
     "h200-dcp-magi": "2 H200, `dcp`, `magi` and `hybrid_cp` among others",
+    "h200-planned": "4 H200, `dcp`, `magi` and `hybrid_cp` among others",
     "h200-emulated": "2 emulated nodes of 2 H200",
+    "h200-emulated-planned": "2 emulated nodes of 2 H200, another machine",
 }
 COMMANDS = {
     "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",

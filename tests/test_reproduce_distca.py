@@ -76,6 +76,14 @@ def test_what_is_no_list_of_lengths_is_refused(tmp_path, text):
         read_lengths(path)
 
 
+def test_a_list_that_is_too_short_is_refused():
+    rows = rows_of(LONGEST, 4, "distca")
+    with pytest.raises(ScenarioError, match="a list of 1 documents is too short"):
+        reproduce(rows, np.array([5000]), jobs=1)
+    with pytest.raises(ScenarioError, match="iteration 0 needs sequences 0 to 3"):
+        reproduce(rows, np.array([5000, 5000]), jobs=1)
+
+
 def test_the_command_runs_the_given_list_iteration_by_iteration(tmp_path, monkeypatch):
     lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
     lengths.write_text(json.dumps([LONGEST] * 100))

@@ -313,7 +313,7 @@ def validate(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100, longca-96 or dcp.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100, longca-96, dcp or distca.")],
     out: Annotated[Path | None, typer.Option(help="Write to this file: JSON, of longca-96 JSON Lines.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write figures of longca-96 to this file.")] = None,
     as_json: Json = False,
@@ -321,7 +321,7 @@ def reproduce(
     fit: Annotated[bool, typer.Option("--fit", help="Fit the network between nodes to rows of 8 and 16 GPUs.")] = False,
     worst: Annotated[int, typer.Option(min=0, help="Rows to list, worst first.")] = 30,
     lengths: Annotated[
-        str | None, typer.Option(help="Distribution that dcp's document lengths are drawn from.")
+        str | None, typer.Option(help="Distribution of dcp's document lengths; the file that lists distca's (JSON).")
     ] = None,
     variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
 ) -> None:
@@ -329,16 +329,17 @@ def reproduce(
     from cpsim.report.reproduction import reproduction_record, reproduction_view
     from cpsim.reproduce import magi_h100
 
-    if name not in ("magi-h100", "longca-96", "dcp"):
-        raise CpsimError(f"reproduce: expected magi-h100, longca-96 or dcp, got {name!r}")
-    for option, of in (
-        ("--html", html and "longca-96"),
-        ("--fit", fit and "magi-h100"),
-        ("--lengths", lengths and "dcp"),
-        ("--variant", variant and "dcp"),
+    if name not in ("magi-h100", "longca-96", "dcp", "distca"):
+        raise CpsimError(f"reproduce: expected magi-h100, longca-96, dcp or distca, got {name!r}")
+    for option, given, studies in (
+        ("--html", html, ("longca-96",)),
+        ("--fit", fit, ("magi-h100",)),
+        ("--lengths", lengths, ("dcp", "distca")),
+        ("--variant", variant, ("dcp",)),
     ):
-        if of and of != name:
-            raise CpsimError(f"reproduce: {option} belongs to {of}, got it with {name}; leave it out")
+        if given and name not in studies:
+            belongs = " and ".join(studies)
+            raise CpsimError(f"reproduce: {option} belongs to {belongs}, got it with {name}; leave it out")
     _check_writable(out)
     _check_writable(html)
     if name == "longca-96":
@@ -346,6 +347,9 @@ def reproduce(
         return
     if name == "dcp":
         _reproduce_dcp(lengths, variant, worst, out, as_json, jobs)
+        return
+    if name == "distca":
+        _reproduce_distca(lengths, out, as_json, jobs)
         return
     if fit:
         print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
@@ -378,6 +382,25 @@ def _reproduce_dcp(
         print(record)
     else:
         _stdout().print(dcp_view(rows, drawn, plans, worst))
+
+
+def _reproduce_distca(lengths: str | None, out: Path | None, as_json: bool, jobs: int | None) -> None:
+    from cpsim.report.distca import distca_record, distca_view
+    from cpsim.reproduce.distca import ablations, read_lengths
+    from cpsim.reproduce.distca import reproduce as predict_runs
+
+    listed = read_lengths(Path(lengths)) if lengths else None
+    with _progress("Predicting") as progress:
+        rows = predict_runs(lengths=listed, jobs=jobs, progress=progress)
+    with _progress("Predicting ablations") as progress:
+        others = ablations(rows, listed, jobs=jobs, progress=progress)
+    record = json.dumps(distca_record(rows, others, lengths), indent=1)
+    if out:
+        out.write_text(record + "\n", encoding="utf-8")
+    if as_json:
+        print(record)
+    else:
+        _stdout().print(distca_view(rows, others, lengths))
 
 
 def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:

@@ -49,7 +49,8 @@ ALLOWED = {
     "launch": CORE | {"scenario"},
     "kernels": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
     "reproduce": CORE
-    | {"distca", "cluster", "documents", "scenario", "prediction", "predictor", "models", "calibrate"},
+    | {"distca", "masks", "schedule", "cluster", "documents", "scenario", "prediction", "predictor", "models"}
+    | {"calibrate", "training", "steps"},
     "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
     "predictor": CORE
     | CASE

@@ -88,7 +88,7 @@ def test_the_command_writes_rows_and_scores(tmp_path):
 
 
 def test_an_unknown_study_is_an_error_that_names_the_known_ones():
-    with pytest.raises(CpsimError, match="expected magi-h100, longca-96 or dcp, got 'magi'"):
+    with pytest.raises(CpsimError, match="expected magi-h100, longca-96, dcp or distca, got 'magi'"):
         CliRunner().invoke(app, ["reproduce", "magi"], catch_exceptions=False, standalone_mode=False)
 
 

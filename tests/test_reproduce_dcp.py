@@ -92,5 +92,5 @@ def test_a_case_that_cannot_be_predicted_says_which(monkeypatch):
 
 
 def test_options_of_other_studies_are_refused():
-    with pytest.raises(CpsimError, match="--lengths belongs to dcp, got it with magi-h100"):
+    with pytest.raises(CpsimError, match="--lengths belongs to dcp and distca, got it with magi-h100"):
         app(["reproduce", "magi-h100", "--lengths", "pile"], standalone_mode=False)

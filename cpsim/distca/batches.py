@@ -79,7 +79,7 @@ def sample(
         count: of Pretrain, documents drawn without replacement.
 
     Raises:
-        ScenarioError: the data set is unknown or the context is no multiple of 64K.
+        ScenarioError: the data set is unknown, the context is no multiple of 64K, or the list is too short.
     """
     if dataset not in NUM_DOCUMENTS:
         raise ScenarioError(f"dataset: expected one of {', '.join(NUM_DOCUMENTS)}, got {dataset!r}")
@@ -89,6 +89,8 @@ def sample(
     is_long, rng = lengths >= LONG, np.random.default_rng(seed)
     short = lengths[~is_long]
     short, long = short[: int(len(short) * kept)], np.tile(lengths[is_long], repeats)
+    if len(short) + len(long) < (count if dataset == "pretrain" else 1):
+        raise ScenarioError(f"lengths: a list of {len(lengths)} documents is too short for {dataset}")
     if dataset == "pretrain":
         drawn = rng.choice(np.concatenate([short, long]), size=count, replace=False) * (context // LONG)
     else:  # not shuffled: all long documents come first

@@ -191,18 +191,18 @@ class StepModel:
         group = self.parallel.group(self.cluster, replicas)
         summing = Kind.REDUCE_SCATTER if self.parallel.optimizer else Kind.ALL_REDUCE
         if self.parallel.gradients != "none":
-            where, exposed = self._collective(group, summing, memory.gradients)
+            where, exposed = self.collective(group, summing, memory.gradients)
             if self.parallel.gradients == "overlapped":
                 exposed = max(exposed - backward_s, exposed / (self.model.layers // self.parallel.pp))
             parts.append({where: exposed})
         if self.parallel.optimizer:
             mine = -(-parameters // replicas)
             sweeps = [Sweep(kind, OP_BYTES[kind] * mine) for kind in ("norm", "adam")]
-            where, exposed = self._collective(group, Kind.ALL_GATHER, memory.weights)
+            where, exposed = self.collective(group, Kind.ALL_GATHER, memory.weights)
             parts += [self.costs.seconds(sweeps), {where: exposed}]
         return np.asarray(stacked(parts).sum(axis=0))
 
-    def _collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
+    def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
         """Cost model and seconds of a collective among replicas."""
         pricing = Pricing(
             cluster=group, profile=self.costs.profile, kernel=self.attention.kernel, head_dim=self.model.head_dim,

@@ -1,0 +1,100 @@
+"""DistCA's 34B runs: published iterations, the three systems, and how far off predictions are."""
+
+import json
+from statistics import mean
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from cpsim.cli import app
+from cpsim.errors import ScenarioError
+from cpsim.reproduce import distca
+from cpsim.reproduce.distca import (
+    BARS,
+    ITERATIONS,
+    RATIO,
+    Choice,
+    ablations,
+    baseline_seconds,
+    distca_seconds,
+    mean_errors,
+    published,
+    read_lengths,
+    reproduce,
+    step_model,
+)
+
+LONGEST = 512 * 1024
+
+
+def rows_of(context, sequences, *systems):
+    return [row for row in published() if row.setting == (context, sequences) and row.system in systems]
+
+
+def test_every_published_run_is_there_once_with_all_iterations():
+    rows = published()
+    assert len({(*row.setting, row.system, row.cp) for row in rows}) == len(rows) == 25
+    assert {len(row.published_s) for row in rows} == {ITERATIONS}
+    means = [round(mean(row.published_s) * 1e3) for row in rows if row.system == "distca"]
+    assert means == [8014, 10949, 20062, 24958]
+
+
+def test_distca_and_the_best_wlb_are_within_the_bars_at_256k():
+    errors = mean_errors(reproduce(rows_of(256 * 1024, 8, "distca", "wlb"), jobs=1))
+    assert set(errors) == set(BARS)
+    assert all(errors[name] < BARS[name] for name in BARS), errors
+
+
+def test_replicas_of_one_document_are_cut_alike_by_both_baselines():
+    rows = [row for row in rows_of(LONGEST, 4, "wlb", "per_sequence") if row.cp == 8]
+    wlb, per_sequence = reproduce(rows, np.full(100, LONGEST), iterations=1, jobs=1)
+    assert wlb.predicted_s == per_sequence.predicted_s
+
+
+def test_servers_balance_what_one_long_document_unbalances():
+    """WLB has to give it to one of four groups, DistCA to all servers."""
+    runs = {row.cp: step_model(row) for row in rows_of(LONGEST, 4, "distca", "wlb")}
+    short = np.full(LONGEST // 1024, 1024)
+    documents = [np.concatenate([[LONGEST], short]), np.concatenate([short, short])]
+    assert baseline_seconds(runs[8], "wlb", documents) > 1.5 * distca_seconds(runs[1], documents, Choice())
+
+
+def test_exchanges_cost_least_beside_computation_and_a_loose_tolerance_costs_balance():
+    (row,) = rows_of(LONGEST, 4, "distca")
+    (measured,) = reproduce([row], iterations=2, jobs=1)
+    found = {name: shares[0] for name, shares in ablations([measured], iterations=2, jobs=1).items()}
+    assert found["exchanges free"] <= 1 < found["single stream"]
+    assert 1 < found["tolerance 0.2"] < found["tolerance 0.5"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[1, 0]", "[1.5]", "[true]"])
+def test_what_is_no_list_of_lengths_is_refused(tmp_path, text):
+    path = tmp_path / "lengths.json"
+    path.write_text(text)
+    with pytest.raises(ScenarioError, match="expected a list of document lengths"):
+        read_lengths(path)
+
+
+def test_a_list_that_is_too_short_is_refused():
+    rows = rows_of(LONGEST, 4, "distca")
+    with pytest.raises(ScenarioError, match="a list of 1 documents is too short"):
+        reproduce(rows, np.array([5000]), jobs=1)
+    with pytest.raises(ScenarioError, match="iteration 0 needs sequences 0 to 3"):
+        reproduce(rows, np.array([5000, 5000]), jobs=1)
+
+
+def test_the_command_runs_the_given_list_iteration_by_iteration(tmp_path, monkeypatch):
+    lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
+    lengths.write_text(json.dumps([LONGEST] * 100))
+    monkeypatch.setattr(distca, "published", lambda: rows_of(LONGEST, 4, "distca", "wlb"))
+    monkeypatch.setattr(distca, "ABLATIONS", {"single stream": Choice(streams=1)})
+    shown = CliRunner().invoke(
+        app, ["reproduce", "distca", "--lengths", str(lengths), "--out", str(out), "--jobs", "1"]
+    )
+    assert shown.exit_code == 0, shown.output
+    assert "by iteration" in shown.stdout
+    record = json.loads(out.read_text())
+    assert [len(row["predicted_iterations_s"]) for row in record["rows"]] == [ITERATIONS] * 3
+    assert {len(set(row["predicted_iterations_s"])) for row in record["rows"]} == {1}
+    assert set(record["mean_errors"]) == {"distca", "wlb", RATIO}

@@ -48,7 +48,7 @@ def attend_backward(q, kv, out, dout, allowed):
     weights = np.exp(scores - np.where(np.isfinite(lse), lse, 0))
     ds = weights * (dout @ v.swapaxes(1, 2) - delta) / np.sqrt(q.shape[2])
     dkv = np.concatenate([ds.swapaxes(1, 2) @ q, weights.swapaxes(1, 2) @ dout], axis=2)
-    dkv = dkv.reshape(kv.shape[1], -1, *dkv.shape[1:]).sum(axis=1)
+    dkv = dkv.reshape(kv.shape[1], len(dkv) // kv.shape[1], *dkv.shape[1:]).sum(axis=1)
     return (ds @ k).swapaxes(0, 1), dkv.swapaxes(0, 1)
 
 

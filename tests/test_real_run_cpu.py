@@ -101,12 +101,12 @@ def test_runs_stop_when_the_time_is_over_and_go_on_later(cases, tmp_path):
 
 def test_cpsim_run_launches_for_every_number_of_processes(cases, tmp_path):
     out = tmp_path / "runs.jsonl"
-    asked = cases({}, {"gpus": 1, "strategy": "none"}, {"gpus": 4}, {"strategy": "ring", "implementation": "distca"})
+    asked = cases({}, {"gpus": 1, "strategy": "none"}, {"gpus": 4}, {"strategy": "ulysses", "heads": 3, "kv_heads": 3})
     log = processes("-m", "cpsim", "run", asked, "--cpu", 2, "--seconds", 0.02, "--out", out)
     assert "left out: gpus: needs 4, 2 may be used here" in log
     assert "2 of 3 runs measured" in log
     runs = {run.scenario.strategy: run for run in load_runs(out)}
-    assert "not available yet" in runs["ring"].error
+    assert "heads" in runs["ulysses"].error
     assert [len(runs[name].rank_time_s) for name in ("zigzag_ring", "none")] == [2, 1]
     header = runs["none"].header
     assert header["command"].startswith("cpsim run ")

@@ -146,18 +146,17 @@ def partners(schedule: Schedule) -> Int32:
 @njit(cache=True, nogil=True)
 def _partners(is_transfer, step, lane_start, lane_rank, lane_stream, num_ranks):  # type: ignore[no-untyped-def]
     partner = np.full(len(lane_rank), -1, np.int32)
-    latest = np.full((num_ranks, 2), -1, np.int32)  # send and receive of every rank
+    latest = np.full((num_ranks, 2), -1, np.int32)  # transfer that every rank sends, receives
     for op in range(len(is_transfer)):
         if not is_transfer[op]:
             continue
         for side in range(2):
             entry = lane_start[op] + side
-            other = latest[lane_rank[entry], 1 - side]
-            latest[lane_rank[entry], side] = entry
-            if other < 0 or partner[other] >= 0:
+            before = latest[lane_rank[entry], 1 - side]
+            latest[lane_rank[entry], side] = op
+            if before < 0 or step[before] != step[op]:
                 continue
-            first = other - (1 - side)  # its op's first lane, where it sends from
-            of = np.searchsorted(lane_start, first, side="right") - 1
-            if step[of] == step[op] and lane_stream[first] == lane_stream[lane_start[op]]:
+            other = lane_start[before] + 1 - side
+            if partner[other] < 0 and lane_stream[lane_start[before]] == lane_stream[lane_start[op]]:
                 partner[entry], partner[other] = other, entry
     return partner

@@ -18,7 +18,7 @@ import typer
 from cpsim.errors import CpsimError
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from cpsim.calibrate.measurement import Measurements
     from cpsim.calibrate.profile import Profile
@@ -356,13 +356,8 @@ def reproduce(
         return
     with _progress("Predicting") as progress:
         rows = magi_h100.reproduce(jobs=jobs, progress=progress)
-    record = json.dumps(reproduction_record(rows), indent=1)
-    if out:
-        out.write_text(record + "\n", encoding="utf-8")
-    if as_json:
-        print(record)
-    else:
-        _stdout().print(reproduction_view(rows, worst))
+    record = json.dumps(reproduction_record(rows), indent=1) + "\n"
+    _hand_out(record, lambda: reproduction_view(rows, worst), out, as_json)
 
 
 def _reproduce_dcp(
@@ -375,13 +370,8 @@ def _reproduce_dcp(
     drawn, plans = lengths or LENGTHS, variant or VARIANT
     with _progress("Predicting") as progress:
         rows = predict_bars(lengths=drawn, variant=plans, jobs=jobs, progress=progress)
-    record = json.dumps(dcp_record(rows, drawn, plans), indent=1)
-    if out:
-        out.write_text(record + "\n", encoding="utf-8")
-    if as_json:
-        print(record)
-    else:
-        _stdout().print(dcp_view(rows, drawn, plans, worst))
+    record = json.dumps(dcp_record(rows, drawn, plans), indent=1) + "\n"
+    _hand_out(record, lambda: dcp_view(rows, drawn, plans, worst), out, as_json)
 
 
 def _reproduce_distca(lengths: str | None, out: Path | None, as_json: bool, jobs: int | None) -> None:
@@ -394,13 +384,8 @@ def _reproduce_distca(lengths: str | None, out: Path | None, as_json: bool, jobs
         rows = predict_runs(lengths=listed, jobs=jobs, progress=progress)
     with _progress("Predicting ablations") as progress:
         others = ablations(rows, listed, jobs=jobs, progress=progress)
-    record = json.dumps(distca_record(rows, others, lengths), indent=1)
-    if out:
-        out.write_text(record + "\n", encoding="utf-8")
-    if as_json:
-        print(record)
-    else:
-        _stdout().print(distca_view(rows, others, lengths))
+    record = json.dumps(distca_record(rows, others, lengths), indent=1) + "\n"
+    _hand_out(record, lambda: distca_view(rows, others, lengths), out, as_json)
 
 
 def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
@@ -409,15 +394,20 @@ def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, job
 
     with _progress("Predicting batches") as progress:
         study = predict_study(jobs=jobs, progress=progress)
-    if out:
-        out.write_text(study_lines(study), encoding="utf-8")
     if html:
         html.write_text(study_html(study), encoding="utf-8")
         print(f"Page written to {html}", file=sys.stderr)
+    _hand_out(study_lines(study), lambda: study_view(study), out, as_json)
+
+
+def _hand_out(record: str, view: Callable[[], RenderableType], out: Path | None, as_json: bool) -> None:
+    """Writes a record to a file, if one is given, and prints it, or what people read instead."""
+    if out:
+        out.write_text(record, encoding="utf-8")
     if as_json:
-        sys.stdout.write(study_lines(study))
+        sys.stdout.write(record)
     else:
-        _stdout().print(study_view(study))
+        _stdout().print(view())
 
 
 @app.command()

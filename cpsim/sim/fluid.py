@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Schedule
-from cpsim.sim.bare import bare, inlined
+from cpsim.compiled import bare, inlined
 from cpsim.sim.heap import pop, set_key
 from cpsim.sim.work import LEAST_SPEED, Floats, Work, partners
 

@@ -6,7 +6,7 @@ position, 0 when it is not in the heap.
 
 from __future__ import annotations
 
-from cpsim.sim.bare import bare, inlined
+from cpsim.compiled import bare, inlined
 
 
 @inlined()

@@ -14,9 +14,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import bare, inlined
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Schedule
-from cpsim.compiled import bare, inlined
 from cpsim.sim.heap import pop, set_key
 from cpsim.sim.work import LEAST_SPEED, Floats, Work, partners
 

@@ -85,6 +85,8 @@ class Cluster:
     profile: Name | None = None
     """Profile whose measurements describe this machine; None where nobody has measured it."""
     notes: str = ""
+    copies: Annotated[int, Field(ge=1, le=1)] = 1
+    """GPUs that each one stands for: 1 but in what ``folded`` makes, which no file describes."""
 
     def __post_init__(self) -> None:
         if self.num_gpus <= self.gpus_per_node:
@@ -114,13 +116,45 @@ class Cluster:
         """Node of a rank, or of every rank of an ``int64`` array."""
         return rank // self.gpus_per_node
 
+    @property
+    def all_gpus(self) -> int:
+        """GPUs in use, those that others stand for included."""
+        return self.num_gpus * self.copies
+
+    def can_fold(self, copies: int) -> bool:
+        """Whether every ``copies`` consecutive GPUs are of one node and have equal shares of its NICs."""
+        gpus, nics = self.gpus_per_node, self.fabric.nics_per_node if self.fabric else self.gpus_per_node
+        if self.num_gpus % gpus or gpus % copies or (gpus % nics and nics % gpus):
+            return False
+        per_nic = max(1, gpus // nics)
+        return per_nic % copies == 0 or copies % per_nic == 0
+
+    def folded(self, copies: int) -> Cluster:
+        """The cluster as it looks to one of every ``copies`` consecutive GPUs that all do the same at the same time.
+
+        GPUs that share a link then have equal rates, so that each of n has an n-th of it to itself.
+        """
+        assert self.can_fold(copies)
+        fabric, per_node = self.fabric, self.gpus_per_node // copies
+        if fabric is not None:
+            sharing = min(copies, max(1, self.gpus_per_node // fabric.nics_per_node))
+            nics, rate = min(fabric.nics_per_node, per_node), fabric.nic_bandwidth_bytes_per_s / sharing
+            uplink = fabric.uplink_bandwidth_bytes_per_s / copies
+            fabric = replace(
+                fabric, nics_per_node=nics, nic_bandwidth_bytes_per_s=rate,
+                oversubscription=nics * rate / uplink if fabric.oversubscription > 1 else 1.0,
+            )  # fmt: skip
+        return replace(
+            self, num_gpus=self.num_gpus // copies, gpus_per_node=per_node, fabric=fabric, copies=self.copies * copies
+        )
+
     def with_gpus(self, num_gpus: int) -> Cluster:
         """The same cluster with another number of GPUs in use."""
         return replace(self, num_gpus=num_gpus)
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file."""
-        return {"schema": SCHEMA, **asdict(self)}
+        return {"schema": SCHEMA, **{name: value for name, value in asdict(self).items() if name != "copies"}}
 
 
 @cache

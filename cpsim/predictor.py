@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.calibrate.profile import Profile, load_profile
+from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
-from cpsim.implementations import Implementation, implementation
-from cpsim.models.price import GROUPS, Pricing
+from cpsim.implementations import implementation
+from cpsim.models.price import GROUPS
+from cpsim.passes import Case, run_pass
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
-from cpsim.schedule import Planning
-from cpsim.sim.fast import simulate
-from cpsim.sim.timeline import Timeline
 from cpsim.steps import StepCase
-from cpsim.strategies import STRATEGIES, Knobs, plan
+from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
 from cpsim.workload import Workload
@@ -42,34 +40,6 @@ SHEET_BASE: Final = "h200"
 """The profile that is scaled for GPUs that nobody has measured."""
 CHUNK: Final = 8
 """Scenarios that a worker process takes at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A scenario with everything looked up that its passes share."""
-
-    scenario: Scenario
-    workload: Workload
-    cluster: Cluster
-    profile: Profile
-
-    @property
-    def code(self) -> Implementation:
-        return implementation(self.scenario.implementation)
-
-    def pricing(self) -> Pricing:
-        return Pricing(
-            cluster=self.cluster,
-            profile=self.profile,
-            kernel=self.scenario.kernel,
-            head_dim=self.workload.head_dim,
-            dtype=self.workload.dtype,
-            protocol=self.scenario.protocol,
-            launches=self.code.launches,
-            sweeps=self.code.sweeps,
-            captured=self.code.captured,
-            unbatched=self.code.unbatched,
-        )
 
 
 def predict(scenario: Scenario) -> Prediction:
@@ -251,29 +221,13 @@ def look_up(scenario: Scenario) -> Case:
 def _predict(case: Case) -> Prediction:
     scenario, cluster = case.scenario, case.cluster
     case.code.check_kernel(scenario.kernel)
-    pricing = case.pricing()
-    timelines: dict[str, Timeline] = {}
-    parts = dict.fromkeys(GROUPS, 0.0)
+    passes = {pass_: run_pass(case, pass_) for pass_ in scenario.passes}
+    done = list(passes.values())
+    parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS}
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
-    memory, sent, exposed, planning = 0, np.zeros(cluster.num_gpus), 0.0, Planning()
-    for pass_ in scenario.passes:
-        schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs, case.code)
-        memory = max(memory, int(schedule.memory().max()))
-        if memory > cluster.gpu.memory_bytes:
-            raise InfeasibleError(
-                f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "
-                f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
-            )
-        planning = schedule.planning
-        priced = pricing.price(schedule)
-        timeline = simulate(schedule, priced.work)
-        timelines[pass_] = timeline
-        for name, seconds in priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s).items():
-            parts[name] += seconds
-        notes.update(dict.fromkeys(priced.notes))
-        sent += schedule.bytes_sent()
-        exposed += timeline.exposed_communication_s()
-    total = sum(t.makespan_s for t in timelines.values())
+    notes.update(dict.fromkeys(note for p in done for note in p.notes))
+    planning = done[-1].planning
+    total = sum(p.time_s for p in done)
     draws = _draw(parts, total, case)
     late = planning.exposed_s(total)
     parts, total, draws = parts | {"planning": late}, total + late, draws + late
@@ -287,13 +241,13 @@ def _predict(case: Case) -> Prediction:
         time_s_high=float(np.quantile(draws, 0.95)),
         draws_s=tuple(draws.tolist()),
         tflops_per_gpu=flops / cluster.num_gpus / total / 1e12,
-        exposed_comm_s=exposed,
-        bytes_sent_per_gpu=float(sent.max()),
-        peak_memory_bytes=memory,
+        exposed_comm_s=sum(p.exposed_s for p in done),
+        bytes_sent_per_gpu=float(np.sum([p.sent for p in done], axis=0).max()),
+        peak_memory_bytes=max(p.memory_bytes for p in done),
         planning_s=planning.seconds,
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         notes=tuple(notes),
-        timelines=timelines,
+        timelines={pass_: p.timeline for pass_, p in passes.items() if p.timeline is not None},
     )
 
 

@@ -106,6 +106,8 @@ class Pricing:
     """All ops of a rank are one CUDA graph, launched at once."""
     unbatched: bool = False
     """Every two ranks that send to each other have a process group of their own."""
+    alike: float = 1.0
+    """GPUs that each one stands for, which do the same at the same time: the slowest is one of all of them."""
 
     def price(self, schedule: Schedule) -> Priced:
         """Costs of every op.
@@ -178,7 +180,7 @@ class Pricing:
         ranks = schedule.lane_rank[schedule.lane_start[:-1][attention]]
         busy = np.bincount(ranks, duration[attention], schedule.num_ranks)
         spread = self.profile.between_gpus(self.kernel, _pass_of(schedule))
-        most = int((busy >= busy.max() * (1 - 2 * spread)).sum())
+        most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * self.alike)
         duration[attention] *= 1 + spread * expected_maximum(most)
 
     def _sweep(self, kind: Kind, notes: dict[str, None]) -> str:
@@ -295,17 +297,17 @@ class Pricing:
         for op in np.flatnonzero(even).tolist():
             ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
             kind, nbytes = Kind(int(schedule.kind[op])), int(schedule.nbytes[op])
-            nodes = len(np.unique(self.cluster.node_of(ranks)))
-            key = (kind, nbytes, len(ranks), nodes)
+            nodes, size = len(np.unique(self.cluster.node_of(ranks))), len(ranks) * schedule.copies
+            key = (kind, nbytes, size, nodes)
             if key not in known:
-                known[key] = self.collective(kind, float(nbytes), len(ranks), nodes)
+                known[key] = self.collective(kind, float(nbytes), size, nodes)
                 notes.update(
-                    dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, len(ranks) // nodes))
+                    dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, size // nodes))
                 )
             seconds, near, far, between = known[key]
             duration[op] = seconds
             group[op] = GROUPS.index("collective between nodes" if between else "collective")
-            if len(ranks) > 1:
+            if size > 1:
                 flows.append(links.collective(op, ranks, near, far, kind == Kind.ALL_TO_ALL))
         return flows
 

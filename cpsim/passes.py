@@ -141,7 +141,7 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int) -> PassResul
 def _continues(case: Case, copies: int) -> bool:
     """Whether a ring's time is known from that of shorter rings with as many tokens on each GPU."""
     workload, cluster, strategy = case.workload, case.cluster, case.scenario.strategy
-    alike = len(workload.documents) == 1 and workload.mask in ("full", "causal")
+    alike = len(workload.documents) == 1 and workload.mask in ("full", "causal") and not cluster.faults
     whole = workload.num_tokens % cluster.num_gpus == 0 and cluster.gpus_per_node // copies <= KNOWN_PLACES[0]
     ring = strategy in RINGS or (strategy == "usp" and copies > 1)
     return alike and whole and ring and case.code is CPSIM

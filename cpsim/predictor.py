@@ -147,13 +147,31 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
             infeasible.append(Infeasible(scenario=asked, reason=str(reason)))
         if progress:
             progress(done, len(tries))
+    candidates = _rank(found, case.workload, case.cluster)
     notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
-    return Advice(
-        scenario=scenario,
-        candidates=_rank(found, case.workload, case.cluster),
-        infeasible=tuple(infeasible),
-        notes=tuple(notes),
+    notes.update(dict.fromkeys(_sensitivity(candidates, case)))
+    return Advice(scenario=scenario, candidates=candidates, infeasible=tuple(infeasible), notes=tuple(notes))
+
+
+def _sensitivity(candidates: Sequence[Candidate], case: Case) -> Iterator[str]:
+    """What a cluster's faults cost every candidate, and which would be the best without them, in words."""
+    if not case.cluster.faults or not candidates:
+        return
+    healthy = replace(case, cluster=replace(case.cluster, faults=()))
+    without = [
+        sum(_predict(replace(healthy, scenario=p.scenario)).time_s for p in (c.forward, c.backward)) for c in candidates
+    ]
+    yield "slower by faults: " + ", ".join(
+        f"{_name(c)} {c.total_s / seconds - 1:.0%}" for c, seconds in zip(candidates, without, strict=True)
     )
+    best = candidates[int(np.argmin(without))]
+    also = "also" if best is candidates[0] else "instead"
+    yield f"without faults {also} the best: {_name(best)}"
+
+
+def _name(candidate: Candidate) -> str:
+    scenario = candidate.forward.scenario
+    return " ".join([str(scenario.strategy), *(f"{knob}={value}" for knob, value in sorted(scenario.knobs.items()))])
 
 
 def _tries(names: Sequence[str], case: Case, asked: bool) -> tuple[list[tuple[str, Knobs]], list[Infeasible]]:
@@ -214,6 +232,12 @@ def look_up(scenario: Scenario) -> Case:
             f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; name the profile of a "
             f"machine to assume, e.g. profile: h200, or {DATA_SHEET} for {SHEET_BASE}'s scaled by data sheets"
         )
+    special = cluster.faults or (cluster.fabric and cluster.fabric.spine_oversubscription > 1)
+    if special and scenario.model is not None:
+        raise ScenarioError(
+            f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
+            "model, since the step model would ignore them: leave them, or the model, out"
+        )
     profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
     return Case(scenario, scenario.workload(), cluster, profile)
 
@@ -224,7 +248,7 @@ def _predict(case: Case) -> Prediction:
     passes = {pass_: run_pass(case, pass_) for pass_ in scenario.passes}
     done = list(passes.values())
     parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS}
-    notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
+    notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes(), *_faults(cluster)))
     notes.update(dict.fromkeys(note for p in done for note in p.notes))
     planning = done[-1].planning
     total = sum(p.time_s for p in done)
@@ -316,6 +340,10 @@ def _grades(case: Case) -> tuple[str, ...]:
     if case.cluster.profile is not None and case.scenario.profile is not None and other:
         return (grade, f"profile {profile.name} describes another machine than cluster {case.cluster.name}")
     return (grade,)
+
+
+def _faults(cluster: Cluster) -> tuple[str, ...]:
+    return (f"faults: {', '.join(map(str, cluster.faults))}",) if cluster.faults else ()
 
 
 def _network_notes(cluster: Cluster) -> tuple[str, ...]:

@@ -51,22 +51,24 @@ def assert_same(folded, spelled, copies, apart=True, most=1e-9):
     protocol=st.sampled_from(["synced", "streamed"]),
     nics=st.sampled_from([1, 2, 4, 8, 16]),
     oversubscription=st.sampled_from([1.0, 1.5, 4.0]),
+    spine=st.sampled_from([1.0, 3.0, 16.0]),
     seed=st.integers(0, 9),
 )
 @settings(max_examples=20, deadline=None)
 def test_one_gpu_of_a_ulysses_group_stands_for_all(
-    strategy, degree, nodes, tokens, kv_heads, mask, pass_, protocol, nics, oversubscription, seed
+    strategy, degree, nodes, tokens, kv_heads, mask, pass_, protocol, nics, oversubscription, spine, seed
 ):
     asked = scenario(
         strategy=strategy, gpus=8 * nodes, tokens_per_gpu=tokens, kv_heads=kv_heads, mask=mask,
         documents={"distribution": "prolong64k", "seed": seed} if mask == "causal_document" else None,
         knobs={"ulysses": degree}, protocol=protocol,
     )  # fmt: skip
-    case = with_fabric(look_up(asked), nics_per_node=nics, oversubscription=oversubscription)
+    leaves = {"nodes_per_leaf": 2, "spine_oversubscription": spine}
+    case = with_fabric(look_up(asked), nics_per_node=nics, oversubscription=oversubscription, **leaves)
     folded = _simulated(case, pass_, degree, case.cluster.num_gpus)
     assert folded.timeline.schedule.num_ranks * degree == case.cluster.num_gpus
     spelled = _simulated(case, pass_, 1, case.cluster.num_gpus)
-    assert_same(folded, spelled, degree, apart=nics >= 8 and oversubscription == 1)
+    assert_same(folded, spelled, degree, apart=nics >= 8 and oversubscription == spine == 1)
 
 
 @pytest.mark.parametrize("strategy", ["usp", "loongtrain"])

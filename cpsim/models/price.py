@@ -20,7 +20,16 @@ from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.models.pressure import Messages, pressures
 from cpsim.models.spread import expected_maximum
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
+from cpsim.schedule import (
+    ATTENTION_KINDS,
+    COLLECTIVE_KINDS,
+    COMMUNICATION_KINDS,
+    STREAMS,
+    Int8,
+    Kind,
+    Schedule,
+    is_one_of,
+)
 from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
 from cpsim.workload import BYTES_PER_ELEMENT
@@ -147,6 +156,7 @@ class Pricing:
                 seconds += crossing * self.profile.host.graph_cross_s
         self._settle(schedule, duration, full, release)
         self._wait_for_slowest(schedule, duration)
+        self._slow_down(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
         work = self._work(schedule, links, duration, flows, release, pressure, names)
         return Priced(work, group, tuple(notes))
@@ -182,6 +192,15 @@ class Pricing:
         spread = self.profile.between_gpus(self.kernel, _pass_of(schedule))
         most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * self.alike)
         duration[attention] *= 1 + spread * expected_maximum(most)
+
+    def _slow_down(self, schedule: Schedule, duration: Floats) -> None:
+        """Kernels of GPUs with a fault; messages follow the rates of links."""
+        rate = np.ones(schedule.num_ranks)
+        for fault in self.cluster.faults:
+            if fault.part == "gpu":
+                rate[fault.number] *= fault.rate
+        kernels = ~is_one_of(schedule.kind, (*COMMUNICATION_KINDS, Kind.BARRIER))
+        duration[kernels] /= rate[schedule.lane_rank[schedule.lane_start[:-1][kernels]]]
 
     def _sweep(self, kind: Kind, notes: dict[str, None]) -> str:
         """Name of the measured kernel that a memory-bound op costs as much as."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -271,8 +272,9 @@ class Builder:
         return schedule
 
 
-def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int]]) -> Schedule:
-    """A schedule with more ops on ``compute`` of every rank, (kind, nbytes) each, after all that the rank runs."""
+def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int | tuple[int, int, int]]]) -> Schedule:
+    """A schedule with more ops on ``compute`` of every rank after all that the rank runs: (kind, nbytes) each, products
+    with m, n and k."""
     s, ranks, count = schedule, np.arange(schedule.num_ranks, dtype=np.int32), len(ops)
     last = np.full((s.num_ranks, len(STREAMS)), NOTHING)
     last[s.lane_rank, s.lane_stream] = s.op_of_lane()
@@ -280,7 +282,10 @@ def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int]]) -> Schedule
     deps = np.stack(per_op).reshape(count * s.num_ranks, -1)
     more = np.arange(1, count * s.num_ranks + 1)
     none = np.zeros((count * s.num_ranks, 4), np.int32)
-    kinds, nbytes = (np.repeat([op[i] for op in ops], s.num_ranks) for i in (0, 1))
+    kinds = np.repeat([kind for kind, _ in ops], s.num_ranks)
+    nbytes = np.repeat([2 * prod(size) if isinstance(size, tuple) else size for _, size in ops], s.num_ranks)
+    products = [(len(s) + i * s.num_ranks + rank, *size) for i, (_, size) in enumerate(ops) if isinstance(size, tuple)
+                for rank in range(s.num_ranks)]  # fmt: skip
     return replace(
         s,
         kind=np.concatenate([s.kind, kinds.astype(np.int8)]),
@@ -294,6 +299,7 @@ def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int]]) -> Schedule
         dep_start=np.concatenate([s.dep_start, s.dep_start[-1] + np.cumsum((deps >= 0).sum(axis=1))]),
         dep=np.concatenate([s.dep, deps[deps >= 0].astype(np.int32)]),
         access_start=np.concatenate([s.access_start, np.full(len(more), s.access_start[-1])]),
+        products=np.concatenate([s.products, np.array(products, np.int64).reshape(-1, 4)]),
     )
 
 

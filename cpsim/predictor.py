@@ -16,14 +16,15 @@ from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
-from cpsim.models.price import GROUPS, Pricing
+from cpsim.models.price import GROUPS, OF_ATTENTION, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
 from cpsim.schedule import Planning
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.steps import StepCase
-from cpsim.strategies import STRATEGIES, Knobs, plan
+from cpsim.strategies import STRATEGIES, Knobs
+from cpsim.strategies.layer import plan_scenario
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
 from cpsim.workload import Workload
@@ -81,7 +82,7 @@ def predict(scenario: Scenario) -> Prediction:
         ProfileError: there are no costs for its GPU or kernel.
     """
     case = look_up(scenario)
-    if scenario.model is None:
+    if scenario.model is None or scenario.part == "layer":
         return _predict(case)
     steps = StepCase(scenario, case.cluster, case.profile)
     return step_prediction(case, steps.simulate(steps.parallel(), str(scenario.strategy), scenario.knobs))
@@ -257,7 +258,7 @@ def _predict(case: Case) -> Prediction:
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
     memory, sent, exposed, planning = 0, np.zeros(cluster.num_gpus), 0.0, Planning()
     for pass_ in scenario.passes:
-        schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs, case.code)
+        schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
         memory = max(memory, int(schedule.memory().max()))
         if memory > cluster.gpu.memory_bytes:
             raise InfeasibleError(
@@ -274,11 +275,11 @@ def _predict(case: Case) -> Prediction:
         sent += schedule.bytes_sent()
         exposed += timeline.exposed_communication_s()
     total = sum(t.makespan_s for t in timelines.values())
-    draws = _draw(parts, total, case)
+    draws = _draw({name: parts[name] for name in (GROUPS if scenario.model else OF_ATTENTION)}, total, case)
     late = planning.exposed_s(total)
     parts, total, draws = parts | {"planning": late}, total + late, draws + late
     notes.update(dict.fromkeys(planning.notes))
-    flops = sum(case.workload.flops(p) for p in scenario.passes)
+    flops = scenario.flops(case.workload)
     notes.update(dict.fromkeys(_network_notes(cluster)))
     return Prediction(
         scenario=scenario,

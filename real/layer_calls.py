@@ -22,8 +22,8 @@ except ImportError:  # CPU builds of PyTorch come without Triton
     triton = None
 
 Launch = Callable[[], object]
-NORM_ROWS = 64
-"""Rows whose part of a norm's weight gradient one thread block adds up."""
+NORM_BLOCKS = 528
+"""Thread blocks that share the rows of a norm's weight gradient, at most: four for every SM."""
 
 
 def lower(kind: LayerKind, given: Sequence[Tensor], made: Sequence[Tensor], *, adds: bool) -> Launch:
@@ -102,11 +102,12 @@ def _rms_norm_bwd(
         dweight_1C.copy_(dweight_1C + dweight if adds else dweight[None])
         return
     tokens, columns = x_TC.shape
-    blocks = triton.cdiv(tokens, NORM_ROWS)
+    rows = triton.cdiv(tokens, NORM_BLOCKS)
+    blocks = triton.cdiv(tokens, rows)
     partial = torch.empty(blocks, columns, dtype=torch.float32, device=x_TC.device)
     _norm_bwd_kernel[(blocks,)](
-        dout_TC, x_TC, weight_1C, dx_TC, partial, tokens, layer_ops.EPS, columns, triton.next_power_of_2(columns),
-        NORM_ROWS, num_warps=8,
+        dout_TC, x_TC, weight_1C, dx_TC, partial, tokens, rows, layer_ops.EPS, columns,
+        triton.next_power_of_2(columns), num_warps=8,
     )  # fmt: skip
     total = partial.sum(0, keepdim=True)
     dweight_1C.copy_(dweight_1C + total if adds else total)
@@ -164,22 +165,21 @@ if triton is not None:
 
     @triton.jit
     def _norm_bwd_kernel(
-        dout, x, weight, dx, partial, tokens, eps, columns: tl.constexpr, block: tl.constexpr, rows: tl.constexpr
+        dout, x, weight, dx, partial, tokens, rows, eps, columns: tl.constexpr, block: tl.constexpr
     ):  # fmt: skip
         at = tl.arange(0, block)
         inside = at < columns
         w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
         total = tl.zeros((block,), tl.float32)
-        first = tl.program_id(0).to(tl.int64) * rows
-        for i in range(rows):
-            row = first + i
-            there = inside & (row < tokens)
-            values = tl.load(x + row * columns + at, mask=there, other=0.0).to(tl.float32)
-            grad = tl.load(dout + row * columns + at, mask=there, other=0.0).to(tl.float32)
+        first = tl.program_id(0).to(tl.int64) * rows * columns
+        for i in range(tl.minimum(rows, tokens - tl.program_id(0) * rows)):
+            row = first + i * columns + at
+            values = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
+            grad = tl.load(dout + row, mask=inside, other=0.0).to(tl.float32)
             scale = tl.rsqrt(tl.sum(values * values, 0) / columns + eps)
             unit, inner = values * scale, grad * w
             made = scale * (inner - unit * (tl.sum(inner * unit, 0) / columns))
-            tl.store(dx + row * columns + at, made.to(dx.dtype.element_ty), mask=there)
+            tl.store(dx + row, made.to(dx.dtype.element_ty), mask=inside)
             total += grad * unit
         tl.store(partial + tl.program_id(0).to(tl.int64) * columns + at, total, mask=inside)
 

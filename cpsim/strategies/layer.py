@@ -20,7 +20,9 @@ import numpy as np
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
+from cpsim.implementations import CPSIM, Implementation
 from cpsim.masks import Ints, RangeSets, sets_of
+from cpsim.scenario import Scenario
 from cpsim.schedule import READ, STREAMS, Kind, Pass, Schedule
 from cpsim.strategies import Knobs, plan
 from cpsim.strategies.distca import NANO_BATCHES
@@ -33,6 +35,22 @@ COMPUTE = STREAMS.index("compute")
 FED = {"fwd": ("q", "kv"), "bwd": ("dout",)}
 """What attention reads and the ops before it make."""
 READ_AFTER = {"fwd": ("out",), "bwd": ("dq", "dkv")}
+
+
+def plan_scenario(
+    scenario: Scenario, workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM
+) -> Schedule:  # fmt: skip
+    """The schedule of one pass of a scenario: attention alone, or a layer around it.
+
+    Raises:
+        ScenarioError, InfeasibleError: as ``plan`` and ``plan_layer`` do.
+    """
+    name = str(scenario.strategy)
+    if scenario.part is None:
+        return plan(name, workload, cluster, pass_, scenario.knobs, code)
+    if code is not CPSIM:
+        raise InfeasibleError(f"implementation: layers are cpsim's own, got {code.name}")
+    return plan_layer(name, workload, scenario.dimensions(), cluster, pass_, scenario.knobs)
 
 
 def plan_layer(

@@ -136,7 +136,11 @@ class Executor:
             planes = [self.view(p) for plane in PLANES[tensor] for p in self.places.layouts[buffer].parts(plane)]
             if tensor == "out":
                 planes.append(self.lse[buffer].T[..., None].to(planes[0].dtype))
-            values, group, token = torch.cat(planes, dim=2), *np.divmod(s.tokens(rows), num_tokens)
+            values = torch.cat(planes, dim=2)
+            if s.head_groups == 1:
+                yield tensor, s.tokens(rows), slice(head, head + count), values
+                continue
+            group, token = np.divmod(s.tokens(rows), num_tokens)
             of_group = self.workload.num_kv_heads if tensor.endswith("kv") else self.workload.num_heads
             for g in np.unique(group).tolist():
                 at = head + g * of_group

@@ -1,5 +1,5 @@
-"""Ops of a transformer layer on views of an executor's memory: matrix products, and memory-bound ops in Triton on a GPU,
-in the plain PyTorch of `real.layer_ops` elsewhere.
+"""Ops of a transformer layer on views of an executor's memory: matrix products, and memory-bound ops, in Triton on a
+GPU and in the plain PyTorch of `real.layer_ops` elsewhere.
 
 Legend of tensor suffixes: T tokens, C elements of a token, H heads, D head dimension. Matrices are contiguous.
 """

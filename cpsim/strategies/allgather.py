@@ -224,7 +224,7 @@ def _cut(workload: Workload, num_ranks: int, layout: str) -> _Cut:
 def _cut_groups(workload: Workload, shards: RangeSets, group: Ints) -> _Cut:
     edges = sharding.edges_of(shards)
     held = sharding.cells_of(shards, edges).reshape(group[-1] + 1, -1, len(edges) - 1)
-    return _cut_of(workload, shards, sets_of(held.any(axis=1), edges), group, ordered=False)
+    return _cut_of(workload, shards, sets_of(np.asarray(held.any(axis=1)), edges), group, ordered=False)
 
 
 def _cut_of(workload: Workload, shards: RangeSets, whole: RangeSets, group: Ints, ordered: bool) -> _Cut:
@@ -298,7 +298,8 @@ class _Gather:
         for i, width in enumerate(parts):
             gathered = plan.b.add(
                 Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * width,
-                deps=[waits[plan.together], self.free[group % 2][plan.together]], reads=[(source, mine)] * i, writes=[target] * i,
+                deps=[waits[plan.together], self.free[group % 2][plan.together]],
+                reads=[(source, mine)] * i, writes=[target] * i,
             )  # fmt: skip
         return gathered
 

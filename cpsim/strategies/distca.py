@@ -36,7 +36,6 @@ from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import Tiles, make_tiles, sequences
 from cpsim.workload import Workload
 
-
 NANO_BATCHES = 2
 """Parts that hide each other's exchanges."""
 

@@ -23,7 +23,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, Implementation
 from cpsim.masks import Ints, RangeSets, sets_of
 from cpsim.scenario import Scenario
-from cpsim.schedule import READ, STREAMS, Kind, Pass, Schedule
+from cpsim.schedule import READ, STREAMS, Int32, Kind, Pass, Schedule
 from cpsim.strategies import Knobs, plan
 from cpsim.strategies.distca import NANO_BATCHES
 from cpsim.strategies.sharding import cells_of, edges_of, stack
@@ -96,7 +96,7 @@ class _Layer:
         self.set_of_own = first + len(rows) + self.ranks
         self.b = Builder(attention.num_ranks, sets, attention.tiles)
         self.b.adopt(attention)
-        self.held: dict[tuple[str, int], Ints] = {}
+        self.held: dict[tuple[str, int], Int32] = {}
         """Buffers of every tensor that is not whole, by part, ``[ranks]``; of whole ones by part -1."""
         self.summed = {name: np.zeros(len(self.ranks), np.bool_) for name in self.weights}
         """Ranks that have a gradient of a weight."""
@@ -126,7 +126,7 @@ class _Layer:
         for pairs, emit in ((s.inputs, b.input), (s.outputs, b.output)):
             for buffer, block in pairs.tolist():
                 tensor = s.block_tensors[s.block_tensor[block]]
-                into = self.held.setdefault((tensor, -1), np.full(len(self.ranks), NOTHING))
+                into = self.held.setdefault((tensor, -1), np.full(len(self.ranks), NOTHING, np.int32))
                 into[s.buffer_rank[buffer]] = buffer
                 access = np.array([buffer], np.int32), np.array([block], np.int32)
                 (b.output if tensor in fed else emit)(*access)
@@ -164,10 +164,10 @@ class _Layer:
     def _row_bytes(self, name: str) -> int:
         return self.width[name] * self.element * (2 if name in ("kv", "dkv") else 1) + (name == "out") * self.lse
 
-    def _weight(self, name: str) -> Ints:
+    def _weight(self, name: str) -> Int32:
         which = name.removeprefix("d")
         block = self.b.blocks(name, [self.set_of_rows[which]], (0, self.weights[which][1]))
-        return block.repeat(len(self.ranks))
+        return np.repeat(block, len(self.ranks)).astype(np.int32)
 
     # --- ops ---
 
@@ -214,14 +214,16 @@ class _Layer:
             row[: len(others)] = others
         for i, op in enumerate(ops):
             given = [deps] if i == 0 and deps.size else []
-            last[who] = self._product(op, part, who, given) if op.kind in PRODUCTS else self._sweep(op, part, who, given)
+            emit = self._product if op.kind in PRODUCTS else self._sweep
+            last[who] = emit(op, part, who, given)
         return last
 
     def _access(self, name: str, part: int, who: Ints) -> Access:
         """Rows of one part, or a weight, on some ranks."""
         is_weight = name.removeprefix("d") in self.weights
         block = self._weight(name) if is_weight else self.b.blocks(name, self.set_of_part[part], self._heads(name))
-        return self.held.get((name, part), self.held.get((name, -1)))[who].astype(np.int32), block[who]  # type: ignore[index]
+        buffers = self.held[name, part if (name, part) in self.held else -1]
+        return buffers[who], block[who]
 
     def _product(self, op: LayerOp, part: int, who: Ints, deps: Sequence[Ints]) -> Ints:
         """A product; gradients of weights add to what parts before have left."""

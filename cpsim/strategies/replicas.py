@@ -84,6 +84,7 @@ def replica_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str,
     Raises:
         InfeasibleError: always; who names the strategy gets it.
     """
+    del workload, cluster
     raise InfeasibleError("a baseline of DistCA's, tried where it is asked for; see allgather, which gathers likewise")
 
 

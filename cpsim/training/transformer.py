@@ -1,4 +1,4 @@
-"""One transformer layer op by op: which tensors every op reads and writes, as schedules, prices and the executor see it.
+"""One transformer layer op by op: which tensors every op reads and writes, for schedules, prices and the executor.
 
 Tensors of tokens have a row for every token, weights ``[out, in]`` one for every output; rows are heads of ``head_dim``
 elements side by side. Attention itself is a strategy's: it reads ``q`` and ``kv`` and makes ``out``.

@@ -16,6 +16,7 @@ from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
+from cpsim.layer import plan_scenario
 from cpsim.models.price import GROUPS, OF_ATTENTION, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
@@ -24,7 +25,6 @@ from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES, Knobs
-from cpsim.strategies.layer import plan_scenario
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
 from cpsim.workload import Workload

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
+from cpsim.layer import weights
 from cpsim.scenario import Scenario, scenario_from
 from cpsim.training.model import Model
-from cpsim.training.transformer import weights
 from cpsim.workload import Workload
 from real.executor import EAGER_RUNS
 from real.implementations.cpsim import make

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpsim.schedule import Schedule
-from cpsim.training.transformer import WEIGHTS
+from cpsim.transformer import WEIGHTS
 from cpsim.workload import Workload
 from real import layer_calls
 from real.lowering import Lowering

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpsim.errors import InfeasibleError
-from cpsim.training.transformer import LayerKind
+from cpsim.transformer import LayerKind
 from real import layer_ops
 
 try:
@@ -30,7 +30,7 @@ def lower(kind: LayerKind, given: Sequence[Tensor], made: Sequence[Tensor], *, a
     """The call of any op but ``rotary``.
 
     Args:
-        kind: of `cpsim.training.transformer`.
+        kind: of `cpsim.transformer`.
         given, made: what it reads and writes, in the order that is said there.
         adds: whether gradients of weights are added to what is there.
     """

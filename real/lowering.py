@@ -14,7 +14,7 @@ from torch import Tensor
 from cpsim.errors import InfeasibleError
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, COMMUNICATION_KINDS, READ, UPDATE, Kind, Op, Schedule
 from cpsim.tiles import local_slices
-from cpsim.training.transformer import MAKER
+from cpsim.transformer import MAKER
 from real import attention, elementwise, layer_calls
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, WRITE, Kind, Schedule
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import sequence_places, sequences
-from cpsim.training.transformer import TENSORS
+from cpsim.transformer import TENSORS
 from cpsim.workload import Workload
 
 Ints = NDArray[np.int64]

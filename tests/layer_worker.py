@@ -9,8 +9,7 @@ import torch.distributed as dist
 from cases import cluster, workload
 from layer_cases import LAYERS, MODEL
 
-from cpsim.strategies.layer import plan_layer
-from cpsim.training.transformer import widths
+from cpsim.layer import plan_layer, widths
 from real.check_layer import dense
 from real.executor import Executor
 from real.node import Node, end_process

@@ -24,7 +24,7 @@ from cpsim.models.spread import expected_maximum
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, READ, STREAMS, Int8, Kind, Schedule, is_one_of
 from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
-from cpsim.training.transformer import MAKER
+from cpsim.transformer import MAKER
 from cpsim.workload import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from statistics import median
 
+from cpsim.layer import plan_scenario
 from cpsim.models.kernels import check_calls
 from cpsim.scenario import Scenario
 from cpsim.schedule import Pass
-from cpsim.strategies.layer import plan_scenario
 from real.executor import Executor
 from real.node import Node
 from real.timing import time_ops

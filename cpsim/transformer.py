@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cpsim.training.layer import OP_BYTES
-from cpsim.training.model import Model
+OP_BYTES: Final = {
+    "rms_norm": 4, "rms_norm_bwd": 6, "rotary": 4, "swiglu": 6, "swiglu_bwd": 10, "add": 6, "cross_entropy": 2,
+    "cross_entropy_bwd": 4, "embedding": 4, "embedding_bwd": 4, "adam": 30, "norm": 4,
+}  # fmt: skip
+"""Bytes that a memory-bound op reads and writes at least, per element: of its output; of the logits; of the
+parameters."""
 
 LayerKind = Literal["forward", "dgrad", "wgrad", "rms_norm", "rms_norm_bwd", "rotary", "swiglu", "swiglu_bwd", "add"]
 PRODUCTS: Final = ("forward", "dgrad", "wgrad")
@@ -78,22 +82,6 @@ KEPT: Final = ("x", "x norm", "q", "kv", "out", "h", "h norm", "gate up", "swigl
 RESULT: Final = {"fwd": "y", "bwd": "dx"}
 ACROSS: Final = ("dh",)
 """Made before attention and read after it."""
-
-
-def widths(model: Model) -> dict[str, int]:
-    """Heads of ``head_dim`` elements in a row of every tensor of tokens; of ``kv`` and ``dkv`` those of keys alone."""
-    hidden, inner = model.hidden // model.head_dim, model.ffn // model.head_dim
-    found = dict.fromkeys(("x", "x norm", "proj", "h", "h norm", "down", "y"), hidden)
-    found |= {"q": model.heads, "out": model.heads, "kv": model.kv_heads, "qkv": model.heads + 2 * model.kv_heads}
-    found |= {"gate up": 2 * inner, "swiglu": inner, "x part": hidden, "h part": hidden}
-    return found | {f"d{name}": width for name, width in found.items()}
-
-
-def weights(model: Model) -> dict[str, tuple[int, int]]:
-    """Rows, and heads of ``head_dim`` elements in a row, of every weight."""
-    names = {"qkv": "w qkv", "proj": "w proj", "gate_up": "w gate up", "down": "w down"}
-    linear = {names[name]: (outer, inner // model.head_dim) for name, (inner, outer) in model.linears(1).items()}
-    return linear | dict.fromkeys(("w attention norm", "w mlp norm"), (1, model.hidden // model.head_dim))
 
 
 TENSORS: Final = frozenset(

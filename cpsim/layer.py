@@ -28,7 +28,7 @@ from cpsim.strategies import Knobs, plan
 from cpsim.strategies.distca import NANO_BATCHES
 from cpsim.strategies.sharding import cells_of, edges_of, stack
 from cpsim.training.model import Model
-from cpsim.training.transformer import ACROSS, AFTER, BEFORE, GIVEN, KEPT, PRODUCTS, RESULT, LayerOp, weights, widths
+from cpsim.transformer import ACROSS, AFTER, BEFORE, GIVEN, KEPT, PRODUCTS, RESULT, LayerOp
 from cpsim.workload import Workload
 
 COMPUTE = STREAMS.index("compute")
@@ -68,6 +68,22 @@ def plan_layer(
     attention = plan(name, workload, cluster, pass_, knobs)
     parts = int(knobs.get("nano_batches", NANO_BATCHES)) if name == "distca" else 1  # type: ignore[call-overload]
     return _Layer(attention, workload, model, pass_, parts).build()
+
+
+def widths(model: Model) -> dict[str, int]:
+    """Heads of ``head_dim`` elements in a row of every tensor of tokens; of ``kv`` and ``dkv`` those of keys alone."""
+    hidden, inner = model.hidden // model.head_dim, model.ffn // model.head_dim
+    found = dict.fromkeys(("x", "x norm", "proj", "h", "h norm", "down", "y"), hidden)
+    found |= {"q": model.heads, "out": model.heads, "kv": model.kv_heads, "qkv": model.heads + 2 * model.kv_heads}
+    found |= {"gate up": 2 * inner, "swiglu": inner, "x part": hidden, "h part": hidden}
+    return found | {f"d{name}": width for name, width in found.items()}
+
+
+def weights(model: Model) -> dict[str, tuple[int, int]]:
+    """Rows, and heads of ``head_dim`` elements in a row, of every weight."""
+    names = {"qkv": "w qkv", "proj": "w proj", "gate_up": "w gate up", "down": "w down"}
+    linear = {names[name]: (outer, inner // model.head_dim) for name, (inner, outer) in model.linears(1).items()}
+    return linear | dict.fromkeys(("w attention norm", "w mlp norm"), (1, model.hidden // model.head_dim))
 
 
 class _Layer:

@@ -23,12 +23,12 @@ from cpsim.calibrate.profile import Profile
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, Implementation, implementation
+from cpsim.layer import plan_scenario
 from cpsim.models.price import Pricing
 from cpsim.scenario import Scenario
 from cpsim.schedule import Pass, Planning
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
-from cpsim.strategies import plan
 from cpsim.strategies.usp import ulysses_degree
 from cpsim.workload import Workload
 
@@ -103,7 +103,8 @@ def _copies(case: Case) -> int:
     """GPUs that one stands for: a whole Ulysses group of consecutive GPUs of a node, where there are many GPUs."""
     scenario, cluster, knobs = case.scenario, case.cluster, case.scenario.knobs
     folds = scenario.strategy in ("usp", "loongtrain") and knobs.get("placement", "head_first") == "head_first"
-    if not folds or cluster.num_gpus <= DRAWN_GPUS or case.code is not CPSIM:
+    ours = case.code is CPSIM and scenario.part is None
+    if not (folds and ours) or cluster.num_gpus <= DRAWN_GPUS:
         return 1
     asked = knobs.get("ulysses")
     degree = ulysses_degree(str(scenario.strategy), case.workload, cluster, asked, "head_first")
@@ -112,11 +113,11 @@ def _copies(case: Case) -> int:
 
 def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int) -> PassResult:
     """A pass of a case whose GPUs stand for ``num_gpus``."""
-    scenario, knobs = case.scenario, dict(case.scenario.knobs)
-    cluster = case.cluster
+    scenario, cluster = case.scenario, case.cluster
     if copies > 1:
-        cluster, knobs = cluster.folded(copies), knobs | {"ulysses": copies}
-    schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, knobs, case.code)
+        knobs = dict(scenario.knobs) | {"ulysses": copies}
+        scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
+    schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = int(schedule.memory().max())
     if memory > cluster.gpu.memory_bytes:
         raise InfeasibleError(
@@ -144,7 +145,7 @@ def _continues(case: Case, copies: int) -> bool:
     alike = len(workload.documents) == 1 and workload.mask in ("full", "causal") and not cluster.faults
     whole = workload.num_tokens % cluster.num_gpus == 0 and cluster.gpus_per_node // copies <= KNOWN_PLACES[0]
     ring = strategy in RINGS or (strategy == "usp" and copies > 1)
-    return alike and whole and ring and case.code is CPSIM
+    return alike and whole and ring and case.code is CPSIM and case.scenario.part is None
 
 
 def _continued(case: Case, pass_: Pass, copies: int) -> PassResult:

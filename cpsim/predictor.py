@@ -16,7 +16,7 @@ from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import implementation
-from cpsim.models.price import GROUPS
+from cpsim.models.price import GROUPS, OF_ATTENTION
 from cpsim.passes import Case, run_pass
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
@@ -51,7 +51,7 @@ def predict(scenario: Scenario) -> Prediction:
         ProfileError: there are no costs for its GPU or kernel.
     """
     case = look_up(scenario)
-    if scenario.model is None:
+    if scenario.model is None or scenario.part == "layer":
         return _predict(case)
     steps = StepCase(scenario, case.cluster, case.profile)
     return step_prediction(case, steps.simulate(steps.parallel(), str(scenario.strategy), scenario.knobs))
@@ -233,7 +233,7 @@ def look_up(scenario: Scenario) -> Case:
             f"machine to assume, e.g. profile: h200, or {DATA_SHEET} for {SHEET_BASE}'s scaled by data sheets"
         )
     special = cluster.faults or (cluster.fabric and cluster.fabric.spine_oversubscription > 1)
-    if special and scenario.model is not None:
+    if special and scenario.model is not None and scenario.part is None:
         raise ScenarioError(
             f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
             "model, since the step model would ignore them: leave them, or the model, out"
@@ -252,11 +252,11 @@ def _predict(case: Case) -> Prediction:
     notes.update(dict.fromkeys(note for p in done for note in p.notes))
     planning = done[-1].planning
     total = sum(p.time_s for p in done)
-    draws = _draw(parts, total, case)
+    draws = _draw({name: parts[name] for name in (GROUPS if scenario.model else OF_ATTENTION)}, total, case)
     late = planning.exposed_s(total)
     parts, total, draws = parts | {"planning": late}, total + late, draws + late
     notes.update(dict.fromkeys(planning.notes))
-    flops = sum(case.workload.flops(p) for p in scenario.passes)
+    flops = scenario.flops(case.workload)
     notes.update(dict.fromkeys(_network_notes(cluster)))
     return Prediction(
         scenario=scenario,

@@ -28,7 +28,7 @@ import torch
 
 from cpsim.runs import PassRun
 from real.node import Node
-from real.runner import Runner
+from real.runner import KnowsAttention, Runner
 from real.timing import Clock, hold
 
 LEAD_S: Final = 1e-3
@@ -81,12 +81,14 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
     finally:
         gc.enable()
     ends = together(lambda: (_peak_memory(node), Clock(node.local).read() if node.cuda else {}))
+    attention = together(runner.attention_s) if isinstance(runner, KnowsAttention) else []
     return PassRun(
         samples_s=tuple(map(max, samples)),
         rank_time_s=tuple(median(times) for times in zip(*samples, strict=True)),
         warmup_s=tuple(warmup),
         peak_memory_bytes=max(peak for peak, _ in ends),
         clock={name: [clock[name] for _, clock in ends] for name in ends[0][1]},
+        attention_s=tuple(attention),
     )
 
 

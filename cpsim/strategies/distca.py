@@ -36,10 +36,13 @@ from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import Tiles, make_tiles, sequences
 from cpsim.workload import Workload
 
+NANO_BATCHES = 2
+"""Parts that hide each other's exchanges."""
+
 
 def plan_distca(
     workload: Workload, cluster: Cluster, pass_: Pass, *, variant: Variant = "cpsim", tolerance: float = 0.05,
-    nano_batches: int = 2,
+    nano_batches: int = NANO_BATCHES,
 ) -> Schedule:  # fmt: skip
     """Tasks of queries and all keys that they see on servers, nano-batch by nano-batch.
 
@@ -204,11 +207,7 @@ class _DistCA(CellProgram):
         for nano, made in self.ticks(Kind.ATTENTION_BACKWARD, dq, range(self.num_nanos)[::-1]):
             self.unpack(nano, made[0], dq)
             self.add_up(nano, made[1], total)
-        self.b.add(
-            Kind.COPY, (self.ranks, "compute"), step=self.num_nanos, heads=self.heads,
-            nbytes=rows * (wide + self.nbytes["dkv"]), reads=[(total, self.block("dkv", self.own))],
-            writes=[(dkv, self.block("dkv", self.own))],
-        )  # fmt: skip
+            self.finish(nano, total, dkv)
         return self.build()
 
     def ticks(self, kind: Kind, result: Int32, order: Sequence[int]) -> Iterator[tuple[int, list[_Made]]]:
@@ -308,3 +307,16 @@ class _DistCA(CellProgram):
                 deps=self.waits(who, [held], cells), reads=self.reads(who, ["dkv"], [held], cells),
                 updates=[(total[who], self.block("dkv", cells))],
             )  # fmt: skip
+
+    def finish(self, nano: int, total: Int32, dkv: Int32) -> None:
+        """Gradients of keys that no nano-batch before this one adds to, in their own type."""
+        touched = np.any([self.mine, self.needs[1]], axis=(0, 2))
+        cells = (touched[nano] if nano else ~touched[1:].any(axis=0) | touched[0]) & ~touched[:nano].any(axis=0)
+        own = self.own & cells
+        who = np.flatnonzero(own.any(axis=1))
+        block = self.block("dkv", own[who])
+        self.b.add(
+            Kind.COPY, (who, "compute"), step=nano, heads=self.heads, reads=[(total[who], block)],
+            nbytes=(own[who] @ self.tokens) * (self.rows["dkv"][1] + self.nbytes["dkv"]),
+            writes=[(dkv[who], block)],
+        )  # fmt: skip

@@ -24,12 +24,14 @@ from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, Implementation, implementation
 from cpsim.layer import plan_scenario
-from cpsim.models.price import Pricing
+from cpsim.models.price import GROUPS, Priced, Pricing
 from cpsim.scenario import Scenario
 from cpsim.schedule import Pass, Planning
+from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.strategies.usp import ulysses_degree
+from cpsim.uncertainty import NUM_DRAWS, Draws
 from cpsim.workload import Workload
 
 DRAWN_GPUS: Final = 256
@@ -82,12 +84,14 @@ class PassResult:
     memory_bytes: int
     notes: tuple[str, ...]
     planning: Planning
+    draws_s: NDArray[np.float64]
+    """The time with every draw of the cost models' errors, ``[NUM_DRAWS]``."""
     timeline: Timeline | None
     """None of a continued ring."""
 
 
-def run_pass(case: Case, pass_: Pass) -> PassResult:
-    """Plan, price and simulate one pass.
+def run_pass(case: Case, pass_: Pass, draws: Draws) -> PassResult:
+    """Plan, price and simulate one pass, once for all draws.
 
     Raises:
         InfeasibleError: the strategy cannot run it, or it does not fit into memory.
@@ -95,8 +99,8 @@ def run_pass(case: Case, pass_: Pass) -> PassResult:
     """
     copies = _copies(case)
     if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
-        return _continued(case, pass_, copies)
-    return _simulated(case, pass_, copies, case.cluster.num_gpus)
+        return _continued(case, pass_, draws, copies)
+    return _simulated(case, pass_, draws, copies, case.cluster.num_gpus)
 
 
 def _copies(case: Case) -> int:
@@ -111,7 +115,7 @@ def _copies(case: Case) -> int:
     return degree if 1 < degree < cluster.num_gpus and cluster.can_fold(degree) else 1
 
 
-def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int) -> PassResult:
+def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int) -> PassResult:
     """A pass of a case whose GPUs stand for ``num_gpus``."""
     scenario, cluster = case.scenario, case.cluster
     if copies > 1:
@@ -135,8 +139,16 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int) -> PassResul
         memory_bytes=memory,
         notes=(*notes, *priced.notes),
         planning=schedule.planning,
+        draws_s=_drawn(timeline, priced, draws),
         timeline=timeline,
     )
+
+
+def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> NDArray[np.float64]:
+    factors = np.ones((len(GROUPS), NUM_DRAWS))
+    for group in np.unique(priced.group).tolist():
+        factors[group] = draws.factor(GROUPS[group])
+    return makespans(timeline, priced.work, priced.group, factors, draws.factor("interference"), draws.factor("host"))
 
 
 def _continues(case: Case, copies: int) -> bool:
@@ -148,19 +160,20 @@ def _continues(case: Case, copies: int) -> bool:
     return alike and whole and ring and case.code is CPSIM and case.scenario.part is None
 
 
-def _continued(case: Case, pass_: Pass, copies: int) -> PassResult:
+def _continued(case: Case, pass_: Pass, draws: Draws, copies: int) -> PassResult:
     """A long ring from shorter ones: every number lies on the line through those of the two longest of them."""
     cluster, unit = case.cluster, case.cluster.gpus_per_node // copies  # places of a node
     sizes = [-(-known // unit) * unit * copies for known in KNOWN_PLACES]
-    found = [_simulated(_smaller(case, size), pass_, copies, cluster.num_gpus) for size in sizes]
+    found = [_simulated(_smaller(case, size), pass_, draws, copies, cluster.num_gpus) for size in sizes]
 
-    def at(size: int, values: tuple[float, float], ends: tuple[int, int]) -> float:
-        return values[1] + (values[1] - values[0]) * (size - ends[1]) / (ends[1] - ends[0])
+    def along(shorter: NDArray[np.float64], longer: NDArray[np.float64]) -> NDArray[np.float64]:
+        return longer + (longer - shorter) * ((cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1]))
 
-    def continued(values: tuple[float, float]) -> float:
-        return max(0.0, at(cluster.num_gpus, values, (sizes[1], sizes[2])))
+    def continued(shorter: float, longer: float) -> float:
+        return max(0.0, float(along(np.asarray(shorter), np.asarray(longer))))
 
-    expected = at(sizes[2], (found[0].time_s, found[1].time_s), (sizes[0], sizes[1]))
+    slope = (found[1].time_s - found[0].time_s) / (sizes[1] - sizes[0])
+    expected = found[1].time_s + slope * (sizes[2] - sizes[1])
     off = abs(found[2].time_s / expected - 1)
     note = (
         f"rings of {cluster.num_gpus // copies} places: continued along a line from {sizes[1] // copies} and "
@@ -169,13 +182,14 @@ def _continued(case: Case, pass_: Pass, copies: int) -> PassResult:
     )
     last = found[1:]
     return PassResult(
-        time_s=continued((last[0].time_s, last[1].time_s)),
-        parts_s={name: continued((last[0].parts_s[name], last[1].parts_s[name])) for name in last[0].parts_s},
-        exposed_s=continued((last[0].exposed_s, last[1].exposed_s)),
-        sent=np.array([continued((float(last[0].sent.max()), float(last[1].sent.max())))]),
+        time_s=continued(last[0].time_s, last[1].time_s),
+        parts_s={name: continued(last[0].parts_s[name], last[1].parts_s[name]) for name in last[0].parts_s},
+        exposed_s=continued(last[0].exposed_s, last[1].exposed_s),
+        sent=np.array([continued(float(last[0].sent.max()), float(last[1].sent.max()))]),
         memory_bytes=last[1].memory_bytes,
         notes=(note, *last[1].notes),
         planning=last[1].planning,
+        draws_s=along(last[0].draws_s, last[1].draws_s),
         timeline=None,
     )
 

@@ -5,20 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import implementation
-from cpsim.models.price import GROUPS, OF_ATTENTION
+from cpsim.models.price import GROUPS
 from cpsim.passes import Case, run_pass
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
@@ -26,18 +25,14 @@ from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
+from cpsim.uncertainty import Draws
 from cpsim.workload import Workload
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Floats = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
-NUM_DRAWS: Final = 400
-"""Draws of the cost models' parameters behind every interval."""
-SHARED_VARIANCE: Final = 0.5
-"""Share of a cost model's variance that all predictions have in common; assumed, not measured."""
 SHEET_BASE: Final = "h200"
 """The profile that is scaled for GPUs that nobody has measured."""
 CHUNK: Final = 8
@@ -259,14 +254,15 @@ def look_up(scenario: Scenario) -> Case:
 def _predict(case: Case) -> Prediction:
     scenario, cluster = case.scenario, case.cluster
     case.code.check_kernel(scenario.kernel)
-    passes = {pass_: run_pass(case, pass_) for pass_ in scenario.passes}
+    drawn = Draws(scenario, cluster, case.profile)
+    passes = {pass_: run_pass(case, pass_, drawn) for pass_ in scenario.passes}
     done = list(passes.values())
     parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS}
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes(), *_faults(cluster)))
     notes.update(dict.fromkeys(note for p in done for note in p.notes))
     planning = done[-1].planning
     total = sum(p.time_s for p in done)
-    draws = _draw({name: parts[name] for name in (GROUPS if scenario.model else OF_ATTENTION)}, total, case)
+    draws = np.sum([p.draws_s for p in done], axis=0) * drawn.noise()
     late = planning.exposed_s(total)
     parts, total, draws = parts | {"planning": late}, total + late, draws + late
     notes.update(dict.fromkeys(planning.notes))
@@ -292,7 +288,8 @@ def _predict(case: Case) -> Prediction:
 def step_prediction(case: Case, step: Step) -> Prediction:
     """A simulated training step as a prediction, with its interval; it has no timelines."""
     scenario = case.scenario
-    draws = _draw({name: step.parts[name] for name in PARTS}, step.time_s, case)
+    drawn = Draws(scenario, case.cluster, case.profile)
+    draws = drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise()
     return Prediction(
         scenario=scenario,
         time_s=step.time_s,
@@ -308,42 +305,6 @@ def step_prediction(case: Case, step: Step) -> Prediction:
         notes=tuple(dict.fromkeys((*_grades(case), *scenario.notes(), *step.notes, *_network_notes(case.cluster)))),
         timelines={},
     )
-
-
-def _draw(parts: Mapping[str, float], total: float, case: Case) -> Floats:
-    """Sampled times: every cost model's error scales its share of the critical path.
-
-    The derivative of a makespan with respect to a duration is 1 on the critical path and 0 elsewhere, so this is
-    exact to first order. Part of a model's error is the same wherever the model is used, so all predictions share
-    those draws, and comparisons do not count it twice; the rest belongs to the shapes that a prediction uses, and
-    run-to-run noise is its own, too. What is known of a network between nodes is wrong in the same way for all.
-    """
-    label = f"{case.scenario.strategy} {sorted(case.scenario.knobs.items())} {case.scenario.pass_}"
-    label += f" {case.scenario.parallel}" if case.scenario.model else ""
-    common = np.random.default_rng(20251019).standard_normal((len(parts), NUM_DRAWS))
-    own = np.random.default_rng(list(label.encode())).standard_normal((len(parts) + 1, NUM_DRAWS))
-    times = np.zeros(NUM_DRAWS)
-    for i, (name, seconds) in enumerate(parts.items()):
-        if seconds == 0.0:  # a kernel may lack the model of a pass that is not asked for
-            continue
-        shared = 1.0 if name.endswith("between nodes") else SHARED_VARIANCE
-        error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
-        times += seconds * np.exp(_sigma(name, case) * error)
-    noise = case.profile.sigma["run to run"] * own[-1]
-    return np.asarray(times * np.exp(noise) if total > 0 else times)
-
-
-def _sigma(group: str, case: Case) -> float:
-    fabric = case.cluster.fabric
-    if group.endswith("between nodes"):
-        if fabric is None:
-            return 0.0
-        return fabric.flow_sigma_log if group.startswith("transfer") else fabric.sigma_log
-    if group.startswith("attention"):
-        return float(case.profile.sigma[f"{group} {case.scenario.kernel}"])
-    if group == "host" and case.code.captured:
-        return float(case.profile.sigma["graph"])
-    return float(case.profile.sigma[group])
 
 
 def _grades(case: Case) -> tuple[str, ...]:

@@ -12,12 +12,21 @@ from cpsim import passes
 from cpsim.passes import KNOWN_PLACES, _continued, _copies, _simulated, run_pass
 from cpsim.predictor import look_up, predict
 from cpsim.scenario import scenario_from
+from cpsim.uncertainty import Draws
 
 FIELDS = {"gpus": 32, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 32, "kv_heads": 8, "mask": "causal"}
 
 
 def scenario(**changes):
     return scenario_from(FIELDS | changes)
+
+
+def draws(case):
+    return Draws(case.scenario, case.cluster, case.profile)
+
+
+def simulated(case, pass_, copies, num_gpus):
+    return _simulated(case, pass_, draws(case), copies, num_gpus)
 
 
 def close(a, b, most):
@@ -32,6 +41,7 @@ def assert_same(folded, spelled, copies, apart=True, most=1e-9):
     """``apart``: no two GPUs share a link; if they do, what they lose to each other is the transfer's own time, and
     another of several critical paths is found."""
     assert close(folded.time_s, spelled.time_s, most)
+    assert not apart or close(folded.draws_s, spelled.draws_s, most)
     tied = 1e-6 * spelled.time_s  # of two ranks, or paths, that are equally long either may be taken
     for name, seconds in spelled.parts_s.items() if apart else ():
         assert np.isclose(folded.parts_s[name], seconds, rtol=0, atol=tied), name
@@ -65,16 +75,16 @@ def test_one_gpu_of_a_ulysses_group_stands_for_all(
     )  # fmt: skip
     leaves = {"nodes_per_leaf": 2, "spine_oversubscription": spine}
     case = with_fabric(look_up(asked), nics_per_node=nics, oversubscription=oversubscription, **leaves)
-    folded = _simulated(case, pass_, degree, case.cluster.num_gpus)
+    folded = simulated(case, pass_, degree, case.cluster.num_gpus)
     assert folded.timeline.schedule.num_ranks * degree == case.cluster.num_gpus
-    spelled = _simulated(case, pass_, 1, case.cluster.num_gpus)
+    spelled = simulated(case, pass_, 1, case.cluster.num_gpus)
     assert_same(folded, spelled, degree, apart=nics >= 8 and oversubscription == spine == 1)
 
 
 @pytest.mark.parametrize("strategy", ["usp", "loongtrain"])
 def test_a_folded_timeline_is_that_of_the_first_gpu_of_every_group(strategy):
     case = look_up(scenario(strategy=strategy, knobs={"ulysses": 8}))
-    folded, spelled = (_simulated(case, "fwd", copies, 32).timeline for copies in (8, 1))
+    folded, spelled = (simulated(case, "fwd", copies, 32).timeline for copies in (8, 1))
     ends = spelled.rank_end_s().reshape(-1, 8)
     assert close(ends, folded.rank_end_s()[:, None], 1e-9)
 
@@ -110,13 +120,14 @@ def test_a_continued_ring_is_the_simulated_one_to_a_ten_thousandth(strategy, mas
     copies = 8 if strategy == "usp" else 1
     case = look_up(scenario(strategy=strategy, mask=mask, gpus=320 * copies))
     for pass_ in ("fwd", "bwd") if mask == "causal" else ("fwd",):
-        simulated = _simulated(case, pass_, copies, case.cluster.num_gpus)
-        continued = _continued(case, pass_, copies)
+        spelled = simulated(case, pass_, copies, case.cluster.num_gpus)
+        continued = _continued(case, pass_, draws(case), copies)
         assert continued.timeline is None
-        assert close(continued.time_s, simulated.time_s, 1e-4)
-        assert np.isclose(continued.exposed_s, simulated.exposed_s, rtol=1e-2, atol=1e-4 * simulated.time_s)
-        assert close(continued.sent, simulated.sent.max(), 1e-9)
-        assert continued.memory_bytes == simulated.memory_bytes
+        assert close(continued.time_s, spelled.time_s, 1e-4)
+        assert close(continued.draws_s, spelled.draws_s, 1e-3)
+        assert np.isclose(continued.exposed_s, spelled.exposed_s, rtol=1e-2, atol=1e-4 * spelled.time_s)
+        assert close(continued.sent, spelled.sent.max(), 1e-9)
+        assert continued.memory_bytes == spelled.memory_bytes
 
 
 def test_a_prediction_says_what_was_folded_and_what_was_continued():
@@ -130,10 +141,10 @@ def test_documents_are_simulated_step_by_step(monkeypatch):
     monkeypatch.setattr(passes, "MOST_PLACES", 16)
     draw = {"distribution": "prolong64k", "seed": 1}
     case = look_up(scenario(strategy="zigzag_ring", mask="causal_document", documents=draw))
-    assert run_pass(case, "fwd").timeline is not None
+    assert run_pass(case, "fwd", draws(case)).timeline is not None
     case = look_up(scenario(strategy="zigzag_ring"))
     monkeypatch.setattr(passes, "KNOWN_PLACES", (8, 16, 24))
-    assert run_pass(case, "fwd").timeline is None
+    assert run_pass(case, "fwd", draws(case)).timeline is None
 
 
 @pytest.mark.parametrize(

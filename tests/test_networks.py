@@ -84,6 +84,12 @@ def test_a_ring_collective_leaves_every_leaf_once():
     assert whole.nbytes[spine].tolist() == [8.0] * 4
 
 
+def test_the_example_has_leaves_and_a_fault():
+    cluster = load_cluster("examples/leaf-spine.yaml").with_gpus(64)
+    assert str(cluster.faults[0]) == "nic 7 at 50%"
+    assert len(Links(cluster, PORT).capacity_bytes_per_s()) == 2 * 64 + 2 * 64 + 2 * 2
+
+
 def test_engines_agree_where_leaves_fill(tmp_path):
     free, tight = (
         predict(scenario_from(FIELDS | {"cluster": file_of(tmp_path, cluster), "strategy": "ulysses"}))

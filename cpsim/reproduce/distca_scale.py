@@ -90,9 +90,9 @@ STATED: Final[dict[tuple[int, DataSet, ModelName], tuple[float, float]]] = {
     **{(1, "prolong", model): (1.05, 1.12) for model in ("8b", "34b")},
     (2, "pretrain", "8b"): (1.15, 1.30), (2, "prolong", "8b"): (1.10, 1.35),
     (2, "pretrain", "34b"): (0.90, 1.15), (2, "prolong", "34b"): (0.90, 1.25),
-}  # type: ignore[dict-item]
-"""Speed-ups that the paper states, by pipeline stages, data set and model; those of 34B with pipelines are "up to", on an
-axis from 0.9."""
+}
+"""Speed-ups that the paper states, by pipeline stages, data set and model; those of 34B with pipelines are "up to", on
+an axis from 0.9."""
 SEQUENCES: Final[dict[tuple[int, ModelName], dict[int, dict[int, int]]]] = {
     (1, "8b"): {64: {128: 8, 256: 4, 512: 2}, 128: {128: 16, 256: 8, 512: 4}, 256: {128: 32, 256: 16, 512: 8}},
     (1, "34b"): {64: {128: 4, 256: 2, 512: 2}, 128: {128: 8, 256: 4, 512: 4}, 256: {128: 16, 256: 8, 512: 8}},
@@ -110,7 +110,7 @@ def settings() -> list[Setting]:
         for data in ("pretrain", "prolong")
         for gpus, by_context in by_gpus.items()
         for context, sequences in by_context.items()
-    ]  # type: ignore[misc]
+    ]
 
 
 @cache

@@ -328,9 +328,13 @@ def call_seconds(
 def calls(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
+    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools, held: Ints | None = None,
+    hold_s: Floats | None = None,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call."""
+    """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
+
+    Something else, such as a kernel of NCCL's, may hold `held` SMs [N] for the first `hold_s` [N] of each call.
+    """
     params = params.at(head_dim)
     if params.anatomy.lists_blocks:
         masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
@@ -340,6 +344,8 @@ def calls(
         np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
         np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0), np.asarray(num_heads, np.int64),
         np.asarray(num_kv_heads, np.int64), np.asarray(varlen, np.bool_),
+        np.zeros(len(varlen), np.int64) if held is None else held,
+        np.zeros(len(varlen)) if hold_s is None else hold_s,
     )  # fmt: skip
     return seconds, features, slower
 

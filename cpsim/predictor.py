@@ -17,6 +17,7 @@ from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
 from cpsim.layer import plan_scenario
+from cpsim.models.calls import working_memory
 from cpsim.models.price import GROUPS, OF_ATTENTION, Pricing
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
 from cpsim.scenario import Scenario
@@ -259,7 +260,8 @@ def _predict(case: Case) -> Prediction:
     memory, sent, exposed, planning = 0, np.zeros(cluster.num_gpus), 0.0, Planning()
     for pass_ in scenario.passes:
         schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
-        memory = max(memory, int(schedule.memory().max()))
+        held = schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)
+        memory = max(memory, int(held.max()))
         if memory > cluster.gpu.memory_bytes:
             raise InfeasibleError(
                 f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "

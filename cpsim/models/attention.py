@@ -39,7 +39,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from cpsim.block_masks import Visits, sequence_slices, visits
 from cpsim.models.blocks import FEATURES, price, price_listed
@@ -170,6 +170,31 @@ _TILES: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {
     ("flex", "fwd"): {256: (64, 64, 32)}, ("flex", "bwd"): {256: (64, 64, 64)},
 }  # fmt: skip
 """Tiles (tile_q_causal, tile_q_full, tile_k) where they differ from those of head dimension 128."""
+
+
+def working_bytes(
+    kernel: str, pass_: str, q_tokens: ArrayLike, k_tokens: ArrayLike, heads: ArrayLike, kv_heads: ArrayLike,
+    head_dim: int,
+) -> Ints:  # fmt: skip
+    """Bytes that calls allocate beyond what they are given and leave, where they run in blocks.
+
+    From the kernels' sources: backward an fp32 accumulator of dq, products of out and dout, and fp32 or per-head sums
+    of dk and dv where heads share them.
+
+    Args:
+        kernel, pass_: not naive attention, whose scores come on top.
+        q_tokens, k_tokens: rows of every call.
+        heads, kv_heads: of every call.
+        head_dim: elements.
+    """
+    q, k, heads, kv_heads = (np.asarray(x, np.int64) for x in (q_tokens, k_tokens, heads, kv_heads))
+    anatomy, row = ANATOMY[kernel, pass_], 4 * q * heads
+    if pass_ == "fwd":
+        return row * (kernel == "flex")
+    if anatomy.lists_blocks and anatomy.packs_heads:  # nothing to add up: each gradient has one owner
+        return 2 * row
+    sums = 8 * k * kv_heads * head_dim if anatomy.accumulates_kv else 4 * k * heads * head_dim
+    return np.asarray(row * head_dim + 2 * row + sums * (heads > kv_heads))
 
 
 def anatomy_at(kernel: str, pass_: str, head_dim: int) -> Anatomy:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from cpsim.block_masks import Visits
 from cpsim.masks import Ints
-from cpsim.models.attention import AttentionParams, calls, clocked_seconds, listed_calls
+from cpsim.models.attention import ANATOMY, AttentionParams, calls, clocked_seconds, listed_calls, working_bytes
 from cpsim.models.kernels import dense_sequences, gathered_sequences, limits_of, tile_visits
-from cpsim.schedule import ATTENTION_KINDS, Schedule, is_one_of
+from cpsim.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
 from cpsim.tiles import Tiles, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
@@ -107,3 +107,18 @@ def _listed_seconds(
     visited = [masks[tile] for tile in alike[:, 0].tolist()]
     seconds, _, slower = listed_calls(params, visited, alike[:, 1], alike[:, 2], head_dim)
     return np.stack([seconds, seconds / slower])[:, of_op.reshape(-1)]
+
+
+def working_memory(schedule: Schedule, kernel: str, head_dim: int) -> Ints:
+    """Most bytes that a rank's attention calls allocate besides buffers, ``int64[num_ranks]``; 0 of naive attention and
+    of kernels that nobody has measured."""
+    most = np.zeros(schedule.num_ranks, np.int64)
+    for kind, pass_ in ((Kind.ATTENTION, "fwd"), (Kind.ATTENTION_BACKWARD, "bwd")):
+        ops = np.flatnonzero(schedule.kind == kind)
+        if (kernel, pass_) not in ANATOMY or kernel in ("math", "sdpa_math") or not len(ops):
+            continue
+        found, tile = sequences(schedule.tiles), schedule.tile[ops]
+        heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
+        nbytes = working_bytes(kernel, pass_, found.queries()[tile], found.keys()[tile], heads, kv_heads, head_dim)
+        np.maximum.at(most, schedule.lane_rank[schedule.lane_start[ops]], nbytes)
+    return most

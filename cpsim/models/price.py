@@ -184,6 +184,7 @@ class Pricing:
             assert self.profile.layers is not None
             costs = self.profile.layers.ops if is_layer else self.profile.elementwise
             kind = name or self._sweep(Kind.ELEMENTWISE, notes)
+            kind = f"{kind} in place" if f"{kind} in place" in costs.latency_s else kind
             seconds[here] = elementwise_seconds(costs, kind, schedule.nbytes[ops[here]])
         return seconds, group
 

@@ -12,7 +12,7 @@ from cpsim.calibrate import fit, measurement
 from cpsim.calibrate.fabric import fit_fabric
 from cpsim.calibrate.imports import Table, read_kernel_table, read_nccl_log
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.profile import load_profile
+from cpsim.calibrate.profile import load_profile, to_json
 from cpsim.calibrate.residuals import predicted_attention
 from cpsim.calibrate.shipped import recipes
 from cpsim.calibrate.standin import SHEET_SIGMA, StandIn, from_data_sheet

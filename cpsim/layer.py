@@ -1,8 +1,8 @@
 """A whole transformer layer around any strategy's attention: its ops come before and after what they feed and read.
 
-Weights are whole on every GPU, tokens stay where the strategy has them. Where attention runs in nano-batches, each has
-its own ops, placed so that exchanges of one run beside computation of the other: those before attention ahead of the
-first op that reads what they make, those after it behind the last op that makes what they read.
+Weights are whole on every GPU that has tokens, which stay where the strategy has them. Where attention runs in
+nano-batches, each has its own ops, placed so that exchanges of one run beside computation of the other: those before
+attention ahead of the first op that reads what they make, those after it behind the last op that makes what they read.
 
 Reference: DistCA (arXiv 2510.18121), section 4.1. Differs: one layer alone, so that nothing hides its first and its
 last exchange; streams wait for what they need and not for each other at every tick; gradients of weights are summed
@@ -102,8 +102,8 @@ class _Layer:
         masks = cells_of(own, edges)[None] & inside[:, None]
         parts_sets = sets_of(masks.reshape(parts * len(self.ranks), -1), edges)
         self.tokens = parts_sets.num_tokens().reshape(parts, -1)
-        if not self.tokens.sum(axis=0).all():
-            raise InfeasibleError("layer: a GPU without tokens has no gradients of weights; use fewer GPUs")
+        self.homes = np.flatnonzero(self.tokens.sum(axis=0))
+        """Ranks with tokens, and therefore with weights."""
         rows = np.array([[0, rows] for rows, _ in self.weights.values()])
         sets = stack(attention.sets, parts_sets, RangeSets(np.arange(len(rows) + 1), rows), own)
         self.set_of_part = len(attention.sets) + np.arange(self.tokens.size).reshape(self.tokens.shape)
@@ -162,8 +162,10 @@ class _Layer:
 
     def _place_weight(self, name: str) -> None:
         rows, heads = self.weights[name.removeprefix("d")]
-        self.held[name, -1] = self.b.buffers(name, rows * heads * self.element, self.ranks)
-        (self.b.output if name[0] == "d" else self.b.input)(self.held[name, -1], self._weight(name))
+        buffers = self.b.buffers(name, rows * heads * self.element, self.homes)
+        self.held[name, -1] = np.full(len(self.ranks), NOTHING, np.int32)
+        self.held[name, -1][self.homes] = buffers
+        (self.b.output if name[0] == "d" else self.b.input)(buffers, self._weight(name)[self.homes])
 
     def _place_passing(self, name: str) -> None:
         """What one op leaves for others; parts follow each other through one buffer unless attention lies between."""

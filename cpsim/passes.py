@@ -24,6 +24,7 @@ from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, Implementation, implementation
 from cpsim.layer import plan_scenario
+from cpsim.models.calls import working_memory
 from cpsim.models.price import GROUPS, Priced, Pricing
 from cpsim.scenario import Scenario
 from cpsim.schedule import Pass, Planning
@@ -122,7 +123,7 @@ def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int
         knobs = dict(scenario.knobs) | {"ulysses": copies}
         scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
-    memory = int(schedule.memory().max())
+    memory = int((schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)).max())
     if memory > cluster.gpu.memory_bytes:
         raise InfeasibleError(
             f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "

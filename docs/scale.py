@@ -217,7 +217,7 @@ def page(data: dict[str, Any]) -> str:
         "",
         f"Above {DRAWN_GPUS} GPUs one GPU of a Ulysses group stands for all, which is exact. Rings of more than",
         f"{MOST_PLACES} places continue the line through rings of {KNOWN_PLACES[1]} and {KNOWN_PLACES[2]}, which is",
-        "not, and predictions say so; `tests/test_large_machines.py` holds both against what is simulated step by step.",
+        "not, and predictions say so; `tests/test_large_machines.py` holds both against all steps of all ranks.",
     ]
     return "\n".join(lines) + "\n"
 

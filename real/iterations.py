@@ -66,6 +66,8 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
         ranks = together(lambda: [iteration(runner, node, protocol) for _ in range(num)])
         return list(zip(*ranks, strict=True))
 
+    if node.cuda:  # at first ops are launched one by one; what a captured program allocates is not counted again
+        torch.cuda.reset_peak_memory_stats(node.device)
     gc.collect()  # now: in a gap before the measured iterations the clock would recover
     warmup = [max(times) for times in batch(WARMUP)]
     soak = SOAK_S if node.cuda else 0.0
@@ -73,8 +75,6 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
         left = (soak - sum(warmup[1:])) / median(warmup[1:])
         warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
     num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
-    if node.cuda:
-        torch.cuda.reset_peak_memory_stats(node.device)
     gc.disable()  # a collection amid the launches would count as theirs
     try:
         samples = batch(num)

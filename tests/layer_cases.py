@@ -8,6 +8,8 @@ EVEN = (48, 8, 8, 16, 8, 8)
 LAYERS = (
     ("distca", SKEWED, "distca", {"tolerance": 0.0}),
     ("distca in three", SKEWED, "distca", {"nano_batches": 3, "variant": "released"}),
+    ("distca on servers apart", SKEWED, "distca", {"servers": 1}),
+    ("distca with barriers", SKEWED, "distca", {"barriers": True}),
     ("wlb", EVEN, "wlb", {"cp": 2}),
     ("wlb of single ranks", EVEN, "wlb", {"cp": 1}),
     ("per_sequence", EVEN, "per_sequence", {}),

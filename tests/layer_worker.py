@@ -35,7 +35,7 @@ def rank_main(rank, num_ranks, port, cases):
         for name, schedule, problem, memory, wanted in cases:
             executor = Executor(schedule, problem, node, "math", laid_out=memory)
             executor.load(wanted)
-            sums = dict.fromkeys((n for n in wanted if n.startswith("dw")), 0.0)
+            sums = {n: torch.zeros_like(t) for n, t in wanted.items() if n.startswith("dw")}
             for _ in range(2):  # buffers are used again
                 executor.launch()
                 found = list(executor.results())

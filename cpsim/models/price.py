@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.calls import attention_op_seconds
+from cpsim.models.calls import attention_op_seconds, held_op_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
+from cpsim.models.holds import few_waves, held_sms
 from cpsim.models.kernels import check_calls, limits_of, tile_visits
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
@@ -163,11 +164,14 @@ class Pricing:
             for seconds in (duration, full):
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
-        self._settle(schedule, duration, full, release)
+        start, end = self._settle(schedule, duration, full, release)
         self._wait_for_slowest(schedule, duration)
         self._slow_down(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
-        work = self._work(schedule, links, duration, flows, release, pressure, names)
+        slowdown = self.profile.interference.slowdown(self.kernel, names)
+        near = ~_PACED[group[messages.op]]
+        duration += self._held(schedule, messages, near, start, end, pressure, slowdown)
+        work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown)
         return Priced(work, group, tuple(notes))
 
     def _products(self, schedule: Schedule, notes: dict[str, None]) -> Floats:
@@ -193,16 +197,24 @@ class Pricing:
             assert self.profile.layers is not None
             costs = self.profile.layers.ops if is_layer else self.profile.elementwise
             kind = name or self._sweep(Kind.ELEMENTWISE, notes)
+            kind = f"{kind} in place" if f"{kind} in place" in costs.latency_s else kind
             seconds[here] = elementwise_seconds(costs, kind, schedule.nbytes[ops[here]])
         return seconds, group
 
-    def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
-        """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""
+    def _settle(
+        self, schedule: Schedule, duration: Floats, full: Floats, release: Floats
+    ) -> tuple[Floats, Floats]:
+        """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two.
+
+        Returns:
+            Start and end of every op where nothing slows another.
+        """
         attention = is_one_of(schedule.kind, ATTENTION_KINDS)
-        if not attention.any():
-            return
         quick = np.where(attention, full, duration)
-        period = float(earliest(*predecessors(schedule), quick, release)[1].max())
+        start, end, _ = earliest(*predecessors(schedule), quick, release)
+        if not attention.any():
+            return start, end
+        period = float(end.max())
         loads = _LIMITED | dict(self.profile.load)
         load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])[schedule.kind]
         ranks, ops = schedule.lane_rank, schedule.op_of_lane()
@@ -214,6 +226,29 @@ class Pricing:
             full[attention], duration[attention], ranks[first].astype(np.int64), drawn,
             period + self.profile.host.pause_s[self.protocol], power,
         )  # fmt: skip
+        return start, end
+
+    def _held(
+        self, schedule: Schedule, messages: Messages, near: Bools, start: Floats, end: Floats, pressure: Int8,
+        slowdown: Floats,
+    ) -> Floats:  # fmt: skip
+        """Seconds that ops take longer because messages hold SMs at their start, beyond what their slowdown says.
+
+        Of attention of few waves, ``[N]``; less than 0 where the last wave has room for what did not fit the first.
+        """
+        longer = np.zeros(len(schedule))
+        ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+        if not (len(ops) and near.any()) or limits_of(self.kernel).any_mask:
+            return longer
+        params = self.profile.attention_params(self.kernel, _pass_of(schedule))
+        tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads[ops, 1]
+        ops = ops[few_waves(params, tiles.queries()[tile], tiles.keys()[tile], heads)]
+        held, hold_s, by = held_sms(schedule, messages, near, ops, start, end)
+        beside = by >= 0
+        ops, held, hold_s, by = ops[beside], held[beside], hold_s[beside], by[beside]
+        loss = hold_s * np.minimum(held / params.num_sms, 1 - 1 / slowdown[pressure[ops], pressure[by]])
+        longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s) - loss
+        return longer
 
     def _wait_for_slowest(self, schedule: Schedule, duration: Floats) -> None:
         """Attention as slow as on the slowest of the GPUs that have the most of it: sooner or later all wait for it."""
@@ -260,7 +295,7 @@ class Pricing:
 
     def _work(
         self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats, pressure: Int8,
-        names: list[str],
+        names: list[str], slowdown: Floats,
     ) -> Work:  # fmt: skip
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
@@ -274,7 +309,7 @@ class Pricing:
             flow_bytes=flow_bytes,
             link_bytes_per_s=capacity,
             pressure=pressure,
-            slowdown=self.profile.interference.slowdown(self.kernel, names),
+            slowdown=slowdown,
             waiting=self.profile.interference.waits(self.kernel, names),
         )
 

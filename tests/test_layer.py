@@ -18,11 +18,12 @@ from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
 from cpsim.layer import plan_layer, plan_scenario, weights
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.spread import expected_maximum
-from cpsim.predictor import look_up, predict
+from cpsim.predictor import advise, look_up, predict
 from cpsim.scenario import scenario_from
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.work import free_work
+from cpsim.step_advice import advise_step
 from cpsim.strategies import plan
 from cpsim.training.layer import Gemm, Ops, Sweep
 from cpsim.validation import validate
@@ -119,6 +120,16 @@ def test_layers_of_one_nano_batch_hide_exchanges_of_the_other(pass_):
     (alone, computed, exchanged), (span, of_both, exchanged_by_both) = found_us
     assert alone == pytest.approx(computed)
     assert span < of_both - exchanged_by_both + exchanged / 2
+
+
+def test_advice_ranks_strategies_by_the_time_of_the_whole_layer():
+    advice = advise(scenario_from(CASE))
+    names = {c.scenario.strategy for c in advice.candidates}
+    assert {"distca", "allgather", "zigzag_ring"} <= names
+    assert any("keeps all heads" in i.reason for i in advice.infeasible if i.scenario.strategy == "ulysses")
+    assert all(c.forward.parts_s["matrix products"] > 0 for c in advice.candidates)
+    with pytest.raises(ScenarioError, match="part: advise --step is of whole steps"):
+        advise_step(scenario_from(CASE))
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

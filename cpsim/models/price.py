@@ -168,6 +168,9 @@ class Pricing:
             notes["matrix products: not measured, at the rate of tiles of the attention kernel"] = None
             params = self.profile.attention_params(self.kernel, "fwd")  # two products of two FLOP per pair and element
             return np.asarray(2 * m * n * k * params.pair_s / (params.num_sms * 4 * params.head_dim))
+        largest, most = float((2.0 * m * n * k).max()), self.profile.valid.get("matrix products", (0.0, 0.0))[1]
+        if largest > most:
+            notes[f"matrix products of {largest / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}"] = None
         spread = self.profile.sigma["run to run"] * expected_maximum(schedule.num_ranks)
         return gemm_seconds(self.profile.layers.gemm, m, n, k) * (1 + spread)
 
@@ -184,7 +187,10 @@ class Pricing:
             assert self.profile.layers is not None
             costs = self.profile.layers.ops if is_layer else self.profile.elementwise
             kind = name or self._sweep(Kind.ELEMENTWISE, notes)
-            kind = f"{kind} in place" if f"{kind} in place" in costs.latency_s else kind
+            if f"{kind} in place" in costs.latency_s:
+                kind = f"{kind} in place"
+            elif is_layer:
+                notes["memory-bound kernels of the executor's layers: not measured, taken as compiled ones"] = None
             seconds[here] = elementwise_seconds(costs, kind, schedule.nbytes[ops[here]])
         return seconds, group
 

@@ -175,11 +175,8 @@ class Pricing:
         return gemm_seconds(self.profile.layers.gemm, m, n, k) * (1 + spread)
 
     def _sweeps(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> tuple[Floats, Ints]:
-        """Seconds and cost models of elementwise ops, which a layer's results name."""
-        made = [schedule.access_block[a:b][schedule.access_mode[a:b] != READ] for a, b in
-                zip(schedule.access_start[ops], schedule.access_start[ops + 1], strict=True)]  # fmt: skip
-        tensor = [schedule.block_tensors[schedule.block_tensor[blocks[0]]] if len(blocks) else "" for blocks in made]
-        names = np.array([MAKER[t].kind if t in MAKER else "" for t in tensor])
+        """Seconds and cost models of elementwise ops: a layer's by what they read and make, and strided copies."""
+        names = np.array([_op_of_layer(schedule, op) for op in ops.tolist()])
         seconds, group = np.zeros(len(ops)), np.full(len(ops), GROUPS.index("elementwise of layers"))
         for name in np.unique(names).tolist():
             here, is_layer = names == name, bool(name)
@@ -458,6 +455,15 @@ class Pricing:
         return np.asarray(np.maximum(released - lead, 0.0))
 
 
+
+
+def _op_of_layer(schedule: Schedule, op: int) -> str:
+    """Name of a layer's memory-bound op; empty for copies."""
+    accesses = slice(schedule.access_start[op], schedule.access_start[op + 1])
+    tensors = [schedule.block_tensors[t] for t in schedule.block_tensor[schedule.access_block[accesses]]]
+    is_read = schedule.access_mode[accesses] == READ
+    made = next((t for t, read in zip(tensors, is_read, strict=True) if not read), "")
+    return MAKER[made].kind if made in MAKER and tensors[0] == MAKER[made].reads[0] else ""
 
 
 def _pass_of(schedule: Schedule) -> str:

@@ -7,6 +7,7 @@ Runs are those of validation/distca-layer.jsonl, made by `real.run`; nothing is 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,6 +164,8 @@ def _percent(share: float) -> str:
 
 
 def main() -> None:
+    if not RUNS.exists():
+        sys.exit(f"{RUNS.name}: no runs yet; CONTRIBUTING.md says how to make them")
     runs = [run for run in load_runs(RUNS) if run.error is None]
     PAGE.write_text(text([compared(run) for run in runs]), encoding="utf-8")
 

@@ -26,7 +26,6 @@ from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
 from cpsim.uncertainty import Draws
-from cpsim.workload import Workload
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

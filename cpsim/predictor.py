@@ -26,7 +26,6 @@ from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
 from cpsim.uncertainty import Draws
-from cpsim.workload import Workload
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -134,7 +133,7 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
         ScenarioError: the scenario asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
     """
-    if scenario.model is not None:
+    if scenario.model is not None and scenario.part is None:
         raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
     support = implementation(scenario.implementation).support
     names = [name for name in STRATEGIES if support is None or name in support]
@@ -156,7 +155,7 @@ def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
             infeasible.append(Infeasible(scenario=asked, reason=str(reason)))
         if progress:
             progress(done, len(tries))
-    candidates = _rank(found, case.workload, case.cluster)
+    candidates = _rank(found, case)
     notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
     notes.update(dict.fromkeys(_sensitivity(candidates, case)))
     return Advice(scenario=scenario, candidates=candidates, infeasible=tuple(infeasible), notes=tuple(notes))
@@ -205,14 +204,13 @@ def _knobs(name: str, case: Case) -> Sequence[Knobs]:
     return STRATEGIES[name].knobs(case.workload, case.cluster) if name in STRATEGIES else ({},)
 
 
-def _rank(
-    found: Sequence[tuple[Prediction, Prediction]], workload: Workload, cluster: Cluster
-) -> tuple[Candidate, ...]:
+def _rank(found: Sequence[tuple[Prediction, Prediction]], case: Case) -> tuple[Candidate, ...]:
     if not found:
         return ()
+    cluster = case.cluster
     draws = np.array([np.add(f.draws_s, b.draws_s) for f, b in found])
     wins = np.bincount(np.argmin(draws, axis=0), minlength=len(found)) / draws.shape[1]
-    flops = workload.flops("fwd") + workload.flops("bwd")
+    flops = case.scenario.flops(case.workload)
     candidates = [
         Candidate(
             forward=forward,

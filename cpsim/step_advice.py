@@ -76,6 +76,8 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     """
     if scenario.model is None:
         raise ScenarioError("model: advise --step needs a model, e.g. model: llama3-8b; or leave --step out")
+    if scenario.part is not None:
+        raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
     case = look_up(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
     steps, search = StepCase(scenario, case.cluster, case.profile), list(_layouts(scenario, case))
     found: list[tuple[Parallel, Prediction, Step]] = []

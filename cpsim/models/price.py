@@ -181,15 +181,15 @@ class Pricing:
             notes["matrix products: not measured, at the rate of tiles of the attention kernel"] = None
             params = self.profile.attention_params(self.kernel, "fwd")  # two products of two FLOP per pair and element
             return np.asarray(2 * m * n * k * params.pair_s / (params.num_sms * 4 * params.head_dim))
+        largest, most = float((2.0 * m * n * k).max()), self.profile.valid.get("matrix products", (0.0, 0.0))[1]
+        if largest > most:
+            notes[f"matrix products of {largest / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}"] = None
         spread = self.profile.sigma["run to run"] * expected_maximum(schedule.num_ranks)
         return gemm_seconds(self.profile.layers.gemm, m, n, k) * (1 + spread)
 
     def _sweeps(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> tuple[Floats, Ints]:
-        """Seconds and cost models of elementwise ops, which a layer's results name."""
-        made = [schedule.access_block[a:b][schedule.access_mode[a:b] != READ] for a, b in
-                zip(schedule.access_start[ops], schedule.access_start[ops + 1], strict=True)]  # fmt: skip
-        tensor = [schedule.block_tensors[schedule.block_tensor[blocks[0]]] if len(blocks) else "" for blocks in made]
-        names = np.array([MAKER[t].kind if t in MAKER else "" for t in tensor])
+        """Seconds and cost models of elementwise ops: a layer's by what they read and make, and strided copies."""
+        names = np.array([_op_of_layer(schedule, op) for op in ops.tolist()])
         seconds, group = np.zeros(len(ops)), np.full(len(ops), GROUPS.index("elementwise of layers"))
         for name in np.unique(names).tolist():
             here, is_layer = names == name, bool(name)
@@ -197,7 +197,10 @@ class Pricing:
             assert self.profile.layers is not None
             costs = self.profile.layers.ops if is_layer else self.profile.elementwise
             kind = name or self._sweep(Kind.ELEMENTWISE, notes)
-            kind = f"{kind} in place" if f"{kind} in place" in costs.latency_s else kind
+            if f"{kind} in place" in costs.latency_s:
+                kind = f"{kind} in place"
+            elif is_layer:
+                notes["memory-bound kernels of the executor's layers: not measured, taken as compiled ones"] = None
             seconds[here] = elementwise_seconds(costs, kind, schedule.nbytes[ops[here]])
         return seconds, group
 
@@ -474,6 +477,15 @@ class Pricing:
         return np.asarray(np.maximum(released - lead, 0.0))
 
 
+
+
+def _op_of_layer(schedule: Schedule, op: int) -> str:
+    """Name of a layer's memory-bound op; empty for copies."""
+    accesses = slice(schedule.access_start[op], schedule.access_start[op + 1])
+    tensors = [schedule.block_tensors[t] for t in schedule.block_tensor[schedule.access_block[accesses]]]
+    is_read = schedule.access_mode[accesses] == READ
+    made = next((t for t, read in zip(tensors, is_read, strict=True) if not read), "")
+    return MAKER[made].kind if made in MAKER and tensors[0] == MAKER[made].reads[0] else ""
 
 
 def _pass_of(schedule: Schedule) -> str:

@@ -118,6 +118,11 @@ def _write_trace(path: Path, results: Results) -> None:
     if len(results) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(results)}; give it a file of its own")
     if isinstance(results[0], Prediction):
+        if not results[0].timelines:
+            raise CpsimError(
+                "trace: expected attention or a layer whose ops are simulated one by one, got a training step or a "
+                "ring that continues shorter ones; use fewer GPUs"
+            )
         write_trace(path, predicted_rows(results[0]))
         print(f"Trace written to {path}; open it in ui.perfetto.dev", file=sys.stderr)
 

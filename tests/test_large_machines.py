@@ -1,5 +1,8 @@
 """Thousands of GPUs: what is folded is exact, what is continued says so, and neither takes long."""
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -156,3 +159,14 @@ def test_thousands_of_gpus_take_seconds(strategy, gpus, most_s):
     started = time.process_time()
     predict(case)
     assert time.process_time() - started < 2 * most_s  # bars are medians of a machine that does nothing else
+
+
+def test_a_trace_of_what_was_not_simulated_is_refused(tmp_path):
+    asked = scenario(strategy="zigzag_ring", gpus=520, **{"pass": "fwd"})
+    (tmp_path / "case.json").write_text(json.dumps(asked.to_dict()))
+    files = [str(tmp_path / "case.json"), "--trace", str(tmp_path / "t.json")]
+    command = [sys.executable, "-m", "cpsim", "predict", *files]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "trace: expected" in done.stderr
+    assert not (tmp_path / "t.json").exists()

@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.passes import Case
 from cpsim.prediction import Prediction
-from cpsim.predictor import Case, look_up, step_prediction
+from cpsim.predictor import look_up, step_prediction
 from cpsim.scenario import ParallelSection, Scenario
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
@@ -17,8 +17,8 @@ from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
 from cpsim.models.price import GROUPS, Pricing
-from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
-from cpsim.scenario import Scenario
+from cpsim.prediction import Advice, Candidate, Column, Infeasible, Prediction, prediction_columns
+from cpsim.scenario import Asked, Scenario, as_scenario
 from cpsim.schedule import Planning
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
@@ -72,14 +72,29 @@ class Case:
         )
 
 
-def predict(scenario: Scenario) -> Prediction:
-    """Predict one scenario.
+def predict(case: Asked) -> Prediction:
+    """Predict one case.
+
+    Args:
+        case: a scenario with a strategy, its fields, or the file that holds it.
+
+    Returns:
+        the time of the slowest rank with its 90 % interval, and the timelines that it was read from.
 
     Raises:
         ScenarioError: it has no strategy, or asks for something that is not there.
         InfeasibleError: the strategy cannot run it; the message says why.
         ProfileError: there are no costs for its GPU or kernel.
+
+    >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+    >>> answer = predict(case | {"strategy": "zigzag_ring"})
+    >>> answer.time_s_low < answer.time_s < answer.time_s_high
+    True
     """
+    return _predict_scenario(as_scenario(case))
+
+
+def _predict_scenario(scenario: Scenario) -> Prediction:
     case = look_up(scenario)
     if scenario.model is None:
         return _predict(case)
@@ -110,6 +125,43 @@ def predict_many(
     return [entry for chunk in results for entry in chunk]
 
 
+def sweep(
+    cases: Iterable[Asked | CpsimError], jobs: int | None = 1, progress: Progress | None = None
+) -> dict[str, Column]:
+    """Predict many cases into columns, one row per case, in order; a bad one never loses the others.
+
+    Args:
+        cases: cases with a strategy, or the errors that stand in their place, as ``grid`` and ``load_scenarios``
+            make them.
+        jobs: processes; None uses all cores. Scripts that ask for several need ``if __name__ == "__main__"``.
+        progress: called after every chunk.
+
+    Returns:
+        Columns of equal length, numpy arrays that ``pandas.DataFrame`` and ``polars.DataFrame`` take as they are:
+        the case (``strategy``, ``knobs``, ``gpus``, ``tokens`` ...), what is predicted in SI units (``time_s``,
+        ``time_s_low``, ``time_s_high``, ``tflops_per_gpu``, ``exposed_comm_s``, ``bytes_sent_per_gpu``,
+        ``peak_memory_bytes``, ``planning_s``) and ``error``. Where there is an error, numbers are NaN; of a case that
+        cannot be read, ``gpus`` and ``tokens`` are 0 and words are empty.
+
+    >>> from cpsim.scenario import grid
+    >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+    >>> columns = sweep(grid(case, {"strategy": ["ring", "zigzag_ring"], "mask": ["full", "causal"]}))
+    >>> columns["mask"].tolist()
+    ['full', 'causal', 'full', 'causal']
+    >>> bool(columns["time_s"].argmin() == 3)
+    True
+    """
+    asked = [_or_error(case) for case in cases]
+    return prediction_columns(asked, predict_many(asked, jobs, progress))
+
+
+def _or_error(case: Asked | CpsimError) -> Scenario | CpsimError:
+    try:
+        return case if isinstance(case, CpsimError) else as_scenario(case)
+    except CpsimError as error:
+        return error
+
+
 def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | None) -> Iterator[tuple[int, Result]]:
     """Indices and results of some work on every item, as they come; on several processes where jobs, or cores, are."""
     workers = min(jobs or os.cpu_count() or 1, len(items))
@@ -138,66 +190,110 @@ def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimErro
     if isinstance(scenario, CpsimError):
         return scenario
     try:
-        return predict(scenario)
+        return _predict_scenario(scenario)
     except InfeasibleError as reason:
         return Infeasible(scenario=scenario, reason=str(reason))
     except CpsimError as error:
         return error
 
 
-def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
-    """Try every strategy and its sensible knobs, or only the scenario's strategy where it names one.
+def advise(case: Asked, progress: Progress | None = None) -> Advice:
+    """Try every strategy and its sensible knobs, or only the case's strategy where it names one.
 
-    Where the scenario names somebody else's implementation, the strategies are those that it has. On one GPU there is
+    Where the case names somebody else's implementation, the strategies are those that it has. On one GPU there is
     nothing to choose between: ``none`` is all that is tried.
+
+    Args:
+        case: a scenario, its fields, or the file that holds it.
+        progress: called after every strategy.
+
+    Returns:
+        the candidates, fastest first, and why the others cannot run; ``Advice.columns`` are the candidates as a table.
+
+    Raises:
+        ScenarioError: the case asks for something that is not there.
+        ProfileError: there are no costs for its GPU or kernel.
+
+    >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+    >>> advice = advise(case)
+    >>> advice.candidates[0].scenario.strategy
+    'ulysses'
+    >>> sorted(advice.columns())[:3]
+    ['backward_s', 'exposed_share', 'forward_s']
+    """
+    scenario = as_scenario(case)
+    names = strategies_to_try(scenario)
+    tried = []
+    for done, name in enumerate(names, 1):
+        tried.append(try_strategy(scenario, name))
+        if progress:
+            progress(done, len(names))
+    return rank(scenario, tried)
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """One strategy with the knobs that are worth trying."""
+
+    found: tuple[tuple[Prediction, Prediction], ...]
+    """Forward and backward of every setting that can run."""
+    infeasible: tuple[Infeasible, ...]
+
+
+def strategies_to_try(scenario: Scenario) -> list[str]:
+    """Names of the strategies that ``advise`` tries.
+
+    Raises:
+        ScenarioError: the scenario is a training step, or its implementation is unknown.
+    """
+    if scenario.model is not None:
+        raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
+    support = implementation(scenario.implementation).support
+    if scenario.strategy is not None:
+        return [scenario.strategy]
+    return ["none"] if scenario.gpus == 1 else [name for name in STRATEGIES if support is None or name in support]
+
+
+def try_strategy(scenario: Scenario, name: str) -> Tried:
+    """Forward and backward of one strategy of ``strategies_to_try``, for every setting worth trying.
 
     Raises:
         ScenarioError: the scenario asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
     """
-    if scenario.model is not None:
-        raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
-    support = implementation(scenario.implementation).support
-    names = [name for name in STRATEGIES if support is None or name in support]
-    names = ["none"] if scenario.gpus == 1 else names
-    if scenario.strategy is not None:
-        names = [scenario.strategy]
-    case = look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
-    tries, infeasible = _tries(names, case, asked=scenario.strategy is not None)
+    case = look_up(scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"}))
+    tries, infeasible = _tries(name, case, asked=scenario.strategy is not None)
     found: list[tuple[Prediction, Prediction]] = []
-    for done, (name, knobs) in enumerate(tries, 1):
-        asked = case.scenario.model_copy(update={"strategy": name, "knobs": dict(knobs)})
+    for knobs in tries:
+        asked = case.scenario.model_copy(update={"knobs": dict(knobs)})
         try:
             forward, backward = (
-                _predict(Case(asked.model_copy(update={"pass_": p}), case.workload, case.cluster, case.profile))
-                for p in ("fwd", "bwd")
+                _predict(replace(case, scenario=asked.model_copy(update={"pass_": p}))) for p in ("fwd", "bwd")
             )
             found.append((forward, backward))
         except InfeasibleError as reason:
             infeasible.append(Infeasible(scenario=asked, reason=str(reason)))
-        if progress:
-            progress(done, len(tries))
+    return Tried(found=tuple(found), infeasible=tuple(infeasible))
+
+
+def rank(scenario: Scenario, tried: Sequence[Tried]) -> Advice:
+    """The recommendation that follows from strategies tried so far; equal to ``advise`` where all were."""
+    found = [pair for one in tried for pair in one.found]
     notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
     return Advice(
         scenario=scenario,
-        candidates=_rank(found, case.workload, case.cluster),
-        infeasible=tuple(infeasible),
+        candidates=_rank(found),
+        infeasible=tuple(entry for one in tried for entry in one.infeasible),
         notes=tuple(notes),
     )
 
 
-def _tries(names: Sequence[str], case: Case, asked: bool) -> tuple[list[tuple[str, Knobs]], list[Infeasible]]:
-    """Strategies with the knobs to try, and those that are not worth trying unless the user asked for them."""
-    tries: list[tuple[str, Knobs]] = []
-    left_out: list[Infeasible] = []
-    for name in names:
-        try:
-            tries += [(name, knobs) for knobs in _knobs(name, case)]
-        except InfeasibleError as reason:
-            scenario = case.scenario.model_copy(update={"strategy": name})
-            tries += [(name, {})] * asked
-            left_out += [Infeasible(scenario=scenario, reason=str(reason))] * (not asked)
-    return tries, left_out
+def _tries(name: str, case: Case, asked: bool) -> tuple[Sequence[Knobs], list[Infeasible]]:
+    """Knobs to try; none, with the reason, where the strategy is not worth trying and the user did not ask for it."""
+    try:
+        return _knobs(name, case), []
+    except InfeasibleError as reason:
+        return ([{}], []) if asked else ([], [Infeasible(scenario=case.scenario, reason=str(reason))])
 
 
 def _knobs(name: str, case: Case) -> Sequence[Knobs]:
@@ -208,14 +304,12 @@ def _knobs(name: str, case: Case) -> Sequence[Knobs]:
     return STRATEGIES[name].knobs(case.workload, case.cluster) if name in STRATEGIES else ({},)
 
 
-def _rank(
-    found: Sequence[tuple[Prediction, Prediction]], workload: Workload, cluster: Cluster
-) -> tuple[Candidate, ...]:
+def _rank(found: Sequence[tuple[Prediction, Prediction]]) -> tuple[Candidate, ...]:
     if not found:
         return ()
     draws = np.array([np.add(f.draws_s, b.draws_s) for f, b in found])
     wins = np.bincount(np.argmin(draws, axis=0), minlength=len(found)) / draws.shape[1]
-    flops = workload.flops("fwd") + workload.flops("bwd")
+    flops = sum(one.tflops_per_gpu * one.time_s for one in found[0])  # of every candidate: the case's
     candidates = [
         Candidate(
             forward=forward,
@@ -223,7 +317,7 @@ def _rank(
             total_s=forward.time_s + backward.time_s,
             total_s_low=float(np.quantile(drawn, 0.05)),
             total_s_high=float(np.quantile(drawn, 0.95)),
-            tflops_per_gpu=flops / cluster.num_gpus / (forward.time_s + backward.time_s) / 1e12,
+            tflops_per_gpu=flops / (forward.time_s + backward.time_s),
             exposed_share=(forward.exposed_comm_s + backward.exposed_comm_s) / (forward.time_s + backward.time_s),
             peak_memory_bytes=max(forward.peak_memory_bytes, backward.peak_memory_bytes),
             probability_best=float(won),

@@ -288,6 +288,15 @@ def rank(scenario: Scenario, tried: Sequence[Tried]) -> Advice:
     )
 
 
+def settings(scenario: Scenario) -> Sequence[Knobs]:
+    """Knobs that are worth trying for a scenario with a strategy; its own where it has some.
+
+    Raises:
+        InfeasibleError: none is; the message says why.
+    """
+    return _knobs(str(scenario.strategy), look_up(scenario))
+
+
 def _tries(name: str, case: Case, asked: bool) -> tuple[Sequence[Knobs], list[Infeasible]]:
     """Knobs to try; none, with the reason, where the strategy is not worth trying and the user did not ask for it."""
     try:

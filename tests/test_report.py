@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from cpsim.errors import ScenarioError
+from cpsim.predictor import predict
 from cpsim.report import figures, html, lengths, records, tables, words
 from cpsim.scenario import scenario_from
 
@@ -144,17 +145,38 @@ def test_other_lengths_take_the_best_knobs_of_every_strategy(advice):
     assert best == list(advice.candidates)
 
 
+def bars_of_ops(figure):
+    return sum(len(trace.x) for trace in figure.data if trace.name in figures.KIND_COLOURS)
+
+
+def test_timeline_marks_the_critical_path_and_what_is_exposed():
+    """On the shown ranks: every op of the path, and as long an exposed time as the slowest rank is said to have."""
+    case = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 2048, "heads": 8, "kv_heads": 2, "strategy": "ring"}
+    (forward, backward) = (predict(case | {"pass": pass_}) for pass_ in ("fwd", "bwd"))
+    candidate = replace(handmade.candidate("ring", 0.01, 1.0), forward=forward, backward=backward)
+    found = forward.timelines["fwd"]
+    slowest = int(found.rank_end_s().argmax())
+    figure, _ = figures.timeline(candidate, [slowest])
+    exposed, critical = (
+        [trace for trace in figure.data if trace.name == name] for name in (figures.EXPOSED, figures.CRITICAL)
+    )
+    assert forward.exposed_comm_s > 0
+    assert sum(exposed[0].x) == pytest.approx(forward.exposed_comm_s * 1e3, rel=1e-9)
+    on_path = [row for row in found.rows([slowest]) if row["op"] in set(found.critical_path().tolist())]
+    assert len(critical[0].x) == len(on_path) > 3
+
+
 def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
     candidate = advice.candidates[0]
     ranks = html.shown_ranks(candidate)
     assert ranks == [0, 1, 4, 7]
     num_ops = sum(len(p.timelines[k].rows(ranks)) for p, k in ((candidate.forward, "fwd"), (candidate.backward, "bwd")))
     figure, text = figures.timeline(candidate, ranks)
-    assert sum(len(trace.x) for trace in figure.data) == num_ops
+    assert bars_of_ops(figure) == num_ops
     assert text == f"{num_ops} ops of ranks 0, 1, 4, 7"
     monkeypatch.setattr(figures, "COLUMNS", 10)
     thinned, text = figures.timeline(candidate, ranks)
-    num_bars = sum(len(trace.x) for trace in thinned.data)
+    num_bars = bars_of_ops(thinned)
     assert num_bars < num_ops
     assert f"drawn as {num_bars} bars" in text
 
@@ -220,7 +242,7 @@ def test_report_opens_in_chromium_with_every_plot_and_a_clean_console(report, tm
     assert plots["bars"].count('class="point"') == 2 * 4
     assert plots["bars"].count('class="xerror"') == 4
     assert plots["timeline-1"].count('class="point"') > 300
-    assert plots["timeline-2"].count('class="point"') == 40
+    assert plots["timeline-2"].count('class="point"') == 40 + 2  # ops, and the last one of each pass is critical
     assert len(re.findall('class="point[" ]', plots["lengths"])) == 4 * 5
 
 

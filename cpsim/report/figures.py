@@ -16,6 +16,7 @@ from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
     from cpsim.prediction import Advice, Candidate, Prediction
+    from cpsim.sim.timeline import Timeline
 
 FORWARD, BACKWARD = "#60a5fa", "#1d4ed8"
 PALETTE: Final = (
@@ -43,6 +44,10 @@ KIND_COLOURS: Final = {
     "barrier": "#ef4444",
 }
 OTHER_COLOUR: Final = "#64748b"
+CRITICAL: Final = "critical path"
+CRITICAL_COLOUR: Final = "#dc2626"
+EXPOSED: Final = "exposed communication"
+EXPOSED_COLOUR: Final = "#fca5a5"
 OUTLINED: Final = 100
 """From so many bars of a kind on, outlines would hide the bars."""
 COLUMNS: Final = 1500
@@ -148,25 +153,33 @@ def lengths(predictions: Iterable[Prediction]) -> Any:
 def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
     """Streams of a few ranks as rows, forward beside backward.
 
+    A line along a bar says that it is on the critical path; behind the bars of a rank's ``compute`` stream are the
+    times in which the rank communicates, or waits for data, and computes nothing.
+
     Returns:
         The figure, and what was drawn together, in words.
     """
     passes = {
-        "forward": candidate.forward.timelines.get("fwd"),
-        "backward": candidate.backward.timelines.get("bwd"),
-    }
-    shown = {name: found.rows(ranks) for name, found in passes.items() if found is not None}
+        name: timelines[pass_]
+        for name, timelines, pass_ in (
+            ("forward", candidate.forward.timelines, "fwd"), ("backward", candidate.backward.timelines, "bwd"),
+        )
+        if pass_ in timelines
+    }  # fmt: skip
+    shown = {name: found.rows(ranks) for name, found in passes.items()}
     drawn = {name: _thinned(rows) for name, rows in shown.items()}
     every = sorted((row for rows in shown.values() for row in rows), key=_order)
     lanes = list(dict.fromkeys(map(_lane, every)))
     figure = make_subplots(cols=len(drawn), shared_yaxes=True, horizontal_spacing=0.02, subplot_titles=list(drawn))
     seen: set[str] = set()
-    for column, rows in enumerate(drawn.values(), start=1):
+    for column, (name, rows) in enumerate(drawn.items(), start=1):
+        figure.add_trace(_exposed_bars(passes[name], ranks, column == 1), 1, column)
         for kind in dict.fromkeys(row["kind"] for row in rows):
             figure.add_trace(
                 _kind_bars(kind, [row for row in rows if row["kind"] == kind], kind not in seen), 1, column
             )
             seen.add(kind)
+        figure.add_trace(_critical_bars(rows, column == 1), 1, column)
         figure.update_xaxes(title="time [ms]", rangemode="tozero", row=1, col=column)
     figure.update_layout(barmode="overlay", bargap=0.15)
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], automargin=True)
@@ -201,6 +214,7 @@ def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if before and before["kind"] == kind and row["end_s"] - before["start_s"] <= limit:
             before["end_s"] = row["end_s"]
             before["count"] += 1
+            before["critical"] |= row["critical"]
             continue
         last[lane] = row | {"kind": kind, "count": 1, "lane": lane}
         thinned.append(last[lane])
@@ -221,4 +235,39 @@ def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> An
         marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
         customdata=names,
         hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>" + kind + "</extra>",
+    )
+
+
+def _critical_bars(rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
+    """A line along the upper edge of every bar of the critical path."""
+    critical = [row for row in rows if row["critical"]]
+    return go.Bar(
+        orientation="h",
+        y=[row["lane"] for row in critical],
+        base=[row["start_s"] * MS_PER_S for row in critical],
+        x=[(row["end_s"] - row["start_s"]) * MS_PER_S for row in critical],
+        width=0.14,
+        offset=0.34,
+        name=CRITICAL,
+        legendgroup=CRITICAL,
+        showlegend=in_legend,
+        marker={"color": CRITICAL_COLOUR, "line": {"width": 0}},
+        hoverinfo="skip",
+    )
+
+
+def _exposed_bars(found: Timeline, ranks: Sequence[int], in_legend: bool) -> Any:
+    """Where ranks communicate or wait for data and compute nothing, behind the bars of their compute streams."""
+    spans = {rank: found.exposed(rank) * MS_PER_S for rank in ranks}
+    return go.Bar(
+        orientation="h",
+        y=[_lane({"rank": rank, "stream": STREAMS[0]}) for rank, span in spans.items() for _ in span],
+        base=[start for span in spans.values() for start in span[:, 0].tolist()],
+        x=[length for span in spans.values() for length in (span[:, 1] - span[:, 0]).tolist()],
+        width=0.96,
+        name=EXPOSED,
+        legendgroup=EXPOSED,
+        showlegend=in_legend,
+        marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
+        hovertemplate="%{y}: exposed from %{base:.4g} ms on for %{x:.3g} ms<extra></extra>",
     )

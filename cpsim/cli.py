@@ -38,6 +38,11 @@ Progress = Callable[[int, int], None]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
+EXPLORED = {
+    "gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "mask": "causal_document", "heads": 32, "kv_heads": 8,
+    "documents": {"distribution": "prolong512k", "seed": 42},
+}  # fmt: skip
+"""What `cpsim explore` begins with: the example of the README."""
 KERNELS = "fa4,fa2,cudnn,sdpa_flash"
 Base = Annotated[str | None, typer.Option(help="A profile that gives what was not measured.")]
 OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
@@ -197,6 +202,26 @@ def _advise_step(file: Path, as_json: bool) -> None:
         print(json.dumps(step_advice_record(advice), indent=1))
     else:
         _stdout().print(step_advice_view(advice))
+
+
+@app.command()
+def explore(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="One scenario to begin with.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8050,
+    host: Annotated[str, typer.Option(help="Address to listen on; only requests to it are answered.")] = "127.0.0.1",
+    runs: Annotated[Path | None, typer.Option(help="Folder of run files to set predictions beside.")] = None,
+) -> None:
+    """Open a local page in which a case can be changed: ranking, map, timeline, memory, mask, real runs."""
+    if find_spec("dash") is None:
+        raise CpsimError("explore: needs Dash, which is not installed; pip install 'cpsim[explore]'")
+    from cpsim.explore.server import serving
+    from cpsim.scenario import load_scenario, scenario_from
+
+    shipped = Path("validation/runs")  # where the repository keeps its runs
+    start = load_scenario(file) if file else scenario_from(EXPLORED)
+    with serving(start, runs or (shipped if shipped.is_dir() else None), host, port) as server:
+        print(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C", file=sys.stderr, flush=True)
+        server.serve_forever()
 
 
 @app.command()

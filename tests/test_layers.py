@@ -61,10 +61,11 @@ ALLOWED = {
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
     | {"kernels", "support", "reproduce", "step_advice", "training"},
+    "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations", "step_advice"},
+    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations", "step_advice", "explore"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

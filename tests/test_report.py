@@ -168,8 +168,7 @@ def test_timeline_marks_the_critical_path_and_what_is_exposed():
 
 def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
     candidate = advice.candidates[0]
-    ranks = html.shown_ranks(candidate)
-    assert ranks == [0, 1, 4, 7]
+    ranks = [0, 1, 4, 7]
     num_ops = sum(len(p.timelines[k].rows(ranks)) for p, k in ((candidate.forward, "fwd"), (candidate.backward, "bwd")))
     figure, text = figures.timeline(candidate, ranks)
     assert bars_of_ops(figure) == num_ops
@@ -181,10 +180,20 @@ def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
     assert f"drawn as {num_bars} bars" in text
 
 
+def test_the_ranks_shown_are_few_and_hold_the_critical_path(advice):
+    candidate = advice.candidates[0]
+    ranks = figures.shown_ranks(candidate)
+    assert {0, 1, 4, 7} <= set(ranks)
+    assert len(ranks) <= 6
+    for prediction, pass_ in ((candidate.forward, "fwd"), (candidate.backward, "bwd")):
+        timeline = prediction.timelines[pass_]
+        assert any(row["critical"] for row in timeline.rows(ranks))
+
+
 def test_one_gpu_has_one_rank_to_show(advice):
     candidate = advice.candidates[0]
-    alone = candidate.scenario.model_copy(update={"gpus": 1})
-    assert html.shown_ranks(replace(candidate, forward=replace(candidate.forward, scenario=alone))) == [0]
+    alone = replace(candidate.forward, scenario=candidate.scenario.model_copy(update={"gpus": 1}), timelines={})
+    assert figures.shown_ranks(replace(candidate, forward=alone, backward=alone)) == [0]
 
 
 class Links(HTMLParser):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -75,7 +76,11 @@ def styled(figure: Any, height: int) -> Any:
 
 def bars(advice: Advice) -> Any:
     """Forward and backward of every candidate, stacked, fastest on top, with the total's 90 % interval."""
-    candidates = advice.candidates
+    return bars_of(advice.candidates)
+
+
+def bars_of(candidates: Sequence[Candidate]) -> Any:
+    """The same of some candidates, in their order."""
     labels = [escape(strategy_label(candidate.scenario)) for candidate in candidates]
     parts = {
         "forward": ([candidate.forward.time_s for candidate in candidates], FORWARD),
@@ -91,21 +96,22 @@ def bars(advice: Advice) -> Any:
         "symmetric": False,
         "array": [(c.total_s_high - c.total_s) * MS_PER_S for c in candidates],
         "arrayminus": [(c.total_s - c.total_s_low) * MS_PER_S for c in candidates],
-        "color": "#111827",
         "thickness": 1.6,
         "width": 5,
     }
-    for label, candidate in zip(labels, candidates, strict=True):
-        figure.add_annotation(
-            x=candidate.total_s_high * MS_PER_S,
-            y=label,
-            text=f"{ms_text(candidate.total_s)} ms · P(best) {percent_text(candidate.probability_best)}",
-            showarrow=False,
-            xanchor="left",
-            xshift=10,
-        )
+    notes = [
+        {
+            "x": candidate.total_s_high * MS_PER_S,
+            "y": label,
+            "text": f"{ms_text(candidate.total_s)} ms · P(best) {percent_text(candidate.probability_best)}",
+            "showarrow": False,
+            "xanchor": "left",
+            "xshift": 10,
+        }
+        for label, candidate in zip(labels, candidates, strict=True)
+    ]
     widest = max(candidate.total_s_high for candidate in candidates) * MS_PER_S
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="stack", annotations=notes)
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_xaxes(title="time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3])
     return styled(figure, 140 + 46 * len(candidates))
@@ -190,7 +196,24 @@ def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
             f", drawn as {format_count(num_drawn)} bars: neighbours of one kind that together are shorter "
             f"than 1/{COLUMNS} of the span share a bar"
         )
-    return styled(figure, 150 + 26 * len(lanes)), words
+    styled(figure, 190 + 26 * len(lanes)).update_layout(margin_t=115)  # the legend takes several lines
+    return figure, words
+
+
+def shown_ranks(candidate: Candidate) -> list[int]:
+    """A few ranks for a timeline: the first two, a middle one, the last, and those that hold up each pass most."""
+    last = candidate.scenario.gpus - 1
+    timelines = (*candidate.forward.timelines.values(), *candidate.backward.timelines.values())
+    return sorted({0, min(1, last), (last + 1) // 2, last, *(_busiest(timeline) for timeline in timelines)})
+
+
+def _busiest(found: Timeline) -> int:
+    """The rank with most of the critical path."""
+    schedule, path = found.schedule, found.critical_path()
+    seconds = np.zeros(len(schedule))
+    seconds[path] = (found.end_s - found.start_s)[path]
+    of_lane = seconds[schedule.op_of_lane()]
+    return int(np.argmax(np.bincount(schedule.lane_rank, weights=of_lane, minlength=schedule.num_ranks)))
 
 
 def _order(row: dict[str, Any]) -> tuple[int, int]:

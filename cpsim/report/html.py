@@ -23,7 +23,7 @@ from cpsim.report.words import (
 from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Candidate, Prediction
+    from cpsim.prediction import Advice, Prediction
 
 NUM_TIMELINES: Final = 2
 
@@ -92,17 +92,11 @@ def _ranking(advice: Advice) -> str:
     return f"<h2>Ranking</h2>{table(head, rows, num_text=2, best=True)}{bars}"
 
 
-def shown_ranks(candidate: Candidate) -> list[int]:
-    """A few ranks for a timeline: the first two, a middle one and the last."""
-    last = candidate.scenario.gpus - 1
-    return sorted({0, min(1, last), (last + 1) // 2, last})
-
-
 def _timelines(advice: Advice) -> str:
     parts = ["<h2>What the GPUs do</h2>"]
     best = best_of_strategies(advice)[:NUM_TIMELINES]
     for number, candidate in enumerate(best, start=1):
-        made, words = figures.timeline(candidate, shown_ranks(candidate))
+        made, words = figures.timeline(candidate, figures.shown_ranks(candidate))
         caption = f"{strategy_label(candidate.scenario)}: {words}."
         parts.append(figure(made, f"timeline-{number}", caption))
     return "".join(parts)

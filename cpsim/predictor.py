@@ -205,7 +205,7 @@ def advise(case: Asked, progress: Progress | None = None) -> Advice:
 
     Args:
         case: a scenario, its fields, or the file that holds it.
-        progress: called after every strategy.
+        progress: called after everything that is tried.
 
     Returns:
         the candidates, fastest first, and why the others cannot run; ``Advice.columns`` are the candidates as a table.
@@ -222,22 +222,35 @@ def advise(case: Asked, progress: Progress | None = None) -> Advice:
     ['backward_s', 'exposed_share', 'forward_s']
     """
     scenario = as_scenario(case)
-    names = strategies_to_try(scenario)
+    asked = ways(scenario)
     tried = []
-    for done, name in enumerate(names, 1):
-        tried.append(try_strategy(scenario, name))
+    for done, way in enumerate(asked, 1):
+        tried.append(try_way(way))
         if progress:
-            progress(done, len(names))
+            progress(done, len(asked))
     return rank(scenario, tried)
 
 
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """One strategy with the knobs that are worth trying."""
+Tried = tuple[Prediction, Prediction] | Infeasible
+"""Forward and backward of one way to run a case, or why it cannot be run so."""
 
-    found: tuple[tuple[Prediction, Prediction], ...]
-    """Forward and backward of every setting that can run."""
-    infeasible: tuple[Infeasible, ...]
+
+def ways(scenario: Scenario) -> list[Scenario | Infeasible]:
+    """All ways to run a case that ``advise`` tries: strategies with their knobs, or why a strategy is not worth trying.
+
+    Raises:
+        ScenarioError: the scenario is a training step, or asks for something that is not there.
+        ProfileError: there are no costs for its GPU.
+    """
+    found: list[Scenario | Infeasible] = []
+    for name in strategies_to_try(scenario):
+        case = scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"})
+        try:
+            found += [case.model_copy(update={"knobs": dict(knobs)}) for knobs in settings(case)]
+        except InfeasibleError as reason:
+            asked = scenario.strategy is not None
+            found.append(case if asked else Infeasible(scenario=case, reason=str(reason)))
+    return found
 
 
 def strategies_to_try(scenario: Scenario) -> list[str]:
@@ -254,36 +267,33 @@ def strategies_to_try(scenario: Scenario) -> list[str]:
     return ["none"] if scenario.gpus == 1 else [name for name in STRATEGIES if support is None or name in support]
 
 
-def try_strategy(scenario: Scenario, name: str) -> Tried:
-    """Forward and backward of one strategy of ``strategies_to_try``, for every setting worth trying.
+def try_way(way: Scenario | Infeasible) -> Tried:
+    """One of ``ways``, predicted.
 
     Raises:
-        ScenarioError: the scenario asks for something that is not there.
-        ProfileError: there are no costs for its GPU or kernel.
+        ScenarioError: it asks for something that is not there.
+        ProfileError: there are no costs for its kernel.
     """
-    case = look_up(scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"}))
-    tries, infeasible = _tries(name, case, asked=scenario.strategy is not None)
-    found: list[tuple[Prediction, Prediction]] = []
-    for knobs in tries:
-        asked = case.scenario.model_copy(update={"knobs": dict(knobs)})
-        try:
-            forward, backward = (
-                _predict(replace(case, scenario=asked.model_copy(update={"pass_": p}))) for p in ("fwd", "bwd")
-            )
-            found.append((forward, backward))
-        except InfeasibleError as reason:
-            infeasible.append(Infeasible(scenario=asked, reason=str(reason)))
-    return Tried(found=tuple(found), infeasible=tuple(infeasible))
+    if isinstance(way, Infeasible):
+        return way
+    case = look_up(way)
+    try:
+        forward, backward = (
+            _predict(replace(case, scenario=way.model_copy(update={"pass_": pass_}))) for pass_ in ("fwd", "bwd")
+        )
+    except InfeasibleError as reason:
+        return Infeasible(scenario=way, reason=str(reason))
+    return forward, backward
 
 
 def rank(scenario: Scenario, tried: Sequence[Tried]) -> Advice:
-    """The recommendation that follows from strategies tried so far; equal to ``advise`` where all were."""
-    found = [pair for one in tried for pair in one.found]
+    """The recommendation that follows from what was tried so far; that of ``advise`` where all ``ways`` were."""
+    found = [one for one in tried if not isinstance(one, Infeasible)]
     notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
     return Advice(
         scenario=scenario,
         candidates=_rank(found),
-        infeasible=tuple(entry for one in tried for entry in one.infeasible),
+        infeasible=tuple(one for one in tried if isinstance(one, Infeasible)),
         notes=tuple(notes),
     )
 
@@ -295,14 +305,6 @@ def settings(scenario: Scenario) -> Sequence[Knobs]:
         InfeasibleError: none is; the message says why.
     """
     return _knobs(str(scenario.strategy), look_up(scenario))
-
-
-def _tries(name: str, case: Case, asked: bool) -> tuple[Sequence[Knobs], list[Infeasible]]:
-    """Knobs to try; none, with the reason, where the strategy is not worth trying and the user did not ask for it."""
-    try:
-        return _knobs(name, case), []
-    except InfeasibleError as reason:
-        return ([{}], []) if asked else ([], [Infeasible(scenario=case.scenario, reason=str(reason))])
 
 
 def _knobs(name: str, case: Case) -> Sequence[Knobs]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
-from threading import Lock
+from multiprocessing import get_context, parent_process
+from threading import Lock, Thread
 from typing import Any, Final, Generic, TypeVar
 
-from cpsim.prediction import Advice, Candidate
-from cpsim.predictor import Tried, look_up, predict, rank, strategies_to_try, try_strategy
+from cpsim.prediction import Advice, Candidate, Infeasible, Prediction, knobs_json
+from cpsim.predictor import Tried, predict, rank, try_way, ways
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
 from cpsim.runs import case_key
 from cpsim.scenario import Scenario
@@ -20,8 +21,10 @@ T = TypeVar("T")
 KEPT: Final = 32
 """Cases whose answers are kept."""
 WORKERS: Final = 2
-PATIENCE_S: Final = 0.12
+PATIENCE_S: Final = 0.08
 """How long an answer waits for more strategies before it is shown as it is."""
+LIKELY: Final = ("loongtrain", "usp", "ulysses", "hybrid_cp", "allgather", "magi", "zigzag_ring")
+"""What is tried first in a first case; later, what was fast in the case before."""
 WARM: Final = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 8, "kv_heads": 8}
 
 
@@ -51,7 +54,7 @@ class Answers:
     """Recommendations, maps and timelines of cases, computed once; safe to use from several threads."""
 
     def __init__(self, workers: int = WORKERS) -> None:
-        self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
+        self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
         self._warm = [self._pool.submit(warm_up) for _ in range(workers)]
         self._lock = Lock()
         self._jobs: OrderedDict[str, Job[Any]] = OrderedDict()
@@ -73,14 +76,14 @@ class Answers:
         Raises:
             ScenarioError, ProfileError: the case cannot be answered.
         """
-        names = strategies_to_try(scenario)
-        look_up(scenario.model_copy(update={"strategy": names[0]}))
-        order = self._fastest_first(names)
-        job = self._job(page, "advice", scenario, order, lambda name: (try_strategy, scenario, name))
-        wait(job.pieces, timeout=patience_s)
-        wait(job.pieces, return_when=FIRST_COMPLETED)
+        asked = sorted(ways(scenario), key=self._likely)
+        job = self._job(page, "advice", scenario, asked, lambda way: (try_way, way))
+        _, missing = wait(job.pieces, timeout=patience_s)
+        while missing and all(isinstance(tried, Infeasible) for tried in job.done):
+            _, missing = wait(missing, return_when=FIRST_COMPLETED)
         advice = rank(scenario, job.done)
-        self._order = list(known_knobs(advice)) if job.is_complete else self._order
+        if job.is_complete:
+            self._order = [_way(candidate.scenario) for candidate in advice.candidates]
         return advice, job
 
     def frontier(self, advice: Advice, page: str) -> Job[Cell]:
@@ -100,10 +103,13 @@ class Answers:
                     self._details.popitem(last=False)
         return self._details.get(key, candidate)
 
-    def _fastest_first(self, names: Sequence[str]) -> list[str]:
-        """Strategies that were good last time first, so that a first answer holds what matters."""
-        order = self._order
-        return sorted(names, key=lambda name: order.index(name) if name in order else len(order))
+    def _likely(self, way: Scenario | Infeasible) -> tuple[int, int]:
+        """Sorts what was good in the last case first, then what often is, so that first answers hold what matters."""
+        scenario, order = way if isinstance(way, Scenario) else way.scenario, self._order
+        if _way(scenario) in order:
+            return order.index(_way(scenario)), 0
+        often = [*LIKELY, str(scenario.strategy)].index(str(scenario.strategy))
+        return len(order), often
 
     def _job(
         self, page: str, what: str, scenario: Scenario, items: Sequence[Any], call: Callable[[Any], tuple[Any, ...]]
@@ -131,17 +137,35 @@ def _key(what: str, scenario: Scenario) -> str:
     return f"{what} {case_key(scenario)} {scenario.profile}"
 
 
+def _way(scenario: Scenario) -> str:
+    return f"{scenario.strategy} {knobs_json(scenario)}"
+
+
 def _light(call: tuple[Any, ...]) -> tuple[Any, ...]:
     """The call as a worker makes it, with an answer that is light to send."""
     return (_without_timelines, *call)
 
 
 def _without_timelines(work: Callable[..., Any], *arguments: Any) -> Any:
-    result = work(*arguments)
-    if not isinstance(result, Tried):
-        return result
-    pairs = tuple((replace(forward, timelines={}), replace(back, timelines={})) for forward, back in result.found)
-    return replace(result, found=pairs)
+    match work(*arguments):
+        case Prediction() as forward, Prediction() as backward:
+            return replace(forward, timelines={}), replace(backward, timelines={})
+        case result:
+            return result
+
+
+def _begin() -> None:
+    """A process that gives way to the browser, and ends when the one that serves the page is gone, however it ended."""
+    if hasattr(os, "nice"):
+        os.nice(5)
+    served = parent_process()
+    assert served is not None
+
+    def watch() -> None:
+        served.join()
+        os._exit(0)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def warm_up() -> None:

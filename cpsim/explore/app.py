@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import zipfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -22,17 +23,16 @@ from cpsim.report.words import case_text, recommendation
 
 if TYPE_CHECKING:
     from cpsim.explore.views import View
+    from cpsim.prediction import Advice
     from cpsim.runs import Run
     from cpsim.scenario import Scenario
 
 Values = Mapping[str, Any]
 
-TICK_MS: Final = 200
+TICK_MS: Final = 300
 """How often a page asks for more while its answer is not complete."""
-DEBOUNCE_S: Final = 0.3
-"""How long nothing is typed before it counts as said; Enter says it at once."""
 STEPPED: Final = ("nodes", "seed")
-"""Numbers that make sense one up or down."""
+"""Numbers that make sense one up or down; what is typed elsewhere is said by Enter, or by leaving the field."""
 THEMES: Final = ("light", "dark")
 LABELS: Final = {
     "ranking": "Ranking", "map": "Where the best changes", "timeline": "Timeline", "memory": "Memory",
@@ -67,12 +67,18 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
 
     def show(state: Values, _ticks: int, answered: Sequence[Any] | None) -> dict[str, Any]:
         try:
-            said, view, number = _answer(state, known, answers, runs, folder)
+            scenario = scenario_of(state, known, folder)
+            advice, job = answers.advice(scenario, str(state.get("page")))
+            pieces = views.pieces(state, advice, answers)
+            number = [len(job.done), *pieces, state.get("serial")]
+            if ctx.triggered_id == "tick" and answered == number:
+                return _same()
+            view = views.make(state, advice, answers, runs, known)
         except CpsimError as error:
-            return _same(error=str(error), complete=True, answered=None, done=1, total=1)
-        if ctx.triggered_id == "tick" and answered == number:
-            return _same()
-        return _same(error="", answered=number, **said, **_shown(view, str(state.get("theme"))))
+            return _same(error=str(error), complete=True, answered=None, done=1, total=1, serial=state.get("serial"))
+        said = _said(advice, [len(job.done), len(job.pieces)], pieces)
+        shown = _shown(view, str(state.get("theme")))
+        return _same(error="", answered=number, serial=state.get("serial"), **said, **shown)
 
     def download(_csv: int, _scenario: int, state: Values) -> dict[str, Any]:
         try:
@@ -104,6 +110,7 @@ def _places() -> dict[str, Any]:
     """What an answer fills in."""
     texts = ("lead", "error", "notes", "case", "caption", "below")
     return {name: Output(name, "children") for name in texts} | {
+        "serial": Output("page", "data-answered"),
         "plots": [Output(name, "figure") for name in views.PLOTS],
         "shown": [Output(name, "style") for name in views.PLOTS],
         "done": Output("progress", "value"),
@@ -119,38 +126,41 @@ def _same(**changes: Any) -> dict[str, Any]:
     return kept | changes
 
 
-def _answer(
-    state: Values, known: Sequence[Control], answers: Answers, runs: Sequence[Run], folder: Path
-) -> tuple[dict[str, Any], View, list[Any]]:
-    """What the page says of its case so far, the view that it is at, and numbers that change when these do."""
-    scenario = scenario_of(state, known, folder)
-    advice, job = answers.advice(scenario, str(state.get("page")))
-    view = views.make(state, advice, answers, runs, known)
-    tried, total = len(job.done), len(job.pieces)
-    complete = job.is_complete and view.done == view.total
-    lead = recommendation(advice) if job.is_complete else f"{recommendation(advice)} So far: {tried} of {total} tried."
-    said = {
-        "lead": lead, "notes": views.notes(advice), "case": case_text(scenario), "complete": complete,
-        "done": tried + view.done, "total": total + view.total,
+def _said(advice: Advice, tried: Sequence[int], pieces: Sequence[int]) -> dict[str, Any]:
+    """What the page says of its case so far; ``tried`` and ``pieces`` of the view are (done, total)."""
+    whole = tried[0] == tried[1]
+    lead = recommendation(advice) + ("" if whole else f" So far: {tried[0]} of {tried[1]} ways tried.")
+    return {
+        "lead": lead, "notes": views.notes(advice), "case": case_text(advice.scenario),
+        "complete": whole and pieces[0] == pieces[1], "done": tried[0] + pieces[0], "total": tried[1] + pieces[1],
     }  # fmt: skip
-    return said, view, [tried, view.done, complete]
 
 
 def _shown(view: View, theme: str) -> dict[str, Any]:
     """The view as outputs of the page; a place without a figure is hidden."""
     made = [_themed(plot, theme) for plot in view.plots]
     missing = len(views.PLOTS) - len(made)
-    heights = [{"height": f"{plot.layout.height}px"} for plot in made]
+    heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
     return {
         "plots": made + [no_update] * missing, "shown": heights + [{"display": "none"}] * missing,
         "caption": view.caption, "below": view.below,
     }  # fmt: skip
 
 
-def _themed(figure: Any, theme: str) -> Any:
-    template = plotly_io.templates["plotly_dark" if theme == "dark" else "plotly_white"]
+def _themed(figure: Any, theme: str) -> dict[str, Any]:
+    """The figure as plain values on the page's own ground; plotly would check and copy every value of a template."""
+    plain: dict[str, Any] = figure.to_plotly_json()
     clear = "rgba(0,0,0,0)"
-    return figure.update_layout(template=template, paper_bgcolor=clear, plot_bgcolor=clear, autosize=True)
+    plain["layout"] |= {
+        "template": _template(theme), "paper_bgcolor": clear, "plot_bgcolor": clear, "autosize": True,
+    }  # fmt: skip
+    return plain
+
+
+@cache
+def _template(theme: str) -> dict[str, Any]:
+    values: dict[str, Any] = plotly_io.templates["plotly_dark" if theme == "dark" else "plotly_white"].to_plotly_json()
+    return values
 
 
 def scenario_file(scenario: Scenario) -> dict[str, Any]:
@@ -212,8 +222,8 @@ def _control(one: Control, start: Values) -> Any:
     if one.choices:
         made = dcc.Dropdown(list(one.choices), value, id=one.name, clearable=False, searchable=False)
     else:
-        kind = {"type": "number"} if one.name in STEPPED else {"type": "text"}
-        made = dcc.Input(value, id=one.name, debounce=DEBOUNCE_S, placeholder=one.hint, **kind)
+        kind = {"type": "number", "min": 0} if one.name in STEPPED else {"type": "text", "debounce": True}
+        made = dcc.Input(value, id=one.name, placeholder=one.hint, **kind)
     return html.Div([html.Label(one.label, htmlFor=one.name), made], className="control")
 
 

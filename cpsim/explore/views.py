@@ -42,9 +42,14 @@ class View:
     """The view's data, in SI units."""
     scenario: Scenario
     """The case, with the strategy that the view is about."""
-    done: int = 1
-    total: int = 1
-    """Pieces of the view that are there; it is complete where they are equal."""
+
+
+def pieces(state: State, advice: Advice, answers: Answers) -> tuple[int, int]:
+    """How many pieces of the view are there, and of how many."""
+    if state.get("view") != "map":
+        return 1, 1
+    job = answers.frontier(advice, str(state.get("page")))
+    return len(job.done), len(job.pieces)
 
 
 def make(state: State, advice: Advice, answers: Answers, runs: Sequence[Run], known: Sequence[Control]) -> View:
@@ -116,8 +121,7 @@ def _ranking(advice: Advice) -> View:
 
 
 def _map(state: State, advice: Advice, answers: Answers) -> View:
-    job = answers.frontier(advice, str(state.get("page")))
-    found = job.done
+    found = answers.frontier(advice, str(state.get("page"))).done
     caption = (
         "The fastest strategy at other lengths and on other numbers of GPUs, forward and backward, each strategy with "
         "the settings that are best for the case, or, where they cannot run, the first worth trying; "
@@ -125,7 +129,7 @@ def _map(state: State, advice: Advice, answers: Answers) -> View:
     )
     return View(
         plots=(frontier(cells(advice.scenario), found),), caption=caption, columns=cell_columns(found),
-        scenario=advice.scenario, done=len(found), total=len(job.pieces),
+        scenario=advice.scenario,
     )  # fmt: skip
 
 

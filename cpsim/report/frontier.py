@@ -126,15 +126,13 @@ def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Any:
         asked: all of ``cells``.
         found: those that are answered, in any order.
     """
-    import plotly.graph_objects as go
-
-    from cpsim.report.figures import PALETTE, styled
+    from cpsim.report.figures import PALETTE, blank, styled
     from cpsim.strategies import STRATEGIES
 
     gpus, tokens = (sorted(set(values)) for values in ([s.gpus for s in asked], [s.num_tokens for s in asked]))
     on_map = [name for name in STRATEGIES if name not in ("none", *SLOW)]
     colour = dict(zip(on_map, PALETTE, strict=True))
-    made = go.Figure()
+    made = blank()
     for name in [name for name in STRATEGIES if any(cell.strategy == name for cell in found)] + [""]:
         here = [cell for cell in found if cell.strategy == name]
         made.add_bar(

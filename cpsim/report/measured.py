@@ -7,9 +7,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import plotly.graph_objects as go
 
-from cpsim.report.figures import PALETTE, styled
+from cpsim.report.figures import PALETTE, blank, styled
 from cpsim.report.words import strategy_label
 from cpsim.units import MS_PER_S
 
@@ -35,7 +34,7 @@ def measured(pairs: Sequence[Pair]) -> Any:
     """A row for every way to compute the case: its prediction with the 90 % interval, and every run of it."""
     columns = measured_columns(sorted(pairs, key=lambda pair: pair.predicted.time_s))
     labels = [escape(label) for label in columns["strategy"].tolist()]
-    made = go.Figure()
+    made = blank()
     made.add_scatter(
         y=labels,
         x=columns["predicted_s"] * MS_PER_S,

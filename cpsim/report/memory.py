@@ -6,9 +6,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import plotly.graph_objects as go
 
-from cpsim.report.figures import BACKWARD, FORWARD, styled
+from cpsim.report.figures import BACKWARD, FORWARD, blank, styled
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.words import strategy_label
 
@@ -27,7 +26,7 @@ def peaks(advice: Advice, limit_bytes: int) -> Any:
     """
     best = best_of_strategies(advice)
     labels = [escape(strategy_label(candidate.scenario)) for candidate in best]
-    made = go.Figure()
+    made = blank()
     for name, colour in (("forward", FORWARD), ("backward", BACKWARD)):
         made.add_bar(
             y=labels,
@@ -68,7 +67,7 @@ def buffers(candidate: Candidate) -> Any:
     """The buffers of ``buffer_columns``, one bar a pass, stacked."""
     columns = buffer_columns(candidate)
     words = {"fwd": "forward", "bwd": "backward"}
-    made = go.Figure()
+    made = blank()
     for name in dict.fromkeys(columns["buffer"].tolist()):
         of_name = columns["buffer"] == name
         made.add_bar(

@@ -1,5 +1,6 @@
 // What the page shows is in its address: controls write it, and a link restores them.
 const page = Math.random().toString(36).slice(2); // of this tab: it looks at one case at a time
+let serial = 0; // of what was asked last; the page says to which the answer belongs that it shows
 
 window.dash_clientside = Object.assign({}, window.dash_clientside, {
   explore: {
@@ -18,8 +19,13 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
         state.nodes = Math.ceil(Number(state.gpus) / node);
       }
       state.page = page;
+      state.serial = ++serial;
+      document.documentElement.dataset.asked = serial;
       document.documentElement.dataset.theme = state.theme;
-      return [toAddress(state, controls), ...controls.map((control) => state[control.name]), state];
+      const same = window.dash_clientside.no_update;
+      const linked = (name) => fromLink || name === "gpus" || name === "nodes";
+      const shown = controls.map((control) => (linked(control.name) ? state[control.name] : same));
+      return [toAddress(state, controls), ...shown, state];
     },
   },
 });

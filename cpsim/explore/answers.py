@@ -21,7 +21,7 @@ T = TypeVar("T")
 KEPT: Final = 32
 """Cases whose answers are kept."""
 WORKERS: Final = 2
-PATIENCE_S: Final = 0.08
+PATIENCE_S: Final = 0.05
 """How long an answer waits for more strategies before it is shown as it is."""
 LIKELY: Final = ("loongtrain", "usp", "ulysses", "hybrid_cp", "allgather", "magi", "zigzag_ring")
 """What is tried first in a first case; later, what was fast in the case before."""

@@ -117,13 +117,57 @@ def predict(
 
 def _write_trace(path: Path, results: Results) -> None:
     from cpsim.prediction import Prediction
-    from cpsim.report.trace import predicted_rows, write_trace
+    from cpsim.report.trace import write_prediction
 
     if len(results) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(results)}; give it a file of its own")
     if isinstance(results[0], Prediction):
-        write_trace(path, predicted_rows(results[0]))
+        write_prediction(path, results[0])
         print(f"Trace written to {path}; open it in ui.perfetto.dev", file=sys.stderr)
+
+
+@app.command()
+def trace(
+    file: OneScenario,
+    out: Annotated[Path, typer.Option(help="Write the trace to this file; .json, or compressed .json.gz.")],
+    strategy: Annotated[str | None, typer.Option(help="What to trace, where FILE names no strategy; the best.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a trace for Perfetto: every rank and stream, arrows between ranks, what links carry."""
+    from cpsim.predictor import predict as ask
+    from cpsim.report.trace import write_prediction
+    from cpsim.scenario import as_scenario, load_scenario
+
+    _check_writable(out)
+    scenario = load_scenario(file)
+    if strategy:
+        scenario = as_scenario(scenario.to_dict() | {"strategy": strategy, "knobs": {}})
+    if scenario.strategy is None:
+        scenario = _best(scenario)
+    if scenario.model is not None:
+        raise CpsimError("trace: a training step has no timeline; leave the model out")
+    prediction = ask(scenario)
+    write_prediction(out, prediction)
+    num_ops = {pass_: len(timeline.schedule) for pass_, timeline in prediction.timelines.items()}
+    if as_json:
+        fields = {"strategy": scenario.strategy, "knobs": dict(scenario.knobs), "ops": num_ops, "out": str(out)}
+        print(json.dumps(fields))
+    else:
+        from cpsim.report.words import strategy_label
+
+        total = f"{sum(num_ops.values()):,} ops of {strategy_label(scenario)} on {scenario.gpus} GPUs"
+        print(f"{total}, written to {out}; open it in ui.perfetto.dev")
+
+
+def _best(scenario: Scenario) -> Scenario:
+    from cpsim.predictor import advise as ask
+
+    with _progress("Trying strategies") as progress:
+        candidates = ask(scenario, progress).candidates
+    if not candidates:
+        raise CpsimError("trace: no strategy can run this case; `cpsim advise` says why")
+    best = candidates[0].scenario
+    return scenario.model_copy(update={"strategy": best.strategy, "knobs": best.knobs})
 
 
 @app.command()
@@ -181,12 +225,15 @@ def advise(
 
         _stdout().print(advice_view(advice))
     if html:
+        from cpsim.report.frontier import predict_cells
         from cpsim.report.html import write_report
         from cpsim.report.lengths import predict_lengths
 
         with _progress("Predicting other lengths") as progress:
             lengths = predict_lengths(advice, progress)
-        write_report(html, advice, lengths)
+        with _progress("Mapping lengths and GPUs") as progress:
+            best = predict_cells(advice, progress)
+        write_report(html, advice, lengths, best)
         print(f"Report written to {html}", file=sys.stderr)
 
 

@@ -274,8 +274,8 @@ CHANGES = {
     "": [
         ("tokens_per_gpu", "type", 2048), ("gpus", "type", 16), ("nodes", "type", 3), ("heads", "type", 64),
         ("kv_heads", "type", 16), ("head_dim", "type", 64), ("network", "choose", "0.5"),
-        ("documents", "choose", "pile"), ("seed", "type", 5), ("cluster", "choose", "dgx-h100"), ("profile", "choose", "h200"),
-        ("kernel", "choose", "cudnn"), ("mask", "choose", "full"),
+        ("documents", "choose", "pile"), ("seed", "type", 5), ("cluster", "choose", "dgx-h100"),
+        ("profile", "choose", "h200"), ("kernel", "choose", "cudnn"), ("mask", "choose", "full"),
     ],
     "mask=causal_sliding_window": [("options", "type", "window=512")],
     "documents=lengths&lengths=32768": [("lengths", "type", "30000, 2768")],

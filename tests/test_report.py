@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cpsim.errors import ScenarioError
 from cpsim.predictor import predict
-from cpsim.report import figures, html, lengths, records, tables, words
+from cpsim.report import figures, frontier, html, lengths, records, tables, words
 from cpsim.scenario import scenario_from
 
 
@@ -26,7 +26,9 @@ def advice():
 @pytest.fixture(scope="module")
 def report(advice, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
-    html.write_report(path, advice, handmade.lengths())
+    asked = frontier.cells(advice.scenario)
+    best = [frontier.Cell(gpus=s.gpus, tokens=s.num_tokens, strategy="usp", time_s=0.01) for s in asked]
+    html.write_report(path, advice, handmade.lengths(), best)
     return path
 
 
@@ -247,7 +249,10 @@ def test_report_opens_in_chromium_with_every_plot_and_a_clean_console(report, tm
     assert console == []
     _, *parts = re.split(r'<div id="([\w-]+)"[^>]*class="[^"]*js-plotly-plot', dom)
     plots = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert list(plots) == ["bars", "timeline-1", "timeline-2", "lengths"]
+    assert list(plots) == ["bars", "timeline-1", "timeline-2", "mask", "memory", "buffers", "map", "lengths"]
+    assert plots["map"].count('class="point"') == len(frontier.cells(handmade.advice().scenario))
+    assert plots["memory"].count('class="point"') == 2 * 4
+    assert plots["mask"].count("<image") == 4
     assert plots["bars"].count('class="point"') == 2 * 4
     assert plots["bars"].count('class="xerror"') == 4
     assert plots["timeline-1"].count('class="point"') > 300

@@ -14,9 +14,8 @@ from dash import html
 from cpsim.comparison import compare, group_key, predict_runs
 from cpsim.explore.controls import Control, State, given_ranks, shown_strategy, state_of
 from cpsim.report import figures, measured, memory, shards
-from cpsim.report.frontier import SLOW, cell_columns, cells, frontier
+from cpsim.report.frontier import MAP_CAPTION, cell_columns, cells, frontier
 from cpsim.report.lengths import best_of_strategies
-from cpsim.report.masks import numbers
 from cpsim.report.words import case_text, interval_text, ms_text, percent_text, strategy_label
 from cpsim.units import format_bytes
 
@@ -122,13 +121,8 @@ def _ranking(advice: Advice) -> View:
 
 def _map(state: State, advice: Advice, answers: Answers) -> View:
     found = answers.frontier(advice, str(state.get("page"))).done
-    caption = (
-        "The fastest strategy at other lengths and on other numbers of GPUs, forward and backward, each strategy with "
-        "the settings that are best for the case, or, where they cannot run, the first worth trying; "
-        f"{' and '.join(SLOW)} take too long to plan for a map and are left out. Given documents are scaled."
-    )
     return View(
-        plots=(frontier(cells(advice.scenario), found),), caption=caption, columns=cell_columns(found),
+        plots=(frontier(cells(advice.scenario), found),), caption=MAP_CAPTION, columns=cell_columns(found),
         scenario=advice.scenario,
     )  # fmt: skip
 
@@ -176,11 +170,7 @@ def _memory(state: State, advice: Advice, chosen: Candidate) -> View:
 def _mask(state: State, advice: Advice, chosen: Candidate) -> View:
     workload, schedule = advice.scenario.workload(), chosen.forward.timelines["fwd"].schedule
     ranks = given_ranks(state, advice.scenario.gpus) or figures.shown_ranks(chosen)
-    striped = " Ranks alternate token by token; the strips show the first token of each cell." * (schedule.stride > 1)
-    caption = (
-        f"{numbers(workload)}. Strips: which rank of {strategy_label(chosen.scenario)} holds the queries and keys. "
-        f"Orange: rows of ranks {', '.join(map(str, ranks))}.{striped}"
-    )
+    caption = shards.caption(workload, chosen, ranks)
     return View(
         plots=(shards.shards(workload, schedule, ranks),), caption=caption, columns=shards.shard_columns(schedule),
         scenario=_of(advice, chosen),

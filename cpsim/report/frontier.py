@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from math import lcm
 from typing import TYPE_CHECKING, Any, Final
@@ -27,6 +28,11 @@ MAX_TOKENS_PER_GPU: Final = 131_072
 """Longer shards are left out: nobody trains so, and their kernels take long to price."""
 SLOW: Final = ("dcp", "distca")
 """Strategies whose planning takes longer than a map may: they are left out."""
+MAP_CAPTION: Final = (
+    "The fastest strategy at other lengths and on other numbers of GPUs, forward and backward, each strategy with the "
+    "settings that are best for the case, or, where they cannot run, the first worth trying; "
+    f"{' and '.join(SLOW)} take too long to plan for a map and are left out. Given documents are scaled."
+)
 Knobs = Mapping[str, Any]
 
 
@@ -102,6 +108,19 @@ def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
                 best = Cell(gpus=best.gpus, tokens=best.tokens, strategy=name, knobs=words, time_s=seconds)
             break
     return best
+
+
+def predict_cells(advice: Advice, progress: Callable[[int, int], None] | None = None) -> list[Cell]:
+    """The map around the case of a recommendation, on all cores."""
+    from cpsim.predictor import spread
+
+    asked, known = cells(advice.scenario), known_knobs(advice)
+    found = []
+    for done, (_, cell) in enumerate(spread(partial(best_in, known=known), asked, None), 1):
+        found.append(cell)
+        if progress:
+            progress(done, len(asked))
+    return found
 
 
 def _tries(scenario: Scenario, name: str, known: Mapping[str, Knobs]) -> Iterator[Knobs]:

@@ -11,11 +11,13 @@ from plotly.subplots import make_subplots
 
 from cpsim.masks import coarse_mask
 from cpsim.report.figures import styled
+from cpsim.report.masks import numbers
+from cpsim.report.words import strategy_label
 from cpsim.stripes import stripe_bounds
 
 if TYPE_CHECKING:
     from cpsim.masks import Ints
-    from cpsim.prediction import Column
+    from cpsim.prediction import Candidate, Column
     from cpsim.schedule import Schedule
     from cpsim.workload import Workload
 
@@ -90,6 +92,16 @@ def shards(workload: Workload, schedule: Schedule, ranks: Sequence[int]) -> Any:
     made.update_yaxes(title="query [tokens]", row=2, col=1)
     made.update_xaxes(title="key [tokens]", row=2, col=2)
     return styled(made, 700)
+
+
+def caption(workload: Workload, candidate: Candidate, ranks: Sequence[int]) -> str:
+    """What ``shards`` shows, in words."""
+    striped = candidate.forward.timelines["fwd"].schedule.stride > 1
+    alternate = " Ranks alternate token by token; strips show the first token of each cell." * striped
+    return (
+        f"{numbers(workload)}. Strips: which rank of {strategy_label(candidate.scenario)} holds the queries and keys. "
+        f"Orange: rows of ranks {', '.join(map(str, ranks))}.{alternate}"
+    )
 
 
 _HELD: Final = "queries from %{y:,} on: rank %{z}<extra></extra>"

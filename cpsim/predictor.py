@@ -86,10 +86,11 @@ def predict(case: Asked) -> Prediction:
         InfeasibleError: the strategy cannot run it; the message says why.
         ProfileError: there are no costs for its GPU or kernel.
 
-    >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
-    >>> answer = predict(case | {"strategy": "zigzag_ring"})
-    >>> answer.time_s_low < answer.time_s < answer.time_s_high
-    True
+    Examples:
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+        >>> answer = predict(case | {"strategy": "zigzag_ring"})
+        >>> answer.time_s_low < answer.time_s < answer.time_s_high
+        True
     """
     return _predict_scenario(as_scenario(case))
 
@@ -143,13 +144,14 @@ def sweep(
         ``peak_memory_bytes``, ``planning_s``) and ``error``. Where there is an error, numbers are NaN; of a case that
         cannot be read, ``gpus`` and ``tokens`` are 0 and words are empty.
 
-    >>> from cpsim.scenario import grid
-    >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
-    >>> columns = sweep(grid(case, {"strategy": ["ring", "zigzag_ring"], "mask": ["full", "causal"]}))
-    >>> columns["mask"].tolist()
-    ['full', 'causal', 'full', 'causal']
-    >>> bool(columns["time_s"].argmin() == 3)
-    True
+    Examples:
+        >>> from cpsim.scenario import grid
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+        >>> columns = sweep(grid(case, {"strategy": ["ring", "zigzag_ring"], "mask": ["full", "causal"]}))
+        >>> columns["mask"].tolist()
+        ['full', 'causal', 'full', 'causal']
+        >>> bool(columns["time_s"].argmin() == 3)
+        True
     """
     asked = [_or_error(case) for case in cases]
     return prediction_columns(asked, predict_many(asked, jobs, progress))
@@ -214,12 +216,13 @@ def advise(case: Asked, progress: Progress | None = None) -> Advice:
         ScenarioError: the case asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
 
-    >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
-    >>> advice = advise(case)
-    >>> advice.candidates[0].scenario.strategy
-    'ulysses'
-    >>> sorted(advice.columns())[:3]
-    ['backward_s', 'exposed_share', 'forward_s']
+    Examples:
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+        >>> advice = advise(case)
+        >>> advice.candidates[0].scenario.strategy
+        'ulysses'
+        >>> sorted(advice.columns())[:3]
+        ['backward_s', 'exposed_share', 'forward_s']
     """
     scenario = as_scenario(case)
     asked = ways(scenario)

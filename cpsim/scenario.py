@@ -377,9 +377,10 @@ def grid(case: Asked, over: Mapping[str, Sequence[Any]]) -> list[Scenario | Scen
     Returns:
         one entry per combination; an error where the combination makes no sense, so that none is lost.
 
-    >>> case = {"gpus": 4, "cluster": "h200-4", "tokens": 8192, "heads": 32, "kv_heads": 8}
-    >>> [(s.gpus, s.strategy) for s in grid(case, {"gpus": [2, 4], "strategy": ["ring", "ulysses"]})]
-    [(2, 'ring'), (2, 'ulysses'), (4, 'ring'), (4, 'ulysses')]
+    Examples:
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens": 8192, "heads": 32, "kv_heads": 8}
+        >>> [(s.gpus, s.strategy) for s in grid(case, {"gpus": [2, 4], "strategy": ["ring", "ulysses"]})]
+        [(2, 'ring'), (2, 'ulysses'), (4, 'ring'), (4, 'ulysses')]
     """
     said_once = {"tokens": "tokens_per_gpu", "tokens_per_gpu": "tokens"}
     replaced = {said_once[name] for name in over if name in said_once}

@@ -89,7 +89,7 @@ class Answers:
     def frontier(self, advice: Advice, page: str) -> Job[Cell]:
         """The map around the case of a recommendation, as far as it is known."""
         known = known_knobs(advice)
-        asked = cells(advice.scenario)
+        asked = cells(advice.scenario)[::-1]  # what takes longest first, so that no process is left with it alone
         return self._job(page, "frontier", advice.scenario, asked, lambda cell: (best_in, cell, known))
 
     def details(self, candidate: Candidate) -> Candidate:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Any]
 
-TICK_MS: Final = 300
+TICK_MS: Final = 400
 """How often a page asks for more while its answer is not complete."""
 STEPPED: Final = ("nodes", "seed")
 """Numbers that make sense one up or down; what is typed elsewhere is said by Enter, or by leaving the field."""

@@ -82,7 +82,8 @@ def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
     """The best strategy of one cell.
 
     A strategy has the knobs that are best for the case of the map, or, where they cannot run here, the first that are
-    worth trying. Its backward pass is left out where its forward pass alone takes longer than the best so far.
+    worth trying. Its backward pass, which is never shorter than its forward pass, is left out where two of these
+    take longer than the best so far.
 
     Args:
         scenario: one of ``cells``.
@@ -98,8 +99,7 @@ def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
             asked = scenario.model_copy(update={"strategy": name, "knobs": dict(knobs)})
             try:
                 seconds = predict(asked.model_copy(update={"pass_": "fwd"})).time_s
-                if seconds < limit:
-                    seconds += predict(asked.model_copy(update={"pass_": "bwd"})).time_s
+                seconds += predict(asked.model_copy(update={"pass_": "bwd"})).time_s if 2 * seconds < limit else limit
             except (InfeasibleError, ScenarioError):
                 continue
             if seconds < limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Final
 
 import numpy as np
@@ -30,6 +31,8 @@ class _Entries:
 
     def extend(self, ops: Ints, *columns: Ints | Int32) -> None:
         """Entries of ops ``[n]``; every column ``[n]`` or ``[n, g]``."""
+        if len(ops) == 0:
+            return
         self.ops.append(ops)
         self.columns.append(columns)
 
@@ -79,7 +82,7 @@ class Builder:
         self.num_ranks, self.head_groups = num_ranks, head_groups
         self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0
-        self._columns: list[tuple[Ints, int, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
+        self._columns: list[tuple[Ints, ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
         self._lanes, self._deps, self._accesses = _Entries(), _Entries(), _Entries()
         self._buffers: list[tuple[str, Ints, Ints]] = []
         self._blocks: list[tuple[str, Ints, tuple[int, int]]] = []
@@ -87,6 +90,7 @@ class Builder:
         self._inputs: list[Access] = []
         self._outputs: list[Access] = []
         self._routes: list[Ints] = []
+        self._products: list[Ints] = []
 
     def buffers(self, name: str, nbytes: ArrayLike, ranks: ArrayLike | None = None) -> Int32:
         """One buffer of ``nbytes`` on each of the ranks (default: all); returns buffer indices ``[n]``."""
@@ -133,6 +137,7 @@ class Builder:
         tile: ArrayLike = 0,
         heads: ArrayLike = (0, 0, 0, 0),
         nbytes: ArrayLike = 0,
+        product: tuple[ArrayLike, ArrayLike, ArrayLike] | None = None,
         deps: Sequence[Ints] = (),
         reads: Sequence[Access] = (),
         writes: Sequence[Access] = (),
@@ -146,6 +151,7 @@ class Builder:
             lanes: (ranks ``[n]``, stream) pairs; a transfer's source first. A collective names its ranks
                 ``[n, g]`` on one stream.
             step, tile, heads, nbytes: columns, see ``Schedule``; one for all new ops or one each.
+            product: m, n and k of matrix products, which give their FLOP, likewise.
             deps: arrays ``[n]`` or ``[n, g]`` of op indices; negative entries mean that there is none.
             reads, writes, updates: (buffers, blocks), each ``[n]`` or for collectives ``[n, g]``.
 
@@ -157,6 +163,10 @@ class Builder:
             return np.zeros(0, np.int64)
         ops = np.arange(self._num_ops, self._num_ops + count) if at is None else at
         self._num_ops += count if at is None else 0
+        if product is not None:
+            m, n, k = (np.broadcast_to(np.asarray(size, np.int64), count) for size in product)
+            self._products.append(np.stack([ops, m, n, k], axis=1))
+            nbytes = 2 * m * n * k
         self._columns.append((ops, int(kind), step, tile, heads, nbytes))
         for ranks, stream in lanes:
             self._lanes.extend(ops, np.asarray(ranks) * len(STREAMS) + STREAMS.index(stream))
@@ -173,6 +183,41 @@ class Builder:
         moved = nbytes[source, target]
         self._routes.append(np.stack([np.full(len(source), op), ranks[source], ranks[target], moved]))
 
+    def adopt(self, s: Schedule) -> None:
+        """Buffers and blocks of a finished schedule, with their indices, before any others; ``take`` brings its ops."""
+        assert self._num_buffers == self._num_blocks == 0
+        for name, rank, nbytes in zip(s.buffer_name.tolist(), s.buffer_rank, s.buffer_nbytes, strict=True):
+            self.buffers(s.buffer_names[name], nbytes, [rank])
+        for tensor, chosen, heads in zip(s.block_tensor.tolist(), s.block_set, s.block_heads.tolist(), strict=True):
+            self.blocks(s.block_tensors[tensor], chosen, tuple(heads))
+
+    def take(self, s: Schedule, first: int, end: int, moved: Ints, more: Sequence[tuple[int, int]]) -> None:
+        """Ops ``first`` to ``end`` of an adopted schedule, after all others.
+
+        Args:
+            moved: new indices of its ops, filled in for these, ``[N]``.
+            more: (op of the schedule, new index of another op) that it depends on besides.
+        """
+        ops = np.arange(self._num_ops, self._num_ops + end - first)
+        moved[first:end], self._num_ops = ops, self._num_ops + end - first
+        self._columns.append((ops, s.kind[first:end], s.step[first:end], s.tile[first:end], s.heads[first:end],
+                              s.nbytes[first:end]))  # fmt: skip
+        for name, entries in (("lane", self._lanes), ("dep", self._deps), ("access", self._accesses)):
+            start = getattr(s, f"{name}_start")
+            mine, of_op = slice(start[first], start[end]), ops.repeat(np.diff(start[first : end + 1]))
+            match name:
+                case "lane":
+                    entries.extend(of_op, s.lane_rank[mine].astype(np.int64) * len(STREAMS) + s.lane_stream[mine])
+                case "dep":
+                    entries.extend(of_op, moved[s.dep[mine]])
+                case _:
+                    entries.extend(of_op, s.access_buffer[mine], s.access_block[mine] * 3 + s.access_mode[mine])
+        for op, other in (pair for pair in more if first <= pair[0] < end):
+            self._deps.extend(moved[[op]], np.array([other]))
+        routes = slice(*np.searchsorted(s.routes[:, 0], [first, end]).tolist())
+        op, source, target = s.routes[routes].T
+        self._routes.append(np.stack([moved[op], source, target, s.route_nbytes[routes]]))
+
     def build(self) -> Schedule:
         """The finished schedule."""
         ops = [c[0] for c in self._columns]
@@ -184,6 +229,7 @@ class Builder:
         tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
         head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
         routes = np.concatenate([np.zeros((4, 0), np.int64), *self._routes], axis=1)
+        products = np.concatenate([np.zeros((0, 4), np.int64), *self._products])
         schedule = Schedule(
             num_ranks=self.num_ranks,
             kind=kind.astype(np.int8),
@@ -217,6 +263,7 @@ class Builder:
             head_groups=self.head_groups,
             routes=routes[:3].T.astype(np.int32),
             route_nbytes=routes[3],
+            products=products[np.argsort(products[:, 0], kind="stable")],
         )
         for name in Schedule.__slots__:
             value = getattr(schedule, name)
@@ -225,8 +272,9 @@ class Builder:
         return schedule
 
 
-def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int]]) -> Schedule:
-    """A schedule with more ops on ``compute`` of every rank, (kind, nbytes) each, after all that the rank runs."""
+def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int | tuple[int, int, int]]]) -> Schedule:
+    """A schedule with more ops on ``compute`` of every rank after all that the rank runs: (kind, nbytes) each, products
+    with m, n and k."""
     s, ranks, count = schedule, np.arange(schedule.num_ranks, dtype=np.int32), len(ops)
     last = np.full((s.num_ranks, len(STREAMS)), NOTHING)
     last[s.lane_rank, s.lane_stream] = s.op_of_lane()
@@ -234,7 +282,10 @@ def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int]]) -> Schedule
     deps = np.stack(per_op).reshape(count * s.num_ranks, -1)
     more = np.arange(1, count * s.num_ranks + 1)
     none = np.zeros((count * s.num_ranks, 4), np.int32)
-    kinds, nbytes = (np.repeat([op[i] for op in ops], s.num_ranks) for i in (0, 1))
+    kinds = np.repeat([kind for kind, _ in ops], s.num_ranks)
+    nbytes = np.repeat([2 * prod(size) if isinstance(size, tuple) else size for _, size in ops], s.num_ranks)
+    products = [(len(s) + i * s.num_ranks + rank, *size) for i, (_, size) in enumerate(ops) if isinstance(size, tuple)
+                for rank in range(s.num_ranks)]  # fmt: skip
     return replace(
         s,
         kind=np.concatenate([s.kind, kinds.astype(np.int8)]),
@@ -248,6 +299,7 @@ def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int]]) -> Schedule
         dep_start=np.concatenate([s.dep_start, s.dep_start[-1] + np.cumsum((deps >= 0).sum(axis=1))]),
         dep=np.concatenate([s.dep, deps[deps >= 0].astype(np.int32)]),
         access_start=np.concatenate([s.access_start, np.full(len(more), s.access_start[-1])]),
+        products=np.concatenate([s.products, np.array(products, np.int64).reshape(-1, 4)]),
     )
 
 

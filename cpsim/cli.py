@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -387,7 +388,7 @@ def validate(
 def reproduce(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100, longca-96, dcp or distca.")],
     out: Annotated[Path | None, typer.Option(help="Write to this file: JSON, of longca-96 JSON Lines.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write figures of longca-96 to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write figures of longca-96 or distca to this file.")] = None,
     as_json: Json = False,
     jobs: Jobs = None,
     fit: Annotated[bool, typer.Option("--fit", help="Fit the network between nodes to rows of 8 and 16 GPUs.")] = False,
@@ -396,6 +397,9 @@ def reproduce(
         str | None, typer.Option(help="Distribution of dcp's document lengths; the file that lists distca's (JSON).")
     ] = None,
     variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
+    scale: Annotated[
+        bool, typer.Option("--scale", help="distca: interim runs with pipelines, and speed-ups on 64 to 512 GPUs.")
+    ] = False,
 ) -> None:
     """Predict a published study of others row by row, and say how far off the predictions are."""
     from cpsim.report.reproduction import reproduction_record, reproduction_view
@@ -404,7 +408,8 @@ def reproduce(
     if name not in ("magi-h100", "longca-96", "dcp", "distca"):
         raise CpsimError(f"reproduce: expected magi-h100, longca-96, dcp or distca, got {name!r}")
     for option, given, studies in (
-        ("--html", html, ("longca-96",)),
+        ("--html", html, ("longca-96", "distca")),
+        ("--scale", scale, ("distca",)),
         ("--fit", fit, ("magi-h100",)),
         ("--lengths", lengths, ("dcp", "distca")),
         ("--variant", variant, ("dcp",)),
@@ -421,7 +426,10 @@ def reproduce(
         _reproduce_dcp(lengths, variant, worst, out, as_json, jobs)
         return
     if name == "distca":
-        _reproduce_distca(lengths, out, as_json, jobs)
+        if scale and lengths:
+            raise CpsimError("reproduce: --scale draws its own documents; leave --lengths out")
+        run = _scale_distca if scale else partial(_reproduce_distca, lengths)
+        run(out, html, as_json, jobs)
         return
     if fit:
         print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
@@ -446,8 +454,24 @@ def _reproduce_dcp(
     _hand_out(record, lambda: dcp_view(rows, drawn, plans, worst), out, as_json)
 
 
-def _reproduce_distca(lengths: str | None, out: Path | None, as_json: bool, jobs: int | None) -> None:
-    from cpsim.report.distca import distca_record, distca_view
+def _scale_distca(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
+    from cpsim.report.distca_scale import scale_html, scale_record, scale_view
+    from cpsim.reproduce.distca_scale import reproduce as predict_runs
+    from cpsim.reproduce.distca_scale import speed_ups
+
+    with _progress("Predicting interim runs") as progress:
+        runs = predict_runs(jobs=jobs, progress=progress)
+    with _progress("Predicting speed-ups") as progress:
+        ratios = speed_ups(jobs=jobs, progress=progress)
+    _write_page(html, lambda: scale_html(runs, ratios))
+    record = json.dumps(scale_record(runs, ratios), indent=1) + "\n"
+    _hand_out(record, lambda: scale_view(runs, ratios), out, as_json)
+
+
+def _reproduce_distca(
+    lengths: str | None, out: Path | None, html: Path | None, as_json: bool, jobs: int | None
+) -> None:  # fmt: skip
+    from cpsim.report.distca import distca_html, distca_record, distca_view
     from cpsim.reproduce.distca import ablations, read_lengths
     from cpsim.reproduce.distca import reproduce as predict_runs
 
@@ -456,6 +480,7 @@ def _reproduce_distca(lengths: str | None, out: Path | None, as_json: bool, jobs
         rows = predict_runs(lengths=listed, jobs=jobs, progress=progress)
     with _progress("Predicting ablations") as progress:
         others = ablations(rows, listed, jobs=jobs, progress=progress)
+    _write_page(html, lambda: distca_html(rows, others, lengths))
     record = json.dumps(distca_record(rows, others, lengths), indent=1) + "\n"
     _hand_out(record, lambda: distca_view(rows, others, lengths), out, as_json)
 
@@ -466,10 +491,15 @@ def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, job
 
     with _progress("Predicting batches") as progress:
         study = predict_study(jobs=jobs, progress=progress)
-    if html:
-        html.write_text(study_html(study), encoding="utf-8")
-        print(f"Page written to {html}", file=sys.stderr)
+    _write_page(html, lambda: study_html(study))
     _hand_out(study_lines(study), lambda: study_view(study), out, as_json)
+
+
+def _write_page(html: Path | None, made: Callable[[], str]) -> None:
+    """Writes a page, if a file is given."""
+    if html:
+        html.write_text(made(), encoding="utf-8")
+        print(f"Page written to {html}", file=sys.stderr)
 
 
 def _hand_out(record: str, view: Callable[[], RenderableType], out: Path | None, as_json: bool) -> None:

@@ -13,7 +13,7 @@ from cpsim.calibrate.standin import ALIKE
 from cpsim.cluster import presets
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.mask_names import MASK_NAMES, Value
-from cpsim.models.attention import ANATOMY
+from cpsim.models.attention import ANATOMY, working_bytes
 from cpsim.models.calls import attention_op_seconds
 from cpsim.models.kernels import DTYPES, limits_of, refusal, tile_visits
 from cpsim.scenario import Kernel
@@ -167,12 +167,12 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
 
 
 def peak_bytes(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]) -> int:
-    """Bytes of one call: q, k, v, out and lse; backward dout, dq, dk, dv, and fp32 or per-head sums of gradients.
+    """Bytes of one call: q, k, v, out and lse; backward dout, dq, dk, dv, and what it allocates besides.
 
-    From the kernels' sources; `tests/test_kernels.py` compares it with what an H200 measured.
+    `tests/test_kernels.py` compares it with what an H200 measured.
     """
     heads, kv_heads, head_dim = shape
-    anatomy, naive = ANATOMY[kernel, pass_], kernel in ("math", "sdpa_math")
+    naive = kernel in ("math", "sdpa_math")
     itemsize = {"bf16": 2, "fp16": 2, "fp32": 4}["fp32" if kernel == "math" else DTYPES[0]]
     q, kv, row = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim, tokens * heads * 4
     tensors = (2 * q + kv) * itemsize + row
@@ -180,9 +180,4 @@ def peak_bytes(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]
         tensors += (2 * q + kv) * itemsize
     if naive:  # fp32 scores of all heads at once, three or four times
         return tensors + heads * tokens * tokens * 4 * (3 if pass_ == "fwd" else 4)
-    if pass_ == "fwd":
-        return tensors + (row if kernel == "flex" else 0)
-    if anatomy.lists_blocks and anatomy.packs_heads:  # nothing to add up: each gradient has one owner
-        return tensors + 2 * row
-    sums = kv * 4 if anatomy.accumulates_kv else 2 * q * itemsize
-    return tensors + q * 4 + 2 * row + (sums if heads > kv_heads else 0)
+    return tensors + int(working_bytes(kernel, pass_, tokens, tokens, heads, kv_heads, head_dim))

@@ -16,14 +16,16 @@ from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import Implementation, implementation
-from cpsim.models.price import GROUPS, Pricing
+from cpsim.layer import plan_scenario
+from cpsim.models.calls import working_memory
+from cpsim.models.price import GROUPS, OF_ATTENTION, Pricing
 from cpsim.prediction import Advice, Candidate, Column, Infeasible, Prediction, prediction_columns
 from cpsim.scenario import Asked, Scenario, as_scenario
 from cpsim.schedule import Planning
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
 from cpsim.steps import StepCase
-from cpsim.strategies import STRATEGIES, Knobs, plan
+from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
 from cpsim.workload import Workload
@@ -97,7 +99,7 @@ def predict(case: Asked) -> Prediction:
 
 def _predict_scenario(scenario: Scenario) -> Prediction:
     case = look_up(scenario)
-    if scenario.model is None:
+    if scenario.model is None or scenario.part == "layer":
         return _predict(case)
     steps = StepCase(scenario, case.cluster, case.profile)
     return step_prediction(case, steps.simulate(steps.parallel(), str(scenario.strategy), scenario.knobs))
@@ -365,8 +367,9 @@ def _predict(case: Case) -> Prediction:
     notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
     memory, sent, exposed, planning = 0, np.zeros(cluster.num_gpus), 0.0, Planning()
     for pass_ in scenario.passes:
-        schedule = plan(str(scenario.strategy), case.workload, cluster, pass_, scenario.knobs, case.code)
-        memory = max(memory, int(schedule.memory().max()))
+        schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
+        held = schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)
+        memory = max(memory, int(held.max()))
         if memory > cluster.gpu.memory_bytes:
             raise InfeasibleError(
                 f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "
@@ -382,11 +385,11 @@ def _predict(case: Case) -> Prediction:
         sent += schedule.bytes_sent()
         exposed += timeline.exposed_communication_s()
     total = sum(t.makespan_s for t in timelines.values())
-    draws = _draw(parts, total, case)
+    draws = _draw({name: parts[name] for name in (GROUPS if scenario.model else OF_ATTENTION)}, total, case)
     late = planning.exposed_s(total)
     parts, total, draws = parts | {"planning": late}, total + late, draws + late
     notes.update(dict.fromkeys(planning.notes))
-    flops = sum(case.workload.flops(p) for p in scenario.passes)
+    flops = scenario.flops(case.workload)
     notes.update(dict.fromkeys(_network_notes(cluster)))
     return Prediction(
         scenario=scenario,

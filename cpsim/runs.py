@@ -40,6 +40,8 @@ class PassRun:
     """SM clock [Hz], temperature [degrees Celsius] and power [W] of every rank, right after the last iteration."""
     after_gap_s: tuple[float, ...] = ()
     """Iterations of older runs that do not count; see validation/recut.py."""
+    attention_s: tuple[float, ...] = ()
+    """Every rank's attention kernels alone, one after another, median [s]; where the executor knows them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,7 @@ class Run:
         asked = {"scenario": self.scenario.to_dict()}
         if self.error is not None:
             return asked | {"error": self.error}
-        workload, total = self.scenario.workload(), self.time_s
-        flops = sum(workload.flops("fwd" if name == "fwd" else "bwd") for name in self.passes)
+        total, flops = self.time_s, self.scenario.flops(self.scenario.workload())
         return asked | {
             "time_s": round(total, 9),
             "tflops_per_gpu": round(flops / self.scenario.gpus / total / 1e12, 3),
@@ -203,7 +204,7 @@ def _pass_run(place: str, entry: Any, num_ranks: int) -> PassRun:
 
 
 def _pass_record(run: PassRun) -> dict[str, Any]:
-    seconds = {name: _rounded(getattr(run, name)) for name in ("samples_s", "rank_time_s", "warmup_s")}
+    seconds = {name: _rounded(getattr(run, name)) for name in ("samples_s", "rank_time_s", "warmup_s", "attention_s")}
     return asdict(run) | seconds
 
 

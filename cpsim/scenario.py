@@ -23,7 +23,7 @@ from cpsim.workload import Workload
 Strategy = Literal[
     "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain", "magi",
     "hybrid_cp",
-    "dcp", "distca",
+    "dcp", "distca", "wlb", "per_sequence",
 ]  # fmt: skip
 Implementation = Literal[
     "cpsim", "ring-flash-attn", "yunchang", "torch", "longca-bench", "magi-attention", "transformer-engine",
@@ -141,6 +141,8 @@ class Scenario(BaseModel):
     """Of a training step: tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
     parallel: ParallelSection | None = None
     """Of a training step: how it is cut."""
+    part: Literal["layer"] | None = None
+    """Of a model: one layer with the strategy's attention on all GPUs, weights whole on each; None is a step."""
 
     @property
     def num_tokens(self) -> int:
@@ -255,11 +257,14 @@ class Scenario(BaseModel):
 
     def _check_step(self) -> None:
         if self.model is None:
-            for name in ("context", "parallel"):
+            for name in ("context", "parallel", "part"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
             return
-        if self.pass_ != "fwd_bwd":
+        if self.part is not None and (self.context, self.parallel) != (None, None):
+            name = "context" if self.context else "parallel"
+            raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        if self.part is None and self.pass_ != "fwd_bwd":
             raise ValueError(f"pass: a training step has both, expected fwd_bwd, got {self.pass_}")
         if self.dtype != "bf16":
             raise ValueError(f"dtype: training steps were measured in bf16, got {self.dtype}")
@@ -270,6 +275,14 @@ class Scenario(BaseModel):
         """The model of a training step."""
         assert self.model is not None
         return MODELS[self.model] if isinstance(self.model, str) else Model(**self.model.model_dump())
+
+    def flops(self, workload: Workload) -> float:
+        """Model FLOP of all passes on all GPUs: attention, and the matrix products of a layer."""
+        total = sum(workload.flops(pass_) for pass_ in self.passes)
+        if self.part is None:
+            return total
+        products = sum(inner * outer for inner, outer in self.dimensions().linears(1).values())
+        return total + sum(2 if pass_ == "fwd" else 4 for pass_ in self.passes) * products * self.num_tokens
 
     def workload(self) -> Workload:
         """The attention problem, its documents drawn.

@@ -57,7 +57,7 @@ class Kind(IntEnum):
     BARRIER = 10
     """All lanes wait for each other. ``nbytes`` 0."""
     GEMM = 11
-    """Matrix product of a training step. ``nbytes`` counts its FLOP instead; shapes belong to the step model."""
+    """Matrix product of a training step. ``nbytes`` counts its FLOP instead; ``products`` say its shape."""
     ELEMENTWISE = 12
     """Norm, activation, rotary and the like, or a strided copy of somebody's eager code. ``nbytes`` read plus
     written."""
@@ -190,6 +190,8 @@ class Schedule:
     parts included; one without routes is even."""
     route_nbytes: Ints = field(default_factory=lambda: np.zeros(0, np.int64))
     """Bytes of every route, ``[X]``."""
+    products: Ints = field(default_factory=lambda: np.zeros((0, 4), np.int64))
+    """``[X, 4]`` of (op, m, n, k), ordered by op: matrix products [m, k] x [k, n]."""
     planning: Planning = Planning()
 
     def __len__(self) -> int:

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from cpsim.schedule import Schedule
+from cpsim.transformer import WEIGHTS
 from cpsim.workload import Workload
+from real import layer_calls
 from real.lowering import Lowering
 from real.node import Node
 from real.program import Program
-from real.storage import PLANES, Ints, Memory, Part, Walk, lay_out
+from real.storage import PLANES, Ints, Layout, Memory, Part, Walk, lay_out
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EAGER_RUNS: Final = 3
@@ -117,6 +119,8 @@ class Executor:
                 for part in self.places.inputs[buffer].parts(plane):
                     view = self.view(part)
                     view.copy_(torch.randn(view.shape, generator=random, device=view.device, dtype=view.dtype))
+                    if tensor in WEIGHTS and len(view) > 1:  # results are as large as what they come from
+                        view.mul_(view[0].numel() ** -0.5)
             if tensor == "out":
                 # scores of normal queries and keys are normal, too: the mean of exp(score) is exp(1 / 2)
                 expected = np.log(np.maximum(_visible(self.workload)[self.schedule.tokens(rows)], 1)) + 0.5
@@ -132,7 +136,11 @@ class Executor:
             planes = [self.view(p) for plane in PLANES[tensor] for p in self.places.layouts[buffer].parts(plane)]
             if tensor == "out":
                 planes.append(self.lse[buffer].T[..., None].to(planes[0].dtype))
-            values, group, token = torch.cat(planes, dim=2), *np.divmod(s.tokens(rows), num_tokens)
+            values = torch.cat(planes, dim=2)
+            if s.head_groups == 1:
+                yield tensor, s.tokens(rows), slice(head, head + count), values
+                continue
+            group, token = np.divmod(s.tokens(rows), num_tokens)
             of_group = self.workload.num_kv_heads if tensor.endswith("kv") else self.workload.num_heads
             for g in np.unique(group).tolist():
                 at = head + g * of_group
@@ -145,6 +153,22 @@ class Executor:
         memory, dim = self.wide if part.wide else self.narrow, self.workload.head_dim
         at = part.at + start * part.stride + first - part.head
         return memory.as_strided((stop - start, count, dim), (part.stride * dim, dim, 1), at * dim)
+
+    def matrix(self, layout: Layout, tokens: Ints) -> Tensor:
+        """[T, heads * D] of consecutive tokens of a buffer whose rows are whole, all its planes side by side."""
+        (chunk,) = layout.chunks
+        part = chunk.parts[0]
+        first = int(np.flatnonzero(part.tokens == tokens[0])[0])
+        assert np.array_equal(part.tokens[first : first + len(tokens)], tokens)
+        return self.flat(chunk.at + first * part.stride, len(tokens) * part.stride, part.wide).view(len(tokens), -1)
+
+    def angles(self, tokens: Ints) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary positions of some tokens in their documents."""
+        ends = np.cumsum(self.workload.documents)
+        starts = ends - np.array(self.workload.documents)
+        positions = tokens - starts[np.searchsorted(ends, tokens, side="right")]
+        there = torch.from_numpy(positions).to(self.node.device, self.wide.dtype)
+        return layer_calls.angles(there, self.workload.head_dim)
 
     def flat(self, at: int, num_heads: int, wide: bool) -> Tensor:
         """A contiguous piece of memory, as communication sees it."""

@@ -28,7 +28,7 @@ import torch
 
 from cpsim.runs import PassRun
 from real.node import Node
-from real.runner import Runner
+from real.runner import KnowsAttention, Runner
 from real.timing import Clock, hold
 
 LEAD_S: Final = 1e-3
@@ -66,6 +66,8 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
         ranks = together(lambda: [iteration(runner, node, protocol) for _ in range(num)])
         return list(zip(*ranks, strict=True))
 
+    if node.cuda:  # at first ops are launched one by one; what a captured program allocates is not counted again
+        torch.cuda.reset_peak_memory_stats(node.device)
     gc.collect()  # now: in a gap before the measured iterations the clock would recover
     warmup = [max(times) for times in batch(WARMUP)]
     soak = SOAK_S if node.cuda else 0.0
@@ -73,20 +75,20 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
         left = (soak - sum(warmup[1:])) / median(warmup[1:])
         warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
     num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
-    if node.cuda:
-        torch.cuda.reset_peak_memory_stats(node.device)
     gc.disable()  # a collection amid the launches would count as theirs
     try:
         samples = batch(num)
     finally:
         gc.enable()
     ends = together(lambda: (_peak_memory(node), Clock(node.local).read() if node.cuda else {}))
+    attention = together(runner.attention_s) if isinstance(runner, KnowsAttention) else []
     return PassRun(
         samples_s=tuple(map(max, samples)),
         rank_time_s=tuple(median(times) for times in zip(*samples, strict=True)),
         warmup_s=tuple(warmup),
         peak_memory_bytes=max(peak for peak, _ in ends),
         clock={name: [clock[name] for _, clock in ends] for name in ends[0][1]},
+        attention_s=tuple(attention),
     )
 
 

@@ -18,25 +18,30 @@ from cpsim.training.layer import OP_BYTES
 EPS = 1e-5
 
 
+def _wide(x: Tensor) -> Tensor:
+    """In fp32, or fp64 where it is."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def rms_norm(x_TC: Tensor, weight_C: Tensor) -> Tensor:
     """x / rms(x) * weight, in fp32 inside."""
-    wide = x_TC.float()
+    wide = _wide(x_TC)
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)).to(x_TC.dtype) * weight_C
 
 
 def rms_norm_bwd(dout_TC: Tensor, x_TC: Tensor, weight_C: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and weight."""
-    wide = x_TC.float()
+    wide = _wide(x_TC)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
-    unit, grad = wide * scale, dout_TC.float()
-    inner = grad * weight_C.float()
+    unit, grad = wide * scale, _wide(dout_TC)
+    inner = grad * _wide(weight_C)
     dx = scale * (inner - unit * (inner * unit).mean(-1, keepdim=True))
     return dx.to(x_TC.dtype), (grad * unit).sum(0).to(weight_C.dtype)
 
 
 def rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotates pairs (d, d + D/2); its gradient is the rotation by -sin."""
-    low, high = x_THD.float().chunk(2, -1)
+    low, high = _wide(x_THD).chunk(2, -1)
     cos, sin = cos_TD[:, None], sin_TD[:, None]
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1).to(x_THD.dtype)
 
@@ -44,13 +49,13 @@ def rotary(x_THD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 def swiglu(gate_up_TC: Tensor) -> Tensor:
     """silu(gate) * up of [gate | up]."""
     gate, up = gate_up_TC.chunk(2, -1)
-    return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate_up_TC.dtype)
+    return (torch.nn.functional.silu(_wide(gate)) * _wide(up)).to(gate_up_TC.dtype)
 
 
 def swiglu_bwd(dout_TC: Tensor, gate_up_TC: Tensor) -> Tensor:
     """Gradient of [gate | up]."""
-    gate, up = (x.float() for x in gate_up_TC.chunk(2, -1))
-    grad, sigmoid = dout_TC.float(), torch.sigmoid(gate)
+    gate, up = (_wide(x) for x in gate_up_TC.chunk(2, -1))
+    grad, sigmoid = _wide(dout_TC), torch.sigmoid(gate)
     dgate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat((dgate, grad * gate * sigmoid), -1).to(gate_up_TC.dtype)
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from cpsim.errors import InfeasibleError
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, COMMUNICATION_KINDS, READ, UPDATE, Kind, Op, Schedule
 from cpsim.tiles import local_slices
-from real import attention, elementwise
+from cpsim.transformer import MAKER
+from real import attention, elementwise, layer_calls
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
 from real.storage import PLANES, Access, Chunk, Ints, Part, Walk, is_one_call, overlap, seen, sequences_of
@@ -75,6 +76,10 @@ class Lowering:
             return self._merge(mine)
         if kind in (Kind.COPY, Kind.ACCUMULATE):
             return self._sum(mine)
+        if kind == Kind.BARRIER:  # its events are all there is to it
+            return lambda: None
+        if kind in (Kind.GEMM, Kind.ELEMENTWISE):
+            return self._layer_op(mine)
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
     # --- results that partial results are added to ---
@@ -413,6 +418,21 @@ class Lowering:
 
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)
+
+    # --- layers around attention ---
+
+    def _layer_op(self, mine: list[Access]) -> Launch:
+        """An op of a transformer layer; which one, what it makes says."""
+        targets = [a for a in mine if a.mode != READ]
+        op = MAKER[targets[0].tensor]
+        given, made = (
+            [self.x.matrix(a.layout, a.tokens) for a in side] for side in ([a for a in mine if a.mode == READ], targets)
+        )
+        adds = targets[-1].mode == UPDATE
+        if op.kind == "rotary":
+            tokens = targets[0].tokens if targets[0].tensor == "q" else mine[0].tokens
+            return layer_calls.rotary(given, made, self.x.angles(tokens), self.x.workload.num_kv_heads)
+        return layer_calls.lower(op.kind, given, made, adds=adds)
 
     # --- communication ---
 

@@ -25,8 +25,10 @@ import numpy as np
 import torch
 
 from cpsim.calibrate.measurement import Writer, check_machine, cut_broken_end, known_points, point_key
+from cpsim.layer import weights, widths
 from cpsim.training.model import MODELS, Model
-from real import attention, layer_ops
+from cpsim.transformer import AFTER, BEFORE, PRODUCTS, LayerOp
+from real import attention, layer_calls, layer_ops
 from real.layer import RECOMPUTE, Layer
 from real.measure_kernels import L2_BYTES, Bench, peak_bytes
 from real.timing import provenance
@@ -43,6 +45,7 @@ LAYERS = (
     ("llama-34b", 2, 16384), ("llama3-70b", 8, 32768), ("llama3-8b", 1, 32768), ("llama3-8b", 2, 4096),
 )  # fmt: skip
 """Model, tensor-parallel ranks and tokens."""
+IN_PLACE_POINTS = 90
 DOCUMENT = 8192
 """Tokens of every document of a layer, where it has as many."""
 
@@ -203,6 +206,45 @@ def measure_op(bench: Bench, *, kind: str, variant: str, rows: int, width: int, 
     bench.point("layer_op", measure, kind=kind, variant=variant, width=width, nbytes=nbytes)
 
 
+def calls(model: Model, most: float, rng: np.random.Generator) -> Iterator[Task]:
+    """Memory-bound ops as the executor runs them, of a layer on one GPU, in random order of sizes."""
+    kinds = {op.kind: op for side in (BEFORE, AFTER) for ops in side.values() for op in ops if op.kind not in PRODUCTS}
+    while True:
+        for kind, op in kinds.items():
+            heads = model.heads + 2 * model.kv_heads if kind == "rotary" else widths(model)[op.writes[0]]
+            width = heads * model.head_dim
+            each = op.nbytes(width)
+            rows = max(64, round(math.exp(rng.uniform(math.log(most / 300), math.log(most))) / each) // 64 * 64)
+            parameters = {"kind": f"{kind} in place", "variant": "in place", "width": width, "nbytes": each * rows}
+            measure = partial(measure_call, model=model, op=op, rows=rows, parameters=parameters)
+            yield Task("layer_op", parameters, measure)
+
+
+def measure_call(bench: Bench, *, model: Model, op: LayerOp, rows: int, parameters: dict[str, object]) -> None:
+    """One op on matrices of their own; inputs rotate past the cache."""
+    dtype, nbytes = torch.bfloat16 if bench.cuda else torch.float32, int(str(parameters["nbytes"]))
+
+    def matrix(name: str) -> torch.Tensor:
+        if name.removeprefix("d") in weights(model):
+            return torch.randn(1, model.hidden, device=bench.device, dtype=dtype)
+        width = widths(model)[name] * model.head_dim * (2 if name in ("kv", "dkv") else 1)
+        return torch.randn(rows, width, device=bench.device, dtype=dtype)
+
+    def make() -> Callable[[], object]:
+        given, made = ([matrix(name) for name in names] for names in (op.reads, op.writes))
+        if op.kind != "rotary":
+            return layer_calls.lower(op.kind, given, made, adds=False)
+        angles = layer_calls.angles(torch.arange(rows, device=bench.device, dtype=torch.float32), model.head_dim)
+        return layer_calls.rotary(given, made, angles, model.kv_heads)
+
+    def measure() -> list[float]:
+        num_sets = int(np.clip(math.ceil(2 * L2_BYTES / nbytes), 1, 16)) if bench.cuda else 1
+        sets = itertools.cycle([make() for _ in range(num_sets)])
+        return bench.samples(lambda: next(sets)())
+
+    bench.point("layer_op", measure, **parameters)
+
+
 def layers(cases: Sequence[tuple[str, Model, int, int]], kernels: Sequence[str], variant: str) -> Iterator[Task]:
     """Whole layers with every kind of recomputation."""
     for (name, model, tp, tokens), recompute in itertools.product(cases, RECOMPUTE):
@@ -268,9 +310,15 @@ def run(bench: Bench, sources: dict[str, Iterator[Task]], known: set[str], deadl
     return counts
 
 
-def tasks(device: torch.device, seed: int, kernels: Sequence[str], known: int) -> dict[str, Iterator[Task]]:
-    """All points of a GPU, or a few tiny ones."""
+def tasks(
+    device: torch.device, seed: int, kernels: Sequence[str], known: int, *, in_place: bool = False
+) -> dict[str, Iterator[Task]]:  # fmt: skip
+    """All points of a GPU, or a few tiny ones; ``in_place``: only those of the executor's own kernels."""
     rng = [np.random.default_rng((seed, known, i)) for i in range(2)]
+    if in_place and device.type == "cuda":
+        return {"layer_op": itertools.islice(calls(MODELS["llama3-8b"], MAX_BYTES, rng[0]), IN_PLACE_POINTS)}
+    if in_place:
+        return {"layer_op": itertools.islice(calls(TINY, 1e6, rng[0]), 6)}
     if device.type == "cuda":
         models = list(MODELS.values())
         tokens = tuple(1024 * 2**i for i in range(7))
@@ -292,6 +340,7 @@ def main() -> None:
     parser.add_argument("--kernels", default="sdpa_flash", help="attention of whole layers")
     parser.add_argument("--resume", action="store_true", help="go on with the file")
     parser.add_argument("--cpu", action="store_true", help="a few tiny sizes, to try the script")
+    parser.add_argument("--in-place", action="store_true", help="the executor's own memory-bound kernels, nothing else")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
@@ -304,6 +353,7 @@ def main() -> None:
         torch._dynamo.config.cache_size_limit = 64
     kernels = args.kernels.split(",") if cuda else ["math"]
     command = f"python -m real.measure_layers --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
+    command += " --in-place" if args.in_place else ""
     header = provenance(device, 1, {k: attention.kernel_version(k) for k in kernels}, command, args.commit)
     begun = args.resume and args.out.exists() and args.out.stat().st_size > 0
     if begun:
@@ -313,7 +363,8 @@ def main() -> None:
     print(json.dumps(header))
     with args.out.open("a" if begun else "w", encoding="utf-8") as file:
         bench = Bench(Writer(file, None if begun else header), device)
-        counts = run(bench, tasks(device, args.seed, kernels, len(known)), known, started + 60 * args.minutes)
+        sources = tasks(device, args.seed, kernels, len(known), in_place=args.in_place)
+        counts = run(bench, sources, known, started + 60 * args.minutes)
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
     print("points:", counts)
     for message, count in bench.errors.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpsim.schedule import COMMUNICATION_KINDS, Kind, Op
+from cpsim.schedule import ATTENTION_KINDS, COMMUNICATION_KINDS, Kind, Op
 from real.node import Node
 
 Launch = Callable[[], Any]
@@ -62,6 +62,12 @@ class Program:
         """
         for (_, call), kind in zip(self.calls, self.kinds, strict=True):
             if kind not in COMMUNICATION_KINDS:
+                call()
+
+    def attend(self) -> None:
+        """Runs the attention kernels alone."""
+        for (_, call), kind in zip(self.calls, self.kinds, strict=True):
+            if kind in ATTENTION_KINDS:
                 call()
 
     def run(self, marks: list[float] | None = None) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Runner(Protocol):
@@ -16,3 +16,11 @@ class Runner(Protocol):
 
     def launch(self) -> None:
         """The timed work, launched so that the current stream waits for all of it."""
+
+
+@runtime_checkable
+class KnowsAttention(Protocol):
+    """A runner that can run this rank's attention kernels alone."""
+
+    def attention_s(self) -> float:
+        """Median seconds of all of them, one after another."""

@@ -23,12 +23,13 @@ from numpy.typing import NDArray
 from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, WRITE, Kind, Schedule
 from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import sequence_places, sequences
+from cpsim.transformer import TENSORS
 from cpsim.workload import Workload
 
 Ints = NDArray[np.int64]
 
 PLANES = {"q": ("q",), "kv": ("k", "v"), "out": ("out",), "o": ("out",), "dout": ("dout",), "dq": ("dq",),
-          "dkv": ("dk", "dv")}  # fmt: skip
+          "dkv": ("dk", "dv"), **{name: (name,) for name in TENSORS}}  # fmt: skip
 """What the tensors of a schedule consist of; ``out`` has a log-sum-exp beside it, which no other op than those that
 make and read ``out`` touches."""
 NOT_HELD = -1
@@ -160,8 +161,9 @@ class Memory:
         self.is_output = np.zeros(len(padded), bool)
         self.is_output[s.outputs[:, 0]] = True
         self.summed = np.zeros(len(padded), bool)
-        self.summed[s.access_buffer[s.access_mode == UPDATE]] = True
         owner = np.repeat(np.arange(len(s)), np.diff(s.access_start))
+        partial = ~np.isin(s.kind[owner], (Kind.GEMM, Kind.ELEMENTWISE))  # these add to gradients of weights in place
+        self.summed[s.access_buffer[(s.access_mode == UPDATE) & partial]] = True
         in_turns = np.isin(s.kind[owner], (*ATTENTION_KINDS, Kind.MERGE))
         self.summed &= self.is_output | np.isin(np.arange(len(padded)), s.access_buffer[in_turns])
         self.later = [[] for _ in padded]

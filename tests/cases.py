@@ -60,6 +60,8 @@ ALL_KNOBS = {
         {"block": 4, "variant": "released", "solver": "greedy", "eps_intra": 0.0, "head_groups": 1, "stages": 2},
     ),
     "distca": ({"variant": "released", "tolerance": 0.0}, {"nano_batches": 1, "variant": "paper"}, {"nano_batches": 3}),
+    "wlb": ({"cp": 1},),
+    "per_sequence": ({},),
 }
 ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNOBS[name])
 

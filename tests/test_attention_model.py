@@ -17,6 +17,7 @@ from cpsim.models.attention import (
     anatomy_at,
     attention_seconds,
     call_seconds,
+    calls,
     listed_calls,
 )
 from cpsim.models.blocks import finish, floor_sum, homes, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
@@ -94,6 +95,50 @@ def test_a_queue_of_blocks_is_list_scheduling():
     left = np.empty(slots)
     assert queue(cost.copy(), 500, 3, slots, left) == pytest.approx(free.max(), rel=3e-3)
     assert 0 <= left.min() < left.max() <= 9.1
+
+
+def test_blocks_that_find_their_slots_held_wait_for_whichever_is_free_first():
+    rng = np.random.default_rng(5)
+    cost, slots, held = rng.uniform(1, 9, 40), 12, 5
+    for hold_s in (0.0, 3.0, 12.0, 1e3):
+        free = np.repeat([0.0, hold_s], [slots - held, held])
+        end = 0.0
+        for c in cost:
+            first = free.argmin()
+            free[first] += c
+            end = max(end, free[first])
+        assert queue(cost.copy(), 40, 1, slots, np.empty(slots), held, hold_s) == pytest.approx(end, rel=5e-3)
+
+
+def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_are():
+    def end(num, held, hold_s):
+        return pairs(np.zeros(num), np.full(num, 6.0), num, 4, 0.6, 0.5, 1, held, hold_s)
+
+    assert end(6, 1, 1e3) == pytest.approx(end(6, 0, 0.0)) == pytest.approx(10.0)
+    assert end(8, 1, 3.0) == pytest.approx(3.0 + 10.0, abs=1e-3)
+    assert end(8, 1, 1e3) == pytest.approx(10.0 + 6.0, abs=1e-3)  # alone, behind the first that end
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_on_a_gpu(pass_):
+    """Nothing is fitted to these points: real.measure_holds."""
+    found = json.loads((DATA / "holds/h200.json").read_text())
+    params = load_profile("h200").attention_params(found["kernel"], pass_)
+    hold_s = np.maximum(np.array(found["holds_us"]) - found["ahead_us"], 0) * 1e-6
+    num, errors, without = len(hold_s), [], []
+    for point in (point for point in found["points"] if point["pass"] == pass_):
+        shape = (np.full(num, point[name]) for name in ("queries", "keys", "causal"))
+        heads, kv_heads, held = (np.full(num, n) for n in (found["heads"], found["kv_heads"], point["sms"]))
+        seconds = calls(
+            params, np.arange(num + 1), *shape, heads, kv_heads, found["head_dim"], np.zeros(num, bool), held, hold_s
+        )[0]
+        measured = np.array(point["us"]) / point["us"][0]
+        errors.append(np.abs(seconds / seconds[0] / measured - 1))
+        without.append(np.abs(1 / measured - 1))
+    assert np.shape(errors) == (18, num)
+    assert np.mean(errors) <= 0.02
+    assert np.max(errors) <= 0.10
+    assert np.mean(without) >= 2 * np.mean(errors)
 
 
 def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():

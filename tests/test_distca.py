@@ -61,7 +61,10 @@ def test_exchanges_carry_the_bytes_of_the_planners_dispatch(pass_, num_ranks, va
     assert there.sum() > np.trace(there)
 
 
-@pytest.mark.parametrize("knobs", [{"variant": v} for v in VARIANTS] + [{"nano_batches": 3}, {"tolerance": 0.0}])
+@pytest.mark.parametrize(
+    "knobs",
+    [*({"variant": v} for v in VARIANTS), {"nano_batches": 3}, {"tolerance": 0.0}, {"servers": 2, "barriers": True}],
+)
 @pytest.mark.parametrize("mask", ["causal_document", "lambda"])
 @pytest.mark.parametrize("pass_", ALL_PASSES)
 def test_parts_of_long_documents_are_computed_elsewhere_and_come_home(pass_, mask, knobs):
@@ -91,6 +94,29 @@ def test_a_nano_batch_hides_inputs_of_the_next_and_results_of_the_one_before(pas
     assert spans == pytest.approx([count * 100e-6 + (inputs + results) * 20e-6 for count in (1, 2, 3)])
 
 
+@pytest.mark.parametrize("pass_", ALL_PASSES)
+def test_servers_apart_compute_all_attention_and_are_home_of_nothing(pass_):
+    found = plan("distca", workload("causal_document", SKEWED), cluster(4), pass_, {"servers": 1})
+    attention = np.flatnonzero(np.isin(found.kind, ATTENTION_KINDS))
+    assert {r for i in attention.tolist() for r in found.ranks_of(i)} == {3}
+    held = np.bincount(found.buffer_rank[found.inputs[:, 0]], found.buffer_nbytes[found.inputs[:, 0]], 4)
+    assert held[3] == 0
+    assert held[:3].max() <= 1.02 * held[:3].min()
+
+
+@pytest.mark.parametrize("pass_", ALL_PASSES)
+def test_barriers_make_a_tick_as_long_as_the_longer_of_its_two_streams(pass_):
+    """Kernels of 10 us beside exchanges of 25: without barriers streams slip past each other's ends."""
+    spans = []
+    for barriers in (False, True):
+        case = workload("causal_document", (640, *[16] * 24) * 3)
+        found = plan("distca", case, cluster(4), pass_, {"nano_batches": 3, "barriers": barriers})
+        seconds = np.where(np.isin(found.kind, ATTENTION_KINDS), 10e-6, (found.kind == Kind.ALL_TO_ALL) * 25e-6)
+        spans.append(simulate(found, free_work(seconds, np.zeros(len(found)))).makespan_s)
+    assert (found.kind == Kind.BARRIER).sum() == 3 * 4
+    assert spans[1] >= spans[0]
+
+
 def test_skewed_documents_run_faster_than_where_they_lie():
     """One GPU of each of four nodes, as DistCA's servers are; without a limit nothing but keys moves."""
     fields = {
@@ -107,6 +133,8 @@ def test_skewed_documents_run_faster_than_where_they_lie():
         (1, {}, InfeasibleError, "runs on 2 GPUs or more, got 1; use none"),
         (4, {"nano_batches": 16}, InfeasibleError, "a token for every GPU and nano-batch, got 48"),
         (4, {"nano_batches": 0}, ScenarioError, "nano_batches: expected a positive integer, got 0"),
+        (4, {"servers": 4}, ScenarioError, "servers: expected fewer than all 4 GPUs, got 4"),
+        (4, {"barriers": 1}, ScenarioError, "barriers: expected true or false, got 1"),
         (4, {"tolerance": "much"}, ScenarioError, "tolerance: expected a number, got 'much'"),
         (4, {"tolerance": -1}, ScenarioError, "a share of the mean work from 0, got -1"),
         (4, {"variant": "best"}, ScenarioError, "expected one of released, paper, cpsim, got 'best'"),

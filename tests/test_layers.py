@@ -29,6 +29,7 @@ ALLOWED = {
     "scenario": CORE | {"mask_names", "documents", "workload", "cluster", "training.model", "training.parallel"},
     "tiles": {"masks"},
     "schedule": {"masks", "stripes", "tiles", "errors"},
+    "transformer": set(),
     "builder": {"masks", "tiles", "schedule"},
     "implementations": CORE | {"masks", "workload", "schedule"},
     "dcp": CORE | CASE - {"scenario"} | PLAN,
@@ -36,11 +37,15 @@ ALLOWED = {
     "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp", "distca"},
     "sim": PLAN | {"masks", "errors"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
-    "models": CORE | {"distca", "masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work"} | PLAN,
+    "models": CORE
+    | {"distca", "masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work", "transformer"}
+    | PLAN,
     "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
     "training": CORE
-    | {"cluster", "workload", "implementations", "schedule", "strategies", "sim", "models", "calibrate.profile"},
+    | {"cluster", "workload", "implementations", "schedule", "strategies", "sim", "models", "calibrate.profile"}
+    | {"transformer"},
+    "layer": CORE | CASE | PLAN | {"builder", "implementations", "strategies", "training.model", "transformer"},
     "steps": CORE | {"scenario", "cluster", "implementations", "calibrate.profile", "training"},
     "step_advice": CORE | {"scenario", "prediction", "predictor", "steps", "strategies", "training"},
     "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
@@ -55,7 +60,8 @@ ALLOWED = {
     "predictor": CORE
     | CASE
     | PLAN
-    | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation", "steps", "training"},
+    | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation", "steps", "training"}
+    | {"layer"},
     "report": CORE
     | CASE
     | PLAN

@@ -8,9 +8,12 @@ import pytest
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.errors import InfeasibleError, ProfileError
-from cpsim.models.collective import collective_seconds, transfer_seconds
+from cpsim.models.calls import attention_op_seconds
+from cpsim.models.collective import channels, collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.holds import held_sms
 from cpsim.models.links import Links
+from cpsim.models.pressure import Messages
 from cpsim.models.price import GROUPS, Pricing
 from cpsim.models.spread import expected_maximum
 from cpsim.schedule import Kind
@@ -31,9 +34,9 @@ def pricing(gpus=4, cluster="dgx-h200", kernel="fa4", **changes):
     return Pricing(cluster=where, kernel=kernel, **case)
 
 
-def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None, **changes):
+def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None, tokens=4096, **changes):
     prices = pricing(gpus, **changes)
-    schedule = plan(name, workload(gpus, mask=mask, documents=documents), prices.cluster, pass_, knobs or {})
+    schedule = plan(name, workload(gpus, tokens, mask=mask, documents=documents), prices.cluster, pass_, knobs or {})
     return schedule, prices.price(schedule)
 
 
@@ -215,3 +218,41 @@ def test_uneven_all_to_alls_take_as_long_as_their_busiest_port_or_nic():
         assert moved.sum() == pytest.approx(2 * nbytes.sum())
         checked.add(bool(far.any()))
     assert checked == {True, False}
+
+
+def test_held_sms_are_those_of_every_launch_that_is_under_way():
+    prices = pricing(kernel="fa2")
+    schedule = plan("zigzag_ring", workload(tokens=2048), prices.cluster, "bwd", {})
+    rng = np.random.default_rng(2)
+    begin = np.cumsum(rng.uniform(0, 1, len(schedule)))
+    end = begin + rng.uniform(0, 3, len(schedule))
+    messages = Messages.of(schedule, prices.cluster, unbatched=False)
+    number = dict(zip(messages.op.tolist(), channels(messages.nbytes, 4).tolist(), strict=True))
+    ops = np.flatnonzero(schedule.kind == Kind.ATTENTION_BACKWARD)
+    near = np.ones(len(messages.op), bool)
+    held, hold_s, by = held_sms(schedule, messages, near, ops, begin, end)
+    assert (by >= 0).any()
+    for i, op in enumerate(ops.tolist()):
+        (rank,) = schedule.ranks_of(op)
+        under_way = {}
+        for stream in range(128):
+            mine = [m for m in number if rank in schedule.ranks_of(m) and begin[m] <= begin[op]
+                    and schedule.lane_stream[schedule.lane_start[m]] == stream][-2:]  # fmt: skip
+            under_way |= {m: stream for m in mine if end[m] > begin[op]}
+        of_stream = {s: max(number[m] for m in under_way if under_way[m] == s) for s in under_way.values()}
+        assert held[i] == sum(of_stream.values())
+        assert hold_s[i] == pytest.approx(max([end[m] for m in under_way], default=begin[op]) - begin[op])
+        assert (by[i] in under_way) if under_way else by[i] == -1
+
+
+def test_attention_of_few_waves_takes_longer_beside_a_message_that_was_first_and_that_of_many_does_not():
+    def longest(tokens):
+        """Of the second step's attention, which begins beside a message, relative to what it takes alone."""
+        schedule, price = priced("zigzag_ring", gpus=2, pass_="bwd", tokens=tokens, kernel="fa2", cluster="h200-4")
+        ops = np.flatnonzero(schedule.kind == Kind.ATTENTION_BACKWARD)
+        params = load_profile("h200").attention_params("fa2", "bwd")
+        alone = attention_op_seconds(params, "fa2", "bf16", 128, schedule, ops)
+        return (price.work.duration_s[ops] / alone[0]).max()
+
+    assert longest(1024) > 1.05
+    assert longest(16384) < 1.03

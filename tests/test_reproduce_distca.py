@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from cpsim.cli import app
 from cpsim.errors import ScenarioError
-from cpsim.reproduce import distca
+from cpsim.reproduce import distca, distca_scale
 from cpsim.reproduce.distca import (
     BARS,
     ITERATIONS,
@@ -17,8 +17,10 @@ from cpsim.reproduce.distca import (
     Choice,
     ablations,
     baseline_seconds,
+    cut_model,
     distca_seconds,
     mean_errors,
+    pooled_seconds,
     published,
     read_lengths,
     reproduce,
@@ -98,3 +100,50 @@ def test_the_command_runs_the_given_list_iteration_by_iteration(tmp_path, monkey
     assert [len(row["predicted_iterations_s"]) for row in record["rows"]] == [ITERATIONS] * 3
     assert {len(set(row["predicted_iterations_s"])) for row in record["rows"]} == {1}
     assert set(record["mean_errors"]) == {"distca", "wlb", RATIO}
+
+
+def test_interim_runs_are_predicted_with_the_fastest_plan_of_two_stages():
+    runs = [run for run in distca_scale.published() if run.setting.model == "34b" and run.setting.data == "pretrain"]
+    found = {run.system: run for run in distca_scale.reproduce(runs, jobs=1)}
+    assert set(found) == {"wlb", "distca"}
+    assert all(abs(run.error) < distca_scale.BAR for run in found.values()), found
+    assert found["wlb"].predicted_s > found["distca"].predicted_s
+
+
+def test_pipelines_of_servers_pool_the_attention_of_a_tick():
+    """One document of half of the tokens: a stage alone would have it, all servers share it."""
+    long, short = np.array([16 * 8192]), np.full(16, 8192)
+    step = cut_model("llama3-8b", 64, 16 * 8192, 8, pp=2, microbatches=2)
+    ticks = [pooled_seconds(step, microbatches, Choice()) for microbatches in (
+        [(long, short), (short, short)], [(short, short), (short, short)], [(long, long), (long, long)],
+    )]  # fmt: skip
+    assert ticks[1] < ticks[0] < ticks[2]
+    alone = cut_model("llama3-8b", 64, 16 * 8192, 8)
+    assert pooled_seconds(alone, [(long, short)], Choice()) == distca_seconds(alone, (long, short), Choice())
+
+
+def test_speed_ups_of_the_paper_s_settings_are_those_of_its_tables():
+    found = distca_scale.settings()
+    assert len(found) == len(set(found)) == 72
+    assert {s.gpus for s in found} == {64, 128, 256, 512}
+    smallest = [s for s in found if s.stages == 1 and s.gpus == 64 and s.context == 131072 and s.model == "8b"]
+    for one in distca_scale.speed_ups(smallest, iterations=[0], jobs=1):
+        assert 1.0 < one.predicted < 1.25
+
+
+def test_the_command_draws_what_it_predicts(tmp_path, monkeypatch):
+    page = tmp_path / "page.html"
+    monkeypatch.setattr(distca, "published", lambda: rows_of(LONGEST, 4, "distca")[:1])
+    monkeypatch.setattr(distca, "ABLATIONS", {"single stream": Choice(streams=1)})
+    monkeypatch.setattr(distca_scale, "published", lambda: ())
+    some = distca_scale.settings()[:1]
+    monkeypatch.setattr(distca_scale, "settings", lambda: some)
+    for options, words in (([], "single stream"), (["--scale"], "speed-up")):
+        lengths = tmp_path / "lengths.json"
+        lengths.write_text(json.dumps([LONGEST] * 200))
+        given = options or ["--lengths", str(lengths)]
+        shown = CliRunner().invoke(app, ["reproduce", "distca", "--html", str(page), "--jobs", "1", *given])
+        assert shown.exit_code == 0, shown.output
+        assert words in page.read_text()
+    shown = CliRunner().invoke(app, ["reproduce", "dcp", "--scale"])
+    assert "--scale belongs to distca" in str(shown.exception)

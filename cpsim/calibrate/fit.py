@@ -2,7 +2,9 @@
 
 Every point is predicted once by models fitted to the other four fifths of the points (five-fold cross-validation, as
 in Hastie, Tibshirani and Friedman, "The Elements of Statistical Learning", section 7.10); the profile itself is
-fitted to all. End-to-end runs are never used. Deterministic: the same files give the same profile, byte for byte.
+fitted to all. End-to-end runs are never used. Deterministic: the same files give the same profile, byte for byte where
+processor and libraries round alike; else fits of calls of few blocks, whose time has steps, may end 1 % apart on
+average, single calls 7 %.
 """
 
 from __future__ import annotations

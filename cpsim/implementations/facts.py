@@ -249,12 +249,12 @@ class ProjectionCode:
     inputs: bool
     """Gradients of tokens, too, and these scattered to all tokens of the batch, as they lay before the dispatch."""
 
-    def ops(self, workload: Workload, num_ranks: int) -> list[tuple[Kind, int]]:
-        """Kinds and sizes of what every rank runs: FLOP of matrix products, bytes of the other kernels."""
+    def ops(self, workload: Workload, num_ranks: int) -> list[tuple[Kind, int | tuple[int, int, int]]]:
+        """Kinds and sizes of what every rank runs: shapes of matrix products, bytes of the other kernels."""
         w, tokens = workload, workload.num_tokens // num_ranks
-        made = [tokens * heads * w.head_dim for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
-        products = [(Kind.GEMM, 2 * elements * self.width) for elements in made]
-        biases = [(Kind.COPY, elements * w.bytes_per_element) for elements in made]
+        widths = [heads * w.head_dim for heads in (w.num_heads, w.num_kv_heads, w.num_kv_heads)]
+        products = [(Kind.GEMM, (tokens, width, self.width)) for width in widths]
+        biases = [(Kind.COPY, tokens * width * w.bytes_per_element) for width in widths]
         if not self.inputs:
             return [*products, *biases]
         all_tokens = w.num_tokens * self.width * w.bytes_per_element

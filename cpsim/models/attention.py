@@ -39,7 +39,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from cpsim.block_masks import Visits, sequence_slices, visits
 from cpsim.models.blocks import FEATURES, price, price_listed
@@ -170,6 +170,31 @@ _TILES: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {
     ("flex", "fwd"): {256: (64, 64, 32)}, ("flex", "bwd"): {256: (64, 64, 64)},
 }  # fmt: skip
 """Tiles (tile_q_causal, tile_q_full, tile_k) where they differ from those of head dimension 128."""
+
+
+def working_bytes(
+    kernel: str, pass_: str, q_tokens: ArrayLike, k_tokens: ArrayLike, heads: ArrayLike, kv_heads: ArrayLike,
+    head_dim: int,
+) -> Ints:  # fmt: skip
+    """Bytes that calls allocate beyond what they are given and leave, where they run in blocks.
+
+    From the kernels' sources: backward an fp32 accumulator of dq, products of out and dout, and fp32 or per-head sums
+    of dk and dv where heads share them.
+
+    Args:
+        kernel, pass_: not naive attention, whose scores come on top.
+        q_tokens, k_tokens: rows of every call.
+        heads, kv_heads: of every call.
+        head_dim: elements.
+    """
+    q, k, heads, kv_heads = (np.asarray(x, np.int64) for x in (q_tokens, k_tokens, heads, kv_heads))
+    anatomy, row = ANATOMY[kernel, pass_], 4 * q * heads
+    if pass_ == "fwd":
+        return row * (kernel == "flex")
+    if anatomy.lists_blocks and anatomy.packs_heads:  # nothing to add up: each gradient has one owner
+        return 2 * row
+    sums = 8 * k * kv_heads * head_dim if anatomy.accumulates_kv else 4 * k * heads * head_dim
+    return np.asarray(row * head_dim + 2 * row + sums * (heads > kv_heads))
 
 
 def anatomy_at(kernel: str, pass_: str, head_dim: int) -> Anatomy:
@@ -303,9 +328,13 @@ def call_seconds(
 def calls(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
+    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools, held: Ints | None = None,
+    hold_s: Floats | None = None,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call."""
+    """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
+
+    Something else, such as a kernel of NCCL's, may hold `held` SMs [N] for the first `hold_s` [N] of each call.
+    """
     params = params.at(head_dim)
     if params.anatomy.lists_blocks:
         masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
@@ -315,6 +344,8 @@ def calls(
         np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
         np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0), np.asarray(num_heads, np.int64),
         np.asarray(num_kv_heads, np.int64), np.asarray(varlen, np.bool_),
+        np.zeros(len(varlen), np.int64) if held is None else held,
+        np.zeros(len(varlen)) if hold_s is None else hold_s,
     )  # fmt: skip
     return seconds, features, slower
 

@@ -150,16 +150,21 @@ def num_splits(num_blocks: int, slots: int, tiles: int) -> int:
 
 
 @njit(cache=True)
-def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats) -> float:
+def queue(
+    cost: Floats, n: int, repeats: int, slots: int, left: Floats, held: int = 0, hold_s: float = 0.0
+) -> float:
     """Makespan of list scheduling: `repeats` times n blocks, each on the slot that is free first.
 
     Slots are alike, so it is enough to count how many become free in each of STEPS time steps; what rounding takes
     from one block is given to the next. Fills `left` [slots] with what remains of every slot's last block when the
-    last block of all starts.
+    last block of all starts. Less than half of the slots may be `held` by something else for the first `hold_s`.
     """
-    step = max(cost[:n].sum() * repeats / slots, cost[:n].max()) / STEPS
-    free = np.zeros(2 * STEPS + 4, np.int64)
-    free[0] = slots
+    shortest = max(cost[:n].sum() * repeats / slots, cost[:n].max())
+    hold_s = min(hold_s, 2 * shortest)  # by then the other slots have done everything
+    step = shortest / STEPS
+    free = np.zeros((6 if held else 2) * STEPS + 4, np.int64)
+    free[0] = slots - held
+    free[int(hold_s / step)] += held
     now, end, carry, last, in_steps = 0, 0, 0.0, -1.0, 0.0
     for _ in range(repeats):
         for i in range(n):
@@ -174,6 +179,7 @@ def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats) -> float
             free[now + steps] += 1
             end = max(end, now + steps)
     slot = 0
+    left[:] = 0.0
     for at in range(now, end + 1):
         for _ in range(free[at]):
             left[slot] = (at - now) * step
@@ -318,28 +324,41 @@ def sift_down(order: Ints, due: Floats) -> None:
 
 
 @njit(cache=True)
-def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share: float, seed: int) -> float:
+def pairs(
+    idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share: float, seed: int,
+    held: int = 0, hold_s: float = 0.0,
+) -> float:  # fmt: skip
     """Makespan of n blocks where an SM holds two: seconds of `idle` overhead and then of `work`, its tiles alone.
 
     The first blocks find their SMs all at once (`homes`), whether they have work or not; every other one goes to the
-    SM that has room first. SMs that have it within MOMENT_S get one block each, in an order that `seed` gives.
+    SM that has room first. SMs that have it within MOMENT_S get one block each, in an order that `seed` gives. For the
+    first `hold_s` some SMs are `held` by something else.
     """
-    queued = min(n, 2 * num_sms)
-    held, then = np.zeros(num_sms, np.int64), np.zeros((num_sms, 2, 2))
-    for i, sm in enumerate(homes(queued, num_sms)):
-        then[sm, held[sm], 0], then[sm, held[sm], 1] = idle[i], work[i]
-        held[sm] += 1
+    ours = num_sms - held
+    queued = min(n, 2 * ours)
+    num, then = np.zeros(num_sms, np.int64), np.zeros((num_sms, 2, 2))
+    for i, sm in enumerate(homes(queued, ours)):
+        then[sm, num[sm], 0], then[sm, num[sm], 1] = idle[i], work[i]
+        num[sm] += 1
     older, now, state = np.zeros(num_sms, np.int64), np.zeros((2, 2)), seed
     due = np.empty(num_sms)
     for sm in range(num_sms):
         now[:] = then[sm]
         state = state * 1103515245 + 12345 & 0x7FFFFFFF
-        due[sm] = next_end(now, 0, alone, share, then[sm]) + MOMENT_S * (state >> 8) / 2**23
+        due[sm] = next_end(now, 0, alone, share, then[sm]) if sm < ours else hold_s
+        due[sm] += MOMENT_S * (state >> 8) / 2**23
     order = np.argsort(due)
-    end = 0.0
+    at, end = 0.0, 0.0
     while due[order[0]] < np.inf:
         sm = order[0]
-        end = due[sm]
+        at = due[sm]
+        if sm < ours or num[sm] > 0:
+            end = at
+        elif queued == n:  # nothing is left for it when it is free at last
+            due[sm] = np.inf
+            sift_down(order, due)
+            continue
+        num[sm] = 1
         now[:] = then[sm]
         free = 1 if now[0].any() else 0
         older[sm] = 1 - free
@@ -347,9 +366,9 @@ def pairs(idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share:
             now[free, 0], now[free, 1] = idle[queued], work[queued]
             queued += 1
         if queued < n and not now[1 - free].any():
-            older[sm], then[sm], due[sm] = free, now, end + 1e-9
+            older[sm], then[sm], due[sm] = free, now, at + 1e-9
         else:
-            due[sm] = end + next_end(now, older[sm], alone, share, then[sm])
+            due[sm] = at + next_end(now, older[sm], alone, share, then[sm])
         state = state * 1103515245 + 12345 & 0x7FFFFFFF
         due[sm] += MOMENT_S * (state >> 8) / 2**23
         sift_down(order, due)
@@ -383,11 +402,13 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
 
 
 @njit(cache=True)
-def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, idle, work, left):  # type: ignore[no-untyped-def]
+def _replay(  # type: ignore[no-untyped-def]
+    g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, held, hold_s, idle, work, left
+):
     """Schedules every block of a call in launch order: those of one head at a time, or of all heads of a sequence.
 
     `empties` tells how many blocks are launched for each sequence if not 0; `slow` is how much slower tiles are where
-    SMs always hold two blocks. `idle`, `work` and `left` are scratch.
+    SMs always hold two blocks; `held` SMs are taken for the first `hold_s`. `idle`, `work` and `left` are scratch.
     """
     n = 0
     for i in range(begin, end):
@@ -414,18 +435,20 @@ def _replay(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empti
     repeats = heads if g.heads_outermost else 1
     if g.blocks_per_sm == 1:
         idle[:n] += work[:n]
-        return queue(idle, n, repeats, g.num_sms, left)
+        return queue(idle, n, repeats, g.num_sms, left, held, hold_s)
     if n * repeats > PAIRED_WAVES * g.slots:
         together = idle[:n].sum() + work[:n].sum() * slow
         alone = (idle[:n].sum() + work[:n].sum()) / together
         idle[:n] += work[:n] * slow
-        makespan = queue(idle, n, repeats, g.slots, left)
+        makespan = queue(idle, n, repeats, g.slots, left, 2 * held, hold_s)
         return makespan - left.max() + finish(left, g.num_sms, alone)
     for head in range(1, repeats):
         idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
     mean, seeds = 0.0, SEEDS if empties else 1
     for seed in range(seeds):
-        mean += pairs(idle, work, n * repeats, g.num_sms, g.alone_factor, g.older_share, seed + 1) / seeds
+        mean += pairs(
+            idle, work, n * repeats, g.num_sms, g.alone_factor, g.older_share, seed + 1, held, hold_s
+        ) / seeds  # fmt: skip
     return mean
 
 
@@ -464,7 +487,7 @@ def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _split(g, t, s, heads, splits, idle, work):  # type: ignore[no-untyped-def]
+def _split(g, t, s, heads, splits, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
     """Makespan of flash-attn 2's split kernel: tiles of 64 queries on 128 keys, a block for every row and split."""
     rows, columns = (s.queries + 63) // 64, (s.keys + 127) // 128
     splits = min(splits, len(idle) // (rows * heads))
@@ -481,7 +504,7 @@ def _split(g, t, s, heads, splits, idle, work):  # type: ignore[no-untyped-def]
             n += 1
     for head in range(1, heads):
         idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
-    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, g.older_share, 1)
+    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, g.older_share, 1, held, hold_s)
 
 
 @njit(cache=True)
@@ -507,6 +530,13 @@ def _traffic(g, s, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-
 
 
 @njit(cache=True)
+def _prelude(g, s, num_heads, varlen):  # type: ignore[no-untyped-def]
+    """Seconds before the main kernel: the launch; backward, also the products of out and dout, and dq zeroed."""
+    first = (s.queries + s.whole_queries) * num_heads * g.head_dim * 4.0 if g.backward else 0.0
+    return g.call_s + g.call_varlen_s * varlen + g.traffic_s_per_byte * first
+
+
+@njit(cache=True)
 def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
     """log(predicted / measured) to expect where features are `look`; see `discrepancy`."""
     total = 0.0
@@ -519,8 +549,13 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, scratch, look):  # type: ignore[no-untyped-def]
-    """Seconds of one call by physics alone and how much the power limit slows it; fills in its features, `look`."""
+def _call(  # type: ignore[no-untyped-def]
+    g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, held, hold_s, scratch, look
+):
+    """Seconds of one call by physics alone and how much the power limit slows it; fills in its features, `look`.
+
+    Something else holds `held` SMs for the first `hold_s` after the call begins.
+    """
     shared, masked = num_heads > num_kv_heads, causal[begin:end].any()
     packed = num_heads // num_kv_heads if g.packs_heads else 1
     heads = num_kv_heads if g.packs_heads else num_heads
@@ -535,6 +570,9 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
     s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
     if s.num == 0:
         return 0.0, 1.0
+    hold_s -= _prelude(g, s, num_heads, varlen) if held else 0.0
+    if hold_s <= 0.0:
+        held = 0
     empty = 0
     if varlen and g.grid_of_longest:
         empty = heads * (s.num * s.longest_row - s.rows)
@@ -545,7 +583,7 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
     if g.splits_keys and not varlen:
         splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + 127) // 128)
     if splits > 1:
-        makespan = _split(g, t, s, heads, splits, scratch[0], scratch[1])
+        makespan = _split(g, t, s, heads, splits, held, hold_s, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim
         extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
         busy = 0.0
@@ -555,7 +593,7 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
         if num_blocks <= REPLAYED_WAVES * g.slots:
             empties = s.longest_row if follow else 0
             makespan = _replay(
-                g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow,
+                g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, held, hold_s,
                 scratch[0], scratch[1], scratch[2, : g.slots],
             )  # fmt: skip
         else:
@@ -593,10 +631,12 @@ def _call(g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, 
 
 
 @njit(cache=True)
-def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-def]
+def price(  # type: ignore[no-untyped-def]
+    g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, held, hold_s
+):
     """[N] seconds, their features [N, FEATURES], and how much the power limit slows them [N].
 
-    `discrepancy` is (support, weights, lengths).
+    `discrepancy` is (support, weights, lengths); `held` SMs [N] are taken for the first `hold_s` [N] of each call.
     """
     seconds, slower = np.zeros(len(op_start) - 1), np.ones(len(op_start) - 1)
     looks = np.zeros((len(seconds), len(FEATURES)))
@@ -605,7 +645,7 @@ def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_head
     known_op = np.zeros(KNOWN, np.int64)
     for op in range(len(seconds)):
         begin, end = op_start[op], op_start[op + 1]
-        if end - begin == 1:
+        if end - begin == 1 and held[op] == 0:
             q, k, kind = q_len[begin], k_len[begin], 2 * causal[begin] + varlen[op] + 4
             slot = (q * 1000003 + k * 8191 + kind * 131 + num_heads[op] * 31 + num_kv_heads[op]) % KNOWN
             key = known[slot]
@@ -617,8 +657,9 @@ def price(g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_head
             known[slot] = (q, k, kind, num_heads[op], num_kv_heads[op])
             known_op[slot] = op
         seconds[op], slower[op] = _call(
-            g, q_len, k_len, causal, begin, end, num_heads[op], num_kv_heads[op], varlen[op], scratch, looks[op]
-        )
+            g, q_len, k_len, causal, begin, end, num_heads[op], num_kv_heads[op], varlen[op], held[op], hold_s[op],
+            scratch, looks[op],
+        )  # fmt: skip
         seconds[op] /= np.exp(correction(looks[op], discrepancy[0], discrepancy[1], discrepancy[2]))
     return seconds, looks, slower
 

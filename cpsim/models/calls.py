@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.block_masks import Visits
 from cpsim.masks import Ints
-from cpsim.models.attention import AttentionParams, clocked_seconds, listed_calls
+from cpsim.models.attention import ANATOMY, AttentionParams, calls, clocked_seconds, listed_calls, working_bytes
 from cpsim.models.kernels import dense_sequences, gathered_sequences, limits_of, tile_visits
-from cpsim.schedule import ATTENTION_KINDS, Schedule, is_one_of
+from cpsim.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
 from cpsim.tiles import Tiles, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
 Floats = NDArray[np.float64]
+HOLD_STEP_S: Final = 1e-6
+"""Holds that differ by less are alike."""
 
 
 def attention_op_seconds(
@@ -48,16 +51,44 @@ def attention_op_seconds(
     return seconds
 
 
+def held_op_seconds(
+    params: AttentionParams, head_dim: int, schedule: Schedule, ops: Ints, held: Ints, hold_s: Floats
+) -> Floats:
+    """How much longer attention ops [A] take because something holds SMs when they begin, in seconds [A].
+
+    Of kernels that take a tile as sequences. Ops that are alike are priced once.
+
+    Args:
+        params: of the kernel and pass.
+        head_dim: of queries, keys and values.
+        schedule: of the ops.
+        ops: which ones.
+        held: SMs that are held, ``[A]``.
+        hold_s: for how long, ``[A]``; rounded to `HOLD_STEP_S`.
+    """
+    steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
+    looks = np.column_stack([schedule.tile[ops], schedule.heads[ops][:, [1, 3]], held, steps]).astype(np.int64)
+    alike, of_op = np.unique(looks, axis=0, return_inverse=True)
+    tile, heads, kv_heads, held, steps = alike.T.copy()
+    given = sequences(schedule.tiles)
+    num = np.diff(given.start)[tile]
+    start = np.concatenate(([0], np.cumsum(num)))
+    mine = np.repeat(given.start[tile] - start[:-1], num) + np.arange(start[-1])
+    call = start, given.q_len[mine], given.k_len[mine], given.causal[mine], heads, kv_heads, head_dim, num > 1
+    longer = calls(params, *call, held, steps * HOLD_STEP_S)[0] - calls(params, *call)[0]
+    return np.asarray(longer[of_op.reshape(-1)])
+
+
 @lru_cache(maxsize=4)
 def _seconds_of_tiles(
     params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Floats, Floats]:
     """`clocked_seconds` of every tile; remembered, because different code runs the same tiles. Tiles that look alike,
     as many do where documents are padded, are priced once."""
-    calls = sequences(tiles)
-    looks = calls.q_len << 32 | calls.k_len << 1 | calls.causal
+    given = sequences(tiles)
+    looks = given.q_len << 32 | given.k_len << 1 | given.causal
     kinds: dict[bytes, int] = {}
-    bounds = pairwise(calls.start.tolist())
+    bounds = pairwise(given.start.tolist())
     of_tile = np.array([kinds.setdefault(looks[first:end].tobytes(), len(kinds)) for first, end in bounds])
     start = np.concatenate(([0], np.cumsum([len(kind) for kind in kinds]) // looks.itemsize))
     looks = np.frombuffer(b"".join(kinds), np.int64)
@@ -76,3 +107,18 @@ def _listed_seconds(
     visited = [masks[tile] for tile in alike[:, 0].tolist()]
     seconds, _, slower = listed_calls(params, visited, alike[:, 1], alike[:, 2], head_dim)
     return np.stack([seconds, seconds / slower])[:, of_op.reshape(-1)]
+
+
+def working_memory(schedule: Schedule, kernel: str, head_dim: int) -> Ints:
+    """Most bytes that a rank's attention calls allocate besides buffers, ``int64[num_ranks]``; 0 of naive attention and
+    of kernels that nobody has measured."""
+    most = np.zeros(schedule.num_ranks, np.int64)
+    for kind, pass_ in ((Kind.ATTENTION, "fwd"), (Kind.ATTENTION_BACKWARD, "bwd")):
+        ops = np.flatnonzero(schedule.kind == kind)
+        if (kernel, pass_) not in ANATOMY or kernel in ("math", "sdpa_math") or not len(ops):
+            continue
+        found, tile = sequences(schedule.tiles), schedule.tile[ops]
+        heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
+        nbytes = working_bytes(kernel, pass_, found.queries()[tile], found.keys()[tile], heads, kv_heads, head_dim)
+        np.maximum.at(most, schedule.lane_rank[schedule.lane_start[ops]], nbytes)
+    return most

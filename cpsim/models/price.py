@@ -12,17 +12,20 @@ from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.calls import attention_op_seconds
+from cpsim.models.calls import attention_op_seconds, held_op_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.gemm import gemm_seconds
+from cpsim.models.holds import few_waves, held_sms
 from cpsim.models.kernels import check_calls, limits_of, tile_visits
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.models.pressure import Messages, pressures
 from cpsim.models.spread import expected_maximum
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, STREAMS, Int8, Kind, Schedule, is_one_of
+from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, READ, STREAMS, Int8, Kind, Schedule, is_one_of
 from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
+from cpsim.transformer import MAKER
 from cpsim.workload import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
@@ -32,11 +35,13 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Protocol = Literal["synced", "streamed"]
 
-GROUPS: Final = (
+OF_ATTENTION: Final = (
     "attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "transfer between nodes",
     "collective between nodes", "host", "interference",
 )  # fmt: skip
-"""Cost models whose uncertainty is sampled together; no op belongs to the last two."""
+"""Cost models of attention alone whose uncertainty is sampled together; no op belongs to the last two."""
+GROUPS: Final = (*OF_ATTENTION, "matrix products", "elementwise of layers")
+"""All cost models."""
 
 _COLLECTIVE_NAMES: Final = {
     Kind.ALL_GATHER: "all_gather",
@@ -54,9 +59,11 @@ _IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for
 """A batched send and receive is one kernel; this end of it does not count again."""
 _POWER_OF: Final = {
     **dict.fromkeys(Kind, "memory-bound"), Kind.TRANSFER: "transfer", **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
-    **dict.fromkeys((Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.BARRIER), "none"),
+    **dict.fromkeys((Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.BARRIER), "none"), Kind.GEMM: "products",
 }  # fmt: skip
 """What ops draw power as, beside the attention whose clock it sets."""
+_LIMITED: Final = {"products": 1.0}
+"""Large products draw what the power limit allows."""
 _PACED: Final = np.array([group.endswith("between nodes") for group in GROUPS])
 """Groups of ops that the network between nodes paces: factors were measured at NVLink's rates, and a kernel beside
 them neither takes memory bandwidth that they lack nor loses much to them, so they press on nothing."""
@@ -124,12 +131,14 @@ class Pricing:
                 pass_ = "fwd" if kind == Kind.ATTENTION else "bwd"
                 duration[ops], full[ops] = self._attention(schedule, ops, pass_, notes)
                 group[ops] = GROUPS.index(f"attention {pass_}")
+            elif kind == Kind.ELEMENTWISE and self.profile.layers and len(schedule.products):
+                duration[ops], group[ops] = self._sweeps(schedule, ops, notes)
             elif kind in _MEMORY_NAMES:
                 name = self._sweep(kind, notes)
                 duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
             elif kind == Kind.GEMM:
-                duration[ops] = schedule.nbytes[ops] / self._flops_per_s()
-                notes["matrix products: not measured, at the rate of tiles of the attention kernel"] = None
+                duration[ops] = self._products(schedule, notes)
+                group[ops] = GROUPS.index("matrix products")
         self._check_launches(schedule, notes)
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
         messages = Messages.of(schedule, self.cluster, self.unbatched)
@@ -143,25 +152,58 @@ class Pricing:
             for seconds in (duration, full):
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
-        self._settle(schedule, duration, full, release)
+        start, end = self._settle(schedule, duration, full, release)
         self._wait_for_slowest(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
-        work = self._work(schedule, links, duration, flows, release, pressure, names)
+        slowdown = self.profile.interference.slowdown(self.kernel, names)
+        near = ~_PACED[group[messages.op]]
+        duration += self._held(schedule, messages, near, start, end, pressure, slowdown)
+        work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown)
         return Priced(work, group, tuple(notes))
 
-    def _flops_per_s(self) -> float:
-        """What tensor cores give: tiles of the forward kernel, two products of two FLOP per pair and element."""
-        params = self.profile.attention_params(self.kernel, "fwd")
-        return params.num_sms * 4 * params.head_dim / params.pair_s
+    def _products(self, schedule: Schedule, notes: dict[str, None]) -> Floats:
+        """Seconds of all matrix products, as slow as on the slowest GPU."""
+        _, m, n, k = schedule.products.T
+        if self.profile.layers is None:
+            notes["matrix products: not measured, at the rate of tiles of the attention kernel"] = None
+            params = self.profile.attention_params(self.kernel, "fwd")  # two products of two FLOP per pair and element
+            return np.asarray(2 * m * n * k * params.pair_s / (params.num_sms * 4 * params.head_dim))
+        spread = self.profile.sigma["run to run"] * expected_maximum(schedule.num_ranks)
+        return gemm_seconds(self.profile.layers.gemm, m, n, k) * (1 + spread)
 
-    def _settle(self, schedule: Schedule, duration: Floats, full: Floats, release: Floats) -> None:
-        """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two."""
+    def _sweeps(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> tuple[Floats, Ints]:
+        """Seconds and cost models of elementwise ops, which a layer's results name."""
+        made = [schedule.access_block[a:b][schedule.access_mode[a:b] != READ] for a, b in
+                zip(schedule.access_start[ops], schedule.access_start[ops + 1], strict=True)]  # fmt: skip
+        tensor = [schedule.block_tensors[schedule.block_tensor[blocks[0]]] if len(blocks) else "" for blocks in made]
+        names = np.array([MAKER[t].kind if t in MAKER else "" for t in tensor])
+        seconds, group = np.zeros(len(ops)), np.full(len(ops), GROUPS.index("elementwise of layers"))
+        for name in np.unique(names).tolist():
+            here, is_layer = names == name, bool(name)
+            group[here] = GROUPS.index("elementwise of layers" if is_layer else "memory-bound")
+            assert self.profile.layers is not None
+            costs = self.profile.layers.ops if is_layer else self.profile.elementwise
+            kind = name or self._sweep(Kind.ELEMENTWISE, notes)
+            kind = f"{kind} in place" if f"{kind} in place" in costs.latency_s else kind
+            seconds[here] = elementwise_seconds(costs, kind, schedule.nbytes[ops[here]])
+        return seconds, group
+
+    def _settle(
+        self, schedule: Schedule, duration: Floats, full: Floats, release: Floats
+    ) -> tuple[Floats, Floats]:
+        """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two.
+
+        Returns:
+            Start and end of every op where nothing slows another.
+        """
         attention = is_one_of(schedule.kind, ATTENTION_KINDS)
-        if not attention.any():
-            return
         quick = np.where(attention, full, duration)
-        period = float(earliest(*predecessors(schedule), quick, release)[1].max())
-        load = np.array([self.profile.load.get(_POWER_OF[kind], 0.0) for kind in Kind])[schedule.kind]
+        start, end, _ = earliest(*predecessors(schedule), quick, release)
+        if not attention.any():
+            return start, end
+        period = float(end.max())
+        loads = _LIMITED | dict(self.profile.load)
+        load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])[schedule.kind]
         ranks, ops = schedule.lane_rank, schedule.op_of_lane()
         once = ~_IS_ARRIVAL[schedule.lane_stream]
         drawn = np.bincount(ranks[once], (load * duration)[ops[once]], schedule.num_ranks).astype(np.float64)
@@ -171,6 +213,29 @@ class Pricing:
             full[attention], duration[attention], ranks[first].astype(np.int64), drawn,
             period + self.profile.host.pause_s[self.protocol], power,
         )  # fmt: skip
+        return start, end
+
+    def _held(
+        self, schedule: Schedule, messages: Messages, near: Bools, start: Floats, end: Floats, pressure: Int8,
+        slowdown: Floats,
+    ) -> Floats:  # fmt: skip
+        """Seconds that ops take longer because messages hold SMs at their start, beyond what their slowdown says.
+
+        Of attention of few waves, ``[N]``; less than 0 where the last wave has room for what did not fit the first.
+        """
+        longer = np.zeros(len(schedule))
+        ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+        if not (len(ops) and near.any()) or limits_of(self.kernel).any_mask:
+            return longer
+        params = self.profile.attention_params(self.kernel, _pass_of(schedule))
+        tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads[ops, 1]
+        ops = ops[few_waves(params, tiles.queries()[tile], tiles.keys()[tile], heads)]
+        held, hold_s, by = held_sms(schedule, messages, near, ops, start, end)
+        beside = by >= 0
+        ops, held, hold_s, by = ops[beside], held[beside], hold_s[beside], by[beside]
+        loss = hold_s * np.minimum(held / params.num_sms, 1 - 1 / slowdown[pressure[ops], pressure[by]])
+        longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s) - loss
+        return longer
 
     def _wait_for_slowest(self, schedule: Schedule, duration: Floats) -> None:
         """Attention as slow as on the slowest of the GPUs that have the most of it: sooner or later all wait for it."""
@@ -208,7 +273,7 @@ class Pricing:
 
     def _work(
         self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats, pressure: Int8,
-        names: list[str],
+        names: list[str], slowdown: Floats,
     ) -> Work:  # fmt: skip
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
@@ -222,7 +287,7 @@ class Pricing:
             flow_bytes=flow_bytes,
             link_bytes_per_s=capacity,
             pressure=pressure,
-            slowdown=self.profile.interference.slowdown(self.kernel, names),
+            slowdown=slowdown,
             waiting=self.profile.interference.waits(self.kernel, names),
         )
 

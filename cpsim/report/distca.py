@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from html import escape
 from statistics import mean
 from typing import Any
 
+import plotly.graph_objects as go
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cpsim.cluster import load_cluster
+from cpsim.report.figures import PALETTE, styled
+from cpsim.report.page import figure, page
 from cpsim.report.tables import table
 from cpsim.report.words import ms_text, signed_percent
-from cpsim.reproduce.distca import BARS, CLUSTER, RATIO, Row, mean_errors, ratios
+from cpsim.reproduce.distca import BARS, CLUSTER, RATIO, TOLERANCE, Row, mean_errors, ratios
 
 Ablations = Mapping[str, Sequence[float]]
 """Time over that as measured, by choice and setting."""
@@ -48,6 +52,29 @@ def basis(lengths: str | None) -> list[str]:
         "not charged: packing and unpacking around exchanges, the host, the allocator; memory of distca is not checked",
         "nothing is fitted to these runs",
     ]
+
+
+def distca_html(rows: Sequence[Row], ablations: Ablations, lengths: str | None) -> str:
+    """A page that opens offline: published and predicted times of every run, and what ablations cost."""
+    errors = ", ".join(f"{name} {_percent(error)}" for name, error in mean_errors(rows).items())
+    labels = [f"{_setting(*row.setting)}, {row.system}, CP {row.cp}" for row in rows]
+    times, settings = go.Figure(), [_setting(*row.setting) for row in rows if row.system == "distca"]
+    times.add_bar(name="published", x=labels, y=[mean(row.published_s) for row in rows], marker_color=PALETTE[7])
+    times.add_bar(name="predicted", x=labels, y=[mean(row.predicted_s) for row in rows], marker_color=PALETTE[0])
+    times.update_yaxes(title="seconds an iteration")
+    shares = go.Figure()
+    for (name, found), colour in zip(ablations.items(), PALETTE, strict=False):
+        shares.add_bar(name=name, x=settings, y=[100 * (share - 1) for share in found], marker_color=colour)
+    shares.update_yaxes(title="time over that as measured, %")
+    sections = [f"<h1>DistCA's 34B runs on 256 H200, simulated</h1><p class=lead>Mean errors: {errors}.</p>"]
+    sections.append(figure(styled(times, 560), "runs", "Published and predicted times, means over iterations."))
+    caption = (
+        "Distca without exchanges, with exchanges after computation instead of in the other nano-batch's shadow "
+        f"(single stream), and with other tolerances than {TOLERANCE:g}; predicted."
+    )
+    sections.append(figure(styled(shares, 420), "ablations", caption))
+    sections += [f"<p class=muted>{escape(note)}</p>" for note in basis(lengths)]
+    return page("cpsim: DistCA's 34B runs on 256 H200", sections, with_plots=True)
 
 
 def _runs(rows: Sequence[Row], same: bool) -> RenderableType:

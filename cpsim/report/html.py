@@ -119,7 +119,7 @@ def _mask(advice: Advice) -> str:
 def _memory(advice: Advice) -> str:
     peaks = memory.peaks(advice, advice.scenario.resolve_cluster().gpu.memory_bytes)
     best = advice.candidates[0]
-    above = "Most bytes of buffers on one GPU, every strategy with its best settings."
+    above = "Most bytes on one GPU, every strategy with its best settings; what kernels work with counts, too."
     below = f"The buffers of {strategy_label(best.scenario)} on its fullest GPU; all are there for the whole pass."
     bars = figure(peaks, "memory", above) + figure(memory.buffers(best), "buffers", below)
     return f"<h2>Memory</h2>{bars}"

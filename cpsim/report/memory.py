@@ -39,7 +39,7 @@ def peaks(advice: Advice, limit_bytes: int) -> Any:
     fullest = max((candidate.peak_memory_bytes for candidate in best), default=0)
     if fullest > limit_bytes / 4:  # further away the line would squeeze the bars
         made.add_vline(x=limit_bytes / GB, line_dash="dash", annotation_text="memory of the GPU")
-    made.update_xaxes(title=f"buffers of attention on the fullest GPU [GB], of {limit_bytes / GB:.0f} GB")
+    made.update_xaxes(title=f"memory of attention on the fullest GPU [GB], of {limit_bytes / GB:.0f} GB")
     made.update_yaxes(autorange="reversed", automargin=True)
     return styled(made, 150 + 42 * len(best))
 

@@ -17,7 +17,7 @@ lengths that kernels like.
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.distca.batches import Packed, iteration, sample
 from cpsim.distca.greedy import released
-from cpsim.distca.packing import BREAKPOINTS, head_tail, per_sequence, wlb_pack
+from cpsim.distca.packing import BREAKPOINTS, head_tail, per_sequence, wlb_limit, wlb_pack
 from cpsim.distca.tasks import Tasks, TokenBytes, dispatch
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.files import parse_json, read_text
@@ -157,15 +157,27 @@ def read_lengths(path: Path) -> Ints:
 
 def step_model(row: Row) -> StepModel:
     """34B on 256 GPUs, cut as the run has it; attention is placed by planners."""
+    return cut_model(MODEL, GPUS, row.context, row.sequences, cp=row.cp)
+
+
+def cut_model(
+    model: str, gpus: int, context: int, sequences: int, *, cp: int = 1, pp: int = 1, microbatches: int = 1
+) -> StepModel:  # fmt: skip
+    """A model on some GPUs as DistCA's experiments run it; replicas take what the other degrees leave.
+
+    Raises:
+        ScenarioError, InfeasibleError: the degrees do not fit.
+    """
     parallel = {
-        "tp": TP, "cp": row.cp, "microbatches": 1, "recompute": "mlp", "gradients": "none", "optimizer": False
+        "tp": TP, "cp": cp, "pp": pp, "microbatches": microbatches, "recompute": "mlp", "gradients": "none",
+        "optimizer": False,
     }  # fmt: skip
-    strategy = "none" if row.cp == 1 else "allgather"
+    strategy = "none" if cp == 1 else "allgather"
     scenario = scenario_from({
-        "model": MODEL, "context": row.context, "tokens": row.context * row.sequences, "gpus": GPUS, "cluster": CLUSTER,
+        "model": model, "context": context, "tokens": context * sequences, "gpus": gpus, "cluster": CLUSTER,
         "mask": "causal_document", "kernel": KERNEL, "strategy": strategy, "parallel": parallel,
     })  # fmt: skip
-    cluster = load_cluster(CLUSTER).with_gpus(GPUS)
+    cluster = load_cluster(CLUSTER).with_gpus(gpus)
     case = StepCase(scenario, cluster, load_profile(str(cluster.profile)))
     return case.model(case.parallel(), strategy, {})
 
@@ -189,29 +201,80 @@ def baseline_seconds(step: StepModel, system: System, nano_batches: Sequence[Int
         nano_batches: documents of each [tokens]; replicas of ``per_sequence`` divide them evenly.
     """
     documents, dp = np.concatenate(nano_batches), step.parallel.dp
-    tokens = int(documents.sum())
     if system == "wlb":
-        group = wlb_pack(documents, dp, tokens // dp, BREAKPOINTS["34b"])
-        place = head_tail
-    else:
-        group = (np.cumsum(documents) - 1) * dp // tokens
-        place = per_sequence
-    replicas = [documents[group == replica] for replica in range(dp)]
-    attended = [[gathered_attention(step, place(replica, step.parallel.cp))] for replica in replicas]
-    return step.simulate([[tuple(replica.tolist())] for replica in replicas], attended).time_s
+        return wlb_seconds(step, documents, BREAKPOINTS["34b"])
+    group = (np.cumsum(documents) - 1) * dp // int(documents.sum())
+    return _gathered_seconds(step, documents, group, per_sequence)
+
+
+def wlb_seconds(step: StepModel, documents: Ints, breakpoint_: int) -> float:
+    """One iteration of ``wlb``; where there are several microbatches, documents are packed into all of them at once, by
+    work alone (see ``wlb_limit``).
+
+    Args:
+        step: the run.
+        documents: of the iteration [tokens].
+        breakpoint_: of the model, see ``BREAKPOINTS``.
+    """
+    dp, microbatches = step.parallel.dp, step.parallel.microbatches
+    limit = wlb_limit(int(documents.sum()) // microbatches // 2, 1, dp, microbatches)
+    return _gathered_seconds(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), head_tail)
+
+
+def _gathered_seconds(
+    step: StepModel, documents: Ints, group: Ints, place: Callable[[Ints, int], Tasks]
+) -> float:  # fmt: skip
+    """An iteration whose documents are in groups: replica by replica of a microbatch, microbatch by microbatch."""
+    parallel = step.parallel
+    parts = [documents[group == i] for i in range(parallel.dp * parallel.microbatches)]
+    batch = [parts[replica :: parallel.dp] for replica in range(parallel.dp)]
+    attended = [[gathered_attention(step, place(part, parallel.cp)) for part in replica] for replica in batch]
+    return step.simulate([[tuple(part.tolist()) for part in replica] for replica in batch], attended).time_s
 
 
 def distca_seconds(step: StepModel, nano_batches: Sequence[Ints], choice: Choice) -> float:
-    """One iteration of ``distca``: all replicas serve each other's attention, nano-batch after nano-batch.
-
-    An exchange takes as long as the busiest server's NIC sends or receives, as the cluster has it.
+    """One iteration of ``distca`` without pipeline: all replicas serve each other's attention.
 
     Args:
         step: the run; every replica is a server.
         nano_batches: documents of both [tokens].
         choice: how it runs.
     """
-    model, servers, attention = step.model, step.parallel.dp, step.attention
+    return pooled_seconds(step, [nano_batches], choice)
+
+
+def pooled_seconds(step: StepModel, microbatches: Sequence[Sequence[Ints]], choice: Choice) -> float:
+    """One iteration of ``distca``: in every tick of a same-phase pipeline all stages of all replicas, idle ones too,
+    serve the attention of the microbatches that are on the way.
+
+    Documents of a tick lie on all servers one after the other, also where stages are idle.
+
+    Args:
+        step: the run; every stage of every replica is a server.
+        microbatches: documents of both nano-batches of each, of all replicas [tokens].
+        choice: how it runs.
+
+    Reference: DistCA (arXiv 2510.18121), section 4.4 and figure 8.
+    """
+    parallel, total = step.parallel, 0.0
+    ops = Ops(step.model, TP, int(microbatches[0][0].sum()) // parallel.dp)
+    ends = [step.costs.seconds(end()) for end in (ops.embedding, ops.embedding_backward, ops.loss, ops.loss_backward)]
+    first, last = (sum(ends[i].values()) + sum(ends[i + 1].values()) for i in (0, 2))
+    end = len(microbatches[0]) * (first + last if parallel.pp == 1 else max(first, last))
+    for tick in range(len(microbatches) + parallel.pp - 1):
+        window = microbatches[max(0, tick - parallel.pp + 1) : tick + 1]
+        layer = _served_layer(step, ops, [np.concatenate(nano) for nano in zip(*window, strict=True)], choice)
+        total += step.model.layers // parallel.pp * layer + end
+    return total
+
+
+def _served_layer(step: StepModel, ops: Ops, nano_batches: Sequence[Ints], choice: Choice) -> float:
+    """Seconds of a layer, forward and backward, whose attention all servers share.
+
+    An exchange takes as long as the busiest server's NIC sends or receives, as the cluster has it.
+    """
+    model, attention = step.model, step.attention
+    servers = step.parallel.dp * step.parallel.pp
     head = BF16 * model.head_dim
     sizes = TokenBytes(q=head * model.heads // TP, kv=2 * head * model.kv_heads // TP, lse=FP32 * model.heads // TP)
     plans = [released(documents, servers, sizes, choice.tolerance) for documents in nano_batches]
@@ -221,12 +284,10 @@ def distca_seconds(step: StepModel, nano_batches: Sequence[Ints], choice: Choice
     assert fabric is not None
     rate = fabric.uplink_bandwidth_bytes_per_s
     exchanges = fabric.latency_s + np.stack([dispatch(plan, servers, sizes).busiest() for plan in plans]) / rate
-    ops = Ops(model, TP, int(nano_batches[0].sum()) // servers)
     beside = exchanges if choice.streams == 2 else np.zeros_like(exchanges)
     layer = ping_pong(ops, step.costs, step.parallel.recompute, attends, beside, "collective between nodes")
     after = float(exchanges.sum()) if choice.streams == 1 else 0.0
-    ends = step.costs.seconds(ops.embedding() + ops.embedding_backward() + ops.loss() + ops.loss_backward())
-    return model.layers * (float(np.sum(layer)) + after) + len(nano_batches) * sum(ends.values())
+    return float(np.sum(layer)) + after
 
 
 def _placed(tasks: Tasks, ranks: int) -> Placed:

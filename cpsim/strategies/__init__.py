@@ -20,6 +20,7 @@ from cpsim.strategies.dcp import dcp_knobs, plan_dcp
 from cpsim.strategies.distca import distca_knobs, plan_distca
 from cpsim.strategies.hybrid_cp import hybrid_cp_knobs, plan_hybrid_cp
 from cpsim.strategies.magi import magi_knobs, plan_magi
+from cpsim.strategies.replicas import plan_per_sequence, plan_wlb, replica_knobs
 from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
@@ -54,6 +55,8 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "magi": Strategy(plan_magi, magi_knobs),
     "dcp": Strategy(plan_dcp, dcp_knobs),
     "distca": Strategy(plan_distca, distca_knobs),
+    "wlb": Strategy(plan_wlb, replica_knobs),
+    "per_sequence": Strategy(plan_per_sequence, replica_knobs),
 }
 
 

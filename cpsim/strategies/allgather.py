@@ -11,6 +11,7 @@ shards as well as contiguous ones, fp32 gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -19,7 +20,7 @@ from cpsim.builder import Access, Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, GatherCode, HalvesCode, Implementation
-from cpsim.masks import Ints, RangeSets
+from cpsim.masks import Ints, RangeSets, sets_of
 from cpsim.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.allgather_halves import plan_halves
@@ -72,14 +73,36 @@ def plan_allgather(
         )
     if isinstance(code.allgather, HalvesCode):
         return plan_halves(workload, cluster.num_gpus, pass_, code.allgather)
-    plan = _AllGather(workload, cluster.num_gpus, layout, at_once, code.allgather)
+    plan = _AllGather(workload, _cut(workload, cluster.num_gpus, layout), at_once, code.allgather)
+    return plan.forward() if pass_ == "fwd" else plan.backward()
+
+
+def plan_groups(workload: Workload, pass_: Pass, shards: RangeSets, num_groups: int) -> Schedule:
+    """Groups of equally many consecutive ranks, each gathering the keys of its own tokens; no query sees others.
+
+    Args:
+        workload, pass_: the case.
+        shards: tokens of every rank.
+        num_groups: of ranks.
+
+    Raises:
+        InfeasibleError: ranks of a group have unequal shards.
+    """
+    tokens = shards.num_tokens().reshape(num_groups, -1)
+    if (tokens != tokens[:, :1]).any():
+        raise InfeasibleError(
+            f"ranks that gather from each other need equally many tokens, got {tokens.tolist()}; use documents whose "
+            f"lengths are multiples of {2 * tokens.shape[1]}"
+        )
+    group = np.repeat(np.arange(num_groups), tokens.shape[1])
+    plan = _AllGather(workload, _cut_groups(workload, shards, group), workload.num_kv_heads, None)
     return plan.forward() if pass_ == "fwd" else plan.backward()
 
 
 def allgather_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
     """Knob settings worth trying: layouts that can balance the mask, with and without overlap."""
     mask = workload.slices()
-    work = _cut(workload, cluster.num_gpus, "contiguous")[2].area[1:]
+    work = _cut(workload, cluster.num_gpus, "contiguous").tiles.area[1:]
     layouts = ["zigzag"] if sharding.is_causal(mask) else ["contiguous"]
     if work.max() > UNEVEN * work.mean() and not sharding.is_causal(mask):
         layouts = ["contiguous", "zigzag"]
@@ -93,21 +116,21 @@ def allgather_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[st
 class _AllGather:
     """One all-gather schedule under construction."""
 
-    def __init__(
-        self, workload: Workload, num_ranks: int, layout: str, heads_per_gather: int, code: GatherCode | None
-    ) -> None:
+    def __init__(self, workload: Workload, cut: _Cut, heads_per_gather: int, code: GatherCode | None) -> None:
         self.workload, self.code = workload, code
-        self.ranks, self.together = np.arange(num_ranks), np.arange(num_ranks)[None, :]
+        shards, sets, tiles, self.group = cut.shards, cut.sets, cut.tiles, cut.group
+        num_ranks, gathering = len(shards), int(cut.group[-1]) + 1
+        self.ranks, self.together = np.arange(num_ranks), np.arange(num_ranks).reshape(gathering, -1)
         self.num_groups = workload.num_kv_heads // heads_per_gather
-        shards, sets, tiles = _cut(workload, num_ranks, layout)
-        self.tile, self.whole, self.seen = 1 + self.ranks, num_ranks, 1 + num_ranks + self.ranks
+        self.tile, self.whole = 1 + self.ranks, num_ranks + np.arange(gathering)
+        self.seen = num_ranks + gathering + self.ranks
         calls = sequences(tiles)
-        self.in_order = layout == "contiguous" and bool(calls.in_place[self.tile].all())
+        self.in_order = cut.ordered and bool(calls.in_place[self.tile].all())
         """Gathered shards lie in the order in which the kernel reads them, so it reads them in place."""
         self.keys = np.where(calls.one_call[self.tile], calls.keys()[self.tile], sets.num_tokens()[self.seen])
         """Key rows that every rank's kernel call reads; where no kernel can run it, those that some query sees."""
         self.b, self.sizes = Builder(num_ranks, sets, tiles), Sizes(workload)
-        self.tokens, self.total = shards.num_tokens(), workload.num_tokens
+        self.tokens, self.total = shards.num_tokens(), sets.num_tokens()[self.whole]
         self.kv_heads = heads_per_gather
         self.q_heads = workload.num_heads // self.num_groups
         self.q_bytes = self.sizes.query(workload.num_heads)
@@ -168,18 +191,46 @@ class _AllGather:
         return access[0], self.b.blocks(tensor, self.ranks, self.heads(group)[:2])
 
     def keys_of_all(self, tensor: str, group: int) -> Int32:
-        """Block of all tokens of a group, once per rank."""
-        return self.b.blocks(tensor, [self.whole], self.heads(group)[2:]).repeat(len(self.ranks))
+        """Block of all tokens of those who gather together, of one group of heads, once per rank."""
+        return self.b.blocks(tensor, self.whole, self.heads(group)[2:])[self.group]
+
+    def of_all(self, width: int) -> Ints:
+        """Bytes of what every rank gathers, ``width`` a token."""
+        return self.total[self.group] * width
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Who has and sees what."""
+
+    shards: RangeSets
+    sets: RangeSets
+    """Shards, all tokens of those who gather together, and the keys that each rank sees."""
+    tiles: Tiles
+    """Of shards x all tokens of those who gather together."""
+    group: Ints
+    """Of every rank: consecutive ranks gather together."""
+    ordered: bool
+    """Whether gathered shards lie in the order of tokens."""
 
 
 @lru_cache(maxsize=2)
-def _cut(workload: Workload, num_ranks: int, layout: str) -> tuple[RangeSets, RangeSets, Tiles]:
-    """Shards; all sets: shards, all tokens, and the keys that each rank sees; tiles of shards x all tokens."""
-    mask = workload.slices()
-    shards = _shards(layout, sharding.documents_of(mask, workload.num_tokens), num_ranks)
-    sets = sharding.stack(shards, sharding.contiguous(workload.num_tokens, 1))
-    tiles = make_tiles(mask, sets, np.arange(num_ranks), np.full(num_ranks, num_ranks))
-    return shards, sharding.stack(sets, seen_keys(tiles, num_ranks)), tiles
+def _cut(workload: Workload, num_ranks: int, layout: str) -> _Cut:
+    shards = _shards(layout, sharding.documents_of(workload.slices(), workload.num_tokens), num_ranks)
+    whole, group = sharding.contiguous(workload.num_tokens, 1), np.zeros(num_ranks, np.int64)
+    return _cut_of(workload, shards, whole, group, layout == "contiguous")
+
+
+def _cut_groups(workload: Workload, shards: RangeSets, group: Ints) -> _Cut:
+    edges = sharding.edges_of(shards)
+    held = sharding.cells_of(shards, edges).reshape(group[-1] + 1, -1, len(edges) - 1)
+    return _cut_of(workload, shards, sets_of(np.asarray(held.any(axis=1)), edges), group, ordered=False)
+
+
+def _cut_of(workload: Workload, shards: RangeSets, whole: RangeSets, group: Ints, ordered: bool) -> _Cut:
+    sets, num_ranks = sharding.stack(shards, whole), len(shards)
+    tiles = make_tiles(workload.slices(), sets, np.arange(num_ranks), num_ranks + group)
+    return _Cut(shards, sharding.stack(sets, seen_keys(tiles, num_ranks)), tiles, group, ordered)
 
 
 def seen_keys(tiles: Tiles, num_ranks: int) -> RangeSets:
@@ -218,7 +269,7 @@ class _Gather:
                 nbytes=2 * plan.tokens * plan.kv_bytes * plan.num_groups,
             )  # fmt: skip
         count = min(2, plan.num_groups)
-        self.buffers = [b.buffers(f"kv of all {i}", plan.total * plan.kv_bytes) for i in range(count)]
+        self.buffers = [b.buffers(f"kv of all {i}", plan.of_all(plan.kv_bytes)) for i in range(count)]
         apart = count if plan.code and plan.num_groups > 1 else 0
         self.sliced = [b.buffers(f"kv of group {i}", plan.tokens * plan.kv_bytes) for i in range(apart)]
         self.packed = None if plan.in_order else b.buffers("keys in order", plan.keys * plan.kv_bytes)
@@ -235,7 +286,7 @@ class _Gather:
         """Keys, then values, each after a copy of its heads; the copies wait for the gather before."""
         plan, half = self.plan, self.plan.kv_bytes // 2
         mine, parts = plan.b.blocks("kv", plan.ranks, plan.heads(group)[2:]), [half, plan.kv_bytes - half]
-        source, waits = self.source[0], self.ready if group == 0 else self.arrived.repeat(len(plan.ranks))
+        source, waits = self.source[0], self.ready if group == 0 else self.arrived[plan.group]
         if plan.num_groups > 1:
             source = self.sliced[group % 2]
             for i, width in enumerate(parts):
@@ -247,7 +298,8 @@ class _Gather:
         for i, width in enumerate(parts):
             gathered = plan.b.add(
                 Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * width,
-                deps=[waits[None, :], self.free[group % 2][None, :]], reads=[(source, mine)] * i, writes=[target] * i,
+                deps=[waits[plan.together], self.free[group % 2][plan.together]],
+                reads=[(source, mine)] * i, writes=[target] * i,
             )  # fmt: skip
         return gathered
 
@@ -257,13 +309,13 @@ class _Gather:
         waits = [self.ready] if group == 0 else [] if self.is_paced else [self.free[group % 2]]
         return plan.b.add(
             Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * plan.kv_bytes,
-            deps=[after[None, :] for after in waits],
+            deps=[after[plan.together] for after in waits],
             reads=[(self.source[0], mine)], writes=[(self.buffers[group % 2], plan.keys_of_all("kv", group))],
         )  # fmt: skip
 
     def keys(self, group: int) -> tuple[Access, list[Ints]]:
         """What the kernel reads for a group and which ops it waits for; starts gathering the next group."""
-        plan, arrived = self.plan, self.arrived.repeat(len(self.plan.ranks))
+        plan, arrived = self.plan, self.arrived[self.plan.group]
         if group + 1 < plan.num_groups:
             self.arrived = self._gather(group + 1)
         seen = plan.b.blocks("kv", plan.seen, plan.heads(group)[2:])
@@ -290,10 +342,10 @@ class _Scatter:
         self.width = plan.kv_bytes if plan.code else plan.sizes.accumulator(plan.kv_bytes)
         self.rows = b.buffers("dkv partial", plan.keys * plan.kv_bytes)
         count = min(2, plan.num_groups)
-        self.full = [b.buffers(f"dkv of all {i}", plan.total * self.width) for i in range(count)]
+        self.full = [b.buffers(f"dkv of all {i}", plan.of_all(self.width)) for i in range(count)]
         self.home: list[Access] = []
         """What came home of every group."""
-        self.reduced = np.full(1, -1)
+        self.reduced = np.full(len(plan.together), -1)
         """The last reduce-scatter; the one before it ended before this group's keys were gathered."""
 
     def partial(self, group: int) -> Access:
@@ -311,12 +363,12 @@ class _Scatter:
         moved = plan.keys * (plan.kv_bytes + 2 * self.width) if plan.code is None else 0
         added = plan.b.add(
             Kind.ACCUMULATE, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
-            nbytes=plan.total * self.width + moved, reads=[self.partial(group)], writes=[full],
+            nbytes=plan.of_all(self.width) + moved, reads=[self.partial(group)], writes=[full],
         )  # fmt: skip
         for i in range(2 if plan.code else 1):
             self.reduced = plan.b.add(
                 Kind.REDUCE_SCATTER, (plan.together, "comm"), step=group,
-                nbytes=plan.total * self.width // (2 if plan.code else 1), deps=[added[None, :]],
+                nbytes=plan.total * self.width // (2 if plan.code else 1), deps=[added[plan.together]],
                 reads=[full] * (i or not plan.code), writes=[self.home[group]] * (i or not plan.code),
             )  # fmt: skip
         if plan.code and not straight:
@@ -324,7 +376,7 @@ class _Scatter:
 
     def _put(self, group: int, target: Access) -> None:
         """Other people's gradients of one group are copied home, keys and then values; a kernel waits for that."""
-        plan, after = self.plan, self.reduced.repeat(len(self.plan.ranks))
+        plan, after = self.plan, self.reduced[self.plan.group]
         for i in range(2):
             plan.b.add(
                 Kind.COPY, (plan.ranks, "compute"), step=group, nbytes=plan.tokens * self.width, deps=[after],
@@ -336,7 +388,7 @@ class _Scatter:
         plan = self.plan
         if plan.code:
             return
-        last = [self.reduced.repeat(len(plan.ranks))]
+        last = [self.reduced[plan.group]]
         plan.b.add(
             Kind.COPY, (plan.ranks, "compute"), step=plan.num_groups,
             nbytes=plan.tokens * (self.width + plan.kv_bytes) * plan.num_groups, deps=last,

@@ -24,7 +24,7 @@ from cpsim.cluster import Cluster
 from cpsim.dcp.program import given, routes
 from cpsim.distca.kernel import Floats, flash_attention_4
 from cpsim.distca.planning import Variant, schedule
-from cpsim.distca.tasks import Tasks, TokenBytes
+from cpsim.distca.tasks import Tasks, TokenBytes, make_tasks
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks import Ints, RangeSets, Slices, sets_of
 from cpsim.schedule import Int32, Kind, Mask, Pass, Schedule
@@ -36,23 +36,29 @@ from cpsim.strategies.sizes import Sizes
 from cpsim.tiles import Tiles, make_tiles, sequences
 from cpsim.workload import Workload
 
+NANO_BATCHES = 2
+"""Parts that hide each other's exchanges."""
+
 
 def plan_distca(
     workload: Workload, cluster: Cluster, pass_: Pass, *, variant: Variant = "cpsim", tolerance: float = 0.05,
-    nano_batches: int = 2,
+    nano_batches: int = NANO_BATCHES, servers: int = 0, barriers: bool = False,
 ) -> Schedule:  # fmt: skip
     """Tasks of queries and all keys that they see on servers, nano-batch by nano-batch.
 
     Schedulers know causal masks over documents; under another one they balance what would be the work of that.
 
-    Every GPU is a server. DistCA's servers are GPUs of different nodes, one for every rank of a tensor-parallel group:
-    of such a group state the heads of one rank, and a cluster of nodes of one GPU.
+    Every GPU is home of tokens and a server, unless some are servers alone. DistCA's servers are GPUs of different
+    nodes, one for every rank of a tensor-parallel group: of such a group state the heads of one rank, and a cluster of
+    nodes of one GPU.
 
     Args:
         workload, cluster, pass_: the case.
         variant: the scheduler: ``cpsim``, ``paper`` or ``released`` (what DistCA's code does instead).
         tolerance: of the mean work.
         nano_batches: parts of equally many tokens, one computed while the others travel.
+        servers: the last so many GPUs hold no tokens and compute all attention; 0: every GPU does both.
+        barriers: after every kernel a GPU waits for the exchanges beside it, as DistCA's ticks do.
 
     Raises:
         ScenarioError: a knob has no such value.
@@ -63,12 +69,18 @@ def plan_distca(
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):
         raise ScenarioError(f"knobs.tolerance: expected a number, got {tolerance!r}")
     ranks = cluster.num_gpus
+    if type(servers) is not int or not 0 <= servers < ranks:
+        raise ScenarioError(f"knobs.servers: expected fewer than all {ranks} GPUs, got {servers!r}")
+    if not isinstance(barriers, bool):
+        raise ScenarioError(f"knobs.barriers: expected true or false, got {barriers!r}")
     if ranks == 1:
         raise InfeasibleError("distca runs on 2 GPUs or more, got 1; use none")
     if workload.num_tokens < ranks * nano_batches:
         raise InfeasibleError(f"distca needs a token for every GPU and nano-batch, got {workload.num_tokens}")
-    plans = _plan(workload, ranks, pass_, variant, tolerance, nano_batches)
-    emitted = _DistCA(workload, _cells(workload, plans, ranks), pass_)
+    plans = _plan(workload, servers or ranks, pass_, variant, tolerance, nano_batches)
+    if servers:
+        plans = [_served_by_last(tasks, ranks, servers) for tasks in plans]
+    emitted = _DistCA(workload, _cells(workload, plans, ranks), pass_, barriers)
     return emitted.forward() if pass_ == "fwd" else emitted.backward()
 
 
@@ -98,6 +110,19 @@ def _plan(
         document = starts[there][tasks.document]
         plans.append(Tasks(tasks.home, tasks.server, document, document + tasks.first, tasks.tokens))
     return plans
+
+
+def _served_by_last(tasks: Tasks, ranks: int, servers: int) -> Tasks:
+    """The same tasks on the last ranks, cut where their tokens, which lie on the other ranks in order, change home."""
+    others, low, high = ranks - servers, int(tasks.first.min()), int(tasks.kv.max())
+    cuts = low + np.arange(1, others) * (high - low) // others
+    edges = np.unique(np.concatenate([tasks.first, tasks.kv, cuts]))
+    first, end = (np.searchsorted(edges, side) for side in (tasks.first, tasks.kv))
+    task = np.repeat(np.arange(len(tasks)), end - first)
+    at = np.arange(len(task)) - np.repeat(np.cumsum(end - first) - end + first, end - first) + first[task]
+    begin, tokens = edges[at], np.diff(edges)[at]
+    home = np.searchsorted(cuts, begin, side="right")
+    return make_tasks(home, others + tasks.server[task], tasks.document[task], begin, tokens)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +192,10 @@ class _Made:
 class _DistCA(CellProgram):
     """One schedule under construction; masks are ``[ranks, cells]``."""
 
-    def __init__(self, workload: Workload, cells: _Cells, pass_: Pass) -> None:
+    def __init__(self, workload: Workload, cells: _Cells, pass_: Pass, barriers: bool) -> None:
+        self.barriers = barriers
+        self.travelling = np.full(cells.query.shape[1], NOTHING)
+        """The last exchange."""
         self.pass_, self.home, self.needs = pass_, cells.home, (cells.query, cells.key)
         self.num_nanos, ranks = cells.query.shape[:2]
         own = np.equal(cells.home, np.arange(ranks)[:, None])
@@ -196,19 +224,15 @@ class _DistCA(CellProgram):
     def backward(self) -> Schedule:
         dq, dkv, wide = self.result("dq"), self.result("dkv"), self.rows["dkv"][1]
         rows = self.own @ self.tokens
-        total = self.b.buffers("dkv sum", rows * wide)
+        total, who = self.b.buffers("dkv sum", rows * wide), np.flatnonzero(rows)
         self.b.add(
-            Kind.ACCUMULATE, (self.ranks, "compute"), heads=self.heads, nbytes=rows * wide,
-            writes=[(total, self.block("dkv", self.own))],
+            Kind.ACCUMULATE, (who, "compute"), heads=self.heads, nbytes=rows[who] * wide,
+            writes=[(total[who], self.block("dkv", self.own[who]))],
         )  # fmt: skip
         for nano, made in self.ticks(Kind.ATTENTION_BACKWARD, dq, range(self.num_nanos)[::-1]):
             self.unpack(nano, made[0], dq)
             self.add_up(nano, made[1], total)
-        self.b.add(
-            Kind.COPY, (self.ranks, "compute"), step=self.num_nanos, heads=self.heads,
-            nbytes=rows * (wide + self.nbytes["dkv"]), reads=[(total, self.block("dkv", self.own))],
-            writes=[(dkv, self.block("dkv", self.own))],
-        )  # fmt: skip
+            self.finish(nano, total, dkv)
         return self.build()
 
     def ticks(self, kind: Kind, result: Int32, order: Sequence[int]) -> Iterator[tuple[int, list[_Made]]]:
@@ -241,6 +265,7 @@ class _DistCA(CellProgram):
                 moved = routes(cells, self.home, self.tokens, sum(self.nbytes[t] for t in tensors))
                 packed = self.pack(nano, tensors, self.held[nano][side], gives, moved.sum(axis=1), "compute")
                 made, op = self.exchange(nano, tensors, packed, gives, cells, moved, self.ranks[None])
+                self.travelling = op
                 self.held[nano][side].append(Held(dict.fromkeys(tensors, made), cells, op))
 
     def key_rows(self, nano: int) -> Ints:
@@ -267,6 +292,8 @@ class _DistCA(CellProgram):
             kind, (who, "compute"), step=nano, tile=tile[who], heads=self.heads, deps=[deps], reads=reads,
             writes=[(buffers[who], self.block(t, cells[who])) for t, (buffers, cells) in made.items()],
         )  # fmt: skip
+        if self.barriers:
+            self.b.add(Kind.BARRIER, (self.ranks, "compute"), step=nano, deps=[self.travelling])
         repeats = {"dkv": key_rows / np.maximum(key @ self.tokens, 1)}
         return [
             self.send_home(nano, t, Held({t: buffers}, cells, self.nothing), repeats.get(t, np.ones(self.num_ranks)))
@@ -282,13 +309,14 @@ class _DistCA(CellProgram):
             gets = self.own & gives.any(axis=0)
             packed = self.pack(nano, [tensor], [here], gives, moved.sum(axis=1), "compute", repeats)
             buffers, op = self.exchange(nano, [tensor], packed, gives, gets, moved, self.ranks[None])
+            self.travelling = op
             home = Held({tensor: buffers}, gets, op)
         local = np.rint((here.cells & self.own) @ self.tokens * self.nbytes[tensor] * repeats).astype(np.int64)
         return _Made(tensor, here, home, np.stack([local, moved.sum(axis=0)]))
 
     def unpack(self, nano: int, made: _Made, result: Int32) -> None:
         """Results of queries in the order of a rank's own tokens."""
-        who = np.flatnonzero(~self.stay[nano])
+        who = np.flatnonzero(~self.stay[nano] & self.mine[nano].any(axis=1))
         cells, held = self.mine[nano, who], [made.here, made.home]
         self.b.add(
             Kind.COPY, (who, "compute"), step=nano, heads=self.heads, deps=self.waits(who, held, cells),
@@ -308,3 +336,16 @@ class _DistCA(CellProgram):
                 deps=self.waits(who, [held], cells), reads=self.reads(who, ["dkv"], [held], cells),
                 updates=[(total[who], self.block("dkv", cells))],
             )  # fmt: skip
+
+    def finish(self, nano: int, total: Int32, dkv: Int32) -> None:
+        """Gradients of keys that no nano-batch before this one adds to, in their own type."""
+        touched = np.any([self.mine, self.needs[1]], axis=(0, 2))
+        cells = (touched[nano] if nano else ~touched[1:].any(axis=0) | touched[0]) & ~touched[:nano].any(axis=0)
+        own = self.own & cells
+        who = np.flatnonzero(own.any(axis=1))
+        block = self.block("dkv", own[who])
+        self.b.add(
+            Kind.COPY, (who, "compute"), step=nano, heads=self.heads, reads=[(total[who], block)],
+            nbytes=(own[who] @ self.tokens) * (self.rows["dkv"][1] + self.nbytes["dkv"]),
+            writes=[(dkv[who], block)],
+        )  # fmt: skip

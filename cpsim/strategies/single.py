@@ -7,6 +7,7 @@ import numpy as np
 from cpsim.builder import Builder
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
+from cpsim.masks import RangeSets
 from cpsim.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Sizes
@@ -22,9 +23,13 @@ def plan_single(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
     """
     if cluster.num_gpus != 1:
         raise InfeasibleError(f"strategy none runs on 1 GPU, got {cluster.num_gpus}; choose a parallel strategy")
-    sets = sharding.contiguous(workload.num_tokens, 1)
-    b = Builder(1, sets, make_tiles(workload.slices(), sets, [0], [0]))
-    sizes, rank = Sizes(workload), np.zeros(1, np.int64)
+    return plan_apart(workload, pass_, sharding.contiguous(workload.num_tokens, 1))
+
+
+def plan_apart(workload: Workload, pass_: Pass, shards: RangeSets) -> Schedule:
+    """Every rank computes its own shard; no query sees the keys of another rank."""
+    ranks = np.arange(len(shards))
+    b, sizes = Builder(len(shards), shards, make_tiles(workload.slices(), shards, ranks, ranks)), Sizes(workload)
     heads = (0, workload.num_heads, 0, workload.num_kv_heads)
     q_bytes, kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
     out_bytes = q_bytes + sizes.lse(workload.num_heads)
@@ -33,8 +38,8 @@ def plan_single(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
     given, made = (
         [
             (
-                b.buffers(name, workload.num_tokens * width),
-                b.blocks(name, [0], heads[2:] if "kv" in name else heads[:2]),
+                b.buffers(name, shards.num_tokens() * width),
+                b.blocks(name, ranks, heads[2:] if "kv" in name else heads[:2]),
             )
             for name, width in side
         ]
@@ -45,5 +50,5 @@ def plan_single(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
     for buffer, block in made:
         b.output(buffer, block)
     kind = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
-    b.add(kind, (rank, "compute"), tile=1, heads=heads, reads=given, writes=made)
+    b.add(kind, (ranks, "compute"), tile=1 + ranks, heads=heads, reads=given, writes=made)
     return b.build()

@@ -13,6 +13,7 @@ from cpsim.errors import ProfileError
 from cpsim.models.collective import collective_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
+from cpsim.models.pressure import LIKE_PRODUCTS
 from cpsim.models.price import GROUPS
 from cpsim.models.spread import expected_maximum
 from cpsim.training.layer import Collective, Gemm, Op, Sweep
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
 
 Parts = Mapping[str, float]
 """Seconds by cost model: a key of PARTS."""
-PARTS: Final = (*GROUPS, "matrix products", "elementwise of layers")
-LIKE_PRODUCTS: Final = "fa4 fwd"
-"""What products lose beside communication was measured with this kernel: it keeps tensor cores as busy."""
+PARTS: Final = GROUPS
 
 
 @dataclass(frozen=True, slots=True)

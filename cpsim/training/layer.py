@@ -18,14 +18,9 @@ from typing import Literal
 
 from cpsim.models.collective import wire_bytes
 from cpsim.training.model import Model
+from cpsim.transformer import OP_BYTES as OP_BYTES
 
 BF16, FP32 = 2, 4
-OP_BYTES = {
-    "rms_norm": 4, "rms_norm_bwd": 6, "rotary": 4, "swiglu": 6, "swiglu_bwd": 10, "add": 6, "cross_entropy": 2,
-    "cross_entropy_bwd": 4, "embedding": 4, "embedding_bwd": 4, "adam": 30, "norm": 4,
-}  # fmt: skip
-"""Bytes that a memory-bound op reads and writes at least, per element: of its output; of the logits; of the
-parameters."""
 
 
 @dataclass(frozen=True, slots=True)

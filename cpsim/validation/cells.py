@@ -14,7 +14,8 @@ class Cells:
     """Blocks in units of cells: runs of tokens and heads that no block and no tile cuts."""
 
     def __init__(self, s: Schedule, workload: Workload) -> None:
-        self.s, self.num_heads = s, workload.num_heads
+        self.s, self.num_tokens = s, workload.num_tokens
+        self.num_heads = workload.num_heads, workload.num_kv_heads
         ends = [s.sets.ranges.ravel(), s.tiles.rows[:, 1:].ravel(), [0, workload.num_tokens]]
         self.tokens = np.unique(np.concatenate([np.asarray(e, np.int64) for e in ends]))
         """Boundaries of the runs of tokens."""
@@ -26,7 +27,7 @@ class Cells:
                 [0, total], first[block_kv == kv], end[block_kv == kv],
                 s.heads[:, 2 * kv], s.heads[:, 2 * kv] + s.heads[:, 2 * kv + 1],
             )))
-            for kv, total in ((0, workload.num_heads), (1, workload.num_kv_heads))
+            for kv, total in enumerate(self.num_heads)
         ]  # fmt: skip
         """Boundaries of the runs of query heads and of key-value heads."""
         low = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, first, strict=True)]
@@ -42,6 +43,12 @@ class Cells:
         first, count = self.s.heads[index, 2 * kv : 2 * kv + 2].tolist()
         a, b = np.searchsorted(self.heads[kv], [first, first + count]).tolist()
         return slice(a, b)
+
+    def of_attention(self, tensor: str) -> NDArray[np.bool_]:
+        """Whether a cell is one of attention's tokens and heads, ``[runs of tokens, runs of heads]``; layers have
+        wider rows, and weights other ones."""
+        kv = tensor.endswith("kv")
+        return np.logical_and.outer(self.tokens[:-1] < self.num_tokens, self.heads[kv][:-1] < self.num_heads[kv])
 
     def of_set(self, token_set: int) -> Ints:
         """Runs of tokens of a set, ascending."""

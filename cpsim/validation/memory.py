@@ -306,7 +306,7 @@ class Memory:
         s, cells = self.s, self.cells
         expected = {tensor: self._expected(tensor) for tensor in MAKES[self.pass_]}
         expected |= {"o": expected["out"]} if "out" in expected else {}
-        count = {tensor: np.zeros(e.shape, np.int64) for tensor, e in expected.items()}
+        count = {tensor: (~cells.of_attention(tensor)).astype(np.int64) for tensor in expected}
         for buffer, block in s.outputs.tolist():
             tensor = s.block_tensors[s.block_tensor[block]]
             held, where = self.held[buffer][tensor], f"output #{buffer} = {s.block_text(block)}"

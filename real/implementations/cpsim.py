@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from statistics import median
+
+from cpsim.layer import plan_scenario
 from cpsim.models.kernels import check_calls
 from cpsim.scenario import Scenario
 from cpsim.schedule import Pass
-from cpsim.strategies import plan
 from real.executor import Executor
 from real.node import Node
+from real.timing import time_ops
+
+ATTENTION_RUNS = 8
 
 
 class ScheduleRunner:
@@ -23,6 +28,11 @@ class ScheduleRunner:
         """One run."""
         self.executor.launch()
 
+    def attention_s(self) -> float:
+        """Median seconds of this rank's attention kernels, without communication."""
+        program, device = self.executor.program, self.executor.node.device
+        return median(time_ops(program.attend, ATTENTION_RUNS, device)[1:])
+
 
 def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
     """One pass of a scenario on this rank, on random tensors; plain PyTorch attention where there is no GPU.
@@ -31,7 +41,7 @@ def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
         InfeasibleError: the strategy or the kernel cannot run the case.
     """
     workload, cluster = scenario.workload(), scenario.resolve_cluster()
-    schedule = plan(str(scenario.strategy), workload, cluster, pass_, scenario.knobs)
+    schedule = plan_scenario(scenario, workload, cluster, pass_)
     if node.cuda:
         check_calls(scenario.kernel, workload.dtype, workload.head_dim, schedule)
     executor = Executor(schedule, workload, node, scenario.kernel if node.cuda else "math", traced=node.traced)

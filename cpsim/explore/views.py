@@ -158,8 +158,8 @@ def _memory(state: State, advice: Advice, chosen: Candidate) -> View:
     del state
     limit = advice.scenario.resolve_cluster().gpu.memory_bytes
     caption = (
-        f"Above: most bytes on one GPU, what kernels work with included, every strategy with its best settings. Below: the buffers of "
-        f"{strategy_label(chosen.scenario)} on its fullest GPU; all are there for the whole pass."
+        "Above: most bytes on one GPU, what kernels work with included, every strategy with its best settings. "
+        f"Below: the buffers of {strategy_label(chosen.scenario)} on its fullest GPU; all are there for the whole pass."
     )
     return View(
         plots=(memory.peaks(advice, limit), memory.buffers(chosen)), caption=caption,

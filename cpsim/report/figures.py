@@ -30,6 +30,7 @@ PALETTE: Final = (
     "#ca8a04",
     "#4b5563",
     "#db2777",
+    "#65a30d",
 )
 KIND_COLOURS: Final = {
     "attention": "#2563eb",

@@ -150,7 +150,7 @@ def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Any:
 
     gpus, tokens = (sorted(set(values)) for values in ([s.gpus for s in asked], [s.num_tokens for s in asked]))
     on_map = [name for name in STRATEGIES if name not in ("none", *SLOW)]
-    colour = dict(zip(on_map, PALETTE, strict=True))
+    colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(on_map)}
     made = blank()
     for name in [name for name in STRATEGIES if any(cell.strategy == name for cell in found)] + [""]:
         here = [cell for cell in found if cell.strategy == name]

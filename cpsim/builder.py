@@ -77,9 +77,9 @@ class Builder:
 
     def __init__(
         self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False,
-        head_groups: int = 1,
+        head_groups: int = 1, copies: int = 1,
     ) -> None:  # fmt: skip
-        self.num_ranks, self.head_groups = num_ranks, head_groups
+        self.num_ranks, self.head_groups, self.copies = num_ranks, head_groups, copies
         self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0
         self._columns: list[tuple[Ints, ArrayLike, ArrayLike, ArrayLike, ArrayLike, ArrayLike]] = []
@@ -263,6 +263,7 @@ class Builder:
             head_groups=self.head_groups,
             routes=routes[:3].T.astype(np.int32),
             route_nbytes=routes[3],
+            copies=self.copies,
             products=products[np.argsort(products[:, 0], kind="stable")],
         )
         for name in Schedule.__slots__:

@@ -173,27 +173,52 @@ def _best(scenario: Scenario) -> Scenario:
 
 @app.command()
 def sweep(
-    file: Scenarios,
-    out: Annotated[Path, typer.Option(help="Write JSON Lines to this file, in input order.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios, or a grid of them: YAML, JSON, JSON Lines.")],
+    out: Annotated[Path, typer.Option(help="Folder of Parquet files; or a .jsonl file, written at the end.")],
     as_json: Json = False,
     jobs: Jobs = None,
+    scheduler: Annotated[str | None, typer.Option(help="Address of a Dask cluster to use instead of cores.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
 ) -> None:
-    """Predict many scenarios into a file of JSON Lines and say how it went."""
+    """Predict many scenarios, or all combinations of a grid, and say how it went."""
+    if out.suffix == ".jsonl":
+        if scheduler or resume:
+            raise CpsimError(f"{out}: --scheduler and --resume need a folder of Parquet files; leave .jsonl out")
+        _sweep_lines(file, out, as_json, jobs)
+        return
+    from cpsim.sweeps import failures, load_sweep, run_sweep
+
+    if out.is_file() or not out.parent.is_dir():
+        raise CpsimError(f"{out}: expected a folder, or a name in a folder that exists")
+    started, asked = time.monotonic(), load_sweep(file)
+    with _progress("Predicting") as progress:
+        done = run_sweep(asked, out, jobs=jobs, scheduler=scheduler, resume=resume, progress=progress)
+    _say_swept(done.num_scenarios, done.num_predicted, time.monotonic() - started, out, as_json)
+    _print_failures(failures(out, 21), done.num_scenarios - done.num_predicted)
+    if done.num_predicted == 0:
+        raise typer.Exit(USER_ERROR)
+
+
+def _sweep_lines(file: Path, out: Path, as_json: bool, jobs: int | None) -> None:
     _check_writable(out)
     started = time.monotonic()
     scenarios, results = _predict_file(file, jobs)
     out.write_text(_lines(scenarios, results), encoding="utf-8")
     summary = _summary(results, time.monotonic() - started)
+    _say_swept(summary["num_scenarios"], summary["num_predicted"], summary["duration_s"], out, as_json)
+    _report_failures(results)
+
+
+def _say_swept(num_scenarios: int, num_predicted: int, duration_s: float, out: Path, as_json: bool) -> None:
     if as_json:
+        summary = {"num_scenarios": num_scenarios, "num_predicted": num_predicted, "duration_s": duration_s}
         print(json.dumps({**summary, "out": str(out)}))
     else:
         _stdout().print(
-            f"{summary['num_predicted']:,} of {summary['num_scenarios']:,} scenarios predicted in "
-            f"{summary['duration_s']:.1f} s, written to {out}",
+            f"{num_predicted:,} of {num_scenarios:,} scenarios predicted in {duration_s:.1f} s, written to {out}",
             highlight=False,
             markup=False,
         )
-    _report_failures(results)
 
 
 @app.command()
@@ -854,12 +879,16 @@ def _report_failures(results: Results) -> None:
     from cpsim.report.tables import reasons
 
     lines = reasons(results)
-    for line in lines[:20]:
-        print(f"cpsim: {line}", file=sys.stderr)
-    if len(lines) > 20:
-        print(f"cpsim: and {len(lines) - 20} more without a prediction", file=sys.stderr)
+    _print_failures(lines, len(lines))
     if len(lines) == len(results):
         raise typer.Exit(USER_ERROR)
+
+
+def _print_failures(lines: Sequence[str], total: int) -> None:
+    for line in lines[:20]:
+        print(f"cpsim: {line}", file=sys.stderr)
+    if total > 20:
+        print(f"cpsim: and {total - 20} more without a prediction", file=sys.stderr)
 
 
 def _check_writable(path: Path | None) -> None:

@@ -54,6 +54,13 @@ class Fabric:
     """Of one message between nodes, the call's overhead included."""
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """A node's uplink carries nics_per_node * nic_bandwidth / oversubscription."""
+    nodes_per_leaf: Count | None = None
+    """Consecutive nodes under one leaf switch, or with ``rails`` under one for every NIC of a node; None: all."""
+    spine_oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """A leaf's links to the spine carry what its NICs do, divided by this, in each direction."""
+    rails: bool = False
+    """Rail-optimised: the NICs of equal place share leaf switches, and NCCL hands what is for a GPU of another place
+    to the GPU of that place on its own node (PXN)."""
     sigma_log: Annotated[float, Field(gt=0, le=3)]
     """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
     flow_sigma_log: Annotated[float, Field(gt=0, le=3)]
@@ -67,6 +74,23 @@ class Fabric:
     def uplink_bandwidth_bytes_per_s(self) -> float:
         """What all NICs of a node carry together in one direction."""
         return self.nics_per_node * self.nic_bandwidth_bytes_per_s / self.oversubscription
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A part that is slower than the others, as a what-if."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    part: Literal["gpu", "nvlink", "nic", "uplink"]
+    """``gpu``: all its kernels; ``nvlink``: its port, ``nic`` and ``uplink`` (of a node) in both directions."""
+    number: Annotated[int, Field(ge=0, le=10_000_000)]
+    """Rank of the GPU; NICs are counted through all nodes; node of the uplink."""
+    rate: Annotated[float, Field(gt=0, le=1)]
+    """What is left of its speed."""
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.number} at {self.rate:.0%}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +109,9 @@ class Cluster:
     profile: Name | None = None
     """Profile whose measurements describe this machine; None where nobody has measured it."""
     notes: str = ""
+    faults: tuple[Fault, ...] = ()
+    copies: Annotated[int, Field(ge=1, le=1)] = 1
+    """GPUs that each one stands for: 1 but in what ``folded`` makes, which no file describes."""
 
     def __post_init__(self) -> None:
         if self.num_gpus <= self.gpus_per_node:
@@ -114,13 +141,66 @@ class Cluster:
         """Node of a rank, or of every rank of an ``int64`` array."""
         return rank // self.gpus_per_node
 
+    @property
+    def all_gpus(self) -> int:
+        """GPUs in use, those that others stand for included."""
+        return self.num_gpus * self.copies
+
+    def can_fold(self, copies: int) -> bool:
+        """Whether every ``copies`` consecutive GPUs are of one node and have equal shares of its NICs."""
+        gpus, nics = self.gpus_per_node, self.fabric.nics_per_node if self.fabric else self.gpus_per_node
+        if self.faults or (self.fabric and self.fabric.rails):
+            return False
+        if self.num_gpus % gpus or gpus % copies or (gpus % nics and nics % gpus):
+            return False
+        per_nic = max(1, gpus // nics)
+        return per_nic % copies == 0 or copies % per_nic == 0
+
+    def folded(self, copies: int) -> Cluster:
+        """The cluster as it looks to one of every ``copies`` consecutive GPUs that all do the same at the same time.
+
+        GPUs that share a link then have equal rates, so that each of n has an n-th of it to itself.
+        """
+        assert self.can_fold(copies)
+        fabric, per_node = self.fabric, self.gpus_per_node // copies
+        if fabric is not None:
+            sharing = min(copies, max(1, self.gpus_per_node // fabric.nics_per_node))
+            nics, rate = min(fabric.nics_per_node, per_node), fabric.nic_bandwidth_bytes_per_s / sharing
+            wider = nics * rate * copies / (fabric.nics_per_node * fabric.nic_bandwidth_bytes_per_s)
+            fabric = replace(
+                fabric, nics_per_node=nics, nic_bandwidth_bytes_per_s=rate,
+                oversubscription=max(1.0, fabric.oversubscription * wider),
+                spine_oversubscription=max(1.0, fabric.spine_oversubscription * wider),
+            )  # fmt: skip
+        return replace(
+            self, num_gpus=self.num_gpus // copies, gpus_per_node=per_node, fabric=fabric, copies=self.copies * copies
+        )
+
     def with_gpus(self, num_gpus: int) -> Cluster:
-        """The same cluster with another number of GPUs in use."""
-        return replace(self, num_gpus=num_gpus)
+        """The same cluster with another number of GPUs in use.
+
+        Raises:
+            ScenarioError: they do not fill nodes, or a fault is not of a part in use.
+        """
+        cluster = replace(self, num_gpus=num_gpus)
+        nics = self.fabric.nics_per_node if self.fabric else 0
+        parts = {
+            "gpu": num_gpus, "nvlink": num_gpus, "nic": nics * cluster.num_nodes,
+            "uplink": cluster.num_nodes if nics else 0,
+        }  # fmt: skip
+        for fault in self.faults:
+            if fault.number >= parts[fault.part]:
+                raise ScenarioError(
+                    f"faults: expected the number of one of the {parts[fault.part]} of kind {fault.part} that "
+                    f"{num_gpus} GPUs of {self.name} use, counted from 0, got {fault.number}; leave it out"
+                )
+        return cluster
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file."""
-        return {"schema": SCHEMA, **asdict(self)}
+        fields = {"schema": SCHEMA, **asdict(self), "faults": [asdict(fault) for fault in self.faults]}
+        left_out = {"copies"} if self.faults else {"copies", "faults"}
+        return {name: value for name, value in fields.items() if name not in left_out}
 
 
 @cache

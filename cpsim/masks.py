@@ -19,6 +19,8 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import bare
+
 Ints = NDArray[np.int64]
 
 UNBOUNDED: Final = 1 << 60
@@ -151,7 +153,7 @@ def _areas_of_cells(table, edges):  # type: ignore[no-untyped-def]
     return areas
 
 
-@njit(cache=True)
+@bare()
 def _restrict_one(mask, reach, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
     """Append the non-empty intersections of one product; past the end of ``rows`` they are only counted."""
     if len(q_ranges) == 0 or len(k_ranges) == 0:
@@ -195,7 +197,7 @@ def _restrict_one(mask, reach, q_ranges, k_ranges, rows, areas, count):  # type:
     return count
 
 
-@njit(cache=True)
+@bare()
 def _restrict(mask, reach, q_start, q_ranges, k_start, k_ranges, pair_q, pair_k, start, rows, areas):  # type: ignore[no-untyped-def]
     """Fill ``start``, ``rows`` and ``areas`` as far as they reach; returns the number of rows wanted."""
     count = 0

@@ -2,76 +2,40 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from cpsim.calibrate.profile import Profile, load_profile
+from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
-from cpsim.implementations import Implementation, implementation
-from cpsim.layer import plan_scenario
-from cpsim.models.calls import working_memory
-from cpsim.models.price import GROUPS, OF_ATTENTION, Pricing
+from cpsim.implementations import implementation
+from cpsim.models.price import GROUPS
+from cpsim.passes import Case, run_pass
 from cpsim.prediction import Advice, Candidate, Column, Infeasible, Prediction, prediction_columns
 from cpsim.scenario import Asked, Scenario, as_scenario
-from cpsim.schedule import Planning
-from cpsim.sim.fast import simulate
-from cpsim.sim.timeline import Timeline
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
-from cpsim.workload import Workload
+from cpsim.uncertainty import Draws
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Floats = NDArray[np.float64]
 Progress = Callable[[int, int], None]
 """Called with (done, total)."""
 
-NUM_DRAWS: Final = 400
-"""Draws of the cost models' parameters behind every interval."""
-SHARED_VARIANCE: Final = 0.5
-"""Share of a cost model's variance that all predictions have in common; assumed, not measured."""
 SHEET_BASE: Final = "h200"
 """The profile that is scaled for GPUs that nobody has measured."""
 CHUNK: Final = 8
 """Scenarios that a worker process takes at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A scenario with everything looked up that its passes share."""
-
-    scenario: Scenario
-    workload: Workload
-    cluster: Cluster
-    profile: Profile
-
-    @property
-    def code(self) -> Implementation:
-        return implementation(self.scenario.implementation)
-
-    def pricing(self) -> Pricing:
-        return Pricing(
-            cluster=self.cluster,
-            profile=self.profile,
-            kernel=self.scenario.kernel,
-            head_dim=self.workload.head_dim,
-            dtype=self.workload.dtype,
-            protocol=self.scenario.protocol,
-            launches=self.code.launches,
-            sweeps=self.code.sweeps,
-            captured=self.code.captured,
-            unbatched=self.code.unbatched,
-        )
 
 
 def predict(case: Asked) -> Prediction:
@@ -172,10 +136,22 @@ def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | No
     if workers <= 1:
         yield from ((i, work(item)) for i, item in enumerate(items))
         return
-    with ProcessPoolExecutor(workers) as pool:
+    with ProcessPoolExecutor(workers, initializer=_end_with_parent) as pool:
         waiting = {pool.submit(work, item): i for i, item in enumerate(items)}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
+
+
+def _end_with_parent() -> None:
+    """A process of a pool whose parent is killed would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _chunk(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
@@ -233,7 +209,8 @@ def advise(case: Asked, progress: Progress | None = None) -> Advice:
         tried.append(try_way(way))
         if progress:
             progress(done, len(asked))
-    return rank(scenario, tried)
+    advice = rank(scenario, tried)
+    return replace(advice, notes=(*advice.notes, *dict.fromkeys(_sensitivity(advice.candidates))))
 
 
 Tried = tuple[Prediction, Prediction] | Infeasible
@@ -264,7 +241,7 @@ def strategies_to_try(scenario: Scenario) -> list[str]:
     Raises:
         ScenarioError: the scenario is a training step, or its implementation is unknown.
     """
-    if scenario.model is not None:
+    if scenario.model is not None and scenario.part is None:
         raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
     support = implementation(scenario.implementation).support
     if scenario.strategy is not None:
@@ -292,7 +269,9 @@ def try_way(way: Scenario | Infeasible) -> Tried:
 
 
 def rank(scenario: Scenario, tried: Sequence[Tried]) -> Advice:
-    """The recommendation that follows from what was tried so far; that of ``advise`` where all ``ways`` were."""
+    """The recommendation that follows from what was tried so far; that of ``advise`` where all ``ways`` were,
+    but for notes on what faults of the cluster cost.
+    """
     found = [one for one in tried if not isinstance(one, Infeasible)]
     notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
     return Advice(
@@ -301,6 +280,30 @@ def rank(scenario: Scenario, tried: Sequence[Tried]) -> Advice:
         infeasible=tuple(one for one in tried if isinstance(one, Infeasible)),
         notes=tuple(notes),
     )
+
+
+def _sensitivity(candidates: Sequence[Candidate]) -> Iterator[str]:
+    """What a cluster's faults cost every candidate, and which would be the best without them, in words."""
+    if not candidates:
+        return
+    case = look_up(candidates[0].scenario)
+    if not case.cluster.faults:
+        return
+    healthy = replace(case, cluster=replace(case.cluster, faults=()))
+    without = [
+        sum(_predict(replace(healthy, scenario=p.scenario)).time_s for p in (c.forward, c.backward)) for c in candidates
+    ]
+    yield "slower by faults: " + ", ".join(
+        f"{_name(c)} {c.total_s / seconds - 1:.0%}" for c, seconds in zip(candidates, without, strict=True)
+    )
+    best = candidates[int(np.argmin(without))]
+    also = "also" if best is candidates[0] else "instead"
+    yield f"without faults {also} the best: {_name(best)}"
+
+
+def _name(candidate: Candidate) -> str:
+    scenario = candidate.forward.scenario
+    return " ".join([str(scenario.strategy), *(f"{knob}={value}" for knob, value in sorted(scenario.knobs.items()))])
 
 
 def settings(scenario: Scenario) -> Sequence[Knobs]:
@@ -354,6 +357,12 @@ def look_up(scenario: Scenario) -> Case:
             f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; name the profile of a "
             f"machine to assume, e.g. profile: h200, or {DATA_SHEET} for {SHEET_BASE}'s scaled by data sheets"
         )
+    special = cluster.faults or (cluster.fabric and cluster.fabric.spine_oversubscription > 1)
+    if special and scenario.model is not None and scenario.part is None:
+        raise ScenarioError(
+            f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
+            "model, since the step model would ignore them: leave them, or the model, out"
+        )
     profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
     return Case(scenario, scenario.workload(), cluster, profile)
 
@@ -361,31 +370,15 @@ def look_up(scenario: Scenario) -> Case:
 def _predict(case: Case) -> Prediction:
     scenario, cluster = case.scenario, case.cluster
     case.code.check_kernel(scenario.kernel)
-    pricing = case.pricing()
-    timelines: dict[str, Timeline] = {}
-    parts = dict.fromkeys(GROUPS, 0.0)
-    notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes()))
-    memory, sent, exposed, planning = 0, np.zeros(cluster.num_gpus), 0.0, Planning()
-    for pass_ in scenario.passes:
-        schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
-        held = schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)
-        memory = max(memory, int(held.max()))
-        if memory > cluster.gpu.memory_bytes:
-            raise InfeasibleError(
-                f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "
-                f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
-            )
-        planning = schedule.planning
-        priced = pricing.price(schedule)
-        timeline = simulate(schedule, priced.work)
-        timelines[pass_] = timeline
-        for name, seconds in priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s).items():
-            parts[name] += seconds
-        notes.update(dict.fromkeys(priced.notes))
-        sent += schedule.bytes_sent()
-        exposed += timeline.exposed_communication_s()
-    total = sum(t.makespan_s for t in timelines.values())
-    draws = _draw({name: parts[name] for name in (GROUPS if scenario.model else OF_ATTENTION)}, total, case)
+    drawn = Draws(scenario, cluster, case.profile)
+    passes = {pass_: run_pass(case, pass_, drawn) for pass_ in scenario.passes}
+    done = list(passes.values())
+    parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS}
+    notes: dict[str, None] = dict.fromkeys((*_grades(case), *scenario.notes(), *_faults(cluster)))
+    notes.update(dict.fromkeys(note for p in done for note in p.notes))
+    planning = done[-1].planning
+    total = sum(p.time_s for p in done)
+    draws = np.sum([p.draws_s for p in done], axis=0) * drawn.noise()
     late = planning.exposed_s(total)
     parts, total, draws = parts | {"planning": late}, total + late, draws + late
     notes.update(dict.fromkeys(planning.notes))
@@ -398,20 +391,21 @@ def _predict(case: Case) -> Prediction:
         time_s_high=float(np.quantile(draws, 0.95)),
         draws_s=tuple(draws.tolist()),
         tflops_per_gpu=flops / cluster.num_gpus / total / 1e12,
-        exposed_comm_s=exposed,
-        bytes_sent_per_gpu=float(sent.max()),
-        peak_memory_bytes=memory,
+        exposed_comm_s=sum(p.exposed_s for p in done),
+        bytes_sent_per_gpu=float(np.sum([p.sent for p in done], axis=0).max()),
+        peak_memory_bytes=max(p.memory_bytes for p in done),
         planning_s=planning.seconds,
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         notes=tuple(notes),
-        timelines=timelines,
+        timelines={pass_: p.timeline for pass_, p in passes.items() if p.timeline is not None},
     )
 
 
 def step_prediction(case: Case, step: Step) -> Prediction:
     """A simulated training step as a prediction, with its interval; it has no timelines."""
     scenario = case.scenario
-    draws = _draw({name: step.parts[name] for name in PARTS}, step.time_s, case)
+    drawn = Draws(scenario, case.cluster, case.profile)
+    draws = drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise()
     return Prediction(
         scenario=scenario,
         time_s=step.time_s,
@@ -429,42 +423,6 @@ def step_prediction(case: Case, step: Step) -> Prediction:
     )
 
 
-def _draw(parts: Mapping[str, float], total: float, case: Case) -> Floats:
-    """Sampled times: every cost model's error scales its share of the critical path.
-
-    The derivative of a makespan with respect to a duration is 1 on the critical path and 0 elsewhere, so this is
-    exact to first order. Part of a model's error is the same wherever the model is used, so all predictions share
-    those draws, and comparisons do not count it twice; the rest belongs to the shapes that a prediction uses, and
-    run-to-run noise is its own, too. What is known of a network between nodes is wrong in the same way for all.
-    """
-    label = f"{case.scenario.strategy} {sorted(case.scenario.knobs.items())} {case.scenario.pass_}"
-    label += f" {case.scenario.parallel}" if case.scenario.model else ""
-    common = np.random.default_rng(20251019).standard_normal((len(parts), NUM_DRAWS))
-    own = np.random.default_rng(list(label.encode())).standard_normal((len(parts) + 1, NUM_DRAWS))
-    times = np.zeros(NUM_DRAWS)
-    for i, (name, seconds) in enumerate(parts.items()):
-        if seconds == 0.0:  # a kernel may lack the model of a pass that is not asked for
-            continue
-        shared = 1.0 if name.endswith("between nodes") else SHARED_VARIANCE
-        error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
-        times += seconds * np.exp(_sigma(name, case) * error)
-    noise = case.profile.sigma["run to run"] * own[-1]
-    return np.asarray(times * np.exp(noise) if total > 0 else times)
-
-
-def _sigma(group: str, case: Case) -> float:
-    fabric = case.cluster.fabric
-    if group.endswith("between nodes"):
-        if fabric is None:
-            return 0.0
-        return fabric.flow_sigma_log if group.startswith("transfer") else fabric.sigma_log
-    if group.startswith("attention"):
-        return float(case.profile.sigma[f"{group} {case.scenario.kernel}"])
-    if group == "host" and case.code.captured:
-        return float(case.profile.sigma["graph"])
-    return float(case.profile.sigma[group])
-
-
 def _grades(case: Case) -> tuple[str, ...]:
     """What the costs rest on, in words."""
     profile = case.profile
@@ -473,6 +431,10 @@ def _grades(case: Case) -> tuple[str, ...]:
     if case.cluster.profile is not None and case.scenario.profile is not None and other:
         return (grade, f"profile {profile.name} describes another machine than cluster {case.cluster.name}")
     return (grade,)
+
+
+def _faults(cluster: Cluster) -> tuple[str, ...]:
+    return (f"faults: {', '.join(map(str, cluster.faults))}",) if cluster.faults else ()
 
 
 def _network_notes(cluster: Cluster) -> tuple[str, ...]:

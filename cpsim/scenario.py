@@ -434,10 +434,11 @@ def load_scenarios(path: str | Path) -> Iterator[Scenario | ScenarioError]:
         ScenarioError: the file as a whole cannot be read.
     """
     file = Path(path)
-    return (_entry(place, value, file.parent) for place, value in read_documents(file))
+    return (scenario_of(place, value, file.parent) for place, value in read_documents(file))
 
 
-def _entry(place: str, value: Any | ScenarioError, folder: Path) -> Scenario | ScenarioError:
+def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenario | ScenarioError:
+    """An entry of a file in a folder, where cluster and profile files are looked up; or what is wrong with it."""
     if isinstance(value, ScenarioError):
         return value
     try:

@@ -193,6 +193,9 @@ class Schedule:
     products: Ints = field(default_factory=lambda: np.zeros((0, 4), np.int64))
     """``[X, 4]`` of (op, m, n, k), ordered by op: matrix products [m, k] x [k, n]."""
     planning: Planning = Planning()
+    copies: int = 1
+    """Ranks that each one stands for, which do the same with other heads: such a schedule is to be priced and
+    simulated, not executed."""
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -304,15 +307,16 @@ class Schedule:
             yield str(self.op(i))
 
     def flops(self, head_dim: int) -> float:
-        """Model FLOP of all attention ops: 4 per pair, head and dimension forward, 10 backward."""
+        """Model FLOP of all attention ops of all ranks: 4 per pair, head and dimension forward, 10 backward."""
         per_pair = np.where(self.kind == Kind.ATTENTION, 4.0, 10.0) * is_one_of(self.kind, ATTENTION_KINDS)
-        return float((per_pair * self.tiles.area[self.tile] * self.heads[:, 1]).sum() * head_dim)
+        return float((per_pair * self.tiles.area[self.tile] * self.heads[:, 1]).sum() * head_dim * self.copies)
 
     def bytes_sent(self) -> NDArray[np.float64]:
         """Bytes that leave every rank, ``float64[num_ranks]``: transfers, routes, and (n-1)/n of a collective's S
         (all-gather and reduce-scatter by rings: the same; all-reduce twice)."""
         num_lanes = np.diff(self.lane_start)
-        share = (num_lanes - 1) / np.maximum(num_lanes, 1)
+        members = num_lanes * self.copies
+        share = (members - 1) / np.maximum(members, 1)
         share[self.routes[:, 0]] = 0
         share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * is_one_of(self.kind, COLLECTIVE_KINDS)
         sent = np.bincount(self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks)

@@ -14,8 +14,9 @@ from typing import Any, Final
 import numpy as np
 
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.passes import Case
 from cpsim.prediction import Prediction
-from cpsim.predictor import Case, look_up, step_prediction
+from cpsim.predictor import look_up, step_prediction
 from cpsim.scenario import ParallelSection, Scenario
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES
@@ -75,6 +76,8 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     """
     if scenario.model is None:
         raise ScenarioError("model: advise --step needs a model, e.g. model: llama3-8b; or leave --step out")
+    if scenario.part is not None:
+        raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
     case = look_up(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
     steps, search = StepCase(scenario, case.cluster, case.profile), list(_layouts(scenario, case))
     found: list[tuple[Parallel, Prediction, Step]] = []

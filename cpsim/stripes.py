@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpsim.masks import Ints, Slices
+from cpsim.compiled import bare
+from cpsim.masks import Ints, Slices, slice_area
 
 
 def stripe_bounds(num_tokens: int, stride: int) -> Ints:
@@ -35,14 +36,31 @@ def striped(mask: Slices, num_tokens: int, stride: int) -> Slices:
     ``v - u``: the limits less j - i, divided by the stride, and rounded into the band.
     """
     start = stripe_bounds(num_tokens, stride)[:-1]
-    stripe = np.arange(stride)
-    query, key = stripe[:, None, None], stripe  # [query stripe, mask row, key stripe]
-    shift, apart = start[key] - start[query], key - query
-    parts = np.broadcast_arrays(
-        *(start[query] - (query - edge[:, None]) // stride for edge in (mask.q_start, mask.q_end)),
-        *(start[key] - (key - edge[:, None]) // stride for edge in (mask.k_start, mask.k_end)),
-        shift - (apart - mask.low[:, None]) // stride,
-        shift + (mask.high[:, None] - apart) // stride,
-    )
-    columns = np.stack(parts).reshape(len(parts), -1)
-    return Slices(*columns[:, Slices(*columns).areas() > 0])
+    table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
+    count = _striped(table, start, np.zeros((6, 0), np.int64))
+    columns = np.empty((6, count), np.int64)
+    _striped(table, start, columns)
+    return Slices(*columns)
+
+
+@bare()
+def _striped(mask, start, columns):  # type: ignore[no-untyped-def]
+    """Fill the columns of ``striped`` as far as they reach, ordered by query stripe, slice and key stripe; returns the
+    number of rows wanted."""
+    stride, count = len(start), 0
+    for i in range(stride):
+        for row in range(len(mask)):
+            q0, q1 = start[i] - (i - mask[row, 0]) // stride, start[i] - (i - mask[row, 1]) // stride
+            if q0 >= q1:
+                continue
+            for j in range(stride):
+                k0, k1 = start[j] - (j - mask[row, 2]) // stride, start[j] - (j - mask[row, 3]) // stride
+                shift, apart = start[j] - start[i], j - i
+                low, high = shift - (apart - mask[row, 4]) // stride, shift + (mask[row, 5] - apart) // stride
+                if slice_area(q0, q1, k0, k1, low, high) > 0:
+                    if count < columns.shape[1]:
+                        columns[0, count], columns[1, count] = q0, q1
+                        columns[2, count], columns[3, count] = k0, k1
+                        columns[4, count], columns[5, count] = low, high
+                    count += 1
+    return count

@@ -10,6 +10,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
+from cpsim.compiled import bare
 from cpsim.masks import Ints, RangeSets, Slices, restrict, slice_area
 
 
@@ -186,7 +187,7 @@ def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyp
     return start, count
 
 
-@njit(cache=True)
+@bare()
 def _put(out, count, sizes, kind, rows, tokens, pieces):  # type: ignore[no-untyped-def]
     """Write one sequence: (queries, keys, area), 1 for full, 2 for bottom-right causal and 0 for others, (first row,
     end row), (q_from, q_to, k_from, k_to)."""
@@ -203,7 +204,7 @@ def _put(out, count, sizes, kind, rows, tokens, pieces):  # type: ignore[no-unty
     return count + 1
 
 
-@njit(cache=True)
+@bare()
 def _query_range(rows, row_area, first, end):  # type: ignore[no-untyped-def]
     """The rows that share the first one's query range: their end, queries, keys and area."""
     stop, num_k, area = first, 0, 0
@@ -214,13 +215,13 @@ def _query_range(rows, row_area, first, end):  # type: ignore[no-untyped-def]
     return stop, rows[first, 2] - rows[first, 1], num_k, area
 
 
-@njit(cache=True)
+@bare()
 def _is_stair(num_q, num_k, area):  # type: ignore[no-untyped-def]
     """Every query sees one key more than the one before it, and the last one ``num_k``, where all see the first."""
     return num_k >= num_q and area == num_q * num_k - num_q * (num_q - 1) // 2
 
 
-@njit(cache=True)
+@bare()
 def _of_one_row(rows, row_area, first, end, row, out, count):  # type: ignore[no-untyped-def]
     """Sequences of the slices of one mask row, ``row`` = (its ``low``, first and end row of the tile): one, or one for
     every query range."""
@@ -252,7 +253,7 @@ def _of_one_row(rows, row_area, first, end, row, out, count):  # type: ignore[no
     return count
 
 
-@njit(cache=True)
+@bare()
 def _keys_grow(rows, first, end):  # type: ignore[no-untyped-def]
     """Whether every query range sees what the one before it does: a tile need not be a product of two sets."""
     at, before = first, first
@@ -270,7 +271,7 @@ def _keys_grow(rows, first, end):  # type: ignore[no-untyped-def]
     return True
 
 
-@njit(cache=True)
+@bare()
 def _is_between(of_tile, seen):  # type: ignore[no-untyped-def]
     """Whether other queries of a tile see keys between those that some queries, of consecutive rows, see."""
     for gap in range(len(seen) - 1):
@@ -280,7 +281,7 @@ def _is_between(of_tile, seen):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(cache=True)
+@bare()
 def _are_stairs(rows, row_area, first, end, more):  # type: ignore[no-untyped-def]
     """Whether the queries of all ranges, one after the other, see ``more + 1``, ``more + 2`` ... keys."""
     at = first
@@ -314,7 +315,7 @@ def _of_several_rows(rows, first, end, bands, out, count):  # type: ignore[no-un
     return count
 
 
-@njit(cache=True)
+@bare()
 def _of_range(rows, active, q0, q1, bands, group, out, count):  # type: ignore[no-untyped-def]
     """The sequence of some queries and what they see of the active slices, unless that is nothing.
 

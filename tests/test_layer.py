@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import ALL_PASSES, cluster, workload
 from layer_cases import EVEN, LAYERS, MODEL
+from scripts import load_script
 
 from cpsim.calibrate.profile import load_profile
 from cpsim.distca.packing import head_tail, wlb_pack
@@ -18,11 +19,14 @@ from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
 from cpsim.layer import plan_layer, plan_scenario, weights
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.spread import expected_maximum
-from cpsim.predictor import look_up, predict
-from cpsim.scenario import scenario_from
+from cpsim.prediction import Prediction
+from cpsim.predictor import advise, look_up, predict, predict_many
+from cpsim.runs import case_key
+from cpsim.scenario import load_scenarios, scenario_from
 from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.work import free_work
+from cpsim.step_advice import advise_step
 from cpsim.strategies import plan
 from cpsim.training.layer import Gemm, Ops, Sweep
 from cpsim.validation import validate
@@ -119,6 +123,25 @@ def test_layers_of_one_nano_batch_hide_exchanges_of_the_other(pass_):
     (alone, computed, exchanged), (span, of_both, exchanged_by_both) = found_us
     assert alone == pytest.approx(computed)
     assert span < of_both - exchanged_by_both + exchanged / 2
+
+
+def test_advice_ranks_strategies_by_the_time_of_the_whole_layer():
+    advice = advise(scenario_from(CASE))
+    names = {c.scenario.strategy for c in advice.candidates}
+    assert {"distca", "allgather", "zigzag_ring"} <= names
+    assert any("keeps all heads" in i.reason for i in advice.infeasible if i.scenario.strategy == "ulysses")
+    assert all(c.forward.parts_s["matrix products"] > 0 for c in advice.candidates)
+    with pytest.raises(ScenarioError, match="part: advise --step is of whole steps"):
+        advise_step(scenario_from(CASE))
+
+
+def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted():
+    path = HERE.parent / "validation" / "distca-layer.jsonl"
+    assert path.read_text() == load_script("validation/distca_layer.py").text(), "run python validation/distca_layer.py"
+    scenarios = list(load_scenarios(path))
+    assert len(scenarios) == len({case_key(s) for s in scenarios}) == 52
+    found = predict_many(scenarios[::5], jobs=1)
+    assert [str(r) for r in found if not isinstance(r, Prediction)] == []
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -44,7 +44,8 @@ def documents(tokens: int) -> dict[str, list[int]]:
     return {**{name: rounded(lengths) for name, lengths in drawn.items()}, "one of half": rounded(half)}
 
 
-def main() -> None:
+def text() -> str:
+    """The file."""
     lines = []
     for tokens in TOKENS:
         for name, lengths in documents(tokens).items():
@@ -53,9 +54,8 @@ def main() -> None:
                     "model": "llama3-8b", "part": "layer", "gpus": 4, "cluster": "h200-4", "tokens": tokens,
                     "documents": lengths, "mask": "causal_document", "kernel": "fa2", **strategy,
                 })  # fmt: skip
-    text = "".join(json.dumps(line) + "\n" for line in lines)
-    Path(__file__).with_name("distca-layer.jsonl").write_text(text, encoding="utf-8")
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 if __name__ == "__main__":
-    main()
+    Path(__file__).with_name("distca-layer.jsonl").write_text(text(), encoding="utf-8")

@@ -67,24 +67,22 @@ def held_op_seconds(
         hold_s: for how long, ``[A]``; rounded to `HOLD_STEP_S`.
     """
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
-    looks = np.column_stack([schedule.tile[ops], schedule.heads[ops][:, [1, 3]], held, steps]).astype(np.int64)
+    kind, start, q_len, k_len, causal = _kinds(schedule.tiles)
+    looks = np.column_stack([kind[schedule.tile[ops]], schedule.heads[ops][:, [1, 3]], held, steps]).astype(np.int64)
     alike, of_op = np.unique(looks, axis=0, return_inverse=True)
-    tile, heads, kv_heads, held, steps = alike.T.copy()
-    given = sequences(schedule.tiles)
-    num = np.diff(given.start)[tile]
-    start = np.concatenate(([0], np.cumsum(num)))
-    mine = np.repeat(given.start[tile] - start[:-1], num) + np.arange(start[-1])
-    call = start, given.q_len[mine], given.k_len[mine], given.causal[mine], heads, kv_heads, head_dim, num > 1
-    longer = calls(params, *call, held, steps * HOLD_STEP_S)[0] - calls(params, *call)[0]
+    call, heads, kv_heads, held, steps = alike.T.copy()
+    num = np.diff(start)[call]
+    begin = np.concatenate(([0], np.cumsum(num)))
+    mine = np.repeat(start[call] - begin[:-1], num) + np.arange(begin[-1])
+    given = begin, q_len[mine], k_len[mine], causal[mine], heads, kv_heads, head_dim, num > 1
+    longer = calls(params, *given, held, steps * HOLD_STEP_S)[0] - calls(params, *given)[0]
     return np.asarray(longer[of_op.reshape(-1)])
 
 
 @lru_cache(maxsize=4)
-def _seconds_of_tiles(
-    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
-) -> tuple[Floats, Floats]:
-    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles. Tiles that look alike,
-    as many do where documents are padded, are priced once."""
+def _kinds(tiles: Tiles) -> tuple[Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Tiles that look alike, as many do where documents are padded: the kind of each tile, and the sequences of each
+    kind as offsets ``[K + 1]``, query and key lengths and whether they are causal."""
     given = sequences(tiles)
     looks = given.q_len << 32 | given.k_len << 1 | given.causal
     kinds: dict[bytes, int] = {}
@@ -92,9 +90,17 @@ def _seconds_of_tiles(
     of_tile = np.array([kinds.setdefault(looks[first:end].tobytes(), len(kinds)) for first, end in bounds])
     start = np.concatenate(([0], np.cumsum([len(kind) for kind in kinds]) // looks.itemsize))
     looks = np.frombuffer(b"".join(kinds), np.int64)
-    lengths = looks >> 32, looks >> 1 & 0x7FFFFFFF, looks % 2 == 1
-    heads, kv_heads = (np.full(len(kinds), number) for number in (num_heads, num_kv_heads))
-    found = clocked_seconds(params, start, *lengths, heads, kv_heads, head_dim)
+    return of_tile, start, looks >> 32, looks >> 1 & 0x7FFFFFFF, looks % 2 == 1
+
+
+@lru_cache(maxsize=4)
+def _seconds_of_tiles(
+    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[Floats, Floats]:
+    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
+    of_tile, start, q_len, k_len, causal = _kinds(tiles)
+    heads, kv_heads = (np.full(len(start) - 1, number) for number in (num_heads, num_kv_heads))
+    found = clocked_seconds(params, start, q_len, k_len, causal, heads, kv_heads, head_dim)
     return found[0][of_tile], found[1][of_tile]
 
 

@@ -251,6 +251,8 @@ def _held_sets(schedule: Schedule) -> Ints:
 def _copied_keys(schedule: Schedule, ops: Ints) -> Ints:
     """Bytes of the copy of keys that each attention op reads; 0 where it reads keys that were not copied."""
     s = schedule
+    if not (s.kind == Kind.COPY).any():
+        return np.zeros(len(ops), np.int64)
     op_of_access = np.repeat(np.arange(len(s)), np.diff(s.access_start))
     copied = np.zeros(len(s.buffer_nbytes), np.int64)
     target = s.access_buffer[(s.access_mode == WRITE) & (s.kind[op_of_access] == Kind.COPY)]

@@ -1,7 +1,7 @@
 """Links of a cluster, and what collectives and transfers put on them.
 
 Inside a node every GPU has an NVLink port in each direction; between nodes there are NICs shared by the GPUs of a
-node, and where the network is oversubscribed an uplink per node.
+node, where nodes are oversubscribed an uplink of each, and where leaf switches are, their links to the spine.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.cluster import Cluster
+from cpsim.cluster import Cluster, Fault
 from cpsim.masks import Ints
 from cpsim.schedule import Int32
 
@@ -29,7 +29,8 @@ class Flows:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Numbering of the links of a cluster: NVLink out and in per rank, NIC out and in, uplink out and in per node.
+    """Numbering of the links of a cluster, each kind in both directions, out before in: NVLink ports of ranks, NICs,
+    uplinks of nodes, and links of leaf switches to the spine where these could fill.
 
     Where the network is sockets, every rank's proxy thread comes last: all messages that it sends or receives pass it,
     and no NIC.
@@ -40,22 +41,35 @@ class Links:
     """One NVLink port, one direction."""
 
     @property
-    def _sizes(self) -> tuple[int, int, int]:
-        fabric = self.cluster.fabric
-        nics = fabric.nics_per_node * self.cluster.num_nodes if fabric else 0
-        uplinks = self.cluster.num_nodes if fabric and fabric.oversubscription > 1 else 0
-        return self.cluster.num_gpus, nics, uplinks
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """NVLink ports, NICs, uplinks and leaves, in one direction."""
+        fabric, nodes = self.cluster.fabric, self.cluster.num_nodes
+        if fabric is None:
+            return self.cluster.num_gpus, 0, 0, 0
+        uplinks = nodes if fabric.oversubscription > 1 or self._faulty("uplink") else 0
+        leaves = 0
+        if fabric.nodes_per_leaf is not None and fabric.spine_oversubscription > 1:
+            leaves = -(-nodes // fabric.nodes_per_leaf) * (fabric.nics_per_node if fabric.rails else 1)
+        return self.cluster.num_gpus, fabric.nics_per_node * nodes, uplinks, leaves
+
+    def _faulty(self, part: str) -> list[Fault]:
+        return [fault for fault in self.cluster.faults if fault.part == part]
 
     def capacity_bytes_per_s(self) -> Floats:
         """Capacity of every link, ``[R]``."""
-        ranks, nics, uplinks = self._sizes
-        fabric = self.cluster.fabric
-        rates = [(2 * ranks, self.port_bytes_per_s)]
+        fabric, sizes = self.cluster.fabric, self._sizes
+        rates = [self.port_bytes_per_s, 0.0, 0.0, 0.0]
         if fabric:
-            rates += [(2 * nics, fabric.nic_bandwidth_bytes_per_s)]
-            rates += [(2 * uplinks, fabric.uplink_bandwidth_bytes_per_s)]
-            rates += [(ranks, fabric.proxy_bandwidth_bytes_per_s)] if fabric.proxy_bandwidth_bytes_per_s else []
-        return np.concatenate([np.full(count, rate) for count, rate in rates])
+            leaf = (fabric.nodes_per_leaf or 0) * (1 if fabric.rails else fabric.nics_per_node)
+            leaf_rate = leaf * fabric.nic_bandwidth_bytes_per_s / fabric.spine_oversubscription
+            rates[1:] = fabric.nic_bandwidth_bytes_per_s, fabric.uplink_bandwidth_bytes_per_s, leaf_rate
+        each = [np.full(2 * count, rate) for count, rate in zip(sizes, rates, strict=True)]
+        for part, capacity in zip(("nvlink", "nic", "uplink"), each, strict=False):
+            for fault in self._faulty(part):
+                capacity[[fault.number, len(capacity) // 2 + fault.number]] *= fault.rate
+        if fabric and fabric.proxy_bandwidth_bytes_per_s:
+            each.append(np.full(sizes[0], fabric.proxy_bandwidth_bytes_per_s))
+        return np.concatenate(each)
 
     @property
     def _proxies(self) -> bool:
@@ -69,6 +83,15 @@ class Links:
         nic: Ints = node * fabric.nics_per_node + local * fabric.nics_per_node // self.cluster.gpus_per_node
         return nic
 
+    def leaf_of(self, nic: Ints) -> Ints:
+        """The leaf switch of a NIC."""
+        fabric = self.cluster.fabric
+        assert fabric is not None
+        assert fabric.nodes_per_leaf is not None
+        node, place = np.divmod(nic, fabric.nics_per_node)
+        group: Ints = node // fabric.nodes_per_leaf
+        return group * fabric.nics_per_node + place if fabric.rails else group
+
     def crosses(self, source: Ints, target: Ints) -> NDArray[np.bool_]:
         """Whether two ranks are on different nodes."""
         return np.asarray(self.cluster.node_of(source) != self.cluster.node_of(target))
@@ -76,20 +99,44 @@ class Links:
     def transfers(self, op: Ints, source: Ints, target: Ints, nbytes: Floats) -> Flows:
         """Flows of point-to-point transfers, arrays ``[n]``."""
         far = self.crosses(source, target)
-        near = ~far
-        ranks, nics, uplinks = self._sizes
-        parts = [(op[near], source[near], nbytes[near]), (op[near], ranks + target[near], nbytes[near])]
-        if far.any():
-            base = 2 * (ranks + nics)
-            if self._proxies:
-                out, into = (base + 2 * uplinks + end[far] for end in (source, target))
-            else:
-                out, into = 2 * ranks + self.nic_of(source[far]), 2 * ranks + nics + self.nic_of(target[far])
-            parts += [(op[far], out, nbytes[far]), (op[far], into, nbytes[far])]
-            if uplinks:
-                out, into = self.cluster.node_of(source[far]), self.cluster.node_of(target[far])
-                parts += [(op[far], base + out, nbytes[far]), (op[far], base + uplinks + into, nbytes[far])]
+        parts = self._ported(op[~far], source[~far], target[~far], nbytes[~far])
+        op, source, target, nbytes = op[far], source[far], target[far], nbytes[far]
+        ranks, nics, uplinks, leaves = self._sizes
+        base = 2 * (ranks + nics)
+        if self._proxies and far.any():
+            proxy = base + 2 * (uplinks + leaves)
+            parts += [(op, proxy + source, nbytes), (op, proxy + target, nbytes)]
+        elif far.any():
+            handed = self._handed_to(source, target)
+            passes = handed != source
+            parts += self._ported(op[passes], source[passes], handed[passes], nbytes[passes])
+            out, into = self.nic_of(handed), self.nic_of(target)
+            parts += [(op, 2 * ranks + out, nbytes), (op, 2 * ranks + nics + into, nbytes)]
+            if leaves:
+                parts += self._spined(op, self.leaf_of(out), self.leaf_of(into), nbytes)
+        if uplinks and far.any():
+            out, into = self.cluster.node_of(source), self.cluster.node_of(target)
+            parts += [(op, base + out, nbytes), (op, base + uplinks + into, nbytes)]
         return _join(parts)
+
+    def _ported(self, op: Ints, source: Ints, target: Ints, nbytes: Floats) -> list[tuple[Ints, Ints, Floats]]:
+        """Flows over NVLink."""
+        return [(op, source, nbytes), (op, self.cluster.num_gpus + target, nbytes)]
+
+    def _spined(self, op: Ints, out: Ints, into: Ints, nbytes: Floats) -> list[tuple[Ints, Ints, Floats]]:
+        """Flows from leaf to leaf, of those that are not the same."""
+        ranks, nics, uplinks, leaves = self._sizes
+        base, apart = 2 * (ranks + nics + uplinks), out != into
+        return [(op[apart], base + out[apart], nbytes[apart]), (op[apart], base + leaves + into[apart], nbytes[apart])]
+
+    def _handed_to(self, source: Ints, target: Ints) -> Ints:
+        """The rank of the source's node whose NIC takes what is for a target: with rails that of the target's place."""
+        fabric, per_node = self.cluster.fabric, self.cluster.gpus_per_node
+        if fabric is None or not fabric.rails:
+            return source
+        place = self.nic_of(target) % fabric.nics_per_node
+        same = self.nic_of(source) % fabric.nics_per_node == place
+        return np.where(same, source, source // per_node * per_node + target % per_node)
 
     def routed(self, op: int, source: Ints, target: Ints, nbytes: Floats) -> Flows:
         """Flows of one uneven all-to-all, every link once; arrays ``[n]``."""
@@ -108,22 +155,39 @@ class Links:
             far_bytes: bytes that every rank sends to other nodes, spread over the NICs of its node.
             messages: whether it is made of messages, as an all-to-all, and not of rings.
         """
-        num_ranks, nics, uplinks = self._sizes
+        num_ranks, nics, uplinks, leaves = self._sizes
         parts: list[tuple[Ints, float | Floats]] = [(ranks, near_bytes), (num_ranks + ranks, near_bytes)]
         if far_bytes > 0:
             base = 2 * (num_ranks + nics)
             if messages and self._proxies:
-                parts.append((base + 2 * uplinks + ranks, 2 * far_bytes))
+                parts.append((base + 2 * (uplinks + leaves) + ranks, 2 * far_bytes))
             else:
                 nic, count = _counted(self.nic_of(ranks))
                 parts += [
                     (2 * num_ranks + nic, far_bytes * count),
                     (2 * num_ranks + nics + nic, far_bytes * count),
                 ]
+                parts += self._between_leaves(ranks, far_bytes, messages) if leaves else []
             if uplinks:
                 node, count = _counted(self.cluster.node_of(ranks))
                 parts += [(base + node, far_bytes * count), (base + uplinks + node, far_bytes * count)]
         return _join([(np.full(len(link), op), link, np.broadcast_to(nbytes, link.shape)) for link, nbytes in parts])
+
+    def _between_leaves(self, ranks: Ints, far_bytes: float, messages: bool) -> list[tuple[Ints, float | Floats]]:
+        """What one collective sends from leaf to leaf: of messages each rank's share for the ranks of other groups of
+        nodes, of rings, which enter and leave every group of nodes once, what one node sends."""
+        num_ranks, nics, uplinks, leaves = self._sizes
+        fabric, base = self.cluster.fabric, 2 * (num_ranks + nics + uplinks)
+        assert fabric is not None
+        assert fabric.nodes_per_leaf is not None
+        group = self.cluster.node_of(ranks) // fabric.nodes_per_leaf
+        members = np.bincount(group)[group].astype(np.float64)
+        per_node = len(ranks) / len(np.unique(self.cluster.node_of(ranks)))
+        to_others = far_bytes * (len(ranks) - members) / (len(ranks) - per_node)
+        sent = to_others if messages else np.where(members < len(ranks), far_bytes * per_node / members, 0.0)
+        total = np.bincount(self.leaf_of(self.nic_of(ranks)), sent, leaves).astype(np.float64)
+        leaf = np.flatnonzero(total)
+        return [(base + leaf, total[leaf]), (base + leaves + leaf, total[leaf])]
 
 
 def _counted(values: Ints) -> tuple[Ints, Floats]:

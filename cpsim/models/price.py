@@ -22,7 +22,17 @@ from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.models.pressure import Messages, pressures
 from cpsim.models.spread import expected_maximum
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, READ, STREAMS, Int8, Kind, Schedule, is_one_of
+from cpsim.schedule import (
+    ATTENTION_KINDS,
+    COLLECTIVE_KINDS,
+    COMMUNICATION_KINDS,
+    READ,
+    STREAMS,
+    Int8,
+    Kind,
+    Schedule,
+    is_one_of,
+)
 from cpsim.sim.work import Work, earliest, predecessors
 from cpsim.tiles import sequences
 from cpsim.transformer import MAKER
@@ -113,6 +123,8 @@ class Pricing:
     """All ops of a rank are one CUDA graph, launched at once."""
     unbatched: bool = False
     """Every two ranks that send to each other have a process group of their own."""
+    alike: float = 1.0
+    """GPUs that each one stands for, which do the same at the same time: the slowest is one of all of them."""
 
     def price(self, schedule: Schedule) -> Priced:
         """Costs of every op.
@@ -154,6 +166,7 @@ class Pricing:
                 seconds += crossing * self.profile.host.graph_cross_s
         start, end = self._settle(schedule, duration, full, release)
         self._wait_for_slowest(schedule, duration)
+        self._slow_down(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
         slowdown = self.profile.interference.slowdown(self.kernel, names)
         near = ~_PACED[group[messages.op]]
@@ -168,15 +181,15 @@ class Pricing:
             notes["matrix products: not measured, at the rate of tiles of the attention kernel"] = None
             params = self.profile.attention_params(self.kernel, "fwd")  # two products of two FLOP per pair and element
             return np.asarray(2 * m * n * k * params.pair_s / (params.num_sms * 4 * params.head_dim))
+        largest, most = float((2.0 * m * n * k).max()), self.profile.valid.get("matrix products", (0.0, 0.0))[1]
+        if largest > most:
+            notes[f"matrix products of {largest / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}"] = None
         spread = self.profile.sigma["run to run"] * expected_maximum(schedule.num_ranks)
         return gemm_seconds(self.profile.layers.gemm, m, n, k) * (1 + spread)
 
     def _sweeps(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> tuple[Floats, Ints]:
-        """Seconds and cost models of elementwise ops, which a layer's results name."""
-        made = [schedule.access_block[a:b][schedule.access_mode[a:b] != READ] for a, b in
-                zip(schedule.access_start[ops], schedule.access_start[ops + 1], strict=True)]  # fmt: skip
-        tensor = [schedule.block_tensors[schedule.block_tensor[blocks[0]]] if len(blocks) else "" for blocks in made]
-        names = np.array([MAKER[t].kind if t in MAKER else "" for t in tensor])
+        """Seconds and cost models of elementwise ops: a layer's by what they read and make, and strided copies."""
+        names = np.array([_op_of_layer(schedule, op) for op in ops.tolist()])
         seconds, group = np.zeros(len(ops)), np.full(len(ops), GROUPS.index("elementwise of layers"))
         for name in np.unique(names).tolist():
             here, is_layer = names == name, bool(name)
@@ -184,7 +197,10 @@ class Pricing:
             assert self.profile.layers is not None
             costs = self.profile.layers.ops if is_layer else self.profile.elementwise
             kind = name or self._sweep(Kind.ELEMENTWISE, notes)
-            kind = f"{kind} in place" if f"{kind} in place" in costs.latency_s else kind
+            if f"{kind} in place" in costs.latency_s:
+                kind = f"{kind} in place"
+            elif is_layer:
+                notes["memory-bound kernels of the executor's layers: not measured, taken as compiled ones"] = None
             seconds[here] = elementwise_seconds(costs, kind, schedule.nbytes[ops[here]])
         return seconds, group
 
@@ -243,8 +259,17 @@ class Pricing:
         ranks = schedule.lane_rank[schedule.lane_start[:-1][attention]]
         busy = np.bincount(ranks, duration[attention], schedule.num_ranks)
         spread = self.profile.between_gpus(self.kernel, _pass_of(schedule))
-        most = int((busy >= busy.max() * (1 - 2 * spread)).sum())
+        most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * self.alike)
         duration[attention] *= 1 + spread * expected_maximum(most)
+
+    def _slow_down(self, schedule: Schedule, duration: Floats) -> None:
+        """Kernels of GPUs with a fault; messages follow the rates of links."""
+        rate = np.ones(schedule.num_ranks)
+        for fault in self.cluster.faults:
+            if fault.part == "gpu":
+                rate[fault.number] *= fault.rate
+        kernels = ~is_one_of(schedule.kind, (*COMMUNICATION_KINDS, Kind.BARRIER))
+        duration[kernels] /= rate[schedule.lane_rank[schedule.lane_start[:-1][kernels]]]
 
     def _sweep(self, kind: Kind, notes: dict[str, None]) -> str:
         """Name of the measured kernel that a memory-bound op costs as much as."""
@@ -360,17 +385,17 @@ class Pricing:
         for op in np.flatnonzero(even).tolist():
             ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
             kind, nbytes = Kind(int(schedule.kind[op])), int(schedule.nbytes[op])
-            nodes = len(np.unique(self.cluster.node_of(ranks)))
-            key = (kind, nbytes, len(ranks), nodes)
+            nodes, size = len(np.unique(self.cluster.node_of(ranks))), len(ranks) * schedule.copies
+            key = (kind, nbytes, size, nodes)
             if key not in known:
-                known[key] = self.collective(kind, float(nbytes), len(ranks), nodes)
+                known[key] = self.collective(kind, float(nbytes), size, nodes)
                 notes.update(
-                    dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, len(ranks) // nodes))
+                    dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, size // nodes))
                 )
             seconds, near, far, between = known[key]
             duration[op] = seconds
             group[op] = GROUPS.index("collective between nodes" if between else "collective")
-            if len(ranks) > 1:
+            if size > 1:
                 flows.append(links.collective(op, ranks, near, far, kind == Kind.ALL_TO_ALL))
         return flows
 
@@ -452,6 +477,15 @@ class Pricing:
         return np.asarray(np.maximum(released - lead, 0.0))
 
 
+
+
+def _op_of_layer(schedule: Schedule, op: int) -> str:
+    """Name of a layer's memory-bound op; empty for copies."""
+    accesses = slice(schedule.access_start[op], schedule.access_start[op + 1])
+    tensors = [schedule.block_tensors[t] for t in schedule.block_tensor[schedule.access_block[accesses]]]
+    is_read = schedule.access_mode[accesses] == READ
+    made = next((t for t, read in zip(tensors, is_read, strict=True) if not read), "")
+    return MAKER[made].kind if made in MAKER and tensors[0] == MAKER[made].reads[0] else ""
 
 
 def _pass_of(schedule: Schedule) -> str:

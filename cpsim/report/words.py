@@ -54,9 +54,9 @@ def percent_text(share: float) -> str:
 def case_text(scenario: Scenario) -> str:
     """The case in one line: tokens, mask, heads, GPUs."""
     per_gpu = format_count(scenario.num_tokens / scenario.gpus)
-    step = f"a step of {model_text(scenario)}, " if scenario.model else ""
+    part = f"a {scenario.part or 'step'} of {model_text(scenario)}, " if scenario.model else ""
     return (
-        f"{step}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {mask_text(scenario)} mask, "
+        f"{part}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {mask_text(scenario)} mask, "
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
         f"{scenario.kernel} on {scenario.gpus} GPUs of {scenario.cluster}"
     )

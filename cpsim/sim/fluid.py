@@ -8,11 +8,13 @@ ops that share tight links, directly or through others, form a group whose speed
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
+from cpsim.compiled import bare, inlined
 from cpsim.masks import Ints
 from cpsim.schedule import Int32, Schedule
 from cpsim.sim.heap import pop, set_key
@@ -90,11 +92,22 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     ranks["head"] = links["head"] = -1
     links["capacity"] = work.link_bytes_per_s
     start, end, cause = np.full(num_ops, np.nan), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
-    _run(ops, lanes, flows, ranks, links, after, work.release_s, widest, *shares, start, end, cause)
+    _run(
+        ops, lanes, flows, ranks, links, after, work.release_s, widest, *shares, start, end, cause,
+        *_scratch(num_ops, num_ranks, len(links), len(shares[0])),
+    )  # fmt: skip
     return start, end, cause
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+def _scratch(num_ops: int, num_ranks: int, num_links: int, num_classes: int) -> tuple[NDArray[Any], ...]:
+    """What ``_run`` works with: a heap of ops, their places in it and keys, counts of running and of waiting ops by
+    rank and class, a stack of ops that start now, and sets: ops, a group's ops, ranks, links, a group's links."""
+    sets = [np.zeros(size + 1, np.int64) for size in (num_ops, num_ops, num_ops, num_ranks, num_links, num_links)]
+    heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops + 1)
+    return heap, place, key, np.zeros((2, num_ranks, num_classes), np.int32), *sets
+
+
+@bare()
 def _fill_ops(ops, first, after_start, duration, pressure):  # type: ignore[no-untyped-def]
     for op in range(len(pressure)):
         ops[op].first_after, ops[op + 1].first_after = after_start[op], after_start[op + 1]
@@ -102,7 +115,7 @@ def _fill_ops(ops, first, after_start, duration, pressure):  # type: ignore[no-u
         ops[op].duration = ops[op].left = duration[op]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def _fill_entries(  # type: ignore[no-untyped-def]
     ops, lanes, flows, widest, lane_start, lane_rank, flow_start, flow_link, flow_bytes
 ):
@@ -132,7 +145,7 @@ def _successors(first, before):  # type: ignore[no-untyped-def]
     return start[: num_ops + 1], after
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def _fill_pending(ops, lanes, first, before, disturbs):  # type: ignore[no-untyped-def]
     """Predecessors on each rank of ops that may wait for other ranks, if any of them ``disturbs`` meanwhile."""
     for op in range(len(first) - 1):
@@ -145,7 +158,7 @@ def _fill_pending(ops, lanes, first, before, disturbs):  # type: ignore[no-untyp
                 lanes[entry].pending += _runs_on(ops, lanes, before[at], lanes[entry].rank)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _spans_ranks(ops, lanes, op):  # type: ignore[no-untyped-def]
     several = False
     for entry in range(ops[op].first_lane + 1, ops[op + 1].first_lane):
@@ -153,7 +166,7 @@ def _spans_ranks(ops, lanes, op):  # type: ignore[no-untyped-def]
     return several
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _runs_on(ops, lanes, op, rank):  # type: ignore[no-untyped-def]
     found = False
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
@@ -174,7 +187,7 @@ def _shares(slowdown):  # type: ignore[no-untyped-def]
     return table
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _limit(running, waiting, own, present, waits):  # type: ignore[no-untyped-def]
     """Speed of an op of class ``own`` beside what is present on its rank and what waits there."""
     left = 1.0 - running[own, present]
@@ -186,7 +199,7 @@ def _limit(running, waiting, own, present, waits):  # type: ignore[no-untyped-de
     return max(left, LEAST_SPEED)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _mark(records, members, item):  # type: ignore[no-untyped-def]
     if not records[item].marked:
         records[item].marked = 1
@@ -194,7 +207,7 @@ def _mark(records, members, item):  # type: ignore[no-untyped-def]
         members[members[0]] = item
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _group(records, members, item):  # type: ignore[no-untyped-def]
     if not records[item].grouped:
         records[item].grouped = 1
@@ -202,7 +215,7 @@ def _group(records, members, item):  # type: ignore[no-untyped-def]
         members[members[0]] = item
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _enter(lists, which, entries, entry):  # type: ignore[no-untyped-def]
     following = lists[which].head
     entries[entry].following, entries[entry].preceding = following, -1
@@ -211,7 +224,7 @@ def _enter(lists, which, entries, entry):  # type: ignore[no-untyped-def]
     lists[which].head = entry
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
     following, preceding = entries[entry].following, entries[entry].preceding
     if preceding >= 0:
@@ -222,18 +235,12 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
         entries[following].preceding = preceding
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def _run(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, ranks, links, after, release, widest, running, waiting, start, end, cause
-):
-    num_ops = len(release)
-    heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops + 1)
-    counts = np.zeros((2, len(ranks), len(running)), np.int32)  # running, waiting
-    ready = np.zeros(num_ops + 1, np.int64)  # ops that start now, as a stack: [0] counts them
-    new_ops, group_ops = np.zeros(num_ops + 1, np.int64), np.zeros(num_ops + 1, np.int64)
-    new_ranks, new_links = np.zeros(len(ranks) + 1, np.int64), np.zeros(len(links) + 1, np.int64)
-    group_links = np.zeros(len(links) + 1, np.int64)
-    for op in range(num_ops):
+    ops, lanes, flows, ranks, links, after, release, widest, running, waiting, start, end, cause,
+    heap, place, key, counts, ready, new_ops, group_ops, new_ranks, new_links, group_links,
+):  # fmt: skip
+    for op in range(len(release)):
         if ops[op].pending == 0 or _is_ready_somewhere(ops, lanes, op):
             set_key(heap, place, key, op, release[op])
     while heap[0] > 0:
@@ -281,7 +288,7 @@ def _run(  # type: ignore[no-untyped-def]
         new_ops[0] = 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _enter_or_leave(  # type: ignore[no-untyped-def]
     ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links
 ):
@@ -307,7 +314,7 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
         _mark(links, new_links, link)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _is_ready_somewhere(ops, lanes, op):  # type: ignore[no-untyped-def]
     """Whether an op that may wait for other ranks waits for nothing on one of its ranks."""
     ready = False
@@ -316,7 +323,7 @@ def _is_ready_somewhere(ops, lanes, op):  # type: ignore[no-untyped-def]
     return ready
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _begin_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
         partner = lanes[entry].partner
@@ -327,7 +334,7 @@ def _begin_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no
             _mark(ranks, new_ranks, lanes[entry].rank)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _end_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
         if lanes[entry].waiting:
@@ -336,7 +343,7 @@ def _end_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-u
             _mark(ranks, new_ranks, lanes[entry].rank)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _release_followers(  # type: ignore[no-untyped-def]
     ops, lanes, ranks, after, release, heap, place, key, ready, cause, counts, new_ranks, op, now
 ):
@@ -364,7 +371,7 @@ def _release_followers(  # type: ignore[no-untyped-def]
             _begin_waiting(ops, lanes, ranks, follower, counts, new_ranks)
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _review_ranks(ops, lanes, ranks, running, waiting, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
     """Mark the ops on ranks where other classes of ops run or wait than before, if that changes their limit there."""
     for i in range(1, new_ranks[0] + 1):
@@ -388,7 +395,7 @@ def _review_ranks(ops, lanes, ranks, running, waiting, counts, new_ops, new_rank
     new_ranks[0] = 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _review_links(ops, flows, links, new_ops, new_links):  # type: ignore[no-untyped-def]
     """Mark the ops on links that are or were tight."""
     for i in range(1, new_links[0] + 1):
@@ -407,14 +414,14 @@ def _review_links(ops, flows, links, new_ops, new_links):  # type: ignore[no-unt
     new_links[0] = 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _settle(ops, op, now):  # type: ignore[no-untyped-def]
     """Account for the work done at the old speed."""
     ops[op].left -= ops[op].speed * (now - ops[op].since)
     ops[op].since = now
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _is_alone(ops, flows, links, op):  # type: ignore[no-untyped-def]
     """Whether none of an op's links could fill."""
     alone = True
@@ -423,7 +430,7 @@ def _is_alone(ops, flows, links, op):  # type: ignore[no-untyped-def]
     return alone
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def _set_speeds(ops, flows, links, widest, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
     """New speeds and ends of an op and of all that share tight links with it."""
     _collect_group(ops, flows, links, group_ops, group_links, op)
@@ -438,7 +445,7 @@ def _set_speeds(ops, flows, links, widest, group_ops, group_links, heap, place, 
         links[group_links[j]].grouped = 0
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: ignore[no-untyped-def]
     """The ops that share tight links with ``op``, directly or through others, and those links."""
     group_ops[0] = group_links[0] = 0
@@ -457,7 +464,7 @@ def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: igno
                 flow = flows[flow].following
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def _fill(ops, flows, links, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Progressive filling over the group's tight links; -1 marks speeds not yet found."""
     num_open = group_ops[0]
@@ -480,7 +487,7 @@ def _fill(ops, flows, links, widest, group_ops, group_links):  # type: ignore[no
                 num_open -= 1
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def _next_level(ops, flows, links, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Byte rate at which the next link fills or the next op runs at its own limit.
 

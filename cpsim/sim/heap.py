@@ -6,10 +6,10 @@ position, 0 when it is not in the heap.
 
 from __future__ import annotations
 
-from numba import njit
+from cpsim.compiled import bare, inlined
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _sift_up(heap, place, key, at, op, value):  # type: ignore[no-untyped-def]
     while at > 1 and value < key[at >> 1]:
         heap[at], key[at] = heap[at >> 1], key[at >> 1]
@@ -18,7 +18,7 @@ def _sift_up(heap, place, key, at, op, value):  # type: ignore[no-untyped-def]
     heap[at], key[at], place[op] = op, value, at
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+@inlined()
 def _sift_down(heap, place, key, at, op, value):  # type: ignore[no-untyped-def]
     count = heap[0]
     while 2 * at <= count:
@@ -33,7 +33,7 @@ def _sift_down(heap, place, key, at, op, value):  # type: ignore[no-untyped-def]
     heap[at], key[at], place[op] = op, value, at
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def set_key(heap, place, key, op, value):  # type: ignore[no-untyped-def]
     """Insert an op, or move it to its new key."""
     at = place[op]
@@ -46,7 +46,7 @@ def set_key(heap, place, key, op, value):  # type: ignore[no-untyped-def]
         _sift_down(heap, place, key, at, op, value)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@bare()
 def pop(heap, place, key):  # type: ignore[no-untyped-def]
     """Remove and return the op with the smallest key."""
     op, last = heap[1], heap[0]

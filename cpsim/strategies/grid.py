@@ -50,6 +50,8 @@ class Grid:
     """Keys travel from each place to the one before it, from where a round in the other direction leaves them."""
     apart: bool = False
     """Rings have tokens of their own, and every rank computes all heads."""
+    copies: int = 1
+    """Ranks of a Ulysses group that each rank stands for."""
 
     @property
     def num_places(self) -> int:
@@ -59,7 +61,7 @@ class Grid:
     @property
     def num_parts(self) -> int:
         """Ranks of a Ulysses group."""
-        return 1 if self.apart else int(self.ranks.shape[1])
+        return 1 if self.apart else int(self.ranks.shape[1]) * self.copies
 
     @property
     def part(self) -> Ints:
@@ -122,8 +124,9 @@ class Grid:
 
 @lru_cache(maxsize=32)
 def make_grid(
-    num_ranks: int, parts: int = 1, placement: str = "head_first", inner: int | None = None, apart: bool = False
-) -> Grid:
+    num_ranks: int, parts: int = 1, placement: str = "head_first", inner: int | None = None, apart: bool = False,
+    copies: int = 1,
+) -> Grid:  # fmt: skip
     """``num_ranks / parts`` places times ``parts``.
 
     Args:
@@ -132,12 +135,13 @@ def make_grid(
         placement: ``head_first``: Ulysses groups are consecutive ranks; ``context_first``: rings are.
         inner: places of an inner ring, a divisor of the places; None: all of them.
         apart: rings have tokens of their own.
+        copies: ranks of a Ulysses group that each rank stands for; ``parts`` counts those that are there.
     """
     places, ranks = num_ranks // parts, np.arange(num_ranks)
     grid = ranks.reshape(places, parts) if placement == "head_first" else ranks.reshape(parts, places).T
     place, ring = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
     place[grid], ring[grid] = np.indices(grid.shape)
-    return Grid(grid, inner or places, place, ring, apart=apart)
+    return Grid(grid, inner or places, place, ring, apart=apart, copies=copies)
 
 
 def sources(places: int, inner: int | None = None, backwards: bool = False) -> Ints:

@@ -65,17 +65,19 @@ class HeadExchange:
         own: token set of every rank's own tokens, ``[ranks]``; all have equally many.
         whole: token set of all tokens of every rank's group, ``[ranks]``.
         head_groups: parts into which a rank's heads are cut.
+        copies: members of a group that each rank stands for.
     """
 
     def __init__(
-        self, b: Builder, workload: Workload, groups: Ints, own: Ints, whole: Ints, head_groups: int = 1
-    ) -> None:
+        self, b: Builder, workload: Workload, groups: Ints, own: Ints, whole: Ints, head_groups: int = 1,
+        copies: int = 1,
+    ) -> None:  # fmt: skip
         self.b, self.groups, self.own_set, self.whole_set = b, groups, own, whole
-        num_ranks, degree = groups.size, int(groups.shape[1])
+        num_ranks, degree = groups.size, int(groups.shape[1]) * copies
         self.ranks, self.degree = np.arange(num_ranks), degree
         self.group, self.member = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
         self.group[groups], self.member[groups] = np.indices(groups.shape)
-        self.tokens, self.num_groups = workload.num_tokens // num_ranks, head_groups
+        self.tokens, self.num_groups = workload.num_tokens // (num_ranks * copies), head_groups
         self.group_heads = workload.num_heads // degree // head_groups
         self.group_kv_heads = max(1, workload.num_kv_heads // degree) // head_groups
         self.replicas = max(1, degree // workload.num_kv_heads)

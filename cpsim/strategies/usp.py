@@ -55,7 +55,7 @@ def plan_usp(
     """
     degree = ulysses_degree("usp", workload, cluster, ulysses, placement, code)
     chunks = _chunks(ring, zigzag)
-    grid = make_grid(cluster.num_gpus, degree, placement)
+    grid = make_grid(cluster.num_gpus, degree // cluster.copies, placement, copies=cluster.copies)
     return _plan(code.padded(workload, grid.num_places, degree), grid, pass_, chunks, code, code.ring)
 
 
@@ -83,13 +83,13 @@ def plan_loongtrain(
         InfeasibleError: as of ``plan_usp``, or the inner ring does not divide the ring.
     """
     degree = ulysses_degree("loongtrain", workload, cluster, ulysses, placement, code)
-    ring = cluster.num_gpus // degree
+    ring = cluster.all_gpus // degree
     inner = _default_inner(cluster, ring, placement) if inner_ring is None else inner_ring
     if type(inner) is not int or inner < 1:
         raise ScenarioError(f"knobs.inner_ring: expected a positive integer, got {inner!r}")
     if ring % inner:
         raise InfeasibleError(f"loongtrain needs inner_ring to divide the {ring} ranks of a ring, got {inner}")
-    grid = make_grid(cluster.num_gpus, degree, placement, inner)
+    grid = make_grid(cluster.num_gpus, degree // cluster.copies, placement, inner, copies=cluster.copies)
     workload = code.padded(workload, ring, degree)
     return _plan(workload, grid, pass_, _chunks("zigzag", zigzag), code, code.double_ring)
 
@@ -145,7 +145,7 @@ def ulysses_degree(
         raise ScenarioError(f"knobs.placement: expected {' or '.join(map(repr, PLACEMENTS))}, got {placement!r}")
     if asked is not None and (type(asked) is not int or asked < 1):
         raise ScenarioError(f"knobs.ulysses: expected a positive integer, got {asked!r}")
-    ranks, tokens = cluster.num_gpus, workload.num_tokens
+    ranks, tokens = cluster.all_gpus, workload.num_tokens
     degree = default_degree(workload, cluster) if asked is None else asked
     if ranks % degree:
         raise InfeasibleError(f"{who} needs a Ulysses degree that divides the ranks, got {degree} on {ranks} GPUs")
@@ -209,11 +209,11 @@ class _Hybrid:
         own = len(shards.sets) + grid.place * grid.num_parts + grid.part
         b = self.b = Builder(
             grid.ranks.size, sharding.stack(shards.sets, pieces), shards.tiles,
-            narrow_sums=isinstance(facts, HeldRingCode),
+            narrow_sums=isinstance(facts, HeldRingCode), copies=grid.copies,
         )  # fmt: skip
         x = self.x = Steps(workload, shards, grid)
         self.ring = make_ring(b, x, facts)
-        self.exchange = HeadExchange(b, workload, grid.ranks, own, grid.place)
+        self.exchange = HeadExchange(b, workload, grid.ranks, own, grid.place, copies=grid.copies)
 
     def forward(self) -> Schedule:
         b, e, x, ring, tokens = self.b, self.exchange, self.x, self.ring, self.exchange.tokens

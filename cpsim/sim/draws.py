@@ -1,0 +1,95 @@
+"""Many draws of the costs in one pass: makespans of a simulated schedule whose ops take a little more or less time.
+
+An op keeps what it lost to others that ran beside it, scaled by a factor of its own, so that a start remains the last
+end that it waits for: exact at constant rates, and with shared links and interference as long as the same ops meet.
+Which path is the longest is found anew for every draw.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+from numba import njit
+
+from cpsim.schedule import Int8
+from cpsim.sim.timeline import Timeline
+from cpsim.sim.work import Floats, Work, predecessors
+
+BATCH: Final = 16
+"""Draws that are followed together: vectors of the processor, while the ends of an op stay in its caches."""
+
+
+def makespans(timeline: Timeline, work: Work, group: Int8, factors: Floats, lost: Floats, host: Floats) -> Floats:
+    """Makespans of D draws.
+
+    Args:
+        timeline: the schedule, simulated with ``work``.
+        work: its costs.
+        group: row of ``factors`` of every op, ``[N]``.
+        factors: by how much ops take longer alone, ``[groups, D]``.
+        lost: by how much they lose more to others, ``[D]``.
+        host: by how much later hosts launch, ``[D]``.
+
+    Returns:
+        ``[D]`` seconds.
+    """
+    first, before = predecessors(timeline.schedule)
+    alone, delay = work.duration_s, timeline.end_s - timeline.start_s - work.duration_s
+    found = np.empty(factors.shape[1])
+    place, num_places = _places(first, before)
+    for start in range(0, len(found), BATCH):
+        some = slice(start, start + BATCH)
+        _follow(
+            first, before, alone, delay, work.release_s, group,
+            np.ascontiguousarray(factors[:, some]), lost[some], host[some], found[some], place, num_places,
+        )  # fmt: skip
+    return found
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _follow(first, before, alone, lost, release, group, factor, more_lost, later, found, place, num_places):  # type: ignore[no-untyped-def]
+    num_ops, num_draws = len(alone), len(found)
+    end = np.empty((num_places, num_draws))
+    at = np.empty(num_draws)
+    found[:] = 0.0
+    for op in range(num_ops):
+        for draw in range(num_draws):
+            at[draw] = release[op] * later[draw]
+        for entry in range(first[op], first[op + 1]):
+            then = place[before[entry]]
+            for draw in range(num_draws):
+                at[draw] = max(at[draw], end[then, draw])
+        mine, kind = place[op], group[op]
+        for draw in range(num_draws):
+            end[mine, draw] = at[draw] + (alone[op] * factor[kind, draw] + lost[op] * more_lost[draw])
+            found[draw] = max(found[draw], end[mine, draw])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _places(first, before):  # type: ignore[no-untyped-def]
+    """Where the ends of every op are kept until nobody waits for it any more, ``[N]``, and how many places that takes:
+    few, so that they stay in a cache however many ops there are."""
+    num_ops = len(first) - 1
+    last = np.arange(num_ops)  # op that waits for each op last
+    for op in range(num_ops):
+        for entry in range(first[op], first[op + 1]):
+            last[before[entry]] = op
+    place, free = np.empty(num_ops, np.int32), np.empty(num_ops, np.int32)
+    num_free, num_places = 0, 0
+    for op in range(num_ops):
+        for entry in range(first[op], first[op + 1]):
+            then = before[entry]
+            if last[then] == op:
+                free[num_free], last[then] = place[then], -1
+                num_free += 1
+        if num_free > 0:
+            num_free -= 1
+            place[op] = free[num_free]
+        else:
+            place[op] = num_places
+            num_places += 1
+        if last[op] == op:
+            free[num_free] = place[op]
+            num_free += 1
+    return place, num_places

@@ -1,0 +1,236 @@
+"""Writes docs/scale.md, our own speed, from docs/scale.json; with --measure it measures that first, in some minutes.
+
+    python docs/scale.py --measure
+
+Every number is the median of processor time, in one process on one core, after warm-up, so that neither compiling nor
+other programs count; memory is the peak of a process of its own, start-up included.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cpsim.calibrate.profile import load_profile
+from cpsim.cluster import load_cluster
+from cpsim.models.price import GROUPS, Pricing
+from cpsim.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES
+from cpsim.predictor import predict
+from cpsim.scenario import Scenario, scenario_from
+from cpsim.sim.draws import makespans
+from cpsim.sim.fast import simulate
+from cpsim.sim.fluid import FLOW, LANE, OP
+from cpsim.sim.work import free_work, predecessors
+from cpsim.strategies import plan
+from cpsim.workload import Workload
+
+DOCS = Path(__file__).parent
+PAGE, DATA = DOCS / "scale.md", DOCS / "scale.json"
+RANKS = (8, 16, 32, 64, 96, 128, 192, 256, 384)
+STAGES = ("plan", "price", "simulate", "constant", "draws")
+NAMES = {
+    "plan": "plan", "price": "price", "simulate": "simulate, shared links and interference",
+    "constant": "simulate, constant rates", "draws": "200 draws",
+}  # fmt: skip
+LARGE = (
+    ("zigzag_ring", 96), ("zigzag_ring", 1024), ("zigzag_ring", 4096), ("usp", 1024), ("usp", 4096), ("usp", 16384),
+)  # fmt: skip
+NUM_DRAWS = 200
+
+
+def scenario(strategy: str, gpus: int, pass_: str) -> Scenario:
+    """One document, causal, 8k tokens a GPU, heads of Llama-3-8B."""
+    return scenario_from({
+        "strategy": strategy, "gpus": gpus, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8,
+        "pass": pass_,
+    })  # fmt: skip
+
+
+def seconds(work: Callable[[], object], least_s: float = 0.3) -> float:
+    """Median processor time of at least five calls, or of so many as take a while."""
+    work()
+    taken: list[float] = []
+    while len(taken) < 5 or (sum(taken) < least_s and len(taken) < 200):
+        started = time.process_time()
+        work()
+        taken.append(time.process_time() - started)
+    return statistics.median(taken)
+
+
+def stages(gpus: int) -> dict[str, float]:
+    """Seconds of every stage of a zigzag ring's forward pass, and its ops."""
+    cluster = load_cluster("dgx-h200").with_gpus(gpus)
+    case = Workload(
+        documents=(gpus * 8192,), mask="causal", num_heads=32, num_kv_heads=8, head_dim=128, dtype="bf16"
+    )  # fmt: skip
+    pricing = Pricing(
+        cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, dtype="bf16", protocol="synced"
+    )
+    schedule = plan("zigzag_ring", case, cluster, "fwd", {})
+    priced = pricing.price(schedule)
+    work, free = priced.work, free_work(priced.work.duration_s, priced.work.release_s)
+    timeline = simulate(schedule, work)
+    ones = np.ones(NUM_DRAWS)
+    factors = np.ones((len(GROUPS), NUM_DRAWS))
+    jobs: dict[str, Callable[[], object]] = {
+        "plan": lambda: plan("zigzag_ring", case, cluster, "fwd", {}),
+        "price": lambda: pricing.price(schedule),
+        "simulate": lambda: simulate(schedule, work),
+        "constant": lambda: simulate(schedule, free),
+        "draws": lambda: makespans(timeline, work, priced.group, factors, ones, ones),
+    }
+    return {"ops": len(schedule)} | {name: seconds(job) for name, job in jobs.items()}
+
+
+def touched_bytes() -> dict[str, float]:
+    """Bytes that the engines read or write at least once for an op of a zigzag ring on 96 GPUs."""
+    cluster = load_cluster("dgx-h200").with_gpus(96)
+    case = Workload(documents=(96 * 8192,), mask="causal", num_heads=32, num_kv_heads=8, head_dim=128, dtype="bf16")
+    schedule = plan("zigzag_ring", case, cluster, "fwd", {})
+    num, lanes = len(schedule), len(schedule.lane_rank)
+    flows = 2 * int((np.diff(schedule.lane_start) == 2).sum())
+    before = len(predecessors(schedule)[1])
+    results, costs = 8 + 8 + 4, 8 + 8  # start, end and cause; duration and release
+    graph = 8 + 4 * before / num
+    fluid = OP.itemsize + (LANE.itemsize * lanes + FLOW.itemsize * flows + 4 * before) / num + costs + results + 8
+    return {"simulate": fluid, "constant": graph + costs + results}
+
+
+def memory_bandwidth() -> float:
+    """Bytes a second, read and written, of a copy that no cache holds."""
+    source = np.ones(1 << 25)
+    target = np.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: np.copyto(target, source))
+
+
+def large(strategy: str, gpus: int, pass_: str) -> dict[str, float]:
+    """One prediction after a small one, in this process."""
+    predict(scenario(strategy, 512 if gpus > DRAWN_GPUS else 16, pass_))
+    taken = seconds(lambda: predict(scenario(strategy, gpus, pass_)), 0.0)
+    return {"seconds": taken, "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+
+def measure() -> dict[str, Any]:
+    """Everything that the page shows."""
+    found = []
+    for strategy, gpus in LARGE:
+        for pass_ in ("fwd", "fwd_bwd"):
+            command = [sys.executable, __file__, "--large", strategy, str(gpus), pass_]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found.append({"strategy": strategy, "gpus": gpus, "pass": pass_} | json.loads(done.stdout))
+    return {
+        "schema": 1,
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": _processor(),
+        "python": platform.python_version(),
+        "command": "python docs/scale.py --measure",
+        "stages": {str(gpus): stages(gpus) for gpus in RANKS},
+        "touched_bytes": touched_bytes(),
+        "memory_bytes_per_s": memory_bandwidth(),
+        "large": found,
+    }
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if sys.platform == "linux" else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def exponent(data: dict[str, Any], *stages: str) -> float:
+    """Of the growth of stages' time with ops, fitted from 32 ranks on, where start-up no longer shows."""
+    rows = [row for gpus, row in data["stages"].items() if int(gpus) >= 32]
+    taken = [sum(row[stage] for stage in stages) for row in rows]
+    return float(np.polyfit(np.log([row["ops"] for row in rows]), np.log(taken), 1)[0])
+
+
+def stage_row(data: dict[str, Any], stage: str) -> str:
+    """A stage at 96 ranks."""
+    at, touched = data["stages"]["96"], data["touched_bytes"].get(stage)
+    cells = [NAMES[stage], f"{at[stage] * 1e3:.2f} ms", f"{at['ops'] / at[stage] / 1e6:.1f} M"]
+    cells += [f"{exponent(data, stage):.2f}"]
+    if touched is None:
+        return f"| {' | '.join([*cells, '', '', ''])} |"
+    floor = touched * at["ops"] / data["memory_bytes_per_s"]
+    return f"| {' | '.join([*cells, f'{touched:.0f}', f'{floor * 1e3:.2f} ms', f'{at[stage] / floor:.0f}'])} |"
+
+
+def page(data: dict[str, Any]) -> str:
+    """The page of a measurement."""
+    at, whole = data["stages"]["96"], ("plan", "price", "simulate")
+    lines = [
+        "# How fast cpsim is",
+        "",
+        f"Measured {data['date']} on one core ({data['machine']}, Python {data['python']}); remade by",
+        f"`{data['command']}`. Medians of processor time after warm-up.",
+        "",
+        "## Operations a second",
+        "",
+        f"Zigzag ring on 96 GPUs, forward: {at['ops']:,} ops. Growth is the exponent of time against ops, fitted",
+        f"over 32 to {RANKS[-1]} ranks (1 is linear). The floor is the time in which the memory moves what an op",
+        f"touches once ({data['memory_bytes_per_s'] / 1e9:.1f} GB/s here).",
+        "",
+        "| stage | time | ops a second | growth | bytes an op | floor | times the floor |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(stage_row(data, stage) for stage in STAGES),
+        "",
+        f"Planned, priced and simulated with shared links: {sum(at[stage] for stage in whole) * 1e3:.1f} ms, growth "
+        f"{exponent(data, *whole):.2f}. {NUM_DRAWS} draws cost",
+        f"{at['draws'] / at['simulate']:.1f} times one simulation.",
+        "",
+        "## Growth",
+        "",
+        "Zigzag ring, forward; milliseconds.",
+        "",
+        f"| ranks | ops | {' | '.join(NAMES[stage] for stage in STAGES)} |",
+        f"| --- | --- | {' | '.join('---' for _ in STAGES)} |",
+        *(
+            f"| {gpus} | {row['ops']:,} | {' | '.join(f'{row[stage] * 1e3:.2f}' for stage in STAGES)} |"
+            for gpus, row in data["stages"].items()
+        ),
+        "",
+        "## Large machines",
+        "",
+        "Whole predictions, intervals included, 8k tokens a GPU. Peak memory is that of the process for both passes,",
+        "Python and compiled code included.",
+        "",
+        "| strategy | GPUs | forward | forward and backward | peak memory |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one, both in zip(data["large"][::2], data["large"][1::2], strict=True):
+        lines.append(
+            f"| `{one['strategy']}` | {one['gpus']:,} | {one['seconds']:.2f} s | {both['seconds']:.2f} s "
+            f"| {both['peak_bytes'] / 2**20:,.0f} MiB |"
+        )
+    lines += [
+        "",
+        f"Above {DRAWN_GPUS} GPUs one GPU of a Ulysses group stands for all, which is exact. Rings of more than",
+        f"{MOST_PLACES} places continue the line through rings of {KNOWN_PLACES[1]} and {KNOWN_PLACES[2]}, which is",
+        "not, and predictions say so; `tests/test_large_machines.py` holds both against all steps of all ranks.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """The page, or one large prediction in a process of its own."""
+    if sys.argv[1:2] == ["--large"]:
+        print(json.dumps(large(sys.argv[2], int(sys.argv[3]), sys.argv[4])))
+        return
+    if sys.argv[1:] == ["--measure"]:
+        DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(page(json.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

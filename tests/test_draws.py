@@ -1,0 +1,73 @@
+"""Many draws of the costs in one pass."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_benchmark import pricing, workload
+
+from cpsim.cluster import load_cluster
+from cpsim.models.price import GROUPS
+from cpsim.predictor import look_up, predict
+from cpsim.scenario import scenario_from
+from cpsim.sim.draws import BATCH, makespans
+from cpsim.sim.fast import simulate
+from cpsim.sim.work import free_work
+from cpsim.strategies import plan
+from cpsim.uncertainty import NUM_DRAWS, Draws
+
+CLUSTER = load_cluster("dgx-h200").with_gpus(16)
+
+
+def simulated(strategy, pass_, constant=False):
+    schedule = plan(strategy, workload(16), CLUSTER, pass_, {})
+    priced = pricing(CLUSTER).price(schedule)
+    work = free_work(priced.work.duration_s, priced.work.release_s) if constant else priced.work
+    return schedule, replace(priced, work=work), simulate(schedule, work)
+
+
+def drawn(num, seed=0):
+    rng = np.random.default_rng(seed)
+    return np.exp(0.2 * rng.standard_normal((len(GROUPS), num))), np.exp(0.2 * rng.standard_normal((2, num)))
+
+
+@pytest.mark.parametrize("strategy", ["zigzag_ring", "ring", "usp", "allgather", "loongtrain"])
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_draw_that_changes_nothing_is_the_simulation(strategy, pass_):
+    _, priced, timeline = simulated(strategy, pass_)
+    ones = np.ones(BATCH + 3)
+    found = makespans(timeline, priced.work, priced.group, np.ones((len(GROUPS), len(ones))), ones, ones)
+    np.testing.assert_allclose(found, timeline.makespan_s, rtol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag_ring", "ring", "usp"])
+def test_at_constant_rates_every_draw_is_a_simulation_of_its_own(strategy):
+    schedule, priced, timeline = simulated(strategy, "bwd", constant=True)
+    factors, (lost, host) = drawn(2 * BATCH + 1)
+    found = makespans(timeline, priced.work, priced.group, factors, lost, host)
+    for draw in (0, BATCH, 2 * BATCH):
+        work = free_work(priced.work.duration_s * factors[priced.group, draw], priced.work.release_s * host[draw])
+        assert found[draw] == pytest.approx(simulate(schedule, work).makespan_s, rel=1e-12)
+
+
+def test_another_path_may_overtake_the_critical_one():
+    """Drawn along the critical path alone, transfers that are a little hidden would never matter."""
+    _, priced, timeline = simulated("zigzag_ring", "fwd", constant=True)
+    on_path = set(priced.group[timeline.critical_path()].tolist())
+    hidden = min(set(priced.group.tolist()) - on_path)
+    factors = np.ones((len(GROUPS), 1))
+    factors[hidden] = 50.0
+    assert makespans(timeline, priced.work, priced.group, factors, np.ones(1), np.ones(1))[0] > 2 * timeline.makespan_s
+
+
+def test_an_interval_is_that_of_the_draws_of_both_passes():
+    fields = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 2048, "heads": 32, "kv_heads": 8}
+    asked = scenario_from(fields | {"strategy": "zigzag_ring"})
+    both = predict(asked)
+    assert len(both.draws_s) == NUM_DRAWS
+    assert both.time_s_low == np.quantile(both.draws_s, 0.05) < both.time_s < both.time_s_high
+    case = look_up(asked)
+    draws = Draws(asked, case.cluster, case.profile)
+    along = draws.along(both.parts_s) * draws.noise()
+    assert np.corrcoef(along, both.draws_s)[0, 1] > 0.9
+    assert np.mean(both.draws_s) >= np.mean(along)  # a maximum of several paths

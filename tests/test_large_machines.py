@@ -1,0 +1,158 @@
+"""Thousands of GPUs: what is folded is exact, what is continued says so, and neither takes long."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpsim import passes
+from cpsim.passes import KNOWN_PLACES, _continued, _copies, _simulated, run_pass
+from cpsim.predictor import look_up, predict
+from cpsim.scenario import scenario_from
+from cpsim.uncertainty import Draws
+
+FIELDS = {"gpus": 32, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 32, "kv_heads": 8, "mask": "causal"}
+
+
+def scenario(**changes):
+    return scenario_from(FIELDS | changes)
+
+
+def draws(case):
+    return Draws(case.scenario, case.cluster, case.profile)
+
+
+def simulated(case, pass_, copies, num_gpus):
+    return _simulated(case, pass_, draws(case), copies, num_gpus)
+
+
+def close(a, b, most):
+    return np.allclose(a, b, rtol=most, atol=0)
+
+
+def with_fabric(case, **changes):
+    return replace(case, cluster=replace(case.cluster, fabric=replace(case.cluster.fabric, **changes)))
+
+
+def assert_same(folded, spelled, copies, apart=True, most=1e-9):
+    """``apart``: no two GPUs share a link; if they do, what they lose to each other is the transfer's own time, and
+    another of several critical paths is found."""
+    assert close(folded.time_s, spelled.time_s, most)
+    assert not apart or close(folded.draws_s, spelled.draws_s, most)
+    tied = 1e-6 * spelled.time_s  # of two ranks, or paths, that are equally long either may be taken
+    for name, seconds in spelled.parts_s.items() if apart else ():
+        assert np.isclose(folded.parts_s[name], seconds, rtol=0, atol=tied), name
+    assert np.isclose(folded.exposed_s, spelled.exposed_s, rtol=0, atol=tied)
+    assert close(folded.sent, spelled.sent[::copies], most)
+    assert folded.memory_bytes == spelled.memory_bytes
+
+
+@given(
+    strategy=st.sampled_from(["usp", "loongtrain"]),
+    degree=st.sampled_from([2, 4, 8]),
+    nodes=st.sampled_from([1, 2, 3, 4]),
+    tokens=st.sampled_from([512, 1024, 4096]),
+    kv_heads=st.sampled_from([1, 4, 8, 32]),
+    mask=st.sampled_from(["full", "causal", "causal_document"]),
+    pass_=st.sampled_from(["fwd", "bwd"]),
+    protocol=st.sampled_from(["synced", "streamed"]),
+    nics=st.sampled_from([1, 2, 4, 8, 16]),
+    oversubscription=st.sampled_from([1.0, 1.5, 4.0]),
+    spine=st.sampled_from([1.0, 3.0, 16.0]),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=20, deadline=None)
+def test_one_gpu_of_a_ulysses_group_stands_for_all(
+    strategy, degree, nodes, tokens, kv_heads, mask, pass_, protocol, nics, oversubscription, spine, seed
+):
+    asked = scenario(
+        strategy=strategy, gpus=8 * nodes, tokens_per_gpu=tokens, kv_heads=kv_heads, mask=mask,
+        documents={"distribution": "prolong64k", "seed": seed} if mask == "causal_document" else None,
+        knobs={"ulysses": degree}, protocol=protocol,
+    )  # fmt: skip
+    leaves = {"nodes_per_leaf": 2, "spine_oversubscription": spine}
+    case = with_fabric(look_up(asked), nics_per_node=nics, oversubscription=oversubscription, **leaves)
+    folded = simulated(case, pass_, degree, case.cluster.num_gpus)
+    assert folded.timeline.schedule.num_ranks * degree == case.cluster.num_gpus
+    spelled = simulated(case, pass_, 1, case.cluster.num_gpus)
+    assert_same(folded, spelled, degree, apart=nics >= 8 and oversubscription == spine == 1)
+
+
+@pytest.mark.parametrize("strategy", ["usp", "loongtrain"])
+def test_a_folded_timeline_is_that_of_the_first_gpu_of_every_group(strategy):
+    case = look_up(scenario(strategy=strategy, knobs={"ulysses": 8}))
+    folded, spelled = (simulated(case, "fwd", copies, 32).timeline for copies in (8, 1))
+    ends = spelled.rank_end_s().reshape(-1, 8)
+    assert close(ends, folded.rank_end_s()[:, None], 1e-9)
+
+
+def test_machines_that_can_be_drawn_are_not_folded():
+    assert _copies(look_up(scenario(strategy="usp", gpus=256))) == 1
+    assert _copies(look_up(scenario(strategy="usp", gpus=264))) == 8
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"strategy": "usp", "knobs": {"placement": "context_first", "ulysses": 8}},
+        {"strategy": "usp", "knobs": {"ulysses": 1}},
+        {"strategy": "zigzag_ring"},
+        {"strategy": "usp", "implementation": "longca-bench", "kernel": "fa3", "profile": "h100-fa3"},
+    ],
+)
+def test_what_is_not_known_to_be_alike_is_not_folded(changes):
+    assert _copies(look_up(scenario(gpus=512, **changes))) == 1
+
+
+@pytest.mark.parametrize(("nics", "copies"), [(3, 6), (8, 2), (12, 5), (12, 3)])
+def test_gpus_with_unequal_shares_of_nics_are_not_folded(nics, copies):
+    cluster = look_up(scenario(strategy="usp")).cluster
+    cluster = replace(cluster, gpus_per_node=12, num_gpus=24, fabric=replace(cluster.fabric, nics_per_node=nics))
+    assert cluster.can_fold(copies) == ((nics, copies) == (12, 3))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "zigzag_ring", "striped_ring", "usp"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_a_continued_ring_is_the_simulated_one_to_a_ten_thousandth(strategy, mask):
+    copies = 8 if strategy == "usp" else 1
+    case = look_up(scenario(strategy=strategy, mask=mask, gpus=320 * copies))
+    for pass_ in ("fwd", "bwd") if mask == "causal" else ("fwd",):
+        spelled = simulated(case, pass_, copies, case.cluster.num_gpus)
+        continued = _continued(case, pass_, draws(case), copies)
+        assert continued.timeline is None
+        assert close(continued.time_s, spelled.time_s, 1e-4)
+        assert close(continued.draws_s, spelled.draws_s, 1e-3)
+        assert np.isclose(continued.exposed_s, spelled.exposed_s, rtol=1e-2, atol=1e-4 * spelled.time_s)
+        assert close(continued.sent, spelled.sent.max(), 1e-9)
+        assert continued.memory_bytes == spelled.memory_bytes
+
+
+def test_a_prediction_says_what_was_folded_and_what_was_continued():
+    notes = predict(scenario(strategy="usp", gpus=8 * 1024, **{"pass": "fwd"})).notes
+    assert any("8 GPUs of a node do the same" in note for note in notes)
+    (said,) = [note for note in notes if note.startswith("rings of 1024 places: continued")]
+    assert f"{KNOWN_PLACES[1]} and {KNOWN_PLACES[2]} places" in said
+
+
+def test_documents_are_simulated_step_by_step(monkeypatch):
+    monkeypatch.setattr(passes, "MOST_PLACES", 16)
+    draw = {"distribution": "prolong64k", "seed": 1}
+    case = look_up(scenario(strategy="zigzag_ring", mask="causal_document", documents=draw))
+    assert run_pass(case, "fwd", draws(case)).timeline is not None
+    case = look_up(scenario(strategy="zigzag_ring"))
+    monkeypatch.setattr(passes, "KNOWN_PLACES", (8, 16, 24))
+    assert run_pass(case, "fwd", draws(case)).timeline is None
+
+
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "most_s"), [("zigzag_ring", 4096, 2), ("usp", 4096, 2), ("usp", 16384, 5)]
+)
+def test_thousands_of_gpus_take_seconds(strategy, gpus, most_s):
+    case = scenario(strategy=strategy, gpus=gpus, tokens_per_gpu=8192, **{"pass": "fwd"})
+    predict(scenario(strategy=strategy, gpus=512, **{"pass": "fwd"}))  # compiles
+    started = time.process_time()
+    predict(case)
+    assert time.process_time() - started < 2 * most_s  # bars are medians of a machine that does nothing else

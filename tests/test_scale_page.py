@@ -1,0 +1,45 @@
+"""The page of our own speed says what the committed measurement says, and bars hold in it."""
+
+import json
+
+import pytest
+from scripts import load_script
+
+
+@pytest.fixture(scope="module")
+def docs():
+    return load_script("docs/scale.py")
+
+
+@pytest.fixture(scope="module")
+def data(docs):
+    return json.loads(docs.DATA.read_text())
+
+
+def test_the_page_is_that_of_the_committed_measurement(docs, data):
+    assert docs.page(data) == docs.PAGE.read_text(), "run python docs/scale.py"
+
+
+def test_bars_that_the_measurement_meets(docs, data):
+    at = data["stages"]["96"]
+    assert at["ops"] / at["constant"] > 5e6
+    assert at["ops"] / at["simulate"] > 1e6
+    assert at["plan"] < at["simulate"]
+    assert docs.exponent(data, "plan", "price", "simulate") <= 1.05
+    assert at["draws"] <= 20 * at["simulate"]
+    forward = {(row["strategy"], row["gpus"]): row["seconds"] for row in data["large"] if row["pass"] == "fwd"}
+    assert forward["zigzag_ring", 4096] <= 2
+    assert forward["usp", 4096] <= 2
+    assert forward["usp", 16384] <= 5
+    assert max(row["peak_bytes"] for row in data["large"]) <= 2 * 2**30
+
+
+def test_stages_are_measured_on_the_schedule_that_the_page_names(docs):
+    small = docs.stages(8)
+    assert small["ops"] == 8**2 + 2 * 8 * 7
+    assert all(small[stage] > 0 for stage in docs.STAGES)
+
+
+def test_what_an_op_touches_is_counted(docs):
+    touched = docs.touched_bytes()
+    assert touched["constant"] < touched["simulate"] < 400

@@ -3,8 +3,8 @@
 set -eu
 cd "$(dirname "$0")"
 
-if ! command -v chromium >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    { apt-get update && apt-get install -y --no-install-recommends chromium; } >/dev/null 2>&1 ||
+if ! command -v chromedriver >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 ||
         echo "chromium could not be installed: the tests that open the report are skipped" >&2
 fi
 

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from cpsim.cluster import Cluster, load_cluster
     from cpsim.errors import CpsimError, InfeasibleError, ProfileError, ScenarioError, ScheduleError
     from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
-    from cpsim.predictor import advise, predict, predict_many
-    from cpsim.scenario import Scenario, load_scenario, load_scenarios
+    from cpsim.predictor import advise, predict, predict_many, sweep
+    from cpsim.scenario import Scenario, grid, load_scenario, load_scenarios
     from cpsim.schedule import Kind, Schedule
     from cpsim.sim.fast import simulate
     from cpsim.sim.reference import simulate_reference
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 _HOME: Final = {
     "cpsim.cluster": ("Cluster", "load_cluster"),
     "cpsim.errors": ("CpsimError", "InfeasibleError", "ProfileError", "ScenarioError", "ScheduleError"),
-    "cpsim.predictor": ("advise", "predict", "predict_many"),
+    "cpsim.predictor": ("advise", "predict", "predict_many", "sweep"),
     "cpsim.prediction": ("Advice", "Candidate", "Infeasible", "Prediction"),
-    "cpsim.scenario": ("Scenario", "load_scenario", "load_scenarios"),
+    "cpsim.scenario": ("Scenario", "grid", "load_scenario", "load_scenarios"),
     "cpsim.builder": ("Builder",),
     "cpsim.schedule": ("Kind", "Schedule"),
     "cpsim.sim.fast": ("simulate",),
@@ -59,6 +59,7 @@ __all__ = [
     "Work",
     "Workload",
     "advise",
+    "grid",
     "load_cluster",
     "load_scenario",
     "load_scenarios",
@@ -67,6 +68,7 @@ __all__ = [
     "predict_many",
     "simulate",
     "simulate_reference",
+    "sweep",
     "validate",
 ]
 

@@ -39,6 +39,11 @@ Progress = Callable[[int, int], None]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
+EXPLORED = {
+    "gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "mask": "causal_document", "heads": 32, "kv_heads": 8,
+    "documents": {"distribution": "prolong512k", "seed": 42},
+}  # fmt: skip
+"""What `cpsim explore` begins with: the example of the README."""
 KERNELS = "fa4,fa2,cudnn,sdpa_flash"
 Base = Annotated[str | None, typer.Option(help="A profile that gives what was not measured.")]
 OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
@@ -113,7 +118,7 @@ def predict(
 
 def _write_trace(path: Path, results: Results) -> None:
     from cpsim.prediction import Prediction
-    from cpsim.report.trace import predicted_rows, write_trace
+    from cpsim.report.trace import write_prediction
 
     if len(results) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(results)}; give it a file of its own")
@@ -123,8 +128,52 @@ def _write_trace(path: Path, results: Results) -> None:
                 "trace: expected attention or a layer whose ops are simulated one by one, got a training step or a "
                 "ring that continues shorter ones; use fewer GPUs"
             )
-        write_trace(path, predicted_rows(results[0]))
+        write_prediction(path, results[0])
         print(f"Trace written to {path}; open it in ui.perfetto.dev", file=sys.stderr)
+
+
+@app.command()
+def trace(
+    file: OneScenario,
+    out: Annotated[Path, typer.Option(help="Write the trace to this file; .json, or compressed .json.gz.")],
+    strategy: Annotated[str | None, typer.Option(help="What to trace, where FILE names no strategy; the best.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write a trace for Perfetto: every rank and stream, arrows between ranks, what links carry."""
+    from cpsim.predictor import predict as ask
+    from cpsim.report.trace import write_prediction
+    from cpsim.scenario import as_scenario, load_scenario
+
+    _check_writable(out)
+    scenario = load_scenario(file)
+    if strategy:
+        scenario = as_scenario(scenario.to_dict() | {"strategy": strategy, "knobs": {}})
+    if scenario.strategy is None:
+        scenario = _best(scenario)
+    if scenario.model is not None:
+        raise CpsimError("trace: a training step has no timeline; leave the model out")
+    prediction = ask(scenario)
+    write_prediction(out, prediction)
+    num_ops = {pass_: len(timeline.schedule) for pass_, timeline in prediction.timelines.items()}
+    if as_json:
+        fields = {"strategy": scenario.strategy, "knobs": dict(scenario.knobs), "ops": num_ops, "out": str(out)}
+        print(json.dumps(fields))
+    else:
+        from cpsim.report.words import strategy_label
+
+        total = f"{sum(num_ops.values()):,} ops of {strategy_label(scenario)} on {scenario.gpus} GPUs"
+        print(f"{total}, written to {out}; open it in ui.perfetto.dev")
+
+
+def _best(scenario: Scenario) -> Scenario:
+    from cpsim.predictor import advise as ask
+
+    with _progress("Trying strategies") as progress:
+        candidates = ask(scenario, progress).candidates
+    if not candidates:
+        raise CpsimError("trace: no strategy can run this case; `cpsim advise` says why")
+    best = candidates[0].scenario
+    return scenario.model_copy(update={"strategy": best.strategy, "knobs": best.knobs})
 
 
 @app.command()
@@ -142,7 +191,7 @@ def sweep(
             raise CpsimError(f"{out}: --scheduler and --resume need a folder of Parquet files; leave .jsonl out")
         _sweep_lines(file, out, as_json, jobs)
         return
-    from cpsim.sweep import failures, load_sweep, run_sweep
+    from cpsim.sweeps import failures, load_sweep, run_sweep
 
     if out.is_file() or not out.parent.is_dir():
         raise CpsimError(f"{out}: expected a folder, or a name in a folder that exists")
@@ -207,12 +256,15 @@ def advise(
 
         _stdout().print(advice_view(advice))
     if html:
+        from cpsim.report.frontier import predict_cells
         from cpsim.report.html import write_report
         from cpsim.report.lengths import predict_lengths
 
         with _progress("Predicting other lengths") as progress:
             lengths = predict_lengths(advice, progress)
-        write_report(html, advice, lengths)
+        with _progress("Mapping lengths and GPUs") as progress:
+            best = predict_cells(advice, progress)
+        write_report(html, advice, lengths, best)
         print(f"Report written to {html}", file=sys.stderr)
 
 
@@ -228,6 +280,26 @@ def _advise_step(file: Path, as_json: bool) -> None:
         print(json.dumps(step_advice_record(advice), indent=1))
     else:
         _stdout().print(step_advice_view(advice))
+
+
+@app.command()
+def explore(
+    file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="One scenario to begin with.")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8050,
+    host: Annotated[str, typer.Option(help="Address to listen on; only requests to it are answered.")] = "127.0.0.1",
+    runs: Annotated[Path | None, typer.Option(help="Folder of run files to set predictions beside.")] = None,
+) -> None:
+    """Open a local page in which a case can be changed: ranking, map, timeline, memory, mask, real runs."""
+    if find_spec("dash") is None:
+        raise CpsimError("explore: needs Dash, which is not installed; pip install 'cpsim[explore]'")
+    from cpsim.explore.server import serving
+    from cpsim.scenario import load_scenario, scenario_from
+
+    shipped = Path("validation/runs")  # where the repository keeps its runs
+    start = load_scenario(file) if file else scenario_from(EXPLORED)
+    with serving(start, runs or (shipped if shipped.is_dir() else None), host, port) as server:
+        print(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C", file=sys.stderr, flush=True)
+        server.serve_forever()
 
 
 @app.command()

@@ -192,12 +192,14 @@ def _other_gpu(run: Run) -> str:
     return f"run: measured on {where}, but {cluster.name} has {cluster.gpu.name}"
 
 
-def predict_runs(runs: Sequence[Run], progress: Callable[[int, int], None] | None = None) -> list[Predicted]:
-    """Predictions of the cases that were measured."""
+def predict_runs(
+    runs: Sequence[Run], progress: Callable[[int, int], None] | None = None, jobs: int | None = None
+) -> list[Predicted]:
+    """Predictions of the cases that were measured, on several processes; on all cores where ``jobs`` is None."""
     from cpsim.predictor import predict_many
 
     scenarios = list({run.key: run.scenario for run in runs if run.error is None}.values())
-    results = predict_many(scenarios, progress=progress)
+    results = predict_many(scenarios, jobs, progress)
     return [_predicted(scenario, result) for scenario, result in zip(scenarios, results, strict=True)]
 
 

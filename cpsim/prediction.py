@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.errors import CpsimError
 from cpsim.scenario import Scenario
 from cpsim.sim.timeline import Timeline
+
+Column = NDArray[Any]
+NUMBERS: Final = (
+    "time_s", "time_s_low", "time_s_high", "tflops_per_gpu", "exposed_comm_s", "bytes_sent_per_gpu",
+    "peak_memory_bytes", "planning_s",
+)  # fmt: skip
+"""What ``prediction_columns`` takes from a prediction; names are a contract."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +92,62 @@ class Advice:
     candidates: tuple[Candidate, ...]
     infeasible: tuple[Infeasible, ...]
     notes: tuple[str, ...]
+
+    def columns(self) -> dict[str, Column]:
+        """The candidates as columns that ``pandas.DataFrame`` takes, fastest first, in SI units."""
+        scenarios = [candidate.scenario for candidate in self.candidates]
+        numbers = ("total_s", "total_s_low", "total_s_high", "tflops_per_gpu", "exposed_share", "peak_memory_bytes",
+                   "probability_best")  # fmt: skip
+        return {
+            "strategy": np.array([str(scenario.strategy) for scenario in scenarios], dtype=str),
+            "knobs": np.array([knobs_json(scenario) for scenario in scenarios], dtype=str),
+            "forward_s": np.array([candidate.forward.time_s for candidate in self.candidates]),
+            "backward_s": np.array([candidate.backward.time_s for candidate in self.candidates]),
+            **{name: np.array([getattr(candidate, name) for candidate in self.candidates]) for name in numbers},
+        }
+
+
+def knobs_json(scenario: Scenario) -> str:
+    """The strategy's settings as JSON, so that a column of them can be compared and read back."""
+    return json.dumps(dict(scenario.knobs), sort_keys=True)
+
+
+def prediction_columns(
+    asked: Sequence[Scenario | CpsimError], results: Sequence[Prediction | Infeasible | CpsimError]
+) -> dict[str, Column]:
+    """Cases and their answers as columns of equal length; see ``cpsim.sweep``."""
+    rows = [_case(scenario) for scenario in asked]
+    case = {name: np.array([row[name] for row in rows]) for name in _NO_CASE}
+    numbers = {
+        name: np.array([getattr(result, name, np.nan) for result in results], dtype=np.float64) for name in NUMBERS
+    }
+    return case | numbers | {"error": np.array([_error(result) for result in results], dtype=str)}
+
+
+_NO_CASE: Final[Mapping[str, str | int]] = {
+    "strategy": "", "knobs": "", "implementation": "", "kernel": "", "gpus": 0, "cluster": "", "tokens": 0, "mask": "",
+    "heads": 0, "kv_heads": 0, "head_dim": 0, "dtype": "", "pass": "",
+}  # fmt: skip
+"""Columns of a case, with what stands there where it cannot be read."""
+
+
+def _case(scenario: Scenario | CpsimError) -> Mapping[str, str | int]:
+    if isinstance(scenario, CpsimError):
+        return _NO_CASE
+    fields = scenario.to_dict() | {
+        "strategy": scenario.strategy or "",
+        "knobs": knobs_json(scenario),
+        "tokens": scenario.num_tokens,
+        "mask": scenario.mask if isinstance(scenario.mask, str) else json.dumps(dict(scenario.mask)),
+    }
+    return {name: fields[name] for name in _NO_CASE}
+
+
+def _error(result: Prediction | Infeasible | CpsimError) -> str:
+    match result:
+        case Prediction():
+            return ""
+        case Infeasible():
+            return result.reason
+        case error:
+            return str(error)

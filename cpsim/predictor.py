@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Final, TypeVar
@@ -19,8 +19,8 @@ from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import implementation
 from cpsim.models.price import GROUPS
 from cpsim.passes import Case, run_pass
-from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
-from cpsim.scenario import Scenario
+from cpsim.prediction import Advice, Candidate, Column, Infeasible, Prediction, prediction_columns
+from cpsim.scenario import Asked, Scenario, as_scenario
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
@@ -38,14 +38,30 @@ CHUNK: Final = 8
 """Scenarios that a worker process takes at a time."""
 
 
-def predict(scenario: Scenario) -> Prediction:
-    """Predict one scenario.
+def predict(case: Asked) -> Prediction:
+    """Predict one case.
+
+    Args:
+        case: a scenario with a strategy, its fields, or the file that holds it.
+
+    Returns:
+        the time of the slowest rank with its 90 % interval, and the timelines that it was read from.
 
     Raises:
         ScenarioError: it has no strategy, or asks for something that is not there.
         InfeasibleError: the strategy cannot run it; the message says why.
         ProfileError: there are no costs for its GPU or kernel.
+
+    Examples:
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+        >>> answer = predict(case | {"strategy": "zigzag_ring"})
+        >>> answer.time_s_low < answer.time_s < answer.time_s_high
+        True
     """
+    return _predict_scenario(as_scenario(case))
+
+
+def _predict_scenario(scenario: Scenario) -> Prediction:
     case = look_up(scenario)
     if scenario.model is None or scenario.part == "layer":
         return _predict(case)
@@ -74,6 +90,44 @@ def predict_many(
         if progress:
             progress(min(done * CHUNK, len(scenarios)), len(scenarios))
     return [entry for chunk in results for entry in chunk]
+
+
+def sweep(
+    cases: Iterable[Asked | CpsimError], jobs: int | None = 1, progress: Progress | None = None
+) -> dict[str, Column]:
+    """Predict many cases into columns, one row per case, in order; a bad one never loses the others.
+
+    Args:
+        cases: cases with a strategy, or the errors that stand in their place, as ``grid`` and ``load_scenarios``
+            make them.
+        jobs: processes; None uses all cores. Scripts that ask for several need ``if __name__ == "__main__"``.
+        progress: called after every chunk.
+
+    Returns:
+        Columns of equal length, numpy arrays that ``pandas.DataFrame`` and ``polars.DataFrame`` take as they are:
+        the case (``strategy``, ``knobs``, ``gpus``, ``tokens`` ...), what is predicted in SI units (``time_s``,
+        ``time_s_low``, ``time_s_high``, ``tflops_per_gpu``, ``exposed_comm_s``, ``bytes_sent_per_gpu``,
+        ``peak_memory_bytes``, ``planning_s``) and ``error``. Where there is an error, numbers are NaN; of a case that
+        cannot be read, ``gpus`` and ``tokens`` are 0 and words are empty.
+
+    Examples:
+        >>> from cpsim.scenario import grid
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+        >>> columns = sweep(grid(case, {"strategy": ["ring", "zigzag_ring"], "mask": ["full", "causal"]}))
+        >>> columns["mask"].tolist()
+        ['full', 'causal', 'full', 'causal']
+        >>> bool(columns["time_s"].argmin() == 3)
+        True
+    """
+    asked = [_or_error(case) for case in cases]
+    return prediction_columns(asked, predict_many(asked, jobs, progress))
+
+
+def _or_error(case: Asked | CpsimError) -> Scenario | CpsimError:
+    try:
+        return case if isinstance(case, CpsimError) else as_scenario(case)
+    except CpsimError as error:
+        return error
 
 
 def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | None) -> Iterator[tuple[int, Result]]:
@@ -116,54 +170,124 @@ def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimErro
     if isinstance(scenario, CpsimError):
         return scenario
     try:
-        return predict(scenario)
+        return _predict_scenario(scenario)
     except InfeasibleError as reason:
         return Infeasible(scenario=scenario, reason=str(reason))
     except CpsimError as error:
         return error
 
 
-def advise(scenario: Scenario, progress: Progress | None = None) -> Advice:
-    """Try every strategy and its sensible knobs, or only the scenario's strategy where it names one.
+def advise(case: Asked, progress: Progress | None = None) -> Advice:
+    """Try every strategy and its sensible knobs, or only the case's strategy where it names one.
 
-    Where the scenario names somebody else's implementation, the strategies are those that it has. On one GPU there is
+    Where the case names somebody else's implementation, the strategies are those that it has. On one GPU there is
     nothing to choose between: ``none`` is all that is tried.
 
+    Args:
+        case: a scenario, its fields, or the file that holds it.
+        progress: called after everything that is tried.
+
+    Returns:
+        the candidates, fastest first, and why the others cannot run; ``Advice.columns`` are the candidates as a table.
+
     Raises:
-        ScenarioError: the scenario asks for something that is not there.
+        ScenarioError: the case asks for something that is not there.
         ProfileError: there are no costs for its GPU or kernel.
+
+    Examples:
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+        >>> advice = advise(case)
+        >>> advice.candidates[0].scenario.strategy
+        'ulysses'
+        >>> sorted(advice.columns())[:3]
+        ['backward_s', 'exposed_share', 'forward_s']
+    """
+    scenario = as_scenario(case)
+    asked = ways(scenario)
+    tried = []
+    for done, way in enumerate(asked, 1):
+        tried.append(try_way(way))
+        if progress:
+            progress(done, len(asked))
+    advice = rank(scenario, tried)
+    return replace(advice, notes=(*advice.notes, *dict.fromkeys(_sensitivity(advice.candidates))))
+
+
+Tried = tuple[Prediction, Prediction] | Infeasible
+"""Forward and backward of one way to run a case, or why it cannot be run so."""
+
+
+def ways(scenario: Scenario) -> list[Scenario | Infeasible]:
+    """All ways to run a case that ``advise`` tries: strategies with their knobs, or why a strategy is not worth trying.
+
+    Raises:
+        ScenarioError: the scenario is a training step, or asks for something that is not there.
+        ProfileError: there are no costs for its GPU.
+    """
+    found: list[Scenario | Infeasible] = []
+    for name in strategies_to_try(scenario):
+        case = scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"})
+        try:
+            found += [case.model_copy(update={"knobs": dict(knobs)}) for knobs in settings(case)]
+        except InfeasibleError as reason:
+            asked = scenario.strategy is not None
+            found.append(case if asked else Infeasible(scenario=case, reason=str(reason)))
+    return found
+
+
+def strategies_to_try(scenario: Scenario) -> list[str]:
+    """Names of the strategies that ``advise`` tries.
+
+    Raises:
+        ScenarioError: the scenario is a training step, or its implementation is unknown.
     """
     if scenario.model is not None and scenario.part is None:
         raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
     support = implementation(scenario.implementation).support
-    names = [name for name in STRATEGIES if support is None or name in support]
-    names = ["none"] if scenario.gpus == 1 else names
     if scenario.strategy is not None:
-        names = [scenario.strategy]
-    case = look_up(scenario.model_copy(update={"strategy": names[0], "pass_": "fwd_bwd"}))
-    tries, infeasible = _tries(names, case, asked=scenario.strategy is not None)
-    found: list[tuple[Prediction, Prediction]] = []
-    for done, (name, knobs) in enumerate(tries, 1):
-        asked = case.scenario.model_copy(update={"strategy": name, "knobs": dict(knobs)})
-        try:
-            forward, backward = (
-                _predict(Case(asked.model_copy(update={"pass_": p}), case.workload, case.cluster, case.profile))
-                for p in ("fwd", "bwd")
-            )
-            found.append((forward, backward))
-        except InfeasibleError as reason:
-            infeasible.append(Infeasible(scenario=asked, reason=str(reason)))
-        if progress:
-            progress(done, len(tries))
-    candidates = _rank(found, case)
+        return [scenario.strategy]
+    return ["none"] if scenario.gpus == 1 else [name for name in STRATEGIES if support is None or name in support]
+
+
+def try_way(way: Scenario | Infeasible) -> Tried:
+    """One of ``ways``, predicted.
+
+    Raises:
+        ScenarioError: it asks for something that is not there.
+        ProfileError: there are no costs for its kernel.
+    """
+    if isinstance(way, Infeasible):
+        return way
+    case = look_up(way)
+    try:
+        forward, backward = (
+            _predict(replace(case, scenario=way.model_copy(update={"pass_": pass_}))) for pass_ in ("fwd", "bwd")
+        )
+    except InfeasibleError as reason:
+        return Infeasible(scenario=way, reason=str(reason))
+    return forward, backward
+
+
+def rank(scenario: Scenario, tried: Sequence[Tried]) -> Advice:
+    """The recommendation that follows from what was tried so far; that of ``advise`` where all ``ways`` were,
+    but for notes on what faults of the cluster cost.
+    """
+    found = [one for one in tried if not isinstance(one, Infeasible)]
     notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
-    notes.update(dict.fromkeys(_sensitivity(candidates, case)))
-    return Advice(scenario=scenario, candidates=candidates, infeasible=tuple(infeasible), notes=tuple(notes))
+    return Advice(
+        scenario=scenario,
+        candidates=_rank(found),
+        infeasible=tuple(one for one in tried if isinstance(one, Infeasible)),
+        notes=tuple(notes),
+    )
 
 
-def _sensitivity(candidates: Sequence[Candidate], case: Case) -> Iterator[str]:
+def _sensitivity(candidates: Sequence[Candidate]) -> Iterator[str]:
     """What a cluster's faults cost every candidate, and which would be the best without them, in words."""
-    if not case.cluster.faults or not candidates:
+    if not candidates:
+        return
+    case = look_up(candidates[0].scenario)
+    if not case.cluster.faults:
         return
     healthy = replace(case, cluster=replace(case.cluster, faults=()))
     without = [
@@ -182,18 +306,13 @@ def _name(candidate: Candidate) -> str:
     return " ".join([str(scenario.strategy), *(f"{knob}={value}" for knob, value in sorted(scenario.knobs.items()))])
 
 
-def _tries(names: Sequence[str], case: Case, asked: bool) -> tuple[list[tuple[str, Knobs]], list[Infeasible]]:
-    """Strategies with the knobs to try, and those that are not worth trying unless the user asked for them."""
-    tries: list[tuple[str, Knobs]] = []
-    left_out: list[Infeasible] = []
-    for name in names:
-        try:
-            tries += [(name, knobs) for knobs in _knobs(name, case)]
-        except InfeasibleError as reason:
-            scenario = case.scenario.model_copy(update={"strategy": name})
-            tries += [(name, {})] * asked
-            left_out += [Infeasible(scenario=scenario, reason=str(reason))] * (not asked)
-    return tries, left_out
+def settings(scenario: Scenario) -> Sequence[Knobs]:
+    """Knobs that are worth trying for a scenario with a strategy; its own where it has some.
+
+    Raises:
+        InfeasibleError: none is; the message says why.
+    """
+    return _knobs(str(scenario.strategy), look_up(scenario))
 
 
 def _knobs(name: str, case: Case) -> Sequence[Knobs]:
@@ -204,13 +323,12 @@ def _knobs(name: str, case: Case) -> Sequence[Knobs]:
     return STRATEGIES[name].knobs(case.workload, case.cluster) if name in STRATEGIES else ({},)
 
 
-def _rank(found: Sequence[tuple[Prediction, Prediction]], case: Case) -> tuple[Candidate, ...]:
+def _rank(found: Sequence[tuple[Prediction, Prediction]]) -> tuple[Candidate, ...]:
     if not found:
         return ()
-    cluster = case.cluster
     draws = np.array([np.add(f.draws_s, b.draws_s) for f, b in found])
     wins = np.bincount(np.argmin(draws, axis=0), minlength=len(found)) / draws.shape[1]
-    flops = case.scenario.flops(case.workload)
+    flops = sum(one.tflops_per_gpu * one.time_s for one in found[0])  # of every candidate: the case's
     candidates = [
         Candidate(
             forward=forward,
@@ -218,7 +336,7 @@ def _rank(found: Sequence[tuple[Prediction, Prediction]], case: Case) -> tuple[C
             total_s=forward.time_s + backward.time_s,
             total_s_low=float(np.quantile(drawn, 0.05)),
             total_s_high=float(np.quantile(drawn, 0.95)),
-            tflops_per_gpu=flops / cluster.num_gpus / (forward.time_s + backward.time_s) / 1e12,
+            tflops_per_gpu=flops / (forward.time_s + backward.time_s),
             exposed_share=(forward.exposed_comm_s + backward.exposed_comm_s) / (forward.time_s + backward.time_s),
             peak_memory_bytes=max(forward.peak_memory_bytes, backward.peak_memory_bytes),
             probability_best=float(won),

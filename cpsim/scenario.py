@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -358,6 +359,52 @@ def scenario_from(data: Mapping[str, Any]) -> Scenario:
         return Scenario.model_validate(take_schema(data, "scenario"))
     except ValidationError as error:
         raise ScenarioError(explain(error, FIELDS)) from None
+
+
+Asked = Scenario | Mapping[str, Any] | str | Path
+"""A case as people give it: a scenario, the fields of one, or the file that holds one."""
+
+
+def as_scenario(case: Asked) -> Scenario:
+    """The scenario of a case.
+
+    Raises:
+        ScenarioError: the fields or the file do not describe one.
+    """
+    match case:
+        case Scenario():
+            return case
+        case str() | Path():
+            return load_scenario(case)
+        case fields:
+            return scenario_from(fields)
+
+
+def grid(case: Asked, over: Mapping[str, Sequence[Any]]) -> list[Scenario | ScenarioError]:
+    """Every combination of values of some fields, the last field fastest; the other fields are those of the case.
+
+    Args:
+        case: gives the fields that do not vary. ``tokens`` replaces ``tokens_per_gpu`` and the other way round.
+        over: field names and their values.
+
+    Returns:
+        one entry per combination; an error where the combination makes no sense, so that none is lost.
+
+    Examples:
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens": 8192, "heads": 32, "kv_heads": 8}
+        >>> [(s.gpus, s.strategy) for s in grid(case, {"gpus": [2, 4], "strategy": ["ring", "ulysses"]})]
+        [(2, 'ring'), (2, 'ulysses'), (4, 'ring'), (4, 'ulysses')]
+    """
+    said_once = {"tokens": "tokens_per_gpu", "tokens_per_gpu": "tokens"}
+    replaced = {said_once[name] for name in over if name in said_once}
+    fields = {name: value for name, value in as_scenario(case).to_dict().items() if name not in replaced}
+    cases: list[Scenario | ScenarioError] = []
+    for values in product(*over.values()):
+        try:
+            cases.append(scenario_from(fields | dict(zip(over, values, strict=True))))
+        except ScenarioError as error:
+            cases.append(error)
+    return cases
 
 
 def load_scenario(path: str | Path) -> Scenario:

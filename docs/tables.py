@@ -45,8 +45,10 @@ RUNS = {
     "h200": "1 to 4 H200",
     "h200-dcp-magi": "2 H200, `dcp`, `magi` and `hybrid_cp` among others",
     "h200-planned": "4 H200, `dcp`, `magi` and `hybrid_cp` among others",
+    "h200-flex": "2 and 4 H200, FlexAttention, causal and sparse masks",
     "h200-emulated": "2 emulated nodes of 2 H200",
     "h200-emulated-planned": "2 emulated nodes of 2 H200, another machine",
+    "h200-emulated-flex": "2 emulated nodes of 2 H200, a third machine, mostly FlexAttention",
 }
 COMMANDS = {
     "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",

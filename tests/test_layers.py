@@ -11,23 +11,24 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-CORE = {"errors", "units", "files"}
+CORE = {"errors", "units", "files", "compiled"}
 CASE = {"mask_names", "mask_shapes", "masks", "stripes", "documents", "workload", "cluster", "scenario"}
 PLAN = {"tiles", "schedule"}
 ALLOWED = {
     "errors": set(),
+    "compiled": set(),
     "units": set(),
     "files": {"errors"},
     "masks": CORE,
     "block_masks": {"masks"},
-    "stripes": {"masks"},
+    "stripes": {"masks", "compiled"},
     "mask_names": {"files"},
     "mask_shapes": CORE | {"masks", "mask_names"},
     "documents": CORE,
     "cluster": CORE,
     "workload": CORE | {"masks", "mask_names", "mask_shapes", "stripes"},
     "scenario": CORE | {"mask_names", "documents", "workload", "cluster", "training.model", "training.parallel"},
-    "tiles": {"masks"},
+    "tiles": {"masks", "compiled"},
     "schedule": {"masks", "stripes", "tiles", "errors"},
     "transformer": set(),
     "builder": {"masks", "tiles", "schedule"},
@@ -35,7 +36,7 @@ ALLOWED = {
     "dcp": CORE | CASE - {"scenario"} | PLAN,
     "distca": CORE | {"masks", "documents"},
     "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp", "distca"},
-    "sim": PLAN | {"masks", "errors"},
+    "sim": PLAN | {"masks", "errors", "compiled"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE
     | {"distca", "masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work", "transformer"}
@@ -46,8 +47,14 @@ ALLOWED = {
     | {"cluster", "workload", "implementations", "schedule", "strategies", "sim", "models", "calibrate.profile"}
     | {"transformer"},
     "layer": CORE | CASE | PLAN | {"builder", "implementations", "strategies", "training.model", "transformer"},
+    "uncertainty": {"calibrate.profile", "cluster", "implementations", "models", "scenario"},
+    "passes": CORE
+    | CASE
+    | PLAN
+    | {"calibrate.profile", "implementations", "layer", "models", "sim", "strategies", "uncertainty"},
+    "sweeps": CORE | {"prediction", "predictor", "scenario"},
     "steps": CORE | {"scenario", "cluster", "implementations", "calibrate.profile", "training"},
-    "step_advice": CORE | {"scenario", "prediction", "predictor", "steps", "strategies", "training"},
+    "step_advice": CORE | {"passes", "scenario", "prediction", "predictor", "steps", "strategies", "training"},
     "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
@@ -61,16 +68,18 @@ ALLOWED = {
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation", "steps", "training"}
-    | {"layer"},
+    | {"layer", "passes", "uncertainty"},
     "report": CORE
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
     | {"kernels", "support", "reproduce", "step_advice", "training"},
+    "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations", "step_advice"},
+    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations", "step_advice", "explore"}
+    | {"sweeps"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

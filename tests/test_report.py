@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from cpsim.errors import ScenarioError
-from cpsim.report import figures, html, lengths, records, tables, words
+from cpsim.predictor import predict
+from cpsim.report import figures, frontier, html, lengths, records, tables, words
 from cpsim.scenario import scenario_from
 
 
@@ -25,7 +26,9 @@ def advice():
 @pytest.fixture(scope="module")
 def report(advice, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
-    html.write_report(path, advice, handmade.lengths())
+    asked = frontier.cells(advice.scenario)
+    best = [frontier.Cell(gpus=s.gpus, tokens=s.num_tokens, strategy="usp", time_s=0.01) for s in asked]
+    html.write_report(path, advice, handmade.lengths(), best)
     return path
 
 
@@ -144,25 +147,55 @@ def test_other_lengths_take_the_best_knobs_of_every_strategy(advice):
     assert best == list(advice.candidates)
 
 
+def bars_of_ops(figure):
+    return sum(len(trace.x) for trace in figure.data if trace.name in figures.KIND_COLOURS)
+
+
+def test_timeline_marks_the_critical_path_and_what_is_exposed():
+    """On the shown ranks: every op of the path, and as long an exposed time as the slowest rank is said to have."""
+    case = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 2048, "heads": 8, "kv_heads": 2, "strategy": "ring"}
+    (forward, backward) = (predict(case | {"pass": pass_}) for pass_ in ("fwd", "bwd"))
+    candidate = replace(handmade.candidate("ring", 0.01, 1.0), forward=forward, backward=backward)
+    found = forward.timelines["fwd"]
+    slowest = int(found.rank_end_s().argmax())
+    figure, _ = figures.timeline(candidate, [slowest])
+    exposed, critical = (
+        [trace for trace in figure.data if trace.name == name] for name in (figures.EXPOSED, figures.CRITICAL)
+    )
+    assert forward.exposed_comm_s > 0
+    assert sum(exposed[0].x) == pytest.approx(forward.exposed_comm_s * 1e3, rel=1e-9)
+    on_path = [row for row in found.rows([slowest]) if row["op"] in set(found.critical_path().tolist())]
+    assert len(critical[0].x) == len(on_path) > 3
+
+
 def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
     candidate = advice.candidates[0]
-    ranks = html.shown_ranks(candidate)
-    assert ranks == [0, 1, 4, 7]
+    ranks = [0, 1, 4, 7]
     num_ops = sum(len(p.timelines[k].rows(ranks)) for p, k in ((candidate.forward, "fwd"), (candidate.backward, "bwd")))
     figure, text = figures.timeline(candidate, ranks)
-    assert sum(len(trace.x) for trace in figure.data) == num_ops
+    assert bars_of_ops(figure) == num_ops
     assert text == f"{num_ops} ops of ranks 0, 1, 4, 7"
     monkeypatch.setattr(figures, "COLUMNS", 10)
     thinned, text = figures.timeline(candidate, ranks)
-    num_bars = sum(len(trace.x) for trace in thinned.data)
+    num_bars = bars_of_ops(thinned)
     assert num_bars < num_ops
     assert f"drawn as {num_bars} bars" in text
 
 
+def test_the_ranks_shown_are_few_and_hold_the_critical_path(advice):
+    candidate = advice.candidates[0]
+    ranks = figures.shown_ranks(candidate)
+    assert {0, 1, 4, 7} <= set(ranks)
+    assert len(ranks) <= 6
+    for prediction, pass_ in ((candidate.forward, "fwd"), (candidate.backward, "bwd")):
+        timeline = prediction.timelines[pass_]
+        assert any(row["critical"] for row in timeline.rows(ranks))
+
+
 def test_one_gpu_has_one_rank_to_show(advice):
     candidate = advice.candidates[0]
-    alone = candidate.scenario.model_copy(update={"gpus": 1})
-    assert html.shown_ranks(replace(candidate, forward=replace(candidate.forward, scenario=alone))) == [0]
+    alone = replace(candidate.forward, scenario=candidate.scenario.model_copy(update={"gpus": 1}), timelines={})
+    assert figures.shown_ranks(replace(candidate, forward=alone, backward=alone)) == [0]
 
 
 class Links(HTMLParser):
@@ -216,11 +249,14 @@ def test_report_opens_in_chromium_with_every_plot_and_a_clean_console(report, tm
     assert console == []
     _, *parts = re.split(r'<div id="([\w-]+)"[^>]*class="[^"]*js-plotly-plot', dom)
     plots = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert list(plots) == ["bars", "timeline-1", "timeline-2", "lengths"]
+    assert list(plots) == ["bars", "timeline-1", "timeline-2", "mask", "memory", "buffers", "map", "lengths"]
+    assert plots["map"].count('class="point"') == len(frontier.cells(handmade.advice().scenario))
+    assert plots["memory"].count('class="point"') == 2 * 4
+    assert plots["mask"].count("<image") == 4
     assert plots["bars"].count('class="point"') == 2 * 4
     assert plots["bars"].count('class="xerror"') == 4
     assert plots["timeline-1"].count('class="point"') > 300
-    assert plots["timeline-2"].count('class="point"') == 40
+    assert plots["timeline-2"].count('class="point"') == 40 + 2  # ops, and the last one of each pass is critical
     assert len(re.findall('class="point[" ]', plots["lengths"])) == 4 * 5
 
 

@@ -1,11 +1,20 @@
 """The predicted Chrome trace: every op of every rank once, on its stream, at its time."""
 
+import gzip
 import json
+from collections import defaultdict
 
+import numpy as np
+import pytest
+import trace_format
 from test_cli import EXAMPLES, cpsim, one_line
 
 from cpsim.predictor import predict
+from cpsim.report.link_use import link_use
+from cpsim.report.trace import write_prediction
 from cpsim.scenario import load_scenario
+
+CASE = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 16, "kv_heads": 4}
 
 
 def test_predicted_trace_holds_every_op_at_its_time(tmp_path):
@@ -27,3 +36,77 @@ def test_predicted_trace_holds_every_op_at_its_time(tmp_path):
 def test_a_trace_is_of_one_scenario(tmp_path):
     error = cpsim("predict", EXAMPLES / "sweep.jsonl", "--trace", tmp_path / "trace.json", status=2)
     assert "expected one scenario, got 10" in one_line(error)
+
+
+def test_a_trace_of_96_ranks_is_well_formed_with_arrows_between_ranks_and_counters(tmp_path):
+    path = tmp_path / "trace.json.gz"
+    case = {"gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 512, "heads": 8, "kv_heads": 2, "pass": "fwd"}
+    (tmp_path / "case.json").write_text(json.dumps(case | {"strategy": "zigzag_ring"}))
+    said = json.loads(cpsim("trace", tmp_path / "case.json", "--out", path, "--json"))
+    events = trace_format.check(gzip.decompress(path.read_bytes()))
+    assert said["ops"]["fwd"] > 10_000
+    transfers = 96 * 95
+    assert len(events["s"]) == len(events["f"]) == transfers
+    ends = defaultdict(set)
+    for event in (*events["s"], *events["f"]):
+        ends[event["id"]].add(event["pid"])
+    assert all(len(ranks) == 2 for ranks in ends.values())
+    assert len({event["pid"] for event in events["X"]}) == 96
+    assert {event["name"] for event in events["C"]} == {"sent [GB/s]", "leaving the node [GB/s]"}
+    assert len({event["pid"] for event in events["C"]}) == 96 + 12
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "allgather", "usp", "magi"])
+def test_what_links_carry_adds_up_to_the_bytes_sent(strategy):
+    timeline = predict(CASE | {"strategy": strategy, "pass": "fwd"}).timelines["fwd"]
+    used = link_use(timeline, 8)
+    sent = timeline.schedule.bytes_sent()
+    for rank, steps in used["gpu"].items():
+        assert (steps[:, 1] >= 0).all()
+        assert np.diff(steps[:, 0]) @ steps[:-1, 1] == pytest.approx(sent[rank], rel=1e-6)
+    of_nodes = [np.diff(steps[:, 0]) @ steps[:-1, 1] for steps in used["node"].values()]
+    assert len(of_nodes) == 2
+    assert 0 < sum(of_nodes) < sent.sum()
+    if strategy == "ring":  # the last GPU of a node sends to the next one
+        assert of_nodes[0] == pytest.approx(sent[7], rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather", "magi"])
+def test_collectives_have_arrows_along_their_ranks(strategy, tmp_path):
+    prediction = predict(CASE | {"strategy": strategy, "gpus": 8})
+    write_prediction(tmp_path / "trace.json", prediction)
+    events = trace_format.check((tmp_path / "trace.json").read_text())
+    assert len(events["t"]) == 6 * len(events["s"]) > 0
+    on_path = [event for event in events["X"] if "args" in event]
+    assert len(on_path) >= sum(len(t.critical_path()) for t in prediction.timelines.values())
+
+
+def test_a_trace_is_of_the_best_strategy_where_none_is_named(tmp_path):
+    case = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+    (tmp_path / "case.json").write_text(json.dumps(case))
+    assert "ulysses" in cpsim("trace", tmp_path / "case.json", "--out", tmp_path / "t.json")
+    said = cpsim("trace", tmp_path / "case.json", "--out", tmp_path / "t.json", "--strategy", "ring")
+    assert "ops of ring on 4 GPUs" in said
+    error = cpsim("trace", tmp_path / "case.json", "--out", tmp_path / "t.json", "--strategy", "none", status=2)
+    assert "none runs on 1 GPU" in one_line(error)
+
+
+def test_a_trace_that_perfetto_would_misread_is_noticed():
+    slice_ = {"ph": "X", "name": "a", "cat": "b", "pid": 0, "tid": 0, "ts": 0, "dur": 2}
+    named = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
+             {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}}]  # fmt: skip
+    flow = {"ph": "s", "name": "a", "cat": "b", "pid": 0, "tid": 0, "ts": 1, "id": 0, "bp": "e"}
+
+    def text(*events):
+        return json.dumps({"displayTimeUnit": "ms", "traceEvents": [*named, *events]})
+
+    trace_format.check(text(slice_, flow, flow | {"ph": "f"}))
+    for wrong in (
+        [slice_, slice_ | {"ts": 1}],
+        [slice_, flow],
+        [slice_, flow | {"ts": 5}, flow | {"ph": "f", "ts": 5}],
+        [slice_ | {"pid": 7}],
+        [slice_ | {"ts": -1}],
+    ):
+        with pytest.raises(AssertionError):
+            trace_format.check(text(*wrong))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
@@ -16,6 +17,7 @@ from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
     from cpsim.prediction import Advice, Candidate, Prediction
+    from cpsim.sim.timeline import Timeline
 
 FORWARD, BACKWARD = "#60a5fa", "#1d4ed8"
 PALETTE: Final = (
@@ -28,6 +30,7 @@ PALETTE: Final = (
     "#ca8a04",
     "#4b5563",
     "#db2777",
+    "#65a30d",
 )
 KIND_COLOURS: Final = {
     "attention": "#2563eb",
@@ -43,16 +46,24 @@ KIND_COLOURS: Final = {
     "barrier": "#ef4444",
 }
 OTHER_COLOUR: Final = "#64748b"
+CRITICAL: Final = "critical path"
+CRITICAL_COLOUR: Final = "#dc2626"
+EXPOSED: Final = "exposed communication"
+EXPOSED_COLOUR: Final = "#fca5a5"
 OUTLINED: Final = 100
 """From so many bars of a kind on, outlines would hide the bars."""
 COLUMNS: Final = 1500
 """Bars of a timeline that are closer together than the span over this number are drawn as one."""
 
 
+def blank() -> Any:
+    """A figure without a template: pages set theirs, and plotly takes 20 ms to check and copy one."""
+    return go.Figure(layout={"template": "none"})
+
+
 def styled(figure: Any, height: int) -> Any:
-    """The figure in the house style."""
+    """The figure in the house style, whose template is that of the page."""
     figure.update_layout(
-        template="plotly_white",
         height=height,
         margin={"l": 10, "r": 20, "t": 70, "b": 50},
         font={"family": "system-ui, sans-serif", "size": 13},
@@ -70,13 +81,17 @@ def styled(figure: Any, height: int) -> Any:
 
 def bars(advice: Advice) -> Any:
     """Forward and backward of every candidate, stacked, fastest on top, with the total's 90 % interval."""
-    candidates = advice.candidates
+    return bars_of(advice.candidates)
+
+
+def bars_of(candidates: Sequence[Candidate]) -> Any:
+    """The same of some candidates, in their order."""
     labels = [escape(strategy_label(candidate.scenario)) for candidate in candidates]
     parts = {
         "forward": ([candidate.forward.time_s for candidate in candidates], FORWARD),
         "backward": ([candidate.total_s - candidate.forward.time_s for candidate in candidates], BACKWARD),
     }
-    figure = go.Figure()
+    figure = blank()
     for name, (seconds, colour) in parts.items():
         values = [value * MS_PER_S for value in seconds]
         figure.add_bar(y=labels, x=values, name=name, orientation="h", marker_color=colour, width=0.6)
@@ -86,21 +101,22 @@ def bars(advice: Advice) -> Any:
         "symmetric": False,
         "array": [(c.total_s_high - c.total_s) * MS_PER_S for c in candidates],
         "arrayminus": [(c.total_s - c.total_s_low) * MS_PER_S for c in candidates],
-        "color": "#111827",
         "thickness": 1.6,
         "width": 5,
     }
-    for label, candidate in zip(labels, candidates, strict=True):
-        figure.add_annotation(
-            x=candidate.total_s_high * MS_PER_S,
-            y=label,
-            text=f"{ms_text(candidate.total_s)} ms · P(best) {percent_text(candidate.probability_best)}",
-            showarrow=False,
-            xanchor="left",
-            xshift=10,
-        )
+    notes = [
+        {
+            "x": candidate.total_s_high * MS_PER_S,
+            "y": label,
+            "text": f"{ms_text(candidate.total_s)} ms · P(best) {percent_text(candidate.probability_best)}",
+            "showarrow": False,
+            "xanchor": "left",
+            "xshift": 10,
+        }
+        for label, candidate in zip(labels, candidates, strict=True)
+    ]
     widest = max(candidate.total_s_high for candidate in candidates) * MS_PER_S
-    figure.update_layout(barmode="stack")
+    figure.update_layout(barmode="stack", annotations=notes)
     figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_xaxes(title="time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3])
     return styled(figure, 140 + 46 * len(candidates))
@@ -111,7 +127,7 @@ def lengths(predictions: Iterable[Prediction]) -> Any:
     lines: dict[str, list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         lines[escape(strategy_label(prediction.scenario))].append(prediction)
-    figure = go.Figure()
+    figure = blank()
     for number, (label, points) in enumerate(lines.items()):
         colour = PALETTE[number % len(PALETTE)]
         points = sorted(points, key=lambda point: point.scenario.num_tokens)
@@ -148,25 +164,33 @@ def lengths(predictions: Iterable[Prediction]) -> Any:
 def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
     """Streams of a few ranks as rows, forward beside backward.
 
+    A line along a bar says that it is on the critical path; behind the bars of a rank's ``compute`` stream are the
+    times in which the rank communicates, or waits for data, and computes nothing.
+
     Returns:
         The figure, and what was drawn together, in words.
     """
     passes = {
-        "forward": candidate.forward.timelines.get("fwd"),
-        "backward": candidate.backward.timelines.get("bwd"),
-    }
-    shown = {name: found.rows(ranks) for name, found in passes.items() if found is not None}
+        name: timelines[pass_]
+        for name, timelines, pass_ in (
+            ("forward", candidate.forward.timelines, "fwd"), ("backward", candidate.backward.timelines, "bwd"),
+        )
+        if pass_ in timelines
+    }  # fmt: skip
+    shown = {name: found.rows(ranks) for name, found in passes.items()}
     drawn = {name: _thinned(rows) for name, rows in shown.items()}
     every = sorted((row for rows in shown.values() for row in rows), key=_order)
     lanes = list(dict.fromkeys(map(_lane, every)))
     figure = make_subplots(cols=len(drawn), shared_yaxes=True, horizontal_spacing=0.02, subplot_titles=list(drawn))
     seen: set[str] = set()
-    for column, rows in enumerate(drawn.values(), start=1):
+    for column, (name, rows) in enumerate(drawn.items(), start=1):
+        figure.add_trace(_exposed_bars(passes[name], ranks, column == 1), 1, column)
         for kind in dict.fromkeys(row["kind"] for row in rows):
             figure.add_trace(
                 _kind_bars(kind, [row for row in rows if row["kind"] == kind], kind not in seen), 1, column
             )
             seen.add(kind)
+        figure.add_trace(_critical_bars(rows, column == 1), 1, column)
         figure.update_xaxes(title="time [ms]", rangemode="tozero", row=1, col=column)
     figure.update_layout(barmode="overlay", bargap=0.15)
     figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], automargin=True)
@@ -177,7 +201,24 @@ def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
             f", drawn as {format_count(num_drawn)} bars: neighbours of one kind that together are shorter "
             f"than 1/{COLUMNS} of the span share a bar"
         )
-    return styled(figure, 150 + 26 * len(lanes)), words
+    styled(figure, 190 + 26 * len(lanes)).update_layout(margin_t=115)  # the legend takes several lines
+    return figure, words
+
+
+def shown_ranks(candidate: Candidate) -> list[int]:
+    """A few ranks for a timeline: the first two, a middle one, the last, and those that hold up each pass most."""
+    last = candidate.scenario.gpus - 1
+    timelines = (*candidate.forward.timelines.values(), *candidate.backward.timelines.values())
+    return sorted({0, min(1, last), (last + 1) // 2, last, *(_busiest(timeline) for timeline in timelines)})
+
+
+def _busiest(found: Timeline) -> int:
+    """The rank with most of the critical path."""
+    schedule, path = found.schedule, found.critical_path()
+    seconds = np.zeros(len(schedule))
+    seconds[path] = (found.end_s - found.start_s)[path]
+    of_lane = seconds[schedule.op_of_lane()]
+    return int(np.argmax(np.bincount(schedule.lane_rank, weights=of_lane, minlength=schedule.num_ranks)))
 
 
 def _order(row: dict[str, Any]) -> tuple[int, int]:
@@ -201,6 +242,7 @@ def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         if before and before["kind"] == kind and row["end_s"] - before["start_s"] <= limit:
             before["end_s"] = row["end_s"]
             before["count"] += 1
+            before["critical"] |= row["critical"]
             continue
         last[lane] = row | {"kind": kind, "count": 1, "lane": lane}
         thinned.append(last[lane])
@@ -221,4 +263,39 @@ def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> An
         marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
         customdata=names,
         hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>" + kind + "</extra>",
+    )
+
+
+def _critical_bars(rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
+    """A line along the upper edge of every bar of the critical path."""
+    critical = [row for row in rows if row["critical"]]
+    return go.Bar(
+        orientation="h",
+        y=[row["lane"] for row in critical],
+        base=[row["start_s"] * MS_PER_S for row in critical],
+        x=[(row["end_s"] - row["start_s"]) * MS_PER_S for row in critical],
+        width=0.14,
+        offset=0.34,
+        name=CRITICAL,
+        legendgroup=CRITICAL,
+        showlegend=in_legend,
+        marker={"color": CRITICAL_COLOUR, "line": {"width": 0}},
+        hoverinfo="skip",
+    )
+
+
+def _exposed_bars(found: Timeline, ranks: Sequence[int], in_legend: bool) -> Any:
+    """Where ranks communicate or wait for data and compute nothing, behind the bars of their compute streams."""
+    spans = {rank: found.exposed(rank) * MS_PER_S for rank in ranks}
+    return go.Bar(
+        orientation="h",
+        y=[_lane({"rank": rank, "stream": STREAMS[0]}) for rank, span in spans.items() for _ in span],
+        base=[start for span in spans.values() for start in span[:, 0].tolist()],
+        x=[length for span in spans.values() for length in (span[:, 1] - span[:, 0]).tolist()],
+        width=0.96,
+        name=EXPOSED,
+        legendgroup=EXPOSED,
+        showlegend=in_legend,
+        marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
+        hovertemplate="%{y}: exposed from %{base:.4g} ms on for %{x:.3g} ms<extra></extra>",
     )

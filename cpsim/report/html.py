@@ -7,7 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cpsim.report import figures
+from cpsim.report import figures, memory, shards
+from cpsim.report.frontier import MAP_CAPTION, Cell, cells, frontier
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.page import figure, page, table
 from cpsim.report.words import (
@@ -23,27 +24,32 @@ from cpsim.report.words import (
 from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Candidate, Prediction
+    from cpsim.prediction import Advice, Prediction
 
 NUM_TIMELINES: Final = 2
 
 
-def write_report(path: Path, advice: Advice, lengths: Sequence[Prediction]) -> None:
+def write_report(
+    path: Path, advice: Advice, lengths: Sequence[Prediction], best: Sequence[Cell] = ()
+) -> None:  # fmt: skip
     """Write the report of a recommendation.
 
     Args:
         path: file to write.
         advice: the recommendation.
         lengths: predictions of the same candidates at several sequence lengths.
+        best: the map of best strategies around the case; none leaves it out.
     """
-    path.write_text(report_html(advice, lengths), encoding="utf-8")
+    path.write_text(report_html(advice, lengths, best), encoding="utf-8")
 
 
-def report_html(advice: Advice, lengths: Sequence[Prediction]) -> str:
+def report_html(advice: Advice, lengths: Sequence[Prediction], best: Sequence[Cell] = ()) -> str:
     """The report as text; see ``write_report``."""
     sections = [_heading(advice)]
     if advice.candidates:
-        sections += [_ranking(advice), _timelines(advice)]
+        sections += [_ranking(advice), _timelines(advice), _mask(advice), _memory(advice)]
+    if best:
+        sections.append(_frontier(advice, best))
     if lengths:
         sections.append(_lengths(lengths))
     if advice.infeasible:
@@ -92,20 +98,36 @@ def _ranking(advice: Advice) -> str:
     return f"<h2>Ranking</h2>{table(head, rows, num_text=2, best=True)}{bars}"
 
 
-def shown_ranks(candidate: Candidate) -> list[int]:
-    """A few ranks for a timeline: the first two, a middle one and the last."""
-    last = candidate.scenario.gpus - 1
-    return sorted({0, min(1, last), (last + 1) // 2, last})
-
-
 def _timelines(advice: Advice) -> str:
     parts = ["<h2>What the GPUs do</h2>"]
     best = best_of_strategies(advice)[:NUM_TIMELINES]
     for number, candidate in enumerate(best, start=1):
-        made, words = figures.timeline(candidate, shown_ranks(candidate))
+        made, words = figures.timeline(candidate, figures.shown_ranks(candidate))
         caption = f"{strategy_label(candidate.scenario)}: {words}."
         parts.append(figure(made, f"timeline-{number}", caption))
     return "".join(parts)
+
+
+def _mask(advice: Advice) -> str:
+    chosen = advice.candidates[0]
+    schedule = chosen.forward.timelines["fwd"].schedule
+    workload, ranks = advice.scenario.workload(), figures.shown_ranks(chosen)
+    made = figure(shards.shards(workload, schedule, ranks), "mask", shards.caption(workload, chosen, ranks))
+    return f"<h2>Mask and shards</h2>{made}"
+
+
+def _memory(advice: Advice) -> str:
+    peaks = memory.peaks(advice, advice.scenario.resolve_cluster().gpu.memory_bytes)
+    best = advice.candidates[0]
+    above = "Most bytes on one GPU, every strategy with its best settings; what kernels work with counts, too."
+    below = f"The buffers of {strategy_label(best.scenario)} on its fullest GPU; all are there for the whole pass."
+    bars = figure(peaks, "memory", above) + figure(memory.buffers(best), "buffers", below)
+    return f"<h2>Memory</h2>{bars}"
+
+
+def _frontier(advice: Advice, best: Sequence[Cell]) -> str:
+    made = figure(frontier(cells(advice.scenario), best), "map", MAP_CAPTION)
+    return f"<h2>Where the best strategy changes</h2>{made}"
 
 
 def _lengths(lengths: Sequence[Prediction]) -> str:

@@ -24,12 +24,12 @@ def at_length(scenario: Scenario, factor: float) -> Scenario | None:
         return None
     documents = scenario.documents
     if isinstance(documents, tuple):
-        documents = _scaled(documents, tokens)
+        documents = scaled_documents(documents, tokens)
     changes = {"tokens": tokens, "tokens_per_gpu": None, "documents": documents, "pass_": "fwd_bwd"}
     return scenario.model_copy(update=changes)
 
 
-def _scaled(documents: Sequence[int], tokens: int) -> tuple[int, ...] | None:
+def scaled_documents(documents: Sequence[int], tokens: int) -> tuple[int, ...] | None:
     """Lengths in proportion that sum to ``tokens``; those that vanish are left out."""
     total, scaled, end, scaled_end = sum(documents), [], 0, 0
     for length in documents:

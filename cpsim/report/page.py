@@ -45,6 +45,7 @@ def _plotly() -> str:
 
 def figure(made: Any, name: str, caption: str) -> str:
     """A plotly figure with an escaped caption; ``name`` is its id."""
+    made.update_layout(template="plotly_white")
     plot = made.to_html(
         full_html=False,
         include_plotlyjs=False,

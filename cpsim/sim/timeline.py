@@ -48,16 +48,21 @@ class Timeline:
 
         What it waits for its own host only is not counted.
         """
-        rank = int(np.argmax(self.rank_end_s()))
+        return float(np.diff(self.exposed(int(np.argmax(self.rank_end_s())))).sum())
+
+    def exposed(self, rank: int) -> Floats:
+        """When a rank communicates, or waits for data, and computes nothing: start and end, ``float64[K, 2]`` s."""
         mine = np.unique(self.schedule.op_of_lane()[self.schedule.lane_rank == rank])
         talks = is_one_of(self.schedule.kind[mine], COMMUNICATION_KINDS)
         host_bound = (self.cause[mine] == mine) & (self.start_s[mine] > 0)
         finish = float(self.end_s[mine].max(initial=0.0))
-        return float(_uncovered(self.start_s[mine], self.end_s[mine], talks, host_bound, finish))
+        return np.asarray(_uncovered(self.start_s[mine], self.end_s[mine], talks, host_bound, finish), np.float64)
 
     def rows(self, ranks: Iterable[int]) -> list[dict[str, object]]:
-        """One row per op and rank, ready for a table or a Gantt chart."""
+        """One row per op and rank, ready for a table or a Gantt chart; ``critical``: it is on the critical path."""
         schedule = self.schedule
+        critical = np.zeros(len(schedule), np.bool_)
+        critical[self.critical_path()] = True
         wanted = np.isin(schedule.lane_rank, list(ranks))
         return [
             {
@@ -68,6 +73,7 @@ class Timeline:
                 "kind": Kind(int(schedule.kind[i])).name.lower(),
                 "start_s": float(self.start_s[i]),
                 "end_s": float(self.end_s[i]),
+                "critical": bool(critical[i]),
             }
             for entry, i in zip(np.flatnonzero(wanted).tolist(), schedule.op_of_lane()[wanted].tolist(), strict=True)
         ]
@@ -75,11 +81,15 @@ class Timeline:
 
 @njit(cache=True)
 def _uncovered(start, end, talks, host_bound, finish):  # type: ignore[no-untyped-def]
-    """Time before ``finish`` that no computing op covers, without the part before a host-bound computing op."""
+    """Times before ``finish`` that no computing op covers, without those before a host-bound computing op."""
     compute = np.flatnonzero(~talks)
-    covered_to, gaps = 0.0, 0.0
+    gaps, count, covered_to = np.zeros((len(compute) + 1, 2)), 0, 0.0
     for i in compute[np.argsort(start[compute])]:
         if start[i] > covered_to and not host_bound[i]:
-            gaps += start[i] - covered_to
+            gaps[count] = covered_to, start[i]
+            count += 1
         covered_to = max(covered_to, end[i])
-    return gaps + max(0.0, finish - covered_to)
+    if finish > covered_to:
+        gaps[count] = covered_to, finish
+        count += 1
+    return gaps[:count]

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.files import explain, nearest, read_documents
+from cpsim.prediction import NUMBERS
 from cpsim.predictor import Progress, predict, spread
 from cpsim.scenario import FIELDS, Scenario, scenario_of
 
@@ -38,10 +39,6 @@ SWEEP_FILE: Final = "_sweep.json"
 TEXTS: Final = ("strategy", "implementation", "kernel", "cluster", "dtype", "pass")
 COUNTS: Final = ("gpus", "tokens", "heads", "kv_heads", "head_dim")
 AS_JSON: Final = ("knobs", "mask", "documents")
-NUMBERS: Final = (
-    "time_s", "time_s_low", "time_s_high", "tflops_per_gpu", "exposed_comm_s", "bytes_sent_per_gpu",
-    "peak_memory_bytes", "planning_s",
-)  # fmt: skip
 
 
 class _Sample(BaseModel):

@@ -1,0 +1,56 @@
+// What the page shows is in its address: controls write it, and a link restores them.
+const page = Math.random().toString(36).slice(2); // of this tab: it looks at one case at a time
+let serial = 0; // of what was asked last; the page says to which the answer belongs that it shows
+
+window.dash_clientside = Object.assign({}, window.dash_clientside, {
+  explore: {
+    // Arguments: the address, one value for every control, then the controls themselves and GPUs of a cluster's node.
+    sync: function (search, ...rest) {
+      const [controls, perNode] = rest.slice(-2);
+      const values = Object.fromEntries(controls.map((control, i) => [control.name, rest[i]]));
+      const context = window.dash_clientside.callback_context;
+      const changed = context.triggered.map((entry) => entry.prop_id.split(".")[0]);
+      const fromLink = changed.length === 0 || changed.includes("url");
+      const state = fromLink ? fromAddress(search, controls) : values;
+      const node = perNode[state.cluster] || 8;
+      if (!fromLink && changed.includes("nodes") && state.nodes > 0) {
+        state.gpus = state.nodes * node;
+      } else if (Number(state.gpus) > 0) {
+        state.nodes = Math.ceil(Number(state.gpus) / node);
+      }
+      state.page = page;
+      state.serial = ++serial;
+      document.documentElement.dataset.asked = serial;
+      document.documentElement.dataset.theme = state.theme;
+      const same = window.dash_clientside.no_update;
+      const linked = (name) => fromLink || name === "gpus" || name === "nodes";
+      const shown = controls.map((control) => (linked(control.name) ? state[control.name] : same));
+      return [toAddress(state, controls), ...shown, state];
+    },
+  },
+});
+
+function fromAddress(search, controls) {
+  const given = new URLSearchParams(search || "");
+  const dark = window.matchMedia("(prefers-color-scheme: dark)").matches;
+  const state = {};
+  for (const control of controls) {
+    let value = given.has(control.name) ? given.get(control.name) : control.value;
+    if (control.name === "theme" && !given.has("theme")) {
+      value = dark ? "dark" : "light";
+    }
+    state[control.name] = control.is_number && value !== "" && Number.isFinite(Number(value)) ? Number(value) : value;
+  }
+  return state;
+}
+
+function toAddress(state, controls) {
+  const written = new URLSearchParams();
+  for (const control of controls) {
+    const value = state[control.name];
+    if (control.name !== "nodes" && value !== null && value !== undefined && value !== "") {
+      written.set(control.name, value);
+    }
+  }
+  return "?" + written.toString();
+}

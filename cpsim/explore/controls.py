@@ -1,0 +1,208 @@
+"""The controls of the page: what a link holds, and the scenario that it stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from cpsim.cluster import load_cluster, presets
+from cpsim.documents import DISTRIBUTIONS
+from cpsim.errors import ScenarioError
+from cpsim.files import nearest, shown
+from cpsim.mask_names import MASK_NAMES
+from cpsim.scenario import Kernel, Scenario, Strategy, scenario_from
+
+State = Mapping[str, Any]
+"""Values of all controls by name."""
+
+ONE_DOCUMENT: Final = "one document"
+GIVEN_LENGTHS: Final = "lengths"
+OWN_PROFILE: Final = "the cluster's own"
+BEST: Final = "the best"
+VIEWS: Final = ("ranking", "map", "timeline", "memory", "mask", "measured")
+NETWORK: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
+"""What-if speeds of the network between nodes, over that of the cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Control:
+    """One value that a person may change."""
+
+    name: str
+    """In links."""
+    label: str
+    choices: tuple[str, ...] = ()
+    """Empty: a number or free text."""
+    is_number: bool = False
+    hint: str = ""
+
+
+def controls(start: Scenario) -> tuple[Control, ...]:
+    """All controls of a case, in the order of the page; clusters and profiles are those shipped and the start's own."""
+    from cpsim.calibrate.profile import shipped_profiles
+    from cpsim.calibrate.standin import DATA_SHEET
+
+    documents = (ONE_DOCUMENT, *DISTRIBUTIONS, GIVEN_LENGTHS)
+    clusters = dict.fromkeys((*presets(), start.cluster))
+    profiles = dict.fromkeys((OWN_PROFILE, *shipped_profiles(), DATA_SHEET, start.profile or OWN_PROFILE))
+    return (
+        Control(name="tokens_per_gpu", label="tokens per GPU", is_number=True),
+        Control(name="gpus", label="GPUs", is_number=True),
+        Control(name="nodes", label="nodes", is_number=True),
+        Control(name="cluster", label="cluster", choices=tuple(clusters)),
+        Control(name="network", label="network between nodes, times", choices=tuple(f"{x:g}" for x in NETWORK)),
+        Control(name="profile", label="profile", choices=tuple(profiles)),
+        Control(name="documents", label="documents", choices=documents),
+        Control(name="lengths", label="their lengths [tokens]", hint="for documents: lengths, e.g. 500000, 286432"),
+        Control(name="seed", label="seed of the draw", is_number=True),
+        Control(name="mask", label="mask", choices=tuple(MASK_NAMES)),
+        Control(name="options", label="options of the mask", hint="e.g. window=512"),
+        Control(name="heads", label="heads", is_number=True),
+        Control(name="kv_heads", label="key-value heads", is_number=True),
+        Control(name="head_dim", label="head dimension", is_number=True),
+        Control(name="kernel", label="kernel", choices=get_args(Kernel)),
+        Control(name="strategy", label="strategy shown", choices=(BEST, *get_args(Strategy))),
+        Control(name="ranks", label="ranks shown", hint="e.g. 0, 1, 48; empty: a few"),
+    )
+
+
+def state_of(scenario: Scenario) -> dict[str, Any]:
+    """The controls that stand for a scenario.
+
+    Raises:
+        ScenarioError: its cluster cannot be read, or controls cannot say what it says.
+    """
+    if scenario.model is not None or scenario.implementation != "cpsim":
+        raise ScenarioError("explore: shows attention of cpsim's own code; leave model and implementation out")
+    documents, lengths, seed = ONE_DOCUMENT, "", 0
+    match scenario.documents:
+        case tuple() as given:
+            documents, lengths = GIVEN_LENGTHS, ", ".join(map(str, given))
+        case None:
+            pass
+        case draw:
+            documents, seed = draw.distribution, draw.seed
+    return {
+        "tokens_per_gpu": scenario.num_tokens // scenario.gpus, "gpus": scenario.gpus,
+        "nodes": scenario.resolve_cluster().num_nodes, "cluster": scenario.cluster, "network": "1",
+        "profile": scenario.profile or OWN_PROFILE, "documents": documents, "lengths": lengths, "seed": seed,
+        "mask": scenario.mask_name, "options": ", ".join(f"{k}={v}" for k, v in dict(scenario.mask_options).items()),
+        "heads": scenario.heads, "kv_heads": scenario.kv_heads, "head_dim": scenario.head_dim,
+        "kernel": scenario.kernel, "strategy": scenario.strategy or BEST, "ranks": "",
+    }  # fmt: skip
+
+
+def scenario_of(state: State, known: Sequence[Control], folder: Path) -> Scenario:
+    """The scenario that the controls stand for, without a strategy.
+
+    Args:
+        state: as a link or the page gives it; nothing in it is trusted.
+        known: the controls, which say what may be chosen: a link names no files.
+        folder: where the file of a cluster with another network is put.
+
+    Raises:
+        ScenarioError: one line that names the control, what was expected and what came.
+    """
+    for control in known:
+        value = state.get(control.name)
+        if control.choices and value not in control.choices:
+            raise ScenarioError(f"{control.name}: {shown(value)} is unknown; {nearest(value, control.choices)}")
+    fields: dict[str, Any] = {
+        name: _whole(state, name) for name in ("tokens_per_gpu", "gpus", "heads", "kv_heads", "head_dim")
+    }
+    fields |= {"kernel": state["kernel"], "cluster": _cluster(state, folder), "mask": _mask(state)}
+    match state["documents"]:
+        case "one document":
+            pass
+        case "lengths":
+            parts = str(state.get("lengths") or "").split(",")
+            fields["documents"] = [_whole({"lengths": part}, "lengths") for part in parts]
+        case name:
+            fields["documents"] = {"distribution": name, "seed": _whole(state, "seed")}
+    if state["profile"] != OWN_PROFILE:
+        fields["profile"] = state["profile"]
+    scenario = scenario_from(fields)
+    scenario.resolve_cluster()
+    return scenario
+
+
+def shown_strategy(state: State) -> str | None:
+    """The strategy whose details are shown; None is the best."""
+    return None if state["strategy"] == BEST else str(state["strategy"])
+
+
+def given_ranks(state: State, num_ranks: int) -> list[int]:
+    """The ranks whose timelines and shards are to be shown, at most eight; none where none are given.
+
+    Raises:
+        ScenarioError: what is given are not ranks of the case.
+    """
+    text = str(state.get("ranks") or "").strip()
+    if not text:
+        return []
+    ranks = sorted({_whole({"ranks": part}, "ranks") for part in text.split(",")})
+    if not 0 <= ranks[0] <= ranks[-1] < num_ranks:
+        raise ScenarioError(f"ranks: expected numbers from 0 to {num_ranks - 1}, got {text[:60]}")
+    if len(ranks) > 8:
+        raise ScenarioError(f"ranks: expected at most 8, got {len(ranks)}; more cannot be told apart")
+    return ranks
+
+
+def _whole(state: State, name: str) -> int:
+    value = state.get(name)
+    try:
+        return int(str(value).strip())
+    except ValueError:
+        got = "nothing" if value in (None, "") else repr(str(value)[:60])
+        raise ScenarioError(f"{name}: expected a whole number, got {got}") from None
+
+
+def _mask(state: State) -> dict[str, Any]:
+    given: dict[str, Any] = {"name": state["mask"]}
+    for entry in str(state.get("options") or "").split(","):
+        if entry.strip():
+            key, equals, value = (part.strip() for part in entry.partition("="))
+            if not equals:
+                raise ScenarioError(f"options: expected name=value, e.g. window=512, got {entry.strip()[:60]!r}")
+            given[key] = _number(value)
+    return given
+
+
+def _number(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _cluster(state: State, folder: Path) -> str:
+    """Name of the cluster, or the file of the same one with a faster or slower network between nodes."""
+    name, factor = str(state["cluster"]), str(state["network"])
+    if factor == "1":
+        return name
+    cluster = load_cluster(name)
+    if cluster.fabric is None:
+        raise ScenarioError(f"network: {cluster.name} is one machine, without a network between nodes; leave it at 1")
+    path = folder / f"{Path(name).stem}-network-x{factor}.json"
+    if not path.exists():
+        path.write_text(json.dumps(_with_network(name, float(factor)).to_dict(), indent=1) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def _with_network(name: str, factor: float) -> Any:
+    cluster = load_cluster(name)
+    fabric = cluster.fabric
+    assert fabric is not None
+    faster = {
+        key: getattr(fabric, key) * factor
+        for key in ("nic_bandwidth_bytes_per_s", "flow_bandwidth_bytes_per_s", "proxy_bandwidth_bytes_per_s")
+        if getattr(fabric, key) is not None
+    }
+    source = f"a what-if: {factor:g} times the bandwidth of {cluster.name} ({fabric.source})"
+    renamed = f"{cluster.name}-network-x{factor:g}"
+    return replace(cluster, name=renamed, fabric=replace(fabric, **faster, grade="data sheet", source=source))

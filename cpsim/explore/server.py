@@ -1,0 +1,79 @@
+"""Serves the page to this machine, and to nobody else unless asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
+
+from flask import request
+from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
+
+from cpsim.errors import CpsimError
+from cpsim.explore.answers import Answers
+from cpsim.explore.app import make_app
+from cpsim.runs import Run, holds_runs, load_runs
+
+if TYPE_CHECKING:
+    from cpsim.scenario import Scenario
+
+LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
+
+
+class Quiet(WSGIRequestHandler):
+    """Says nothing of single requests."""
+
+    def log_request(self, code: int | str = "-", size: int | str = "-") -> None:
+        del code, size
+
+
+@contextmanager
+def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterator[BaseWSGIServer]:
+    """A server of the page that listens already; ``serve_forever`` answers.
+
+    Args:
+        start: the case that the page begins with.
+        runs: folder of run files, or none.
+        host: address to listen on; requests must name it, or loopback, as their host.
+        port: 0 takes a free one; the server knows which (``server_port``).
+
+    Raises:
+        CpsimError: the address cannot be had, or a run file is broken.
+    """
+    measured = found_runs(runs)
+    with TemporaryDirectory(prefix="cpsim-explore-") as folder:
+        answers = Answers()
+        try:
+            app = make_app(start, measured, answers, Path(folder)).server
+            app.before_request(lambda: _refused(host))
+            yield _listening(host, port, app)
+        finally:
+            answers.close()
+
+
+def found_runs(folder: Path | None) -> list[Run]:
+    """Runs that could be measured, of all run files of a folder."""
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise CpsimError(f"explore: {folder}: expected a folder of run files")
+    files = [path for path in sorted(folder.glob("*.jsonl")) if holds_runs(path)]
+    return [run for path in files for run in load_runs(path) if run.error is None]
+
+
+def _listening(host: str, port: int, app: Any) -> BaseWSGIServer:
+    try:
+        return make_server(host, port, app, threaded=True, request_handler=Quiet)
+    except (OSError, SystemExit) as error:
+        raise CpsimError(f"explore: cannot listen on {host} port {port}: {error}; try --port 0") from None
+
+
+def _refused(host: str) -> tuple[str, int] | None:
+    """A page of another site may reach this machine under a name of its own; such requests are not answered."""
+    named = urlsplit(f"//{request.environ.get('HTTP_HOST', '')}").hostname
+    if named in (*LOOPBACK, host):
+        return None
+    return f"cpsim explore answers requests to {host} or localhost only", 403

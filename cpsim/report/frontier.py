@@ -1,0 +1,187 @@
+"""Where the best strategy changes: a map over sequence length and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from html import escape
+from math import lcm
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.report.lengths import MIN_TOKENS_PER_GPU, best_of_strategies, scaled_documents
+from cpsim.report.words import knobs_text, ms_text
+from cpsim.scenario import MAX_TOKENS, Scenario
+from cpsim.units import format_count
+
+if TYPE_CHECKING:
+    from cpsim.prediction import Advice, Column
+
+NODES: Final = (1, 2, 4, 8, 12)
+LENGTHS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2)
+"""Sequence lengths as multiples of the case's."""
+MAX_TOKENS_PER_GPU: Final = 131_072
+"""Longer shards are left out: nobody trains so, and their kernels take long to price."""
+SLOW: Final = ("dcp", "distca")
+"""Strategies whose planning takes longer than a map may: they are left out."""
+MAP_CAPTION: Final = (
+    "The fastest strategy at other lengths and on other numbers of GPUs, forward and backward, each strategy with the "
+    "settings that are best for the case, or, where they cannot run, the first worth trying; "
+    f"{' and '.join(SLOW)} take too long to plan for a map and are left out. Given documents are scaled."
+)
+Knobs = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """The best strategy at one length and number of GPUs."""
+
+    gpus: int
+    tokens: int
+    """Of the whole sequence."""
+    strategy: str = ""
+    """Empty where none can run."""
+    knobs: str = ""
+    time_s: float = float("nan")
+    """Forward and backward."""
+
+
+def cells(scenario: Scenario) -> list[Scenario]:
+    """The same case at other lengths and on other numbers of GPUs, as far as its cluster has them.
+
+    Lengths are those of the case times ``LENGTHS``, rounded so that every number of GPUs divides them.
+    """
+    cluster = scenario.resolve_cluster()
+    node = cluster.gpus_per_node
+    counts = [count * node for count in NODES] if cluster.fabric else [2, node // 2, node]
+    gpus = sorted({count for count in (*counts, scenario.gpus) if count > 1})
+    unit = lcm(*gpus)
+    tokens = sorted({max(1, round(scenario.num_tokens * factor / unit)) * unit for factor in LENGTHS})
+    made = []
+    for count in gpus:
+        for total in tokens:
+            if MIN_TOKENS_PER_GPU * count <= total <= min(MAX_TOKENS, MAX_TOKENS_PER_GPU * count):
+                documents = scenario.documents
+                if isinstance(documents, tuple):
+                    documents = scaled_documents(documents, total)
+                changes = {"gpus": count, "tokens": total, "tokens_per_gpu": None, "documents": documents}
+                made.append(scenario.model_copy(update=changes | {"strategy": None, "knobs": {}, "pass_": "fwd_bwd"}))
+    return made
+
+
+def known_knobs(advice: Advice) -> dict[str, Knobs]:
+    """The best knobs of every strategy of a recommendation, fastest strategy first."""
+    return {str(best.scenario.strategy): best.scenario.knobs for best in best_of_strategies(advice)}
+
+
+def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
+    """The best strategy of one cell.
+
+    A strategy has the knobs that are best for the case of the map, or, where they cannot run here, the first that are
+    worth trying. Its backward pass, which is never shorter than its forward pass, is left out where two of these
+    take longer than the best so far.
+
+    Args:
+        scenario: one of ``cells``.
+        known: ``known_knobs`` of the map's case; strategies that it names are tried first.
+    """
+    from cpsim.predictor import predict, strategies_to_try
+
+    best = Cell(gpus=scenario.gpus, tokens=scenario.num_tokens)
+    names = [name for name in strategies_to_try(scenario) if name not in SLOW]
+    limit = float("inf")
+    for name in sorted(names, key=lambda name: list(known).index(name) if name in known else len(known)):
+        for knobs in _tries(scenario, name, known):
+            asked = scenario.model_copy(update={"strategy": name, "knobs": dict(knobs)})
+            try:
+                seconds = predict(asked.model_copy(update={"pass_": "fwd"})).time_s
+                seconds += predict(asked.model_copy(update={"pass_": "bwd"})).time_s if 2 * seconds < limit else limit
+            except (InfeasibleError, ScenarioError):
+                continue
+            if seconds < limit:
+                limit = seconds
+                words = knobs_text(asked.knobs)
+                best = Cell(gpus=best.gpus, tokens=best.tokens, strategy=name, knobs=words, time_s=seconds)
+            break
+    return best
+
+
+def predict_cells(advice: Advice, progress: Callable[[int, int], None] | None = None) -> list[Cell]:
+    """The map around the case of a recommendation, on all cores."""
+    from cpsim.predictor import spread
+
+    asked, known = cells(advice.scenario), known_knobs(advice)
+    found = []
+    for done, (_, cell) in enumerate(spread(partial(best_in, known=known), asked, None), 1):
+        found.append(cell)
+        if progress:
+            progress(done, len(asked))
+    return found
+
+
+def _tries(scenario: Scenario, name: str, known: Mapping[str, Knobs]) -> Iterator[Knobs]:
+    from cpsim.predictor import settings
+
+    if name in known:
+        yield known[name]
+    with suppress(InfeasibleError):
+        yield from settings(scenario.model_copy(update={"strategy": name}))[:1]
+
+
+def cell_columns(found: Sequence[Cell]) -> dict[str, Column]:
+    """Cells as columns, in SI units."""
+    names = ("gpus", "tokens", "strategy", "knobs", "time_s")
+    return {name: np.array([getattr(cell, name) for cell in found]) for name in names}
+
+
+def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Any:
+    """The map, as far as its cells are found: a colour for every best strategy, with its time.
+
+    Args:
+        asked: all of ``cells``.
+        found: those that are answered, in any order.
+    """
+    from cpsim.report.figures import PALETTE, blank, styled
+    from cpsim.strategies import STRATEGIES
+
+    gpus, tokens = (sorted(set(values)) for values in ([s.gpus for s in asked], [s.num_tokens for s in asked]))
+    on_map = [name for name in STRATEGIES if name not in ("none", *SLOW)]
+    colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(on_map)}
+    made = blank()
+    for name in [name for name in STRATEGIES if any(cell.strategy == name for cell in found)] + [""]:
+        here = [cell for cell in found if cell.strategy == name]
+        made.add_bar(
+            x=[tokens.index(cell.tokens) for cell in here],
+            y=[1.0] * len(here),
+            base=[gpus.index(cell.gpus) - 0.5 for cell in here],
+            width=1.0,
+            name=name or "none can run",
+            showlegend=bool(here),
+            marker={"color": colour.get(name, "#9ca3af"), "line": {"color": "white", "width": 2}},
+            text=[f"{escape(name)}<br>{ms_text(cell.time_s)} ms" if name else "none" for cell in here],
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            textfont={"color": "white"},
+            constraintext="none",
+            customdata=[
+                f"{cell.gpus} GPUs, {format_count(cell.tokens)} tokens: "
+                + (f"{escape(name)} ({escape(cell.knobs)})" if cell.knobs else escape(name) or "none can run")
+                for cell in here
+            ],
+            hovertemplate="%{customdata}<extra></extra>",
+        )
+    made.update_layout(barmode="overlay", bargap=0)
+    made.update_xaxes(
+        title="sequence length [tokens]", tickvals=list(range(len(tokens))), ticktext=list(map(format_count, tokens)),
+        range=[-0.5, len(tokens) - 0.5], showgrid=False, zeroline=False,
+    )  # fmt: skip
+    made.update_yaxes(
+        title="GPUs", tickvals=list(range(len(gpus))), ticktext=list(map(str, gpus)),
+        range=[-0.5, len(gpus) - 0.5], showgrid=False, zeroline=False,
+    )  # fmt: skip
+    return styled(made, 170 + 62 * len(gpus))

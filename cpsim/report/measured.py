@@ -1,0 +1,68 @@
+"""Predictions of one case beside its real runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cpsim.report.figures import PALETTE, blank, styled
+from cpsim.report.words import strategy_label
+from cpsim.units import MS_PER_S
+
+if TYPE_CHECKING:
+    from cpsim.comparison import Pair
+    from cpsim.prediction import Column
+
+
+def measured_columns(pairs: Sequence[Pair]) -> dict[str, Column]:
+    """Pairs as columns, in SI units; ``error`` is predicted over measured time, less one."""
+    return {
+        "strategy": np.array([_label(pair) for pair in pairs], dtype=str),
+        "measured_s": np.array([pair.run.time_s for pair in pairs]),
+        "predicted_s": np.array([pair.predicted.time_s for pair in pairs]),
+        "predicted_s_low": np.array([pair.predicted.time_s_low for pair in pairs]),
+        "predicted_s_high": np.array([pair.predicted.time_s_high for pair in pairs]),
+        "error": np.array([pair.error for pair in pairs]),
+        "date": np.array([str(pair.run.header.get("date", "")) for pair in pairs], dtype=str),
+    }
+
+
+def measured(pairs: Sequence[Pair]) -> Any:
+    """A row for every way to compute the case: its prediction with the 90 % interval, and every run of it."""
+    columns = measured_columns(sorted(pairs, key=lambda pair: pair.predicted.time_s))
+    labels = [escape(label) for label in columns["strategy"].tolist()]
+    made = blank()
+    made.add_scatter(
+        y=labels,
+        x=columns["predicted_s"] * MS_PER_S,
+        name="predicted, 90 % interval",
+        mode="markers",
+        marker={"color": PALETTE[0], "size": 9},
+        error_x={
+            "type": "data",
+            "symmetric": False,
+            "array": (columns["predicted_s_high"] - columns["predicted_s"]) * MS_PER_S,
+            "arrayminus": (columns["predicted_s"] - columns["predicted_s_low"]) * MS_PER_S,
+        },
+        hovertemplate="%{y}: predicted %{x:.4g} ms<extra></extra>",
+    )
+    made.add_scatter(
+        y=labels,
+        x=columns["measured_s"] * MS_PER_S,
+        name="measured",
+        mode="markers",
+        marker={"color": PALETTE[1], "size": 11, "symbol": "x-thin", "line": {"width": 2.5, "color": PALETTE[1]}},
+        customdata=[f"{error:+.1%}" for error in columns["error"].tolist()],
+        hovertemplate="%{y}: measured %{x:.4g} ms, the prediction is off by %{customdata}<extra></extra>",
+    )
+    made.update_xaxes(title="time, slowest GPU [ms]", rangemode="tozero")
+    made.update_yaxes(autorange="reversed", automargin=True)
+    return styled(made, 170 + 40 * len(set(labels)))
+
+
+def _label(pair: Pair) -> str:
+    code = pair.scenario.implementation
+    return strategy_label(pair.scenario) + ("" if code == "cpsim" else f", {code}")

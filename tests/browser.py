@@ -1,0 +1,42 @@
+"""Chromium under Selenium, for tests of pages: what a person would do, and how long the page takes."""
+
+from __future__ import annotations
+
+import shutil
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+DRIVER = shutil.which("chromedriver")
+
+WATCH = """
+const say = () => { window.said = performance.now(); window.drawn = null; window.whole = null;
+  window.before = Number(document.documentElement.dataset.asked); };
+const progress = document.querySelector("#progress"), page = document.querySelector("#page");
+const look = () => {
+  if (Number(page.dataset.answered) <= window.before) return;
+  if (window.drawn === null) window.drawn = performance.now();
+  if (window.whole === null && progress.value >= progress.max) window.whole = performance.now(); };
+if (window.before === undefined) {
+  for (const kind of ["mousedown", "keydown"]) { window.addEventListener(kind, say, true); }
+  document.querySelector("#plot .js-plotly-plot").on("plotly_afterplot", look);
+}
+say();
+"""
+"""Notes when something was last said, when the page first drew an answer to it, and when it first drew a whole one."""
+
+
+def chromium(downloads=None, width=1280, height=1000):
+    """A headless browser whose files land in a folder."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.options import Options
+    from selenium.webdriver.chrome.service import Service
+
+    options = Options()
+    options.binary_location = CHROMIUM
+    flags = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --disable-background-networking "
+    flags += f"--disable-component-update --disable-sync --no-first-run --window-size={width},{height}"
+    for flag in flags.split():
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    if downloads:
+        options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
+    return webdriver.Chrome(options=options, service=Service(DRIVER))

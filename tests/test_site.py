@@ -1,0 +1,107 @@
+"""The documentation: it builds without a warning, loads nothing from elsewhere, and speaks of what there is."""
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from scripts import ROOT
+from test_layers import modules
+
+import cpsim
+from cpsim.cli import app
+
+pytest.importorskip("mkdocs")
+
+COMMANDS = {one.name or one.callback.__name__.replace("_", "-"): one.callback for one in app.registered_commands}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+class Loaded(HTMLParser):
+    """Collects what a page loads: scripts, styles, pictures, fonts."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self.text = [], []
+
+    def handle_starttag(self, tag, attrs):
+        fields = dict(attrs)
+        if tag in ("script", "img", "iframe"):
+            self.found.append(fields.get("src") or "")
+        if tag == "link" and fields.get("rel") in ("stylesheet", "preconnect", "preload", "icon"):
+            self.found.append(fields["href"])
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(path):
+    page = Loaded()
+    page.feed(path.read_text(encoding="utf-8"))
+    return page
+
+
+def test_the_site_builds_and_loads_nothing_from_elsewhere(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) >= 16
+    for path in pages:
+        loaded = read(path).found
+        assert len(loaded) > 3, path
+        assert not [name for name in loaded if name.startswith(("http:", "https:", "//"))], path
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(https?:)?//", style.read_text(encoding="utf-8")), style
+
+
+def test_the_reference_has_every_command_and_every_public_name(site):
+    commands = "".join(read(site / "commands" / "index.html").text)
+    assert len(COMMANDS) > 14
+    assert all(f"cpsim {name}" in commands for name in COMMANDS)
+    names = (site / "api" / "index.html").read_text(encoding="utf-8")
+    asked = set(cpsim.__all__) - {"STRATEGIES"}
+    assert not [name for name in asked if not re.search(rf'id="cpsim\.[\w.]*\b{name}"', names)]
+
+
+def test_the_models_page_has_formulas_and_sources(site):
+    text = "".join(read(site / "models" / "index.html").text)
+    assert "seconds = call + max(waves * (step_s * steps + tile_s), traffic / bandwidth)" in text
+    assert text.count("Reference:") >= 4
+    models = {path.stem for path in modules() if path.parent.name == "models"}
+    wanted = {"attention", "collective", "elementwise", "gemm", "host", "interference", "power"}
+    assert wanted <= models
+
+
+def test_commands_in_the_documentation_exist():
+    """Every `cpsim ...` line of a page names a command, and options that it has."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    lines = [
+        line.split("#")[0].split("&&")[0]
+        for page in pages
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+        for line in block.splitlines()
+        if line.startswith("cpsim ")
+    ]
+    assert len(lines) > 12
+    for line in lines:
+        _, name, *words = line.split()
+        assert name in COMMANDS, line
+        known = options(COMMANDS[name])
+        assert all(word in known for word in words if word.startswith("--")), line
+
+
+def options(callback):
+    """Names of a command's options."""
+    found = {"--help"}
+    for name, kind in callback.__annotations__.items():
+        given = re.findall(r"--[\w-]+", str(kind))
+        found |= set(given) | {f"--{name.replace('_', '-')}"} | ({"--json"} if name == "as_json" else set())
+        found |= {"--all"} if name == "everything" else set()
+    return found

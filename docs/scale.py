@@ -9,6 +9,7 @@ other programs count; memory is the peak of a process of its own, start-up inclu
 from __future__ import annotations
 
 import json
+import os
 import platform
 import resource
 import statistics
@@ -135,6 +136,8 @@ def measure() -> dict[str, Any]:
         "machine": _processor(),
         "python": platform.python_version(),
         "command": "python docs/scale.py --measure",
+        "load_average": round(os.getloadavg()[1], 1),
+        "cores": os.cpu_count(),
         "stages": {str(gpus): stages(gpus) for gpus in RANKS},
         "touched_bytes": touched_bytes(),
         "memory_bytes_per_s": memory_bandwidth(),
@@ -173,7 +176,9 @@ def page(data: dict[str, Any]) -> str:
         "# How fast cpsim is",
         "",
         f"Measured {data['date']} on one core ({data['machine']}, Python {data['python']}); remade by",
-        f"`{data['command']}`. Medians of processor time after warm-up.",
+        f"`{data['command']}`. Medians of processor time after warm-up; {data['load_average']} processes wanted the "
+        f"machine's {data['cores']} cores",
+        "meanwhile (1 is this one alone), and shared caches slow all.",
         "",
         "## Operations a second",
         "",

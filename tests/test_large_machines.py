@@ -41,14 +41,14 @@ def with_fabric(case, **changes):
 
 
 def assert_same(folded, spelled, copies, apart=True, most=1e-9):
-    """``apart``: no two GPUs share a link; if they do, what they lose to each other is the transfer's own time, and
-    another of several critical paths is found."""
+    """``apart``: no two GPUs share a link; if they do, what they lose to each other is the transfer's own time, times are
+    equal but for rounding, and of ranks and paths that are equally long another may be the one that is looked at."""
     assert close(folded.time_s, spelled.time_s, most)
     assert not apart or close(folded.draws_s, spelled.draws_s, most)
-    tied = 1e-6 * spelled.time_s  # of two ranks, or paths, that are equally long either may be taken
+    tied = 1e-6 * spelled.time_s
     for name, seconds in spelled.parts_s.items() if apart else ():
         assert np.isclose(folded.parts_s[name], seconds, rtol=0, atol=tied), name
-    assert np.isclose(folded.exposed_s, spelled.exposed_s, rtol=0, atol=tied)
+    assert not apart or np.isclose(folded.exposed_s, spelled.exposed_s, rtol=0, atol=tied)
     assert close(folded.sent, spelled.sent[::copies], most)
     assert folded.memory_bytes == spelled.memory_bytes
 

@@ -41,8 +41,8 @@ def with_fabric(case, **changes):
 
 
 def assert_same(folded, spelled, copies, apart=True, most=1e-9):
-    """``apart``: no two GPUs share a link; if they do, what they lose to each other is the transfer's own time, times are
-    equal but for rounding, and of ranks and paths that are equally long another may be the one that is looked at."""
+    """``apart``: no two GPUs share a link. If they do, what they lose to each other is the transfer's own time, times
+    are equal but for rounding, and of ranks and paths that are equally long another may be the one that is told."""
     assert close(folded.time_s, spelled.time_s, most)
     assert not apart or close(folded.draws_s, spelled.draws_s, most)
     tied = 1e-6 * spelled.time_s

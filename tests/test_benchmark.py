@@ -30,7 +30,7 @@ from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.sim.work import free_work
 from cpsim.strategies import STRATEGIES, plan
-from cpsim.sweep import load_sweep, run_sweep
+from cpsim.sweeps import load_sweep, run_sweep
 from cpsim.workload import Workload
 
 pytestmark = pytest.mark.benchmark

@@ -189,7 +189,7 @@ class Pricing:
 
     def _sweeps(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> tuple[Floats, Ints]:
         """Seconds and cost models of elementwise ops: a layer's by what they read and make, and strided copies."""
-        names = np.array([_op_of_layer(schedule, op) for op in ops.tolist()])
+        names = _ops_of_layer(schedule, ops)
         seconds, group = np.zeros(len(ops)), np.full(len(ops), GROUPS.index("elementwise of layers"))
         for name in np.unique(names).tolist():
             here, is_layer = names == name, bool(name)
@@ -479,13 +479,17 @@ class Pricing:
 
 
 
-def _op_of_layer(schedule: Schedule, op: int) -> str:
-    """Name of a layer's memory-bound op; empty for copies."""
-    accesses = slice(schedule.access_start[op], schedule.access_start[op + 1])
-    tensors = [schedule.block_tensors[t] for t in schedule.block_tensor[schedule.access_block[accesses]]]
-    is_read = schedule.access_mode[accesses] == READ
-    made = next((t for t, read in zip(tensors, is_read, strict=True) if not read), "")
-    return MAKER[made].kind if made in MAKER and tensors[0] == MAKER[made].reads[0] else ""
+def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:
+    """Names of a layer's memory-bound ops, by the tensors that they read first and make; empty for copies."""
+    first, end = schedule.access_start[ops], schedule.access_start[ops + 1]
+    makes = np.append(np.flatnonzero(schedule.access_mode != READ), len(schedule.access_mode))
+    made, num = makes[np.searchsorted(makes, first)], len(schedule.block_tensors)
+    tensor = np.append(schedule.block_tensor[schedule.access_block], num)
+    pair = np.where(first < end, tensor[first], num) * (num + 1) + np.where(made < end, tensor[made], num)
+    alike, of_op = np.unique(pair, return_inverse=True)
+    known = (*schedule.block_tensors, "")
+    given = [(known[read], MAKER.get(known[write])) for read, write in (divmod(p, num + 1) for p in alike.tolist())]
+    return np.array([op.kind if op is not None and op.reads[0] == read else "" for read, op in given])[of_op]
 
 
 def _pass_of(schedule: Schedule) -> str:

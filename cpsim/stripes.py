@@ -9,10 +9,15 @@ the stride does not divide.
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
 from cpsim.compiled import bare
 from cpsim.masks import Ints, Slices, slice_area
+
+MANY: Final = 1 << 24
+"""Parts of a mask up to which room is made for all that there could be."""
 
 
 def stripe_bounds(num_tokens: int, stride: int) -> Ints:
@@ -37,10 +42,12 @@ def striped(mask: Slices, num_tokens: int, stride: int) -> Slices:
     """
     start = stripe_bounds(num_tokens, stride)[:-1]
     table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
-    count = _striped(table, start, np.zeros((6, 0), np.int64))
-    columns = np.empty((6, count), np.int64)
-    _striped(table, start, columns)
-    return Slices(*columns)
+    columns = np.empty((6, min(len(mask) * stride**2, MANY)), np.int64)  # memory that is not written costs nothing
+    count = _striped(table, start, columns)
+    if count > columns.shape[1]:
+        columns = np.empty((6, count), np.int64)
+        _striped(table, start, columns)
+    return Slices(*columns[:, :count])
 
 
 @bare()

@@ -3,11 +3,13 @@
 Run with ``pytest -m benchmark tests/test_benchmark.py``; every claim of speed cites one of these.
 """
 
+import json
 import subprocess
 import sys
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from cpsim.calibrate.profile import load_profile
@@ -19,14 +21,16 @@ from cpsim.distca.batches import iteration, sample
 from cpsim.distca.kernel import flash_attention_4
 from cpsim.distca.planning import schedule
 from cpsim.distca.tasks import TokenBytes, dispatch
-from cpsim.models.price import Pricing
+from cpsim.models.price import GROUPS, Pricing
 from cpsim.predictor import advise, predict, predict_many
 from cpsim.scenario import Scenario, load_scenario, scenario_from
 from cpsim.schedule import Kind
+from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.sim.work import free_work
 from cpsim.strategies import STRATEGIES, plan
+from cpsim.sweeps import load_sweep, run_sweep
 from cpsim.workload import Workload
 
 pytestmark = pytest.mark.benchmark
@@ -83,6 +87,54 @@ def test_plan_and_simulate(benchmark):
     works = [prices.price(zigzag(p)).work for p in ("fwd", "bwd")]
     lines = benchmark(lambda: [simulate(zigzag(p), w) for p, w in zip(("fwd", "bwd"), works, strict=True)])
     assert sum(len(line.end_s) for line in lines) == sum(ops(GPUS))
+
+
+@pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
+def test_two_hundred_draws(benchmark):
+    schedule = zigzag("fwd")
+    priced = pricing().price(schedule)
+    timeline, ones = simulate(schedule, priced.work), np.ones(200)
+    factors = np.ones((len(GROUPS), len(ones)))
+    found = benchmark(lambda: makespans(timeline, priced.work, priced.group, factors, ones, ones))
+    assert found.tolist() == [timeline.makespan_s] * 200
+
+
+@pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
+def test_plan_price_and_simulate_forward(benchmark):
+    prices = pricing()
+
+    def whole():
+        schedule = zigzag("fwd")
+        return simulate(schedule, prices.price(schedule).work)
+
+    assert len(benchmark(whole).end_s) == ops(GPUS)[0]
+
+
+@pytest.mark.benchmark(group="large machines, one document, causal, forward")
+@pytest.mark.parametrize(("strategy", "gpus"), [("zigzag_ring", 4096), ("usp", 4096), ("usp", 16384)])
+def test_large_machines(benchmark, strategy, gpus):
+    case = Scenario(
+        strategy=strategy, gpus=gpus, cluster="dgx-h200", tokens_per_gpu=8192, heads=32, kv_heads=8, **{"pass": "fwd"}
+    )
+    found = benchmark.pedantic(lambda: predict(case), rounds=3 if benchmark.enabled else 1)
+    spelled_out = found.timelines.get("fwd")
+    assert (spelled_out is None) == (gpus // (8 if strategy == "usp" else 1) > 512)
+    assert spelled_out is None or len(spelled_out.end_s) == ops(512)[0] + 5 * 512
+
+
+@pytest.mark.benchmark(group="commands")
+def test_import(benchmark):
+    command = [sys.executable, "-c", "import cpsim"]
+    assert benchmark.pedantic(lambda: subprocess.run(command).returncode, rounds=5) == 0
+
+
+@pytest.mark.benchmark(group="commands")
+def test_a_sweep_into_parquet(benchmark, tmp_path):
+    path, count = tmp_path / "cases.jsonl", 200 if benchmark.enabled else 20
+    path.write_text("\n".join(json.dumps(case.to_dict()) for case in mixed_scenarios(count)))
+    folders = iter(tmp_path / name for name in "abc")
+    done = benchmark.pedantic(lambda: run_sweep(load_sweep(path), next(folders)), rounds=1)
+    assert done.num_scenarios == count
 
 
 def constant(schedule):

@@ -85,7 +85,7 @@ def test_a_ring_collective_leaves_every_leaf_once():
 
 
 def test_the_example_has_leaves_and_a_fault():
-    cluster = load_cluster("examples/leaf-spine.yaml").with_gpus(64)
+    cluster = load_cluster("examples/clusters/leaf-spine.yaml").with_gpus(64)
     assert str(cluster.faults[0]) == "nic 7 at 50%"
     assert len(Links(cluster, PORT).capacity_bytes_per_s()) == 2 * 64 + 2 * 64 + 2 * 2
 

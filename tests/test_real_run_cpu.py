@@ -101,13 +101,17 @@ def test_runs_stop_when_the_time_is_over_and_go_on_later(cases, tmp_path):
 
 def test_cpsim_run_launches_for_every_number_of_processes(cases, tmp_path):
     out = tmp_path / "runs.jsonl"
-    asked = cases({}, {"gpus": 1, "strategy": "none"}, {"gpus": 4}, {"strategy": "ulysses", "heads": 3, "kv_heads": 3})
+    model = {"layers": 1, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "ffn": 96, "vocab": 96}
+    layer = {"strategy": "distca", "model": model, "part": "layer", "dtype": "bf16"}
+    impossible = {"strategy": "ulysses", "heads": 3, "kv_heads": 3}
+    asked = cases({}, {"gpus": 1, "strategy": "none"}, {"gpus": 4}, impossible, layer)
     log = processes("-m", "cpsim", "run", asked, "--cpu", 2, "--seconds", 0.02, "--out", out)
     assert "left out: gpus: needs 4, 2 may be used here" in log
-    assert "2 of 3 runs measured" in log
+    assert "3 of 4 runs measured" in log
     runs = {run.scenario.strategy: run for run in load_runs(out)}
     assert "heads" in runs["ulysses"].error
     assert [len(runs[name].rank_time_s) for name in ("zigzag_ring", "none")] == [2, 1]
+    assert [len(run.attention_s) for run in runs["distca"].passes.values()] == [2, 2]
     header = runs["none"].header
     assert header["command"].startswith("cpsim run ")
     assert {"gpu", "torch", "nccl", "driver", "kernels", "commit", "date", "environment", "seed"} <= set(header)

@@ -139,7 +139,7 @@ def test_scenarios_round_trip_through_json(fields):
     assert again.to_dict() == scenario.to_dict()
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.iterdir()), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.*")), ids=lambda path: path.name)
 def test_examples_load(path):
     entries = list(load_scenarios(path))
     assert entries

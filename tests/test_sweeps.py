@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from itertools import product
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -181,3 +182,10 @@ def test_a_dask_cluster_that_loses_a_worker_answers_everything_once(tmp_path):
 def test_an_address_where_nothing_answers_is_one_clear_line(tmp_path):
     with pytest.raises(CpsimError, match="expected the address of a Dask scheduler, got 'nowhere'"):
         run_sweep(load_sweep(file_of(tmp_path)), tmp_path / "out", scheduler="nowhere")
+
+
+def test_the_example_is_a_sample_of_its_grid():
+    sweep = load_sweep(Path("examples/sweeps/96gpu.yaml"))
+    assert len(sweep.numbers()) == 40
+    assert len(sweep.entries) == 160
+    assert scenario_from(sweep.entry(sweep.numbers()[0])[1]).cluster == "dgx-h200"

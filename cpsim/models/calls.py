@@ -68,15 +68,20 @@ def held_op_seconds(
     """
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
     kind, start, q_len, k_len, causal = _kinds(schedule.tiles)
-    looks = np.column_stack([kind[schedule.tile[ops]], schedule.heads[ops][:, [1, 3]], held, steps]).astype(np.int64)
-    alike, of_op = np.unique(looks, axis=0, return_inverse=True)
-    call, heads, kv_heads, held, steps = alike.T.copy()
+    heads_of = schedule.heads[ops].astype(np.int64)
+    shapes, shape = np.unique(heads_of[:, 1] << 32 | heads_of[:, 3], return_inverse=True)
+    columns, looks = (kind[schedule.tile[ops]], shape, held, steps), np.zeros(len(ops), np.int64)
+    for column in columns:  # one number for each look, which sorts faster than rows
+        looks = looks * (column.max(initial=0) + 1) + column
+    _, first, of_look = np.unique(looks, return_index=True, return_inverse=True)
+    call, shape, held, steps = (column[first] for column in columns)
+    heads, kv_heads = shapes[shape] >> 32, shapes[shape] & 0xFFFFFFFF
     num = np.diff(start)[call]
     begin = np.concatenate(([0], np.cumsum(num)))
     mine = np.repeat(start[call] - begin[:-1], num) + np.arange(begin[-1])
     given = begin, q_len[mine], k_len[mine], causal[mine], heads, kv_heads, head_dim, num > 1
-    longer = calls(params, *given, held, steps * HOLD_STEP_S)[0] - calls(params, *given)[0]
-    return np.asarray(longer[of_op.reshape(-1)])
+    longer = calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0] - calls(params, *given)[0]
+    return np.asarray(longer[of_look])
 
 
 @lru_cache(maxsize=4)

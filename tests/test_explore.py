@@ -122,6 +122,14 @@ def test_answers_are_those_of_advise_and_are_computed_once(asked):
     assert asked.details(advice.candidates[0]) is detailed
 
 
+def test_processes_are_warm_only_once_they_have_predicted(asked):
+    asked.advice(scenario_from(CASE), "page", patience_s=120)
+    assert asked.is_warm
+    fresh = answers.Answers(workers=1)
+    assert not fresh.is_warm
+    fresh.close()
+
+
 def test_a_page_drops_what_it_no_longer_looks_at_and_nobody_else_s(asked):
     first, second, other = (scenario_from(CASE | {"tokens_per_gpu": n}) for n in (1024, 2048, 3072))
     dropped = asked.advice(first, "one", patience_s=0)[1]

@@ -67,7 +67,7 @@ class Answers:
 
     @property
     def is_warm(self) -> bool:
-        """Whether the engines are compiled, which takes a minute once after an installation."""
+        """Whether costs are loaded and engines compiled, which takes minutes once after an installation."""
         return all(one.done() for one in self._warm)
 
     def advice(self, scenario: Scenario, page: str, patience_s: float = PATIENCE_S) -> tuple[Advice, Job[Tried]]:
@@ -76,8 +76,7 @@ class Answers:
         Raises:
             ScenarioError, ProfileError: the case cannot be answered.
         """
-        asked = sorted(ways(scenario), key=self._likely)
-        job = self._job(page, "advice", scenario, asked, lambda way: (try_way, way))
+        job = self._job(page, "advice", scenario, ways(scenario), lambda way: (try_way, way), self._likely)
         _, missing = wait(job.pieces, timeout=patience_s)
         while missing and all(isinstance(tried, Infeasible) for tried in job.done):
             _, missing = wait(missing, return_when=FIRST_COMPLETED)
@@ -89,8 +88,8 @@ class Answers:
     def frontier(self, advice: Advice, page: str) -> Job[Cell]:
         """The map around the case of a recommendation, as far as it is known."""
         known = known_knobs(advice)
-        asked = cells(advice.scenario)[::-1]  # what takes longest first, so that no process is left with it alone
-        return self._job(page, "frontier", advice.scenario, asked, lambda cell: (best_in, cell, known))
+        asked = cells(advice.scenario)
+        return self._job(page, "frontier", advice.scenario, asked, lambda cell: (best_in, cell, known), _largest)
 
     def details(self, candidate: Candidate) -> Candidate:
         """The candidate with the timelines of both passes."""
@@ -112,13 +111,17 @@ class Answers:
         return len(order), often
 
     def _job(
-        self, page: str, what: str, scenario: Scenario, items: Sequence[Any], call: Callable[[Any], tuple[Any, ...]]
+        self, page: str, what: str, scenario: Scenario, items: Sequence[Any],
+        call: Callable[[Any], tuple[Any, ...]], first: Callable[[Any], tuple[int, int]],
     ) -> Job[Any]:  # fmt: skip
+        """What a page asks, begun where it is new, in the order of ``first``; pieces are in that of items."""
         key = _key(what, scenario)
         with self._lock:
             if key not in self._jobs:
                 self._drop_unfinished(page, what)
-                self._jobs[key] = Job(page, tuple(self._pool.submit(*_light(call(item))) for item in items))
+                order = sorted(range(len(items)), key=lambda i: first(items[i]))
+                begun = {i: self._pool.submit(*_light(call(items[i]))) for i in order}
+                self._jobs[key] = Job(page, tuple(begun[i] for i in range(len(items))))
                 while len(self._jobs) > KEPT:
                     self._jobs.popitem(last=False)
             self._jobs.move_to_end(key)
@@ -135,6 +138,11 @@ class Answers:
 
 def _key(what: str, scenario: Scenario) -> str:
     return f"{what} {case_key(scenario)} {scenario.profile}"
+
+
+def _largest(cell: Scenario) -> tuple[int, int]:
+    """Sorts cells that take long first, lest one process is left with them at the end."""
+    return -cell.gpus, -cell.num_tokens
 
 
 def _way(scenario: Scenario) -> str:

@@ -31,6 +31,7 @@ Values = Mapping[str, Any]
 
 TICK_MS: Final = 400
 """How often a page asks for more while its answer is not complete."""
+LOADING: Final = "Loading costs and engines; after an installation they are compiled first, which takes minutes."
 STEPPED: Final = ("nodes", "seed")
 """Numbers that make sense one up or down; what is typed elsewhere is said by Enter, or by leaving the field."""
 THEMES: Final = ("light", "dark")
@@ -66,6 +67,8 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
 
 
     def show(state: Values, _ticks: int, answered: Sequence[Any] | None) -> dict[str, Any]:
+        if not answers.is_warm:
+            return _same(lead=LOADING, complete=False)
         try:
             scenario = scenario_of(state, known, folder)
             advice, job = answers.advice(scenario, str(state.get("page")))

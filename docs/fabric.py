@@ -7,8 +7,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 from cpsim.calibrate.fabric import fit_fabric
@@ -22,9 +22,8 @@ PRESET = "h200-2x2-sockets"
 
 def with_fabric(text: str) -> str:
     """The file of presets with the fitted network of the preset."""
-    fields = asdict(fit_fabric([load(path) for path in MEASURED], sockets=True))
-    if fields["oversubscription"] == 1.0:
-        del fields["oversubscription"]
+    made = fit_fabric([load(path) for path in MEASURED], sockets=True)
+    fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if getattr(made, f.name) != f.default}
     before, rest = text.split(f'"name": "{PRESET}"', 1)
     head, rest = rest.split('"fabric": {', 1)
     tail = rest.split("\n   },", 1)[1]

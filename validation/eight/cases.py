@@ -78,7 +78,8 @@ def cluster_of(num_nodes: int) -> Case:
     fabric = load_cluster("h200-2x2-sockets").fabric
     assert fabric is not None
     each_node = GPUS // num_nodes
-    linked = {name: value for name, value in dataclasses.asdict(fabric).items() if value not in (None, (), [])}
+    values = ((f, getattr(fabric, f.name)) for f in dataclasses.fields(fabric))
+    linked = {f.name: value for f, value in values if value != f.default}
     name = f"h200-{num_nodes}x{each_node}-sockets"
     return {"name": name, "gpus_per_node": each_node, "gpu": "h200", "profile": "h200", "fabric": linked,
             "notes": f"{num_nodes} emulated nodes of {each_node} GPUs in one machine"}  # fmt: skip

@@ -33,6 +33,16 @@ def test_every_case_is_there_once(name, num_cases):
     assert max(keys.values()) == 1
 
 
+def test_predictions_of_the_run_on_eight_gpus_are_committed_before_it():
+    for name in ("cases", "nodes-2", "nodes-4"):
+        folder = ROOT / "validation" / "eight"
+        asked = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        told = [json.loads(line) for line in (folder / f"predicted-{name}.jsonl").read_text().splitlines()]
+        assert len(asked) == len(told) >= 9
+        assert all(case.items() <= line["scenario"].items() and line["time_s"] > 0
+                   for case, line in zip(asked, told, strict=True))  # fmt: skip
+
+
 def test_the_set_is_varied():
     found = scenarios("cases.jsonl")
     assert {s.gpus for s in found} == {1, 2, 4}

@@ -1,4 +1,5 @@
-"""Writes the validation set: cases.jsonl (one machine of four H200) and emulated.jsonl (two emulated nodes of two).
+"""Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two) and the
+folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
@@ -7,14 +8,22 @@ What it takes to run them, about 8 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
+
+The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
+
+    sh validation/eight/predict.sh
+    sh validation/eight/run.sh OUT
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from cpsim.cluster import load_cluster
 
 FOLDER = Path(__file__).parent
 K = 1024
@@ -34,6 +43,9 @@ USP_SEQUENCE: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "zigzag": "sequ
 USP_BASIC: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "ring": "basic"}}
 USP_CONTEXT_FIRST: Case = {"strategy": "usp", "knobs": {"ulysses": 2, "placement": "context_first"}}
 LOONGTRAIN: Case = {"strategy": "loongtrain", "knobs": {"ulysses": 1, "inner_ring": 2}}
+USP_4: Case = {"strategy": "usp", "knobs": {"ulysses": 4}}
+LOONGTRAIN_4: Case = {"strategy": "loongtrain", "knobs": {"ulysses": 1, "inner_ring": 4}}
+LOONGTRAIN_HEADS: Case = {"strategy": "loongtrain", "knobs": {"ulysses": 2, "inner_ring": 2}}
 DCP: Case = {"strategy": "dcp"}
 DCP_PAPER: Case = {"strategy": "dcp", "knobs": {"variant": "paper"}}
 MAGI: Case = {"strategy": "magi"}
@@ -181,6 +193,40 @@ def emulated() -> Iterator[Case]:
     yield from (case | nodes for case in masked((ZIGZAG, GATHER_ZIGZAG, USP, DCP, DCP_PAPER)))
 
 
+def eight() -> Iterator[Case]:
+    """Eight GPUs of one host, with the kernel that everybody's code can use."""
+    host: Case = {"cluster": "dgx-h200", "kernel": "fa2"}
+    ways = (ULYSSES, RING, ZIGZAG, GATHER_ZIGZAG, USP, USP_4, LOONGTRAIN, LOONGTRAIN_4, LOONGTRAIN_HEADS)
+    for tokens in (4, 8, 16, 32):
+        yield from each(problem(8, tokens * K) | host, ways)
+    yield from each(problem(8, 8 * K, "full") | host, (ULYSSES, RING, GATHER, USP_BASIC))
+    for tokens in (8, 32):
+        documents = problem(8, tokens * K, "causal_document", documents=lengths(8, tokens * K))
+        yield from each(documents | host, (ULYSSES, ZIGZAG, GATHER_DOCUMENT, USP, HYBRID))
+    for tokens in (4, 8, 32):
+        yield from each(problem(8, tokens * K) | host, (ZIGZAG, RING, GATHER), "ring-flash-attn")
+        yield from each(problem(8, tokens * K) | host, (ULYSSES, USP), "yunchang")
+
+
+def eight_as_nodes(cluster: str) -> Iterator[Case]:
+    """The same GPUs as nodes that sockets link."""
+    host: Case = {"cluster": cluster, "kernel": "fa2"}
+    yield from each(problem(8, 8 * K) | host, (ULYSSES, ZIGZAG, GATHER_ZIGZAG, USP, USP_4, LOONGTRAIN, LOONGTRAIN_4))
+    documents = problem(8, 8 * K, "causal_document", documents=lengths(8, 8 * K))
+    yield from each(documents | host, (ZIGZAG, HYBRID))
+
+
+def nodes_of_eight(num_nodes: int) -> Case:
+    """A cluster of eight GPUs whose nodes are linked as those of `h200-2x2-sockets` are."""
+    fabric = load_cluster("h200-2x2-sockets").fabric
+    assert fabric is not None
+    values = ((f, getattr(fabric, f.name)) for f in dataclasses.fields(fabric))
+    linked = {f.name: value for f, value in values if value != f.default}
+    name, notes = f"h200-{num_nodes}x{8 // num_nodes}-sockets", f"{num_nodes} emulated nodes of {8 // num_nodes} GPUs"
+    about = {"name": name, "gpus_per_node": 8 // num_nodes, "gpu": "h200", "profile": "h200", "notes": notes}
+    return about | {"fabric": linked}
+
+
 def everyone(asked: Case) -> Iterator[Case]:
     """A causal problem for all who can run it."""
     yield from each(asked, (ULYSSES, ZIGZAG, RING, GATHER))
@@ -200,10 +246,16 @@ def text(cases: Iterator[Case]) -> str:
 
 def files() -> dict[Path, str]:
     """What the set's files hold."""
-    return {
+    found = {
         FOLDER / "cases.jsonl": text(case for part in (ours(), side_by_side()) for case in part),
         FOLDER / "emulated.jsonl": text(emulated()),
+        FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
+    for num_nodes in (2, 4):
+        cluster = nodes_of_eight(num_nodes)
+        found[FOLDER / "eight" / f"{cluster['name']}.json"] = json.dumps(cluster, indent=1) + "\n"
+        found[FOLDER / "eight" / f"nodes-{num_nodes}.jsonl"] = text(eight_as_nodes(f"{cluster['name']}.json"))
+    return found
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 #!/bin/sh
 # One run on eight GPUs of one host, ten minutes at most: the network at 2, 4 and 8 ranks, the cases, emulated nodes.
 #   sh validation/eight/run.sh OUT [FOLDER OF CASES] [--cpu]
-# Every part writes its own file in OUT as it goes; what is late is left out. Plans of numba are compiled first.
+# Every part writes its own file in OUT as it goes; what is late is left out. A prediction compiles what planning needs first.
 set -u
 out=$1 cases=${2:-$(dirname "$0")} cpu=${3:-}
 begun=$(date +%s)

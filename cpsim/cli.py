@@ -825,32 +825,24 @@ def _mask_scenario(
 ) -> Scenario:  # fmt: skip
     """The case of a mask; masks of documents get some where none are given."""
     from cpsim.scenario import scenario_from
+    from cpsim.units import number_or_text
 
     given: dict[str, Any] = {"name": name}
     for entry in options:
         key, equals, value = entry.partition("=")
         if not equals:
             raise CpsimError(f"option: expected K=V, e.g. window=1024, got {entry!r}")
-        given[key] = _number(value)
+        given[key] = number_or_text(value)
     if documents is None and name.endswith("_document"):
         documents = "prolong64k"
     fields: dict[str, Any] = {
         "gpus": gpus, "cluster": cluster, "tokens": tokens, "mask": given, "heads": 32, "kv_heads": 8
     }  # fmt: skip
     if documents:
-        lengths = [_number(part) for part in documents.split(",")]
+        lengths = [number_or_text(part) for part in documents.split(",")]
         drawn = isinstance(lengths[0], str)
         fields["documents"] = {"distribution": documents} if drawn else lengths
     return scenario_from(fields)
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimError], Results]:

@@ -117,14 +117,14 @@ def prediction_columns(
 ) -> dict[str, Column]:
     """Cases and their answers as columns of equal length; see ``cpsim.sweep``."""
     rows = [_case(scenario) for scenario in asked]
-    case = {name: np.array([row[name] for row in rows]) for name in _NO_CASE}
+    case = {name: np.array([row[name] for row in rows]) for name in NO_CASE}
     numbers = {
         name: np.array([getattr(result, name, np.nan) for result in results], dtype=np.float64) for name in NUMBERS
     }
     return case | numbers | {"error": np.array([_error(result) for result in results], dtype=str)}
 
 
-_NO_CASE: Final[Mapping[str, str | int]] = {
+NO_CASE: Final[Mapping[str, str | int]] = {
     "strategy": "", "knobs": "", "implementation": "", "kernel": "", "gpus": 0, "cluster": "", "tokens": 0, "mask": "",
     "heads": 0, "kv_heads": 0, "head_dim": 0, "dtype": "", "pass": "",
 }  # fmt: skip
@@ -133,14 +133,14 @@ _NO_CASE: Final[Mapping[str, str | int]] = {
 
 def _case(scenario: Scenario | CpsimError) -> Mapping[str, str | int]:
     if isinstance(scenario, CpsimError):
-        return _NO_CASE
+        return NO_CASE
     fields = scenario.to_dict() | {
         "strategy": scenario.strategy or "",
         "knobs": knobs_json(scenario),
         "tokens": scenario.num_tokens,
         "mask": scenario.mask if isinstance(scenario.mask, str) else json.dumps(dict(scenario.mask)),
     }
-    return {name: fields[name] for name in _NO_CASE}
+    return {name: fields[name] for name in NO_CASE}
 
 
 def _error(result: Prediction | Infeasible | CpsimError) -> str:

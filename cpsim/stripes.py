@@ -34,6 +34,11 @@ def striped_tokens(positions: Ints, num_tokens: int, stride: int) -> Ints:
     return np.asarray(stripe + (positions - bounds[stripe]) * stride, np.int64)
 
 
+def striped_positions(tokens: Ints, num_tokens: int, stride: int) -> Ints:
+    """Positions in the striped order of tokens, in the shape of ``tokens``; the inverse of ``striped_tokens``."""
+    return np.asarray(stripe_bounds(num_tokens, stride)[tokens % stride] + tokens // stride, np.int64)
+
+
 def striped(mask: Slices, num_tokens: int, stride: int) -> Slices:
     """A mask in positions: for every slice its non-empty parts in all pairs of stripes.
 

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.files import explain, nearest, read_documents
-from cpsim.prediction import NUMBERS
+from cpsim.prediction import NO_CASE, NUMBERS
 from cpsim.predictor import Progress, predict, spread
 from cpsim.scenario import FIELDS, Scenario, scenario_of
 
@@ -36,9 +36,9 @@ PARTS_PER_WORKER: Final = 16
 """Parts of a small sweep are smaller, so that workers end at the same time."""
 SWEEP_FILE: Final = "_sweep.json"
 """What a folder holds; readers of Parquet skip names with an underscore."""
-TEXTS: Final = ("strategy", "implementation", "kernel", "cluster", "dtype", "pass")
-COUNTS: Final = ("gpus", "tokens", "heads", "kv_heads", "head_dim")
 AS_JSON: Final = ("knobs", "mask", "documents")
+TEXTS: Final = tuple(name for name, none in NO_CASE.items() if none == "" and name not in AS_JSON)
+COUNTS: Final = tuple(name for name, none in NO_CASE.items() if none == 0)
 
 
 class _Sample(BaseModel):

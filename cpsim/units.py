@@ -1,4 +1,4 @@
-"""Human units, for the command line and pictures only; everywhere else: seconds, bytes, FLOP and tokens."""
+"""Human units and numbers, for the command line and pictures only; everywhere else: seconds, bytes, FLOP and tokens."""
 
 from __future__ import annotations
 
@@ -18,6 +18,16 @@ def format_bytes(nbytes: float) -> str:
 def format_count(number: float) -> str:
     """A count as text, e.g. ``786,432``."""
     return f"{number:,.0f}"
+
+
+def number_or_text(text: str) -> int | float | str:
+    """The number that people typed, or their text where it is none."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _three_digits(value: float) -> str:

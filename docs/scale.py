@@ -23,18 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.cluster import load_cluster
 from cpsim.models.price import GROUPS, Pricing
-from cpsim.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES
-from cpsim.predictor import predict
+from cpsim.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, Case
+from cpsim.predictor import look_up, predict
 from cpsim.scenario import Scenario, scenario_from
+from cpsim.schedule import Schedule
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.fluid import FLOW, LANE, OP
 from cpsim.sim.work import free_work, predecessors
 from cpsim.strategies import plan
-from cpsim.workload import Workload
 
 DOCS = Path(__file__).parent
 PAGE, DATA = DOCS / "scale.md", DOCS / "scale.json"
@@ -69,23 +67,25 @@ def seconds(work: Callable[[], object], least_s: float = 0.3) -> float:
     return statistics.median(taken)
 
 
+def zigzag(case: Case) -> Schedule:
+    """The forward pass of a zigzag ring."""
+    return plan("zigzag_ring", case.workload, case.cluster, "fwd", {})
+
+
 def stages(gpus: int) -> dict[str, float]:
     """Seconds of every stage of a zigzag ring's forward pass, and its ops."""
-    cluster = load_cluster("dgx-h200").with_gpus(gpus)
-    case = Workload(
-        documents=(gpus * 8192,), mask="causal", num_heads=32, num_kv_heads=8, head_dim=128, dtype="bf16"
-    )  # fmt: skip
+    case = look_up(scenario("zigzag_ring", gpus, "fwd"))
     pricing = Pricing(
-        cluster=cluster, profile=load_profile("h200"), kernel="fa4", head_dim=128, dtype="bf16", protocol="synced"
+        cluster=case.cluster, profile=case.profile, kernel="fa4", head_dim=128, dtype="bf16", protocol="synced"
     )
-    schedule = plan("zigzag_ring", case, cluster, "fwd", {})
+    schedule = zigzag(case)
     priced = pricing.price(schedule)
     work, free = priced.work, free_work(priced.work.duration_s, priced.work.release_s)
     timeline = simulate(schedule, work)
     ones = np.ones(NUM_DRAWS)
     factors = np.ones((len(GROUPS), NUM_DRAWS))
     jobs: dict[str, Callable[[], object]] = {
-        "plan": lambda: plan("zigzag_ring", case, cluster, "fwd", {}),
+        "plan": lambda: zigzag(case),
         "price": lambda: pricing.price(schedule),
         "simulate": lambda: simulate(schedule, work),
         "constant": lambda: simulate(schedule, free),
@@ -96,9 +96,7 @@ def stages(gpus: int) -> dict[str, float]:
 
 def touched_bytes() -> dict[str, float]:
     """Bytes that the engines read or write at least once for an op of a zigzag ring on 96 GPUs."""
-    cluster = load_cluster("dgx-h200").with_gpus(96)
-    case = Workload(documents=(96 * 8192,), mask="causal", num_heads=32, num_kv_heads=8, head_dim=128, dtype="bf16")
-    schedule = plan("zigzag_ring", case, cluster, "fwd", {})
+    schedule = zigzag(look_up(scenario("zigzag_ring", 96, "fwd")))
     num, lanes = len(schedule), len(schedule.lane_rank)
     flows = 2 * int((np.diff(schedule.lane_start) == 2).sum())
     before = len(predecessors(schedule)[1])

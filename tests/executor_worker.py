@@ -4,19 +4,18 @@ One process plans every case, lays out its memory and computes it densely; its f
 them run every strategy with every mask.
 """
 
-import os
 import sys
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from cases import ALL_MASKS, ALL_PASSES, ALL_STRATEGIES, BLIND_MASK, DOCUMENTS, HEADS, PLAIN_MASKS, cluster, workload
 from numeric import tensors
+from ranks import fork_ranks
 
 from cpsim.errors import InfeasibleError
 from cpsim.strategies import plan
 from real.executor import Executor
-from real.node import Node, end_process
+from real.node import end_process
 from real.storage import lay_out
 
 FLEX = ("causal_document uneven gqa", "lambda uneven gqa", "shared_question uneven gqa", "block_sparse uneven gqa")
@@ -62,32 +61,24 @@ def run(executor, dense):
         np.testing.assert_allclose(values.numpy(), wanted, rtol=1e-10, atol=1e-10, err_msg=tensor)
 
 
-def rank_main(rank, num_ranks, port, cases):
+def rank_main(node, num_ranks, cases):
     """One rank runs all cases."""
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    with Node(cpu=True) as node:
-        for name, kernel, schedule, problem, memory, dense in cases:
-            try:
-                executor = Executor(schedule, problem, node, kernel, laid_out=memory)
-                if kernel == "flex":
-                    executor.program.rehearse()
-                executor.load({tensor: torch.from_numpy(array) for tensor, array in dense.items()})
-                for _ in range(2 if kernel == "math" and num_ranks < 8 else 1):  # buffers are used again
-                    run(executor, dense)
-            except Exception as error:
-                raise AssertionError(f"{name}, rank {rank}") from error
+    for name, kernel, schedule, problem, memory, dense in cases:
+        try:
+            executor = Executor(schedule, problem, node, kernel, laid_out=memory)
+            if kernel == "flex":
+                executor.program.rehearse()
+            executor.load({tensor: torch.from_numpy(array) for tensor, array in dense.items()})
+            for _ in range(2 if kernel == "math" and num_ranks < 8 else 1):  # buffers are used again
+                run(executor, dense)
+        except Exception as error:
+            raise AssertionError(f"{name}, rank {node.rank}") from error
 
 
 def main(num_ranks):
     torch.set_num_threads(1)
     cases = list(planned(num_ranks))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.start_processes(
-        rank_main, (num_ranks, store.port, cases), nprocs=num_ranks, start_method="fork"
-    )
+    fork_ranks(rank_main, num_ranks, cases)
     print(len({name for name, *_ in cases}))
 
 

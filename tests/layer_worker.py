@@ -1,6 +1,5 @@
 """What tests/test_layer.py runs: whole layers on forked processes in float64, against autograd on one process."""
 
-import os
 import sys
 
 import numpy as np
@@ -8,11 +7,12 @@ import torch
 import torch.distributed as dist
 from cases import cluster, workload
 from layer_cases import LAYERS, MODEL
+from ranks import fork_ranks
 
 from cpsim.layer import plan_layer, widths
 from real.check_layer import dense
 from real.executor import Executor
-from real.node import Node, end_process
+from real.node import end_process
 from real.storage import lay_out
 
 
@@ -26,39 +26,31 @@ def planned(num_ranks):
             yield f"{case} {pass_}", schedule, problem, lay_out(schedule, problem), wanted
 
 
-def rank_main(rank, num_ranks, port, cases):
-    os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
-    with Node(cpu=True) as node:
-        for name, schedule, problem, memory, wanted in cases:
-            executor = Executor(schedule, problem, node, "math", laid_out=memory)
-            executor.load(wanted)
-            sums = {n: torch.zeros_like(t) for n, t in wanted.items() if n.startswith("dw")}
-            for _ in range(2):  # buffers are used again
-                executor.launch()
-                found = list(executor.results())
-            for tensor, tokens, heads, values in found:
-                if tensor in sums:
-                    sums[tensor] = values
-                    continue
-                np.testing.assert_allclose(
-                    values, wanted[tensor][tokens][:, heads], rtol=1e-9, atol=1e-9, err_msg=f"{name} {tensor}"
-                )
-            if name.endswith("bwd"):
-                for tensor, part in sums.items():  # every rank has the gradient that its own tokens give
-                    dist.all_reduce(part)
-                    np.testing.assert_allclose(part, wanted[tensor], rtol=1e-9, atol=1e-9, err_msg=f"{name} {tensor}")
+def rank_main(node, _, cases):
+    for name, schedule, problem, memory, wanted in cases:
+        executor = Executor(schedule, problem, node, "math", laid_out=memory)
+        executor.load(wanted)
+        sums = {n: torch.zeros_like(t) for n, t in wanted.items() if n.startswith("dw")}
+        for _ in range(2):  # buffers are used again
+            executor.launch()
+            found = list(executor.results())
+        for tensor, tokens, heads, values in found:
+            if tensor in sums:
+                sums[tensor] = values
+                continue
+            np.testing.assert_allclose(
+                values, wanted[tensor][tokens][:, heads], rtol=1e-9, atol=1e-9, err_msg=f"{name} {tensor}"
+            )
+        if name.endswith("bwd"):
+            for tensor, part in sums.items():  # every rank has the gradient that its own tokens give
+                dist.all_reduce(part)
+                np.testing.assert_allclose(part, wanted[tensor], rtol=1e-9, atol=1e-9, err_msg=f"{name} {tensor}")
 
 
 def main(num_ranks):
     torch.set_num_threads(1)
     cases = list(planned(num_ranks))
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.start_processes(
-        rank_main, (num_ranks, store.port, cases), nprocs=num_ranks, start_method="fork"
-    )
+    fork_ranks(rank_main, num_ranks, cases)
     print(len(cases))
 
 

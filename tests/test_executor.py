@@ -1,31 +1,19 @@
 """The executor on gloo: every strategy, mask and pass in float64 against dense attention on one process."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import cases  # noqa: E402
+from ranks import run_script  # noqa: E402
 
 from cpsim.strategies import plan  # noqa: E402
 from real.executor import Executor  # noqa: E402
 
-HERE = Path(__file__).parent
-
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
 def test_every_schedule_gives_dense_attention_and_its_gradients_on_gloo(num_ranks):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "executor_worker.py"), str(num_ranks)],
-        capture_output=True, text=True, env=environment, timeout=900, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) > 100
+    assert run_script("executor_worker.py", num_ranks, timeout_s=900) > 100
 
 
 class Alone:

@@ -1,8 +1,5 @@
 """Whole layers: what they compute, what that costs, and what nano-batches hide."""
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +7,7 @@ import numpy as np
 import pytest
 from cases import ALL_PASSES, cluster, workload
 from layer_cases import EVEN, LAYERS, MODEL
+from ranks import run_script
 from scripts import load_script
 
 from cpsim.calibrate.profile import load_profile
@@ -41,13 +39,7 @@ CASE = {
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_layers_give_results_and_gradients_of_one_dense_process_on_gloo(num_ranks):
     pytest.importorskip("torch")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
-    done = subprocess.run(
-        [sys.executable, str(HERE / "layer_worker.py"), str(num_ranks)],
-        capture_output=True, text=True, env=environment, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert int(done.stdout.split()[-1]) == 2 * len(LAYERS)
+    assert run_script("layer_worker.py", num_ranks, timeout_s=600) == 2 * len(LAYERS)
 
 
 @pytest.mark.parametrize("pass_", ALL_PASSES)

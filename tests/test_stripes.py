@@ -8,7 +8,7 @@ from test_masks import masks
 
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import UNBOUNDED, dense_mask
-from cpsim.stripes import stripe_bounds, striped, striped_tokens
+from cpsim.stripes import stripe_bounds, striped, striped_positions, striped_tokens
 
 strides = st.integers(1, 30)
 
@@ -17,6 +17,7 @@ strides = st.integers(1, 30)
 def test_stripes_lie_one_after_another(num_tokens, stride):
     tokens = striped_tokens(np.arange(num_tokens), num_tokens, stride)
     assert tokens.tolist() == [t for i in range(stride) for t in range(i, num_tokens, stride)]
+    assert striped_positions(tokens, num_tokens, stride).tolist() == list(range(num_tokens))
     bounds = stripe_bounds(num_tokens, stride)
     assert np.diff(bounds).tolist() == [len(range(i, num_tokens, stride)) for i in range(stride)]
 

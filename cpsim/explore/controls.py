@@ -14,6 +14,7 @@ from cpsim.errors import ScenarioError
 from cpsim.files import nearest, shown
 from cpsim.mask_names import MASK_NAMES
 from cpsim.scenario import Kernel, Scenario, Strategy, scenario_from
+from cpsim.units import number_or_text
 
 State = Mapping[str, Any]
 """Values of all controls by name."""
@@ -167,17 +168,8 @@ def _mask(state: State) -> dict[str, Any]:
             key, equals, value = (part.strip() for part in entry.partition("="))
             if not equals:
                 raise ScenarioError(f"options: expected name=value, e.g. window=512, got {entry.strip()[:60]!r}")
-            given[key] = _number(value)
+            given[key] = number_or_text(value)
     return given
-
-
-def _number(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def _cluster(state: State, folder: Path) -> str:

@@ -54,9 +54,11 @@ def attention_op_seconds(
 def held_op_seconds(
     params: AttentionParams, head_dim: int, schedule: Schedule, ops: Ints, held: Ints, hold_s: Floats
 ) -> Floats:
-    """How much longer attention ops [A] take because something holds SMs when they begin, in seconds [A].
+    """Seconds [A] of attention ops [A] at the clock that the power limit leaves, where something holds SMs when they
+    begin.
 
-    Of kernels that take a tile as sequences. Ops that are alike are priced once.
+    Of kernels that take a tile as sequences; without holds the first row of `attention_op_seconds`. Ops that are alike
+    are priced once.
 
     Args:
         params: of the kernel and pass.
@@ -80,8 +82,7 @@ def held_op_seconds(
     begin = np.concatenate(([0], np.cumsum(num)))
     mine = np.repeat(start[call] - begin[:-1], num) + np.arange(begin[-1])
     given = begin, q_len[mine], k_len[mine], causal[mine], heads, kv_heads, head_dim, num > 1
-    longer = calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0] - calls(params, *given)[0]
-    return np.asarray(longer[of_look])
+    return calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0][of_look]
 
 
 @lru_cache(maxsize=4)

@@ -250,7 +250,8 @@ class Pricing:
         beside = by >= 0
         ops, held, hold_s, by = ops[beside], held[beside], hold_s[beside], by[beside]
         loss = hold_s * np.minimum(held / params.num_sms, 1 - 1 / slowdown[pressure[ops], pressure[by]])
-        longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s) - loss
+        alone = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)[0]
+        longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s) - alone - loss
         return longer
 
     def _wait_for_slowest(self, schedule: Schedule, duration: Floats) -> None:
@@ -264,10 +265,12 @@ class Pricing:
 
     def _slow_down(self, schedule: Schedule, duration: Floats) -> None:
         """Kernels of GPUs with a fault; messages follow the rates of links."""
+        slow = [fault for fault in self.cluster.faults if fault.part == "gpu"]
+        if not slow:
+            return
         rate = np.ones(schedule.num_ranks)
-        for fault in self.cluster.faults:
-            if fault.part == "gpu":
-                rate[fault.number] *= fault.rate
+        for fault in slow:
+            rate[fault.number] *= fault.rate
         kernels = ~is_one_of(schedule.kind, (*COMMUNICATION_KINDS, Kind.BARRIER))
         duration[kernels] /= rate[schedule.lane_rank[schedule.lane_start[:-1][kernels]]]
 

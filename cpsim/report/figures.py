@@ -252,50 +252,43 @@ def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
     outline = 0.4 if len(rows) < OUTLINED else 0.0
     names = [escape(str(row["name"])) if row["count"] == 1 else f"{row['count']} ops" for row in rows]
-    return go.Bar(
-        orientation="h",
-        y=[row["lane"] for row in rows],
-        base=[row["start_s"] * MS_PER_S for row in rows],
-        x=[(row["end_s"] - row["start_s"]) * MS_PER_S for row in rows],
-        name=kind,
-        legendgroup=kind,
-        showlegend=in_legend,
+    return _bars(
+        kind, rows, in_legend,
         marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
         customdata=names,
         hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>" + kind + "</extra>",
-    )
+    )  # fmt: skip
 
 
 def _critical_bars(rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
     """A line along the upper edge of every bar of the critical path."""
     critical = [row for row in rows if row["critical"]]
+    marker = {"color": CRITICAL_COLOUR, "line": {"width": 0}}
+    return _bars(CRITICAL, critical, in_legend, width=0.14, offset=0.34, marker=marker, hoverinfo="skip")
+
+
+def _bars(name: str, rows: Sequence[dict[str, Any]], in_legend: bool, **look: Any) -> Any:
+    """A bar for every row: where it begins, how long it takes, on its lane."""
     return go.Bar(
         orientation="h",
-        y=[row["lane"] for row in critical],
-        base=[row["start_s"] * MS_PER_S for row in critical],
-        x=[(row["end_s"] - row["start_s"]) * MS_PER_S for row in critical],
-        width=0.14,
-        offset=0.34,
-        name=CRITICAL,
-        legendgroup=CRITICAL,
+        y=[row["lane"] for row in rows],
+        base=[row["start_s"] * MS_PER_S for row in rows],
+        x=[(row["end_s"] - row["start_s"]) * MS_PER_S for row in rows],
+        name=name,
+        legendgroup=name,
         showlegend=in_legend,
-        marker={"color": CRITICAL_COLOUR, "line": {"width": 0}},
-        hoverinfo="skip",
+        **look,
     )
 
 
 def _exposed_bars(found: Timeline, ranks: Sequence[int], in_legend: bool) -> Any:
     """Where ranks communicate or wait for data and compute nothing, behind the bars of their compute streams."""
-    spans = {rank: found.exposed(rank) * MS_PER_S for rank in ranks}
-    return go.Bar(
-        orientation="h",
-        y=[_lane({"rank": rank, "stream": STREAMS[0]}) for rank, span in spans.items() for _ in span],
-        base=[start for span in spans.values() for start in span[:, 0].tolist()],
-        x=[length for span in spans.values() for length in (span[:, 1] - span[:, 0]).tolist()],
-        width=0.96,
-        name=EXPOSED,
-        legendgroup=EXPOSED,
-        showlegend=in_legend,
-        marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
+    rows = [
+        {"lane": _lane({"rank": rank, "stream": STREAMS[0]}), "start_s": start, "end_s": end}
+        for rank in ranks
+        for start, end in found.exposed(rank).tolist()
+    ]
+    return _bars(
+        EXPOSED, rows, in_legend, width=0.96, marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
         hovertemplate="%{y}: exposed from %{base:.4g} ms on for %{x:.3g} ms<extra></extra>",
-    )
+    )  # fmt: skip

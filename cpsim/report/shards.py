@@ -13,7 +13,7 @@ from cpsim.masks import coarse_mask
 from cpsim.report.figures import styled
 from cpsim.report.masks import numbers
 from cpsim.report.words import strategy_label
-from cpsim.stripes import stripe_bounds
+from cpsim.stripes import striped_positions
 
 if TYPE_CHECKING:
     from cpsim.masks import Ints
@@ -48,10 +48,8 @@ def shard_columns(schedule: Schedule) -> dict[str, Column]:
 
 def owners(schedule: Schedule, tokens: Ints) -> Ints:
     """The rank that holds the query of every token, in the shape of ``tokens``."""
-    columns, stride = shard_columns(schedule), schedule.stride
-    positions = tokens
-    if stride > 1:
-        positions = stripe_bounds(schedule.num_tokens, stride)[tokens % stride] + tokens // stride
+    columns = shard_columns(schedule)
+    positions = striped_positions(tokens, schedule.num_tokens, schedule.stride)
     return columns["rank"][np.searchsorted(columns["first"], positions, side="right") - 1]
 
 

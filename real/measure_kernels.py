@@ -5,6 +5,7 @@
     python -m real.measure_kernels --minutes 1 --rested --seed 2 --out h200-rested.jsonl
     python -m real.measure_kernels --minutes 2 --masked --kernels flex --out h200-masked.jsonl
     python -m real.measure_kernels --minutes 1 --masked --masks lambda,block_sparse --kernels flex --out runs.jsonl
+    python -m real.measure_kernels --minutes 3 --families equal,heavy_tail --kernels fa2 --out h200-documents.jsonl
     python -m real.measure_kernels --minutes 1 --head-dim 64 --kernels fa4,flex --out h200-head-dim-64.jsonl
 
 Without a pause a kernel meets the power limit and the clock falls. `--rested` measures how it runs where a schedule
@@ -519,7 +520,7 @@ def run_memory(bench: Bench, kernels: list[str]) -> None:
 
 def measure_random(
     bench: Bench, kernels: list[str], rng: np.random.Generator, deadline: float, *, rested: bool,
-    head_dim: int = HEAD_DIM,
+    head_dim: int = HEAD_DIM, families: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Attention of random shapes until the deadline, every kernel for its share of the time.
 
@@ -533,7 +534,8 @@ def measure_random(
         limit = MAX_FLOPS.get(kernel, 1e9) * (4 if rng.random() < 0.04 else 1) * (0.3 if rng.random() < 0.6 else 1)
         limit = min(limit, RESTED_FLOPS) if rested else limit
         before = time.monotonic()
-        shape = draw(rng, limit if bench.cuda else 2e8, dense_only=kernel in DENSE_ONLY, head_dim=head_dim)
+        shape = draw(rng, limit if bench.cuda else 2e8, dense_only=kernel in DENSE_ONLY, head_dim=head_dim,
+                     families=families)  # fmt: skip
         measure_attention(bench, kernel, shape, rested)
         spent[kernel] += time.monotonic() - before
         counts[kernel] += 1
@@ -552,6 +554,7 @@ def main() -> None:
     parser.add_argument("--masks", default="", help="only these, such as lambda,block_sparse")
     parser.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="another than 128: random calls, nothing else")
+    parser.add_argument("--families", default="", help="only random calls of these, such as equal,heavy_tail")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     parser.add_argument("--warm-up", action="store_true", help="only compile flex and fa4, on all CPUs")
@@ -570,6 +573,7 @@ def main() -> None:
     command = f"python -m real.measure_kernels --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
     command += f" --shapes {args.shapes.name}" if args.shapes else ""
     command += "".join(f" --{mode}" for mode in ("rested", "masked", "memory") if getattr(args, mode))
+    command += f" --families {args.families}" if args.families else ""
     command += f" --masks {args.masks}" if args.masks else ""
     command += f" --head-dim {args.head_dim}" if args.head_dim != HEAD_DIM else ""
     header = provenance(device, 1, {k: attention.kernel_version(k) for k in kernels}, command, args.commit)
@@ -593,12 +597,12 @@ def main() -> None:
                 run_masked(bench, kernel, args.seed, started + 60 * args.minutes * spent / total, mine, masks)
         elif args.memory:
             run_memory(bench, kernels)
-        elif args.head_dim != HEAD_DIM:
+        elif args.head_dim != HEAD_DIM or args.families:
             for kernel in kernels:
                 check(bench, kernel, checks(args.head_dim))
                 warm_up(kernel, device, args.head_dim)
-            rng = np.random.default_rng(args.seed)
-            measure_random(bench, kernels, rng, deadline, rested=False, head_dim=args.head_dim)
+            rng, families = np.random.default_rng(args.seed), args.families.split(",") if args.families else ()
+            measure_random(bench, kernels, rng, deadline, rested=False, head_dim=args.head_dim, families=families)
         else:
             run(bench, kernels, args.seed, deadline, listed(args.shapes))
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())

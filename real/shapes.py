@@ -59,17 +59,23 @@ class Shape:
         }  # fmt: skip
 
 
+FAMILIES = {
+    "causal": 4, "full": 3, "gathered": 3, "short": 1,
+    "one_varlen": 1, "equal": 2, "heavy_tail": 4, "ring_documents": 4, "gathered_documents": 1,
+}  # fmt: skip
+"""Weights of families of calls."""
+
+
 def draw(
-    rng: np.random.Generator, max_flops: float, dense_only: bool = False, head_dim: int = HEAD_DIM
-) -> Shape:
-    """One shape of a random family, its forward pass at most `max_flops`."""
-    families = {
-        "causal": 4, "full": 3, "gathered": 3, "short": 1,
-        "one_varlen": 1, "equal": 2, "heavy_tail": 4, "ring_documents": 4, "gathered_documents": 1,
-    }  # fmt: skip
-    if dense_only:
-        families = {name: weight for name, weight in families.items() if name in ("causal", "full", "short")}
-    names, weights = list(families), np.array(list(families.values()), float)
+    rng: np.random.Generator, max_flops: float, dense_only: bool = False, head_dim: int = HEAD_DIM,
+    families: Sequence[str] = (),
+) -> Shape:  # fmt: skip
+    """One shape of a random family, or of one of `families`, its forward pass at most `max_flops`."""
+    if unknown := [name for name in families if name not in FAMILIES]:
+        raise ValueError(f"expected families among {', '.join(FAMILIES)}, got {', '.join(unknown)}")
+    chosen = ("causal", "full", "short") if dense_only else FAMILIES
+    names = [name for name in families or FAMILIES if name in chosen]
+    weights = np.array([FAMILIES[name] for name in names], float)
     while True:
         shape = _DRAW[str(rng.choice(names, p=weights / weights.sum()))](rng)
         if head_dim != HEAD_DIM:

@@ -1,8 +1,8 @@
-"""Writes docs/distca-layer.md: whole layers on four H200, measured and predicted, with distca's attention and others'.
+"""Writes docs/distca-layer.md: whole layers on H200, measured and predicted, with distca's attention and others'.
 
     python docs/distca_layer.py
 
-Runs are those of validation/distca-layer.jsonl, made by `real.run`; nothing is fitted to them.
+Runs are those of validation/distca-layer-*.jsonl, made by `real.run`; nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from cpsim.scenario import Scenario
 from cpsim.schedule import ATTENTION_KINDS, is_one_of
 
 FOLDER = Path(__file__).parent
-RUNS = FOLDER.parent / "validation" / "h200-distca-layer.jsonl"
+RUNS = sorted((FOLDER.parent / "validation").glob("h200*-distca-layer.jsonl"))
 PAGE = FOLDER / "distca-layer.md"
 STRATEGIES = ("distca", "per_sequence", "wlb")
-HEAD = """# Layers with DistCA's attention on four H200
+HEAD = """# Layers with DistCA's attention on H200
 
-Written by `python docs/distca_layer.py` from validation/h200-distca-layer.jsonl. One Llama-3-8B layer, forward and
+Written by `python docs/distca_layer.py` from validation/h200*-distca-layer.jsonl. One Llama-3-8B layer, forward and
 backward with gradients of all weights, flash-attn 2, weights whole on each GPU. Nothing is fitted to these runs.
-Balance: attention kernels of the slowest server over the mean of all four, each server alone.
+Balance: attention kernels of the slowest server over the mean of all, each server alone.
 
 """
 TABLE = (
-    "| tokens | documents, longest | strategy | measured ms | predicted | error | balance fwd, bwd | predicted | "
+    "| GPUs | tokens | documents, longest | strategy | measured ms | predicted | error | balance fwd, bwd | predicted | "
     "memory GB | predicted |",
-    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 MARGIN = 1.05
 """From this predicted ratio on, which of two is faster is compared."""
@@ -62,10 +62,10 @@ class Case:
         return self.memory / self.run.peak_memory_bytes - 1
 
     @property
-    def problem(self) -> tuple[int, tuple[int, ...]]:
-        """What strategies are compared on."""
+    def problem(self) -> tuple[int, int, tuple[int, ...]]:
+        """What strategies are compared on: GPUs, tokens and documents."""
         scenario = self.run.scenario
-        return scenario.num_tokens, scenario.workload().documents
+        return scenario.gpus, scenario.num_tokens, scenario.workload().documents
 
 
 def compared(run: Run) -> Case:
@@ -102,7 +102,7 @@ def choices(cases: Sequence[Case]) -> tuple[int, int, list[str]]:
         if theirs.seconds > MARGIN * ours.seconds:
             wanted += 1
             right += theirs.run.time_s > ours.run.time_s
-            wrong += [] if theirs.run.time_s > ours.run.time_s else [f"{problem[0]} tokens"]
+            wrong += [] if theirs.run.time_s > ours.run.time_s else [f"{problem[1]} tokens"]
     return right, wanted, wrong
 
 
@@ -145,11 +145,11 @@ def _choice(cases: Sequence[Case]) -> str:
 
 
 def _row(case: Case) -> str:
-    tokens, documents = case.problem
+    gpus, tokens, documents = case.problem
     measured, predicted = zip(*case.balances, strict=True)
     ms, memory = (case.run.time_s * 1e3, case.seconds * 1e3), (case.run.peak_memory_bytes / 1e9, case.memory / 1e9)
     cells = (
-        f"{tokens // 1024}K", f"{len(documents)}, {max(documents)}", _label(case), f"{ms[0]:.2f}", f"{ms[1]:.2f}",
+        f"{gpus}", f"{tokens // 1024}K", f"{len(documents)}, {max(documents)}", _label(case), f"{ms[0]:.2f}", f"{ms[1]:.2f}",
         f"{100 * case.error:+.1f} %", _pair(measured), _pair(predicted), f"{memory[0]:.2f}", f"{memory[1]:.2f}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
@@ -164,9 +164,9 @@ def _percent(share: float) -> str:
 
 
 def main() -> None:
-    if not RUNS.exists():
-        sys.exit(f"{RUNS.name}: no runs yet; CONTRIBUTING.md says how to make them")
-    runs = [run for run in load_runs(RUNS) if run.error is None]
+    if not RUNS:
+        sys.exit("validation/h200*-distca-layer.jsonl: no runs yet; CONTRIBUTING.md says how to make them")
+    runs = [run for path in RUNS for run in load_runs(path) if run.error is None]
     PAGE.write_text(text([compared(run) for run in runs]), encoding="utf-8")
 
 

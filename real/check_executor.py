@@ -9,7 +9,6 @@ status 1 where one is larger than `WORST`. The oracle is plain PyTorch attention
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping
 
 import torch
@@ -20,7 +19,7 @@ from cpsim.workload import Workload
 from real import attention
 from real.executor import EAGER_RUNS
 from real.implementations.cpsim import make
-from real.node import Node
+from real.node import Node, end_process
 
 WORST = 3e-2
 CASES = (
@@ -80,29 +79,29 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true")
     args = parser.parse_args()
     failed = 0
-    with Node(cpu=args.cpu) as node:
-        for mask in args.masks.split(","):
-            base = {
-                "gpus": node.size, "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": 2048,
-                "mask": {"name": mask, **MASKS[mask]}, "heads": 16, "kv_heads": 4, "head_dim": 128,
-                "dtype": "bf16", "pass": "fwd",
-            }  # fmt: skip
-            base |= {"documents": list(DOCUMENTS)} if mask.endswith("document") else {}
-            given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)
-            for kernel in args.kernels.split(","):
-                for strategy, knobs in (case for case in CASES if case[0] in args.strategies.split(",")):
-                    scenario = scenario_from(base | {"strategy": strategy, "knobs": knobs, "kernel": kernel})
-                    for pass_ in ("fwd", "bwd"):
-                        try:
-                            worst = max(node.gather(error(scenario, pass_, node, given)))
-                        except InfeasibleError:
-                            continue
-                        failed += not worst <= WORST
-                        if node.rank == 0:
-                            flag = "" if worst <= WORST else "  <-- too large"
-                            print(f"{kernel:10s} {strategy} {knobs} {mask} {pass_}: {worst:.1e}{flag}", flush=True)
+    node = Node(cpu=args.cpu)  # its groups end with the process: captured programs still hold them
+    for mask in args.masks.split(","):
+        base = {
+            "gpus": node.size, "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": 2048,
+            "mask": {"name": mask, **MASKS[mask]}, "heads": 16, "kv_heads": 4, "head_dim": 128,
+            "dtype": "bf16", "pass": "fwd",
+        }  # fmt: skip
+        base |= {"documents": list(DOCUMENTS)} if mask.endswith("document") else {}
+        given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)
+        for kernel in args.kernels.split(","):
+            for strategy, knobs in (case for case in CASES if case[0] in args.strategies.split(",")):
+                scenario = scenario_from(base | {"strategy": strategy, "knobs": knobs, "kernel": kernel})
+                for pass_ in ("fwd", "bwd"):
+                    try:
+                        worst = max(node.gather(error(scenario, pass_, node, given)))
+                    except InfeasibleError:
+                        continue
+                    failed += not worst <= WORST
+                    if node.rank == 0:
+                        flag = "" if worst <= WORST else "  <-- too large"
+                        print(f"{kernel:10s} {strategy} {knobs} {mask} {pass_}: {worst:.1e}{flag}", flush=True)
     return int(failed > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

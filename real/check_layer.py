@@ -8,7 +8,6 @@ Prints the largest error of every case and pass relative to the largest value of
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,7 @@ from real.executor import EAGER_RUNS
 from real.implementations.cpsim import make
 from real.layer_calls import angles
 from real.layer_ops import EPS
-from real.node import Node
+from real.node import Node, end_process
 
 WORST = 3e-2
 MODEL = Model(layers=1, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=1536, vocab=96)
@@ -118,22 +117,22 @@ def worst(scenario: Scenario, node: Node, wanted: dict[str, Tensor]) -> tuple[fl
 def main() -> int:
     """Runs all cases; returns the exit status."""
     failed = False
-    with Node() as node:
-        fields = {
-            "model": {**{name: getattr(MODEL, name) for name in MODEL.__slots__}}, "part": "layer", "gpus": node.size,
-            "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": sum(DOCUMENTS),
-            "documents": list(DOCUMENTS), "mask": "causal_document", "kernel": "fa2",
-        }  # fmt: skip
-        workload = replace(scenario_from({**fields, "strategy": "distca"}).workload(), dtype="bf16")
-        wanted = dense(workload, MODEL, torch.float32, node.device)
-        for strategy, knobs in CASES:
-            scenario = scenario_from({**fields, "strategy": strategy, "knobs": knobs})
-            error, tensor = max(node.gather(worst(scenario, node, wanted)))
-            failed |= not error < WORST
-            if node.rank == 0:
-                print(f"{strategy} {knobs}: {error:.1e} ({tensor})", flush=True)
+    node = Node()  # its groups end with the process: captured programs still hold them
+    fields = {
+        "model": {**{name: getattr(MODEL, name) for name in MODEL.__slots__}}, "part": "layer", "gpus": node.size,
+        "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": sum(DOCUMENTS),
+        "documents": list(DOCUMENTS), "mask": "causal_document", "kernel": "fa2",
+    }  # fmt: skip
+    workload = replace(scenario_from({**fields, "strategy": "distca"}).workload(), dtype="bf16")
+    wanted = dense(workload, MODEL, torch.float32, node.device)
+    for strategy, knobs in CASES:
+        scenario = scenario_from({**fields, "strategy": strategy, "knobs": knobs})
+        error, tensor = max(node.gather(worst(scenario, node, wanted)))
+        failed |= not error < WORST
+        if node.rank == 0:
+            print(f"{strategy} {knobs}: {error:.1e} ({tensor})", flush=True)
     return int(failed)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -127,11 +127,13 @@ def test_advice_ranks_strategies_by_the_time_of_the_whole_layer():
         advise_step(scenario_from(CASE))
 
 
-def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted():
-    path = HERE.parent / "validation" / "distca-layer.jsonl"
-    assert path.read_text() == load_script("validation/distca_layer.py").text(), "run python validation/distca_layer.py"
+@pytest.mark.parametrize(("gpus", "number"), [(2, 30), (4, 52)])
+def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted(gpus, number):
+    path = HERE.parent / "validation" / f"distca-layer-{gpus}.jsonl"
+    wanted = load_script("validation/distca_layer.py").text(gpus)
+    assert path.read_text() == wanted, "run python validation/distca_layer.py"
     scenarios = list(load_scenarios(path))
-    assert len(scenarios) == len({case_key(s) for s in scenarios}) == 52
+    assert len(scenarios) == len({case_key(s) for s in scenarios}) == number
     found = predict_many(scenarios[::5], jobs=1)
     assert [str(r) for r in found if not isinstance(r, Prediction)] == []
 

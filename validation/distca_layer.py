@@ -1,11 +1,12 @@
-"""Writes distca-layer.jsonl: one Llama-3-8B layer on four H200, whose attention is distca's or its baselines'.
+"""Writes distca-layer-4.jsonl and -2.jsonl: a Llama-3-8B layer on so many H200, whose attention is distca's or others'.
 
     python validation/distca_layer.py
 
-32K to 256K tokens on all GPUs, documents of DistCA's two distributions and one document of half of the tokens; lengths
-are rounded to multiples of 16, so that ranks that gather from each other have equal shards. To run them on one machine:
+32K to 256K tokens on four GPUs and to 128K on two, documents of DistCA's two distributions and one document of half of
+the tokens; lengths are rounded to multiples of 16, so that ranks that gather from each other have equal shards. To run
+them on one machine:
 
-    torchrun --nproc-per-node 4 -m real.run validation/distca-layer.jsonl --seconds 0.3 --out runs.jsonl
+    torchrun --nproc-per-node 4 -m real.run validation/distca-layer-4.jsonl --seconds 0.3 --out runs.jsonl
 """
 
 from __future__ import annotations
@@ -19,13 +20,10 @@ import numpy as np
 from cpsim.documents import draw_documents
 
 K = 1024
-TOKENS = (32 * K, 64 * K, 128 * K, 256 * K)
-STRATEGIES: tuple[dict[str, Any], ...] = (
-    {"strategy": "distca"},
-    {"strategy": "per_sequence"},
-    {"strategy": "wlb", "knobs": {"cp": 2}},
-    {"strategy": "wlb"},
-)
+TOKENS = {4: (32 * K, 64 * K, 128 * K, 256 * K), 2: (32 * K, 64 * K, 128 * K)}
+"""By GPUs."""
+STRATEGIES: tuple[dict[str, Any], ...] = ({"strategy": "distca"}, {"strategy": "per_sequence"}, {"strategy": "wlb"})
+TWO_GROUPS = {"strategy": "wlb", "knobs": {"cp": 2}}
 SINGLE_STREAM = {"strategy": "distca", "knobs": {"nano_batches": 1}}
 
 
@@ -44,18 +42,21 @@ def documents(tokens: int) -> dict[str, list[int]]:
     return {**{name: rounded(lengths) for name, lengths in drawn.items()}, "one of half": rounded(half)}
 
 
-def text() -> str:
-    """The file."""
+def text(gpus: int) -> str:
+    """The file for so many GPUs."""
     lines = []
-    for tokens in TOKENS:
+    for tokens in TOKENS[gpus]:
         for name, lengths in documents(tokens).items():
-            for strategy in (*STRATEGIES, *([SINGLE_STREAM] if name == "one of half" else [])):
+            strategies = [*STRATEGIES, *([TWO_GROUPS] if gpus > 2 else [])]
+            strategies += [SINGLE_STREAM] if name == "one of half" else []
+            for strategy in strategies:
                 lines.append({
-                    "model": "llama3-8b", "part": "layer", "gpus": 4, "cluster": "h200-4", "tokens": tokens,
+                    "model": "llama3-8b", "part": "layer", "gpus": gpus, "cluster": "h200-4", "tokens": tokens,
                     "documents": lengths, "mask": "causal_document", "kernel": "fa2", **strategy,
                 })  # fmt: skip
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 if __name__ == "__main__":
-    Path(__file__).with_name("distca-layer.jsonl").write_text(text(), encoding="utf-8")
+    for gpus in TOKENS:
+        Path(__file__).with_name(f"distca-layer-{gpus}.jsonl").write_text(text(gpus), encoding="utf-8")

@@ -97,11 +97,12 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
             f"kernel {kernel} reads the keys of one sequence after another; here sequences share keys or see "
             f"scattered ones, and this strategy does not copy them together, as allgather does"
         )
-    of_tile = np.repeat(used, np.diff(found.start))
     if not limits.varlen and (np.diff(found.start)[used] > 1).any():
         raise InfeasibleError(f"kernel {kernel} takes one sequence a call, this strategy needs several; use fa2 or fa4")
-    unequal = found.causal & (found.q_len != found.k_len) & of_tile
-    if not limits.unequal_causal and unequal.any():
+    if limits.unequal_causal:
+        return
+    unequal = found.causal & (found.q_len != found.k_len) & np.repeat(used, np.diff(found.start))
+    if unequal.any():
         example = int(np.flatnonzero(unequal)[0])
         raise InfeasibleError(
             f"kernel {kernel} has no causal call with {found.q_len[example]} queries on "
@@ -120,6 +121,8 @@ def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> str:
 
 def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> None:
     """Whether sequences have masks that varlen calls take, and one of them for a whole call."""
+    if found.one_call[used].all():
+        return
     irregular = ~found.regular & np.repeat(used, np.diff(found.start))
     if irregular.any() and kernel in WINDOWED and found.window[irregular].all():
         raise InfeasibleError(f"kernel {kernel} takes sliding windows, but nobody has measured what they cost here")
@@ -127,10 +130,9 @@ def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> 
         raise InfeasibleError(
             f"kernel {kernel} runs full and bottom-right causal sequences; this strategy's share of the mask has others"
         )
-    if not found.one_call[used].all():
-        raise InfeasibleError(
-            f"kernel {kernel} runs causal or full sequences in one call; this strategy's share of the mask has both"
-        )
+    raise InfeasibleError(
+        f"kernel {kernel} runs causal or full sequences in one call; this strategy's share of the mask has both"
+    )
 
 
 def _check_blocks(kernel: str, masks: Mapping[int, Visits]) -> None:

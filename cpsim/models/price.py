@@ -328,7 +328,6 @@ class Pricing:
         params = self.profile.attention_params(self.kernel, pass_)
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
-        of_tile = np.repeat(used, np.diff(tiles.start))
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         if params.anatomy.lists_blocks:
@@ -346,9 +345,7 @@ class Pricing:
             notes[f"head_dim {self.head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}"] = None
         notes.update(
             dict.fromkeys(
-                self.profile.attention_notes(
-                    self.kernel, pass_, tiles.q_len[of_tile], tiles.k_len[of_tile], np.array(sorted(shapes))
-                )
+                self.profile.attention_notes(self.kernel, pass_, *tiles.longest(used), np.array(sorted(shapes)))
             )
         )
         return seconds[0], seconds[1]

@@ -38,20 +38,31 @@ def attention_op_seconds(
     head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
     if params.anatomy.lists_blocks:
         return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
-    heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
+    shapes, shape_of = head_shapes(schedule, ops)
+    seconds = np.empty((2, len(ops)))
     own = None
     if limits_of(kernel).any_mask:
         made = gathered_sequences if params.anatomy.gathers_keys else dense_sequences
         own = made(schedule, ops, head_bytes)
-    for shape in sorted(set(zip(*heads.T.tolist(), strict=True))):
+    for i, shape in enumerate(shapes.tolist()):
         if own is None:
             of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim)
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
             of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
-        mine = (heads == shape).all(axis=1)
-        seconds[:, mine] = np.stack(of_tile)[:, schedule.tile[ops[mine]]]
+        mine = shape_of == i
+        for clock in range(2):
+            seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]
     return seconds
+
+
+def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
+    """Query and key-value heads that some ops have, ``[shapes, 2]`` in ascending order, and which of these each has."""
+    both = schedule.heads[ops, 1].astype(np.int64) << 32 | schedule.heads[ops, 3]
+    if len(both) and (both == both[0]).all():
+        return np.array([[both[0] >> 32, both[0] & 0xFFFFFFFF]]), np.zeros(len(ops), np.int64)
+    shapes, of_op = np.unique(both, return_inverse=True)
+    return np.stack([shapes >> 32, shapes & 0xFFFFFFFF], axis=1), of_op
 
 
 def held_op_seconds(
@@ -73,14 +84,13 @@ def held_op_seconds(
     """
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
     kind, tile_of_kind = _kinds(schedule.tiles)
-    heads_of = schedule.heads[ops].astype(np.int64)
-    shapes, shape = np.unique(heads_of[:, 1] << 32 | heads_of[:, 3], return_inverse=True)
+    shapes, shape = head_shapes(schedule, ops)
     columns, looks = (kind[schedule.tile[ops]], shape, held, steps), np.zeros(len(ops), np.int64)
     for column in columns:  # one number for each look, which sorts faster than rows
         looks = looks * (column.max(initial=0) + 1) + column
     _, first, of_look = np.unique(looks, return_index=True, return_inverse=True)
     call, shape, held, steps = (column[first] for column in columns)
-    heads, kv_heads = shapes[shape] >> 32, shapes[shape] & 0xFFFFFFFF
+    heads, kv_heads = shapes[shape].T
     start, q_len, k_len, causal = _sequences_of(sequences(schedule.tiles), tile_of_kind[call])
     given = start, q_len, k_len, causal, heads, kv_heads, head_dim, np.diff(start) > 1
     return calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0][of_look]

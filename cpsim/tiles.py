@@ -42,18 +42,21 @@ class Tiles:
 class _Unlisted(Tiles):
     """Tiles of so many slices that these are listed when somebody asks for them, which predictions seldom do."""
 
+    parts: tuple[Tiles | Products, ...]
+    """What their tiles follow each other in."""
+
     def __init__(self, parts: Sequence[Tiles | Products], area: Ints, calls: Sequences) -> None:
-        for name, value in (("parts", parts), ("area", area), ("calls", calls)):
+        for name, value in (("parts", tuple(parts)), ("area", area), ("calls", calls)):
             object.__setattr__(self, name, value)
 
     @cached_property
     def _listed(self) -> Tiles:
-        return _joined([part.listed() if isinstance(part, Products) else part for part in self.parts])  # type: ignore[attr-defined]
+        return _joined([part.listed() if isinstance(part, Products) else part for part in self.parts])
 
-    start = property(lambda self: self._listed.start)  # type: ignore[assignment]
-    rows = property(lambda self: self._listed.rows)  # type: ignore[assignment]
-    row_area = property(lambda self: self._listed.row_area)  # type: ignore[assignment]
-    mask = property(lambda self: self._listed.mask)  # type: ignore[assignment]
+    start = property(lambda self: self._listed.start)
+    rows = property(lambda self: self._listed.rows)
+    row_area = property(lambda self: self._listed.row_area)
+    mask = property(lambda self: self._listed.mask)
 
 
 CAUSAL, _REGULAR, _WINDOW, _PACKED = 1, 2, 4, 8
@@ -106,7 +109,6 @@ class Sequences:
     def keys(self) -> Ints:
         """Key rows that every tile's call reads, rows of overlapping sequences counted each time."""
         return np.asarray(_totals(self.start, self.k_len), np.int64)
-
 
     def longest(self, tiles: NDArray[np.bool_]) -> tuple[int, int]:
         """Most queries and most keys of a sequence of some tiles, which are ``True``; 0 where there is none."""
@@ -238,8 +240,8 @@ def join_tiles(tables: Sequence[Tiles]) -> Tiles:
 
 def _joined(tables: Sequence[Tiles]) -> Tiles:
     start = _joined_start([table.start for table in tables])
-    columns = ([getattr(table, name) for table in tables] for name in ("rows", "row_area"))
-    return _listed(start, *map(np.concatenate, columns), tables[0].mask)
+    rows, areas = (np.concatenate([getattr(table, name) for table in tables]) for name in ("rows", "row_area"))
+    return _listed(start, rows, areas, tables[0].mask)
 
 
 def _joined_start(starts: Sequence[Ints]) -> Ints:

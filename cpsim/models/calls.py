@@ -144,8 +144,8 @@ def _sequences_of(found: Sequences, tiles: Ints) -> tuple[Ints, Ints, Ints, NDAr
     first, num = found.start[tiles], np.diff(found.start)[tiles]
     start = np.concatenate(([0], np.cumsum(num)))
     which = np.repeat(first - start[:-1], num) + np.arange(start[-1])
-    lengths = (column[which].astype(np.int64) for column in (found.q_len, found.k_len))
-    return start, *lengths, found.flags[which] & CAUSAL > 0
+    q_len, k_len = (column[which].astype(np.int64) for column in (found.q_len, found.k_len))
+    return start, q_len, k_len, found.flags[which] & CAUSAL > 0
 
 
 @lru_cache(maxsize=4)

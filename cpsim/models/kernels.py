@@ -212,8 +212,8 @@ def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[
         done.add(tile)
         mine = slice(found.start[tile], found.start[tile + 1])
         if one_call:
-            slices = sequence_slices(found.q_len[mine], found.k_len[mine], found.causal[mine])
-            yield tile, slices, int(found.q_len[mine].sum()), int(found.k_len[mine].sum())
+            q_len, k_len = (column[mine].astype(np.int64) for column in (found.q_len, found.k_len))
+            yield tile, sequence_slices(q_len, k_len, found.causal[mine]), int(q_len.sum()), int(k_len.sum())
         else:
             slices = local_slices(tiles, tile, places[query_set], places[key_set])
             yield tile, slices, int(sizes[query_set]), int(sizes[key_set])

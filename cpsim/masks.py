@@ -154,7 +154,7 @@ def _areas_of_cells(table, edges):  # type: ignore[no-untyped-def]
 
 
 @bare()
-def _restrict_one(mask, reach, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
+def slices_of_product(mask, reach, q_ranges, k_ranges, rows, areas, count):  # type: ignore[no-untyped-def]
     """Append the non-empty intersections of one product; past the end of ``rows`` they are only counted."""
     if len(q_ranges) == 0 or len(k_ranges) == 0:
         return count
@@ -204,7 +204,7 @@ def _restrict(mask, reach, q_start, q_ranges, k_start, k_ranges, pair_q, pair_k,
     for pair in range(len(pair_q)):
         q, k = pair_q[pair], pair_k[pair]
         queries, keys = q_ranges[q_start[q] : q_start[q + 1]], k_ranges[k_start[k] : k_start[k + 1]]
-        count = _restrict_one(mask, reach, queries, keys, rows, areas, count)
+        count = slices_of_product(mask, reach, queries, keys, rows, areas, count)
         start[pair + 1] = count
     return count
 

@@ -76,3 +76,50 @@ def _striped(mask, start, columns):  # type: ignore[no-untyped-def]
                         columns[4, count], columns[5, count] = low, high
                     count += 1
     return count
+
+
+def stripe_table(mask: Slices, bounds: Ints) -> tuple[Ints, Ints]:
+    """What ``slices_of_stripes`` reads of a mask of tokens.
+
+    Args:
+        mask: its slices, ``[M]``.
+        bounds: as ``stripe_bounds``.
+
+    Returns:
+        positions of the first and end queries and keys of every slice in every stripe, ``[stride, M, 4]``; and the
+        limits of its band between numbers in two stripes by how far these are apart, ``[2 stride - 1, M, 2]``.
+    """
+    start = bounds[:-1, None, None]
+    stripe, stride = np.arange(len(start))[:, None, None], max(1, len(start))
+    ends = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end], axis=1)
+    apart = np.arange(1 - stride, stride)[:, None]
+    limits = np.stack([-((apart - mask.low) // stride), (mask.high - apart) // stride], axis=2)
+    return start - (stripe - ends) // stride, limits
+
+
+@bare()
+def slices_of_stripes(places, limits, start, queries, keys, rows, areas, bands, count):  # type: ignore[no-untyped-def]
+    """As ``slices_of_product``, of one range of positions in each of two stripes; mask rows are those of the tokens.
+
+    Fills in the positions' ``bands``, (q_start, low, high), of the mask rows that have a slice.
+    """
+    if len(queries) == 0 or len(keys) == 0:
+        return count
+    (q_from, q_to), (k_from, k_to) = queries[0], keys[0]
+    i, j = np.searchsorted(start, q_from, side="right") - 1, np.searchsorted(start, k_from, side="right") - 1
+    shift, apart = start[j] - start[i], j - i + len(start) - 1
+    for row in range(places.shape[1]):
+        q0, q1 = max(places[i, row, 0], q_from), min(places[i, row, 1], q_to)
+        k0, k1 = max(places[j, row, 2], k_from), min(places[j, row, 3], k_to)
+        if q0 >= q1 or k0 >= k1:
+            continue
+        low, high = shift + limits[apart, row, 0], shift + limits[apart, row, 1]
+        q0 = max(q0, k0 - high)
+        area = slice_area(q0, q1, k0, k1, low, high)
+        if area > 0:
+            if count < len(rows):
+                rows[count, 0], rows[count, 1], rows[count, 2] = row, q0, q1
+                rows[count, 3], rows[count, 4], areas[count] = max(k0, q0 + low), min(k1, q1 + high), area
+                bands[row, 0], bands[row, 1], bands[row, 2] = places[i, row, 0], low, high
+            count += 1
+    return count

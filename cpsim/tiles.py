@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import Final
 
 import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
 from cpsim.compiled import bare
-from cpsim.masks import Ints, RangeSets, Slices, restrict, slice_area
+from cpsim.masks import Ints, RangeSets, Slices, restrict, slice_area, slices_of_product
+from cpsim.stripes import MANY, slices_of_stripes, stripe_table, striped
+
+ROOM: Final = 1 << 21
+"""Slices that tiles keep; of more than these, tiles know the sequences that they make alone."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Tiles:
     """Parts of the mask for many (query set) x (key set) products; tile 0 is empty.
 
@@ -30,9 +35,31 @@ class Tiles:
     """Unmasked pairs of every tile, ``int64[num_tiles]``."""
     mask: Slices
     """What the mask rows are rows of."""
+    calls: Sequences | None = field(default=None, init=False)
+    """What ``sequences`` answers, where it is known."""
 
 
-_CAUSAL, _REGULAR, _WINDOW, _PACKED = 1, 2, 4, 8
+class _Unlisted(Tiles):
+    """Tiles of so many slices that these are listed when somebody asks for them, which predictions seldom do."""
+
+    parts: tuple[Tiles | Products, ...]
+    """What their tiles follow each other in."""
+
+    def __init__(self, parts: Sequence[Tiles | Products], area: Ints, calls: Sequences) -> None:
+        for name, value in (("parts", tuple(parts)), ("area", area), ("calls", calls)):
+            object.__setattr__(self, name, value)
+
+    @cached_property
+    def _listed(self) -> Tiles:
+        return _joined([part.listed() if isinstance(part, Products) else part for part in self.parts])
+
+    start = property(lambda self: self._listed.start)
+    rows = property(lambda self: self._listed.rows)
+    row_area = property(lambda self: self._listed.row_area)
+    mask = property(lambda self: self._listed.mask)
+
+
+CAUSAL, _REGULAR, _WINDOW, _PACKED = 1, 2, 4, 8
 """Flags of a sequence: `Sequences` says what they mean; keys of packed ones are apart, or overlap earlier ones."""
 
 
@@ -44,56 +71,183 @@ class Sequences:
     """
 
     start: Ints
-    q_len: Ints
-    k_len: Ints
+    q_len: NDArray[np.int32]
+    k_len: NDArray[np.int32]
     area: Ints
-    causal: NDArray[np.bool_]
-    """The diagonal cuts the sequence."""
-    regular: NDArray[np.bool_]
-    """The mask of the sequence is exactly full or bottom-right causal, so every varlen kernel can run it."""
-    window: NDArray[np.bool_]
-    """The mask of the sequence is a diagonal band that is neither."""
-    one_call: NDArray[np.bool_]
-    """Of every tile: all sequences are regular, and all causal or all full, so one varlen call can run them."""
-    in_place: NDArray[np.bool_]
-    """Of every tile: sequences read keys that lie side by side, and no key twice, so that keys need no packing."""
+    flags: NDArray[np.uint8]
+    """What ``causal``, ``regular``, ``window`` and ``in_place`` are read from."""
+
+    @property
+    def causal(self) -> NDArray[np.bool_]:
+        """The diagonal cuts the sequence."""
+        return self.flags & CAUSAL > 0
+
+    @property
+    def regular(self) -> NDArray[np.bool_]:
+        """The mask of the sequence is exactly full or bottom-right causal, so every varlen kernel can run it."""
+        return self.flags & _REGULAR > 0
+
+    @property
+    def window(self) -> NDArray[np.bool_]:
+        """The mask of the sequence is a diagonal band that is neither."""
+        return self.flags & _WINDOW > 0
+
+    @property
+    def one_call(self) -> NDArray[np.bool_]:
+        """Of every tile: all sequences are regular, and all causal or all full, so one varlen call can run them."""
+        return np.asarray(_one_call(self.start, self.q_len, self.flags), np.bool_)
+
+    @property
+    def in_place(self) -> NDArray[np.bool_]:
+        """Of every tile: sequences read keys that lie side by side, and no key twice, so that keys need no packing."""
+        return np.asarray(_none_packed(self.start, self.flags), np.bool_)
 
     def queries(self) -> Ints:
         """Query rows of every tile's call."""
-        return self._per_tile(self.q_len)
+        return np.asarray(_totals(self.start, self.q_len), np.int64)
 
     def keys(self) -> Ints:
         """Key rows that every tile's call reads, rows of overlapping sequences counted each time."""
-        return self._per_tile(self.k_len)
+        return np.asarray(_totals(self.start, self.k_len), np.int64)
 
-    def _per_tile(self, length: Ints) -> Ints:
-        total = np.concatenate(([0], np.cumsum(length)))
-        return total[self.start[1:]] - total[self.start[:-1]]
+    def longest(self, tiles: NDArray[np.bool_]) -> tuple[int, int]:
+        """Most queries and most keys of a sequence of some tiles, which are ``True``; 0 where there is none."""
+        return _longest(self.start, self.q_len, tiles), _longest(self.start, self.k_len, tiles)
 
 
-def make_tiles(mask: Slices, sets: RangeSets, query_set: ArrayLike, key_set: ArrayLike) -> Tiles:
+@njit(cache=True)
+def _longest(start, length, tiles):  # type: ignore[no-untyped-def]
+    most = 0
+    for tile in range(len(tiles)):
+        if tiles[tile]:
+            for i in range(start[tile], start[tile + 1]):
+                most = max(most, length[i])
+    return most
+
+
+@njit(cache=True)
+def _totals(start, length):  # type: ignore[no-untyped-def]
+    """Sum of every tile's lengths."""
+    total = np.zeros(len(start) - 1, np.int64)
+    for tile in range(len(total)):
+        for i in range(start[tile], start[tile + 1]):
+            total[tile] += length[i]
+    return total
+
+
+@njit(cache=True)
+def _none_packed(start, flags):  # type: ignore[no-untyped-def]
+    found = np.ones(len(start) - 1, np.bool_)
+    for tile in range(len(found)):
+        for i in range(start[tile], start[tile + 1]):
+            found[tile] &= flags[i] & _PACKED == 0
+    return found
+
+
+@njit(cache=True)
+def _one_call(start, q_len, flags):  # type: ignore[no-untyped-def]
+    found = np.ones(len(start) - 1, np.bool_)
+    for tile in range(len(found)):
+        causal, full, regular = False, False, True
+        for i in range(start[tile], start[tile + 1]):
+            is_causal = flags[i] & CAUSAL > 0
+            causal |= is_causal
+            full |= not is_causal and q_len[i] > 1
+            regular &= flags[i] & _REGULAR > 0
+        found[tile] = regular and not (causal and full)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """What tiles are made of: product i of a query set and a key set is tile i + 1."""
+
+    mask: Slices
+    """In tokens."""
+    sets: RangeSets
+    """In tokens, or in positions of stripes."""
+    query: Ints
+    key: Ints
+    stripes: Ints | None
+    """First position of every stripe and the end of the last one; None: sets are in tokens. A set of positions has one
+    range, inside of a stripe."""
+
+    def listed(self) -> Tiles:
+        """The tiles with all their slices."""
+        mask = self.mask if self.stripes is None else striped(self.mask, int(self.stripes[-1]), len(self.stripes) - 1)
+        start, rows, areas = restrict(mask, self.sets, self.sets, self.query, self.key)
+        return _listed(np.concatenate(([0], start)), rows, areas, mask)
+
+
+def _listed(start: Ints, rows: NDArray[np.int32], areas: Ints, mask: Slices) -> Tiles:
+    return Tiles(start, rows, areas, np.asarray(_totals(start, areas), np.int64), mask)
+
+
+def make_tiles(
+    mask: Slices, sets: RangeSets, query_set: ArrayLike, key_set: ArrayLike, stripes: Ints | None = None
+) -> Tiles:
     """Tiles of the products ``query_set[i] x key_set[i]``; product i becomes tile i + 1.
 
     Key ranges are cut to what the band admits, so a causal query range reads no later keys.
+
+    Args:
+        mask: in tokens.
+        sets: in tokens, or in positions of stripes.
+        query_set, key_set: of every product.
+        stripes: see ``Products``.
     """
     query, key = np.asarray(query_set, np.int64).ravel(), np.asarray(key_set, np.int64).ravel()
-    start, rows, areas = restrict(mask, sets, sets, query, key)
-    start = np.concatenate(([0], start))
-    totals = np.concatenate(([0], np.cumsum(areas)))
-    return Tiles(start, rows, areas, totals[start[1:]] - totals[start[:-1]], mask)
+    table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
+    places, limits = stripe_table(mask, np.zeros(1, np.int64) if stripes is None else stripes)
+    first = np.zeros(0, np.int64) if stripes is None else stripes[:-1]
+    given = table, np.maximum.accumulate(mask.q_end), places, limits, first, sets.start, sets.ranges, query, key
+    bands = np.stack([mask.q_start, mask.low, mask.high], axis=1)
+    num_ranges = np.diff(sets.start)
+    most = int(num_ranges[query].sum() + num_ranges[key].sum() + 4 * len(query) + len(mask))  # nearly always enough
+    if stripes is not None:
+        most = max(most, min(len(query) * len(mask), MANY))
+    room = min(most, ROOM)
+    start, made, area = (np.zeros(len(query) + 1 + extra, np.int64) for extra in (1, 1, 0))
+    while True:  # memory that is not written costs nothing
+        rows, areas = np.empty((room, 5), np.int32), np.empty(room, np.int64)
+        out = (*_empty(most, placed=False), np.zeros(1, np.int64))
+        used, longest, wraps, count = _fill(given, bands, rows, areas, out, start, made, area)
+        if longest <= room and count <= most:
+            break
+        room, most = max(room, longest), max(most, count)
+    calls = _made(made, out, count)
+    if wraps or stripes is not None:
+        return _Unlisted((Products(mask, sets, query, key, stripes),), area, calls)
+    return _knowing(Tiles(start, rows[:used], areas[:used], area, mask), calls)
+
+
+def _knowing(tiles: Tiles, calls: Sequences) -> Tiles:
+    object.__setattr__(tiles, "calls", calls)
+    return tiles
 
 
 def join_tiles(tables: Sequence[Tiles]) -> Tiles:
     """Tiles of several tables of one mask, one table's after the other's; tile 0 stays empty."""
-    first_row = np.concatenate(([0], np.cumsum([len(t.rows) for t in tables])))
-    start = [t.start[2:] + row for t, row in zip(tables, first_row[:-1], strict=True)]
-    return Tiles(
-        np.concatenate(([0, 0], *start)),
-        np.concatenate([t.rows for t in tables]),
-        np.concatenate([t.row_area for t in tables]),
-        np.concatenate(([0], *(t.area[1:] for t in tables))),
-        tables[0].mask,
-    )
+    known = [sequences(table) for table in tables]
+    columns = ([getattr(calls, name) for calls in known] for name in ("q_len", "k_len", "area", "flags"))
+    calls = Sequences(_joined_start([calls.start for calls in known]), *map(np.concatenate, columns))
+    if any(isinstance(table, _Unlisted) for table in tables):
+        area = np.concatenate(([0], *(table.area[1:] for table in tables)))
+        parts = [part for table in tables for part in (table.parts if isinstance(table, _Unlisted) else (table,))]
+        return _Unlisted(parts, area, calls)
+    return _knowing(_joined(tables), calls)
+
+
+def _joined(tables: Sequence[Tiles]) -> Tiles:
+    start = _joined_start([table.start for table in tables])
+    rows, areas = (np.concatenate([getattr(table, name) for table in tables]) for name in ("rows", "row_area"))
+    return _listed(start, rows, areas, tables[0].mask)
+
+
+def _joined_start(starts: Sequence[Ints]) -> Ints:
+    """Of tiles whose entries follow those of the tables before them."""
+    before = np.concatenate(([0], np.cumsum([start[-1] for start in starts])))
+    return np.concatenate(([0, 0], *(start[2:] + first for start, first in zip(starts, before[:-1], strict=True))))
 
 
 def local_slices(tiles: Tiles, tile: int, place_q: Callable[[Ints], Ints], place_k: Callable[[Ints], Ints]) -> Slices:
@@ -105,7 +259,6 @@ def local_slices(tiles: Tiles, tile: int, place_q: Callable[[Ints], Ints], place
     return Slices(at_q, at_q + q1 - q0, at_k, at_k + k1 - k0, low, high)
 
 
-@lru_cache(maxsize=2)
 def sequences(tiles: Tiles) -> Sequences:
     """Group every tile's slices into kernel sequences.
 
@@ -114,13 +267,12 @@ def sequences(tiles: Tiles) -> Sequences:
     reads all the keys it sees, as in an all-gathered zigzag. Where mask rows share queries, so is every range of
     queries that the same rows cover: an answer, for example, sees its question and its own beginning.
     """
-    start, lengths, flags, _ = _grouped(tiles, placed=False)
-    q_len, k_len, area = lengths
-    causal, regular = flags & _CAUSAL > 0, flags & _REGULAR > 0
-    is_full = ~causal & (q_len > 1)
-    one_call = ~_any(~regular, start) & ~(_any(causal, start) & _any(is_full, start))
-    in_place = ~_any(flags & _PACKED > 0, start)
-    return Sequences(start, q_len, k_len, area, causal, regular, flags & _WINDOW > 0, one_call, in_place)
+    return _found(tiles) if tiles.calls is None else tiles.calls
+
+
+@lru_cache(maxsize=2)
+def _found(tiles: Tiles) -> Sequences:
+    return _made(*_grouped(tiles, placed=False))
 
 
 def place_in(ranges: Ints) -> Callable[[Ints], Ints]:
@@ -138,67 +290,129 @@ def place_in(ranges: Ints) -> Callable[[Ints], Ints]:
 def sequence_places(tiles: Tiles) -> NDArray[np.int32]:
     """Where every sequence lies, ``[num_sequences, 4]``: it has the queries from column 2 to column 3 that the tile's
     rows from column 0 to column 1 have, and all keys that these see."""
-    return _grouped(tiles, placed=True)[3].T
+    _, out, count = _grouped(tiles, placed=True)
+    return out[3][:, :count].T
 
 
-def _grouped(tiles: Tiles, *, placed: bool) -> tuple[Ints, Ints, NDArray[np.uint8], NDArray[np.int32]]:
-    mask, most = tiles.mask, 2 * len(tiles.rows)  # memory that is not written costs nothing
-    out = np.empty((3, most), np.int64), np.empty(most, np.uint8), np.empty((4, most * placed), np.int32)
+_Out = tuple[NDArray[np.int32], Ints, NDArray[np.uint8], NDArray[np.int32], Ints]
+"""Sequences in the making: lengths ``[2, most]`` of queries and keys, areas, flags, places or nothing, and where the
+last keys ended."""
+
+
+def _empty(most: int, *, placed: bool) -> tuple[NDArray[np.int32], Ints, NDArray[np.uint8], NDArray[np.int32]]:
+    lengths, places = np.empty((2, most), np.int32), np.empty((4, most * placed), np.int32)
+    return lengths, np.empty(most, np.int64), np.empty(most, np.uint8), places
+
+
+def _made(start: Ints, out: _Out, count: int) -> Sequences:
+    return Sequences(start, out[0][0, :count], out[0][1, :count], out[1][:count], out[2][:count])
+
+
+def _grouped(tiles: Tiles, *, placed: bool) -> tuple[Ints, _Out, int]:
+    mask = tiles.mask
+    out = (*_empty(2 * len(tiles.rows), placed=placed), np.zeros(1, np.int64))
     bands = np.stack([mask.q_start, mask.low, mask.high], axis=1)
-    start, count = _sequences(tiles.start, tiles.rows, tiles.row_area, bands, (*out, np.zeros(1, np.int64)))
-    return start, out[0][:, :count], out[1][:count], out[2][:, :count]
+    start, count = _sequences(tiles.start, tiles.rows, tiles.row_area, bands, out)
+    return start, out, count
 
 
 @njit(cache=True)
-def _any(flags, start):  # type: ignore[no-untyped-def]
-    """Whether any of a tile's sequences has the flag, ``[num_tiles]``."""
-    found = np.zeros(len(start) - 1, np.bool_)
-    for tile in range(len(found)):
-        for flag in flags[start[tile] : start[tile + 1]]:
-            if flag:
-                found[tile] = True
+def _fill(given, bands, rows, areas, out, start, made, area):  # type: ignore[no-untyped-def]
+    """Slices, sequences and area of every product.
+
+    Where slices do not fit into ``rows`` those of the next tile take the place of the first ones. Returns the rows in
+    use, those of the longest tile, how often that happened, and the number of sequences.
+    """
+    table, reach, places, limits, stripes, set_start, ranges, pair_q, pair_k = given
+    at, longest, wraps, count = 0, 0, 0, 0
+    for product in range(len(pair_q)):
+        q, k = pair_q[product], pair_k[product]
+        queries, keys = ranges[set_start[q] : set_start[q + 1]], ranges[set_start[k] : set_start[k + 1]]
+        for _ in range(2):
+            if len(stripes):
+                end = slices_of_stripes(places, limits, stripes, queries, keys, rows, areas, bands, at)
+            else:
+                end = slices_of_product(table, reach, queries, keys, rows, areas, at)
+            if end <= len(rows) or at == 0:
                 break
-    return found
+            at, wraps = 0, wraps + 1
+        longest = max(longest, end - at)
+        if end <= len(rows):
+            area[product + 1] = areas[at:end].sum()
+            count = _of_tile(rows, areas, at, end, bands, out, count)
+            at = end
+        start[product + 2], made[product + 2] = at, count
+    return at, longest, wraps, count
 
 
 @njit(cache=True)
 def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyped-def]
-    """Fill ``out``, which is lengths (q_len, k_len, area), flags, places or nothing, and where the last keys ended.
-
-    ``bands`` has (q_start, low, high) of every mask row. Returns CSR start and the number of sequences.
-    """
+    """Fill ``out``; ``bands`` has (q_start, low, high) of every mask row. Returns CSR start and the number of
+    sequences."""
     start = np.zeros(len(tile_start), np.int64)
     count = 0
     for tile in range(len(tile_start) - 1):
-        first, last = tile_start[tile], tile_start[tile + 1]
-        out[3][0] = 0
-        while first < last:
-            end, reach = first, rows[first, 2]
-            while end < last and (rows[end, 0] == rows[first, 0] or bands[rows[end, 0], 0] < reach):
-                reach = max(reach, rows[end, 2])
-                end += 1
-            if rows[end - 1, 0] == rows[first, 0]:
-                row = bands[rows[first, 0], 1], tile_start[tile], last
-                count = _of_one_row(rows, row_area, first, end, row, out, count)
-            else:
-                count = _of_several_rows(rows, first, end, bands, out, count)
-            first = end
+        count = _of_tile(rows, row_area, tile_start[tile], tile_start[tile + 1], bands, out, count)
         start[tile + 1] = count
     return start, count
 
 
+@njit(cache=True)
+def _of_tile(rows, row_area, first, last, bands, out, count):  # type: ignore[no-untyped-def]
+    """Sequences of the slices of one tile; the number of sequences so far."""
+    out[4][0] = 0
+    tile = first, last
+    while first < last:
+        first, end, count = _of_single_rows(rows, row_area, first, tile, bands, out, count)
+        if first < last:
+            count = _of_several_rows(rows, first, end, bands, out, count)
+            first = end
+    return count
+
+
+@bare()
+def _of_single_rows(rows, row_area, first, tile, bands, out, count):  # type: ignore[no-untyped-def]
+    """Sequences of slices whose queries no other mask row has, up to slices of several mask rows that share queries:
+    the first and the end of these, or twice the end of the tile, and the number of sequences so far."""
+    last = tile[1]
+    while first < last:
+        end, reach, row = first, rows[first, 2], rows[first, 0]
+        while end < last and (rows[end, 0] == row or bands[rows[end, 0], 0] < reach):
+            reach = max(reach, rows[end, 2])
+            end += 1
+        if rows[end - 1, 0] != row:
+            return first, end, count
+        low = bands[row, 1]
+        if end == first + 1:
+            count = _of_one_slice(rows, row_area[first], first, low, out, count)
+        else:
+            count = _of_one_row(rows, row_area, first, end, (low, *tile), out, count)
+        first = end
+    return last, last, count
+
+
+@bare()
+def _of_one_slice(rows, area, first, low, out, count):  # type: ignore[no-untyped-def]
+    q0, q1, k0, k1 = rows[first, 1], rows[first, 2], rows[first, 3], rows[first, 4]
+    num_q, num_k = q1 - q0, k1 - k0
+    stair = low <= k0 - q1 + 1 and _is_stair(num_q, num_k, area)
+    kind = 1 if area == num_q * num_k else 2 * int(stair)
+    return _put(out, count, (num_q, num_k, area), kind, (first, first + 1), (q0, q1, k0, k1), 1)
+
+
 @bare()
 def _put(out, count, sizes, kind, rows, tokens, pieces):  # type: ignore[no-untyped-def]
-    """Write one sequence: (queries, keys, area), 1 for full, 2 for bottom-right causal and 0 for others, (first row,
-    end row), (q_from, q_to, k_from, k_to)."""
+    """Write one sequence if there is room: (queries, keys, area), 1 for full, 2 for bottom-right causal and 0 for
+    others, (first row, end row), (q_from, q_to, k_from, k_to)."""
     num_q, num_k, area = sizes
-    lengths, flags, places, last = out
-    lengths[0, count], lengths[1, count], lengths[2, count] = num_q, num_k, area
-    flag = _CAUSAL if area < num_q * num_k else 0
+    lengths, areas, flags, places, last = out
+    flag = CAUSAL if area < num_q * num_k else 0
     flag |= _REGULAR if kind > 0 else _WINDOW if pieces == 1 else 0
     flag |= _PACKED if pieces > 1 or tokens[2] < last[0] else 0
-    flags[count], last[0] = flag, tokens[3]
-    if places.shape[1] > 0:
+    last[0] = tokens[3]
+    if count < len(flags):
+        lengths[0, count], lengths[1, count], areas[count], flags[count] = num_q, num_k, area, flag
+    if count < places.shape[1]:
         places[0, count], places[1, count] = rows
         places[2, count], places[3, count] = tokens[0], tokens[1]
     return count + 1

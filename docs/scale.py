@@ -1,9 +1,11 @@
 """Writes docs/scale.md, our own speed, from docs/scale.json; with --measure it measures that first, in some minutes.
 
     python docs/scale.py --measure
+    python docs/scale.py --sweep
 
 Every number is the median of processor time, in one process on one core, after warm-up, so that neither compiling nor
-other programs count; memory is the peak of a process of its own, start-up included.
+other programs count; memory is the peak of a process of its own, start-up included. The sweep, which --sweep measures
+alone, is `cpsim sweep` on all cores, start-up included.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -22,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from cpsim.models.price import GROUPS, Pricing
 from cpsim.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, Case
@@ -32,7 +36,7 @@ from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.fluid import FLOW, LANE, OP
 from cpsim.sim.work import free_work, predecessors
-from cpsim.strategies import plan
+from cpsim.strategies import STRATEGIES, plan
 
 DOCS = Path(__file__).parent
 PAGE, DATA = DOCS / "scale.md", DOCS / "scale.json"
@@ -46,6 +50,9 @@ LARGE = (
     ("zigzag_ring", 96), ("zigzag_ring", 1024), ("zigzag_ring", 4096), ("usp", 1024), ("usp", 4096), ("usp", 16384),
 )  # fmt: skip
 NUM_DRAWS = 200
+SWEPT, WANTED = 5040, 100_000
+"""Scenarios of the sweep that is measured, every combination of the mix three times; and of the one that is asked for.
+"""
 
 
 def scenario(strategy: str, gpus: int, pass_: str) -> Scenario:
@@ -106,6 +113,54 @@ def touched_bytes() -> dict[str, float]:
     return {"simulate": fluid, "constant": graph + costs + results}
 
 
+def mixed_scenarios(count: int) -> list[Scenario]:
+    """Strategies x masks x passes x 2 to 96 GPUs x 1k to 16k tokens per GPU, documents included, in turn.
+
+    Not dcp, whose planning of a batch takes seconds by itself.
+    """
+    names = [name for name in STRATEGIES if name not in ("none", "dcp")]
+    gpus, tokens = (2, 4, 8, 16, 32, 64, 96), (1024, 2048, 4096, 8192, 16384)
+    masks = ("causal", "causal_document", "full", "full_document")
+    return [
+        Scenario(
+            strategy=names[i % len(names)],
+            gpus=gpus[i // len(names) % 7],
+            cluster="dgx-h200",
+            tokens_per_gpu=tokens[i % 5],
+            documents={"distribution": "prolong512k", "seed": i} if "document" in masks[i // 4 % 4] else None,
+            mask=masks[i // 4 % 4],
+            heads=32,
+            kv_heads=8,
+            **{"pass": ("fwd", "bwd", "fwd_bwd")[i // 16 % 3]},  # type: ignore[arg-type]
+        )
+        for i in range(count)
+    ]
+
+
+def swept(count: int) -> dict[str, float]:
+    """`cpsim sweep` of mixed scenarios on all cores: seconds by the clock and of processors, errors, and the peak
+    memory of its largest process."""
+    with tempfile.TemporaryDirectory() as folder:
+        cases = Path(folder) / "cases.jsonl"
+        cases.write_text("".join(json.dumps(case.to_dict()) + "\n" for case in mixed_scenarios(count)))
+        out, started = Path(folder) / "out", time.perf_counter()
+        command = [sys.executable, "-m", "cpsim", "sweep", str(cases), "--out", str(out)]
+        subprocess.run(command, check=True, capture_output=True)
+        taken, used = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
+        rows = pq.read_table(out, columns=["error"])["error"]
+    return {
+        "scenarios": len(rows), "predicted": rows.null_count, "seconds": taken,
+        "processor_seconds": used.ru_utime + used.ru_stime, "peak_bytes": 1024 * used.ru_maxrss,
+        "load_average": round(os.getloadavg()[1], 1),
+    }  # fmt: skip
+
+
+def sweep() -> dict[str, float]:
+    """The same, measured in a process of its own, whose children are those of the sweep."""
+    done = subprocess.run([sys.executable, __file__, "--swept"], check=True, capture_output=True, text=True)
+    return dict(json.loads(done.stdout))
+
+
 def memory_bandwidth() -> float:
     """Bytes a second, read and written, of a copy that no cache holds."""
     source = np.ones(1 << 25)
@@ -140,6 +195,7 @@ def measure() -> dict[str, Any]:
         "touched_bytes": touched_bytes(),
         "memory_bytes_per_s": memory_bandwidth(),
         "large": found,
+        "sweep": sweep(),
     }
 
 
@@ -221,17 +277,41 @@ def page(data: dict[str, Any]) -> str:
         f"Above {DRAWN_GPUS} GPUs one GPU of a Ulysses group stands for all, which is exact. Rings of more than",
         f"{MOST_PLACES} places continue the line through rings of {KNOWN_PLACES[1]} and {KNOWN_PLACES[2]}, which is",
         "not, and predictions say so; `tests/test_large_machines.py` holds both against all steps of all ranks.",
+        "",
+        *sweep_lines(data["sweep"], data["cores"]),
     ]
     return "\n".join(lines) + "\n"
 
 
+def sweep_lines(found: dict[str, Any], cores: int) -> list[str]:
+    """The sweep in words."""
+    each, processor = found["seconds"] / found["scenarios"], found["processor_seconds"] / found["scenarios"]
+    return [
+        "## Sweeps",
+        "",
+        f"`cpsim sweep` of {found['scenarios']:,} mixed scenarios into Parquet on {cores} cores",
+        "(`python docs/scale.py --sweep`): all strategies but `dcp` x causal and full masks, documents or none,",
+        "x passes x 2 to 96 GPUs x 1k to 16k tokens a GPU. Of these",
+        f"{found['predicted']:,} can run. {found['seconds']:.0f} s by the clock, start-up included, while "
+        f"{found['load_average']} processes wanted the cores:",
+        f"{each * 1e3:.1f} ms a scenario, {processor * 1e3:.1f} ms of processor time. The largest process took "
+        f"{found['peak_bytes'] / 2**20:,.0f} MiB.",
+        f"{WANTED:,} such scenarios, extrapolated in proportion: {each * WANTED / 60:.0f} minutes; with the cores to "
+        f"itself, {processor * WANTED / cores / 60:.0f}.",
+    ]
+
+
 def main() -> None:
-    """The page, or one large prediction in a process of its own."""
+    """The page, or one large prediction or the sweep in a process of its own."""
     if sys.argv[1:2] == ["--large"]:
         print(json.dumps(large(sys.argv[2], int(sys.argv[3]), sys.argv[4])))
         return
-    if sys.argv[1:] == ["--measure"]:
-        DATA.write_text(json.dumps(measure(), indent=1) + "\n", encoding="utf-8")
+    if sys.argv[1:2] == ["--swept"]:
+        print(json.dumps(swept(SWEPT)))
+        return
+    if sys.argv[1:] in (["--measure"], ["--sweep"]):
+        found = measure() if sys.argv[1] == "--measure" else json.loads(DATA.read_text("utf-8")) | {"sweep": sweep()}
+        DATA.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(json.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
 
 

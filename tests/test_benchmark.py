@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from scripts import load_script
 
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
@@ -29,7 +30,7 @@ from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.sim.work import free_work
-from cpsim.strategies import STRATEGIES, plan
+from cpsim.strategies import plan
 from cpsim.sweeps import load_sweep, run_sweep
 from cpsim.workload import Workload
 
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.benchmark
 GPUS = 96
 CLUSTER = load_cluster("dgx-h200").with_gpus(GPUS)
 EXAMPLE = "examples/llama3-8b-96gpu.yaml"
+mixed_scenarios = load_script("docs/scale.py").mixed_scenarios
 
 
 def workload(gpus=GPUS, tokens=8192):
@@ -186,30 +188,6 @@ def test_a_thousand_mixed_predictions(benchmark):
     cases = mixed_scenarios(1000 if benchmark.enabled else 100)  # beside other tests nothing is timed
     answers = benchmark.pedantic(lambda: predict_many(cases), rounds=1)
     assert len(answers) == len(cases)
-
-
-def mixed_scenarios(count):
-    """Strategies x masks x passes x 1 to 96 GPUs x 1k to 16k tokens per GPU, documents included, in turn.
-
-    Not dcp, whose planning of a batch takes seconds by itself.
-    """
-    names = [name for name in STRATEGIES if name not in ("none", "dcp")]
-    gpus, tokens = (2, 4, 8, 16, 32, 64, 96), (1024, 2048, 4096, 8192, 16384)
-    masks = ("causal", "causal_document", "full", "full_document")
-    return [
-        Scenario(
-            strategy=names[i % len(names)],
-            gpus=gpus[i // len(names) % 7],
-            cluster="dgx-h200",
-            tokens_per_gpu=tokens[i % 5],
-            documents={"distribution": "prolong512k", "seed": i} if "document" in masks[i // 4 % 4] else None,
-            mask=masks[i // 4 % 4],
-            heads=32,
-            kv_heads=8,
-            **{"pass": ("fwd", "bwd", "fwd_bwd")[i // 16 % 3]},
-        )
-        for i in range(count)
-    ]
 
 
 def test_kinds_of_a_zigzag_ring():

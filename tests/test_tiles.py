@@ -1,14 +1,16 @@
 """Tiles and the kernel sequences that they are made of, against brute force."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_masks import masks, range_sets, tokens_of
 
+from cpsim import tiles as tiles_module
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import UNBOUNDED, RangeSets, dense_mask
 from cpsim.strategies import sharding
-from cpsim.tiles import Tiles, make_tiles, sequences
+from cpsim.stripes import stripe_bounds, striped
+from cpsim.tiles import Tiles, join_tiles, make_tiles, sequences
 
 
 def covered(tiles, mask, tile, num_tokens):
@@ -70,6 +72,44 @@ def test_query_ranges_begin_where_the_first_key_is_seen(mask, sets):
         for row, q0, *_ in tiles.rows[tiles.start[i + 1] : tiles.start[i + 2]].tolist():
             first = keys[keys >= mask.k_start[row]][0]
             assert first - q0 <= mask.high[row]
+
+
+COLUMNS = ("start", "q_len", "k_len", "area", "flags")
+
+
+def of_slices(listed):
+    """Sequences of tiles as their slices give them, however they were made."""
+    return sequences(Tiles(listed.start, listed.rows, listed.row_area, listed.area, listed.mask))
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(mask=masks(), sets=range_sets(), room=st.integers(1, 6))
+def test_tiles_whose_slices_find_no_room_are_the_same(monkeypatch, mask, sets, room):
+    query, key = (np.array(side) for side in zip(*np.ndindex(len(sets), len(sets)), strict=True))
+    kept = make_tiles(mask, sets, query, key)
+    monkeypatch.setattr(tiles_module, "ROOM", room)
+    unlisted = make_tiles(mask, sets, query, key)
+    monkeypatch.undo()
+    for name in COLUMNS:
+        expected = getattr(of_slices(kept), name).tolist()
+        assert getattr(sequences(kept), name).tolist() == expected
+        assert getattr(sequences(unlisted), name).tolist() == expected
+        assert getattr(sequences(join_tiles([unlisted])), name).tolist() == expected
+    for name in ("start", "rows", "row_area", "area"):
+        assert getattr(unlisted, name).tolist() == getattr(kept, name).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(masks(), st.integers(2, 7))
+def test_sequences_between_stripes_are_those_of_the_striped_mask(mask, stride):
+    sets = sharding.stack(*sharding.striped_shards(24, stride))
+    query, key = (np.array(side) for side in zip(*np.ndindex(len(sets), len(sets)), strict=True))
+    direct = make_tiles(mask, sets, query, key, stripe_bounds(24, stride))
+    spelled_out = make_tiles(striped(mask, 24, stride), sets, query, key)
+    for name in COLUMNS:
+        assert getattr(sequences(direct), name).tolist() == getattr(sequences(spelled_out), name).tolist()
+    for name in ("start", "rows", "row_area", "area"):
+        assert getattr(direct, name).tolist() == getattr(spelled_out, name).tolist()
 
 
 def test_a_zigzag_ring_step_is_one_sequence_and_an_all_gathered_zigzag_two():

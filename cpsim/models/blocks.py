@@ -598,7 +598,8 @@ def _call(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         else:
             paired = Times(t.idle, t.cut * slow, t.tile * slow)
-            s = _sums(g, paired, q_len, k_len, causal, begin, end, packed, tile_q, masked)
+            if slow != 1.0:
+                s = _sums(g, paired, q_len, k_len, causal, begin, end, packed, tile_q, masked)
             latest = 0.0
             if s.num > 1 or masked:
                 total = heads * (s.idle + s.work)

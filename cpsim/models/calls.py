@@ -4,23 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.block_masks import Visits
+from cpsim.compiled import bare
 from cpsim.masks import Ints
 from cpsim.models.attention import ANATOMY, AttentionParams, calls, clocked_seconds, listed_calls, working_bytes
 from cpsim.models.kernels import dense_sequences, gathered_sequences, limits_of, tile_visits
 from cpsim.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
-from cpsim.tiles import Tiles, sequences
+from cpsim.tiles import CAUSAL, Sequences, Tiles, sequences
 from cpsim.workload import BYTES_PER_ELEMENT
 
 Floats = NDArray[np.float64]
 HOLD_STEP_S: Final = 1e-6
 """Holds that differ by less are alike."""
+AT_ONCE: Final = 1 << 18
+"""Sequences that are priced together."""
 
 
 def attention_op_seconds(
@@ -35,20 +38,31 @@ def attention_op_seconds(
     head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
     if params.anatomy.lists_blocks:
         return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
-    heads, seconds = schedule.heads[ops][:, [1, 3]], np.empty((2, len(ops)))
+    shapes, shape_of = head_shapes(schedule, ops)
+    seconds = np.empty((2, len(ops)))
     own = None
     if limits_of(kernel).any_mask:
         made = gathered_sequences if params.anatomy.gathers_keys else dense_sequences
         own = made(schedule, ops, head_bytes)
-    for shape in sorted(set(zip(*heads.T.tolist(), strict=True))):
+    for i, shape in enumerate(shapes.tolist()):
         if own is None:
             of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim)
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
             of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
-        mine = (heads == shape).all(axis=1)
-        seconds[:, mine] = np.stack(of_tile)[:, schedule.tile[ops[mine]]]
+        mine = shape_of == i
+        for clock in range(2):
+            seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]
     return seconds
+
+
+def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
+    """Query and key-value heads that some ops have, ``[shapes, 2]`` in ascending order, and which of these each has."""
+    both = schedule.heads[ops, 1].astype(np.int64) << 32 | schedule.heads[ops, 3]
+    if len(both) and (both == both[0]).all():
+        return np.array([[both[0] >> 32, both[0] & 0xFFFFFFFF]]), np.zeros(len(ops), np.int64)
+    shapes, of_op = np.unique(both, return_inverse=True)
+    return np.stack([shapes >> 32, shapes & 0xFFFFFFFF], axis=1), of_op
 
 
 def held_op_seconds(
@@ -69,34 +83,69 @@ def held_op_seconds(
         hold_s: for how long, ``[A]``; rounded to `HOLD_STEP_S`.
     """
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
-    kind, start, q_len, k_len, causal = _kinds(schedule.tiles)
-    heads_of = schedule.heads[ops].astype(np.int64)
-    shapes, shape = np.unique(heads_of[:, 1] << 32 | heads_of[:, 3], return_inverse=True)
+    kind, tile_of_kind = _kinds(schedule.tiles)
+    shapes, shape = head_shapes(schedule, ops)
     columns, looks = (kind[schedule.tile[ops]], shape, held, steps), np.zeros(len(ops), np.int64)
     for column in columns:  # one number for each look, which sorts faster than rows
         looks = looks * (column.max(initial=0) + 1) + column
     _, first, of_look = np.unique(looks, return_index=True, return_inverse=True)
     call, shape, held, steps = (column[first] for column in columns)
-    heads, kv_heads = shapes[shape] >> 32, shapes[shape] & 0xFFFFFFFF
-    num = np.diff(start)[call]
-    begin = np.concatenate(([0], np.cumsum(num)))
-    mine = np.repeat(start[call] - begin[:-1], num) + np.arange(begin[-1])
-    given = begin, q_len[mine], k_len[mine], causal[mine], heads, kv_heads, head_dim, num > 1
+    heads, kv_heads = shapes[shape].T
+    start, q_len, k_len, causal = _sequences_of(sequences(schedule.tiles), tile_of_kind[call])
+    given = start, q_len, k_len, causal, heads, kv_heads, head_dim, np.diff(start) > 1
     return calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0][of_look]
 
 
 @lru_cache(maxsize=4)
-def _kinds(tiles: Tiles) -> tuple[Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
-    """Tiles that look alike, as many do where documents are padded: the kind of each tile, and the sequences of each
-    kind as offsets ``[K + 1]``, query and key lengths and whether they are causal."""
-    given = sequences(tiles)
-    looks = given.q_len << 32 | given.k_len << 1 | given.causal
-    kinds: dict[bytes, int] = {}
-    bounds = pairwise(given.start.tolist())
-    of_tile = np.array([kinds.setdefault(looks[first:end].tobytes(), len(kinds)) for first, end in bounds])
-    start = np.concatenate(([0], np.cumsum([len(kind) for kind in kinds]) // looks.itemsize))
-    looks = np.frombuffer(b"".join(kinds), np.int64)
-    return of_tile, start, looks >> 32, looks >> 1 & 0x7FFFFFFF, looks % 2 == 1
+def _kinds(tiles: Tiles) -> tuple[Ints, Ints]:
+    """Tiles that look alike, as many do where documents are padded: the kind of each tile, and a tile of each kind."""
+    found = sequences(tiles)
+    kind, first = _alike(found.start, found.q_len, found.k_len, found.flags & CAUSAL)
+    return kind, first
+
+
+@njit(cache=True)
+def _alike(start, q_len, k_len, causal):  # type: ignore[no-untyped-def]
+    """Tiles with the same sequences are of one kind, whose first one is remembered; by a hash table."""
+    num = len(start) - 1
+    kind, first, count = np.empty(num, np.int64), np.empty(num, np.int64), 0
+    room = 4 * num + 1
+    table = np.full(room, -1, np.int64)
+    for tile in range(num):
+        code = np.uint64(14695981039346656037)
+        for i in range(start[tile], start[tile + 1]):
+            code = (code ^ np.uint64(q_len[i])) * np.uint64(1099511628211)
+            code = (code ^ np.uint64(k_len[i] * 2 + causal[i])) * np.uint64(1099511628211)
+            code ^= code >> np.uint64(32)
+        at = code % np.uint64(room)
+        while table[at] >= 0 and not _same(start, q_len, k_len, causal, first[table[at]], tile):
+            at = (at + np.uint64(1)) % np.uint64(room)
+        if table[at] < 0:
+            table[at], first[count] = count, tile
+            count += 1
+        kind[tile] = table[at]
+    return kind, first[:count]
+
+
+@bare()
+def _same(start, q_len, k_len, causal, one, other):  # type: ignore[no-untyped-def]
+    num = start[one + 1] - start[one]
+    if start[other + 1] - start[other] != num:
+        return False
+    for i in range(num):
+        a, b = start[one] + i, start[other] + i
+        if q_len[a] != q_len[b] or k_len[a] != k_len[b] or causal[a] != causal[b]:
+            return False
+    return True
+
+
+def _sequences_of(found: Sequences, tiles: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Sequences of some tiles: offsets, query and key lengths and whether they are causal, as kernels are priced."""
+    first, num = found.start[tiles], np.diff(found.start)[tiles]
+    start = np.concatenate(([0], np.cumsum(num)))
+    which = np.repeat(first - start[:-1], num) + np.arange(start[-1])
+    q_len, k_len = (column[which].astype(np.int64) for column in (found.q_len, found.k_len))
+    return start, q_len, k_len, found.flags[which] & CAUSAL > 0
 
 
 @lru_cache(maxsize=4)
@@ -104,10 +153,15 @@ def _seconds_of_tiles(
     params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[Floats, Floats]:
     """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
-    of_tile, start, q_len, k_len, causal = _kinds(tiles)
-    heads, kv_heads = (np.full(len(start) - 1, number) for number in (num_heads, num_kv_heads))
-    found = clocked_seconds(params, start, q_len, k_len, causal, heads, kv_heads, head_dim)
-    return found[0][of_tile], found[1][of_tile]
+    (of_tile, tile_of_kind), found = _kinds(tiles), sequences(tiles)
+    before = np.cumsum(np.diff(found.start)[tile_of_kind])
+    edges = np.flatnonzero(np.diff(before // AT_ONCE)) + 1  # so many that they need little memory
+    seconds = []
+    for some in np.split(tile_of_kind, edges):
+        heads, kv_heads = (np.full(len(some), number) for number in (num_heads, num_kv_heads))
+        seconds.append(clocked_seconds(params, *_sequences_of(found, some), heads, kv_heads, head_dim))
+    slow, fast = (np.concatenate(column) for column in zip(*seconds, strict=True))
+    return slow[of_tile], fast[of_tile]
 
 
 def _listed_seconds(

@@ -97,11 +97,12 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> N
             f"kernel {kernel} reads the keys of one sequence after another; here sequences share keys or see "
             f"scattered ones, and this strategy does not copy them together, as allgather does"
         )
-    of_tile = np.repeat(used, np.diff(found.start))
     if not limits.varlen and (np.diff(found.start)[used] > 1).any():
         raise InfeasibleError(f"kernel {kernel} takes one sequence a call, this strategy needs several; use fa2 or fa4")
-    unequal = found.causal & (found.q_len != found.k_len) & of_tile
-    if not limits.unequal_causal and unequal.any():
+    if limits.unequal_causal:
+        return
+    unequal = found.causal & (found.q_len != found.k_len) & np.repeat(used, np.diff(found.start))
+    if unequal.any():
         example = int(np.flatnonzero(unequal)[0])
         raise InfeasibleError(
             f"kernel {kernel} has no causal call with {found.q_len[example]} queries on "
@@ -120,6 +121,8 @@ def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> str:
 
 def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> None:
     """Whether sequences have masks that varlen calls take, and one of them for a whole call."""
+    if found.one_call[used].all():
+        return
     irregular = ~found.regular & np.repeat(used, np.diff(found.start))
     if irregular.any() and kernel in WINDOWED and found.window[irregular].all():
         raise InfeasibleError(f"kernel {kernel} takes sliding windows, but nobody has measured what they cost here")
@@ -127,10 +130,9 @@ def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> 
         raise InfeasibleError(
             f"kernel {kernel} runs full and bottom-right causal sequences; this strategy's share of the mask has others"
         )
-    if not found.one_call[used].all():
-        raise InfeasibleError(
-            f"kernel {kernel} runs causal or full sequences in one call; this strategy's share of the mask has both"
-        )
+    raise InfeasibleError(
+        f"kernel {kernel} runs causal or full sequences in one call; this strategy's share of the mask has both"
+    )
 
 
 def _check_blocks(kernel: str, masks: Mapping[int, Visits]) -> None:
@@ -210,8 +212,8 @@ def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[
         done.add(tile)
         mine = slice(found.start[tile], found.start[tile + 1])
         if one_call:
-            slices = sequence_slices(found.q_len[mine], found.k_len[mine], found.causal[mine])
-            yield tile, slices, int(found.q_len[mine].sum()), int(found.k_len[mine].sum())
+            q_len, k_len = (column[mine].astype(np.int64) for column in (found.q_len, found.k_len))
+            yield tile, sequence_slices(q_len, k_len, found.causal[mine]), int(q_len.sum()), int(k_len.sum())
         else:
             slices = local_slices(tiles, tile, places[query_set], places[key_set])
             yield tile, slices, int(sizes[query_set]), int(sizes[key_set])

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
 from cpsim.masks import Ints
-from cpsim.models.calls import attention_op_seconds, held_op_seconds
+from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
@@ -137,7 +137,9 @@ class Pricing:
         full = np.zeros(len(schedule))
         group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         notes: dict[str, None] = {}
-        for kind in (k for k in Kind if (schedule.kind == k).any()):
+        for kind in map(Kind, np.flatnonzero(np.bincount(schedule.kind)).tolist()):
+            if kind in COMMUNICATION_KINDS:
+                continue
             ops = np.flatnonzero(schedule.kind == kind)
             if kind in ATTENTION_KINDS:
                 pass_ = "fwd" if kind == Kind.ATTENTION else "bwd"
@@ -328,9 +330,7 @@ class Pricing:
         params = self.profile.attention_params(self.kernel, pass_)
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
-        of_tile = np.repeat(used, np.diff(tiles.start))
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
-        shapes = set(zip(heads.tolist(), kv_heads.tolist(), strict=True))
         if params.anatomy.lists_blocks:
             masks = tile_visits(schedule, ops, self.head_dim * BYTES_PER_ELEMENT[self.dtype])
             self.profile.check_rules(self.kernel, pass_, {mask.partial_rule() for mask in masks.values()})
@@ -346,9 +346,7 @@ class Pricing:
             notes[f"head_dim {self.head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}"] = None
         notes.update(
             dict.fromkeys(
-                self.profile.attention_notes(
-                    self.kernel, pass_, tiles.q_len[of_tile], tiles.k_len[of_tile], np.array(sorted(shapes))
-                )
+                self.profile.attention_notes(self.kernel, pass_, *tiles.longest(used), head_shapes(schedule, ops)[0])
             )
         )
         return seconds[0], seconds[1]

@@ -16,8 +16,9 @@ from cpsim.schedule import Int8
 from cpsim.sim.timeline import Timeline
 from cpsim.sim.work import Floats, Work, predecessors
 
-BATCH: Final = 16
-"""Draws that are followed together: vectors of the processor, while the ends of an op stay in its caches."""
+BATCH: Final = 256
+"""Draws that are followed together: so many that loops over them take longer than what begins and ends a loop, while
+the ends that are waited for stay in the processor's caches."""
 
 
 def makespans(timeline: Timeline, work: Work, group: Int8, factors: Floats, lost: Floats, host: Floats) -> Floats:

@@ -79,16 +79,11 @@ def predecessors(schedule: Schedule) -> tuple[Ints, Int32]:
     Returns:
         CSR ``start[N + 1]`` and ``op[X]``; an op can occur twice.
     """
-    num_lanes = int(schedule.num_ranks) * 128
-    start, op = _predecessors(
-        schedule.lane_start,
-        schedule.lane_rank,
-        schedule.lane_stream,
-        schedule.dep_start,
-        schedule.dep,
-        num_lanes,
-    )
-    return start, op
+    if not schedule.before:
+        s, num_lanes = schedule, int(schedule.num_ranks) * 128
+        found = _predecessors(s.lane_start, s.lane_rank, s.lane_stream, s.dep_start, s.dep, num_lanes)
+        schedule.before.append(found)
+    return schedule.before[0]
 
 
 @njit(cache=True, nogil=True)

@@ -31,6 +31,7 @@ from cpsim.strategies.grid import Grid, make_grid, sources
 from cpsim.strategies.ring_held import HeldRing, as_run, make_ring
 from cpsim.strategies.ring_loop import Ring
 from cpsim.strategies.ring_steps import Steps
+from cpsim.stripes import stripe_bounds
 from cpsim.tiles import Tiles, make_tiles
 from cpsim.workload import Workload
 
@@ -85,7 +86,7 @@ def cut(
     parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
     bounds = np.array([0, workload.num_tokens])
     if chunks == "striped":
-        mask, sets = workload.slices(stride), sharding.stack(*sharding.striped_shards(workload.num_tokens, num_ranks))
+        sets = sharding.stack(*sharding.striped_shards(workload.num_tokens, num_ranks))
     elif chunks == "contiguous":
         sets = sharding.contiguous(workload.num_tokens, num_ranks)
     elif chunks == "documents":
@@ -105,7 +106,8 @@ def tiled(
     shards = np.arange(source.shape[1])
     query_set = np.where(tails, len(sets) - len(shards) + shards, shards)
     key_set = np.where(key_heads, len(shards) + source, source)
-    tiles, tile = make_tiles(mask, sets, query_set, key_set), 1 + np.arange(source.size).reshape(source.shape)
+    stripes = stripe_bounds(int(sets.ranges.max(initial=0)), stride) if stride > 1 else None
+    tiles, tile = make_tiles(mask, sets, query_set, key_set, stripes), 1 + np.arange(source.size).reshape(source.shape)
     return Cut(sets, scattered, tails, key_heads, query_set, key_set, tiles, tile, stride)
 
 

@@ -13,9 +13,8 @@ import pytest
 import yaml
 from browser import CHROMIUM, DRIVER, WATCH, chromium
 from scripts import ROOT
-from test_cli import EXAMPLES
+from test_cli import EXAMPLES, one_line
 from test_cli import cpsim as command
-from test_cli import one_line
 
 pytest.importorskip("dash")
 

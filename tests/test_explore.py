@@ -398,6 +398,31 @@ def test_downloads_are_the_view_s_data_and_a_scenario_that_predicts_the_same(pag
 
 @pytest.mark.chromium
 @needs_chromium
+def test_what_was_left_out_is_offered_planned_in_the_background_and_in_the_link(page):
+    page.open(**(CASE | {"gpus": 16, "tokens_per_gpu": 8192}), documents="one document")
+    assert "not tried" in page.text("below")
+    page.find("[data-strategy=dcp]").click()
+    page.said()
+    assert page.link["strategy"] == "dcp"
+    page.settle()
+    rows = page.text("below").splitlines()
+    assert any(row.startswith("dcp") and "planned in" in row for row in rows), rows
+    page.pick("view", "Timeline")
+    page.said()
+    page.settle()
+    assert page.text("caption").startswith("dcp")
+    page.pick("view", "Predicted and measured")
+    page.said()
+    page.settle()
+    page.find("#below a").click()
+    page.said()
+    page.settle()
+    assert page.text("caption").startswith("Real runs of this very case")
+    assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
 def test_an_impossible_setting_is_one_clear_line_and_the_page_stays_alive(page):
     page.open(**CASE, documents="one document")
     page.type("gpus", 12)

@@ -151,7 +151,7 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
     return {
         "lead": recommendation(found.advice) + whole, "case": case_text(found.advice.scenario),
         "done": found.done, "total": found.total, "caption": view.caption,
-        "html": {"below": views.offers(found) + view.below, "notes": views.notes(found.advice)},
+        "html": {"below": view.below, "notes": views.notes(found.advice)},
         "plots": made + [no_update] * missing, "shown": heights + [{"display": "none"}] * missing,
     }  # fmt: skip
 

@@ -42,7 +42,8 @@ def make(state: State, known: Known, runs: Sequence[Run], controls: Sequence[Con
                 return View(caption=_why_not(state, advice))
             return _of_one(name, advice, known.chosen, given_ranks(state, advice.scenario.gpus))
         case _:
-            return views.ranking(advice)
+            ranking = views.ranking(advice)
+            return replace(ranking, below=_offers(known) + ranking.below)
 
 
 def csv_text(columns: Mapping[str, Column]) -> str:
@@ -59,18 +60,18 @@ def notes(advice: Advice) -> str:
     return f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in advice.notes)}</ul>" if advice.notes else ""
 
 
-def offers(known: Known) -> str:
-    """Buttons for what is not tried unless somebody asks, as HTML."""
-    words = " ".join(f'<button data-strategy="{escape(name)}">{escape(name)}</button>' for name in known.left_out)
-    return f'<p class="muted">Not tried unless you ask, for the reasons below: {words}</p>' if words else ""
-
-
 def chosen_case(advice: Advice, view: View) -> Scenario:
     """The case, with the strategy that the view is about."""
     if view.chosen is None:
         return advice.scenario
     chosen = view.chosen.scenario
     return advice.scenario.model_copy(update={"strategy": chosen.strategy, "knobs": chosen.knobs})
+
+
+def _offers(known: Known) -> str:
+    """Buttons for what is not tried unless somebody asks, as HTML."""
+    words = " ".join(f'<button data-strategy="{escape(name)}">{escape(name)}</button>' for name in known.left_out)
+    return f'<p class="muted">Not tried unless you ask, for the reasons below: {words}</p>' if words else ""
 
 
 def _of_one(name: str, advice: Advice, chosen: Candidate, ranks: Sequence[int]) -> View:

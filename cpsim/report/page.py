@@ -35,7 +35,7 @@ const dark = matchMedia("(prefers-color-scheme: dark)"), shown = [];
 const template = () => TEMPLATES[dark.matches ? "dark" : "light"];
 function show(name, made) {
   shown.push(name);
-  Plotly.newPlot(name, made.data, {...made.layout, template: template()}, {displaylogo: false, responsive: true});
+  Plotly.newPlot(name, made.data, {...made.layout, template: template()}, {displayModeBar: false, responsive: true});
 }
 dark.addEventListener("change", () => shown.forEach((name) => Plotly.relayout(name, {template: template()})));
 """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from plotly.colors import sequential
 
 from cpsim.masks import coarse_mask
 from cpsim.report.figures import Figure, house, titled
@@ -26,6 +27,8 @@ SIZE: Final = 200
 PLAIN: Final = [[0, "rgba(148,163,184,0.10)"], [0.001, "#bfdbfe"], [1, "#1d4ed8"]]
 CHOSEN: Final = [[0, "rgba(234,88,12,0.18)"], [0.001, "#fdba74"], [1, "#c2410c"]]
 """Colours of rows of chosen ranks."""
+RANKS: Final = [[i / (len(sequential.Turbo) - 1), colour] for i, colour in enumerate(sequential.Turbo)]
+"""Colours from the first rank to the last."""
 
 
 def shard_columns(schedule: Schedule) -> dict[str, Column]:
@@ -68,7 +71,7 @@ def shards(workload: Workload, schedule: Schedule, ranks: Sequence[int]) -> Figu
     owner = owners(schedule, edges)
     tokens = edges.tolist()
     strip = {
-        "type": "heatmap", "colorscale": "Turbo", "showscale": False, "zmin": 0, "zmax": max(1, schedule.num_ranks - 1),
+        "type": "heatmap", "colorscale": RANKS, "showscale": False, "zmin": 0, "zmax": max(1, schedule.num_ranks - 1),
     }  # fmt: skip
     held = owner.tolist()
     left = {"z": [[rank] for rank in held], "y": tokens, "x": [0], "xaxis": "x", "yaxis": "y", "hovertemplate": _HELD}

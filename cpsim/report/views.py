@@ -36,6 +36,10 @@ RANKING_HEAD: Final = (
 )  # fmt: skip
 
 
+SLOW_S: Final = 0.1
+"""From here on the time that planning a batch takes is said."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """One thing to see."""
@@ -68,8 +72,11 @@ def ranking(advice: Advice) -> View:
 
 
 def _ranked(one: Candidate) -> tuple[str, ...]:
+    planning = max(one.forward.planning_s, one.backward.planning_s)
+    planned = f", planned in {planning:.1f} s" if planning >= SLOW_S else ""
     return (
-        strategy_label(one.scenario), ms_text(one.forward.time_s), ms_text(one.backward.time_s), ms_text(one.total_s),
+        strategy_label(one.scenario) + planned,
+        ms_text(one.forward.time_s), ms_text(one.backward.time_s), ms_text(one.total_s),
         interval_text(one.total_s_low, one.total_s_high), f"{one.tflops_per_gpu:,.0f}",
         percent_text(one.exposed_share), format_bytes(one.peak_memory_bytes), percent_text(one.probability_best),
     )  # fmt: skip

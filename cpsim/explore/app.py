@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Values = Mapping[str, Any]
 
-FIRST_S: Final = 0.18
+FIRST_S: Final = 0.15
 """How long a first answer waits to be whole before it is shown as it is."""
 MORE_S: Final = 0.3
 """How long a page that asks for more waits; it asks again as long as its answer is not whole."""

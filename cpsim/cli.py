@@ -47,6 +47,7 @@ EXPLORED = {
 KERNELS = "fa4,fa2,cudnn,sdpa_flash"
 Base = Annotated[str | None, typer.Option(help="A profile that gives what was not measured.")]
 OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
+RunFolder = Annotated[Path | None, typer.Option(help="Folder of run files to set predictions beside.")]
 
 
 def main() -> None:
@@ -232,6 +233,7 @@ def advise(
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a report to this file; it opens offline.")] = None,
     step: Annotated[bool, typer.Option("--step", help="Cut a whole training step: tp, pp, dp, cp, strategy.")] = False,
+    runs: RunFolder = None,
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
     if step:
@@ -241,10 +243,12 @@ def advise(
         return
     from cpsim.predictor import advise as ask
     from cpsim.report.words import recommendation
+    from cpsim.runs import runs_in
     from cpsim.scenario import load_scenario
 
     _check_writable(html)
     scenario = load_scenario(file)
+    measured = runs_in(runs or _shipped_runs()) if html else []
     with _progress("Trying strategies") as progress:
         advice = ask(scenario, progress=progress)
     if as_json:
@@ -259,13 +263,18 @@ def advise(
         from cpsim.report.frontier import predict_cells
         from cpsim.report.html import write_report
         from cpsim.report.lengths import predict_lengths
-
         with _progress("Predicting other lengths") as progress:
             lengths = predict_lengths(advice, progress)
         with _progress("Mapping lengths and GPUs") as progress:
             best = predict_cells(advice, progress)
-        write_report(html, advice, lengths, best)
+        write_report(html, advice, lengths, best, measured)
         print(f"Report written to {html}", file=sys.stderr)
+
+
+def _shipped_runs() -> Path | None:
+    """Where the repository keeps its runs, in a clone."""
+    folder = Path("validation/runs")
+    return folder if folder.is_dir() else None
 
 
 def _advise_step(file: Path, as_json: bool) -> None:
@@ -287,7 +296,7 @@ def explore(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="One scenario to begin with.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8050,
     host: Annotated[str, typer.Option(help="Address to listen on; only requests to it are answered.")] = "127.0.0.1",
-    runs: Annotated[Path | None, typer.Option(help="Folder of run files to set predictions beside.")] = None,
+    runs: RunFolder = None,
 ) -> None:
     """Open a local page in which a case can be changed: ranking, map, timeline, memory, mask, real runs."""
     if find_spec("dash") is None:
@@ -295,9 +304,8 @@ def explore(
     from cpsim.explore.server import serving
     from cpsim.scenario import load_scenario, scenario_from
 
-    shipped = Path("validation/runs")  # where the repository keeps its runs
     start = load_scenario(file) if file else scenario_from(EXPLORED)
-    with serving(start, runs or (shipped if shipped.is_dir() else None), host, port) as server:
+    with serving(start, runs or _shipped_runs(), host, port) as server:
         print(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C", file=sys.stderr, flush=True)
         server.serve_forever()
 

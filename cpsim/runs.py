@@ -132,6 +132,20 @@ def holds_runs(path: Path) -> bool:
         return False
 
 
+def runs_in(folder: Path | None) -> list[Run]:
+    """Runs that could be measured, of all run files of a folder; none of no folder.
+
+    Raises:
+        ProfileError: it is no folder, or a run file is broken.
+    """
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise ProfileError(f"runs: {folder}: expected a folder of run files")
+    files = [path for path in sorted(folder.glob("*.jsonl")) if holds_runs(path)]
+    return [run for path in files for run in load_runs(path) if run.error is None]
+
+
 def load_runs(path: str | Path) -> list[Run]:
     """Reads and checks a run file, or several one after another.
 

@@ -139,7 +139,7 @@ def test_the_page_is_self_contained_and_has_its_plots(comparison):
     links = Links()
     links.feed(text)
     assert links.found == ()
-    ids = re.findall(r'<div id="([\w-]+)"[^>]*class="[^"]*plotly', text)
+    ids = re.findall(r'<script>show\("([\w-]+)", ', text)
     assert ids == ["scatter", "residual-time", "residual-strategy"]
     assert "Not compared: 4" in text
     empty = comparison_html(compare([], []))

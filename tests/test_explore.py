@@ -13,17 +13,17 @@ import pytest
 import yaml
 from browser import CHROMIUM, DRIVER, WATCH, chromium
 from scripts import ROOT
+from test_cli import EXAMPLES, one_line
 from test_cli import cpsim as command
-from test_cli import one_line
 
 pytest.importorskip("dash")
 
 from cpsim.cluster import load_cluster
 from cpsim.errors import ScenarioError
 from cpsim.explore import answers, controls, views
-from cpsim.explore.server import found_runs
 from cpsim.predictor import advise, predict
 from cpsim.report.frontier import best_in, cells, frontier, known_knobs
+from cpsim.runs import runs_in
 from cpsim.scenario import load_scenario, scenario_from
 
 CASE = {"gpus": 8, "cluster": "dgx-h200", "tokens_per_gpu": 4096, "mask": "causal", "heads": 32, "kv_heads": 8}
@@ -108,22 +108,27 @@ def asked():
     found.close()
 
 
+def ask(answers, scenario, page="page", view="ranking", strategy=None, patience_s=120):
+    return answers.ask(scenario, page, view, strategy, patience_s)
+
+
 def test_answers_are_those_of_advise_and_are_computed_once(asked):
     scenario = scenario_from(CASE)
-    advice, job = asked.advice(scenario, "page", patience_s=120)
-    assert job.is_complete
+    known = ask(asked, scenario)
+    assert known.is_complete
     whole = advise(scenario)
-    assert [c.scenario for c in advice.candidates] == [c.scenario for c in whole.candidates]
-    assert [c.total_s for c in advice.candidates] == [c.total_s for c in whole.candidates]
-    assert {i.scenario.strategy for i in advice.infeasible} == {i.scenario.strategy for i in whole.infeasible}
-    assert asked.advice(scenario, "page")[1] is job
-    detailed = asked.details(advice.candidates[0])
-    assert detailed.forward.timelines["fwd"].makespan_s == pytest.approx(advice.candidates[0].forward.time_s)
-    assert asked.details(advice.candidates[0]) is detailed
+    assert [c.scenario for c in known.advice.candidates] == [c.scenario for c in whole.candidates]
+    assert [c.total_s for c in known.advice.candidates] == [c.total_s for c in whole.candidates]
+    assert {i.scenario.strategy for i in known.advice.infeasible} == {i.scenario.strategy for i in whole.infeasible}
+    again = ask(asked, scenario, view="timeline", patience_s=0)
+    assert again.is_complete
+    assert all(a.forward is b.forward for a, b in zip(again.advice.candidates, known.advice.candidates, strict=True))
+    assert again.chosen.forward.timelines["fwd"].makespan_s == pytest.approx(whole.candidates[0].forward.time_s)
+    assert ask(asked, scenario, view="mask").chosen is again.chosen
 
 
 def test_processes_are_warm_only_once_they_have_predicted(asked):
-    asked.advice(scenario_from(CASE), "page", patience_s=120)
+    ask(asked, scenario_from(CASE))
     assert asked.is_warm
     fresh = answers.Answers(workers=1)
     assert not fresh.is_warm
@@ -132,13 +137,47 @@ def test_processes_are_warm_only_once_they_have_predicted(asked):
 
 def test_a_page_drops_what_it_no_longer_looks_at_and_nobody_else_s(asked):
     first, second, other = (scenario_from(CASE | {"tokens_per_gpu": n}) for n in (1024, 2048, 3072))
-    dropped = asked.advice(first, "one", patience_s=0)[1]
-    kept = asked.advice(second, "one", patience_s=0)[1]
+    assert not ask(asked, first, "one", patience_s=0).is_complete
+    dropped = list(asked._jobs.values())[-1]
+    assert not ask(asked, second, "one", patience_s=0).is_complete
+    kept = list(asked._jobs.values())[-1]
     assert any(piece.cancelled() for piece in dropped.pieces)
-    asked.advice(other, "two", patience_s=120)
+    ask(asked, other, "two")
     assert kept.is_complete
     assert not any(piece.cancelled() for piece in kept.pieces)
-    assert asked.advice(first, "one", patience_s=120)[1].is_complete
+    assert ask(asked, first, "one").is_complete
+
+
+def test_a_map_begins_when_the_ranking_is_whole(asked):
+    scenario = scenario_from(CASE | {"tokens_per_gpu": 1536})
+    begun = ask(asked, scenario, view="map", patience_s=0)
+    assert begun.cells == ()
+    assert not begun.is_complete
+    whole = ask(asked, scenario, view="map")
+    if not whole.is_complete:  # the ranking took all patience
+        whole = ask(asked, scenario, view="map")
+    known = known_knobs(advise(scenario))
+    assert list(whole.cells) == [best_in(cell, known) for cell in cells(scenario)]
+
+
+def test_what_is_left_out_is_planned_where_somebody_asks(asked):
+    """``hybrid_cp`` of one document is left out as ``dcp`` is where its planning takes seconds, and is quick."""
+    scenario = scenario_from(CASE | {"tokens_per_gpu": 2560})
+    known = ask(asked, scenario)
+    assert "hybrid_cp" in known.left_out
+    begun = ask(asked, scenario, strategy="hybrid_cp", view="timeline", patience_s=0)
+    assert "hybrid_cp" not in begun.left_out
+    assert begun.chosen is None
+    assert [i.reason for i in begun.advice.infeasible if i.scenario.strategy == "hybrid_cp"] == [answers.PLANNING]
+    assert begun.total == known.total + 1
+    whole = ask(asked, scenario, strategy="hybrid_cp", view="timeline")
+    assert whole.chosen.scenario.strategy == "hybrid_cp"
+    alone = advise(scenario.model_copy(update={"strategy": "hybrid_cp"})).candidates[0]
+    assert whole.chosen.total_s == alone.total_s
+    assert whole.chosen.forward.timelines["fwd"].makespan_s == alone.forward.timelines["fwd"].makespan_s
+    still_there = ask(asked, scenario)
+    assert still_there.is_complete
+    assert "hybrid_cp" in [c.scenario.strategy for c in still_there.advice.candidates]
 
 
 def test_map_cells_hold_the_best_of_all_strategies_at_known_settings():
@@ -153,7 +192,7 @@ def test_map_cells_hold_the_best_of_all_strategies_at_known_settings():
     assert cell.time_s <= every.candidates[0].total_s * 1.05
     assert same.total_s <= cell.time_s * (1 + 1e-12)
     figure = frontier(wanted, [cell])
-    assert sum(len(trace.x) for trace in figure.data) == 1
+    assert sum(len(trace["x"]) for trace in figure["data"]) == 1
 
 
 def test_csv_holds_columns():
@@ -163,8 +202,9 @@ def test_csv_holds_columns():
 
 
 def test_a_folder_without_runs_is_an_error_that_says_so(tmp_path):
-    assert found_runs(tmp_path) == []
-    assert "expected a folder of run files" in one_line(command("explore", "--runs", tmp_path / "no", status=2))
+    assert runs_in(tmp_path) == []
+    for asks in (["explore"], ["advise", EXAMPLES / "h200-4-zigzag.yaml", "--html", tmp_path / "x.html"]):
+        assert "expected a folder of run files" in one_line(command(*asks, "--runs", tmp_path / "no", status=2))
 
 
 needs_chromium = pytest.mark.skipif(
@@ -274,7 +314,10 @@ def page(served, tmp_path_factory):
     pytest.importorskip("selenium")
     downloads = tmp_path_factory.mktemp("downloads")
     driver = chromium(downloads)
-    yield Page(driver, served, downloads)
+    opened = Page(driver, served, downloads)
+    driver.get(f"http://{served}/")
+    opened.settle(600)  # after an installation, engines are compiled first
+    yield opened
     driver.quit()
 
 
@@ -351,6 +394,31 @@ def test_downloads_are_the_view_s_data_and_a_scenario_that_predicts_the_same(pag
     with zipfile.ZipFile(page.download("scenario")) as archive:
         archive.extractall(page.downloads)
     assert predict(load_scenario(page.downloads / "scenario.yaml").model_copy(update={"strategy": "ring"})).time_s > 0
+
+
+@pytest.mark.chromium
+@needs_chromium
+def test_what_was_left_out_is_offered_planned_in_the_background_and_in_the_link(page):
+    page.open(**(CASE | {"gpus": 16, "tokens_per_gpu": 8192}), documents="one document")
+    assert "not tried" in page.text("below")
+    page.find("[data-strategy=dcp]").click()
+    page.said()
+    assert page.link["strategy"] == "dcp"
+    page.settle()
+    rows = page.text("below").splitlines()
+    assert any(row.startswith("dcp") and "planned in" in row for row in rows), rows
+    page.pick("view", "Timeline")
+    page.said()
+    page.settle()
+    assert page.text("caption").startswith("dcp")
+    page.pick("view", "Predicted and measured")
+    page.said()
+    page.settle()
+    page.find("#below a").click()
+    page.said()
+    page.settle()
+    assert page.text("caption").startswith("Real runs of this very case")
+    assert page.console() == []
 
 
 @pytest.mark.chromium

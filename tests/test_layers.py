@@ -73,7 +73,7 @@ ALLOWED = {
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
-    | {"kernels", "support", "reproduce", "step_advice", "training"},
+    | {"runs", "kernels", "support", "reproduce", "step_advice", "training"},
     "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
     "cli": CORE
     | CASE

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from cpsim.cluster import presets  # noqa: E402
 from cpsim.errors import CpsimError  # noqa: E402
+from cpsim.report.trace import MEASURED  # noqa: E402
 from cpsim.runs import load_runs  # noqa: E402
 from cpsim.scenario import scenario_from  # noqa: E402
 from cpsim.strategies import plan  # noqa: E402
@@ -124,7 +125,7 @@ def test_a_trace_has_the_ops_of_the_schedule_on_every_rank(cases, tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     scenario = scenario_from(CASE)
     for rank in range(2):
-        seen = Counter(event["name"] for event in events if event["ph"] == "X" and event["pid"] == 2 * rank + 1)
+        seen = Counter(event["name"] for event in events if event["ph"] == "X" and event["pid"] == MEASURED + rank)
         for pass_ in ("fwd", "bwd"):
             schedule = plan("zigzag_ring", scenario.workload(), scenario.resolve_cluster(), pass_, {})
             assert {op.name for op in schedule.project(rank)} <= set(seen)

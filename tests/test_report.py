@@ -14,7 +14,7 @@ from rich.console import Console
 
 from cpsim.errors import ScenarioError
 from cpsim.predictor import predict
-from cpsim.report import figures, frontier, html, lengths, records, tables, words
+from cpsim.report import figures, frontier, html, lengths, records, tables, views, words
 from cpsim.scenario import scenario_from
 
 
@@ -28,7 +28,7 @@ def report(advice, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     asked = frontier.cells(advice.scenario)
     best = [frontier.Cell(gpus=s.gpus, tokens=s.num_tokens, strategy="usp", time_s=0.01) for s in asked]
-    html.write_report(path, advice, handmade.lengths(), best)
+    html.write_report(path, advice, handmade.lengths(), best, [handmade.run("zigzag_ring"), handmade.run("ring")])
     return path
 
 
@@ -148,7 +148,7 @@ def test_other_lengths_take_the_best_knobs_of_every_strategy(advice):
 
 
 def bars_of_ops(figure):
-    return sum(len(trace.x) for trace in figure.data if trace.name in figures.KIND_COLOURS)
+    return sum(len(trace["x"]) for trace in figure["data"] if trace["name"] in figures.KIND_COLOURS)
 
 
 def test_timeline_marks_the_critical_path_and_what_is_exposed():
@@ -160,12 +160,12 @@ def test_timeline_marks_the_critical_path_and_what_is_exposed():
     slowest = int(found.rank_end_s().argmax())
     figure, _ = figures.timeline(candidate, [slowest])
     exposed, critical = (
-        [trace for trace in figure.data if trace.name == name] for name in (figures.EXPOSED, figures.CRITICAL)
+        [trace for trace in figure["data"] if trace["name"] == name] for name in (figures.EXPOSED, figures.CRITICAL)
     )
     assert forward.exposed_comm_s > 0
-    assert sum(exposed[0].x) == pytest.approx(forward.exposed_comm_s * 1e3, rel=1e-9)
+    assert sum(exposed[0]["x"]) == pytest.approx(forward.exposed_comm_s * 1e3, rel=1e-6)
     on_path = [row for row in found.rows([slowest]) if row["op"] in set(found.critical_path().tolist())]
-    assert len(critical[0].x) == len(on_path) > 3
+    assert len(critical[0]["x"]) == len(on_path) > 3
 
 
 def test_timeline_draws_every_op_or_says_how_many(advice, monkeypatch):
@@ -218,6 +218,18 @@ def test_report_is_self_contained_and_escapes_what_users_wrote(report):
     assert "figures of <others>" not in text
 
 
+def test_report_holds_every_view_of_the_explorer(report):
+    text = report.read_text()
+    assert [text.count(f"<h2>{title}</h2>") for title in views.TITLES.values()] == [1] * len(views.TITLES)
+
+
+def test_a_case_that_nobody_ran_is_said_to_be_so(advice):
+    text = html.report_html(advice, [], runs=[handmade.run("ring")])
+    elsewhere = replace(advice, scenario=advice.scenario.model_copy(update={"heads": 16}))
+    assert "Nobody has run this case for real" not in text
+    assert "Nobody has run this case for real" in html.report_html(elsewhere, [], runs=[handmade.run("ring")])
+
+
 def test_report_without_candidates_still_says_why(advice):
     text = html.report_html(replace(advice, candidates=()), [])
     assert "No strategy can run this case" in text
@@ -249,15 +261,17 @@ def test_report_opens_in_chromium_with_every_plot_and_a_clean_console(report, tm
     assert console == []
     _, *parts = re.split(r'<div id="([\w-]+)"[^>]*class="[^"]*js-plotly-plot', dom)
     plots = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert list(plots) == ["bars", "timeline-1", "timeline-2", "mask", "memory", "buffers", "map", "lengths"]
+    others = ["timeline-1", "timeline-2", "memory", "memory-below", "mask", "measured", "lengths"]
+    assert list(plots) == ["ranking", "map", *others]
     assert plots["map"].count('class="point"') == len(frontier.cells(handmade.advice().scenario))
     assert plots["memory"].count('class="point"') == 2 * 4
     assert plots["mask"].count("<image") == 4
-    assert plots["bars"].count('class="point"') == 2 * 4
-    assert plots["bars"].count('class="xerror"') == 4
+    assert plots["ranking"].count('class="point"') == 2 * 4
+    assert plots["ranking"].count('class="xerror"') == 4
     assert plots["timeline-1"].count('class="point"') > 300
     assert plots["timeline-2"].count('class="point"') == 40 + 2  # ops, and the last one of each pass is critical
     assert len(re.findall('class="point[" ]', plots["lengths"])) == 4 * 5
+    assert len(re.findall('class="point[" ]', plots["measured"])) == 2 * 2  # predicted and measured
 
 
 @pytest.mark.chromium

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing import get_context, parent_process
 from threading import Lock, Thread
 from typing import Any, Final, Generic, TypeVar
@@ -20,21 +22,25 @@ from cpsim.scenario import Scenario
 T = TypeVar("T")
 KEPT: Final = 32
 """Cases whose answers are kept."""
-WORKERS: Final = 2
-PATIENCE_S: Final = 0.05
-"""How long an answer waits for more strategies before it is shown as it is."""
+WORKERS: Final = max(2, min(6, os.cpu_count() or 1))
+FIRST: Final = 4
+"""Strategies that were the best in the case before, and are tried first; of the others those that take longest are
+tried first, lest one process is left with them at the end."""
 LIKELY: Final = ("loongtrain", "usp", "ulysses", "hybrid_cp", "allgather", "magi", "zigzag_ring")
-"""What is tried first in a first case; later, what was fast in the case before."""
+"""What is tried first in a first case."""
 WARM: Final = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 8, "kv_heads": 8}
+DETAILED: Final = ("timeline", "memory", "mask")
+"""Views of one strategy, which need its timelines."""
+PLANNING: Final = "being planned, which takes seconds; its row comes when it is done"
 
 
 @dataclass(frozen=True, slots=True)
 class Job(Generic[T]):
-    """Pieces of one answer, as far as they are done."""
+    """Pieces of one answer, as far as they are done; each with the seconds that it took."""
 
     page: str
     """Who asks: a page, which looks at one case at a time."""
-    pieces: tuple[Future[T], ...]
+    pieces: tuple[Future[tuple[T, float]], ...] = ()
 
     @property
     def done(self) -> list[T]:
@@ -43,11 +49,31 @@ class Job(Generic[T]):
         Raises:
             CpsimError: what a piece raised.
         """
-        return [piece.result() for piece in self.pieces if piece.done() and not piece.cancelled()]
+        return [piece.result()[0] for piece in self.pieces if piece.done() and not piece.cancelled()]
 
     @property
     def is_complete(self) -> bool:
         return all(piece.done() for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """What is known of what a page asks."""
+
+    advice: Advice
+    chosen: Candidate | None = None
+    """The strategy whose details are shown, with its timelines."""
+    cells: tuple[Cell, ...] = ()
+    """Of the map, where it was asked for."""
+    left_out: tuple[str, ...] = ()
+    """Strategies that nobody has asked for, and that are not tried unless somebody does."""
+    done: int
+    """Pieces that are there."""
+    total: int
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done == self.total
 
 
 class Answers:
@@ -60,77 +86,145 @@ class Answers:
         self._jobs: OrderedDict[str, Job[Any]] = OrderedDict()
         self._details: OrderedDict[str, Candidate] = OrderedDict()
         self._order: list[str] = []
+        self._seconds: dict[str, float] = {}
+
+    @cached_property
+    def _planner(self) -> ProcessPoolExecutor:
+        """A process of its own for strategies that are left out of rankings, because planning takes seconds."""
+        return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)
 
     def close(self) -> None:
         """Ends the processes; what is not begun is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self.__dict__.get("_planner")):
+            if pool:
+                pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def is_warm(self) -> bool:
         """Whether costs are loaded and engines compiled, which takes minutes once after an installation."""
         return all(one.done() for one in self._warm)
 
-    def advice(self, scenario: Scenario, page: str, patience_s: float = PATIENCE_S) -> tuple[Advice, Job[Tried]]:
-        """The recommendation as far as it is known after a short wait, with at least one strategy in it.
+    def ask(self, scenario: Scenario, page: str, view: str, strategy: str | None, patience_s: float) -> Known:
+        """What is known after a short wait, with at least one strategy in it.
+
+        Args:
+            scenario: the case, without a strategy.
+            page: who asks.
+            view: ``map`` is computed where it is asked for, once the ranking is whole; ``timeline``, ``memory`` and
+                ``mask`` show details of a strategy.
+            strategy: whose details are shown, None for the best. One that is left out of rankings, because planning
+                takes seconds, is planned in the background.
+            patience_s: how long the answer may wait to be whole.
 
         Raises:
             ScenarioError, ProfileError: the case cannot be answered.
         """
-        job = self._job(page, "advice", scenario, ways(scenario), lambda way: (try_way, way), self._likely)
-        _, missing = wait(job.pieces, timeout=patience_s)
+        until = time.monotonic() + patience_s
+        tried, jobs, left_out = self._tried(scenario, page, strategy, patience_s)
+        advice = rank(scenario, tried)
+        whole = all(job.is_complete for job in jobs)
+        found: list[Cell] = []
+        if view == "map" and whole:
+            jobs.append(self._map(advice, page))
+            wait(jobs[-1].pieces, timeout=max(0.0, until - time.monotonic()))
+            found = jobs[-1].done
+        chosen = None
+        if view in DETAILED:
+            chosen = next((c for c in advice.candidates if strategy in (None, c.scenario.strategy)), None)
+        pieces = [piece for job in jobs for piece in job.pieces]
+        return Known(
+            advice=advice, chosen=chosen and self._detailed(chosen), cells=tuple(found), left_out=left_out,
+            done=sum(piece.done() for piece in pieces), total=len(pieces) + (view == "map" and not whole),
+        )  # fmt: skip
+
+    def _tried(
+        self, scenario: Scenario, page: str, strategy: str | None, patience_s: float
+    ) -> tuple[list[Tried], list[Job[Any]], tuple[str, ...]]:
+        """What was tried so far, the jobs that try it, and what is left out."""
+        asked = ways(scenario)
+        job: Job[Tried] = self._job(page, "ranking", scenario, asked, lambda way: (try_way, way), self._soonest)
+        planned: dict[str, Job[Tried]] = {}
+        left_out = [str(way.scenario.strategy) for way in asked if isinstance(way, Infeasible)]
+        for name in left_out:
+            named = scenario.model_copy(update={"strategy": name})
+            if name == strategy or _key("planned", named) in self._jobs:
+                planned[name] = self._job(page, "planned", named, ways(named), None, self._soonest)
+        jobs = [job, *planned.values()]
+        _, missing = wait([piece for job in jobs for piece in job.pieces], timeout=patience_s)
         while missing and all(isinstance(tried, Infeasible) for tried in job.done):
             _, missing = wait(missing, return_when=FIRST_COMPLETED)
-        advice = rank(scenario, job.done)
         if job.is_complete:
-            self._order = [_way(candidate.scenario) for candidate in advice.candidates]
-        return advice, job
+            self._remember(scenario, job)
+        tried = [one for one in job.done if not (isinstance(one, Infeasible) and one.scenario.strategy in planned)]
+        for name, of_name in planned.items():
+            named = scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"})
+            tried += of_name.done if of_name.is_complete else [Infeasible(scenario=named, reason=PLANNING)]
+        return tried, jobs, tuple(name for name in left_out if name not in planned)
 
-    def frontier(self, advice: Advice, page: str) -> Job[Cell]:
-        """The map around the case of a recommendation, as far as it is known."""
+    def _map(self, advice: Advice, page: str) -> Job[Cell]:
+        """The map around the case of a whole recommendation."""
         known = known_knobs(advice)
         asked = cells(advice.scenario)
-        return self._job(page, "frontier", advice.scenario, asked, lambda cell: (best_in, cell, known), _largest)
+        return self._job(page, "map", advice.scenario, asked, lambda cell: (best_in, cell, known), _largest)
 
-    def details(self, candidate: Candidate) -> Candidate:
+    def _detailed(self, candidate: Candidate) -> Candidate:
         """The candidate with the timelines of both passes."""
+        if candidate.forward.timelines:
+            return candidate
         key = _key("details", candidate.scenario)
-        if key not in self._details:
+        found = self._details.get(key)
+        if found is None:
             forward, backward = predict(candidate.forward.scenario), predict(candidate.backward.scenario)
+            found = replace(candidate, forward=forward, backward=backward)
             with self._lock:
-                self._details[key] = replace(candidate, forward=forward, backward=backward)
+                self._details[key] = found
                 while len(self._details) > 4:  # timelines are large
                     self._details.popitem(last=False)
-        return self._details.get(key, candidate)
+        return found
 
-    def _likely(self, way: Scenario | Infeasible) -> tuple[int, int]:
-        """Sorts what was good in the last case first, then what often is, so that first answers hold what matters."""
-        scenario, order = way if isinstance(way, Scenario) else way.scenario, self._order
-        if _way(scenario) in order:
-            return order.index(_way(scenario)), 0
+    def _remember(self, scenario: Scenario, job: Job[Tried]) -> None:
+        """What was the best, and how long everything took: for the order of the next case."""
+        self._order = [_way(candidate.scenario) for candidate in rank(scenario, job.done).candidates[:FIRST]]
+        for tried, seconds in (piece.result() for piece in job.pieces):
+            self._seconds[_way(_scenario(tried))] = seconds
+
+    def _soonest(self, way: Scenario | Infeasible) -> tuple[int, float]:
+        """Sorts what was the best in the last case first, then what takes long; in a first case what often is best."""
+        scenario = _scenario(way)
+        if _way(scenario) in self._order:
+            return 0, self._order.index(_way(scenario))
         often = [*LIKELY, str(scenario.strategy)].index(str(scenario.strategy))
-        return len(order), often
+        return 1, -self._seconds[_way(scenario)] if _way(scenario) in self._seconds else often
 
     def _job(
         self, page: str, what: str, scenario: Scenario, items: Sequence[Any],
-        call: Callable[[Any], tuple[Any, ...]], first: Callable[[Any], tuple[int, int]],
+        call: Callable[[Any], tuple[Any, ...]] | None, first: Callable[[Any], tuple[int, float]],
     ) -> Job[Any]:  # fmt: skip
-        """What a page asks, begun where it is new, in the order of ``first``; pieces are in that of items."""
+        """What a page asks, begun where it is new, in the order of ``first``; pieces are in that of items.
+
+        Without a ``call`` the items are ways that the planner tries, and that come with their timelines.
+        """
         key = _key(what, scenario)
         with self._lock:
             if key not in self._jobs:
                 self._drop_unfinished(page, what)
                 order = sorted(range(len(items)), key=lambda i: first(items[i]))
-                begun = {i: self._pool.submit(*_light(call(items[i]))) for i in order}
+                begun = {i: self._begun(items[i], call) for i in order}
                 self._jobs[key] = Job(page, tuple(begun[i] for i in range(len(items))))
                 while len(self._jobs) > KEPT:
                     self._jobs.popitem(last=False)
             self._jobs.move_to_end(key)
             return self._jobs[key]
 
+    def _begun(self, item: Any, call: Callable[[Any], tuple[Any, ...]] | None) -> Future[Any]:
+        if call is None:
+            return self._planner.submit(_timed, try_way, item)
+        return self._pool.submit(_timed, _without_timelines, *call(item))
+
     def _drop_unfinished(self, page: str, what: str) -> None:
-        """The page no longer looks at its earlier questions; a ranking drops maps, too."""
+        """The page no longer looks at its earlier questions; a ranking drops maps and what is being planned, too."""
         for key, job in list(self._jobs.items()):
-            if job.page == page and not job.is_complete and (what == "advice" or key.startswith(what)):
+            if job.page == page and not job.is_complete and (what == "ranking" or key.startswith(what)):
                 for piece in job.pieces:
                     piece.cancel()
                 del self._jobs[key]
@@ -140,21 +234,32 @@ def _key(what: str, scenario: Scenario) -> str:
     return f"{what} {case_key(scenario)} {scenario.profile}"
 
 
-def _largest(cell: Scenario) -> tuple[int, int]:
-    """Sorts cells that take long first, lest one process is left with them at the end."""
+def _largest(cell: Scenario) -> tuple[int, float]:
+    """Sorts cells that take long first."""
     return -cell.gpus, -cell.num_tokens
+
+
+def _scenario(tried: Scenario | Tried) -> Scenario:
+    match tried:
+        case Scenario():
+            return tried
+        case Infeasible():
+            return tried.scenario
+        case forward, _:
+            return forward.scenario
 
 
 def _way(scenario: Scenario) -> str:
     return f"{scenario.strategy} {knobs_json(scenario)}"
 
 
-def _light(call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The call as a worker makes it, with an answer that is light to send."""
-    return (_without_timelines, *call)
+def _timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
+    begun = time.process_time()
+    return work(*arguments), time.process_time() - begun
 
 
 def _without_timelines(work: Callable[..., Any], *arguments: Any) -> Any:
+    """An answer that is light to send."""
     match work(*arguments):
         case Prediction() as forward, Prediction() as backward:
             return replace(forward, timelines={}), replace(backward, timelines={})

@@ -3,42 +3,42 @@
 from __future__ import annotations
 
 import io
+import time
 import zipfile
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import yaml
 from dash import ClientsideFunction, Dash, Input, Output, State, ctx, dcc, html, no_update
 from dash.exceptions import PreventUpdate
-from plotly import io as plotly_io
 
 from cpsim.cluster import presets
 from cpsim.errors import CpsimError
 from cpsim.explore import views
 from cpsim.explore.answers import Answers
-from cpsim.explore.controls import VIEWS, Control, controls, scenario_of, state_of
+from cpsim.explore.controls import VIEWS, Control, controls, scenario_of, shown_strategy, state_of
+from cpsim.report.page import TEMPLATES
+from cpsim.report.views import TITLES
 from cpsim.report.words import case_text, recommendation
 
 if TYPE_CHECKING:
-    from cpsim.explore.views import View
-    from cpsim.prediction import Advice
+    from cpsim.explore.answers import Known
+    from cpsim.report.figures import Figure
+    from cpsim.report.views import View
     from cpsim.runs import Run
     from cpsim.scenario import Scenario
 
 Values = Mapping[str, Any]
 
-TICK_MS: Final = 400
-"""How often a page asks for more while its answer is not complete."""
+FIRST_S: Final = 0.15
+"""How long a first answer waits to be whole before it is shown as it is."""
+MORE_S: Final = 0.3
+"""How long a page that asks for more waits; it asks again as long as its answer is not whole."""
 LOADING: Final = "Loading costs and engines; after an installation they are compiled first, which takes minutes."
 STEPPED: Final = ("nodes", "seed")
 """Numbers that make sense one up or down; what is typed elsewhere is said by Enter, or by leaving the field."""
 THEMES: Final = ("light", "dark")
-LABELS: Final = {
-    "ranking": "Ranking", "map": "Where the best changes", "timeline": "Timeline", "memory": "Memory",
-    "mask": "Mask and shards", "measured": "Predicted and measured",
-}  # fmt: skip
 
 
 def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Path) -> Dash:
@@ -64,38 +64,46 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         State("controls", "data"),
         State("per-node", "data"),
     )
+    app.clientside_callback(
+        ClientsideFunction("explore", "shown"),
+        Output("written", "data"),
+        Input("answered", "data"),
+        State("html", "data"),
+        prevent_initial_call=True,
+    )
 
+    def answer(state: Values, patience_s: float) -> Known:
+        asked = str(state.get("page")), str(state.get("view")), shown_strategy(state)
+        return answers.ask(scenario_of(state, known, folder), *asked, patience_s)
 
-    def show(state: Values, _ticks: int, answered: Sequence[Any] | None) -> dict[str, Any]:
+    def show(state: Values, _more: Any, answered: Values | None) -> dict[str, Any]:
+        serial = state.get("serial")
         if not answers.is_warm:
-            return _same(lead=LOADING, complete=False)
+            time.sleep(MORE_S)
+            return _same(lead=LOADING, **_answered(serial, [0, 1]))
         try:
-            scenario = scenario_of(state, known, folder)
-            advice, job = answers.advice(scenario, str(state.get("page")))
-            pieces = views.pieces(state, advice, answers)
-            number = [len(job.done), *pieces, state.get("serial")]
-            if ctx.triggered_id == "tick" and answered == number:
-                return _same()
-            view = views.make(state, advice, answers, runs, known)
+            found = answer(state, MORE_S if ctx.triggered_id == "more" else FIRST_S)
+            pieces = [found.done, found.total]
+            if ctx.triggered_id == "more" and answered and answered["pieces"] == pieces:
+                return _same(**_answered(serial, pieces))
+            view = views.make(state, found, runs, known)
         except CpsimError as error:
-            return _same(error=str(error), complete=True, answered=None, done=1, total=1, serial=state.get("serial"))
-        said = _said(advice, [len(job.done), len(job.pieces)], pieces)
-        shown = _shown(view, str(state.get("theme")))
-        return _same(error="", answered=number, serial=state.get("serial"), **said, **shown)
+            return _same(error=str(error), done=1, total=1, **_answered(serial, [1, 1]))
+        return {"error": "", **_answered(serial, pieces), **_said(found, view, str(state.get("theme")))}
 
     def download(_csv: int, _scenario: int, state: Values) -> dict[str, Any]:
         try:
-            advice, _ = answers.advice(scenario_of(state, known, folder), str(state.get("page")), patience_s=60)
-            view = views.make(state, advice, answers, runs, known)
+            found = answer(state, 60)
+            view = views.make(state, found, runs, known)
         except CpsimError:
             raise PreventUpdate from None
         if ctx.triggered_id == "csv":
-            return _file(f"cpsim-{state.get('view')}.csv", views.csv_text(view.columns))
-        return scenario_file(view.scenario)
+            return _file(f"cpsim-{state.get('view')}.csv", views.csv_text(view.columns()))
+        return scenario_file(views.chosen_case(found.advice, view))
 
     app.callback(
         output=_places(),
-        inputs={"state": Input("state", "data"), "_ticks": Input("tick", "n_intervals")},
+        inputs={"state": Input("state", "data"), "_more": Input("more", "data")},
         state={"answered": State("answered", "data")},
         prevent_initial_call=True,
     )(show)
@@ -111,14 +119,14 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
 
 def _places() -> dict[str, Any]:
     """What an answer fills in."""
-    texts = ("lead", "error", "notes", "case", "caption", "below")
+    texts = ("lead", "error", "case", "caption")
     return {name: Output(name, "children") for name in texts} | {
         "serial": Output("page", "data-answered"),
+        "html": Output("html", "data"),
         "plots": [Output(name, "figure") for name in views.PLOTS],
         "shown": [Output(name, "style") for name in views.PLOTS],
         "done": Output("progress", "value"),
         "total": Output("progress", "max"),
-        "complete": Output("tick", "disabled"),
         "answered": Output("answered", "data"),
     }
 
@@ -129,41 +137,29 @@ def _same(**changes: Any) -> dict[str, Any]:
     return kept | changes
 
 
-def _said(advice: Advice, tried: Sequence[int], pieces: Sequence[int]) -> dict[str, Any]:
-    """What the page says of its case so far; ``tried`` and ``pieces`` of the view are (done, total)."""
-    whole = tried[0] == tried[1]
-    lead = recommendation(advice) + ("" if whole else f" So far: {tried[0]} of {tried[1]} ways tried.")
-    return {
-        "lead": lead, "notes": views.notes(advice), "case": case_text(advice.scenario),
-        "complete": whole and pieces[0] == pieces[1], "done": tried[0] + pieces[0], "total": tried[1] + pieces[1],
-    }  # fmt: skip
+def _answered(serial: Any, pieces: Sequence[int]) -> dict[str, Any]:
+    """Which question was answered, how far; different every time, so that the page knows that it was."""
+    return {"serial": serial, "answered": {"serial": serial, "pieces": pieces, "at": time.monotonic()}}
 
 
-def _shown(view: View, theme: str) -> dict[str, Any]:
-    """The view as outputs of the page; a place without a figure is hidden."""
+def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
+    """An answer as outputs of the page; a place without a figure is hidden."""
     made = [_themed(plot, theme) for plot in view.plots]
     missing = len(views.PLOTS) - len(made)
     heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
+    whole = "" if found.is_complete else f" So far: {found.done} of {found.total} answers."
     return {
+        "lead": recommendation(found.advice) + whole, "case": case_text(found.advice.scenario),
+        "done": found.done, "total": found.total, "caption": view.caption,
+        "html": {"below": view.below, "notes": views.notes(found.advice)},
         "plots": made + [no_update] * missing, "shown": heights + [{"display": "none"}] * missing,
-        "caption": view.caption, "below": view.below,
     }  # fmt: skip
 
 
-def _themed(figure: Any, theme: str) -> dict[str, Any]:
-    """The figure as plain values on the page's own ground; plotly would check and copy every value of a template."""
-    plain: dict[str, Any] = figure.to_plotly_json()
-    clear = "rgba(0,0,0,0)"
-    plain["layout"] |= {
-        "template": _template(theme), "paper_bgcolor": clear, "plot_bgcolor": clear, "autosize": True,
-    }  # fmt: skip
-    return plain
-
-
-@cache
-def _template(theme: str) -> dict[str, Any]:
-    values: dict[str, Any] = plotly_io.templates["plotly_dark" if theme == "dark" else "plotly_white"].to_plotly_json()
-    return values
+def _themed(figure: Figure, theme: str) -> Figure:
+    """The figure in the colours of the page."""
+    colours = TEMPLATES["dark" if theme == "dark" else "light"]
+    return {"data": figure["data"], "layout": figure["layout"] | {"template": colours, "autosize": True}}
 
 
 def scenario_file(scenario: Scenario) -> dict[str, Any]:
@@ -190,9 +186,7 @@ def _file(name: str, text: str) -> dict[str, Any]:
 
 def _layout(known: Sequence[Control], start: Values) -> Any:
     extra = (Control(name="view", label="view", choices=VIEWS), Control(name="theme", label="theme", choices=THEMES))
-    described = [
-        {"name": one.name, "is_number": one.is_number, "value": start[one.name]} for one in (*known, *extra)
-    ]
+    described = [{"name": one.name, "is_number": one.is_number, "value": start[one.name]} for one in (*known, *extra)]
     return html.Div(
         [
             dcc.Location(id="url", refresh=False),
@@ -200,7 +194,9 @@ def _layout(known: Sequence[Control], start: Values) -> Any:
             dcc.Store(id="per-node", data={name: one.gpus_per_node for name, one in presets().items()}),
             dcc.Store(id="state"),
             dcc.Store(id="answered"),
-            dcc.Interval(id="tick", interval=TICK_MS, disabled=True),
+            dcc.Store(id="more"),
+            dcc.Store(id="html"),
+            dcc.Store(id="written"),
             dcc.Download(id="download"),
             html.Aside([html.H1("cpsim explore"), *(_control(one, start) for one in known), _theme()]),
             html.Main([
@@ -231,7 +227,7 @@ def _control(one: Control, start: Values) -> Any:
 
 
 def _views() -> Any:
-    return dcc.RadioItems([{"label": LABELS[name], "value": name} for name in VIEWS], VIEWS[0], id="view", inline=True)
+    return dcc.RadioItems([{"label": TITLES[name], "value": name} for name in VIEWS], VIEWS[0], id="view", inline=True)
 
 
 def _downloads() -> Any:
@@ -240,4 +236,3 @@ def _downloads() -> Any:
 
 def _theme() -> Any:
     return html.Div([html.Label("theme"), dcc.RadioItems(list(THEMES), id="theme", inline=True)], className="control")
-

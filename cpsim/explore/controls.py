@@ -13,6 +13,7 @@ from cpsim.documents import DISTRIBUTIONS
 from cpsim.errors import ScenarioError
 from cpsim.files import nearest, shown
 from cpsim.mask_names import MASK_NAMES
+from cpsim.report.views import TITLES
 from cpsim.scenario import Kernel, Scenario, Strategy, scenario_from
 from cpsim.units import number_or_text
 
@@ -23,7 +24,7 @@ ONE_DOCUMENT: Final = "one document"
 GIVEN_LENGTHS: Final = "lengths"
 OWN_PROFILE: Final = "the cluster's own"
 BEST: Final = "the best"
-VIEWS: Final = ("ranking", "map", "timeline", "memory", "mask", "measured")
+VIEWS: Final = tuple(TITLES)
 NETWORK: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """What-if speeds of the network between nodes, over that of the cluster."""
 

@@ -15,7 +15,7 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from cpsim.errors import CpsimError
 from cpsim.explore.answers import Answers
 from cpsim.explore.app import make_app
-from cpsim.runs import Run, holds_runs, load_runs
+from cpsim.runs import runs_in
 
 if TYPE_CHECKING:
     from cpsim.scenario import Scenario
@@ -43,7 +43,7 @@ def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterato
     Raises:
         CpsimError: the address cannot be had, or a run file is broken.
     """
-    measured = found_runs(runs)
+    measured = runs_in(runs)
     with TemporaryDirectory(prefix="cpsim-explore-") as folder:
         answers = Answers()
         try:
@@ -52,16 +52,6 @@ def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterato
             yield _listening(host, port, app)
         finally:
             answers.close()
-
-
-def found_runs(folder: Path | None) -> list[Run]:
-    """Runs that could be measured, of all run files of a folder."""
-    if folder is None:
-        return []
-    if not folder.is_dir():
-        raise CpsimError(f"explore: {folder}: expected a folder of run files")
-    files = [path for path in sorted(folder.glob("*.jsonl")) if holds_runs(path)]
-    return [run for path in files for run in load_runs(path) if run.error is None]
 
 
 def _listening(host: str, port: int, app: Any) -> BaseWSGIServer:

@@ -1,4 +1,8 @@
-"""Plotly figures of recommendations: bars with intervals, timelines, time against sequence length."""
+"""Figures of recommendations as plotly reads them: bars with intervals, timelines, time against sequence length.
+
+They are plain values, ``{"data": [...], "layout": {...}}``, which ``plotly.graph_objects.Figure`` takes: its objects
+check every value, which takes longer than to compute them. Templates are those of the page (``page.TEMPLATES``).
+"""
 
 from __future__ import annotations
 
@@ -8,16 +12,16 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from cpsim.report.words import interval_text, ms_text, percent_text, strategy_label
-from cpsim.schedule import STREAMS
+from cpsim.schedule import STREAMS, Kind
 from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Candidate, Prediction
+    from cpsim.prediction import Candidate, Prediction
     from cpsim.sim.timeline import Timeline
+
+Figure = dict[str, Any]
 
 FORWARD, BACKWARD = "#60a5fa", "#1d4ed8"
 PALETTE: Final = (
@@ -46,6 +50,7 @@ KIND_COLOURS: Final = {
     "barrier": "#ef4444",
 }
 OTHER_COLOUR: Final = "#64748b"
+KINDS: Final = {int(kind): kind.name.lower().replace("_", " ") for kind in Kind}
 CRITICAL: Final = "critical path"
 CRITICAL_COLOUR: Final = "#dc2626"
 EXPOSED: Final = "exposed communication"
@@ -56,47 +61,39 @@ COLUMNS: Final = 1500
 """Bars of a timeline that are closer together than the span over this number are drawn as one."""
 
 
-def blank() -> Any:
-    """A figure without a template: pages set theirs, and plotly takes 20 ms to check and copy one."""
-    return go.Figure(layout={"template": "none"})
+def house(height: int, top: int = 70) -> dict[str, Any]:
+    """Layout in the house style: a legend above, room for it, the height [px]."""
+    return {
+        "height": height,
+        "margin": {"l": 10, "r": 20, "t": top, "b": 50},
+        "font": {"family": "system-ui, sans-serif", "size": 13},
+        "legend": {
+            "orientation": "h", "yref": "container", "y": 0.99, "yanchor": "top", "x": 0, "traceorder": "normal",
+        },
+    }  # fmt: skip
 
 
 def styled(figure: Any, height: int) -> Any:
-    """The figure in the house style, whose template is that of the page."""
-    figure.update_layout(
-        height=height,
-        margin={"l": 10, "r": 20, "t": 70, "b": 50},
-        font={"family": "system-ui, sans-serif", "size": 13},
-        legend={
-            "orientation": "h",
-            "yref": "container",
-            "y": 0.99,
-            "yanchor": "top",
-            "x": 0,
-            "traceorder": "normal",
-        },
-    )
+    """A plotly object in the house style."""
+    figure.update_layout(house(height))
     return figure
 
 
-def bars(advice: Advice) -> Any:
-    """Forward and backward of every candidate, stacked, fastest on top, with the total's 90 % interval."""
-    return bars_of(advice.candidates)
-
-
-def bars_of(candidates: Sequence[Candidate]) -> Any:
-    """The same of some candidates, in their order."""
+def bars(candidates: Sequence[Candidate]) -> Figure:
+    """Forward and backward of candidates, stacked, in their order from the top, with the total's 90 % interval."""
     labels = [escape(strategy_label(candidate.scenario)) for candidate in candidates]
     parts = {
         "forward": ([candidate.forward.time_s for candidate in candidates], FORWARD),
         "backward": ([candidate.total_s - candidate.forward.time_s for candidate in candidates], BACKWARD),
     }
-    figure = blank()
-    for name, (seconds, colour) in parts.items():
-        values = [value * MS_PER_S for value in seconds]
-        figure.add_bar(y=labels, x=values, name=name, orientation="h", marker_color=colour, width=0.6)
-        figure.data[-1].hovertemplate = "%{y}: " + name + " %{x:.3g} ms<extra></extra>"
-    figure.data[-1].error_x = {
+    data = [
+        {
+            "type": "bar", "orientation": "h", "name": name, "y": labels, "x": [value * MS_PER_S for value in seconds],
+            "width": 0.6, "marker": {"color": colour}, "hovertemplate": "%{y}: " + name + " %{x:.3g} ms<extra></extra>",
+        }
+        for name, (seconds, colour) in parts.items()
+    ]  # fmt: skip
+    data[-1]["error_x"] = {
         "type": "data",
         "symmetric": False,
         "array": [(c.total_s_high - c.total_s) * MS_PER_S for c in candidates],
@@ -116,52 +113,60 @@ def bars_of(candidates: Sequence[Candidate]) -> Any:
         for label, candidate in zip(labels, candidates, strict=True)
     ]
     widest = max(candidate.total_s_high for candidate in candidates) * MS_PER_S
-    figure.update_layout(barmode="stack", annotations=notes)
-    figure.update_yaxes(autorange="reversed", automargin=True)
-    figure.update_xaxes(title="time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3])
-    return styled(figure, 140 + 46 * len(candidates))
+    return {
+        "data": data,
+        "layout": house(140 + 46 * len(candidates)) | {
+            "barmode": "stack",
+            "annotations": notes,
+            "yaxis": {"autorange": "reversed", "automargin": True},
+            "xaxis": titled("time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3]),
+        },
+    }  # fmt: skip
 
 
-def lengths(predictions: Iterable[Prediction]) -> Any:
+def titled(title: str, **axis: Any) -> dict[str, Any]:
+    """An axis with a title."""
+    return {"title": {"text": title}} | axis
+
+
+def lengths(predictions: Iterable[Prediction]) -> Figure:
     """Time against total tokens, a line with its 90 % band per strategy and knobs, both axes logarithmic."""
     lines: dict[str, list[Prediction]] = defaultdict(list)
     for prediction in predictions:
         lines[escape(strategy_label(prediction.scenario))].append(prediction)
-    figure = blank()
+    data: list[dict[str, Any]] = []
     for number, (label, points) in enumerate(lines.items()):
-        colour = PALETTE[number % len(PALETTE)]
-        points = sorted(points, key=lambda point: point.scenario.num_tokens)
-        tokens = [point.scenario.num_tokens for point in points]
-        low, high = ([getattr(p, name) * MS_PER_S for p in points] for name in ("time_s_low", "time_s_high"))
-        figure.add_scatter(
-            x=tokens + tokens[::-1],
-            y=high + low[::-1],
-            fill="toself",
-            fillcolor=colour,
-            opacity=0.15,
-            line={"width": 0},
-            mode="lines",
-            legendgroup=label,
-            showlegend=False,
-            hoverinfo="skip",
-        )
-        figure.add_scatter(
-            x=tokens,
-            y=[point.time_s * MS_PER_S for point in points],
-            name=label,
-            legendgroup=label,
-            mode="lines+markers",
-            line={"color": colour, "width": 2},
-            customdata=[interval_text(point.time_s_low, point.time_s_high) for point in points],
-            hovertemplate=label + ": %{y:.3g} ms (90 %: %{customdata}) at %{x:,} tokens<extra></extra>",
-        )
+        data += _line(label, sorted(points, key=lambda p: p.scenario.num_tokens), PALETTE[number % len(PALETTE)])
     ticks = sorted({point.scenario.num_tokens for points in lines.values() for point in points})
-    figure.update_xaxes(type="log", title="total tokens", tickvals=ticks, ticktext=[format_count(t) for t in ticks])
-    figure.update_yaxes(type="log", title="time, forward and backward [ms]", dtick="D2")
-    return styled(figure, 520)
+    shown = {"type": "log", "tickvals": ticks, "ticktext": [format_count(t) for t in ticks]}
+    return {
+        "data": data,
+        "layout": house(520) | {
+            "xaxis": titled("total tokens", **shown),
+            "yaxis": titled("time, forward and backward [ms]", type="log", dtick="D2"),
+        },
+    }  # fmt: skip
 
 
-def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
+def _line(label: str, points: Sequence[Prediction], colour: str) -> list[dict[str, Any]]:
+    """The band of one line, and the line."""
+    tokens = [point.scenario.num_tokens for point in points]
+    low, high = ([getattr(p, name) * MS_PER_S for p in points] for name in ("time_s_low", "time_s_high"))
+    band = {
+        "type": "scatter", "x": tokens + tokens[::-1], "y": high + low[::-1], "fill": "toself", "fillcolor": colour,
+        "opacity": 0.15, "line": {"width": 0}, "mode": "lines", "legendgroup": label, "showlegend": False,
+        "hoverinfo": "skip",
+    }  # fmt: skip
+    line = {
+        "type": "scatter", "x": tokens, "y": [point.time_s * MS_PER_S for point in points], "name": label,
+        "legendgroup": label, "mode": "lines+markers", "line": {"color": colour, "width": 2},
+        "customdata": [interval_text(point.time_s_low, point.time_s_high) for point in points],
+        "hovertemplate": label + ": %{y:.3g} ms (90 %: %{customdata}) at %{x:,} tokens<extra></extra>",
+    }  # fmt: skip
+    return [band, line]
+
+
+def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Figure, str]:
     """Streams of a few ranks as rows, forward beside backward.
 
     A line along a bar says that it is on the critical path; behind the bars of a rank's ``compute`` stream are the
@@ -177,32 +182,39 @@ def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Any, str]:
         )
         if pass_ in timelines
     }  # fmt: skip
-    shown = {name: found.rows(ranks) for name, found in passes.items()}
-    drawn = {name: _thinned(rows) for name, rows in shown.items()}
-    every = sorted((row for rows in shown.values() for row in rows), key=_order)
-    lanes = list(dict.fromkeys(map(_lane, every)))
-    figure = make_subplots(cols=len(drawn), shared_yaxes=True, horizontal_spacing=0.02, subplot_titles=list(drawn))
+    drawn = {name: _drawn(found, ranks) for name, found in passes.items()}
+    lanes = list(dict.fromkeys(_lane(*lane) for lane in sorted({bar["at"] for bars in drawn.values() for bar in bars})))
+    data: list[dict[str, Any]] = []
     seen: set[str] = set()
-    for column, (name, rows) in enumerate(drawn.items(), start=1):
-        figure.add_trace(_exposed_bars(passes[name], ranks, column == 1), 1, column)
-        for kind in dict.fromkeys(row["kind"] for row in rows):
-            figure.add_trace(
-                _kind_bars(kind, [row for row in rows if row["kind"] == kind], kind not in seen), 1, column
-            )
-            seen.add(kind)
-        figure.add_trace(_critical_bars(rows, column == 1), 1, column)
-        figure.update_xaxes(title="time [ms]", rangemode="tozero", row=1, col=column)
-    figure.update_layout(barmode="overlay", bargap=0.15)
-    figure.update_yaxes(categoryorder="array", categoryarray=lanes[::-1], automargin=True)
-    num_shown, num_drawn = (sum(map(len, rows.values())) for rows in (shown, drawn))
+    for column, (name, bars) in enumerate(drawn.items(), start=1):
+        traces = [_exposed_bars(passes[name], ranks)]
+        traces += [_kind_bars(kind, [bar for bar in bars if bar["kind"] == kind]) for kind in _kinds(bars)]
+        traces.append(_critical_bars(bars))
+        data += [trace | {"xaxis": f"x{column}", "showlegend": trace["name"] not in seen} for trace in traces]
+        seen |= {trace["name"] for trace in traces}
+    num_shown, num_drawn = (sum(bar["count"] for bars in drawn.values() for bar in bars), sum(map(len, drawn.values())))
     words = f"{format_count(num_shown)} ops of ranks {', '.join(map(str, ranks))}"
     if num_drawn < num_shown:
         words += (
             f", drawn as {format_count(num_drawn)} bars: neighbours of one kind that together are shorter "
             f"than 1/{COLUMNS} of the span share a bar"
         )
-    styled(figure, 190 + 26 * len(lanes)).update_layout(margin_t=115)  # the legend takes several lines
-    return figure, words
+    rows = {"categoryorder": "array", "categoryarray": lanes[::-1], "automargin": True}
+    layout = house(190 + 26 * len(lanes), top=115) | {"barmode": "overlay", "bargap": 0.15, "yaxis": rows}
+    return {"data": data, "layout": layout | _side_by_side(list(drawn))}, words  # the legend takes several lines
+
+
+def _side_by_side(names: Sequence[str]) -> dict[str, Any]:
+    """Axes of time of plots beside each other that share their rows, with their names above."""
+    width = (1.02 / max(1, len(names))) - 0.02
+    starts = [column * (width + 0.02) for column in range(len(names))]
+    axes = {
+        f"xaxis{column}": titled("time [ms]", rangemode="tozero", domain=[start, start + width], anchor="y")
+        for column, start in enumerate(starts, start=1)
+    }
+    above = {"xref": "paper", "yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 15}}
+    titles = [above | {"text": name, "x": start + width / 2} for name, start in zip(names, starts, strict=True)]
+    return axes | {"annotations": titles}
 
 
 def shown_ranks(candidate: Candidate) -> list[int]:
@@ -221,74 +233,82 @@ def _busiest(found: Timeline) -> int:
     return int(np.argmax(np.bincount(schedule.lane_rank, weights=of_lane, minlength=schedule.num_ranks)))
 
 
-def _order(row: dict[str, Any]) -> tuple[int, int]:
-    return row["rank"], STREAMS.index(row["stream"])
-
-
-def _lane(row: dict[str, Any]) -> str:
-    return f"rank {row['rank']} · {row['stream']}"
-
-
-def _thinned(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows with ``count``; runs of one lane and kind that are too short to be seen apart become one row."""
-    if not rows:
+def _drawn(found: Timeline, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Bars of the streams of ranks, lane by lane; ops of one kind that are too short to be seen apart share one."""
+    schedule = found.schedule
+    entries = np.flatnonzero(np.isin(schedule.lane_rank, list(ranks)))
+    op = schedule.op_of_lane()[entries]
+    if not len(op):
         return []
-    limit = (max(row["end_s"] for row in rows) - min(row["start_s"] for row in rows)) / COLUMNS
-    last: dict[str, dict[str, Any]] = {}
-    thinned = []
-    for row in sorted(rows, key=lambda row: row["start_s"]):
-        lane, kind = _lane(row), str(row["kind"]).lower().replace("_", " ")
-        before = last.get(lane)
-        if before and before["kind"] == kind and row["end_s"] - before["start_s"] <= limit:
-            before["end_s"] = row["end_s"]
-            before["count"] += 1
-            before["critical"] |= row["critical"]
+    critical = np.zeros(len(schedule), np.bool_)
+    critical[found.critical_path()] = True
+    start, end = found.start_s[op], found.end_s[op]
+    limit = float(end.max() - start.min()) / COLUMNS
+    rank, stream = schedule.lane_rank[entries], schedule.lane_stream[entries]
+    order = np.lexsort((start, stream, rank))
+    columns = (rank, stream, schedule.kind[op], schedule.step[op], start, end, critical[op])
+    bars: list[dict[str, Any]] = []
+    for on, lane, kind, step, begin, until, is_critical in zip(*(c[order].tolist() for c in columns), strict=True):
+        last = bars[-1] if bars else None
+        if last and last["at"] == (on, lane) and last["kind"] == KINDS[kind] and until - last["start_s"] <= limit:
+            last["end_s"], last["count"] = until, last["count"] + 1
+            last["critical"] |= is_critical
             continue
-        last[lane] = row | {"kind": kind, "count": 1, "lane": lane}
-        thinned.append(last[lane])
-    return thinned
+        bars.append({
+            "at": (on, lane), "lane": _lane(on, lane), "kind": KINDS[kind], "name": f"{KINDS[kind]} {step}",
+            "start_s": begin, "end_s": until, "count": 1, "critical": is_critical,
+        })  # fmt: skip
+    return bars
 
 
-def _kind_bars(kind: str, rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
-    outline = 0.4 if len(rows) < OUTLINED else 0.0
-    names = [escape(str(row["name"])) if row["count"] == 1 else f"{row['count']} ops" for row in rows]
+def _lane(rank: int, stream: int) -> str:
+    return f"rank {rank} · {STREAMS[stream]}"
+
+
+def _kinds(bars: Sequence[dict[str, Any]]) -> list[str]:
+    """Kinds in the order in which they begin."""
+    return list(dict.fromkeys(bar["kind"] for bar in sorted(bars, key=lambda bar: bar["start_s"])))
+
+
+def _kind_bars(kind: str, bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    outline = 0.4 if len(bars) < OUTLINED else 0.0
     return _bars(
-        kind, rows, in_legend,
+        kind, bars,
         marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
-        customdata=names,
+        customdata=[bar["name"] if bar["count"] == 1 else f"{bar['count']} ops" for bar in bars],
         hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>" + kind + "</extra>",
     )  # fmt: skip
 
 
-def _critical_bars(rows: Sequence[dict[str, Any]], in_legend: bool) -> Any:
+def _critical_bars(bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A line along the upper edge of every bar of the critical path."""
-    critical = [row for row in rows if row["critical"]]
     marker = {"color": CRITICAL_COLOUR, "line": {"width": 0}}
-    return _bars(CRITICAL, critical, in_legend, width=0.14, offset=0.34, marker=marker, hoverinfo="skip")
+    critical = [bar for bar in bars if bar["critical"]]
+    return _bars(CRITICAL, critical, width=0.14, offset=0.34, marker=marker, hoverinfo="skip")
 
 
-def _bars(name: str, rows: Sequence[dict[str, Any]], in_legend: bool, **look: Any) -> Any:
-    """A bar for every row: where it begins, how long it takes, on its lane."""
-    return go.Bar(
-        orientation="h",
-        y=[row["lane"] for row in rows],
-        base=[row["start_s"] * MS_PER_S for row in rows],
-        x=[(row["end_s"] - row["start_s"]) * MS_PER_S for row in rows],
-        name=name,
-        legendgroup=name,
-        showlegend=in_legend,
-        **look,
-    )
+def _bars(name: str, bars: Sequence[dict[str, Any]], **look: Any) -> dict[str, Any]:
+    """A bar for everything that takes time on a lane: where it begins, how long it takes."""
+    return {
+        "type": "bar", "orientation": "h", "name": name, "legendgroup": name, "y": [bar["lane"] for bar in bars],
+        "base": [_digits(bar["start_s"] * MS_PER_S) for bar in bars],
+        "x": [_digits((bar["end_s"] - bar["start_s"]) * MS_PER_S) for bar in bars],
+    } | look  # fmt: skip
 
 
-def _exposed_bars(found: Timeline, ranks: Sequence[int], in_legend: bool) -> Any:
+def _digits(value: float) -> float:
+    """Seven digits: more cannot be seen, and pages hold thousands of bars."""
+    return float(f"{value:.7g}")
+
+
+def _exposed_bars(found: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
     """Where ranks communicate or wait for data and compute nothing, behind the bars of their compute streams."""
-    rows = [
-        {"lane": _lane({"rank": rank, "stream": STREAMS[0]}), "start_s": start, "end_s": end}
+    bars = [
+        {"lane": _lane(rank, 0), "start_s": start, "end_s": end}
         for rank in ranks
         for start, end in found.exposed(rank).tolist()
     ]
     return _bars(
-        EXPOSED, rows, in_legend, width=0.96, marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
+        EXPOSED, bars, width=0.96, marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
         hovertemplate="%{y}: exposed from %{base:.4g} ms on for %{x:.3g} ms<extra></extra>",
     )  # fmt: skip

@@ -20,6 +20,7 @@ from cpsim.units import format_count
 
 if TYPE_CHECKING:
     from cpsim.prediction import Advice, Column
+    from cpsim.report.figures import Figure
 
 NODES: Final = (1, 2, 4, 8, 12)
 LENGTHS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2)
@@ -138,50 +139,45 @@ def cell_columns(found: Sequence[Cell]) -> dict[str, Column]:
     return {name: np.array([getattr(cell, name) for cell in found]) for name in names}
 
 
-def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Any:
+def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Figure:
     """The map, as far as its cells are found: a colour for every best strategy, with its time.
 
     Args:
         asked: all of ``cells``.
         found: those that are answered, in any order.
     """
-    from cpsim.report.figures import PALETTE, blank, styled
+    from cpsim.report.figures import PALETTE, house, titled
     from cpsim.strategies import STRATEGIES
 
     gpus, tokens = (sorted(set(values)) for values in ([s.gpus for s in asked], [s.num_tokens for s in asked]))
     on_map = [name for name in STRATEGIES if name not in ("none", *SLOW)]
     colour = {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(on_map)}
-    made = blank()
+    data = []
     for name in [name for name in STRATEGIES if any(cell.strategy == name for cell in found)] + [""]:
         here = [cell for cell in found if cell.strategy == name]
-        made.add_bar(
-            x=[tokens.index(cell.tokens) for cell in here],
-            y=[1.0] * len(here),
-            base=[gpus.index(cell.gpus) - 0.5 for cell in here],
-            width=1.0,
-            name=name or "none can run",
-            showlegend=bool(here),
-            marker={"color": colour.get(name, "#9ca3af"), "line": {"color": "white", "width": 2}},
-            text=[f"{escape(name)}<br>{ms_text(cell.time_s)} ms" if name else "none" for cell in here],
-            textposition="inside",
-            insidetextanchor="middle",
-            textangle=0,
-            textfont={"color": "white"},
-            constraintext="none",
-            customdata=[
-                f"{cell.gpus} GPUs, {format_count(cell.tokens)} tokens: "
-                + (f"{escape(name)} ({escape(cell.knobs)})" if cell.knobs else escape(name) or "none can run")
-                for cell in here
-            ],
-            hovertemplate="%{customdata}<extra></extra>",
-        )
-    made.update_layout(barmode="overlay", bargap=0)
-    made.update_xaxes(
-        title="sequence length [tokens]", tickvals=list(range(len(tokens))), ticktext=list(map(format_count, tokens)),
-        range=[-0.5, len(tokens) - 0.5], showgrid=False, zeroline=False,
-    )  # fmt: skip
-    made.update_yaxes(
-        title="GPUs", tickvals=list(range(len(gpus))), ticktext=list(map(str, gpus)),
-        range=[-0.5, len(gpus) - 0.5], showgrid=False, zeroline=False,
-    )  # fmt: skip
-    return styled(made, 170 + 62 * len(gpus))
+        data.append({
+            "type": "bar", "name": name or "none can run", "showlegend": bool(here), "width": 1.0,
+            "x": [tokens.index(cell.tokens) for cell in here], "y": [1.0] * len(here),
+            "base": [gpus.index(cell.gpus) - 0.5 for cell in here],
+            "marker": {"color": colour.get(name, "#9ca3af"), "line": {"color": "white", "width": 2}},
+            "text": [f"{escape(name)}<br>{ms_text(cell.time_s)} ms" if name else "none" for cell in here],
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "textfont": {"color": "white"},
+            "constraintext": "none", "customdata": list(map(_cell_text, here)),
+            "hovertemplate": "%{customdata}<extra></extra>",
+        })  # fmt: skip
+    axes = {
+        "xaxis": titled(
+            "sequence length [tokens]", range=[-0.5, len(tokens) - 0.5], showgrid=False, zeroline=False,
+            tickvals=list(range(len(tokens))), ticktext=list(map(format_count, tokens)),
+        ),
+        "yaxis": titled(
+            "GPUs", range=[-0.5, len(gpus) - 0.5], showgrid=False, zeroline=False,
+            tickvals=list(range(len(gpus))), ticktext=list(map(str, gpus)),
+        ),
+    }  # fmt: skip
+    return {"data": data, "layout": house(170 + 62 * len(gpus)) | axes | {"barmode": "overlay", "bargap": 0}}
+
+
+def _cell_text(cell: Cell) -> str:
+    best = f"{escape(cell.strategy)} ({escape(cell.knobs)})" if cell.knobs else escape(cell.strategy)
+    return f"{cell.gpus} GPUs, {format_count(cell.tokens)} tokens: {best or 'none can run'}"

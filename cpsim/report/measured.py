@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpsim.report.figures import PALETTE, blank, styled
+from cpsim.report.figures import PALETTE, Figure, house, titled
 from cpsim.report.words import strategy_label
 from cpsim.units import MS_PER_S
 
@@ -30,37 +30,31 @@ def measured_columns(pairs: Sequence[Pair]) -> dict[str, Column]:
     }
 
 
-def measured(pairs: Sequence[Pair]) -> Any:
+def measured(pairs: Sequence[Pair]) -> Figure:
     """A row for every way to compute the case: its prediction with the 90 % interval, and every run of it."""
     columns = measured_columns(sorted(pairs, key=lambda pair: pair.predicted.time_s))
     labels = [escape(label) for label in columns["strategy"].tolist()]
-    made = blank()
-    made.add_scatter(
-        y=labels,
-        x=columns["predicted_s"] * MS_PER_S,
-        name="predicted, 90 % interval",
-        mode="markers",
-        marker={"color": PALETTE[0], "size": 9},
-        error_x={
-            "type": "data",
-            "symmetric": False,
-            "array": (columns["predicted_s_high"] - columns["predicted_s"]) * MS_PER_S,
-            "arrayminus": (columns["predicted_s"] - columns["predicted_s_low"]) * MS_PER_S,
+    low, mean, high = (columns[f"predicted_s{end}"] * MS_PER_S for end in ("_low", "", "_high"))
+    between = {"type": "data", "symmetric": False, "array": (high - mean).tolist(), "arrayminus": (mean - low).tolist()}
+    cross = {"color": PALETTE[1], "size": 11, "symbol": "x-thin", "line": {"width": 2.5, "color": PALETTE[1]}}
+    data = [
+        {
+            "type": "scatter", "mode": "markers", "name": "predicted, 90 % interval", "y": labels, "x": mean.tolist(),
+            "error_x": between, "marker": {"color": PALETTE[0], "size": 9},
+            "hovertemplate": "%{y}: predicted %{x:.4g} ms<extra></extra>",
         },
-        hovertemplate="%{y}: predicted %{x:.4g} ms<extra></extra>",
-    )
-    made.add_scatter(
-        y=labels,
-        x=columns["measured_s"] * MS_PER_S,
-        name="measured",
-        mode="markers",
-        marker={"color": PALETTE[1], "size": 11, "symbol": "x-thin", "line": {"width": 2.5, "color": PALETTE[1]}},
-        customdata=[f"{error:+.1%}" for error in columns["error"].tolist()],
-        hovertemplate="%{y}: measured %{x:.4g} ms, the prediction is off by %{customdata}<extra></extra>",
-    )
-    made.update_xaxes(title="time, slowest GPU [ms]", rangemode="tozero")
-    made.update_yaxes(autorange="reversed", automargin=True)
-    return styled(made, 170 + 40 * len(set(labels)))
+        {
+            "type": "scatter", "mode": "markers", "name": "measured", "y": labels, "marker": cross,
+            "x": (columns["measured_s"] * MS_PER_S).tolist(),
+            "customdata": [f"{error:+.1%}" for error in columns["error"].tolist()],
+            "hovertemplate": "%{y}: measured %{x:.4g} ms, the prediction is off by %{customdata}<extra></extra>",
+        },
+    ]  # fmt: skip
+    axes = {
+        "xaxis": titled("time, slowest GPU [ms]", rangemode="tozero"),
+        "yaxis": {"autorange": "reversed", "automargin": True},
+    }
+    return {"data": data, "layout": house(170 + 40 * len(set(labels))) | axes}
 
 
 def _label(pair: Pair) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cpsim.report.figures import BACKWARD, FORWARD, blank, styled
+from cpsim.report.figures import BACKWARD, FORWARD, Figure, house, titled
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.words import strategy_label
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GB: Final = 1e9
 
 
-def peaks(advice: Advice, limit_bytes: int) -> Any:
+def peaks(advice: Advice, limit_bytes: int) -> Figure:
     """Peak memory of every strategy with its best knobs beside that of the GPU.
 
     Args:
@@ -26,22 +26,26 @@ def peaks(advice: Advice, limit_bytes: int) -> Any:
     """
     best = best_of_strategies(advice)
     labels = [escape(strategy_label(candidate.scenario)) for candidate in best]
-    made = blank()
-    for name, colour in (("forward", FORWARD), ("backward", BACKWARD)):
-        made.add_bar(
-            y=labels,
-            x=[getattr(candidate, name).peak_memory_bytes / GB for candidate in best],
-            name=name,
-            orientation="h",
-            marker_color=colour,
-            hovertemplate="%{y}: " + name + " %{x:.3g} GB<extra></extra>",
-        )
+    data = [
+        {
+            "type": "bar", "orientation": "h", "name": name, "y": labels, "marker": {"color": colour},
+            "x": [getattr(candidate, name).peak_memory_bytes / GB for candidate in best],
+            "hovertemplate": "%{y}: " + name + " %{x:.3g} GB<extra></extra>",
+        }
+        for name, colour in (("forward", FORWARD), ("backward", BACKWARD))
+    ]  # fmt: skip
     fullest = max((candidate.peak_memory_bytes for candidate in best), default=0)
-    if fullest > limit_bytes / 4:  # further away the line would squeeze the bars
-        made.add_vline(x=limit_bytes / GB, line_dash="dash", annotation_text="memory of the GPU")
-    made.update_xaxes(title=f"memory of attention on the fullest GPU [GB], of {limit_bytes / GB:.0f} GB")
-    made.update_yaxes(autorange="reversed", automargin=True)
-    return styled(made, 150 + 42 * len(best))
+    far = fullest <= limit_bytes / 4  # the line would squeeze the bars
+    title = f"memory of attention on the fullest GPU [GB], of {limit_bytes / GB:.0f} GB"
+    axes = {"xaxis": titled(title), "yaxis": {"autorange": "reversed", "automargin": True}}
+    return {"data": data, "layout": house(150 + 42 * len(best)) | axes | ({} if far else _limit(limit_bytes / GB))}
+
+
+def _limit(x: float) -> dict[str, Any]:
+    """A line at the memory of the GPU."""
+    words = {"text": "memory of the GPU", "showarrow": False, "xanchor": "right", "yanchor": "bottom"}
+    line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}
+    return {"shapes": [line], "annotations": [words | {"x": x, "y": 1, "yref": "paper"}]}
 
 
 def buffer_columns(candidate: Candidate) -> dict[str, Column]:
@@ -63,21 +67,18 @@ def buffer_columns(candidate: Candidate) -> dict[str, Column]:
     return {name: np.array(column) for name, column in zip(("pass", "rank", "buffer", "nbytes"), columns, strict=True)}
 
 
-def buffers(candidate: Candidate) -> Any:
+def buffers(candidate: Candidate) -> Figure:
     """The buffers of ``buffer_columns``, one bar a pass, stacked."""
     columns = buffer_columns(candidate)
     words = {"fwd": "forward", "bwd": "backward"}
-    made = blank()
+    data = []
     for name in dict.fromkeys(columns["buffer"].tolist()):
         of_name = columns["buffer"] == name
-        made.add_bar(
-            y=[words[pass_] for pass_ in columns["pass"][of_name].tolist()],
-            x=(columns["nbytes"][of_name] / GB).tolist(),
-            name=escape(name),
-            orientation="h",
-            hovertemplate=escape(name) + ": %{x:.3g} GB in %{y}<extra></extra>",
-        )
-    made.update_layout(barmode="stack")
-    made.update_xaxes(title="buffers on the fullest GPU [GB]")
-    made.update_yaxes(autorange="reversed")
-    return styled(made, 320)
+        data.append({
+            "type": "bar", "orientation": "h", "name": escape(name),
+            "y": [words[pass_] for pass_ in columns["pass"][of_name].tolist()],
+            "x": (columns["nbytes"][of_name] / GB).tolist(),
+            "hovertemplate": escape(name) + ": %{x:.3g} GB in %{y}<extra></extra>",
+        })  # fmt: skip
+    axes = {"xaxis": titled("buffers on the fullest GPU [GB]"), "yaxis": {"autorange": "reversed", "automargin": True}}
+    return {"data": data, "layout": house(320) | axes | {"barmode": "stack"}}

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from plotly.colors import sequential
 
 from cpsim.masks import coarse_mask
-from cpsim.report.figures import styled
+from cpsim.report.figures import Figure, house, titled
 from cpsim.report.masks import numbers
 from cpsim.report.words import strategy_label
 from cpsim.stripes import striped_positions
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from cpsim.masks import Ints
     from cpsim.prediction import Candidate, Column
     from cpsim.schedule import Schedule
@@ -26,6 +27,8 @@ SIZE: Final = 200
 PLAIN: Final = [[0, "rgba(148,163,184,0.10)"], [0.001, "#bfdbfe"], [1, "#1d4ed8"]]
 CHOSEN: Final = [[0, "rgba(234,88,12,0.18)"], [0.001, "#fdba74"], [1, "#c2410c"]]
 """Colours of rows of chosen ranks."""
+RANKS: Final = [[i / (len(sequential.Turbo) - 1), colour] for i, colour in enumerate(sequential.Turbo)]
+"""Colours from the first rank to the last."""
 
 
 def shard_columns(schedule: Schedule) -> dict[str, Column]:
@@ -53,7 +56,7 @@ def owners(schedule: Schedule, tokens: Ints) -> Ints:
     return columns["rank"][np.searchsorted(columns["first"], positions, side="right") - 1]
 
 
-def shards(workload: Workload, schedule: Schedule, ranks: Sequence[int]) -> Any:
+def shards(workload: Workload, schedule: Schedule, ranks: Sequence[int]) -> Figure:
     """The mask, queries from top to bottom and keys to the right, with a strip that says which rank holds what.
 
     Args:
@@ -64,32 +67,30 @@ def shards(workload: Workload, schedule: Schedule, ranks: Sequence[int]) -> Any:
     total = workload.num_tokens
     size = min(SIZE, total)
     edges = np.arange(size) * total // size
-    share = coarse_mask(workload.slices(), total, size).astype(np.float32)
+    share = coarse_mask(workload.slices(), total, size).round(4)
     owner = owners(schedule, edges)
-    made = make_subplots(
-        rows=2, cols=2, shared_xaxes=True, shared_yaxes=True, column_widths=[0.035, 0.965], row_heights=[0.035, 0.965],
-        horizontal_spacing=0.01, vertical_spacing=0.01,
-    )  # fmt: skip
-    strip = {"colorscale": "Turbo", "showscale": False, "zmin": 0, "zmax": max(1, schedule.num_ranks - 1)}
-    made.add_trace(go.Heatmap(z=owner[:, None], y=edges, x=[0], hovertemplate=_HELD, **strip), 2, 1)
-    made.add_trace(go.Heatmap(z=owner[None, :], x=edges, y=[0], hovertemplate=_HELD_KEYS, **strip), 1, 2)
+    tokens = edges.tolist()
+    strip = {
+        "type": "heatmap", "colorscale": RANKS, "showscale": False, "zmin": 0, "zmax": max(1, schedule.num_ranks - 1),
+    }  # fmt: skip
+    held = owner.tolist()
+    left = {"z": [[rank] for rank in held], "y": tokens, "x": [0], "xaxis": "x", "yaxis": "y", "hovertemplate": _HELD}
+    top = {"z": [held], "x": tokens, "y": [0], "xaxis": "x2", "yaxis": "y2", "hovertemplate": _HELD_KEYS}
     chosen = np.isin(owner, list(ranks))[:, None]
-    for rows, colours in ((~chosen, PLAIN), (chosen, CHOSEN)):
-        made.add_trace(
-            go.Heatmap(
-                z=np.where(rows, share, np.float32(np.nan)), x=edges, y=edges, zmin=0, zmax=1,
-                colorscale=colours, showscale=False, hoverongaps=False,
-                hovertemplate="query %{y:,}, key %{x:,}: %{z:.1%} unmasked<extra></extra>",
-            ), 2, 2,
-        )  # fmt: skip
-    made.update_yaxes(autorange="reversed", showgrid=False, zeroline=False)
-    made.update_xaxes(showgrid=False, zeroline=False)
-    for row, column in ((2, 1), (1, 2), (1, 1)):
-        made.update_xaxes(showticklabels=False, row=row, col=column)
-    made.update_yaxes(showticklabels=False, row=1)
-    made.update_yaxes(title="query [tokens]", row=2, col=1)
-    made.update_xaxes(title="key [tokens]", row=2, col=2)
-    return styled(made, 700)
+    masks = [
+        {
+            "type": "heatmap", "z": _cells(share, rows), "x": tokens, "y": tokens, "xaxis": "x2", "yaxis": "y",
+            "zmin": 0, "zmax": 1, "colorscale": colours, "showscale": False, "hoverongaps": False,
+            "hovertemplate": "query %{y:,}, key %{x:,}: %{z:.1%} unmasked<extra></extra>",
+        }
+        for rows, colours in ((~chosen, PLAIN), (chosen, CHOSEN))
+    ]  # fmt: skip
+    return {"data": [strip | left, strip | top, *masks], "layout": house(700, top=20) | _AXES}
+
+
+def _cells(share: NDArray[np.float64], rows: NDArray[np.bool_]) -> list[list[float | None]]:
+    """Shares of chosen rows, of the others nothing, which plotly draws as gaps."""
+    return [line if wanted else [None] * len(line) for line, wanted in zip(share.tolist(), rows[:, 0], strict=True)]
 
 
 def caption(workload: Workload, candidate: Candidate, ranks: Sequence[int]) -> str:
@@ -104,3 +105,13 @@ def caption(workload: Workload, candidate: Candidate, ranks: Sequence[int]) -> s
 
 _HELD: Final = "queries from %{y:,} on: rank %{z}<extra></extra>"
 _HELD_KEYS: Final = "keys from %{x:,} on: rank %{z}<extra></extra>"
+_PLAIN_AXIS: Final = {"showgrid": False, "zeroline": False}
+_AXES: Final = {
+    "xaxis": _PLAIN_AXIS | {"domain": [0, 0.03], "anchor": "y", "showticklabels": False},
+    "xaxis2": titled("key [tokens]", **_PLAIN_AXIS, domain=[0.04, 1], anchor="y"),
+    "yaxis": titled(
+        "query [tokens]", **_PLAIN_AXIS, domain=[0, 0.96], anchor="x", autorange="reversed", automargin=True
+    ),
+    "yaxis2": _PLAIN_AXIS | {"domain": [0.97, 1], "anchor": "x2", "showticklabels": False},
+}
+"""A strip to the left and one above; the mask shares its axes with both."""

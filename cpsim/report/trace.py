@@ -26,8 +26,10 @@ Row = Mapping[str, Any]
 """rank, stream, name, kind, start_s, end_s; as ``Timeline.rows`` makes them."""
 Event = dict[str, Any]
 
+MEASURED: Final = 100_000
+"""Process number of rank 0 of a real run; of a predicted one it is 0."""
 NODES: Final = 1_000_000
-"""Process number of the counters of node 0: beyond those of ranks."""
+"""Process number of the counters of node 0."""
 COMMUNICATION: Final = frozenset(kind.name.lower() for kind in COMMUNICATION_KINDS)
 
 
@@ -122,19 +124,25 @@ def _arrows(rows: list[Any], origin: float) -> Iterator[Event]:
 
 
 def _counters(prediction: Prediction, origin: float) -> Iterator[Event]:
-    gpus_per_node = prediction.scenario.resolve_cluster().gpus_per_node
+    cluster = prediction.scenario.resolve_cluster()
     named: set[int] = set()
     for begin, _, timeline in _passes(prediction):
-        for where, used in link_use(timeline, gpus_per_node).items():
+        for where, used in link_use(timeline, cluster.gpus_per_node).items():
             for index, steps in used.items():
                 process = _process(index, False) if where == "gpu" else NODES + index
                 if where == "node" and process not in named:
                     named.add(process)
-                    yield _meta("process_name", process, name=f"node {index}, predicted")
-                word = "sent [GB/s]" if where == "gpu" else "leaving the node [GB/s]"
+                    number = _padded(index, cluster.num_nodes - 1)
+                    yield _meta("process_name", process, name=f"node {number}, predicted")
+                word = "sent" if where == "gpu" else "leaving the node"  # Perfetto adds the unit, the key of the value
                 for moment, rate in steps.tolist():
                     at = _us(begin + moment, origin)
                     yield {"ph": "C", "name": word, "pid": process, "ts": at, "args": {"GB/s": round(rate / 1e9, 3)}}
+
+
+def _padded(number: int, last: int) -> str:
+    """A number with the digits of the last one: Perfetto sorts processes by their names."""
+    return str(number).zfill(len(str(last)))
 
 
 def _us(seconds: Any, origin: float) -> float:
@@ -142,7 +150,7 @@ def _us(seconds: Any, origin: float) -> float:
 
 
 def _process(rank: int, measured: bool) -> int:
-    return 2 * rank + measured
+    return rank + MEASURED * measured
 
 
 def _meta(what: str, process: int, **args: Any) -> Event:
@@ -151,9 +159,10 @@ def _meta(what: str, process: int, **args: Any) -> Event:
 
 def _names(lanes: Mapping[tuple[int, str], int], measured: bool) -> Iterator[Event]:
     word = "measured" if measured else "predicted"
-    for rank in sorted({rank for rank, _ in lanes}):
+    ranks = sorted({rank for rank, _ in lanes})
+    for rank in ranks:
         process = _process(rank, measured)
-        yield _meta("process_name", process, name=f"rank {rank}, {word}")
+        yield _meta("process_name", process, name=f"rank {_padded(rank, ranks[-1])}, {word}")
         yield _meta("process_sort_index", process, sort_index=process)
     for (rank, stream), thread in lanes.items():
         yield _meta("thread_name", _process(rank, measured), name=stream) | {"tid": thread}

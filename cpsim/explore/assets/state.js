@@ -27,6 +27,19 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       const shown = controls.map((control) => (linked(control.name) ? state[control.name] : same));
       return [toAddress(state, controls), ...shown, state];
     },
+    // Arguments: which question was answered and how far, and what was answered as HTML; asks for more until it is whole.
+    shown: function (answered, html) {
+      for (const [name, text] of Object.entries(html || {})) {
+        const place = document.getElementById(name);
+        if (place.shown !== text) {
+          place.innerHTML = place.shown = text;
+        }
+      }
+      if (answered.serial === serial && answered.pieces[0] < answered.pieces[1]) {
+        window.dash_clientside.set_props("more", { data: answered.at });
+      }
+      return answered.serial;
+    },
   },
 });
 
@@ -54,3 +67,15 @@ function toAddress(state, controls) {
   }
   return "?" + written.toString();
 }
+
+// Tables offer strategies that were left out, and link to other cases: neither loads the page again.
+document.addEventListener("click", (event) => {
+  const offer = event.target.closest("[data-strategy]"), link = event.target.closest("#below a");
+  if (offer) {
+    window.dash_clientside.set_props("strategy", { value: offer.dataset.strategy });
+  } else if (link) {
+    event.preventDefault();
+    history.pushState(null, "", link.getAttribute("href"));
+    window.dispatchEvent(new PopStateEvent("popstate"));
+  }
+});

@@ -1,0 +1,139 @@
+"""What there is to see of a recommendation: the same views for the report and for the explorer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from cpsim.comparison import compare, group_key, predict_runs
+from cpsim.report import figures, memory, shards
+from cpsim.report.frontier import MAP_CAPTION, cell_columns, cells, frontier
+from cpsim.report.lengths import best_of_strategies
+from cpsim.report.measured import measured as measured_figure
+from cpsim.report.measured import measured_columns
+from cpsim.report.page import table
+from cpsim.report.words import case_text, interval_text, ms_text, percent_text, strategy_label
+from cpsim.units import format_bytes
+
+if TYPE_CHECKING:
+    from cpsim.prediction import Advice, Candidate, Column
+    from cpsim.report.figures import Figure
+    from cpsim.report.frontier import Cell
+    from cpsim.runs import Run
+    from cpsim.scenario import Scenario
+
+TITLES: Final = {
+    "ranking": "Ranking", "map": "Where the best changes", "timeline": "Timeline", "memory": "Memory",
+    "mask": "Mask and shards", "measured": "Predicted and measured",
+}  # fmt: skip
+"""All views by name, in their order."""
+RANKING_HEAD: Final = (
+    "strategy", "forward ms", "backward ms", "total ms", "90 % interval", "TFLOP/s a GPU", "exposed", "memory",
+    "P(best)",
+)  # fmt: skip
+
+
+SLOW_S: Final = 0.1
+"""From here on the time that planning a batch takes is said."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """One thing to see."""
+
+    plots: tuple[Figure, ...] = ()
+    caption: str = ""
+    below: str = ""
+    """HTML under the figures: tables."""
+    columns: Callable[[], Mapping[str, Column]] = dict
+    """The view's data, in SI units."""
+    chosen: Candidate | None = None
+    """The strategy that the view is about, where it is about one."""
+
+
+def ranking(advice: Advice) -> View:
+    """Every strategy with its interval and P(best), and why others cannot run."""
+    best = best_of_strategies(advice)
+    below = table(RANKING_HEAD, map(_ranked, advice.candidates), num_text=1, best=True) if best else ""
+    if advice.infeasible:
+        reasons = [(strategy_label(entry.scenario), entry.reason) for entry in advice.infeasible]
+        below += f"<h3>Cannot run, or not tried</h3>{table(('strategy', 'why'), reasons, num_text=2)}"
+    if not best:
+        return View(below=below, columns=advice.columns)
+    caption = (
+        "Attention of one layer, every strategy with its best settings; the table has all settings. Exposed: share of "
+        "the time in which the slowest GPU communicates or waits for data and computes nothing. Memory: most bytes on "
+        "one GPU. P(best): share of draws of all cost parameters in which the strategy is the fastest."
+    )
+    return View(plots=(figures.bars(best),), caption=caption, below=below, columns=advice.columns)
+
+
+def _ranked(one: Candidate) -> tuple[str, ...]:
+    planning = max(one.forward.planning_s, one.backward.planning_s)
+    planned = f", planned in {planning:.1f} s" if planning >= SLOW_S else ""
+    return (
+        strategy_label(one.scenario) + planned,
+        ms_text(one.forward.time_s), ms_text(one.backward.time_s), ms_text(one.total_s),
+        interval_text(one.total_s_low, one.total_s_high), f"{one.tflops_per_gpu:,.0f}",
+        percent_text(one.exposed_share), format_bytes(one.peak_memory_bytes), percent_text(one.probability_best),
+    )  # fmt: skip
+
+
+def best_map(scenario: Scenario, found: Sequence[Cell]) -> View:
+    """The fastest strategy over sequence length and number of GPUs, as far as cells are found."""
+    return View(
+        plots=(frontier(cells(scenario), found),), caption=MAP_CAPTION, columns=lambda: cell_columns(found)
+    )  # fmt: skip
+
+
+def timeline(chosen: Candidate, ranks: Sequence[int]) -> View:
+    """What some GPUs do, stream by stream; a few that matter where no ranks are given."""
+    ranks = ranks or figures.shown_ranks(chosen)
+    figure, words = figures.timeline(chosen, ranks)
+    caption = f"{strategy_label(chosen.scenario)}: {words}. Drag to zoom, double-click to reset."
+    return View(plots=(figure,), caption=caption, columns=lambda: _op_columns(chosen, ranks), chosen=chosen)
+
+
+def _op_columns(chosen: Candidate, ranks: Sequence[int]) -> dict[str, Column]:
+    rows: list[dict[str, Any]] = [
+        {"pass": pass_, **row}
+        for prediction in (chosen.forward, chosen.backward)
+        for pass_, found in prediction.timelines.items()
+        for row in found.rows(ranks)
+    ]
+    return {name: np.array([row[name] for row in rows]) for name in (rows[0] if rows else ())}
+
+
+def memory_use(advice: Advice, chosen: Candidate) -> View:
+    """Peaks of all strategies, and the buffers of one."""
+    caption = (
+        "Above: most bytes on one GPU, what kernels work with included, every strategy with its best settings. "
+        f"Below: the buffers of {strategy_label(chosen.scenario)} on its fullest GPU; all are there for the whole pass."
+    )
+    return View(
+        plots=(memory.peaks(advice, advice.scenario.resolve_cluster().gpu.memory_bytes), memory.buffers(chosen)),
+        caption=caption, columns=lambda: memory.buffer_columns(chosen), chosen=chosen,
+    )  # fmt: skip
+
+
+def mask(scenario: Scenario, chosen: Candidate, ranks: Sequence[int]) -> View:
+    """The mask as a picture, with who holds which queries and keys."""
+    workload, schedule = scenario.workload(), chosen.forward.timelines["fwd"].schedule
+    ranks = ranks or figures.shown_ranks(chosen)
+    return View(
+        plots=(shards.shards(workload, schedule, ranks),), caption=shards.caption(workload, chosen, ranks),
+        columns=lambda: shards.shard_columns(schedule), chosen=chosen,
+    )  # fmt: skip
+
+
+def measured(scenario: Scenario, runs: Sequence[Run]) -> View:
+    """Predictions beside real runs of the same case, however they were computed."""
+    mine = [run for run in runs if group_key(run.scenario) == group_key(scenario)]
+    pairs = compare(predict_runs(mine, jobs=1), mine).pairs
+    if not pairs:
+        return View(caption=f"Nobody has run this case for real: {case_text(scenario)}.")
+    caption = "Real runs of this very case, none of which was fitted: our executor and other people's code."
+    return View(plots=(measured_figure(pairs),), caption=caption, columns=lambda: measured_columns(pairs))

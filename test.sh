@@ -14,7 +14,7 @@ fi
 install() { .venv/bin/pip install --quiet --disable-pip-version-check --no-compile --editable "$@"; }
 install .
 export OMP_NUM_THREADS=1 # two processes on two cores: none starts threads of its own
-.venv/bin/cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null &
+.venv/bin/python -m cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null &
 compiled=$!
 install '.[dev,others]' torch==2.13.0
 .venv/bin/ruff check .

@@ -3,18 +3,23 @@
 set -eu
 cd "$(dirname "$0")"
 
+# Two cores: the browser comes and the engines are compiled, once for all processes, while packages are unpacked.
+browser=
 if ! command -v chromedriver >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 ||
-        echo "chromium could not be installed: the tests that open the report are skipped" >&2
+    { apt-get update && apt-get install -y --no-install-recommends chromium chromium-driver; } >/dev/null 2>&1 &
+    browser=$!
 fi
 
 [ -x .venv/bin/python ] || python3 -m venv .venv
-.venv/bin/pip install --quiet --disable-pip-version-check --editable '.[dev,others]' torch==2.13.0
-
-# Two processes on two cores: none starts threads of its own. A clone compiles its engines once, beside the type checks.
-export OMP_NUM_THREADS=1
-.venv/bin/cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null &
+install() { .venv/bin/pip install --quiet --disable-pip-version-check --no-compile --editable "$@"; }
+install .
+export OMP_NUM_THREADS=1 # two processes on two cores: none starts threads of its own
+.venv/bin/python -m cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null &
+compiled=$!
+install '.[dev,others]' torch==2.13.0
 .venv/bin/ruff check .
 .venv/bin/mypy
-wait $!
+wait $compiled
+[ -z "$browser" ] || wait $browser ||
+    echo "chromium could not be installed: the tests that open the report are skipped" >&2
 .venv/bin/python -m pytest -n 2 --dist worksteal -m "" "$@"

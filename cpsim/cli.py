@@ -764,7 +764,7 @@ def kernels(
 ) -> None:
     """List attention kernels: masks, passes and types that they take, TFLOP/s and memory by mask and length."""
     from cpsim.calibrate.profile import load_profile
-    from cpsim.kernels import speeds, support
+    from cpsim.kernel_tables import speeds, support
     from cpsim.report.kernels import kernels_record, kernels_view
 
     chosen = [load_profile(name) for name in profile or ("h100", "h200")]

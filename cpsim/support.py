@@ -10,7 +10,7 @@ from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, IMPLEMENTATIONS, Implementation
 from cpsim.models.attention import ANATOMY
-from cpsim.models.kernels import refusal
+from cpsim.models.kernel_limits import refusal
 from cpsim.schedule import Schedule
 from cpsim.strategies import STRATEGIES, plan
 from cpsim.workload import Workload

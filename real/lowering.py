@@ -18,7 +18,19 @@ from cpsim.transformer import MAKER
 from real import attention, elementwise, layer_calls
 from real.program import Call, Launch
 from real.rows import NOWHERE, Rows, match
-from real.storage import PLANES, Access, Chunk, Ints, Part, Walk, is_one_call, overlap, seen, sequences_of
+from real.storage import (
+    PLANES,
+    Access,
+    Chunk,
+    Ints,
+    KernelSequence,
+    Part,
+    Walk,
+    is_one_call,
+    overlap,
+    seen,
+    sequences_of,
+)
 
 if TYPE_CHECKING:
     from real.executor import Executor
@@ -40,6 +52,7 @@ class Lowering:
         self.left: dict[int, Ints] = {}
         """Partial results that every row of a summed result still gets."""
         self.walk = walk
+        self._sequences: dict[int, list[KernelSequence]] = {}
 
     def calls(self) -> list[Call]:
         """(op, call) in launch order; the call of a transfer gives its half of a batch."""
@@ -91,15 +104,16 @@ class Lowering:
             tokens = part.tokens
             self.state[buffer] = np.full(len(tokens), _NOTHING)
             self.left[buffer] = np.zeros(len(tokens), np.int64)
-        unseen: dict[int, Ints] = {}
+        made_by: dict[int, tuple[int, Access]] = {}
         for i, accesses in self.walk if self.state else ():
-            if self.s.kind[i] in (Kind.ATTENTION, Kind.ATTENTION_BACKWARD):
-                unseen |= self._unseen(i, accesses)
+            if self.s.kind[i] in ATTENTION_KINDS:
+                made_by |= {a.buffer: (i, a) for a in accesses if a.mode != READ}
             for target in (a for a in accesses if a.mode != READ and a.buffer in self.state):
                 if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
                     continue  # sums of nothing
                 source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
-                rows = _rows_of(target, np.setdiff1d(target.tokens, unseen.get(source.buffer, [])))
+                unseen = self._unseen_by(*made_by[source.buffer]) if source.buffer in made_by else []
+                rows = _rows_of(target, np.setdiff1d(target.tokens, unseen))
                 self.left[target.buffer][rows] += 1
         for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
             pairs = (*self.s.inputs.tolist(), *self.s.outputs.tolist())
@@ -123,17 +137,26 @@ class Lowering:
     # --- attention ---
 
     def _unseen(self, i: int, accesses: Sequence[Access]) -> dict[int, Ints]:
-        tile, none = int(self.s.tile[i]), [np.zeros(0, np.int64)]
-        if is_one_call(self.s, tile, packed=True):
-            calls = sequences_of(self.s, tile)
-            queries, keys = (np.concatenate([getattr(q, side) for q in calls] or none) for side in ("queries", "keys"))
-        else:
-            queries, keys = seen(self.s, tile)
-        return {
-            a.buffer: np.setdiff1d(a.tokens, keys if a.tensor == "dkv" else queries)
-            for a in accesses
-            if a.mode != READ
-        }
+        return {a.buffer: self._unseen_by(i, a) for a in accesses if a.mode != READ}
+
+    def _unseen_by(self, i: int, result: Access) -> Ints:
+        """Tokens of a result that its kernel call leaves out."""
+        queries, keys = self._seen_by(int(self.s.tile[i]))
+        return np.setdiff1d(result.tokens, keys if result.tensor == "dkv" else queries)
+
+    def _seen_by(self, tile: int) -> tuple[Ints, Ints]:
+        """Queries and keys of a tile's kernel call."""
+        if not is_one_call(self.s, tile, packed=True):
+            return seen(self.s, tile)
+        none, calls = [np.zeros(0, np.int64)], self._sequences_of(tile)
+        queries, keys = (np.concatenate([getattr(q, side) for q in calls] or none) for side in ("queries", "keys"))
+        return queries, keys
+
+    def _sequences_of(self, tile: int) -> list[KernelSequence]:
+        """The same on every call: an op's tile is asked for its results and for its call."""
+        if tile not in self._sequences:
+            self._sequences[tile] = sequences_of(self.s, tile)
+        return self._sequences[tile]
 
     def _written_directly(self, target: Access) -> None:
         """The kernel itself writes rows of a summed result."""
@@ -149,7 +172,7 @@ class Lowering:
         ahead of a causal sequence of as many queries as keys join it: aligned to the bottom right, they see no key.
         """
         tile = int(self.s.tile[op.index])
-        sequences = sequences_of(self.s, tile)
+        sequences = self._sequences_of(tile)
         held = self._key_part(keys).tokens
         at_q = _rows_of(queries, np.array([q.queries[0] for q in sequences]))
         if keys.layout.tile >= 0:

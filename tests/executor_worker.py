@@ -1,7 +1,7 @@
 """What tests/test_executor.py runs: strategies, masks and passes on forked processes, against dense attention.
 
-One process plans every case, lays out its memory and computes it densely; its forks are the ranks. Two and four of
-them run every strategy with every mask.
+One process plans every case, lays out its memory and computes it densely; its forks are the ranks. Four of them run
+every strategy with every mask; other numbers run every strategy with some masks and every mask with some strategies.
 """
 
 import sys
@@ -27,21 +27,28 @@ def problems(num_ranks):
     for mask in (*ALL_MASKS, BLIND_MASK):
         plain = mask in PLAIN_MASKS
         for documents in DOCUMENTS if plain and mask.endswith("document") else ("one",) if plain else ("uneven",):
-            for heads in HEADS if num_ranks == 4 and mask in ("full", "causal_document") else ("gqa",):
+            all_heads = num_ranks == 4 and (mask, documents) in (("full", "one"), ("causal_document", "uneven"))
+            for heads in HEADS if all_heads else ("gqa",):
                 yield f"{mask} {documents} {heads}", workload(mask, documents, heads, dtype="fp64"), ALL_STRATEGIES
     rings = [(name, knobs) for name, knobs in ALL_STRATEGIES if "ring" in name or name == "hybrid_cp"]
     for documents in ((49,), (11,), (1, 20, 2, 32)):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings
 
 
-def planned(num_ranks):
-    """(name, kernel, schedule, workload, its memory, dense tensors) of what this number of ranks can run.
+SHARE = {1: 1, 2: 3, 3: 3, 4: 1, 8: 6}
+"""By ranks: one of so many strategies runs with each mask, in turn."""
 
-    On 3 and 8 a third of all strategies with each mask, in turn.
+
+def planned(num_ranks):
+    """(name, kernel, launches, schedule, workload, its memory, dense tensors) of what this number of ranks can run.
+
+    A second launch uses the buffers of the first again.
     """
     for turn, (case, problem, strategies) in enumerate(problems(num_ranks)):
-        dense = tensors(problem)
-        for strategy, knobs in strategies[turn % 3 :: 3] if num_ranks in (3, 8) else strategies:
+        dense, both = tensors(problem), num_ranks == 2 and case in FLEX
+        share = 1 if both else SHARE[num_ranks]
+        launches = 2 if num_ranks < 4 or (num_ranks == 4 and problem.mask in PLAIN_MASKS) else 1
+        for strategy, knobs in strategies[turn % share :: share]:
             for pass_ in ALL_PASSES:
                 try:
                     nodes_of = 2 if strategy == "dcp" and num_ranks == 4 else 8  # relays
@@ -49,8 +56,9 @@ def planned(num_ranks):
                 except InfeasibleError:
                     continue
                 memory = lay_out(schedule, problem)
-                for kernel in ("math", "flex") if num_ranks == 2 and not knobs and case in FLEX else ("math",):
-                    yield f"{strategy} {knobs} {case} {pass_} {kernel}", kernel, schedule, problem, memory, dense
+                yield f"{strategy} {knobs} {case} {pass_} math", "math", launches, schedule, problem, memory, dense
+                if both and not knobs:
+                    yield f"{strategy} {knobs} {case} {pass_} flex", "flex", 1, schedule, problem, memory, dense
 
 
 def run(executor, dense):
@@ -61,15 +69,15 @@ def run(executor, dense):
         np.testing.assert_allclose(values.numpy(), wanted, rtol=1e-10, atol=1e-10, err_msg=tensor)
 
 
-def rank_main(node, num_ranks, cases):
+def rank_main(node, _, cases):
     """One rank runs all cases."""
-    for name, kernel, schedule, problem, memory, dense in cases:
+    for name, kernel, launches, schedule, problem, memory, dense in cases:
         try:
             executor = Executor(schedule, problem, node, kernel, laid_out=memory)
             if kernel == "flex":
                 executor.program.rehearse()
             executor.load({tensor: torch.from_numpy(array) for tensor, array in dense.items()})
-            for _ in range(2 if kernel == "math" and num_ranks < 8 else 1):  # buffers are used again
+            for _ in range(launches):
                 run(executor, dense)
         except Exception as error:
             raise AssertionError(f"{name}, rank {node.rank}") from error

@@ -1,16 +1,18 @@
-"""One rank of test_real_implementations_cpu: other people's code on gloo, compared with dense attention."""
+"""What tests/test_real_implementations_cpu.py runs: other people's code on forked ranks, against dense attention."""
 
 import importlib
+import itertools
 import json
 import sys
 
 import torch
+from ranks import fork_ranks
 
 from cpsim.scenario import scenario_from
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import make_grid
 from real import attention
-from real.node import Node, end_process
+from real.node import end_process
 
 
 def tokens_of(scenario, rank, size):
@@ -84,33 +86,43 @@ def flash_on_cpu():
     return library
 
 
-def main():
-    torch.set_num_threads(1)
-    with open(sys.argv[1], encoding="utf-8") as file:
-        cases = [scenario_from(json.loads(line)) for line in file]
+MODULES = {"ring-flash-attn": "ring_flash", "yunchang": "yunchang_", "torch": "torch_cp"}
+
+
+def rank_main(node, _, cases):
+    """One rank runs all cases."""
     kept = flash_on_cpu()
-    with Node(cpu=True) as node:
-        for scenario in cases:
-            name = {"ring-flash-attn": "ring_flash", "yunchang": "yunchang_", "torch": "torch_cp"}
-            module = importlib.import_module(f"real.implementations.{name[scenario.implementation]}")
-            given, wanted = dense(scenario)
-            mine = tokens_of(scenario, node.rank, node.size)
-            for pass_ in ("fwd", "bwd"):
-                runner = module.make(scenario, pass_, node)
-                for x, whole in zip([*runner.inputs, runner.dout], given, strict=True):
-                    x.data.copy_(whole[mine].reshape(x.shape))
-                for _ in range(2):
-                    runner.prepare()
-                    runner.launch()
-                got = [runner.out] if pass_ == "fwd" else runner.grads
-                for x, whole in zip(got, wanted[:1] if pass_ == "fwd" else wanted[1:], strict=True):
-                    torch.testing.assert_close(
-                        x.detach().double().reshape(-1, *whole.shape[1:]), whole[mine], rtol=2e-2, atol=2e-2,
-                        msg=lambda m, s=scenario, p=pass_: f"{s.to_dict()} {p}: {m}",
-                    )  # fmt: skip
+    for scenario in cases:
+        module = importlib.import_module(f"real.implementations.{MODULES[scenario.implementation]}")
+        given, wanted = dense(scenario)
+        mine = tokens_of(scenario, node.rank, node.size)
+        for pass_ in ("fwd", "bwd"):
+            runner = module.make(scenario, pass_, node)
+            for x, whole in zip([*runner.inputs, runner.dout], given, strict=True):
+                x.data.copy_(whole[mine].reshape(x.shape))
+            for _ in range(2):
+                runner.prepare()
+                runner.launch()
+            got = [runner.out] if pass_ == "fwd" else runner.grads
+            for x, whole in zip(got, wanted[:1] if pass_ == "fwd" else wanted[1:], strict=True):
+                torch.testing.assert_close(
+                    x.detach().double().reshape(-1, *whole.shape[1:]), whole[mine], rtol=2e-2, atol=2e-2,
+                    msg=lambda m, s=scenario, p=pass_: f"{s.to_dict()} {p}: {m}",
+                )  # fmt: skip
     del kept
 
 
+def main(path):
+    """Runs the cases of one package on as many ranks as they ask for."""
+    torch.set_num_threads(1)
+    with open(path, encoding="utf-8") as file:
+        cases = [scenario_from(json.loads(line)) for line in file]
+    importlib.import_module(f"real.implementations.{MODULES[cases[0].implementation]}")  # once for all ranks
+    for num_ranks, asked in itertools.groupby(cases, lambda case: case.gpus):
+        fork_ranks(rank_main, num_ranks, list(asked))
+    print(len(cases))
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
     end_process()

@@ -8,11 +8,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def run_script(name, num_ranks, timeout_s):
-    """Runs a script of this folder and gives the number that it prints last."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}{os.pathsep}{HERE}"}
+def run_script(name, argument, timeout_s, ahead=()):
+    """Runs a script of this folder, with folders whose modules come before installed ones, and gives the number that
+    it prints last."""
+    paths = os.pathsep.join(map(str, (HERE.parent, HERE, *ahead)))
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, str(HERE / name), str(num_ranks)],
+        [sys.executable, str(HERE / name), str(argument)],
         capture_output=True, text=True, env=environment, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

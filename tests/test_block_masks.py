@@ -24,7 +24,7 @@ from cpsim.calibrate.profile import load_profile
 from cpsim.errors import InfeasibleError
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import dense_mask
-from cpsim.models.kernels import dense_sequences, gathered_sequences, refusal, tile_visits
+from cpsim.models.kernel_limits import dense_sequences, gathered_sequences, refusal, tile_visits
 from cpsim.schedule import Kind
 from cpsim.strategies import plan
 

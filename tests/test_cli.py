@@ -1,13 +1,17 @@
 """The command line as a user meets it: output, exit codes, one-line errors."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from cpsim.cli import main
 from cpsim.mask_names import MASK_NAMES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -19,7 +23,21 @@ COMMANDS = [
 
 
 def cpsim(*arguments, status=0):
-    """Run a command and return its stdout; errors must be single lines without a traceback."""
+    """Run a command in this process and return its stdout, or its stderr where it is to fail."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["cpsim", *map(str, arguments)]),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    assert ended.value.code == status, err.getvalue()
+    return out.getvalue() if status == 0 else err.getvalue()
+
+
+def process(*arguments, status=0):
+    """The same in a process of its own."""
     command = [sys.executable, "-m", "cpsim", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stderr
@@ -88,9 +106,15 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
     assert match in one_line(cpsim(*arguments, status=2))
 
 
+def test_a_process_says_and_returns_what_a_call_does(cases):
+    path = cases(GOOD)
+    assert process("predict", path, "--json") == cpsim("predict", path, "--json")
+    assert process("predict", "missing.yaml", status=2) == one_line(cpsim("predict", "missing.yaml", status=2))
+
+
 def test_help_starts_fast():
     started = time.perf_counter()
-    cpsim("--help")
+    process("--help")
     assert time.perf_counter() - started < 1.5  # 0.2 s on an idle machine
 
 

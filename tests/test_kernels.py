@@ -12,7 +12,7 @@ from cpsim.calibrate import measurement
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.residuals import flops
 from cpsim.errors import CpsimError, InfeasibleError
-from cpsim.kernels import EXAMPLE, peak_bytes, speeds, support
+from cpsim.kernel_tables import EXAMPLE, peak_bytes, speeds, support
 from cpsim.predictor import predict
 from cpsim.scenario import scenario_from
 

@@ -59,7 +59,7 @@ ALLOWED = {
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
     "launch": CORE | {"scenario"},
-    "kernels": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
+    "kernel_tables": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
     "reproduce": CORE
     | {"distca", "masks", "schedule", "cluster", "documents", "scenario", "prediction", "predictor", "models"}
     | {"calibrate", "training", "steps"},
@@ -73,13 +73,13 @@ ALLOWED = {
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
-    | {"runs", "kernels", "support", "reproduce", "step_advice", "training"},
+    | {"runs", "kernel_tables", "support", "reproduce", "step_advice", "training"},
     "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernels", "support", "reproduce", "implementations", "step_advice", "explore"}
-    | {"sweeps"},
+    | {"runs", "launch", "comparison", "kernel_tables", "support", "reproduce", "implementations", "step_advice"}
+    | {"explore", "sweeps"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

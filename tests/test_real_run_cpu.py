@@ -90,13 +90,13 @@ def test_a_rank_that_fails_while_others_wait_for_it_ends_the_processes(cases, tm
 
 def test_runs_stop_when_the_time_is_over_and_go_on_later(cases, tmp_path):
     out = tmp_path / "runs.jsonl"
-    asked = cases({}, {"tokens": 128})
+    asked = cases({"gpus": 1}, {"gpus": 1, "tokens": 128})
     common = ("tests/fake_run.py", asked, "--out", out, "--cpu", "--seconds", 0.01)
-    assert "2 cases not run: the time is over" in torchrun(*common, "--until", 1)
+    assert "2 cases not run: the time is over" in processes(*common, "--until", 1)
     assert load_runs(out) == []
-    torchrun(*common)
+    processes(*common)
     assert len(load_runs(out)) == 2
-    torchrun(*common, "--resume")
+    processes(*common, "--resume")
     assert len(load_runs(out)) == 2
 
 

@@ -77,8 +77,9 @@ def test_tau_counts_pairs_and_leaves_out_those_that_cannot_be_told_apart():
     assert rank_correlations(rows, 6.0)[row.panel] == 1.0
 
 
-def test_the_command_writes_rows_and_scores(tmp_path):
-    out = tmp_path / "magi.json"
+def test_the_command_writes_rows_and_scores(tmp_path, monkeypatch):
+    rows, out = predicted(), tmp_path / "magi.json"
+    monkeypatch.setattr("cpsim.reproduce.magi_h100.reproduce", lambda **_: rows)
     shown = CliRunner().invoke(app, ["reproduce", "magi-h100", "--jobs", "1", "--out", str(out)])
     assert shown.exit_code == 0
     assert "32 and 64 GPUs" in shown.stdout

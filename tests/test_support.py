@@ -6,7 +6,7 @@ from cases import ALL_MASKS, PLAIN_MASKS, cluster
 
 from cpsim.mask_shapes import mask_slices
 from cpsim.masks import dense_mask
-from cpsim.models.kernels import check_calls
+from cpsim.models.kernel_limits import check_calls
 from cpsim.strategies import STRATEGIES, plan, sharding
 from cpsim.support import KERNELS, OTHERS, support
 from cpsim.tiles import make_tiles, sequence_places, sequences

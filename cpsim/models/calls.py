@@ -14,7 +14,7 @@ from cpsim.block_masks import Visits
 from cpsim.compiled import bare
 from cpsim.masks import Ints
 from cpsim.models.attention import ANATOMY, AttentionParams, calls, clocked_seconds, listed_calls, working_bytes
-from cpsim.models.kernels import dense_sequences, gathered_sequences, limits_of, tile_visits
+from cpsim.models.kernel_limits import dense_sequences, gathered_sequences, limits_of, tile_visits
 from cpsim.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
 from cpsim.tiles import CAUSAL, Sequences, Tiles, sequences
 from cpsim.workload import BYTES_PER_ELEMENT

@@ -17,7 +17,7 @@ from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.holds import few_waves, held_sms
-from cpsim.models.kernels import check_calls, limits_of, tile_visits
+from cpsim.models.kernel_limits import check_calls, limits_of, tile_visits
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.models.pressure import Messages, pressures

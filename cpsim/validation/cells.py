@@ -30,6 +30,7 @@ class Cells:
             for kv, total in enumerate(self.num_heads)
         ]  # fmt: skip
         """Boundaries of the runs of query heads and of key-value heads."""
+        self._head_at = [{int(head): at for at, head in enumerate(heads)} for heads in self.heads]
         low = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, first, strict=True)]
         high = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, end, strict=True)]
         self.block_heads = [slice(int(a), int(b)) for a, b in zip(low, high, strict=True)]
@@ -41,8 +42,7 @@ class Cells:
         """Runs of heads of an attention op."""
         kv = tensor.endswith("kv")
         first, count = self.s.heads[index, 2 * kv : 2 * kv + 2].tolist()
-        a, b = np.searchsorted(self.heads[kv], [first, first + count]).tolist()
-        return slice(a, b)
+        return slice(self._head_at[kv][first], self._head_at[kv][first + count])
 
     def of_attention(self, tensor: str) -> NDArray[np.bool_]:
         """Whether a cell is one of attention's tokens and heads, ``[runs of tokens, runs of heads]``; layers have
@@ -77,3 +77,11 @@ class Cells:
         length = end - first
         skipped = np.cumsum(length) - length
         return np.asarray(np.arange(length.sum()) + np.repeat(first - skipped, length), np.int64)
+
+
+def places(runs: Ints, wanted: Ints) -> Ints | None:
+    """Where some runs are among others, both ascending and without repetition; None where one of them is not."""
+    at = runs.searchsorted(wanted)
+    if len(wanted) and (at[-1] == len(runs) or not np.array_equal(runs[at], wanted)):
+        return None
+    return at

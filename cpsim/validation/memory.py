@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cpsim.errors import ScheduleError
 from cpsim.masks import Ints
 from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, Kind, Pass, Schedule, is_one_of
-from cpsim.validation.cells import Cells
+from cpsim.validation.cells import Cells, places
 from cpsim.validation.fault import fail
 from cpsim.workload import LSE_BYTES, Workload
 
@@ -214,21 +214,23 @@ class Memory:
                 for a in reads
                 if a.tensor == tensor and a.heads.start <= heads.start and heads.stop <= a.heads.stop
             ]
-            if not found or (found[0] is not wanted and not np.isin(wanted, np.concatenate(found)).all()):
+            known = found[0] if len(found) == 1 else np.unique(np.concatenate(found or [wanted[:0]]))
+            if not found or places(known, wanted) is None:
                 fail(self.s, index, f"does not read all of {tensor} that its tile needs")
         if tuple(a.tensor for a in targets if a.mode != READ) != MAKES[self.pass_]:
             fail(self.s, index, f"expected to write {' and '.join(MAKES[self.pass_])}, once each")
         made = []
         for a in targets:
             runs, touched = cells.of_set(a.token_set), cells.of_tile(tile, a.tensor == "dkv")
-            if a.heads != cells.heads_of(index, a.tensor) or not np.isin(touched, runs).all():
+            rows = places(runs, touched)
+            if a.heads != cells.heads_of(index, a.tensor) or rows is None:
                 fail(
                     self.s,
                     index,
                     f"{self.s.block_text(a.block)} is not where its tile and heads have results",
                 )
             values = self._zeros(a)
-            values[np.searchsorted(runs, touched)] = self.weight[index]
+            values[rows] = self.weight[index]
             if a.mode == UPDATE:
                 values += self._read(index, a)
             made.append(values)
@@ -253,9 +255,9 @@ class Memory:
                 count += 1
                 continue
             here, there = self.cells.common(a.token_set, target.token_set)
-            to = np.ix_(there, np.arange(low, high) - target.heads.start)
-            values[to] += found[np.ix_(here, np.arange(low, high) - a.heads.start)]
-            count[to] += 1
+            columns = slice(low - target.heads.start, high - target.heads.start)
+            values[there, columns] += found[here, low - a.heads.start : high - a.heads.start]
+            count[there, columns] += 1
         self._check_sources(index, kind, target, count)
         return values
 
@@ -296,10 +298,10 @@ class Memory:
                     index,
                     f"writes {self.s.block_text(a.block)} to #{a.buffer}, laid out for other tokens",
                 )
-            to = np.ix_(rows, np.arange(a.heads.start, a.heads.stop) - held.heads.start)
-            held.values[to] = new
+            columns = slice(a.heads.start - held.heads.start, a.heads.stop - held.heads.start)
+            held.values[rows, columns] = new
             if held.there is not None:
-                held.there[to] = True
+                held.there[rows, columns] = True
 
     def _check_outputs(self) -> None:
         """Outputs are complete: all cells of a pass's results, once, with the weights of all their ops."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 from cpsim.layer import plan_scenario
-from cpsim.models.kernels import check_calls
+from cpsim.models.kernel_limits import check_calls
 from cpsim.scenario import Scenario
 from cpsim.schedule import Pass
 from real.executor import Executor

@@ -15,7 +15,7 @@ from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.mask_names import MASK_NAMES, Value
 from cpsim.models.attention import ANATOMY, working_bytes
 from cpsim.models.calls import attention_op_seconds
-from cpsim.models.kernels import DTYPES, limits_of, refusal, tile_visits
+from cpsim.models.kernel_limits import DTYPES, limits_of, refusal, tile_visits
 from cpsim.scenario import Kernel
 from cpsim.schedule import Kind
 from cpsim.strategies import plan

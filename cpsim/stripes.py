@@ -1,7 +1,7 @@
 """Striped token order: all tokens = 0 modulo the stride first, then all = 1, and so on.
 
 Where a rank holds every P-th token, its shard is one range of *positions* in this order, and the part of a mask
-between two stripes is a banded slice again, so that sharding, tiles and kernel sequences need not know about strides.
+between two stripes is a banded slice again, so that sharding and kernel sequences need not know about strides.
 
 Reference: Brandon et al. 2023, "Striped Attention" (arXiv 2311.09431), section 3. Differs: any band, and lengths that
 the stride does not divide.

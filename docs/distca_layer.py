@@ -33,8 +33,8 @@ Balance: attention kernels of the slowest server over the mean of all, each serv
 
 """
 TABLE = (
-    "| GPUs | tokens | documents, longest | strategy | measured ms | predicted | error | balance fwd, bwd | predicted | "
-    "memory GB | predicted |",
+    "| GPUs | tokens | documents, longest | strategy | measured ms | predicted | error | balance fwd, bwd | "
+    "predicted | memory GB | predicted |",
     "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
 )
 MARGIN = 1.05
@@ -149,8 +149,9 @@ def _row(case: Case) -> str:
     measured, predicted = zip(*case.balances, strict=True)
     ms, memory = (case.run.time_s * 1e3, case.seconds * 1e3), (case.run.peak_memory_bytes / 1e9, case.memory / 1e9)
     cells = (
-        f"{gpus}", f"{tokens // 1024}K", f"{len(documents)}, {max(documents)}", _label(case), f"{ms[0]:.2f}", f"{ms[1]:.2f}",
-        f"{100 * case.error:+.1f} %", _pair(measured), _pair(predicted), f"{memory[0]:.2f}", f"{memory[1]:.2f}",
+        f"{gpus}", f"{tokens // 1024}K", f"{len(documents)}, {max(documents)}", _label(case),
+        f"{ms[0]:.2f}", f"{ms[1]:.2f}", f"{100 * case.error:+.1f} %",
+        _pair(measured), _pair(predicted), f"{memory[0]:.2f}", f"{memory[1]:.2f}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 

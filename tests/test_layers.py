@@ -28,7 +28,7 @@ ALLOWED = {
     "cluster": CORE,
     "workload": CORE | {"masks", "mask_names", "mask_shapes", "stripes"},
     "scenario": CORE | {"mask_names", "documents", "workload", "cluster", "training.model", "training.parallel"},
-    "tiles": {"masks", "compiled"},
+    "tiles": {"masks", "stripes", "compiled"},
     "schedule": {"masks", "stripes", "tiles", "errors"},
     "transformer": set(),
     "builder": {"masks", "tiles", "schedule"},

@@ -1,13 +1,15 @@
-"""Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two) and the
-folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+"""Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two),
+documents.jsonl (many short documents on two) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and
+4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8 and 1 minutes:
+What it takes to run them, about 8, 1 and 3 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
+    cpsim run validation/documents.jsonl --seconds 0.1 --out validation/runs/h200-documents.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 
@@ -22,6 +24,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cpsim.cluster import load_cluster
 
@@ -128,6 +132,29 @@ def planned() -> Iterator[Case]:
     yield from each(problem(4, 8 * K, "full_document", kernel="fa2", documents=lengths(4, 8 * K)), (DCP, MAGI, HYBRID))
     for tokens in (4, 16):
         yield from each(problem(4, tokens * K, kernel="fa2"), (DCP, DCP_PAPER, MAGI, ZIGZAG))
+
+
+def documents() -> Iterator[Case]:
+    """Many short documents on two GPUs: all alike, or log-normal around a median (sigma 1)."""
+    rng = np.random.default_rng(3)
+
+    def packed(total: int, median: int, sigma: float) -> list[int]:
+        found: list[int] = []
+        while sum(found) < total:
+            length = max(64, int(median * np.exp(sigma * rng.standard_normal()))) if sigma else median
+            found.append(min(length, total - sum(found)))
+        return found
+
+    simple = ({"strategy": "zigzag_ring"}, {"strategy": "allgather"}, ULYSSES)
+    for tokens in (8 * K, 32 * K):
+        for median, sigma in ((256, 0.0), (600, 0.0), (300, 1.0), (1000, 1.0)):
+            asked = problem(2, tokens, "causal_document", kernel="fa2", documents=packed(2 * tokens, median, sigma))
+            planners = () if tokens == 32 * K and median < 600 else (HYBRID, DCP)
+            yield from each(asked, (*simple, *planners))
+        for way in ({"strategy": "zigzag_ring"}, ULYSSES):
+            for median, sigma in ((600, 0.0), (300, 1.0)):
+                lens = packed(2 * tokens, median, sigma)
+                yield from each(problem(2, tokens, "causal_document", kernel="sdpa_flash", documents=lens), (way,))
 
 
 def masked(ways: Sequence[Case]) -> Iterator[Case]:
@@ -249,6 +276,7 @@ def files() -> dict[Path, str]:
     found = {
         FOLDER / "cases.jsonl": text(case for part in (ours(), side_by_side()) for case in part),
         FOLDER / "emulated.jsonl": text(emulated()),
+        FOLDER / "documents.jsonl": text(documents()),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
     for num_nodes in (2, 4):

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 
 from cpsim.block_masks import BANDS, RUNS, Visits, visits
+from cpsim.calibrate.measurement import load
 from cpsim.calibrate.profile import load_profile
-from cpsim.calibrate.shipped import DATA
+from cpsim.calibrate.residuals import large, residuals
+from cpsim.calibrate.shipped import DATA, measurements
 from cpsim.mask_shapes import mask_slices
 from cpsim.models.attention import (
     ANATOMY,
@@ -119,10 +121,11 @@ def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_ar
     assert end(8, 1, 1e3) == pytest.approx(10.0 + 6.0, abs=1e-3)  # alone, behind the first that end
 
 
+@pytest.mark.parametrize("file", ["h200.json", "h200-2.json"])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
-def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_on_a_gpu(pass_):
-    """Nothing is fitted to these points: real.measure_holds."""
-    found = json.loads((DATA / "holds/h200.json").read_text())
+def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_on_a_gpu(pass_, file):
+    """Nothing is fitted to these points: real.measure_holds, on two machines."""
+    found = json.loads((DATA / "holds" / file).read_text())
     params = load_profile("h200").attention_params(found["kernel"], pass_)
     hold_s = np.maximum(np.array(found["holds_us"]) - found["ahead_us"], 0) * 1e-6
     num, errors, without = len(hold_s), [], []
@@ -139,6 +142,20 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
     assert np.mean(errors) <= 0.02
     assert np.max(errors) <= 0.10
     assert np.mean(without) >= 2 * np.mean(errors)
+
+
+@pytest.mark.parametrize(("kernel", "pass_", "mean", "p95"), [
+    ("fa2", "fwd", 0.03, 0.085), ("fa2", "bwd", 0.01, 0.03),
+    ("sdpa_flash", "fwd", 0.03, 0.1), ("sdpa_flash", "bwd", 0.01, 0.03),
+])  # fmt: skip
+def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_, mean, p95):
+    assert "h200-documents.jsonl" not in {m.source for m in measurements("h200")}
+    points = load(DATA / "h200-documents.jsonl").of("attention")
+    points = [p for p in points if (p["kernel"], p["pass"]) == (kernel, pass_)]
+    errors = np.array([abs(row.error) for row in residuals(load_profile("h200"), points) if large(row.point)])
+    assert len(errors) >= 150
+    assert errors.mean() <= mean
+    assert np.quantile(errors, 0.95) <= p95
 
 
 def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cpsim.allocator import keep_freed_memory
 from cpsim.errors import CpsimError
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ RunFolder = Annotated[Path | None, typer.Option(help="Folder of run files to set
 
 def main() -> None:
     """Entry point: user errors are one line on stderr and exit code 2."""
+    keep_freed_memory()
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="cpsim", standalone_mode=False)
     except CpsimError as error:

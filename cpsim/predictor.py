@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from cpsim.allocator import keep_freed_memory
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
@@ -136,14 +137,15 @@ def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | No
     if workers <= 1:
         yield from ((i, work(item)) for i, item in enumerate(items))
         return
-    with ProcessPoolExecutor(workers, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(workers, initializer=_begin) as pool:
         waiting = {pool.submit(work, item): i for i, item in enumerate(items)}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
 
 
-def _end_with_parent() -> None:
-    """A process of a pool whose parent is killed would wait for work for ever."""
+def _begin() -> None:
+    """A process of a pool: it ends with its parent, without which it would wait for work for ever."""
+    keep_freed_memory()
     parent = multiprocessing.parent_process()
 
     def watch() -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
+from cpsim.allocator import keep_freed_memory
 from cpsim.models.price import GROUPS, Pricing
 from cpsim.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, Case
 from cpsim.predictor import look_up, predict
@@ -303,6 +304,7 @@ def sweep_lines(found: dict[str, Any], cores: int) -> list[str]:
 
 def main() -> None:
     """The page, or one large prediction or the sweep in a process of its own."""
+    keep_freed_memory()  # as all processes of cpsim's do
     if sys.argv[1:2] == ["--large"]:
         print(json.dumps(large(sys.argv[2], int(sys.argv[3]), sys.argv[4])))
         return

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -22,7 +23,18 @@ from cpsim.models.attention import (
     calls,
     listed_calls,
 )
-from cpsim.models.blocks import finish, floor_sum, homes, next_end, overlap, pairs, queue, tile_rows, tiles_of_row
+from cpsim.models.blocks import (
+    STEPS,
+    finish,
+    floor_sum,
+    homes,
+    next_end,
+    overlap,
+    pairs,
+    queue,
+    tile_rows,
+    tiles_of_row,
+)
 from cpsim.models.discrepancy import NONE
 
 KERNELS = sorted(load_profile("h200").attention)
@@ -86,6 +98,33 @@ def test_a_causal_call_costs_less_than_a_full_one_and_more_than_half_of_it(key):
 def test_more_heads_cost_more(key):
     times = [price(key, 8192, 8192, True, heads=4 * n, kv_heads=n) for n in (1, 2, 4, 8)]
     assert np.all(np.diff(times) > 0)
+
+
+def one_by_one(cost, repeats, slots):
+    """`queue` without holds, every block by itself: the end, and what remains of the last blocks."""
+    step = max(sum(cost.tolist()) * repeats / slots, cost.max()) / STEPS
+    free, now, carry = Counter({0: slots}), 0, 0.0
+    for seconds in np.tile(cost, repeats).tolist():
+        while free[now] == 0:
+            now += 1
+        exact = seconds / step + carry
+        carry = exact - int(exact)
+        free[now] -= 1
+        free[now + int(exact)] += 1
+    left = [(at - now) * step for at in sorted(free) if at >= now for _ in range(free[at])]
+    return max(at for at, num in free.items() if num) * step, left
+
+
+def test_blocks_that_cost_the_same_are_placed_as_if_one_by_one():
+    rng = np.random.default_rng(5)
+    for case in range(200):
+        slots, repeats = int(rng.integers(1, 140)), int(rng.integers(1, 4))
+        lengths = rng.integers(1, rng.choice([2, 40, 3000]), int(rng.integers(1, 12)))
+        cost = np.repeat(rng.choice(rng.random(4) * 10.0 ** rng.uniform(-3, 0, 4), len(lengths)), lengths)
+        left = np.empty(slots)
+        end, remain = one_by_one(cost, repeats, slots)
+        assert queue(cost, len(cost), repeats, slots, left) == end, case
+        assert left.tolist() == remain, case
 
 
 def test_a_queue_of_blocks_is_list_scheduling():

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from scripts import load_script
 
+from cpsim.allocator import keep_freed_memory
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.dcp.balanced import place
@@ -38,6 +39,7 @@ pytestmark = pytest.mark.benchmark
 
 GPUS = 96
 CLUSTER = load_cluster("dgx-h200").with_gpus(GPUS)
+keep_freed_memory()  # as commands and their workers do
 EXAMPLE = "examples/llama3-8b-96gpu.yaml"
 mixed_scenarios = load_script("docs/scale.py").mixed_scenarios
 

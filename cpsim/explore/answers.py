@@ -13,6 +13,7 @@ from multiprocessing import get_context, parent_process
 from threading import Lock, Thread
 from typing import Any, Final, Generic, TypeVar
 
+from cpsim.allocator import keep_freed_memory
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction, knobs_json
 from cpsim.predictor import Tried, predict, rank, try_way, ways
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
@@ -269,6 +270,7 @@ def _without_timelines(work: Callable[..., Any], *arguments: Any) -> Any:
 
 def _begin() -> None:
     """A process that gives way to the browser, and ends when the one that serves the page is gone, however it ended."""
+    keep_freed_memory()
     if hasattr(os, "nice"):
         os.nice(5)
     served = parent_process()

@@ -16,6 +16,7 @@ CASE = {"mask_names", "mask_shapes", "masks", "stripes", "documents", "workload"
 PLAN = {"tiles", "schedule"}
 ALLOWED = {
     "errors": set(),
+    "allocator": set(),
     "compiled": set(),
     "units": set(),
     "files": {"errors"},
@@ -68,18 +69,21 @@ ALLOWED = {
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation", "steps", "training"}
-    | {"layer", "passes", "uncertainty"},
+    | {"allocator", "layer", "passes", "uncertainty"},
     "report": CORE
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
     | {"runs", "kernel_tables", "support", "reproduce", "step_advice", "training"},
-    "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
+    "explore": CORE
+    | CASE
+    | PLAN
+    | {"allocator", "calibrate", "comparison", "prediction", "predictor", "report", "runs"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
     | {"runs", "launch", "comparison", "kernel_tables", "support", "reproduce", "implementations", "step_advice"}
-    | {"explore", "sweeps"},
+    | {"allocator", "explore", "sweeps"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

@@ -265,6 +265,7 @@ def advise(
         from cpsim.report.frontier import predict_cells
         from cpsim.report.html import write_report
         from cpsim.report.lengths import predict_lengths
+
         with _progress("Predicting other lengths") as progress:
             lengths = predict_lengths(advice, progress)
         with _progress("Mapping lengths and GPUs") as progress:

@@ -137,14 +137,15 @@ def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | No
     if workers <= 1:
         yield from ((i, work(item)) for i, item in enumerate(items))
         return
-    with ProcessPoolExecutor(workers, initializer=_begin) as pool:
+    with ProcessPoolExecutor(workers, initializer=begin_worker) as pool:
         waiting = {pool.submit(work, item): i for i, item in enumerate(items)}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
 
 
-def _begin() -> None:
-    """A process of a pool: it ends with its parent, without which it would wait for work for ever."""
+def begin_worker() -> None:
+    """What a process of a pool does first: it keeps freed memory, and ends with its parent, however that ended, without
+    which it would wait for work for ever."""
     keep_freed_memory()
     parent = multiprocessing.parent_process()
 

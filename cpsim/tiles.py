@@ -100,7 +100,7 @@ class Sequences:
     @property
     def in_place(self) -> NDArray[np.bool_]:
         """Of every tile: sequences read keys that lie side by side, and no key twice, so that keys need no packing."""
-        return np.asarray(_none_packed(self.start, self.flags), np.bool_)
+        return np.asarray(_totals(self.start, self.flags & _PACKED) == 0, np.bool_)
 
     def queries(self) -> Ints:
         """Query rows of every tile's call."""
@@ -133,15 +133,6 @@ def _totals(start, length):  # type: ignore[no-untyped-def]
         for i in range(start[tile], start[tile + 1]):
             total[tile] += length[i]
     return total
-
-
-@njit(cache=True)
-def _none_packed(start, flags):  # type: ignore[no-untyped-def]
-    found = np.ones(len(start) - 1, np.bool_)
-    for tile in range(len(found)):
-        for i in range(start[tile], start[tile + 1]):
-            found[tile] &= flags[i] & _PACKED == 0
-    return found
 
 
 @njit(cache=True)

@@ -75,10 +75,7 @@ ALLOWED = {
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
     | {"runs", "kernel_tables", "support", "reproduce", "step_advice", "training"},
-    "explore": CORE
-    | CASE
-    | PLAN
-    | {"allocator", "calibrate", "comparison", "prediction", "predictor", "report", "runs"},
+    "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}

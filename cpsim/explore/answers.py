@@ -9,13 +9,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import cached_property
-from multiprocessing import get_context, parent_process
-from threading import Lock, Thread
+from multiprocessing import get_context
+from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
-from cpsim.allocator import keep_freed_memory
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction, knobs_json
-from cpsim.predictor import Tried, predict, rank, try_way, ways
+from cpsim.predictor import Tried, begin_worker, predict, rank, try_way, ways
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
 from cpsim.runs import case_key
 from cpsim.scenario import Scenario
@@ -269,18 +268,10 @@ def _without_timelines(work: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _begin() -> None:
-    """A process that gives way to the browser, and ends when the one that serves the page is gone, however it ended."""
-    keep_freed_memory()
+    """A process of a pool that gives way to the browser."""
+    begin_worker()
     if hasattr(os, "nice"):
         os.nice(5)
-    served = parent_process()
-    assert served is not None
-
-    def watch() -> None:
-        served.join()
-        os._exit(0)
-
-    Thread(target=watch, daemon=True).start()
 
 
 def warm_up() -> None:

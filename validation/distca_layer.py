@@ -2,7 +2,7 @@
 
     python validation/distca_layer.py
 
-32K to 256K tokens on four GPUs and to 128K on two, documents of DistCA's two distributions and one document of half of
+32K to 256K tokens, documents of DistCA's two distributions and one document of half of
 the tokens; lengths are rounded to multiples of 16, so that ranks that gather from each other have equal shards. To run
 them on one machine:
 
@@ -20,7 +20,7 @@ import numpy as np
 from cpsim.documents import draw_documents
 
 K = 1024
-TOKENS = {4: (32 * K, 64 * K, 128 * K, 256 * K), 2: (32 * K, 64 * K, 128 * K)}
+TOKENS = {4: (32 * K, 64 * K, 128 * K, 256 * K), 2: (32 * K, 64 * K, 128 * K, 256 * K)}
 """By GPUs."""
 STRATEGIES: tuple[dict[str, Any], ...] = ({"strategy": "distca"}, {"strategy": "per_sequence"}, {"strategy": "wlb"})
 TWO_GROUPS = {"strategy": "wlb", "knobs": {"cp": 2}}

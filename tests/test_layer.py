@@ -127,7 +127,7 @@ def test_advice_ranks_strategies_by_the_time_of_the_whole_layer():
         advise_step(scenario_from(CASE))
 
 
-@pytest.mark.parametrize(("gpus", "number"), [(2, 30), (4, 52)])
+@pytest.mark.parametrize(("gpus", "number"), [(2, 40), (4, 52)])
 def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted(gpus, number):
     path = HERE.parent / "validation" / f"distca-layer-{gpus}.jsonl"
     wanted = load_script("validation/distca_layer.py").text(gpus)

@@ -1,15 +1,16 @@
 """Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two),
-documents.jsonl (many short documents on two) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and
-4 x 2 nodes).
+documents.jsonl (many short documents on two), drawn.jsonl (problems drawn at random, on two) and the folder eight (one
+run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1 and 3 minutes:
+What it takes to run them, about 8, 1, 3 and 5 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
     cpsim run validation/documents.jsonl --seconds 0.1 --out validation/runs/h200-documents.jsonl
+    cpsim run validation/drawn.jsonl --seconds 0.1 --out validation/runs/h200-drawn.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 
@@ -59,6 +60,12 @@ EVERY = (ULYSSES, ZIGZAG, RING, GATHER_ZIGZAG, GATHER_HEADS)
 BALANCED = (ULYSSES, ZIGZAG, GATHER_ZIGZAG)
 FLAT = (ULYSSES, RING, GATHER)
 BY_DOCUMENT = (ULYSSES, ZIGZAG, ZIGZAG_SEQUENCE, GATHER_DOCUMENT)
+WAYS_BY_LOT: Mapping[str, Sequence[Case]] = {
+    "fa2": (ULYSSES, ZIGZAG, RING, STRIPED, GATHER_DOCUMENT, MAGI),
+    "sdpa_flash": (ULYSSES, ZIGZAG, GATHER_DOCUMENT, RING),
+    "cudnn": (ULYSSES, ZIGZAG, RING),
+    "flex": (ULYSSES, ZIGZAG, GATHER_ZIGZAG),
+}
 THEIRS: Mapping[str, Sequence[Case]] = {
     "ring-flash-attn": (ZIGZAG, RING, GATHER),
     "yunchang": (ULYSSES,),
@@ -155,6 +162,38 @@ def documents() -> Iterator[Case]:
             for median, sigma in ((600, 0.0), (300, 1.0)):
                 lens = packed(2 * tokens, median, sigma)
                 yield from each(problem(2, tokens, "causal_document", kernel="sdpa_flash", documents=lens), (way,))
+
+
+def by_lot(number: int = 24) -> Iterator[Case]:
+    """Problems on two GPUs that nobody chose: sizes, heads, masks, documents, kernels and ways to split drawn at
+    random, few of them seen before."""
+    rng = np.random.default_rng(11)
+    for kernel, masks, head_dims in (
+        ("fa2", ("causal", "full", "causal_document", "full_document"), (128,)),
+        ("sdpa_flash", ("causal", "full", "causal_document"), (64, 128)),
+        ("cudnn", ("causal", "full"), (64, 128)),
+        ("flex", ("causal", "lambda", "shared_question"), (64, 128)),
+    ):
+        for _ in range(number // 2 if kernel == "fa2" else number // 6):
+            tokens = int(2 ** rng.uniform(10.5, 15) // 128 * 128)
+            heads = str(rng.choice(["32:8", "40:8", "16:2", "24:24", "64:8", "28:4"]))
+            mask, head_dim = str(rng.choice(masks)), int(rng.choice(head_dims))
+            more = {"documents": lots(rng, 2 * tokens)} if "document" in mask else {}
+            asked = problem(2, tokens, mask, heads, kernel=kernel, head_dim=head_dim, **more)
+            ways = WAYS_BY_LOT[kernel]
+            yield from each(asked, [ways[i] for i in sorted(rng.permutation(len(ways))[:2])])
+            if kernel == "fa2" and mask == "causal":
+                yield from each(asked, (ZIGZAG,), "ring-flash-attn")
+                yield from each(asked, (ULYSSES,), "yunchang")
+
+
+def lots(rng: np.random.Generator, total: int) -> list[int]:
+    """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole."""
+    median, sigma, found = float(np.exp(rng.uniform(6, 9))), float(rng.uniform(0.3, 1.5)), list[int]()
+    while sum(found) < total:
+        length = max(64, int(median * np.exp(sigma * rng.standard_normal())) // 4 * 4)
+        found.append(min(length, total - sum(found)))
+    return found
 
 
 def masked(ways: Sequence[Case]) -> Iterator[Case]:
@@ -277,6 +316,7 @@ def files() -> dict[Path, str]:
         FOLDER / "cases.jsonl": text(case for part in (ours(), side_by_side()) for case in part),
         FOLDER / "emulated.jsonl": text(emulated()),
         FOLDER / "documents.jsonl": text(documents()),
+        FOLDER / "drawn.jsonl": text(by_lot()),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
     for num_nodes in (2, 4):

@@ -353,14 +353,17 @@ class _Scatter:
         return self.rows, self.plan.b.blocks("dkv", self.plan.seen, self.plan.heads(group)[2:])
 
     def reduce(self, group: int) -> None:
-        """Zero a full-length buffer, add this rank's gradients to it (in fp32), and reduce-scatter it."""
+        """Fill a full-length buffer with this rank's gradients (in fp32) and zeros elsewhere, and reduce-scatter it.
+
+        Every row is written once, and read nowhere, even where several of the kernel's rows are summed.
+        """
         plan = self.plan
         full = self.full[group % 2], plan.keys_of_all("dkv", group)
         mine = plan.b.blocks("dkv", plan.ranks, plan.heads(group)[2:])
         straight = plan.code is not None and plan.num_groups == 1
         home = self.dkv[0] if straight else plan.b.buffers(f"dkv fp32 {group}", plan.tokens * self.width)
         self.home.append((home, mine))
-        moved = plan.keys * (plan.kv_bytes + 2 * self.width) if plan.code is None else 0
+        moved = plan.keys * plan.kv_bytes if plan.code is None else 0
         added = plan.b.add(
             Kind.ACCUMULATE, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
             nbytes=plan.of_all(self.width) + moved, reads=[self.partial(group)], writes=[full],

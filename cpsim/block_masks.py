@@ -176,10 +176,15 @@ def rectangles(table: Ints, num_q: int, num_k: int) -> tuple[NDArray[np.bool_], 
     if (table[:, 1] - 1 + table[:, 4] > table[:, 2]).any() or (table[:, 0] + table[:, 5] < table[:, 3] - 1).any():
         raise ValueError("expected a mask of rectangles, got one that cuts them")
     seen = np.zeros((len(q_edges) - 1, len(k_edges) - 1), np.bool_)
-    rows, columns = np.searchsorted(q_edges, table[:, :2]), np.searchsorted(k_edges, table[:, 2:4])
-    for (top, bottom), (left, right) in zip(rows.tolist(), columns.tolist(), strict=True):
-        seen[top:bottom, left:right] = True
+    _see(seen, np.searchsorted(q_edges, table[:, :2]), np.searchsorted(k_edges, table[:, 2:4]))
     return seen, np.diff(q_edges), np.diff(k_edges)
+
+
+@njit(cache=True)
+def _see(seen, rows, columns):  # type: ignore[no-untyped-def]
+    """Marks every rectangle from a row and a column to others, ``rows`` and ``columns`` being ``int64[M, 2]``."""
+    for i in range(len(rows)):
+        seen[rows[i, 0] : rows[i, 1], columns[i, 0] : columns[i, 1]] = True
 
 
 def row_sequences(table: Ints, num_q: int, num_k: int) -> tuple[Ints, Ints]:

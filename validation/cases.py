@@ -1,16 +1,18 @@
 """Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two),
-documents.jsonl (many short documents on two), drawn.jsonl (problems drawn at random, on two) and the folder eight (one
-run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+documents.jsonl (many short documents on two), drawn.jsonl and drawn-2.jsonl (problems drawn at random, on two; those of
+the second are mostly for other people's code and for planners) and the folder eight (one run on eight H200 of one host,
+also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3 and 5 minutes:
+What it takes to run them, about 8, 1, 3, 5 and 5 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
     cpsim run validation/documents.jsonl --seconds 0.1 --out validation/runs/h200-documents.jsonl
     cpsim run validation/drawn.jsonl --seconds 0.1 --out validation/runs/h200-drawn.jsonl
+    cpsim run validation/drawn-2.jsonl --seconds 0.1 --out validation/runs/h200-drawn-2.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 
@@ -187,6 +189,33 @@ def by_lot(number: int = 24) -> Iterator[Case]:
                 yield from each(asked, (ULYSSES,), "yunchang")
 
 
+def theirs_by_lot() -> Iterator[Case]:
+    """The same for what the first lots left out: other people's documents, PyTorch's, planners, streamed runs."""
+    rng = np.random.default_rng(12)
+
+    def asked(mask: str, kernel: str, **more: Any) -> Case:
+        tokens = int(2 ** rng.uniform(10.5, 14.5) // 128 * 128)
+        heads = str(rng.choice(["32:8", "40:8", "16:2", "24:24", "64:8", "28:4"]))
+        documents = {"documents": lots(rng, 2 * tokens)} if "document" in mask else {}
+        return problem(2, tokens, mask, heads, kernel=kernel, **documents, **more)
+
+    planners = (HYBRID, DCP, MAGI, STRIPED, GATHER_HEADS)
+    for mask, theirs in (("causal_document", (ZIGZAG, RING, GATHER)), ("full_document", (RING, GATHER))) * 3:
+        case = asked(mask, "fa2")
+        yield from each(case, [theirs[i] for i in sorted(rng.permutation(len(theirs))[:2])], "ring-flash-attn")
+        yield from each(case, [planners[i] for i in sorted(rng.permutation(len(planners))[:2])])
+    for mask, theirs in (("causal", (STRIPED, ZIGZAG, GATHER)), ("full", (RING, GATHER))) * 2:
+        case = asked(mask, "fa2")
+        yield from each(case, theirs[:2], "ring-flash-attn")
+        yield from each(case, (ULYSSES,), "yunchang")
+        yield from each(case, [planners[int(rng.integers(5))]])
+    for kernel in ("sdpa_flash", "cudnn"):
+        for mask, theirs in (("causal", (ZIGZAG, GATHER_ZIGZAG)), ("full", (RING,)), ("causal", (RING, GATHER_ZIGZAG))):
+            yield from each(asked(mask, kernel), theirs, "torch")
+    for mask in ("causal", "full"):
+        yield from each(asked(mask, "fa2", protocol="streamed"), (ULYSSES, ZIGZAG, GATHER_DOCUMENT))
+
+
 def lots(rng: np.random.Generator, total: int) -> list[int]:
     """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole."""
     median, sigma, found = float(np.exp(rng.uniform(6, 9))), float(rng.uniform(0.3, 1.5)), list[int]()
@@ -317,6 +346,7 @@ def files() -> dict[Path, str]:
         FOLDER / "emulated.jsonl": text(emulated()),
         FOLDER / "documents.jsonl": text(documents()),
         FOLDER / "drawn.jsonl": text(by_lot()),
+        FOLDER / "drawn-2.jsonl": text(theirs_by_lot()),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
     for num_nodes in (2, 4):

@@ -167,9 +167,10 @@ def batches(scale: float, lengths: str = LENGTHS, count: int = BATCHES) -> tuple
 
 
 def _documents(row: str, batch: Sequence[int]) -> list[int]:
-    """Document lengths that a code runs for a batch; of DCP's the last is cut so that ranks divide all tokens."""
+    """Document lengths that a code runs for a batch; of DCP's the longest is cut so that ranks divide all tokens."""
     if row == "dcp":
-        return [*batch[:-1], batch[-1] - sum(batch) % GPUS]
+        longest = batch.index(max(batch))
+        return [length - (i == longest) * (sum(batch) % GPUS) for i, length in enumerate(batch)]
     padded = [-(-length // PADDED) * PADDED for length in batch]
     return [max(padded)] * len(padded) if row == "loongtrain" else padded
 

@@ -63,7 +63,7 @@ CAUSAL, _REGULAR, _WINDOW, _PACKED = 1, 2, 4, 8
 """Flags of a sequence: `Sequences` says what they mean; keys of packed ones are apart, or overlap earlier ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Sequences:
     """The sequences of every tile's kernel call: tile t has entries ``start[t]:start[t + 1]``, ascending by query.
 
@@ -92,23 +92,28 @@ class Sequences:
         """The mask of the sequence is a diagonal band that is neither."""
         return self.flags & _WINDOW > 0
 
+    @cached_property
+    def _of_tiles(self) -> tuple[Ints, Ints, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Queries, keys, ``one_call`` and ``in_place`` of every tile, in one pass over what may be millions."""
+        return _of_tiles(self.start, self.q_len, self.k_len, self.flags)  # type: ignore[no-any-return]
+
     @property
     def one_call(self) -> NDArray[np.bool_]:
         """Of every tile: all sequences are regular, and all causal or all full, so one varlen call can run them."""
-        return np.asarray(_one_call(self.start, self.q_len, self.flags), np.bool_)
+        return self._of_tiles[2]
 
     @property
     def in_place(self) -> NDArray[np.bool_]:
         """Of every tile: sequences read keys that lie side by side, and no key twice, so that keys need no packing."""
-        return np.asarray(_totals(self.start, self.flags & _PACKED) == 0, np.bool_)
+        return self._of_tiles[3]
 
     def queries(self) -> Ints:
         """Query rows of every tile's call."""
-        return np.asarray(_totals(self.start, self.q_len), np.int64)
+        return self._of_tiles[0]
 
     def keys(self) -> Ints:
         """Key rows that every tile's call reads, rows of overlapping sequences counted each time."""
-        return np.asarray(_totals(self.start, self.k_len), np.int64)
+        return self._of_tiles[1]
 
     def longest(self, tiles: NDArray[np.bool_]) -> tuple[int, int]:
         """Most queries and most keys of a sequence of some tiles, which are ``True``; 0 where there is none."""
@@ -136,17 +141,22 @@ def _totals(start, length):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _one_call(start, q_len, flags):  # type: ignore[no-untyped-def]
-    found = np.ones(len(start) - 1, np.bool_)
-    for tile in range(len(found)):
-        causal, full, regular = False, False, True
+def _of_tiles(start, q_len, k_len, flags):  # type: ignore[no-untyped-def]
+    num = len(start) - 1
+    queries, keys = np.zeros(num, np.int64), np.zeros(num, np.int64)
+    one_call, in_place = np.ones(num, np.bool_), np.ones(num, np.bool_)
+    for tile in range(num):
+        causal, full, regular, packed = False, False, True, False
         for i in range(start[tile], start[tile + 1]):
+            queries[tile] += q_len[i]
+            keys[tile] += k_len[i]
             is_causal = flags[i] & CAUSAL > 0
             causal |= is_causal
             full |= not is_causal and q_len[i] > 1
             regular &= flags[i] & _REGULAR > 0
-        found[tile] = regular and not (causal and full)
-    return found
+            packed |= flags[i] & _PACKED > 0
+        one_call[tile], in_place[tile] = regular and not (causal and full), not packed
+    return queries, keys, one_call, in_place
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from cpsim.models.blocks import (
     overlap,
     pairs,
     queue,
+    sum_of_runs,
     tile_rows,
     tiles_of_row,
 )
@@ -120,11 +121,24 @@ def test_blocks_that_cost_the_same_are_placed_as_if_one_by_one():
     for case in range(200):
         slots, repeats = int(rng.integers(1, 140)), int(rng.integers(1, 4))
         lengths = rng.integers(1, rng.choice([2, 40, 3000]), int(rng.integers(1, 12)))
-        cost = np.repeat(rng.choice(rng.random(4) * 10.0 ** rng.uniform(-3, 0, 4), len(lengths)), lengths)
-        left = np.empty(slots)
-        end, remain = one_by_one(cost, repeats, slots)
-        assert queue(cost, len(cost), repeats, slots, left) == end, case
-        assert left.tolist() == remain, case
+        cost = rng.choice(rng.random(4) * 10.0 ** rng.uniform(-3, 0, 4), len(lengths))
+        left, blocks = np.empty(slots), np.repeat(cost, lengths)
+        end, remain = one_by_one(blocks, repeats, slots)
+        for given, number in ((cost, lengths), (blocks, np.ones(len(blocks), np.int64))):
+            assert queue(given, number, len(given), repeats, slots, left) == end, case
+            assert left.tolist() == remain, case
+
+
+def test_runs_of_blocks_add_up_as_if_one_by_one():
+    rng = np.random.default_rng(6)
+    for case in range(1000):
+        lengths = rng.integers(1, rng.choice([2, 40, 3000]), int(rng.integers(1, 9)))
+        cost = rng.random(len(lengths)) * 10.0 ** -rng.integers(0, 9)
+        cost = rng.choice([cost, np.float32(cost).astype(float), np.exp2(np.floor(np.log2(cost)))])
+        total = 0.0
+        for seconds in np.repeat(cost, lengths).tolist():
+            total += seconds
+        assert sum_of_runs(cost, lengths, len(cost)) == total, case
 
 
 def test_a_queue_of_blocks_is_list_scheduling():
@@ -134,7 +148,7 @@ def test_a_queue_of_blocks_is_list_scheduling():
     for c in np.tile(cost, 3):
         free[free.argmin()] += c
     left = np.empty(slots)
-    assert queue(cost.copy(), 500, 3, slots, left) == pytest.approx(free.max(), rel=3e-3)
+    assert queue(cost, np.ones(500, np.int64), 500, 3, slots, left) == pytest.approx(free.max(), rel=3e-3)
     assert 0 <= left.min() < left.max() <= 9.1
 
 
@@ -148,7 +162,8 @@ def test_blocks_that_find_their_slots_held_wait_for_whichever_is_free_first():
             first = free.argmin()
             free[first] += c
             end = max(end, free[first])
-        assert queue(cost.copy(), 40, 1, slots, np.empty(slots), held, hold_s) == pytest.approx(end, rel=5e-3)
+        taken = queue(cost, np.ones(40, np.int64), 40, 1, slots, np.empty(slots), held, hold_s)
+        assert taken == pytest.approx(end, rel=5e-3)
 
 
 def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_are():

@@ -150,8 +150,33 @@ def num_splits(num_blocks: int, slots: int, tiles: int) -> int:
 
 
 @njit(cache=True)
-def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats, held: int = 0, hold_s: float = 0.0) -> float:
-    """Makespan of list scheduling: `repeats` times n blocks, each on the slot that is free first.
+def sum_of_runs(seconds: Floats, number: Ints, n: int) -> float:
+    """Seconds of n runs of blocks, as if added up block by block, without making every addition.
+
+    Two that add the same amount are followed by others that do, until the sum has another exponent, at `limit`.
+    """
+    total, limit = 0.0, 2.0**-100
+    for run in range(n):
+        cost, times = seconds[run], number[run]
+        while times > 0:
+            while total >= limit:
+                limit *= 2.0
+            once, more = total + cost, 1
+            step = (once + cost) - once
+            if once - total == step and total + 2.0 * step < limit:
+                more = times
+                if total + (times + 1.0) * step >= limit:
+                    more = min(times, int((limit - total) / step) - 1)
+            total, times = (total + more * step, times - more) if more > 1 else (once, times - 1)
+    return total
+
+
+@njit(cache=True)
+def queue(
+    cost: Floats, number: Ints, n: int, repeats: int, slots: int, left: Floats, held: int = 0, hold_s: float = 0.0
+) -> float:  # fmt: skip
+    """Makespan of list scheduling: `repeats` times n runs of blocks, `number` alike in each, each block on the slot
+    that is free first.
 
     Slots are alike, so it is enough to count how many become free in each of STEPS time steps; what rounding takes
     from one block is given to the next. Neighbours that cost the same are placed together where several slots become
@@ -159,9 +184,9 @@ def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats, held: in
     block when the last block of all starts. Less than half of the slots may be `held` by something else for the first
     `hold_s`.
     """
-    total, longest = 0.0, 0.0
-    for i in range(n):  # faster than two sweeps of numba's
-        total, longest = total + cost[i], max(longest, cost[i])
+    total, longest = sum_of_runs(cost, number, n), 0.0
+    for run in range(n):
+        longest = max(longest, cost[run])
     shortest = max(total * repeats / slots, longest)
     hold_s = min(hold_s, 2 * shortest)  # by then the other slots have done everything
     step = shortest / STEPS
@@ -170,14 +195,16 @@ def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats, held: in
     free[int(hold_s / step)] += held
     now, end, carry = 0, 0, 0.0
     for _ in range(repeats):
-        first = 0
-        while first < n:
-            last, in_steps = first + 1, cost[first] / step
-            while last < n and cost[last] == cost[first]:
-                last += 1
+        run = 0
+        while run < n:
+            in_steps, waiting = cost[run] / step, number[run]
+            run += 1
+            while run < n and cost[run] == cost[run - 1]:
+                waiting += number[run]
+                run += 1
             few = int(in_steps)
             share, carried = int((in_steps - few) * 2.0**CARRY_BITS), -1
-            while first < last:
+            while waiting > 0:
                 while free[now] == 0:
                     now += 1
                 if carried < 0:
@@ -187,7 +214,7 @@ def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats, held: in
                     if few & (few + 1):  # all sums that follow have the same exponent, so that integers make them too
                         carried = int(carry * 2.0**CARRY_BITS)
                 else:
-                    together = min(last - first, free[now], TOGETHER)
+                    together = min(waiting, free[now], TOGETHER)
                     carried += together * share
                     longer = carried >> CARRY_BITS
                     carried -= longer << CARRY_BITS
@@ -195,7 +222,7 @@ def queue(cost: Floats, n: int, repeats: int, slots: int, left: Floats, held: in
                 free[now + few] += together - longer
                 free[now + few + 1] += longer
                 end = max(end, now + few + (longer > 0))
-                first += together
+                waiting -= together
             if carried >= 0:
                 carry = carried * 2.0**-CARRY_BITS
     slot = 0
@@ -423,21 +450,24 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
 
 @njit(cache=True)
 def _replay(  # type: ignore[no-untyped-def]
-    g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, held, hold_s, idle, work, left
+    g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, held, hold_s, idle, work, number, left
 ):
     """Schedules every block of a call in launch order: those of one head at a time, or of all heads of a sequence.
 
     `empties` tells how many blocks are launched for each sequence if not 0; `slow` is how much slower tiles are where
-    SMs always hold two blocks; `held` SMs are taken for the first `hold_s`. `idle`, `work` and `left` are scratch.
+    SMs always hold two blocks; `held` SMs are taken for the first `hold_s`. `idle`, `work`, `number` (runs of blocks
+    that are alike) and `left` are scratch.
     """
     n = 0
     for i in range(begin, end):
         rows = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)[0]
+        if rows == 0:
+            continue
         if (rows == 1 or not causal[i]) and empties <= rows:  # all blocks are alike
             tiles = tiles_of_row(0, q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
-            count = rows if g.heads_outermost else rows * heads
-            idle[n : n + count], work[n : n + count] = t.idle, t.tile * tiles + t.cut * _cuts(tiles)
-            n += count
+            idle[n], work[n] = t.idle, t.tile * tiles + t.cut * _cuts(tiles)
+            number[n] = rows if g.heads_outermost else rows * heads
+            n += 1
             continue
         turned = causal[i] and g.heavy_first and not g.backward
         group = l2_group(heads, k_len[i], g.head_dim) if turned and not g.heads_outermost else 1
@@ -446,31 +476,41 @@ def _replay(  # type: ignore[no-untyped-def]
             for row in range(rows):
                 at = rows - 1 - row if turned else row
                 tiles = tiles_of_row(at, q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
-                idle[n : n + together] = t.idle
-                work[n : n + together] = t.tile * tiles + t.cut * _cuts(tiles)
-                n += together
-            if rows and empties > rows:
-                idle[n : n + empties - rows], work[n : n + empties - rows] = g.block_decode_s, 0.0
-                n += empties - rows
+                idle[n], work[n], number[n] = t.idle, t.tile * tiles + t.cut * _cuts(tiles), together
+                n += 1
+            if empties > rows:
+                idle[n], work[n], number[n] = g.block_decode_s, 0.0, empties - rows
+                n += 1
     repeats = heads if g.heads_outermost else 1
     if g.blocks_per_sm == 1:
-        for i in range(n):
-            idle[i] += work[i]
-        return queue(idle, n, repeats, g.num_sms, left, held, hold_s)
-    if n * repeats > PAIRED_WAVES * g.slots:
-        together = idle[:n].sum() + work[:n].sum() * slow
-        alone = (idle[:n].sum() + work[:n].sum()) / together
+        for run in range(n):
+            idle[run] += work[run]
+        return queue(idle, number, n, repeats, g.num_sms, left, held, hold_s)
+    if number[:n].sum() * repeats > PAIRED_WAVES * g.slots:
+        all_idle, all_work = sum_of_runs(idle, number, n), sum_of_runs(work, number, n)
+        together = all_idle + all_work * slow
+        alone = (all_idle + all_work) / together
         idle[:n] += work[:n] * slow
-        makespan = queue(idle, n, repeats, g.slots, left, 2 * held, hold_s)
+        makespan = queue(idle, number, n, repeats, g.slots, left, 2 * held, hold_s)
         return makespan - left.max() + finish(left, g.num_sms, alone)
-    for head in range(1, repeats):
-        idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
+    idles, works = _blocks(idle, number, n, repeats), _blocks(work, number, n, repeats)
     mean, seeds = 0.0, SEEDS if empties else 1
     for seed in range(seeds):
         mean += pairs(
-            idle, work, n * repeats, g.num_sms, g.alone_factor, g.older_share, seed + 1, held, hold_s
+            idles, works, len(idles), g.num_sms, g.alone_factor, g.older_share, seed + 1, held, hold_s
         ) / seeds  # fmt: skip
     return mean
+
+
+@njit(cache=True)
+def _blocks(seconds: Floats, number: Ints, n: int, repeats: int) -> Floats:
+    """Seconds of every block of n runs, `repeats` times."""
+    made, at = np.empty(number[:n].sum() * repeats), 0
+    for _ in range(repeats):
+        for run in range(n):
+            made[at : at + number[run]] = seconds[run]
+            at += number[run]
+    return made
 
 
 @njit(cache=True)
@@ -571,7 +611,7 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
 
 @njit(cache=True)
 def _call(  # type: ignore[no-untyped-def]
-    g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, held, hold_s, scratch, look
+    g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, held, hold_s, scratch, number, look
 ):
     """Seconds of one call by physics alone and how much the power limit slows it; fills in its features, `look`.
 
@@ -615,7 +655,7 @@ def _call(  # type: ignore[no-untyped-def]
             empties = s.longest_row if follow else 0
             makespan = _replay(
                 g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, held, hold_s,
-                scratch[0], scratch[1], scratch[2, : g.slots],
+                scratch[0], scratch[1], number, scratch[2, : g.slots],
             )  # fmt: skip
         else:
             paired = Times(t.idle, t.cut * slow, t.tile * slow)
@@ -663,6 +703,7 @@ def price(  # type: ignore[no-untyped-def]
     seconds, slower = np.zeros(len(op_start) - 1), np.ones(len(op_start) - 1)
     looks = np.zeros((len(seconds), len(FEATURES)))
     scratch = np.empty((3, (REPLAYED_WAVES + 1) * g.slots))
+    number = np.empty(scratch.shape[1], np.int64)
     known = np.zeros((KNOWN, 5), np.int64)  # calls with one sequence repeat a lot: remember the last ones
     known_op = np.zeros(KNOWN, np.int64)
     for op in range(len(seconds)):
@@ -680,7 +721,7 @@ def price(  # type: ignore[no-untyped-def]
             known_op[slot] = op
         seconds[op], slower[op] = _call(
             g, q_len, k_len, causal, begin, end, num_heads[op], num_kv_heads[op], varlen[op], held[op], hold_s[op],
-            scratch, looks[op],
+            scratch, number, looks[op],
         )  # fmt: skip
         seconds[op] /= np.exp(correction(looks[op], discrepancy[0], discrepancy[1], discrepancy[2]))
     return seconds, looks, slower
@@ -729,7 +770,7 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
         return 0.0, 1.0
     last = min(repeats, max(1, REPLAYED_WAVES * g.slots // n))
     before = cost[:n].sum() * (repeats - last) / g.slots
-    makespan = before + queue(cost, n, last, g.slots, np.empty(g.slots))
+    makespan = before + queue(cost, np.ones(n, np.int64), n, last, g.slots, np.empty(g.slots))
     busy = tiles * repeats / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower

@@ -18,6 +18,7 @@ from enum import IntEnum
 from typing import Final, Literal
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.masks import Ints, RangeSets
@@ -202,6 +203,10 @@ class Schedule:
     def __len__(self) -> int:
         return len(self.kind)
 
+    def kinds(self) -> tuple[Kind, ...]:
+        """Kinds of its ops, in order."""
+        return tuple(map(Kind, np.flatnonzero(np.bincount(self.kind)).tolist()))
+
     def ranks_of(self, index: int) -> list[int]:
         """Ranks of one op, source first."""
         return [int(r) for r in self.lane_rank[self.lane_start[index] : self.lane_start[index + 1]]]
@@ -270,20 +275,12 @@ class Schedule:
         Returns:
             index of the group of every op, -1 for other kinds, ``[N]``; and the ranks of every group, in order.
         """
-        group, ranks = np.full(len(self), -1, np.int32), list[tuple[int, ...]]()
-        moves = np.flatnonzero(self.kind == Kind.TRANSFER)
-        source, target = (self.lane_rank[self.lane_start[moves] + end] for end in (0, 1))
-        stream = self.lane_stream[self.lane_start[moves]]
-        for lane in np.flatnonzero(np.bincount(stream)):
-            here, linked = stream == lane, np.zeros((self.num_ranks, self.num_ranks), np.bool_)
-            linked[source[here], target[here]] = True
-            of_rank = np.arange(self.num_ranks)
-            for a, b in np.argwhere(linked).tolist():
-                of_rank[of_rank == of_rank[b]] = of_rank[a]
-            firsts = np.unique(of_rank[linked.any(axis=1)])
-            group[moves[here]] = len(ranks) + np.searchsorted(firsts, of_rank[source[here]])
-            ranks += [tuple(np.flatnonzero(of_rank == first).tolist()) for first in firsts]
-        return group, ranks
+        group, of_lane = _linked(self.kind == Kind.TRANSFER, self.lane_start, self.lane_rank, self.lane_stream,
+                                 self.num_ranks, len(STREAMS))  # fmt: skip
+        lanes = np.flatnonzero(of_lane >= 0)
+        order = lanes[np.argsort(of_lane[lanes], kind="stable")]
+        members = np.split(order % self.num_ranks, np.flatnonzero(np.diff(of_lane[order])) + 1)
+        return group, [tuple(ranks.tolist()) for ranks in members if len(ranks)]
 
     def project(self, rank: int) -> tuple[Op, ...]:
         """The program of one rank: its ops in launch order, with the dependencies that it can see.
@@ -332,3 +329,35 @@ class Schedule:
     def memory(self) -> Ints:
         """Bytes of all buffers of every rank, ``int64[num_ranks]``; buffers are allocated once."""
         return np.bincount(self.buffer_rank, weights=self.buffer_nbytes, minlength=self.num_ranks).astype(np.int64)
+
+
+@njit(cache=True)
+def _first(first, lane):  # type: ignore[no-untyped-def]
+    """First lane of a lane's group so far; ``first`` leads there."""
+    if first[lane] < 0:
+        first[lane] = lane
+    while first[lane] != lane:
+        first[lane] = first[first[lane]]
+        lane = first[lane]
+    return lane
+
+
+@njit(cache=True)
+def _linked(is_transfer, lane_start, lane_rank, lane_stream, num_ranks, num_streams):  # type: ignore[no-untyped-def]
+    """Group of every op and of every lane (stream, rank), -1 of those without transfers: transfers on lanes of one
+    stream are of one group where they share ranks, directly or through others."""
+    group, first = np.full(len(is_transfer), -1, np.int32), np.full(num_streams * num_ranks, -1)
+    moves = np.flatnonzero(is_transfer)
+    for op in moves:
+        stream, at = lane_stream[lane_start[op]] * num_ranks, lane_start[op]
+        source, target = _first(first, stream + lane_rank[at]), _first(first, stream + lane_rank[at + 1])
+        first[max(source, target)] = min(source, target)
+    number, of_lane = 0, np.full(len(first), -1)
+    for lane in range(len(first)):  # the first lane of a group comes before its others
+        if first[lane] == lane:
+            of_lane[lane], number = number, number + 1
+        elif first[lane] >= 0:
+            of_lane[lane] = of_lane[first[lane]]
+    for op in moves:
+        group[op] = of_lane[lane_stream[lane_start[op]] * num_ranks + lane_rank[lane_start[op]]]
+    return group, of_lane

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 
 from cpsim.masks import Ints
 from cpsim.models.attention import AttentionParams
-from cpsim.models.collective import channels
 from cpsim.models.pressure import Messages
-from cpsim.schedule import Schedule
+from cpsim.schedule import STREAMS, Schedule
 
 Floats = NDArray[np.float64]
 FEW_WAVES: Final = 8
@@ -46,40 +45,60 @@ def held_sms(
     Returns:
         SMs held at each kernel's start, ``[A]``; for how long from then on; and one of the transfers, or -1.
     """
-    op = messages.op[near]
-    number = channels(messages.nbytes[near], messages.num_ranks[near], messages.num_nodes[near])
-    first = schedule.lane_start[op]
-    which = np.tile(np.arange(len(op)), 2)
-    lane = schedule.lane_rank[np.concatenate([first, first + 1])] * 128 + schedule.lane_stream[first][which]
-    order = np.lexsort((start_s[op][which], lane))
-    lane, which = lane[order], which[order]
-    begin = np.flatnonzero(np.diff(lane, prepend=-1))
-    kernel_rank = schedule.lane_rank[schedule.lane_start[ops]]
-    lanes_of = np.searchsorted(lane[begin] // 128, np.arange(schedule.num_ranks + 1))
-    held, until, by = _held(
-        np.append(begin, len(lane)), lanes_of, start_s[op][which], end_s[op][which], number[which], kernel_rank,
-        start_s[ops],
-    )  # fmt: skip
-    return held, until - start_s[ops], np.append(op[which], -1)[by]
+    op, number = messages.op[near], messages.channels[near]
+    begin, which = _by_lane(
+        op, schedule.lane_start, schedule.lane_rank, schedule.lane_stream, start_s, schedule.num_ranks * len(STREAMS)
+    )
+    rank = schedule.lane_rank[schedule.lane_start[ops]]
+    held, until, by = _held(begin, which, start_s[op], end_s[op], number, rank, start_s[ops])
+    return held, until - start_s[ops], np.append(op, -1)[by]
 
 
 @njit(cache=True)
-def _held(begin, lanes_of, start, end, number, kernel_rank, kernel_start):  # type: ignore[no-untyped-def]
-    """Messages are sorted by rank, stream and start; `begin` is where those of each stream begin, `lanes_of` which of
-    these are each rank's.
+def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # type: ignore[no-untyped-def]
+    """Messages of every lane (rank, stream of its sends) by their start: CSR offsets and messages, each one twice."""
+    num_streams = len(STREAMS)
+    begin, which = np.zeros(num_lanes + 1, np.int64), np.empty(2 * len(op), np.int64)
+    for i in op:
+        for end in range(2):
+            begin[lane_rank[lane_start[i] + end] * num_streams + lane_stream[lane_start[i]] + 1] += 1
+    begin = np.cumsum(begin)
+    filled = begin.copy()
+    for end in range(2):
+        for number, i in enumerate(op):
+            lane = lane_rank[lane_start[i] + end] * num_streams + lane_stream[lane_start[i]]
+            at = filled[lane]
+            while at > begin[lane] and start_s[op[which[at - 1]]] > start_s[i]:
+                which[at] = which[at - 1]
+                at -= 1
+            which[at] = number
+            filled[lane] += 1
+    return begin, which
+
+
+@njit(cache=True)
+def _held(begin, which, start, end, number, kernel_rank, kernel_start):  # type: ignore[no-untyped-def]
+    """Messages and their lanes are those of `_by_lane`.
 
     A send and a receive are halves of one launch, which holds the same SMs; launches on other streams hold others.
     One that starts at the same instant as the kernel was launched before it.
     """
     held, until, by = np.zeros(len(kernel_rank), np.int64), kernel_start.copy(), np.full(len(kernel_rank), -1)
     for i in range(len(kernel_rank)):
-        for lane in range(lanes_of[kernel_rank[i]], lanes_of[kernel_rank[i] + 1]):
-            last = begin[lane] + np.searchsorted(start[begin[lane] : begin[lane + 1]], kernel_start[i], side="right")
+        for lane in range(kernel_rank[i] * len(STREAMS), (kernel_rank[i] + 1) * len(STREAMS)):
+            first, last = begin[lane], begin[lane + 1]
+            while first < last:  # the messages that started, of which the last two can be under way
+                middle = (first + last) // 2
+                if start[which[middle]] <= kernel_start[i]:
+                    first = middle + 1
+                else:
+                    last = middle
             most = 0
             for at in range(max(begin[lane], last - 2), last):
-                if end[at] > kernel_start[i]:
-                    most = max(most, number[at])
-                    if end[at] > until[i]:
-                        until[i], by[i] = end[at], at
+                message = which[at]
+                if end[message] > kernel_start[i]:
+                    most = max(most, number[message])
+                    if end[message] > until[i]:
+                        until[i], by[i] = end[message], message
             held[i] += most
     return held, until, by

@@ -32,28 +32,38 @@ transfers say how many channels they run on."""
 
 @dataclass(frozen=True, slots=True)
 class Messages:
-    """All T transfers of a schedule; arrays ``[T]``."""
+    """All T transfers of a schedule; arrays ``[T]``. Few differ in size and process group: these are the K kinds."""
 
     op: Ints
     nbytes: Floats
-    num_ranks: Ints
-    """Of the process group."""
-    num_nodes: Ints
-    """That it spans."""
+    channels: Ints
+    """Thread blocks that each one runs on."""
+    alike: Ints
+    """Which kind each one is of."""
+    kinds: tuple[Floats, Ints, Ints]
+    """Bytes, ranks of the process group and nodes that it spans; ``[K]`` each."""
 
     @classmethod
     def of(cls, schedule: Schedule, cluster: Cluster, unbatched: bool) -> Messages:
         """Those of a schedule; ``unbatched``: every two ranks have a process group of their own."""
         group, ranks = schedule.process_groups()
         op = np.flatnonzero(group >= 0)
-        ends = schedule.lane_rank[schedule.lane_start[op][:, None] + np.arange(2)].astype(np.int64)
+        nbytes = schedule.nbytes[op]
         if unbatched:
-            far = cluster.node_of(ends[:, 0]) != cluster.node_of(ends[:, 1])
-            sizes = np.stack([np.full(len(op), 2), 1 + far])
+            first = schedule.lane_start[op]
+            source, target = (schedule.lane_rank[first + end].astype(np.int64) for end in (0, 1))
+            within = (cluster.node_of(source) != cluster.node_of(target)).astype(np.int64)
+            sizes = np.array([[2, 2], [1, 2]])
         else:
+            within = group[op]
             nodes = [len(np.unique(cluster.node_of(np.array(members)))) for members in ranks]
-            sizes = np.array([[len(members) for members in ranks], nodes], np.int64)[:, group[op]]
-        return cls(op, schedule.nbytes[op].astype(np.float64), sizes[0], sizes[1])
+            sizes = np.array([[len(members) for members in ranks], nodes], np.int64)
+        code = nbytes * sizes.shape[1] + within
+        codes = np.unique(code)
+        size, which = np.divmod(codes, max(1, sizes.shape[1]))
+        kinds = size.astype(np.float64), sizes[0, which], sizes[1, which]
+        alike = np.searchsorted(codes, code)
+        return cls(op, nbytes.astype(np.float64), channels(*kinds)[alike], alike, kinds)
 
 
 def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) -> tuple[Int8, list[str]]:
@@ -63,17 +73,18 @@ def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) 
     by the network between nodes press on nothing.
     """
     names: list[str] = []
-    pressure = np.zeros(len(schedule), np.int8)
-    for kind in set(np.unique(schedule.kind).tolist()) - {Kind.TRANSFER}:
-        name = _PRESSURE_OF.get(Kind(kind), "memory-bound")
+    class_of = np.zeros(len(Kind), np.int8)
+    for kind in sorted(set(schedule.kinds()) - {Kind.TRANSFER}):
+        name = _PRESSURE_OF.get(kind, "memory-bound")
         names += [name] if name not in names else []
-        pressure[schedule.kind == kind] = names.index(name)
+        class_of[kind] = names.index(name)
+    pressure = class_of[schedule.kind]
     lane = schedule.lane_stream[schedule.lane_start[messages.op]]
-    number = channels(messages.nbytes, messages.num_ranks, messages.num_nodes)
     near = ~paced[messages.op]
-    for one in np.unique(lane[near]):
-        pressure[messages.op[lane == one]] = len(names)
-        names.append(f"transfer {number[near & (lane == one)].max()}")
+    for one in np.flatnonzero(np.bincount(lane[near])):
+        mine = lane == one
+        pressure[messages.op[mine]] = len(names)
+        names.append(f"transfer {messages.channels[near & mine].max()}")
     if paced.any():
         pressure[paced] = len(names)
         names.append("none")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -30,6 +30,7 @@ from cpsim.schedule import (
     STREAMS,
     Int8,
     Kind,
+    Pass,
     Schedule,
     is_one_of,
 )
@@ -137,14 +138,16 @@ class Pricing:
         full = np.zeros(len(schedule))
         group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         notes: dict[str, None] = {}
-        for kind in map(Kind, np.flatnonzero(np.bincount(schedule.kind)).tolist()):
+        kinds = schedule.kinds()
+        pass_: Pass = "bwd" if Kind.ATTENTION_BACKWARD in kinds else "fwd"
+        for kind in kinds:
             if kind in COMMUNICATION_KINDS:
                 continue
             ops = np.flatnonzero(schedule.kind == kind)
             if kind in ATTENTION_KINDS:
-                pass_ = "fwd" if kind == Kind.ATTENTION else "bwd"
-                duration[ops], full[ops] = self._attention(schedule, ops, pass_, notes)
-                group[ops] = GROUPS.index(f"attention {pass_}")
+                which = "fwd" if kind == Kind.ATTENTION else "bwd"
+                duration[ops], full[ops] = self._attention(schedule, ops, which, notes)
+                group[ops] = GROUPS.index(f"attention {which}")
             elif kind == Kind.ELEMENTWISE and self.profile.layers and len(schedule.products):
                 duration[ops], group[ops] = self._sweeps(schedule, ops, notes)
             elif kind in _MEMORY_NAMES:
@@ -153,12 +156,12 @@ class Pricing:
             elif kind == Kind.GEMM:
                 duration[ops] = self._products(schedule, notes)
                 group[ops] = GROUPS.index("matrix products")
-        self._check_launches(schedule, notes)
+        self._check_launches(kinds, pass_, notes)
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
         messages = Messages.of(schedule, self.cluster, self.unbatched)
         flows = [self._transfers(schedule, messages, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
-        release = self._releases(schedule)
+        release = self._releases(schedule, kinds, pass_)
         if self.captured:  # an op takes at least half of what was measured between two events
             crossing = _crossings(
                 schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
@@ -166,13 +169,13 @@ class Pricing:
             for seconds in (duration, full):
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
-        start, end = self._settle(schedule, duration, full, release)
-        self._wait_for_slowest(schedule, duration)
+        start, end = self._settle(schedule, pass_, duration, full, release)
+        self._wait_for_slowest(schedule, pass_, duration)
         self._slow_down(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
         slowdown = self.profile.interference.slowdown(self.kernel, names)
         near = ~_PACED[group[messages.op]]
-        duration += self._held(schedule, messages, near, start, end, pressure, slowdown)
+        duration += self._held(schedule, pass_, messages, near, start, end, pressure, slowdown)
         work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown)
         return Priced(work, group, tuple(notes))
 
@@ -207,7 +210,7 @@ class Pricing:
         return seconds, group
 
     def _settle(
-        self, schedule: Schedule, duration: Floats, full: Floats, release: Floats
+        self, schedule: Schedule, pass_: Pass, duration: Floats, full: Floats, release: Floats
     ) -> tuple[Floats, Floats]:
         """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two.
 
@@ -222,20 +225,19 @@ class Pricing:
         period = float(end.max())
         loads = _LIMITED | dict(self.profile.load)
         load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])[schedule.kind]
-        ranks, ops = schedule.lane_rank, schedule.op_of_lane()
-        once = ~_IS_ARRIVAL[schedule.lane_stream]
-        drawn = np.bincount(ranks[once], (load * duration)[ops[once]], schedule.num_ranks).astype(np.float64)
-        first = schedule.lane_start[:-1][attention]
-        power = self.profile.attention_params(self.kernel, _pass_of(schedule)).busy_power
+        drawn = np.zeros(schedule.num_ranks)
+        _add_drawn(drawn, load * duration, schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
+        ranks = schedule.lane_rank[schedule.lane_start[:-1][attention]].astype(np.int64)
+        power = self.profile.attention_params(self.kernel, pass_).busy_power
         duration[attention] = settled_seconds(
-            full[attention], duration[attention], ranks[first].astype(np.int64), drawn,
+            full[attention], duration[attention], ranks, drawn,
             period + self.profile.host.pause_s[self.protocol], power,
         )  # fmt: skip
         return start, end
 
     def _held(
-        self, schedule: Schedule, messages: Messages, near: Bools, start: Floats, end: Floats, pressure: Int8,
-        slowdown: Floats,
+        self, schedule: Schedule, pass_: Pass, messages: Messages, near: Bools, start: Floats, end: Floats,
+        pressure: Int8, slowdown: Floats,
     ) -> Floats:  # fmt: skip
         """Seconds that ops take longer because messages hold SMs at their start, beyond what their slowdown says.
 
@@ -245,7 +247,7 @@ class Pricing:
         ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
         if not (len(ops) and near.any()) or limits_of(self.kernel).any_mask:
             return longer
-        params = self.profile.attention_params(self.kernel, _pass_of(schedule))
+        params = self.profile.attention_params(self.kernel, pass_)
         tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads[ops, 1]
         ops = ops[few_waves(params, tiles.queries()[tile], tiles.keys()[tile], heads)]
         held, hold_s, by = held_sms(schedule, messages, near, ops, start, end)
@@ -256,12 +258,12 @@ class Pricing:
         longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s) - alone - loss
         return longer
 
-    def _wait_for_slowest(self, schedule: Schedule, duration: Floats) -> None:
+    def _wait_for_slowest(self, schedule: Schedule, pass_: Pass, duration: Floats) -> None:
         """Attention as slow as on the slowest of the GPUs that have the most of it: sooner or later all wait for it."""
         attention = is_one_of(schedule.kind, ATTENTION_KINDS)
         ranks = schedule.lane_rank[schedule.lane_start[:-1][attention]]
         busy = np.bincount(ranks, duration[attention], schedule.num_ranks)
-        spread = self.profile.between_gpus(self.kernel, _pass_of(schedule))
+        spread = self.profile.between_gpus(self.kernel, pass_)
         most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * self.alike)
         duration[attention] *= 1 + spread * expected_maximum(most)
 
@@ -292,10 +294,8 @@ class Pricing:
         filled = [name.replace("{pass}", pass_).replace("{kernel}", self.kernel) for name in names]
         return [known for name in filled for known in (f"{name} in {pass_}", name)]
 
-    def _check_launches(self, schedule: Schedule, notes: dict[str, None]) -> None:
-        kinds = [Kind(kind).name.lower() for kind in np.unique(schedule.kind).tolist()]
-        pass_ = _pass_of(schedule)
-        for kind in ("entry", *kinds):
+    def _check_launches(self, kinds: Sequence[Kind], pass_: Pass, notes: dict[str, None]) -> None:
+        for kind in ("entry", *(kind.name.lower() for kind in kinds)):
             names = self._names(kind, pass_)
             if names and self.profile.host.measured(names) is None:
                 instead = "left out" if kind == "entry" else "taken from another"
@@ -307,8 +307,7 @@ class Pricing:
     ) -> Work:  # fmt: skip
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
-        of_flow = np.repeat(np.arange(len(schedule)), np.diff(flow_start))
-        np.maximum.at(duration, of_flow, flow_bytes / capacity[flow_link])
+        _wait_for_links(duration, flow_start, flow_link, flow_bytes, capacity)
         return Work(
             duration_s=duration,
             release_s=release,
@@ -361,9 +360,7 @@ class Pricing:
         source = schedule.lane_rank[first].astype(np.int64)
         target = schedule.lane_rank[first + 1].astype(np.int64)
         far = links.crosses(source, target)
-        duration[ops[~far]] = transfer_seconds(
-            self.profile.collective, nbytes[~far], messages.num_ranks[~far], messages.num_nodes[~far]
-        )
+        duration[ops[~far]] = transfer_seconds(self.profile.collective, *messages.kinds)[messages.alike[~far]]
         group[ops] = np.where(far, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
         fabric = self.cluster.fabric
         if fabric is not None and far.any():
@@ -461,18 +458,18 @@ class Pricing:
         between = fabric.latency_s + far / rate_per_rank
         return max(inside, between), near, far, between >= inside
 
-    def _releases(self, schedule: Schedule) -> Floats:
+    def _releases(self, schedule: Schedule, kinds: Sequence[Kind], pass_: Pass) -> Floats:
         """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once."""
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
         if self.captured:
             return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
-        host, pass_, per_kind = self.profile.host, _pass_of(schedule), np.zeros(len(Kind))
-        for kind in Kind:
+        host, per_kind = self.profile.host, np.zeros(len(Kind))
+        for kind in kinds:
             name = kind.name.lower()
             per_kind[kind] = host.seconds(name, self.kernel, self._names(name, pass_))
-        cost = per_kind[schedule.kind]
         # A batched send and receive is one call: half of it belongs to each of the two transfers.
-        cost[schedule.kind == Kind.TRANSFER] /= 2
+        per_kind[Kind.TRANSFER] /= 2
+        cost = per_kind[schedule.kind]
         entry = host.measured(self._names("entry", pass_)) or 0.0
         released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
         return np.asarray(np.maximum(released - lead, 0.0))
@@ -493,8 +490,13 @@ def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:
     return np.array([op.kind if op is not None and op.reads[0] == read else "" for read, op in given])[of_op]
 
 
-def _pass_of(schedule: Schedule) -> str:
-    return "bwd" if (schedule.kind == Kind.ATTENTION_BACKWARD).any() else "fwd"
+@njit(cache=True)
+def _add_drawn(drawn, energy, lane_start, lane_rank, lane_stream):  # type: ignore[no-untyped-def]
+    """Add what ops draw to what their ranks do."""
+    for op in range(len(energy)):
+        for entry in range(lane_start[op], lane_start[op + 1]):
+            if not _IS_ARRIVAL[lane_stream[entry]]:
+                drawn[lane_rank[entry]] += energy[op]
 
 
 @njit(cache=True)
@@ -508,6 +510,14 @@ def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ign
                     if lane_rank[here] == lane_rank[there] and lane_stream[here] != lane_stream[there]:
                         found[op] = 1.0
     return found
+
+
+@njit(cache=True, error_model="numpy")
+def _wait_for_links(duration, flow_start, flow_link, flow_bytes, capacity):  # type: ignore[no-untyped-def]
+    """Make every op at least as long as its fullest link."""
+    for op in range(len(duration)):
+        for entry in range(flow_start[op], flow_start[op + 1]):
+            duration[op] = max(duration[op], flow_bytes[entry] / capacity[flow_link[entry]])
 
 
 @njit(cache=True)

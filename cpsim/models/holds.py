@@ -56,24 +56,33 @@ def held_sms(
 
 @njit(cache=True)
 def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # type: ignore[no-untyped-def]
-    """Messages of every lane (rank, stream of its sends) by their start: CSR offsets and messages, each one twice."""
-    num_streams = len(STREAMS)
-    begin, which = np.zeros(num_lanes + 1, np.int64), np.empty(2 * len(op), np.int64)
-    for i in op:
+    """Messages of every lane (rank, stream of its sends) by their start: CSR offsets and messages, each one twice.
+
+    What a rank sends on a lane starts in the order of the list, as what it receives does, so that these are merged.
+    """
+    lanes, begin = np.empty((2, len(op)), np.int64), np.zeros((2, num_lanes + 1), np.int64)
+    for i in range(len(op)):
+        first = lane_start[op[i]]
         for end in range(2):
-            begin[lane_rank[lane_start[i] + end] * num_streams + lane_stream[lane_start[i]] + 1] += 1
-    begin = np.cumsum(begin)
-    filled = begin.copy()
+            lanes[end, i] = lane_rank[first + end] * len(STREAMS) + lane_stream[first]
+            begin[end, lanes[end, i] + 1] += 1
+    for lane in range(num_lanes):
+        begin[:, lane + 1] += begin[:, lane]
+    filled, found = begin.copy(), np.empty((2, len(op)), np.int64)
     for end in range(2):
-        for number, i in enumerate(op):
-            lane = lane_rank[lane_start[i] + end] * num_streams + lane_stream[lane_start[i]]
-            at = filled[lane]
-            while at > begin[lane] and start_s[op[which[at - 1]]] > start_s[i]:
-                which[at] = which[at - 1]
-                at -= 1
-            which[at] = number
-            filled[lane] += 1
-    return begin, which
+        for i in range(len(op)):
+            found[end, filled[end, lanes[end, i]]] = i
+            filled[end, lanes[end, i]] += 1
+    which, at = np.empty(2 * len(op), np.int64), 0
+    for lane in range(num_lanes):
+        (sent, received), (last_sent, last_received) = begin[:, lane], begin[:, lane + 1]
+        while sent < last_sent or received < last_received:
+            end = 0 if received == last_received else 1
+            if sent < last_sent and received < last_received:
+                end = int(start_s[op[found[0, sent]]] > start_s[op[found[1, received]]])
+            which[at], at = found[end, received if end else sent], at + 1
+            sent, received = sent + 1 - end, received + end
+    return begin[0] + begin[1], which
 
 
 @njit(cache=True)

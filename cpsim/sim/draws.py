@@ -38,44 +38,53 @@ def makespans(timeline: Timeline, work: Work, group: Int8, factors: Floats, lost
     first, before = predecessors(timeline.schedule)
     alone, delay = work.duration_s, timeline.end_s - timeline.start_s - work.duration_s
     found = np.empty(factors.shape[1])
-    place, num_places = _places(first, before)
+    place, num_places, last = _places(first, before)
     for start in range(0, len(found), BATCH):
         some = slice(start, start + BATCH)
         _follow(
             first, before, alone, delay, work.release_s, group,
-            np.ascontiguousarray(factors[:, some]), lost[some], host[some], found[some], place, num_places,
+            np.ascontiguousarray(factors[:, some]), lost[some], host[some], found[some], place, num_places, last,
         )  # fmt: skip
     return found
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _follow(first, before, alone, lost, release, group, factor, more_lost, later, found, place, num_places):  # type: ignore[no-untyped-def]
-    num_ops, num_draws = len(alone), len(found)
-    end = np.empty((num_places, num_draws))
-    at = np.empty(num_draws)
+def _follow(  # type: ignore[no-untyped-def]
+    first, before, alone, lost, release, group, factor, more_lost, later, found, place, num_places, last
+):
+    """Each loop over draws does as much at once as it can, because these are all the time that it takes."""
+    end, at = np.empty((num_places, len(found))), np.empty(len(found))
     found[:] = 0.0
-    for op in range(num_ops):
-        for draw in range(num_draws):
-            at[draw] = release[op] * later[draw]
-        for entry in range(first[op], first[op + 1]):
-            then = place[before[entry]]
-            for draw in range(num_draws):
-                at[draw] = max(at[draw], end[then, draw])
-        mine, kind = place[op], group[op]
-        for draw in range(num_draws):
+    for op in range(len(alone)):
+        entry, stop, mine, kind = first[op], first[op + 1], place[op], group[op]
+        if entry == stop:
+            for draw in range(len(found)):
+                at[draw] = release[op] * later[draw]
+        else:
+            one = place[before[entry]]
+            for draw in range(len(found)):
+                at[draw] = max(release[op] * later[draw], end[one, draw])
+        for pair in range(entry + 1, stop, 2):
+            one, other = place[before[pair]], place[before[min(pair + 1, stop - 1)]]
+            for draw in range(len(found)):
+                at[draw] = max(at[draw], max(end[one, draw], end[other, draw]))
+        for draw in range(len(found)):
             end[mine, draw] = at[draw] + (alone[op] * factor[kind, draw] + lost[op] * more_lost[draw])
-            found[draw] = max(found[draw], end[mine, draw])
+        if last[op]:
+            for draw in range(len(found)):
+                found[draw] = max(found[draw], end[mine, draw])
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
 def _places(first, before):  # type: ignore[no-untyped-def]
-    """Where the ends of every op are kept until nobody waits for it any more, ``[N]``, and how many places that takes:
-    few, so that they stay in a cache however many ops there are."""
+    """Where the ends of every op are kept until nobody waits for it any more, ``[N]``; how many places that takes: few,
+    so that they stay in a cache however many ops there are; and which ops nobody waits for."""
     num_ops = len(first) - 1
     last = np.arange(num_ops)  # op that waits for each op last
     for op in range(num_ops):
         for entry in range(first[op], first[op + 1]):
             last[before[entry]] = op
+    waited_for_by_none = last == np.arange(num_ops)
     place, free = np.empty(num_ops, np.int32), np.empty(num_ops, np.int32)
     num_free, num_places = 0, 0
     for op in range(num_ops):
@@ -93,4 +102,4 @@ def _places(first, before):  # type: ignore[no-untyped-def]
         if last[op] == op:
             free[num_free] = place[op]
             num_free += 1
-    return place, num_places
+    return place, num_places, waited_for_by_none

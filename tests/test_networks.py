@@ -69,7 +69,7 @@ def test_an_all_to_all_is_as_much_between_leaves_as_its_messages(nodes, rails):
     source, target = (side.ravel() for side in np.meshgrid(ranks, ranks, indexing="ij"))
     far = links.crosses(source, target)
     messages = links.routed(0, source[far], target[far], np.ones(far.sum()))
-    whole = links.collective(0, ranks, 0.0, 8.0 * (nodes - 1), messages=True)
+    whole = links.collectives(np.zeros(1, np.int64), ranks[None], 0.0, 8.0 * (nodes - 1), messages=True)
     first = 2 * (8 * nodes + 8 * nodes)
     spine, there = messages.link >= first, whole.link >= first
     assert dict(zip(messages.link[spine], messages.nbytes[spine], strict=True)) == pytest.approx(
@@ -78,8 +78,20 @@ def test_an_all_to_all_is_as_much_between_leaves_as_its_messages(nodes, rails):
     assert there.any() == (nodes > 2)
 
 
+@pytest.mark.parametrize("messages", [True, False])
+def test_collectives_that_are_alike_put_as_much_on_links_together_as_one_by_one(messages):
+    links, op = Links(network(**LEAVES), PORT), np.array([3, 7])
+    ranks = np.array([[0, 1, 8, 9, 24, 25], [2, 3, 16, 17, 10, 11]])
+    both = links.collectives(op, ranks, 2.0, 1.0, messages)
+    for i in range(2):
+        alone, mine = links.collectives(op[i : i + 1], ranks[i : i + 1], 2.0, 1.0, messages), both.op == op[i]
+        assert both.link[mine].tolist() == alone.link.tolist()
+        assert both.nbytes[mine].tolist() == alone.nbytes.tolist()
+
+
 def test_a_ring_collective_leaves_every_leaf_once():
-    whole = Links(network(**LEAVES), PORT).collective(0, np.arange(32), 0.0, 1.0, messages=False)
+    everyone = np.arange(32)[None]
+    whole = Links(network(**LEAVES), PORT).collectives(np.zeros(1, np.int64), everyone, 0.0, 1.0, messages=False)
     spine = whole.link >= PORTS + NICS
     assert whole.nbytes[spine].tolist() == [8.0] * 4
 

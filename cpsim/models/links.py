@@ -145,55 +145,67 @@ class Links:
         link = np.flatnonzero(total)
         return Flows(np.full(len(link), op), link, total[link])
 
-    def collective(self, op: int, ranks: Ints, near_bytes: float, far_bytes: float, messages: bool) -> Flows:
-        """Flows of one collective.
+    def collectives(self, op: Ints, ranks: Ints, near_bytes: float, far_bytes: float, messages: bool) -> Flows:
+        """Flows of collectives that are alike.
 
         Args:
-            op: its index.
-            ranks: its ranks, ``[g]``.
+            op: their indices, ``[n]``.
+            ranks: of each, ``[n, g]``.
             near_bytes: bytes that every rank sends over NVLink.
             far_bytes: bytes that every rank sends to other nodes, spread over the NICs of its node.
-            messages: whether it is made of messages, as an all-to-all, and not of rings.
+            messages: whether they are made of messages, as an all-to-all, and not of rings.
         """
         num_ranks, nics, uplinks, leaves = self._sizes
-        parts: list[tuple[Ints, float | Floats]] = [(ranks, near_bytes), (num_ranks + ranks, near_bytes)]
+        each, all_ranks = np.repeat(op, ranks.shape[1]), ranks.ravel()
+        parts: list[tuple[Ints, Ints, float | Floats]]
+        parts = [(each, all_ranks, near_bytes), (each, num_ranks + all_ranks, near_bytes)]
         if far_bytes > 0:
             base = 2 * (num_ranks + nics)
             if messages and self._proxies:
-                parts.append((base + 2 * (uplinks + leaves) + ranks, 2 * far_bytes))
+                parts.append((each, base + 2 * (uplinks + leaves) + all_ranks, 2 * far_bytes))
             else:
-                nic, count = _counted(self.nic_of(ranks))
+                of_op, nic, count = _counted(op, self.nic_of(ranks))
                 parts += [
-                    (2 * num_ranks + nic, far_bytes * count),
-                    (2 * num_ranks + nics + nic, far_bytes * count),
+                    (of_op, 2 * num_ranks + nic, far_bytes * count),
+                    (of_op, 2 * num_ranks + nics + nic, far_bytes * count),
                 ]
-                parts += self._between_leaves(ranks, far_bytes, messages) if leaves else []
+                parts += self._between_leaves(op, ranks, far_bytes, messages) if leaves else []
             if uplinks:
-                node, count = _counted(self.cluster.node_of(ranks))
-                parts += [(base + node, far_bytes * count), (base + uplinks + node, far_bytes * count)]
-        return _join([(np.full(len(link), op), link, np.broadcast_to(nbytes, link.shape)) for link, nbytes in parts])
+                of_op, node, count = _counted(op, self.cluster.node_of(ranks))
+                parts += [
+                    (of_op, base + node, far_bytes * count),
+                    (of_op, base + uplinks + node, far_bytes * count),
+                ]
+        return _join([(of_op, link, np.broadcast_to(nbytes, link.shape)) for of_op, link, nbytes in parts])
 
-    def _between_leaves(self, ranks: Ints, far_bytes: float, messages: bool) -> list[tuple[Ints, float | Floats]]:
-        """What one collective sends from leaf to leaf: of messages each rank's share for the ranks of other groups of
+    def _between_leaves(
+        self, op: Ints, ranks: Ints, far_bytes: float, messages: bool
+    ) -> list[tuple[Ints, Ints, float | Floats]]:
+        """What collectives send from leaf to leaf: of messages each rank's share for the ranks of other groups of
         nodes, of rings, which enter and leave every group of nodes once, what one node sends."""
         num_ranks, nics, uplinks, leaves = self._sizes
-        fabric, base = self.cluster.fabric, 2 * (num_ranks + nics + uplinks)
+        fabric, base, (count, size) = self.cluster.fabric, 2 * (num_ranks + nics + uplinks), ranks.shape
         assert fabric is not None
         assert fabric.nodes_per_leaf is not None
-        group = self.cluster.node_of(ranks) // fabric.nodes_per_leaf
-        members = np.bincount(group)[group].astype(np.float64)
-        per_node = len(ranks) / len(np.unique(self.cluster.node_of(ranks)))
-        to_others = far_bytes * (len(ranks) - members) / (len(ranks) - per_node)
-        sent = to_others if messages else np.where(members < len(ranks), far_bytes * per_node / members, 0.0)
-        total = np.bincount(self.leaf_of(self.nic_of(ranks)), sent, leaves).astype(np.float64)
-        leaf = np.flatnonzero(total)
-        return [(base + leaf, total[leaf]), (base + leaves + leaf, total[leaf])]
+        node, row = self.cluster.node_of(ranks), np.arange(count)[:, None]
+        group = row * self.cluster.num_nodes + node // fabric.nodes_per_leaf
+        members = np.bincount(group.ravel())[group].astype(np.float64)
+        per_node = size / len(np.unique(node[0]))
+        to_others = far_bytes * (size - members) / (size - per_node)
+        sent = to_others if messages else np.where(members < size, far_bytes * per_node / members, 0.0)
+        leaf = row * leaves + self.leaf_of(self.nic_of(ranks))
+        total = np.bincount(leaf.ravel(), sent.ravel()).astype(np.float64)
+        used = np.flatnonzero(total)
+        which, leaf = np.divmod(used, leaves)
+        return [(op[which], base + leaf, total[used]), (op[which], base + leaves + leaf, total[used])]
 
 
-def _counted(values: Ints) -> tuple[Ints, Floats]:
-    """Distinct values, and how often each occurs."""
-    distinct, counts = np.unique(values, return_counts=True)
-    return distinct, counts.astype(np.float64)
+def _counted(op: Ints, values: Ints) -> tuple[Ints, Ints, Floats]:
+    """Distinct values of every op, ``[n, g]``: the op, the value and how often it has it."""
+    most = int(values.max()) + 1
+    distinct, counts = np.unique(np.arange(len(op))[:, None] * most + values, return_counts=True)
+    which, value = np.divmod(distinct, most)
+    return op[which], value, counts.astype(np.float64)
 
 
 def _join(parts: list[tuple[Ints, Ints, Floats]]) -> Flows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
@@ -371,31 +371,37 @@ class Pricing:
     def _collectives(
         self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
     ) -> list[Flows]:
-        flows = []
-        known: dict[tuple[int, int, int, int], tuple[float, float, float, bool]] = {}
         uneven = np.unique(schedule.routes[:, 0]).tolist()
         largest: dict[int, float] = {}
-        flows += [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
+        flows = [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
         for most, size in largest.items():
             notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
         even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
         even[uneven] = False
-        for op in np.flatnonzero(even).tolist():
-            ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
-            kind, nbytes = Kind(int(schedule.kind[op])), int(schedule.nbytes[op])
-            nodes, size = len(np.unique(self.cluster.node_of(ranks))), len(ranks) * schedule.copies
-            key = (kind, nbytes, size, nodes)
-            if key not in known:
-                known[key] = self.collective(kind, float(nbytes), size, nodes)
-                notes.update(
-                    dict.fromkeys(self.profile.collective_notes(_COLLECTIVE_NAMES[kind], nbytes, size // nodes))
-                )
-            seconds, near, far, between = known[key]
-            duration[op] = seconds
-            group[op] = GROUPS.index("collective between nodes" if between else "collective")
-            if size > 1:
-                flows.append(links.collective(op, ranks, near, far, kind == Kind.ALL_TO_ALL))
+        for kind, nbytes, nodes, ops, ranks in self._alike(schedule, np.flatnonzero(even)):
+            num_ranks = ranks.shape[1] * schedule.copies
+            seconds, near, far, between = self.collective(kind, float(nbytes), num_ranks, nodes)
+            name, size = _COLLECTIVE_NAMES[kind], num_ranks // nodes
+            notes.update(dict.fromkeys(self.profile.collective_notes(name, nbytes, size)))
+            duration[ops] = seconds
+            group[ops] = GROUPS.index("collective between nodes" if between else "collective")
+            if num_ranks > 1:
+                flows.append(links.collectives(ops, ranks, near, far, kind == Kind.ALL_TO_ALL))
         return flows
+
+    def _alike(self, schedule: Schedule, ops: Ints) -> Iterator[tuple[Kind, int, int, Ints, Ints]]:
+        """Collectives that cost the same: kind, bytes and nodes, the ops and their ranks ``[n, g]``; the first one's
+        kind first."""
+        start, size = schedule.lane_start[ops], np.diff(schedule.lane_start)[ops]
+        rank = schedule.lane_rank[np.repeat(start - np.cumsum(size) + size, size) + np.arange(size.sum())]
+        node = np.repeat(np.arange(len(ops)), size) * self.cluster.num_nodes + self.cluster.node_of(rank)
+        nodes = np.bincount(np.unique(node) // self.cluster.num_nodes, minlength=len(ops))
+        looks = np.stack([schedule.kind[ops], schedule.nbytes[ops], size, nodes])
+        _, first, of_op = np.unique(looks, axis=1, return_index=True, return_inverse=True)
+        for i in np.argsort(first).tolist():
+            mine, (kind, nbytes, width, spanned) = of_op.ravel() == i, looks[:, first[i]].tolist()
+            ranks = schedule.lane_rank[start[mine][:, None] + np.arange(width)].astype(np.int64)
+            yield Kind(kind), nbytes, spanned, ops[mine], ranks
 
     def _routed(
         self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, largest: dict[int, float]

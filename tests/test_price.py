@@ -10,8 +10,8 @@ from cpsim.cluster import load_cluster
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.models.calls import attention_op_seconds
 from cpsim.models.collective import channels, collective_seconds, transfer_seconds
-from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.holds import held_sms
+from cpsim.models.kernel_limits import copied_heads
 from cpsim.models.links import Links
 from cpsim.models.pressure import Messages
 from cpsim.models.price import GROUPS, Pricing
@@ -20,6 +20,7 @@ from cpsim.schedule import Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.strategies import plan
+from cpsim.tiles import sequences
 from cpsim.workload import Workload
 
 
@@ -161,17 +162,37 @@ def test_attention_is_as_slow_as_on_the_slowest_of_the_busiest_gpus(strategy, bu
     assert 0.002 < spread < 0.03
 
 
-def test_kernels_that_cannot_place_their_results_pay_for_a_copy():
-    def attention_seconds(kernel, captured, pass_):
-        _, price = priced("none", gpus=1, kernel=kernel, captured=captured, pass_=pass_)
-        return price.work.duration_s[0]
+@pytest.mark.parametrize(("name", "pass_", "together", "apart"), [
+    ("none", "fwd", 32, 0), ("none", "bwd", 32, 16), ("ulysses", "fwd", 16, 0), ("ulysses", "bwd", 0, 24),
+])  # fmt: skip
+def test_kernels_that_cannot_place_their_results_pay_for_copies_slower_ones_where_rows_lie_apart(
+    name, pass_, together, apart
+):
+    """Heads of rows: keys' gradients lie side by side, in Ulysses those of queries beside them."""
 
+    def attention_seconds(kernel, captured):
+        gpus = 1 if name == "none" else 2
+        schedule, price = priced(name, gpus, kernel=kernel, captured=captured, pass_=pass_, tokens=8192 // gpus)
+        ops = np.flatnonzero(np.isin(schedule.kind, (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)))
+        return price.work.duration_s[ops[0]]
+
+    extra, gain = (attention_seconds(k, True) - attention_seconds(k, False) for k in ("sdpa_flash", "fa2"))
     copy = load_profile("h200").elementwise
-    for pass_, heads in (("fwd", 32), ("bwd", 32 + 2 * 8)):
-        nbytes = np.array([2 * 4096 * heads * 128 * 2])
-        extra = attention_seconds("sdpa_flash", True, pass_) - attention_seconds("sdpa_flash", False, pass_)
-        gain = attention_seconds("fa2", True, pass_) - attention_seconds("fa2", False, pass_)
-        assert extra - gain == pytest.approx(float(elementwise_seconds(copy, "copy", nbytes)[0]), rel=0.05)
+    rate = copy.bandwidth_bytes_per_s
+    expected = copy.latency_s["copy"] + 2 * 8192 * 128 * 2 * (together / rate["copy"] + apart / rate["strided"])
+    assert extra - gain == pytest.approx(expected, rel=0.05)
+
+
+def test_pytorchs_flash_backward_copies_outputs_that_came_with_their_queries():
+    """Of many documents, the zigzag ring packs the tails of queries, outputs and their gradients side by side."""
+    documents, mask = (1024,) * 8, "causal_document"
+    schedule, _ = priced("zigzag_ring", 2, kernel="sdpa_flash", pass_="bwd", documents=documents, mask=mask)
+    ops = [int(op) for op in np.flatnonzero(schedule.kind == Kind.ATTENTION_BACKWARD) if schedule.ranks_of(op) == [0]]
+    queries = sequences(schedule.tiles).queries()[schedule.tile[ops]].tolist()
+    assert queries == [4096, 2048]
+    assert copied_heads("sdpa_flash", schedule, np.array(ops)).T.tolist() == [
+        [4096 * 32, 2 * 4096 * 8], [2048 * 32, 2 * 4096 * 8 + 2 * 2048 * 32]
+    ]  # fmt: skip
 
 
 def test_the_first_call_into_other_peoples_code_delays_all_of_it():

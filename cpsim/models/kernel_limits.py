@@ -30,6 +30,8 @@ class Limits:
     """Causal masks aligned to the bottom right with fewer queries than keys."""
     places_results: bool = True
     """Results are written where the caller wants them; otherwise our executor copies them there."""
+    copies_outputs: bool = False
+    """Backward, outputs and their gradients are copied first where their rows lie apart."""
     dtypes: tuple[str, ...] = DTYPES
     any_mask: bool = False
     """Masks of any shape, keys in any order."""
@@ -46,7 +48,7 @@ WINDOWED: Final = ("fa2", "fa4")
 """Kernels with arguments for sliding windows."""
 LIMITS: Final = {
     "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
-    "sdpa_flash": Limits(places_results=False),
+    "sdpa_flash": Limits(places_results=False, copies_outputs=True),
     "fa2_ranges": Limits(any_mask=True),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
@@ -56,12 +58,44 @@ LIMITS: Final = {
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True, max_head_dim=1024),
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
-``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query."""
+``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
+outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
 
 
 def limits_of(kernel: str) -> Limits:
     """What a kernel cannot do; most can do everything."""
     return LIMITS.get(kernel, Limits())
+
+
+def copied_heads(kernel: str, schedule: Schedule, ops: Ints) -> Ints:
+    """Heads of rows that are copied around attention ops of one pass because their kernel does not place its results.
+
+    Rows of a tensor lie apart where the executor keeps another one beside it: keys and values always, others where an
+    op finds or leaves several tensors in one buffer.
+
+    Returns:
+        [2, A]: of rows that follow each other, and of rows that lie apart.
+    """
+    tiles, tile = sequences(schedule.tiles), schedule.tile[ops]
+    queries, keys = tiles.queries()[tile] * schedule.heads[ops, 1], tiles.keys()[tile] * schedule.heads[ops, 3]
+    if (schedule.kind[ops] == Kind.ATTENTION).all():
+        apart = _beside_others(schedule, ops, "out")
+        return np.stack([queries * ~apart, queries * apart])
+    apart = _beside_others(schedule, ops, "dq")
+    moved = queries * apart + 2 * keys
+    if limits_of(kernel).copies_outputs:
+        moved += queries * _beside_others(schedule, ops, "dout") + queries * _beside_others(schedule, ops, "out")
+    return np.stack([queries * ~apart, moved])
+
+
+def _beside_others(schedule: Schedule, ops: Ints, tensor: str) -> NDArray[np.bool_]:
+    """Whether each op has a tensor in a buffer together with another one, ``[A]``."""
+    owner = np.repeat(np.arange(len(schedule)), np.diff(schedule.access_start))
+    mine = schedule.block_tensor[schedule.access_block] == schedule.block_tensors.index(tensor)
+    pair = owner * len(schedule.buffer_name) + schedule.access_buffer
+    found = np.zeros(len(schedule), np.bool_)
+    found[owner[mine & np.isin(pair, pair[~mine])]] = True
+    return np.asarray(found[ops], np.bool_)
 
 
 def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> None:

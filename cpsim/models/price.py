@@ -17,7 +17,7 @@ from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.holds import few_waves, held_sms
-from cpsim.models.kernel_limits import check_calls, limits_of, tile_visits
+from cpsim.models.kernel_limits import check_calls, copied_heads, limits_of, tile_visits
 from cpsim.models.links import Flows, Links, as_columns
 from cpsim.models.power import settled_seconds
 from cpsim.models.pressure import Messages, pressures
@@ -329,17 +329,12 @@ class Pricing:
         params = self.profile.attention_params(self.kernel, pass_)
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
-        heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
         if params.anatomy.lists_blocks:
             masks = tile_visits(schedule, ops, self.head_dim * BYTES_PER_ELEMENT[self.dtype])
             self.profile.check_rules(self.kernel, pass_, {mask.partial_rule() for mask in masks.values()})
         seconds = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)
         if self.captured and not limits_of(self.kernel).places_results:
-            rows = tiles.queries()[schedule.tile[ops]] * heads
-            if pass_ == "bwd":
-                rows += tiles.keys()[schedule.tile[ops]] * 2 * kv_heads
-            nbytes = 2 * rows * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
-            seconds += elementwise_seconds(self.profile.elementwise, "copy", nbytes)
+            seconds += self._placing(schedule, ops, notes)
         low, high = self.profile.valid.get(f"attention {pass_} {self.kernel} head_dim", (params.head_dim,) * 2)
         if not low <= self.head_dim <= high:
             notes[f"head_dim {self.head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}"] = None
@@ -349,6 +344,19 @@ class Pricing:
             )
         )
         return seconds[0], seconds[1]
+
+    def _placing(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> Floats:
+        """Seconds that copies take where a kernel allocates its results, and those that PyTorch makes of its inputs."""
+        costs, strided = self.profile.elementwise, "strided"
+        side_by_side, apart = copied_heads(self.kernel, schedule, ops) * (
+            2 * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+        )
+        if strided not in costs.latency_s:
+            strided = "copy"
+            notes["copies of strided rows: not measured, taken as copies"] = None
+        seconds = elementwise_seconds(costs, "copy", side_by_side + apart)
+        bandwidth = costs.bandwidth_bytes_per_s
+        return np.asarray(seconds + apart * (1 / bandwidth[strided] - 1 / bandwidth["copy"]))
 
     def _transfers(
         self, schedule: Schedule, messages: Messages, links: Links, duration: Floats, group: Int8,

@@ -102,7 +102,7 @@ def _flash4(backward: bool) -> Anatomy:
 def _cudnn(backward: bool) -> Anatomy:
     return Anatomy(
         backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=64 if backward else 128, tile_k=128,
-        packs_heads=False, heads_outermost=True, heavy_first=True, blocks_per_sm=1, splits_keys=False,
+        packs_heads=False, heads_outermost=True, heavy_first=False, blocks_per_sm=1, splits_keys=False,
         grid_of_longest=True, accumulates_kv=False,
     )  # fmt: skip
 

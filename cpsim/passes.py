@@ -68,7 +68,7 @@ class Case:
             launches=self.code.launches,
             sweeps=self.code.sweeps,
             captured=self.code.captured,
-            unbatched=self.code.unbatched,
+            unbatched=self.code.unbatched, messages=self.code.messages,
         )
 
 

@@ -42,8 +42,8 @@ HEADS, KV_HEADS, DIM = 32, 8, 128
 ENTRIES = ("_dense", "_varlen")
 ROUNDS = 4
 STEPS = (
-    ("flash_attn_fwd_dense", "jit_merge", "transfer_of_two", "cast"),
-    ("flash_attn_bwd_dense", "transfer_of_two", "cast", "add"),
+    ("flash_attn_fwd_dense", "jit_merge", "transfer_of_two", "cast", "view"),
+    ("flash_attn_bwd_dense", "transfer_of_two", "cast", "add", "view", "empty"),
     ("flash_attn_varlen_fwd_varlen", "jit_merge", "transfer_of_two", "copy_slice"),
     ("flash_attn_varlen_bwd_varlen", "transfer_of_two", "add", "add_half", "copy_slice"),
     ("flash_attn_varlen_fwd_varlen", "async_all_gather", "copy_slice"),
@@ -84,6 +84,12 @@ def eager(x: dict[str, Tensor]) -> dict[str, Call]:
         "zeros": lambda: torch.zeros_like(x["q"], dtype=torch.float32),
         "copy_slice": lambda: wide[half:].copy_(wide[:half]),
     }
+
+
+def quiet(x: dict[str, Tensor]) -> dict[str, Call]:
+    """Calls that launch nothing: a view, and memory for a result."""
+    q = x["q"][None]
+    return {"view": lambda: q.chunk(2, dim=1)[1], "empty": lambda: torch.empty_like(q)}
 
 
 def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
@@ -270,8 +276,8 @@ def measure(node: Node, writer: Writer | None) -> None:
     x = {name: torch.randn(TOKENS, heads, DIM, device=node.device, dtype=dtype) for name, heads in sizes.items()}
     x["lse"] = torch.randn(HEADS, TOKENS, device=node.device)
     groups: dict[str, Callable[[], dict[str, Call]]] = {
-        "eager": lambda: eager(x), "autograd": lambda: autograd(x), "flash_attn": lambda: flash_attn(x),
-        "jit": lambda: jit(x),
+        "eager": lambda: eager(x), "quiet": lambda: quiet(x), "autograd": lambda: autograd(x),
+        "flash_attn": lambda: flash_attn(x), "jit": lambda: jit(x),
     }  # fmt: skip
     if node.size > 1:
         groups["communication"] = lambda: communication(x, node)

@@ -9,9 +9,11 @@ import pytest
 from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, workload
 
 from cpsim import predict
+from cpsim.calibrate.profile import load_profile
 from cpsim.cli import _runnable
 from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, IMPLEMENTATIONS, HeldRingCode
+from cpsim.models.collective import transfer_seconds
 from cpsim.scenario import scenario_from
 from cpsim.schedule import STREAMS, Kind
 from cpsim.strategies import STRATEGIES, plan
@@ -141,6 +143,33 @@ def test_rings_of_others_run_in_lockstep_on_one_communication_stream(pass_):
     for op in map(schedule.op, moves.tolist()):
         before = [schedule.op(d) for d in op.deps]
         assert {d.lanes[0][0] for d in before if d.lanes[0][1] == "compute"} == {rank for rank, _ in op.lanes}
+
+
+@pytest.mark.parametrize("code", [RING_FLASH_ATTN, TORCH], ids=("ring-flash-attn", "torch"))
+@pytest.mark.parametrize("pass_", ALL_PASSES)
+def test_keys_of_later_steps_wait_for_the_kernels_that_are_launched_with_them(code, pass_):
+    """Attention fills the GPUs of both ends before a transfer of default priority does."""
+    schedule = plan("zigzag_ring", workload("causal", (96,)), cluster(4), pass_, {}, code)
+    attends = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
+    keys = [op for op in map(schedule.op, range(len(schedule))) if op.kind == Kind.TRANSFER and is_of_keys(op)]
+    assert {op.step for op in keys} == {0, 1, 2}
+    for op in keys:
+        kernels_before = [schedule.op(d) for d in op.deps if schedule.kind[d] == attends]
+        waits = {d.lanes[0][0] for d in kernels_before if d.step == op.step}
+        assert waits == ({rank for rank, _ in op.lanes} if op.step else set())
+
+
+def is_of_keys(op):
+    """Whether a transfer carries keys, not gradients."""
+    return not op.accesses[0][2].startswith("d")
+
+
+def test_two_messages_of_a_batch_run_on_the_channels_of_one():
+    rings = load_profile("h200").collective
+    one, two = (float(transfer_seconds(rings, 2**28, 4, messages=number)) for number in (1, 2))
+    assert two == pytest.approx(2 * float(transfer_seconds(rings, 2**27, 4)), rel=0.05)
+    assert two > 1.5 * one
+    assert float(transfer_seconds(rings, 2**26, 4, messages=2)) == float(transfer_seconds(rings, 2**26, 4))
 
 
 @every_pass

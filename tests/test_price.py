@@ -247,7 +247,7 @@ def test_held_sms_are_those_of_every_launch_that_is_under_way():
     rng = np.random.default_rng(2)
     begin = np.cumsum(rng.uniform(0, 1, len(schedule)))
     end = begin + rng.uniform(0, 3, len(schedule))
-    messages = Messages.of(schedule, prices.cluster, unbatched=False)
+    messages = Messages.of(schedule, prices.cluster, unbatched=False, in_batch=1)
     number = dict(zip(messages.op.tolist(), channels(messages.nbytes, 4).tolist(), strict=True))
     ops = np.flatnonzero(schedule.kind == Kind.ATTENTION_BACKWARD)
     near = np.ones(len(messages.op), bool)

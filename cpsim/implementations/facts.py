@@ -101,6 +101,11 @@ class RingCode:
     """How somebody's ring differs from ours. All of them work in lockstep with the one stream of their process group:
     a transfer starts after the kernels that both ranks launched before it, and after their last transfer; kernels
     wait for it at the end of its step. Every partial result is summed in fp32 and cast at the end.
+
+    Their process groups have streams of default priority, where a transfer that finds attention on the GPU waits for
+    its last blocks. In the first step the host launches keys before the kernel; later both wait for the same kernels,
+    and attention comes first. A backward kernel begins with a small one, beside which gradients get their SMs; keys are
+    behind them on the same stream. So keys of all steps but the first travel after the kernel.
     """
 
     gathers: bool = False
@@ -295,6 +300,9 @@ class Implementation:
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
     pads: bool = False
     """See ``padded``."""
+    messages: int = 1
+    """Of every batch of a ring: keys and values, or their gradients, as one or as two, which NCCL sends one after the
+    other on the channels of one."""
     unbatched: bool = False
     """Messages are sent and received one by one, for which PyTorch makes a process group of every two ranks."""
 

@@ -76,6 +76,7 @@ RING_FLASH_ATTN: Final = Implementation(
         "reduce_scatter": ("sync_reduce_scatter",),
     },
     sweeps=EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
+    messages=2,  # RingComm.send_recv_kv
 )
 
 YUNCHANG: Final = Implementation(
@@ -98,4 +99,5 @@ YUNCHANG: Final = Implementation(
         "transfer": ("transfer_of_two",),
     },
     sweeps=EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
+    messages=2,  # RingComm.send_recv_kv
 )

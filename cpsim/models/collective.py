@@ -124,20 +124,23 @@ def channels(nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1) 
 
 
 def transfer_seconds(
-    params: CollectiveParams, nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1
+    params: CollectiveParams, nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1, messages: int = 1
 ) -> Floats:
-    """Seconds of one message over NVLink while every rank of its process group sends and receives one like it.
+    """Seconds of a batch of messages over NVLink while every rank of its process group sends and receives one like it.
 
     For numbers of channels that were not measured a channel takes as long as one of the nearest number.
 
     Args:
         params: measured curves.
-        nbytes, num_ranks, num_nodes: as ``ring_channels`` takes them.
+        nbytes: of the batch.
+        num_ranks, num_nodes: as ``ring_channels`` takes them.
+        messages: equal ones of the batch, one after the other on the channels of one.
 
     Returns:
         Seconds, in the common shape.
     """
-    size, count = np.broadcast_arrays(np.asarray(nbytes, np.float64), ring_channels(nbytes, num_ranks, num_nodes))
+    size = np.asarray(nbytes, np.float64)
+    size, count = np.broadcast_arrays(size, ring_channels(size / messages, num_ranks, num_nodes))
     seconds = np.empty(size.shape)
     for number in np.unique(count).tolist():
         nearest = min(params.rings, key=lambda known: (abs(np.log2(known / number)), -known))

@@ -44,8 +44,11 @@ class Messages:
     """Bytes, ranks of the process group and nodes that it spans; ``[K]`` each."""
 
     @classmethod
-    def of(cls, schedule: Schedule, cluster: Cluster, unbatched: bool) -> Messages:
-        """Those of a schedule; ``unbatched``: every two ranks have a process group of their own."""
+    def of(cls, schedule: Schedule, cluster: Cluster, unbatched: bool, in_batch: int) -> Messages:
+        """Those of a schedule; ``unbatched``: every two ranks have a process group of their own.
+
+        A transfer is sent as ``in_batch`` messages, one after the other.
+        """
         group, ranks = schedule.process_groups()
         op = np.flatnonzero(group >= 0)
         nbytes = schedule.nbytes[op]
@@ -62,8 +65,9 @@ class Messages:
         codes = np.unique(code)
         size, which = np.divmod(codes, max(1, sizes.shape[1]))
         kinds = size.astype(np.float64), sizes[0, which], sizes[1, which]
+        blocks = channels(kinds[0] / in_batch, *kinds[1:])
         alike = np.searchsorted(codes, code)
-        return cls(op, nbytes.astype(np.float64), channels(*kinds)[alike], alike, kinds)
+        return cls(op, nbytes.astype(np.float64), blocks[alike], alike, kinds)
 
 
 def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) -> tuple[Int8, list[str]]:

@@ -124,6 +124,8 @@ class Pricing:
     """All ops of a rank are one CUDA graph, launched at once."""
     unbatched: bool = False
     """Every two ranks that send to each other have a process group of their own."""
+    messages: int = 1
+    """That a transfer is sent as, one after the other."""
     alike: float = 1.0
     """GPUs that each one stands for, which do the same at the same time: the slowest is one of all of them."""
 
@@ -158,7 +160,7 @@ class Pricing:
                 group[ops] = GROUPS.index("matrix products")
         self._check_launches(kinds, pass_, notes)
         links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
-        messages = Messages.of(schedule, self.cluster, self.unbatched)
+        messages = Messages.of(schedule, self.cluster, self.unbatched, self.messages)
         flows = [self._transfers(schedule, messages, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
         release = self._releases(schedule, kinds, pass_)
@@ -368,7 +370,8 @@ class Pricing:
         source = schedule.lane_rank[first].astype(np.int64)
         target = schedule.lane_rank[first + 1].astype(np.int64)
         far = links.crosses(source, target)
-        duration[ops[~far]] = transfer_seconds(self.profile.collective, *messages.kinds)[messages.alike[~far]]
+        seconds = transfer_seconds(self.profile.collective, *messages.kinds, self.messages)
+        duration[ops[~far]] = seconds[messages.alike[~far]]
         group[ops] = np.where(far, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
         fabric = self.cluster.fabric
         if fabric is not None and far.any():

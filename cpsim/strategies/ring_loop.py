@@ -84,9 +84,10 @@ class Ring(RingTensors):
         total = code.accumulator(out, "out", x.lse_bytes)
         entered = code.enter("fwd", self.ready)
         tails = self.pack_tails([q], x.q_bytes, entered)
-        joins, sends = code.joins(), self.sends()
+        joins, (ahead, behind) = code.joins(), self.sends()
         packs, unpacks, attends, merges = Slot(x.packs), code.unpacked(), Slot(x.active), code.merges()
-        self.order(joins, sends, [packs], unpacks, [attends], merges)
+        self.order(joins, ahead, [packs], unpacks, [attends], behind, merges)
+        sends = joined(ahead, behind)
         emit_sweeps(b, [*joins, *unpacks])
         launched = code.launched(entered, [*joins, attends, *merges], sends[0]) if sends else []
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
@@ -121,11 +122,12 @@ class Ring(RingTensors):
         total = code.accumulator(dq, "dq", 0)
         entered = code.enter("bwd", self.ready)
         tails = self.pack_tails(given, 3 * x.q_bytes + x.lse_bytes, entered)
-        joins, sends, packs, attends = code.joins(), self.sends(), Slot(x.packs), Slot(x.active)
+        joins, (ahead, behind), packs, attends = code.joins(), self.sends(), Slot(x.packs), Slot(x.active)
         unpacks, g, returns = code.unpacked(), code.gradients(wire), Slot(x.mask(x.number[:, 0]) & wire)
         last = [g.dkv, g.joins, [returns]]
         after = [*last, g.dq] if code.queries_last else [g.dq, *last]
-        self.order(joins, sends, [packs], unpacks, g.reads, [attends], *after)
+        self.order(joins, ahead, [packs], unpacks, g.reads, [attends], behind, *after)
+        sends = joined(ahead, behind)
         emit_sweeps(b, [*joins, *unpacks, *g.reads, *g.joins])
         kernels = [*joins, *g.reads, attends, *g.dq, *g.dkv, *g.joins]
         launched = code.launched(entered, kernels, sends[0]) if sends else []
@@ -196,12 +198,15 @@ class Ring(RingTensors):
         packed = self.x.tails[s, r] & self.x.scattered[r]
         return (buffer if tails is None else np.where(packed, tails[r], buffer)), block
 
-    def sends(self) -> list[Slot]:
-        """Ops that move keys and values: transfers of every track, or one all-gather."""
+    def sends(self) -> tuple[list[Slot], list[Slot]]:
+        """Ops that move keys and values, transfers of every track or one all-gather: those that run beside the kernel
+        of their step, and those that come after it.
+        """
         x = self.x
         if self.code.gathers:
-            return [Slot(x.moves & (x.number == 0) & (self.ranks == 0))]
-        return [Slot(x.mask(track.leaves)) for track in x.tracks]
+            return [Slot(x.moves & (x.number == 0) & (self.ranks == 0))], []
+        leaves, late = [x.mask(track.leaves) for track in x.tracks], (x.number > 0) & self.code.lockstep
+        return [Slot(here & ~late) for here in leaves], [Slot(here & late) for here in leaves]
 
     def order(self, *groups: list[Slot]) -> None:
         """Put slots in the order in which every step runs through them."""
@@ -394,6 +399,12 @@ class Ring(RingTensors):
             reads=[(travel[s % 2, r], block)], writes=[(travel[(s + 1) % 2, target], block)],
         )  # fmt: skip
         return np.asarray(travel[places % 2]), [sends[-1, back[-1]], sends[-1]]
+
+
+def joined(some: list[Slot], others: list[Slot]) -> list[Slot]:
+    """Slots of the same ops in other steps as one, once they are in order."""
+    pairs = zip(some, others, strict=True) if others else ((slot, slot) for slot in some)
+    return [Slot(a.where | b.where, at=np.maximum(a.at, b.at)) for a, b in pairs]
 
 
 def delayed(ops: Ints) -> Ints:

@@ -142,7 +142,7 @@ class Attention:
         pricing = Pricing(
             cluster=self.cluster, profile=self.profile, kernel=self.kernel, head_dim=self.model.head_dim,
             dtype=workload.dtype, protocol="streamed", launches=self.code.launches, sweeps=self.code.sweeps,
-            captured=self.code.captured, unbatched=self.code.unbatched,
+            captured=self.code.captured, unbatched=self.code.unbatched, messages=self.code.messages,
         )  # fmt: skip
         tensors = Tensors(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
         own = tensors.qkv + tensors.out + tensors.lse

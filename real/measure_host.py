@@ -9,31 +9,38 @@ memory-bound kernels (`op: elementwise`). How long a call takes depends on what 
 calls that one code makes in a step are timed in turns, `in steps`, `ROUNDS` times over after a barrier, as in a ring
 of so many ranks; the rest once after a barrier, `in turns` among all kinds. Those on the thread of a backward pass have
 points of their own, `... in bwd`.
-`autograd entry` is what an iteration that starts cold pays once: from the call until the first line of a Function.
+What an iteration that starts cold pays once are its edges: `begin`, from the call of a package until its code first
+communicates or calls its ring, and `end`, from its ring until the call has returned; `autograd entry` and `exit` are
+those of a Function that does nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from cpsim.calibrate.measurement import Writer
+from cpsim.errors import CpsimError
+from cpsim.scenario import scenario_from
 from real import attention
+from real.implementations import make as make_runner
 from real.measure_kernels import Bench
 from real.node import Node
-from real.timing import provenance
+from real.timing import hold, provenance
 
 Call = Callable[[], object]
 TOKENS = 512 if torch.cuda.is_available() else 8
@@ -41,6 +48,9 @@ TOKENS = 512 if torch.cuda.is_available() else 8
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ENTRIES = ("_dense", "_varlen")
 ROUNDS = 4
+PASSES: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
+IDLE_S = 5e-3
+"""What the GPU takes for an iteration of some 8k tokens."""
 STEPS = (
     ("flash_attn_fwd_dense", "jit_merge", "transfer_of_two", "cast", "view"),
     ("flash_attn_bwd_dense", "transfer_of_two", "cast", "add", "view", "empty"),
@@ -111,36 +121,145 @@ def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
     }  # fmt: skip
 
 
+def edges(node: Node, call: Call, first: list[float], last: list[float]) -> tuple[list[float], list[float]]:
+    """Seconds from a call until its code does something for the first time, and from the last time until it returns.
+
+    All ranks have been idle for `IDLE_S`, in which autograd's thread sleeps, as while a GPU works on an iteration.
+
+    Args:
+        node: this rank.
+        call: what is called.
+        first: filled by the call with the times at which its code began to do something.
+        last: the same with those at which it had done it.
+    """
+    before, after = [], []
+    for i in range(40):
+        hold(IDLE_S, node.device)
+        node.synchronize()
+        node.evict()
+        node.meet()
+        first.clear()
+        last.clear()
+        start = time.perf_counter()
+        call()
+        end = time.perf_counter()
+        if i >= 10:
+            before.append(first[0] - start)
+            after.append(end - last[-1])
+    return before, after
+
+
 def entries(x: dict[str, Tensor], node: Node) -> dict[str, list[float]]:
-    """Seconds until a Function's first line runs, forward and backward, when all ranks have been idle."""
-    begun: list[float] = []
+    """Edges of one Function, forward and backward, around what is inside of it."""
+    first, last, found = list[float](), list[float](), dict[str, list[float]]()
 
     class Marked(torch.autograd.Function):
         @staticmethod
         def forward(_ctx: Any, x: Tensor) -> Tensor:
-            begun.append(time.perf_counter())
-            return torch.empty_like(x)
+            first.append(time.perf_counter())
+            made = torch.empty_like(x)
+            last.append(time.perf_counter())
+            return made
 
         @staticmethod
         def backward(_ctx: Any, dout: Tensor) -> Tensor:
-            begun.append(time.perf_counter())
+            first.append(time.perf_counter())
+            last.append(time.perf_counter())
             return dout
 
-    leaf, dout, found = x["q"].detach().requires_grad_(), x["dout"], dict[str, list[float]]()
+    leaf, dout = x["q"].detach().requires_grad_(), x["dout"]
     out = Marked.apply(leaf)
-
-    def back() -> object:
-        return torch.autograd.grad(out, leaf, dout, retain_graph=True)
-
+    back = partial(torch.autograd.grad, out, leaf, dout, retain_graph=True)
     for pass_, call in (("fwd", lambda: Marked.apply(leaf)), ("bwd", back)):
-        for i in range(40):
-            node.evict()
-            node.meet()
-            start = time.perf_counter()
-            call()
-            if i >= 10:
-                found.setdefault(f"autograd entry {pass_}", []).append(begun[-1] - start)
+        found[f"autograd entry {pass_}"], found[f"autograd exit {pass_}"] = edges(node, call, first, last)
     return found
+
+
+PACKAGES = {
+    "ring-flash-attn {strategy}": [
+        ("ring-flash-attn", strategy, "fa2") for strategy in ("ring", "zigzag_ring", "striped_ring", "allgather")
+    ],
+    "yunchang": [("yunchang", "ulysses", "fa2")],
+    "torch {kernel}": [("torch", "zigzag_ring", "sdpa_flash"), ("torch", "zigzag_ring", "cudnn")],
+}
+"""Code whose edges are measured, by name: implementation, strategy and kernel."""
+
+
+def package_edges(node: Node) -> dict[str, list[float]]:
+    """Edges of other people's code.
+
+    Nothing is sent: communication is replaced by what returns at once.
+    """
+    found: dict[str, list[float]] = {}
+    for name, (implementation, strategy, kernel) in ((n, code) for n, codes in PACKAGES.items() for code in codes):
+        case = {
+            "implementation": implementation, "strategy": strategy, "kernel": kernel, "mask": "causal",
+            "gpus": node.size, "cluster": "h200-4", "tokens_per_gpu": TOKENS, "heads": HEADS, "kv_heads": KV_HEADS,
+        }  # fmt: skip
+        words = name.format(strategy=strategy, kernel=kernel)
+        try:
+            for pass_ in PASSES:
+                first, last = list[float](), list[float]()
+                runner = make_runner(scenario_from(case), pass_, node)
+                with silenced(implementation, first, last):
+                    runner.prepare()
+                    runner.launch()
+                    begin, end = edges(node, runner.launch, first, last)
+                found[f"{words} begin {pass_}"] = begin
+                if implementation == "torch":  # the rest of all others runs inside of a Function
+                    found[f"{words} end {pass_}"] = end
+        except (CpsimError, RuntimeError, NotImplementedError) as error:  # the same on all ranks
+            print(f"error in edges of {words}: {error}"[:300], flush=True)
+    return found
+
+
+@contextmanager
+def silenced(implementation: str, first: list[float], last: list[float]) -> Iterator[None]:
+    """Communication that returns at once, and notes when it was called."""
+
+    def noted(inside: Callable[..., object]) -> Callable[..., object]:
+        def instead(*args: object, **kwargs: object) -> object:
+            first.append(time.perf_counter())
+            result = inside(*args, **kwargs)
+            last.append(time.perf_counter())
+            return result
+
+        return instead
+
+    done = SimpleNamespace(wait=lambda: None)
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    with ExitStack() as stack:
+        change = lambda owner, name, new: stack.enter_context(patch.object(owner, name, new))  # noqa: E731
+        for name in names:
+            change(dist, name, noted(lambda *_args, **_kwargs: done))
+        if implementation == "torch":
+            import torch.distributed.tensor.experimental._context_parallel._attention as module
+
+            for name in ("_templated_ring_attention", "_templated_ring_attention_backward"):
+                change(module, name, noted(cache_of_one(getattr(module, name))))
+        elif implementation == "yunchang":
+            import yunchang.comm.all_to_all as module
+
+            change(module, "all_to_all_4D", noted(module.all_to_all_4D))
+        else:
+            from real.implementations.ring_flash import package
+
+            ring = package().utils.RingComm
+            change(ring, "send_recv_kv", noted(lambda _self, k, v, *_buffers: (k, v)))
+            change(ring, "wait", noted(lambda _self: None))
+        yield
+
+
+def cache_of_one(function: Callable[..., object]) -> Callable[..., object]:
+    """A function that returns what its first call has returned."""
+    made: list[object] = []
+
+    def kept(*args: object, **kwargs: object) -> object:
+        if not made:
+            made.append(function(*args, **kwargs))
+        return made[0]
+
+    return kept
 
 
 def flash_attn(x: dict[str, Tensor]) -> dict[str, Call]:
@@ -179,55 +298,6 @@ def jit(x: dict[str, Tensor]) -> dict[str, Call]:
     merge = package().utils.update_out_and_lse
     out, lse = merge(None, None, x["q"][None], x["lse"][None])
     return {"jit_merge": lambda: merge(out, lse, x["q"][None], x["lse"][None])}
-
-
-@cache
-def alone(node: Node) -> DeviceMesh:
-    """A mesh of this rank only."""
-    groups = [dist.new_group([rank]) for rank in range(node.size)]
-    return DeviceMesh.from_group(groups[node.rank], node.device.type)
-
-
-def context_parallel(x: dict[str, Tensor], node: Node, kernel: str) -> dict[str, Call]:
-    """PyTorch's scaled_dot_product_attention under context parallel, from the call to its ring and back.
-
-    The ring itself is replaced by one that returns what it has returned before.
-    """
-    import torch.distributed.tensor.experimental._context_parallel._attention as module
-
-    from real.implementations.torch_cp import attend
-
-    leaves = [x[name][None].detach().requires_grad_() for name in ("q", "k", "v")]
-    call = attend(kernel, True, alone(node))
-    ask = partial(torch.autograd.grad, inputs=leaves, grad_outputs=x["dout"][None], retain_graph=True)
-    made: dict[str, Any] = {}
-
-    def kept(name: str, ring: Callable[..., object]) -> Callable[..., object]:
-        def instead(*args: object, **kwargs: object) -> object:
-            if name not in made:
-                made[name] = ring(*args, **kwargs)
-            return made[name]
-
-        return instead
-
-    names = ["_templated_ring_attention", "_templated_ring_attention_backward"]
-    rings = [getattr(module, name) for name in names]
-
-    def stubbed(work: Call) -> None:
-        for name, ring in zip(names, rings, strict=True):
-            setattr(module, name, kept(name, ring))
-        try:
-            work()
-        finally:
-            for name, ring in zip(names, rings, strict=True):
-                setattr(module, name, ring)
-
-    out = call(*leaves)
-    stubbed(lambda: ask(out))
-    return {
-        f"context_parallel {kernel} fwd": lambda: stubbed(lambda: call(*leaves)),
-        f"context_parallel {kernel} bwd": lambda: stubbed(lambda: ask(out)),
-    }
 
 
 def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
@@ -282,8 +352,6 @@ def measure(node: Node, writer: Writer | None) -> None:
     if node.size > 1:
         groups["communication"] = lambda: communication(x, node)
         groups["seq_all_to_all"] = lambda: seq_all_to_all(x)
-    for kernel in ("sdpa_flash", "cudnn"):
-        groups[f"context_parallel {kernel}"] = lambda kernel=kernel: context_parallel(x, node, kernel)  # type: ignore[misc]
     calls: dict[tuple[str, str], Call] = {}
     for name, make in groups.items():
         try:
@@ -295,11 +363,11 @@ def measure(node: Node, writer: Writer | None) -> None:
             if writer:
                 writer.add("error", failed="host", kind=name, message=f"{type(error).__name__}: {error}"[:300])
                 print(f"error in {name}: {error}"[:300], flush=True)
-    for kind, times in entries(x, node).items():
+    for kind, times in (entries(x, node) | (package_edges(node) if node.size > 1 else {})).items():
         if writer:
             writer.add("host", times, kind=kind)
             print(f"{kind}: {median(times) * 1e6:.1f} us", flush=True)
-    inner = {key: call for key, call in calls.items() if not key[0].startswith(("autograd", "context_parallel"))}
+    inner = {key: call for key, call in calls.items() if not key[0].startswith("autograd")}
     for place, chosen, time_all in (
         ("in turns", calls, in_turns),
         ("in bwd", inner, in_backward),

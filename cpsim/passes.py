@@ -68,7 +68,8 @@ class Case:
             launches=self.code.launches,
             sweeps=self.code.sweeps,
             captured=self.code.captured,
-            unbatched=self.code.unbatched, messages=self.code.messages,
+            unbatched=self.code.unbatched,
+            messages=self.code.messages,
         )
 
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
 
-from cpsim.calibrate.measurement import Writer
+from cpsim.calibrate.measurement import ROUNDS, Writer
 from cpsim.errors import CpsimError
 from cpsim.scenario import scenario_from
 from real import attention
@@ -47,7 +47,6 @@ TOKENS = 512 if torch.cuda.is_available() else 8
 """Few enough for the queue never to fill."""
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ENTRIES = ("_dense", "_varlen")
-ROUNDS = 4
 PASSES: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
 IDLE_S = 5e-3
 """What the GPU takes for an iteration of some 8k tokens."""

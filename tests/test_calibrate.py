@@ -337,6 +337,22 @@ def test_interference_slows_both_sides_and_leaves_the_rest_alone():
         assert np.all(matrix[:, 9] == 1)
 
 
+def test_the_first_round_of_a_step_counts_apart_and_edges_of_one_code_count_alike():
+    steps = [3e-5, 1e-5, 1e-5, 1e-5] * 5
+    point = {"op": "host", "kind": "add in bwd", "which": "", "place": "in steps in bwd", "samples_s": steps}
+    edges = [{"op": "host", "kind": f"code {way} begin fwd", "samples_s": [s]} for way, s in (("a", 2e-4), ("b", 4e-4))]
+    launch = fit._host([point, *edges], 1e-6, None).launch_s
+    assert launch == pytest.approx({"add in bwd": 1e-5, "add in bwd first": 3e-5, "code begin fwd": 3e-4})
+
+
+def test_first_calls_on_the_thread_of_a_backward_pass_take_longer():
+    launch = load_profile("h200").host.launch_s
+    ratios = [launch[f"{kind} first"] / launch[kind] for kind in launch if f"{kind} first" in launch]
+    fwd = [launch[f"{kind} first"] / launch[kind] for kind in launch if f"{kind} first" in launch and "bwd" not in kind]
+    assert min(ratios) > 1
+    assert max(fwd) < 1.3 < max(ratios) < 3
+
+
 def test_every_kind_of_op_has_a_launch_time():
     from cpsim.schedule import Kind
 

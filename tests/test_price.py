@@ -8,6 +8,7 @@ import pytest
 from cpsim.calibrate.profile import load_profile
 from cpsim.cluster import load_cluster
 from cpsim.errors import InfeasibleError, ProfileError
+from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN
 from cpsim.models.calls import attention_op_seconds
 from cpsim.models.collective import channels, collective_seconds, transfer_seconds
 from cpsim.models.holds import held_sms
@@ -201,6 +202,34 @@ def test_the_first_call_into_other_peoples_code_delays_all_of_it():
     _, after = priced("ring", launches=launches)
     entry = load_profile("h200").host.launch_s["autograd fwd"]
     np.testing.assert_allclose(after.work.release_s, before.work.release_s + entry)
+
+
+def launched(pass_="fwd", host=None, **launches):
+    """When ops of a ring in ring-flash-attn's code are launched, and its schedule."""
+    profile = load_profile("h200")
+    prices = pricing(2, profile=dataclasses.replace(profile, host=dataclasses.replace(profile.host, **host or {})))
+    prices = dataclasses.replace(prices, launches={k: (name,) for k, name in launches.items()})
+    schedule = plan("ring", workload(2), prices.cluster, pass_, {}, RING_FLASH_ATTN)
+    return schedule, prices.price(schedule).work.release_s
+
+
+def test_code_communicates_no_earlier_than_where_its_first_message_was_measured_and_later_if_more_runs_before():
+    for begin, entry in ((1e-3, 1e-4), (1e-5, 1e-4)):
+        host = {"launch_s": {"copy": 1e-5, "begin": begin, "entry": entry}, "event_s": 0.0}
+        schedule, release = launched(host=host, begin="begin", entry="entry")
+        first = np.flatnonzero(schedule.kind == Kind.TRANSFER)[0]
+        assert first > 0, "the call into the code comes before"
+        assert release[first] == pytest.approx(max(begin, entry + 1e-5) + 0.5e-5), "one of two halves of a batch"
+
+
+def test_the_first_call_of_a_kind_costs_what_the_first_round_cost_and_an_iteration_lasts_until_the_host_returns():
+    shared = {"copy": 1e-5, "sum in bwd": 2e-5}
+    _, before = launched("bwd", host={"launch_s": shared}, accumulate="sum", exit="exit")
+    _, again = launched("bwd", host={"launch_s": shared | {"sum in bwd first": 5e-5}}, accumulate="sum", exit="exit")
+    assert set(np.round((again - before) * 1e6)) == {0, 30}
+    _, returned = launched("bwd", host={"launch_s": shared | {"exit": 7e-5}}, accumulate="sum", exit="exit")
+    assert np.count_nonzero(np.round((returned - before) * 1e6) == 70) in (1, 2)
+    assert np.argmax(returned) == np.argmax(before)
 
 
 def test_ops_of_a_captured_program_that_follow_another_stream_take_longer():

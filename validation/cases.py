@@ -1,18 +1,19 @@
 """Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two),
 documents.jsonl (many short documents on two), drawn.jsonl and drawn-2.jsonl (problems drawn at random, on two; those of
-the second are mostly for other people's code and for planners) and the folder eight (one run on eight H200 of one host,
-also as 2 x 4 and 4 x 2 nodes).
+the second are mostly for other people's code and for planners), small-others.jsonl (few tokens in other people's code,
+on two) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3, 5 and 5 minutes:
+What it takes to run them, about 8, 1, 3, 5, 5 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
     cpsim run validation/documents.jsonl --seconds 0.1 --out validation/runs/h200-documents.jsonl
     cpsim run validation/drawn.jsonl --seconds 0.1 --out validation/runs/h200-drawn.jsonl
     cpsim run validation/drawn-2.jsonl --seconds 0.1 --out validation/runs/h200-drawn-2.jsonl
+    cpsim run validation/small-others.jsonl --seconds 0.1 --out validation/runs/h200-small-others.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 
@@ -216,6 +217,18 @@ def theirs_by_lot() -> Iterator[Case]:
         yield from each(asked(mask, "fa2", protocol="streamed"), (ULYSSES, ZIGZAG, GATHER_DOCUMENT))
 
 
+def small_others() -> Iterator[Case]:
+    """Few tokens on two GPUs, where the host decides: everybody else's code in all of its ways, with its own knobs."""
+    theirs = {"ring-flash-attn": ("zigzag_ring", "ring", "striped_ring", "allgather"), "yunchang": ("ulysses",)}
+    for tokens, heads in ((2, "32:8"), (4, "32:8"), (1, "32:8"), (8, "32:32"), (8, "32:8")):
+        asked = problem(2, tokens * K, heads=heads, kernel="fa2")
+        for implementation, names in theirs.items():
+            yield from each(asked, [{"strategy": name, "knobs": {}} for name in names], implementation)
+        if heads == "32:8":
+            ways = [{"strategy": name, "knobs": {}} for name in ("zigzag_ring", "allgather")]
+            yield from each(asked | {"kernel": "sdpa_flash"}, ways, "torch")
+
+
 def lots(rng: np.random.Generator, total: int) -> list[int]:
     """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole."""
     median, sigma, found = float(np.exp(rng.uniform(6, 9))), float(rng.uniform(0.3, 1.5)), list[int]()
@@ -347,6 +360,7 @@ def files() -> dict[Path, str]:
         FOLDER / "documents.jsonl": text(documents()),
         FOLDER / "drawn.jsonl": text(by_lot()),
         FOLDER / "drawn-2.jsonl": text(theirs_by_lot()),
+        FOLDER / "small-others.jsonl": text(small_others()),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
     for num_nodes in (2, 4):

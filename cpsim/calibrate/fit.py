@@ -24,7 +24,7 @@ from scipy.optimize import least_squares, lsq_linear
 
 from cpsim.block_masks import BANDS, CELLS
 from cpsim.calibrate.fit_layers import fit_layers, latency_and_bandwidth
-from cpsim.calibrate.measurement import Measurements, Point
+from cpsim.calibrate.measurement import ROUNDS, Measurements, Point
 from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import (
     MEMORY_BOUND_OPS,
@@ -91,6 +91,7 @@ def fit_profile(
     rest = [m for m in measurements if m not in kernels and m not in networks]
     further = [m for m in kernels if m not in networks and not all(map(_is_common, m.of("attention")))]
     further += [m for m in measurements if m.of("gemm")]
+    further += [m for m in rest if len(m.of("host")) == len(m.points)]
     rest = [m for m in rest if m not in further]
     sources = [m for m in [*kernels, *(m for m in networks if m not in kernels), *rest] if m not in further]
     sources += further  # last, so that the folds of the others stay as they were without
@@ -219,12 +220,10 @@ def _on_mean_host(m: Measurements, stepped: Container[str], speed: float) -> Ite
         speed: how long this machine's host takes over the mean of all.
     """
     for p in m.points:
-        if p["op"] == "host" and "place" in p:
-            if p["place"] == "in a row" or (p["kind"] in stepped and not _in_steps(p)):
+        if p["op"] == "host":
+            if p.get("place") == "in a row" or (p["kind"] in stepped and not _in_steps(p)):
                 continue
             p = p | {"samples_s": [s / speed for s in p["samples_s"]]}
-        elif p["op"] == "host" and p["kind"] in stepped:
-            continue
         yield p
 
 
@@ -517,7 +516,8 @@ def _elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elementwi
 
 
 def _host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None) -> HostParams:
-    """Median launch times; an attention kernel's entry points count alike.
+    """Median launch times: an attention kernel's entry points count alike, and edges of one code with all its
+    strategies and kernels; of calls of a step the first round counts apart.
 
     A graph of one tiny copy takes the graph's launch and what the copy takes in a long chain of them; between two
     events it takes `tiny_copy_s`. A chain that goes to and from a second stream takes more.
@@ -532,7 +532,14 @@ def _host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None)
             kind = f"{kernel} {pass_}"
         elif kind == "transfer_pair":
             kind = "transfer"
-        samples.setdefault(kind, []).append(float(np.median(point["samples_s"])))
+        elif " begin " in kind or " end " in kind:  # such as torch sdpa_flash begin fwd
+            code, *_, edge, pass_ = kind.split()
+            kind = f"{code} {edge} {pass_}"
+        times = point["samples_s"]
+        if _in_steps(point):
+            samples.setdefault(f"{kind} first", []).append(float(np.median(times[::ROUNDS])))
+            times = [t for i, t in enumerate(times) if i % ROUNDS]
+        samples.setdefault(kind, []).append(float(np.median(times)))
     launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}

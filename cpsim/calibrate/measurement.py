@@ -13,7 +13,7 @@ of the processes until it was written) and the parameters of its op:
     layer_op      a memory-bound op of transformer layers: kind, variant, width (elements of a row), nbytes
     layer         forward and backward pass of one layer of one tensor-parallel rank: model, tp, q_lens, kernel,
                   recompute, variant, sizes: saved_bytes (kept between the passes) and peak_bytes, without weights
-    host          kind (wall seconds that the host spends on one launch)
+    host          kind (wall seconds that the host spends on one launch), and where others' calls were timed: place
     collective    kind, num_ranks, nbytes (S of nccl-tests)
     transfer      kind, num_ranks, nbytes (per message)
     fabric        between (emulated) nodes: kind, nbytes, num_nodes, gpus_per_node, and flows or num_ranks, num_groups
@@ -39,6 +39,8 @@ from typing import Any, TextIO
 from cpsim.errors import ProfileError
 
 SCHEMA = 1
+ROUNDS = 4
+"""Host calls `in steps` are timed so many times over; their samples are in the order of the rounds."""
 _HEADER_KEYS = ("gpu", "num_gpus", "torch", "date", "commit", "command")
 
 Point = dict[str, Any]

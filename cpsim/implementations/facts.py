@@ -290,8 +290,9 @@ class Implementation:
     """None: a timed backward pass is attention's alone."""
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `host` measurements that say what it costs the host, the best one first; other
-    kinds cost what ours do. ``barrier`` is a call into the code, ``entry`` what the first call costs besides, when the
-    host comes from waiting; ``{pass}`` and ``{kernel}`` are filled in."""
+    kinds cost what ours do. ``barrier`` is a call into the code. What an iteration costs besides, when the host comes
+    from waiting: ``entry`` until a Function runs, ``begin`` until the code first communicates, if that is later,
+    ``exit`` after its last launch. ``{pass}`` and ``{kernel}`` are filled in."""
     sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
     predicted_only: bool = False
@@ -363,6 +364,7 @@ EAGER_SWEEPS: Final = {
 }  # fmt: skip
 FLASH_ATTN: Final = EAGER | {
     "entry": ("autograd entry {pass}",),
+    "exit": ("autograd exit {pass}",),
     "barrier": ("autograd chain {pass}", "autograd {pass}"),
     "attention": ("flash_attn fwd",),
     "attention_backward": ("flash_attn bwd",),

@@ -70,6 +70,7 @@ RING_FLASH_ATTN: Final = Implementation(
     allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
     launches=FLASH_ATTN
     | {
+        "begin": ("ring-flash-attn begin {pass}",),
         "merge": ("jit_merge",),
         "transfer": ("transfer_of_two",),
         "all_gather": ("async_all_gather",),
@@ -94,6 +95,7 @@ YUNCHANG: Final = Implementation(
     ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
     launches=FLASH_ATTN
     | {
+        "begin": ("yunchang begin {pass}",),
         "all_to_all": ("seq_all_to_all", "sync_all_to_all"),
         "merge": ("jit_merge",),
         "transfer": ("transfer_of_two",),

@@ -61,7 +61,8 @@ TORCH: Final = Implementation(
     gathered=replace(_RING, gathers=True),
     launches=EAGER
     | {
-        "barrier": ("context_parallel {kernel} {pass}",),
+        "barrier": ("torch begin {pass}", "context_parallel {kernel} {pass}"),
+        "exit": ("torch end {pass}",),
         "transfer": ("functional_permute",),
         "all_gather": ("functional_all_gather",),
     },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
@@ -51,6 +52,8 @@ OF_ATTENTION: Final = (
     "collective between nodes", "host", "interference",
 )  # fmt: skip
 """Cost models of attention alone whose uncertainty is sampled together; no op belongs to the last two."""
+EDGES: Final = ("entry", "begin", "exit")
+"""What a call into other people's code costs the host beside its launches: see ``Implementation.launches``."""
 GROUPS: Final = (*OF_ATTENTION, "matrix products", "elementwise of layers")
 """All cost models."""
 
@@ -290,17 +293,17 @@ class Pricing:
                 return name
         return _MEMORY_NAMES[kind]
 
-    def _names(self, kind: str, pass_: str) -> list[str]:
-        """Names of host measurements for other people's launches of a kind."""
-        names = self.launches.get(kind, ())
-        filled = [name.replace("{pass}", pass_).replace("{kernel}", self.kernel) for name in names]
-        return [known for name in filled for known in (f"{name} in {pass_}", name)]
+    def _names(self, kind: str, pass_: str, first: bool = False) -> list[str]:
+        """Names of host measurements for other people's launches of a kind, or for the first of them."""
+        names = [n.replace("{pass}", pass_).replace("{kernel}", self.kernel) for n in self.launches.get(kind, ())]
+        ends = (f" in {pass_} first", f" in {pass_}", " first", "") if first else (f" in {pass_}", "")
+        return [name + end for name in names for end in ends]
 
     def _check_launches(self, kinds: Sequence[Kind], pass_: Pass, notes: dict[str, None]) -> None:
-        for kind in ("entry", *(kind.name.lower() for kind in kinds)):
+        for kind in (*EDGES, *(kind.name.lower() for kind in kinds)):
             names = self._names(kind, pass_)
             if names and self.profile.host.measured(names) is None:
-                instead = "left out" if kind == "entry" else "taken from another"
+                instead = "left out" if kind in EDGES else "taken from another"
                 notes[f"host: launch of {names[-1]} not measured, {instead}"] = None
 
     def _work(
@@ -476,19 +479,29 @@ class Pricing:
         return max(inside, between), near, far, between >= inside
 
     def _releases(self, schedule: Schedule, kinds: Sequence[Kind], pass_: Pass) -> Floats:
-        """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once."""
+        """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once.
+
+        An iteration lasts until the host has returned, as far as the last op of a rank shows it.
+        """
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
         if self.captured:
             return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
-        host, per_kind = self.profile.host, np.zeros(len(Kind))
-        for kind in kinds:
+        host, per_kind = self.profile.host, np.zeros((2, len(Kind)))
+        for (i, first), kind in product(enumerate((False, True)), kinds):
             name = kind.name.lower()
-            per_kind[kind] = host.seconds(name, self.kernel, self._names(name, pass_))
+            per_kind[i, kind] = host.seconds(name, self.kernel, self._names(name, pass_, first))
         # A batched send and receive is one call: half of it belongs to each of the two transfers.
-        per_kind[Kind.TRANSFER] /= 2
-        cost = per_kind[schedule.kind]
-        entry = host.measured(self._names("entry", pass_)) or 0.0
-        released = entry + _launches(schedule.lane_start, schedule.lane_rank, schedule.num_ranks, cost)
+        calls = np.array([2 if kind == Kind.TRANSFER else 1 for kind in Kind])
+        launched, begun = _launches(
+            schedule.lane_start, schedule.lane_rank, schedule.num_ranks, schedule.kind, per_kind / calls, calls,
+            is_one_of(np.arange(len(Kind), dtype=np.int8), COMMUNICATION_KINDS),
+        )  # fmt: skip
+        entry, begin, exit_ = (host.measured(self._names(edge, pass_)) or 0.0 for edge in EDGES)
+        launched += np.maximum(entry, begin - begun)[schedule.lane_rank]
+        last = np.zeros(schedule.num_ranks, np.int64)
+        last[schedule.lane_rank] = np.arange(len(launched))
+        launched[last] += exit_
+        released = np.maximum.reduceat(launched, schedule.lane_start[:-1])
         return np.asarray(np.maximum(released - lead, 0.0))
 
 
@@ -538,12 +551,17 @@ def _wait_for_links(duration, flow_start, flow_link, flow_bytes, capacity):  # t
 
 
 @njit(cache=True)
-def _launches(lane_start, lane_rank, num_ranks, cost):  # type: ignore[no-untyped-def]
-    clock = np.zeros(num_ranks)
-    released = np.zeros(len(cost))
-    for op in range(len(cost)):
-        for entry in range(lane_start[op], lane_start[op + 1]):
-            rank = lane_rank[entry]
-            clock[rank] += cost[op]
-            released[op] = max(released[op], clock[rank])
-    return released
+def _launches(lane_start, lane_rank, num_ranks, kind, cost, calls, talks):  # type: ignore[no-untyped-def]
+    """When every lane's op has been launched, ``[L]``, and when every rank first communicates; from its first op on."""
+    clock, begun = np.zeros(num_ranks), np.full(num_ranks, np.inf)
+    launched, done = np.zeros(len(lane_rank)), np.zeros((num_ranks, len(calls)), np.int64)
+    for op in range(len(kind)):
+        what = kind[op]
+        for lane in range(lane_start[op], lane_start[op + 1]):
+            rank = lane_rank[lane]
+            if talks[what]:
+                begun[rank] = min(begun[rank], clock[rank])
+            clock[rank] += cost[int(done[rank, what] < calls[what]), what]
+            done[rank, what] += 1
+            launched[lane] = clock[rank]
+    return launched, begun

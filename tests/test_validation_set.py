@@ -29,8 +29,8 @@ def test_files_are_what_the_generator_writes():
 @pytest.mark.parametrize(
     ("name", "num_cases"),
     [
-        ("cases.jsonl", 150), ("emulated.jsonl", 20), ("documents.jsonl", 44), ("drawn.jsonl", 58), ("drawn-2.jsonl", 50),
-        ("small-others.jsonl", 33),
+        ("cases.jsonl", 150), ("emulated.jsonl", 20), ("documents.jsonl", 44), ("drawn.jsonl", 58),
+        ("drawn-2.jsonl", 50), ("small-others.jsonl", 33),
     ],
 )
 def test_every_case_is_there_once(name, num_cases):

@@ -285,9 +285,11 @@ class Page:
         time.sleep(0.1)
 
     def choose(self, name, value):
+        from selenium.webdriver.support.wait import WebDriverWait
+
         self.find(f"#{name}").click()
         xpath = f"//*[contains(@class, 'dash-dropdown-option') and normalize-space()={value!r}]"
-        self.driver.find_element("xpath", xpath).click()
+        WebDriverWait(self.driver, 10, 0.01).until(lambda driver: driver.find_element("xpath", xpath)).click()
         self.said()
 
     def pick(self, name, label):

@@ -47,6 +47,7 @@ RUNS = {
     "h200-planned": "4 H200, `dcp`, `magi` and `hybrid_cp` among others",
     "h200-documents": "2 H200, many short documents, fa2 and sdpa_flash",
     "h200-drawn": "2 H200, drawn at random: fa2, sdpa_flash, cudnn, FlexAttention",
+    "h200-drawn-2": "2 H200, drawn at random, unseen while models were made",
     "h200-small-others": "2 H200, few tokens in other people's code",
     "h200-small-others-again": "2 other H200, the same",
     "h200-flex": "2 and 4 H200, FlexAttention, causal and sparse masks",

@@ -63,7 +63,7 @@ def test_a_calibrated_node_predicts_runs_and_validates(node):
     processes("-m", "cpsim", "run", cases, "--cpu", 2, "--seconds", 0.02, "--out", runs)
     compared = json.loads(cpsim("validate", runs, "--json"))
     assert len(compared["cases"]) == 2
-    assert all(0.02 < case["predicted_s"] / case["measured_s"] < 50 for case in compared["cases"])
+    assert all(0.1 < case["predicted_s"] / case["measured_s"] < 10 for case in compared["cases"])
 
 
 def test_an_interrupted_calibration_goes_on_with_the_points_that_are_missing(node):

@@ -2,9 +2,8 @@
 
     python validation/distca_layer.py
 
-32K to 256K tokens, documents of DistCA's two distributions and one document of half of
-the tokens; lengths are rounded to multiples of 16, so that ranks that gather from each other have equal shards. To run
-them on one machine:
+32K to 256K tokens, documents of DistCA's two distributions and one document of half of the tokens; lengths are rounded
+to multiples of 16, so that ranks that gather from each other have equal shards. To run them on one machine:
 
     torchrun --nproc-per-node 4 -m real.run validation/distca-layer-4.jsonl --seconds 0.3 --out runs.jsonl
 """
@@ -20,8 +19,7 @@ import numpy as np
 from cpsim.documents import draw_documents
 
 K = 1024
-TOKENS = {4: (32 * K, 64 * K, 128 * K, 256 * K), 2: (32 * K, 64 * K, 128 * K, 256 * K)}
-"""By GPUs."""
+TOKENS = (32 * K, 64 * K, 128 * K, 256 * K)
 STRATEGIES: tuple[dict[str, Any], ...] = ({"strategy": "distca"}, {"strategy": "per_sequence"}, {"strategy": "wlb"})
 TWO_GROUPS = {"strategy": "wlb", "knobs": {"cp": 2}}
 SINGLE_STREAM = {"strategy": "distca", "knobs": {"nano_batches": 1}}
@@ -45,7 +43,7 @@ def documents(tokens: int) -> dict[str, list[int]]:
 def text(gpus: int) -> str:
     """The file for so many GPUs."""
     lines = []
-    for tokens in TOKENS[gpus]:
+    for tokens in TOKENS:
         for name, lengths in documents(tokens).items():
             strategies = [*STRATEGIES, *([TWO_GROUPS] if gpus > 2 else [])]
             strategies += [SINGLE_STREAM] if name == "one of half" else []
@@ -58,5 +56,5 @@ def text(gpus: int) -> str:
 
 
 if __name__ == "__main__":
-    for gpus in TOKENS:
+    for gpus in (4, 2):
         Path(__file__).with_name(f"distca-layer-{gpus}.jsonl").write_text(text(gpus), encoding="utf-8")

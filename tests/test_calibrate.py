@@ -10,7 +10,7 @@ from refits import drift
 
 from cpsim.calibrate import fit, measurement, profile
 from cpsim.calibrate.profile import from_json, load_profile, shipped_profiles, to_json
-from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary
+from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary, usable
 from cpsim.calibrate.shipped import measurements
 from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, anatomy_at
@@ -133,11 +133,22 @@ def test_a_discrepancy_follows_what_is_left_over_and_is_zero_far_away():
 
 
 def test_a_memory_bound_kernel_is_never_held_out_whole():
-    points = [{"op": "elementwise", "kind": kind} for kind in ("seldom", *["often"] * 20)]
+    points = [{"op": "elementwise", "kind": "seldom", "nbytes": 1}]
+    points += [{"op": "elementwise", "kind": "often", "nbytes": nbytes} for nbytes in range(20)]
     first, *others = fit.folds(points)
     assert first == -1
     assert set(others) <= set(range(fit.FOLDS))
     assert len(set(others)) > 1
+
+
+def test_what_is_held_out_does_not_depend_on_the_order_of_points_nor_on_other_files():
+    points = [p for name in ("h200x4-network", "h200-layers") for p in measurement.load(DATA / f"{name}.jsonl").points]
+    points = [p for p in points if usable(p)]
+    np.testing.assert_array_equal(fit.folds(points[::-1])[::-1], fit.folds(points))
+    is_network = np.array([p["op"] in ("collective", "transfer") for p in points])
+    network = fit.folds([p for p, is_one in zip(points, is_network, strict=True) if is_one])
+    np.testing.assert_array_equal(network, fit.folds(points)[is_network])
+    assert min(np.bincount(network)) > len(network) / 2 / fit.FOLDS
 
 
 def test_ranks_of_one_file_are_gpus_whose_spread_counts():

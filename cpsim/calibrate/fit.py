@@ -52,7 +52,6 @@ from cpsim.models.interference import InterferenceParams
 Floats = NDArray[np.float64]
 Covariance = dict[str, Any]
 
-SEED = 20251121
 FOLDS = 5
 FEWEST = (10, 2)
 """Sizes that a network curve needs; the second where no number of ranks has the first."""
@@ -88,14 +87,7 @@ def fit_profile(
         raise ProfileError(f"a profile needs attention points of one GPU type, got {', '.join(gpus) or 'none'}")
     if not networks and stand_in is None:
         raise ProfileError("a profile needs collective points: add a file of real.measure_network, or give --base")
-    rest = [m for m in measurements if m not in kernels and m not in networks]
-    further = [m for m in kernels if m not in networks and not all(map(_is_common, m.of("attention")))]
-    further += [m for m in measurements if m.of("gemm")]
-    further += [m for m in rest if len(m.of("host")) == len(m.points)]
-    rest = [m for m in rest if m not in further]
-    sources = [m for m in [*kernels, *(m for m in networks if m not in kernels), *rest] if m not in further]
-    sources += further  # last, so that the folds of the others stay as they were without
-    everything = current(sources, gpus[0])
+    everything = current(measurements, gpus[0])
     points = _enough([p for p in everything if usable(p)], stand_in)
     fold = folds(points)
     counted = large_model if gpus[0] != "cpu" else model_of
@@ -112,7 +104,7 @@ def fit_profile(
             interference=_interference(everything),
             load=_load([p for p in everything if p["op"] == "power"]), sigma={},
             valid=_valid(points), covariance=covariance, held_out=(),
-            provenance=tuple(_source(m, gpus[0]) for m in sources),
+            provenance=tuple(_source(m, gpus[0]) for m in measurements),
             layers=fit_layers(chosen, num_sms, copies),
         )  # fmt: skip
 
@@ -242,11 +234,6 @@ def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:
     return {source: float(np.exp(log - np.mean(list(logs.values())))) for source, log in logs.items()}
 
 
-def _is_common(point: Point) -> bool:
-    """Whether an attention point is of the commonest head dimension, and of sequences."""
-    return "mask" not in point and bool(point["head_dim"] == 128)
-
-
 def _is_sweep(point: Point) -> bool:
     """Whether a point is of a kernel that real.measure_host times."""
     return point["op"] == "elementwise" and "which" in point
@@ -257,16 +244,11 @@ def _is_pause(point: Point) -> bool:
 
 
 def folds(points: Sequence[Point]) -> NDArray[np.int64]:
-    """Fold of each point, random; the same attention shape is in the same fold wherever it was measured.
+    """Fold of each point, by a hash of what was measured: the same in whatever files and order, and wherever it was.
 
     Points of a memory-bound kernel that would all be held out at once are in no fold (-1).
     """
-    fold = np.random.default_rng(SEED).integers(FOLDS, size=len(points))
-    for i, p in enumerate(points):
-        if p["op"] == "attention":
-            shape = [p[name] for name in ("q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen")]
-            shape += [p["mask"], p["options"]] if "mask" in p else []
-            fold[i] = zlib.crc32(json.dumps(shape).encode()) % FOLDS
+    fold = np.array([zlib.crc32(json.dumps(_subject(p)).encode()) % FOLDS for p in points], np.int64)
     kinds: dict[tuple[str, str], list[int]] = {}
     for i, p in enumerate(points):
         if p["op"] in MEMORY_BOUND_OPS and model_of(p):
@@ -275,6 +257,14 @@ def folds(points: Sequence[Point]) -> NDArray[np.int64]:
         if len(set(fold[mine].tolist())) == 1:
             fold[mine] = -1
     return fold
+
+
+def _subject(point: Point) -> list[Any]:
+    """What a point is about; attention of the same shape is the same for all kernels and passes."""
+    calls = ["q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen", "mask", "options"]
+    others = ["op", "kind", "which", "variant", "kernel", "num_ranks", "nbytes", "width", "m", "n", "k"]
+    names = calls if point["op"] == "attention" else others
+    return [point[name] for name in names if name in point]
 
 
 def large_model(point: Point) -> bool:
@@ -396,10 +386,15 @@ def _fit_kernel(
         )  # fmt: skip
         x, jacobian = fit.x, fit.jac
     physical = build(x)
-    predicted, features = predicted_calls(physical, points)
-    left_over = np.log(predicted / times)
-    fitted = replace(physical, discrepancy=fit_discrepancy(features, left_over))
+    left_over = np.log(predicted_attention(physical, points) / times)
+    fitted = _with_discrepancy(physical, points)
     return _with_head_dims(key, fitted, others), _covariance(names, jacobian, left_over)
+
+
+def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
+    """The same with a model of what it leaves over of these points."""
+    predicted, features = predicted_calls(params, points)
+    return replace(params, discrepancy=fit_discrepancy(features, np.log(predicted / measured(points))))
 
 
 def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
@@ -409,7 +404,8 @@ def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Seque
         scale = dim / params.head_dim
         start = {name: getattr(params, name) * scale for name in PER_PAIR}
         other = replace(params, anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE, **start)
-        fitted.append(_fit_few([p for p in points if p["head_dim"] == dim], other, names, HEAD_DIM_PRIOR)[0])
+        mine = [p for p in points if p["head_dim"] == dim]
+        fitted.append(_with_discrepancy(_fit_few(mine, other, names, HEAD_DIM_PRIOR)[0], mine))
     return replace(params, head_dims=tuple(fitted))
 
 

@@ -548,18 +548,25 @@ def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
+def split_tile(head_dim: float) -> int:
+    """Keys of a tile of flash-attn 2's split kernel (csrc/flash_attn/flash_api.cpp, set_params_splitkv)."""
+    return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
+
+
+@njit(cache=True)
 def _split(g, t, s, heads, splits, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
-    """Makespan of flash-attn 2's split kernel: tiles of 64 queries on 128 keys, a block for every row and split."""
-    rows, columns = (s.queries + 63) // 64, (s.keys + 127) // 128
+    """Makespan of flash-attn 2's split kernel: tiles of 64 queries, a block for every row and split."""
+    tile_k = split_tile(g.head_dim)
+    rows, columns = (s.queries + 63) // 64, (s.keys + tile_k - 1) // tile_k
     splits = min(splits, len(idle) // (rows * heads))
     per_split = (columns + splits - 1) // splits
-    tile = g.split_pair_s * 64 * 128 * g.alone_factor
+    tile = g.split_pair_s * 64 * tile_k * g.alone_factor
     n = 0
     for part in range(splits):
         for row in range(rows):
             seen = columns
             if s.masked:
-                seen = min(columns, ((row + 1) * 64 + s.keys - s.queries + 127) // 128)
+                seen = min(columns, ((row + 1) * 64 + s.keys - s.queries + tile_k - 1) // tile_k)
             tiles = max(0, min(seen, (part + 1) * per_split) - part * per_split)
             idle[n], work[n] = t.idle if tiles else g.block_decode_s, tile * tiles
             n += 1
@@ -642,7 +649,8 @@ def _call(  # type: ignore[no-untyped-def]
         empty = heads * max(0, (length + s.num * (per_row - 1)) // per_row - s.rows)
     splits, extra, num_blocks = 1, 0.0, s.rows * heads
     if g.splits_keys and not varlen:
-        splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + 127) // 128)
+        tile_k = split_tile(g.head_dim)
+        splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + tile_k - 1) // tile_k)
     if splits > 1:
         makespan = _split(g, t, s, heads, splits, held, hold_s, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim

@@ -59,11 +59,11 @@ STEPS = (
     ("flash_attn_varlen_bwd_varlen", "async_all_gather", "sync_reduce_scatter", "zeros", "copy_slice"),
     ("seq_all_to_all", "flash_attn_fwd_dense", "contiguous"),
     ("seq_all_to_all", "flash_attn_bwd_dense", "contiguous"),
-    ("functional_permute", "aten_sdpa_flash_fwd_dense", "torch_eager fwd of 9", "cat"),
-    ("functional_permute", "aten_sdpa_flash_bwd_dense", "torch_eager bwd of 5", "contiguous"),
-    ("functional_permute", "aten_cudnn_fwd_dense", "torch_eager fwd of 9", "cat"),
-    ("functional_permute", "aten_cudnn_bwd_dense", "torch_eager bwd of 5", "contiguous"),
-    ("functional_all_gather", "aten_sdpa_flash_fwd_dense", "torch_eager fwd of 9", "cat", "zeros"),
+    ("permute_tensor", "aten_sdpa_flash_fwd_dense", "torch_eager fwd of 9", "cat"),
+    ("permute_tensor", "aten_sdpa_flash_bwd_dense", "torch_eager bwd of 5", "contiguous"),
+    ("permute_tensor", "aten_cudnn_fwd_dense", "torch_eager fwd of 9", "cat"),
+    ("permute_tensor", "aten_cudnn_bwd_dense", "torch_eager bwd of 5", "contiguous"),
+    ("all_gather_tensor", "aten_sdpa_flash_fwd_dense", "torch_eager fwd of 9", "cat", "zeros"),
 )
 """What ring-flash-attn's rings and all-gathers, yunchang and PyTorch call in a step, forward and backward."""
 
@@ -326,8 +326,8 @@ def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
         "async_all_gather": gather,
         "sync_all_to_all": lambda: dist.all_to_all_single(heads, x["q"]),
         "sync_reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty_like(k), into[0]),
-        "functional_permute": lambda: permute(both, order, dist.group.WORLD).wait(),  # as its rotaters wait
-        "functional_all_gather": lambda: functional_collectives.all_gather_tensor(both, 0, dist.group.WORLD).wait(),
+        "permute_tensor": lambda: permute(both, order, dist.group.WORLD).wait(),  # as its rotaters wait
+        "all_gather_tensor": lambda: functional_collectives.all_gather_tensor(both, 0, dist.group.WORLD).wait(),
     }
 
 

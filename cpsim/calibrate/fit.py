@@ -54,6 +54,8 @@ Covariance = dict[str, Any]
 
 SEED = 20251121
 FOLDS = 5
+DISTURBED = 2.0
+"""See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
 FEWEST = (10, 2)
 """Sizes that a network curve needs; the second where no number of ranks has the first."""
 FEWEST_CALLS = 6
@@ -191,12 +193,12 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     swept = [m.header["date"] for m in measurements if any(_is_sweep(p) for p in m.points)]
     stepped = {p["kind"] for m in measurements for p in m.of("host") if _in_steps(p)}
-    speeds = host_speeds(measurements)
+    paces = host_paces(measurements)
     mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
     points = [
         p
         for m in measurements
-        for p in _on_mean_host(m, stepped, speeds.get(m.source, 1.0))
+        for p in _on_mean_host(m, stepped, paces[m.source])
         if not (p["op"] in ("gemm", "layer_op") and m.header["gpu"] != gpu)
         and not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
@@ -208,7 +210,7 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
 
 
-def _on_mean_host(m: Measurements, stepped: Container[str], speed: float) -> Iterator[Point]:
+def _on_mean_host(m: Measurements, stepped: Container[str], paces: Sequence[float]) -> Iterator[Point]:
     """The points of a file, host calls of others as the mean of all machines would make them.
 
     They count as they were timed among those of a step, on whatever machines they were; where nobody did so, as they
@@ -217,18 +219,56 @@ def _on_mean_host(m: Measurements, stepped: Container[str], speed: float) -> Ite
     Args:
         m: the file.
         stepped: calls that some file timed among those of a step.
-        speed: how long this machine's host takes over the mean of all.
+        paces: see `host_paces`.
     """
-    for p in m.points:
+    for p, pace in zip(m.points, paces, strict=True):
         if p["op"] == "host":
             if p.get("place") == "in a row" or (p["kind"] in stepped and not _in_steps(p)):
                 continue
-            p = p | {"samples_s": [s / speed for s in p["samples_s"]]}
+            p = p | {"samples_s": [s / pace for s in p["samples_s"]]}
         yield p
 
 
 def _in_steps(point: Point) -> bool:
     return str(point.get("place", "")).startswith("in steps")
+
+
+def host_paces(measurements: Sequence[Measurements]) -> dict[str, list[float]]:
+    """How long the host took over the mean of all hosts when it made every point of each file.
+
+    That is the machine's speed. A host that does something else may take several times as long for a while: a step
+    whose eager ops took more than `DISTURBED` times what they usually take in steps counts by these.
+    """
+    speeds, steps = host_speeds(measurements), {m.source: _steps(m) for m in measurements}
+    eager: dict[tuple[str, str], list[float]] = {}
+    for source, of_point in steps.items():
+        for op, seconds in (pair for step in of_point for pair in step.items()):
+            eager.setdefault(op, []).append(seconds / speeds.get(source, 1.0))
+    usual = {op: float(np.median(seconds)) for op, seconds in eager.items()}
+
+    def pace(step: Mapping[tuple[str, str], float], speed: float) -> float:
+        if not step:
+            return speed
+        found = float(np.exp(np.mean([np.log(seconds / usual[op]) for op, seconds in step.items()])))
+        return found if found > DISTURBED * speed else speed
+
+    return {
+        source: [pace(step, speeds.get(source, 1.0)) for step in of_point] for source, of_point in steps.items()
+    }
+
+
+def _steps(m: Measurements) -> list[dict[tuple[str, str], float]]:
+    """For every point, what the eager ops of its step took, which come first in each; empty for points of none."""
+    found, last, step = list[dict[tuple[str, str], float]](), False, dict[tuple[str, str], float]()
+    for p in m.points:
+        in_step = p["op"] == "host" and _in_steps(p)
+        is_eager = in_step and str(p["kind"]).startswith("eager")
+        if is_eager:
+            step = step if last else {}
+            step[p["kind"], p["which"]] = float(np.median(p["samples_s"]))
+        last = is_eager
+        found.append(step if in_step else {})
+    return found
 
 
 def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:

@@ -329,10 +329,10 @@ _START = {
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
     "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 1e-10, "banded_pair_s": 2e-9,
-    "query_pair_s": 2e-10, "older_share": 0.57,
+    "banded_factor": 1.2, "query_pair_s": 2e-10, "older_share": 0.57,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
-           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 1.5)}  # fmt: skip
+           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 1.5), "banded_factor": (1.0, 2.5)}  # fmt: skip
 
 
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
@@ -355,7 +355,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if kernel not in ("cudnn", "sdpa_math") and not lists else set()
     unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
-    unused |= {"celled_pair_s", "banded_pair_s"} if kernel != "flex" else set()
+    unused |= {"celled_pair_s", "banded_pair_s", "banded_factor"} if kernel != "flex" else set()
     unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
     unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
     if ANATOMY[kernel, pass_].gathers_keys:  # neither causal nor dense
@@ -415,9 +415,9 @@ def _fit_kernel(
     points = [p for p in points if p["head_dim"] == head_dim]
     names, start = _free(*key)
     rules = {_rule_of(p) for p in points}
-    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS)):
+    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS), ("banded_factor", BANDS)):
         if rule not in rules:
-            names, start = tuple(n for n in names if n != name), start | {name: 0.0}
+            names, start = tuple(n for n in names if n != name), start | {name: float(name == "banded_factor")}
     times = measured(points)
 
     def build(x: Floats) -> AttentionParams:

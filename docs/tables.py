@@ -50,6 +50,7 @@ RUNS = {
     "h200-drawn-2": "2 H200, drawn at random, unseen while models were made",
     "h200-small-others": "2 H200, few tokens in other people's code",
     "h200-small-others-again": "2 other H200, the same",
+    "h200-small-others-2": "2 more H200, the same",
     "h200-flex": "2 and 4 H200, FlexAttention, causal and sparse masks",
     "h200-emulated": "2 emulated nodes of 2 H200",
     "h200-emulated-planned": "2 emulated nodes of 2 H200, another machine",

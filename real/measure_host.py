@@ -59,8 +59,11 @@ STEPS = (
     ("flash_attn_varlen_bwd_varlen", "async_all_gather", "sync_reduce_scatter", "zeros", "copy_slice"),
     ("seq_all_to_all", "flash_attn_fwd_dense", "contiguous"),
     ("seq_all_to_all", "flash_attn_bwd_dense", "contiguous"),
-    ("functional_permute", "cast", "add", "copy_slice", "cat", "contiguous"),
-    ("functional_all_gather", "cast", "add", "copy_slice", "cat", "contiguous", "zeros"),
+    ("permute_tensor", "aten_sdpa_flash_fwd_dense", "torch_eager fwd of 9", "cat"),
+    ("permute_tensor", "aten_sdpa_flash_bwd_dense", "torch_eager bwd of 5", "contiguous"),
+    ("permute_tensor", "aten_cudnn_fwd_dense", "torch_eager fwd of 9", "cat"),
+    ("permute_tensor", "aten_cudnn_bwd_dense", "torch_eager bwd of 5", "contiguous"),
+    ("all_gather_tensor", "aten_sdpa_flash_fwd_dense", "torch_eager fwd of 9", "cat", "zeros"),
 )
 """What ring-flash-attn's rings and all-gathers, yunchang and PyTorch call in a step, forward and backward."""
 
@@ -116,7 +119,7 @@ def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
     once, often = _Pass.apply(*leaves, *settings), chain()
     return {
         "autograd fwd": lambda: _Pass.apply(*leaves, *settings), "autograd bwd": lambda: ask(once),
-        "autograd chain of 4 fwd": chain, "autograd chain of 4 bwd": lambda: ask(often),
+        "autograd chain fwd of 4": chain, "autograd chain bwd of 4": lambda: ask(often),
     }  # fmt: skip
 
 
@@ -207,7 +210,7 @@ def package_edges(node: Node) -> dict[str, list[float]]:
                 found[f"{words} begin {pass_}"] = begin
                 if implementation == "torch":  # the rest of all others runs inside of a Function
                     found[f"{words} end {pass_}"] = end
-        except (CpsimError, RuntimeError, NotImplementedError) as error:  # the same on all ranks
+        except (CpsimError, RuntimeError, AssertionError) as error:  # the same on all ranks
             print(f"error in edges of {words}: {error}"[:300], flush=True)
     return found
 
@@ -323,11 +326,59 @@ def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
         "async_all_gather": gather,
         "sync_all_to_all": lambda: dist.all_to_all_single(heads, x["q"]),
         "sync_reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty_like(k), into[0]),
-        "functional_permute": lambda: functional_collectives.wait_tensor(permute(both, order, dist.group.WORLD)),
-        "functional_all_gather": lambda: functional_collectives.wait_tensor(
-            functional_collectives.all_gather_tensor(both, 0, dist.group.WORLD)
-        ),
+        "permute_tensor": lambda: permute(both, order, dist.group.WORLD).wait(),  # as its rotaters wait
+        "all_gather_tensor": lambda: functional_collectives.all_gather_tensor(both, 0, dist.group.WORLD).wait(),
     }
+
+
+def torch_ring(x: dict[str, Tensor]) -> dict[str, Call]:
+    """What PyTorch's rings do with the results of a step, views included: so many kernels in a row."""
+    import torch.distributed.tensor.experimental._context_parallel._attention as module
+
+    q, k, lse = heads_first(x["q"]), heads_first(x["k"]), x["lse"][None]
+    merger = module._SDPAMerger(True, seq_dim=2)
+    merger.step(q, lse, False)
+    dq, dk, dv = (t.to(torch.float32) for t in (q, k, k))
+    half = q.chunk(2, dim=2)[1]
+
+    def sums() -> Tensor:
+        dk.add_(k)
+        dv.add_(k)
+        torch.cat([dk.flatten(), dv.flatten()])
+        return module._partial_update(dq, half, dim=2, n_chunks=2, idx=1, add=True)
+
+    return {"torch_eager fwd of 9": lambda: merger.step(q, lse, False), "torch_eager bwd of 5": sums}
+
+
+def aten_flash(x: dict[str, Tensor]) -> dict[str, Call]:
+    """PyTorch's own attention as its rings call it."""
+    ops = torch.ops.aten
+    q, k, v, dout = (heads_first(x[name]) for name in ("q", "k", "v", "dout"))
+    forward = partial(ops._scaled_dot_product_flash_attention.default, q, k, v, 0.0, True)
+    out, lse, *ends, seed, offset, _ = forward()
+    backward = ops._scaled_dot_product_flash_attention_backward.default
+    return {
+        "aten_sdpa_flash_fwd_dense": forward,
+        "aten_sdpa_flash_bwd_dense": partial(backward, dout, q, k, v, out, lse, *ends, 0.0, True, seed, offset),
+    }
+
+
+def aten_cudnn(x: dict[str, Tensor]) -> dict[str, Call]:
+    """The same with cuDNN's kernels."""
+    ops = torch.ops.aten
+    q, k, v, dout = (heads_first(x[name]) for name in ("q", "k", "v", "dout"))
+    forward = partial(ops._scaled_dot_product_cudnn_attention.default, q, k, v, None, True, 0.0, True)
+    out, lse, *ends, seed, offset, _ = forward()
+    backward = ops._scaled_dot_product_cudnn_attention_backward.default
+    return {
+        "aten_cudnn_fwd_dense": forward,
+        "aten_cudnn_bwd_dense": partial(backward, dout, q, k, v, out, lse, seed, offset, None, *ends, 0.0, True),
+    }
+
+
+def heads_first(x: Tensor) -> Tensor:
+    """[T, H, D] -> [1, H, T, D], a view."""
+    return x[None].transpose(1, 2)
 
 
 def seq_all_to_all(x: dict[str, Tensor]) -> dict[str, Call]:
@@ -346,7 +397,8 @@ def measure(node: Node, writer: Writer | None) -> None:
     x["lse"] = torch.randn(HEADS, TOKENS, device=node.device)
     groups: dict[str, Callable[[], dict[str, Call]]] = {
         "eager": lambda: eager(x), "quiet": lambda: quiet(x), "autograd": lambda: autograd(x),
-        "flash_attn": lambda: flash_attn(x), "jit": lambda: jit(x),
+        "flash_attn": lambda: flash_attn(x), "jit": lambda: jit(x), "torch_ring": lambda: torch_ring(x),
+        "aten_flash": lambda: aten_flash(x), "aten_cudnn": lambda: aten_cudnn(x),
     }  # fmt: skip
     if node.size > 1:
         groups["communication"] = lambda: communication(x, node)
@@ -373,8 +425,7 @@ def measure(node: Node, writer: Writer | None) -> None:
     ):
         samples = [time_all(list(chosen.values()), node) for _ in range(40)][10:]
         for (kind, which), times in zip(chosen, zip(*samples, strict=True), strict=True):
-            each = 4 if kind.startswith("autograd chain") else 1
-            write(writer, kind.replace(" of 4", ""), which, place, [t / each for t in times])
+            write(writer, kind, which, place, times)
         for step in STEPS:
             several = {key: call for key, call in chosen.items() if (key[1] or key[0]) in step}
             samples = [time_all([*several.values()] * ROUNDS, node) for _ in range(30)][10:]
@@ -384,9 +435,11 @@ def measure(node: Node, writer: Writer | None) -> None:
 
 
 def write(writer: Writer | None, kind: str, which: str, place: str, times: Sequence[float]) -> None:
-    """One point, on rank 0."""
+    """One point, on rank 0; of a call that is several of a kind, what each takes."""
     if writer is None:
         return
+    kind, _, number = kind.partition(" of ")
+    times = [t / int(number or 1) for t in times]
     if place.endswith("in bwd"):  # a fit knows entry points of kernels by their ends
         kind = f"{' '.join(kind.rsplit('_', 2)[:2]) if kind.endswith(ENTRIES) else kind} in bwd"
     writer.add("host", list(times), kind=kind, which=which, place=place)

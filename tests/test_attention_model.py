@@ -400,28 +400,34 @@ def test_rows_of_listed_blocks_are_shared_by_smaller_tiles():
     assert listed_calls(halves, [found], one, one, 128)[0][0] == pytest.approx(1.5 * row, rel=2e-3)
 
 
+@pytest.mark.parametrize("unaligned", [1.0, 1.2, 1.5])
 @pytest.mark.parametrize("mask", ["causal", "lambda", "block_sparse"])
-def test_listed_blocks_run_in_launch_order_on_the_sms_that_are_free(mask):
-    """Forward, rows of queries of one head; FlexAttention backward, rows of keys of all heads, then of queries."""
-    found = visits(mask_slices(mask, (3000,), {"window": 700} if mask == "lambda" else {}), 3000, 3000)
-    pair, block, cut, heads, shared = 1e-10, 3e-6, 5e-11, 8, 4
-    times = {"pair_s": pair, "block_s": block, "partial_pair_s": cut, "banded_pair_s": 2e-11, "query_pair_s": 0.6e-10}
-    cut += 2e-11 * (found.rule == BANDS)
+def test_listed_blocks_run_in_launch_order_on_the_sms_that_are_free(mask, unaligned):
+    """Forward, rows of queries of one head; FlexAttention backward, rows of keys of all heads, then of queries.
 
-    def rows(counts, pair_s):
+    A kernel for bands and one for lengths that are not whole blocks are slow for the same reason, so that the slower
+    of both counts; backward, bands slow down rows of keys only.
+    """
+    found = visits(mask_slices(mask, (3000,), {"window": 700} if mask == "lambda" else {}), 3000, 3000)
+    pair, of_query, block, cut, heads, shared = 1e-10, 0.6e-10, 3e-6, 5e-11, 8, 4
+    times = {"pair_s": pair, "query_pair_s": of_query, "block_s": block, "partial_pair_s": cut}
+    times |= {"banded_pair_s": 2e-11, "banded_factor": 1.3, "unaligned_factor": unaligned}
+    slow, slow_cut = (pair * max(1, 1.3 / unaligned), cut + 2e-11) if found.rule == BANDS else (pair, cut)
+
+    def rows(counts, pair_s, cut):
         return [block + 128 * 128 * ((pair_s + cut) * partial + pair_s * full) for partial, full in counts.tolist()]
 
     def seconds(kernel, pass_):
-        return listed_calls(
-            listing(kernel, pass_, **times), [found], np.array([heads]), np.array([heads // shared]), 128
-        )[0][0]
+        params, number = listing(kernel, pass_, **times), np.array([heads])
+        return listed_calls(params, [found], number, number // shared, 128)[0][0] / unaligned
 
-    assert seconds("flex", "fwd") == pytest.approx(scheduled(rows(found.of_queries, pair) * heads), rel=5e-3)
-    of_keys = [block + shared * (row - block) for row in rows(found.of_keys, pair)]
-    group = of_keys + rows(found.of_queries, 0.6e-10) * shared
+    assert seconds("flex", "fwd") == pytest.approx(scheduled(rows(found.of_queries, slow, slow_cut) * heads), rel=5e-3)
+    of_keys = [block + shared * (row - block) for row in rows(found.of_keys, slow, slow_cut)]
+    group = of_keys + rows(found.of_queries, of_query, cut) * shared
     assert seconds("flex", "bwd") == pytest.approx(scheduled(group * (heads // shared)), rel=5e-3)
     if found.rule != BANDS:
-        assert seconds("fa4_sparse", "bwd") == pytest.approx(scheduled(rows(found.of_keys, pair) * heads), rel=5e-3)
+        every = rows(found.of_keys, pair, cut) * heads
+        assert seconds("fa4_sparse", "bwd") == pytest.approx(scheduled(every), rel=5e-3)
 
 
 def test_many_waves_of_listed_blocks_cost_what_all_of_them_take_on_all_sms():

@@ -356,6 +356,34 @@ def test_the_first_round_of_a_step_counts_apart_and_edges_of_one_code_count_alik
     assert launch == pytest.approx({"add in bwd": 1e-5, "add in bwd first": 3e-5, "code begin fwd": 3e-4})
 
 
+def test_calls_of_a_step_count_by_the_eager_ops_beside_them_where_something_disturbed_the_host():
+    def point(kind, place, seconds):
+        which = "add" if kind == "eager" else ""
+        return {"op": "host", "kind": kind, "which": which, "place": place, "samples_s": [seconds] * 8}
+
+    def file(source, speed, disturbed):
+        step = [point("eager", "in steps", 1e-5 * speed), point("call", "in steps", 3e-5 * speed)]
+        again = [point(p["kind"], "in steps", p["samples_s"][0] * disturbed) for p in step]
+        points = (point("eager", "in turns", 2e-5 * speed), *step, *again)
+        return measurement.Measurements(source=source, header={"date": ""}, points=points)
+
+    for disturbed in (1.0, 1.5, 2.5):
+        files = [file("a", 0.5, 1.0), file("b", 2.0, disturbed)]
+        paces = fit.host_paces(files)
+        assert paces["a"] == pytest.approx([0.5] * 5)
+        assert paces["b"] == pytest.approx([2.0] * 3 + [2.0 * disturbed if disturbed > fit.DISTURBED else 2.0] * 2)
+
+
+def test_steps_of_the_measured_hosts_begin_with_eager_ops_and_only_one_host_was_disturbed():
+    files = [m for m in measurements("h200") if m.of("host")]
+    speeds, paces = fit.host_speeds(files), fit.host_paces(files)
+    for m in files:
+        for p, pace, step in zip(m.points, paces[m.source], fit._steps(m), strict=True):
+            assert bool(step) == (p["op"] == "host" and fit._in_steps(p))
+            usual = speeds.get(m.source, 1.0)
+            assert pace == usual or (m.source == "h200x2-host-3.jsonl" and p["place"] == "in steps"), p["kind"]
+
+
 def test_first_calls_on_the_thread_of_a_backward_pass_take_longer():
     launch = load_profile("h200").host.launch_s
     ratios = [launch[f"{kind} first"] / launch[kind] for kind in launch if f"{kind} first" in launch]

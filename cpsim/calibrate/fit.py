@@ -53,6 +53,8 @@ Floats = NDArray[np.float64]
 Covariance = dict[str, Any]
 
 FOLDS = 5
+DISTURBED = 2.0
+"""See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
 FEWEST = (10, 2)
 """Sizes that a network curve needs; the second where no number of ranks has the first."""
 FEWEST_CALLS = 6
@@ -183,12 +185,12 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     swept = [m.header["date"] for m in measurements if any(_is_sweep(p) for p in m.points)]
     stepped = {p["kind"] for m in measurements for p in m.of("host") if _in_steps(p)}
-    speeds = host_speeds(measurements)
+    paces = host_paces(measurements)
     mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
     points = [
         p
         for m in measurements
-        for p in _on_mean_host(m, stepped, speeds.get(m.source, 1.0))
+        for p in _on_mean_host(m, stepped, paces[m.source])
         if not (p["op"] in ("gemm", "layer_op") and m.header["gpu"] != gpu)
         and not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
@@ -200,7 +202,7 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
 
 
-def _on_mean_host(m: Measurements, stepped: Container[str], speed: float) -> Iterator[Point]:
+def _on_mean_host(m: Measurements, stepped: Container[str], paces: Sequence[float]) -> Iterator[Point]:
     """The points of a file, host calls of others as the mean of all machines would make them.
 
     They count as they were timed among those of a step, on whatever machines they were; where nobody did so, as they
@@ -209,18 +211,56 @@ def _on_mean_host(m: Measurements, stepped: Container[str], speed: float) -> Ite
     Args:
         m: the file.
         stepped: calls that some file timed among those of a step.
-        speed: how long this machine's host takes over the mean of all.
+        paces: see `host_paces`.
     """
-    for p in m.points:
+    for p, pace in zip(m.points, paces, strict=True):
         if p["op"] == "host":
             if p.get("place") == "in a row" or (p["kind"] in stepped and not _in_steps(p)):
                 continue
-            p = p | {"samples_s": [s / speed for s in p["samples_s"]]}
+            p = p | {"samples_s": [s / pace for s in p["samples_s"]]}
         yield p
 
 
 def _in_steps(point: Point) -> bool:
     return str(point.get("place", "")).startswith("in steps")
+
+
+def host_paces(measurements: Sequence[Measurements]) -> dict[str, list[float]]:
+    """How long the host took over the mean of all hosts when it made every point of each file.
+
+    That is the machine's speed. A host that does something else may take several times as long for a while: a step
+    whose eager ops took more than `DISTURBED` times what they usually take in steps counts by these.
+    """
+    speeds, steps = host_speeds(measurements), {m.source: _steps(m) for m in measurements}
+    eager: dict[tuple[str, str], list[float]] = {}
+    for source, of_point in steps.items():
+        for op, seconds in (pair for step in of_point for pair in step.items()):
+            eager.setdefault(op, []).append(seconds / speeds.get(source, 1.0))
+    usual = {op: float(np.median(seconds)) for op, seconds in eager.items()}
+
+    def pace(step: Mapping[tuple[str, str], float], speed: float) -> float:
+        if not step:
+            return speed
+        found = float(np.exp(np.mean([np.log(seconds / usual[op]) for op, seconds in step.items()])))
+        return found if found > DISTURBED * speed else speed
+
+    return {
+        source: [pace(step, speeds.get(source, 1.0)) for step in of_point] for source, of_point in steps.items()
+    }
+
+
+def _steps(m: Measurements) -> list[dict[tuple[str, str], float]]:
+    """For every point, what the eager ops of its step took, which come first in each; empty for points of none."""
+    found, last, step = list[dict[tuple[str, str], float]](), False, dict[tuple[str, str], float]()
+    for p in m.points:
+        in_step = p["op"] == "host" and _in_steps(p)
+        is_eager = in_step and str(p["kind"]).startswith("eager")
+        if is_eager:
+            step = step if last else {}
+            step[p["kind"], p["which"]] = float(np.median(p["samples_s"]))
+        last = is_eager
+        found.append(step if in_step else {})
+    return found
 
 
 def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:
@@ -279,10 +319,10 @@ _START = {
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
     "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 1e-10, "banded_pair_s": 2e-9,
-    "query_pair_s": 2e-10, "older_share": 0.57,
+    "banded_factor": 1.2, "query_pair_s": 2e-10, "older_share": 0.57,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
-           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 1.5)}  # fmt: skip
+           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 1.5), "banded_factor": (1.0, 2.5)}  # fmt: skip
 
 
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
@@ -305,7 +345,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if kernel not in ("cudnn", "sdpa_math") and not lists else set()
     unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
-    unused |= {"celled_pair_s", "banded_pair_s"} if kernel != "flex" else set()
+    unused |= {"celled_pair_s", "banded_pair_s", "banded_factor"} if kernel != "flex" else set()
     unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
     unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
     if ANATOMY[kernel, pass_].gathers_keys:  # neither causal nor dense
@@ -365,9 +405,9 @@ def _fit_kernel(
     points = [p for p in points if p["head_dim"] == head_dim]
     names, start = _free(*key)
     rules = {_rule_of(p) for p in points}
-    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS)):
+    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS), ("banded_factor", BANDS)):
         if rule not in rules:
-            names, start = tuple(n for n in names if n != name), start | {name: 0.0}
+            names, start = tuple(n for n in names if n != name), start | {name: float(name == "banded_factor")}
     times = measured(points)
 
     def build(x: Floats) -> AttentionParams:

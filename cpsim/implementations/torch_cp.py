@@ -59,12 +59,14 @@ TORCH: Final = Implementation(
     kernels=("sdpa_flash", "cudnn"),
     ring=_RING,
     gathered=replace(_RING, gathers=True),
-    launches=EAGER
+    launches=dict.fromkeys(EAGER, ("torch_eager {pass}", "eager"))
     | {
+        "attention": ("aten_{kernel} fwd",),
+        "attention_backward": ("aten_{kernel} bwd",),
         "barrier": ("torch begin {pass}", "context_parallel {kernel} {pass}"),
         "exit": ("torch end {pass}",),
-        "transfer": ("functional_permute",),
-        "all_gather": ("functional_all_gather",),
+        "transfer": ("permute_tensor",),
+        "all_gather": ("all_gather_tensor",),
     },
     sweeps=EAGER_SWEEPS,
 )

@@ -249,7 +249,10 @@ class AttentionParams:
     celled_pair_s: float = 0.0
     """Per such pair more where rectangles decide."""
     banded_pair_s: float = 0.0
-    """Per such pair more where bands in rectangles decide."""
+    """Per such pair more where bands in rectangles decide; backward, of blocks that own keys."""
+    banded_factor: float = 1.0
+    """Slowdown of full and cut blocks alike in a kernel that can decide by bands; backward, of those that own keys.
+    Where lengths are no multiples, too, the larger of both slowdowns counts."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
     older_share: float = 0.5

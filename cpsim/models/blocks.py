@@ -736,23 +736,30 @@ def price(  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
-def _listed_rows(g, of_queries, of_keys, rule, shared, cost):  # type: ignore[no-untyped-def]
+def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type: ignore[no-untyped-def]
     """Seconds of every block of one head, or of one key head and all that share it, in launch order.
 
     Thread blocks of smaller tiles share a row of listed blocks. Fills in `cost`; returns the number of thread blocks
     and how many of the seconds are tiles.
     """
-    cut = g.partial_pair_s + g.celled_pair_s * (rule == CELLS) + g.banded_pair_s * (rule == BANDS)
+    pair_s, cut = g.pair_s, g.partial_pair_s + g.celled_pair_s * (rule == CELLS)
+    banded_s, banded_cut = pair_s, cut
+    if rule == BANDS:
+        slower = max(1.0, g.banded_factor / g.unaligned_factor) if unaligned else g.banded_factor
+        banded_s, banded_cut = pair_s * slower, cut + g.banded_pair_s
     n, tiles = 0, 0.0
     if g.backward:
         together, parts = shared if g.packs_heads else 1, BLOCK // g.tile_k
         for row in range(len(of_keys) * parts):
             partial, full = of_keys[row // parts]
-            work = together * BLOCK * g.tile_k * ((g.pair_s + cut) * partial + g.pair_s * full)
+            work = together * BLOCK * g.tile_k * ((banded_s + banded_cut) * partial + banded_s * full)
             cost[n], tiles, n = g.block_s + work, tiles + work, n + 1
         if not g.packs_heads:
             return n, tiles
-    pair_s, parts = g.query_pair_s if g.backward else g.pair_s, BLOCK // g.tile_q_full
+        pair_s = g.query_pair_s
+    else:
+        pair_s, cut = banded_s, banded_cut
+    parts = BLOCK // g.tile_q_full
     for _ in range(shared if g.backward else 1):
         for row in range(len(of_queries) * parts):
             partial, full = of_queries[row // parts]
@@ -772,7 +779,8 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     cost = np.empty(
         (shared if g.backward else 1) * len(of_queries) * (BLOCK // g.tile_q_full) + len(of_keys) * (BLOCK // g.tile_k)
     )
-    n, tiles = _listed_rows(g, of_queries, of_keys, rule, shared, cost)
+    unaligned = num_q % BLOCK > 0 or num_k % BLOCK > 0
+    n, tiles = _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost)
     visited = of_queries.sum()
     if visited == 0:
         return 0.0, 1.0
@@ -782,7 +790,6 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     busy = tiles * repeats / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
-    unaligned = num_q % BLOCK > 0 or num_k % BLOCK > 0
     if unaligned:
         makespan *= g.unaligned_factor
     q, k = num_q * num_heads * g.head_dim, num_k * num_kv_heads * g.head_dim

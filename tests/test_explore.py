@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
 import yaml
-from browser import CHROMIUM, DRIVER, WATCH, chromium
+from browser import CHROMIUM, DRIVER, WATCH, WHOLE, chromium
 from scripts import ROOT
 from test_cli import EXAMPLES, one_line
 from test_cli import cpsim as command
@@ -137,6 +137,15 @@ def test_processes_are_warm_only_once_they_have_predicted(asked):
     fresh = answers.Answers(workers=1)
     assert not fresh.is_warm
     fresh.close()
+
+
+def test_how_long_an_answer_may_take_is_known_once_one_was_whole(asked):
+    fresh = answers.Answers(workers=1)
+    assert fresh.expected_s == float("inf")
+    fresh.close()
+    begun = time.perf_counter()
+    ask(asked, scenario_from(CASE | {"tokens_per_gpu": 6144}))
+    assert 0 < asked.expected_s <= time.perf_counter() - begun
 
 
 def test_a_page_drops_what_it_no_longer_looks_at_and_nobody_else_s(asked):
@@ -459,12 +468,8 @@ def timed(page, act):
     """Seconds from what a person did to the first answer drawn, and to the whole one."""
     page.driver.execute_script(WATCH)
     act()
-    for _ in range(800):
-        said, drawn, whole = page.driver.execute_script("return [window.said, window.drawn, window.whole]")
-        if drawn and whole:
-            return (drawn - said) / 1e3, (whole - said) / 1e3
-        time.sleep(0.05)
-    raise AssertionError("no answer")
+    said, drawn, whole = page.driver.execute_async_script(WHOLE)
+    return (drawn - said) / 1e3, (whole - said) / 1e3
 
 
 @pytest.mark.chromium

@@ -33,6 +33,8 @@ Values = Mapping[str, Any]
 
 FIRST_S: Final = 0.15
 """How long a first answer waits to be whole before it is shown as it is."""
+WHOLE_S: Final = 0.4
+"""How long it waits where it is expected to be whole sooner: to draw it twice would take longer."""
 MORE_S: Final = 0.3
 """How long a page that asks for more waits; it asks again as long as its answer is not whole."""
 LOADING: Final = "Loading costs and engines; after an installation they are compiled first, which takes minutes."
@@ -72,6 +74,9 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         prevent_initial_call=True,
     )
 
+    def first_s() -> float:
+        return WHOLE_S if answers.expected_s < 0.75 * WHOLE_S else FIRST_S
+
     def answer(state: Values, patience_s: float) -> Known:
         asked = str(state.get("page")), str(state.get("view")), shown_strategy(state)
         return answers.ask(scenario_of(state, known, folder), *asked, patience_s)
@@ -82,7 +87,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
             time.sleep(MORE_S)
             return _same(lead=LOADING, **_answered(serial, [0, 1]))
         try:
-            found = answer(state, MORE_S if ctx.triggered_id == "more" else FIRST_S)
+            found = answer(state, MORE_S if ctx.triggered_id == "more" else first_s())
             pieces = [found.done, found.total]
             if ctx.triggered_id == "more" and answered and answered["pieces"] == pieces:
                 return _same(**_answered(serial, pieces))

@@ -1,12 +1,14 @@
 """The explorer: links, answers, and the page itself in Chromium."""
 
 import csv
+import re
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 import zipfile
+from types import SimpleNamespace
 from urllib.parse import parse_qs, urlencode, urlsplit
 
 import pytest
@@ -22,7 +24,9 @@ from cpsim.cluster import load_cluster
 from cpsim.errors import ScenarioError
 from cpsim.explore import answers, controls, views
 from cpsim.predictor import advise, predict
+from cpsim.report.figures import PALETTE, ink_on
 from cpsim.report.frontier import best_in, cells, frontier, known_knobs
+from cpsim.report.views import View
 from cpsim.runs import runs_in
 from cpsim.scenario import load_scenario, scenario_from
 
@@ -208,10 +212,32 @@ def test_map_cells_hold_the_best_of_all_strategies_at_known_settings():
     assert sum(len(trace["x"]) for trace in figure["data"]) == 1
 
 
+def test_words_on_every_colour_of_the_map_have_three_times_its_luminance_or_a_third():
+    def luminance(colour):
+        channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)] if colour != "white" else [1, 1, 1]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.05 + 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for colour in PALETTE:
+        light, dark = sorted((luminance(colour), luminance(ink_on(colour))), reverse=True)
+        assert light / dark > 3, colour
+
+
 def test_csv_holds_columns():
     advice = advise(CASE | {"strategy": "allgather"})
     rows = list(csv.DictReader(views.csv_text(advice.columns()).splitlines()))
     assert [float(row["total_s"]) for row in rows] == [c.total_s for c in advice.candidates]
+
+
+def test_links_to_measured_cases_tell_them_apart_and_those_of_this_machine_are_unfolded():
+    here = scenario_from(MEASURED)
+    known = controls.controls(here)
+    runs = [SimpleNamespace(scenario=run.scenario) for run in runs_in(ROOT / "validation" / "runs")]
+    below = views._with_links(View(), here, runs, known).below
+    links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', below)
+    assert len(links) > 50
+    assert len(set(links)) == len(links) == len({text for _, text in links})
+    assert re.findall("<details open><summary>([^(]+) ", below) == ["4 GPUs of h200-4, fa4"]
 
 
 def test_a_folder_without_runs_is_an_error_that_says_so(tmp_path):
@@ -270,7 +296,7 @@ class Page:
                 "return p ? [Number(document.documentElement.dataset.asked), Number(page.dataset.answered), p.value,"
                 " p.max, document.querySelector('#error').innerText] : [1, 0, 0, 1, '']"
             )
-            if asked == answered and (error or (whole > 1 and done >= whole)):
+            if asked == answered and (error or done >= whole):
                 return
             time.sleep(0.05)
         raise AssertionError("no answer")
@@ -365,6 +391,9 @@ def test_every_control_changes_the_answer_and_the_link(page):
             page.settle()
             assert page.text("error") == "", name
             assert page.driver.execute_script(seen) != before, name
+            shown = page.driver.find_element("id", "lengths").is_displayed(), page.find("#seed").is_displayed()
+            documents = page.link["documents"]
+            assert shown == (documents == "lengths", documents == "pile")
             if name == "nodes":
                 assert page.link["gpus"] == "24"
             else:

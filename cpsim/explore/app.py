@@ -20,7 +20,7 @@ from cpsim.explore.answers import Answers
 from cpsim.explore.controls import VIEWS, Control, controls, scenario_of, shown_strategy, state_of
 from cpsim.report.page import TEMPLATES
 from cpsim.report.views import TITLES
-from cpsim.report.words import case_text, recommendation
+from cpsim.report.words import case_text, documents_text, recommendation
 
 if TYPE_CHECKING:
     from cpsim.explore.answers import Known
@@ -152,9 +152,10 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
     made = [_themed(plot, theme) for plot in view.plots]
     missing = len(views.PLOTS) - len(made)
     heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
+    asked = found.advice.scenario
     whole = "" if found.is_complete else f" So far: {found.done} of {found.total} answers."
     return {
-        "lead": recommendation(found.advice) + whole, "case": case_text(found.advice.scenario),
+        "lead": recommendation(found.advice) + whole, "case": f"{case_text(asked)}; {documents_text(asked)}",
         "done": found.done, "total": found.total, "caption": view.caption,
         "html": {"below": view.below, "notes": views.notes(found.advice)},
         "plots": made + [no_update] * missing, "shown": heights + [{"display": "none"}] * missing,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
@@ -45,16 +46,23 @@ def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterato
         CpsimError: the address cannot be had, or a run file is broken.
     """
     measured = runs_in(runs)
-    load_costs()
-    gc.freeze()  # a collection that looks at all that was imported holds an answer up by 0.1 s
     with TemporaryDirectory(prefix="cpsim-explore-") as folder:
         answers = Answers()
         try:
             app = make_app(start, measured, answers, Path(folder)).server
+            Thread(target=_warm_up, daemon=True).start()
             app.before_request(lambda: _refused(host))
             yield _listening(host, port, app)
         finally:
             answers.close()
+
+
+def _warm_up() -> None:
+    """What answers need is loaded while the page opens, and left out of collections of garbage: one that looks at all
+    of it holds an answer up by 0.1 s.
+    """
+    load_costs()
+    gc.freeze()
 
 
 def _listening(host: str, port: int, app: Any) -> BaseWSGIServer:

@@ -54,6 +54,8 @@ RunFolder = Annotated[Path | None, typer.Option(help="Folder of run files to set
 def main() -> None:
     """Entry point: user errors are one line on stderr and exit code 2."""
     keep_freed_memory()
+    if "OMP_NUM_THREADS" not in os.environ:  # matrices are small, and threads that wait take cores from other processes
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         status = app(sys.argv[1:] or ["--help"], prog_name="cpsim", standalone_mode=False)
     except CpsimError as error:

@@ -22,6 +22,13 @@ if (window.before === undefined) {
 say();
 """
 """Notes when something was last said, when the page first drew an answer to it, and when it first drew a whole one."""
+WHOLE = """
+const done = arguments[0];
+const look = () => window.whole ? done([window.said, window.drawn, window.whole]) : setTimeout(look, 20);
+look();
+"""
+"""Answers, once ``WATCH`` has seen a whole answer, with the moments that it noted [ms]; asked once, since a driver that
+asks again and again takes processor time from the page."""
 
 
 def chromium(downloads=None, width=1280, height=1000):

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import subprocess
 import sys
 import time
@@ -110,6 +111,19 @@ def test_a_process_says_and_returns_what_a_call_does(cases):
     path = cases(GOOD)
     assert process("predict", path, "--json") == cpsim("predict", path, "--json")
     assert process("predict", "missing.yaml", status=2) == one_line(cpsim("predict", "missing.yaml", status=2))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+def test_a_command_s_matrix_products_start_no_threads_that_would_take_cores_from_its_other_processes():
+    code = (
+        "import os, sys; from cpsim.cli import main; sys.argv = ['cpsim', 'strategies', '--json']\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "import numpy as np; a = np.ones((600, 600)); a @ a; print(len(os.listdir('/proc/self/task')))"
+    )
+    asked = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    for extra, threads in (({}, 1), ({"OMP_NUM_THREADS": "2"}, min(2, os.cpu_count()))):
+        said = subprocess.check_output([sys.executable, "-c", code], text=True, env=asked | extra)
+        assert int(said.splitlines()[-1]) == threads
 
 
 def test_help_starts_fast():

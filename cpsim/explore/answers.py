@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections import OrderedDict
@@ -13,11 +14,12 @@ from multiprocessing import get_context
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
+from cpsim.calibrate.profile import load_profile, shipped_profiles
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction, knobs_json
 from cpsim.predictor import Tried, begin_worker, predict, rank, try_way, ways
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
 from cpsim.runs import case_key
-from cpsim.scenario import Scenario
+from cpsim.scenario import Scenario, scenario_from
 
 T = TypeVar("T")
 KEPT: Final = 32
@@ -87,6 +89,9 @@ class Answers:
         self._details: OrderedDict[str, Candidate] = OrderedDict()
         self._order: list[str] = []
         self._seconds: dict[str, float] = {}
+        self._workers = workers
+        self.expected_s = math.inf
+        """Seconds until a ranking is whole, if it takes as long as the last."""
 
     @cached_property
     def _planner(self) -> ProcessPoolExecutor:
@@ -183,10 +188,11 @@ class Answers:
         return found
 
     def _remember(self, scenario: Scenario, job: Job[Tried]) -> None:
-        """What was the best, and how long everything took: for the order of the next case."""
+        """What was the best, and how long everything took: for the order of the next case, and how long it may take."""
         self._order = [_way(candidate.scenario) for candidate in rank(scenario, job.done).candidates[:FIRST]]
         for tried, seconds in (piece.result() for piece in job.pieces):
             self._seconds[_way(_scenario(tried))] = seconds
+        self.expected_s = sum(piece.result()[1] for piece in job.pieces) / self._workers
 
     def _soonest(self, way: Scenario | Infeasible) -> tuple[int, float]:
         """Sorts what was the best in the last case first, then what takes long; in a first case what often is best."""
@@ -254,8 +260,8 @@ def _way(scenario: Scenario) -> str:
 
 
 def _timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
-    begun = time.process_time()
-    return work(*arguments), time.process_time() - begun
+    begun = time.perf_counter()
+    return work(*arguments), time.perf_counter() - begun
 
 
 def _without_timelines(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -274,9 +280,17 @@ def _begin() -> None:
         os.nice(5)
 
 
+def load_costs() -> None:
+    """Loads what every case needs, and the profiles among which a page chooses."""
+    for name in shipped_profiles():
+        load_profile(name)
+    ways(scenario_from(WARM))
+
+
 def warm_up() -> None:
     """Loads costs and engines, and compiles what is not compiled."""
     from cpsim.predictor import advise
 
+    load_costs()
     advise(WARM)
     advise({**WARM, "mask": "causal_document", "documents": {"distribution": "prolong64k"}})

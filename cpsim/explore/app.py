@@ -20,7 +20,7 @@ from cpsim.explore.answers import Answers
 from cpsim.explore.controls import VIEWS, Control, controls, scenario_of, shown_strategy, state_of
 from cpsim.report.page import TEMPLATES
 from cpsim.report.views import TITLES
-from cpsim.report.words import case_text, recommendation
+from cpsim.report.words import case_text, documents_text, recommendation
 
 if TYPE_CHECKING:
     from cpsim.explore.answers import Known
@@ -33,6 +33,8 @@ Values = Mapping[str, Any]
 
 FIRST_S: Final = 0.15
 """How long a first answer waits to be whole before it is shown as it is."""
+WHOLE_S: Final = 0.4
+"""How long it waits where it is expected to be whole sooner: to draw it twice would take longer."""
 MORE_S: Final = 0.3
 """How long a page that asks for more waits; it asks again as long as its answer is not whole."""
 LOADING: Final = "Loading costs and engines; after an installation they are compiled first, which takes minutes."
@@ -72,6 +74,9 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         prevent_initial_call=True,
     )
 
+    def first_s() -> float:
+        return WHOLE_S if answers.expected_s < 0.75 * WHOLE_S else FIRST_S
+
     def answer(state: Values, patience_s: float) -> Known:
         asked = str(state.get("page")), str(state.get("view")), shown_strategy(state)
         return answers.ask(scenario_of(state, known, folder), *asked, patience_s)
@@ -82,7 +87,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
             time.sleep(MORE_S)
             return _same(lead=LOADING, **_answered(serial, [0, 1]))
         try:
-            found = answer(state, MORE_S if ctx.triggered_id == "more" else FIRST_S)
+            found = answer(state, MORE_S if ctx.triggered_id == "more" else first_s())
             pieces = [found.done, found.total]
             if ctx.triggered_id == "more" and answered and answered["pieces"] == pieces:
                 return _same(**_answered(serial, pieces))
@@ -147,9 +152,10 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
     made = [_themed(plot, theme) for plot in view.plots]
     missing = len(views.PLOTS) - len(made)
     heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
+    asked = found.advice.scenario
     whole = "" if found.is_complete else f" So far: {found.done} of {found.total} answers."
     return {
-        "lead": recommendation(found.advice) + whole, "case": case_text(found.advice.scenario),
+        "lead": recommendation(found.advice) + whole, "case": f"{case_text(asked)}; {documents_text(asked)}",
         "done": found.done, "total": found.total, "caption": view.caption,
         "html": {"below": view.below, "notes": views.notes(found.advice)},
         "plots": made + [no_update] * missing, "shown": heights + [{"display": "none"}] * missing,

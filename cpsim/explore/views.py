@@ -7,13 +7,13 @@ import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
 from cpsim.explore.controls import Control, State, given_ranks, shown_strategy, state_of
 from cpsim.report import views
 from cpsim.report.views import View
-from cpsim.report.words import case_text
+from cpsim.report.words import case_text, documents_text
 
 if TYPE_CHECKING:
     from cpsim.explore.answers import Known
@@ -36,7 +36,7 @@ def make(state: State, known: Known, runs: Sequence[Run], controls: Sequence[Con
         case "map":
             return views.best_map(advice.scenario, known.cells)
         case "measured":
-            return _with_links(views.measured(advice.scenario, runs), runs, controls)
+            return _with_links(views.measured(advice.scenario, runs), advice.scenario, runs, controls)
         case "timeline" | "memory" | "mask" as name:
             if known.chosen is None:
                 return View(caption=_why_not(state, advice))
@@ -86,14 +86,31 @@ def _why_not(state: State, advice: Advice) -> str:
     return f"{name} cannot run: {reasons[0]}" if reasons else f"{name or 'No strategy'} has no answer yet."
 
 
-def _with_links(view: View, runs: Sequence[Run], controls: Sequence[Control]) -> View:
-    """The view with links to all cases that were measured."""
-    links = {_link(run.scenario, controls): case_text(run.scenario) for run in runs if _can_show(run.scenario)}
-    items = "".join(f'<li><a href="{escape(to)}">{escape(text)}</a></li>' for to, text in links.items())
-    below = f"<h3>Cases with real runs</h3><ul>{items}</ul>"
+def _with_links(view: View, here: Scenario, runs: Sequence[Run], controls: Sequence[Control]) -> View:
+    """The view with links to all cases that were measured; those on the machine of this case are unfolded."""
     if not runs:
-        below = "<p>No runs were found: start with <code>cpsim explore --runs FOLDER</code>.</p>"
-    return replace(view, below=view.below + below)
+        return replace(view, below="<p>No runs were found: start with <code>cpsim explore --runs FOLDER</code>.</p>")
+    links: dict[str, dict[str, str]] = {}
+    for scenario in sorted((run.scenario for run in runs if _can_show(run.scenario)), key=_place):
+        group = links.setdefault(_machine(scenario), {})
+        group[_link(scenario, controls)] = f"{case_text(scenario)}; {documents_text(scenario)}"
+    unfolded = _machine(here) if _machine(here) in links else next(iter(links), "")
+    below = "".join(
+        f"<details{' open' * (machine == unfolded)}><summary>{escape(machine)} ({len(group)})</summary><ul>"
+        + "".join(f'<li><a href="{escape(to)}">{escape(text)}</a></li>' for to, text in group.items())
+        + "</ul></details>"
+        for machine, group in links.items()
+    )
+    return replace(view, below=f"{view.below}<h3>Cases with real runs</h3>{below}")
+
+
+def _machine(scenario: Scenario) -> str:
+    return f"{scenario.gpus} GPU{'s' * (scenario.gpus > 1)} of {scenario.cluster}, {scenario.kernel}"
+
+
+def _place(scenario: Scenario) -> tuple[Any, ...]:
+    """Sorts cases by machine, then by size."""
+    return scenario.gpus, scenario.cluster, scenario.kernel, scenario.num_tokens, scenario.heads, scenario.mask_name
 
 
 def _can_show(scenario: Scenario) -> bool:

@@ -124,6 +124,12 @@ def bars(candidates: Sequence[Candidate]) -> Figure:
     }  # fmt: skip
 
 
+def ink_on(colour: str) -> str:
+    """Black or white, whichever is easier to read on a colour, ``#rrggbb``."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 125 else "#111827"
+
+
 def titled(title: str, **axis: Any) -> dict[str, Any]:
     """An axis with a title."""
     return {"title": {"text": title}} | axis

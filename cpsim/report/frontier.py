@@ -146,7 +146,7 @@ def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Figure:
         asked: all of ``cells``.
         found: those that are answered, in any order.
     """
-    from cpsim.report.figures import PALETTE, house, titled
+    from cpsim.report.figures import OTHER_COLOUR, PALETTE, house, ink_on, titled
     from cpsim.strategies import STRATEGIES
 
     gpus, tokens = (sorted(set(values)) for values in ([s.gpus for s in asked], [s.num_tokens for s in asked]))
@@ -155,14 +155,15 @@ def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Figure:
     data = []
     for name in [name for name in STRATEGIES if any(cell.strategy == name for cell in found)] + [""]:
         here = [cell for cell in found if cell.strategy == name]
+        ground = colour.get(name, OTHER_COLOUR)
         data.append({
             "type": "bar", "name": name or "none can run", "showlegend": bool(here), "width": 1.0,
             "x": [tokens.index(cell.tokens) for cell in here], "y": [1.0] * len(here),
             "base": [gpus.index(cell.gpus) - 0.5 for cell in here],
-            "marker": {"color": colour.get(name, "#9ca3af"), "line": {"color": "white", "width": 2}},
+            "marker": {"color": ground, "line": {"color": "white", "width": 2}},
             "text": [f"{escape(name)}<br>{ms_text(cell.time_s)} ms" if name else "none" for cell in here],
-            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0, "textfont": {"color": "white"},
-            "constraintext": "none", "customdata": list(map(_cell_text, here)),
+            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
+            "textfont": {"color": ink_on(ground)}, "constraintext": "none", "customdata": list(map(_cell_text, here)),
             "hovertemplate": "%{customdata}<extra></extra>",
         })  # fmt: skip
     axes = {

@@ -67,6 +67,10 @@ def buffer_columns(candidate: Candidate) -> dict[str, Column]:
     return {name: np.array(column) for name, column in zip(("pass", "rank", "buffer", "nbytes"), columns, strict=True)}
 
 
+_FITTING: Final = {"uniformtext": {"mode": "hide", "minsize": 10}}
+"""Names that do not fit into their bars are left out."""
+
+
 def buffers(candidate: Candidate) -> Figure:
     """The buffers of ``buffer_columns``, one bar a pass, stacked."""
     columns = buffer_columns(candidate)
@@ -77,8 +81,8 @@ def buffers(candidate: Candidate) -> Figure:
         data.append({
             "type": "bar", "orientation": "h", "name": escape(name),
             "y": [words[pass_] for pass_ in columns["pass"][of_name].tolist()],
-            "x": (columns["nbytes"][of_name] / GB).tolist(),
-            "hovertemplate": escape(name) + ": %{x:.3g} GB in %{y}<extra></extra>",
+            "x": (columns["nbytes"][of_name] / GB).tolist(), "text": escape(name), "textposition": "inside",
+            "insidetextanchor": "middle", "hovertemplate": escape(name) + ": %{x:.3g} GB in %{y}<extra></extra>",
         })  # fmt: skip
     axes = {"xaxis": titled("buffers on the fullest GPU [GB]"), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(320) | axes | {"barmode": "stack"}}
+    return {"data": data, "layout": house(320) | axes | {"barmode": "stack"} | _FITTING}

@@ -49,7 +49,7 @@ def _template(ink: str, grid: str) -> dict[str, Any]:
         "colorway": PALETTE, "font": {"color": ink}, "paper_bgcolor": clear, "plot_bgcolor": clear, "xaxis": axis,
         "yaxis": axis, "hoverlabel": {"align": "left"}, "shapedefaults": {"line": {"color": ink}},
     }  # fmt: skip
-    return {"layout": layout}
+    return {"layout": layout, "data": {"bar": [{"error_x": {"color": ink}}]}}
 
 
 TEMPLATES: Final = {"light": _template("#1f2937", "#e2e8f0"), "dark": _template("#e5e7eb", "#334155")}

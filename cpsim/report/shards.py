@@ -106,12 +106,13 @@ def caption(workload: Workload, candidate: Candidate, ranks: Sequence[int]) -> s
 _HELD: Final = "queries from %{y:,} on: rank %{z}<extra></extra>"
 _HELD_KEYS: Final = "keys from %{x:,} on: rank %{z}<extra></extra>"
 _PLAIN_AXIS: Final = {"showgrid": False, "zeroline": False}
+_STRIP: Final = _PLAIN_AXIS | {"showticklabels": False, "ticks": ""}
 _AXES: Final = {
-    "xaxis": _PLAIN_AXIS | {"domain": [0, 0.03], "anchor": "y", "showticklabels": False},
+    "xaxis": _STRIP | {"domain": [0, 0.03], "anchor": "y"},
     "xaxis2": titled("key [tokens]", **_PLAIN_AXIS, domain=[0.04, 1], anchor="y"),
     "yaxis": titled(
         "query [tokens]", **_PLAIN_AXIS, domain=[0, 0.96], anchor="x", autorange="reversed", automargin=True
     ),
-    "yaxis2": _PLAIN_AXIS | {"domain": [0.97, 1], "anchor": "x2", "showticklabels": False},
+    "yaxis2": _STRIP | {"domain": [0.97, 1], "anchor": "x2"},
 }
 """A strip to the left and one above; the mask shares its axes with both."""

@@ -22,6 +22,10 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       state.serial = ++serial;
       document.documentElement.dataset.asked = serial;
       document.documentElement.dataset.theme = state.theme;
+      const drawn = !["one document", "lengths"].includes(state.documents);
+      for (const [name, counts] of [["lengths", state.documents === "lengths"], ["seed", drawn]]) {
+        document.getElementById(name).closest(".control").hidden = !counts;
+      }
       const same = window.dash_clientside.no_update;
       const linked = (name) => fromLink || name === "gpus" || name === "nodes";
       const shown = controls.map((control) => (linked(control.name) ? state[control.name] : same));

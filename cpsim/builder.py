@@ -11,6 +11,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from cpsim.compiled import unsigned
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import READ, STREAMS, UPDATE, WRITE, Int32, Kind, Schedule
 from cpsim.tiles import Tiles
@@ -26,14 +27,14 @@ Access = tuple[Int32, Int32]
 class _Entries:
     """What ops have several of, as chunks of equally many entries for every op; grouped by op once at the end."""
 
-    chunks: list[tuple[Ints, list[Int32]]] = field(default_factory=list)
+    chunks: list[tuple[NDArray[Any], list[Int32]]] = field(default_factory=list)
     """Ops ``[n]`` and columns of entries, ``[n, g]`` each."""
 
     def extend(self, ops: Ints, *columns: Ints | Int32) -> None:
         """Entries of ops ``[n]``; every column ``[n]`` or ``[n, g]``."""
         if len(ops):
             tables = [np.ascontiguousarray(column, np.int32).reshape(len(ops), -1) for column in columns]
-            self.chunks.append((np.ascontiguousarray(ops), tables))
+            self.chunks.append((unsigned(np.ascontiguousarray(ops))[0], tables))
 
     def close(self, num_ops: int, num_columns: int) -> tuple[Ints, Int32]:
         """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op.
@@ -42,7 +43,7 @@ class _Entries:
         """
         start = np.zeros(num_ops + 1, np.int64)
         for ops, tables in self.chunks:
-            _count(start, ops, tables[0])
+            _count(start[1:], ops, tables[0])
         np.cumsum(start, out=start)
         grouped = np.empty((num_columns, int(start[-1])), np.int32)
         for i, column in enumerate(grouped):
@@ -53,11 +54,11 @@ class _Entries:
 
 
 @njit(cache=True)
-def _count(start, ops, first):  # type: ignore[no-untyped-def]
-    """Add up entries of every op, one place behind it."""
+def _count(counts, ops, first):  # type: ignore[no-untyped-def]
+    """Add up entries of every op."""
     for i in range(len(ops)):
         for entry in range(first.shape[1]):
-            start[ops[i] + 1] += first[i, entry] >= 0
+            counts[ops[i]] += first[i, entry] >= 0
 
 
 @njit(cache=True)
@@ -133,8 +134,9 @@ class Builder:
             indices of the ops, one array ``[steps, ranks]`` per kind; NOTHING where there is none.
         """
         there = np.stack(wanted, axis=1)
-        places = np.where(there, self._num_ops - 1 + np.cumsum(there).reshape(there.shape), NOTHING)
-        self._num_ops += int(there.sum())
+        kept, places = np.flatnonzero(there), np.full(there.shape, NOTHING)
+        places.reshape(-1)[kept] = np.arange(self._num_ops, self._num_ops + len(kept))
+        self._num_ops += len(kept)
         return list(places.swapaxes(0, 1))
 
     def add(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from numba import njit
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
+from cpsim.compiled import unsigned
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import READ, STREAMS, UPDATE, WRITE, Int32, Kind, Schedule
 from cpsim.tiles import Tiles
@@ -26,47 +27,56 @@ Access = tuple[Int32, Int32]
 class _Entries:
     """What ops have several of, as chunks of equally many entries for every op; grouped by op once at the end."""
 
-    ops: list[Ints] = field(default_factory=list)
-    columns: list[tuple[Ints | Int32, ...]] = field(default_factory=list)
+    chunks: list[tuple[NDArray[Any], list[Int32]]] = field(default_factory=list)
+    """Ops ``[n]`` and columns of entries, ``[n, g]`` each."""
 
     def extend(self, ops: Ints, *columns: Ints | Int32) -> None:
         """Entries of ops ``[n]``; every column ``[n]`` or ``[n, g]``."""
-        if len(ops) == 0:
-            return
-        self.ops.append(ops)
-        self.columns.append(columns)
+        if len(ops):
+            tables = [np.ascontiguousarray(column, np.int32).reshape(len(ops), -1) for column in columns]
+            self.chunks.append((unsigned(np.ascontiguousarray(ops))[0], tables))
 
     def close(self, num_ops: int, num_columns: int) -> tuple[Ints, Int32]:
         """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op.
 
         Entries whose first column is negative are left out.
         """
-        if not self.ops:
-            return np.zeros(num_ops + 1, np.int64), np.zeros((num_columns, 0), np.int32)
-        chunks = zip(self.ops, self.columns, strict=True)
-        op = np.concatenate([ops.repeat(chunk[0].size // len(ops)) for ops, chunk in chunks])
-        table = np.empty((num_columns, len(op)), np.int64)
-        for i in range(num_columns):
-            np.concatenate([chunk[i].ravel() for chunk in self.columns], out=table[i])
-        start, grouped = _group_by_op(op, table, num_ops)
+        start = np.zeros(num_ops + 1, np.int64)
+        for ops, tables in self.chunks:
+            _count(start[1:], ops, tables[0])
+        np.cumsum(start, out=start)
+        grouped = np.empty((num_columns, int(start[-1])), np.int32)
+        for i, column in enumerate(grouped):
+            filled = start.copy()
+            for ops, tables in self.chunks:
+                _group(filled, column, ops, tables[0], tables[i])
         return start, grouped
 
 
 @njit(cache=True)
-def _group_by_op(op, table, num_ops):  # type: ignore[no-untyped-def]
-    """CSR start and stably grouped columns of the entries whose first column is not negative."""
-    start = np.zeros(num_ops + 1, np.int64)
-    for i in range(len(op)):
-        start[op[i] + 1] += table[0, i] >= 0
-    start = np.cumsum(start)
-    filled = start.copy()
-    grouped = np.empty((len(table), start[num_ops]), np.int32)
-    for i in range(len(op)):
-        if table[0, i] >= 0:
-            for column in range(len(table)):
-                grouped[column, filled[op[i]]] = table[column, i]
-            filled[op[i]] += 1
-    return start, grouped
+def _count(counts, ops, first):  # type: ignore[no-untyped-def]
+    """Add up entries of every op."""
+    for i in range(len(ops)):
+        for entry in range(first.shape[1]):
+            counts[ops[i]] += first[i, entry] >= 0
+
+
+@njit(cache=True)
+def _group(filled, grouped, ops, first, column):  # type: ignore[no-untyped-def]
+    """Put a column's entries behind those that their ops have."""
+    for i in range(len(ops)):
+        for entry in range(first.shape[1]):
+            if first[i, entry] >= 0:
+                grouped[filled[ops[i]]] = column[i, entry]
+                filled[ops[i]] += 1
+
+
+@njit(cache=True)
+def _set_rows(rows, where, values):  # type: ignore[no-untyped-def]
+    """Rows from as many others, or all from one."""
+    for i in range(len(where)):
+        for column in range(rows.shape[1]):
+            rows[where[i], column] = values[i if len(values) > 1 else 0, column]
 
 
 class Builder:
@@ -124,8 +134,9 @@ class Builder:
             indices of the ops, one array ``[steps, ranks]`` per kind; NOTHING where there is none.
         """
         there = np.stack(wanted, axis=1)
-        places = np.where(there, self._num_ops - 1 + np.cumsum(there).reshape(there.shape), NOTHING)
-        self._num_ops += int(there.sum())
+        kept, places = np.flatnonzero(there), np.full(there.shape, NOTHING)
+        places.reshape(-1)[kept] = np.arange(self._num_ops, self._num_ops + len(kept))
+        self._num_ops += len(kept)
         return list(places.swapaxes(0, 1))
 
     def add(
@@ -224,7 +235,14 @@ class Builder:
         lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
         dep_start, (deps,) = self._deps.close(self._num_ops, 1)
         access_start, (access_buffer, access) = self._accesses.close(self._num_ops, 2)
-        kind, step, tile, nbytes = (_spread([c[i] for c in self._columns], ops)[:, 0] for i in (1, 2, 3, 5))
+        kind, step, tile, nbytes = (
+            _spread([c[i] for c in self._columns], ops, dtype)
+            for i, dtype in ((1, np.int8), (2, np.int32), (3, np.int32), (5, np.int64))
+        )
+        heads = np.empty((self._num_ops, 4), np.int32)
+        for where, *_, values, _ in self._columns:
+            _set_rows(heads, where, np.asarray(values, np.int64).reshape(-1, 4))
+        lane_rank, block = lanes // len(STREAMS), access // 3
         names, name_index = _intern([b[0] for b in self._buffers], [len(b[1]) for b in self._buffers])
         tensors, tensor_index = _intern([b[0] for b in self._blocks], [len(b[1]) for b in self._blocks])
         head_rows = np.array([b[2] for b in self._blocks], np.int32).reshape(-1, 2)
@@ -232,20 +250,20 @@ class Builder:
         products = np.concatenate([np.zeros((0, 4), np.int64), *self._products])
         schedule = Schedule(
             num_ranks=self.num_ranks,
-            kind=kind.astype(np.int8),
-            step=step.astype(np.int32),
-            tile=tile.astype(np.int32),
-            heads=_spread([c[4] for c in self._columns], ops, 4).astype(np.int32),
+            kind=kind,
+            step=step,
+            tile=tile,
+            heads=heads,
             nbytes=nbytes,
             lane_start=lane_start,
-            lane_rank=lanes // len(STREAMS),
-            lane_stream=(lanes % len(STREAMS)).astype(np.int8),
+            lane_rank=lane_rank,
+            lane_stream=(lanes - lane_rank * len(STREAMS)).astype(np.int8),
             dep_start=dep_start,
             dep=deps,
             access_start=access_start,
             access_buffer=access_buffer,
-            access_block=access // 3,
-            access_mode=(access % 3).astype(np.int8),
+            access_block=block,
+            access_mode=(access - block * 3).astype(np.int8),
             buffer_names=names,
             buffer_name=name_index,
             buffer_rank=_joined([b[1] for b in self._buffers]).astype(np.int32),
@@ -304,12 +322,12 @@ def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int | tuple[int, i
     )
 
 
-def _spread(values: Sequence[ArrayLike], ops: Sequence[Ints], width: int = 1) -> Ints:
-    """One row per op, ``int64[N, width]``, from values that hold for all ops of an ``add`` or for each of them."""
-    rows = np.empty((sum(map(len, ops)), width), np.int64)
+def _spread(values: Sequence[ArrayLike], ops: Sequence[Ints], dtype: DTypeLike) -> NDArray[Any]:
+    """A column ``[N]`` from values that hold for all ops of an ``add`` or for each of them."""
+    column = np.empty(sum(map(len, ops)), dtype)
     for value, where in zip(values, ops, strict=True):
-        rows[where] = np.asarray(value, np.int64).reshape(-1, width)
-    return rows
+        column[where] = value
+    return column
 
 
 def _intern(names: list[str], counts: list[int]) -> tuple[tuple[str, ...], Int32]:

@@ -110,7 +110,7 @@ def touched_bytes() -> dict[str, float]:
     before = len(predecessors(schedule)[1])
     results, costs = 8 + 8 + 4, 8 + 8  # start, end and cause; duration and release
     graph = 8 + 4 * before / num
-    fluid = OP.itemsize + (LANE.itemsize * lanes + FLOW.itemsize * flows + 4 * before) / num + costs + results + 8
+    fluid = OP.itemsize + (LANE.itemsize * lanes + FLOW.itemsize * flows + 4 * before) / num + costs + results
     return {"simulate": fluid, "constant": graph + costs + results}
 
 

@@ -14,6 +14,7 @@ from cpsim.mask_names import MASK_NAMES
 from cpsim.masks import RangeSets, slices_of
 from cpsim.schedule import STREAMS, Kind, Schedule
 from cpsim.sim.fast import simulate
+from cpsim.sim.heap import pop, set_key
 from cpsim.sim.reference import share_fairly, simulate_reference
 from cpsim.sim.work import Work, free_work, predecessors
 from cpsim.strategies import STRATEGIES, plan
@@ -240,3 +241,18 @@ def test_engines_agree_on_every_strategy_and_mask(name, mask, pass_):
     rng = np.random.default_rng(1)
     work = free_work(rng.uniform(1e-5, 1e-3, len(schedule)), rng.uniform(0, 1e-4, len(schedule)))
     assert np.array_equal(simulate(schedule, work).end_s, simulate_reference(schedule, work).end_s)
+
+
+@settings(deadline=None)  # the first example compiles
+@given(st.lists(st.tuples(st.integers(0, 19), TIMES), min_size=1, max_size=60))
+def test_ops_leave_the_heap_in_the_order_of_their_latest_keys(keys):
+    heap, place, key = np.zeros(21, np.uint32), np.zeros(20, np.int32), np.zeros(21)
+    latest = {}
+    for op, value in keys:
+        set_key(heap, place, key, np.uint32(op), value)
+        latest[op] = value
+    left = [int(pop(heap, place, key)) for _ in latest]
+    assert sorted(left) == sorted(latest)
+    assert [latest[op] for op in left] == sorted(latest.values())
+    assert heap[0] == 0
+    assert not place.any()

@@ -32,7 +32,7 @@ ALLOWED = {
     "tiles": {"masks", "stripes", "compiled"},
     "schedule": {"masks", "stripes", "tiles", "errors"},
     "transformer": set(),
-    "builder": {"masks", "tiles", "schedule"},
+    "builder": {"masks", "tiles", "schedule", "compiled"},
     "implementations": CORE | {"masks", "workload", "schedule"},
     "dcp": CORE | CASE - {"scenario"} | PLAN,
     "distca": CORE | {"masks", "documents"},

@@ -25,6 +25,8 @@ def test_bars_that_the_measurement_meets(docs, data):
     assert at["ops"] / at["constant"] > 5e6
     assert at["ops"] / at["simulate"] > 1e6
     assert at["plan"] < at["simulate"]
+    assert sum(at[stage] for stage in ("plan", "price", "simulate")) <= 0.010
+    assert docs.exponent(data, "simulate") <= 1.05
     assert docs.exponent(data, "plan", "price", "simulate") <= 1.05
     assert at["draws"] <= 20 * at["simulate"]
     forward = {(row["strategy"], row["gpus"]): row["seconds"] for row in data["large"] if row["pass"] == "fwd"}

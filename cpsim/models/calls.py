@@ -50,7 +50,7 @@ def attention_op_seconds(
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
             of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
-        mine = shape_of == i
+        mine = np.flatnonzero(shape_of == i)
         for clock in range(2):
             seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]
     return seconds

@@ -191,8 +191,11 @@ def _check_rectangles(kernel: str, schedule: Schedule, ops: Ints, head_bytes: in
 def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
     """Whether keys lie as the sequences of attention ops follow each other, or are copied so."""
     found, tile = sequences(schedule.tiles), schedule.tile[ops]
+    in_place = found.in_place[tile]
+    if in_place.all():
+        return in_place
     wanted = found.keys()[tile] * schedule.heads[ops, 3] * 2 * head_bytes
-    return np.asarray(found.in_place[tile] | (_copied_keys(schedule, ops) == wanted))
+    return np.asarray(in_place | (_copied_keys(schedule, ops) == wanted))
 
 
 def one_calls(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:

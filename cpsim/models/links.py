@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster, Fault
@@ -98,15 +99,16 @@ class Links:
 
     def transfers(self, op: Ints, source: Ints, target: Ints, nbytes: Floats) -> Flows:
         """Flows of point-to-point transfers, arrays ``[n]``."""
-        far = self.crosses(source, target)
-        parts = self._ported(op[~far], source[~far], target[~far], nbytes[~far])
+        crosses = self.crosses(source, target)
+        near, far = np.flatnonzero(~crosses), np.flatnonzero(crosses)
+        parts = self._ported(op[near], source[near], target[near], nbytes[near])
         op, source, target, nbytes = op[far], source[far], target[far], nbytes[far]
         ranks, nics, uplinks, leaves = self._sizes
         base = 2 * (ranks + nics)
-        if self._proxies and far.any():
+        if self._proxies and len(far):
             proxy = base + 2 * (uplinks + leaves)
             parts += [(op, proxy + source, nbytes), (op, proxy + target, nbytes)]
-        elif far.any():
+        elif len(far):
             handed = self._handed_to(source, target)
             passes = handed != source
             parts += self._ported(op[passes], source[passes], handed[passes], nbytes[passes])
@@ -114,7 +116,7 @@ class Links:
             parts += [(op, 2 * ranks + out, nbytes), (op, 2 * ranks + nics + into, nbytes)]
             if leaves:
                 parts += self._spined(op, self.leaf_of(out), self.leaf_of(into), nbytes)
-        if uplinks and far.any():
+        if uplinks and len(far):
             out, into = self.cluster.node_of(source), self.cluster.node_of(target)
             parts += [(op, base + out, nbytes), (op, base + uplinks + into, nbytes)]
         return _join(parts)
@@ -217,8 +219,20 @@ def as_columns(flows: list[Flows], num_ops: int) -> tuple[Ints, Int32, Floats]:
     if not flows:
         return np.zeros(num_ops + 1, np.int64), np.zeros(0, np.int32), np.zeros(0)
     op, link, nbytes = (np.concatenate([getattr(f, name) for f in flows]) for name in ("op", "link", "nbytes"))
-    there = nbytes > 0
-    op, link, nbytes = op[there], link[there], nbytes[there]
-    order = np.argsort(op, kind="stable")
-    start = np.concatenate(([0], np.cumsum(np.bincount(op, minlength=num_ops))))
-    return start, link[order].astype(np.int32), nbytes[order].astype(np.float64)
+    start, link, nbytes = _by_op(op, link, nbytes.astype(np.float64, copy=False), num_ops)
+    return start, link, nbytes
+
+
+@njit(cache=True)
+def _by_op(op, link, nbytes, num_ops):  # type: ignore[no-untyped-def]
+    """Those of positive size, ordered by op and otherwise as they were."""
+    start = np.zeros(num_ops + 1, np.int64)
+    for i in range(len(op)):
+        start[op[i] + 1] += nbytes[i] > 0
+    start = np.cumsum(start)
+    filled, links, sizes = start.copy(), np.empty(start[-1], np.int32), np.empty(start[-1])
+    for i in range(len(op)):
+        if nbytes[i] > 0:
+            links[filled[op[i]]], sizes[filled[op[i]]] = link[i], nbytes[i]
+            filled[op[i]] += 1
+    return start, links, sizes

@@ -62,11 +62,10 @@ class Messages:
             nodes = [len(np.unique(cluster.node_of(np.array(members)))) for members in ranks]
             sizes = np.array([[len(members) for members in ranks], nodes], np.int64)
         code = nbytes * sizes.shape[1] + within
-        codes = np.unique(code)
+        codes, alike = np.unique(code, return_inverse=True)
         size, which = np.divmod(codes, max(1, sizes.shape[1]))
         kinds = size.astype(np.float64), sizes[0, which], sizes[1, which]
         blocks = channels(kinds[0] / in_batch, *kinds[1:])
-        alike = np.searchsorted(codes, code)
         return cls(op, nbytes.astype(np.float64), blocks[alike], alike, kinds)
 
 

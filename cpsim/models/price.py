@@ -12,6 +12,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
+from cpsim.compiled import unsigned
 from cpsim.masks import Ints
 from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
 from cpsim.models.collective import collective_seconds, transfer_seconds
@@ -174,13 +175,14 @@ class Pricing:
             for seconds in (duration, full):
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
-        start, end = self._settle(schedule, pass_, duration, full, release)
-        self._wait_for_slowest(schedule, pass_, duration)
+        attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+        start, end = self._settle(schedule, pass_, attends, duration, full, release)
+        self._wait_for_slowest(schedule, pass_, attends, duration)
         self._slow_down(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
         slowdown = self.profile.interference.slowdown(self.kernel, names)
         near = ~_PACED[group[messages.op]]
-        duration += self._held(schedule, pass_, messages, near, start, end, pressure, slowdown)
+        duration += self._held(schedule, pass_, attends, messages, near, start, end, pressure, slowdown)
         work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown)
         return Priced(work, group, tuple(notes))
 
@@ -215,41 +217,41 @@ class Pricing:
         return seconds, group
 
     def _settle(
-        self, schedule: Schedule, pass_: Pass, duration: Floats, full: Floats, release: Floats
+        self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats
     ) -> tuple[Floats, Floats]:
-        """Attention at the clock that each GPU settles at, from what runs on it in an iteration and between two.
+        """Attention ops at the clock that each GPU settles at, from what runs on it in an iteration and between two.
 
         Returns:
             Start and end of every op where nothing slows another.
         """
-        attention = is_one_of(schedule.kind, ATTENTION_KINDS)
-        quick = np.where(attention, full, duration)
+        quick = duration.copy()
+        quick[attends] = full[attends]
         start, end, _ = earliest(*predecessors(schedule), quick, release)
-        if not attention.any():
+        if not len(attends):
             return start, end
         period = float(end.max())
         loads = _LIMITED | dict(self.profile.load)
-        load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])[schedule.kind]
+        load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])
         drawn = np.zeros(schedule.num_ranks)
-        _add_drawn(drawn, load * duration, schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
-        ranks = schedule.lane_rank[schedule.lane_start[:-1][attention]].astype(np.int64)
+        lane_start, lane_rank, stream = unsigned(schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
+        _add_drawn(drawn, load, schedule.kind, duration, lane_start, lane_rank, stream)
+        ranks = schedule.lane_rank[schedule.lane_start[attends]].astype(np.int64)
         power = self.profile.attention_params(self.kernel, pass_).busy_power
-        duration[attention] = settled_seconds(
-            full[attention], duration[attention], ranks, drawn,
-            period + self.profile.host.pause_s[self.protocol], power,
-        )  # fmt: skip
+        duration[attends] = settled_seconds(
+            full[attends], duration[attends], ranks, drawn, period + self.profile.host.pause_s[self.protocol], power
+        )
         return start, end
 
     def _held(
-        self, schedule: Schedule, pass_: Pass, messages: Messages, near: Bools, start: Floats, end: Floats,
+        self, schedule: Schedule, pass_: Pass, ops: Ints, messages: Messages, near: Bools, start: Floats, end: Floats,
         pressure: Int8, slowdown: Floats,
     ) -> Floats:  # fmt: skip
         """Seconds that ops take longer because messages hold SMs at their start, beyond what their slowdown says.
 
         Of attention of few waves, ``[N]``; less than 0 where the last wave has room for what did not fit the first.
+        ``ops`` are those of attention.
         """
         longer = np.zeros(len(schedule))
-        ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
         if not (len(ops) and near.any()) or limits_of(self.kernel).any_mask:
             return longer
         params = self.profile.attention_params(self.kernel, pass_)
@@ -263,14 +265,13 @@ class Pricing:
         longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s) - alone - loss
         return longer
 
-    def _wait_for_slowest(self, schedule: Schedule, pass_: Pass, duration: Floats) -> None:
+    def _wait_for_slowest(self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats) -> None:
         """Attention as slow as on the slowest of the GPUs that have the most of it: sooner or later all wait for it."""
-        attention = is_one_of(schedule.kind, ATTENTION_KINDS)
-        ranks = schedule.lane_rank[schedule.lane_start[:-1][attention]]
-        busy = np.bincount(ranks, duration[attention], schedule.num_ranks)
+        ranks = schedule.lane_rank[schedule.lane_start[attends]]
+        busy = np.bincount(ranks, duration[attends], schedule.num_ranks)
         spread = self.profile.between_gpus(self.kernel, pass_)
         most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * self.alike)
-        duration[attention] *= 1 + spread * expected_maximum(most)
+        duration[attends] *= 1 + spread * expected_maximum(most)
 
     def _slow_down(self, schedule: Schedule, duration: Floats) -> None:
         """Kernels of GPUs with a fault; messages follow the rates of links."""
@@ -372,25 +373,28 @@ class Pricing:
         first = schedule.lane_start[ops]
         source = schedule.lane_rank[first].astype(np.int64)
         target = schedule.lane_rank[first + 1].astype(np.int64)
-        far = links.crosses(source, target)
+        crosses = links.crosses(source, target)
+        near, far = np.flatnonzero(~crosses), np.flatnonzero(crosses)
         seconds = transfer_seconds(self.profile.collective, *messages.kinds, self.messages)
-        duration[ops[~far]] = seconds[messages.alike[~far]]
-        group[ops] = np.where(far, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
+        duration[ops[near]] = seconds[messages.alike[near]]
+        group[ops] = np.where(crosses, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
         fabric = self.cluster.fabric
-        if fabric is not None and far.any():
+        if fabric is not None and len(far):
             duration[ops[far]] = fabric.latency_s + nbytes[far] / fabric.flow_bandwidth_bytes_per_s
-        notes.update(dict.fromkeys(self.profile.transfer_notes(nbytes[~far])))
+        notes.update(dict.fromkeys(self.profile.transfer_notes(nbytes[near])))
         return links.transfers(ops, source, target, nbytes)
 
     def _collectives(
         self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
     ) -> list[Flows]:
+        even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
+        if not even.any():
+            return []
         uneven = np.unique(schedule.routes[:, 0]).tolist()
         largest: dict[int, float] = {}
         flows = [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
         for most, size in largest.items():
             notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
-        even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
         even[uneven] = False
         for kind, nbytes, nodes, ops, ranks in self._alike(schedule, np.flatnonzero(even)):
             num_ranks = ranks.shape[1] * schedule.copies
@@ -492,18 +496,12 @@ class Pricing:
             per_kind[i, kind] = host.seconds(name, self.kernel, self._names(name, pass_, first))
         # A batched send and receive is one call: half of it belongs to each of the two transfers.
         calls = np.array([2 if kind == Kind.TRANSFER else 1 for kind in Kind])
-        launched, begun = _launches(
-            schedule.lane_start, schedule.lane_rank, schedule.num_ranks, schedule.kind, per_kind / calls, calls,
-            is_one_of(np.arange(len(Kind), dtype=np.int8), COMMUNICATION_KINDS),
-        )  # fmt: skip
-        entry, begin, exit_ = (host.measured(self._names(edge, pass_)) or 0.0 for edge in EDGES)
-        launched += np.maximum(entry, begin - begun)[schedule.lane_rank]
-        last = np.zeros(schedule.num_ranks, np.int64)
-        last[schedule.lane_rank] = np.arange(len(launched))
-        launched[last] += exit_
-        released = np.maximum.reduceat(launched, schedule.lane_start[:-1])
-        return np.asarray(np.maximum(released - lead, 0.0))
-
+        talks = is_one_of(np.arange(len(Kind), dtype=np.int8), COMMUNICATION_KINDS)
+        edges = np.array([host.measured(self._names(edge, pass_)) or 0.0 for edge in EDGES])
+        starts, ranks, ops = unsigned(schedule.lane_start, schedule.lane_rank, schedule.kind)
+        return np.asarray(
+            _launched(starts, ranks, ops, schedule.num_ranks, per_kind / calls, calls, talks, edges, lead)
+        )
 
 
 
@@ -521,12 +519,12 @@ def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:
 
 
 @njit(cache=True)
-def _add_drawn(drawn, energy, lane_start, lane_rank, lane_stream):  # type: ignore[no-untyped-def]
+def _add_drawn(drawn, load, kind, duration, lane_start, lane_rank, lane_stream):  # type: ignore[no-untyped-def]
     """Add what ops draw to what their ranks do."""
-    for op in range(len(energy)):
+    for op in range(len(kind)):
         for entry in range(lane_start[op], lane_start[op + 1]):
             if not _IS_ARRIVAL[lane_stream[entry]]:
-                drawn[lane_rank[entry]] += energy[op]
+                drawn[lane_rank[entry]] += load[kind[op]] * duration[op]
 
 
 @njit(cache=True)
@@ -551,10 +549,10 @@ def _wait_for_links(duration, flow_start, flow_link, flow_bytes, capacity):  # t
 
 
 @njit(cache=True)
-def _launches(lane_start, lane_rank, num_ranks, kind, cost, calls, talks):  # type: ignore[no-untyped-def]
-    """When every lane's op has been launched, ``[L]``, and when every rank first communicates; from its first op on."""
-    clock, begun = np.zeros(num_ranks), np.full(num_ranks, np.inf)
-    launched, done = np.zeros(len(lane_rank)), np.zeros((num_ranks, len(calls)), np.int64)
+def _launched(lane_start, lane_rank, kind, num_ranks, cost, calls, talks, edges, lead):  # type: ignore[no-untyped-def]
+    """When the hosts of all its ranks have launched every op, ``[N]``; see ``_releases``."""
+    clock, begun, last = np.zeros(num_ranks), np.full(num_ranks, np.inf), np.full(num_ranks, -1)
+    at, done = np.zeros(len(lane_rank)), np.zeros((num_ranks, len(calls)), np.int64)
     for op in range(len(kind)):
         what = kind[op]
         for lane in range(lane_start[op], lane_start[op + 1]):
@@ -563,5 +561,12 @@ def _launches(lane_start, lane_rank, num_ranks, kind, cost, calls, talks):  # ty
                 begun[rank] = min(begun[rank], clock[rank])
             clock[rank] += cost[int(done[rank, what] < calls[what]), what]
             done[rank, what] += 1
-            launched[lane] = clock[rank]
-    return launched, begun
+            at[lane], last[rank] = clock[rank], lane
+    entry, begin, end = edges
+    late, launched = np.maximum(entry, begin - begun), np.zeros(len(kind))
+    for op in range(len(kind)):
+        for lane in range(lane_start[op], lane_start[op + 1]):
+            rank = lane_rank[lane]
+            after = at[lane] + late[rank] + (end if lane == last[rank] else 0.0)
+            launched[op] = max(launched[op], after - lead)
+    return launched

@@ -14,41 +14,44 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from cpsim.compiled import bare, inlined
+from cpsim.compiled import bare, inlined, prefetch, unsigned
 from cpsim.masks import Ints
-from cpsim.schedule import Int32, Schedule
+from cpsim.schedule import STREAMS, Int32, Schedule
 from cpsim.sim.heap import pop, set_key
 from cpsim.sim.work import LEAST_SPEED, Floats, Work, partners
 
-# One record per op, lane entry, flow, rank and link. Lists are doubly linked through entries: `head` is the first
-# entry, then `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of
-# members and then the members, beside a flag in their records.
+# One record per op, lane entry, flow, rank and link. Flows of a link are doubly linked: `head` is the first one, then
+# `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of members and then
+# the members, beside a flag in their records.
 
 OP: Final = np.dtype(
     [
-        ("duration", "f8"), ("left", "f8"), ("since", "f8"), ("speed", "f8"), ("limit", "f8"),
-        ("first_lane", "i4"), ("first_flow", "i4"), ("first_after", "i4"), ("pending", "i4"),
-        ("pressure", "i1"), ("running", "i1"), ("marked", "i1"), ("grouped", "i1"), ("padding", "i4"),
+        ("release", "f8"), ("left", "f8"), ("since", "f8"), ("speed", "f8"), ("limit", "f8"),
+        ("first_lane", "u4"), ("first_flow", "u4"), ("first_after", "u4"), ("pending", "i4"),
+        ("pressure", "i1"), ("running", "i1"), ("marked", "i1"), ("grouped", "i1"), ("place", "i4"),
     ],
     align=True,
 )  # fmt: skip
 """One cache line. ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if links were infinitely
-fast; ``pending``: predecessors still waited for. Entries of an op end where those of the next one begin, so there is
-one record more than ops."""
-LANE: Final = np.dtype(
+fast; ``pending``: predecessors still waited for; ``place``: in the heap. Entries of an op end where those of the next
+one begin, so there is one record more than ops."""
+LANE: Final = np.dtype([("rank", "u4"), ("op", "u4"), ("partner", "i4"), ("pending", "i4")], align=True)
+"""``partner``: the other half of its rank's launch; ``pending``: predecessors on its rank still waited for, `NEVER` in
+ops that never wait for other ranks, `WAITS` while its op does so here."""
+NEVER, WAITS = -1, -2
+FLOW: Final = np.dtype(
+    [("link", "u4"), ("op", "u4"), ("following", "i4"), ("preceding", "i4"), ("rate", "f8")], align=True
+)
+"""``rate``: bytes a second at full speed."""
+RANK: Final = np.dtype(
     [
-        ("rank", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4"),
-        ("pending", "i4"), ("waiting", "i4"), ("partner", "i4"), ("padding", "i4"),
+        ("running", "i4"), ("marked", "i4"), ("present", "i8"), ("waiting", "i8"), ("was_present", "i8"),
+        ("was_waiting", "i8"),
     ],
     align=True,
 )  # fmt: skip
-"""``pending``: predecessors on its rank still waited for, -1 in ops that never wait for other ranks; ``waiting``: its
-op does so here; ``partner``: the other half of its rank's launch."""
-FLOW: Final = np.dtype(
-    [("link", "i4"), ("op", "i4"), ("following", "i4"), ("preceding", "i4"), ("nbytes", "f8")], align=True
-)
-RANK: Final = np.dtype([("head", "i4"), ("marked", "i4"), ("present", "i8"), ("waiting", "i8")], align=True)
-"""``present``: running ops in two bits per pressure class: none, one, several; ``waiting``: one bit, some or none."""
+"""``running``: how many ops; ``present``: these in two bits per pressure class: none, one, several; ``waiting``: one
+bit, some or none; ``was_``: the same at the end of the instant before."""
 LINK: Final = np.dtype(
     [
         ("head", "i4"), ("marked", "i4"), ("tight", "i4"), ("grouped", "i4"),
@@ -56,6 +59,10 @@ LINK: Final = np.dtype(
     ],
     align=True,
 )  # fmt: skip
+LINE: Final = 64
+"""Bytes of a cache line."""
+AHEAD: Final = 3
+"""Ops of every rank after which a record is needed that is fetched from memory now, where ops start in list order."""
 
 
 def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Floats, Floats, Int32]:
@@ -68,102 +75,95 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     Returns:
         start, end and cause, ``[N]`` each, as in ``Timeline``; the end of an op that never starts is NaN.
     """
-    after_start, after = _successors(first, before)
     num_ops, num_ranks = len(schedule), schedule.num_ranks
-    ops, lanes = np.zeros(num_ops + 1, OP), np.zeros(len(schedule.lane_rank), LANE)
-    widest = np.zeros(num_ops)
-    flows = np.zeros(len(work.flow_link), FLOW)
-    _fill_ops(ops, first, after_start, work.duration_s, work.pressure)
-    _fill_entries(
-        ops,
-        lanes,
-        flows,
-        widest,
-        schedule.lane_start,
-        schedule.lane_rank,
-        work.flow_start,
-        work.flow_link,
-        work.flow_bytes,
-    )
+    ops, lanes = _records(num_ops + 1, OP), _records(len(schedule.lane_rank), LANE)
+    flows, after = _records(len(work.flow_link), FLOW), np.empty(len(before), np.uint32)
     shares = _shares(work.slowdown), 1.0 - 1.0 / work.waiting
-    lanes["partner"] = partners(schedule)
-    _fill_pending(ops, lanes, first, before, bool(np.any(shares[1] > 0)))
+    first, before = unsigned(first, before)
+    _fill_records(
+        ops, lanes, flows, schedule.lane_start, schedule.lane_rank, partners(schedule), work.flow_start, work.flow_link,
+        work.flow_bytes, first, before, _successors(first, before, after), work.duration_s, work.release_s,
+        work.pressure, bool(np.any(shares[1] > 0)),
+    )  # fmt: skip
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
-    ranks["head"] = links["head"] = -1
-    links["capacity"] = work.link_bytes_per_s
-    start, end, cause = np.full(num_ops, np.nan), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
+    links["head"], links["capacity"] = -1, work.link_bytes_per_s
+    start, end, cause = np.empty(num_ops), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
     _run(
-        ops, lanes, flows, ranks, links, after, work.release_s, widest, *shares, start, end, cause,
-        *_scratch(num_ops, num_ranks, len(links), len(shares[0])),
+        ops, lanes, flows, ranks, links, after, work.duration_s, work.flow_bytes, *shares, start, end, cause,
+        ops["place"], *_scratch(num_ops, num_ranks, len(links), len(shares[0])),
     )  # fmt: skip
     return start, end, cause
 
 
+def _records(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Records, not yet written, from the beginning of a cache line on."""
+    room = np.empty(count * dtype.itemsize + LINE, np.uint8)
+    first = -room.ctypes.data % LINE
+    return room[first : first + count * dtype.itemsize].view(dtype)
+
+
 def _scratch(num_ops: int, num_ranks: int, num_links: int, num_classes: int) -> tuple[NDArray[Any], ...]:
-    """What ``_run`` works with: a heap of ops, their places in it and keys, counts of running and of waiting ops by
-    rank and class, a stack of ops that start now, and sets: ops, a group's ops, ranks, links, a group's links."""
-    sets = [np.zeros(size + 1, np.int64) for size in (num_ops, num_ops, num_ops, num_ranks, num_links, num_links)]
-    heap, place, key = np.zeros(num_ops + 1, np.int32), np.zeros(num_ops, np.int32), np.zeros(num_ops + 1)
-    return heap, place, key, np.zeros((2, num_ranks, num_classes), np.int32), *sets
+    """What ``_run`` works with: a heap of ops and their keys; the ops that run on every rank, the latest one last,
+    counts of these and of waiting ops by rank and class, and limits by rank and class; the most bytes of ops over one
+    link; a stack of ops that start now; and sets: ops, a group's ops, ranks, links, a group's links."""
+    sets = [np.empty(size + 1, np.uint32) for size in (num_ops, num_ops, num_ops, num_ranks, num_links, num_links)]
+    heap, key, widest = np.empty(num_ops + 1, np.uint32), np.empty(num_ops + 1), np.empty(num_ops)
+    for members in (heap, *sets):
+        members[0] = 0
+    beside, counts = np.empty((num_ranks, len(STREAMS)), np.uint32), np.zeros((2, num_ranks, num_classes), np.int32)
+    return heap, key, beside, counts, np.zeros((num_ranks, num_classes)), widest, *sets
 
 
 @bare()
-def _fill_ops(ops, first, after_start, duration, pressure):  # type: ignore[no-untyped-def]
-    for op in range(len(pressure)):
-        ops[op].first_after, ops[op + 1].first_after = after_start[op], after_start[op + 1]
+def _fill_records(  # type: ignore[no-untyped-def]
+    ops, lanes, flows, lane_start, lane_rank, partner, flow_start, flow_link, flow_bytes, first, before, after_start,
+    duration, release, pressure, disturbs,
+):  # fmt: skip
+    """Ops, their lane entries and flows; ``disturbs``: some class of ops does so while it waits for other ranks."""
+    end = ops[len(duration)]
+    end.first_lane, end.first_flow, end.first_after = len(lanes), len(flows), len(before)
+    for op in range(len(duration)):
+        ops[op].release, ops[op].left = release[op], duration[op]
+        ops[op].since = ops[op].speed = ops[op].limit = 0.0
+        ops[op].first_lane, ops[op].first_flow, ops[op].first_after = lane_start[op], flow_start[op], after_start[op]
         ops[op].pending, ops[op].pressure = first[op + 1] - first[op], pressure[op]
-        ops[op].duration = ops[op].left = duration[op]
-
-
-@bare()
-def _fill_entries(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, widest, lane_start, lane_rank, flow_start, flow_link, flow_bytes
-):
-    for op in range(len(widest)):
-        ops[op].first_lane, ops[op + 1].first_lane = lane_start[op], lane_start[op + 1]
-        ops[op].first_flow, ops[op + 1].first_flow = flow_start[op], flow_start[op + 1]
+        ops[op].running = ops[op].marked = ops[op].grouped = ops[op].place = 0
+        waits = False
+        for entry in range(lane_start[op] + 1, lane_start[op + 1]):
+            waits |= disturbs and lane_rank[entry] != lane_rank[entry - 1]
         for entry in range(lane_start[op], lane_start[op + 1]):
-            lanes[entry].rank, lanes[entry].op = lane_rank[entry], op
+            rank, pending = lane_rank[entry], 0 if waits else NEVER
+            for at in range(first[op], first[op + 1] if waits else first[op]):
+                pending += _has(lane_rank, lane_start, before[at], rank)
+            lanes[entry].rank, lanes[entry].op = rank, op
+            lanes[entry].partner, lanes[entry].pending = partner[entry], pending
         for entry in range(flow_start[op], flow_start[op + 1]):
-            flows[entry].link, flows[entry].op, flows[entry].nbytes = flow_link[entry], op, flow_bytes[entry]
-            widest[op] = max(widest[op], flow_bytes[entry])
+            flows[entry].link, flows[entry].op = flow_link[entry], op
+            flows[entry].rate = flow_bytes[entry] / duration[op]
+
+
+@inlined()
+def _has(lane_rank, lane_start, op, rank):  # type: ignore[no-untyped-def]
+    at, last = lane_start[op], lane_start[op + 1]
+    while at < last and lane_rank[at] != rank:
+        at += 1
+    return at < last
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
-def _successors(first, before):  # type: ignore[no-untyped-def]
-    """The predecessor CSR the other way round."""
+def _successors(first, before, after):  # type: ignore[no-untyped-def]
+    """The predecessor CSR the other way round: fills ``after`` and returns where every op's begin."""
     num_ops = len(first) - 1
-    start = np.zeros(num_ops + 2, np.int64)
+    start = np.zeros(num_ops + 2, np.uint32)
     for op in before:
         start[op + 2] += 1
-    start = np.cumsum(start)
-    after = np.empty(len(before), np.int32)
+    for op in range(num_ops):
+        start[op + 2] += start[op + 1]
     for op in range(num_ops):
         for entry in range(first[op], first[op + 1]):
             after[start[before[entry] + 1]] = op
             start[before[entry] + 1] += 1
-    return start[: num_ops + 1], after
-
-
-@bare()
-def _fill_pending(ops, lanes, first, before, disturbs):  # type: ignore[no-untyped-def]
-    """Predecessors on each rank of ops that may wait for other ranks, if any of them ``disturbs`` meanwhile."""
-    for op in range(len(first) - 1):
-        waits = disturbs and _spans_ranks(ops, lanes, op)
-        for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-            if not waits:
-                lanes[entry].pending = -1
-                continue
-            for at in range(first[op], first[op + 1]):
-                lanes[entry].pending += _runs_on(ops, lanes, before[at], lanes[entry].rank)
-
-
-@inlined()
-def _spans_ranks(ops, lanes, op):  # type: ignore[no-untyped-def]
-    several = False
-    for entry in range(ops[op].first_lane + 1, ops[op + 1].first_lane):
-        several = several or lanes[entry].rank != lanes[entry - 1].rank
-    return several
+    return start
 
 
 @inlined()
@@ -237,12 +237,15 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
 
 @bare()
 def _run(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, ranks, links, after, release, widest, running, waiting, start, end, cause,
-    heap, place, key, counts, ready, new_ops, group_ops, new_ranks, new_links, group_links,
+    ops, lanes, flows, ranks, links, after, duration, flow_bytes, running, waiting, start, end, cause, place, heap, key,
+    beside, counts, limits, widest, ready, new_ops, group_ops, new_ranks, new_links, group_links,
 ):  # fmt: skip
-    for op in range(len(release)):
+    ahead = AHEAD * len(ranks)
+    lanes_ahead, flows_ahead = ahead * len(lanes) // len(ops), ahead * len(flows) // len(ops)
+    after_ahead = ahead * len(after) // len(ops)
+    for op in range(len(end)):
         if ops[op].pending == 0 or _is_ready_somewhere(ops, lanes, op):
-            set_key(heap, place, key, op, release[op])
+            set_key(heap, place, key, op, ops[op].release)
     while heap[0] > 0:
         now = key[1]
         while ready[0] > 0 or (heap[0] > 0 and key[1] <= now):
@@ -254,33 +257,38 @@ def _run(  # type: ignore[no-untyped-def]
             if ops[op].pending > 0:
                 _begin_waiting(ops, lanes, ranks, op, counts, new_ranks)
                 continue
-            starts = not ops[op].running
+            starts, lasts = not ops[op].running, ops[op].running or ops[op].left > 0
             if starts:
                 _end_waiting(ops, lanes, ranks, op, counts, new_ranks)
                 start[op] = ops[op].since = now
-            if ops[op].duration > 0:
-                _enter_or_leave(ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links)
-            if not (starts and ops[op].duration > 0):
-                end[op] = now
-                _release_followers(
-                    ops, lanes, ranks, after, release, heap, place, key, ready, cause, counts, new_ranks, op, now
+                prefetch(ops, op + ahead)
+                prefetch(lanes, ops[op].first_lane + lanes_ahead)
+                prefetch(flows, ops[op].first_flow + flows_ahead)
+                prefetch(after, ops[op].first_after + after_ahead)
+            if lasts:
+                _enter_or_leave(
+                    ops, lanes, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
                 )
-        _review_ranks(ops, lanes, ranks, running, waiting, counts, new_ops, new_ranks)
+            if not (starts and lasts):
+                end[op] = now
+                _release_followers(ops, lanes, ranks, after, heap, place, key, ready, cause, counts, new_ranks, op, now)
+        _review_ranks(ops, ranks, running, waiting, beside, limits, new_ops, new_ranks)
         _review_links(ops, flows, links, new_ops, new_links)
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
             limit = 1.0
             for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-                rank = lanes[entry].rank
-                here = _limit(running, waiting, ops[op].pressure, ranks[rank].present, ranks[rank].waiting)
-                limit = min(limit, here)
+                limit = min(limit, limits[lanes[entry].rank, ops[op].pressure])
             ops[op].limit = limit
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
             if ops[op].running and ops[op].marked:
                 if not _is_alone(ops, flows, links, op):
-                    _set_speeds(ops, flows, links, widest, group_ops, group_links, heap, place, key, op, now)
-                elif ops[op].speed != ops[op].limit or place[op] == 0:
+                    _set_speeds(
+                        ops, flows, links, duration, flow_bytes, widest, group_ops, group_links, heap, place, key, op,
+                        now,
+                    )  # fmt: skip
+                elif ops[op].speed != ops[op].limit or ops[op].place == 0:
                     _settle(ops, op, now)
                     ops[op].speed = ops[op].limit
                     set_key(heap, place, key, op, now + max(ops[op].left, 0.0) / ops[op].speed)
@@ -289,8 +297,18 @@ def _run(  # type: ignore[no-untyped-def]
 
 
 @inlined()
+def _take_out(members, member, count):  # type: ignore[no-untyped-def]
+    """Of the first ``count`` members, which keep their order."""
+    at = 0
+    while members[at] != member:
+        at += 1
+    for following in range(at + 1, count):
+        members[following - 1] = members[following]
+
+
+@inlined()
 def _enter_or_leave(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, ranks, links, op, starts, counts, new_ops, new_ranks, new_links
+    ops, lanes, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
 ):
     """Enter an op among those running on its ranks and links, or take it out; note what has to be reviewed."""
     ops[op].running = starts
@@ -300,10 +318,13 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
         rank = lanes[entry].rank
         counts[0, rank, pressure] += change
+        ranks[rank].present &= ~(3 << 2 * pressure)
+        ranks[rank].present |= min(counts[0, rank, pressure], 2) << 2 * pressure
         if starts:
-            _enter(ranks, rank, lanes, entry)
+            beside[rank, ranks[rank].running] = op
         else:
-            _leave(ranks, rank, lanes, entry)
+            _take_out(beside[rank], op, ranks[rank].running)
+        ranks[rank].running += change
         _mark(ranks, new_ranks, rank)
     for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
         link = flows[entry].link
@@ -326,26 +347,28 @@ def _is_ready_somewhere(ops, lanes, op):  # type: ignore[no-untyped-def]
 @inlined()
 def _begin_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        partner = lanes[entry].partner
-        launched = lanes[entry].pending == 0 and (partner < 0 or lanes[partner].pending <= 0)
-        if launched and not lanes[entry].waiting:
-            lanes[entry].waiting = 1
-            counts[1, lanes[entry].rank, ops[op].pressure] += 1
-            _mark(ranks, new_ranks, lanes[entry].rank)
+        partner, rank = lanes[entry].partner, lanes[entry].rank
+        if lanes[entry].pending == 0 and (partner < 0 or lanes[partner].pending <= 0):
+            lanes[entry].pending = WAITS
+            counts[1, rank, ops[op].pressure] += 1
+            ranks[rank].waiting |= 1 << ops[op].pressure
+            _mark(ranks, new_ranks, rank)
 
 
 @inlined()
 def _end_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        if lanes[entry].waiting:
-            lanes[entry].waiting = 0
-            counts[1, lanes[entry].rank, ops[op].pressure] -= 1
-            _mark(ranks, new_ranks, lanes[entry].rank)
+        if lanes[entry].pending == WAITS:
+            rank, lanes[entry].pending = lanes[entry].rank, 0
+            counts[1, rank, ops[op].pressure] -= 1
+            if counts[1, rank, ops[op].pressure] == 0:
+                ranks[rank].waiting &= ~(1 << ops[op].pressure)
+            _mark(ranks, new_ranks, rank)
 
 
 @inlined()
 def _release_followers(  # type: ignore[no-untyped-def]
-    ops, lanes, ranks, after, release, heap, place, key, ready, cause, counts, new_ranks, op, now
+    ops, lanes, ranks, after, heap, place, key, ready, cause, counts, new_ranks, op, now
 ):
     """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it.
 
@@ -358,40 +381,40 @@ def _release_followers(  # type: ignore[no-untyped-def]
             if lanes[at].pending > 0 and _runs_on(ops, lanes, op, lanes[at].rank):
                 lanes[at].pending -= 1
                 other = lanes[lanes[at].partner].op if lanes[at].pending == 0 and lanes[at].partner >= 0 else -1
-                if other >= 0 and ops[other].pending > 0 and release[other] <= now:
+                if other >= 0 and ops[other].pending > 0 and ops[other].release <= now:
                     _begin_waiting(ops, lanes, ranks, other, counts, new_ranks)
-        if ops[follower].pending == 0 and release[follower] <= now:
+        if ops[follower].pending == 0 and ops[follower].release <= now:
             cause[follower] = op
-            if place[follower] == 0:  # not launched at this instant
+            if ops[follower].place == 0:  # not launched at this instant
                 ready[0] += 1
                 ready[ready[0]] = follower
-        elif ops[follower].pending == 0 or (release[follower] > now and _is_ready_somewhere(ops, lanes, follower)):
-            set_key(heap, place, key, follower, release[follower])
+        elif ops[follower].pending == 0 or (ops[follower].release > now and _is_ready_somewhere(ops, lanes, follower)):
+            set_key(heap, place, key, follower, ops[follower].release)
         else:
             _begin_waiting(ops, lanes, ranks, follower, counts, new_ranks)
 
 
 @inlined()
-def _review_ranks(ops, lanes, ranks, running, waiting, counts, new_ops, new_ranks):  # type: ignore[no-untyped-def]
-    """Mark the ops on ranks where other classes of ops run or wait than before, if that changes their limit there."""
+def _review_ranks(ops, ranks, running, waiting, beside, limits, new_ops, new_ranks):  # type: ignore[no-untyped-def]
+    """Limits of what runs on ranks where other classes of ops run or wait than before; mark the ops whose limit there
+    changes."""
     for i in range(1, new_ranks[0] + 1):
         rank = new_ranks[i]
         ranks[rank].marked = 0
-        present, waits = 0, 0
-        for c in range(counts.shape[2]):
-            present |= min(counts[0, rank, c], 2) << (2 * c)
-            waits |= min(counts[1, rank, c], 1) << c
-        before, waited = ranks[rank].present, ranks[rank].waiting
-        if present == before and waits == waited:
+        present, waits = ranks[rank].present, ranks[rank].waiting
+        if present == ranks[rank].was_present and waits == ranks[rank].was_waiting:
             continue
-        ranks[rank].present, ranks[rank].waiting = present, waits
-        entry = ranks[rank].head
-        while entry >= 0:
-            pressure = ops[lanes[entry].op].pressure
-            was = _limit(running, waiting, pressure, before, waited)
-            if _limit(running, waiting, pressure, present, waits) != was:
-                _mark(ops, new_ops, lanes[entry].op)
-            entry = lanes[entry].following
+        ranks[rank].was_present, ranks[rank].was_waiting = present, waits
+        changed, own = 0, 0
+        while present >> (2 * own):
+            if (present >> (2 * own)) & 3:
+                limit = _limit(running, waiting, own, present, waits)
+                changed |= (limit != limits[rank, own]) << own
+                limits[rank, own] = limit
+            own += 1
+        for at in range(ranks[rank].running - 1, -1 if changed else ranks[rank].running - 1, -1):
+            if (changed >> ops[beside[rank, at]].pressure) & 1:
+                _mark(ops, new_ops, beside[rank, at])
     new_ranks[0] = 0
 
 
@@ -403,7 +426,7 @@ def _review_links(ops, flows, links, new_ops, new_links):  # type: ignore[no-unt
         links[link].marked = 0
         demand, flow = 0.0, links[link].head
         while flow >= 0:
-            demand += flows[flow].nbytes / ops[flows[flow].op].duration
+            demand += flows[flow].rate
             flow = flows[flow].following
         was_tight = links[link].tight
         links[link].tight = demand > links[link].capacity * (1 + 1e-12)
@@ -431,12 +454,14 @@ def _is_alone(ops, flows, links, op):  # type: ignore[no-untyped-def]
 
 
 @bare()
-def _set_speeds(ops, flows, links, widest, group_ops, group_links, heap, place, key, op, now):  # type: ignore[no-untyped-def]
+def _set_speeds(  # type: ignore[no-untyped-def]
+    ops, flows, links, duration, flow_bytes, widest, group_ops, group_links, heap, place, key, op, now
+):
     """New speeds and ends of an op and of all that share tight links with it."""
-    _collect_group(ops, flows, links, group_ops, group_links, op)
+    _collect_group(ops, flows, links, flow_bytes, widest, group_ops, group_links, op)
     for j in range(1, group_ops[0] + 1):
         _settle(ops, group_ops[j], now)
-    _fill(ops, flows, links, widest, group_ops, group_links)
+    _fill(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links)
     for j in range(1, group_ops[0] + 1):
         member = group_ops[j]
         ops[member].marked = ops[member].grouped = 0
@@ -446,15 +471,17 @@ def _set_speeds(ops, flows, links, widest, group_ops, group_links, heap, place, 
 
 
 @bare()
-def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: ignore[no-untyped-def]
-    """The ops that share tight links with ``op``, directly or through others, and those links."""
+def _collect_group(ops, flows, links, flow_bytes, widest, group_ops, group_links, op):  # type: ignore[no-untyped-def]
+    """The ops that share tight links with ``op``, directly or through others, the most bytes of each over one link, and
+    those links."""
     group_ops[0] = group_links[0] = 0
     _group(ops, group_ops, op)
     at = 0
     while at < group_ops[0]:
         at += 1
-        for entry in range(ops[group_ops[at]].first_flow, ops[group_ops[at] + 1].first_flow):
-            link = flows[entry].link
+        member, most = group_ops[at], 0.0
+        for entry in range(ops[member].first_flow, ops[member + 1].first_flow):
+            link, most = flows[entry].link, max(most, flow_bytes[entry])
             if not links[link].tight or links[link].grouped:
                 continue
             _group(links, group_links, link)
@@ -462,33 +489,34 @@ def _collect_group(ops, flows, links, group_ops, group_links, op):  # type: igno
             while flow >= 0:
                 _group(ops, group_ops, flows[flow].op)
                 flow = flows[flow].following
+        widest[member] = most
 
 
 @bare()
-def _fill(ops, flows, links, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
+def _fill(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Progressive filling over the group's tight links; -1 marks speeds not yet found."""
     num_open = group_ops[0]
     for i in range(1, num_open + 1):
         ops[group_ops[i]].speed = -1.0
     while num_open > 0:
-        level = _next_level(ops, flows, links, widest, group_ops, group_links)
+        level = _next_level(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links)
         for i in range(1, group_ops[0] + 1):
             op = group_ops[i]
             if ops[op].speed >= 0:
                 continue
-            cap = ops[op].limit * widest[op] / ops[op].duration
+            cap = ops[op].limit * widest[op] / duration[op]
             closes = cap <= level
             for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
                 link = flows[entry].link
                 if links[link].tight and links[link].left <= level * links[link].load * (1 + 1e-12):
                     closes = True
             if closes:
-                ops[op].speed = min(level, cap) * ops[op].duration / widest[op]
+                ops[op].speed = min(level, cap) * duration[op] / widest[op]
                 num_open -= 1
 
 
 @bare()
-def _next_level(ops, flows, links, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
+def _next_level(ops, flows, links, duration, flow_bytes, widest, group_ops, group_links):  # type: ignore[no-untyped-def]
     """Byte rate at which the next link fills or the next op runs at its own limit.
 
     ``left`` becomes what ops with a known speed leave of a link, ``load`` the weight of the other ones.
@@ -500,13 +528,13 @@ def _next_level(ops, flows, links, widest, group_ops, group_links):  # type: ign
     for i in range(1, group_ops[0] + 1):
         op = group_ops[i]
         if ops[op].speed < 0:
-            level = min(level, ops[op].limit * widest[op] / ops[op].duration)
+            level = min(level, ops[op].limit * widest[op] / duration[op])
         for entry in range(ops[op].first_flow, ops[op + 1].first_flow):
             link = flows[entry].link
             if ops[op].speed >= 0:
-                links[link].left -= ops[op].speed * flows[entry].nbytes / ops[op].duration
+                links[link].left -= ops[op].speed * flow_bytes[entry] / duration[op]
             else:
-                links[link].load += flows[entry].nbytes / widest[op]
+                links[link].load += flow_bytes[entry] / widest[op]
     for i in range(1, group_links[0] + 1):
         link = group_links[i]
         if links[link].load > 0:

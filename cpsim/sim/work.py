@@ -9,6 +9,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import unsigned
 from cpsim.masks import Ints
 from cpsim.schedule import Int8, Int32, Kind, Schedule
 
@@ -81,8 +82,10 @@ def predecessors(schedule: Schedule) -> tuple[Ints, Int32]:
     """
     if not schedule.before:
         s, num_lanes = schedule, int(schedule.num_ranks) * 128
-        found = _predecessors(s.lane_start, s.lane_rank, s.lane_stream, s.dep_start, s.dep, num_lanes)
-        schedule.before.append(found)
+        lane_start, rank, stream, dep_start, dep = unsigned(
+            s.lane_start, s.lane_rank, s.lane_stream, s.dep_start, s.dep
+        )
+        schedule.before.append(_predecessors(lane_start, rank, stream, dep_start, dep, num_lanes))
     return schedule.before[0]
 
 
@@ -108,21 +111,27 @@ def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes)
     return start, op[:count]
 
 
-@njit(cache=True, nogil=True)
-def earliest(first, before, duration, release):  # type: ignore[no-untyped-def]
+def earliest(first: Ints, before: Int32, duration_s: Floats, release_s: Floats) -> tuple[Floats, Floats, Int32]:
     """Start, end and cause of every op where nothing slows another: each starts at the last end that it waits for.
 
     `first` and `before` are the predecessors, all earlier in the list; `cause` is the op that a start waited for,
     or the op itself where that was its release.
     """
+    first, before = unsigned(first, before)
+    return _earliest(first, before, duration_s, release_s)  # type: ignore[no-any-return]
+
+
+@njit(cache=True, nogil=True)
+def _earliest(first, before, duration, release):  # type: ignore[no-untyped-def]
     num_ops = len(duration)
     start, end = np.empty(num_ops), np.empty(num_ops)
     cause = np.empty(num_ops, np.int32)
     for op in range(num_ops):
         at, by = release[op], op
         for entry in range(first[op], first[op + 1]):
-            if end[before[entry]] >= at:
-                at, by = end[before[entry]], before[entry]
+            ended = end[before[entry]]
+            by = before[entry] if ended >= at else by
+            at = max(at, ended)
         start[op], end[op], cause[op] = at, at + duration[op], by
     return start, end, cause
 

@@ -12,7 +12,7 @@ from cpsim.implementations import RingCode, Sweep, Sweeps
 from cpsim.masks import Ints
 from cpsim.schedule import Int8, Kind, Mask, Pass
 from cpsim.strategies import sharding
-from cpsim.strategies.ring_steps import Steps
+from cpsim.strategies.ring_steps import Steps, Where
 
 
 @dataclass(slots=True)
@@ -212,5 +212,5 @@ def emit_sweeps(b: Builder, slots: Sequence[Slot]) -> None:
     for slot in slots:
         kinds, nbytes = (np.broadcast_to(x, slot.where.shape) for x in (slot.kinds, slot.nbytes))
         for kind in np.unique(kinds[slot.where]).tolist():
-            s, r = np.nonzero(slot.where & (kinds == kind))
-            b.add(Kind(kind), (r, "compute"), at=slot.at[s, r], step=s, nbytes=nbytes[s, r])
+            here = Where.true(slot.where & (kinds == kind))
+            b.add(Kind(kind), (here.r, "compute"), at=here.of(slot.at), step=here.s, nbytes=here.of(nbytes))

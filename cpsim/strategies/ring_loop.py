@@ -12,7 +12,7 @@ from cpsim.implementations import RingCode
 from cpsim.masks import Ints
 from cpsim.schedule import READ, UPDATE, WRITE, Int32, Kind, Mask, Pass
 from cpsim.strategies.ring_code import Ours, Slot, Theirs, emit_sweeps
-from cpsim.strategies.ring_steps import Steps
+from cpsim.strategies.ring_steps import Steps, Where
 
 
 class RingTensors:
@@ -62,7 +62,7 @@ class RingTensors:
 
 
 class Ring(RingTensors):
-    """Rings under construction; arrays are ``[ranks]``, or ``[steps, ranks]`` and indexed by (s, r).
+    """Rings under construction; arrays are ``[ranks]`` or ``[steps, ranks]``.
 
     A batched send and receive is one launch: whoever waits for what it brought waits for what it took along, too.
     """
@@ -91,13 +91,12 @@ class Ring(RingTensors):
         emit_sweeps(b, [*joins, *unpacks])
         launched = code.launched(entered, [*joins, attends, *merges], sends[0]) if sends else []
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
-        s, r = np.nonzero(x.active)
-        made = out[1][x.of_queries]
+        here, made = Where.true(x.active), out[1][x.of_queries]
         b.add(
-            Kind.ATTENTION, (r, "compute"), at=attends.at[s, r], step=s, tile=x.tile[s, r], heads=x.heads_of(r),
-            deps=[*self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
-            reads=[self.queries(q, tails, s, r), keys],
-            writes=[(self.target(partial, out)[s, r], made[s, r])],
+            Kind.ATTENTION, (here.r, "compute"), at=here.of(attends.at), step=here.s, tile=here.of(x.tile),
+            heads=x.heads_of(here.r), deps=[*self.first(here, tails, entered), *map(here.of, ready)],
+            reads=[self.queries(q, tails, here), keys],
+            writes=[(here.of(self.target(partial, out)), here.of(made))],
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.MERGE), merges, cases, partial, self.every(total), made)
@@ -135,13 +134,12 @@ class Ring(RingTensors):
             before = delayed(returns.at)
             launched += [before[:, x.tracks[0].previous], before[:, x.tracks[0].next]]
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
-        s, r = np.nonzero(x.active)
-        made = dq[1][x.of_queries], dkv[1][x.of_keys]
+        here, made = Where.true(x.active), (dq[1][x.of_queries], dkv[1][x.of_keys])
         b.add(
-            Kind.ATTENTION_BACKWARD, (r, "compute"), at=attends.at[s, r], step=s, tile=x.tile[s, r],
-            heads=x.heads_of(r), deps=[*self.first(s, r, tails, entered), *(d[s, r] for d in ready)],
-            reads=[*(self.queries(t, tails, s, r) for t in given), keys],
-            writes=[(self.target(dq_partial, dq)[s, r], made[0][s, r]), (dkv_partial[r], made[1][s, r])],
+            Kind.ATTENTION_BACKWARD, (here.r, "compute"), at=here.of(attends.at), step=here.s, tile=here.of(x.tile),
+            heads=x.heads_of(here.r), deps=[*self.first(here, tails, entered), *map(here.of, ready)],
+            reads=[*(self.queries(t, tails, here) for t in given), keys],
+            writes=[(here.of(self.target(dq_partial, dq)), here.of(made[0])), (dkv_partial[here.r], here.of(made[1]))],
         )  # fmt: skip
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), g.dq, cases, dq_partial, self.every(total), made[0])
@@ -169,13 +167,15 @@ class Ring(RingTensors):
         made = [self.b.buffers(f"{name} {i}", nbytes) for i in range(min(2, hops))]
         return np.stack([made[0], made[-1]]) if made else np.zeros((2, self.x.num_ranks), np.int32)
 
-    def first(self, s: Ints, r: Ints, tails: Int32 | None, entered: Ints) -> list[Ints]:
+    def first(self, kernels: Where, tails: Int32 | None, entered: Ints) -> list[Ints]:
         """What the first kernel of a rank waits for, which is in a later step where it sees none of its own keys."""
         waits = (entered >= 0) & (not self.code.lockstep)
         if tails is not None:
             waits &= ~(self.x.tails.any(axis=0) & self.x.scattered)
-        begins = self.x.active.argmax(axis=0)
-        return [np.where((s == begins[r]) & waits[r], entered[r], NOTHING)] if waits.any() else []
+        if not waits.any():
+            return []
+        r, begins = kernels.r, self.x.active.argmax(axis=0)
+        return [np.where((kernels.s == begins[r]) & waits[r], entered[r], NOTHING)]
 
     def pack_tails(self, tensors: Sequence[Access], width: int, after: Ints) -> Int32 | None:
         """Copy the tail rows of query-side tensors side by side, once; None where they lie so already."""
@@ -192,11 +192,13 @@ class Ring(RingTensors):
         )  # fmt: skip
         return packed
 
-    def queries(self, whole: Access, tails: Int32 | None, s: Ints, r: Ints) -> Access:
+    def queries(self, whole: Access, tails: Int32 | None, kernels: Where) -> Access:
         """What kernels read on the query side: packed tails where they compute on tails only."""
-        buffer, block = whole[0][r], whole[1][self.x.of_queries[s, r]]
-        packed = self.x.tails[s, r] & self.x.scattered[r]
-        return (buffer if tails is None else np.where(packed, tails[r], buffer)), block
+        buffer, block = whole[0][kernels.r], whole[1][kernels.of(self.x.of_queries)]
+        if tails is None:
+            return buffer, block
+        packed = kernels.of(self.x.tails) & self.x.scattered[kernels.r]
+        return np.where(packed, tails[kernels.r], buffer), block
 
     def sends(self) -> tuple[list[Slot], list[Slot]]:
         """Ops that move keys and values, transfers of every track or one all-gather: those that run beside the kernel
@@ -235,11 +237,14 @@ class Ring(RingTensors):
             (kinds[0], cases[0], True, WRITE), (kinds[1], cases[1], True, UPDATE),
             (Kind.ACCUMULATE, zeros, False, WRITE), (Kind.COPY, rest, False, READ),
         ):  # fmt: skip
-            s, r = np.nonzero(where)
-            read, summed = [(partial[r], blocks[s, r])], [(totals[s, r], blocks[s, r])]
+            if not where.any():
+                continue
+            here = Where.true(where)
+            block = here.of(blocks)
+            read, summed = [(partial[here.r], block)], [(here.of(totals), block)]
             self.b.add(
-                kind, (r, "compute"), at=slots[0].at[s, r], step=s, heads=self.x.heads_of(r),
-                nbytes=np.broadcast_to(slots[0].nbytes, where.shape)[s, r], deps=[d[s, r] for d in deps],
+                kind, (here.r, "compute"), at=here.of(slots[0].at), step=here.s, heads=self.x.heads_of(here.r),
+                nbytes=here.of(np.broadcast_to(slots[0].nbytes, where.shape)), deps=[here.of(d) for d in deps],
                 reads=read if reads else (), writes=summed if mode == WRITE else (),
                 updates=summed if mode == UPDATE else (),
             )  # fmt: skip
@@ -308,13 +313,12 @@ class Ring(RingTensors):
         used = np.where(x.packs, packs, attends)
         for i in range(len(slots)):
             self.transfer_keys(i, kv, slots, travels[i], holder, used, arrived, launched)
-        s, r = np.nonzero(x.packs)
-        if len(s):
-            holder = np.where(x.packs, self.pack_keys(kv, s, r, packs, holder, [arrived, sent]), holder)
-        s, r = np.nonzero(x.active)
+        if x.packs.any():
+            holder = np.where(x.packs, self.pack_keys(kv, packs, holder, [arrived, sent]), holder)
         arrived[0] = NOTHING
         ready = [np.where(x.packs, NOTHING, op) for op in (arrived, sent)]
-        return (holder[s, r], kv[1][x.of_keys[s, r]]), ready
+        here = Where.true(x.active)
+        return (here.of(holder), kv[1][here.of(x.of_keys)]), ready
 
     def transfer_keys(
         self, number: int, kv: Access, slots: list[Slot], travel: Int32, holder: Int32, used: Ints, arrived: Ints,
@@ -325,29 +329,30 @@ class Ring(RingTensors):
         A receive overwrites what the target used, and sent on, in the step for which its last but one hop came.
         """
         x, track, sends = self.x, self.x.tracks[number], slots[number].at
-        hop, r = np.nonzero(sends[track.leaves] >= 0)
-        s, to = track.leaves[hop], track.next[r]
+        hops = Where.true(sends[track.leaves] >= 0)
+        hop, here = hops.s, Where.pairs(track.leaves[hops.s], hops.r, x.num_ranks)
+        to = track.next[here.r]
         if self.code.lockstep:
-            free = [delayed(sends)[s, to], *(d[s, r] for d in launched)]
+            free = [Where.pairs(here.s, to, x.num_ranks).of(delayed(sends)), *map(here.of, launched)]
         else:
-            last_use = track.used[np.maximum(hop - 2, 0)]
-            free = [np.where(hop >= 2, op[last_use, to], NOTHING) for op in (*(slot.at for slot in slots), used)]
-        block = kv[1][x.of_source[s, r]]
+            last_use = Where.pairs(track.used[np.maximum(hop - 2, 0)], to, x.num_ranks)
+            free = [np.where(hop >= 2, last_use.of(op), NOTHING) for op in (*(slot.at for slot in slots), used)]
+        block = kv[1][here.of(x.of_source)]
         self.b.add(
-            Kind.TRANSFER, (r, track.lanes[0]), (to, track.lanes[1]), at=sends[s, r], step=s,
-            nbytes=x.shard_tokens[x.source[s, r]] * x.kv_bytes, deps=[arrived[s, r], *free],
-            reads=[(holder[s, r], block)], writes=[(travel[hop % 2, to], block)],
+            Kind.TRANSFER, (here.r, track.lanes[0]), (to, track.lanes[1]), at=here.of(sends), step=here.s,
+            nbytes=x.shard_tokens[here.of(x.source)] * x.kv_bytes, deps=[here.of(arrived), *free],
+            reads=[(here.of(holder), block)], writes=[(Where.pairs(hop % 2, to, x.num_ranks).of(travel), block)],
         )  # fmt: skip
 
-    def pack_keys(self, kv: Access, s: Ints, r: Ints, packs: Ints, holder: Int32, deps: list[Ints]) -> Int32:
+    def pack_keys(self, kv: Access, packs: Ints, holder: Int32, deps: list[Ints]) -> Int32:
         """Copy the heads of shards side by side; returns the buffers, ``[ranks]``."""
-        x = self.x
+        x, here = self.x, Where.true(self.x.packs)
         packed = self.b.buffers("key heads", x.head_rows[x.source].max(axis=0) * x.kv_bytes)
-        block = kv[1][x.of_keys[s, r]]
+        block = kv[1][here.of(x.of_keys)]
         self.b.add(
-            Kind.COPY, (r, "compute"), at=packs[s, r], step=s, heads=x.heads_of(r),
-            nbytes=2 * x.kv_bytes * x.k_rows[s, r], deps=[d[s, r] for d in deps],
-            reads=[(holder[s, r], block)], writes=[(packed[r], block)],
+            Kind.COPY, (here.r, "compute"), at=here.of(packs), step=here.s, heads=x.heads_of(here.r),
+            nbytes=2 * x.kv_bytes * here.of(x.k_rows), deps=[here.of(d) for d in deps],
+            reads=[(here.of(holder), block)], writes=[(packed[here.r], block)],
         )  # fmt: skip
         return packed
 
@@ -361,10 +366,9 @@ class Ring(RingTensors):
             deps=[ops[:1] for ops in launched], reads=[(kv[0][everyone], kv[1][everyone])],
             writes=[(whole[everyone], np.broadcast_to(kv[1][-1], everyone.shape))],
         )  # fmt: skip
-        s, r = np.nonzero(x.active)
-        holder = np.where(x.number == 0, kv[0], whole)
+        here, holder = Where.true(x.active), np.where(x.number == 0, kv[0], whole)
         ready = np.where(x.number == 0, NOTHING, np.broadcast_to(sends[0, 0], x.active.shape))
-        return (holder[s, r], kv[1][x.of_keys[s, r]]), [ready]
+        return (here.of(holder), kv[1][here.of(x.of_keys)]), [ready]
 
     def return_gradients(
         self, home: Access, partial: Int32, sums: list[Slot], sends: Ints, launched: list[Ints]
@@ -383,19 +387,18 @@ class Ring(RingTensors):
         kinds = Kind.ACCUMULATE, Kind.ACCUMULATE
         zeros = None if self.code.lockstep else x.unseen
         self.add_up(kinds, sums, cases, partial, totals, home[1][x.of_keys], [arrived, sent], zeros)
-        s, r = np.nonzero(sends >= 0)
-        block = home[1][x.of_source[s, r]]
-        target = to[s, r]
+        here = Where.true(sends >= 0)
+        s, r, block, target = here.s, here.r, home[1][here.of(x.of_source)], here.of(to)
         if self.code.lockstep:
             lanes = "send", "recv"
-            deps = [ops[s, r] for ops in (arrived, sent[:, x.tracks[0].next], *launched)]
+            deps = [here.of(ops) for ops in (arrived, sent[:, x.tracks[0].next], *launched)]
         else:
             lanes = "grad_send", "grad_recv"
-            free = np.where(back[s - 1, r] == target, NOTHING, sent[s, target])
-            deps = [np.where(sums[0].at >= 0, sums[0].at, arrived)[s, r], free]
+            free = np.where(back[s - 1, r] == target, NOTHING, Where.pairs(s, target, x.num_ranks).of(sent))
+            deps = [here.of(np.where(sums[0].at >= 0, sums[0].at, arrived)), free]
         b.add(
-            Kind.TRANSFER, (r, lanes[0]), (target, lanes[1]), at=sends[s, r], step=s,
-            nbytes=x.shard_tokens[x.source[s, r]] * width, deps=deps,
+            Kind.TRANSFER, (r, lanes[0]), (target, lanes[1]), at=here.of(sends), step=s,
+            nbytes=x.shard_tokens[here.of(x.source)] * width, deps=deps,
             reads=[(travel[s % 2, r], block)], writes=[(travel[(s + 1) % 2, target], block)],
         )  # fmt: skip
         return np.asarray(travel[places % 2]), [sends[-1, back[-1]], sends[-1]]

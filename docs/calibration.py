@@ -30,7 +30,7 @@ from real.shapes import LEAST_CALLS, LEAST_SIZES, RESTED_EVERY, ROUNDS, SHARES, 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "calibration.md"
 RUNS = ROOT / "validation" / "runs" / "h200.jsonl"
-REAL, REAL_RUNS = (ROOT / "validation" / "calibration" / f"h200x2{name}.jsonl" for name in ("", "-runs"))
+REAL, REAL_RUNS = DATA / "h200x2-calibration.jsonl", ROOT / "validation" / "calibration" / "h200x2-runs.jsonl"
 """A calibration of two GPUs, and runs on the same machine right after it."""
 MINUTES = (1, 2, 5, 10)
 NUM_GPUS = 4
@@ -275,7 +275,7 @@ REAL_ONE = """## A real one
 
 `cpsim calibrate --minutes 9` on two H200, and all 64 cases of the validation set for two GPUs run on the same machine
 right after it (`validation/calibration`). Mean errors of the runs of 1 ms or more, with the profile of these minutes
-and with the one that ships.
+and with the one that ships, to which its attention calls belong, too.
 """
 
 

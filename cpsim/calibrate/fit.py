@@ -61,7 +61,7 @@ FEWEST_CALLS = 6
 """Fewer calls of a kernel and pass without a stand-in give no model of it."""
 FEWEST_OF_GPU, LONG_CALL_S = 5, 3e-4
 """Calls of a kernel that say something about a GPU, and how long they take."""
-KNOT_RATIO = 3.0
+KNOT_RATIO = 2.0
 """Between sizes of neighbouring knots of a network curve."""
 
 
@@ -358,6 +358,9 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     return tuple(name for name in FITTED if name not in unused | fixed), start
 
 
+STEPS = (0.5, 0.25, 0.12, 0.06, 0.25, 0.12, 0.06)
+"""Differences of logarithms for derivatives: replays of blocks jump a little, so wide ones come first, to see past
+that, and once more from where narrow ones ended."""
 SPARSE = 20
 """Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
 SPARSE_PRIOR, HEAD_DIM_PRIOR = 0.02, 0.05
@@ -419,7 +422,7 @@ def _fit_kernel(
 
     bounds = np.log([_BOUNDS.get(name, (start[name] * 1e-3, start[name] * 30)) for name in names])
     x, jacobian = np.log([start[name] for name in names]), np.empty(0)
-    for step in (0.5, 0.25, 0.12, 0.06):  # replays of blocks jump a little: wide differences first, to see past that
+    for step in STEPS:
         fit = least_squares(
             error, x, bounds=(bounds[:, 0], bounds[:, 1]), loss="soft_l1", f_scale=0.03,
             diff_step=step / np.maximum(1, np.abs(x)), max_nfev=20,

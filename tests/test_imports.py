@@ -242,7 +242,7 @@ def test_the_a100_profile_gives_what_flash_attention_publishes_of_its_kernel():
             flop = 3.5 * 4 * 16384 * length * 16 * 128 / (2 if causal else 1)
             errors.append(flop / seconds / (tflops * 1e12) - 1)
     assert np.abs(errors).mean() < 0.04
-    assert np.abs(errors).max() < 0.12
+    assert np.abs(errors).max() < 0.13
 
 
 def test_costs_of_data_sheets_say_so_and_are_as_uncertain_as_they_were_wrong():

@@ -429,15 +429,15 @@ def _fit_kernel(
         )  # fmt: skip
         x, jacobian = fit.x, fit.jac
     physical = build(x)
-    left_over = np.log(predicted_attention(physical, points) / times)
-    fitted = _with_discrepancy(physical, points)
+    fitted, left_over = _with_discrepancy(physical, points)
     return _with_head_dims(key, fitted, others), _covariance(names, jacobian, left_over)
 
 
-def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
-    """The same with a model of what it leaves over of these points."""
+def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> tuple[AttentionParams, Floats]:
+    """The same with a model of what it leaves over of these points, and that, log(predicted / measured)."""
     predicted, features = predicted_calls(params, points)
-    return replace(params, discrepancy=fit_discrepancy(features, np.log(predicted / measured(points))))
+    left_over = np.log(predicted / measured(points))
+    return replace(params, discrepancy=fit_discrepancy(features, left_over)), left_over
 
 
 def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
@@ -448,7 +448,7 @@ def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Seque
         start = {name: getattr(params, name) * scale for name in PER_PAIR}
         other = replace(params, anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE, **start)
         mine = [p for p in points if p["head_dim"] == dim]
-        fitted.append(_with_discrepancy(_fit_few(mine, other, names, HEAD_DIM_PRIOR)[0], mine))
+        fitted.append(_with_discrepancy(_fit_few(mine, other, names, HEAD_DIM_PRIOR)[0], mine)[0])
     return replace(params, head_dims=tuple(fitted))
 
 

@@ -52,6 +52,8 @@ RUNS = {
     "h200-small-others-again": "2 other H200, the same",
     "h200-small-others-2": "2 more H200, the same",
     "h200-flex": "2 and 4 H200, FlexAttention, causal and sparse masks",
+    "h100": "1 H100, drawn at random: fa2, sdpa_flash, cudnn, FlexAttention, naive attention",
+    "h100-layer": "1 H100, whole layers of three models drawn at random",
     "h200-emulated": "2 emulated nodes of 2 H200",
     "h200-emulated-planned": "2 emulated nodes of 2 H200, another machine",
     "h200-emulated-flex": "2 emulated nodes of 2 H200, a third machine, mostly FlexAttention",

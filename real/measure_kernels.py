@@ -7,6 +7,7 @@
     python -m real.measure_kernels --minutes 1 --masked --masks lambda,block_sparse --kernels flex --out runs.jsonl
     python -m real.measure_kernels --minutes 3 --families equal,heavy_tail --kernels fa2 --out h200-documents.jsonl
     python -m real.measure_kernels --minutes 1 --head-dim 64 --kernels fa4,flex --out h200-head-dim-64.jsonl
+    python -m real.measure_kernels --minutes 2 --masked --head-dim 64 --kernels flex --out h200-head-dim-64-masked.jsonl
 
 Without a pause a kernel meets the power limit and the clock falls. `--rested` measures how it runs where a schedule
 leaves a GPU idle: two shapes with pauses of several lengths, then random ones at the full clock. `--masked` measures
@@ -267,13 +268,13 @@ def checks(head_dim: int) -> list[Shape]:
     ]
 
 
-def masked_checks() -> list[Shape]:
+def masked_checks(head_dim: int) -> list[Shape]:
     """Calls of every way to decide about a pair, with lengths that blocks divide and others."""
     cases = (("causal_document", {}), ("lambda", {"window": 100}), ("block_sparse", {"block": 64}),
              ("block_sparse", {"block": 128}))
     return [
         Shape(family="check", num_heads=64, num_kv_heads=8, causal=False, varlen=False, q_lens=lens, k_lens=lens,
-              mask=mask, options=options)
+              head_dim=head_dim, mask=mask, options=options)
         for mask, options in cases
         for lens in ((384, 256), *(((400, 250),) if options.get("block") != 128 else ()))
     ]  # fmt: skip
@@ -337,9 +338,8 @@ def run_once(kernel: str, shape: Shape, device: torch.device) -> None:
         print(f"warm-up {kernel} {shape}: {type(error).__name__}: {str(error)[:200]}")
 
 
-def compile_all(kernels: Sequence[str], head_dim: int, masked: bool) -> None:
-    """Compiles every variant of some kernels into the caches of their packages, each in a process of its own."""
-    shapes = [(kernel, shape) for kernel in kernels for shape in variants(kernel, head_dim, masked)]
+def compile_all(shapes: Sequence[tuple[str, Shape]]) -> None:
+    """Compiles what kernels need for shapes into the caches of their packages, each in a process of its own."""
     with ProcessPoolExecutor(min(len(shapes), os.cpu_count() or 1), get_context("spawn")) as pool:
         for future in [pool.submit(run_once, *each, torch.device("cuda")) for each in shapes]:
             future.result()
@@ -487,20 +487,20 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
 
 
 def run_masked(
-    bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape], masks: Sequence[str]
+    bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape], masks: Sequence[str], head_dim: int
 ) -> None:
     """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks of some names, or all."""
     whole = kernel in attention.WHOLE_BLOCKS
     masks = masks or (RECTANGLES if kernel in attention.RECTANGLES else ())
     check(bench, kernel, [
-        s for s in masked_checks()
+        s for s in masked_checks(head_dim)
         if (not whole or s.options.get("block") == 128) and (not masks or s.mask in masks)
     ])  # fmt: skip
     rng, count = np.random.default_rng(seed), 0
     limit, naive = MAX_FLOPS[kernel] if bench.cuda else 3e10, kernel == "sdpa_math" or not bench.cuda
     while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):
-        drawn = shapes.pop(0) if shapes else draw_masked(rng, limit, masks, whole_blocks=whole, naive=naive)
-        measure_attention(bench, kernel, drawn)
+        draw_one = partial(draw_masked, rng, limit, masks, whole_blocks=whole, naive=naive, head_dim=head_dim)
+        measure_attention(bench, kernel, shapes.pop(0) if shapes else draw_one())
         count += 1
     print(f"{kernel}: {count} masks")
 
@@ -565,7 +565,9 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if args.warm_up:
-        compile_all(args.kernels.split(","), args.head_dim, args.masked)
+        kernels = args.kernels.split(",")
+        needed = ((kernel, shape) for kernel in kernels for shape in variants(kernel, args.head_dim, args.masked))
+        compile_all(listed(args.shapes) or list(needed))
         return
     if args.out is None:
         parser.error("--out: expected the measurement file to write")
@@ -588,13 +590,15 @@ def main() -> None:
             measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
         elif args.masked:
             masks = args.masks.split(",") if args.masks else []
-            first = [("flex", shape) for shape in listed_masks() if bench.cuda and not masks]
+            all_masks = bench.cuda and not masks and args.head_dim == HEAD_DIM
+            first = [("flex", shape) for shape in listed_masks() if all_masks]
             shapes = listed(args.shapes) or first
             total, spent = sum(POINTS[kernel] for kernel in kernels), 0.0
             for kernel in kernels:
                 spent += POINTS[kernel]
                 mine = [shape for name, shape in shapes if name == kernel]
-                run_masked(bench, kernel, args.seed, started + 60 * args.minutes * spent / total, mine, masks)
+                until = started + 60 * args.minutes * spent / total
+                run_masked(bench, kernel, args.seed, until, mine, masks, args.head_dim)
         elif args.memory:
             run_memory(bench, kernels)
         elif args.head_dim != HEAD_DIM or args.families:

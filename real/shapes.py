@@ -101,7 +101,7 @@ DRAWS = 500
 
 def draw_masked(
     rng: np.random.Generator, max_flops: float, names: Sequence[str] = (), *, whole_blocks: bool = False,
-    naive: bool = False,
+    naive: bool = False, head_dim: int = HEAD_DIM,
 ) -> Shape:  # fmt: skip
     """One shape of a random mask, its forward pass at most `max_flops`: of the mask, or, naively, of all pairs.
 
@@ -114,7 +114,7 @@ def draw_masked(
     weights = np.array([MASKED[name] for name in names], float)
     for _ in range(DRAWS):
         name = str(rng.choice(names, p=weights / weights.sum()))
-        shape = _masked(rng, name, whole_blocks)
+        shape = replace(_masked(rng, name, whole_blocks), head_dim=head_dim)
         pairs = sum(shape.q_lens) * sum(shape.k_lens) if naive else shape.area()
         if 4 * pairs * shape.num_heads * shape.head_dim <= max_flops:
             return shape

@@ -212,6 +212,18 @@ def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kern
     assert np.quantile(errors, 0.95) <= p95
 
 
+def test_what_h200_tells_of_flexattention_at_head_dimension_64_predicts_masks_on_h100():
+    """Backward it takes several times as long under bands as at 128."""
+    points = load(DATA / "h100-head-dim-64-masked.jsonl").of("attention")
+    errors = np.array([abs(row.error) for row in residuals(load_profile("h200"), points)])
+    assert len(errors) == 18
+    assert errors.mean() <= 0.06
+    assert errors.max() <= 0.16
+    params, mask = load_profile("h200").attention["flex", "bwd"], [visits(mask_slices("lambda", [8192]), 8192, 8192)]
+    narrow, wide = (listed_calls(params, mask, np.array([64]), np.array([8]), dim)[0][0] for dim in (64, 128))
+    assert narrow > 1.5 * wide
+
+
 def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():
     def end(blocks, num_sms=1, alone=0.6, share=0.5):
         idle, work = np.array(blocks, float).T.copy()

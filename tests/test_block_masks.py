@@ -133,6 +133,14 @@ def test_masks_unlike_all_measured_ones_are_refused():
     every.check_rules("flex", "fwd", {CELLS, BANDS})
 
 
+def test_masks_measured_at_another_head_dimension_only_are_noted():
+    shipped = load_profile("h200")
+    one_run = dataclasses.replace(shipped, valid={**shipped.valid, "attention bwd flex rule at 64": (RUNS, RUNS)})
+    assert one_run.rule_notes("flex", "bwd", 64, {RUNS, None}) == ()
+    assert one_run.rule_notes("flex", "bwd", 128, {BANDS}) == ()
+    assert "not measured at head_dim 64" in one_run.rule_notes("flex", "bwd", 48, {BANDS})[0]
+
+
 @pytest.mark.parametrize("name", ["full", "full_document", "block_sparse", "variable_block_sparse"])
 def test_masks_of_rectangles_are_grids_of_rows_and_columns(name):
     table, seen = small(name)

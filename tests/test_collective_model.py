@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cpsim.calibrate.fit import fit_curve
+from cpsim.calibrate.fit_network import fit_curve
 from cpsim.calibrate.profile import load_profile
 from cpsim.models.collective import (
     COLLECTIVES,

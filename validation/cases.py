@@ -1,12 +1,13 @@
 """Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two),
 documents.jsonl (many short documents on two), drawn.jsonl and drawn-2.jsonl (problems drawn at random, on two; those of
 the second are mostly for other people's code and for planners), small-others.jsonl (few tokens in other people's code,
-on two) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+on two), one-h100.jsonl and one-h100-layers.jsonl (calls of attention and whole layers drawn at random, on one H100) and
+the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3, 5, 5 and 1 minutes:
+What it takes to run them, about 8, 1, 3, 5, 5, 1, 2 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
@@ -14,6 +15,8 @@ What it takes to run them, about 8, 1, 3, 5, 5 and 1 minutes:
     cpsim run validation/drawn.jsonl --seconds 0.1 --out validation/runs/h200-drawn.jsonl
     cpsim run validation/drawn-2.jsonl --seconds 0.1 --out validation/runs/h200-drawn-2.jsonl
     cpsim run validation/small-others.jsonl --seconds 0.1 --out validation/runs/h200-small-others.jsonl
+    cpsim run validation/one-h100.jsonl --seconds 0.1 --out validation/runs/h100.jsonl
+    cpsim run validation/one-h100-layers.jsonl --seconds 0.2 --out validation/runs/h100-layer.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 
@@ -233,6 +236,36 @@ def small_others() -> Iterator[Case]:
             yield from each(asked | {"kernel": "sdpa_flash"}, ways, "torch")
 
 
+def one_h100() -> Iterator[Case]:
+    """Attention on one H100, drawn at random: what a GPU that no rank waits for takes."""
+    rng = np.random.default_rng(13)
+    masks = ("causal", "full", "causal_document", "full_document")
+    for kernel, number, some in (
+        ("fa2", 16, masks), ("sdpa_flash", 12, masks), ("cudnn", 8, masks[:2]), ("sdpa_math", 2, ("causal",)),
+        ("flex", 8, ("causal", "lambda", "shared_question", "causal_blockwise")),
+    ):  # fmt: skip
+        for _ in range(number):
+            tokens, heads = size_and_heads(rng, 13 if kernel == "sdpa_math" else 15.5)
+            mask, head_dim = str(rng.choice(some)), int(rng.choice((128,) if kernel == "fa2" else (64, 128, 128)))
+            more = {"documents": lots(rng, tokens)} if "document" in mask else {}
+            asked = problem(1, tokens, mask, heads, kernel=kernel, head_dim=head_dim, **more)
+            yield from each(asked | {"cluster": "dgx-h100"}, ({"strategy": "none"},))
+
+
+def one_h100_layers() -> Iterator[Case]:
+    """Layers of three models on one H100, drawn at random: forward passes, and both."""
+    rng = np.random.default_rng(14)
+    for i in range(18):
+        tokens, mask = int(2 ** rng.uniform(11, 15) // 128 * 128), str(rng.choice(("causal", "causal_document")))
+        model = ("llama3-8b", "llama-34b", "llama3-70b")[i % 3]
+        tokens = tokens if model == "llama3-8b" else min(tokens, 12 * K)
+        case: Case = {"model": model, "part": "layer", "gpus": 1, "cluster": "dgx-h100", "tokens": tokens, "mask": mask}
+        case |= {"documents": lots(rng, tokens)} if mask == "causal_document" else {}
+        kernels = ("fa2", "sdpa_flash", "cudnn")[: 3 if mask == "causal" else 2]
+        kernel, pass_ = str(rng.choice(kernels)), ("fwd_bwd", "fwd_bwd", "fwd")[i // 3 % 3]
+        yield {**case, "kernel": kernel, "pass": pass_, "strategy": "none"}
+
+
 def lots(rng: np.random.Generator, total: int) -> list[int]:
     """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole."""
     median, sigma, found = float(np.exp(rng.uniform(6, 9))), float(rng.uniform(0.3, 1.5)), list[int]()
@@ -365,6 +398,8 @@ def files() -> dict[Path, str]:
         FOLDER / "drawn.jsonl": text(by_lot()),
         FOLDER / "drawn-2.jsonl": text(theirs_by_lot()),
         FOLDER / "small-others.jsonl": text(small_others()),
+        FOLDER / "one-h100.jsonl": text(one_h100()),
+        FOLDER / "one-h100-layers.jsonl": text(one_h100_layers()),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
     for num_nodes in (2, 4):

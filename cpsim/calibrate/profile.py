@@ -100,6 +100,14 @@ class Profile:
             notes.append(f"{kernel} {pass_}: {counts.min()} to {counts.max()} heads, measured {low:.0f} to {high:.0f}")
         return tuple(notes)
 
+    def rule_notes(self, kernel: str, pass_: str, head_dim: int, rules: Iterable[int | None]) -> tuple[str, ...]:
+        """Whether masks like these were measured at other head dimensions only, as `check_rules` tells them apart."""
+        key, measured = f"attention {pass_} {kernel} rule", self.attention[kernel, pass_].at(head_dim).head_dim
+        low, high = self.valid.get(f"{key} at {measured}", self.valid.get(key, (0, 0)))
+        if all(rule is None or low <= rule <= high for rule in rules):
+            return ()
+        return (f"{kernel} {pass_}: masks of several runs of keys were not measured at head_dim {measured}",)
+
     def between_gpus(self, kernel: str, pass_: str) -> float:
         """Standard deviation, relative, of one attention kernel's time between GPUs of this type."""
         return self.sigma.get(f"attention {pass_} {kernel} between GPUs", self.sigma["run to run"])

@@ -337,7 +337,9 @@ class Pricing:
         used[schedule.tile[ops]] = True
         if params.anatomy.lists_blocks:
             masks = tile_visits(schedule, ops, self.head_dim * BYTES_PER_ELEMENT[self.dtype])
-            self.profile.check_rules(self.kernel, pass_, {mask.partial_rule() for mask in masks.values()})
+            rules = {mask.partial_rule() for mask in masks.values()}
+            self.profile.check_rules(self.kernel, pass_, rules)
+            notes.update(dict.fromkeys(self.profile.rule_notes(self.kernel, pass_, self.head_dim, rules)))
         seconds = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)
         if self.captured and not limits_of(self.kernel).places_results:
             seconds += self._placing(schedule, ops, notes)

@@ -1,0 +1,265 @@
+"""Fits the attention model to calls of every kernel and pass, and a model of what it leaves over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
+
+from cpsim.block_masks import BANDS, CELLS
+from cpsim.calibrate.measurement import Point
+from cpsim.calibrate.residuals import measured, predicted_attention, predicted_calls, visits_of
+from cpsim.calibrate.standin import StandIn
+from cpsim.errors import ProfileError
+from cpsim.models.attention import ANATOMY, FITTED, PER_PAIR, AttentionParams, anatomy_at
+from cpsim.models.discrepancy import NONE, Discrepancy
+
+Floats = NDArray[np.float64]
+Covariance = dict[str, Any]
+
+FEWEST_CALLS = 6
+"""Fewer calls of a kernel and pass without a stand-in give no model of it."""
+
+_START = {
+    "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
+    "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
+    "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
+    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 1e-10, "banded_pair_s": 2e-9,
+    "banded_factor": 1.2, "query_pair_s": 2e-10, "older_share": 0.57,
+}  # fmt: skip
+_BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
+           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 1.5), "banded_factor": (1.0, 2.5)}  # fmt: skip
+
+
+def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
+    """Names to fit and where all parameters start; what is not fitted has no effect."""
+    flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
+    lists, naive = ANATOMY[kernel, pass_].lists_blocks, kernel in ("math", "sdpa_math")
+    start = dict(_START)
+    start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
+    if kernel == "math":  # on a CPU, which has no power limit that a call would meet
+        start |= {"pair_s": 2e-8, "block_s": 2e-6, "block_shared_s": 1e-6, "block_varlen_s": 1e-5, "call_s": 3e-4,
+                  "call_varlen_s": 1e-5, "traffic_s_per_byte": 1e-10, "busy_threshold": 1.0}  # fmt: skip
+    if flash2:
+        start |= {"busy_threshold": 0.85, "busy_power": 0.13}
+        if forward:
+            start |= {"block_causal_s": 4e-6, "block_s": 2e-6, "block_decode_s": 1.5e-7}
+            start |= {"call_s": 4e-6, "call_varlen_s": 1e-6}
+    if lists:
+        start["pair_s"] *= 1.7
+    unused = {"split_pair_s", "split_call_s", "alone_factor", "older_share"} if not (flash2 and forward) else set()
+    unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
+    unused |= {"unaligned_factor"} if kernel not in ("cudnn", "sdpa_math") and not lists else set()
+    unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
+    unused |= {"celled_pair_s", "banded_pair_s", "banded_factor"} if kernel != "flex" else set()
+    unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
+    unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
+    if ANATOMY[kernel, pass_].gathers_keys:  # neither causal nor dense
+        unused |= {"block_causal_s", "block_varlen_s", "call_varlen_s"}
+    if naive:
+        unused |= {"block_causal_s", "busy_power"}
+    for name in unused:
+        start[name] = {"factor": 1.0, "share": 0.5}.get(name.rpartition("_")[2], 0.0)
+    fixed = {"busy_threshold"} if naive else set()
+    return tuple(name for name in FITTED if name not in unused | fixed), start
+
+
+STEPS = (0.5, 0.25, 0.12, 0.06, 0.25, 0.12, 0.06)
+"""Differences of logarithms for derivatives: replays of blocks jump a little, so wide ones come first, to see past
+that, and once more from where narrow ones ended."""
+SPARSE = 20
+"""Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
+SPARSE_PRIOR, HEAD_DIM_PRIOR = 0.02, 0.05
+"""Weights that hold the logarithms of parameters near where a fit to few points starts."""
+SPARSE_FITTED = ("pair_s", "block_s", "block_causal_s", "call_s")
+"""Those that long dense calls tell."""
+HEAD_DIM_FITTED = (
+    "pair_s", "partial_pair_s", "celled_pair_s", "banded_pair_s", "banded_factor", "query_pair_s", "block_s",
+    "block_causal_s", "split_pair_s", "call_s", "unaligned_factor",
+)
+"""Those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64 is compiled
+for tiles whose registers do not hold what bands need, and takes several times as long under them as at 128."""
+
+
+def fit_attention(
+    points: Sequence[Point], num_sms: int, stand_in: StandIn | None
+) -> tuple[dict[tuple[str, str], AttentionParams], dict[str, Covariance]]:
+    """Least squares of log time, outliers softened, for every kernel and pass, on all CPUs."""
+    points = [p for p in points if p["op"] == "attention"]
+    keys = sorted({(p["kernel"], p["pass"]) for p in points})
+    for key in keys:
+        if key not in ANATOMY:
+            raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(ANATOMY)}")
+    groups = [[p for p in points if (p["kernel"], p["pass"]) == key] for key in keys]
+    starts = [
+        stand_in.start(key, num_sms) if stand_in and len(mine) < SPARSE else None
+        for key, mine in zip(keys, groups, strict=True)
+    ]
+    with ProcessPoolExecutor() as pool:
+        found = list(pool.map(fit_kernel, keys, groups, [num_sms] * len(keys), starts))
+    params = {key: fitted for key, (fitted, _) in zip(keys, found, strict=True)}
+    return params, {f"attention {pass_} {kernel}": c for (kernel, pass_), (_, c) in zip(keys, found, strict=True)}
+
+
+def fit_kernel(
+    key: tuple[str, str], points: Sequence[Point], num_sms: int, sparse: AttentionParams | None = None
+) -> tuple[AttentionParams, Covariance]:
+    """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
+
+    Points of the commonest head dimension tell everything but what changes at others.
+    """
+    if sparse is not None:
+        return fit_few(points, sparse, SPARSE_FITTED, SPARSE_PRIOR)
+    (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
+    others = [p for p in points if p["head_dim"] != head_dim]
+    points = [p for p in points if p["head_dim"] == head_dim]
+    names, start = _free(*key)
+    rules = {rule_of(p) for p in points}
+    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS), ("banded_factor", BANDS)):
+        if rule not in rules:
+            names, start = tuple(n for n in names if n != name), start | {name: float(name == "banded_factor")}
+    times = measured(points)
+
+    def build(x: Floats) -> AttentionParams:
+        values = start | dict(zip(names, np.exp(x).tolist(), strict=True))
+        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(head_dim), **values)
+
+    def error(x: Floats) -> Floats:
+        return np.asarray(np.log(predicted_attention(build(x), points) / times))
+
+    bounds = np.log([_BOUNDS.get(name, (start[name] * 1e-3, start[name] * 30)) for name in names])
+    x, jacobian = np.log([start[name] for name in names]), np.empty(0)
+    for step in STEPS:
+        fit = least_squares(
+            error, x, bounds=(bounds[:, 0], bounds[:, 1]), loss="soft_l1", f_scale=0.03,
+            diff_step=step / np.maximum(1, np.abs(x)), max_nfev=20,
+        )  # fmt: skip
+        x, jacobian = fit.x, fit.jac
+    physical = build(x)
+    fitted, left_over = _with_discrepancy(physical, points)
+    return _with_head_dims(key, fitted, others), _covariance(names, jacobian, left_over)
+
+
+def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> tuple[AttentionParams, Floats]:
+    """The same with a model of what it leaves over of these points, and that, log(predicted / measured)."""
+    predicted, features = predicted_calls(params, points)
+    left_over = np.log(predicted / measured(points))
+    return replace(params, discrepancy=fit_discrepancy(features, left_over)), left_over
+
+
+def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
+    """What other head dimensions change, from the few points that each has."""
+    fitted, names = [], [name for name in HEAD_DIM_FITTED if name in _free(*key)[0]]
+    for dim in sorted({p["head_dim"] for p in points}):
+        scale = dim / params.head_dim
+        start = {name: getattr(params, name) * scale for name in PER_PAIR}
+        other = replace(params, anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE, **start)
+        mine = [p for p in points if p["head_dim"] == dim]
+        fitted.append(_with_discrepancy(fit_few(mine, other, names, HEAD_DIM_PRIOR)[0], mine)[0])
+    return replace(params, head_dims=tuple(fitted))
+
+
+def fit_few(
+    points: Sequence[Point], start: AttentionParams, fitted: Sequence[str], prior: float
+) -> tuple[AttentionParams, Covariance]:
+    """The parameters that few points tell, near those of `start`, whose others are kept."""
+    times = measured(points)
+    names = tuple(name for name in fitted if getattr(start, name) > 0)
+    first = np.log([getattr(start, name) for name in names])
+
+    def build(x: Floats) -> AttentionParams:
+        factors = dict(zip(names, np.exp(x - first).tolist(), strict=True))
+        return start.everywhere(lambda params: _scaled(params, factors))
+
+    def error(x: Floats) -> Floats:
+        return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior * (x - first)])
+
+    step = 0.05 / np.maximum(1, np.abs(first))
+    fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)
+    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
+
+
+def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:
+    """Parameters times factors."""
+    return replace(params, **{name: getattr(params, name) * factor for name, factor in factors.items()})
+
+
+LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)
+"""Prior scales of blocks.FEATURES, by what they mean: octaves of waves, tiles, unevenness, causal, ..."""
+DISCREPANCY = 0.05
+"""Prior standard deviation of what the model leaves over."""
+SUPPORT = 150
+"""Support points of a discrepancy."""
+TRUSTED = 0.25
+"""Larger leftovers count as this: a single call does not speak for its neighbours."""
+
+
+def fit_discrepancy(features: Floats, left_over: Floats) -> Discrepancy:
+    """A sparse Gaussian process of `left_over` [N] over `features` [N, FEATURES]; see models/discrepancy.py.
+
+    Noise and a common factor of the length scales maximise the marginal likelihood; support points are chosen
+    greedily where the process is least certain (pivoted Cholesky decomposition).
+    """
+    y = np.clip(left_over, -TRUSTED, TRUSTED)
+
+    def likelihood(noise: float, factor: float) -> float:
+        matrix = _kernel_matrix(features, features, factor) + noise**2 * np.eye(len(y))
+        root = np.linalg.cholesky(matrix)
+        half = np.linalg.solve(root, y)
+        return float(-0.5 * half @ half - np.log(np.diag(root)).sum())
+
+    _, noise, factor = max((likelihood(n, f), n, f) for n in (0.01, 0.015, 0.02, 0.03) for f in (0.6, 1.0, 1.6))
+    full = _kernel_matrix(features, features, factor)
+    chosen: list[int] = []
+    columns = np.zeros((len(y), 0))
+    for _ in range(min(SUPPORT, len(y))):
+        uncertain = np.diag(full) - (columns**2).sum(axis=1)
+        at = int(np.argmax(uncertain))
+        if uncertain[at] < 1e-2 * DISCREPANCY**2:
+            break
+        column = (full[:, at] - columns @ columns[at]) / np.sqrt(uncertain[at])
+        chosen, columns = [*chosen, at], np.column_stack([columns, column])
+    near, of_all = full[np.ix_(chosen, chosen)], full[:, chosen]
+    weights = np.linalg.solve(noise**2 * near + of_all.T @ of_all + 1e-10 * np.eye(len(chosen)), of_all.T @ y)
+    return Discrepancy(
+        lengths=tuple((factor * np.array(LENGTHS)).tolist()),
+        support=tuple(tuple(row) for row in features[chosen].tolist()),
+        weights=tuple((weights * DISCREPANCY**2).tolist()),
+    )
+
+
+def _kernel_matrix(a: Floats, b: Floats, factor: float) -> Floats:
+    """Prior covariance between points, [len(a), len(b)]."""
+    distance = (a[:, None] - b[None]) / (factor * np.array(LENGTHS))
+    return np.asarray(DISCREPANCY**2 * np.exp(-0.5 * (distance**2).sum(axis=-1)))
+
+
+def _covariance(names: Sequence[str], jacobian: Floats, errors: Floats) -> Covariance:
+    """Of the logarithms, from the Jacobian; parameters without influence get a variance of 1."""
+    weak = np.linalg.norm(jacobian, axis=0) < 1e-6
+    information = jacobian.T @ jacobian + np.diag(np.where(weak, 1.0, 1e-9))
+    variance = float((errors**2).mean())
+    matrix = np.linalg.pinv(information) * np.where(np.outer(weak, weak), 1.0, variance)
+    return {"names": list(names), "covariance": matrix.tolist()}
+
+
+def rule_of(point: Point) -> int | None:
+    """How pairs of partial blocks are decided in a call of a kernel that lists blocks, if it has such blocks."""
+    if not ANATOMY[point["kernel"], point["pass"]].lists_blocks:
+        return None
+    return visits_of(point).partial_rule()
+
+
+def with_enough_calls(points: Sequence[Point], stand_in: StandIn | None) -> list[Point]:
+    """The points without those of kernels and passes that have too few to fit and nothing that stands in."""
+    calls = Counter((p["kernel"], p["pass"]) for p in points if p["op"] == "attention")
+    few = {key for key, number in calls.items() if number < FEWEST_CALLS and stand_in is None}
+    if few and few == calls.keys():
+        raise ProfileError(f"a profile needs {FEWEST_CALLS} calls of a kernel and pass, got {max(calls.values())}")
+    return [p for p in points if p["op"] != "attention" or (p["kernel"], p["pass"]) not in few]

@@ -1,0 +1,162 @@
+"""Fits memory-bound kernels and what the host takes to launch, of whose machines the mean counts."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from cpsim.calibrate.fit_layers import latency_and_bandwidth
+from cpsim.calibrate.measurement import ROUNDS, Measurements, Point
+from cpsim.calibrate.residuals import measured
+from cpsim.calibrate.standin import StandIn
+from cpsim.errors import ProfileError
+from cpsim.models.elementwise import ElementwiseParams
+from cpsim.models.host import HostParams
+
+DISTURBED = 2.0
+"""See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
+
+
+def fit_elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> ElementwiseParams:
+    """Latency and bandwidth of each kind, least squares of log time."""
+    points = [p for p in chosen if p["op"] == "elementwise"]
+    if not points and stand_in:
+        return stand_in.elementwise()
+    if not points:
+        raise ProfileError("a profile needs elementwise points: add a file of real.measure_kernels")
+    latency, bandwidth = {}, {}
+    for kind in sorted({p["kind"] for p in points}):
+        mine = [p for p in points if p["kind"] == kind]
+        nbytes = np.array([p["nbytes"] for p in mine], float)
+        latency[kind], bandwidth[kind] = latency_and_bandwidth(nbytes, measured(mine))
+    return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
+
+
+def fit_host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None) -> HostParams:
+    """Median launch times: an attention kernel's entry points count alike, and edges of one code with all its
+    strategies and kernels; of calls of a step the first round counts apart.
+
+    A graph of one tiny copy takes the graph's launch and what the copy takes in a long chain of them; between two
+    events it takes `tiny_copy_s`. A chain that goes to and from a second stream takes more.
+    """
+    if stand_in and not points:
+        return stand_in.profile.host
+    samples: dict[str, list[float]] = {}
+    for point in points:
+        kind = str(point["kind"])
+        if kind.endswith(("_dense", "_varlen")):  # such as sdpa_flash_fwd_dense
+            kernel, pass_, _ = kind.rsplit("_", 2)
+            kind = f"{kernel} {pass_}"
+        elif kind == "transfer_pair":
+            kind = "transfer"
+        elif " begin " in kind or " end " in kind:  # such as torch sdpa_flash begin fwd
+            code, *_, edge, pass_ = kind.split()
+            kind = f"{code} {edge} {pass_}"
+        times = point["samples_s"]
+        if in_steps(point):
+            samples.setdefault(f"{kind} first", []).append(float(np.median(times[::ROUNDS])))
+            times = [t for i, t in enumerate(times) if i % ROUNDS]
+        samples.setdefault(kind, []).append(float(np.median(times)))
+    launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
+    graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
+    pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
+    if stand_in:
+        launch = {**stand_in.profile.host.launch_s, **launch}
+    graph_s = gain_s = cross_s = 0.0
+    if "graph_chain_1" in graphs:
+        each, across = ((graphs[f"graph_{name}_64"] - graphs[f"graph_{name}_16"]) / 48 for name in ("chain", "across"))
+        cross_s = max(0.0, across - each)
+        graph_s, gain_s = max(0.0, graphs["graph_chain_1"] - each), max(0.0, tiny_copy_s - each)
+    return HostParams(
+        launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
+        graph_cross_s=cross_s, captured_gain_s=gain_s,
+        pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
+    )  # fmt: skip
+
+
+MEMORY_BOUND = ("copy", "accumulate", "merge")
+
+
+def fit_load(points: Sequence[Point]) -> dict[str, float]:
+    """Power that ops draw above an idle GPU's, relative to what the limit allows: the most that any load draws."""
+    watts = {p["kind"]: float(np.mean(p["watts"])) for p in points}
+    if not {"idle", "transfer", "all_gather", *MEMORY_BOUND} < watts.keys() or not all(watts.values()):
+        return {}
+    share = {kind: (w - watts["idle"]) / (max(watts.values()) - watts["idle"]) for kind, w in watts.items()}
+    return {
+        "memory-bound": float(np.mean([share[kind] for kind in MEMORY_BOUND])),
+        "transfer": share["transfer"], "collective": share["all_gather"],
+    }  # fmt: skip
+
+
+def on_mean_host(m: Measurements, stepped: Container[str], paces: Sequence[float]) -> Iterator[Point]:
+    """The points of a file, host calls of others as the mean of all machines would make them.
+
+    They count as they were timed among those of a step, on whatever machines they were; where nobody did so, as they
+    were timed among all calls; never repeated in a row.
+
+    Args:
+        m: the file.
+        stepped: calls that some file timed among those of a step.
+        paces: see `host_paces`.
+    """
+    for p, pace in zip(m.points, paces, strict=True):
+        if p["op"] == "host":
+            if p.get("place") == "in a row" or (p["kind"] in stepped and not in_steps(p)):
+                continue
+            p = p | {"samples_s": [s / pace for s in p["samples_s"]]}
+        yield p
+
+
+def in_steps(point: Point) -> bool:
+    return str(point.get("place", "")).startswith("in steps")
+
+
+def host_paces(measurements: Sequence[Measurements]) -> dict[str, list[float]]:
+    """How long the host took over the mean of all hosts when it made every point of each file.
+
+    That is the machine's speed. A host that does something else may take several times as long for a while: a step
+    whose eager ops took more than `DISTURBED` times what they usually take in steps counts by these.
+    """
+    speeds, steps = host_speeds(measurements), {m.source: _steps(m) for m in measurements}
+    eager: dict[tuple[str, str], list[float]] = {}
+    for source, of_point in steps.items():
+        for op, seconds in (pair for step in of_point for pair in step.items()):
+            eager.setdefault(op, []).append(seconds / speeds.get(source, 1.0))
+    usual = {op: float(np.median(seconds)) for op, seconds in eager.items()}
+
+    def pace(step: Mapping[tuple[str, str], float], speed: float) -> float:
+        if not step:
+            return speed
+        found = float(np.exp(np.mean([np.log(seconds / usual[op]) for op, seconds in step.items()])))
+        return found if found > DISTURBED * speed else speed
+
+    return {
+        source: [pace(step, speeds.get(source, 1.0)) for step in of_point] for source, of_point in steps.items()
+    }
+
+
+def _steps(m: Measurements) -> list[dict[tuple[str, str], float]]:
+    """For every point, what the eager ops of its step took, which come first in each; empty for points of none."""
+    found, last, step = list[dict[tuple[str, str], float]](), False, dict[tuple[str, str], float]()
+    for p in m.points:
+        in_step = p["op"] == "host" and in_steps(p)
+        is_eager = in_step and str(p["kind"]).startswith("eager")
+        if is_eager:
+            step = step if last else {}
+            step[p["kind"], p["which"]] = float(np.median(p["samples_s"]))
+        last = is_eager
+        found.append(step if in_step else {})
+    return found
+
+
+def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:
+    """How long every machine's host takes over the mean of all, by file: for calls timed on all of them."""
+    times: dict[str, dict[tuple[str, str], float]] = {}
+    for m in measurements:
+        for p in (p for p in m.of("host") if p.get("place") in ("in turns", "in bwd")):
+            times.setdefault(m.source, {})[p["kind"], p["which"]] = float(np.median(p["samples_s"]))
+    common = sorted(set.intersection(*map(set, times.values()))) if times else []
+    logs = {source: float(np.mean(np.log([mine[call] for call in common]))) for source, mine in times.items() if common}
+    return {source: float(np.exp(log - np.mean(list(logs.values())))) for source, log in logs.items()}

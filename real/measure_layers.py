@@ -16,9 +16,9 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +37,8 @@ TINY = Model(layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, voca
 TPS = (1, 2, 4, 8)
 MAX_FLOPS, MAX_BYTES = 2e13, 3e9
 """Of a product, and of an op's traffic."""
+COMPILED_BYTES = 1e9
+"""Traffic of the call that an op is compiled for."""
 SHARES = {"gemm": 0.5, "layer_op": 0.38, "layer": 0.12}
 """Of the time."""
 GEMMS = ("forward", "dgrad", "wgrad")
@@ -189,17 +191,34 @@ def ops(models: Sequence[Model], most: float, rng: np.random.Generator, cuda: bo
             yield Task("layer_op", parameters, measure)
 
 
+def mark_dynamic(tensors: Iterable[torch.Tensor], rows: int) -> None:
+    """Lets code be compiled for any number of rows."""
+    for x in tensors:
+        if x.dim() and x.shape[0] == rows:
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+
+
+@cache
+def compiled_op(kind: str, width: int, vocab: int, bench: Bench) -> Callable[..., object]:
+    """The op compiled for a width and for as many rows as training has: the first ones that code of a reduction meets
+    decide how it is split, and code made for few of them takes twice to three times as long for many."""
+    f, rows = layer_ops.compiled(kind), round(COMPILED_BYTES / layer_ops.nbytes(kind, 1, width))
+    inputs = op_inputs(kind, rows, width, vocab, bench)
+    mark_dynamic(inputs, rows)
+    f(*inputs)
+    return f
+
+
 def measure_op(bench: Bench, *, kind: str, variant: str, rows: int, width: int, vocab: int) -> None:
     """One op; inputs rotate past the cache."""
     nbytes = layer_ops.nbytes(kind, rows, width, vocab)
-    f = layer_ops.compiled(kind) if variant == "compiled" else layer_ops.OPS[kind]
+    f = compiled_op(kind, width, vocab, bench) if variant == "compiled" else layer_ops.OPS[kind]
 
     def measure() -> list[float]:
         num_sets = int(np.clip(math.ceil(2 * L2_BYTES / nbytes), 1, 16)) if bench.cuda else 1
         made = [op_inputs(kind, rows, width, vocab, bench) for _ in range(num_sets)]
-        for x in itertools.chain(*made):
-            if variant == "compiled" and x.dim() and x.shape[0] == rows:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
+        if variant == "compiled":
+            mark_dynamic(itertools.chain(*made), rows)
         sets = itertools.cycle(made)
         return bench.samples(lambda: f(*next(sets)))
 

@@ -19,7 +19,7 @@ point, with several the varlen one, as `real.attention` does.
 * Kernels that list blocks visit those of 128 x 128 tokens that the mask touches, whatever its shape. Deciding pair by
   pair in blocks that it cuts takes time. Backward, both who owns keys and who owns queries compute the scores.
 * FlashInfer takes every row of blocks of a mask of rectangles as a sequence on keys gathered one by one.
-* Other head dimensions have tiles and a few times of their own where points say so.
+* Other head dimensions have tiles and a few times of their own where points say so, of masks that cut blocks above all.
 * Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
   SMs spend on tiles) passes a threshold.
 

@@ -21,8 +21,8 @@ def recipes() -> dict[str, dict[str, Any]]:
 
     Of files under `only` no more than points of one op count. That of one H200 by itself has nothing but attention:
     where a host has several GPUs, every kernel takes 1.6 us more, which shows in memory-bound ones. Kinds of ops under
-    `without` do not count: reductions of layers in `h100-layers-2`, which were compiled for the few rows that they first
-    met and take up to three times as long as the same code on the H100 before and on H200.
+    `without` do not count: reductions of layers in `h100-layers-2`, which were compiled for the few rows that they
+    first met and take up to three times as long as the same code on another H100 and on H200.
 
     Raises:
         ProfileError: measurements are not installed with cpsim.

@@ -58,7 +58,7 @@ def case_text(scenario: Scenario) -> str:
     return (
         f"{part}{format_count(scenario.num_tokens)} tokens ({per_gpu} per GPU), {mask_text(scenario)} mask, "
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
-        f"{scenario.kernel} on {scenario.gpus} GPUs of {scenario.cluster}"
+        f"{scenario.kernel} on {scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''} of {scenario.cluster}"
     )
 
 

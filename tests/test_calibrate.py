@@ -373,7 +373,7 @@ def test_calls_of_a_step_count_by_the_eager_ops_beside_them_where_something_dist
         files = [file("a", 0.5, 1.0), file("b", 2.0, disturbed)]
         paces = fit_host.host_paces(files)
         assert paces["a"] == pytest.approx([0.5] * 5)
-        assert paces["b"] == pytest.approx([2.0] * 3 + [2.0 * disturbed if disturbed > fit.DISTURBED else 2.0] * 2)
+        assert paces["b"] == pytest.approx([2.0] * 3 + [2.0 * disturbed if disturbed > fit_host.DISTURBED else 2.0] * 2)
 
 
 def test_steps_of_the_measured_hosts_begin_with_eager_ops_and_only_one_host_was_disturbed():

@@ -114,7 +114,8 @@ def _place(scenario: Scenario) -> tuple[Any, ...]:
 
 
 def _can_show(scenario: Scenario) -> bool:
-    return scenario.implementation == "cpsim" and scenario.pass_ == "fwd_bwd" and scenario.protocol == "synced"
+    ours = scenario.implementation == "cpsim" and scenario.model is None
+    return ours and scenario.pass_ == "fwd_bwd" and scenario.protocol == "synced"
 
 
 def _link(scenario: Scenario, controls: Sequence[Control]) -> str:

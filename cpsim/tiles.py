@@ -260,6 +260,18 @@ def local_slices(tiles: Tiles, tile: int, place_q: Callable[[Ints], Ints], place
     return Slices(at_q, at_q + q1 - q0, at_k, at_k + k1 - k0, low, high)
 
 
+def share_of(mask: Slices, q_ranges: ArrayLike, k_ranges: ArrayLike) -> Slices:
+    """A mask over some of its queries and keys, which then lie one after the other.
+
+    Args:
+        mask: disjoint slices, ordered by query.
+        q_ranges, k_ranges: disjoint ascending ranges of tokens, ``[R, 2]`` each.
+    """
+    q, k = (np.asarray(ranges, np.int64).reshape(-1, 2) for ranges in (q_ranges, k_ranges))
+    sets = RangeSets(np.array([0, len(q), len(q) + len(k)]), np.concatenate([q, k]))
+    return local_slices(make_tiles(mask, sets, [0], [1]), 1, place_in(q), place_in(k))
+
+
 def sequences(tiles: Tiles) -> Sequences:
     """Group every tile's slices into kernel sequences.
 

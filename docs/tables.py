@@ -26,8 +26,9 @@ NETWORK = (
     "collective all_reduce",
     "transfer",
 )
+KERNELS = "fa4", "fa2", "cudnn", "sdpa_flash", "flex"
 MODELS = (
-    *(f"attention {pass_} {kernel}" for kernel in ("fa4", "fa2", "cudnn", "sdpa_flash") for pass_ in ("fwd", "bwd")),
+    *(f"attention {pass_} {kernel}" for kernel in KERNELS for pass_ in ("fwd", "bwd")),
     "memory-bound",
     "matrix products",
     "elementwise of layers",
@@ -48,6 +49,9 @@ RUNS = {
     "h200-documents": "2 H200, many short documents, fa2 and sdpa_flash",
     "h200-drawn": "2 H200, drawn at random: fa2, sdpa_flash, cudnn, FlexAttention",
     "h200-drawn-2": "2 H200, drawn at random, unseen while models were made",
+    "h200-drawn-3": "2 more H200, more drawn at random",
+    "h200-one": "1 H200, drawn at random: fa2, sdpa_flash, cudnn, FlexAttention, naive attention",
+    "h200-layer": "1 H200, whole layers of three models drawn at random",
     "h200-small-others": "2 H200, few tokens in other people's code",
     "h200-small-others-again": "2 other H200, the same",
     "h200-small-others-2": "2 more H200, the same",

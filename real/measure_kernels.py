@@ -5,13 +5,15 @@
     python -m real.measure_kernels --minutes 1 --rested --seed 2 --out h200-rested.jsonl
     python -m real.measure_kernels --minutes 2 --masked --kernels flex --out h200-masked.jsonl
     python -m real.measure_kernels --minutes 1 --masked --masks lambda,block_sparse --kernels flex --out runs.jsonl
+    python -m real.measure_kernels --minutes 3 --masked --shares --kernels flex --out h200-masked-shares.jsonl
     python -m real.measure_kernels --minutes 3 --families equal,heavy_tail --kernels fa2 --out h200-documents.jsonl
     python -m real.measure_kernels --minutes 1 --head-dim 64 --kernels fa4,flex --out h200-head-dim-64.jsonl
     python -m real.measure_kernels --minutes 2 --masked --head-dim 64 --kernels flex --out h200-head-dim-64-masked.jsonl
 
 Without a pause a kernel meets the power limit and the clock falls. `--rested` measures how it runs where a schedule
 leaves a GPU idle: two shapes with pauses of several lengths, then random ones at the full clock. `--masked` measures
-kernels that take any mask, under all masks or those of `--masks`; `--head-dim` measures as many shapes of every kernel.
+kernels that take any mask, under all masks or those of `--masks`, with `--shares` what one rank of several computes of
+them at a time; `--head-dim` measures as many shapes of every kernel.
 Otherwise listed shapes come first, and random ones take the time that is left. flex takes long to compile: `--warm-up`,
 beside the same options, does that on all CPUs and measures nothing. Writes one measurement file (see
 cpsim.calibrate.measurement) as it goes and stops in time. On a CPU it runs tiny sizes of the `math` kernel, to try the
@@ -400,7 +402,8 @@ def listed(path: Path | None) -> list[tuple[str, Shape]]:
     shapes = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        lens = {name: tuple(row.pop(name)) for name in ("q_lens", "k_lens")}
+        lens = {name: tuple(row.pop(name, ())) for name in ("q_lens", "k_lens", "documents")}
+        lens |= {name: tuple(map(tuple, row.pop(name, ()))) for name in ("q_ranges", "k_ranges")}
         shapes.append((row.pop("kernel"), Shape(**row, **lens)))
     return shapes
 
@@ -487,8 +490,9 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
 
 
 def run_masked(
-    bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape], masks: Sequence[str], head_dim: int
-) -> None:
+    bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape], masks: Sequence[str], *, shares: bool,
+    head_dim: int,
+) -> None:  # fmt: skip
     """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks of some names, or all."""
     whole = kernel in attention.WHOLE_BLOCKS
     masks = masks or (RECTANGLES if kernel in attention.RECTANGLES else ())
@@ -499,7 +503,9 @@ def run_masked(
     rng, count = np.random.default_rng(seed), 0
     limit, naive = MAX_FLOPS[kernel] if bench.cuda else 3e10, kernel == "sdpa_math" or not bench.cuda
     while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):
-        draw_one = partial(draw_masked, rng, limit, masks, whole_blocks=whole, naive=naive, head_dim=head_dim)
+        draw_one = partial(
+            draw_masked, rng, limit, masks, whole_blocks=whole, naive=naive, shares=shares, head_dim=head_dim
+        )
         measure_attention(bench, kernel, shapes.pop(0) if shapes else draw_one())
         count += 1
     print(f"{kernel}: {count} masks")
@@ -552,6 +558,7 @@ def main() -> None:
     parser.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
     parser.add_argument("--masked", action="store_true", help="kernels of any mask, and nothing else")
     parser.add_argument("--masks", default="", help="only these, such as lambda,block_sparse")
+    parser.add_argument("--shares", action="store_true", help="of masks, what one rank computes at a time")
     parser.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="another than 128: random calls, nothing else")
     parser.add_argument("--families", default="", help="only random calls of these, such as equal,heavy_tail")
@@ -574,7 +581,7 @@ def main() -> None:
     kernels = args.kernels.split(",") if device.type == "cuda" or args.masked else ["math"]
     command = f"python -m real.measure_kernels --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
     command += f" --shapes {args.shapes.name}" if args.shapes else ""
-    command += "".join(f" --{mode}" for mode in ("rested", "masked", "memory") if getattr(args, mode))
+    command += "".join(f" --{mode}" for mode in ("rested", "masked", "shares", "memory") if getattr(args, mode))
     command += f" --families {args.families}" if args.families else ""
     command += f" --masks {args.masks}" if args.masks else ""
     command += f" --head-dim {args.head_dim}" if args.head_dim != HEAD_DIM else ""
@@ -590,15 +597,17 @@ def main() -> None:
             measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
         elif args.masked:
             masks = args.masks.split(",") if args.masks else []
-            all_masks = bench.cuda and not masks and args.head_dim == HEAD_DIM
+            all_masks = bench.cuda and not masks and not args.shares and args.head_dim == HEAD_DIM
             first = [("flex", shape) for shape in listed_masks() if all_masks]
             shapes = listed(args.shapes) or first
-            total, spent = sum(POINTS[kernel] for kernel in kernels), 0.0
+            total, spent = sum(POINTS.get(kernel, 1.0) for kernel in kernels), 0.0
             for kernel in kernels:
-                spent += POINTS[kernel]
+                spent += POINTS.get(kernel, 1.0)
                 mine = [shape for name, shape in shapes if name == kernel]
                 until = started + 60 * args.minutes * spent / total
-                run_masked(bench, kernel, args.seed, until, mine, masks, args.head_dim)
+                run_masked(
+                    bench, kernel, args.seed, until, mine, masks, shares=args.shares, head_dim=args.head_dim
+                )
         elif args.memory:
             run_memory(bench, kernels)
         elif args.head_dim != HEAD_DIM or args.families:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from cpsim.mask_shapes import mask_slices
-from cpsim.masks import Slices
+from cpsim.masks import RangeSets, Slices, sets_of
+from cpsim.strategies.allgather import seen_keys
+from cpsim.tiles import make_tiles, share_of
 
 HEADS = ((32, 8), (64, 8), (8, 2), (4, 1), (16, 4), (8, 1), (8, 8), (32, 32), (1, 1))
 HEADS_OF_4 = ((32, 8), (64, 16), (8, 2), (4, 1))
@@ -33,15 +35,23 @@ class Shape:
     """A name, over documents of `q_lens` tokens; without one, sequences are full or causal."""
     options: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Of the mask."""
+    documents: tuple[int, ...] = ()
+    """Of a mask of which the call is a share; `q_lens` and `k_lens` then count the queries and keys of the share."""
+    q_ranges: tuple[tuple[int, int], ...] = ()
+    k_ranges: tuple[tuple[int, int], ...] = ()
+    """Tokens of the share."""
 
     def slices(self) -> Slices | None:
         """The mask, where it has a name."""
-        return mask_slices(self.mask, self.q_lens, self.options) if self.mask else None
+        if not self.mask:
+            return None
+        mask = mask_slices(self.mask, self.documents or self.q_lens, self.options)
+        return share_of(mask, self.q_ranges, self.k_ranges) if self.documents else mask
 
     def area(self) -> int:
         """Unmasked pairs, exact."""
-        if self.mask:
-            return int(mask_slices(self.mask, self.q_lens, self.options).areas().sum())
+        if (slices := self.slices()) is not None:
+            return int(slices.areas().sum())
         q, k = np.array(self.q_lens), np.array(self.k_lens)
         return int((q * k - (q * (q - 1) // 2 if self.causal else 0)).sum())
 
@@ -52,10 +62,11 @@ class Shape:
     def parameters(self) -> dict[str, object]:
         """As measurement files describe a call."""
         named = {"mask": self.mask, "options": dict(self.options), "area": self.area()} if self.mask else {}
+        share = {name: getattr(self, name) for name in ("documents", "q_ranges", "k_ranges") if self.documents}
         return {
             "family": self.family, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads,
             "head_dim": self.head_dim, "causal": self.causal, "varlen": self.varlen, "q_lens": list(self.q_lens),
-            "k_lens": list(self.k_lens), **named,
+            "k_lens": list(self.k_lens), **named, **share,
         }  # fmt: skip
 
 
@@ -101,22 +112,24 @@ DRAWS = 500
 
 def draw_masked(
     rng: np.random.Generator, max_flops: float, names: Sequence[str] = (), *, whole_blocks: bool = False,
-    naive: bool = False, head_dim: int = HEAD_DIM,
+    naive: bool = False, shares: bool = False, head_dim: int = HEAD_DIM,
 ) -> Shape:  # fmt: skip
     """One shape of a random mask, its forward pass at most `max_flops`: of the mask, or, naively, of all pairs.
 
     `names` are those of MASKED to draw from, by default all; `whole_blocks` asks for masks of whole blocks of 128
-    tokens.
+    tokens, `shares` for what one rank of several computes of a mask at a time.
     """
     if unknown := [name for name in names if name not in MASKED]:
         raise ValueError(f"expected masks among {', '.join(MASKED)}, got {', '.join(unknown)}")
     names = [name for name in names or MASKED if not whole_blocks or name.endswith("block_sparse")]
+    names = [name for name in names if not shares or name != "rectangle"]
     weights = np.array([MASKED[name] for name in names], float)
     for _ in range(DRAWS):
         name = str(rng.choice(names, p=weights / weights.sum()))
         shape = replace(_masked(rng, name, whole_blocks), head_dim=head_dim)
+        shape = _share(rng, shape) if shares else shape
         pairs = sum(shape.q_lens) * sum(shape.k_lens) if naive else shape.area()
-        if 4 * pairs * shape.num_heads * shape.head_dim <= max_flops:
+        if 0 < 4 * pairs * shape.num_heads * shape.head_dim <= max_flops:
             return shape
     raise ValueError(f"none of {DRAWS} random masks of {', '.join(names)} has at most {max_flops:g} FLOP")
 
@@ -146,6 +159,34 @@ def _masked(rng: np.random.Generator, name: str, whole_blocks: bool) -> Shape:
     elif name == "global_sliding":
         options = {"window": int(rng.integers(128, total // 4))}
     return Shape(family=name, q_lens=lens, k_lens=lens, causal=False, mask=name, options=options, **heads)
+
+
+def _share(rng: np.random.Generator, shape: Shape) -> Shape:
+    """What one rank of 2 to 8 computes of a mask at a time; it may be nothing.
+
+    Its two zigzag chunks of queries with all keys that these see, as after an all-gather, or with the chunks of a
+    rank, as on a step of a ring; or some blocks of 1024 queries with some of keys, as planners place them.
+    """
+    total, num_ranks = sum(shape.q_lens), int(2 ** rng.integers(1, 4))
+    by_block = rng.random() < 0.3
+    num_cells = -(-total // 1024) if by_block else 2 * num_ranks
+    edges = np.arange(num_cells + 1) * total // num_cells
+    edges[1:-1] -= edges[1:-1] % 64
+    if by_block:
+        cells = rng.permuted(np.tile(np.arange(num_cells) < -(-num_cells // num_ranks), (2, 1)), axis=1)
+    else:
+        rank = rng.integers(num_ranks, size=2)[:, None]
+        cells = (np.arange(num_cells) == rank) | (np.arange(num_cells) == num_cells - 1 - rank)
+    sets = sets_of(cells, edges)
+    q, k = sets.of(0), sets.of(1)
+    if not by_block and rng.random() < 0.5 and (mask := shape.slices()) is not None:
+        every = RangeSets(np.array([0, len(q), len(q) + 1]), np.concatenate([q, [[0, total]]]))
+        k = seen_keys(make_tiles(mask, every, [0], [1]), 1).of(0)
+    lens = [(int((ranges[:, 1] - ranges[:, 0]).sum()),) for ranges in (q, k)]
+    listed = [tuple((int(a), int(b)) for a, b in ranges) for ranges in (q, k)]
+    return replace(
+        shape, documents=shape.q_lens, q_lens=lens[0], k_lens=lens[1], q_ranges=listed[0], k_ranges=listed[1]
+    )
 
 
 def listed_masks() -> list[Shape]:

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cpsim.block_masks import BANDS, RUNS, Visits, visits
+from cpsim.block_masks import BANDS, CELLS, RUNS, Visits, visits
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.residuals import large, residuals
@@ -391,8 +391,8 @@ def test_a_head_dimension_has_the_times_of_the_next_measured_one_in_proportion()
 def listing(kernel, pass_, **times):
     """A kernel that lists blocks, with round times and without traffic and power limit."""
     zeros = {f.name: 0.0 for f in dataclasses.fields(AttentionParams) if f.type == "float"}
-    fixed = {"busy_threshold": 1.0, "alone_factor": 1.0, "unaligned_factor": 1.0, **times}
-    return AttentionParams(anatomy=ANATOMY[kernel, pass_], num_sms=7, head_dim=128, **(zeros | fixed))
+    ones = dict.fromkeys(("busy_threshold", "alone_factor", "unaligned_factor", "unaligned_celled_factor"), 1.0)
+    return AttentionParams(anatomy=ANATOMY[kernel, pass_], num_sms=7, head_dim=128, **(zeros | ones | times))
 
 
 def scheduled(blocks, num_sms=7):
@@ -412,34 +412,42 @@ def test_rows_of_listed_blocks_are_shared_by_smaller_tiles():
     assert listed_calls(halves, [found], one, one, 128)[0][0] == pytest.approx(1.5 * row, rel=2e-3)
 
 
-@pytest.mark.parametrize("unaligned", [1.0, 1.2, 1.5])
+@pytest.mark.parametrize("tokens", [3000, 3072])
 @pytest.mark.parametrize("mask", ["causal", "lambda", "block_sparse"])
-def test_listed_blocks_run_in_launch_order_on_the_sms_that_are_free(mask, unaligned):
+def test_listed_blocks_run_in_launch_order_on_the_sms_that_are_free(mask, tokens):
     """Forward, rows of queries of one head; FlexAttention backward, rows of keys of all heads, then of queries.
 
-    A kernel for bands and one for lengths that are not whole blocks are slow for the same reason, so that the slower
-    of both counts; backward, bands slow down rows of keys only.
+    Every rule about pairs, with and without checks of bounds, is code of its own. Bands and lengths that are not whole
+    blocks slow down all blocks; backward, those of rows of keys only.
     """
-    found = visits(mask_slices(mask, (3000,), {"window": 700} if mask == "lambda" else {}), 3000, 3000)
-    pair, of_query, block, cut, heads, shared = 1e-10, 0.6e-10, 3e-6, 5e-11, 8, 4
-    times = {"pair_s": pair, "query_pair_s": of_query, "block_s": block, "partial_pair_s": cut}
-    times |= {"banded_pair_s": 2e-11, "banded_factor": 1.3, "unaligned_factor": unaligned}
-    slow, slow_cut = (pair * max(1, 1.3 / unaligned), cut + 2e-11) if found.rule == BANDS else (pair, cut)
+    options = {"lambda": {"window": 700}, "block_sparse": {"block": 64}}.get(mask, {})
+    found = visits(mask_slices(mask, (tokens,), options), tokens, tokens)
+    pair, of_query, block, loop, heads, shared = 1e-10, 0.6e-10, 3e-6, 1e-6, 8, 4
+    names = ("partial_pair_s", "celled_pair_s", "banded_pair_s")
+    cuts = dict(zip(names, (5e-11, 7e-11, 9e-11), strict=True))
+    times = {"pair_s": pair, "query_pair_s": of_query, "block_s": block, "block_shared_s": loop}
+    times |= cuts | {f"unaligned_{name}": 2 * seconds for name, seconds in cuts.items()}
+    times |= {"banded_factor": 1.3, "block_banded_s": 2e-6, "unaligned_factor": 1.2, "unaligned_celled_factor": 1.1}
+    times |= {"query_cut_share": 0.3, "unaligned_query_cut_share": 0.6}
+    cut, slow, share = cuts[names[found.rule]], 1.0, 0.3
+    if tokens % 128:
+        cut, slow, share = 2 * cut, 1.32 if found.rule == CELLS else 1.2, 0.6
+    block += 2e-6 * (found.rule == BANDS)
+    of_key = pair * slow * (1.3 if found.rule == BANDS else 1.0)
 
     def rows(counts, pair_s, cut):
         return [block + 128 * 128 * ((pair_s + cut) * partial + pair_s * full) for partial, full in counts.tolist()]
 
-    def seconds(kernel, pass_):
-        params, number = listing(kernel, pass_, **times), np.array([heads])
-        return listed_calls(params, [found], number, number // shared, 128)[0][0] / unaligned
+    def seconds(kernel, pass_, **others):
+        params, number = listing(kernel, pass_, **times | others), np.array([heads])
+        return listed_calls(params, [found], number, number // shared, 128)[0][0]
 
-    assert seconds("flex", "fwd") == pytest.approx(scheduled(rows(found.of_queries, slow, slow_cut) * heads), rel=5e-3)
-    of_keys = [block + shared * (row - block) for row in rows(found.of_keys, slow, slow_cut)]
-    group = of_keys + rows(found.of_queries, of_query, cut) * shared
+    assert seconds("flex", "fwd") == pytest.approx(scheduled(rows(found.of_queries, of_key, cut) * heads), rel=5e-3)
+    of_keys = [block + shared * (row - block + loop * slow) for row in rows(found.of_keys, of_key, cut)]
+    group = of_keys + rows(found.of_queries, of_query, cut * share) * shared
     assert seconds("flex", "bwd") == pytest.approx(scheduled(group * (heads // shared)), rel=5e-3)
-    if found.rule != BANDS:
-        every = rows(found.of_keys, pair, cut) * heads
-        assert seconds("fa4_sparse", "bwd") == pytest.approx(scheduled(every), rel=5e-3)
+    every = rows(found.of_keys, of_key, cut) * heads
+    assert seconds("fa4_sparse", "bwd", block_shared_s=0.0) == pytest.approx(scheduled(every), rel=5e-3)
 
 
 def test_many_waves_of_listed_blocks_cost_what_all_of_them_take_on_all_sms():

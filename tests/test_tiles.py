@@ -10,7 +10,7 @@ from cpsim.mask_shapes import mask_slices
 from cpsim.masks import UNBOUNDED, RangeSets, dense_mask
 from cpsim.strategies import sharding
 from cpsim.stripes import stripe_bounds, striped
-from cpsim.tiles import Tiles, join_tiles, make_tiles, sequences
+from cpsim.tiles import Tiles, join_tiles, make_tiles, sequences, share_of
 
 
 def covered(tiles, mask, tile, num_tokens):
@@ -154,3 +154,11 @@ def test_queries_that_see_other_keys_are_no_rectangle_though_areas_agree():
     mixed = sequences(Tiles(np.array([0, 0, 4]), apart.rows, apart.row_area, np.array([0, 256]), mask))
     assert (mixed.q_len.tolist(), mixed.k_len.tolist()) == ([8, 8], [16, 16])
     assert not mixed.in_place[1]
+
+
+@settings(deadline=None)
+@given(masks(), range_sets())
+def test_a_share_of_a_mask_has_the_pairs_of_its_queries_and_keys_side_by_side(mask, sets):
+    q, k = sets.of(0), sets.of(len(sets) - 1)
+    wanted = dense_mask(mask, 24)[tokens_of(q, 24)][:, tokens_of(k, 24)]
+    assert np.array_equal(dense_mask(share_of(mask, q, k), 24)[: len(wanted), : wanted.shape[1]], wanted)

@@ -1,22 +1,26 @@
 """Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two),
-documents.jsonl (many short documents on two), drawn.jsonl and drawn-2.jsonl (problems drawn at random, on two; those of
-the second are mostly for other people's code and for planners), small-others.jsonl (few tokens in other people's code,
-on two), one-h100.jsonl and one-h100-layers.jsonl (calls of attention and whole layers drawn at random, on one H100) and
-the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+documents.jsonl (many short documents on two), drawn.jsonl, drawn-2.jsonl and drawn-3.jsonl (problems drawn at random,
+on two; those of the second are mostly for other people's code and for planners, the third has as many of both again),
+small-others.jsonl (few tokens in other people's code, on two), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl
+and one-h200-layers.jsonl (calls of attention and whole layers drawn at random, on one GPU) and the folder eight (one
+run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3, 5, 5, 1, 2 and 1 minutes:
+What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
     cpsim run validation/documents.jsonl --seconds 0.1 --out validation/runs/h200-documents.jsonl
     cpsim run validation/drawn.jsonl --seconds 0.1 --out validation/runs/h200-drawn.jsonl
     cpsim run validation/drawn-2.jsonl --seconds 0.1 --out validation/runs/h200-drawn-2.jsonl
+    cpsim run validation/drawn-3.jsonl --seconds 0.1 --out validation/runs/h200-drawn-3.jsonl
     cpsim run validation/small-others.jsonl --seconds 0.1 --out validation/runs/h200-small-others.jsonl
     cpsim run validation/one-h100.jsonl --seconds 0.1 --out validation/runs/h100.jsonl
     cpsim run validation/one-h100-layers.jsonl --seconds 0.2 --out validation/runs/h100-layer.jsonl
+    cpsim run validation/one-h200.jsonl --seconds 0.1 --out validation/runs/h200-one.jsonl
+    cpsim run validation/one-h200-layers.jsonl --seconds 0.2 --out validation/runs/h200-layer.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 
@@ -176,10 +180,10 @@ def size_and_heads(rng: np.random.Generator, most: float) -> tuple[int, str]:
     return tokens, str(rng.choice(["32:8", "40:8", "16:2", "24:24", "64:8", "28:4"]))
 
 
-def by_lot() -> Iterator[Case]:
+def by_lot(seed: int) -> Iterator[Case]:
     """Problems on two GPUs that nobody chose: sizes, heads, masks, documents, kernels and ways to split drawn at
     random, few of them seen before."""
-    rng = np.random.default_rng(11)
+    rng = np.random.default_rng(seed)
     for kernel, number, masks, head_dims in (
         ("fa2", 12, ("causal", "full", "causal_document", "full_document"), (128,)),
         ("sdpa_flash", 4, ("causal", "full", "causal_document"), (64, 128)),
@@ -198,9 +202,9 @@ def by_lot() -> Iterator[Case]:
                 yield from each(asked, (ULYSSES,), "yunchang")
 
 
-def theirs_by_lot() -> Iterator[Case]:
+def theirs_by_lot(seed: int) -> Iterator[Case]:
     """The same for what the first lots left out: other people's documents, PyTorch's, planners, streamed runs."""
-    rng = np.random.default_rng(12)
+    rng = np.random.default_rng(seed)
 
     def asked(mask: str, kernel: str, **more: Any) -> Case:
         tokens, heads = size_and_heads(rng, 14.5)
@@ -236,9 +240,9 @@ def small_others() -> Iterator[Case]:
             yield from each(asked | {"kernel": "sdpa_flash"}, ways, "torch")
 
 
-def one_h100() -> Iterator[Case]:
-    """Attention on one H100, drawn at random: what a GPU that no rank waits for takes."""
-    rng = np.random.default_rng(13)
+def one_gpu(cluster: str, seed: int) -> Iterator[Case]:
+    """Attention on one GPU, drawn at random: what one that no rank waits for takes."""
+    rng = np.random.default_rng(seed)
     masks = ("causal", "full", "causal_document", "full_document")
     for kernel, number, some in (
         ("fa2", 16, masks), ("sdpa_flash", 12, masks), ("cudnn", 8, masks[:2]), ("sdpa_math", 2, ("causal",)),
@@ -249,17 +253,17 @@ def one_h100() -> Iterator[Case]:
             mask, head_dim = str(rng.choice(some)), int(rng.choice((128,) if kernel == "fa2" else (64, 128, 128)))
             more = {"documents": lots(rng, tokens)} if "document" in mask else {}
             asked = problem(1, tokens, mask, heads, kernel=kernel, head_dim=head_dim, **more)
-            yield from each(asked | {"cluster": "dgx-h100"}, ({"strategy": "none"},))
+            yield from each(asked | {"cluster": cluster}, ({"strategy": "none"},))
 
 
-def one_h100_layers() -> Iterator[Case]:
-    """Layers of three models on one H100, drawn at random: forward passes, and both."""
-    rng = np.random.default_rng(14)
+def one_gpu_layers(cluster: str, seed: int) -> Iterator[Case]:
+    """Layers of three models on one GPU, drawn at random: forward passes, and both."""
+    rng = np.random.default_rng(seed)
     for i in range(18):
         tokens, mask = int(2 ** rng.uniform(11, 15) // 128 * 128), str(rng.choice(("causal", "causal_document")))
         model = ("llama3-8b", "llama-34b", "llama3-70b")[i % 3]
         tokens = tokens if model == "llama3-8b" else min(tokens, 12 * K)
-        case: Case = {"model": model, "part": "layer", "gpus": 1, "cluster": "dgx-h100", "tokens": tokens, "mask": mask}
+        case: Case = {"model": model, "part": "layer", "gpus": 1, "cluster": cluster, "tokens": tokens, "mask": mask}
         case |= {"documents": lots(rng, tokens)} if mask == "causal_document" else {}
         kernels = ("fa2", "sdpa_flash", "cudnn")[: 3 if mask == "causal" else 2]
         kernel, pass_ = str(rng.choice(kernels)), ("fwd_bwd", "fwd_bwd", "fwd")[i // 3 % 3]
@@ -395,11 +399,14 @@ def files() -> dict[Path, str]:
         FOLDER / "cases.jsonl": text(case for part in (ours(), side_by_side()) for case in part),
         FOLDER / "emulated.jsonl": text(emulated()),
         FOLDER / "documents.jsonl": text(documents()),
-        FOLDER / "drawn.jsonl": text(by_lot()),
-        FOLDER / "drawn-2.jsonl": text(theirs_by_lot()),
+        FOLDER / "drawn.jsonl": text(by_lot(11)),
+        FOLDER / "drawn-2.jsonl": text(theirs_by_lot(12)),
+        FOLDER / "drawn-3.jsonl": text(case for part in (by_lot(15), theirs_by_lot(16)) for case in part),
         FOLDER / "small-others.jsonl": text(small_others()),
-        FOLDER / "one-h100.jsonl": text(one_h100()),
-        FOLDER / "one-h100-layers.jsonl": text(one_h100_layers()),
+        FOLDER / "one-h100.jsonl": text(one_gpu("dgx-h100", 13)),
+        FOLDER / "one-h100-layers.jsonl": text(one_gpu_layers("dgx-h100", 14)),
+        FOLDER / "one-h200.jsonl": text(one_gpu("h200-4", 17)),
+        FOLDER / "one-h200-layers.jsonl": text(one_gpu_layers("h200-4", 18)),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
     for num_nodes in (2, 4):

@@ -4,7 +4,7 @@ Every point is predicted once by models fitted to the other four fifths of the p
 in Hastie, Tibshirani and Friedman, "The Elements of Statistical Learning", section 7.10); the profile itself is
 fitted to all. End-to-end runs are never used. Deterministic: the same files give the same profile, byte for byte where
 processor and libraries round alike; else fits of calls of few blocks, whose time has steps, may end 1 % apart on
-average, single calls 7 %.
+average, single calls 14 %, with errors that are as large on average.
 """
 
 from __future__ import annotations
@@ -113,7 +113,6 @@ def fit_profile(
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
 
 
-
 def _completed(
     profile: Profile, points: Sequence[Point], kernels: Sequence[Measurements], stand_in: StandIn
 ) -> Profile:
@@ -181,7 +180,6 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
 
 
-
 def _is_sweep(point: Point) -> bool:
     """Whether a point is of a kernel that real.measure_host times."""
     return point["op"] == "elementwise" and "which" in point
@@ -209,7 +207,8 @@ def folds(points: Sequence[Point]) -> NDArray[np.int64]:
 
 def _subject(point: Point) -> list[Any]:
     """What a point is about; attention of the same shape is the same for all kernels and passes."""
-    calls = ["q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen", "mask", "options"]
+    calls = ["q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen", "mask", "options", "documents",
+             "q_ranges", "k_ranges"]
     others = ["op", "kind", "which", "variant", "kernel", "num_ranks", "nbytes", "width", "m", "n", "k"]
     names = calls if point["op"] == "attention" else others
     return [point[name] for name in names if name in point]
@@ -218,12 +217,6 @@ def _subject(point: Point) -> list[Any]:
 def large_model(point: Point) -> bool:
     """Whether a model predicts a point and the accuracy bars count it."""
     return bool(model_of(point)) and large(point)
-
-
-
-
-
-
 
 
 def _sigma(rows: Sequence[Residual], models: set[str], run_to_run: float) -> dict[str, float]:
@@ -322,7 +315,6 @@ def _valid(points: Sequence[Point]) -> dict[str, tuple[float, float]]:
             note(key, p["nbytes"], p["nbytes"])
     several = {key: ends for key, ends in seen.items() if not key.endswith("head_dim") or ends[0] < ends[1]}
     return dict(sorted(several.items()))
-
 
 
 def _grade(gpu: str, networks: Sequence[Measurements]) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from cpsim.block_masks import BANDS, CELLS
+from cpsim.block_masks import BANDS, CELLS, RUNS
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured, predicted_attention, predicted_calls, visits_of
 from cpsim.calibrate.standin import StandIn
@@ -30,11 +30,26 @@ _START = {
     "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
-    "unaligned_factor": 1.02, "partial_pair_s": 3e-11, "celled_pair_s": 1e-10, "banded_pair_s": 2e-9,
-    "banded_factor": 1.2, "query_pair_s": 2e-10, "older_share": 0.57,
+    "unaligned_factor": 1.02, "unaligned_celled_factor": 1.2, "partial_pair_s": 2.5e-11, "celled_pair_s": 1.6e-10,
+    "banded_pair_s": 2.5e-9, "unaligned_partial_pair_s": 1e-10, "unaligned_celled_pair_s": 3e-10,
+    "unaligned_banded_pair_s": 2.8e-9, "banded_factor": 1.3, "block_banded_s": 2e-5, "query_pair_s": 1.6e-10,
+    "query_cut_share": 0.2, "unaligned_query_cut_share": 0.7, "older_share": 0.57,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
-           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 1.5), "banded_factor": (1.0, 2.5)}  # fmt: skip
+           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 2.0), "unaligned_celled_factor": (1.0, 2.0),
+           "banded_factor": (1.0, 2.5), "query_cut_share": (1e-3, 1.5),
+           "unaligned_query_cut_share": (1e-3, 1.5)}  # fmt: skip
+
+
+OF_QUERIES = ("query_pair_s", "query_cut_share", "unaligned_query_cut_share")
+"""What there is where other blocks than those that own keys compute scores, too: those that own queries."""
+OF_RULE = {
+    "celled_pair_s": CELLS, "unaligned_celled_pair_s": CELLS, "unaligned_celled_factor": CELLS,
+    "banded_pair_s": BANDS, "unaligned_banded_pair_s": BANDS, "banded_factor": BANDS, "block_banded_s": BANDS,
+}  # fmt: skip
+"""What only calls tell whose pairs are decided by this rule."""
+OF_LISTED = ("partial_pair_s", "unaligned_partial_pair_s", *OF_RULE, *OF_QUERIES)
+"""What there is where a function decides about pairs in blocks of a list."""
 
 
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
@@ -53,13 +68,16 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
             start |= {"call_s": 4e-6, "call_varlen_s": 1e-6}
     if lists:
         start["pair_s"] *= 1.7
+        if not forward:
+            start |= {"banded_pair_s": 6e-10, "unaligned_partial_pair_s": 1.8e-10, "unaligned_celled_pair_s": 1.8e-10,
+                      "unaligned_banded_pair_s": 3.6e-10, "unaligned_factor": 1.3}  # fmt: skip
     unused = {"split_pair_s", "split_call_s", "alone_factor", "older_share"} if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if kernel not in ("cudnn", "sdpa_math") and not lists else set()
-    unused |= {"block_shared_s", "block_causal_s"} if lists else {"partial_pair_s"}
-    unused |= {"celled_pair_s", "banded_pair_s", "banded_factor"} if kernel != "flex" else set()
-    unused |= {"query_pair_s"} if kernel != "flex" or forward else set()
-    unused |= {"partial_pair_s"} if kernel == "fa4_sparse" else set()
+    unused |= {"block_causal_s"} if lists else set()
+    unused |= {"block_shared_s"} if lists and (forward or kernel != "flex") else set()
+    not_here = OF_QUERIES if forward else ("unaligned_celled_factor", "block_banded_s")
+    unused |= set(not_here if kernel == "flex" else OF_LISTED)
     if ANATOMY[kernel, pass_].gathers_keys:  # neither causal nor dense
         unused |= {"block_causal_s", "block_varlen_s", "call_varlen_s"}
     if naive:
@@ -75,16 +93,17 @@ STEPS = (0.5, 0.25, 0.12, 0.06, 0.25, 0.12, 0.06)
 that, and once more from where narrow ones ended."""
 SPARSE = 20
 """Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
-SPARSE_PRIOR, HEAD_DIM_PRIOR = 0.02, 0.05
-"""Weights that hold the logarithms of parameters near where a fit to few points starts."""
-SPARSE_FITTED = ("pair_s", "block_s", "block_causal_s", "call_s")
-"""Those that long dense calls tell."""
-HEAD_DIM_FITTED = (
-    "pair_s", "partial_pair_s", "celled_pair_s", "banded_pair_s", "banded_factor", "query_pair_s", "block_s",
-    "block_causal_s", "split_pair_s", "call_s", "unaligned_factor",
-)
-"""Those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64 is compiled
-for tiles whose registers do not hold what bands need, and takes several times as long under them as at 128."""
+VARIANT_PRIOR = 0.01
+"""Weight that holds the logarithms of parameters of single ways to decide about pairs near where a fit starts: each way
+is compiled by itself and may have few points."""
+SPARSE_FITTED = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
+"""Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
+HEAD_DIM_FITTED = dict.fromkeys(
+    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", "unaligned_factor"), 0.05
+) | dict.fromkeys(OF_LISTED, VARIANT_PRIOR)
+"""The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
+is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
+128."""
 
 
 def fit_attention(
@@ -115,26 +134,30 @@ def fit_kernel(
     Points of the commonest head dimension tell everything but what changes at others.
     """
     if sparse is not None:
-        return fit_few(points, sparse, SPARSE_FITTED, SPARSE_PRIOR)
+        return fit_few(points, sparse, SPARSE_FITTED)
     (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     others = [p for p in points if p["head_dim"] != head_dim]
     points = [p for p in points if p["head_dim"] == head_dim]
     names, start = _free(*key)
     rules = {rule_of(p) for p in points}
-    for name, rule in (("celled_pair_s", CELLS), ("banded_pair_s", BANDS), ("banded_factor", BANDS)):
-        if rule not in rules:
-            names, start = tuple(n for n in names if n != name), start | {name: float(name == "banded_factor")}
+    for name in names:
+        if OF_RULE.get(name, RUNS) not in rules | {RUNS}:
+            names, start = tuple(n for n in names if n != name), start | {name: float(name.endswith("factor"))}
     times = measured(points)
 
     def build(x: Floats) -> AttentionParams:
         values = start | dict(zip(names, np.exp(x).tolist(), strict=True))
         return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(head_dim), **values)
 
+    first = np.log([start[name] for name in names])
+    kept = np.array([name in OF_LISTED for name in names])
+
     def error(x: Floats) -> Floats:
-        return np.asarray(np.log(predicted_attention(build(x), points) / times))
+        prior = VARIANT_PRIOR * (x - first)[kept]
+        return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior])
 
     bounds = np.log([_BOUNDS.get(name, (start[name] * 1e-3, start[name] * 30)) for name in names])
-    x, jacobian = np.log([start[name] for name in names]), np.empty(0)
+    x, jacobian = first, np.empty(0)
     for step in STEPS:
         fit = least_squares(
             error, x, bounds=(bounds[:, 0], bounds[:, 1]), loss="soft_l1", f_scale=0.03,
@@ -155,22 +178,23 @@ def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> tuple
 
 def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
     """What other head dimensions change, from the few points that each has."""
-    fitted, names = [], [name for name in HEAD_DIM_FITTED if name in _free(*key)[0]]
+    fitted, priors = [], {name: prior for name, prior in HEAD_DIM_FITTED.items() if name in _free(*key)[0]}
     for dim in sorted({p["head_dim"] for p in points}):
         scale = dim / params.head_dim
         start = {name: getattr(params, name) * scale for name in PER_PAIR}
         other = replace(params, anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE, **start)
         mine = [p for p in points if p["head_dim"] == dim]
-        fitted.append(_with_discrepancy(fit_few(mine, other, names, HEAD_DIM_PRIOR)[0], mine)[0])
+        fitted.append(_with_discrepancy(fit_few(mine, other, priors)[0], mine)[0])
     return replace(params, head_dims=tuple(fitted))
 
 
 def fit_few(
-    points: Sequence[Point], start: AttentionParams, fitted: Sequence[str], prior: float
+    points: Sequence[Point], start: AttentionParams, priors: Mapping[str, float]
 ) -> tuple[AttentionParams, Covariance]:
-    """The parameters that few points tell, near those of `start`, whose others are kept."""
+    """The parameters that few points tell, near those of `start`, whose others are kept; `priors` weigh how near."""
     times = measured(points)
-    names = tuple(name for name in fitted if getattr(start, name) > 0)
+    names = tuple(name for name in priors if getattr(start, name) > 0)
+    prior = np.array([priors[name] for name in names])
     first = np.log([getattr(start, name) for name in names])
 
     def build(x: Floats) -> AttentionParams:

@@ -22,6 +22,7 @@ from cpsim.models.collective import collective_seconds, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.power import settled_seconds
+from cpsim.tiles import share_of
 
 Floats = NDArray[np.float64]
 
@@ -123,15 +124,16 @@ def visits_of(point: Point) -> Visits:
 
 
 def _shape(point: Point) -> str:
-    names = ("mask", "options", "q_lens", "k_lens", "causal")
+    names = ("mask", "options", "q_lens", "k_lens", "causal", "documents", "q_ranges", "k_ranges")
     return json.dumps({name: point.get(name) for name in names})
 
 
 def _slices(shape: str) -> tuple[Slices, int, int]:
     """The mask of a call, its queries and its keys."""
-    mask, options, q_lens, k_lens, causal = json.loads(shape).values()
+    mask, options, q_lens, k_lens, causal, documents, q_ranges, k_ranges = json.loads(shape).values()
     if mask:
-        slices = mask_slices(mask, q_lens, options)
+        slices = mask_slices(mask, documents or q_lens, options)
+        slices = share_of(slices, q_ranges, k_ranges) if documents else slices
     else:
         slices = sequence_slices(np.array(q_lens), np.array(k_lens), np.full(len(q_lens), causal))
     return slices, sum(q_lens), sum(k_lens)
@@ -185,7 +187,7 @@ def regime_of(point: Point) -> str:
         case "attention":
             rested = " rested" if pause_of(point) > 0 else ""
             if "mask" in point:
-                return f"{point['mask']}{rested}"
+                return f"{'share of ' if 'documents' in point else ''}{point['mask']}{rested}"
             return f"{point['family']} {'causal' if point['causal'] else 'full'}{rested}"
         case "elementwise" | "layer_op":
             return str(point["kind"])

@@ -17,7 +17,8 @@ point, with several the varlen one, as `real.attention` does.
   Loads of keys hide behind tiles; queries and outputs, which move when a block has no tiles, hardly do.
 * Split keys launch a second kernel that combines the parts.
 * Kernels that list blocks visit those of 128 x 128 tokens that the mask touches, whatever its shape. Deciding pair by
-  pair in blocks that it cuts takes time. Backward, both who owns keys and who owns queries compute the scores.
+  pair in blocks that it cuts takes time, which depends on how the kernel was compiled: for runs of keys, rectangles or
+  bands, and with or without checks of bounds. Backward, both who owns keys and who owns queries compute the scores.
 * FlashInfer takes every row of blocks of a mask of rectangles as a sequence on keys gathered one by one.
 * Other head dimensions have tiles and a few times of their own where points say so, of masks that cut blocks above all.
 * Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
@@ -219,7 +220,7 @@ class AttentionParams:
     block_s: float
     """Per block: prologue and epilogue."""
     block_shared_s: float
-    """Per block more, where query heads share keys."""
+    """Per block more, where query heads share keys; of listed blocks that own keys, for each of their query heads."""
     block_causal_s: float
     """Per block more, under a causal mask; tile time, which a second block on the SM slows."""
     block_varlen_s: float
@@ -243,16 +244,28 @@ class AttentionParams:
     split_call_s: float
     """Per call more where keys are split: the kernel that combines the parts."""
     unaligned_factor: float
-    """Slowdown where lengths are no multiples of the tile sizes."""
+    """Slowdown where lengths are no multiples of the tile sizes; backward, of listed blocks, of those that own keys."""
+    unaligned_celled_factor: float = 1.0
+    """Slowdown more there of a kernel that can decide by rectangles."""
     partial_pair_s: float = 0.0
-    """Per pair more in a listed block that the mask cuts."""
+    """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
+    keys."""
     celled_pair_s: float = 0.0
-    """Per such pair more where rectangles decide."""
+    """The same where rectangles decide."""
     banded_pair_s: float = 0.0
-    """Per such pair more where bands in rectangles decide; backward, of blocks that own keys."""
+    """The same where bands in rectangles decide."""
+    unaligned_partial_pair_s: float = 0.0
+    unaligned_celled_pair_s: float = 0.0
+    unaligned_banded_pair_s: float = 0.0
+    """The same three where lengths are no multiples of the tile sizes."""
     banded_factor: float = 1.0
-    """Slowdown of full and cut blocks alike in a kernel that can decide by bands; backward, of those that own keys.
-    Where lengths are no multiples, too, the larger of both slowdowns counts."""
+    """Slowdown of full and cut blocks alike in a kernel that can decide by bands; backward, of those that own keys."""
+    block_banded_s: float = 0.0
+    """Per thread block more in such a kernel."""
+    query_cut_share: float = 0.5
+    """Of what cut blocks take more, what they take where a backward block owns queries."""
+    unaligned_query_cut_share: float = 0.5
+    """The same where lengths are no multiples of the tile sizes."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
     older_share: float = 0.5
@@ -273,8 +286,8 @@ class AttentionParams:
 
 
 FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
-PER_PAIR = tuple(name for name in FITTED if name.endswith("pair_s"))
-"""Those that grow with the head dimension."""
+PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
+"""Those that grow with the head dimension; deciding about a pair does not."""
 
 
 def attention_seconds(

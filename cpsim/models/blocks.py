@@ -742,29 +742,31 @@ def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type
     Thread blocks of smaller tiles share a row of listed blocks. Fills in `cost`; returns the number of thread blocks
     and how many of the seconds are tiles.
     """
-    pair_s, cut = g.pair_s, g.partial_pair_s + g.celled_pair_s * (rule == CELLS)
-    banded_s, banded_cut = pair_s, cut
+    pair_s, block_s, loop_s, share = g.pair_s, g.block_s, g.block_shared_s, g.query_cut_share
+    cut = (g.partial_pair_s, g.celled_pair_s, g.banded_pair_s)[rule]
+    if unaligned:
+        slower = g.unaligned_factor * (g.unaligned_celled_factor if rule == CELLS else 1.0)
+        pair_s, loop_s, share = pair_s * slower, loop_s * slower, g.unaligned_query_cut_share
+        cut = (g.unaligned_partial_pair_s, g.unaligned_celled_pair_s, g.unaligned_banded_pair_s)[rule]
     if rule == BANDS:
-        slower = max(1.0, g.banded_factor / g.unaligned_factor) if unaligned else g.banded_factor
-        banded_s, banded_cut = pair_s * slower, cut + g.banded_pair_s
+        pair_s, block_s = pair_s * g.banded_factor, block_s + g.block_banded_s
     n, tiles = 0, 0.0
     if g.backward:
         together, parts = shared if g.packs_heads else 1, BLOCK // g.tile_k
         for row in range(len(of_keys) * parts):
             partial, full = of_keys[row // parts]
-            work = together * BLOCK * g.tile_k * ((banded_s + banded_cut) * partial + banded_s * full)
-            cost[n], tiles, n = g.block_s + work, tiles + work, n + 1
+            work = together * BLOCK * g.tile_k * ((pair_s + cut) * partial + pair_s * full)
+            loops = together * loop_s if partial + full > 0 else 0.0
+            cost[n], tiles, n = block_s + loops + work, tiles + work, n + 1
         if not g.packs_heads:
             return n, tiles
-        pair_s = g.query_pair_s
-    else:
-        pair_s, cut = banded_s, banded_cut
+        pair_s, cut = g.query_pair_s, cut * share
     parts = BLOCK // g.tile_q_full
     for _ in range(shared if g.backward else 1):
         for row in range(len(of_queries) * parts):
             partial, full = of_queries[row // parts]
             work = BLOCK * g.tile_q_full * ((pair_s + cut) * partial + pair_s * full)
-            cost[n], tiles, n = g.block_s + work, tiles + work, n + 1
+            cost[n], tiles, n = block_s + work, tiles + work, n + 1
     return n, tiles
 
 
@@ -790,8 +792,6 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     busy = tiles * repeats / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
-    if unaligned:
-        makespan *= g.unaligned_factor
     q, k = num_q * num_heads * g.head_dim, num_k * num_kv_heads * g.head_dim
     beside, around = 4.0 * (q + k), 0.0
     if g.backward:  # reads q, dout, k, v; writes dq, dk, dv; around it reads out and dout

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.calibrate.fit_attention import fit_attention, rule_of, with_enough_calls
+from cpsim.calibrate.fit_attention import SPARSE, fit_attention, rule_of, with_enough_calls
 from cpsim.calibrate.fit_host import (
     fit_elementwise,
     fit_host,
@@ -120,11 +120,22 @@ def _completed(
     theirs, ops = stand_in.profile, {p["op"] for p in points}
     measured_models = {model_of(p) for p in points if p["op"] != "transfer"} | (ops & {"transfer"})
     spare = {key: value for key, value in stand_in.kernels(profile.gpu).items() if key not in profile.attention}
+    published, calls = all("published" in m.header for m in kernels), Counter(map(model_of, points))
+    few = sorted({k for k, pass_ in profile.attention if calls[f"attention {pass_} {k}"] < SPARSE and not published})
     parts = {
         "memory-bound kernels": "elementwise" not in ops, "network": not {"collective", "transfer"} <= ops,
         "host launches": "host" not in ops, "interference": not profile.interference.computation,
         "power": not profile.load, "layers": not profile.layers and stand_in.layers(profile.gpu) is not None,
         f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
+        "how kernels change with the head dimension": any(
+            params.head_dims and stand_in.alike(key, params.num_sms) for key, params in profile.attention.items()
+        ),
+        f"where fits of {', '.join(few)} start": bool(few),
+    }  # fmt: skip
+    attention = {**spare, **profile.attention}
+    lent = {
+        key: ends for key, ends in theirs.valid.items()
+        if not key.startswith("attention") or tuple(key.split()[2:0:-1]) in attention
     }  # fmt: skip
     borrowed = [part for part, missing in parts.items() if missing]
     models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {
@@ -132,7 +143,6 @@ def _completed(
     }
     if profile.interference.computation:
         models -= {"interference"}
-    published = all("published" in m.header for m in kernels)
     grade = profile.grade
     if published:
         varlen = any(p["varlen"] for p in points if p["op"] == "attention")
@@ -141,12 +151,12 @@ def _completed(
     return replace(
         profile,
         grade=f"{grade}; {stand_in.words(borrowed)}" if borrowed else grade,
-        attention={**spare, **profile.attention},
+        attention=attention,
         interference=profile.interference if profile.interference.computation else theirs.interference,
         load=profile.load or theirs.load,
         layers=profile.layers or stand_in.layers(profile.gpu),
         sigma={**profile.sigma, **{m: stand_in.sigma(m) for m in models - measured_models}},
-        valid=dict(sorted({**theirs.valid, **profile.valid}.items())),
+        valid=dict(sorted({**lent, **profile.valid}.items())),
         provenance=(*profile.provenance, source) if borrowed else profile.provenance,
     )
 

@@ -104,6 +104,9 @@ HEAD_DIM_FITTED = dict.fromkeys(
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
 128."""
+FEW, NEARER = 100, 3.0
+"""Fewer calls at a head dimension than this rest on those of a GPU alike, if any were measured; these priors then weigh
+so many times as much."""
 
 
 def fit_attention(
@@ -120,18 +123,20 @@ def fit_attention(
         stand_in.start(key, num_sms) if stand_in and len(mine) < SPARSE else None
         for key, mine in zip(keys, groups, strict=True)
     ]
+    alike = [stand_in.alike(key, num_sms) if stand_in else None for key in keys]
     with ProcessPoolExecutor() as pool:
-        found = list(pool.map(fit_kernel, keys, groups, [num_sms] * len(keys), starts))
+        found = list(pool.map(fit_kernel, keys, groups, [num_sms] * len(keys), starts, alike))
     params = {key: fitted for key, (fitted, _) in zip(keys, found, strict=True)}
     return params, {f"attention {pass_} {kernel}": c for (kernel, pass_), (_, c) in zip(keys, found, strict=True)}
 
 
 def fit_kernel(
-    key: tuple[str, str], points: Sequence[Point], num_sms: int, sparse: AttentionParams | None = None
-) -> tuple[AttentionParams, Covariance]:
+    key: tuple[str, str], points: Sequence[Point], num_sms: int,
+    sparse: AttentionParams | None = None, alike: AttentionParams | None = None,
+) -> tuple[AttentionParams, Covariance]:  # fmt: skip
     """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
 
-    Points of the commonest head dimension tell everything but what changes at others.
+    Points of the commonest head dimension tell everything but what changes at others, as it does in `alike`, if given.
     """
     if sparse is not None:
         return fit_few(points, sparse, SPARSE_FITTED)
@@ -166,7 +171,7 @@ def fit_kernel(
         x, jacobian = fit.x, fit.jac
     physical = build(x)
     fitted, left_over = _with_discrepancy(physical, points)
-    return _with_head_dims(key, fitted, others), _covariance(names, jacobian, left_over)
+    return _with_head_dims(key, fitted, others, alike), _covariance(names, jacobian, left_over)
 
 
 def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> tuple[AttentionParams, Floats]:
@@ -176,16 +181,39 @@ def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> tuple
     return replace(params, discrepancy=fit_discrepancy(features, left_over)), left_over
 
 
-def _with_head_dims(key: tuple[str, str], params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
-    """What other head dimensions change, from the few points that each has."""
+def _with_head_dims(
+    key: tuple[str, str], params: AttentionParams, points: Sequence[Point], alike: AttentionParams | None
+) -> AttentionParams:
+    """What other head dimensions change, from the few points that each has.
+
+    Where the kernel was measured at the head dimension on a GPU alike, it changes here nearly as there, and what the
+    model leaves over is the same: few points tell less about that than the many of the other GPU.
+    """
     fitted, priors = [], {name: prior for name, prior in HEAD_DIM_FITTED.items() if name in _free(*key)[0]}
     for dim in sorted({p["head_dim"] for p in points}):
-        scale = dim / params.head_dim
-        start = {name: getattr(params, name) * scale for name in PER_PAIR}
-        other = replace(params, anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE, **start)
         mine = [p for p in points if p["head_dim"] == dim]
-        fitted.append(_with_discrepancy(fit_few(mine, other, priors)[0], mine)[0])
+        theirs = alike.at(dim) if alike is not None and alike.head_dim == params.head_dim else params
+        if alike is not None and theirs.head_dim == dim and len(mine) < FEW:
+            start = _at_head_dim(key, params, dim, _changes(alike, theirs), theirs.discrepancy)
+            made = fit_few(mine, start, {name: prior * NEARER for name, prior in priors.items()})[0]
+        else:
+            start = _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim), NONE)
+            made = _with_discrepancy(fit_few(mine, start, priors)[0], mine)[0]
+        fitted.append(made)
     return replace(params, head_dims=tuple(fitted))
+
+
+def _at_head_dim(
+    key: tuple[str, str], params: AttentionParams, dim: int, factors: Mapping[str, float], left_over: Discrepancy
+) -> AttentionParams:
+    """A kernel at another head dimension: parameters times factors, and what the model leaves over there."""
+    return replace(_scaled(params, factors), anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=left_over)
+
+
+def _changes(params: AttentionParams, other: AttentionParams) -> dict[str, float]:
+    """Every parameter of `other` over that of `params`, where both have it."""
+    pairs = {name: (getattr(params, name), getattr(other, name)) for name in FITTED}
+    return {name: b / a for name, (a, b) in pairs.items() if a > 0 and b > 0}
 
 
 def fit_few(

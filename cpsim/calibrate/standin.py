@@ -74,6 +74,11 @@ class StandIn:
             return None
         return theirs.everywhere(lambda params: replace(_moved(params, num_sms, self.memory_ratio), discrepancy=NONE))
 
+    def alike(self, key: tuple[str, str], num_sms: int) -> AttentionParams | None:
+        """The same kernel and pass on a GPU with as many SMs, which other head dimensions change as they do here."""
+        theirs = self.profile.attention.get(key)
+        return theirs if theirs is not None and theirs.num_sms == num_sms else None
+
     def sigma(self, model: str) -> float:
         """Uncertainty of a cost model that stands in."""
         ratio = self.network_ratio if model.startswith(("collective", "transfer")) else self.memory_ratio

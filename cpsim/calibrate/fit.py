@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.calibrate.fit_attention import SPARSE, fit_attention, rule_of, with_enough_calls
+from cpsim.calibrate.fit_attention import fit_attention, rule_of, with_enough_calls
 from cpsim.calibrate.fit_host import (
     fit_elementwise,
     fit_host,
@@ -120,8 +120,6 @@ def _completed(
     theirs, ops = stand_in.profile, {p["op"] for p in points}
     measured_models = {model_of(p) for p in points if p["op"] != "transfer"} | (ops & {"transfer"})
     spare = {key: value for key, value in stand_in.kernels(profile.gpu).items() if key not in profile.attention}
-    published, calls = all("published" in m.header for m in kernels), Counter(map(model_of, points))
-    few = sorted({k for k, pass_ in profile.attention if calls[f"attention {pass_} {k}"] < SPARSE and not published})
     parts = {
         "memory-bound kernels": "elementwise" not in ops, "network": not {"collective", "transfer"} <= ops,
         "host launches": "host" not in ops, "interference": not profile.interference.computation,
@@ -130,7 +128,6 @@ def _completed(
         "how kernels change with the head dimension": any(
             params.head_dims and stand_in.alike(key, params.num_sms) for key, params in profile.attention.items()
         ),
-        f"where fits of {', '.join(few)} start": bool(few),
     }  # fmt: skip
     attention = {**spare, **profile.attention}
     lent = {
@@ -143,6 +140,7 @@ def _completed(
     }
     if profile.interference.computation:
         models -= {"interference"}
+    published = all("published" in m.header for m in kernels)
     grade = profile.grade
     if published:
         varlen = any(p["varlen"] for p in points if p["op"] == "attention")

@@ -12,8 +12,7 @@ from cpsim.block_masks import visits
 from cpsim.calibrate import fit, fit_attention, fit_host, measurement, profile
 from cpsim.calibrate.profile import from_json, load_profile, shipped_profiles, to_json
 from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary, usable, visits_of
-from cpsim.calibrate.shipped import measurements
-from cpsim.calibrate.standin import StandIn
+from cpsim.calibrate.shipped import measurements, stand_in
 from cpsim.errors import ProfileError
 from cpsim.masks import dense_mask
 from cpsim.models.attention import ANATOMY, anatomy_at
@@ -226,7 +225,7 @@ def test_extremes_come_first_and_halvings_after():
 def test_fitting_again_gives_the_costs_of_the_shipped_file():
     """To the last byte where processor and libraries round alike; kernels with steps else end elsewhere, as good."""
     shipped, files = load_profile("h100"), measurements("h100")
-    made = fit.fit_profile(files, stand_in=StandIn(profile=load_profile("h200")), check=False)
+    made = fit.fit_profile(files, stand_in=stand_in("h100"), check=False)
     points = [p for file in files for p in file.points]
     apart = drift(made, shipped, points)
     assert len(apart) >= 20
@@ -241,12 +240,11 @@ def test_fitting_again_gives_the_costs_of_the_shipped_file():
 def test_errors_on_points_not_fitted_are_those_of_the_shipped_file():
     """Of kernels that are fitted fast; every kernel is fitted by itself."""
     few, shipped = ("flashinfer", "flashinfer_fa2", "sdpa_math"), load_profile("h100")
-    stand_in = StandIn(profile=load_profile("h200"))
     files = [
         dataclasses.replace(m, points=tuple(p for p in m.points if p["op"] != "attention" or p["kernel"] in few))
         for m in measurements("h100")
     ]
-    made = from_json(json.loads(to_json(fit.fit_profile(files, "h100", stand_in))), "rounded as a file is")
+    made = from_json(json.loads(to_json(fit.fit_profile(files, "h100", stand_in("h100")))), "rounded as a file is")
     rows = {row["model"]: row for row in shipped.held_out}
     checked = [row for row in made.held_out if row["model"].endswith(few)]
     assert len(checked) == 4

@@ -14,7 +14,7 @@ from cpsim.calibrate.imports import Table, read_kernel_table, read_nccl_log
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.profile import load_profile, to_json
 from cpsim.calibrate.residuals import predicted_attention
-from cpsim.calibrate.shipped import recipes
+from cpsim.calibrate.shipped import stand_in
 from cpsim.calibrate.standin import SHEET_SIGMA, StandIn, from_data_sheet
 from cpsim.cluster import presets
 from cpsim.errors import ProfileError
@@ -192,19 +192,18 @@ def test_the_command_refuses_mixed_gpus_in_one_line(write, tmp_path):
 
 @pytest.mark.parametrize("name", ["h100-fa3", "b200", "a100"])
 def test_published_profiles_are_remade_and_say_what_they_are(name):
-    recipe = recipes()[name]
-    base, ratios = recipe["base"], {key: recipe[key] for key in ("memory_ratio", "network_ratio") if key in recipe}
     points = load(PUBLISHED / f"{name}.jsonl")
     _, read, _ = read_kernel_table(PUBLISHED / points.header["files"][0], Table(gpu=points.header["gpu"]))
     assert [p["samples_s"][0] for p in points.points] == pytest.approx([p["samples_s"][0] for p in read], abs=1e-10)
-    made = fit.fit_profile([points], name, StandIn(profile=load_profile(base), **ratios))
+    base = stand_in(name)
+    made = fit.fit_profile([points], name, base)
     shipped = load_profile(name)
     for model, relative in drift(made, shipped, points.points).items():
         assert relative.max() <= 0.02, model  # not always 0: other processors round otherwise
     again, then = (json.loads(to_json(p)) for p in (made, shipped))
     assert all(again[part] == then[part] for part in ("collective", "host", "interference", "elementwise"))
     assert shipped.grade.startswith("kernels from published figures of single documents")
-    assert f"from profile {base}" in shipped.grade
+    assert f"from profile {base.profile.name}" in shipped.grade
     own = [row for row in shipped.held_out if row["model"].startswith("attention")]
     assert own
     assert all(row["mean_absolute"] < 0.1 for row in own)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.calibrate.fit_attention import fit_attention, rule_of, with_enough_calls
+from cpsim.calibrate.fit_attention import alike_at, fit_attention, rule_of, with_enough_calls
 from cpsim.calibrate.fit_host import (
     fit_elementwise,
     fit_host,
@@ -120,20 +120,20 @@ def _completed(
     theirs, ops = stand_in.profile, {p["op"] for p in points}
     measured_models = {model_of(p) for p in points if p["op"] != "transfer"} | (ops & {"transfer"})
     spare = {key: value for key, value in stand_in.kernels(profile.gpu).items() if key not in profile.attention}
+    calls = Counter((p["kernel"], p["pass"], p["head_dim"]) for p in points if p["op"] == "attention")
     parts = {
         "memory-bound kernels": "elementwise" not in ops, "network": not {"collective", "transfer"} <= ops,
         "host launches": "host" not in ops, "interference": not profile.interference.computation,
         "power": not profile.load, "layers": not profile.layers and stand_in.layers(profile.gpu) is not None,
         f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
         "how kernels change with the head dimension": any(
-            params.head_dims and stand_in.alike(key, params.num_sms) for key, params in profile.attention.items()
+            alike_at(stand_in.alike(key, params.num_sms), params, other.head_dim, calls[*key, other.head_dim])
+            for key, params in profile.attention.items() for other in params.head_dims
         ),
     }  # fmt: skip
     attention = {**spare, **profile.attention}
-    lent = {
-        key: ends for key, ends in theirs.valid.items()
-        if not key.startswith("attention") or tuple(key.split()[2:0:-1]) in attention
-    }  # fmt: skip
+    others = tuple(f"attention {pass_} {kernel} " for kernel, pass_ in theirs.attention.keys() - attention.keys())
+    lent = {key: ends for key, ends in theirs.valid.items() if not key.startswith(others)}
     borrowed = [part for part, missing in parts.items() if missing]
     models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {
         m for m in theirs.sigma if not m.startswith("attention") and m not in ("run to run", "host", "graph")

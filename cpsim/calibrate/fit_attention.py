@@ -192,8 +192,8 @@ def _with_head_dims(
     fitted, priors = [], {name: prior for name, prior in HEAD_DIM_FITTED.items() if name in _free(*key)[0]}
     for dim in sorted({p["head_dim"] for p in points}):
         mine = [p for p in points if p["head_dim"] == dim]
-        theirs = alike.at(dim) if alike is not None and alike.head_dim == params.head_dim else params
-        if alike is not None and theirs.head_dim == dim and len(mine) < FEW:
+        theirs = alike_at(alike, params, dim, len(mine))
+        if alike is not None and theirs is not None:
             start = _at_head_dim(key, params, dim, _changes(alike, theirs), theirs.discrepancy)
             made = fit_few(mine, start, {name: prior * NEARER for name, prior in priors.items()})[0]
         else:
@@ -201,6 +201,14 @@ def _with_head_dims(
             made = _with_discrepancy(fit_few(mine, start, priors)[0], mine)[0]
         fitted.append(made)
     return replace(params, head_dims=tuple(fitted))
+
+
+def alike_at(
+    alike: AttentionParams | None, params: AttentionParams, dim: int, num_calls: int
+) -> AttentionParams | None:
+    """The kernel on a GPU alike at a head dimension, if it was measured there and few calls were here."""
+    theirs = alike.at(dim) if alike is not None and alike.head_dim == params.head_dim else None
+    return theirs if theirs is not None and theirs.head_dim == dim and num_calls < FEW else None
 
 
 def _at_head_dim(

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from cpsim.calibrate.fit import fit_profile
 from cpsim.calibrate.measurement import Measurements, load
-from cpsim.calibrate.profile import Profile, load_profile, save_profile
+from cpsim.calibrate.profile import FOLDER, Profile, load_profile, save_profile
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
 
@@ -46,12 +46,17 @@ def measurements(name: str) -> list[Measurements]:
     return chosen
 
 
+def stand_in(name: str, folder: Path = FOLDER) -> StandIn | None:
+    """What stands in for parts of a profile, if anything; by default as shipped."""
+    recipe = recipes()[name]
+    if "base" not in recipe:
+        return None
+    ratios = {key: recipe[key] for key in ("memory_ratio", "network_ratio") if key in recipe}
+    return StandIn(profile=load_profile(folder / f"{recipe['base']}.json"), **ratios)
+
+
 def make(name: str, folder: Path) -> Profile:
     """Fits one profile and writes it to a folder, which holds the profile that stands in for parts of it, if any."""
-    recipe = recipes()[name]
-    ratios = {key: recipe[key] for key in ("memory_ratio", "network_ratio") if key in recipe}
-    base = recipe.get("base")
-    stand_in = StandIn(profile=load_profile(folder / f"{base}.json"), **ratios) if base else None
-    profile = fit_profile(measurements(name), name, stand_in)
+    profile = fit_profile(measurements(name), name, stand_in(name, folder))
     save_profile(profile, folder / f"{name}.json")
     return profile

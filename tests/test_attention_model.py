@@ -199,8 +199,8 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
 
 
 @pytest.mark.parametrize(("kernel", "pass_", "mean", "p95"), [
-    ("fa2", "fwd", 0.03, 0.085), ("fa2", "bwd", 0.01, 0.03),
-    ("sdpa_flash", "fwd", 0.03, 0.09), ("sdpa_flash", "bwd", 0.01, 0.032),
+    ("fa2", "fwd", 0.027, 0.075), ("fa2", "bwd", 0.01, 0.03),
+    ("sdpa_flash", "fwd", 0.03, 0.095), ("sdpa_flash", "bwd", 0.01, 0.032),
 ])  # fmt: skip
 def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_, mean, p95):
     assert "h200-documents.jsonl" not in {m.source for m in measurements("h200")}

@@ -10,6 +10,7 @@ from cpsim.models.collective import (
     Curve,
     channels,
     collective_seconds,
+    fits_buffers,
     ring_channels,
     transfer_seconds,
     wire_bytes,
@@ -66,6 +67,13 @@ def test_transfers_never_get_cheaper_with_size():
 def test_nccl_gives_messages_so_many_channels(nbytes, num_ranks, num_nodes, blocks):
     """Those of four ranks are the grids that a profiler shows of NCCL 2.28.9 on H200."""
     assert channels(nbytes, num_ranks, num_nodes) == blocks
+
+
+@pytest.mark.parametrize(("num_ranks", "mebibytes"), [(2, 64), (4, 32), (8, 16)])
+def test_a_message_leaves_its_sender_early_if_it_fits_4_mib_a_channel(num_ranks, mebibytes):
+    assert fits_buffers(mebibytes * 2**20, num_ranks)
+    assert not fits_buffers(mebibytes * 2**20 + 1, num_ranks)
+    assert not fits_buffers(mebibytes * 2**20, 2 * num_ranks)
 
 
 def test_a_message_is_faster_in_a_small_group():

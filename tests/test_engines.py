@@ -16,7 +16,7 @@ from cpsim.schedule import STREAMS, Kind, Schedule
 from cpsim.sim.fast import simulate
 from cpsim.sim.heap import pop, set_key
 from cpsim.sim.reference import share_fairly, simulate_reference
-from cpsim.sim.work import Work, free_work, predecessors
+from cpsim.sim.work import Work, free_work, waits
 from cpsim.strategies import STRATEGIES, plan
 from cpsim.tiles import Tiles
 from cpsim.workload import Workload
@@ -55,7 +55,9 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def free_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
     schedule = draw(schedules())
     times = st.lists(TIMES, min_size=len(schedule), max_size=len(schedule))
-    return schedule, free_work(np.array(draw(times)), np.array(draw(times)))
+    work = free_work(np.array(draw(times)), np.array(draw(times)))
+    early = draw(st.lists(st.booleans(), min_size=len(schedule), max_size=len(schedule)))
+    return schedule, dataclasses.replace(work, eager=np.array(early) & (schedule.kind == Kind.TRANSFER))
 
 
 @st.composite
@@ -102,7 +104,7 @@ def test_fast_engine_equals_the_reference_where_links_are_shared(case):
 @settings(max_examples=100, deadline=None)
 def test_event_engine_without_sharing_equals_max_plus(case):
     schedule, work = case
-    free = free_work(work.duration_s, work.release_s)
+    free = dataclasses.replace(free_work(work.duration_s, work.release_s), eager=work.eager)
     unshared = dataclasses.replace(free, slowdown=np.array([[1.0, 1.0], [2.0, 1.0]]), waiting=np.ones((2, 2)))
     np.testing.assert_allclose(simulate(schedule, unshared).end_s, simulate(schedule, free).end_s, rtol=1e-12)
 
@@ -112,7 +114,7 @@ def test_event_engine_without_sharing_equals_max_plus(case):
 def test_every_op_waits_for_its_predecessors_and_its_host(case):
     schedule, work = case
     line = simulate(schedule, work)
-    first, before = predecessors(schedule)
+    first, before = waits(schedule, work.eager)
     for op in range(len(schedule)):
         ends = line.end_s[before[first[op] : first[op + 1]]]
         assert line.start_s[op] == max(work.release_s[op], ends.max(initial=0.0))
@@ -209,6 +211,30 @@ def test_a_communication_slows_the_rank_on_which_it_waits_for_another():
         line = engine(schedule, work)
         np.testing.assert_allclose(line.start_s, [0.0, 0.0, 2.0])
         np.testing.assert_allclose(line.end_s, [3.0 + 6.0 - 0.5 - 1.5 / 1.25 - 0.5, 2.0, 3.0])
+
+
+def _relay(eager: bool) -> tuple[Schedule, Work]:
+    """Two exchanges of rank 0 with ranks 1 and 2, in each of which it sends and receives; rank 1 is busy until 9."""
+    ring = [[(0, 1), (1, 2)], [(2, 1), (0, 2)]]
+    lanes = [[(1, 0)], *ring, [(0, 0)]]
+    schedule = schedule_of(3, lanes, [[], [0], [], [1]])  # at last rank 0 overwrites what it sent
+    work = free_work(np.array([9.0, 1.0, 2.0, 4.0]), np.zeros(4))
+    return schedule, dataclasses.replace(work, eager=np.array([False, eager, eager, False]))
+
+
+@pytest.mark.parametrize("engine", [simulate, simulate_reference])
+@pytest.mark.parametrize(("eager", "overwritten"), [(False, 10.0), (True, 2.0)])
+def test_a_message_that_fits_the_buffers_leaves_its_sender_before_the_receiver_is_there(engine, eager, overwritten):
+    line = engine(*_relay(eager))
+    assert line.start_s.tolist() == [0.0, 9.0, 0.0, overwritten]  # the sender's launch ends with what it receives
+
+
+@pytest.mark.parametrize("engine", [simulate, simulate_reference])
+def test_what_a_rank_sends_starts_when_it_is_ready_for_what_it_receives_in_the_same_step(engine):
+    lanes = [[(0, 0)], [(0, 1), (1, 2)], [(2, 1), (0, 2)]]
+    schedule = schedule_of(3, lanes, [[], [], [0]])  # rank 0 receives into what it computes with until 5
+    line = engine(schedule, free_work(np.array([5.0, 1.0, 1.0]), np.zeros(3)))
+    assert line.start_s.tolist() == [0.0, 5.0, 5.0]
 
 
 def test_deadlock_names_rank_stream_and_op():

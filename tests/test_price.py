@@ -144,6 +144,23 @@ def test_a_ring_over_nodes_is_slow_inside_them_too():
     assert 15e9 < rates.min() <= rates.max() < 45e9
 
 
+def test_ranks_of_an_uneven_ring_drift_apart_where_messages_fit_the_buffers():
+    uneven = (16384, 8192, 4096, 2048, 2048)  # ranks 0 and 1 compute in two steps of four, the others in one
+    for pass_ in ("fwd", "bwd"):
+        schedule, price = priced("ring", mask="full_document", documents=uneven, pass_=pass_)
+        keys = schedule.nbytes[schedule.kind == Kind.TRANSFER].min()
+        assert np.array_equal(price.work.eager, (schedule.kind == Kind.TRANSFER) & (schedule.nbytes == keys))
+        bound = simulate(schedule, dataclasses.replace(price.work, eager=np.zeros(len(schedule), bool)))
+        assert simulate(schedule, price.work).makespan_s < 0.85 * bound.makespan_s
+
+
+def test_no_message_between_nodes_is_taken_as_gone_before_its_receiver_is_there():
+    schedule, price = priced("ring", gpus=16, tokens=512)
+    sends = np.flatnonzero(schedule.kind == Kind.TRANSFER)
+    near = np.array([len({rank // 8 for rank in schedule.ranks_of(op)}) == 1 for op in sends.tolist()])
+    assert np.array_equal(price.work.eager[sends], near)
+
+
 def alike():
     """Sigma of a profile whose GPUs do not differ."""
     sigma = load_profile("h200").sigma

@@ -10,7 +10,8 @@ ranks of the process group and the size of the message: the same message takes h
 four, and in a group that spans several nodes even one inside a node is slow.
 
 Reference: NVIDIA nccl-tests, doc/PERFORMANCE.md (algorithm and bus bandwidth); NCCL 2.28.9, src/enqueue.cc
-(scheduleP2pTasksToPlan, addP2pToPlan) and src/graph/paths.cc (ncclTopoComputeP2pChannels) for channels.
+(scheduleP2pTasksToPlan, addP2pToPlan) and src/graph/paths.cc (ncclTopoComputeP2pChannels) for channels;
+src/init.cc (computeBuffSizes) for their buffers.
 Differs: latency is not a constant; NCCL changes protocol and channel count with size, which the knots follow.
 """
 
@@ -23,6 +24,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -33,6 +35,8 @@ NET_CHANNELS: Final = 2
 """For every message in a process group that spans nodes, NCCL's default for a peer behind a network."""
 CHANNEL_BYTES: Final = (2**16, 2**24)
 """A channel carries at least the one, and at most the other while there are more channels."""
+CHANNEL_BUFFER_BYTES: Final = 2**22
+"""Between sender and receiver, NCCL_BUFFSIZE's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +125,15 @@ def channels(nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1) 
     """Channels that carry a part of a message, each one thread block; arguments as of ``ring_channels``."""
     filled = np.ceil(np.maximum(nbytes, 1) / CHANNEL_BYTES[0]).astype(np.int64)
     return np.minimum(ring_channels(nbytes, num_ranks, num_nodes), filled)
+
+
+def fits_buffers(nbytes: ArrayLike, num_ranks: ArrayLike, num_nodes: ArrayLike = 1, messages: int = 1) -> Bools:
+    """Whether a batch of messages over NVLink leaves its sender before the receiver is there, in the common shape.
+
+    Arguments as of ``transfer_seconds``.
+    """
+    size = np.asarray(nbytes, np.float64)
+    return np.asarray(size <= ring_channels(size / messages, num_ranks, num_nodes) * CHANNEL_BUFFER_BYTES)
 
 
 def transfer_seconds(

@@ -15,7 +15,7 @@ from cpsim.cluster import Cluster
 from cpsim.compiled import unsigned
 from cpsim.masks import Ints
 from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
-from cpsim.models.collective import collective_seconds, transfer_seconds
+from cpsim.models.collective import collective_seconds, fits_buffers, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.holds import few_waves, held_sms
@@ -36,7 +36,7 @@ from cpsim.schedule import (
     Schedule,
     is_one_of,
 )
-from cpsim.sim.work import Work, earliest, predecessors
+from cpsim.sim.work import Work, earliest, waits
 from cpsim.tiles import sequences
 from cpsim.transformer import MAKER
 from cpsim.workload import BYTES_PER_ELEMENT
@@ -167,6 +167,9 @@ class Pricing:
         messages = Messages.of(schedule, self.cluster, self.unbatched, self.messages)
         flows = [self._transfers(schedule, messages, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
+        near = ~_PACED[group[messages.op]]
+        eager = np.zeros(len(schedule), np.bool_)
+        eager[messages.op] = near & fits_buffers(*messages.kinds, self.messages)[messages.alike]
         release = self._releases(schedule, kinds, pass_)
         if self.captured:  # an op takes at least half of what was measured between two events
             crossing = _crossings(
@@ -176,14 +179,13 @@ class Pricing:
                 seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
         attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
-        start, end = self._settle(schedule, pass_, attends, duration, full, release)
+        start, end = self._settle(schedule, pass_, attends, duration, full, release, eager)
         self._wait_for_slowest(schedule, pass_, attends, duration)
         self._slow_down(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
         slowdown = self.profile.interference.slowdown(self.kernel, names)
-        near = ~_PACED[group[messages.op]]
         duration += self._held(schedule, pass_, attends, messages, near, start, end, pressure, slowdown)
-        work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown)
+        work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown, eager)
         return Priced(work, group, tuple(notes))
 
     def _products(self, schedule: Schedule, notes: dict[str, None]) -> Floats:
@@ -217,8 +219,9 @@ class Pricing:
         return seconds, group
 
     def _settle(
-        self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats
-    ) -> tuple[Floats, Floats]:
+        self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats,
+        eager: Bools,
+    ) -> tuple[Floats, Floats]:  # fmt: skip
         """Attention ops at the clock that each GPU settles at, from what runs on it in an iteration and between two.
 
         Returns:
@@ -226,7 +229,7 @@ class Pricing:
         """
         quick = duration.copy()
         quick[attends] = full[attends]
-        start, end, _ = earliest(*predecessors(schedule), quick, release)
+        start, end, _ = earliest(*waits(schedule, eager), quick, release)
         if not len(attends):
             return start, end
         period = float(end.max())
@@ -309,7 +312,7 @@ class Pricing:
 
     def _work(
         self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats, pressure: Int8,
-        names: list[str], slowdown: Floats,
+        names: list[str], slowdown: Floats, eager: Bools,
     ) -> Work:  # fmt: skip
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
@@ -324,6 +327,7 @@ class Pricing:
             pressure=pressure,
             slowdown=slowdown,
             waiting=self.profile.interference.waits(self.kernel, names),
+            eager=eager,
         )
 
     def _attention(

@@ -14,7 +14,7 @@ from numba import njit
 
 from cpsim.schedule import Int8
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import Floats, Work, predecessors
+from cpsim.sim.work import Floats, Work, waits
 
 BATCH: Final = 256
 """Draws that are followed together: so many that loops over them take longer than what begins and ends a loop, while
@@ -35,7 +35,7 @@ def makespans(timeline: Timeline, work: Work, group: Int8, factors: Floats, lost
     Returns:
         ``[D]`` seconds.
     """
-    first, before = predecessors(timeline.schedule)
+    first, before = waits(timeline.schedule, work.eager)
     alone, delay = work.duration_s, timeline.end_s - timeline.start_s - work.duration_s
     found = np.empty(factors.shape[1])
     place, num_places, last = _places(first, before)

@@ -12,7 +12,7 @@ from cpsim.errors import ScheduleError
 from cpsim.schedule import Schedule
 from cpsim.sim.fluid import run
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import Work, earliest, predecessors
+from cpsim.sim.work import Work, earliest, waits
 
 
 def simulate(schedule: Schedule, work: Work) -> Timeline:
@@ -21,7 +21,7 @@ def simulate(schedule: Schedule, work: Work) -> Timeline:
     Raises:
         ScheduleError: some op never starts; the message shows its ranks, streams and text.
     """
-    first, before = predecessors(schedule)
+    first, before = waits(schedule, work.eager)
     if work.constant and np.all(before < np.repeat(np.arange(len(schedule)), np.diff(first))):
         start, end, cause = earliest(first, before, work.duration_s, work.release_s)
         return Timeline(schedule, start, end, cause)

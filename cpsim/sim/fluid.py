@@ -18,7 +18,7 @@ from cpsim.compiled import bare, inlined, prefetch, unsigned
 from cpsim.masks import Ints
 from cpsim.schedule import STREAMS, Int32, Schedule
 from cpsim.sim.heap import pop, set_key
-from cpsim.sim.work import LEAST_SPEED, Floats, Work, partners
+from cpsim.sim.work import LEAST_SPEED, Floats, Work, has
 
 # One record per op, lane entry, flow, rank and link. Flows of a link are doubly linked: `head` is the first one, then
 # `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of members and then
@@ -35,9 +35,9 @@ OP: Final = np.dtype(
 """One cache line. ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if links were infinitely
 fast; ``pending``: predecessors still waited for; ``place``: in the heap. Entries of an op end where those of the next
 one begin, so there is one record more than ops."""
-LANE: Final = np.dtype([("rank", "u4"), ("op", "u4"), ("partner", "i4"), ("pending", "i4")], align=True)
-"""``partner``: the other half of its rank's launch; ``pending``: predecessors on its rank still waited for, `NEVER` in
-ops that never wait for other ranks, `WAITS` while its op does so here."""
+LANE: Final = np.dtype([("rank", "u4"), ("pending", "i4")], align=True)
+"""``pending``: predecessors on its rank still waited for, `NEVER` in ops that never wait for other ranks, `WAITS` while
+its op does so here."""
 NEVER, WAITS = -1, -2
 FLOW: Final = np.dtype(
     [("link", "u4"), ("op", "u4"), ("following", "i4"), ("preceding", "i4"), ("rate", "f8")], align=True
@@ -81,8 +81,8 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     shares = _shares(work.slowdown), 1.0 - 1.0 / work.waiting
     first, before = unsigned(first, before)
     _fill_records(
-        ops, lanes, flows, schedule.lane_start, schedule.lane_rank, partners(schedule), work.flow_start, work.flow_link,
-        work.flow_bytes, first, before, _successors(first, before, after), work.duration_s, work.release_s,
+        ops, lanes, flows, schedule.lane_start, schedule.lane_rank, work.flow_start, work.flow_link, work.flow_bytes,
+        first, before, _successors(first, before, after), work.duration_s, work.release_s,
         work.pressure, bool(np.any(shares[1] > 0)),
     )  # fmt: skip
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
@@ -116,7 +116,7 @@ def _scratch(num_ops: int, num_ranks: int, num_links: int, num_classes: int) -> 
 
 @bare()
 def _fill_records(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, lane_start, lane_rank, partner, flow_start, flow_link, flow_bytes, first, before, after_start,
+    ops, lanes, flows, lane_start, lane_rank, flow_start, flow_link, flow_bytes, first, before, after_start,
     duration, release, pressure, disturbs,
 ):  # fmt: skip
     """Ops, their lane entries and flows; ``disturbs``: some class of ops does so while it waits for other ranks."""
@@ -134,20 +134,11 @@ def _fill_records(  # type: ignore[no-untyped-def]
         for entry in range(lane_start[op], lane_start[op + 1]):
             rank, pending = lane_rank[entry], 0 if waits else NEVER
             for at in range(first[op], first[op + 1] if waits else first[op]):
-                pending += _has(lane_rank, lane_start, before[at], rank)
-            lanes[entry].rank, lanes[entry].op = rank, op
-            lanes[entry].partner, lanes[entry].pending = partner[entry], pending
+                pending += has(lane_rank, lane_start, before[at], rank)
+            lanes[entry].rank, lanes[entry].pending = rank, pending
         for entry in range(flow_start[op], flow_start[op + 1]):
             flows[entry].link, flows[entry].op = flow_link[entry], op
             flows[entry].rate = flow_bytes[entry] / duration[op]
-
-
-@inlined()
-def _has(lane_rank, lane_start, op, rank):  # type: ignore[no-untyped-def]
-    at, last = lane_start[op], lane_start[op + 1]
-    while at < last and lane_rank[at] != rank:
-        at += 1
-    return at < last
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -347,9 +338,8 @@ def _is_ready_somewhere(ops, lanes, op):  # type: ignore[no-untyped-def]
 @inlined()
 def _begin_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        partner, rank = lanes[entry].partner, lanes[entry].rank
-        if lanes[entry].pending == 0 and (partner < 0 or lanes[partner].pending <= 0):
-            lanes[entry].pending = WAITS
+        if lanes[entry].pending == 0:
+            rank, lanes[entry].pending = lanes[entry].rank, WAITS
             counts[1, rank, ops[op].pressure] += 1
             ranks[rank].waiting |= 1 << ops[op].pressure
             _mark(ranks, new_ranks, rank)
@@ -380,9 +370,6 @@ def _release_followers(  # type: ignore[no-untyped-def]
         for at in range(ops[follower].first_lane, ops[follower + 1].first_lane):
             if lanes[at].pending > 0 and _runs_on(ops, lanes, op, lanes[at].rank):
                 lanes[at].pending -= 1
-                other = lanes[lanes[at].partner].op if lanes[at].pending == 0 and lanes[at].partner >= 0 else -1
-                if other >= 0 and ops[other].pending > 0 and ops[other].release <= now:
-                    _begin_waiting(ops, lanes, ranks, other, counts, new_ranks)
         if ops[follower].pending == 0 and ops[follower].release <= now:
             cause[follower] = op
             if ops[follower].place == 0:  # not launched at this instant

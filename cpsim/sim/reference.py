@@ -11,7 +11,7 @@ import simpy
 from cpsim.errors import ScheduleError
 from cpsim.schedule import Schedule
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import LEAST_SPEED, Floats, Work, partners, predecessors
+from cpsim.sim.work import LEAST_SPEED, Floats, Work, waits
 
 
 def simulate_reference(schedule: Schedule, work: Work) -> Timeline:
@@ -21,21 +21,17 @@ def simulate_reference(schedule: Schedule, work: Work) -> Timeline:
         ScheduleError: some op never starts; the message shows its ranks, streams and text.
     """
     env = simpy.Environment()
-    first, before = predecessors(schedule)
+    first, before = waits(schedule, work.eager)
     num_ops = len(schedule)
     start, end = np.zeros(num_ops), np.zeros(num_ops)
     cause = np.arange(num_ops, dtype=np.int32)
     done = [env.event() for _ in range(num_ops)]
     floor = None if work.constant else _Floor(env, schedule, work)
-    half = partners(schedule)
 
     def arrive(entry: int, op: int) -> Generator[Any, Any, None]:
         """The op waits on one rank, should it not start on all of them."""
-        rank, launched = schedule.lane_rank[entry], [op]
-        if half[entry] >= 0:
-            launched.append(int(np.searchsorted(schedule.lane_start, half[entry], side="right")) - 1)
-        needed = [p for o in launched for p in before[first[o] : first[o + 1]].tolist()]
-        here = [done[p] for p in needed if rank in schedule.ranks_of(p)]
+        rank = schedule.lane_rank[entry]
+        here = [done[p] for p in before[first[op] : first[op + 1]].tolist() if rank in schedule.ranks_of(p)]
         yield env.all_of([env.timeout(work.release_s[op]), *here])
         assert floor is not None
         floor.wait(op, int(rank))

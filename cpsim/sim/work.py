@@ -9,10 +9,11 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from cpsim.compiled import unsigned
+from cpsim.compiled import inlined, unsigned
 from cpsim.masks import Ints
 from cpsim.schedule import Int8, Int32, Kind, Schedule
 
+Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 LEAST_SPEED: Final = 0.1
 """What interference leaves of an op's speed."""
@@ -28,7 +29,6 @@ class Work:
       of its speed, a its own pressure class; on the rank where most is taken, but 0.1 always remains.
     * Waiting: an op of several ranks that has not started, though on one of them the hosts have launched it and what it
       waits for there has ended, takes ``1 - 1 / waiting[a, b]`` on that rank, unless its class runs there as well.
-      What a rank sends and receives in one step is one launch (``partners``), for which both have to be ready.
     * Sharing: it moves ``flow_bytes`` over links while it runs, so at speed s it takes ``s * bytes / d`` of a link's
       rate. Links are shared max-min fairly: the byte rates of all ops (each measured on the link where it moves
       most) rise together until a link is full or an op runs at its own limit.
@@ -52,6 +52,8 @@ class Work:
     """At least 1, ``[C, C]``."""
     waiting: Floats
     """Likewise, by ops that wait for other ranks."""
+    eager: Bools
+    """Transfers that leave their sender before the receiver is there, ``[N]``: see ``waits``."""
 
     @property
     def constant(self) -> bool:
@@ -71,11 +73,13 @@ def free_work(duration_s: Floats, release_s: Floats) -> Work:
         pressure=np.zeros(len(duration_s), np.int8),
         slowdown=np.ones((1, 1)),
         waiting=np.ones((1, 1)),
+        eager=np.zeros(len(duration_s), np.bool_),
     )
 
 
 def predecessors(schedule: Schedule) -> tuple[Ints, Int32]:
-    """Ops that must have ended before each op starts: its dependencies and the op before it on each of its lanes.
+    """Ops that must have ended before each op starts: its dependencies, the op before it on each of its lanes, and what
+    the other half of a rank's launch waits for on that rank (`partners`).
 
     Returns:
         CSR ``start[N + 1]`` and ``op[X]``; an op can occur twice.
@@ -85,8 +89,20 @@ def predecessors(schedule: Schedule) -> tuple[Ints, Int32]:
         lane_start, rank, stream, dep_start, dep = unsigned(
             s.lane_start, s.lane_rank, s.lane_stream, s.dep_start, s.dep
         )
-        schedule.before.append(_predecessors(lane_start, rank, stream, dep_start, dep, num_lanes))
+        first, before = _predecessors(lane_start, rank, stream, dep_start, dep, num_lanes)
+        if (schedule.kind == Kind.TRANSFER).any():
+            first, before = _launched(first, before, partners(schedule), s.lane_start, s.lane_rank)
+        schedule.before.append((first, before))
     return schedule.before[0]
+
+
+@inlined()
+def has(lane_rank, lane_start, op, rank):  # type: ignore[no-untyped-def]
+    """Whether an op runs on a rank."""
+    at, last = lane_start[op], lane_start[op + 1]
+    while at < last and lane_rank[at] != rank:
+        at += 1
+    return at < last
 
 
 @njit(cache=True, nogil=True)
@@ -109,6 +125,72 @@ def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes)
             last[lane] = i
         start[i + 1] = count
     return start, op[:count]
+
+
+@njit(cache=True, nogil=True)
+def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
+    """Predecessors with those of other halves of launches, as far as they are earlier in the list."""
+    num_ops, count = len(first) - 1, 0
+    start = np.zeros(num_ops + 1, np.int64)
+    found = np.empty(3 * len(before), np.int32)  # an op is a half of two launches
+    for op in range(num_ops):
+        for one in before[first[op] : first[op + 1]]:
+            found[count] = one
+            count += 1
+        for lane in range(lane_start[op], lane_start[op + 1]):
+            other = partner[lane]
+            for at in range(first[other], first[other + 1] if other < num_ops else first[other]):
+                new = before[at] < op and has(lane_rank, lane_start, before[at], lane_rank[lane])
+                for entry in range(start[op], count if new else start[op]):
+                    new = new and found[entry] != before[at]
+                if new:
+                    found[count] = before[at]
+                    count += 1
+        start[op + 1] = count
+    return start, found[:count]
+
+
+def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
+    """Ops that must have ended before each op starts, where some transfers are `eager`.
+
+    What follows an eager transfer on its sender's rank only, such as the next message into the buffer that it was sent
+    from, does not wait for the receiver. It waits for what the sender waited for, and for the other half of the
+    sender's launch, what it receives in the same step; a transfer without this half is not taken as eager. The next
+    message to the same receiver waits for it: buffers have room for one.
+
+    Returns:
+        As ``predecessors``.
+    """
+    first, before = predecessors(schedule)
+    if not eager.any():
+        return first, before
+    return _sent(  # type: ignore[no-any-return]
+        first, before, eager, partners(schedule), schedule.lane_start, schedule.lane_rank
+    )
+
+
+@njit(cache=True, nogil=True)
+def _sent(first, before, eager, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
+    """Predecessors without the receivers that nobody waits for."""
+    num_ops, count = len(eager), 0
+    start = np.zeros(num_ops + 1, np.int64)
+    found = np.empty(2 * len(before), np.int32)
+    for op in range(num_ops):
+        for sent in before[first[op] : first[op + 1]]:
+            lane = lane_start[sent]
+            leaves = eager[sent] and max(sent, partner[lane]) < op
+            leaves = leaves and not has(lane_rank, lane_start, op, lane_rank[lane + 1])
+            more = start[sent + 1] - start[sent] if leaves else 0
+            if count + 1 + more > len(found):
+                found = np.concatenate((found, np.empty(len(found) + more, np.int32)))
+            found[count] = partner[lane] if leaves else sent
+            count += 1
+            for entry in range(start[sent], start[sent] + more):
+                if has(lane_rank, lane_start, found[entry], lane_rank[lane]):
+                    found[count] = found[entry]
+                    count += 1
+        start[op + 1] = count
+    return start, found[:count]
 
 
 def earliest(first: Ints, before: Int32, duration_s: Floats, release_s: Floats) -> tuple[Floats, Floats, Int32]:
@@ -137,7 +219,7 @@ def _earliest(first, before, duration, release):  # type: ignore[no-untyped-def]
 
 
 def partners(schedule: Schedule) -> Int32:
-    """For every lane entry of a transfer the entry that is the other half of its rank's launch, or -1.
+    """For every lane entry of a transfer the op that is the other half of its rank's launch, or one after all others.
 
     A rank's send and receive of one step are one launch: a batch, as `torch.distributed.batch_isend_irecv` makes it.
     """
@@ -149,9 +231,10 @@ def partners(schedule: Schedule) -> Int32:
 
 @njit(cache=True, nogil=True)
 def _partners(is_transfer, step, lane_start, lane_rank, lane_stream, num_ranks):  # type: ignore[no-untyped-def]
-    partner = np.full(len(lane_rank), -1, np.int32)
+    num_ops = len(is_transfer)
+    partner = np.full(len(lane_rank), num_ops, np.int32)
     latest = np.full((num_ranks, 2), -1, np.int32)  # transfer that every rank sends, receives
-    for op in range(len(is_transfer)):
+    for op in range(num_ops):
         if not is_transfer[op]:
             continue
         for side in range(2):
@@ -161,6 +244,6 @@ def _partners(is_transfer, step, lane_start, lane_rank, lane_stream, num_ranks):
             if before < 0 or step[before] != step[op]:
                 continue
             other = lane_start[before] + 1 - side
-            if partner[other] < 0 and lane_stream[lane_start[before]] == lane_stream[lane_start[op]]:
-                partner[entry], partner[other] = other, entry
+            if partner[other] == num_ops and lane_stream[lane_start[before]] == lane_stream[lane_start[op]]:
+                partner[entry], partner[other] = before, op
     return partner

@@ -198,8 +198,8 @@ class Schedule:
     copies: int = 1
     """Ranks that each one stands for, which do the same with other heads: such a schedule is to be priced and
     simulated, not executed."""
-    before: list[tuple[Ints, Int32]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """What ``cpsim.sim.work.predecessors`` has found."""
+    before: dict[bytes, tuple[Ints, Int32]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What ``cpsim.sim.work.waits`` has found, by which transfers are eager."""
 
     def __len__(self) -> int:
         return len(self.kind)

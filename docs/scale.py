@@ -36,7 +36,7 @@ from cpsim.schedule import Schedule
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.fluid import FLOW, LANE, OP
-from cpsim.sim.work import free_work, predecessors
+from cpsim.sim.work import free_work, waits
 from cpsim.strategies import STRATEGIES, plan
 
 DOCS = Path(__file__).parent
@@ -107,7 +107,7 @@ def touched_bytes() -> dict[str, float]:
     schedule = zigzag(look_up(scenario("zigzag_ring", 96, "fwd")))
     num, lanes = len(schedule), len(schedule.lane_rank)
     flows = 2 * int((np.diff(schedule.lane_start) == 2).sum())
-    before = len(predecessors(schedule)[1])
+    before = len(waits(schedule, np.zeros(num, np.bool_))[1])
     results, costs = 8 + 8 + 4, 8 + 8  # start, end and cause; duration and release
     graph = 8 + 4 * before / num
     fluid = OP.itemsize + (LANE.itemsize * lanes + FLOW.itemsize * flows + 4 * before) / num + costs + results

@@ -77,23 +77,32 @@ def free_work(duration_s: Floats, release_s: Floats) -> Work:
     )
 
 
-def predecessors(schedule: Schedule) -> tuple[Ints, Int32]:
+def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
     """Ops that must have ended before each op starts: its dependencies, the op before it on each of its lanes, and what
     the other half of a rank's launch waits for on that rank (`partners`).
+
+    What follows an `eager` transfer on its sender's rank only, such as the next message into the buffer that it was
+    sent from, does not wait for the receiver. It waits for what the sender waited for, and for the other half of the
+    sender's launch, what it receives in the same step; a transfer without this half is not taken as eager. The next
+    message to the same receiver waits for it: buffers have room for one.
 
     Returns:
         CSR ``start[N + 1]`` and ``op[X]``; an op can occur twice.
     """
-    if not schedule.before:
+    key = eager.tobytes()
+    if key not in schedule.before:
         s, num_lanes = schedule, int(schedule.num_ranks) * 128
         lane_start, rank, stream, dep_start, dep = unsigned(
             s.lane_start, s.lane_rank, s.lane_stream, s.dep_start, s.dep
         )
         first, before = _predecessors(lane_start, rank, stream, dep_start, dep, num_lanes)
-        if (schedule.kind == Kind.TRANSFER).any():
-            first, before = _launched(first, before, partners(schedule), s.lane_start, s.lane_rank)
-        schedule.before.append((first, before))
-    return schedule.before[0]
+        if (s.kind == Kind.TRANSFER).any():
+            partner = partners(s)
+            first, before = _launched(first, before, partner, s.lane_start, s.lane_rank)
+            if eager.any():
+                first, before = _sent(first, before, eager, partner, s.lane_start, s.lane_rank)
+        schedule.before[key] = first, before
+    return schedule.before[key]
 
 
 @inlined()
@@ -148,25 +157,6 @@ def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no
                     count += 1
         start[op + 1] = count
     return start, found[:count]
-
-
-def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
-    """Ops that must have ended before each op starts, where some transfers are `eager`.
-
-    What follows an eager transfer on its sender's rank only, such as the next message into the buffer that it was sent
-    from, does not wait for the receiver. It waits for what the sender waited for, and for the other half of the
-    sender's launch, what it receives in the same step; a transfer without this half is not taken as eager. The next
-    message to the same receiver waits for it: buffers have room for one.
-
-    Returns:
-        As ``predecessors``.
-    """
-    first, before = predecessors(schedule)
-    if not eager.any():
-        return first, before
-    return _sent(  # type: ignore[no-any-return]
-        first, before, eager, partners(schedule), schedule.lane_start, schedule.lane_rank
-    )
 
 
 @njit(cache=True, nogil=True)

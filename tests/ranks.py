@@ -1,6 +1,7 @@
 """Ranks of tests: a script in a process of its own plans every case, and its forks are the ranks, on gloo."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,22 +23,32 @@ def run_script(name, argument, timeout_s, ahead=()):
 
 
 def fork_ranks(work, num_ranks, cases):
-    """Calls ``work(node, num_ranks, cases)`` on every rank."""
+    """Calls ``work(node, num_ranks, cases)`` on every rank.
+
+    Rank 0 serves the store on a socket that is open before the ranks are: a server in the process that forks has a
+    thread, whose locks a fork may copy while they are held, and then that rank waits for ever.
+    """
     import torch
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        torch.multiprocessing.start_processes(
+            _rank_main, (work, num_ranks, door, cases), nprocs=num_ranks, start_method="fork"
+        )
+
+
+def _rank_main(rank, work, num_ranks, door, cases):
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.start_processes(
-        _rank_main, (work, num_ranks, store.port, cases), nprocs=num_ranks, start_method="fork"
-    )
-
-
-def _rank_main(rank, work, num_ranks, port, cases):
     from real.node import Node
 
+    host, port = door.getsockname()
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
+    kept = rank == 0 and dist.TCPStore(
+        host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
+    )
     with Node(cpu=True) as node:
         work(node, num_ranks, cases)
+    del kept

@@ -12,7 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpsim.errors import InfeasibleError
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, COMMUNICATION_KINDS, READ, UPDATE, Kind, Op, Schedule
+from cpsim.schedule import (
+    ATTENTION_KINDS,
+    COLLECTIVE_KINDS,
+    COMMUNICATION_KINDS,
+    READ,
+    STREAMS,
+    UPDATE,
+    Kind,
+    Op,
+    Schedule,
+)
 from cpsim.tiles import local_slices
 from cpsim.transformer import MAKER
 from real import attention, elementwise, layer_calls
@@ -64,7 +74,7 @@ class Lowering:
             kind = Kind(int(self.s.kind[i]))
             if kind in COMMUNICATION_KINDS:
                 ranks = groups[of_transfer[i]] if kind == Kind.TRANSFER else tuple(self.s.ranks_of(i))
-                lane = self.s.op(i).lanes[0][1]
+                lane = STREAMS[self.s.lane_stream[self.s.lane_start[i]]]
                 group = node.group(ranks, lane)  # made by all ranks, in list order
             if i not in program:
                 continue

@@ -124,7 +124,9 @@ class Access:
     def _cut(self, part: Part, tokens: Ints) -> Part:
         first = max(part.head, self.head)
         count = max(0, min(part.head + part.num_heads, self.head + self.num_heads) - first)
-        kept = np.where(np.isin(part.tokens, tokens), part.tokens, NOT_HELD)
+        kept = part.tokens
+        if not np.array_equal(kept, tokens):
+            kept = np.where(np.isin(kept, tokens), kept, NOT_HELD)
         return replace(part, tokens=kept, head=first, num_heads=count, at=part.at + first - part.head)
 
 

@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from cpsim.errors import InfeasibleError
-from real.run import main
+from real import run
 
 
 class Runner:
@@ -37,4 +37,5 @@ class Runner:
 
 
 if __name__ == "__main__":
-    main(make=Runner)
+    run.GRACE_S = 2.0
+    run.main(make=Runner)

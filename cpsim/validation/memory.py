@@ -266,15 +266,17 @@ class Memory:
         if kind in (Kind.MERGE, Kind.ACCUMULATE) or count.size == 0:
             return
         num_lanes = int(self.s.lane_start[index + 1] - self.s.lane_start[index])
-        text = self.s.block_text(target.block)
+        least, most = count.min(), count.max()
         if kind in SUMS:
-            if count.min() != num_lanes or count.max() != num_lanes:
+            if least != num_lanes or most != num_lanes:
+                text = self.s.block_text(target.block)
                 fail(self.s, index, f"expected every one of {num_lanes} ranks to give {text} once")
-        elif count.min() < 1:
-            fail(self.s, index, f"writes {text}, but does not read all of it")
-        elif count.max() > 1 and (
+        elif least < 1:
+            fail(self.s, index, f"writes {self.s.block_text(target.block)}, but does not read all of it")
+        elif most > 1 and (
             target.tensor == "out" or (kind != Kind.ALL_TO_ALL and target.tensor[0] == "d")
         ):
+            text = self.s.block_text(target.block)
             fail(self.s, index, f"reads {text} from several places; sum or merge partial results instead")
 
     def _write(self, index: int, targets: list[_Access], values: list[Weights]) -> None:

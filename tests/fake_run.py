@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from cpsim.errors import InfeasibleError
-from real import run
+from real.run import main
 
 
 class Runner:
@@ -37,5 +37,4 @@ class Runner:
 
 
 if __name__ == "__main__":
-    run.GRACE_S = 2.0
-    run.main(make=Runner)
+    main(make=Runner)

@@ -46,9 +46,9 @@ def _rank_main(rank, work, num_ranks, door, cases):
         "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
-    kept = rank == 0 and dist.TCPStore(
-        host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach()
-    )
+    store = None
+    if rank == 0:  # serves the others for as long as it lives
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())
     with Node(cpu=True) as node:
         work(node, num_ranks, cases)
-    del kept
+    del store

@@ -134,6 +134,18 @@ def test_few_calls_at_a_head_dimension_rest_on_a_gpu_alike():
     assert errors["alike"] < 0.005 < errors["alone"]
 
 
+@pytest.mark.parametrize("even", fit_attention.SHARES)
+def test_calls_tell_under_which_masks_blocks_share_sms_evenly(even):
+    params = dataclasses.replace(load_profile("h200").attention["sdpa_flash", "fwd"].at(64), discrepancy=NONE)
+    uneven = dataclasses.replace(params, older_share=0.57, older_share_full=0.57)
+    truth = dataclasses.replace(uneven, **{even: 0.5})
+    pool = [p for p in measurement.load(DATA / "h200-head-dim-64-4.jsonl").of("attention") if p["pass"] == "fwd"]
+    exact = predicted_attention(truth, pool).tolist()
+    points = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)]
+    assert fit_attention._best_shares(uneven, points) == truth
+    assert fit_attention.fit_few(points, truth, {even: 0.05, "pair_s": 0.05})[0] == truth
+
+
 def test_a_kernel_with_a_handful_of_calls_is_left_out():
     points = measurement.load(DATA / "h100-masked-blocks-math.jsonl").of("attention")
     assert {p["kernel"] for p in points} == {"fa4_sparse", "sdpa_math"}
@@ -275,6 +287,14 @@ def test_other_head_dimensions_and_kernels_of_one_pass_survive_a_round_trip():
     attention = {("fa4", "fwd"): dataclasses.replace(params, head_dims=(small,)), ("flashinfer", "fwd"): sparse}
     profile_ = dataclasses.replace(shipped, attention=attention)
     assert from_json(json.loads(to_json(profile_)), "test").attention == attention
+
+
+def test_a_profile_from_before_there_were_two_shares_has_its_one_for_all_masks():
+    data = json.loads(to_json(load_profile("h200")))
+    for params in data["attention"].values():
+        params.pop("older_share_full", None)
+    params = from_json(data, "older").attention["fa2", "fwd"]
+    assert params.older_share_full == params.older_share > 0.5
 
 
 def test_every_shipped_profile_round_trips():

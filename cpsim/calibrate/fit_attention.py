@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -17,7 +18,7 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured, predicted_attention, predicted_calls, visits_of
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
-from cpsim.models.attention import ANATOMY, FITTED, PER_PAIR, AttentionParams, anatomy_at
+from cpsim.models.attention import ANATOMY, EVEN_SHARE, FITTED, PER_PAIR, SHARES, AttentionParams, anatomy_at
 from cpsim.models.discrepancy import NONE, Discrepancy
 
 Floats = NDArray[np.float64]
@@ -33,11 +34,11 @@ _START = {
     "unaligned_factor": 1.02, "unaligned_celled_factor": 1.2, "partial_pair_s": 2.5e-11, "celled_pair_s": 1.6e-10,
     "banded_pair_s": 2.5e-9, "unaligned_partial_pair_s": 1e-10, "unaligned_celled_pair_s": 3e-10,
     "unaligned_banded_pair_s": 2.8e-9, "banded_factor": 1.3, "block_banded_s": 2e-5, "query_pair_s": 1.6e-10,
-    "query_cut_share": 0.2, "unaligned_query_cut_share": 0.7, "older_share": 0.57,
+    "query_cut_share": 0.2, "unaligned_query_cut_share": 0.7, "older_share": 0.57, "older_share_full": 0.57,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
-           "older_share": (0.5, 0.8), "unaligned_factor": (1.0, 2.0), "unaligned_celled_factor": (1.0, 2.0),
-           "banded_factor": (1.0, 2.5), "query_cut_share": (1e-3, 1.5),
+           "older_share": (0.5, 0.8), "older_share_full": (0.5, 0.8), "unaligned_factor": (1.0, 2.0),
+           "unaligned_celled_factor": (1.0, 2.0), "banded_factor": (1.0, 2.5), "query_cut_share": (1e-3, 1.5),
            "unaligned_query_cut_share": (1e-3, 1.5)}  # fmt: skip
 
 
@@ -71,7 +72,8 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
         if not forward:
             start |= {"banded_pair_s": 6e-10, "unaligned_partial_pair_s": 1.8e-10, "unaligned_celled_pair_s": 1.8e-10,
                       "unaligned_banded_pair_s": 3.6e-10, "unaligned_factor": 1.3}  # fmt: skip
-    unused = {"split_pair_s", "split_call_s", "alone_factor", "older_share"} if not (flash2 and forward) else set()
+    two_blocks = {"split_pair_s", "split_call_s", "alone_factor", *SHARES}
+    unused = two_blocks if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if kernel not in ("cudnn", "sdpa_math") and not lists else set()
     unused |= {"block_causal_s"} if lists else set()
@@ -104,6 +106,8 @@ HEAD_DIM_FITTED = dict.fromkeys(
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
 128."""
+HEAD_DIM_REST = 0.05
+"""The same for all others, where there are many calls."""
 FEW, NEARER = 100, 3.0
 """Fewer calls at a head dimension than this rest on those of a GPU alike, if any were measured; these priors then weigh
 so many times as much."""
@@ -189,18 +193,38 @@ def _with_head_dims(
     Where the kernel was measured at the head dimension on a GPU alike, it changes here nearly as there, and what the
     model leaves over is the same: few points tell less about that than the many of the other GPU.
     """
-    fitted, priors = [], {name: prior for name, prior in HEAD_DIM_FITTED.items() if name in _free(*key)[0]}
+    fitted, free = [], _free(*key)[0]
     for dim in sorted({p["head_dim"] for p in points}):
         mine = [p for p in points if p["head_dim"] == dim]
+        priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in free
+                  if name in HEAD_DIM_FITTED or len(mine) >= FEW}  # fmt: skip
         theirs = alike_at(alike, params, dim, len(mine))
         if alike is not None and theirs is not None:
             start = _at_head_dim(key, params, dim, _changes(alike, theirs), theirs.discrepancy)
+            start = replace(start, older_share=theirs.older_share, older_share_full=theirs.older_share_full)
             made = fit_few(mine, start, {name: prior * NEARER for name, prior in priors.items()})[0]
         else:
             start = _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim), NONE)
-            made = _with_discrepancy(fit_few(mine, start, priors)[0], mine)[0]
+            made = fit_few(mine, start, priors)[0]
+            if (shared := _best_shares(made, mine)) != made:
+                made = fit_few(mine, shared, priors)[0]
+            made = _with_discrepancy(made, mine)[0]
         fitted.append(made)
     return replace(params, head_dims=tuple(fitted))
+
+
+def _best_shares(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
+    """The same, or with blocks that share SMs evenly, under a mask or without: what the points are nearest to.
+
+    No derivative tells: blocks end together or they do not.
+    """
+
+    def error(made: AttentionParams) -> float:
+        left_over = np.log(predicted_attention(made, points) / measured(points))
+        return float(np.abs(left_over - np.median(left_over)).mean())
+
+    choices = itertools.product((params.older_share, EVEN_SHARE), (params.older_share_full, EVEN_SHARE))
+    return min((replace(params, older_share=a, older_share_full=b) for a, b in choices), key=error)
 
 
 def alike_at(
@@ -229,7 +253,8 @@ def fit_few(
 ) -> tuple[AttentionParams, Covariance]:
     """The parameters that few points tell, near those of `start`, whose others are kept; `priors` weigh how near."""
     times = measured(points)
-    names = tuple(name for name in priors if getattr(start, name) > 0)
+    even = {name for name in SHARES if getattr(start, name) == EVEN_SHARE}  # and so they stay
+    names = tuple(name for name in priors if getattr(start, name) > 0 and name not in even)
     prior = np.array([priors[name] for name in names])
     first = np.log([getattr(start, name) for name in names])
 
@@ -240,8 +265,12 @@ def fit_few(
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior * (x - first)])
 
-    step = 0.05 / np.maximum(1, np.abs(first))
-    fit = least_squares(error, first, loss="soft_l1", f_scale=0.03, diff_step=step, max_nfev=60)
+    bounded = ("alone_factor", *SHARES)  # two blocks on an SM make no sense beyond
+    low, high = np.array([np.log(_BOUNDS[name]) if name in bounded else (-np.inf, np.inf) for name in names]).T
+    fit = least_squares(
+        error, first.clip(low + 1e-6, high - 1e-6), bounds=(low, high), loss="soft_l1", f_scale=0.03,
+        diff_step=0.05 / np.maximum(1, np.abs(first)), max_nfev=60,
+    )  # fmt: skip
     return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
 
 
@@ -254,7 +283,7 @@ LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)
 """Prior scales of blocks.FEATURES, by what they mean: octaves of waves, tiles, unevenness, causal, ..."""
 DISCREPANCY = 0.05
 """Prior standard deviation of what the model leaves over."""
-SUPPORT = 150
+SUPPORT = 300
 """Support points of a discrepancy."""
 TRUSTED = 0.25
 """Larger leftovers count as this: a single call does not speak for its neighbours."""

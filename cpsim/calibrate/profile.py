@@ -229,7 +229,8 @@ def _attention_params(value: dict[str, Any]) -> AttentionParams:
         "anatomy": Anatomy(**value["anatomy"]), "discrepancy": _discrepancy(value["discrepancy"]),
         "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
     }  # fmt: skip
-    return AttentionParams(**{**value, **rest})
+    one_share = {"older_share_full": value["older_share"]} if "older_share" in value else {}  # of older files
+    return AttentionParams(**{**one_share, **value, **rest})
 
 
 def _discrepancy(value: dict[str, Any]) -> Discrepancy:

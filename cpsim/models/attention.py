@@ -10,7 +10,8 @@ point, with several the varlen one, as `real.attention` does.
   are packed into one tile row by some kernels.
 * Blocks start in launch order as SMs become free: up to 48 waves are replayed, more are summed with their tail.
 * Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles, the
-  younger block's more. Which blocks meet is what an H100 does where there are few waves of them.
+  younger block's more, or both alike, which depends on how the kernel was compiled: equal blocks then end together,
+  and those that follow meet again. Which blocks meet is what an H100 does where there are few waves of them.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
   those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
@@ -207,6 +208,10 @@ def anatomy_at(kernel: str, pass_: str, head_dim: int) -> Anatomy:
     return replace(anatomy, tile_q_causal=tiles[0], tile_q_full=tiles[1], tile_k=tiles[2])
 
 
+EVEN_SHARE = 0.5
+"""Of two blocks of an SM that get equally much done: equal ones end together, and what follows them is paired, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
     """One kernel and pass on one GPU type: its anatomy and the fitted times, all in seconds of one thread block."""
@@ -268,8 +273,10 @@ class AttentionParams:
     """The same where lengths are no multiples of the tile sizes."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
-    older_share: float = 0.5
-    """Of what two blocks on an SM get done at their tiles, the part of the block that came first."""
+    older_share: float = EVEN_SHARE
+    """Of what two blocks on an SM get done at their tiles under a causal mask, the part of the one that came first."""
+    older_share_full: float = EVEN_SHARE
+    """The same without a mask: other compiled code."""
     discrepancy: Discrepancy = NONE
     """What the times above leave over."""
     head_dims: tuple[AttentionParams, ...] = ()
@@ -286,6 +293,8 @@ class AttentionParams:
 
 
 FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
+SHARES = ("older_share", "older_share_full")
+"""What tells how two blocks share an SM: no times."""
 PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
 """Those that grow with the head dimension; deciding about a pair does not."""
 

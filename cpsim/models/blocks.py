@@ -450,13 +450,14 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
 
 @njit(cache=True)
 def _replay(  # type: ignore[no-untyped-def]
-    g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, held, hold_s, idle, work, number, left
-):
+    g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, share, held, hold_s, idle, work,
+    number, left,
+):  # fmt: skip
     """Schedules every block of a call in launch order: those of one head at a time, or of all heads of a sequence.
 
     `empties` tells how many blocks are launched for each sequence if not 0; `slow` is how much slower tiles are where
-    SMs always hold two blocks; `held` SMs are taken for the first `hold_s`. `idle`, `work`, `number` (runs of blocks
-    that are alike) and `left` are scratch.
+    SMs always hold two blocks, the older of which gets its `share` done; `held` SMs are taken for the first `hold_s`.
+    `idle`, `work`, `number` (runs of blocks that are alike) and `left` are scratch.
     """
     n = 0
     for i in range(begin, end):
@@ -496,9 +497,7 @@ def _replay(  # type: ignore[no-untyped-def]
     idles, works = _blocks(idle, number, n, repeats), _blocks(work, number, n, repeats)
     mean, seeds = 0.0, SEEDS if empties else 1
     for seed in range(seeds):
-        mean += pairs(
-            idles, works, len(idles), g.num_sms, g.alone_factor, g.older_share, seed + 1, held, hold_s
-        ) / seeds  # fmt: skip
+        mean += pairs(idles, works, len(idles), g.num_sms, g.alone_factor, share, seed + 1, held, hold_s) / seeds
     return mean
 
 
@@ -554,7 +553,7 @@ def split_tile(head_dim: float) -> int:
 
 
 @njit(cache=True)
-def _split(g, t, s, heads, splits, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
+def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
     """Makespan of flash-attn 2's split kernel: tiles of 64 queries, a block for every row and split."""
     tile_k = split_tile(g.head_dim)
     rows, columns = (s.queries + 63) // 64, (s.keys + tile_k - 1) // tile_k
@@ -572,7 +571,7 @@ def _split(g, t, s, heads, splits, held, hold_s, idle, work):  # type: ignore[no
             n += 1
     for head in range(1, heads):
         idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
-    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, g.older_share, 1, held, hold_s)
+    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, share, 1, held, hold_s)
 
 
 @njit(cache=True)
@@ -635,6 +634,7 @@ def _call(  # type: ignore[no-untyped-def]
         per_block += g.block_varlen_s if g.grid_of_longest else per_empty
     tile = g.pair_s * tile_q * g.tile_k
     t = Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor)
+    share = g.older_share if masked else g.older_share_full
     s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
     if s.num == 0:
         return 0.0, 1.0
@@ -652,7 +652,7 @@ def _call(  # type: ignore[no-untyped-def]
         tile_k = split_tile(g.head_dim)
         splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + tile_k - 1) // tile_k)
     if splits > 1:
-        makespan = _split(g, t, s, heads, splits, held, hold_s, scratch[0], scratch[1])
+        makespan = _split(g, t, s, heads, splits, share, held, hold_s, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim
         extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
         busy = 0.0
@@ -662,7 +662,7 @@ def _call(  # type: ignore[no-untyped-def]
         if num_blocks <= REPLAYED_WAVES * g.slots:
             empties = s.longest_row if follow else 0
             makespan = _replay(
-                g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, held, hold_s,
+                g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, share, held, hold_s,
                 scratch[0], scratch[1], number, scratch[2, : g.slots],
             )  # fmt: skip
         else:

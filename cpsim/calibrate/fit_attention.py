@@ -267,10 +267,11 @@ def fit_few(
 
     bounded = ("alone_factor", *SHARES)  # two blocks on an SM make no sense beyond
     low, high = np.array([np.log(_BOUNDS[name]) if name in bounded else (-np.inf, np.inf) for name in names]).T
-    fit = least_squares(
-        error, first.clip(low + 1e-6, high - 1e-6), bounds=(low, high), loss="soft_l1", f_scale=0.03,
-        diff_step=0.05 / np.maximum(1, np.abs(first)), max_nfev=60,
-    )  # fmt: skip
+    with np.errstate(invalid="ignore"):  # steps to where nothing is finite are taken back
+        fit = least_squares(
+            error, first.clip(low + 1e-6, high - 1e-6), bounds=(low, high), loss="soft_l1", f_scale=0.03,
+            diff_step=0.05 / np.maximum(1, np.abs(first)), max_nfev=60,
+        )  # fmt: skip
     return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
 
 

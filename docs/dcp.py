@@ -272,8 +272,8 @@ REMAINS = (
     "What is missing, as far as it can be told:",
     "",
     "* One flow between two GPUs of different nodes gets the share of a NIC that it gets on H200 nodes, 0.56. With "
-    "a whole NIC, the preset's rule before, rings were 26 to 40 % too fast here: that told where to look, but the share "
-    "is not fitted to these bars.",
+    "a whole NIC, the preset's rule before, rings were 26 to 40 % too fast here: that told where to look, but the "
+    "share is not fitted to these bars.",
     "* Transformer Engine's ring is much slower where a batch has many documents, and with sparse masks most of all: "
     "what its fork does for every document and every step is not known here.",
     "* DCP is predicted too fast where documents are long, sparse masks most. Its published times hardly change from "

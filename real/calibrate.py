@@ -146,7 +146,14 @@ class Calibration:
         yield Task(point_key("host", kind="copy"), alone)
         if node.size > 1:
             yield Task(point_key("host", kind="all_gather"), partial(network.measure_host, node))
+        def captured(tokens: int) -> None:
+            found = executor.measure_graph(node, tokens)
+            if node.writer is not None:
+                executor.add_graph(node.writer, tokens, found)
+
         yield Task(point_key("host", kind="graph_chain_1"), graphs)
+        for tokens in executor.GRAPH_TOKENS if node.cuda else ():
+            yield Task(point_key("graph", nbytes=executor.graph_bytes(tokens)), partial(captured, tokens))
         for protocol in ("synced", "streamed"):
             yield Task(point_key("host", kind=f"pause_{protocol}"), partial(pauses, protocol))
 

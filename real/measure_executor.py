@@ -37,6 +37,7 @@ LOAD_S = 1.3
 """NVML averages power over a second."""
 MEMORY_BOUND = ("copy", "copy_heads", "accumulate", "accumulate_first", "merge", "merge_first", "merge_last")
 HEADS, DIM = 32, 128
+GRAPH_TOKENS, GRAPH_HEADS, GRAPH_ROUNDS = (1024, 1536, 2048, 3072, 4096), 8, 8
 
 
 def launch_times(node: Node, kernels: tuple[str, ...]) -> dict[str, list[float]]:
@@ -185,6 +186,86 @@ def graph_times(node: Node) -> dict[str, list[float]]:
     return found
 
 
+def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
+    """Seconds of ops in graphs and between two events, the maximum over ranks.
+
+    Attention and a message to the next rank (to this one where it is alone), each between two events; graphs of one
+    attention call, of more in a row, and of as many with a message on a stream of its own before each but the first.
+    All ranks call; nothing where there is no GPU. GPUs are idle at the launch, as at the start of a synced iteration.
+    """
+    if not node.cuda:
+        return {}
+    q, k, v, got = (torch.randn(tokens, GRAPH_HEADS, DIM, device=node.device, dtype=torch.bfloat16) for _ in range(4))
+    call = attention.prepare((tokens,), (tokens,), causal=True, device=node.device)
+    attend = partial(attention.forward, "sdpa_flash", q, k, v, call)
+    group, side = node.group(tuple(range(node.size)), "comm"), torch.cuda.Stream(priority=-1)
+    peers = (node.rank + 1) % node.size, (node.rank - 1) % node.size
+
+    def exchange() -> None:
+        parts = [dist.P2POp(dist.isend, k, peers[0], group=group), dist.P2POp(dist.irecv, got, peers[1], group=group)]
+        for work in dist.batch_isend_irecv(parts):
+            work.wait()
+
+    def aside() -> None:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            exchange()
+        main.wait_stream(side)
+
+    rounds = {"one": [attend], "many": [attend] * (1 + GRAPH_ROUNDS), "both": [attend] + [aside, attend] * GRAPH_ROUNDS}
+    found = {"attention_s": _between_events(node, attend), "message_s": _between_events(node, exchange)}
+    return found | {f"{name}_s": _replayed(node, calls) for name, calls in rounds.items()}
+
+
+def graph_bytes(tokens: int) -> int:
+    """Of the message in `measure_graph`."""
+    return tokens * GRAPH_HEADS * DIM * torch.bfloat16.itemsize
+
+
+def add_graph(writer: Writer, tokens: int, found: dict[str, list[float]]) -> None:
+    """Writes what `measure_graph` found."""
+    others = {name: [round(s, 10) for s in seconds] for name, seconds in found.items() if name != "one_s"}
+    writer.add("graph", found["one_s"], tokens=tokens, nbytes=graph_bytes(tokens), rounds=GRAPH_ROUNDS, **others)
+
+
+def _between_events(node: Node, op: Callable[[], object], num: int = 20) -> list[float]:
+    """Seconds of an op between two events, all ranks at once, the host ahead of the GPU; the maximum over ranks."""
+    for _ in range(3):
+        op()
+    node.synchronize()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num)]
+    hold(0.005 + num * 3e-4, node.device)
+    for start, end in events:
+        node.barrier()
+        start.record()
+        op()
+        end.record()
+    node.synchronize()
+    return _slowest(node, [start.elapsed_time(end) / 1e3 for start, end in events])
+
+
+def _replayed(node: Node, calls: Sequence[Callable[[], object]], num: int = 20) -> list[float]:
+    """Seconds from the launch of a graph of calls to its end, the GPUs idle before; the maximum over ranks."""
+    graph, samples = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for call in calls:
+            call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(5 + num):
+        node.meet()
+        start.record()
+        graph.replay()
+        end.record()
+        node.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3)
+    return _slowest(node, samples[5:])
+
+
+def _slowest(node: Node, samples: list[float]) -> list[float]:
+    return [max(times) for times in zip(*node.gather(samples), strict=True)]
+
+
 class Nothing:
     """A runner that does nothing."""
 
@@ -277,6 +358,7 @@ def main() -> None:
         header = provenance(node.device, node.size, versions, "torchrun -m real.measure_executor", args.commit)
         times = node.gather((launch_times(node, kernels) if "launches" in args.parts else {}) | graph_times(node))
         pauses = {f"pause_{protocol}": pause(node, protocol) for protocol in ("synced", "streamed")}
+        captured = {tokens: measure_graph(node, tokens) for tokens in GRAPH_TOKENS if node.cuda}
         writer = None
         if node.rank == 0:
             writer = Writer(args.out.open("w", encoding="utf-8"), header)
@@ -288,6 +370,8 @@ def main() -> None:
                 print(f"{kind:24s} {np.median(np.concatenate([t.get(kind, []) for t in times])) * 1e6:7.1f} us")
             for kind, samples in pauses.items():
                 writer.add("host", samples, kind=kind)
+            for tokens, found in captured.items():
+                add_graph(writer, tokens, found)
             if "memory" in args.parts:
                 measure_memory_bound(node, writer, args.sizes)
         node.gather(None)

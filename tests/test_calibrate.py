@@ -197,6 +197,24 @@ def test_ranks_of_one_file_are_gpus_whose_spread_counts():
     assert 0.05 < spread[1.1][model] < 0.09
 
 
+def test_how_much_equal_calls_differ_is_told_by_their_samples_and_hardly_by_a_disturbed_one():
+    random = np.random.default_rng(5)
+    times = np.geomspace(1e-5, 1e-2, 120)
+    points = [
+        {"samples_s": (t * np.exp((0.02 if i < 90 else 0.005) * random.standard_normal(24))).tolist()}
+        for i, t in enumerate(times)
+    ]
+    for point in points[::7]:
+        point["samples_s"][3] *= 1.5
+    once = [{"samples_s": [t]} for t in times]
+    rested = [{"samples_s": [t, 2 * t, 3 * t, 4 * t, 5 * t], "rested": True} for t in times]
+    seconds, spread = fit_attention.spread_of_calls(points + once + rested)
+    assert len(seconds) == len(spread) == 4
+    assert list(seconds) == sorted(seconds)
+    np.testing.assert_allclose(spread, [0.02, 0.02, 0.02, 0.005], rtol=0.25)
+    assert fit_attention.spread_of_calls(once) == ((), ())
+
+
 def test_a_shape_that_was_measured_twice_is_held_out_twice():
     names = sorted(path.name for path in DATA.glob("h100-kernels*.jsonl"))
     points = [p for name in names for p in measurement.load(DATA / name).points if p["op"] == "attention"]
@@ -289,12 +307,14 @@ def test_other_head_dimensions_and_kernels_of_one_pass_survive_a_round_trip():
     assert from_json(json.loads(to_json(profile_)), "test").attention == attention
 
 
-def test_a_profile_from_before_there_were_two_shares_has_its_one_for_all_masks():
+def test_older_profiles_have_one_share_for_all_masks_and_do_not_say_how_much_calls_differ():
     data = json.loads(to_json(load_profile("h200")))
     for params in data["attention"].values():
-        params.pop("older_share_full", None)
+        for name in ("older_share_full", "calls_s", "calls_spread"):
+            params.pop(name, None)
     params = from_json(data, "older").attention["fa2", "fwd"]
     assert params.older_share_full == params.older_share > 0.5
+    assert params.spread(np.array([1e-3])) == 0
 
 
 def test_every_shipped_profile_round_trips():
@@ -332,6 +352,7 @@ def test_sizes_outside_of_the_measured_range_are_marked():
         (lambda text: text.replace(f'"schema": {profile.SCHEMA}', '"schema": 99'), "schema 99"),
         (lambda text: text.replace("cpsim-profile", "other"), "is this a profile file"),
         (lambda text: text.replace('"pair_s"', '"pear_s"', 1), "pear_s"),
+        (lambda text: text.replace('"calls_s": [', '"calls_s": [1e-9, ', 1), "as many calls_s as calls_spread"),
         (lambda _: "[]", "is this a profile file"),
         (lambda text: text.replace('"sigma"', '"sigmas"'), "sigma"),
         (lambda text: text.replace('"event_s": 6', '"event_s": NaN, "x": 6', 1), "x"),

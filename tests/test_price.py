@@ -161,23 +161,48 @@ def test_no_message_between_nodes_is_taken_as_gone_before_its_receiver_is_there(
     assert np.array_equal(price.work.eager[sends], near)
 
 
-def alike():
-    """Sigma of a profile whose GPUs do not differ."""
-    sigma = load_profile("h200").sigma
-    return {name: 0.0 if "GPUs" in name or name == "run to run" else spread for name, spread in sigma.items()}
+def alike(spread=((), ()), **sigma):
+    """A profile whose GPUs do not differ, and calls on one of them as given: times and how much they spread."""
+    profile = load_profile("h200")
+    sigma = {name: 0.0 if "GPUs" in name or name == "run to run" else s for name, s in profile.sigma.items()} | sigma
+    attention = {
+        key: dataclasses.replace(params, calls_s=spread[0], calls_spread=spread[1])
+        for key, params in profile.attention.items()
+    }
+    return dataclasses.replace(profile, sigma=sigma, attention=attention)
 
 
 @pytest.mark.parametrize(("strategy", "busiest"), [("ulysses", 8), ("ring", 1)])
 def test_attention_is_as_slow_as_on_the_slowest_of_the_busiest_gpus(strategy, busiest):
     """Under a causal mask the last rank of a ring without zigzag has more to do than any other."""
     spread = load_profile("h200").between_gpus("fa4", "fwd")
-    profile = dataclasses.replace(load_profile("h200"), sigma=alike())
-    schedule, price = priced(strategy, gpus=8)
-    _, ideal = priced(strategy, gpus=8, profile=profile)
+    differ = alike(**{"attention fwd fa4 between GPUs": spread})
+    schedule, price = priced(strategy, gpus=8, profile=differ)
+    _, ideal = priced(strategy, gpus=8, profile=alike())
     attention = schedule.kind == Kind.ATTENTION
     slower = price.work.duration_s[attention] / ideal.work.duration_s[attention]
     np.testing.assert_allclose(slower, 1 + spread * expected_maximum(busiest), rtol=1e-9)
     assert 0.002 < spread < 0.03
+
+
+@pytest.mark.parametrize(("strategy", "gpus", "calls"), [
+    ("ulysses", 1, 1), ("ulysses", 8, 1), ("zigzag_ring", 2, 2), ("zigzag_ring", 8, 8),
+])  # fmt: skip
+def test_calls_differ_from_one_to_the_next_and_all_wait_for_the_slowest_which_cancels_over_the_calls_of_a_pass(
+    strategy, gpus, calls
+):
+    schedule, price = priced(strategy, gpus=gpus, mask="full", profile=alike(((1e-9,), (0.02,))))
+    _, ideal = priced(strategy, gpus=gpus, mask="full", profile=alike())
+    attention = schedule.kind == Kind.ATTENTION
+    slower = price.work.duration_s[attention] / ideal.work.duration_s[attention]
+    expected = 1 + 0.02 / calls**0.5 * expected_maximum(gpus)
+    np.testing.assert_allclose(slower, expected, rtol=3e-4)  # messages hold SMs a little longer
+
+
+def test_how_much_calls_differ_goes_by_how_long_they_take():
+    params = load_profile("h200").attention_params("fa2", "fwd")
+    params = dataclasses.replace(params, calls_s=(1e-4, 1e-2), calls_spread=(0.03, 0.01))
+    np.testing.assert_allclose(params.spread(np.array([1e-5, 1e-4, 1e-3, 1e-2, 1.0])), [0.03, 0.03, 0.02, 0.01, 0.01])
 
 
 @pytest.mark.parametrize(("name", "pass_", "together", "apart"), [

@@ -25,6 +25,7 @@ from cpsim.calibrate.fit_host import (
     fit_elementwise,
     fit_host,
     fit_load,
+    graph_costs,
     host_paces,
     host_speeds,
     in_steps,
@@ -89,7 +90,10 @@ def fit_profile(
             name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0],
             grade=_grade(gpus[0], networks), attention=attention,
             collective=fit_collective(chosen, everything, stand_in), elementwise=copies,
-            host=fit_host([p for p in chosen if p["op"] == "host"], copies.latency_s["copy"], stand_in),
+            host=fit_host(
+                [p for p in chosen if p["op"] == "host"], [p for p in chosen if p["op"] == "graph"],
+                copies.latency_s["copy"], stand_in,
+            ),
             interference=fit_interference(everything),
             load=fit_load([p for p in everything if p["op"] == "power"]), sigma={},
             valid=_valid(points), covariance=covariance, held_out=(),
@@ -252,14 +256,14 @@ def _covered(by_fold: Sequence[Sequence[Residual]]) -> dict[str, float]:
 
 
 def _spreads(points: Sequence[Point]) -> dict[str, float]:
-    """Standard deviations, relative, of what overlapping costs (over shapes) and of graph launches (over ranks)."""
+    """Standard deviations, relative, of what overlapping costs (over shapes) and of graph launches (over machines)."""
     spread = {"interference": 0.5, "graph": 0.3}
     computation, _ = overlaps([p for p in points if p["op"] == "overlap"])
     spans = [np.array(spans) for by in computation.values() for spans in by.values()]
     shares = [lost / beside for beside, lost in (mine.T for mine in spans)]
     if shares:
         spread["interference"] = float(np.std(np.concatenate([x / x.mean() for x in shares if x.mean() > 0.02])))
-    launches = [np.median(p["samples_s"]) for p in points if p["op"] == "host" and p["kind"] == "graph_chain_1"]
+    launches = [graph_costs(p)[0] for p in points if p["op"] == "graph"]
     if len(launches) > 1:
         spread["graph"] = float(np.std(np.log(launches)))
     return spread

@@ -15,7 +15,7 @@ from scipy.optimize import least_squares
 
 from cpsim.block_masks import BANDS, CELLS, RUNS
 from cpsim.calibrate.measurement import Point
-from cpsim.calibrate.residuals import measured, predicted_attention, predicted_calls, visits_of
+from cpsim.calibrate.residuals import measured, pause_of, predicted_attention, predicted_calls, visits_of
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, EVEN_SHARE, FITTED, PER_PAIR, SHARES, AttentionParams, anatomy_at
@@ -108,6 +108,11 @@ is compiled for tiles whose registers do not hold what bands need, and takes sev
 128."""
 HEAD_DIM_REST = 0.05
 """The same for all others, where there are many calls."""
+SPREAD_SAMPLES, SPREAD_POINTS, SPREAD_GROUPS = 5, 30, 8
+"""How much equal calls differ is told by points of at least so many samples, in groups of at least so many points; and
+at most so many groups."""
+QUARTILES = 1.349
+"""Between those of a normal distribution, in standard deviations."""
 FEW, NEARER = 100, 3.0
 """Fewer calls at a head dimension than this rest on those of a GPU alike, if any were measured; these priors then weigh
 so many times as much."""
@@ -144,6 +149,7 @@ def fit_kernel(
     """
     if sparse is not None:
         return fit_few(points, sparse, SPARSE_FITTED)
+    spread = spread_of_calls(points)
     (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     others = [p for p in points if p["head_dim"] != head_dim]
     points = [p for p in points if p["head_dim"] == head_dim]
@@ -175,7 +181,26 @@ def fit_kernel(
         x, jacobian = fit.x, fit.jac
     physical = build(x)
     fitted, left_over = _with_discrepancy(physical, points)
+    fitted = replace(fitted, calls_s=spread[0], calls_spread=spread[1])
     return _with_head_dims(key, fitted, others, alike), _covariance(names, jacobian, left_over)
+
+
+def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Times of calls, and how much equal calls without a pause that take so long differ on one GPU.
+
+    Standard deviations, relative, from quartiles, which single disturbed calls do not move; means over groups of points
+    that take about as long.
+    """
+    several = [p for p in points if len(p["samples_s"]) >= SPREAD_SAMPLES and pause_of(p) == 0]
+    several.sort(key=lambda p: float(np.median(p["samples_s"])))
+    num = min(max(1, len(several) // SPREAD_POINTS), SPREAD_GROUPS)
+    seconds, spread = [], []
+    for group in np.array_split(np.arange(len(several)), num) if several else ():
+        found = [np.log(several[i]["samples_s"]) for i in group]
+        low, middle, high = np.mean([np.quantile(x, (0.25, 0.5, 0.75)) for x in found], axis=0)
+        seconds.append(float(np.exp(middle)))
+        spread.append(float((high - low) / QUARTILES))
+    return tuple(seconds), tuple(spread)
 
 
 def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> tuple[AttentionParams, Floats]:

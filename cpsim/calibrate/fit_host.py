@@ -33,11 +33,14 @@ def fit_elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elemen
     return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
 
-def fit_host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None) -> HostParams:
+def fit_host(
+    points: Sequence[Point], captured: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None
+) -> HostParams:
     """Median launch times: an attention kernel's entry points count alike, and edges of one code with all its
     strategies and kernels; of calls of a step the first round counts apart.
 
-    A graph of one tiny copy takes the graph's launch and what the copy takes in a long chain of them; between two
+    `captured` are attention calls and messages in graphs, which tell a graph's launch and what events around an op add.
+    Without them tiny copies do: a graph of a chain takes the launch and what a copy takes in a longer one; between two
     events it takes `tiny_copy_s`. A chain that goes to and from a second stream takes more.
     """
     if stand_in and not points:
@@ -63,16 +66,30 @@ def fit_host(points: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | No
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
     if stand_in:
         launch = {**stand_in.profile.host.launch_s, **launch}
-    graph_s = gain_s = cross_s = 0.0
-    if "graph_chain_1" in graphs:
+    graph_s = gain_s = message_gain_s = cross_s = 0.0
+    if "graph_chain_16" in graphs:
         each, across = ((graphs[f"graph_{name}_64"] - graphs[f"graph_{name}_16"]) / 48 for name in ("chain", "across"))
         cross_s = max(0.0, across - each)
-        graph_s, gain_s = max(0.0, graphs["graph_chain_1"] - each), max(0.0, tiny_copy_s - each)
+        graph_s = max(0.0, graphs["graph_chain_16"] - 16 * each)
+        gain_s = message_gain_s = max(0.0, tiny_copy_s - each)
+    if captured:
+        found = np.array([graph_costs(p) for p in captured])
+        graph_s, gain_s, message_gain_s = (np.median(found, axis=0) + (0.0, 0.0, 2 * cross_s)).tolist()
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
-        graph_cross_s=cross_s, captured_gain_s=gain_s,
+        graph_cross_s=cross_s, captured_gain_s=gain_s, captured_message_gain_s=message_gain_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
+
+
+def graph_costs(point: Point) -> tuple[float, float, float]:
+    """Of a `graph` point: seconds from a graph's launch to its first kernel; what events around a kernel add; and what
+    those around a message add, less what kernels lose before and after it."""
+    one, many, both, attention, message = (
+        float(np.median(point[name])) for name in ("samples_s", "many_s", "both_s", "attention_s", "message_s")
+    )
+    each, pair = (many - one) / point["rounds"], (both - one) / point["rounds"]
+    return one - each, attention - each, each + message - pair
 
 
 MEMORY_BOUND = ("copy", "accumulate", "merge")

@@ -14,6 +14,8 @@ of the processes until it was written) and the parameters of its op:
     layer         forward and backward pass of one layer of one tensor-parallel rank: model, tp, q_lens, kernel,
                   recompute, variant, sizes: saved_bytes (kept between the passes) and peak_bytes, without weights
     host          kind (wall seconds that the host spends on one launch), and where others' calls were timed: place
+    graph         of one attention call of so many tokens, captured; many_s: of `rounds` more; both_s: of as many, a
+                  message of nbytes before each but the first; attention_s, message_s: both between two events
     collective    kind, num_ranks, nbytes (S of nccl-tests)
     transfer      kind, num_ranks, nbytes (per message)
     fabric        between (emulated) nodes: kind, nbytes, num_nodes, gpus_per_node, and flows or num_ranks, num_groups

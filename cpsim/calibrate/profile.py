@@ -186,6 +186,8 @@ def from_json(data: Any, source: str) -> Profile:
         if not np.isfinite(number):
             raise ProfileError(f"{source}: {where} is {number}, expected a finite number")
     for key, params in profile.attention.items():
+        if len(params.calls_s) != len(params.calls_spread):
+            raise ProfileError(f"{source}: attention {' '.join(key)} needs as many calls_s as calls_spread")
         if params.pair_s <= 0 or params.num_sms < 1:
             raise ProfileError(f"{source}: attention {' '.join(key)} needs positive pair_s and num_sms")
     return profile
@@ -228,6 +230,7 @@ def _attention_params(value: dict[str, Any]) -> AttentionParams:
     rest = {
         "anatomy": Anatomy(**value["anatomy"]), "discrepancy": _discrepancy(value["discrepancy"]),
         "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
+        **{name: tuple(map(float, value.get(name, ()))) for name in ("calls_s", "calls_spread")},
     }  # fmt: skip
     one_share = {"older_share_full": value["older_share"]} if "older_share" in value else {}  # of older files
     return AttentionParams(**{**one_share, **value, **rest})

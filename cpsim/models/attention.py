@@ -277,6 +277,10 @@ class AttentionParams:
     """Of what two blocks on an SM get done at their tiles under a causal mask, the part of the one that came first."""
     older_share_full: float = EVEN_SHARE
     """The same without a mask: other compiled code."""
+    calls_s: tuple[float, ...] = ()
+    """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
+    calls_spread: tuple[float, ...] = ()
+    """Standard deviation, relative, of the time of equal calls on one GPU."""
     discrepancy: Discrepancy = NONE
     """What the times above leave over."""
     head_dims: tuple[AttentionParams, ...] = ()
@@ -286,6 +290,12 @@ class AttentionParams:
         """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
         measured = sorted((self, *self.head_dims), key=lambda params: params.head_dim)
         return next((params for params in measured if params.head_dim >= head_dim), measured[-1])
+
+    def spread(self, seconds: Floats) -> Floats:
+        """Standard deviation, relative, between equal calls on one GPU that take so long; 0 where it is not known."""
+        if not self.calls_s:
+            return np.zeros(len(seconds))
+        return np.interp(np.log(np.maximum(seconds, self.calls_s[0])), np.log(self.calls_s), self.calls_spread)
 
     def everywhere(self, change: Callable[[AttentionParams], AttentionParams]) -> AttentionParams:
         """The same change made at every measured head dimension."""

@@ -27,7 +27,9 @@ class HostParams:
     graph_cross_s: float = 0.0
     """What an op of a CUDA graph takes more where it follows an op of another stream."""
     captured_gain_s: float
-    """What two events around an op add to its measured time; ops of a CUDA graph do not pay it."""
+    """What two events around a kernel add to its measured time; kernels of a CUDA graph do not pay it."""
+    captured_message_gain_s: float = 0.0
+    """The same of a message, less what it costs kernels of a CUDA graph to run before and after it."""
     pause_s: Mapping[str, float]
     """By protocol: from the end of one iteration to the start of the next."""
 

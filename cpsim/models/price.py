@@ -175,8 +175,10 @@ class Pricing:
             crossing = _crossings(
                 schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
             )
+            host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
+            gain = np.where(talks, host.captured_message_gain_s, host.captured_gain_s)
             for seconds in (duration, full):
-                seconds -= np.minimum(self.profile.host.captured_gain_s, seconds / 2)
+                seconds -= np.minimum(gain, seconds / 2)
                 seconds += crossing * self.profile.host.graph_cross_s
         attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
         start, end = self._settle(schedule, pass_, attends, duration, full, release, eager)
@@ -269,10 +271,17 @@ class Pricing:
         return longer
 
     def _wait_for_slowest(self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats) -> None:
-        """Attention as slow as on the slowest of the GPUs that have the most of it: sooner or later all wait for it."""
+        """Attention as slow as on the slowest of the GPUs that have the most of it: sooner or later all wait for it.
+
+        GPUs of one type differ, and so does every call from the next; over the calls of a pass that partly cancels.
+        """
+        if not len(attends):
+            return
         ranks = schedule.lane_rank[schedule.lane_start[attends]]
         busy = np.bincount(ranks, duration[attends], schedule.num_ranks)
-        spread = self.profile.between_gpus(self.kernel, pass_)
+        differs = duration[attends] * self.profile.attention_params(self.kernel, pass_).spread(duration[attends])
+        of_calls = np.sqrt(np.bincount(ranks, differs**2, schedule.num_ranks))[busy.argmax()] / busy.max()
+        spread = float(np.hypot(self.profile.between_gpus(self.kernel, pass_), of_calls))
         most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * self.alike)
         duration[attends] *= 1 + spread * expected_maximum(most)
 

@@ -1,4 +1,4 @@
-"""The slowest of several: GPUs of one type differ, and who waits for all, waits for the slowest.
+"""The slowest of several: GPUs of one type differ, and calls on one of them; who waits for all, waits for the slowest.
 
 Reference: Blom 1958, "Statistical Estimates and Transformed Beta-Variables" (expected normal order statistics).
 """

@@ -205,6 +205,15 @@ def test_how_much_calls_differ_goes_by_how_long_they_take():
     np.testing.assert_allclose(params.spread(np.array([1e-5, 1e-4, 1e-3, 1e-2, 1.0])), [0.03, 0.03, 0.02, 0.01, 0.01])
 
 
+def test_several_gpus_wait_for_the_one_whose_captured_program_starts_last():
+    starts = {gpus: priced("ulysses", gpus=gpus, captured=True)[1].work.release_s.max() for gpus in (1, 2, 8)}
+    profile = load_profile("h200")
+    for gpus, start in starts.items():
+        later = np.exp(profile.sigma["graph"] * expected_maximum(gpus))
+        assert start == pytest.approx(profile.host.graph_s * later)
+    assert starts[1] < starts[2] < starts[8] < 2 * starts[1]
+
+
 @pytest.mark.parametrize(("name", "pass_", "together", "apart"), [
     ("none", "fwd", 32, 0), ("none", "bwd", 32, 16), ("ulysses", "fwd", 16, 0), ("ulysses", "bwd", 0, 24),
 ])  # fmt: skip

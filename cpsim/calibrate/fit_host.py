@@ -74,7 +74,8 @@ def fit_host(
         gain_s = message_gain_s = max(0.0, tiny_copy_s - each)
     if captured:
         found = np.array([graph_costs(p) for p in captured])
-        graph_s, gain_s, message_gain_s = (np.median(found, axis=0) + (0.0, 0.0, 2 * cross_s)).tolist()
+        graph_s, gain_s, message_gain_s = np.median(found, axis=0).tolist()
+        message_gain_s += 2 * cross_s
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
         graph_cross_s=cross_s, captured_gain_s=gain_s, captured_message_gain_s=message_gain_s,

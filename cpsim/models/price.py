@@ -503,8 +503,9 @@ class Pricing:
         An iteration lasts until the host has returned, as far as the last op of a rank shows it.
         """
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
-        if self.captured:
-            return np.full(len(schedule), max(self.profile.host.graph_s - lead, 0.0))
+        if self.captured:  # processes get their graphs started more or less soon, and sooner or later wait for the last
+            last = self.profile.sigma["graph"] * expected_maximum(round(schedule.num_ranks * self.alike))
+            return np.full(len(schedule), max(self.profile.host.graph_s * float(np.exp(last)) - lead, 0.0))
         host, per_kind = self.profile.host, np.zeros((2, len(Kind)))
         for (i, first), kind in product(enumerate((False, True)), kinds):
             name = kind.name.lower()

@@ -215,6 +215,34 @@ def test_how_much_equal_calls_differ_is_told_by_their_samples_and_hardly_by_a_di
     assert fit_attention.spread_of_calls(once) == ((), ())
 
 
+def chains(each=1.5e-6, across=3.5e-6, start=4e-6):
+    """Host points of graphs of tiny copies: on one stream, and to and from a second one."""
+    return [
+        {"op": "host", "kind": f"graph_{name}_{n}", "samples_s": [start + n * seconds]}
+        for name, seconds in (("chain", each), ("across", across)) for n in (16, 64)
+    ]  # fmt: skip
+
+
+def test_what_a_captured_program_saves_is_told_by_attention_and_messages_in_graphs_or_else_by_tiny_copies():
+    one, each, pair = 67e-6, 60e-6, 68e-6
+    point = {
+        "op": "graph", "tokens": 2048, "nbytes": 4194304, "rounds": 8, "samples_s": [one], "many_s": [one + 8 * each],
+        "both_s": [one + 8 * pair], "attention_s": [63e-6], "message_s": [9e-6],
+    }  # fmt: skip
+    found = fit_host.fit_host(chains(), [point], 5e-6, None)
+    assert found.graph_s == pytest.approx(7e-6)
+    assert found.captured_gain_s == pytest.approx(3e-6)
+    assert found.graph_cross_s == pytest.approx(2e-6)
+    message = 9e-6 - found.captured_message_gain_s + 2 * found.graph_cross_s  # to its stream and back
+    assert each + message == pytest.approx(pair)
+    later = {name: [point[name][0] + 2e-6] for name in ("samples_s", "many_s", "both_s")}
+    assert fit._spreads([point, point | later])["graph"] == pytest.approx(np.log(9 / 7) / 2)
+
+    found = fit_host.fit_host(chains(), [], 5e-6, None)
+    assert found.graph_s == pytest.approx(4e-6)
+    assert found.captured_gain_s == found.captured_message_gain_s == pytest.approx(3.5e-6)
+
+
 def test_a_shape_that_was_measured_twice_is_held_out_twice():
     names = sorted(path.name for path in DATA.glob("h100-kernels*.jsonl"))
     points = [p for name in names for p in measurement.load(DATA / name).points if p["op"] == "attention"]
@@ -430,7 +458,7 @@ def test_the_first_round_of_a_step_counts_apart_and_edges_of_one_code_count_alik
     steps = [3e-5, 1e-5, 1e-5, 1e-5] * 5
     point = {"op": "host", "kind": "add in bwd", "which": "", "place": "in steps in bwd", "samples_s": steps}
     edges = [{"op": "host", "kind": f"code {way} begin fwd", "samples_s": [s]} for way, s in (("a", 2e-4), ("b", 4e-4))]
-    launch = fit_host.fit_host([point, *edges], 1e-6, None).launch_s
+    launch = fit_host.fit_host([point, *edges], [], 1e-6, None).launch_s
     assert launch == pytest.approx({"add in bwd": 1e-5, "add in bwd first": 3e-5, "code begin fwd": 3e-4})
 
 

@@ -145,7 +145,8 @@ def fit_kernel(
 ) -> tuple[AttentionParams, Covariance]:  # fmt: skip
     """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
 
-    Points of the commonest head dimension tell everything but what changes at others, as it does in `alike`, if given.
+    Points of the commonest head dimension tell everything but what changes at others, as it does in `alike`, the kernel
+    on a GPU alike, if given; what the model leaves over is nearly the same there.
     """
     if sparse is not None:
         return fit_few(points, sparse, SPARSE_FITTED)
@@ -180,9 +181,10 @@ def fit_kernel(
         )  # fmt: skip
         x, jacobian = fit.x, fit.jac
     physical = build(x)
-    fitted, left_over = _with_discrepancy(physical, points)
-    fitted = replace(fitted, calls_s=spread[0], calls_spread=spread[1])
-    return _with_head_dims(key, fitted, others, alike), _covariance(names, jacobian, left_over)
+    theirs = alike.discrepancy if alike is not None and alike.head_dim == head_dim else NONE
+    fitted, left_over = _with_discrepancy(physical, points, theirs)
+    fitted = _with_head_dims(key, fitted, others, alike)
+    return replace(fitted, calls_s=spread[0], calls_spread=spread[1]), _covariance(names, jacobian, left_over)
 
 
 def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -203,11 +205,13 @@ def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[f
     return tuple(seconds), tuple(spread)
 
 
-def _with_discrepancy(params: AttentionParams, points: Sequence[Point]) -> tuple[AttentionParams, Floats]:
+def _with_discrepancy(
+    params: AttentionParams, points: Sequence[Point], theirs: Discrepancy = NONE
+) -> tuple[AttentionParams, Floats]:
     """The same with a model of what it leaves over of these points, and that, log(predicted / measured)."""
     predicted, features = predicted_calls(params, points)
     left_over = np.log(predicted / measured(points))
-    return replace(params, discrepancy=fit_discrepancy(features, left_over)), left_over
+    return replace(params, discrepancy=fit_discrepancy(features, left_over, theirs)), left_over
 
 
 def _with_head_dims(
@@ -309,22 +313,32 @@ LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)
 """Prior scales of blocks.FEATURES, by what they mean: octaves of waves, tiles, unevenness, causal, ..."""
 DISCREPANCY = 0.05
 """Prior standard deviation of what the model leaves over."""
+KIN = 0.02
+"""Standard deviation of the same on a GPU alike from it here."""
 SUPPORT = 300
 """Support points of a discrepancy."""
 TRUSTED = 0.25
 """Larger leftovers count as this: a single call does not speak for its neighbours."""
 
 
-def fit_discrepancy(features: Floats, left_over: Floats) -> Discrepancy:
+def fit_discrepancy(features: Floats, left_over: Floats, theirs: Discrepancy = NONE) -> Discrepancy:
     """A sparse Gaussian process of `left_over` [N] over `features` [N, FEATURES]; see models/discrepancy.py.
 
     Noise and a common factor of the length scales maximise the marginal likelihood; support points are chosen
-    greedily where the process is least certain (pivoted Cholesky decomposition).
+    greedily where the process is least certain (pivoted Cholesky decomposition). What is left over on a GPU alike is
+    observed here, too, at its support points, within `KIN`.
     """
-    y = np.clip(left_over, -TRUSTED, TRUSTED)
+    support, found, lengths = theirs.arrays()
+    distance = (support[:, None] - support[None]) / lengths
+    own, features = len(left_over), np.concatenate([features, support])
+    y = np.concatenate([left_over, np.exp(-0.5 * (distance**2).sum(axis=-1)) @ found]).clip(-TRUSTED, TRUSTED)
+
+    def counts(noise: float) -> Floats:
+        """What an observation counts beside one of this GPU."""
+        return np.where(np.arange(len(y)) < own, 1.0, (noise / KIN) ** 2)
 
     def likelihood(noise: float, factor: float) -> float:
-        matrix = _kernel_matrix(features, features, factor) + noise**2 * np.eye(len(y))
+        matrix = _kernel_matrix(features, features, factor) + np.diag(noise**2 / counts(noise))
         root = np.linalg.cholesky(matrix)
         half = np.linalg.solve(root, y)
         return float(-0.5 * half @ half - np.log(np.diag(root)).sum())
@@ -340,8 +354,9 @@ def fit_discrepancy(features: Floats, left_over: Floats) -> Discrepancy:
             break
         column = (full[:, at] - columns @ columns[at]) / np.sqrt(uncertain[at])
         chosen, columns = [*chosen, at], np.column_stack([columns, column])
-    near, of_all = full[np.ix_(chosen, chosen)], full[:, chosen]
-    weights = np.linalg.solve(noise**2 * near + of_all.T @ of_all + 1e-10 * np.eye(len(chosen)), of_all.T @ y)
+    root = np.sqrt(counts(noise))
+    near, of_all = full[np.ix_(chosen, chosen)], root[:, None] * full[:, chosen]
+    weights = np.linalg.solve(noise**2 * near + of_all.T @ of_all + 1e-10 * np.eye(len(chosen)), of_all.T @ (root * y))
     return Discrepancy(
         lengths=tuple((factor * np.array(LENGTHS)).tolist()),
         support=tuple(tuple(row) for row in features[chosen].tolist()),

@@ -136,6 +136,11 @@ class Calibration:
                 for kind, samples in times.items():
                     node.add("host", samples, kind=kind, rank=rank)
 
+        def captured(tokens: int) -> None:
+            found = executor.measure_graph(node, tokens)
+            if node.writer is not None:
+                executor.add_graph(node.writer, tokens, found)
+
         def pauses(protocol: str) -> None:
             node.add("host", executor.pause(node, protocol), kind=f"pause_{protocol}")
 
@@ -146,11 +151,6 @@ class Calibration:
         yield Task(point_key("host", kind="copy"), alone)
         if node.size > 1:
             yield Task(point_key("host", kind="all_gather"), partial(network.measure_host, node))
-        def captured(tokens: int) -> None:
-            found = executor.measure_graph(node, tokens)
-            if node.writer is not None:
-                executor.add_graph(node.writer, tokens, found)
-
         yield Task(point_key("host", kind="graph_chain_1"), graphs)
         for tokens in executor.GRAPH_TOKENS if node.cuda else ():
             yield Task(point_key("graph", nbytes=executor.graph_bytes(tokens)), partial(captured, tokens))

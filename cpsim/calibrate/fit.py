@@ -256,7 +256,7 @@ def _covered(by_fold: Sequence[Sequence[Residual]]) -> dict[str, float]:
 
 
 def _spreads(points: Sequence[Point]) -> dict[str, float]:
-    """Standard deviations, relative, of what overlapping costs (over shapes) and of graph launches (over machines)."""
+    """Standard deviations, relative, of what overlapping costs (over shapes) and of graph launches (over processes)."""
     spread = {"interference": 0.5, "graph": 0.3}
     computation, _ = overlaps([p for p in points if p["op"] == "overlap"])
     spans = [np.array(spans) for by in computation.values() for spans in by.values()]

@@ -54,6 +54,7 @@ RUNS = {
     "h200-one-2": "1 more H200, the same and 16 more",
     "h200-one-3": "1 H200 again, 46 others, unseen",
     "h200-one-4": "1 H200 once more, 46 more, unseen",
+    "h200-one-5": "1 H200, yet 46 more, unseen",
     "h200-layer": "1 H200, whole layers of three models drawn at random",
     "h200-small-others": "2 H200, few tokens in other people's code",
     "h200-small-others-again": "2 other H200, the same",

@@ -151,7 +151,7 @@ class Calibration:
         yield Task(point_key("host", kind="copy"), alone)
         if node.size > 1:
             yield Task(point_key("host", kind="all_gather"), partial(network.measure_host, node))
-        yield Task(point_key("host", kind="graph_chain_1"), graphs)
+        yield Task(point_key("host", kind="graph_chain_16"), graphs)
         for tokens in executor.GRAPH_TOKENS if node.cuda else ():
             yield Task(point_key("graph", nbytes=executor.graph_bytes(tokens)), partial(captured, tokens))
         for protocol in ("synced", "streamed"):

@@ -166,7 +166,7 @@ def graph_times(node: Node) -> dict[str, list[float]]:
         main.wait_event(events[1])
 
     for name, call in (("chain", op), ("across", across)):
-        for length in (1, 4, 16, 64, 256):
+        for length in (16, 64):
             call()
             node.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -214,7 +214,7 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
         main.wait_stream(side)
 
     rounds = {"one": [attend], "many": [attend] * (1 + GRAPH_ROUNDS), "both": [attend] + [aside, attend] * GRAPH_ROUNDS}
-    found = {"attention_s": _between_events(node, attend), "message_s": _between_events(node, exchange)}
+    found = {"attention_s": node.samples(attend), "message_s": node.samples(exchange)}
     return found | {f"{name}_s": _replayed(node, calls) for name, calls in rounds.items()}
 
 
@@ -227,22 +227,6 @@ def add_graph(writer: Writer, tokens: int, found: dict[str, list[float]]) -> Non
     """Writes what `measure_graph` found."""
     others = {name: [round(s, 10) for s in seconds] for name, seconds in found.items() if name != "one_s"}
     writer.add("graph", found["one_s"], tokens=tokens, nbytes=graph_bytes(tokens), rounds=GRAPH_ROUNDS, **others)
-
-
-def _between_events(node: Node, op: Callable[[], object], num: int = 20) -> list[float]:
-    """Seconds of an op between two events, all ranks at once, the host ahead of the GPU; the maximum over ranks."""
-    for _ in range(3):
-        op()
-    node.synchronize()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(num)]
-    hold(0.005 + num * 3e-4, node.device)
-    for start, end in events:
-        node.barrier()
-        start.record()
-        op()
-        end.record()
-    node.synchronize()
-    return _slowest(node, [start.elapsed_time(end) / 1e3 for start, end in events])
 
 
 def _replayed(node: Node, calls: Sequence[Callable[[], object]], num: int = 20) -> list[float]:
@@ -259,11 +243,7 @@ def _replayed(node: Node, calls: Sequence[Callable[[], object]], num: int = 20) 
         end.record()
         node.synchronize()
         samples.append(start.elapsed_time(end) / 1e3)
-    return _slowest(node, samples[5:])
-
-
-def _slowest(node: Node, samples: list[float]) -> list[float]:
-    return [max(times) for times in zip(*node.gather(samples), strict=True)]
+    return node.maximum(samples[5:])
 
 
 class Nothing:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from cpsim.errors import CpsimError
+from real.timing import hold
 
 MEET_S: Final = 200e-6
 """From the moment the last host comes to a meeting until all leave it; agreeing takes some 100 us of it."""
@@ -111,6 +113,43 @@ class Node:
         """Waits for this rank's device."""
         if self.cuda:
             torch.cuda.synchronize(self.device)
+
+    def maximum(self, seconds: list[float]) -> list[float]:
+        """Maximum over all ranks, sample by sample."""
+        tensor = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor.tolist()
+
+    def event(self) -> Any:
+        return torch.cuda.Event(enable_timing=True) if self.cuda else HostEvent()
+
+    def samples(self, launch: Callable[[], object] | None, num: int = 20) -> list[float]:
+        """Seconds of each of `num` launches, the maximum over ranks; `launch` is None on ranks that take no part."""
+        for _ in range(3):
+            if launch is not None:
+                launch()
+            self.barrier()
+        self.synchronize()
+        hold(0.005 + num * 3e-4, self.device)
+        pairs = [(self.event(), self.event()) for _ in range(num)]
+        for start, end in pairs:
+            self.barrier()
+            if launch is not None:
+                start.record()
+                launch()
+                end.record()
+        self.synchronize()
+        return self.maximum([s.elapsed_time(e) / 1e3 if launch else 0.0 for s, e in pairs])
+
+
+class HostEvent:
+    """A CUDA event's interface on the wall clock, for dry runs."""
+
+    def record(self, _stream: object = None) -> None:
+        self._at = time.perf_counter()
+
+    def elapsed_time(self, end: HostEvent) -> float:
+        return (end._at - self._at) * 1e3
 
 
 def end_process(status: int = 0) -> NoReturn:

@@ -19,6 +19,7 @@ from cpsim.calibrate.residuals import measured, pause_of, predicted_attention, p
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, EVEN_SHARE, FITTED, PER_PAIR, SHARES, AttentionParams, anatomy_at
+from cpsim.models.blocks import correction
 from cpsim.models.discrepancy import NONE, Discrepancy
 
 Floats = NDArray[np.float64]
@@ -328,10 +329,9 @@ def fit_discrepancy(features: Floats, left_over: Floats, theirs: Discrepancy = N
     greedily where the process is least certain (pivoted Cholesky decomposition). What is left over on a GPU alike is
     observed here, too, at its support points, within `KIN`.
     """
-    support, found, lengths = theirs.arrays()
-    distance = (support[:, None] - support[None]) / lengths
+    support, *rest = theirs.arrays()
     own, features = len(left_over), np.concatenate([features, support])
-    y = np.concatenate([left_over, np.exp(-0.5 * (distance**2).sum(axis=-1)) @ found]).clip(-TRUSTED, TRUSTED)
+    y = np.append(left_over, [correction(look, support, *rest) for look in support]).clip(-TRUSTED, TRUSTED)
 
     def counts(noise: float) -> Floats:
         """What an observation counts beside one of this GPU."""

@@ -3,7 +3,8 @@ documents.jsonl (many short documents on two), drawn.jsonl, drawn-2.jsonl and dr
 on two; those of the second are mostly for other people's code and for planners, the third has as many of both again),
 small-others.jsonl (few tokens in other people's code, on two), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl,
 one-h200-layers.jsonl, one-h200-2.jsonl, -3 and -4, one-h100-2.jsonl and one-h100-layers-2.jsonl (calls of attention and
-whole layers drawn at random, on one GPU) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+whole layers drawn at random, on one GPU) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and
+4 x 2 nodes).
 
     python validation/cases.py
 

@@ -196,6 +196,8 @@ class HeldRingCode:
     and between inner rings they first travel home in the inner ring."""
     batches_pairs: bool = False
     """A ring of two sends in both directions at once."""
+    leave: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
+    """After the last step; forward, before outputs are merged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +236,10 @@ class UlyssesCode:
     """All is one function, and tensors are swept while others travel; two sweeps each, on any way."""
     outputs_again: bool = False
     """Around rings, outputs of the forward pass travel in the backward pass, too, as they are kept where they ended."""
+    there_by_document: int = 0
+    """Sweeps of every document of a tensor that has arrived, one after the other, before the last sweep of all."""
+    back_by_document: int = 0
+    """The same before the first sweep of a tensor on its way back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

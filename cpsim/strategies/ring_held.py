@@ -63,6 +63,7 @@ class HeldRing(RingTensors):
                 self.correct_lse(s)
         for s in range(0 if facts.in_loop else self.places):
             self.correct_lse(s)
+        self.leave("fwd")
         for s, partial in enumerate(partials):
             sweep, kind, mode = (
                 (facts.sum_out, facts.sum_out.kind, UPDATE) if s else (facts.first_out, Kind.ACCUMULATE, WRITE)
@@ -95,6 +96,7 @@ class HeldRing(RingTensors):
             self.add_up(s, changes, made[1], ~x.key_heads[s], total, self.most, self.gradients_came)
             if not facts.turns and self.places > 1:
                 self.send_gradients(s, dkv)
+        self.leave("bwd")
         home = self.kernels[-1] if facts.turns or self.places == 1 else self.gradients_came[0]
         return self.kernels[-1], home
 
@@ -133,6 +135,12 @@ class HeldRing(RingTensors):
             entered[r] = self.sweeper.sweep((sweep,), r, rows[r], rows[r])
         self.kernels = deque([entered] * turns, maxlen=turns)
         self.holder[0] = kv[0]
+
+    def leave(self, pass_: Pass) -> None:
+        """Sweeps after the last step."""
+        if self.facts.leave[pass_]:
+            rows = self.x.tokens[self.ranks]
+            self.mark(self.ranks, self.sweeper.sweep(self.facts.leave[pass_], self.ranks, rows, rows))
 
     def mark(self, ranks: Ints, ops: Ints) -> None:
         """These ops are now the last ones of their ranks."""

@@ -5,11 +5,11 @@ Read: NVIDIA/TransformerEngine v2.9 (70f5366), pytorch/attention/dot_product_att
 have zigzag shards, which do not change what Ulysses sends. One sequence is BSHD of batch 1, where halves of a shard
 are views; several documents are THD, which p2p alone takes and callers have to pad.
 
-The fork of DCP's benchmark is of 1.13, read at d114223: the last state of its branch ``stable`` that is stored publicly.
-Ranges of keys and lengths on the host, which the benchmark gives it, came later. Its a2a+p2p takes THD: tensors are put
-in order document by document (pytorch/attention.py, ``reorder_seq_chunks_for_a2a_varlen``), which costs kernels and
-launches in proportion to documents. On A100 THD runs flash-attn alone (common/fused_attn/fused_attn.cpp,
-``nvte_get_fused_attn_backend``).
+DCP's benchmark has a fork of 1.13, read as chenyu-jiang/TransformerEngine at d114223 (December 2024), pytorch/
+attention.py; ranges of keys, and lengths on the host, came to it later. Its a2a+p2p takes THD, and orders tensors
+document by document (``reorder_seq_chunks_for_a2a_varlen``). On A100 flash-attn alone runs THD
+(``nvte_get_fused_attn_backend``). Its hosts wait for their GPU where they read the last length on it, which a later
+fork that is given lengths need not: left out.
 
 Left out: sliding windows, biases, FP8; kernels of one thread block (random states, zeros behind the last document);
 what Python between calls costs the host.

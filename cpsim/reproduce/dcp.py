@@ -65,7 +65,7 @@ INNER: Final = (1, 2, 4, 8, 16)
 CODES: Final[Mapping[str, Mapping[str, Any]]] = {
     "ring": {"strategy": "ring", "implementation": "ring-flash-attn", "kernel": "fa2"},
     "zigzag": {"strategy": "zigzag_ring", "implementation": "ring-flash-attn", "kernel": "fa2"},
-    "loongtrain": {"strategy": "loongtrain", "kernel": "fa2"},
+    "loongtrain": {"strategy": "loongtrain", "implementation": "internevo", "kernel": "fa2"},
     "transformer-engine": {"strategy": "usp", "implementation": "transformer-engine-thd"},
     "dcp": {"strategy": "dcp", "implementation": "dcp", "kernel": RANGED},
 }

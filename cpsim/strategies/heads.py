@@ -47,10 +47,12 @@ class Trip:
 
     by_document: tuple[int, int] = (0, 0)
     """Sweeps of every document in front of the sweep before, and of the one after."""
+    packed: bool = False
+    """Keys and values travel together."""
 
     def parts(self) -> Iterator[Trip]:
-        """Keys and values apart; the second one stands for both."""
-        if not self.tensor.endswith("kv"):
+        """Keys and values apart, unless they are packed; the second one stands for both."""
+        if self.packed or not self.tensor.endswith("kv"):
             yield self
             return
         half = self.nbytes // 2
@@ -200,9 +202,9 @@ class HeadExchange:
             then = [here]
             if code.there[pass_] == 2:
                 then = [self.of_all(f"{tensor} by rank", (tensor,), nbytes), here]
-            trips.append(Trip(tensor, nbytes, [own, packed], then, documents))
+            trips.append(Trip(tensor, nbytes, [own, packed], then, documents, code.packed))
             given += here
-        return self._travel(trips, np.full(len(self.ranks), NOTHING), code.overlaps), given
+        return self._travel(trips, np.full(len(self.ranks), NOTHING), code), given
 
     def back(self, pass_: Pass, results: Mapping[str, Access], after: Ints, code: UlyssesCode) -> None:
         """Bring results to the ranks of their tokens, the last tensor first."""
@@ -215,35 +217,40 @@ class HeadExchange:
             returned, before = self.by_rank(home, (home,), nbytes), [[result]]
             if code.back[pass_] == 2:
                 before.append(self.of_all(f"{home} by rank", (home,), nbytes))
-            trips.append(Trip(home, nbytes, before, [returned, own], (code.back_by_document, 0)))
-        self._travel(trips, after, code.overlaps)
+            trips.append(Trip(home, nbytes, before, [returned, own], (code.back_by_document, 0), code.packed))
+        self._travel(trips, after, code)
 
     def call(self, after: Ints | None = None) -> Ints:
         """The host runs a function of somebody's autograd graph."""
         return self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[] if after is None else [after])
 
-    def _travel(self, trips: Sequence[Trip], after: Ints, together: bool) -> Ints:
+    def _travel(self, trips: Sequence[Trip], after: Ints, code: UlyssesCode) -> Ints:
         """Order tensors by rank, exchange them and order them again; keys and values one after the other.
 
         Args:
             trips: of tensors.
             after: what the first op waits for.
-            together: all are ordered by rank before any is ordered again, by one function; otherwise one tensor has
-                arrived before the next leaves.
+            code: where it overlaps, all are ordered by rank before any is ordered again, by one function; otherwise
+                one tensor has arrived before the next leaves.
 
         Returns:
             the last ops, ``[ranks]``.
         """
         arrived = []
         for part in (part for trip in trips for part in trip.parts()):
-            if not together:
+            if not code.overlaps:
                 self.call()
             ready = after
             self.documents(part.nbytes, part.by_document[0], after)
             if len(part.before) == 2:
-                ready = self.copy(2 * part.nbytes, part.before[0], part.before[1], after, kind=Kind.ELEMENTWISE)
+                sweeps = self.degree if code.lists else 1
+                for _ in range(sweeps - 1):
+                    self.copy(2 * part.nbytes // sweeps, [], [], after, kind=Kind.ELEMENTWISE)
+                ready = self.copy(
+                    2 * part.nbytes // sweeps, part.before[0], part.before[1], after, kind=Kind.ELEMENTWISE
+                )
             moved = self.exchange(part.nbytes, part.before[-1], part.then[0], ready)
-            if together:
+            if code.overlaps:
                 arrived.append((part, moved))
             else:
                 after = self._order(part, moved)

@@ -143,6 +143,16 @@ def test_transformer_engines_fork_orders_tensors_document_by_document(documents)
         assert ordered == (4 * (q + kv) + 3 * q if pass_ == "fwd" else 4 * 2 * q + 3 * (q + kv))
 
 
+@pytest.mark.parametrize(("mask", "whole"), [("causal", False), ("causal_blockwise", True)])
+def test_transformer_engines_fork_runs_whole_shards_under_masks_that_it_does_not_know(mask, whole):
+    """Outputs of every step are merged over all 24 rows and 4 heads of a rank, though blocks see few others."""
+    schedule = plan("usp", workload(mask, (96,)), cluster(8), "fwd", {"ulysses": 2}, TE_THD)
+    for rank in range(8):
+        merges = [op for op in schedule.project(rank) if op.kind in (Kind.MERGE, Kind.ACCUMULATE)]
+        rows = [op.nbytes // (3 * 2 * 4 * 4) for op in merges]
+        assert rows == [24 if whole or step <= rank // 2 else 12 for step in range(4)]
+
+
 @pytest.mark.parametrize("inner", [1, 2, 4])
 def test_launches_of_internevo_are_those_of_its_source(inner):
     """Rank 2 of 8 GPUs in groups of 2, whose place in the ring has a step of key heads and two of tail queries."""

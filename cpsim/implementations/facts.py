@@ -209,6 +209,8 @@ class HeldRingCode:
     and between inner rings they first travel home in the inner ring."""
     batches_pairs: bool = False
     """A ring of two sends in both directions at once."""
+    whole_steps: bool = False
+    """Under other than causal masks every step is of whole shards, whether queries see its keys or not."""
     leave: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
     """After the last step; forward, before outputs are merged."""
 

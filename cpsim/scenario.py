@@ -27,7 +27,7 @@ Strategy = Literal[
 ]  # fmt: skip
 Implementation = Literal[
     "cpsim", "ring-flash-attn", "yunchang", "torch", "longca-bench", "magi-attention", "transformer-engine",
-    "transformer-engine-thd", "dcp", "distca",
+    "transformer-engine-thd", "internevo", "dcp", "distca",
 ]  # fmt: skip
 Kernel = Literal[
     "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "math", "flex", "fa4_sparse", "flash_mask", "ffa",

@@ -78,6 +78,7 @@ OTHERS = tuple(
         "magi-attention usp": ({"ulysses": 2},),
         "transformer-engine usp": ({"ulysses": 2},),
         "transformer-engine-thd usp": ({"ulysses": 2},),
+        "internevo loongtrain": ({"ulysses": 2}, {"ulysses": 2, "inner_ring": 1}, {"ulysses": 2, "inner_ring": 2}),
         "magi-attention loongtrain": ({"ulysses": 1}, {"ulysses": 2, "inner_ring": 1}),
         "yunchang usp": (
             {"ulysses": 2}, {"ulysses": 2, "ring": "basic"}, {"ulysses": 2, "placement": "context_first"},

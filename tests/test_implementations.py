@@ -23,6 +23,7 @@ IDS = [f"{code.name}-{name}-{'-'.join(map(str, knobs.values()))}" for code, name
 every_other = pytest.mark.parametrize(("code", "name", "knobs"), OTHERS, ids=IDS)
 every_pass = pytest.mark.parametrize("pass_", ALL_PASSES)
 RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-attn", "torch", "yunchang"))
+INTERNEVO, TE_THD = (IMPLEMENTATIONS[n] for n in ("internevo", "transformer-engine-thd"))
 LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention", "transformer-engine")]
 
 
@@ -31,8 +32,8 @@ LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-at
 def test_schedules_are_valid_and_compute_dense_attention(code, name, knobs, pass_):
     count = 0
     for mask in ALL_MASKS:
-        for documents in ((96,), (24, 48, 24)):
-            for num_ranks in (4, 6) if name == "usp" else (2, 3, 4):
+        for documents in ((96,), (24, 48, 24), *(((48, 48),) if code is INTERNEVO else ())):
+            for num_ranks in (4, 8) if code is INTERNEVO else (4, 6) if name == "usp" else (2, 3, 4):
                 for heads in HEADS if num_ranks == 4 and mask in PLAIN_MASKS and name != "magi" else ("mha",):
                     case = workload(mask, documents, heads)
                     try:
@@ -126,6 +127,59 @@ def test_launches_of_transformer_engine_are_those_of_its_source(name, mask, pass
     assert len(kernels(plan(name, case, cluster(4), pass_, knobs, TE), 1)) == count
 
 
+@pytest.mark.parametrize("documents", [(4096,), (1024, 1024, 2048)], ids=("one", "three"))
+def test_transformer_engines_fork_orders_tensors_document_by_document(documents):
+    """Launches of rank 1 of 4 GPUs in groups of 2, whose place in the ring has a step of tail queries."""
+    case = workload("causal_document", documents, num_heads=32, num_kv_heads=8, head_dim=128)
+    there, back = 1 + 2 * len(documents) + 1, len(documents) + 1 + 1
+    for pass_, count in (
+        ("fwd", 3 * there + 2 + 8 + 1 + 2 * (2 + 1) + 1 + (3 + 1) + 1 + 2 + back),
+        ("bwd", 2 * there + 2 + 3 + 1 + 2 * (1 + 1) + 3 + 3 + 2 + 1 + 2 + 3 * back),
+    ):
+        schedule = plan("usp", case, cluster(4), pass_, {"ulysses": 2}, TE_THD)
+        assert len(kernels(schedule, 1)) == count
+        ordered = sum(op.nbytes for op in schedule.project(1) if op.kind == Kind.ELEMENTWISE)
+        q, kv = (2 * 2 * 1024 * heads * 128 for heads in (32, 2 * 8))  # read and written
+        assert ordered == (4 * (q + kv) + 3 * q if pass_ == "fwd" else 4 * 2 * q + 3 * (q + kv))
+
+
+@pytest.mark.parametrize(("mask", "whole"), [("causal", False), ("causal_blockwise", True)])
+def test_transformer_engines_fork_runs_whole_shards_under_masks_that_it_does_not_know(mask, whole):
+    """Outputs of every step are merged over all 24 rows and 4 heads of a rank, though blocks see few others."""
+    schedule = plan("usp", workload(mask, (96,)), cluster(8), "fwd", {"ulysses": 2}, TE_THD)
+    for rank in range(8):
+        merges = [op for op in schedule.project(rank) if op.kind in (Kind.MERGE, Kind.ACCUMULATE)]
+        rows = [op.nbytes // (3 * 2 * 4 * 4) for op in merges]
+        assert rows == [24 if whole or step <= rank // 2 else 12 for step in range(4)]
+
+
+@pytest.mark.parametrize("inner", [1, 2, 4])
+def test_launches_of_internevo_are_those_of_its_source(inner):
+    """Rank 2 of 8 GPUs in groups of 2, whose place in the ring has a step of key heads and two of tail queries."""
+    case = workload("causal_document", (2048, 2048), num_heads=32, num_kv_heads=8, head_dim=128)
+    for pass_, count in (
+        ("fwd", (2 * 2 + 2) + 2 + 4 + (1 + 4 + 6 + 6) + 1 + (2 + 1)),
+        ("bwd", (2 + 1) + 4 + 4 + 4 + 4 * 2 + 3 + (2 * 2 + 1) + 2 * (2 + 1)),
+    ):
+        schedule = plan("loongtrain", case, cluster(8), pass_, {"ulysses": 2, "inner_ring": inner}, INTERNEVO)
+        assert len(kernels(schedule, 2)) == count
+
+
+@pytest.mark.parametrize("inner", [1, 2, 4])
+def test_internevo_has_process_groups_of_its_own_for_gradients_which_are_narrow_after_the_first_inner_ring(inner):
+    case = workload("causal", (96,), "mha")
+    schedule = plan("loongtrain", case, cluster(8), "bwd", {"ulysses": 2, "inner_ring": inner}, INTERNEVO)
+    moves = [schedule.op(i) for i in np.flatnonzero(schedule.kind == Kind.TRANSFER).tolist()]
+    gradients = [op for op in moves if not is_of_keys(op)]
+    assert {op.lanes[0][1] for op in gradients} == {"grad_send"}
+    assert not {op.lanes[0][1] for op in moves if is_of_keys(op)} & {"grad_send"}
+    narrow = min(op.nbytes for op in moves if is_of_keys(op))
+    wide = inner if inner == 4 else inner - 1
+    assert [{op.nbytes // narrow for op in gradients if op.step == s} for s in range(4)] == [
+        {2 if s < wide else 1} for s in range(4)
+    ]
+
+
 def test_a_striped_ring_of_others_cuts_its_log_sum_exp_in_every_step_with_later_keys():
     case = workload("causal", (4096,))
     schedule = plan("striped_ring", case, cluster(4), "bwd", {}, RING_FLASH_ATTN)
@@ -184,7 +238,9 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
     same = knobs if name in ("usp", "loongtrain", "magi", "dcp") else {}
     ours = plan(like, case, cluster(4), pass_, same).bytes_sent()
     sent = plan(name, case, cluster(4), pass_, knobs, code).bytes_sent()
-    narrow = code is RING_FLASH_ATTN and name == "allgather" and pass_ == "bwd"
+    narrow = pass_ == "bwd" and (
+        (code is RING_FLASH_ATTN and name == "allgather") or (code is INTERNEVO and knobs.get("inner_ring") == 1)
+    )  # InternEvo casts gradients after its first inner ring
     assert sent == pytest.approx(ours * 2 / 3 if narrow else ours)
 
 

@@ -25,6 +25,7 @@ from cpsim.implementations.facts import (
     UlyssesCode,
     WrapperCode,
 )
+from cpsim.implementations.internevo import INTERNEVO
 from cpsim.implementations.longca_bench import LONGCA_BENCH, MAGI_ATTENTION
 from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
 from cpsim.implementations.torch_cp import TORCH
@@ -48,6 +49,7 @@ IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
         MAGI_ATTENTION,
         TRANSFORMER_ENGINE,
         TRANSFORMER_ENGINE_THD,
+        INTERNEVO,
         DCP,
     )
 }

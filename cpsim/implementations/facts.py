@@ -36,6 +36,8 @@ class Support:
     """A knob and its value that run causal masks only."""
     whole_heads: bool = False
     """Key-value heads are not replicated, so ranks must divide them."""
+    alike: bool = False
+    """Documents are a batch, all of one length."""
 
     def check(self, who: str, strategy: str, workload: Workload, num_ranks: int) -> None:
         """Raise ``InfeasibleError`` where the code cannot run a workload."""
@@ -47,6 +49,10 @@ class Support:
         if odd:
             what = "document lengths" if workload.mask in DOCUMENTS else "tokens"
             raise InfeasibleError(f"{strategy} of {who} needs {what} divisible by {parts}, got {odd[0]}")
+        if self.alike and len(set(spans)) > 1:
+            raise InfeasibleError(
+                f"{strategy} of {who} needs documents of one length, got {min(spans)} to {max(spans)} tokens"
+            )
         if self.whole_heads and workload.num_kv_heads % num_ranks:
             raise InfeasibleError(
                 f"{strategy} of {who} does not replicate key-value heads, so it needs them divisible by ranks, "
@@ -110,6 +116,13 @@ class RingCode:
 
     gathers: bool = False
     """Keys and values are gathered from all ranks once instead of travelling; gradients travel."""
+    groups: bool = False
+    """Gradients, and keys and values between inner rings, have process groups of their own; no gradients get in the way
+    of keys, which then travel beside backward kernels, too."""
+    batch: bool = False
+    """Documents are rows of a batch, so that heads and tails of a shard are views, and nothing packs them."""
+    narrows: bool = False
+    """Of several inner rings, gradients are cast after the first one, and summed and sent in the working type."""
     queries_last: bool = False
     """Gradients of queries are summed after those of keys and values are on their way."""
     copies: int = 1
@@ -196,6 +209,10 @@ class HeldRingCode:
     and between inner rings they first travel home in the inner ring."""
     batches_pairs: bool = False
     """A ring of two sends in both directions at once."""
+    whole_steps: bool = False
+    """Under other than causal masks every step is of whole shards, whether queries see its keys or not."""
+    leave: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
+    """After the last step; forward, before outputs are merged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +251,14 @@ class UlyssesCode:
     """All is one function, and tensors are swept while others travel; two sweeps each, on any way."""
     outputs_again: bool = False
     """Around rings, outputs of the forward pass travel in the backward pass, too, as they are kept where they ended."""
+    packed: bool = False
+    """Keys and values are one tensor."""
+    lists: bool = False
+    """The sweep before an all-to-all is one for every rank of the group."""
+    there_by_document: int = 0
+    """Sweeps of every document of a tensor that has arrived, one after the other, before the last sweep of all."""
+    back_by_document: int = 0
+    """The same before the first sweep of a tensor on its way back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +306,7 @@ class Implementation:
     zigzag_documents: RingCode | HeldRingCode | None = None
     """A zigzag ring over several documents, where it is code of its own."""
     striped: RingCode | None = None
-    double_ring: HeldRingCode | None = None
+    double_ring: RingCode | HeldRingCode | None = None
     gathered: RingCode | None = None
     """A ring that runs as ``allgather``."""
     allgather: GatherCode | HalvesCode | None = None

@@ -27,7 +27,7 @@ from cpsim.implementations.facts import (
 from cpsim.schedule import Kind
 
 _FUSED: Final = (Sweep("q", 1, 2, kind=Kind.MERGE), *LSE * 3)  # utils.py, _update_out_and_lse: TorchScript fuses one
-_RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, forward and backward
+RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, forward and backward
     copies=2,
     enter={"fwd": (), "bwd": (Sweep("lse", 0, 2, "tails"),)},  # softmax_lse1
     first=(CAST,),  # utils.py, update_out_and_lse
@@ -36,7 +36,7 @@ _RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, fo
     leave={"fwd": (BACK,), "bwd": (BACK, BACK_K, BACK_K)},
 )
 _RING_STRIPED: Final = replace(  # stripe_flash_attn.py
-    _RING,
+    RING,
     enter={"fwd": (), "bwd": ()},
     read_tails=(Sweep("lse", 0, 2),),  # softmax_lse_1, made in every such step
 )
@@ -45,7 +45,7 @@ _TINY: Final = Sweep("lse", 0, 0)
 _PUT: Final = (_TINY, Sweep("q", 0, 2, kind=STRIDED))  # x[half_index] = ...
 _PUT_K: Final = (_TINY, Sweep("k", 0, 2), ADD_K, _TINY, Sweep("k", 0, 2, kind=STRIDED))
 _RING_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several documents
-    _RING,
+    RING,
     enter={"fwd": (_TINY,) * 6, "bwd": (_TINY,) * 6},  # get_half_index, get_half_lse, cu_seqlens // 2
     per_document={"fwd": 8, "bwd": 3},
     pack=(_TINY,) * 3,
@@ -64,7 +64,7 @@ RING_FLASH_ATTN: Final = Implementation(
         "allgather": Support(masks=DENSE + DOCUMENTS, knobs={"layout": ("contiguous",)}),
     },
     kernels=("fa2",),
-    ring=_RING,
+    ring=RING,
     zigzag_documents=_RING_VARLEN,
     striped=_RING_STRIPED,
     allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
@@ -91,7 +91,7 @@ YUNCHANG: Final = Implementation(
         ),
     },
     kernels=("fa2",),
-    ring=_RING,  # ring/ring_flash_attn.py and ring/zigzag_ring_flash_attn.py launch the same
+    ring=RING,  # ring/ring_flash_attn.py and ring/zigzag_ring_flash_attn.py launch the same
     ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
     launches=FLASH_ATTN
     | {

@@ -5,6 +5,12 @@ Read: NVIDIA/TransformerEngine v2.9 (70f5366), pytorch/attention/dot_product_att
 have zigzag shards, which do not change what Ulysses sends. One sequence is BSHD of batch 1, where halves of a shard
 are views; several documents are THD, which p2p alone takes and callers have to pad.
 
+DCP's benchmark has a fork of 1.13, read as chenyu-jiang/TransformerEngine at d114223 (December 2024), pytorch/
+attention.py; ranges of keys, and lengths on the host, came to it later. Its a2a+p2p takes THD, and orders tensors
+document by document (``reorder_seq_chunks_for_a2a_varlen``). On A100 flash-attn alone runs THD
+(``nvte_get_fused_attn_backend``). Its hosts wait for their GPU where they read the last length on it, which a later
+fork that is given lengths need not: left out.
+
 Left out: sliding windows, biases, FP8; kernels of one thread block (random states, zeros behind the last document);
 what Python between calls costs the host.
 """
@@ -104,14 +110,44 @@ TRANSFORMER_ENGINE: Final = Implementation(
     unbatched=True,
 )
 
+_HALF_KV: Final = Sweep("kv", 2, 0)  # both in one kernel, since they are one tensor
+_FORK_RING: Final = replace(  # AttnFuncWithCPAndKVP2P of the fork, THD and flash-attn
+    _RING_THD,
+    enter={
+        # Contiguous keys and values (FlashAttention.forward; callers give views of one tensor); lengths of a shard, on
+        # the host, too; chunk ids; the last of these lengths, read twice; both in one message.
+        "fwd": (Sweep("k", 2, 0), Sweep("k", 2, 0), *(_TINY,) * 8, _JOIN),
+        # thd_read_second_half_lse, which zeroes first; chunk ids; the last length.
+        "bwd": (Sweep("lse", 0, 1, "tails"), Sweep("lse", 0, 2, "tails"), *(_TINY,) * 3, _JOIN),
+    },
+    wrapper=WrapperCode(  # lengths of a step; zeros for gradients of queries
+        before={"fwd": (_TINY, _TINY), "bwd": (Sweep("q", 1, 0),)}, after={"fwd": (), "bwd": ()}
+    ),
+    key_heads={"fwd": (_HALF_KV,), "bwd": (_HALF_KV,)},
+    first_lse=(_CLONE, Sweep("lse", 0, 3), Sweep("q", 1, 0)),  # to fp64
+    sum_lse=(Sweep("lse", 0, 5),),  # flash_attn_fwd_softmax_lse_correction or thd_second_half_lse_correction, fp64
+    first_dkv=(_JOIN,),
+    sum_dkv=(Sweep("kv", 3, 0, kind=Kind.ACCUMULATE),),
+    whole_steps=True,  # the benchmark's mask type is not a causal one then, and its ranges are of whole shards
+    leave={"fwd": (Sweep("lse", 0, 3),), "bwd": (_JOIN, _TINY, _TINY)},  # to fp32; gradients into a padded tensor
+)
+
 TRANSFORMER_ENGINE_THD: Final = replace(
     TRANSFORMER_ENGINE,
     name="transformer-engine-thd",
-    source="NVIDIA/TransformerEngine as forked for chenyu-jiang/dcp at 942a2c7",
+    source="chenyu-jiang/TransformerEngine at d114223, of 1.13, for chenyu-jiang/dcp at 942a2c7",
     support={
         "usp": Support(chunks=2, knobs={"ring": ("zigzag",), "zigzag": ("document",), "placement": ("head_first",)})
     },
     kernels=("fa2", "fa2_ranges"),
-    ring=_RING_THD,
+    ring=_FORK_RING,
+    ulysses=UlyssesCode(  # flash_attn_a2a_communicate_thd: a copy and an index_select of every document, then cat
+        there={"fwd": 2, "bwd": 2},
+        back={"fwd": 2, "bwd": 2},
+        overlaps=True,
+        outputs_again=True,
+        there_by_document=2,
+        back_by_document=1,  # a document of what leaves is a view
+    ),
 )
 """a2a+p2p for packed documents, and for other masks with DCP's kernel, while keys travel as under a causal one."""

@@ -45,14 +45,19 @@ class Trip:
     then: list[Bundle]
     """Where it arrives, and where it lies in the end, if there is a sweep after."""
 
+    by_document: tuple[int, int] = (0, 0)
+    """Sweeps of every document in front of the sweep before, and of the one after."""
+    packed: bool = False
+    """Keys and values travel together."""
+
     def parts(self) -> Iterator[Trip]:
-        """Keys and values apart; the second one stands for both."""
-        if not self.tensor.endswith("kv"):
+        """Keys and values apart, unless they are packed; the second one stands for both."""
+        if self.packed or not self.tensor.endswith("kv"):
             yield self
             return
         half = self.nbytes // 2
-        yield Trip(self.tensor, half, [[] for _ in self.before], [[] for _ in self.then])
-        yield Trip(self.tensor, half, self.before, self.then)
+        yield Trip(self.tensor, half, [[] for _ in self.before], [[] for _ in self.then], self.by_document)
+        yield Trip(self.tensor, half, self.before, self.then, self.by_document)
 
 
 class HeadExchange:
@@ -78,6 +83,8 @@ class HeadExchange:
         self.group, self.member = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
         self.group[groups], self.member[groups] = np.indices(groups.shape)
         self.tokens, self.num_groups = workload.num_tokens // (num_ranks * copies), head_groups
+        self.shares = np.asarray(workload.documents) / sum(workload.documents)
+        """Of all tokens, ``[documents]``."""
         self.group_heads = workload.num_heads // degree // head_groups
         self.group_kv_heads = max(1, workload.num_kv_heads // degree) // head_groups
         self.replicas = max(1, degree // workload.num_kv_heads)
@@ -185,7 +192,8 @@ class HeadExchange:
         ]
         for access in given:
             self.b.input(*access)
-        trips = [Trip("out", self.bytes_of("o"), [[]] * 2, [[]] * 2)] if again and backward else []
+        documents = 0, code.there_by_document
+        trips = [Trip("out", self.bytes_of("o"), [[]] * 2, [[]] * 2, documents)] if again and backward else []
         for tensor in ("dout",) if backward else ("q", "kv"):
             nbytes = self.bytes_of(tensor)
             own = self.own(self.buffers(tensor, nbytes), (tensor,))
@@ -194,9 +202,9 @@ class HeadExchange:
             then = [here]
             if code.there[pass_] == 2:
                 then = [self.of_all(f"{tensor} by rank", (tensor,), nbytes), here]
-            trips.append(Trip(tensor, nbytes, [own, packed], then))
+            trips.append(Trip(tensor, nbytes, [own, packed], then, documents, code.packed))
             given += here
-        return self._travel(trips, np.full(len(self.ranks), NOTHING), code.overlaps), given
+        return self._travel(trips, np.full(len(self.ranks), NOTHING), code), given
 
     def back(self, pass_: Pass, results: Mapping[str, Access], after: Ints, code: UlyssesCode) -> None:
         """Bring results to the ranks of their tokens, the last tensor first."""
@@ -209,34 +217,40 @@ class HeadExchange:
             returned, before = self.by_rank(home, (home,), nbytes), [[result]]
             if code.back[pass_] == 2:
                 before.append(self.of_all(f"{home} by rank", (home,), nbytes))
-            trips.append(Trip(home, nbytes, before, [returned, own]))
-        self._travel(trips, after, code.overlaps)
+            trips.append(Trip(home, nbytes, before, [returned, own], (code.back_by_document, 0), code.packed))
+        self._travel(trips, after, code)
 
     def call(self, after: Ints | None = None) -> Ints:
         """The host runs a function of somebody's autograd graph."""
         return self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[] if after is None else [after])
 
-    def _travel(self, trips: Sequence[Trip], after: Ints, together: bool) -> Ints:
+    def _travel(self, trips: Sequence[Trip], after: Ints, code: UlyssesCode) -> Ints:
         """Order tensors by rank, exchange them and order them again; keys and values one after the other.
 
         Args:
             trips: of tensors.
             after: what the first op waits for.
-            together: all are ordered by rank before any is ordered again, by one function; otherwise one tensor has
-                arrived before the next leaves.
+            code: where it overlaps, all are ordered by rank before any is ordered again, by one function; otherwise
+                one tensor has arrived before the next leaves.
 
         Returns:
             the last ops, ``[ranks]``.
         """
         arrived = []
         for part in (part for trip in trips for part in trip.parts()):
-            if not together:
+            if not code.overlaps:
                 self.call()
             ready = after
+            self.documents(part.nbytes, part.by_document[0], after)
             if len(part.before) == 2:
-                ready = self.copy(2 * part.nbytes, part.before[0], part.before[1], after, kind=Kind.ELEMENTWISE)
+                sweeps = self.degree if code.lists else 1
+                for _ in range(sweeps - 1):
+                    self.copy(2 * part.nbytes // sweeps, [], [], after, kind=Kind.ELEMENTWISE)
+                ready = self.copy(
+                    2 * part.nbytes // sweeps, part.before[0], part.before[1], after, kind=Kind.ELEMENTWISE
+                )
             moved = self.exchange(part.nbytes, part.before[-1], part.then[0], ready)
-            if together:
+            if code.overlaps:
                 arrived.append((part, moved))
             else:
                 after = self._order(part, moved)
@@ -244,11 +258,18 @@ class HeadExchange:
             after = self._order(part, moved)
         return after
 
+    def documents(self, nbytes: int, sweeps: int, after: Ints) -> None:
+        """Sweep a tensor document by document, so many times each."""
+        for share in self.shares.tolist() if sweeps else ():
+            for _ in range(sweeps):
+                self.copy(2 * round(nbytes * share), [], [], after, kind=Kind.ELEMENTWISE)
+
     def _order(self, part: Trip, after: Ints) -> Ints:
         """Order what arrived as it lay before, and sum gradients of heads that were replicated."""
         if len(part.then) == 1:
             return after
         nbytes, there = part.nbytes, part.then
+        self.documents(nbytes, part.by_document[1], after)
         if self.replicas == 1 or part.tensor != "dkv":
             return self.copy(2 * nbytes, there[0], there[1], after, kind=Kind.ELEMENTWISE)
         after = self.copy(2 * nbytes, [], [], after, kind=Kind.ELEMENTWISE)

@@ -28,7 +28,7 @@ from cpsim.masks import Ints, RangeSets, Slices
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.grid import Grid, make_grid, sources
-from cpsim.strategies.ring_held import HeldRing, as_run, make_ring
+from cpsim.strategies.ring_held import HeldRing, as_run, make_ring, runs_whole
 from cpsim.strategies.ring_loop import Ring
 from cpsim.strategies.ring_steps import Steps
 from cpsim.stripes import stripe_bounds
@@ -67,7 +67,8 @@ class Cut:
 
 @lru_cache(maxsize=2)
 def cut(
-    workload: Workload, num_ranks: int, chunks: str, inner: int | None = None, backwards: bool = False
+    workload: Workload, num_ranks: int, chunks: str, inner: int | None = None, backwards: bool = False,
+    halves: bool = True,
 ) -> Cut:  # fmt: skip
     """Shard all tokens, or all ``documents``, ``contiguous``-ly, ``striped``, or zigzag by ``document`` or packed
     ``sequence``.
@@ -78,12 +79,13 @@ def cut(
         chunks: one of the names above.
         inner: ranks of an inner ring, see ``make_grid``.
         backwards: the direction of the ring, see ``Grid``.
+        halves: where no query sees a later key, only the halves of a shard that have work are computed with.
     """
     if backwards:
-        return turned(cut(workload, num_ranks, chunks, inner, False))
+        return turned(cut(workload, num_ranks, chunks, inner, False, halves))
     mask, stride = workload.slices(), num_ranks if chunks == "striped" else 1
     source, ranks = sources(num_ranks, inner), np.arange(num_ranks)
-    parts = chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
+    parts = halves and chunks in ("document", "sequence", "striped") and sharding.is_causal(mask)
     bounds = np.array([0, workload.num_tokens])
     if chunks == "striped":
         sets = sharding.stack(*sharding.striped_shards(workload.num_tokens, num_ranks))
@@ -177,7 +179,7 @@ def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, cod
 def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: AnyRing) -> Schedule:
     """Rings of a grid whose ranks hold the tokens and heads that they compute on."""
     grid = as_run(grid, pass_, code)
-    shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards)
+    shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards, not runs_whole(workload, code))
     sets, gathers = shards.sets, isinstance(code, RingCode) and code.gathers
     if gathers:
         sets = sharding.stack(sets, sharding.contiguous(workload.num_tokens, 1))

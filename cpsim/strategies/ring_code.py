@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -47,7 +47,9 @@ class Ours:
     """Keys and values are gathered once instead of travelling."""
     queries_last = False
     lockstep = False
-    """Transfers wait for the kernels that were launched before them, all on one stream."""
+    """Transfers wait for the kernels that were launched before them."""
+    one_stream = False
+    """Keys and gradients share a process group."""
 
     def __init__(self, b: Builder, steps: Steps) -> None:
         self.b, self.steps = b, steps
@@ -90,10 +92,15 @@ class Ours:
         moved = x.rows.traffic(x.q_bytes, x.sizes.accumulator(x.q_bytes), 0)
         return GradientSlots([], [Slot(x.sums, moved)], [Slot((x.active | x.unseen) & wire, dkv)], [])
 
-    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot) -> list[Ints]:
-        """What transfers wait for beside data and buffers: the kernels launched before them."""
-        del entered, kernels, transfers
+    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot, to: Ints) -> list[Ints]:
+        """What transfers to some ranks wait for beside data and buffers: the kernels launched before them."""
+        del entered, kernels, transfers, to
         return []
+
+    def travelling(self) -> Ints:
+        """Bytes of a token's gradients when they leave after every step, ``[steps]``."""
+        x = self.steps
+        return np.full(x.grid.num_places, x.sizes.accumulator(x.kv_bytes))
 
     def casts(self, pass_: Pass, has_keys: bool) -> tuple[list[Ints], list[Ints]]:
         """Bytes of the sweeps that make results of sums: those of queries, and of gradients that came home."""
@@ -110,6 +117,9 @@ class Theirs(Ours):
     def __init__(self, b: Builder, steps: Steps, facts: RingCode) -> None:
         super().__init__(b, steps)
         self.facts, self.gathers, self.queries_last = facts, facts.gathers, facts.queries_last
+        self.one_stream = not facts.groups
+        if facts.batch:
+            steps.lie_together()
         self.firsts = steps.active & ~steps.sums
 
     def summing(self, width: int) -> int:
@@ -157,23 +167,26 @@ class Theirs(Ours):
         del wire
         x, facts = self.steps, self.facts
         later, whole, idle = x.active & (x.number > 0), ~x.key_heads, ~x.active
+        wide = x.number < (x.grid.inner if facts.narrows else x.grid.num_places)
         return GradientSlots(
             self._slots(
                 (x.active & x.tails, facts.read_tails, x.q_rows),
                 (x.active & ~x.tails & x.tails.any(axis=0), facts.read, x.q_rows),
             ),
             self._slots(
-                (self.firsts, facts.first_dq, x.q_rows), (x.sums & ~x.tails, facts.sum_dq, x.q_rows),
-                (x.sums & x.tails, facts.sum_dq_tails, x.q_rows), (idle, facts.idle_dq, x.q_rows),
+                (self.firsts, facts.first_dq, x.q_rows), (x.sums & ~x.tails & wide, facts.sum_dq, x.q_rows),
+                (x.sums & x.tails & wide, facts.sum_dq_tails, x.q_rows), (idle, facts.idle_dq, x.q_rows),
+                (x.sums & ~wide, narrow(facts.sum_dq), x.q_rows),
             ),
             self._slots(
-                (x.active & ~later, facts.first_dkv, x.k_rows), (later & whole, facts.sum_dkv, x.k_rows),
-                (later & ~whole, facts.sum_dkv_heads, x.k_rows), (idle, facts.idle_dkv, x.k_rows),
+                (x.active & ~later, facts.first_dkv, x.k_rows), (later & whole & wide, facts.sum_dkv, x.k_rows),
+                (later & ~whole & wide, facts.sum_dkv_heads, x.k_rows), (idle, facts.idle_dkv, x.k_rows),
+                (later & ~wide, narrow(facts.sum_dkv), x.k_rows),
             ),
             self._slots((np.ones_like(x.active), facts.send_dkv, x.k_rows)),
         )  # fmt: skip
 
-    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot) -> list[Ints]:
+    def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot, to: Ints) -> list[Ints]:
         """The last kernels that either rank of a transfer launched before it."""
         x = self.steps
         last = np.broadcast_to(entered, x.active.shape).copy()
@@ -181,7 +194,14 @@ class Theirs(Ours):
         for rank in x.ranks:
             first = transfers.at.max(axis=1, where=transfers.where, initial=NOTHING)
             last[:, rank] = ops[np.searchsorted(ops[:, rank], first) - 1, rank]
-        return [last, last[:, x.tracks[0].next]]
+        return [last, np.take_along_axis(last, np.broadcast_to(to, last.shape), axis=1)]
+
+    def travelling(self) -> Ints:
+        """fp32, or of the working type from the last step of the first of several inner rings on."""
+        made, grid = super().travelling(), self.steps.grid
+        if self.facts.narrows and grid.inner < grid.num_places:
+            made[grid.inner - 1 :] = self.steps.kv_bytes
+        return made
 
     def casts(self, pass_: Pass, has_keys: bool) -> tuple[list[Ints], list[Ints]]:
         """Every result from its fp32 sum."""
@@ -205,6 +225,11 @@ class Theirs(Ours):
         """Bytes of a sweep over a rank's heads, in the shape of the rows of a partial result."""
         rows = {"part": part, "whole": self.steps.tokens, "tails": self.steps.tail_rows}[sweep.rows]
         return sweep.nbytes(rows, self.steps.workload) // self.steps.grid.num_parts
+
+
+def narrow(sweeps: Sweeps) -> Sweeps:
+    """The same sums in the working type."""
+    return tuple(replace(sweep, narrow=sweep.narrow + sweep.wide, wide=0) for sweep in sweeps)
 
 
 def emit_sweeps(b: Builder, slots: Sequence[Slot]) -> None:

@@ -8,17 +8,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
 from cpsim.builder import NOTHING, Access, Builder
-from cpsim.implementations import HeldRingCode, RingCode, Sweeps
+from cpsim.implementations import HeldRingCode, RingCode, Sweep, Sweeps
 from cpsim.masks import Ints
 from cpsim.schedule import UPDATE, WRITE, Int32, Kind, Mask, Pass
 from cpsim.strategies.grid import Grid
 from cpsim.strategies.ring_loop import Ring, RingTensors
 from cpsim.strategies.ring_steps import Steps
 from cpsim.strategies.sweeps import Sweeper
+from cpsim.workload import Workload
+
+_MADE: Final = {"fwd": (Sweep("q", 1, 0), Sweep("lse", 0, 1)), "bwd": (Sweep("q", 1, 0), Sweep("kv", 1, 0))}
+"""What a kernel writes that has nothing to compute."""
 
 
 class HeldRing(RingTensors):
@@ -26,7 +31,7 @@ class HeldRing(RingTensors):
 
     def __init__(self, b: Builder, steps: Steps, facts: HeldRingCode) -> None:
         super().__init__(b, steps)
-        self.facts, self.places = facts, steps.grid.num_places
+        self.facts, self.places, self.whole = facts, steps.grid.num_places, runs_whole(steps.workload, facts)
         self.ranks = np.flatnonzero(steps.longest)
         """Those whose rings have tokens."""
         self.sweeper = Sweeper(b, steps.workload, steps.grid.num_parts)
@@ -63,11 +68,13 @@ class HeldRing(RingTensors):
                 self.correct_lse(s)
         for s in range(0 if facts.in_loop else self.places):
             self.correct_lse(s)
+        self.leave("fwd")
         for s, partial in enumerate(partials):
             sweep, kind, mode = (
                 (facts.sum_out, facts.sum_out.kind, UPDATE) if s else (facts.first_out, Kind.ACCUMULATE, WRITE)
             )
             self.add(s, x.active[s], kind, (sweep,), partial, (out[0], out[1][x.of_queries[s]]), mode)
+            self.idle(s, (sweep,))
         return self.kernels[-1]
 
     def backward(self, given: Sequence[Access], kv: Access, dq: Access, dkv: Access) -> tuple[Ints, Ints]:
@@ -88,13 +95,16 @@ class HeldRing(RingTensors):
             self.attend("bwd", s, [(t[0], t[1][x.of_queries[s]]) for t in given], kv[1], made)
             sums = (facts.first_dq,), (facts.sum_dq,)
             self.add_up(s, sums, made[0], ~x.tails[s], (dq[0], dq[1][x.own]), x.tokens * x.q_bytes)
+            self.idle(s, sums[1] if s else ())
             if facts.join_dkv:
                 joined = self.sweeper.sweep(facts.join_dkv, self.ranks, 0, x.k_rows[s, self.ranks], step=s)
                 self.mark(self.ranks, joined)
             changes, total = (facts.first_dkv, facts.sum_dkv), (self.totals[s], dkv[1][x.of_source[s]])
             self.add_up(s, changes, made[1], ~x.key_heads[s], total, self.most, self.gradients_came)
+            self.idle(s, changes[1] if s else ())
             if not facts.turns and self.places > 1:
                 self.send_gradients(s, dkv)
+        self.leave("bwd")
         home = self.kernels[-1] if facts.turns or self.places == 1 else self.gradients_came[0]
         return self.kernels[-1], home
 
@@ -134,6 +144,12 @@ class HeldRing(RingTensors):
         self.kernels = deque([entered] * turns, maxlen=turns)
         self.holder[0] = kv[0]
 
+    def leave(self, pass_: Pass) -> None:
+        """Sweeps after the last step."""
+        if self.facts.leave[pass_]:
+            rows = self.x.tokens[self.ranks]
+            self.mark(self.ranks, self.sweeper.sweep(self.facts.leave[pass_], self.ranks, rows, rows))
+
     def mark(self, ranks: Ints, ops: Ints) -> None:
         """These ops are now the last ones of their ranks."""
         latest = self.kernels[-1].copy()
@@ -157,6 +173,13 @@ class HeldRing(RingTensors):
                 reads=[(b[r], block[r]) for b, block in access], writes=[(b[r], block[r]) for b, block in writes],
             )  # fmt: skip
             self.mark(r, done)
+        self.idle(s, (*(facts.wrapper.before[pass_] if facts.wrapper else ()), *_MADE[pass_]))
+
+    def idle(self, s: int, sweeps: Sweeps) -> None:
+        """Sweeps of a step on ranks whose queries see none of its keys, where the code does not know that."""
+        x, r = self.x, np.flatnonzero(~self.x.active[s] & (self.x.longest > 0))
+        if self.whole and sweeps and len(r):
+            self.mark(r, self.sweeper.sweep(sweeps, r, x.q_rows[s, r], x.k_rows[s, r], step=s))
 
     def add(
         self, s: int, where: Mask, kind: Kind, sweeps: Sweeps, partial: Int32, total: Access, mode: int,
@@ -292,6 +315,11 @@ class HeldRing(RingTensors):
 def make_ring(b: Builder, steps: Steps, facts: RingCode | HeldRingCode | None) -> Ring | HeldRing:
     """A ring as the code runs it; None: ours."""
     return HeldRing(b, steps, facts) if isinstance(facts, HeldRingCode) else Ring(b, steps, facts)
+
+
+def runs_whole(workload: Workload, facts: RingCode | HeldRingCode | None) -> bool:
+    """Whether all steps are of whole shards, however little of them a mask leaves."""
+    return isinstance(facts, HeldRingCode) and facts.whole_steps and workload.mask not in ("causal", "causal_document")
 
 
 def as_run(grid: Grid, pass_: Pass, facts: RingCode | HeldRingCode | None) -> Grid:

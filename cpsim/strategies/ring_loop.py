@@ -89,7 +89,7 @@ class Ring(RingTensors):
         self.order(joins, ahead, [packs], unpacks, [attends], behind, merges)
         sends = joined(ahead, behind)
         emit_sweeps(b, [*joins, *unpacks])
-        launched = code.launched(entered, [*joins, attends, *merges], sends[0]) if sends else []
+        launched = self.launched(entered, [*joins, attends, *merges], sends)
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
         here, made = Where.true(x.active), out[1][x.of_queries]
         b.add(
@@ -121,7 +121,8 @@ class Ring(RingTensors):
         total = code.accumulator(dq, "dq", 0)
         entered = code.enter("bwd", self.ready)
         tails = self.pack_tails(given, 3 * x.q_bytes + x.lse_bytes, entered)
-        joins, (ahead, behind), packs, attends = code.joins(), self.sends(), Slot(x.packs), Slot(x.active)
+        joins, packs, attends = code.joins(), Slot(x.packs), Slot(x.active)
+        ahead, behind = self.sends(code.one_stream)
         unpacks, g, returns = code.unpacked(), code.gradients(wire), Slot(x.mask(x.number[:, 0]) & wire)
         last = [g.dkv, g.joins, [returns]]
         after = [*last, g.dq] if code.queries_last else [g.dq, *last]
@@ -129,10 +130,10 @@ class Ring(RingTensors):
         sends = joined(ahead, behind)
         emit_sweeps(b, [*joins, *unpacks, *g.reads, *g.joins])
         kernels = [*joins, *g.reads, attends, *g.dq, *g.dkv, *g.joins]
-        launched = code.launched(entered, kernels, sends[0]) if sends else []
-        if launched and wire:
+        launched = self.launched(entered, kernels, sends)
+        if code.one_stream and wire and launched:
             before = delayed(returns.at)
-            launched += [before[:, x.tracks[0].previous], before[:, x.tracks[0].next]]
+            launched[0] += [before[:, x.tracks[0].previous], before[:, x.tracks[0].next]]
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
         here, made = Where.true(x.active), (dq[1][x.of_queries], dkv[1][x.of_keys])
         b.add(
@@ -145,10 +146,10 @@ class Ring(RingTensors):
         self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), g.dq, cases, dq_partial, self.every(total), made[0])
         if not wire:
             return _last(attends, g.dq[0]), _last(attends)
-        launched = code.launched(entered, kernels, returns)
-        if launched:
-            launched += [sends[0].at[:, x.tracks[0].previous], sends[0].at[:, x.tracks[0].next]]
-        travelled, came = self.return_gradients(dkv, dkv_partial, g.dkv, returns.at, launched)
+        before_returns = code.launched(entered, kernels, returns, x.grid.hops[0])
+        if code.one_stream:
+            before_returns += [sends[0].at[:, x.tracks[0].previous], sends[0].at[:, x.tracks[0].next]]
+        travelled, came = self.return_gradients(dkv, dkv_partial, g.dkv, returns.at, before_returns)
         casts = self.leave("bwd", total, dq, (travelled, dkv), came)
         return casts[0] if len(casts) > 1 else _last(attends, g.dq[0]), casts[-1] if casts else came[0]
 
@@ -200,15 +201,20 @@ class Ring(RingTensors):
         packed = kernels.of(self.x.tails) & self.x.scattered[kernels.r]
         return np.where(packed, tails[kernels.r], buffer), block
 
-    def sends(self) -> tuple[list[Slot], list[Slot]]:
+    def launched(self, entered: Ints, kernels: list[Slot], sends: list[Slot]) -> list[list[Ints]]:
+        """What transfers of keys and values wait for beside data and buffers, for every track."""
+        tracks = zip(sends, self.x.tracks, strict=False)
+        return [self.code.launched(entered, kernels, slot, track.next) for slot, track in tracks]
+
+    def sends(self, late: bool = True) -> tuple[list[Slot], list[Slot]]:
         """Ops that move keys and values, transfers of every track or one all-gather: those that run beside the kernel
-        of their step, and those that come after it.
+        of their step, and those that come after it, if any of other people's code do.
         """
         x = self.x
         if self.code.gathers:
             return [Slot(x.moves & (x.number == 0) & (self.ranks == 0))], []
-        leaves, late = [x.mask(track.leaves) for track in x.tracks], (x.number > 0) & self.code.lockstep
-        return [Slot(here & ~late) for here in leaves], [Slot(here & late) for here in leaves]
+        leaves, after = [x.mask(track.leaves) for track in x.tracks], (x.number > 0) & (self.code.lockstep and late)
+        return [Slot(here & ~after) for here in leaves], [Slot(here & after) for here in leaves]
 
     def order(self, *groups: list[Slot]) -> None:
         """Put slots in the order in which every step runs through them."""
@@ -283,7 +289,7 @@ class Ring(RingTensors):
         return done
 
     def feed(
-        self, kv: Access, slots: list[Slot], packs: Ints, attends: Ints, launched: list[Ints]
+        self, kv: Access, slots: list[Slot], packs: Ints, attends: Ints, launched: list[list[Ints]]
     ) -> tuple[Access, list[Ints]]:
         """Move key-value shards around the rings, double-buffered, and pack key heads where they lie scattered.
 
@@ -291,7 +297,7 @@ class Ring(RingTensors):
             kv: the ranks' own shards.
             slots: transfers of every track.
             packs, attends: indices of the ops.
-            launched: what transfers of other people's code wait for.
+            launched: what transfers of every track of other people's code wait for.
 
         Returns:
             what the attention ops read, and the ops that they wait for, ``[steps, ranks]`` each: the batched send
@@ -299,7 +305,7 @@ class Ring(RingTensors):
         """
         x = self.x
         if self.code.gathers:
-            return self.feed_gathered(kv, slots[0].at, launched)
+            return self.feed_gathered(kv, slots[0].at, launched[0])
         holder = np.broadcast_to(kv[0], x.active.shape).copy()
         arrived, sent = np.full((2, *x.active.shape), NOTHING)
         arrived[0] = self.keys_ready
@@ -312,7 +318,7 @@ class Ring(RingTensors):
             sent[track.used] = slot.at[track.leaves]
         used = np.where(x.packs, packs, attends)
         for i in range(len(slots)):
-            self.transfer_keys(i, kv, slots, travels[i], holder, used, arrived, launched)
+            self.transfer_keys(i, kv, slots, travels[i], holder, used, arrived, launched[i])
         if x.packs.any():
             holder = np.where(x.packs, self.pack_keys(kv, packs, holder, [arrived, sent]), holder)
         arrived[0] = NOTHING
@@ -378,9 +384,9 @@ class Ring(RingTensors):
         Returns where they are in the end, and the ops that brought and took the last ones.
         """
         b, x = self.b, self.x
-        width, places = x.sizes.accumulator(x.kv_bytes), x.grid.num_places
+        widths, places = self.code.travelling(), x.grid.num_places
         to, back = x.grid.hops
-        travel = self.travel_buffers("dkv ring", width, places)
+        travel = self.travel_buffers("dkv ring", x.sizes.accumulator(x.kv_bytes), places)
         arrived, sent = delayed(np.take_along_axis(sends, back, axis=1)), delayed(sends)
         cases = x.active & (x.number == 0), x.active & (x.number > 0)
         totals = travel[x.number % 2, self.ranks]
@@ -390,15 +396,15 @@ class Ring(RingTensors):
         here = Where.true(sends >= 0)
         s, r, block, target = here.s, here.r, home[1][here.of(x.of_source)], here.of(to)
         if self.code.lockstep:
-            lanes = "send", "recv"
-            deps = [here.of(ops) for ops in (arrived, sent[:, x.tracks[0].next], *launched)]
+            lanes = ("send", "recv") if self.code.one_stream else ("grad_send", "grad_recv")
+            deps = [here.of(ops) for ops in (arrived, np.take_along_axis(sent, to, axis=1), *launched)]
         else:
             lanes = "grad_send", "grad_recv"
             free = np.where(back[s - 1, r] == target, NOTHING, Where.pairs(s, target, x.num_ranks).of(sent))
             deps = [here.of(np.where(sums[0].at >= 0, sums[0].at, arrived)), free]
         b.add(
             Kind.TRANSFER, (r, lanes[0]), (target, lanes[1]), at=here.of(sends), step=s,
-            nbytes=x.shard_tokens[here.of(x.source)] * width, deps=deps,
+            nbytes=x.shard_tokens[here.of(x.source)] * widths[s], deps=deps,
             reads=[(travel[s % 2, r], block)], writes=[(travel[(s + 1) % 2, target], block)],
         )  # fmt: skip
         return np.asarray(travel[places % 2]), [sends[-1, back[-1]], sends[-1]]

@@ -99,6 +99,10 @@ class Steps:
         self.q_bytes, self.kv_bytes = self.sizes.query(heads), self.sizes.kv(kv_heads)
         self.lse_bytes = self.sizes.lse(heads)
 
+    def lie_together(self) -> None:
+        """No kernel needs heads or tails packed, however they lie."""
+        self.scattered, self.packs = np.zeros_like(self.scattered), np.zeros_like(self.packs)
+
     def mask(self, steps: Ints) -> Mask:
         """All ranks whose rings have tokens in some steps."""
         made = np.zeros_like(self.active)

@@ -23,7 +23,7 @@ from cpsim.strategies import sharding
 from cpsim.strategies.grid import PLACEMENTS, Grid, make_grid
 from cpsim.strategies.heads import HeadExchange, check_heads
 from cpsim.strategies.ring import AnyRing, cut, plan_rings
-from cpsim.strategies.ring_held import as_run, make_ring
+from cpsim.strategies.ring_held import as_run, make_ring, runs_whole
 from cpsim.strategies.ring_steps import Steps
 from cpsim.workload import Workload
 
@@ -204,7 +204,7 @@ class _Hybrid:
     """One schedule of all-to-alls around rings under construction."""
 
     def __init__(self, workload: Workload, grid: Grid, chunks: str, facts: AnyRing) -> None:
-        shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards)
+        shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards, not runs_whole(workload, facts))
         pieces = sharding.split(sharding.part(shards.sets, 0, grid.num_places), grid.num_parts)
         own = len(shards.sets) + grid.place * grid.num_parts + grid.part
         b = self.b = Builder(

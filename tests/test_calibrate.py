@@ -134,6 +134,24 @@ def test_few_calls_at_a_head_dimension_rest_on_a_gpu_alike():
     assert errors["alike"] < 0.005 < errors["alone"]
 
 
+def test_a_kernel_rests_on_a_gpu_alike_where_few_calls_tell():
+    """A kernel whose pairs and memory are slower than another GPU's, of which 24 calls are known, and the rest."""
+    key, theirs = ("cudnn", "bwd"), load_profile("h200").attention["cudnn", "bwd"]
+    truth = dataclasses.replace(
+        theirs, pair_s=1.1 * theirs.pair_s, traffic_s_per_byte=1.4 * theirs.traffic_s_per_byte, head_dims=()
+    )
+    file = measurement.load(DATA / "h200-kernels-0.jsonl")
+    pool = [p for p in file.of("attention") if (p["kernel"], p["pass"]) == key]
+    exact = predicted_attention(truth, pool).tolist()
+    points, errors = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)], {}
+    for name, alike in (("alike", theirs), ("alone", None)):
+        made, _ = fit_attention.fit_kernel(key, points[:24], truth.num_sms, alike=alike)
+        errors[name] = np.abs(np.log(predicted_attention(made, points[24:]) / exact[24:])).mean()
+    assert errors["alike"] < min(0.01, 0.5 * errors["alone"]), errors
+    other, _ = fit_attention.fit_kernel(key, [p | {"head_dim": 64} for p in points[:24]], truth.num_sms, alike=theirs)
+    assert other.head_dim == 64  # nothing was measured at the head dimension that theirs tells most of
+
+
 @pytest.mark.parametrize("even", fit_attention.SHARES)
 def test_calls_tell_under_which_masks_blocks_share_sms_evenly(even):
     params = dataclasses.replace(load_profile("h200").attention["sdpa_flash", "fwd"].at(64), discrepancy=NONE)

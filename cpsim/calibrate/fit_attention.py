@@ -115,8 +115,8 @@ at most so many groups."""
 QUARTILES = 1.349
 """Between those of a normal distribution, in standard deviations."""
 FEW, NEARER = 100, 3.0
-"""Fewer calls at a head dimension than this rest on those of a GPU alike, if any were measured; these priors then weigh
-so many times as much."""
+"""Fewer calls at another head dimension than this rest on those of a GPU alike, if any were measured; near a GPU alike
+priors weigh so many times as much."""
 
 
 def fit_attention(
@@ -129,11 +129,11 @@ def fit_attention(
         if key not in ANATOMY:
             raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(ANATOMY)}")
     groups = [[p for p in points if (p["kernel"], p["pass"]) == key] for key in keys]
-    starts = [
-        stand_in.start(key, num_sms) if stand_in and len(mine) < SPARSE else None
-        for key, mine in zip(keys, groups, strict=True)
-    ]
     alike = [stand_in.alike(key, num_sms) if stand_in else None for key in keys]
+    starts = [
+        stand_in.start(key, num_sms) if stand_in and theirs is None and len(mine) < SPARSE else None
+        for key, mine, theirs in zip(keys, groups, alike, strict=True)
+    ]
     with ProcessPoolExecutor() as pool:
         found = list(pool.map(fit_kernel, keys, groups, [num_sms] * len(keys), starts, alike))
     params = {key: fitted for key, (fitted, _) in zip(keys, found, strict=True)}
@@ -146,15 +146,32 @@ def fit_kernel(
 ) -> tuple[AttentionParams, Covariance]:  # fmt: skip
     """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
 
-    Points of the commonest head dimension tell everything but what changes at others, as it does in `alike`, the kernel
-    on a GPU alike, if given; what the model leaves over is nearly the same there.
+    Points of the commonest head dimension tell everything but what changes at others. If `alike`, the kernel on a GPU
+    alike, is given, points of its head dimension tell how little the kernel differs from it, and other head dimensions
+    change as there; what the model leaves over is nearly the same.
     """
     if sparse is not None:
         return fit_few(points, sparse, SPARSE_FITTED)
-    spread = spread_of_calls(points)
-    (head_dim, _), *_ = Counter(p["head_dim"] for p in points).most_common()
-    others = [p for p in points if p["head_dim"] != head_dim]
-    points = [p for p in points if p["head_dim"] == head_dim]
+    (commonest, _), *_ = Counter(p["head_dim"] for p in points).most_common()
+    alike = alike if alike is not None and any(p["head_dim"] == alike.head_dim for p in points) else None
+    head_dim = int(commonest) if alike is None else alike.head_dim
+    here = [p for p in points if p["head_dim"] == head_dim]
+    if alike is None:
+        physical, covariance = _fit_all(key, here, head_dim, num_sms)
+        fitted = _with_discrepancy(physical, here)
+    else:
+        priors = dict.fromkeys(_free(*key)[0], HEAD_DIM_REST * NEARER)
+        physical, covariance = fit_few(here, replace(alike, discrepancy=NONE, head_dims=()), priors)
+        fitted = _with_discrepancy(physical, here, alike.discrepancy)
+    fitted = _with_head_dims(key, fitted, [p for p in points if p["head_dim"] != head_dim], alike)
+    calls_s, calls_spread = spread_of_calls(points)
+    return replace(fitted, calls_s=calls_s, calls_spread=calls_spread), covariance
+
+
+def _fit_all(
+    key: tuple[str, str], points: Sequence[Point], head_dim: int, num_sms: int
+) -> tuple[AttentionParams, Covariance]:
+    """All parameters that points of one head dimension tell, from values that any GPU's are near."""
     names, start = _free(*key)
     rules = {rule_of(p) for p in points}
     for name in names:
@@ -164,7 +181,7 @@ def fit_kernel(
 
     def build(x: Floats) -> AttentionParams:
         values = start | dict(zip(names, np.exp(x).tolist(), strict=True))
-        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=int(head_dim), **values)
+        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=head_dim, **values)
 
     first = np.log([start[name] for name in names])
     kept = np.array([name in OF_LISTED for name in names])
@@ -181,11 +198,7 @@ def fit_kernel(
             diff_step=step / np.maximum(1, np.abs(x)), max_nfev=20,
         )  # fmt: skip
         x, jacobian = fit.x, fit.jac
-    physical = build(x)
-    theirs = alike.discrepancy if alike is not None and alike.head_dim == head_dim else NONE
-    fitted, left_over = _with_discrepancy(physical, points, theirs)
-    fitted = _with_head_dims(key, fitted, others, alike)
-    return replace(fitted, calls_s=spread[0], calls_spread=spread[1]), _covariance(names, jacobian, left_over)
+    return build(x), _covariance(names, jacobian, error(x)[: len(points)])
 
 
 def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -208,11 +221,11 @@ def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[f
 
 def _with_discrepancy(
     params: AttentionParams, points: Sequence[Point], theirs: Discrepancy = NONE
-) -> tuple[AttentionParams, Floats]:
-    """The same with a model of what it leaves over of these points, and that, log(predicted / measured)."""
+) -> AttentionParams:
+    """The same with a model of what it leaves over of these points, log(predicted / measured)."""
     predicted, features = predicted_calls(params, points)
     left_over = np.log(predicted / measured(points))
-    return replace(params, discrepancy=fit_discrepancy(features, left_over, theirs)), left_over
+    return replace(params, discrepancy=fit_discrepancy(features, left_over, theirs))
 
 
 def _with_head_dims(
@@ -228,8 +241,8 @@ def _with_head_dims(
         mine = [p for p in points if p["head_dim"] == dim]
         priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in free
                   if name in HEAD_DIM_FITTED or len(mine) >= FEW}  # fmt: skip
-        theirs = alike_at(alike, params, dim, len(mine))
-        if alike is not None and theirs is not None:
+        theirs = alike.at(dim) if alike is not None and len(mine) < FEW else None
+        if alike is not None and theirs is not None and theirs.head_dim == dim:
             start = _at_head_dim(key, params, dim, _changes(alike, theirs), theirs.discrepancy)
             start = replace(start, older_share=theirs.older_share, older_share_full=theirs.older_share_full)
             made = fit_few(mine, start, {name: prior * NEARER for name, prior in priors.items()})[0]
@@ -238,7 +251,7 @@ def _with_head_dims(
             made = fit_few(mine, start, priors)[0]
             if (shared := _best_shares(made, mine)) != made:
                 made = fit_few(mine, shared, priors)[0]
-            made = _with_discrepancy(made, mine)[0]
+            made = _with_discrepancy(made, mine)
         fitted.append(made)
     return replace(params, head_dims=tuple(fitted))
 
@@ -255,14 +268,6 @@ def _best_shares(params: AttentionParams, points: Sequence[Point]) -> AttentionP
 
     choices = itertools.product((params.older_share, EVEN_SHARE), (params.older_share_full, EVEN_SHARE))
     return min((replace(params, older_share=a, older_share_full=b) for a, b in choices), key=error)
-
-
-def alike_at(
-    alike: AttentionParams | None, params: AttentionParams, dim: int, num_calls: int
-) -> AttentionParams | None:
-    """The kernel on a GPU alike at a head dimension, if it was measured there and few calls were here."""
-    theirs = alike.at(dim) if alike is not None and alike.head_dim == params.head_dim else None
-    return theirs if theirs is not None and theirs.head_dim == dim and num_calls < FEW else None
 
 
 def _at_head_dim(

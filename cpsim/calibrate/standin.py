@@ -75,7 +75,7 @@ class StandIn:
         return theirs.everywhere(lambda params: replace(_moved(params, num_sms, self.memory_ratio), discrepancy=NONE))
 
     def alike(self, key: tuple[str, str], num_sms: int) -> AttentionParams | None:
-        """The same kernel and pass on a GPU with as many SMs, which other head dimensions change as they do here."""
+        """The same kernel and pass on a GPU with as many SMs, where it is the same code and takes nearly as long."""
         theirs = self.profile.attention.get(key)
         return theirs if theirs is not None and theirs.num_sms == num_sms else None
 

@@ -107,16 +107,15 @@ HEAD_DIM_FITTED = dict.fromkeys(
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
 128."""
-HEAD_DIM_REST = 0.05
-"""The same for all others, where there are many calls."""
+HEAD_DIM_REST, MANY = 0.05, 100
+"""The same for all others, where there are so many calls."""
+NEAR = 0.15
+"""The same for all parameters near those of a GPU alike."""
 SPREAD_SAMPLES, SPREAD_POINTS, SPREAD_GROUPS = 5, 30, 8
 """How much equal calls differ is told by points of at least so many samples, in groups of at least so many points; and
 at most so many groups."""
 QUARTILES = 1.349
 """Between those of a normal distribution, in standard deviations."""
-FEW, NEARER = 100, 3.0
-"""Fewer calls at another head dimension than this rest on those of a GPU alike, if any were measured; near a GPU alike
-priors weigh so many times as much."""
 
 
 def fit_attention(
@@ -160,7 +159,7 @@ def fit_kernel(
         physical, covariance = _fit_all(key, here, head_dim, num_sms)
         fitted = _with_discrepancy(physical, here)
     else:
-        priors = dict.fromkeys(_free(*key)[0], HEAD_DIM_REST * NEARER)
+        priors = dict.fromkeys(_free(*key)[0], NEAR)
         physical, covariance = fit_few(here, replace(alike, discrepancy=NONE, head_dims=()), priors)
         fitted = _with_discrepancy(physical, here, alike.discrepancy)
     fitted = _with_head_dims(key, fitted, [p for p in points if p["head_dim"] != head_dim], alike)
@@ -219,9 +218,7 @@ def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[f
     return tuple(seconds), tuple(spread)
 
 
-def _with_discrepancy(
-    params: AttentionParams, points: Sequence[Point], theirs: Discrepancy = NONE
-) -> AttentionParams:
+def _with_discrepancy(params: AttentionParams, points: Sequence[Point], theirs: Discrepancy = NONE) -> AttentionParams:
     """The same with a model of what it leaves over of these points, log(predicted / measured)."""
     predicted, features = predicted_calls(params, points)
     left_over = np.log(predicted / measured(points))
@@ -233,26 +230,25 @@ def _with_head_dims(
 ) -> AttentionParams:
     """What other head dimensions change, from the few points that each has.
 
-    Where the kernel was measured at the head dimension on a GPU alike, it changes here nearly as there, and what the
-    model leaves over is the same: few points tell less about that than the many of the other GPU.
+    Where the kernel was measured at the head dimension on a GPU alike, it changes here nearly as there.
     """
     fitted, free = [], _free(*key)[0]
     for dim in sorted({p["head_dim"] for p in points}):
         mine = [p for p in points if p["head_dim"] == dim]
-        priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in free
-                  if name in HEAD_DIM_FITTED or len(mine) >= FEW}  # fmt: skip
-        theirs = alike.at(dim) if alike is not None and len(mine) < FEW else None
+        theirs = alike.at(dim) if alike is not None else None
         if alike is not None and theirs is not None and theirs.head_dim == dim:
-            start = _at_head_dim(key, params, dim, _changes(alike, theirs), theirs.discrepancy)
+            start = _at_head_dim(key, params, dim, _changes(alike, theirs))
             start = replace(start, older_share=theirs.older_share, older_share_full=theirs.older_share_full)
-            made = fit_few(mine, start, {name: prior * NEARER for name, prior in priors.items()})[0]
-        else:
-            start = _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim), NONE)
-            made = fit_few(mine, start, priors)[0]
-            if (shared := _best_shares(made, mine)) != made:
-                made = fit_few(mine, shared, priors)[0]
-            made = _with_discrepancy(made, mine)
-        fitted.append(made)
+            made = fit_few(mine, start, {name: NEAR for name in free if name in HEAD_DIM_FITTED})[0]
+            fitted.append(_with_discrepancy(made, mine, theirs.discrepancy))
+            continue
+        priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in free
+                  if name in HEAD_DIM_FITTED or len(mine) >= MANY}  # fmt: skip
+        start = _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim))
+        made = fit_few(mine, start, priors)[0]
+        if (shared := _best_shares(made, mine)) != made:
+            made = fit_few(mine, shared, priors)[0]
+        fitted.append(_with_discrepancy(made, mine))
     return replace(params, head_dims=tuple(fitted))
 
 
@@ -271,10 +267,10 @@ def _best_shares(params: AttentionParams, points: Sequence[Point]) -> AttentionP
 
 
 def _at_head_dim(
-    key: tuple[str, str], params: AttentionParams, dim: int, factors: Mapping[str, float], left_over: Discrepancy
+    key: tuple[str, str], params: AttentionParams, dim: int, factors: Mapping[str, float]
 ) -> AttentionParams:
-    """A kernel at another head dimension: parameters times factors, and what the model leaves over there."""
-    return replace(_scaled(params, factors), anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=left_over)
+    """A kernel at another head dimension, before anything is known of what the model leaves over there."""
+    return replace(_scaled(params, factors), anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE)
 
 
 def _changes(params: AttentionParams, other: AttentionParams) -> dict[str, float]:

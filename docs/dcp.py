@@ -282,7 +282,15 @@ REMAINS = (
     "forward pass waits for them.",
     "* DCP is predicted too fast where documents are long, sparse masks most. Its published times hardly change from "
     "mask to mask, so that much of them is not attention: its executor calls every instruction from Python, and is "
-    "charged here with what launches of PyTorch and flash-attn were measured to cost, not with its own.",
+    "charged here with what launches of PyTorch, Triton and flash-attn were measured to cost on H200 hosts, not with "
+    "its own.",
+    "* Its flash-attn 2 is priced as its source says: forward the kernel of split keys, 64 queries by 128 keys at the "
+    "rate that was measured for it, backward with the gradients of keys that every block of computation and query head "
+    "has for itself. Not priced, for nobody has published what it takes: all tiles are masked with ranges read per "
+    "query, where flash-attn 2 masks those on the diagonal; backward every thread block first looks through the ranges "
+    "of all queries of its sequence; tails of documents are padded to whole blocks. Nor that its heads are placed one "
+    "by one: here those that share keys stay together. The branch that was measured, `dcp`, is not to be had; "
+    "`bblock`, whose functions take the same arguments, was read.",
     "* It is predicted too slow where documents are short: tokens and work that are folded into one weight then leave "
     "work several times uneven (the table above), more than in the published run; documents there are probably longer.",
     "* LoongTrain's rows at x 0.5 rest on one long document, to which it pads all others of a batch.",

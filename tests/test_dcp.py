@@ -14,6 +14,8 @@ from cpsim.dcp.program import Cells, fetches
 from cpsim.dcp.staging import stage_blocks
 from cpsim.dcp.timing import Rates
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.implementations import CPSIM
+from cpsim.implementations.dcp import DCP
 from cpsim.masks import dense_mask
 from cpsim.predictor import predict
 from cpsim.scenario import Scenario
@@ -288,3 +290,22 @@ def test_planning_is_charged_where_attention_and_processes_do_not_hide_it():
     assert hidden.parts_s.get("planning", 0) == 0
     assert charged.time_s == pytest.approx(hidden.planning_s)
     assert charged.parts_s["planning"] == pytest.approx(charged.time_s - hidden.time_s)
+
+
+def test_its_own_code_adds_up_gradients_of_every_block_of_computation():
+    """Each block of queries that sees a block of keys gives gradients of it, for every query head."""
+    case, knobs = workload("causal", (64,), "gqa"), {"block": 8, "variant": "released", "solver": "greedy"}
+    ours, theirs = (plan("dcp", case, cluster(2), "bwd", knobs, code) for code in (CPSIM, DCP))
+    validate(theirs, case, "bwd")
+    assert theirs.bytes_sent() == pytest.approx(ours.bytes_sent())
+    sums = ours.kind == Kind.ACCUMULATE
+    more = theirs.nbytes - ours.nbytes
+    assert (more[~sums] == 0).all()
+    planned = plan_case(
+        case, cluster(2), 8, default_groups(case, 8), Settings(variant="released", solver="greedy", eps_inter=0.4,
+                                                               eps_intra=0.1, stages=4), 0)  # fmt: skip
+    b, placement, stage = planned.blocks, planned.placement, planned.stage["bwd"]
+    alike = {(w, s, g, k) for w, s, g, k in zip(placement.worker.tolist(), stage.tolist(), b.group.tolist(),
+                                               b.key.tolist(), strict=True)}  # fmt: skip
+    shared = case.num_heads // case.num_kv_heads
+    assert more.sum() == (b.computations - len(alike)) * 8 * shared * b.kv_bytes

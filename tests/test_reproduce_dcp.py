@@ -66,15 +66,25 @@ def test_ranks_divide_the_tokens_of_dcp_even_where_the_last_document_is_tiny():
         assert case.num_tokens % GPUS == 0
 
 
+def seconds(params, q, k, causal, heads, kv_heads):
+    lengths = (np.array([n]) for n in (q, k, causal, heads, kv_heads))
+    return calls(params, np.array([0, 1]), *lengths, 128, np.array([True]))[0][0]
+
+
 def test_ranges_of_keys_cost_what_flash_attention_2_does_where_both_run(tmp_path):
     params = load_profile(str(ranged_profile(tmp_path))).attention
-    for pass_ in ("fwd", "bwd"):
-        times = [
-            calls(params[kernel, pass_], np.array([0, 1]), *(np.array([n]) for n in (8192, 8192, True, 8, 2)), 128,
-                  np.array([True]))[0][0]
-            for kernel in ("fa2", RANGED)
-        ]  # fmt: skip
-        assert times[1] == pytest.approx(times[0], rel=0.15)
+    for pass_, within in (("fwd", 0.1), ("bwd", 0.02)):
+        times = [seconds(params[kernel, pass_], 8192, 8192, True, 8, 2) for kernel in ("fa2", RANGED)]
+        assert times[1] == pytest.approx(times[0], rel=within)
+
+
+def test_ranges_run_the_kernel_of_split_keys_as_fast_as_it_was_measured(tmp_path):
+    ranged, plain = (load_profile(str(ranged_profile(tmp_path))).attention[kernel, "fwd"] for kernel in (RANGED, "fa2"))
+    measured = load_profile("h200").attention["fa2", "fwd"]
+    assert ranged.pair_s / plain.pair_s == pytest.approx(measured.split_pair_s / measured.pair_s)
+    blocks = ranged.block_s + 64 * 65536 * ranged.pair_s * ranged.alone_factor  # two, each with an SM to itself
+    assert seconds(ranged, 128, 65536, False, 1, 1) == pytest.approx(ranged.call_s + blocks, rel=0.01)
+    assert seconds(ranged, 128, 65536, False, 100, 100) < 2.1 * blocks / ranged.alone_factor
 
 
 def test_bars_are_predicted_and_set_beside_published_ones(capsys):

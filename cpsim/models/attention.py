@@ -148,6 +148,20 @@ def _flashinfer(packs_heads: bool, tile_k: int) -> Anatomy:
     )  # fmt: skip
 
 
+def flash2_ranges(backward: bool) -> Anatomy:
+    """flash-attn 2.6.3 with up to two ranges of keys for every query, DCP's kernel.
+
+    Forward it always runs the kernel that splits keys, in one split, so that nothing combines parts: a block of 64
+    queries walks over tiles of 128 keys from the first that it sees to the last, and skips those between its two
+    ranges. Backward a block of 128 keys walks over all queries from the first that sees one of them to the last.
+
+    Reference: chenyu-jiang/flash-attention, branch bblock at a786cd0 (csrc/flash_attn: flash_api.cpp, run_mha_fwd;
+    src/flash_fwd_kernel.h, compute_attn_1rowblock_splitkv; src/flash_bwd_kernel.h, compute_dq_dk_dv_1colblock).
+    """
+    listed = replace(_flash2(backward), splits_keys=False, lists_blocks=True)
+    return listed if backward else replace(listed, tile_q_causal=64, tile_q_full=64, tile_k=128)
+
+
 _MAKE = {
     "fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "flex": _flex,
     "fa4_sparse": _flash4_sparse,

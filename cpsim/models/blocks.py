@@ -774,7 +774,8 @@ def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type
 def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_heads, num_kv_heads, look):  # type: ignore[no-untyped-def]
     """Seconds of one call that visits listed blocks, and how much the power limit slows it; fills in its features.
 
-    Of many waves only the last ones are replayed: before them all SMs are busy.
+    Of many waves only the last ones are replayed: before them all SMs are busy. Where an SM holds two blocks, few waves
+    are followed from event to event.
     """
     shared = num_heads // num_kv_heads
     repeats = num_kv_heads if g.backward and g.packs_heads else num_heads
@@ -786,9 +787,14 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     visited = of_queries.sum()
     if visited == 0:
         return 0.0, 1.0
-    last = min(repeats, max(1, REPLAYED_WAVES * g.slots // n))
-    before = cost[:n].sum() * (repeats - last) / g.slots
-    makespan = before + queue(cost, np.ones(n, np.int64), n, last, g.slots, np.empty(g.slots))
+    if g.blocks_per_sm == 2 and n * repeats <= PAIRED_WAVES * g.slots:
+        once, idle = np.ones(n, np.int64), np.full(n, g.block_s)
+        idles, works = _blocks(idle, once, n, repeats), _blocks((cost[:n] - idle) * g.alone_factor, once, n, repeats)
+        makespan = pairs(idles, works, n * repeats, g.num_sms, g.alone_factor, g.older_share, 1)
+    else:
+        last = min(repeats, max(1, REPLAYED_WAVES * g.slots // n))
+        before = cost[:n].sum() * (repeats - last) / g.slots
+        makespan = before + queue(cost, np.ones(n, np.int64), n, last, g.slots, np.empty(g.slots))
     busy = tiles * repeats / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
@@ -799,6 +805,9 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     if g.backward and g.accumulates_kv:  # dq, and dk and dv of shared heads, added up in fp32: zeroed, added to, read
         fp32 = 8.0 * (q + 2.0 * k * (shared > 1))
         beside, around = beside + fp32, around + fp32
+    elif g.backward and not g.packs_heads:  # dq in fp32, too; of shared heads dk and dv of each, and then their sums
+        per_head = 4.0 * k * shared
+        beside, around = 12.0 * q + 4.0 * k + per_head, 14.0 * q + (per_head + 4.0 * k) * (shared > 1)
     makespan = (makespan**HIDING + (g.traffic_s_per_byte * beside) ** HIDING) ** (1.0 / HIDING)
     seconds = makespan + g.call_s + g.traffic_s_per_byte * around
     partial = of_queries[:, 0].sum() / visited

@@ -9,7 +9,7 @@ home.
 
 Reference: DCP (arXiv 2510.10620), section 4; chenyu-jiang/dcp at 942a2c7. Differs: inputs are packed for kernels
 instead of read through block tables; arrived blocks stay to the end; gradients of keys are summed for each kernel, not
-for each block of computation.
+for each block of computation, except where an implementation is priced that does so.
 """
 
 from __future__ import annotations
@@ -70,7 +70,6 @@ def plan_dcp(
         ScenarioError: a knob has no such value.
         InfeasibleError: there are fewer blocks than ranks, or head groups do not divide the key-value heads.
     """
-    del code
     settings = Settings(
         variant=variant, eps_inter=eps_inter, eps_intra=eps_intra, stages=stages, solver=solver
     )  # fmt: skip
@@ -89,7 +88,7 @@ def plan_dcp(
             f"dcp needs a block of tokens for every rank, got {len(planned.blocks)} of {size} tokens for {ranks} "
             f"ranks; use block: {default_block(workload, ranks)}"
         )
-    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_)
+    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_, code.replicates)
     schedule = emitted.forward() if pass_ == "fwd" else emitted.backward()
     solver = planned.placement.solver
     planning = Planning(
@@ -172,7 +171,7 @@ class _Sum:
 class _Dcp(CellProgram):
     """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass, replicates: bool) -> None:
         self.pass_, self.blocks, self.cells = pass_, planned.blocks, Cells(planned.blocks)
         worker, stage = planned.placement.worker, planned.stage[pass_]
         self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage)
@@ -187,6 +186,15 @@ class _Dcp(CellProgram):
         self.away = [need.any(axis=0) & ~self.own for need in needs]
         """Cells of other ranks whose queries, and whose keys, a rank computes with."""
         self.held = [[self.given(tensors)] for tensors in SIDES[pass_]]
+        self.more = np.zeros(len(self.calls.rank))
+        """Of every call: gradients of a key that are read beside its own, where computations have replicas of them. A
+        kernel has added up those of the heads that share a key once."""
+        if replicates:
+            shape, shared = (self.num_stages, self.num_ranks), workload.num_heads // workload.num_kv_heads
+            replicas, keys = np.zeros(shape), np.zeros(shape)
+            np.add.at(replicas, (stage, worker), self.blocks.tokens[self.blocks.key])
+            np.add.at(keys, (self.calls.stage, self.calls.rank), self.calls.key @ self.tokens)
+            self.more = shared * np.maximum(replicas / np.maximum(keys, 1) - 1, 0)[self.calls.stage, self.calls.rank]
 
     # --- passes ---
 
@@ -204,7 +212,7 @@ class _Dcp(CellProgram):
         keys = [self.sum_of("dkv", Kind.ACCUMULATE, cells) for cells in (self.own, self.away[1])]
         for stage, ids in self.batches():
             made = self.attend(Kind.ATTENTION_BACKWARD, stage, ids, direct[ids], (local, others))
-            repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1)
+            repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1) + self.more[ids]
             for sums in keys:
                 self.add_up(Kind.ACCUMULATE, self.calls.rank[ids], made, sums, self.calls.key[ids], None, repeats)
         self.bring_home(Kind.ACCUMULATE, others, local, self.away[0])

@@ -278,6 +278,12 @@ def test_ratios_scale_bandwidths_and_keep_latencies():
     assert np.isclose(scaled.seconds[-1], curve.seconds[-1] / 2, rtol=0.02)
 
 
+def test_pairs_of_split_keys_take_as_much_longer_as_all_on_a_gpu_of_which_few_calls_are_published():
+    theirs, a100 = (load_profile(name).attention["fa2", "fwd"] for name in ("h200", "a100"))
+    assert a100.pair_s > 1.3 * theirs.pair_s
+    assert a100.split_pair_s / a100.pair_s == pytest.approx(theirs.split_pair_s / theirs.pair_s, rel=1e-3)
+
+
 def test_few_points_fit_few_parameters_near_the_kernel_that_stands_in():
     points = [p for p in load(PUBLISHED / "h100-fa3.jsonl").points if p["pass"] == "fwd"]
     start = StandIn(profile=load_profile("h100")).start(("fa3", "fwd"), 132)

@@ -81,7 +81,7 @@ def test_ranges_of_keys_cost_what_flash_attention_2_does_where_both_run(tmp_path
 def test_ranges_run_the_kernel_of_split_keys_as_fast_as_it_was_measured(tmp_path):
     ranged, plain = (load_profile(str(ranged_profile(tmp_path))).attention[kernel, "fwd"] for kernel in (RANGED, "fa2"))
     measured = load_profile("h200").attention["fa2", "fwd"]
-    assert ranged.pair_s / plain.pair_s == pytest.approx(measured.split_pair_s / measured.pair_s)
+    assert ranged.pair_s / plain.pair_s == pytest.approx(measured.split_pair_s / measured.pair_s, rel=1e-3)
     blocks = ranged.block_s + 64 * 65536 * ranged.pair_s * ranged.alone_factor  # two, each with an SM to itself
     assert seconds(ranged, 128, 65536, False, 1, 1) == pytest.approx(ranged.call_s + blocks, rel=0.01)
     assert seconds(ranged, 128, 65536, False, 100, 100) < 2.1 * blocks / ranged.alone_factor

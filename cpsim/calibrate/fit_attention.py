@@ -291,6 +291,7 @@ def fit_few(
 
     def build(x: Floats) -> AttentionParams:
         factors = dict(zip(names, np.exp(x - first).tolist(), strict=True))
+        factors = dict.fromkeys(PER_PAIR, factors.get("pair_s", 1.0)) | factors  # tensor cores do them all
         return start.everywhere(lambda params: _scaled(params, factors))
 
     def error(x: Floats) -> Floats:

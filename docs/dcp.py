@@ -9,8 +9,10 @@ Some minutes on one core. Bytes and balance are counted, times are those of plan
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -206,6 +208,8 @@ def on_gpus() -> list[str]:
 
 def main() -> None:
     """Plan, count, write."""
+    if not find_spec("mtkahypar"):
+        sys.exit("docs/dcp.py compares plans of Mt-KaHyPar: expected package mtkahypar; pip install '.[dcp]'")
     rows, panels = [], []
     for mask, what, documents in studies():
         blocks, other = cut(workload(mask, documents), BLOCK, 2), zigzag(mask, documents)

@@ -228,28 +228,39 @@ def _with_discrepancy(params: AttentionParams, points: Sequence[Point], theirs: 
 def _with_head_dims(
     key: tuple[str, str], params: AttentionParams, points: Sequence[Point], alike: AttentionParams | None
 ) -> AttentionParams:
-    """What other head dimensions change, from the few points that each has.
-
-    Where the kernel was measured at the head dimension on a GPU alike, it changes here nearly as there.
-    """
-    fitted, free = [], _free(*key)[0]
+    """What other head dimensions change, from the few points that each has."""
+    fitted = []
     for dim in sorted({p["head_dim"] for p in points}):
         mine = [p for p in points if p["head_dim"] == dim]
-        theirs = alike.at(dim) if alike is not None else None
-        if alike is not None and theirs is not None and theirs.head_dim == dim:
-            start = _at_head_dim(key, params, dim, _changes(alike, theirs))
-            start = replace(start, older_share=theirs.older_share, older_share_full=theirs.older_share_full)
-            made = fit_few(mine, start, {name: NEAR for name in free if name in HEAD_DIM_FITTED})[0]
-            fitted.append(_with_discrepancy(made, mine, theirs.discrepancy))
-            continue
-        priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in free
-                  if name in HEAD_DIM_FITTED or len(mine) >= MANY}  # fmt: skip
-        start = _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim))
-        made = fit_few(mine, start, priors)[0]
-        if (shared := _best_shares(made, mine)) != made:
-            made = fit_few(mine, shared, priors)[0]
-        fitted.append(_with_discrepancy(made, mine))
+        measured_there = alike is not None and alike.at(dim).head_dim == dim
+        fitted.append(
+            _near(key, params, dim, mine, alike) if alike and measured_there else _alone(key, params, dim, mine)
+        )
     return replace(params, head_dims=tuple(fitted))
+
+
+def _near(
+    key: tuple[str, str], params: AttentionParams, dim: int, points: Sequence[Point], alike: AttentionParams
+) -> AttentionParams:
+    """A kernel at another head dimension, which changes it nearly as on a GPU alike."""
+    theirs = alike.at(dim)
+    start = replace(
+        _at_head_dim(key, params, dim, _changes(alike, theirs)),
+        older_share=theirs.older_share, older_share_full=theirs.older_share_full,
+    )  # fmt: skip
+    made, _ = fit_few(points, start, {name: NEAR for name in _free(*key)[0] if name in HEAD_DIM_FITTED})
+    return _with_discrepancy(made, points, theirs.discrepancy)
+
+
+def _alone(key: tuple[str, str], params: AttentionParams, dim: int, points: Sequence[Point]) -> AttentionParams:
+    """A kernel at another head dimension, to which pairs are proportional but for what the points tell."""
+    many = len(points) >= MANY
+    priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in _free(*key)[0]
+              if name in HEAD_DIM_FITTED or many}  # fmt: skip
+    made, _ = fit_few(points, _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim)), priors)
+    if (shared := _best_shares(made, points)) != made:
+        made, _ = fit_few(points, shared, priors)
+    return _with_discrepancy(made, points)
 
 
 def _best_shares(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:

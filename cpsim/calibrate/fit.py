@@ -130,7 +130,8 @@ def _completed(
         "power": not profile.load, "layers": not profile.layers and stand_in.layers(profile.gpu) is not None,
         f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
         "a start for kernels": any(
-            stand_in.alike(key, params.num_sms) is not None for key, params in profile.attention.items()
+            alike is not None and alike.head_dim == params.head_dim for key, params in profile.attention.items()
+            for alike in [stand_in.alike(key, params.num_sms)]
         ),
     }  # fmt: skip
     attention = {**spare, **profile.attention}

@@ -580,20 +580,24 @@ def _traffic(g, s, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-
     q, k = s.queries * num_heads * g.head_dim, s.keys * num_kv_heads * g.head_dim
     if not g.backward:
         return 4.0 * k, 4.0 * q, 0.0  # reads k, v; reads q, writes out
-    shared, whole_q = num_heads > num_kv_heads, s.whole_queries * num_heads * g.head_dim
+    shared, whole_q = num_heads // num_kv_heads, s.whole_queries * num_heads * g.head_dim
     around = q * 6.0 + whole_q * 8.0  # read out, dout, write dq; zero, read dq in fp32, in whole tiles
     beside = q * 4.0 + whole_q * 8.0 + k * 4.0  # read q, dout, k, v; add to dq; write dk, dv or add to them
-    if shared and g.accumulates_kv:  # dk and dv: zeroed and read in fp32, in whole tiles, written in bf16
+    if shared > 1 and g.accumulates_kv:  # dk and dv: zeroed and read in fp32, in whole tiles, written in bf16
         room = s.keys + s.num * g.tile_k if varlen else s.rows * g.tile_k
         around += k * 4.0 + (room + s.rows * g.tile_k) * num_kv_heads * g.head_dim * 8.0
         beside += s.rows * g.tile_k * num_kv_heads * g.head_dim * 16.0
-    elif shared:
-        per_head = s.keys * num_heads * g.head_dim * 4.0
-        around += per_head + k * 4.0  # per-head dk, dv summed
-        beside += per_head
     else:
-        beside += k * 4.0
+        written, summed = _key_gradients(k, shared)
+        beside, around = beside + written, around + summed
     return beside, 0.0, around
+
+
+@njit(cache=True)
+def _key_gradients(k, shared):  # type: ignore[no-untyped-def]
+    """Bytes of dk and dv of k elements that a kernel writes for each head that shares them, and of their sums."""
+    per_head = 4.0 * k * shared
+    return per_head, (per_head + 4.0 * k) * (shared > 1)
 
 
 @njit(cache=True)
@@ -805,9 +809,9 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     if g.backward and g.accumulates_kv:  # dq, and dk and dv of shared heads, added up in fp32: zeroed, added to, read
         fp32 = 8.0 * (q + 2.0 * k * (shared > 1))
         beside, around = beside + fp32, around + fp32
-    elif g.backward and not g.packs_heads:  # dq in fp32, too; of shared heads dk and dv of each, and then their sums
-        per_head = 4.0 * k * shared
-        beside, around = 12.0 * q + 4.0 * k + per_head, 14.0 * q + (per_head + 4.0 * k) * (shared > 1)
+    elif g.backward and not g.packs_heads:  # dq is added up in fp32
+        written, summed = _key_gradients(k, shared)
+        beside, around = 12.0 * q + 4.0 * k + written, 14.0 * q + summed
     makespan = (makespan**HIDING + (g.traffic_s_per_byte * beside) ** HIDING) ** (1.0 / HIDING)
     seconds = makespan + g.call_s + g.traffic_s_per_byte * around
     partial = of_queries[:, 0].sum() / visited

@@ -88,8 +88,8 @@ def plan_dcp(
             f"dcp needs a block of tokens for every rank, got {len(planned.blocks)} of {size} tokens for {ranks} "
             f"ranks; use block: {default_block(workload, ranks)}"
         )
-    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_, code.replicates)
-    schedule = emitted.forward() if pass_ == "fwd" else emitted.backward()
+    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_)
+    schedule = emitted.forward() if pass_ == "fwd" else emitted.backward(code.replicates)
     solver = planned.placement.solver
     planning = Planning(
         seconds=planned.seconds, share=layers * planners * cluster.num_nodes,
@@ -171,8 +171,8 @@ class _Sum:
 class _Dcp(CellProgram):
     """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass, replicates: bool) -> None:
-        self.pass_, self.blocks, self.cells = pass_, planned.blocks, Cells(planned.blocks)
+    def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass) -> None:
+        self.pass_, self.planned, self.blocks, self.cells = pass_, planned, planned.blocks, Cells(planned.blocks)
         worker, stage = planned.placement.worker, planned.stage[pass_]
         self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage)
         self.home = self.cells.per_group(planned.placement.home)
@@ -186,15 +186,6 @@ class _Dcp(CellProgram):
         self.away = [need.any(axis=0) & ~self.own for need in needs]
         """Cells of other ranks whose queries, and whose keys, a rank computes with."""
         self.held = [[self.given(tensors)] for tensors in SIDES[pass_]]
-        self.more = np.zeros(len(self.calls.rank))
-        """Of every call: gradients of a key that are read beside its own, where computations have replicas of them. A
-        kernel has added up those of the heads that share a key once."""
-        if replicates:
-            shape, shared = (self.num_stages, self.num_ranks), workload.num_heads // workload.num_kv_heads
-            replicas, keys = np.zeros(shape), np.zeros(shape)
-            np.add.at(replicas, (stage, worker), self.blocks.tokens[self.blocks.key])
-            np.add.at(keys, (self.calls.stage, self.calls.rank), self.calls.key @ self.tokens)
-            self.more = shared * np.maximum(replicas / np.maximum(keys, 1) - 1, 0)[self.calls.stage, self.calls.rank]
 
     # --- passes ---
 
@@ -207,12 +198,26 @@ class _Dcp(CellProgram):
             self.bring_home(Kind.MERGE, others, local, nth == number)
         return self.build()
 
-    def backward(self) -> Schedule:
+    def replicas(self) -> NDArray[np.float64]:
+        """Of every call: gradients of a key that are read beside its own, where each computation has some of its own.
+
+        A kernel has added up those of the heads that share a key once.
+        """
+        calls, blocks = self.calls, self.blocks
+        _, num_heads, _, num_kv_heads = self.heads
+        replicas, keys = np.zeros((2, self.num_stages, self.num_ranks))
+        np.add.at(replicas, (self.planned.stage["bwd"], self.planned.placement.worker), blocks.tokens[blocks.key])
+        np.add.at(keys, (calls.stage, calls.rank), calls.key @ self.tokens)
+        more = np.maximum(replicas / np.maximum(keys, 1) - 1, 0)
+        return np.asarray(num_heads // num_kv_heads * more[calls.stage, calls.rank])
+
+    def backward(self, replicates: bool) -> Schedule:
         direct, local, others = self.results("dq", Kind.ACCUMULATE)
+        replicas = self.replicas() if replicates else np.zeros(len(self.calls.rank))
         keys = [self.sum_of("dkv", Kind.ACCUMULATE, cells) for cells in (self.own, self.away[1])]
         for stage, ids in self.batches():
             made = self.attend(Kind.ATTENTION_BACKWARD, stage, ids, direct[ids], (local, others))
-            repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1) + self.more[ids]
+            repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1) + replicas[ids]
             for sums in keys:
                 self.add_up(Kind.ACCUMULATE, self.calls.rank[ids], made, sums, self.calls.key[ids], None, repeats)
         self.bring_home(Kind.ACCUMULATE, others, local, self.away[0])

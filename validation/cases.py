@@ -3,13 +3,13 @@ documents.jsonl (many short documents on two), drawn.jsonl, drawn-2.jsonl and dr
 on two; those of the second are mostly for other people's code and for planners, the third has as many of both again),
 small-others.jsonl (few tokens in other people's code, on two), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl,
 one-h200-layers.jsonl, one-h200-2.jsonl, -3 and -4, one-h100-2.jsonl, one-h100-layers-2.jsonl and
-one-h200-layers-2.jsonl (calls of attention and whole layers drawn at random, on one GPU) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and
-4 x 2 nodes).
+one-h200-layers-2.jsonl (calls of attention and whole layers drawn at random, on one GPU) and the folder eight (one run
+on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 1 and 1 minutes:
+What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 1, 1 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
@@ -28,6 +28,7 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 1 
     cpsim run validation/one-h100-2.jsonl --seconds 0.1 --out validation/runs/h100-2.jsonl
     cpsim run validation/one-h100-layers-2.jsonl --seconds 0.2 --out validation/runs/h100-layer-2.jsonl
     cpsim run validation/one-h200-layers-2.jsonl --seconds 0.2 --out validation/runs/h200-layer-2.jsonl
+    cpsim run validation/one-h200-layers-2.jsonl --seconds 0.2 --out validation/runs/h200-layer-3.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 

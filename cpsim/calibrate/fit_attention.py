@@ -32,13 +32,15 @@ _START = {
     "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
     "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
     "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
-    "unaligned_factor": 1.02, "unaligned_celled_factor": 1.2, "partial_pair_s": 2.5e-11, "celled_pair_s": 1.6e-10,
+    "unaligned_factor": 1.02, "unaligned_full_factor": 1.02, "odd_factor": 1.02,
+    "unaligned_celled_factor": 1.2, "partial_pair_s": 2.5e-11, "celled_pair_s": 1.6e-10,
     "banded_pair_s": 2.5e-9, "unaligned_partial_pair_s": 1e-10, "unaligned_celled_pair_s": 3e-10,
     "unaligned_banded_pair_s": 2.8e-9, "banded_factor": 1.3, "block_banded_s": 2e-5, "query_pair_s": 1.6e-10,
     "query_cut_share": 0.2, "unaligned_query_cut_share": 0.7, "older_share": 0.57, "older_share_full": 0.57,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
-           "older_share": (0.5, 0.8), "older_share_full": (0.5, 0.8), "unaligned_factor": (1.0, 2.0),
+           "older_share": (0.5, 0.8), "older_share_full": (0.5, 0.8), "unaligned_factor": (0.8, 2.0),
+           "unaligned_full_factor": (0.8, 2.0), "odd_factor": (1.0, 2.0),
            "unaligned_celled_factor": (1.0, 2.0), "banded_factor": (1.0, 2.5), "query_cut_share": (1e-3, 1.5),
            "unaligned_query_cut_share": (1e-3, 1.5)}  # fmt: skip
 
@@ -76,7 +78,9 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     two_blocks = {"split_pair_s", "split_call_s", "alone_factor", *SHARES}
     unused = two_blocks if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
-    unused |= {"unaligned_factor"} if kernel not in ("cudnn", "sdpa_math") and not lists else set()
+    unused |= {"unaligned_factor"} if not (flash2 or kernel == "cudnn" or lists) else set()
+    unused |= {"unaligned_full_factor"} if not (flash2 or kernel in ("cudnn", "sdpa_math")) else set()
+    unused |= {"odd_factor"} if kernel != "sdpa_math" else set()
     unused |= {"block_causal_s"} if lists else set()
     unused |= {"block_shared_s"} if lists and (forward or kernel != "flex") else set()
     not_here = OF_QUERIES if forward else ("unaligned_celled_factor", "block_banded_s")
@@ -102,7 +106,8 @@ is compiled by itself and may have few points."""
 SPARSE_FITTED = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
 HEAD_DIM_FITTED = dict.fromkeys(
-    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", "unaligned_factor"), 0.05
+    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s",
+     "unaligned_factor", "unaligned_full_factor", "odd_factor"), 0.05
 ) | dict.fromkeys(OF_LISTED, VARIANT_PRIOR)
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
@@ -160,7 +165,7 @@ def fit_kernel(
         fitted = _with_discrepancy(physical, here)
     else:
         priors = dict.fromkeys(_free(*key)[0], NEAR)
-        physical, covariance = fit_few(here, replace(alike, discrepancy=NONE, head_dims=()), priors)
+        physical, covariance = fit_few(here, replace(alike, head_dims=()), priors)
         fitted = _with_discrepancy(physical, here, alike.discrepancy)
     fitted = _with_head_dims(key, fitted, [p for p in points if p["head_dim"] != head_dim], alike)
     calls_s, calls_spread = spread_of_calls(points)
@@ -219,8 +224,8 @@ def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[f
 
 
 def _with_discrepancy(params: AttentionParams, points: Sequence[Point], theirs: Discrepancy = NONE) -> AttentionParams:
-    """The same with a model of what it leaves over of these points, log(predicted / measured)."""
-    predicted, features = predicted_calls(params, points)
+    """The same with a model of what its physics leave over of these points, log(predicted / measured)."""
+    predicted, features = predicted_calls(replace(params, discrepancy=NONE), points)
     left_over = np.log(predicted / measured(points))
     return replace(params, discrepancy=fit_discrepancy(features, left_over, theirs))
 
@@ -246,7 +251,7 @@ def _near(
     theirs = alike.at(dim)
     start = replace(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
-        older_share=theirs.older_share, older_share_full=theirs.older_share_full,
+        older_share=theirs.older_share, older_share_full=theirs.older_share_full, discrepancy=theirs.discrepancy,
     )  # fmt: skip
     made, _ = fit_few(points, start, {name: NEAR for name in _free(*key)[0] if name in HEAD_DIM_FITTED})
     return _with_discrepancy(made, points, theirs.discrepancy)

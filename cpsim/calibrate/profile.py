@@ -232,8 +232,9 @@ def _attention_params(value: dict[str, Any]) -> AttentionParams:
         "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
         **{name: tuple(map(float, value.get(name, ()))) for name in ("calls_s", "calls_spread")},
     }  # fmt: skip
-    one_share = {"older_share_full": value["older_share"]} if "older_share" in value else {}  # of older files
-    return AttentionParams(**{**one_share, **value, **rest})
+    one = {"older_share": "older_share_full", "unaligned_factor": "unaligned_full_factor"}  # in older files, for both
+    older = {full: value[name] for name, full in one.items() if name in value}
+    return AttentionParams(**{**older, **value, **rest})
 
 
 def _discrepancy(value: dict[str, Any]) -> Discrepancy:

@@ -81,6 +81,8 @@ class Anatomy:
     """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
     lists_blocks: bool = False
     """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
+    aligns_queries: bool = False
+    """Whether code without checks of bounds needs whole tiles of queries and keys in a dense call, not of keys alone."""
     gathers_keys: bool = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
 
@@ -90,6 +92,7 @@ def _flash2(backward: bool) -> Anatomy:
         backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=64 if backward else 128,
         tile_k=128 if backward else 64, packs_heads=False, heads_outermost=True, heavy_first=False,
         blocks_per_sm=1 if backward else 2, splits_keys=not backward, grid_of_longest=True, accumulates_kv=False,
+        aligns_queries=True,
     )  # fmt: skip
 
 
@@ -263,7 +266,12 @@ class AttentionParams:
     split_call_s: float
     """Per call more where keys are split: the kernel that combines the parts."""
     unaligned_factor: float
-    """Slowdown where lengths are no multiples of the tile sizes; backward, of listed blocks, of those that own keys."""
+    """Slowdown of code that checks bounds, which lengths that are no multiples of the tile sizes need, under a causal
+    mask; of listed blocks under any, backward of those that own keys."""
+    unaligned_full_factor: float = 1.0
+    """The same without a mask."""
+    odd_factor: float = 1.0
+    """Slowdown more of an odd number of keys, whose scores naive attention loads one by one."""
     unaligned_celled_factor: float = 1.0
     """Slowdown more there of a kernel that can decide by rectangles."""
     partial_pair_s: float = 0.0

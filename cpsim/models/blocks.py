@@ -49,17 +49,19 @@ PAIRINGS = 8
 """Random pairings that the end of a call with two blocks on an SM is averaged over."""
 
 
-Sums = namedtuple("Sums", "num rows longest_row tiles most least queries keys whole_queries masked aligned idle work")
+Sums = namedtuple(
+    "Sums", "num rows longest_row tiles most least queries keys whole_queries masked aligned odd idle work"
+)
 """Of one call: sequences with work, tile rows of one head, those of the longest sequence, tiles of one head and of its
-longest and shortest row, tokens, queries rounded up to tiles, two flags, idle and tile seconds of one head."""
+longest and shortest row, tokens, queries rounded up to tiles, three flags, idle and tile seconds of one head."""
 Times = namedtuple("Times", "idle cut tile")
 """Of a block: seconds without tiles, those of two tiles or more that the mask cuts, and of one tile by itself."""
 FEATURES = (
     "waves", "tiles", "unevenness", "causal", "sequences", "heads", "sharing", "idleness", "traffic", "varlen", "split"
 )  # fmt: skip
 """What the discrepancy may depend on; logarithms to base 2 of all but flags and the share of traffic. Of listed blocks
-the share of partial ones stands for causal, the rule inside them for varlen, lengths that are not whole blocks for
-split."""
+the share of partial ones stands for causal, the rule inside them for varlen. Where a kernel does not split keys,
+lengths that are not whole tiles stand for split."""
 
 
 @njit(cache=True)
@@ -431,7 +433,7 @@ def _cuts(tiles: float) -> float:
 @njit(cache=True)
 def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # type: ignore[no-untyped-def]
     num, rows, tiles, longest_row, most, least = 0, 0, 0, 0, 0, 1 << 60
-    queries, keys, whole, aligned, cuts = 0, 0, 0, True, 0.0
+    queries, keys, whole, aligned, odd, cuts = 0, 0, 0, True, False, 0.0
     for i in range(begin, end):
         r, n, high, low = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
         if r == 0:
@@ -440,10 +442,11 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
         most, least = max(most, high), min(least, low)
         queries, keys = queries + q_len[i], keys + k_len[i]
         whole += (q_len[i] + tile_q - 1) // tile_q * tile_q
-        aligned = aligned and q_len[i] % tile_q == 0 and k_len[i] % g.tile_k == 0
+        aligned = aligned and k_len[i] % g.tile_k == 0 and (q_len[i] % tile_q == 0 or not g.aligns_queries)
+        odd = odd or k_len[i] % 2 == 1
         cuts += r * (_cuts(low) + 4.0 * _cuts((low + high) / 2) + _cuts(high)) / 6
     return Sums(
-        num, rows, longest_row, tiles, most, least, queries, keys, whole, masked, aligned,
+        num, rows, longest_row, tiles, most, least, queries, keys, whole, masked, aligned, odd,
         t.idle * rows, t.tile * tiles + t.cut * cuts,
     )  # fmt: skip
 
@@ -683,8 +686,10 @@ def _call(  # type: ignore[no-untyped-def]
         busy = heads * tile * s.tiles / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
-    if not s.aligned:
-        makespan *= g.unaligned_factor
+    if not s.aligned or (varlen and g.aligns_queries):
+        makespan *= g.unaligned_factor if masked else g.unaligned_full_factor
+    if s.odd:
+        makespan *= g.odd_factor
     beside, ends, around = _traffic(g, s, num_heads, num_kv_heads, varlen)
     makespan = (makespan**HIDING + (g.traffic_s_per_byte * beside) ** HIDING) ** (1.0 / HIDING)
     makespan = (makespan**HIDING_ENDS + (g.traffic_s_per_byte * ends) ** HIDING_ENDS) ** (1.0 / HIDING_ENDS)
@@ -700,7 +705,7 @@ def _call(  # type: ignore[no-untyped-def]
     look[7] = np.log2(makespan * g.slots / (heads * tile * s.tiles))
     look[8] = g.traffic_s_per_byte * beside / seconds
     look[9] = varlen
-    look[10] = splits > 1
+    look[10] = splits > 1 or (not s.aligned and not g.splits_keys)
     return seconds, slower
 
 

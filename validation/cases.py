@@ -2,14 +2,14 @@
 documents.jsonl (many short documents on two), drawn.jsonl, drawn-2.jsonl and drawn-3.jsonl (problems drawn at random,
 on two; those of the second are mostly for other people's code and for planners, the third has as many of both again),
 small-others.jsonl (few tokens in other people's code, on two), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl,
-one-h200-layers.jsonl, one-h200-2.jsonl, -3 and -4, one-h100-2.jsonl, one-h100-layers-2.jsonl and
-one-h200-layers-2.jsonl (calls of attention and whole layers drawn at random, on one GPU) and the folder eight (one run
-on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4 and -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and
+one-h200-layers-2.jsonl (calls of attention and whole layers drawn at random, on one GPU; those of one-h200-5 of any
+number of tokens) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 1, 1 and 1 minutes:
+What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2, 1, 1 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
@@ -25,6 +25,7 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 1,
     cpsim run validation/one-h200-2.jsonl --seconds 0.1 --out validation/runs/h200-one-3.jsonl
     cpsim run validation/one-h200-3.jsonl --seconds 0.1 --out validation/runs/h200-one-4.jsonl
     cpsim run validation/one-h200-4.jsonl --seconds 0.1 --out validation/runs/h200-one-5.jsonl
+    cpsim run validation/one-h200-5.jsonl --seconds 0.1 --out validation/runs/h200-one-6.jsonl
     cpsim run validation/one-h100-2.jsonl --seconds 0.1 --out validation/runs/h100-2.jsonl
     cpsim run validation/one-h100-layers-2.jsonl --seconds 0.2 --out validation/runs/h100-layer-2.jsonl
     cpsim run validation/one-h200-layers-2.jsonl --seconds 0.2 --out validation/runs/h200-layer-2.jsonl
@@ -182,9 +183,9 @@ def documents() -> Iterator[Case]:
                 yield from each(problem(2, tokens, "causal_document", kernel="sdpa_flash", documents=lens), (way,))
 
 
-def size_and_heads(rng: np.random.Generator, most: float) -> tuple[int, str]:
+def size_and_heads(rng: np.random.Generator, most: float, multiple: int = 128) -> tuple[int, str]:
     """Tokens of a GPU, up to two to the power of `most`, and heads, drawn at random."""
-    tokens = int(2 ** rng.uniform(10.5, most) // 128 * 128)
+    tokens = int(2 ** rng.uniform(10.5, most) // multiple * multiple)
     return tokens, str(rng.choice(["32:8", "40:8", "16:2", "24:24", "64:8", "28:4"]))
 
 
@@ -248,8 +249,8 @@ def small_others() -> Iterator[Case]:
             yield from each(asked | {"kernel": "sdpa_flash"}, ways, "torch")
 
 
-def one_gpu(cluster: str, seed: int) -> Iterator[Case]:
-    """Attention on one GPU, drawn at random: what one that no rank waits for takes."""
+def one_gpu(cluster: str, seed: int, multiple: int = 128) -> Iterator[Case]:
+    """Attention on one GPU, drawn at random: what one that no rank waits for takes; tokens are a `multiple`."""
     rng = np.random.default_rng(seed)
     masks = ("causal", "full", "causal_document", "full_document")
     for kernel, number, some in (
@@ -257,7 +258,7 @@ def one_gpu(cluster: str, seed: int) -> Iterator[Case]:
         ("flex", 8, ("causal", "lambda", "shared_question", "causal_blockwise")),
     ):  # fmt: skip
         for _ in range(number):
-            tokens, heads = size_and_heads(rng, 13 if kernel == "sdpa_math" else 15.5)
+            tokens, heads = size_and_heads(rng, 13 if kernel == "sdpa_math" else 15.5, multiple)
             mask, head_dim = str(rng.choice(some)), int(rng.choice((128,) if kernel == "fa2" else (64, 128, 128)))
             more = {"documents": lots(rng, tokens)} if "document" in mask else {}
             asked = problem(1, tokens, mask, heads, kernel=kernel, head_dim=head_dim, **more)
@@ -421,6 +422,7 @@ def files() -> dict[Path, str]:
         FOLDER / "one-h200-2.jsonl": text(one_gpu("h200-4", 19)),
         FOLDER / "one-h200-3.jsonl": text(one_gpu("h200-4", 20)),
         FOLDER / "one-h200-4.jsonl": text(one_gpu("h200-4", 21)),
+        FOLDER / "one-h200-5.jsonl": text(one_gpu("h200-4", 25, multiple=1)),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
     }
     for num_nodes in (2, 4):

@@ -82,7 +82,7 @@ class Anatomy:
     lists_blocks: bool = False
     """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
     aligns_queries: bool = False
-    """Whether code without checks of bounds needs whole tiles of queries and keys in a dense call, not of keys alone."""
+    """Whether code without checks of bounds is for dense calls of whole tiles of queries and keys, not keys alone."""
     gathers_keys: bool = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
 

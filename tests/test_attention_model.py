@@ -388,6 +388,35 @@ def test_a_head_dimension_has_the_times_of_the_next_measured_one_in_proportion()
     assert time[256] == pytest.approx(time[128] * 2, rel=0.05)
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    ("kernel", "slow"),
+    [
+        ("fa2", [(1000, 1024), (1024, 1000), (1000, 1000), (512, 512, 512)]),
+        ("cudnn", [(1024, 1000), (1000, 1000)]),
+        ("sdpa_math", [(1024, 1001), (1024, 1002), (1001, 1001)]),
+    ],
+)
+def test_code_that_checks_bounds_is_for_lengths_that_are_not_whole_tiles(kernel, slow, pass_):
+    """Of dense calls of flash-attn 2 queries count, too, and varlen ones always check; otherwise keys alone count."""
+    usual = dataclasses.replace(
+        load_profile("h200").attention[kernel, pass_], discrepancy=NONE, call_s=0.0, traffic_s_per_byte=0.0,
+        unaligned_factor=1.0, unaligned_full_factor=1.0, odd_factor=1.0,
+    )  # fmt: skip
+    checked = dataclasses.replace(usual, unaligned_factor=1.2, unaligned_full_factor=1.3, odd_factor=1.1)
+
+    def seconds(params, lens, causal):
+        q, k = (lens[:1], lens[1:]) if len(lens) == 2 else (lens, lens)
+        shape = np.array([0, len(q)]), np.array(q), np.array(k), np.full(len(q), causal)
+        return float(attention_seconds(params, *shape, np.array([64]), np.array([8]), 128)[0])
+
+    for lens in {*slow, (1024, 1024), (1000, 1024)}:
+        for causal in (False, lens[0] <= lens[-1]):
+            once = 1.2 if causal and kernel != "sdpa_math" else 1.3  # naive attention computes all pairs
+            slower = (once if lens in slow else 1.0) * (1.1 if lens[-1] % 2 else 1.0)
+            assert seconds(checked, lens, causal) == pytest.approx(slower * seconds(usual, lens, causal), rel=1e-6)
+
+
 def listing(kernel, pass_, **times):
     """A kernel that lists blocks, with round times and without traffic and power limit."""
     zeros = {f.name: 0.0 for f in dataclasses.fields(AttentionParams) if f.type == "float"}

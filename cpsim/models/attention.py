@@ -17,6 +17,9 @@ point, with several the varlen one, as `real.attention` does.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
   Loads of keys hide behind tiles; queries and outputs, which move when a block has no tiles, hardly do.
 * Split keys launch a second kernel that combines the parts.
+* Code that checks bounds is compiled apart, for a causal mask and for none. cuDNN needs it where keys are not whole
+  tiles, flash-attention 2 where queries are not either, and in varlen calls; the matrix products of naive attention
+  load scores by 16 bytes where keys are multiples of 8, and one by one where they are odd.
 * Kernels that list blocks visit those of 128 x 128 tokens that the mask touches, whatever its shape. Deciding pair by
   pair in blocks that it cuts takes time, which depends on how the kernel was compiled: for runs of keys, rectangles or
   bands, and with or without checks of bounds. Backward, both who owns keys and who owns queries compute the scores.
@@ -115,7 +118,8 @@ def _cudnn(backward: bool) -> Anatomy:
 def _math(backward: bool) -> Anatomy:
     """Plain PyTorch: matrix products of one sequence after another, and passes over all scores.
 
-    Its tiles are what the loads of matrix products need to be aligned: 8 elements, or 16 bytes.
+    Its tiles are what the loads of matrix products need to be aligned: 8 elements, or 16 bytes. Rows of scores are as
+    long as there are keys, so that queries do not count.
     """
     return Anatomy(
         backward=backward, tile_q_causal=0, tile_q_full=8, tile_k=8, packs_heads=False, heads_outermost=False,

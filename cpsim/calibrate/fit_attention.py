@@ -59,7 +59,8 @@ OF_LISTED = ("partial_pair_s", "unaligned_partial_pair_s", *OF_RULE, *OF_QUERIES
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     """Names to fit and where all parameters start; what is not fitted has no effect."""
     flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
-    lists, naive = ANATOMY[kernel, pass_].lists_blocks, kernel in ("math", "sdpa_math")
+    anatomy, naive = ANATOMY[kernel, pass_], kernel in ("math", "sdpa_math")
+    lists = anatomy.lists_blocks
     start = dict(_START)
     start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
     if kernel == "math":  # on a CPU, which has no power limit that a call would meet
@@ -78,14 +79,14 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     two_blocks = {"split_pair_s", "split_call_s", "alone_factor", *SHARES}
     unused = two_blocks if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
-    unused |= {"unaligned_factor"} if not (flash2 or kernel == "cudnn" or lists) else set()
-    unused |= {"unaligned_full_factor"} if not (flash2 or kernel in ("cudnn", "sdpa_math")) else set()
+    unused |= {"unaligned_factor"} if naive or not (anatomy.aligns_keys or lists) else set()
+    unused |= {"unaligned_full_factor"} if kernel == "math" or lists or not anatomy.aligns_keys else set()
     unused |= {"odd_factor"} if kernel != "sdpa_math" else set()
     unused |= {"block_causal_s"} if lists else set()
     unused |= {"block_shared_s"} if lists and (forward or kernel != "flex") else set()
     not_here = OF_QUERIES if forward else ("unaligned_celled_factor", "block_banded_s")
     unused |= set(not_here if kernel == "flex" else OF_LISTED)
-    if ANATOMY[kernel, pass_].gathers_keys:  # neither causal nor dense
+    if anatomy.gathers_keys:  # neither causal nor dense
         unused |= {"block_causal_s", "block_varlen_s", "call_varlen_s"}
     if naive:
         unused |= {"block_causal_s", "busy_power"}

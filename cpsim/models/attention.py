@@ -84,8 +84,10 @@ class Anatomy:
     """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
     lists_blocks: bool = False
     """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
+    aligns_keys: bool = False
+    """Whether calls whose keys are whole tiles run code of their own, without checks of bounds."""
     aligns_queries: bool = False
-    """Whether code without checks of bounds is for dense calls of whole tiles of queries and keys, not keys alone."""
+    """Whether queries must be whole tiles, too, and the call a dense one."""
     gathers_keys: bool = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
 
@@ -95,7 +97,7 @@ def _flash2(backward: bool) -> Anatomy:
         backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=64 if backward else 128,
         tile_k=128 if backward else 64, packs_heads=False, heads_outermost=True, heavy_first=False,
         blocks_per_sm=1 if backward else 2, splits_keys=not backward, grid_of_longest=True, accumulates_kv=False,
-        aligns_queries=True,
+        aligns_keys=True, aligns_queries=True,
     )  # fmt: skip
 
 
@@ -111,7 +113,7 @@ def _cudnn(backward: bool) -> Anatomy:
     return Anatomy(
         backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=64 if backward else 128, tile_k=128,
         packs_heads=False, heads_outermost=True, heavy_first=False, blocks_per_sm=1, splits_keys=False,
-        grid_of_longest=True, accumulates_kv=False,
+        grid_of_longest=True, accumulates_kv=False, aligns_keys=True,
     )  # fmt: skip
 
 
@@ -124,6 +126,7 @@ def _math(backward: bool) -> Anatomy:
     return Anatomy(
         backward=backward, tile_q_causal=0, tile_q_full=8, tile_k=8, packs_heads=False, heads_outermost=False,
         heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
+        aligns_keys=True,
     )  # fmt: skip
 
 

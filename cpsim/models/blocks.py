@@ -442,7 +442,8 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
         most, least = max(most, high), min(least, low)
         queries, keys = queries + q_len[i], keys + k_len[i]
         whole += (q_len[i] + tile_q - 1) // tile_q * tile_q
-        aligned = aligned and k_len[i] % g.tile_k == 0 and (q_len[i] % tile_q == 0 or not g.aligns_queries)
+        aligned = aligned and (k_len[i] % g.tile_k == 0 or not g.aligns_keys)
+        aligned = aligned and (q_len[i] % tile_q == 0 or not g.aligns_queries)
         odd = odd or k_len[i] % 2 == 1
         cuts += r * (_cuts(low) + 4.0 * _cuts((low + high) / 2) + _cuts(high)) / 6
     return Sums(

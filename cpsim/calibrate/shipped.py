@@ -21,9 +21,9 @@ def recipes() -> dict[str, dict[str, Any]]:
 
     Of files under `only` no more than points of one op count. That of one H200 by itself has nothing but attention:
     where a host has several GPUs, every kernel takes 1.6 us more, which shows in memory-bound ones. Kinds of ops and
-    kernels under `without` do not count: reductions of layers in all files but one of each GPU, since they are compiled
-    for the rows that they first meet, and take from half as long to three times as long as in another process; five
-    calls of fa4_sparse in `h100-masked-blocks-math`, from which others of them are predicted 11 % off.
+    kernels under `without` do not count: reductions of layers in later files of a GPU, since they are compiled for the
+    rows that they first meet and take from half as long to three times as long as in another process; five calls of
+    fa4_sparse in `h100-masked-blocks-math`, from which others of them are predicted 11 % off.
 
     Raises:
         ProfileError: measurements are not installed with cpsim.

@@ -96,6 +96,8 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     return tuple(name for name in FITTED if name not in unused | fixed), start
 
 
+OF_CODE = ("unaligned_factor", "unaligned_full_factor", "odd_factor")
+"""How variants of a kernel's code compare. GPUs alike run the same code, so that few calls of one need not tell again."""
 STEPS = (0.5, 0.25, 0.12, 0.06, 0.25, 0.12, 0.06)
 """Differences of logarithms for derivatives: replays of blocks jump a little, so wide ones come first, to see past
 that, and once more from where narrow ones ended."""
@@ -107,8 +109,7 @@ is compiled by itself and may have few points."""
 SPARSE_FITTED = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
 HEAD_DIM_FITTED = dict.fromkeys(
-    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s",
-     "unaligned_factor", "unaligned_full_factor", "odd_factor"), 0.05
+    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", *OF_CODE), 0.05
 ) | dict.fromkeys(OF_LISTED, VARIANT_PRIOR)
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
@@ -116,7 +117,7 @@ is compiled for tiles whose registers do not hold what bands need, and takes sev
 HEAD_DIM_REST, MANY = 0.05, 100
 """The same for all others, where there are so many calls."""
 NEAR = 0.15
-"""The same for all parameters near those of a GPU alike."""
+"""The same for all parameters near those of a GPU alike, but for `OF_CODE`."""
 SPREAD_SAMPLES, SPREAD_POINTS, SPREAD_GROUPS = 5, 30, 8
 """How much equal calls differ is told by points of at least so many samples, in groups of at least so many points; and
 at most so many groups."""
@@ -165,7 +166,7 @@ def fit_kernel(
         physical, covariance = _fit_all(key, here, head_dim, num_sms)
         fitted = _with_discrepancy(physical, here)
     else:
-        priors = dict.fromkeys(_free(*key)[0], NEAR)
+        priors = dict.fromkeys((name for name in _free(*key)[0] if name not in OF_CODE), NEAR)
         physical, covariance = fit_few(here, replace(alike, head_dims=()), priors)
         fitted = _with_discrepancy(physical, here, alike.discrepancy)
     fitted = _with_head_dims(key, fitted, [p for p in points if p["head_dim"] != head_dim], alike)
@@ -254,7 +255,8 @@ def _near(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
         older_share=theirs.older_share, older_share_full=theirs.older_share_full, discrepancy=theirs.discrepancy,
     )  # fmt: skip
-    made, _ = fit_few(points, start, {name: NEAR for name in _free(*key)[0] if name in HEAD_DIM_FITTED})
+    names = (name for name in _free(*key)[0] if name in HEAD_DIM_FITTED and name not in OF_CODE)
+    made, _ = fit_few(points, start, dict.fromkeys(names, NEAR))
     return _with_discrepancy(made, points, theirs.discrepancy)
 
 

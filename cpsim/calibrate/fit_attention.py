@@ -97,7 +97,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
 
 
 OF_CODE = ("unaligned_factor", "unaligned_full_factor", "odd_factor")
-"""How variants of a kernel's code compare. GPUs alike run the same code, so that few calls of one need not tell again."""
+"""How variants of a kernel's code compare. GPUs alike run the same, so that few calls of one need not tell again."""
 STEPS = (0.5, 0.25, 0.12, 0.06, 0.25, 0.12, 0.06)
 """Differences of logarithms for derivatives: replays of blocks jump a little, so wide ones come first, to see past
 that, and once more from where narrow ones ended."""

@@ -389,9 +389,14 @@ def test_older_profiles_have_one_share_and_factor_for_all_masks_and_do_not_say_h
     for params in data["attention"].values():
         for name in ("older_share_full", "unaligned_full_factor", "calls_s", "calls_spread"):
             params.pop(name, None)
-    params = from_json(data, "older").attention["fa2", "fwd"]
+        for name in ("aligns_keys", "aligns_queries"):
+            params["anatomy"].pop(name, None)
+    older = from_json(data, "older").attention
+    params = older["fa2", "fwd"]
     assert params.older_share_full == params.older_share > 0.5
-    assert params.unaligned_full_factor == params.unaligned_factor
+    assert older["cudnn", "bwd"].unaligned_full_factor == older["cudnn", "bwd"].unaligned_factor > 1
+    assert older["cudnn", "bwd"].anatomy.aligns_keys
+    assert not older["fa4", "bwd"].anatomy.aligns_keys
     assert params.spread(np.array([1e-3])) == 0
 
 

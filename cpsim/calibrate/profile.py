@@ -227,13 +227,16 @@ def _layer_costs(value: dict[str, Any]) -> LayerCosts:
 
 
 def _attention_params(value: dict[str, Any]) -> AttentionParams:
+    """Older files have one share and one factor for all masks, and the latter wherever any length is not whole."""
+    one = {"older_share": "older_share_full", "unaligned_factor": "unaligned_full_factor"}
+    older = {full: value[name] for name, full in one.items() if name in value}
+    slows = "unaligned_full_factor" not in value and older.get("unaligned_full_factor", 1.0) != 1.0
     rest = {
-        "anatomy": Anatomy(**value["anatomy"]), "discrepancy": _discrepancy(value["discrepancy"]),
+        "anatomy": Anatomy(**{"aligns_keys": slows, "aligns_queries": slows, **value["anatomy"]}),
+        "discrepancy": _discrepancy(value["discrepancy"]),
         "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
         **{name: tuple(map(float, value.get(name, ()))) for name in ("calls_s", "calls_spread")},
     }  # fmt: skip
-    one = {"older_share": "older_share_full", "unaligned_factor": "unaligned_full_factor"}  # in older files, for both
-    older = {full: value[name] for name, full in one.items() if name in value}
     return AttentionParams(**{**older, **value, **rest})
 
 

@@ -13,7 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cpsim.calibrate.fit import current
+from cpsim.calibrate.fit_network import errors_of_slowdowns
 from cpsim.calibrate.profile import load_profile
+from cpsim.calibrate.shipped import measurements
 from cpsim.comparison import compare, errors_of, grouped, predict_runs
 from cpsim.runs import load_runs
 
@@ -84,6 +89,11 @@ def accuracy_table() -> str:
     for model in MODELS:
         other = "network of H200" if model in NETWORK else _errors(h100[model])
         lines.append(f"| {model} | {_errors(h200[model])} | {other} |")
+    slowed = errors_of_slowdowns(current(measurements("h200"), load_profile("h200").gpu))
+    for what, errors in zip(("kernels by communication", "communication by kernels"), slowed, strict=True):
+        errors = np.abs(errors)
+        row = {"mean_absolute": errors.mean(), "p95": np.quantile(errors, 0.95), "worst": errors.max()}
+        lines.append(f"| slowdown of {what} | {_errors(row | {'points': len(errors)})} | that of H200 |")
     return "\n".join(lines)
 
 

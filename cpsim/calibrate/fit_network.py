@@ -144,6 +144,24 @@ def fit_interference(points: Sequence[Point]) -> InterferenceParams:
     )
 
 
+def errors_of_slowdowns(points: Sequence[Point]) -> tuple[Floats, Floats]:
+    """log(predicted / measured) slowdowns of computations and of communications in overlaps, each by the others alone.
+
+    An op that the other one did not slow at all by its own samples says nothing about a factor.
+    """
+
+    def errors(store: Spans) -> Floats:
+        found = [
+            np.log(_slowdown([*spans[:i], *spans[i + 1 :]]) / (beside / (beside - lost)))
+            for by in store.values() for spans in by.values()
+            for i, (beside, lost) in enumerate(spans) if len(spans) > 1 and lost < beside
+        ]  # fmt: skip
+        return np.array(found)
+
+    computation, communication = overlaps([p for p in points if p["op"] == "overlap"])
+    return errors(computation), errors(communication)
+
+
 Spans = dict[str, dict[str, list[tuple[float, float]]]]
 """By the names of both ops: seconds that one ran beside the other, and what it lost in them."""
 LEAST_OVERLAP: Final = 0.2

@@ -31,7 +31,7 @@ NETWORK = (
     "collective all_reduce",
     "transfer",
 )
-KERNELS = "fa4", "fa2", "cudnn", "sdpa_flash", "flex"
+KERNELS = "fa4", "fa2", "cudnn", "sdpa_flash", "flex", "sdpa_math"
 MODELS = (
     *(f"attention {pass_} {kernel}" for kernel in KERNELS for pass_ in ("fwd", "bwd")),
     "memory-bound",

@@ -117,7 +117,7 @@ is compiled for tiles whose registers do not hold what bands need, and takes sev
 HEAD_DIM_REST, MANY = 0.05, 100
 """The same for all others, where there are so many calls."""
 NEAR = 0.15
-"""The same for all parameters near those of a GPU alike, but for `OF_CODE`."""
+"""The same for parameters near those of a GPU alike."""
 SPREAD_SAMPLES, SPREAD_POINTS, SPREAD_GROUPS = 5, 30, 8
 """How much equal calls differ is told by points of at least so many samples, in groups of at least so many points; and
 at most so many groups."""
@@ -166,8 +166,7 @@ def fit_kernel(
         physical, covariance = _fit_all(key, here, head_dim, num_sms)
         fitted = _with_discrepancy(physical, here)
     else:
-        priors = dict.fromkeys((name for name in _free(*key)[0] if name not in OF_CODE), NEAR)
-        physical, covariance = fit_few(here, replace(alike, head_dims=()), priors)
+        physical, covariance = fit_few(here, replace(alike, head_dims=()), _near_priors(key))
         fitted = _with_discrepancy(physical, here, alike.discrepancy)
     fitted = _with_head_dims(key, fitted, [p for p in points if p["head_dim"] != head_dim], alike)
     calls_s, calls_spread = spread_of_calls(points)
@@ -255,9 +254,13 @@ def _near(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
         older_share=theirs.older_share, older_share_full=theirs.older_share_full, discrepancy=theirs.discrepancy,
     )  # fmt: skip
-    names = (name for name in _free(*key)[0] if name in HEAD_DIM_FITTED and name not in OF_CODE)
-    made, _ = fit_few(points, start, dict.fromkeys(names, NEAR))
+    made, _ = fit_few(points, start, {n: w for n, w in _near_priors(key).items() if n in HEAD_DIM_FITTED})
     return _with_discrepancy(made, points, theirs.discrepancy)
+
+
+def _near_priors(key: tuple[str, str]) -> dict[str, float]:
+    """What is fitted of a kernel near a GPU alike, and weights that hold it there."""
+    return {name: NEAR for name in _free(*key)[0] if name not in OF_CODE}
 
 
 def _alone(key: tuple[str, str], params: AttentionParams, dim: int, points: Sequence[Point]) -> AttentionParams:

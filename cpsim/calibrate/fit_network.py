@@ -147,7 +147,7 @@ def fit_interference(points: Sequence[Point]) -> InterferenceParams:
 def errors_of_slowdowns(points: Sequence[Point]) -> tuple[Floats, Floats]:
     """log(predicted / measured) slowdowns of computations and of communications in overlaps, each by the others alone.
 
-    An op that the other one did not slow at all by its own samples says nothing about a factor.
+    Kinds of which there is one overlap are left out.
     """
 
     def errors(store: Spans) -> Floats:

@@ -193,13 +193,13 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
         errors.append(np.abs(seconds / seconds[0] / measured - 1))
         without.append(np.abs(1 / measured - 1))
     assert np.shape(errors) == (18, num)
-    assert np.mean(errors) <= 0.028
+    assert np.mean(errors) <= 0.024
     assert np.max(errors) <= 0.15
     assert np.mean(without) >= 2 * np.mean(errors)
 
 
 @pytest.mark.parametrize(("kernel", "pass_", "mean", "p95"), [
-    ("fa2", "fwd", 0.027, 0.08), ("fa2", "bwd", 0.01, 0.03),
+    ("fa2", "fwd", 0.024, 0.075), ("fa2", "bwd", 0.01, 0.03),
     ("sdpa_flash", "fwd", 0.03, 0.095), ("sdpa_flash", "bwd", 0.01, 0.032),
 ])  # fmt: skip
 def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_, mean, p95):
@@ -392,13 +392,14 @@ def test_a_head_dimension_has_the_times_of_the_next_measured_one_in_proportion()
 @pytest.mark.parametrize(
     ("kernel", "slow"),
     [
-        ("fa2", [(1000, 1024), (1024, 1000), (1000, 1000), (512, 512, 512)]),
+        ("fa2", [(1000, 1024), (1024, 1000), (1000, 1000), (512, 512, 512)]),  # backward
         ("cudnn", [(1024, 1000), (1000, 1000)]),
         ("sdpa_math", [(1024, 1001), (1024, 1002), (1001, 1001)]),
     ],
 )
 def test_code_that_checks_bounds_is_for_lengths_that_are_not_whole_tiles(kernel, slow, pass_):
-    """Of dense calls of flash-attn 2 queries count, too, and varlen ones always check; otherwise keys alone count."""
+    """Queries of flash-attn 2 count, too, and varlen calls always check, but only backward; otherwise keys alone count."""
+    slow = [] if (kernel, pass_) == ("fa2", "fwd") else slow
     usual = dataclasses.replace(
         load_profile("h200").attention[kernel, pass_].at(128), discrepancy=NONE, call_s=0.0, call_varlen_s=0.0,
         traffic_s_per_byte=0.0, head_dims=(), unaligned_factor=1.0, unaligned_full_factor=1.0, odd_factor=1.0,

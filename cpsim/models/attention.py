@@ -97,7 +97,7 @@ def _flash2(backward: bool) -> Anatomy:
         backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=64 if backward else 128,
         tile_k=128 if backward else 64, packs_heads=False, heads_outermost=True, heavy_first=False,
         blocks_per_sm=1 if backward else 2, splits_keys=not backward, grid_of_longest=True, accumulates_kv=False,
-        aligns_keys=True, aligns_queries=True,
+        aligns_keys=backward, aligns_queries=backward,
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What DCP's executor calls: its Triton kernels, on the GPU and on the host, and its all-to-all.
+"""The Triton kernels of DCP's executor, on the GPU and on the host.
 
     torchrun --nproc-per-node 1 -m real.measure_dcp --code dcp/dcp/ops/fused_ops.py --out dcp.jsonl
 
@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cpsim.calibrate.measurement import ROUNDS, Writer
@@ -36,12 +35,7 @@ BLOCKS = (1024, 2048, 4096)
 """Tokens of a block, as the benchmark tries them."""
 COUNTS = (4, 16, 64, 256)
 """Blocks of one head that a call makes."""
-PARTS = (2, 4, 8)
-"""Results that are merged or summed into one."""
-STEPS = (
-    ("eager", "dcp_copy", "dcp_all_to_all", "dcp_merge"),
-    ("eager", "dcp_copy", "dcp_all_to_all", "dcp_sum", "dcp_gradients"),
-)  # fmt: skip
+STEPS = (("eager", "dcp_copy", "dcp_merge"), ("eager", "dcp_copy", "dcp_sum", "dcp_gradients"))
 """A stage forward, and one backward."""
 
 
@@ -84,8 +78,11 @@ def gradients(code: ModuleType, block: int, count: int, device: torch.device) ->
     return _keeping(call, kept), 3 * count * block * 2 * DIM * 2
 
 
-def sums(code: ModuleType, block: int, count: int, parts: int, device: torch.device) -> tuple[Call, int]:
-    """Gradients of some computations, of queries, summed into those of the first."""
+def sums(code: ModuleType, block: int, count: int, device: torch.device, parts: int = 2) -> tuple[Call, int]:
+    """Gradients summed into the first of each: the call, and the bytes of the sums, read and written once.
+
+    How many are added hardly tells: programs of `TILE` elements take as long as SMs take to start them.
+    """
     size = block * DIM
     held = torch.zeros(count * parts, size, device=device, dtype=torch.bfloat16)
     ints = partial(numbers, device=device)
@@ -94,34 +91,20 @@ def sums(code: ModuleType, block: int, count: int, parts: int, device: torch.dev
     first, same = ints([i * parts for i in range(count)]), ints([parts] * count)
     whole = pointer, offsets, stride, same, pointer, first, stride, ints([size] * count)
     call = partial(code.fused_blockwise_sum, *whole, torch.bfloat16, parts, size, TILE)
-    return _keeping(call, held), 2 * count * (parts + 1) * size
+    return _keeping(call, held), 4 * count * size
 
 
-def merge(code: ModuleType, block: int, count: int, parts: int, device: torch.device) -> tuple[Call, int]:
-    """Partial outputs merged into the first, with their log-sum-exps."""
-    number = count * parts
-    out = torch.zeros(number, block, 1, DIM, device=device, dtype=torch.bfloat16)
-    lse = torch.zeros(1, number, block, device=device)
-    ints = partial(numbers, device=device)
-    table = ints([[i * parts + j for j in range(parts)] for i in range(count)])
-    offsets = ints([i * parts * block for i in range(count)])
+def merge(code: ModuleType, block: int, count: int, device: torch.device) -> tuple[Call, int]:
+    """Pairs of partial outputs merged into the first, with their log-sum-exps."""
+    out = torch.zeros(2 * count, block, 1, DIM, device=device, dtype=torch.bfloat16)
+    lse = torch.zeros(1, 2 * count, block, device=device)
+    ints, tokens = partial(numbers, device=device), 2 * count * block
+    pairs = ints([[2 * i, 2 * i + 1] for i in range(count)])
     call = partial(
-        code.flash_attn_update_out_lse, out, out, lse, lse, 1, table, offsets, ints([block] * count),
-        ints([parts] * count), block, block * DIM, DIM, block, 1, number * block, number * block, DIM, parts,
-        MERGE_TILE,
+        code.flash_attn_update_out_lse, out, out, lse, lse, 1, pairs, ints([2 * i * block for i in range(count)]),
+        ints([block] * count), ints([2] * count), block, block * DIM, DIM, block, 1, tokens, tokens, DIM, 2, MERGE_TILE,
     )  # fmt: skip
-    return call, count * (parts + 1) * block * (2 * DIM + 4)
-
-
-def all_to_all(device: torch.device) -> Call:
-    """Parts of given sizes, and the wait for them, as its executor writes it."""
-    size = 1024 * DIM
-    sent, got = (torch.zeros(size, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    def call() -> None:
-        dist.all_to_all_single(got, sent, [size], [size], async_op=True).wait()
-
-    return call
+    return call, 3 * count * block * (2 * DIM + 4)
 
 
 def _keeping(call: Call, *tensors: Tensor) -> Call:
@@ -135,19 +118,14 @@ def _keeping(call: Call, *tensors: Tensor) -> Call:
 
 def measure_kernels(code: ModuleType, bench: Bench) -> None:
     """Seconds of all kernels over bytes."""
-    device = bench.device
-    for block, count in product(BLOCKS, COUNTS):
-        jobs = [("dcp_copy", 1, partial(copy, code, block, count, device)),
-                ("dcp_gradients", 1, partial(gradients, code, block, count, device))]  # fmt: skip
-        jobs += [("dcp_sum", parts, partial(sums, code, block, count, parts, device)) for parts in PARTS]
-        jobs += [("dcp_merge", parts, partial(merge, code, block, count, parts, device)) for parts in PARTS]
-        for kind, parts, make in jobs:
-            call, nbytes = make()
-            bench.point(
-                "elementwise", partial(bench.samples, call), kind=kind, nbytes=nbytes, block=block, blocks=count,
-                parts=parts,
-            )  # fmt: skip
-            torch.cuda.empty_cache()
+    makers = {"dcp_copy": copy, "dcp_gradients": gradients, "dcp_sum": sums, "dcp_merge": merge}
+    for block, count, (kind, make) in product(BLOCKS, COUNTS, makers.items()):
+        call, nbytes = make(code, block, count, bench.device)
+        bench.point("elementwise", partial(bench.samples, call), kind=kind, nbytes=nbytes, block=block, blocks=count)
+    for count in COUNTS:
+        call, nbytes = sums(code, BLOCKS[0], count, bench.device, parts=4)
+        bench.point("elementwise", partial(bench.samples, call), kind="dcp_sum", nbytes=nbytes, block=BLOCKS[0],
+                    blocks=count, parts=4)  # fmt: skip
 
 
 def measure_host(code: ModuleType, node: Node, writer: Writer) -> None:
@@ -156,10 +134,9 @@ def measure_host(code: ModuleType, node: Node, writer: Writer) -> None:
     made: dict[str, Call] = {
         "eager": lambda: wide[256:].copy_(wide[:256]),
         "dcp_copy": copy(code, 1024, 8, device)[0],
-        "dcp_merge": merge(code, 1024, 8, 2, device)[0],
-        "dcp_sum": sums(code, 1024, 8, 2, device)[0],
+        "dcp_merge": merge(code, 1024, 8, device)[0],
+        "dcp_sum": sums(code, 1024, 8, device)[0],
         "dcp_gradients": gradients(code, 1024, 8, device)[0],
-        "dcp_all_to_all": all_to_all(device),
     }
     for call in [*made.values()] * 5:
         call()

@@ -135,7 +135,8 @@ def host_paces(measurements: Sequence[Measurements]) -> dict[str, list[float]]:
     """How long the host took over the mean of all hosts when it made every point of each file.
 
     That is the machine's speed. A host that does something else may take several times as long for a while: a step
-    whose eager ops took more than `DISTURBED` times what they usually take in steps counts by these.
+    whose eager ops took more than `DISTURBED` times what they usually take in steps counts by these, as do all steps of
+    a machine that timed nothing else.
     """
     speeds, steps = host_speeds(measurements), {m.source: _steps(m) for m in measurements}
     eager: dict[tuple[str, str], list[float]] = {}
@@ -144,15 +145,13 @@ def host_paces(measurements: Sequence[Measurements]) -> dict[str, list[float]]:
             eager.setdefault(op, []).append(seconds / speeds.get(source, 1.0))
     usual = {op: float(np.median(seconds)) for op, seconds in eager.items()}
 
-    def pace(step: Mapping[tuple[str, str], float], speed: float) -> float:
+    def pace(step: Mapping[tuple[str, str], float], speed: float | None) -> float:
         if not step:
-            return speed
+            return speed or 1.0
         found = float(np.exp(np.mean([np.log(seconds / usual[op]) for op, seconds in step.items()])))
-        return found if found > DISTURBED * speed else speed
+        return found if speed is None or found > DISTURBED * speed else speed
 
-    return {
-        source: [pace(step, speeds.get(source, 1.0)) for step in of_point] for source, of_point in steps.items()
-    }
+    return {source: [pace(step, speeds.get(source)) for step in of_point] for source, of_point in steps.items()}
 
 
 def _steps(m: Measurements) -> list[dict[tuple[str, str], float]]:

@@ -51,7 +51,7 @@ def stand_in(name: str, folder: Path = FOLDER) -> StandIn | None:
     recipe = recipes()[name]
     if "base" not in recipe:
         return None
-    ratios = {key: recipe[key] for key in ("memory_ratio", "network_ratio") if key in recipe}
+    ratios = {key: recipe[key] for key in ("memory_ratio", "network_ratio", "sm_ratio") if key in recipe}
     return StandIn(profile=load_profile(folder / f"{recipe['base']}.json"), **ratios)
 
 

@@ -11,7 +11,7 @@ from cpsim.cluster import Gpu, presets
 from cpsim.models.attention import PER_PAIR, AttentionParams
 from cpsim.models.collective import CollectiveParams, Curve
 from cpsim.models.discrepancy import NONE
-from cpsim.models.elementwise import ElementwiseParams
+from cpsim.models.elementwise import OF_SMS, ElementwiseParams
 
 SCALED_SIGMA: Final = 0.15
 """Standard deviation, relative, of what a ratio of data sheets says about another GPU; assumed, not measured."""
@@ -35,11 +35,16 @@ class StandIn:
     """Memory bandwidth of this GPU over that of the profile's."""
     network_ratio: float = 1.0
     """The same for its NVLink port."""
+    sm_ratio: float = 1.0
+    """SMs times clock of this GPU over those of the profile's."""
 
     def elementwise(self) -> ElementwiseParams:
-        """Memory-bound kernels: bandwidths scaled, latencies kept."""
+        """Memory-bound kernels: bandwidths scaled, of some with SMs, and latencies kept."""
         theirs = self.profile.elementwise
-        scaled = {kind: rate * self.memory_ratio for kind, rate in theirs.bandwidth_bytes_per_s.items()}
+        scaled = {
+            kind: rate * (self.sm_ratio if kind in OF_SMS else self.memory_ratio)
+            for kind, rate in theirs.bandwidth_bytes_per_s.items()
+        }
         return replace(theirs, bandwidth_bytes_per_s=scaled)
 
     def collective(self) -> CollectiveParams:
@@ -88,7 +93,7 @@ class StandIn:
 
     def words(self, parts: list[str]) -> str:
         """What stands in, for people."""
-        ratios = {"memory bandwidth": self.memory_ratio, "NVLink": self.network_ratio}
+        ratios = {"memory bandwidth": self.memory_ratio, "NVLink": self.network_ratio, "SMs": self.sm_ratio}
         scaled = [f"{name} x {ratio:g}" for name, ratio in ratios.items() if ratio != 1.0]
         how = f", scaled by {' and '.join(scaled)}" if scaled else ""
         return f"{', '.join(parts)} from profile {self.profile.name} ({self.profile.gpu}){how}"
@@ -118,7 +123,9 @@ def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
     grade += f"{memory:.3g}, its network inside a node and launches kept"
     return replace(
         base, name=DATA_SHEET, gpu=gpu.name, grade=grade, attention=attention, sigma={**base.sigma, **wider},
-        elementwise=StandIn(profile=base, memory_ratio=memory).elementwise(), held_out=(),
+        elementwise=StandIn(
+            profile=base, memory_ratio=memory, sm_ratio=gpu.num_sms / theirs.num_sms
+        ).elementwise(), held_out=(),
         layers=_moved_layers(base.layers, gpu.num_sms, memory, rate) if base.layers else None,
     )  # fmt: skip
 

@@ -48,13 +48,16 @@ def moved_apart(mask: Slices, documents: Sequence[int], padding: Sequence[int]) 
     return Slices(q_start, q_end, k_start, k_end, mask.low, mask.high)
 
 
-def repeated(mask: Slices, times: int, num_tokens: int) -> Slices:
-    """A mask of so many tokens several times, one after the other; none sees another."""
-    at = np.arange(times)[:, None] * num_tokens
-    q_start, q_end, k_start, k_end = (
-        (edge + at).ravel() for edge in (mask.q_start, mask.q_end, mask.k_start, mask.k_end)
+def repeated(mask: Slices, times: int, num_tokens: int, sharing: int = 1) -> Slices:
+    """A mask of so many tokens several times, one after the other; so many in a row see the keys of the first."""
+    number = np.arange(times)[:, None]
+    at, keys_at = number * num_tokens, number // sharing * sharing * num_tokens
+    q_start, q_end = ((edge + at).ravel() for edge in (mask.q_start, mask.q_end))
+    k_start, k_end = ((edge + keys_at).ravel() for edge in (mask.k_start, mask.k_end))
+    low, high = (
+        np.where(np.abs(edge) < UNBOUNDED, edge + keys_at - at, edge).ravel() for edge in (mask.low, mask.high)
     )
-    return Slices(q_start, q_end, k_start, k_end, np.tile(mask.low, times), np.tile(mask.high, times))
+    return Slices(q_start, q_end, k_start, k_end, low, high)
 
 
 @lru_cache(maxsize=4)

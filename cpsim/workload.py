@@ -37,6 +37,8 @@ class Workload:
     """Tokens behind every document that see nothing and are not seen, which some people's code adds; empty: none."""
     head_groups: int = 1
     """Times that all tokens are counted, once for every group of heads, where groups are apart; see ``by_group``."""
+    groups_per_kv: int = 1
+    """Head groups, one after the other, that see the keys of the first of them."""
 
     def __post_init__(self) -> None:
         if not self.documents or min(self.documents) < 1:
@@ -54,12 +56,14 @@ class Workload:
 
     def by_group(self, head_groups: int) -> Workload:
         """The same problem with heads in groups, one group's tokens after the other's: token t of group g is token
-        ``g * num_tokens + t``, and heads are those of one group.
+        ``g * num_tokens + t``, and heads are those of one group. Groups that share a key-value head see the keys of the
+        first of them.
         """
         if head_groups == 1:
             return self
-        heads, kv_heads = self.num_heads // head_groups, self.num_kv_heads // head_groups
-        return replace(self, num_heads=heads, num_kv_heads=kv_heads, head_groups=head_groups)
+        heads, kv_heads = self.num_heads // head_groups, max(1, self.num_kv_heads // head_groups)
+        shared = max(1, head_groups // self.num_kv_heads)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, head_groups=head_groups, groups_per_kv=shared)
 
     @property
     def bytes_per_element(self) -> int:
@@ -79,7 +83,7 @@ class Workload:
         if self.padding:
             mask = moved_apart(mask, self.documents, self.padding)
         if self.head_groups > 1:
-            mask = repeated(mask, self.head_groups, self.num_tokens // self.head_groups)
+            mask = repeated(mask, self.head_groups, self.num_tokens // self.head_groups, self.groups_per_kv)
         return mask if stride == 1 else striped(mask, self.num_tokens, stride)
 
     def area(self) -> int:

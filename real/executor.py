@@ -142,8 +142,9 @@ class Executor:
                 continue
             group, token = np.divmod(s.tokens(rows), num_tokens)
             of_group = self.workload.num_kv_heads if tensor.endswith("kv") else self.workload.num_heads
+            shared = self.workload.groups_per_kv if tensor.endswith("kv") else 1
             for g in np.unique(group).tolist():
-                at = head + g * of_group
+                at = head + g // shared * of_group
                 yield tensor, token[group == g], slice(at, at + count), values[torch.from_numpy(group == g)]
 
     def view(self, part: Part, rows: slice | None = None, heads: tuple[int, int] | None = None) -> Tensor:
@@ -176,7 +177,9 @@ class Executor:
 
 
 def _by_group(values: Tensor, head_groups: int) -> Tensor:
-    """Rows ``[tokens, heads, width]`` of one group of heads after the other, as ``Workload.by_group`` counts tokens."""
+    """Rows ``[tokens, heads, width]`` of one group of heads after the other, as ``Workload.by_group`` counts tokens;
+    fewer key-value heads than groups are repeated."""
+    values = values.repeat_interleave(max(1, head_groups // values.shape[1]), dim=1)
     tokens, heads, width = values.shape
     apart = values.view(tokens, head_groups, heads // head_groups, width)
     return apart.transpose(0, 1).reshape(head_groups * tokens, heads // head_groups, width)

@@ -57,6 +57,7 @@ ALL_KNOBS = {
     "magi": ({}, {"chunk": 2, "smallest": 1}, {"stages": 3, "smallest": 2, "native": True}),
     "dcp": (
         {"block": 3, "variant": "paper", "solver": "greedy"},
+        {"block": 7, "variant": "paper", "solver": "greedy", "head_groups": 8},
         {"block": 4, "variant": "released", "solver": "greedy", "eps_intra": 0.0, "head_groups": 1, "stages": 2},
     ),
     "distca": ({"variant": "released", "tolerance": 0.0}, {"nano_batches": 1, "variant": "paper"}, {"nano_batches": 3}),

@@ -398,7 +398,7 @@ def test_a_head_dimension_has_the_times_of_the_next_measured_one_in_proportion()
     ],
 )
 def test_code_that_checks_bounds_is_for_lengths_that_are_not_whole_tiles(kernel, slow, pass_):
-    """Queries of flash-attn 2 count, too, and varlen calls always check, but only backward; otherwise keys alone count."""
+    """Queries of flash-attn 2 count, too, and varlen calls always check, but backward alone; of others keys count."""
     slow = [] if (kernel, pass_) == ("fa2", "fwd") else slow
     usual = dataclasses.replace(
         load_profile("h200").attention[kernel, pass_].at(128), discrepancy=NONE, call_s=0.0, call_varlen_s=0.0,

@@ -54,7 +54,10 @@ def test_blocks_cross_no_document_that_the_mask_knows():
 
 def test_head_groups_share_key_value_heads():
     assert cut(workload(heads="gqa"), 8, 2).q_bytes == 4 * 4 * 2
-    with pytest.raises(InfeasibleError, match="got 3 for 2 kv_heads; use head_groups: 1"):
+    alone = cut(workload(heads="gqa"), 8, 8)
+    assert (alone.q_bytes, alone.kv_bytes, alone.groups_per_kv) == (4 * 2, 2 * 4 * 2, 4)
+    assert alone.kv_group[alone.group == 7].tolist() == [4] * (alone.computations // 8)
+    with pytest.raises(InfeasibleError, match="got 3 for 8 heads and 2 kv_heads; use head_groups: 1"):
         cut(workload(heads="gqa"), 8, 3)
 
 
@@ -85,7 +88,7 @@ def test_a_placement_moves_inputs_once_to_every_rank_and_once_to_every_node(num_
 def test_relays_take_turns_and_need_what_they_pass_on():
     blocks = cut(workload("full", "one"), 2, 2)
     placement = random_placement(blocks, 32)
-    needs = wanted(blocks, placement.worker, blocks.key, 32)
+    needs = wanted(blocks, placement.worker, blocks.sides[1], 32)
     home = np.repeat(placement.home, 2)
     hops = first_hops(needs, home, GPUS)
     crossings = set()
@@ -192,8 +195,10 @@ def test_stages_keep_to_their_limits(variant, pass_):
     assert last <= (3 if variant == "paper" else 4)
     for s in range(1, last):
         moved = np.zeros((8, 8), np.int64)
-        for side, width in ((blocks.query, blocks.query_bytes(pass_)[0]), (blocks.key, blocks.key_bytes(pass_)[0])):
-            now, before = (wanted(blocks, placement.worker, side, 8, chosen) for chosen in (stage == s, stage < s))
+        for units, width in zip(blocks.sides, (blocks.query_bytes(pass_)[0], blocks.key_bytes(pass_)[0]), strict=True):
+            now, before = (
+                wanted(blocks, placement.worker[chosen], units[chosen], 8) for chosen in (stage == s, stage < s)
+            )
             unit, rank = np.nonzero(now & ~before)
             home = placement.home[unit // 2]
             np.add.at(moved, (home, rank), np.where(home == rank, 0, blocks.tokens[unit // 2] * width))
@@ -206,9 +211,11 @@ def test_stages_keep_to_their_limits(variant, pass_):
 
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 @pytest.mark.parametrize("variant", ["paper", "released"])
-def test_schedules_move_what_their_placement_counts(variant, pass_):
-    case, machine = workload("causal_document", (300, 700, 24), "mha"), cluster(16)
-    knobs = {"variant": variant, "solver": "greedy", "block": 16}
+@pytest.mark.parametrize("heads", ["mha", "gqa"])
+def test_schedules_move_what_their_placement_counts(heads, variant, pass_):
+    """With every head by itself, those that share keys, too."""
+    case, machine = workload("causal_document", (300, 700, 24), heads), cluster(16)
+    knobs = {"variant": variant, "solver": "greedy", "block": 16, "head_groups": 8}
     schedule = plan("dcp", case, machine, pass_, knobs)
     settings = Settings(variant=variant, solver="greedy")
     planned = plan_case(case, machine, 16, 8, settings, 0)
@@ -226,7 +233,7 @@ def test_every_cell_crosses_to_a_node_once_and_comes_from_who_has_it():
     rng, cells = np.random.default_rng(1), Cells(blocks)
     placement = random_placement(blocks, 24)
     stage, home = rng.integers(0, 4, blocks.computations), cells.per_group(placement.home)
-    needs = cells.needs(blocks.key, placement.worker, stage, 24)
+    needs = cells.needs(placement.worker, stage, 24)[1]
     held = home == np.arange(24)[:, None]
     crossed = np.zeros((3, len(home)), np.int64)
     for fetch, wants in zip(fetches(needs, home, GPUS), needs, strict=True):

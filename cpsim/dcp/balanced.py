@@ -152,7 +152,7 @@ class _Search:
         self.units = blocks.units
         queries, keys = (np.add(side("fwd"), side("bwd")) for side in (blocks.query_bytes, blocks.key_bytes))
         self.bytes_in, self.bytes_out = (blocks.unit_bytes(q, k) * 1.0 for q, k in zip(queries, keys, strict=True))
-        self.keys = (blocks.tokens * blocks.num_groups * sum(keys)).astype(np.float64)
+        self.keys = (blocks.tokens * (blocks.num_groups // blocks.groups_per_kv) * sum(keys)).astype(np.float64)
 
     def run(self, start: Ints, swaps: bool) -> Placement:
         """Improve a start, the rank of every token block, with homes swapped or as they are."""

@@ -1,10 +1,10 @@
 """Blocks of tokens and of computation, and what a placement of them on ranks moves.
 
 Tokens are cut into blocks of one document each. A computation block is a (query block, key block, head group) with
-unmasked pairs; head groups share key-value heads, so that heads of a group are never apart. A block of tokens has one
-rank, its home, with all heads; a computation block runs on any rank.
+unmasked pairs; heads of a group are never apart, and groups of one key-value head share its keys. A block of tokens has
+one rank, its home, with all heads; a computation block runs on any rank.
 
-Reference: DCP (arXiv 2510.10620), sections 4.1 and 4.2. Differs: query heads of one key-value head are one group.
+Reference: DCP (arXiv 2510.10620), sections 4.1 and 4.2.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ class Blocks:
     area: Ints
     """Unmasked (query, key) pairs of one head, positive, ``[C]``."""
     num_groups: int
+    groups_per_kv: int
+    """Head groups, one after the other, that share keys: those of the first of them."""
     q_bytes: int
     """Of Q, and of O, dO and dQ, of one token and head group."""
     kv_bytes: int
@@ -72,19 +74,20 @@ class Blocks:
         """The same of keys and values; backward their gradients go back."""
         return self.kv_bytes, self.kv_bytes * (pass_ == "bwd")
 
-    def unit_of(self, side: Ints) -> Ints:
-        """Unit, a head group of a token block, of every computation block's queries or keys, ``[C]``.
+    @property
+    def kv_group(self) -> Ints:
+        """Head group that has the keys, ``[C]``."""
+        return self.group // self.groups_per_kv * self.groups_per_kv
 
-        Args:
-            side: ``query`` or ``key``.
-        """
-        return side * self.num_groups + self.group
+    @property
+    def sides(self) -> Ints:
+        """Unit, a head group of a token block, of every computation block's queries and of its keys, ``[2, C]``."""
+        return np.stack([self.query * self.num_groups + self.group, self.key * self.num_groups + self.kv_group])
 
     @property
     def units(self) -> Ints:
-        """Units of the queries and of the keys of every computation block, ``[2, C]``; those of keys are numbered after
-        all those of queries, ``2 * n * groups`` in all."""
-        return np.stack([self.unit_of(self.query), len(self) * self.num_groups + self.unit_of(self.key)])
+        """The same, those of keys numbered after all those of queries, ``2 * n * groups`` in all."""
+        return np.asarray(self.sides + np.array([[0], [len(self) * self.num_groups]]))
 
     def unit_bytes(self, query: int, key: int) -> Ints:
         """Bytes of every unit, numbered as in ``units``, from those of one token: ``[2 * n * groups]``."""
@@ -134,10 +137,10 @@ def cut(workload: Workload, block: int, num_groups: int) -> Blocks:
     Args:
         workload: any mask over any documents.
         block: tokens of a block, at most.
-        num_groups: head groups, a divisor of the key-value heads.
+        num_groups: head groups, a divisor of the key-value heads, or a multiple that divides the heads.
 
     Raises:
-        InfeasibleError: head groups do not divide the key-value heads, or there are too many blocks.
+        InfeasibleError: head groups do not fit the heads, or there are too many blocks.
     """
     lengths = _documents(workload)
     per_document = -(-lengths // block)
@@ -159,25 +162,28 @@ def cut_at(workload: Workload, document: Ints, edges: Ints, num_groups: int) -> 
         workload: any mask over any documents.
         document: of every token block, ``[n]``.
         edges: first token of every block, and the end of the last one, ``[n + 1]``.
-        num_groups: head groups, a divisor of the key-value heads.
+        num_groups: head groups, a divisor of the key-value heads, or a multiple that divides the heads.
 
     Raises:
-        InfeasibleError: head groups do not divide the key-value heads.
+        InfeasibleError: head groups do not fit the heads.
     """
-    if workload.num_kv_heads % num_groups:
+    w = workload
+    if w.num_kv_heads % num_groups and (num_groups % w.num_kv_heads or w.num_heads % num_groups):
         raise InfeasibleError(
-            f"dcp needs head groups that divide the key-value heads, got {num_groups} for "
-            f"{workload.num_kv_heads} kv_heads; use head_groups: {np.gcd(workload.num_kv_heads, num_groups)}"
+            f"dcp needs head groups that divide the key-value heads, or a multiple of these that divides the heads, "
+            f"got {num_groups} for {w.num_heads} heads and {w.num_kv_heads} kv_heads; use head_groups: "
+            f"{np.gcd(w.num_kv_heads, num_groups)}"
         )
     area = areas_between(workload.slices(), edges)
     query, key = np.nonzero(area)
     row = workload.head_dim * workload.bytes_per_element
-    heads, kv_heads = workload.num_heads // num_groups, workload.num_kv_heads // num_groups
+    heads, kv_heads = w.num_heads // num_groups, max(1, w.num_kv_heads // num_groups)
     return Blocks(
         document=document, first=edges[:-1], tokens=np.diff(edges),
         query=np.tile(query, num_groups), key=np.tile(key, num_groups),
         group=np.repeat(np.arange(num_groups), len(query)), area=np.tile(area[query, key], num_groups),
-        num_groups=num_groups, q_bytes=heads * row, kv_bytes=2 * kv_heads * row, lse_bytes=heads * LSE_BYTES,
+        num_groups=num_groups, groups_per_kv=max(1, num_groups // w.num_kv_heads), q_bytes=heads * row,
+        kv_bytes=2 * kv_heads * row, lse_bytes=heads * LSE_BYTES,
     )  # fmt: skip
 
 
@@ -192,8 +198,8 @@ def judge(blocks: Blocks, placement: Placement, num_ranks: int, gpus_per_node: i
     """Count what a placement moves: inputs once to every rank that needs them, by way of one rank of a node where they
     come from another one; partial results home from every rank that has some."""
     home, moved = placement.home, np.zeros((num_ranks, num_ranks), np.int64)
-    for side, nbytes in ((blocks.query, blocks.query_bytes(pass_)), (blocks.key, blocks.key_bytes(pass_))):
-        needs = wanted(blocks, placement.worker, side, num_ranks)
+    for units, nbytes in zip(blocks.sides, (blocks.query_bytes(pass_), blocks.key_bytes(pass_)), strict=True):
+        needs = wanted(blocks, placement.worker, units, num_ranks)
         unit, rank = np.nonzero(needs)
         block = unit // blocks.num_groups
         tokens, at = blocks.tokens[block], home[block]
@@ -206,17 +212,14 @@ def judge(blocks: Blocks, placement: Placement, num_ranks: int, gpus_per_node: i
     return Quality(moved, gpus_per_node, work, held)
 
 
-def wanted(
-    blocks: Blocks, worker: Ints, side: Ints, num_ranks: int, chosen: Bools | slice = slice(None)
-) -> Bools:  # fmt: skip
+def wanted(blocks: Blocks, worker: Ints, units: Ints, num_ranks: int) -> Bools:
     """Which ranks compute on every unit, a head group of a token block: ``[n * groups, ranks]``.
 
     Args:
-        side: ``blocks.query`` or ``blocks.key``.
-        chosen: the computation blocks that count.
+        units: of every computation block, one of ``blocks.sides``.
     """
     needs = np.zeros((len(blocks) * blocks.num_groups, num_ranks), np.bool_)
-    needs[blocks.unit_of(side)[chosen], worker[chosen]] = True
+    needs[units, worker] = True
     return needs
 
 

@@ -61,15 +61,24 @@ class Cells:
         """A value of every cell from one of every token block."""
         return np.tile(of_block, self.blocks.num_groups)
 
-    def of(self, side: Ints) -> Ints:
-        """Cell of every computation's queries or keys, ``[C]``."""
-        return self.blocks.group * len(self.blocks) + side
-
-    def needs(self, side: Ints, worker: Ints, stage: Ints, num_ranks: int) -> Bools:
-        """Cells that every rank reads in every stage, ``[stages, ranks, cells]``."""
+    @property
+    def sides(self) -> Ints:
+        """Cell of every computation's queries, and of its keys, ``[2, C]``."""
         b = self.blocks
-        found = np.zeros((int(stage.max()) + 1, num_ranks, len(b) * b.num_groups), np.bool_)
-        found[stage, worker, self.of(side)] = True
+        return np.stack([b.group * len(b) + b.query, b.kv_group * len(b) + b.key])
+
+    @property
+    def with_keys(self) -> Bools:
+        """Whether a cell's keys are its own, or those of an earlier head group, ``[cells]``."""
+        b = self.blocks
+        return np.repeat(np.arange(b.num_groups) % b.groups_per_kv == 0, len(b))
+
+    def needs(self, worker: Ints, stage: Ints, num_ranks: int) -> Bools:
+        """Cells whose queries, and whose keys, every rank reads in every stage, ``[2, stages, ranks, cells]``."""
+        b = self.blocks
+        found = np.zeros((2, int(stage.max()) + 1, num_ranks, len(b) * b.num_groups), np.bool_)
+        for side, cells in enumerate(self.sides):
+            found[side, stage, worker, cells] = True
         return found
 
 
@@ -121,10 +130,11 @@ def make_calls(cells: Cells, mask: Slices, worker: Ints, stage: Ints) -> Calls:
     b, num_cells = cells.blocks, len(cells.blocks) * cells.blocks.num_groups
     place = stage * (int(worker.max()) + 1) + worker
     who, of = np.unique(place, return_inverse=True)
-    row = of * num_cells + cells.of(b.query)
+    of_queries, of_keys = cells.sides
+    row = of * num_cells + of_queries
     rows, of_row = np.unique(row, return_inverse=True)
     keys = np.zeros((len(rows), num_cells), np.bool_)
-    keys[of_row, cells.of(b.key)] = True
+    keys[of_row, of_keys] = True
     cuts = np.zeros(len(rows), np.int64)
     np.maximum.at(cuts, of_row, b.area < b.tokens[b.query] * b.tokens[b.key])
     call, query = np.divmod(rows, num_cells)

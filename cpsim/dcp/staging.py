@@ -53,10 +53,9 @@ def stage_blocks(
         limit = quality.moved / settings.stages
     order = np.lexsort((-blocks.area, placement.worker))
     first = np.searchsorted(placement.worker[order], np.arange(len(quality.moved) + 1))
-    units = [blocks.unit_of(side) for side in (blocks.query, blocks.key)]
     inputs = [blocks.query_bytes(pass_)[0], blocks.key_bytes(pass_)[0]]
     stages: Ints = _stage(
-        order, first, np.stack(units, axis=1), np.repeat(placement.home, blocks.num_groups),
+        order, first, np.ascontiguousarray(blocks.sides.T), np.repeat(placement.home, blocks.num_groups),
         np.repeat(blocks.tokens, blocks.num_groups)[:, None] * np.array(inputs), blocks.area, limit, shape[0],
         num_stages,
     )  # fmt: skip

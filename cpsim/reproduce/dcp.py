@@ -55,6 +55,8 @@ RANGED: Final = "fa2_ranges"
 MASKS: Final = {"causal": "causal_document"}
 """Ours, where they have other names."""
 BLOCKS: Final = (1024, 2048, 4096)
+HEADS: Final = 8
+"""Of queries, each placed by itself."""
 VARIANT: Final = "released"
 """Of DCP's planner: what was measured."""
 SOLVER: Final = "kahypar"
@@ -73,7 +75,7 @@ CODES: Final[Mapping[str, Mapping[str, Any]]] = {
 KNOBS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "loongtrain": [{"ulysses": 2, "inner_ring": inner} for inner in INNER],
     "transformer-engine": [{"ulysses": 2}],
-    "dcp": [{"block": block, "solver": SOLVER, "layers": PLANNED} for block in BLOCKS],
+    "dcp": [{"block": block, "head_groups": HEADS, "solver": SOLVER, "layers": PLANNED} for block in BLOCKS],
 }
 """Knobs that the benchmark tries, of which the best counts."""
 
@@ -184,7 +186,7 @@ def scenarios(
         documents = _documents(row.row, batch)
         case = {"kernel": "fa2" if dense else RANGED, **CODES[row.row]} | {
             "gpus": GPUS, "cluster": CLUSTER, "profile": profile, "tokens": sum(documents), "documents": documents,
-            "mask": MASKS.get(row.mask, row.mask), "heads": 8, "kv_heads": 2, "pass": row.pass_,
+            "mask": MASKS.get(row.mask, row.mask), "heads": HEADS, "kv_heads": 2, "pass": row.pass_,
         }  # fmt: skip
         own = {"variant": variant} if row.row == "dcp" else {}
         yield [scenario_from(case | {"knobs": {**knobs, **own}}) for knobs in KNOBS.get(row.row, [{}])]

@@ -83,12 +83,12 @@ class CellProgram:
         self.b.sets = sets_of(masks[:, : len(self.tokens)].astype(np.bool_), self.edges)
         return self.b.build()
 
-    def given(self, tensors: Sequence[str]) -> Held:
-        """Inputs of a rank's own tokens."""
-        made = {t: self.b.buffers(t, self.own @ self.tokens * self.nbytes[t]) for t in tensors}
+    def given(self, tensors: Sequence[str], own: Mask) -> Held:
+        """Inputs of a rank's own tokens, of these cells."""
+        made = {t: self.b.buffers(t, own @ self.tokens * self.nbytes[t]) for t in tensors}
         for tensor, buffers in made.items():
-            self.b.input(buffers, self.block(tensor, self.own))
-        return Held(made, self.own, np.full(self.num_ranks, NOTHING))
+            self.b.input(buffers, self.block(tensor, own))
+        return Held(made, own, np.full(self.num_ranks, NOTHING))
 
     def pack(
         self, stage: int, tensors: Sequence[str], held: Sequence[Held], gives: Mask, nbytes: Ints, lane: str,

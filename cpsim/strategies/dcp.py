@@ -57,8 +57,8 @@ def plan_dcp(
         code: whose implementation.
         variant: ``cpsim``, ``paper`` or ``released`` (what its code does instead).
         block: tokens of a block; default: a quarter of a rank's, from 512 to 4096, and a rank's where it has fewer.
-        head_groups: groups of heads that are placed apart; default: as many as there are key-value heads, or fewer
-            where that makes more than ``COMPUTATIONS`` computation blocks.
+        head_groups: groups of heads that are placed apart, up to as many as there are heads; default: as many as there
+            are key-value heads, or fewer where that makes more than ``COMPUTATIONS`` computation blocks.
         eps_inter, eps_intra: work of a node, and of a GPU in its node, over the mean, at most, less 1.
         stages: of which the next one's inputs arrive during each.
         solver: ``mtkahypar``, ``kahypar`` or ``greedy``; greedy stands in for one that is not installed.
@@ -181,11 +181,17 @@ class _Dcp(CellProgram):
         self.per_node = min(cluster.gpus_per_node, self.num_ranks)
         self.sequences = sequences(self.calls.tiles)
         self.num_stages = int(stage.max(initial=0)) + 1
-        needs = [self.cells.needs(side, worker, stage, self.num_ranks) for side in (self.blocks.query, self.blocks.key)]
+        needs = self.cells.needs(worker, stage, self.num_ranks)
+        self.own_keys = own & self.cells.with_keys
         self.fetches = [list(fetches(need, self.home, self.per_node)) for need in needs]
         self.away = [need.any(axis=0) & ~self.own for need in needs]
         """Cells of other ranks whose queries, and whose keys, a rank computes with."""
-        self.held = [[self.given(tensors)] for tensors in SIDES[pass_]]
+        self.held = [[self.given(tensors, own)] for tensors, own in zip(SIDES[pass_], self.owned, strict=True)]
+
+    @property
+    def owned(self) -> tuple[Mask, Mask]:
+        """Cells that every rank is home of, of queries and of keys."""
+        return self.own, self.own_keys
 
     # --- passes ---
 
@@ -214,7 +220,7 @@ class _Dcp(CellProgram):
     def backward(self, replicates: bool) -> Schedule:
         direct, local, others = self.results("dq", Kind.ACCUMULATE)
         replicas = self.replicas() if replicates else np.zeros(len(self.calls.rank))
-        keys = [self.sum_of("dkv", Kind.ACCUMULATE, cells) for cells in (self.own, self.away[1])]
+        keys = [self.sum_of("dkv", Kind.ACCUMULATE, cells) for cells in (self.own_keys, self.away[1])]
         for stage, ids in self.batches():
             made = self.attend(Kind.ATTENTION_BACKWARD, stage, ids, direct[ids], (local, others))
             repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1) + replicas[ids]
@@ -222,11 +228,12 @@ class _Dcp(CellProgram):
                 self.add_up(Kind.ACCUMULATE, self.calls.rank[ids], made, sums, self.calls.key[ids], None, repeats)
         self.bring_home(Kind.ACCUMULATE, others, local, self.away[0])
         self.bring_home(Kind.ACCUMULATE, keys[1], keys[0], self.away[1])
-        dkv = self.b.buffers("dkv", self.own @ self.tokens * self.nbytes["dkv"]), keys[0].result[1]
+        rows = self.own_keys @ self.tokens
+        dkv = self.b.buffers("dkv", rows * self.nbytes["dkv"]), keys[0].result[1]
         self.b.output(*dkv)
         self.b.add(
             Kind.COPY, (self.ranks, "compute"), step=self.num_stages, heads=self.heads, reads=[keys[0].result],
-            writes=[dkv], nbytes=self.own @ self.tokens * sum(self.rows["dkv"][:2]),
+            writes=[dkv], nbytes=rows * sum(self.rows["dkv"][:2]),
         )  # fmt: skip
         return self.build()
 
@@ -268,7 +275,7 @@ class _Dcp(CellProgram):
         for side, tensors in enumerate(SIDES[self.pass_]):
             cells = (self.calls.query, self.calls.key)[side][ids]
             rows = self.key_rows(ids) if side else (cells @ self.tokens).astype(np.int64)
-            apart = np.any(cells != self.own[who], axis=1) | ~(any_order | (side == 0))
+            apart = np.any(cells != self.owned[side][who], axis=1) | ~(any_order | (side == 0))
             sides.append(Wanted(tensors, self.held[side], cells, rows, apart))
         return self.gather(stage, who, sides)
 
@@ -368,7 +375,7 @@ class _Dcp(CellProgram):
         if not gives.any():
             return
         moved = routes(gives, self.home, self.tokens, total.narrow + total.lse).T
-        gets = self.own & gives.any(axis=0)
+        gets = home.cells & gives.any(axis=0)
         held = [Held({total.tensor: total.result[0]}, total.cells, np.full(self.num_ranks, NOTHING))]
         packed = self.pack(self.num_stages, [total.tensor], held, gives, moved.sum(axis=1), "compute")
         made, op = self.exchange(self.num_stages, [total.tensor], packed, gives, gets, moved, self.ranks[None])

@@ -208,7 +208,7 @@ class _DistCA(CellProgram):
         """Every rank's own tokens of every nano-batch, ``[nano-batches, ranks, cells]``."""
         self.stay: Mask = np.all(cells.query == self.mine, axis=2)
         """Ranks that compute their own queries of a nano-batch and no others, ``[nano-batches, ranks]``."""
-        given = [self.given(tensors) for tensors in SIDES[pass_]]
+        given = [self.given(tensors, self.own) for tensors in SIDES[pass_]]
         self.held = [[[side] for side in given] for _ in range(self.num_nanos)]
         """Where inputs are: of every nano-batch, queries' and keys' side."""
         self.nothing = np.full(ranks, NOTHING)

@@ -16,6 +16,7 @@ class Cells:
     def __init__(self, s: Schedule, workload: Workload) -> None:
         self.s, self.num_tokens = s, workload.num_tokens
         self.num_heads = workload.num_heads, workload.num_kv_heads
+        self.groups_per_kv, self.of_group = workload.groups_per_kv, workload.num_tokens // workload.head_groups
         ends = [s.sets.ranges.ravel(), s.tiles.rows[:, 1:].ravel(), [0, workload.num_tokens]]
         self.tokens = np.unique(np.concatenate([np.asarray(e, np.int64) for e in ends]))
         """Boundaries of the runs of tokens."""
@@ -48,7 +49,9 @@ class Cells:
         """Whether a cell is one of attention's tokens and heads, ``[runs of tokens, runs of heads]``; layers have
         wider rows, and weights other ones."""
         kv = tensor.endswith("kv")
-        return np.logical_and.outer(self.tokens[:-1] < self.num_tokens, self.heads[kv][:-1] < self.num_heads[kv])
+        tokens = self.tokens[:-1]
+        there = (tokens < self.num_tokens) & (not kv or tokens // self.of_group % self.groups_per_kv == 0)
+        return np.logical_and.outer(there, self.heads[kv][:-1] < self.num_heads[kv])
 
     def of_set(self, token_set: int) -> Ints:
         """Runs of tokens of a set, ascending."""

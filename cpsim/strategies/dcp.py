@@ -9,7 +9,8 @@ home.
 
 Reference: DCP (arXiv 2510.10620), section 4; chenyu-jiang/dcp at 942a2c7. Differs: inputs are packed for kernels
 instead of read through block tables; arrived blocks stay to the end; gradients of keys are summed for each kernel, not
-for each block of computation, except where an implementation is priced that does so.
+for each block of computation, and in fp32, not in the working type, except where an implementation is priced that does
+so.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def plan_dcp(
             f"dcp needs a block of tokens for every rank, got {len(planned.blocks)} of {size} tokens for {ranks} "
             f"ranks; use block: {default_block(workload, ranks)}"
         )
-    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_)
-    schedule = emitted.forward() if pass_ == "fwd" else emitted.backward(code.replicates)
+    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_, code.replicates)
+    schedule = emitted.forward() if pass_ == "fwd" else emitted.backward()
     solver = planned.placement.solver
     planning = Planning(
         seconds=planned.seconds, share=layers * planners * cluster.num_nodes,
@@ -171,13 +172,18 @@ class _Sum:
 class _Dcp(CellProgram):
     """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
 
-    def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass) -> None:
+    def __init__(
+        self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass, replicates: bool
+    ) -> None:  # fmt: skip
+        self.replicates = replicates
         self.pass_, self.planned, self.blocks, self.cells = pass_, planned, planned.blocks, Cells(planned.blocks)
         worker, stage = planned.placement.worker, planned.stage[pass_]
         self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage)
         self.home = self.cells.per_group(planned.placement.home)
         own = self.home == np.arange(cluster.num_gpus)[:, None]
         super().__init__(workload, own, self.cells.edges(), self.calls.tiles)
+        self.moved = {t: (narrow, narrow if replicates else wide, lse) for t, (narrow, wide, lse) in self.rows.items()}
+        """As ``rows``, what is read and written."""
         self.per_node = min(cluster.gpus_per_node, self.num_ranks)
         self.sequences = sequences(self.calls.tiles)
         self.num_stages = int(stage.max(initial=0)) + 1
@@ -204,26 +210,31 @@ class _Dcp(CellProgram):
             self.bring_home(Kind.MERGE, others, local, nth == number)
         return self.build()
 
-    def replicas(self) -> NDArray[np.float64]:
-        """Of every call: gradients of a key that are read beside its own, where each computation has some of its own.
-
-        A kernel has added up those of the heads that share a key once.
-        """
+    def replicas(self) -> Ints:
+        """Rows of gradients of keys that every call makes where each computation has some of its own, for every query
+        head."""
         calls, blocks = self.calls, self.blocks
         _, num_heads, _, num_kv_heads = self.heads
         replicas, keys = np.zeros((2, self.num_stages, self.num_ranks))
         np.add.at(replicas, (self.planned.stage["bwd"], self.planned.placement.worker), blocks.tokens[blocks.key])
-        np.add.at(keys, (calls.stage, calls.rank), calls.key @ self.tokens)
-        more = np.maximum(replicas / np.maximum(keys, 1) - 1, 0)
-        return np.asarray(num_heads // num_kv_heads * more[calls.stage, calls.rank])
+        of_call = calls.key @ self.tokens
+        np.add.at(keys, (calls.stage, calls.rank), of_call)
+        share = of_call / np.maximum(keys[calls.stage, calls.rank], 1)
+        rows = num_heads // num_kv_heads * share * replicas[calls.stage, calls.rank]
+        return np.asarray(np.rint(rows), np.int64)
 
-    def backward(self, replicates: bool) -> Schedule:
+    def backward(self) -> Schedule:
         direct, local, others = self.results("dq", Kind.ACCUMULATE)
-        replicas = self.replicas() if replicates else np.zeros(len(self.calls.rank))
+        replicas = self.replicas()
         keys = [self.sum_of("dkv", Kind.ACCUMULATE, cells) for cells in (self.own_keys, self.away[1])]
         for stage, ids in self.batches():
             made = self.attend(Kind.ATTENTION_BACKWARD, stage, ids, direct[ids], (local, others))
-            repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1) + replicas[ids]
+            if self.replicates:  # set to zero before a kernel, and copied where they are kept
+                self.b.add(
+                    Kind.ELEMENTWISE, (self.calls.rank[ids], "compute"), step=stage, heads=self.heads,
+                    nbytes=3 * replicas[ids] * self.nbytes["dkv"],
+                )  # fmt: skip
+            repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1)
             for sums in keys:
                 self.add_up(Kind.ACCUMULATE, self.calls.rank[ids], made, sums, self.calls.key[ids], None, repeats)
         self.bring_home(Kind.ACCUMULATE, others, local, self.away[0])
@@ -233,7 +244,7 @@ class _Dcp(CellProgram):
         self.b.output(*dkv)
         self.b.add(
             Kind.COPY, (self.ranks, "compute"), step=self.num_stages, heads=self.heads, reads=[keys[0].result],
-            writes=[dkv], nbytes=rows * sum(self.rows["dkv"][:2]),
+            writes=[dkv], nbytes=rows * sum(self.moved["dkv"][:2]),
         )  # fmt: skip
         return self.build()
 
@@ -308,7 +319,7 @@ class _Dcp(CellProgram):
         made = buffers, self.block(tensor, self.own)
         self.b.output(*made)
         self.begin(kind, made, begun, np.zeros(self.num_ranks, np.int64))
-        local = _Sum(tensor, made, self.own, parts[0], self.rows[tensor], plain=False)
+        local = _Sum(tensor, made, self.own, parts[0], self.moved[tensor], plain=False)
         return direct, local, self.sum_of(tensor, kind, self.away[0], parts[1])
 
     def sum_of(self, tensor: str, kind: Kind, cells: Mask, parts: Ints | int = 0) -> _Sum:
@@ -317,7 +328,7 @@ class _Dcp(CellProgram):
         plain, rows = kind == Kind.ACCUMULATE, cells @ self.tokens
         made = self.b.buffers(f"{tensor} sum", rows * (wide + (not plain) * (narrow + lse))), self.block(tensor, cells)
         self.begin(kind, made, rows > 0, rows * wide * plain)
-        return _Sum(tensor, made, cells, np.broadcast_to(parts, cells.shape), self.rows[tensor], plain)
+        return _Sum(tensor, made, cells, np.broadcast_to(parts, cells.shape), self.moved[tensor], plain)
 
     def begin(self, kind: Kind, made: Access, where: NDArray[np.bool_], nbytes: Ints) -> None:
         """Sums of nothing, so that parts can be added in any order."""
@@ -356,6 +367,8 @@ class _Dcp(CellProgram):
     ) -> None:  # fmt: skip
         """Add partial results of cells ``[len(who), cells]`` to the rows that a sum has of them.
 
+        DCP's own sums take as long as their results have programs, however many they add: bytes of results count.
+
         Args:
             repeats: times that a partial result has every row.
         """
@@ -363,6 +376,7 @@ class _Dcp(CellProgram):
         some = np.flatnonzero(part.any(axis=1))
         who, part, block = who[some], part[some], self.block(total.tensor, part[some])
         read = part @ self.tokens * np.broadcast_to(repeats, len(cells))[some] * (total.narrow + total.lse)
+        read = read * (not self.replicates or kind == Kind.MERGE)
         self.b.add(
             kind, (who, "compute"), step=self.num_stages, heads=self.heads,
             nbytes=np.rint(read).astype(np.int64) + total.add(who, part, self.tokens),

@@ -17,6 +17,7 @@ from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM
 from cpsim.implementations.dcp import DCP
 from cpsim.masks import dense_mask
+from cpsim.models.kernel_limits import tile_visits, union
 from cpsim.predictor import predict
 from cpsim.scenario import Scenario
 from cpsim.schedule import Kind, Planning
@@ -313,3 +314,32 @@ def test_its_own_code_copies_gradients_of_every_block_of_computation():
     b, shared = planned.blocks, case.num_heads // case.num_kv_heads
     assert copied == 3 * b.computations * 8 * shared * b.kv_bytes
     assert 0 < summed < ours.nbytes[ours.kind == Kind.ACCUMULATE].sum()
+
+
+def test_its_own_code_copies_inputs_once_and_reads_them_through_tables():
+    """A rank's own tokens into blocks, tokens of others out of what has come; and what is sent, before."""
+    case = workload("causal", (64,), "gqa")
+    knobs = {"block": 8, "head_groups": 8, "variant": "released", "solver": "greedy"}
+    ours, theirs = (plan("dcp", case, cluster(2), "fwd", knobs, code) for code in (CPSIM, DCP))
+    validate(theirs, case, "fwd")
+    planned = plan_case(case, cluster(2), 8, 8, Settings(variant="released", solver="greedy"), 0)
+    b, placement = planned.blocks, planned.placement
+    read = sum(
+        int(wanted(b, placement.worker, units, 2).sum()) * 8 * nbytes
+        for units, nbytes in zip(b.sides, (b.q_bytes, b.kv_bytes), strict=True)
+    )
+    assert theirs.bytes_sent().tolist() == ours.bytes_sent().tolist()
+    assert theirs.nbytes[theirs.kind == Kind.COPY].sum() == 2 * (read + theirs.bytes_sent().sum())
+
+
+def test_masks_of_queries_and_keys_in_several_places_are_those_of_the_same_in_one():
+    ranges = np.array([[30, 40], [0, 8], [8, 12], [35, 50], [0, 4]])
+    assert union(ranges).tolist() == [[0, 12], [30, 50]]
+    case = workload("lambda", (96,), "gqa")
+    knobs = {"block": 8, "head_groups": 8, "variant": "released", "solver": "greedy"}
+    ours, theirs = (plan("dcp", case, cluster(2), "fwd", knobs, code) for code in (CPSIM, DCP))
+    tiles = []
+    for schedule in (ours, theirs):
+        found = tile_visits(schedule, np.flatnonzero(schedule.kind == Kind.ATTENTION), 8)
+        tiles.append(sorted((int(v.of_queries.sum()), v.num_q, v.num_k) for v in found.values()))
+    assert tiles[0] == tiles[1]

@@ -124,9 +124,9 @@ def given(fetched: Bools, source: Ints) -> Bools:
     return gives
 
 
-def make_calls(cells: Cells, mask: Slices, worker: Ints, stage: Ints) -> Calls:
+def make_calls(cells: Cells, mask: Slices, worker: Ints, stage: Ints, any_mask: bool = False) -> Calls:
     """Every rank's kernel calls of every stage: one of any mask, or where that takes no varlen kernel but two calls of
-    whole and of cut blocks do, these."""
+    whole and of cut blocks do, these, unless the kernel takes any mask."""
     b, num_cells = cells.blocks, len(cells.blocks) * cells.blocks.num_groups
     place = stage * (int(worker.max()) + 1) + worker
     who, of = np.unique(place, return_inverse=True)
@@ -155,7 +155,7 @@ def make_calls(cells: Cells, mask: Slices, worker: Ints, stage: Ints) -> Calls:
     whole, halves = _tiles(mask, parts, call, len(who)), _tiles(mask, parts, 2 * call + cut, 2 * len(who))
     one, one_half = sequences(whole).one_call[1:], sequences(halves).one_call[1:].reshape(-1, 2)
     empty = halves.area[1:].reshape(-1, 2) == 0
-    apart = ~one & (one_half | empty).all(axis=1)
+    apart = ~one & (one_half | empty).all(axis=1) & (not any_mask)
     tile = np.where(apart[call], 1 + len(who) + 2 * call + cut, 1 + call)
     order = np.argsort(tile, kind="stable")
     used, first_of = np.unique(tile[order], return_index=True)

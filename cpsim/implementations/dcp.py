@@ -4,9 +4,9 @@ Read: chenyu-jiang/dcp at 942a2c7. Its executor calls one instruction after anot
 uneven parts, varlen calls of its flash-attn 2, merges. A sequence of such a call is one block of queries of one head,
 padded, with the blocks of keys that it sees, each of which gets gradients of its own (dcp/core/scheduler.py,
 _gen_attn_bw_instr_for_stage): set to zero before the call, copied where they are kept after it, and added up by a
-SumInstr. Copies, merges and sums are Triton kernels (dcp/ops/fused_ops.py), timed by real.measure_dcp; all work in the
-working type. Its flash-attn is called as ours is, without PyTorch's wrapper of later versions. How copies are divided
-into kernels is our schedule's.
+SumInstr. Inputs are copied into blocks once, a rank's own at first and others when they have come. Copies, merges and
+sums are Triton kernels (dcp/ops/fused_ops.py), timed by real.measure_dcp; all work in the working type. Its flash-attn
+is called as ours is, without PyTorch's wrapper of later versions.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ DCP: Final = Implementation(
         "all_to_all": ("sync_all_to_all",),
     },
     sweeps=_TRITON,
-    replicates=True,
+    paged=True,
     predicted_only=True,
 )

@@ -329,9 +329,10 @@ class Implementation:
     messages: int = 1
     """Of every batch of a ring: keys and values, or their gradients, as one or as two, which NCCL sends one after the
     other on the channels of one."""
-    replicates: bool = False
-    """Of ``dcp``: every block of computation has gradients of its keys for each of its query heads, which are copied
-    and summed; sums and merges are in the working type."""
+    paged: bool = False
+    """Of ``dcp``: kernels of any mask read inputs through tables of blocks, where these were copied once; every block
+    of computation has gradients of its keys for each of its query heads, which are copied and summed; sums and merges
+    are in the working type."""
     unbatched: bool = False
     """Messages are sent and received one by one, for which PyTorch makes a process group of every two ranks."""
 

@@ -238,10 +238,11 @@ def gathered_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[
 
 
 def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[tuple[int, Slices, int, int]]:
-    """Every tile of some attention ops once, its mask, queries and keys as a kernel of any mask takes them."""
+    """Every tile of some attention ops once, its mask, queries and keys as a kernel of any mask takes them: as an op
+    holds them, or where they are in several places, through tables of blocks."""
     found, tiles, sizes = sequences(schedule.tiles), schedule.tiles, schedule.sets.num_tokens()
     held = _held_sets(schedule)[ops]
-    places = {s: place_in(schedule.sets.of(s)) for s in np.unique(held).tolist()}
+    places = {s: place_in(schedule.sets.of(s)) for s in np.unique(held[held >= 0]).tolist()}
     is_one, done = one_calls(schedule, ops, head_bytes).tolist(), set()
     for tile, one_call, (query_set, key_set) in zip(schedule.tile[ops].tolist(), is_one, held.tolist(), strict=True):
         if tile in done:
@@ -251,9 +252,24 @@ def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[
         if one_call:
             q_len, k_len = (column[mine].astype(np.int64) for column in (found.q_len, found.k_len))
             yield tile, sequence_slices(q_len, k_len, found.causal[mine]), int(q_len.sum()), int(k_len.sum())
+        elif min(query_set, key_set) < 0:
+            rows = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64)
+            touched = union(rows[:, 1:3]), union(rows[:, 3:5])
+            num_q, num_k = (int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in touched)
+            yield tile, local_slices(tiles, tile, place_in(touched[0]), place_in(touched[1])), num_q, num_k
         else:
             slices = local_slices(tiles, tile, places[query_set], places[key_set])
             yield tile, slices, int(sizes[query_set]), int(sizes[key_set])
+
+
+def union(ranges: Ints) -> Ints:
+    """Ranges that cover the same tokens, apart and ascending; ``int64[r, 2]``, both."""
+    edges = np.unique(ranges)
+    depth = np.zeros(len(edges), np.int64)
+    np.add.at(depth, np.searchsorted(edges, ranges[:, 0]), 1)
+    np.add.at(depth, np.searchsorted(edges, ranges[:, 1]), -1)
+    change = np.diff((np.cumsum(depth) > 0).astype(np.int8), prepend=0)
+    return np.stack([edges[change == 1], edges[change == -1]], axis=1)
 
 
 def dense_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
@@ -276,7 +292,8 @@ def dense_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> tuple[Int
 
 
 def _held_sets(schedule: Schedule) -> Ints:
-    """Token sets of the queries and of the keys that every op reads, ``int64[N, 2]``; 0 where it reads none."""
+    """Token sets of the queries and of the keys that every op reads, ``int64[N, 2]``; 0 where it reads none, -1 where
+    they are in several places."""
     s = schedule
     op_of_access = np.repeat(np.arange(len(s)), np.diff(s.access_start))
     tensors = np.array(s.block_tensors)[s.block_tensor[s.access_block]]
@@ -284,6 +301,7 @@ def _held_sets(schedule: Schedule) -> Ints:
     for side, tensor in enumerate(("q", "kv")):
         reads = (tensors == tensor) & (s.access_mode == READ)
         held[op_of_access[reads], side] = s.block_set[s.access_block[reads]]
+        held[np.bincount(op_of_access[reads], minlength=len(s)) > 1, side] = -1
     return held
 
 

@@ -89,7 +89,7 @@ def plan_dcp(
             f"dcp needs a block of tokens for every rank, got {len(planned.blocks)} of {size} tokens for {ranks} "
             f"ranks; use block: {default_block(workload, ranks)}"
         )
-    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_, code.replicates)
+    emitted = _Dcp(workload.by_group(planned.blocks.num_groups), cluster, planned, pass_, code.paged)
     schedule = emitted.forward() if pass_ == "fwd" else emitted.backward()
     solver = planned.placement.solver
     planning = Planning(
@@ -173,16 +173,16 @@ class _Dcp(CellProgram):
     """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
 
     def __init__(
-        self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass, replicates: bool
+        self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass, paged: bool
     ) -> None:  # fmt: skip
-        self.replicates = replicates
+        self.paged = paged
         self.pass_, self.planned, self.blocks, self.cells = pass_, planned, planned.blocks, Cells(planned.blocks)
         worker, stage = planned.placement.worker, planned.stage[pass_]
-        self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage)
+        self.calls: Calls = make_calls(self.cells, workload.slices(), worker, stage, paged)
         self.home = self.cells.per_group(planned.placement.home)
         own = self.home == np.arange(cluster.num_gpus)[:, None]
         super().__init__(workload, own, self.cells.edges(), self.calls.tiles)
-        self.moved = {t: (narrow, narrow if replicates else wide, lse) for t, (narrow, wide, lse) in self.rows.items()}
+        self.moved = {t: (narrow, narrow if paged else wide, lse) for t, (narrow, wide, lse) in self.rows.items()}
         """As ``rows``, what is read and written."""
         self.per_node = min(cluster.gpus_per_node, self.num_ranks)
         self.sequences = sequences(self.calls.tiles)
@@ -190,8 +190,10 @@ class _Dcp(CellProgram):
         needs = self.cells.needs(worker, stage, self.num_ranks)
         self.own_keys = own & self.cells.with_keys
         self.fetches = [list(fetches(need, self.home, self.per_node)) for need in needs]
-        self.away = [need.any(axis=0) & ~self.own for need in needs]
-        """Cells of other ranks whose queries, and whose keys, a rank computes with."""
+        self.used = [need.any(axis=0) for need in needs]
+        """Cells whose queries, and whose keys, a rank computes with."""
+        self.away = [used & ~self.own for used in self.used]
+        """Those of other ranks."""
         self.held = [[self.given(tensors, own)] for tensors, own in zip(SIDES[pass_], self.owned, strict=True)]
 
     @property
@@ -229,7 +231,7 @@ class _Dcp(CellProgram):
         keys = [self.sum_of("dkv", Kind.ACCUMULATE, cells) for cells in (self.own_keys, self.away[1])]
         for stage, ids in self.batches():
             made = self.attend(Kind.ATTENTION_BACKWARD, stage, ids, direct[ids], (local, others))
-            if self.replicates:  # set to zero before a kernel, and copied where they are kept
+            if self.paged:  # set to zero before a kernel, and copied where they are kept
                 self.b.add(
                     Kind.ELEMENTWISE, (self.calls.rank[ids], "compute"), step=stage, heads=self.heads,
                     nbytes=3 * replicas[ids] * self.nbytes["dkv"],
@@ -280,6 +282,8 @@ class _Dcp(CellProgram):
 
     def gathered(self, stage: int, ids: Ints) -> tuple[list[Access], Ints]:
         """What kernels read: a rank's own tokens where they are, if these are all; or copied together."""
+        if self.paged:
+            return self.through_tables(stage, ids)
         who, tile = self.calls.rank[ids], self.calls.tile[ids]
         any_order = self.sequences.in_place[tile] | ~self.sequences.one_call[tile]
         sides = []
@@ -290,10 +294,28 @@ class _Dcp(CellProgram):
             sides.append(Wanted(tensors, self.held[side], cells, rows, apart))
         return self.gather(stage, who, sides)
 
+    def through_tables(self, stage: int, ids: Ints) -> tuple[list[Access], Ints]:
+        """What kernels read wherever it is; a rank's own tokens that it ever reads are copied into blocks before the
+        first stage, and those of others before the stage that they come for."""
+        who, reads, waits = self.calls.rank[ids], list[Access](), list[Ints]()
+        come = [fetches[stage].far | fetches[stage].near for fetches in self.fetches]
+        new = [self.own & used for used in self.used] if stage == 0 else come
+        for side, tensors in enumerate(SIDES[self.pass_]):
+            cells = (self.calls.query, self.calls.key)[side][ids]
+            waits += self.waits(who, self.held[side], cells)
+            reads += self.reads(who, tensors, self.held[side], cells)
+            nbytes = new[side][who] @ self.tokens * sum(self.nbytes[t] for t in tensors)
+            some = np.flatnonzero(nbytes)
+            self.b.add(
+                Kind.COPY, (who[some], "compute"), step=stage, heads=self.heads, nbytes=2 * nbytes[some],
+                deps=[waits[-1][some]],
+            )  # fmt: skip
+        return reads, np.max(waits, axis=0)
+
     def key_rows(self, ids: Ints) -> Ints:
         """Rows of keys as kernels read them: some several times where their sequences share them."""
         tile, tokens = self.calls.tile[ids], self.calls.key[ids] @ self.tokens
-        copied = self.sequences.one_call[tile] & ~self.sequences.in_place[tile]
+        copied = self.sequences.one_call[tile] & ~self.sequences.in_place[tile] & (not self.paged)
         return np.where(copied, np.maximum(self.sequences.keys()[tile], tokens), tokens)
 
     # --- results ---
@@ -376,7 +398,7 @@ class _Dcp(CellProgram):
         some = np.flatnonzero(part.any(axis=1))
         who, part, block = who[some], part[some], self.block(total.tensor, part[some])
         read = part @ self.tokens * np.broadcast_to(repeats, len(cells))[some] * (total.narrow + total.lse)
-        read = read * (not self.replicates or kind == Kind.MERGE)
+        read = read * (not self.paged or kind == Kind.MERGE)
         self.b.add(
             kind, (who, "compute"), step=self.num_stages, heads=self.heads,
             nbytes=np.rint(read).astype(np.int64) + total.add(who, part, self.tokens),

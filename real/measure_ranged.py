@@ -113,7 +113,7 @@ def check(library: Path) -> None:
         wanted = out, *torch.autograd.grad(out, (q, k, v), calls.dout.double())
         summed = [t.view(keys, heads[1], -1, DIM).double().sum(2) for t in (calls.dk, calls.dv)]
         for name, x, y in zip(("out", "dq", "dk", "dv"), (calls.out, calls.dq, *summed), wanted, strict=True):
-            error = float((x.double() - y).norm() / y.norm())
+            error = float((x.double() - y.detach()).norm() / y.detach().norm())
             print(f"{mask}, ranges {ranged}: {name} off by {error:.1e}", flush=True)
             if not error < WORST:
                 raise SystemExit("results are wrong")

@@ -20,12 +20,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import mean
+from statistics import geometric_mean, mean, median
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import numpy as np
 
+from cpsim.calibrate.measurement import load as load_measurements
 from cpsim.calibrate.profile import load_profile, save_profile
 from cpsim.documents import load_bins
 from cpsim.errors import CpsimError
@@ -34,7 +35,7 @@ from cpsim.prediction import Infeasible, Prediction
 from cpsim.predictor import Progress, predict_many
 from cpsim.scenario import Scenario, scenario_from
 
-_DATA: Final = Path(__file__).with_name("data")
+DATA: Final = Path(__file__).with_name("data")
 CLUSTER: Final = "p4de"
 GPUS: Final = 32
 TOKENS: Final = 131072
@@ -44,8 +45,9 @@ FILLED: Final = 0.75
 SEED: Final = 42
 DRAWN: Final = 10000
 """Documents of the benchmark's sample."""
-BATCHES: Final = 3
-"""The benchmark has 50."""
+BATCHES: Final = 10
+"""The benchmark has 50; of 3 some masks took half as long again as of 10, since plans of short documents are uneven by
+chance."""
 LENGTHS: Final = "distca_pretrain"
 """The corpus here whose documents are longest in the median, since LongDataCollections is one of long documents."""
 PADDED: Final = 64
@@ -131,7 +133,7 @@ class SpeedUp:
 @cache
 def published() -> tuple[Row, ...]:
     """All bars of the benchmark."""
-    lines = _DATA.joinpath("dcp-a100.csv").read_text(encoding="utf-8").splitlines()
+    lines = DATA.joinpath("dcp-a100.csv").read_text(encoding="utf-8").splitlines()
     return tuple(
         Row(
             mask=line["mask"], scale=float(line["scale"]), row=line["row"], pass_=line["pass"],
@@ -226,16 +228,39 @@ def _seconds(row: Row, result: Prediction | Infeasible | CpsimError) -> float:
     raise CpsimError(f"reproduce: {row.row} {row.mask} {row.pass_}, lengths x {row.scale:g}: {reason}")
 
 
-def ranged_profile(folder: Path) -> Path:
-    """The profile of A100 with DCP's kernel: flash-attn 2 on every block of 128 x 128 tokens that the mask touches.
+@cache
+def slower_with_ranges(pass_: str) -> float:
+    """How much longer the kernel takes where two ranges say for every query what a causal mask says, on H200.
+
+    Every tile is masked, with ranges that are read for every query, and not those on the diagonal alone. Geometric mean
+    over the shapes of ``fa2-ranges-h200.jsonl``, made by real.measure_ranged.
+    """
+    seconds: dict[tuple[Any, ...], dict[bool, float]] = {}
+    for p in load_measurements(DATA / "fa2-ranges-h200.jsonl").of("ranged"):
+        if (p["mask"], p["pass_"]) == ("causal", pass_):
+            shape = p["block"], p["keys"], p["sequences"]
+            seconds.setdefault(shape, {})[p["ranged"]] = median(p["samples_s"])
+    return geometric_mean(found[True] / found[False] for found in seconds.values())
+
+
+def with_ranges(params: AttentionParams, pass_: str) -> AttentionParams:
+    """DCP's kernel from flash-attn 2: on every block of 128 x 128 tokens that the mask touches.
 
     Its forward pass is flash-attn 2's kernel for split keys, compiled for the same tiles: a pair takes as much longer
-    as it was measured to on H200, in dense calls of few blocks, whose keys are split. All calls are varlen ones. What
-    ranges cost nobody has published: nothing here, though every tile is masked. Nor do DCP's calls share keys among
-    heads, which are sequences of their own to it; here they do.
+    as it was measured to on H200, in dense calls of few blocks, whose keys are split. All calls are varlen ones, and
+    ranges cost what they do on H200, see ``slower_with_ranges``.
 
-    Reference: ``flash2_ranges``; chenyu-jiang/dcp at 942a2c7 (benchmark_attention.py, ``--head-block-size``).
+    Reference: ``flash2_ranges``.
     """
+    return replace(
+        params, anatomy=flash2_ranges(pass_ == "bwd"),
+        pair_s=(params.split_pair_s or params.pair_s) * slower_with_ranges(pass_),
+        block_s=params.block_s + params.block_varlen_s, call_s=params.call_s + params.call_varlen_s,
+    )  # fmt: skip
+
+
+def ranged_profile(folder: Path) -> Path:
+    """The profile of A100 with DCP's kernel."""
     base = load_profile("a100")
     names = {f"attention {pass_} fa2": f"attention {pass_} {RANGED}" for pass_ in ("fwd", "bwd")}
 
@@ -244,14 +269,7 @@ def ranged_profile(folder: Path) -> Path:
                 if key == old or key.startswith(f"{old} ")}  # fmt: skip
         return {**values, **more}
 
-    def ranged(pass_: str) -> AttentionParams:
-        params = base.attention["fa2", pass_]
-        return replace(
-            params, anatomy=flash2_ranges(pass_ == "bwd"), pair_s=params.split_pair_s or params.pair_s,
-            block_s=params.block_s + params.block_varlen_s, call_s=params.call_s + params.call_varlen_s,
-        )  # fmt: skip
-
-    attention = {(RANGED, pass_): ranged(pass_) for pass_ in ("fwd", "bwd")}
+    attention = {(RANGED, pass_): with_ranges(base.attention["fa2", pass_], pass_) for pass_ in ("fwd", "bwd")}
     rules = {f"{new} rule": (0.0, 2.0) for new in names.values()}
     path = folder / "a100-dcp.json"
     save_profile(replace(base, attention={**base.attention, **attention}, sigma=renamed(base.sigma),

@@ -616,6 +616,7 @@ def fit(
     base: Base = None,
     memory_ratio: Annotated[float, typer.Option(min=0.01, help="Memory bandwidth over that of the base.")] = 1.0,
     network_ratio: Annotated[float, typer.Option(min=0.01, help="NVLink bandwidth over that of the base.")] = 1.0,
+    sm_ratio: Annotated[float, typer.Option(min=0.01, help="SMs times clock over those of the base.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
@@ -635,7 +636,9 @@ def fit(
     _check_writable(cluster)
     stand_in = None
     if base:
-        stand_in = StandIn(profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio)
+        stand_in = StandIn(
+            profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio, sm_ratio=sm_ratio
+        )
     files = [load(path) for path in measurements or ()]
     profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)

@@ -270,8 +270,10 @@ def test_costs_of_data_sheets_say_so_and_are_as_uncertain_as_they_were_wrong():
 
 def test_ratios_scale_bandwidths_and_keep_latencies():
     theirs = load_profile("h200")
-    twice = StandIn(profile=theirs, memory_ratio=2.0, network_ratio=2.0)
-    assert twice.elementwise().bandwidth_bytes_per_s["copy"] == 2 * theirs.elementwise.bandwidth_bytes_per_s["copy"]
+    twice = StandIn(profile=theirs, memory_ratio=2.0, network_ratio=2.0, sm_ratio=1.5)
+    for kind, ratio in (("copy", 2), ("dcp_merge", 2), ("dcp_copy", 1.5), ("dcp_sum", 1.5)):
+        rates = (costs.bandwidth_bytes_per_s[kind] for costs in (twice.elementwise(), theirs.elementwise))
+        assert next(rates) == ratio * next(rates)
     assert twice.elementwise().latency_s == theirs.elementwise.latency_s
     curve, scaled = theirs.collective.curves["all_gather"][4], twice.collective().curves["all_gather"][4]
     assert scaled.seconds[0] == curve.seconds[0]

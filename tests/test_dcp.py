@@ -16,8 +16,8 @@ from cpsim.dcp.timing import Rates
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM
 from cpsim.implementations.dcp import DCP
-from cpsim.masks import dense_mask
-from cpsim.models.kernel_limits import tile_visits, union
+from cpsim.masks import UNBOUNDED, Slices, dense_mask
+from cpsim.models.kernel_limits import _masks_of_tiles, through_tables, union
 from cpsim.predictor import predict
 from cpsim.scenario import Scenario
 from cpsim.schedule import Kind, Planning
@@ -332,14 +332,25 @@ def test_its_own_code_copies_inputs_once_and_reads_them_through_tables():
     assert theirs.nbytes[theirs.kind == Kind.COPY].sum() == 2 * (read + theirs.bytes_sent().sum())
 
 
-def test_masks_of_queries_and_keys_in_several_places_are_those_of_the_same_in_one():
-    ranges = np.array([[30, 40], [0, 8], [8, 12], [35, 50], [0, 4]])
-    assert union(ranges).tolist() == [[0, 12], [30, 50]]
+def test_sequences_have_tables_of_their_own_of_the_blocks_that_they_see():
+    """Two blocks of queries under a causal mask, whose slice goes on; the second one sees the keys of the first, too."""
+    mask = Slices(*(np.array([n]) for n in (0, 32, 0, 32, -UNBOUNDED, 0)))
+    rows = np.array([[0, 8, 16, 8, 16], [0, 16, 24, 0, 24]])
+    found, num_q, num_k = through_tables(rows, mask)
+    assert (num_q, num_k) == (16, 8 + 24)
+    assert np.stack([found.q_start, found.q_end, found.k_start, found.k_end]).T.tolist() == [
+        [0, 8, 0, 8], [8, 16, 8, 32]
+    ]  # fmt: skip
+    assert found.areas().tolist() == [8 * 9 // 2, 8 * 16 + 8 * 9 // 2]
+    assert union(np.array([[30, 40], [0, 8], [8, 12], [35, 50], [0, 4]])).tolist() == [[0, 12], [30, 50]]
+
+
+def test_its_own_code_computes_the_same_pairs_through_tables():
     case = workload("lambda", (96,), "gqa")
     knobs = {"block": 8, "head_groups": 8, "variant": "released", "solver": "greedy"}
-    ours, theirs = (plan("dcp", case, cluster(2), "fwd", knobs, code) for code in (CPSIM, DCP))
-    tiles = []
-    for schedule in (ours, theirs):
-        found = tile_visits(schedule, np.flatnonzero(schedule.kind == Kind.ATTENTION), 8)
-        tiles.append(sorted((int(v.of_queries.sum()), v.num_q, v.num_k) for v in found.values()))
-    assert tiles[0] == tiles[1]
+    schedule = plan("dcp", case, cluster(2), "bwd", knobs, DCP)
+    ops = np.flatnonzero(schedule.kind == Kind.ATTENTION_BACKWARD)
+    for tile, slices, num_q, num_k in _masks_of_tiles(schedule, ops, 8):
+        assert slices.areas().sum() == schedule.tiles.area[tile]
+        assert (slices.q_end.max(), slices.k_end.max()) == (num_q, num_k)
+    assert len(np.unique(schedule.tile[ops])) == len(ops)

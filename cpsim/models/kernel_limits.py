@@ -254,12 +254,35 @@ def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[
             yield tile, sequence_slices(q_len, k_len, found.causal[mine]), int(q_len.sum()), int(k_len.sum())
         elif min(query_set, key_set) < 0:
             rows = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64)
-            touched = union(rows[:, 1:3]), union(rows[:, 3:5])
-            num_q, num_k = (int((ranges[:, 1] - ranges[:, 0]).sum()) for ranges in touched)
-            yield tile, local_slices(tiles, tile, place_in(touched[0]), place_in(touched[1])), num_q, num_k
+            yield tile, *through_tables(rows, tiles.mask)
         else:
             slices = local_slices(tiles, tile, places[query_set], places[key_set])
             yield tile, slices, int(sizes[query_set]), int(sizes[key_set])
+
+
+def through_tables(rows: Ints, mask: Slices) -> tuple[Slices, int, int]:
+    """The mask of a call whose sequences have tables of the blocks of keys that they see, and its queries and keys.
+
+    A sequence is a run of queries, from where a slice of the share begins or ends to the next such place; what several
+    sequences see is in the table of each.
+
+    Args:
+        rows: mask row, queries and keys of every slice, ``[R, 5]``.
+        mask: whose rows they are.
+    """
+    edges = np.unique(rows[:, 1:3])
+    first, last = np.searchsorted(edges, rows[:, 1]), np.searchsorted(edges, rows[:, 2])
+    row = np.repeat(np.arange(len(rows)), last - first)
+    run = np.arange(len(row)) - np.repeat(np.cumsum(last - first) - last, last - first)
+    order = np.argsort(run, kind="stable")
+    row, run = row[order], run[order]
+    mask_row, _, _, k0, k1 = rows[row].T
+    q0, q1, apart = edges[run], edges[run + 1], run * (int(rows[:, 4].max()) + 1)
+    seen, queries = union(np.stack([k0 + apart, k1 + apart], axis=1)), union(np.stack([q0, q1], axis=1))
+    at_q, at_k = place_in(queries)(q0), place_in(seen)(k0 + apart)
+    shift = q0 - at_q - (k0 - at_k)
+    slices = Slices(at_q, at_q + q1 - q0, at_k, at_k + k1 - k0, mask.low[mask_row] + shift, mask.high[mask_row] + shift)
+    return slices, int(np.ptp(queries, axis=1).sum()), int(np.ptp(seen, axis=1).sum())
 
 
 def union(ranges: Ints) -> Ints:

@@ -298,12 +298,14 @@ class _Dcp(CellProgram):
         """What kernels read wherever it is; a rank's own tokens that it ever reads are copied into blocks before the
         first stage, and those of others before the stage that they come for."""
         who, reads, waits = self.calls.rank[ids], list[Access](), list[Ints]()
+        of_group = np.repeat(np.arange(self.blocks.num_groups), len(self.blocks))
         come = [fetches[stage].far | fetches[stage].near for fetches in self.fetches]
         new = [self.own & used for used in self.used] if stage == 0 else come
         for side, tensors in enumerate(SIDES[self.pass_]):
             cells = (self.calls.query, self.calls.key)[side][ids]
             waits += self.waits(who, self.held[side], cells)
-            reads += self.reads(who, tensors, self.held[side], cells)
+            for group in np.unique(of_group):  # heads have tables of their own
+                reads += self.reads(who, tensors, self.held[side], cells & (of_group == group))
             nbytes = new[side][who] @ self.tokens * sum(self.nbytes[t] for t in tensors)
             some = np.flatnonzero(nbytes)
             self.b.add(

@@ -333,7 +333,7 @@ def test_its_own_code_copies_inputs_once_and_reads_them_through_tables():
 
 
 def test_sequences_have_tables_of_their_own_of_the_blocks_that_they_see():
-    """Two blocks of queries under a causal mask, whose slice goes on; the second one sees the keys of the first, too."""
+    """Two blocks of queries under a causal mask; the second one sees the keys of the first, too."""
     mask = Slices(*(np.array([n]) for n in (0, 32, 0, 32, -UNBOUNDED, 0)))
     rows = np.array([[0, 8, 16, 8, 16], [0, 16, 24, 0, 24]])
     found, num_q, num_k = through_tables(rows, mask)

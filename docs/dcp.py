@@ -284,18 +284,18 @@ REMAINS = (
     "that know ranges were not found.",
     "* LoongTrain runs as InternEvo does, its hosts as fast as those of H200 nodes, which are newer than p4de's; its "
     "forward pass waits for them.",
-    "* DCP's executor is priced by its own parts: its Triton kernels, of 128 elements a program, were timed on H200, where "
-    "they take a fifth of the memory's bandwidth, and so were their launches from Python "
-    "([measurements](../cpsim/calibrate/data/h200-dcp-1.jsonl)); on A100 they follow SMs and clocks. Its hosts are as fast "
-    "as those of H200 nodes, and its Triton was older. An exchange of all 32 GPUs costs the host what one of four does.",
-    "* Its flash-attn 2 is priced as its source says: forward the kernel of split keys, 64 queries by 128 keys, backward "
-    "with the gradients of keys that every block of computation and query head has for itself. What ranges cost, since "
-    "all tiles are masked with them, was measured on H200 with and without "
+    "* DCP's executor is priced by its own parts: its Triton kernels, of 128 elements a program, were timed on H200, "
+    "where they take a fifth of the memory's bandwidth, and so were their launches from Python "
+    "([measurements](../cpsim/calibrate/data/h200-dcp-1.jsonl)); on A100 they follow SMs and clocks. Its hosts are as "
+    "fast as those of H200 nodes, and its Triton was older. An exchange of 32 GPUs costs the host what one of four does.",
+    "* Its flash-attn 2 is priced as its source says: forward the kernel of split keys, 64 queries by 128 keys, "
+    "backward with the gradients of keys that every block of computation and query head has for itself. What ranges "
+    "cost, since all tiles are masked with them, was measured on H200 with and without "
     "([measurements](../cpsim/reproduce/data/fa2-ranges-h200.jsonl)): a pair takes "
     f"{slower_with_ranges('fwd'):.2f} times as long forward and {slower_with_ranges('bwd'):.2f} times backward. Not "
-    "priced: tails of documents are padded to whole blocks, and of more than two partial outputs merges spill registers. "
-    "The branch that was measured, `dcp`, is not to be had; `bblock`, whose functions take the same arguments, was read, "
-    "built and timed.",
+    "priced: tails of documents are padded to whole blocks, and of more than two partial outputs merges spill "
+    "registers. The branch that was measured, `dcp`, is not to be had; `bblock`, whose functions take the same "
+    "arguments, was read, built and timed.",
     "* DCP is predicted too slow where documents are short: tokens and work that are folded into one weight then leave "
     "work several times uneven (the table above). DCP's own code does so, too, with the documents that are drawn here; "
     "those of the published run are probably longer.",

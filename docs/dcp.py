@@ -287,7 +287,7 @@ REMAINS = (
     "* DCP's executor is priced by its own parts: its Triton kernels, of 128 elements a program, were timed on H200, "
     "where they take a fifth of the memory's bandwidth, and so were their launches from Python "
     "([measurements](../cpsim/calibrate/data/h200-dcp-1.jsonl)); on A100 they follow SMs and clocks. Its hosts are as "
-    "fast as those of H200 nodes, and its Triton was older. An exchange of 32 GPUs costs the host what one of four does.",
+    "fast as those of H200 nodes, its Triton was older, and an exchange of 32 GPUs costs the host what one of 4 does.",
     "* Its flash-attn 2 is priced as its source says: forward the kernel of split keys, 64 queries by 128 keys, "
     "backward with the gradients of keys that every block of computation and query head has for itself. What ranges "
     "cost, since all tiles are masked with them, was measured on H200 with and without "

@@ -46,8 +46,7 @@ SEED: Final = 42
 DRAWN: Final = 10000
 """Documents of the benchmark's sample."""
 BATCHES: Final = 10
-"""The benchmark has 50; of 3 some masks took half as long again as of 10, since plans of short documents are uneven by
-chance."""
+"""The benchmark has 50; with 3, some bars were a third lower, since plans of short documents are uneven by chance."""
 LENGTHS: Final = "distca_pretrain"
 """The corpus here whose documents are longest in the median, since LongDataCollections is one of long documents."""
 PADDED: Final = 64

@@ -61,7 +61,9 @@ def merge(one, other):
 
 
 def by_group(array, head_groups):
-    """Rows of one group of heads after the other, as ``Workload.by_group`` counts tokens."""
+    """Rows of one group of heads after the other, as ``Workload.by_group`` counts tokens; fewer heads of
+    keys than groups are repeated."""
+    array = np.repeat(array, max(1, head_groups // array.shape[1]), axis=1)
     tokens, heads, width = array.shape
     apart = array.reshape(tokens, head_groups, heads // head_groups, width)
     return np.ascontiguousarray(apart.swapaxes(0, 1)).reshape(head_groups * tokens, heads // head_groups, width)
@@ -184,9 +186,10 @@ class Interpreter:
                 raise NotImplementedError(other)
 
     def attention(self, i, reads, targets):
-        given = {
-            tensor: (tokens, array[:, self.heads(i, tensor, heads)]) for tensor, tokens, heads, array in reads
-        }
+        parts = {}
+        for tensor, tokens, heads, array in reads:
+            parts.setdefault(tensor, []).append((tokens, array[:, self.heads(i, tensor, heads)]))
+        given = {tensor: joined(places) for tensor, places in parts.items()}
         queries, keys = given["q"][0], given["kv"][0]
         allowed = np.zeros((len(queries), len(keys)), bool)
         tile = int(self.s.tile[i])
@@ -256,6 +259,13 @@ class Interpreter:
         for where, part in self.pieces(target, reads):
             total[where] = merge(total[where], part)
         return total
+
+
+def joined(places):
+    """Tokens and values that lie in several places, by token."""
+    tokens, values = (np.concatenate(column) for column in zip(*places, strict=True))
+    order = np.argsort(tokens, kind="stable")
+    return tokens[order], values[order]
 
 
 @cache

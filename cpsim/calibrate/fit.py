@@ -260,8 +260,9 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
     computation, _ = overlaps([p for p in points if p["op"] == "overlap"])
     spans = [np.array(spans) for by in computation.values() for spans in by.values()]
     shares = [lost / beside for beside, lost in (mine.T for mine in spans)]
-    if shares:
-        spread["interference"] = float(np.std(np.concatenate([x / x.mean() for x in shares if x.mean() > 0.02])))
+    relative = [share / share.mean() for share in shares if share.mean() > 0.02]
+    if relative:
+        spread["interference"] = float(np.std(np.concatenate(relative)))
     launches = [graph_costs(p)[0] for p in points if p["op"] == "graph"]
     if len(launches) > 1:
         spread["graph"] = float(np.std(np.log(launches)))

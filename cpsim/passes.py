@@ -12,7 +12,7 @@ Two things keep large machines affordable:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -103,6 +103,20 @@ def run_pass(case: Case, pass_: Pass, draws: Draws) -> PassResult:
     if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
         return _continued(case, pass_, draws, copies)
     return _simulated(case, pass_, draws, copies, case.cluster.num_gpus)
+
+
+def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int]) -> list[Timeline]:
+    """What some ranks compute in a pass, each simulated alone: nobody sends, and nobody is waited for.
+
+    One GPU can measure it: see ``real.measure_ranks``.
+
+    Raises:
+        InfeasibleError: the strategy cannot run it.
+        ProfileError: the profile lacks what it needs.
+    """
+    schedule = plan_scenario(case.scenario, case.workload, case.cluster, pass_, case.code)
+    alone = [schedule.computation(rank) for rank in ranks]
+    return [simulate(mine, case.pricing().price(mine).work) for mine in alone]
 
 
 def _copies(case: Case) -> int:

@@ -293,6 +293,31 @@ class Schedule:
         ops = (self.op(int(i)) for i in mine)
         return tuple(replace(o, deps=tuple(d for d in o.deps if d in known)) for o in ops)
 
+    def computation(self, rank: int) -> Schedule:
+        """What one rank computes, without communication and without what it waits for; to be priced and simulated."""
+        counts = np.bincount(self.op_of_lane()[self.lane_rank == rank], minlength=len(self))
+        kept = (counts > 0) & ~is_one_of(self.kind, COMMUNICATION_KINDS)
+        number = np.cumsum(kept, dtype=np.int32) - 1
+
+        def some(start: Ints) -> tuple[Ints, NDArray[np.bool_]]:
+            of = np.repeat(kept, np.diff(start))
+            return np.concatenate([[0], np.cumsum(np.diff(start)[kept])]), of
+
+        lanes, deps, accesses = (some(start) for start in (self.lane_start, self.dep_start, self.access_start))
+        needed = deps[1] & kept[self.dep]
+        ends = np.concatenate([[0], np.cumsum(needed)])[self.dep_start]
+        products = self.products[kept[self.products[:, 0]]]
+        return replace(
+            self, kind=self.kind[kept], step=self.step[kept], tile=self.tile[kept], heads=self.heads[kept],
+            nbytes=self.nbytes[kept], lane_start=lanes[0], lane_rank=self.lane_rank[lanes[1]],
+            lane_stream=self.lane_stream[lanes[1]],
+            dep_start=np.concatenate([[0], np.cumsum(np.diff(ends)[kept])]), dep=number[self.dep[needed]],
+            access_start=accesses[0], access_buffer=self.access_buffer[accesses[1]],
+            access_block=self.access_block[accesses[1]], access_mode=self.access_mode[accesses[1]],
+            routes=self.routes[:0], route_nbytes=self.route_nbytes[:0],
+            products=np.column_stack([number[products[:, 0]], products[:, 1:]]),
+        )  # fmt: skip
+
     def op_of_lane(self) -> Ints:
         """Op of every lane entry, as long as ``lane_rank``."""
         return np.repeat(np.arange(len(self)), np.diff(self.lane_start))

@@ -66,17 +66,33 @@ class Sum:
     """Where the sum goes, in either dtype."""
 
 
-def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Columns of log-sum-exps that go along with rows, never more than these."""
+
+    source_HT: Tensor
+    """fp32."""
+    source: Tensor
+    """[L] int32."""
+    target_HT: Tensor
+    """fp32, of as many heads."""
+    target: Tensor
+    """[L] int32."""
+
+
+def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum, columns: Columns | None = None) -> None:
     """target = old + sum of sources, row by row, summed in the accumulators' dtype: copies, casts and gradients.
 
     Args:
         narrow_ND: memory in the working dtype, one head a row.
         wide_ND: the same memory in the accumulators' dtype.
         tables: which rows.
+        columns: what is copied beside them.
     """
     dim, count = narrow_ND.shape[1], tables.source.shape[1]
     if count == 0:
         return
+    assert columns is None or len(columns.source) <= count
     base = wide_ND if tables.source_wide else narrow_ND
     if not narrow_ND.is_cuda:
         total = sum(_take(base, source, tables.width) for source in tables.source)
@@ -85,16 +101,22 @@ def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum) -> None:
         for memory, target in zip((narrow_ND, wide_ND), tables.target, strict=True):
             if target is not None:
                 _put(memory, target, tables.width, total)
+        if columns:
+            columns.target_HT[:, columns.target.long()] = columns.source_HT[:, columns.source.long()]
         return
-    columns = tables.width * dim
-    block = min(1024, triton.next_power_of_2(columns))
+    elements = tables.width * dim
+    block = min(1024, triton.next_power_of_2(elements))
     rows = max(1, 4096 // block)
-    spare = tables.source
+    spare, heads = tables.source, columns.source_HT.shape[0] if columns else 0
     given = [t is not None for t in (*tables.old, *tables.target)]
-    _sum_kernel[(triton.cdiv(count, rows), triton.cdiv(columns, block))](
+    beside = (spare,) * 4 + (0,) * 3 if columns is None else (
+        columns.source_HT, columns.source, columns.target_HT, columns.target,
+        len(columns.source), columns.source_HT.stride(0), columns.target_HT.stride(0),
+    )  # fmt: skip
+    _sum_kernel[(triton.cdiv(count, rows), triton.cdiv(elements, block))](
         base, narrow_ND, wide_ND, tables.source,
-        *(spare if t is None else t for t in (*tables.old, *tables.target)),
-        count, dim, columns, len(tables.source), *given, rows, block,
+        *(spare if t is None else t for t in (*tables.old, *tables.target)), *beside,
+        count, dim, elements, len(tables.source), *given, heads, triton.next_power_of_2(heads), rows, block,
     )  # fmt: skip
 
 
@@ -234,9 +256,11 @@ if triton is not None:
 
     @triton.jit
     def _sum_kernel(
-        base, narrow, wide, source, old_narrow, old_wide, to_narrow, to_wide, count, dim: tl.constexpr,
-        columns: tl.constexpr, num_sources: tl.constexpr, has_old_narrow: tl.constexpr, has_old_wide: tl.constexpr,
-        has_to_narrow: tl.constexpr, has_to_wide: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
+        base, narrow, wide, source, old_narrow, old_wide, to_narrow, to_wide,
+        lse, lse_column, to_lse, to_lse_column, num_columns, lse_stride, to_lse_stride,
+        count, dim: tl.constexpr, columns: tl.constexpr, num_sources: tl.constexpr, has_old_narrow: tl.constexpr,
+        has_old_wide: tl.constexpr, has_to_narrow: tl.constexpr, has_to_wide: tl.constexpr,
+        lse_heads: tl.constexpr, lse_block: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
     ):  # fmt: skip
         row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
         col = (tl.program_id(1) * block + tl.arange(0, block))[None, :]
@@ -262,6 +286,13 @@ if triton is not None:
             at = tl.load(to_wide + row, mask=inside, other=-1)
             there = (at >= 0)[:, None] & within
             tl.store(wide + at.to(tl.int64)[:, None] * dim + col, total, mask=there)
+        if lse_heads > 0:
+            head = tl.arange(0, lse_block)[None, :]
+            of_rows = (row < num_columns) & (tl.program_id(1) == 0)
+            there = of_rows[:, None] & (head < lse_heads)
+            at = tl.load(lse_column + row, mask=of_rows, other=0)[:, None] + head * lse_stride
+            to = tl.load(to_lse_column + row, mask=of_rows, other=0)[:, None] + head * to_lse_stride
+            tl.store(to_lse + to, tl.load(lse + at, mask=there, other=0.0), mask=there)
 
     @triton.jit
     def _merge_rows_kernel(

@@ -403,10 +403,10 @@ class Lowering:
             width=rows.width, source=self._index(rows.source), source_wide=rows.wide,
             old=either if adds else (None, None), target=either,
         )  # fmt: skip
-        x, after = self.x, self._pack_lse(reads, targets)
-        if after is None:
+        x, packed = self.x, self._packed_lse(reads, targets)
+        if packed is None:
             return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
-        return lambda: (elementwise.sum_rows(x.narrow, x.wide, tables), after())
+        return lambda: elementwise.sum_rows(x.narrow, x.wide, tables, packed())
 
     def _add_to_result(self, target: Access, sources: list[Part]) -> Launch:
         """A partial gradient into rows that change from the working type to the accumulators' and back."""
@@ -425,8 +425,8 @@ class Lowering:
         x = self.x
         return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
 
-    def _pack_lse(self, reads: list[Access], targets: list[Access]) -> Launch | None:
-        """A packed ``out`` takes its rows of the log-sum-exp along."""
+    def _packed_lse(self, reads: list[Access], targets: list[Access]) -> Callable[[], elementwise.Columns] | None:
+        """Rows of the log-sum-exp that a packed ``out`` takes along."""
         target = next((a for a in targets if a.tensor == "out"), None)
         if target is None:
             return None
@@ -436,18 +436,17 @@ class Lowering:
         (part,) = target.layout.parts("out")
         rows = np.flatnonzero(np.isin(part.tokens, target.tokens))  # a result may be written part by part
         order = np.argsort(held, kind="stable")
-        index = torch.from_numpy(order[np.searchsorted(held[order], part.tokens[rows])]).to(self.device)
+        index = self._index(order[np.searchsorted(held[order], part.tokens[rows])])
         into, lse = self._new_lse(target.num_heads, len(part.tokens)), self.x.lse
         into = lse.setdefault(target.buffer, into) if self.places.is_output[target.buffer] else into
-        lse[target.buffer] = into
+        lse[target.buffer], to = into, self._index(rows)
 
-        def parts() -> Tensor:
-            return lse[sources[0].buffer] if len(sources) == 1 else torch.cat([lse[a.buffer] for a in sources], dim=1)
+        def columns() -> elementwise.Columns:
+            found = [lse[a.buffer] for a in sources]
+            source = found[0] if len(found) == 1 else torch.cat(found, dim=1)
+            return elementwise.Columns(source_HT=source, source=index, target_HT=into, target=to)
 
-        if len(rows) == len(part.tokens):
-            return lambda: torch.index_select(parts(), 1, index, out=into)
-        to = torch.from_numpy(rows).to(self.device)
-        return lambda: into.index_copy_(1, to, torch.index_select(parts(), 1, index))
+        return columns
 
     def _index(self, values: Any) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values, np.int32)).to(self.device)

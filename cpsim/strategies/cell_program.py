@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
 from cpsim.builder import NOTHING, Access, Builder
 from cpsim.masks import Ints, RangeSets, sets_of
@@ -92,16 +92,17 @@ class CellProgram:
 
     def pack(
         self, stage: int, tensors: Sequence[str], held: Sequence[Held], gives: Mask, nbytes: Ints, lane: str,
-        repeats: ArrayLike = 1,
+        read: Ints | NDArray[np.float64] | None = None,
     ) -> tuple[Int32, Ints]:  # fmt: skip
         """Blocks for every rank, one rank's after the other's; returns buffers and the ops to wait for, by rank.
 
         Args:
-            repeats: times that every row lies in what is packed, ``[ranks]``.
+            nbytes: of what is packed, ``[ranks]``.
+            read: bytes that it is made of, where these are others: sums are wider, or rows lie there several times.
         """
         packed, who = self.b.buffers(f"{tensors[0]} by rank", nbytes), np.flatnonzero(nbytes)
         ready = np.full(self.num_ranks, NOTHING)
-        copied = np.rint(nbytes * (1 + np.asarray(repeats))).astype(np.int64)
+        copied = np.rint(nbytes + (nbytes if read is None else read)).astype(np.int64)
         ops = self.b.add(
             Kind.COPY, (who, lane), step=stage, heads=self.heads, nbytes=copied[who],
             deps=self.waits(who, held, gives[who]) if lane == "compute" else (),

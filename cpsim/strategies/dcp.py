@@ -415,7 +415,8 @@ class _Dcp(CellProgram):
         moved = routes(gives, self.home, self.tokens, total.narrow + total.lse).T
         gets = home.cells & gives.any(axis=0)
         held = [Held({total.tensor: total.result[0]}, total.cells, np.full(self.num_ranks, NOTHING))]
-        packed = self.pack(self.num_stages, [total.tensor], held, gives, moved.sum(axis=1), "compute")
+        sums = np.where(gives, total.held, 0) @ self.tokens
+        packed = self.pack(self.num_stages, [total.tensor], held, gives, moved.sum(axis=1), "compute", sums)
         made, op = self.exchange(self.num_stages, [total.tensor], packed, gives, gets, moved, self.ranks[None])
         rows = moved.sum(axis=0) / (total.narrow + total.lse)
         self.add_up(kind, self.ranks, made, home, gets, op, rows / np.maximum(gets @ self.tokens, 1))

@@ -307,7 +307,8 @@ class _DistCA(CellProgram):
         home = Held({tensor: self.nothing.astype(np.int32)}, np.zeros_like(self.own), self.nothing)
         if gives.any():
             gets = self.own & gives.any(axis=0)
-            packed = self.pack(nano, [tensor], [here], gives, moved.sum(axis=1), "compute", repeats)
+            packed = self.pack(nano, [tensor], [here], gives, moved.sum(axis=1), "compute",
+                               moved.sum(axis=1) * repeats)  # fmt: skip
             buffers, op = self.exchange(nano, [tensor], packed, gives, gets, moved, self.ranks[None])
             self.travelling = op
             home = Held({tensor: buffers}, gets, op)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
@@ -28,8 +28,8 @@ from cpsim.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.allgather import seen_keys
 from cpsim.strategies.sharding import cells_of, edges_of
-from cpsim.strategies.sizes import Accumulation, Sizes
-from cpsim.tiles import Tiles, make_tiles, sequences
+from cpsim.strategies.sizes import Sizes
+from cpsim.tiles import Tiles, make_tiles, sequence_places, sequences
 from cpsim.workload import Workload
 
 CHUNK: Final = 2048
@@ -177,13 +177,13 @@ class _Magi:
         self.q_bytes, self.kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
         self.lse_bytes, self.wide = sizes.lse(workload.num_heads), sizes.accumulator(self.q_bytes)
         self.kv_wide = sizes.accumulator(self.kv_bytes)
-        rows = np.broadcast_to(self.own, self.active.shape)
-        self.sums = Accumulation(self.active, rows, np.ones_like(self.active), np.zeros_like(self.own))
+        self.sums = self.active & (np.cumsum(self.active, axis=0) > 1)
+        """Stages whose partial result is added to earlier ones; the kernel of the first writes the result itself."""
 
     def forward(self) -> Schedule:
         q, kv = self.given("q", self.q_bytes), self.given("kv", self.kv_bytes)
         out, partial = self.result("out", self.lse_bytes)
-        moved = self.sums.traffic(self.q_bytes, self.wide, 3 * self.lse_bytes)
+        moved = self.summed_bytes(self.lse_bytes)
         for stage, keys in self.keys(kv):
             self.attend(Kind.ATTENTION, stage, [q, keys], [self.target(out, partial, stage)])
             self.sum(Kind.MERGE, stage, moved, out, partial)
@@ -195,7 +195,7 @@ class _Magi:
         given, kv = [self.given(tensor, width) for tensor, width in widths.items()], self.given("kv", self.kv_bytes)
         dq, partial = self.result("dq")
         total = b.buffers("dkv sum", self.own * self.kv_wide), self.own_blocks("dkv")
-        moved = self.sums.traffic(self.q_bytes, self.wide, 0)
+        moved = self.summed_bytes(0)
         leaving: list[tuple[int, Ints, Access]] = []
         for stage, keys in self.keys(kv):
             made = self.b.buffers("dkv partial", self.rows_of(stage) * self.kv_bytes), self.blocks("dkv", stage)
@@ -327,11 +327,39 @@ class _Magi:
 
     def sum(self, kind: Kind, stage: int, moved: Ints, total: Access, partial: Int32) -> None:
         """Add a partial result of queries to earlier ones."""
-        r = np.flatnonzero(self.sums.sums[stage])
+        r = np.flatnonzero(self.sums[stage])
         self.b.add(
             kind, (r, "compute"), step=stage, heads=self.heads, nbytes=moved[stage, r],
             reads=[(partial[r], total[1][r])], updates=[(total[0][r], total[1][r])],
         )  # fmt: skip
+
+    def summed_bytes(self, lse: int) -> Ints:
+        """Bytes that every sum reads and writes, ``int64[stages, ranks]``: of queries that see a key of its stage.
+
+        Sums of a row are in fp32 until the last one, which writes the final type.
+
+        Args:
+            lse: bytes of a row's log-sum-exp.
+        """
+        sees, rank, length = self.seeing
+        direct = sees & (self.active & ~self.sums)[:, rank]
+        nth = np.cumsum(sees, axis=0)
+        narrow = (nth == 2) & direct.any(axis=0)
+        old = np.where(nth == 1, 0, np.where(narrow, self.q_bytes, self.wide) + lse)
+        new = np.where(nth == nth[-1], self.q_bytes, self.wide) + lse
+        moved = np.where(sees & ~direct, length * (self.q_bytes + lse + old + new), 0)
+        total = np.zeros(self.active.shape, np.int64)
+        np.add.at(total.T, rank, moved.T)
+        return total
+
+    @cached_property
+    def seeing(self) -> tuple[Mask, Ints, Ints]:
+        """Runs of queries that see keys of the same stages: of which, ``[stages, runs]``; their rank; their length."""
+        own = sharding.part(self.shares.sets, 0, len(self.ranks))
+        queries = sequence_places(self.shares.tiles)[:, 2:].astype(np.int64)
+        seen = RangeSets(self.calls.start[1 :: len(self.ranks)], queries)
+        edges = edges_of(own, seen)
+        return cells_of(seen, edges), cells_of(own, edges).argmax(axis=0), np.diff(edges)
 
     def begin(self, total: Access, made: Access) -> None:
         """Sums of gradients of keys start with those of a rank's own queries, or with zeros."""
@@ -362,14 +390,14 @@ class _Magi:
 
     def result(self, tensor: str, extra: int = 0) -> tuple[Access, Int32]:
         """A result with room for its sums, and buffers of partial results."""
-        room = self.wide if self.sums.sums.any() else 0
+        room = self.wide if self.sums.any() else 0
         made = self.b.buffers(tensor, self.own * (self.q_bytes + extra + room)), self.own_blocks(tensor)
         self.b.output(*made)
         return made, self.b.buffers(f"{tensor} partial", self.own * (self.q_bytes + extra))
 
     def target(self, result: Access, partial: Int32, stage: int) -> Access:
         """What kernels write on the query side: the first one the result."""
-        return np.where(self.sums.sums[stage], partial, result[0]), result[1]
+        return np.where(self.sums[stage], partial, result[0]), result[1]
 
     def tokens_of(self, stage: int) -> Ints:
         """Tokens of the keys of a stage."""

@@ -20,7 +20,7 @@ from cpsim.workload import Workload
 from real import layer_calls
 from real.lowering import Lowering
 from real.node import Node
-from real.program import Program
+from real.program import Program, computations
 from real.storage import PLANES, Ints, Layout, Memory, Part, Walk, lay_out
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -57,7 +57,8 @@ class Executor:
         self.wide = memory.view(wide).view(-1, workload.head_dim)
         self.lse: dict[int, Tensor] = {}
         """Log-sum-exp [H, T] of every buffer that holds ``out``."""
-        self.program = Program(node, Lowering(self, walk).calls(), traced)
+        calls = Lowering(self, walk).calls()
+        self.program = Program(node, computations(calls) if node.alone else calls, traced)
         if node.cuda:
             self.program.rehearse()
             node.synchronize()

@@ -53,6 +53,8 @@ class Node:
         self._evicting = torch.zeros(2 * cache_bytes, dtype=torch.uint8, device=self.device)
         self.traced = False
         """Whether runners name every op for the profiler (`torch.profiler.record_function`)."""
+        self.alone = False
+        """Whether runners leave out all communication, see `stand_for`."""
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
 
     def __enter__(self) -> Node:
@@ -61,11 +63,17 @@ class Node:
     def __exit__(self, *_error: object) -> None:
         dist.destroy_process_group()
 
+    def stand_for(self, rank: int, size: int) -> None:
+        """From now on runners take this process for one rank of so many, of whom none is there: they only compute."""
+        self.rank, self.size, self.alone = rank, size, True
+
     def group(self, ranks: tuple[int, ...], stream: str) -> Any:
         """The process group of these ranks for one stream, made at the first call; all ranks of the job must call.
 
         NCCL runs on high-priority streams: a transfer that is launched beside attention must not wait for its blocks.
         """
+        if self.alone:
+            return None
         key = (ranks, stream)
         if key not in self._groups:
             options = None

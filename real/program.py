@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -104,6 +105,13 @@ class Program:
                 call()
         else:
             call()
+
+
+def computations(calls: list[Call]) -> list[Call]:
+    """Calls without communication, none of which waits for any."""
+    kept = [(op, call) for op, call in calls if op.kind not in COMMUNICATION_KINDS]
+    known = {op.index for op, _ in kept}
+    return [(replace(op, deps=tuple(d for d in op.deps if d in known)), call) for op, call in kept]
 
 
 def _batched(calls: list[Call]) -> list[tuple[tuple[Op, ...], Launch]]:

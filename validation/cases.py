@@ -265,6 +265,22 @@ def one_gpu(cluster: str, seed: int, multiple: int = 128) -> Iterator[Case]:
             yield from each(asked | {"cluster": cluster}, ({"strategy": "none"},))
 
 
+def single_ranks(seed: int) -> Iterator[Case]:
+    """Problems of 4 to 96 GPUs, drawn at random, of which single ranks are measured: every way to split in turn."""
+    rng, every = np.random.default_rng(seed), ("causal", "full", "causal_document", "full_document")
+    planners = (MAGI, HYBRID, DCP)
+    for way in (ZIGZAG, MAGI, GATHER_DOCUMENT, USP, HYBRID, DCP, RING, LOONGTRAIN_4, STRIPED, GATHER_HEADS):
+        few = way in (MAGI, DCP, GATHER_DOCUMENT, GATHER_HEADS)  # more take minutes to lay out
+        for gpus in (4, 8, 16) if few else (4, 8, 16, 32, 96):
+            tokens, heads = size_and_heads(rng, 13.5)
+            mask = str(rng.choice(every if way not in (STRIPED, GATHER_HEADS) else every[:2]))
+            dense = "document" not in mask
+            kernel = str(rng.choice(("fa2", "sdpa_flash", "cudnn"))) if dense and way not in planners else "fa2"
+            more = {} if dense else {"documents": lots(rng, gpus * tokens, (8, 11))}
+            asked = problem(gpus, tokens, mask, heads, kernel=kernel, **more)
+            yield {**way, **asked, "cluster": "h200-4" if gpus == 4 else "dgx-h200", "protocol": "streamed"}
+
+
 def one_gpu_layers(cluster: str, seed: int) -> Iterator[Case]:
     """Layers of three models on one GPU, drawn at random: forward passes, and both."""
     rng = np.random.default_rng(seed)
@@ -279,9 +295,10 @@ def one_gpu_layers(cluster: str, seed: int) -> Iterator[Case]:
         yield {**case, "kernel": kernel, "pass": pass_, "strategy": "none"}
 
 
-def lots(rng: np.random.Generator, total: int) -> list[int]:
-    """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole."""
-    median, sigma, found = float(np.exp(rng.uniform(6, 9))), float(rng.uniform(0.3, 1.5)), list[int]()
+def lots(rng: np.random.Generator, total: int, logs: tuple[float, float] = (6, 9)) -> list[int]:
+    """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole; the
+    logarithm of their median is drawn, too."""
+    median, sigma, found = float(np.exp(rng.uniform(*logs))), float(rng.uniform(0.3, 1.5)), list[int]()
     while sum(found) < total:
         length = max(64, int(median * np.exp(sigma * rng.standard_normal())) // 4 * 4)
         found.append(min(length, total - sum(found)))
@@ -424,6 +441,7 @@ def files() -> dict[Path, str]:
         FOLDER / "one-h200-4.jsonl": text(one_gpu("h200-4", 21)),
         FOLDER / "one-h200-5.jsonl": text(one_gpu("h200-4", 25, multiple=1)),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
+        FOLDER / "ranks" / "cases.jsonl": text(single_ranks(26)),
     }
     for num_nodes in (2, 4):
         cluster = nodes_of_eight(num_nodes)

@@ -1,0 +1,93 @@
+"""What single ranks of many compute, measured on one GPU: our executor's program without its communication.
+
+    python -m real.measure_ranks validation/ranks/cases.jsonl --out validation/ranks/h200.jsonl
+
+Takes cases of any number of GPUs, and of each the first rank, the last and the one in the middle, pass by pass. All
+work on random tensors of the real sizes; what would have arrived is there. Times are those of `streamed` iterations.
+`cpsim.passes.run_ranks` predicts them. Nothing is fitted to the result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TypeVar
+
+import torch
+
+from cpsim.calibrate.measurement import Writer
+from cpsim.errors import CpsimError
+from cpsim.scenario import Scenario, load_scenarios
+from cpsim.schedule import Pass
+from real import attention
+from real.implementations.cpsim import make
+from real.iterations import time_pass
+from real.node import Node, end_process
+from real.run import explain
+from real.timing import provenance
+
+T = TypeVar("T")
+
+
+def ranks_of(size: int) -> list[int]:
+    """The first of so many ranks, the one in the middle and the last."""
+    return sorted({0, size // 2, size - 1})
+
+
+def measure(scenario: Scenario, pass_: Pass, rank: int, node: Node, writer: Writer, seconds: float) -> str:
+    """Writes one rank's pass, or why it does not run; returns what to tell the user."""
+    which = {"scenario": scenario.to_dict(), "pass": pass_, "rank": rank}
+    try:
+        node.stand_for(rank, scenario.gpus)
+        run = time_pass(make(scenario, pass_, node), node, _alone, "streamed", seconds)
+    except Exception as error:
+        writer.add("error", failed="rank", message=explain(error), **which)
+        return explain(error)
+    finally:
+        gc.collect()
+        if node.cuda:
+            node.synchronize()
+            torch.cuda.empty_cache()
+    writer.add("rank", run.samples_s, **which, attention_s=run.attention_s[0], clock=run.clock)
+    return f"{median(run.samples_s) * 1e3:.3f} ms"
+
+
+def _alone(step: Callable[[], T]) -> list[T]:
+    return [step()]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("cases", type=Path, help="scenarios: JSON Lines, YAML or JSON")
+    parser.add_argument("--out", type=Path, required=True, help="file to write")
+    parser.add_argument("--cpu", action="store_true", help="the CPU even where there is a GPU")
+    parser.add_argument("--seconds", type=float, default=0.1, help="iterations to measure of every pass [s]")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after so many minutes")
+    parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
+    args = parser.parse_args()
+    deadline, node = time.monotonic() + 60 * args.minutes, Node(cpu=args.cpu)
+    kernels = {name: attention.kernel_version(name) for name in ("fa2", "fa4", "cudnn")} if node.cuda else {}
+    command = " ".join(["python -m real.measure_ranks", *sys.argv[1:]])
+    with args.out.open("w", encoding="utf-8") as file:
+        writer = Writer(file, provenance(node.device, 1, kernels, command, args.commit))
+        for case in load_scenarios(args.cases):
+            if isinstance(case, CpsimError):
+                print(f"real.measure_ranks: {case}", file=sys.stderr)
+                continue
+            if time.monotonic() > deadline:
+                print("real.measure_ranks: cases not run: the time is over", file=sys.stderr)
+                break
+            for pass_ in case.passes:
+                found = [f"rank {r} {measure(case, pass_, r, node, writer, args.seconds)}" for r in ranks_of(case.gpus)]
+                label = f"{case.gpus} x {case.num_tokens // case.gpus} {case.strategy} {case.kernel} {case.mask_name}"
+                print(f"{label} {pass_}: {', '.join(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
+    end_process()

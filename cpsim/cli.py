@@ -440,6 +440,9 @@ def reproduce(
         str | None, typer.Option(help="Distribution of dcp's document lengths; the file that lists distca's (JSON).")
     ] = None,
     variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
+    batches: Annotated[
+        int | None, typer.Option(min=1, help="Of every bar of dcp: 10 where not given; the benchmark has 50.")
+    ] = None,
     scale: Annotated[
         bool, typer.Option("--scale", help="distca: interim runs with pipelines, and speed-ups on 64 to 512 GPUs.")
     ] = False,
@@ -456,6 +459,7 @@ def reproduce(
         ("--fit", fit, ("magi-h100",)),
         ("--lengths", lengths, ("dcp", "distca")),
         ("--variant", variant, ("dcp",)),
+        ("--batches", batches, ("dcp",)),
     ):
         if given and name not in studies:
             belongs = " and ".join(studies)
@@ -466,7 +470,7 @@ def reproduce(
         _reproduce_longca_96(out, html, as_json, jobs)
         return
     if name == "dcp":
-        _reproduce_dcp(lengths, variant, worst, out, as_json, jobs)
+        _reproduce_dcp(lengths, variant, batches, worst, out, as_json, jobs)
         return
     if name == "distca":
         if scale and lengths:
@@ -484,16 +488,17 @@ def reproduce(
 
 
 def _reproduce_dcp(
-    lengths: str | None, variant: str | None, worst: int, out: Path | None, as_json: bool, jobs: int | None
-) -> None:
+    lengths: str | None, variant: str | None, batches: int | None, worst: int, out: Path | None, as_json: bool,
+    jobs: int | None,
+) -> None:  # fmt: skip
     from cpsim.report.dcp import dcp_record, dcp_view
-    from cpsim.reproduce.dcp import LENGTHS, VARIANT
+    from cpsim.reproduce.dcp import BATCHES, LENGTHS, VARIANT
     from cpsim.reproduce.dcp import reproduce as predict_bars
 
-    drawn, plans = lengths or LENGTHS, variant or VARIANT
+    drawn, plans, count = lengths or LENGTHS, variant or VARIANT, batches or BATCHES
     with _progress("Predicting") as progress:
-        rows = predict_bars(lengths=drawn, variant=plans, jobs=jobs, progress=progress)
-    record = json.dumps(dcp_record(rows, drawn, plans), indent=1) + "\n"
+        rows = predict_bars(lengths=drawn, count=count, variant=plans, jobs=jobs, progress=progress)
+    record = json.dumps(dcp_record(rows, drawn, plans, count), indent=1) + "\n"
     _hand_out(record, lambda: dcp_view(rows, drawn, plans, worst), out, as_json)
 
 

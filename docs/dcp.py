@@ -1,7 +1,7 @@
 """Writes docs/dcp.md and docs/dcp.svg: what the planners of DCP move and how even they are, and what became of
 DCP's published bars.
 
-    pip install '.[dcp]' && cpsim reproduce dcp --out docs/dcp-reproduced.json && python docs/dcp.py
+    pip install '.[dcp]' && cpsim reproduce dcp --batches 50 --out docs/dcp-reproduced.json && python docs/dcp.py
 
 Some minutes on one core. Bytes and balance are counted, times are those of planning on the machine that wrote the page.
 """
@@ -23,7 +23,7 @@ from cpsim.cluster import load_cluster
 from cpsim.dcp.blocks import Blocks, Placement, cut, cut_at, judge
 from cpsim.dcp.placing import Settings, plan_blocks
 from cpsim.dcp.timing import Rates
-from cpsim.reproduce.dcp import BATCHES, LENGTHS, MASKS, batches, slower_with_ranges
+from cpsim.reproduce.dcp import LENGTHS, MASKS, batches, slower_with_ranges
 from cpsim.runs import load_runs
 from cpsim.strategies import sharding
 from cpsim.workload import Workload
@@ -258,7 +258,8 @@ def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[s
             "",
             "## DCP's micro-benchmark",
             "",
-            f"`cpsim reproduce dcp`: 32 A100 (`p4de`), {BATCHES} batches for every factor of lengths, which are drawn "
+            f"`cpsim reproduce dcp --batches {record['batches']}`: 32 A100 (`p4de`), {record['batches']} batches for "
+            "every factor of lengths, which are drawn "
             f"from {record['lengths']}, since those of LongDataCollections are not published. DCP plans as "
             f"{record['variant']}, with {record['solver']}. Mean error of the speed-ups "
             f"{100 * record['speed_up_mean_error']:.0f} %; in {agree} of {decided} cases that the published run "

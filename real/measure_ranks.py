@@ -72,7 +72,8 @@ def main() -> None:
     args = parser.parse_args()
     deadline, node = time.monotonic() + 60 * args.minutes, Node(cpu=args.cpu)
     kernels = {name: attention.kernel_version(name) for name in ("fa2", "fa4", "cudnn")} if node.cuda else {}
-    command = " ".join(["python -m real.measure_ranks", *sys.argv[1:]])
+    words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    command = " ".join(["python -m real.measure_ranks", *words])
     with args.out.open("w", encoding="utf-8") as file:
         writer = Writer(file, provenance(node.device, 1, kernels, command, args.commit))
         for case in load_scenarios(args.cases):

@@ -63,13 +63,14 @@ def _speed_ups(found: Sequence[SpeedUp]) -> RenderableType:
     return Group(made, Text(summary))
 
 
-def dcp_record(rows: Sequence[Row], lengths: str, variant: str) -> dict[str, Any]:
+def dcp_record(rows: Sequence[Row], lengths: str, variant: str, batches: int) -> dict[str, Any]:
     """The same for machines."""
     found = speed_ups(rows)
     return {
         "lengths": lengths,
         "variant": variant,
         "solver": solver(),
+        "batches": batches,
         "rows": [
             {
                 "row": row.row, "mask": row.mask, "pass": row.pass_, "length_scale": row.scale,

@@ -1,0 +1,106 @@
+"""Writes docs/ranks.md: what single ranks of many compute, predicted and measured on one GPU.
+
+    python docs/ranks.py
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+from cpsim.calibrate.measurement import load
+from cpsim.passes import run_ranks
+from cpsim.predictor import look_up
+from cpsim.scenario import Scenario, scenario_from
+
+ROOT = Path(__file__).parent.parent
+PAGE, RUNS = ROOT / "docs" / "ranks.md", ROOT / "validation" / "ranks"
+WORST = 15
+
+INTRODUCTION = """# Ranks of large machines on one GPU
+
+Written by `python docs/ranks.py`. One GPU stands for one rank of 4 to 96: our executor runs the rank's program without
+its communication, on tensors of the real sizes (`python -m real.measure_ranks`). That checks what predictions for
+machines of many GPUs rest on, but for the network: every rank's kernel calls, copies, merges and sums. Problems are
+drawn at random (`validation/cases.py`); the first rank, the last and the one in the middle are measured. The prediction
+is that of the same ops without messages (`cpsim.passes.run_ranks`); nothing is fitted to these times. An error is
+predicted over measured time, less one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One pass of one rank."""
+
+    scenario: Scenario
+    pass_: str
+    rank: int
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+def ranks(path: Path) -> list[Rank]:
+    """All ranks of a file with their predictions."""
+    points: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for point in load(path).of("rank"):
+        key = json.dumps(point["scenario"], sort_keys=True), point["pass"]
+        points.setdefault(key, []).append((point["rank"], median(point["samples_s"])))
+    found = []
+    for (text, pass_), measured in points.items():
+        scenario = scenario_from(json.loads(text))
+        timelines = run_ranks(look_up(scenario), pass_, [rank for rank, _ in measured])
+        found += [
+            Rank(scenario, pass_, rank, seconds, timeline.makespan_s)
+            for (rank, seconds), timeline in zip(measured, timelines, strict=True)
+        ]
+    return found
+
+
+def row(name: str, some: Sequence[Rank]) -> str:
+    """Errors of some ranks, as a line of a table."""
+    errors = [r.error for r in some]
+    return (
+        f"| {name} | {len(errors)} | {100 * mean(map(abs, errors)):.1f} % | {100 * mean(errors):+.1f} % | "
+        f"{100 * max(errors, key=abs):+.1f} % |"
+    )
+
+
+def page(folder: Path = RUNS) -> str:
+    """The page; one section per file."""
+    lines = [INTRODUCTION]
+    for path in sorted(set(folder.glob("*.jsonl")) - {folder / "cases.jsonl"}):
+        found, header = ranks(path), load(path).header
+        lines += [
+            f"## {path.stem}", "",
+            f"{header['date'][:10]}: one {header['gpu']}, driver {header['driver']}, torch {header['torch']}, commit "
+            f"{header['commit']}: `{header['command']}`", "",
+            "| what | passes of ranks | mean error | bias | worst |", "| --- | --- | --- | --- | --- |",
+            row("all", found),
+            row("from 1 ms up", [r for r in found if r.measured_s >= 1e-3]),
+            row("shorter", [r for r in found if r.measured_s < 1e-3]),
+            *(row(name, [r for r in found if r.pass_ == p]) for p, name in (("fwd", "forward"), ("bwd", "backward"))),
+            *(row(f"{gpus} GPUs", [r for r in found if r.scenario.gpus == gpus])
+              for gpus in sorted({r.scenario.gpus for r in found})),
+            *(row(f"`{name}`", [r for r in found if r.scenario.strategy == name])
+              for name in sorted({str(r.scenario.strategy) for r in found})),
+            "", f"The {WORST} worst:", "",
+            "| case | pass | rank | error | predicted ms | measured ms |", "| --- | --- | --- | --- | --- | --- |",
+        ]  # fmt: skip
+        for r in sorted(found, key=lambda r: -abs(r.error))[:WORST]:
+            s = r.scenario
+            case = f"{s.strategy} {s.num_tokens // s.gpus:,} x {s.gpus} {s.mask_name} {s.kernel}"
+            times = f"{1e3 * r.predicted_s:.3g} | {1e3 * r.measured_s:.3g}"
+            lines.append(f"| {case} | {r.pass_} | {r.rank} | {100 * r.error:+.1f} % | {times} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

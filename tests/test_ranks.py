@@ -1,0 +1,76 @@
+"""Single ranks: what they compute is a schedule, can be measured without the others, and is predicted."""
+
+import json
+import subprocess
+import sys
+from statistics import mean
+
+import numpy as np
+import pytest
+from scripts import ROOT, load_script
+
+from cpsim.calibrate.measurement import load
+from cpsim.layer import plan_scenario
+from cpsim.scenario import scenario_from
+from cpsim.schedule import COMMUNICATION_KINDS, Kind
+
+CASE = {"gpus": 4, "cluster": "h200-4", "tokens": 1024, "heads": 4, "kv_heads": 2, "head_dim": 64, "kernel": "fa2"}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return load_script("docs/ranks.py").ranks(ROOT / "validation" / "ranks" / "h200.jsonl")
+
+
+def schedule_of(strategy, pass_):
+    scenario = scenario_from(CASE | {"strategy": strategy})
+    return plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), pass_)
+
+
+@pytest.mark.parametrize("strategy", ["zigzag_ring", "allgather", "ulysses", "magi", "dcp", "hybrid_cp"])
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_a_ranks_computation_is_its_program_without_communication(strategy, pass_):
+    schedule = schedule_of(strategy, pass_)
+    for rank in range(4):
+        alone = schedule.computation(rank)
+        wanted = [op for op in schedule.project(rank) if op.kind not in COMMUNICATION_KINDS]
+        made = alone.project(rank)
+        assert [(op.name, op.lanes, op.accesses, op.nbytes, op.area) for op in made] == [
+            (op.name, op.lanes, op.accesses, op.nbytes, op.area) for op in wanted
+        ]
+        number = {op.index: i for i, op in enumerate(wanted)}
+        assert [op.deps for op in made] == [tuple(number[d] for d in op.deps if d in number) for op in wanted]
+
+
+def test_sums_of_magi_count_the_rows_that_see_keys():
+    """Of two documents, the keys of others that a stage brings are seen by some queries of a rank only."""
+    scenario = scenario_from(CASE | {"strategy": "magi", "mask": "causal_document", "documents": [512, 512]})
+    schedule = plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), "fwd")
+    row = 4 * (64 * 2 + 4)  # heads of an output and its log-sum-exp
+    merges = schedule.nbytes[schedule.kind == Kind.MERGE]
+    assert np.all(merges > 0)
+    assert np.all(merges <= 256 * 3 * row)
+    assert np.any(merges < 256 * 3 * row)
+
+
+def test_what_ranks_of_up_to_96_compute_is_predicted(measured):
+    assert {r.scenario.gpus for r in measured} == {4, 8, 16, 32, 96}
+    long, short = (
+        100 * mean(abs(r.error) for r in measured if (r.measured_s >= 1e-3) == side) for side in (True, False)
+    )
+    assert long < 2
+    assert short < 4
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"is off by {long:.1f} % on average from 1 ms up and by {short:.1f} % below" in said
+
+
+def test_ranks_are_measured_without_the_others(tmp_path):
+    (tmp_path / "cases.jsonl").write_text(json.dumps(CASE | {"strategy": "zigzag_ring", "tokens": 256}) + "\n")
+    command = [sys.executable, "-m", "real.measure_ranks", "cases.jsonl", "--out", "ranks.jsonl", "--cpu"]
+    pytest.importorskip("torch")
+    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
+    run = subprocess.run([*command, "--seconds", "0.01"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    points = load(tmp_path / "ranks.jsonl").of("rank")
+    assert [(p["pass"], p["rank"]) for p in points] == [(p, r) for p in ("fwd", "bwd") for r in (0, 2, 3)]
+    assert all(min(p["samples_s"]) > 0 for p in points)

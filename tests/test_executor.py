@@ -16,10 +16,10 @@ def test_every_schedule_gives_dense_attention_and_its_gradients_on_gloo(num_rank
     assert run_script("executor_worker.py", num_ranks, timeout_s=900) > 100
 
 
-class Alone:
+class Unheard:
     """A rank whose messages go nowhere."""
 
-    cuda, device = False, torch.device("cpu")
+    cuda, alone, device = False, False, torch.device("cpu")
 
     def __init__(self, rank):
         self.rank = rank
@@ -44,7 +44,7 @@ def test_all_ranks_of_an_exchange_agree_whether_it_is_even(strategy, monkeypatch
             schedule = plan(strategy, problem, cases.cluster(4, 2), "fwd", knobs)
             for rank in range(4):
                 count = {}
-                Executor(schedule, problem, Alone(rank), "math").program.run()
+                Executor(schedule, problem, Unheard(rank), "math").program.run()
             assert seen
             assert all(len(said) == 1 for said in seen.values()), (mask, knobs)
             seen.clear()

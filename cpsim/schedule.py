@@ -300,18 +300,17 @@ class Schedule:
         number = np.cumsum(kept, dtype=np.int32) - 1
 
         def some(start: Ints) -> tuple[Ints, NDArray[np.bool_]]:
-            of = np.repeat(kept, np.diff(start))
-            return np.concatenate([[0], np.cumsum(np.diff(start)[kept])]), of
+            return np.concatenate([[0], np.cumsum(np.diff(start)[kept])]), np.repeat(kept, np.diff(start))
 
-        lanes, deps, accesses = (some(start) for start in (self.lane_start, self.dep_start, self.access_start))
-        needed = deps[1] & kept[self.dep]
+        lanes, accesses = some(self.lane_start), some(self.access_start)
+        needed = np.repeat(kept, np.diff(self.dep_start)) & kept[self.dep]
         ends = np.concatenate([[0], np.cumsum(needed)])[self.dep_start]
         products = self.products[kept[self.products[:, 0]]]
         return replace(
             self, kind=self.kind[kept], step=self.step[kept], tile=self.tile[kept], heads=self.heads[kept],
             nbytes=self.nbytes[kept], lane_start=lanes[0], lane_rank=self.lane_rank[lanes[1]],
             lane_stream=self.lane_stream[lanes[1]],
-            dep_start=np.concatenate([[0], np.cumsum(np.diff(ends)[kept])]), dep=number[self.dep[needed]],
+            dep_start=some(ends)[0], dep=number[self.dep[needed]],
             access_start=accesses[0], access_buffer=self.access_buffer[accesses[1]],
             access_block=self.access_block[accesses[1]], access_mode=self.access_mode[accesses[1]],
             routes=self.routes[:0], route_nbytes=self.route_nbytes[:0],

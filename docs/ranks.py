@@ -14,7 +14,7 @@ from statistics import mean, median
 from cpsim.calibrate.measurement import load
 from cpsim.passes import run_ranks
 from cpsim.predictor import look_up
-from cpsim.scenario import Scenario, scenario_from
+from cpsim.scenario import Scenario, load_scenarios, scenario_from
 
 ROOT = Path(__file__).parent.parent
 PAGE, RUNS = ROOT / "docs" / "ranks.md", ROOT / "validation" / "ranks"
@@ -77,10 +77,11 @@ def page(folder: Path = RUNS) -> str:
     lines = [INTRODUCTION]
     for path in sorted(set(folder.glob("*.jsonl")) - {folder / "cases.jsonl"}):
         found, header = ranks(path), load(path).header
+        asked, ran = len(list(load_scenarios(folder / "cases.jsonl"))), len({str(r.scenario.to_dict()) for r in found})
         lines += [
             f"## {path.stem}", "",
             f"{header['date'][:10]}: one {header['gpu']}, driver {header['driver']}, torch {header['torch']}, commit "
-            f"{header['commit']}: `{header['command']}`", "",
+            f"{header['commit']}: `{header['command']}`. {ran} of the {asked} problems ran.", "",
             "| what | passes of ranks | mean error | bias | worst |", "| --- | --- | --- | --- | --- |",
             row("all", found),
             row("from 1 ms up", [r for r in found if r.measured_s >= 1e-3]),

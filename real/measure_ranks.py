@@ -29,7 +29,7 @@ from real.implementations.cpsim import make
 from real.iterations import time_pass
 from real.node import Node, end_process
 from real.run import explain
-from real.timing import provenance
+from real.timing import command_line, provenance
 
 T = TypeVar("T")
 
@@ -72,8 +72,7 @@ def main() -> None:
     args = parser.parse_args()
     deadline, node = time.monotonic() + 60 * args.minutes, Node(cpu=args.cpu)
     kernels = {name: attention.kernel_version(name) for name in ("fa2", "fa4", "cudnn")} if node.cuda else {}
-    words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
-    command = " ".join(["python -m real.measure_ranks", *words])
+    command = command_line("python -m real.measure_ranks")
     with args.out.open("w", encoding="utf-8") as file:
         writer = Writer(file, provenance(node.device, 1, kernels, command, args.commit))
         for case in load_scenarios(args.cases):

@@ -39,7 +39,7 @@ from real import attention
 from real.iterations import time_pass
 from real.node import Node, end_process
 from real.runner import Runner
-from real.timing import provenance
+from real.timing import command_line, provenance
 
 GRACE_S: Final = 10.0
 """How long a rank that failed waits for the others to notice."""
@@ -246,7 +246,8 @@ def _header(node: Node, args: argparse.Namespace) -> dict[str, Any]:
             packages[name] = version(name)
         except PackageNotFoundError:
             continue
-    header = provenance(node.device, node.size, kernels, args.command or _command(), args.commit)
+    command = args.command or command_line("torchrun -m real.run")
+    header = provenance(node.device, node.size, kernels, command, args.commit)
     environment = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "CUDA_DEVICE_MAX", "TORCH_NCCL"))}
     return header | {
         "packages": packages,
@@ -254,11 +255,6 @@ def _header(node: Node, args: argparse.Namespace) -> dict[str, Any]:
         "seed": args.seed,
         "environment": environment,
     }
-
-
-def _command() -> str:
-    words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
-    return " ".join(["torchrun -m real.run", *words])
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -88,6 +89,12 @@ def host_seconds(op: Callable[[], object], num: int, device: torch.device) -> fl
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return seconds
+
+
+def command_line(program: str) -> str:
+    """How this process was called, for the header of a file; of this machine's paths the last parts."""
+    words = (Path(word).name if word.startswith("/") else word for word in sys.argv[1:])
+    return " ".join([program, *words])
 
 
 def provenance(

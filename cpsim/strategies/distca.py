@@ -307,8 +307,8 @@ class _DistCA(CellProgram):
         home = Held({tensor: self.nothing.astype(np.int32)}, np.zeros_like(self.own), self.nothing)
         if gives.any():
             gets = self.own & gives.any(axis=0)
-            packed = self.pack(nano, [tensor], [here], gives, moved.sum(axis=1), "compute",
-                               moved.sum(axis=1) * repeats)  # fmt: skip
+            leaving = moved.sum(axis=1)
+            packed = self.pack(nano, [tensor], [here], gives, leaving, "compute", leaving * repeats)
             buffers, op = self.exchange(nano, [tensor], packed, gives, gets, moved, self.ranks[None])
             self.travelling = op
             home = Held({tensor: buffers}, gets, op)

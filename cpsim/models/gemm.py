@@ -3,7 +3,8 @@
     seconds = call + max(waves * (step_s * steps + tile_s), traffic / bandwidth) + sums of parts
 
 * A thread block owns a tile of the result and walks over k in steps; cuBLAS chooses among tile sizes and may cut k into
-  parts, whose results are added up in fp32 afterwards. The time is that of the best choice.
+  parts, whose results are added up in fp32 afterwards; parts beyond the steps of k are empty. The time is that of the
+  best choice.
 * Large products meet the power limit. SMs that a last, partial wave leaves idle draw little, so that the clock of the
   others rises: a partial wave costs between its share of a wave and a whole one.
 
@@ -76,6 +77,5 @@ def gemm_seconds(params: GemmParams, m: ArrayLike, n: ArrayLike, k: ArrayLike) -
             waves = np.maximum(full, 1.0) + params.tail_share * (np.ceil(full) - np.maximum(full, 1.0))
             tile_s = np.ceil(steps / parts) * (2 * rows * columns * STEP * params.flop_s) + params.tile_s
             sums = (parts > 1) * (parts + 1) * m * n * SUM_BYTES * params.traffic_s_per_byte
-            seconds = np.maximum(waves * tile_s, traffic) + sums
-            best = np.where(steps >= parts, np.minimum(best, seconds), best)
+            best = np.minimum(best, np.maximum(waves * tile_s, traffic) + sums)
     return np.where(m * n * k > 0, params.call_s + best, 0.0)

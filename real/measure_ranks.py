@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--cpu", action="store_true", help="the CPU even where there is a GPU")
     parser.add_argument("--seconds", type=float, default=0.1, help="iterations to measure of every pass [s]")
+    parser.add_argument("--skip", type=int, default=0, help="cases to pass over, from the first: those already run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after so many minutes")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
@@ -75,7 +76,7 @@ def main() -> None:
     command = command_line("python -m real.measure_ranks")
     with args.out.open("w", encoding="utf-8") as file:
         writer = Writer(file, provenance(node.device, 1, kernels, command, args.commit))
-        for case in load_scenarios(args.cases):
+        for case in list(load_scenarios(args.cases))[args.skip :]:
             if isinstance(case, CpsimError):
                 print(f"real.measure_ranks: {case}", file=sys.stderr)
                 continue

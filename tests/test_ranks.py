@@ -15,6 +15,7 @@ from cpsim.scenario import scenario_from
 from cpsim.schedule import COMMUNICATION_KINDS, Kind
 
 CASE = {"gpus": 4, "cluster": "h200-4", "tokens": 1024, "heads": 4, "kv_heads": 2, "head_dim": 64, "kernel": "fa2"}
+ENV = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +65,34 @@ def test_what_ranks_of_up_to_96_compute_is_predicted(measured):
     assert f"is off by {long:.1f} % on average from 1 ms up and by {short:.1f} % below" in said
 
 
+STANDS_FOR_ONE = """
+import sys
+from cpsim.scenario import scenario_from
+from real.implementations.cpsim import make
+from real.node import Node
+
+with Node(cpu=True) as node:
+    node.stand_for(2, 4)
+    executor = make(scenario_from(eval(sys.argv[1])), "bwd", node).executor
+    assert executor.narrow.ne(0).double().mean() > 0.99 and executor.narrow.isfinite().all()
+    assert executor.lse and all(lse.isfinite().all() for lse in executor.lse.values())
+"""
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses", "dcp"])
+def test_a_rank_without_others_does_not_work_on_zeros(strategy):
+    """Tensor cores that multiply zeros draw less power, so that the clock would stay higher than among others."""
+    pytest.importorskip("torch")
+    command = [sys.executable, "-c", STANDS_FOR_ONE, repr(CASE | {"strategy": strategy, "tokens": 256})]
+    run = subprocess.run(command, env=ENV, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
 def test_ranks_are_measured_without_the_others(tmp_path):
     (tmp_path / "cases.jsonl").write_text(json.dumps(CASE | {"strategy": "zigzag_ring", "tokens": 256}) + "\n")
     command = [sys.executable, "-m", "real.measure_ranks", "cases.jsonl", "--out", "ranks.jsonl", "--cpu"]
     pytest.importorskip("torch")
-    env = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run([*command, "--seconds", "0.01"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    run = subprocess.run([*command, "--seconds", "0.01"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     points = load(tmp_path / "ranks.jsonl").of("rank")
     assert [(p["pass"], p["rank"]) for p in points] == [(p, r) for p in ("fwd", "bwd") for r in (0, 2, 3)]

@@ -73,34 +73,38 @@ def row(name: str, some: Sequence[Rank]) -> str:
 
 
 def page(folder: Path = RUNS) -> str:
-    """The page; one section per file."""
-    lines = [INTRODUCTION]
+    """The page; every file is a part of one set of runs."""
+    lines, found = [INTRODUCTION], list[Rank]()
     for path in sorted(set(folder.glob("*.jsonl")) - {folder / "cases.jsonl"}):
-        found, header = ranks(path), load(path).header
-        asked, ran = len(list(load_scenarios(folder / "cases.jsonl"))), len({str(r.scenario.to_dict()) for r in found})
+        header = load(path).header
+        found += ranks(path)
         lines += [
-            f"## {path.stem}", "",
-            f"{header['date'][:10]}: one {header['gpu']}, driver {header['driver']}, torch {header['torch']}, commit "
-            f"{header['commit']}: `{header['command']}`. {ran} of the {asked} problems ran.", "",
-            "| what | passes of ranks | mean error | bias | worst |", "| --- | --- | --- | --- | --- |",
-            row("all", found),
-            row("from 1 ms up", [r for r in found if r.measured_s >= 1e-3]),
-            row("shorter", [r for r in found if r.measured_s < 1e-3]),
-            *(row(name, [r for r in found if r.pass_ == p]) for p, name in (("fwd", "forward"), ("bwd", "backward"))),
-            *(row(f"{gpus} GPUs", [r for r in found if r.scenario.gpus == gpus])
-              for gpus in sorted({r.scenario.gpus for r in found})),
-            *(row(f"`{name}`", [r for r in found if r.scenario.strategy == name])
-              for name in sorted({str(r.scenario.strategy) for r in found})),
-            "", f"The {WORST} worst:", "",
-            "| case | pass | rank | error | predicted ms | measured ms |", "| --- | --- | --- | --- | --- | --- |",
-        ]  # fmt: skip
-        for r in sorted(found, key=lambda r: -abs(r.error))[:WORST]:
-            s = r.scenario
-            case = f"{s.strategy} {s.num_tokens // s.gpus:,} x {s.gpus} {s.mask_name} {s.kernel}"
-            times = f"{1e3 * r.predicted_s:.3g} | {1e3 * r.measured_s:.3g}"
-            lines.append(f"| {case} | {r.pass_} | {r.rank} | {100 * r.error:+.1f} % | {times} |")
-        lines.append("")
-    return "\n".join(lines)
+            f"* {header['date'][:10]}: one {header['gpu']}, driver {header['driver']}, torch {header['torch']}, commit "
+            f"{header['commit']}: `{header['command']}`"
+        ]
+    asked, ran = len(list(load_scenarios(folder / "cases.jsonl"))), len({str(r.scenario.to_dict()) for r in found})
+    lines += [
+        "", f"{ran} of the {asked} problems ran.", "",
+        "| what | passes of ranks | mean error | bias | worst |", "| --- | --- | --- | --- | --- |",
+        row("all", found),
+        row("from 1 ms up", [r for r in found if r.measured_s >= 1e-3]),
+        row("shorter", [r for r in found if r.measured_s < 1e-3]),
+        *(row(name, [r for r in found if r.pass_ == p]) for p, name in (("fwd", "forward"), ("bwd", "backward"))),
+        *(row(f"{gpus} GPUs", [r for r in found if r.scenario.gpus == gpus])
+          for gpus in sorted({r.scenario.gpus for r in found})),
+        *(row(f"`{name}`", [r for r in found if r.scenario.strategy == name])
+          for name in sorted({str(r.scenario.strategy) for r in found})),
+        *(row(name, [r for r in found if r.scenario.kernel == name])
+          for name in sorted({r.scenario.kernel for r in found})),
+        "", f"The {WORST} worst:", "",
+        "| case | pass | rank | error | predicted ms | measured ms |", "| --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for r in sorted(found, key=lambda r: -abs(r.error))[:WORST]:
+        s = r.scenario
+        case = f"{s.strategy} {s.num_tokens // s.gpus:,} x {s.gpus} {s.mask_name} {s.kernel}"
+        times = f"{1e3 * r.predicted_s:.3g} | {1e3 * r.measured_s:.3g}"
+        lines.append(f"| {case} | {r.pass_} | {r.rank} | {100 * r.error:+.1f} % | {times} |")
+    return "\n".join([*lines, ""])
 
 
 if __name__ == "__main__":

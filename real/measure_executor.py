@@ -71,10 +71,13 @@ def _host_kind(kind: Kind, kernel: str) -> str:
     return f"{kernel}_{passes[kind]}_executor" if kind in passes else kind.name.lower()
 
 
-def memory_bound(kind: str, tokens: int, device: torch.device) -> tuple[Callable[[], object], int]:
-    """The op on so many tokens, and its bytes read and written; inputs rotate past the cache."""
+def memory_bound(
+    kind: str, tokens: int, device: torch.device, num_sets: int | None = None
+) -> tuple[Callable[[], object], int]:
+    """The op on so many tokens, and its bytes read and written; inputs rotate past the cache, or over `num_sets`."""
     row, itemsize = HEADS * DIM, 2
-    num_sets = int(np.clip(np.ceil(240e6 / (tokens * row * 8)), 1, 16 if device.type == "cuda" else 2))
+    if num_sets is None:
+        num_sets = int(np.clip(np.ceil(240e6 / (tokens * row * 8)), 1, 16 if device.type == "cuda" else 2))
     # memory of each set: [bf16 rows | bf16 rows | fp32 rows], offsets in heads of either type
     per_set = tokens * HEADS * 4
     memory = torch.randn(num_sets * per_set * DIM * itemsize // 4, device=device).view(torch.bfloat16)

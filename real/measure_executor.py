@@ -27,7 +27,7 @@ from cpsim.schedule import Kind
 from real import attention, elementwise
 from real.check_executor import CASES
 from real.implementations.cpsim import make
-from real.iterations import iteration
+from real.iterations import LEAD_S, iteration
 from real.node import Node
 from real.timing import Clock, hold, provenance, soak, time_ops
 
@@ -194,7 +194,9 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
 
     Attention and a message to the next rank (to this one where it is alone), each between two events; graphs of one
     attention call, of more in a row, and of as many with a message on a stream of its own before each but the first.
-    All ranks call; nothing where there is no GPU. GPUs are idle at the launch, as at the start of a synced iteration.
+    All ranks call; nothing where there is no GPU. GPUs are idle at the launch, as at the start of a synced iteration;
+    a graph of one call also is launched while they are kept waiting, as at the start of a streamed iteration, and so
+    with nothing useful in the cache.
     """
     if not node.cuda:
         return {}
@@ -218,7 +220,16 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
 
     rounds = {"one": [attend], "many": [attend] * (1 + GRAPH_ROUNDS), "both": [attend] + [aside, attend] * GRAPH_ROUNDS}
     found = {"attention_s": node.samples(attend), "message_s": node.samples(exchange)}
-    return found | {f"{name}_s": _replayed(node, calls) for name, calls in rounds.items()}
+    found |= {f"{name}_s": _replayed(node, calls) for name, calls in rounds.items()}
+    found["held_s"] = _replayed(node, [attend], partial(_hold, node))
+    found["evicted_s"] = _replayed(node, [attend], lambda: (node.evict(), _hold(node)))
+    return found
+
+
+def _hold(node: Node) -> None:
+    """As at the start of a streamed iteration."""
+    hold(LEAD_S, node.device)
+    node.barrier()
 
 
 def graph_bytes(tokens: int) -> int:
@@ -232,8 +243,10 @@ def add_graph(writer: Writer, tokens: int, found: dict[str, list[float]]) -> Non
     writer.add("graph", found["one_s"], tokens=tokens, nbytes=graph_bytes(tokens), rounds=GRAPH_ROUNDS, **others)
 
 
-def _replayed(node: Node, calls: Sequence[Callable[[], object]], num: int = 20) -> list[float]:
-    """Seconds from the launch of a graph of calls to its end, the GPUs idle before; the maximum over ranks."""
+def _replayed(
+    node: Node, calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None, num: int = 20
+) -> list[float]:
+    """Seconds from the launch of a graph of calls to its end, the maximum over ranks; GPUs are idle, or do `before`."""
     graph, samples = torch.cuda.CUDAGraph(), []
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
@@ -241,6 +254,8 @@ def _replayed(node: Node, calls: Sequence[Callable[[], object]], num: int = 20) 
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(5 + num):
         node.meet()
+        if before is not None:
+            before()
         start.record()
         graph.replay()
         end.record()

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import ROUNDS, Measurements, Point
 from cpsim.calibrate.residuals import measured
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
+from cpsim.models.cache import share_cached
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
+
+Floats = NDArray[np.float64]
 
 DISTURBED = 2.0
 """See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
@@ -30,7 +35,32 @@ def fit_elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elemen
         mine = [p for p in points if p["kind"] == kind]
         nbytes = np.array([p["nbytes"] for p in mine], float)
         latency[kind], bandwidth[kind] = latency_and_bandwidth(nbytes, measured(mine))
-    return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
+    cache_bytes, gain = _fit_cache([p for p in chosen if p["op"] == "cached"], stand_in)
+    return ElementwiseParams(
+        latency_s=latency, bandwidth_bytes_per_s=bandwidth, cache_bytes=cache_bytes, cache_gain=gain
+    )
+
+
+def _fit_cache(points: Sequence[Point], stand_in: StandIn | None) -> tuple[float, float]:
+    """Bytes of the L2 cache and what it saves, least squares of log time; by default those of what stands in.
+
+    Every kind has a latency and a bandwidth of its own here: these kernels may have run on another machine.
+    """
+    if not points:
+        theirs = stand_in.profile.elementwise if stand_in else ElementwiseParams(latency_s={}, bandwidth_bytes_per_s={})
+        return theirs.cache_bytes, theirs.cache_gain
+    kinds, kind = np.unique([p["kind"] for p in points], return_inverse=True)
+    nbytes, reused = (np.array([p[name] for p in points], float) for name in ("nbytes", "reused"))
+    seconds = measured(points)
+
+    def error(x: Floats) -> Floats:
+        latency, bandwidth = np.exp(x[2:]).reshape(2, -1)
+        slow = 1 - x[1] * share_cached(reused, np.exp(x[0]))
+        return np.asarray(np.log((latency[kind] + nbytes / bandwidth[kind] * slow) / seconds))
+
+    start = [np.log(5e7), 0.5, *np.log([4e-6] * len(kinds)), *np.log([4e12] * len(kinds))]
+    found = least_squares(error, start, loss="soft_l1", f_scale=0.05, diff_step=1e-3).x
+    return float(np.exp(found[0])), float(found[1])
 
 
 def fit_host(
@@ -66,7 +96,7 @@ def fit_host(
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
     if stand_in:
         launch = {**stand_in.profile.host.launch_s, **launch}
-    graph_s = gain_s = message_gain_s = cross_s = 0.0
+    graph_s = gain_s = message_gain_s = cross_s = each = 0.0
     if "graph_chain_16" in graphs:
         each, across = ((graphs[f"graph_{name}_64"] - graphs[f"graph_{name}_16"]) / 48 for name in ("chain", "across"))
         cross_s = max(0.0, across - each)
@@ -76,20 +106,28 @@ def fit_host(
         found = np.array([graph_costs(p) for p in captured])
         graph_s, gain_s, message_gain_s = np.median(found, axis=0).tolist()
         message_gain_s += 2 * cross_s
+    queued = [float(np.median(p["held_s"])) - graph_call(p) for p in captured if "held_s" in p]
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
-        graph_cross_s=cross_s, captured_gain_s=gain_s, captured_message_gain_s=message_gain_s,
+        graph_queued_s=float(np.median(queued)) if queued else 0.0,
+        graph_cross_s=cross_s, captured_gain_s=gain_s, captured_kernel_s=each, captured_message_gain_s=message_gain_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
+
+
+def graph_call(point: Point) -> float:
+    """Seconds of an attention call among others in a graph, of a `graph` point."""
+    one, many = (float(np.median(point[name])) for name in ("samples_s", "many_s"))
+    return (many - one) / float(point["rounds"])
 
 
 def graph_costs(point: Point) -> tuple[float, float, float]:
     """Of a `graph` point: seconds from a graph's launch to its first kernel; what events around a kernel add; and what
     those around a message add, less what kernels lose before and after it."""
-    one, many, both, attention, message = (
-        float(np.median(point[name])) for name in ("samples_s", "many_s", "both_s", "attention_s", "message_s")
+    one, both, attention, message = (
+        float(np.median(point[name])) for name in ("samples_s", "both_s", "attention_s", "message_s")
     )
-    each, pair = (many - one) / point["rounds"], (both - one) / point["rounds"]
+    each, pair = graph_call(point), (both - one) / point["rounds"]
     return one - each, attention - each, each + message - pair
 
 

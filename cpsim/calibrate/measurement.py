@@ -9,13 +9,16 @@ of the processes until it was written) and the parameters of its op:
                   are its documents
     memory        the same, and peak_bytes: inputs of a call and all that is allocated until it ends
     elementwise   kind, nbytes (read and written)
+    cached        the same, on what the cache may hold: reused, bytes touched from one use of a byte to the next; stream_s
+                  and graph_s, seconds of one of many in a row
     gemm          kind (forward, dgrad or wgrad of a linear layer), m, n, k: a product [m, k] x [k, n] in bf16
     layer_op      a memory-bound op of transformer layers: kind, variant, width (elements of a row), nbytes
     layer         forward and backward pass of one layer of one tensor-parallel rank: model, tp, q_lens, kernel,
                   recompute, variant, sizes: saved_bytes (kept between the passes) and peak_bytes, without weights
     host          kind (wall seconds that the host spends on one launch), and where others' calls were timed: place
     graph         of one attention call of so many tokens, captured; many_s: of `rounds` more; both_s: of as many, a
-                  message of nbytes before each but the first; attention_s, message_s: both between two events
+                  message of nbytes before each but the first; attention_s, message_s: both between two events; held_s:
+                  of one call, launched while the GPU is kept waiting; evicted_s: and with nothing useful in its cache
     collective    kind, num_ranks, nbytes (S of nccl-tests)
     transfer      kind, num_ranks, nbytes (per message)
     fabric        between (emulated) nodes: kind, nbytes, num_nodes, gpus_per_node, and flows or num_ranks, num_groups

@@ -42,7 +42,7 @@ class Residual:
     point: Point
 
 
-MEMORY_BOUND_OPS = ("elementwise", "layer_op")
+MEMORY_BOUND_OPS = ("elementwise", "cached", "layer_op")
 LEAST_FLOPS = 1e10
 """Products of less are smaller than those of a layer of 1k tokens."""
 PART_BYTES = 16

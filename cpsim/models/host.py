@@ -23,11 +23,15 @@ class HostParams:
     """How far the host is ahead of the GPU when a streamed iteration starts. Not measured: 1 ms is what the 256 MB
     all-reduce takes that such benchmarks put before every iteration."""
     graph_s: float
-    """From the launch of a CUDA graph to the start of its first kernel."""
+    """From the launch of a CUDA graph to the start of its first kernel, the GPU idle."""
+    graph_queued_s: float = 0.0
+    """The same from when the GPU gets to a graph that was launched before."""
     graph_cross_s: float = 0.0
     """What an op of a CUDA graph takes more where it follows an op of another stream."""
     captured_gain_s: float
     """What two events around a kernel add to its measured time; kernels of a CUDA graph do not pay it."""
+    captured_kernel_s: float = 0.0
+    """What a kernel takes in a CUDA graph that does next to nothing."""
     captured_message_gain_s: float = 0.0
     """The same of a message, less what it costs kernels of a CUDA graph to run before and after it."""
     pause_s: Mapping[str, float]

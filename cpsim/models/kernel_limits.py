@@ -74,18 +74,20 @@ def copied_heads(kernel: str, schedule: Schedule, ops: Ints) -> Ints:
     op finds or leaves several tensors in one buffer.
 
     Returns:
-        [2, A]: of rows that follow each other, and of rows that lie apart.
+        [3, A]: of rows that follow each other, of rows that lie apart, and how many kernels copy them.
     """
     tiles, tile = sequences(schedule.tiles), schedule.tile[ops]
     queries, keys = tiles.queries()[tile] * schedule.heads[ops, 1], tiles.keys()[tile] * schedule.heads[ops, 3]
     if (schedule.kind[ops] == Kind.ATTENTION).all():
         apart = _beside_others(schedule, ops, "out")
-        return np.stack([queries * ~apart, queries * apart])
+        return np.stack([queries * ~apart, queries * apart, np.ones_like(queries)])
     apart = _beside_others(schedule, ops, "dq")
-    moved = queries * apart + 2 * keys
+    moved, copies = queries * apart + 2 * keys, np.full_like(queries, 3)
     if limits_of(kernel).copies_outputs:
-        moved += queries * _beside_others(schedule, ops, "dout") + queries * _beside_others(schedule, ops, "out")
-    return np.stack([queries * ~apart, moved])
+        for tensor in ("dout", "out"):
+            beside = _beside_others(schedule, ops, tensor)
+            moved, copies = moved + queries * beside, copies + beside
+    return np.stack([queries * ~apart, moved, copies])
 
 
 def _beside_others(schedule: Schedule, ops: Ints, tensor: str) -> NDArray[np.bool_]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cpsim.cluster import Cluster
 from cpsim.compiled import unsigned
 from cpsim.masks import Ints
+from cpsim.models.cache import share_cached, shares_cached
 from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
 from cpsim.models.collective import collective_seconds, fits_buffers, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
@@ -144,7 +145,7 @@ class Pricing:
         full = np.zeros(len(schedule))
         group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         notes: dict[str, None] = {}
-        kinds = schedule.kinds()
+        kinds, cached = schedule.kinds(), self._cached(schedule)
         pass_: Pass = "bwd" if Kind.ATTENTION_BACKWARD in kinds else "fwd"
         for kind in kinds:
             if kind in COMMUNICATION_KINDS:
@@ -158,7 +159,9 @@ class Pricing:
                 duration[ops], group[ops] = self._sweeps(schedule, ops, notes)
             elif kind in _MEMORY_NAMES:
                 name = self._sweep(kind, notes)
-                duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
+                duration[ops] = elementwise_seconds(
+                    self.profile.elementwise, name, schedule.nbytes[ops], cached[ops]
+                )
             elif kind == Kind.GEMM:
                 duration[ops] = self._products(schedule, notes)
                 group[ops] = GROUPS.index("matrix products")
@@ -189,6 +192,12 @@ class Pricing:
         duration += self._held(schedule, pass_, attends, messages, near, start, end, pressure, slowdown)
         work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown, eager)
         return Priced(work, group, tuple(notes))
+
+    def _cached(self, schedule: Schedule) -> Floats:
+        """Share of what memory-bound ops touch that the L2 cache holds, ``[N]``; other people's kernels are measured
+        as they run one after the other."""
+        size = self.profile.elementwise.cache_bytes
+        return shares_cached(schedule, size) if size and not self.sweeps else np.zeros(len(schedule))
 
     def _products(self, schedule: Schedule, notes: dict[str, None]) -> Floats:
         """Seconds of all matrix products, as slow as on the slowest GPU."""
@@ -369,15 +378,16 @@ class Pricing:
     def _placing(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> Floats:
         """Seconds that copies take where a kernel allocates its results, and those that PyTorch makes of its inputs."""
         costs, strided = self.profile.elementwise, "strided"
-        side_by_side, apart = copied_heads(self.kernel, schedule, ops) * (
-            2 * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
-        )
+        side_by_side, apart, copies = copied_heads(self.kernel, schedule, ops)
         if strided not in costs.latency_s:
             strided = "copy"
             notes["copies of strided rows: not measured, taken as copies"] = None
-        seconds = elementwise_seconds(costs, "copy", side_by_side + apart)
-        bandwidth = costs.bandwidth_bytes_per_s
-        return np.asarray(seconds + apart * (1 / bandwidth[strided] - 1 / bandwidth["copy"]))
+        head_bytes = 2 * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+        cached = share_cached((side_by_side + apart) * head_bytes, costs.cache_bytes) / 2  # what was just written
+        seconds = side_by_side / costs.bandwidth_bytes_per_s["copy"] + apart / costs.bandwidth_bytes_per_s[strided]
+        return np.asarray(
+            copies * self.profile.host.captured_kernel_s + seconds * head_bytes * (1 - costs.cache_gain * cached)
+        )
 
     def _transfers(
         self, schedule: Schedule, messages: Messages, links: Links, duration: Floats, group: Int8,
@@ -505,7 +515,8 @@ class Pricing:
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
         if self.captured:  # processes get their graphs started more or less soon, and sooner or later wait for the last
             last = self.profile.sigma["graph"] * expected_maximum(round(schedule.num_ranks * self.alike))
-            return np.full(len(schedule), max(self.profile.host.graph_s * float(np.exp(last)) - lead, 0.0))
+            launched = self.profile.host.graph_s * float(np.exp(last)) - lead
+            return np.full(len(schedule), max(launched, self.profile.host.graph_queued_s))
         host, per_kind = self.profile.host, np.zeros((2, len(Kind)))
         for (i, first), kind in product(enumerate((False, True)), kinds):
             name = kind.name.lower()

@@ -9,8 +9,8 @@ of the processes until it was written) and the parameters of its op:
                   are its documents
     memory        the same, and peak_bytes: inputs of a call and all that is allocated until it ends
     elementwise   kind, nbytes (read and written)
-    cached        the same, on what the cache may hold: reused, bytes touched from one use of a byte to the next; stream_s
-                  and graph_s, seconds of one of many in a row
+    cached        the same, on what the cache may hold: reused, bytes touched from one use of a byte to the next;
+                  stream_s and graph_s, seconds of one of many in a row
     gemm          kind (forward, dgrad or wgrad of a linear layer), m, n, k: a product [m, k] x [k, n] in bf16
     layer_op      a memory-bound op of transformer layers: kind, variant, width (elements of a row), nbytes
     layer         forward and backward pass of one layer of one tensor-parallel rank: model, tp, q_lens, kernel,

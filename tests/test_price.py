@@ -229,10 +229,10 @@ def test_kernels_that_cannot_place_their_results_pay_for_copies_slower_ones_wher
         return price.work.duration_s[ops[0]]
 
     extra, gain = (attention_seconds(k, True) - attention_seconds(k, False) for k in ("sdpa_flash", "fa2"))
-    copy = load_profile("h200").elementwise
-    rate = copy.bandwidth_bytes_per_s
-    expected = copy.latency_s["copy"] + 2 * 8192 * 128 * 2 * (together / rate["copy"] + apart / rate["strided"])
-    assert extra - gain == pytest.approx(expected, rel=0.05)
+    profile, copies = load_profile("h200"), 1 if pass_ == "fwd" else 3
+    rate = profile.elementwise.bandwidth_bytes_per_s
+    expected = 2 * 8192 * 128 * 2 * (together / rate["copy"] + apart / rate["strided"])  # more than the cache holds
+    assert extra - gain == pytest.approx(copies * profile.host.captured_kernel_s + expected, rel=0.05)
 
 
 def test_pytorchs_flash_backward_copies_outputs_that_came_with_their_queries():
@@ -243,7 +243,7 @@ def test_pytorchs_flash_backward_copies_outputs_that_came_with_their_queries():
     queries = sequences(schedule.tiles).queries()[schedule.tile[ops]].tolist()
     assert queries == [4096, 2048]
     assert copied_heads("sdpa_flash", schedule, np.array(ops)).T.tolist() == [
-        [4096 * 32, 2 * 4096 * 8], [2048 * 32, 2 * 4096 * 8 + 2 * 2048 * 32]
+        [4096 * 32, 2 * 4096 * 8, 3], [2048 * 32, 2 * 4096 * 8 + 2 * 2048 * 32, 5]
     ]  # fmt: skip
 
 

@@ -55,15 +55,16 @@ def _shares(access_start, buffer, mode, nbytes, buffer_rank, num_ranks, cache_by
     last = np.full(len(buffer_rank), -np.inf)
     for op in range(num_ops):
         cached = moved = 0.0
-        for i in range(access_start[op], access_start[op + 1]):
-            b = buffer[i]
-            rank = buffer_rank[b]
+        accesses = range(access_start[op], access_start[op + 1])
+        for i in accesses:
+            rank = buffer_rank[buffer[i]]
             weight = 2 * nbytes[i] if mode[i] == UPDATE else nbytes[i]
-            reused = touched[rank] - last[b] + nbytes[i]
+            reused = touched[rank] - last[buffer[i]] + nbytes[i]
             cached += weight * min(max(2 * (1 - reused / cache_bytes), 0.0), 1.0)
             moved += weight
             touched[rank] += nbytes[i]
-            last[b] = touched[rank]
+        for i in accesses:  # only now: an op may touch several blocks of one buffer
+            last[buffer[i]] = touched[buffer_rank[buffer[i]]]
         if moved > 0:
             shares[op] = cached / moved
     return shares

@@ -284,6 +284,11 @@ def single_ranks(seed: int) -> Iterator[Case]:
             yield {**way, **asked, "cluster": "h200-4" if gpus == 4 else "dgx-h200", "protocol": "streamed"}
 
 
+def in_turn(cases: list[Case], seed: int) -> list[Case]:
+    """Shuffled, so that those at the front are of all sorts."""
+    return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
+
+
 def one_gpu_layers(cluster: str, seed: int) -> Iterator[Case]:
     """Layers of three models on one GPU, drawn at random: forward passes, and both."""
     rng = np.random.default_rng(seed)
@@ -445,6 +450,7 @@ def files() -> dict[Path, str]:
         FOLDER / "one-h200-5.jsonl": text(one_gpu("h200-4", 25, multiple=1)),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
         FOLDER / "ranks" / "cases.jsonl": text(single_ranks(26)),
+        FOLDER / "ranks" / "cases-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),
     }
     for num_nodes in (2, 4):
         cluster = nodes_of_eight(num_nodes)

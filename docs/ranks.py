@@ -66,6 +66,8 @@ def ranks(path: Path) -> list[Rank]:
 def row(name: str, some: Sequence[Rank]) -> str:
     """Errors of some ranks, as a line of a table."""
     errors = [r.error for r in some]
+    if not errors:
+        return f"| {name} | 0 |  |  |  |"
     return (
         f"| {name} | {len(errors)} | {100 * mean(map(abs, errors)):.1f} % | {100 * mean(errors):+.1f} % | "
         f"{100 * max(errors, key=abs):+.1f} % |"
@@ -73,16 +75,31 @@ def row(name: str, some: Sequence[Rank]) -> str:
 
 
 def page(folder: Path = RUNS) -> str:
-    """The page; every file is a part of one set of runs."""
-    lines, found = [INTRODUCTION], list[Rank]()
-    for path in sorted(set(folder.glob("*.jsonl")) - {folder / "cases.jsonl"}):
+    """The page; a section for every file of problems, with all measurements of them."""
+    lines, parts = [INTRODUCTION], dict[str, list[Path]]()
+    for path in sorted(set(folder.glob("*.jsonl")) - set(folder.glob("cases*"))):
+        parts.setdefault(cases_of(path), []).append(path)
+    for cases, paths in parts.items():
+        lines += section(folder / cases, paths)
+    return "\n".join(lines)
+
+
+def cases_of(path: Path) -> str:
+    """Name of the file of problems that a measurement took."""
+    return Path(load(path).header["command"].split()[3]).name
+
+
+def section(cases: Path, paths: Sequence[Path]) -> list[str]:
+    """Measurements of the problems of one file."""
+    lines, found = [f"## {cases.name}", ""], list[Rank]()
+    for path in paths:
         header = load(path).header
         found += ranks(path)
         lines += [
             f"* {header['date'][:10]}: one {header['gpu']}, driver {header['driver']}, torch {header['torch']}, commit "
             f"{header['commit']}: `{header['command']}`"
         ]
-    asked, ran = len(list(load_scenarios(folder / "cases.jsonl"))), len({str(r.scenario.to_dict()) for r in found})
+    asked, ran = len(list(load_scenarios(cases))), len({str(r.scenario.to_dict()) for r in found})
     lines += [
         "", f"{ran} of the {asked} problems ran.", "",
         "| what | passes of ranks | mean error | bias | worst |", "| --- | --- | --- | --- | --- |",
@@ -104,7 +121,7 @@ def page(folder: Path = RUNS) -> str:
         case = f"{s.strategy} {s.num_tokens // s.gpus:,} x {s.gpus} {s.mask_name} {s.kernel}"
         times = f"{1e3 * r.predicted_s:.3g} | {1e3 * r.measured_s:.3g}"
         lines.append(f"| {case} | {r.pass_} | {r.rank} | {100 * r.error:+.1f} % | {times} |")
-    return "\n".join([*lines, ""])
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ drawn at random (`validation/cases.py`); the first rank, the last and the one in
 is that of the same ops without messages (`cpsim.passes.run_ranks`); nothing is fitted to these times. An error is
 predicted over measured time, less one.
 
-The problems of `cases.jsonl` showed what was missing: before 252 passes of theirs were off by 1.4 % on average and by 15 %
-at worst, because short merges and copies find in the L2 cache what they work on. That was then measured by itself
+The problems of `cases.jsonl` showed what was missing: their passes were off by 1.4 % on average and by 15 % at worst,
+because short merges and copies find in the L2 cache what they work on. That was then measured by itself
 (`real.measure_cached`) and modelled (`cpsim.models.cache`). Those of `cases-2.jsonl` ran afterwards, unseen.
 """
 

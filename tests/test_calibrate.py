@@ -260,13 +260,14 @@ def test_what_a_captured_program_saves_is_told_by_attention_and_messages_in_grap
     point = {
         "op": "graph", "tokens": 2048, "nbytes": 4194304, "rounds": 8, "samples_s": [one], "many_s": [one + 8 * each],
         "both_s": [one + 8 * pair], "attention_s": [63e-6], "message_s": [9e-6],
-        "held_s": [each + 2.5e-6],
+        "held_s": [each + 2.5e-6], "evicted_s": [each + 4e-6],
     }  # fmt: skip
     found = fit_host.fit_host(chains(), [point], 5e-6, None)
     assert found.graph_s == pytest.approx(7e-6)
     assert found.captured_gain_s == pytest.approx(3e-6)
     assert found.captured_kernel_s == pytest.approx(1.5e-6)
     assert found.graph_queued_s == pytest.approx(2.5e-6)
+    assert found.cold_start_s == pytest.approx(1.5e-6)
     assert found.graph_cross_s == pytest.approx(2e-6)
     message = 9e-6 - found.captured_message_gain_s + 2 * found.graph_cross_s  # to its stream and back
     assert each + message == pytest.approx(pair)

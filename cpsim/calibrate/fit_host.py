@@ -106,10 +106,13 @@ def fit_host(
         found = np.array([graph_costs(p) for p in captured])
         graph_s, gain_s, message_gain_s = np.median(found, axis=0).tolist()
         message_gain_s += 2 * cross_s
-    queued = [float(np.median(p["held_s"])) - graph_call(p) for p in captured if "held_s" in p]
+    held = [p for p in captured if "held_s" in p]
+    small = [p for p in held if p["tokens"] == min(q["tokens"] for q in held)]  # whose operands are soon read
+    queued = [float(np.median(p["held_s"])) - graph_call(p) for p in held]
+    cold = [float(np.median(p["evicted_s"]) - np.median(p["held_s"])) for p in small]
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
-        graph_queued_s=float(np.median(queued)) if queued else 0.0,
+        graph_queued_s=float(np.median(queued or 0.0)), cold_start_s=float(np.median(cold or 0.0)),
         graph_cross_s=cross_s, captured_gain_s=gain_s, captured_kernel_s=each, captured_message_gain_s=message_gain_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip

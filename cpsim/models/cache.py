@@ -28,21 +28,32 @@ def share_cached(reused: ArrayLike, cache_bytes: float) -> Floats:
     return np.asarray(np.clip(2 * (1 - reused / cache_bytes), 0, 1) if cache_bytes else np.zeros_like(reused))
 
 
+def _access_bytes(schedule: Schedule) -> Floats:
+    """Bytes of memory that every access of every op touches, in their order: a buffer's are its largest block's."""
+    tokens, heads = schedule.sets.num_tokens()[schedule.block_set], schedule.block_heads[:, 1]
+    planes = np.array([PLANES.get(tensor, 1) for tensor in schedule.block_tensors])[schedule.block_tensor]
+    vectors = (tokens * heads * planes).astype(np.float64)[schedule.access_block]
+    largest = np.zeros(len(schedule.buffer_nbytes))
+    np.maximum.at(largest, schedule.access_buffer, vectors)
+    share = vectors / np.maximum(largest[schedule.access_buffer], 1.0)
+    return np.asarray(schedule.buffer_nbytes[schedule.access_buffer] * share)
+
+
+def touched_bytes(schedule: Schedule) -> Floats:
+    """Bytes of memory that every op touches, ``[N]``."""
+    owner = np.repeat(np.arange(len(schedule)), np.diff(schedule.access_start))
+    return np.asarray(np.bincount(owner, _access_bytes(schedule), len(schedule)))
+
+
 def shares_cached(schedule: Schedule, cache_bytes: float) -> Floats:
     """Share, ``[N]``, of what every op reads and writes that the cache holds when the op starts.
 
     Ops of a rank touch their blocks in list order; at first nothing is held.
     """
-    tokens, heads = schedule.sets.num_tokens()[schedule.block_set], schedule.block_heads[:, 1]
-    planes = np.array([PLANES.get(tensor, 1) for tensor in schedule.block_tensors])[schedule.block_tensor]
-    vectors = (tokens * heads * planes).astype(np.float64)
-    buffer, block = unsigned(schedule.access_buffer, schedule.access_block)
-    largest = np.zeros(len(schedule.buffer_nbytes))
-    np.maximum.at(largest, buffer, vectors[block])
-    nbytes = schedule.buffer_nbytes[buffer] * vectors[block] / np.maximum(largest[buffer], 1.0)
+    (buffer,) = unsigned(schedule.access_buffer)
     return np.asarray(
-        _shares(schedule.access_start, buffer, schedule.access_mode, nbytes, schedule.buffer_rank, schedule.num_ranks,
-                cache_bytes)
+        _shares(schedule.access_start, buffer, schedule.access_mode, _access_bytes(schedule), schedule.buffer_rank,
+                schedule.num_ranks, cache_bytes)
     )  # fmt: skip
 
 

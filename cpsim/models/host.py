@@ -26,6 +26,8 @@ class HostParams:
     """From the launch of a CUDA graph to the start of its first kernel, the GPU idle."""
     graph_queued_s: float = 0.0
     """The same from when the GPU gets to a graph that was launched before."""
+    cold_start_s: float = 0.0
+    """What the first kernel of a graph takes longer where the cache holds nothing of use, operands apart."""
     graph_cross_s: float = 0.0
     """What an op of a CUDA graph takes more where it follows an op of another stream."""
     captured_gain_s: float

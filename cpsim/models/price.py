@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cpsim.cluster import Cluster
 from cpsim.compiled import unsigned
 from cpsim.masks import Ints
-from cpsim.models.cache import share_cached, shares_cached
+from cpsim.models.cache import share_cached, shares_cached, touched_bytes
 from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
 from cpsim.models.collective import collective_seconds, fits_buffers, transfer_seconds
 from cpsim.models.elementwise import elementwise_seconds
@@ -383,7 +383,9 @@ class Pricing:
             strided = "copy"
             notes["copies of strided rows: not measured, taken as copies"] = None
         head_bytes = 2 * self.head_dim * BYTES_PER_ELEMENT[self.dtype]
-        cached = share_cached((side_by_side + apart) * head_bytes, costs.cache_bytes) / 2  # what was just written
+        # a result waits for its copy while the rest of the call, and then of the copy, touches what else there is
+        reused = (touched_bytes(schedule)[ops] + (side_by_side + apart) * head_bytes) / 2
+        cached = share_cached(reused, costs.cache_bytes) / 2  # what is read; what is written is not there
         seconds = side_by_side / costs.bandwidth_bytes_per_s["copy"] + apart / costs.bandwidth_bytes_per_s[strided]
         return np.asarray(
             copies * self.profile.host.captured_kernel_s + seconds * head_bytes * (1 - costs.cache_gain * cached)
@@ -515,8 +517,9 @@ class Pricing:
         lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
         if self.captured:  # processes get their graphs started more or less soon, and sooner or later wait for the last
             last = self.profile.sigma["graph"] * expected_maximum(round(schedule.num_ranks * self.alike))
-            launched = self.profile.host.graph_s * float(np.exp(last)) - lead
-            return np.full(len(schedule), max(launched, self.profile.host.graph_queued_s))
+            host = self.profile.host
+            started = max(host.graph_s * float(np.exp(last)) - lead, host.graph_queued_s)
+            return np.full(len(schedule), started + host.cold_start_s)
         host, per_kind = self.profile.host, np.zeros((2, len(Kind)))
         for (i, first), kind in product(enumerate((False, True)), kinds):
             name = kind.name.lower()

@@ -26,6 +26,7 @@ import torch
 
 from cpsim.calibrate.measurement import Writer, cut_broken_end, known_points, point_key
 from cpsim.launch import PROGRESS
+from real import measure_cached as caches
 from real import measure_executor as executor
 from real import measure_host as others
 from real import measure_kernels as kernels_of
@@ -148,7 +149,13 @@ class Calibration:
             if node.rank == 0:
                 kernels_of.measure_host(self.host_bench, list(self.kernels))
 
+        def cached(kind: str, tokens: int, num_sets: int) -> None:
+            if node.writer is not None:
+                caches.measure(node.writer, kind, tokens, num_sets, node.device)
+
         yield Task(point_key("host", kind="copy"), alone)
+        for size in caches.FEW_SIZES if node.cuda else ():
+            yield Task(point_key("cached", **caches.parameters(*size)), partial(cached, *size))
         if node.size > 1:
             yield Task(point_key("host", kind="all_gather"), partial(network.measure_host, node))
         yield Task(point_key("host", kind="graph_chain_16"), graphs)

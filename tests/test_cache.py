@@ -94,3 +94,17 @@ def test_kernels_of_an_h200_are_told_by_what_its_cache_holds():
                 predicted.append(h200.cache_gain * nbytes / h200.bandwidth_bytes_per_s[kind])
     assert len(saved) >= 6
     np.testing.assert_allclose(predicted, saved, rtol=0.15, atol=0.8e-6)  # short ones wait less, too
+
+
+def test_the_few_points_of_a_calibration_tell_the_cache_as_all_do():
+    pytest.importorskip("torch")
+    from real.measure_cached import FEW_SIZES, parameters
+
+    few = [parameters(*size) for size in FEW_SIZES]
+    measured_points = load(DATA / "h200-cached.jsonl").of("cached")
+    chosen = [p for p in measured_points if {name: p[name] for name in few[0]} in few]
+    assert len(chosen) >= len(few) - 1  # one moves more than all points do
+    others = [p | {"op": "elementwise"} for p in chosen]
+    found, h200 = fit_elementwise(chosen + others, None), load_profile("h200").elementwise
+    assert found.cache_bytes == pytest.approx(h200.cache_bytes, rel=0.05)
+    assert found.cache_gain == pytest.approx(h200.cache_gain, rel=0.05)

@@ -94,7 +94,7 @@ class Writer:
 _IDENTITY = (
     "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
     "variant", "which", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options", "m", "n", "k",
-    "width", "model", "tp", "recompute",
+    "width", "model", "tp", "recompute", "reused",
 )  # fmt: skip
 
 

@@ -157,7 +157,7 @@ def fit_kernel(
     change as there; what the model leaves over is nearly the same.
     """
     if sparse is not None:
-        return fit_few(points, sparse, SPARSE_FITTED)
+        return fit_few(points, sparse, SPARSE_FITTED, STEPS[1:4])
     (commonest, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     alike = alike if alike is not None and any(p["head_dim"] == alike.head_dim for p in points) else None
     head_dim = int(commonest) if alike is None else alike.head_dim
@@ -302,9 +302,12 @@ def _changes(params: AttentionParams, other: AttentionParams) -> dict[str, float
 
 
 def fit_few(
-    points: Sequence[Point], start: AttentionParams, priors: Mapping[str, float]
+    points: Sequence[Point], start: AttentionParams, priors: Mapping[str, float], steps: Sequence[float] = (0.05,)
 ) -> tuple[AttentionParams, Covariance]:
-    """The parameters that few points tell, near those of `start`, whose others are kept; `priors` weigh how near."""
+    """The parameters that few points tell, near those of `start`, whose others are kept; `priors` weigh how near.
+
+    `steps` as in STEPS; with a narrow one alone, a flat optimum far from the start is left to how processors round.
+    """
     times = measured(points)
     even = {name for name in SHARES if getattr(start, name) == EVEN_SHARE}  # and so they stay
     names = tuple(name for name in priors if getattr(start, name) > 0 and name not in even)
@@ -321,12 +324,15 @@ def fit_few(
 
     bounded = ("alone_factor", *SHARES)  # two blocks on an SM make no sense beyond
     low, high = np.array([np.log(_BOUNDS[name]) if name in bounded else (-np.inf, np.inf) for name in names]).T
+    x = first.clip(low + 1e-6, high - 1e-6)
     with np.errstate(invalid="ignore"):  # steps to where nothing is finite are taken back
-        fit = least_squares(
-            error, first.clip(low + 1e-6, high - 1e-6), bounds=(low, high), loss="soft_l1", f_scale=0.03,
-            diff_step=0.05 / np.maximum(1, np.abs(first)), max_nfev=60,
-        )  # fmt: skip
-    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
+        for step in steps:
+            fit = least_squares(
+                error, x, bounds=(low, high), loss="soft_l1", f_scale=0.03,
+                diff_step=step / np.maximum(1, np.abs(first)), max_nfev=60,
+            )  # fmt: skip
+            x = fit.x
+    return build(x), _covariance(names, fit.jac, fit.fun[: len(points)])
 
 
 def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:

@@ -29,7 +29,7 @@ def share_cached(reused: ArrayLike, cache_bytes: float) -> Floats:
 
 
 def _access_bytes(schedule: Schedule) -> Floats:
-    """Bytes of memory that every access of every op touches, in their order: a buffer's are its largest block's."""
+    """Bytes of memory that every access of every op touches, in their order; the largest block fills its buffer."""
     tokens, heads = schedule.sets.num_tokens()[schedule.block_set], schedule.block_heads[:, 1]
     planes = np.array([PLANES.get(tensor, 1) for tensor in schedule.block_tensors])[schedule.block_tensor]
     vectors = (tokens * heads * planes).astype(np.float64)[schedule.access_block]

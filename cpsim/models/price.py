@@ -387,9 +387,8 @@ class Pricing:
         reused = (touched_bytes(schedule)[ops] + (side_by_side + apart) * head_bytes) / 2
         cached = share_cached(reused, costs.cache_bytes) / 2  # what is read; what is written is not there
         seconds = side_by_side / costs.bandwidth_bytes_per_s["copy"] + apart / costs.bandwidth_bytes_per_s[strided]
-        return np.asarray(
-            copies * self.profile.host.captured_kernel_s + seconds * head_bytes * (1 - costs.cache_gain * cached)
-        )
+        launch = self.profile.host.captured_kernel_s or costs.latency_s["copy"]
+        return np.asarray(copies * launch + seconds * head_bytes * (1 - costs.cache_gain * cached))
 
     def _transfers(
         self, schedule: Schedule, messages: Messages, links: Links, duration: Floats, group: Int8,

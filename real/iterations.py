@@ -92,6 +92,12 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
     )
 
 
+def keep_waiting(node: Node) -> None:
+    """Every GPU waits for `LEAD_S`, and for the others, while hosts launch what follows."""
+    hold(LEAD_S, node.device)
+    node.barrier()
+
+
 def iteration(runner: Runner, node: Node, protocol: str) -> float:
     """Seconds of one iteration on this rank."""
     runner.prepare()
@@ -102,8 +108,7 @@ def iteration(runner: Runner, node: Node, protocol: str) -> float:
         runner.launch()
         return time.perf_counter() - start
     if protocol == "streamed":
-        hold(LEAD_S, node.device)
-        node.barrier()
+        keep_waiting(node)
     events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
     runner.launch()

@@ -83,7 +83,8 @@ def main() -> None:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     cuda = device.type == "cuda"
     with args.out.open("w", encoding="utf-8") as file:
-        writer = Writer(file, provenance(device, 1, {}, command_line("python -m real.measure_cached"), args.commit))
+        header = provenance(device, 1, {}, command_line("python -m real.measure_cached"), args.commit)
+        writer = Writer(file, header | {"kernels": {"executor": header["commit"]}})
         for kind in TOUCHED:
             for tokens, num_sets in product(TOKENS if cuda else (16, 32), SETS):
                 if parameters(kind, tokens, num_sets)["reused"] <= LARGEST:

@@ -27,7 +27,7 @@ from cpsim.schedule import Kind
 from real import attention, elementwise
 from real.check_executor import CASES
 from real.implementations.cpsim import make
-from real.iterations import LEAD_S, iteration
+from real.iterations import iteration, keep_waiting
 from real.node import Node
 from real.timing import Clock, hold, provenance, soak, time_ops
 
@@ -221,15 +221,9 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
     rounds = {"one": [attend], "many": [attend] * (1 + GRAPH_ROUNDS), "both": [attend] + [aside, attend] * GRAPH_ROUNDS}
     found = {"attention_s": node.samples(attend), "message_s": node.samples(exchange)}
     found |= {f"{name}_s": _replayed(node, calls) for name, calls in rounds.items()}
-    found["held_s"] = _replayed(node, [attend], partial(_hold, node))
-    found["evicted_s"] = _replayed(node, [attend], lambda: (node.evict(), _hold(node)))
+    found["held_s"] = _replayed(node, [attend], partial(keep_waiting, node))
+    found["evicted_s"] = _replayed(node, [attend], lambda: (node.evict(), keep_waiting(node)))
     return found
-
-
-def _hold(node: Node) -> None:
-    """As at the start of a streamed iteration."""
-    hold(LEAD_S, node.device)
-    node.barrier()
 
 
 def graph_bytes(tokens: int) -> int:

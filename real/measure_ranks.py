@@ -14,6 +14,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -76,7 +77,7 @@ def main() -> None:
     command = command_line("python -m real.measure_ranks")
     with args.out.open("w", encoding="utf-8") as file:
         writer = Writer(file, provenance(node.device, 1, kernels, command, args.commit))
-        for case in list(load_scenarios(args.cases))[args.skip :]:
+        for case in islice(load_scenarios(args.cases), args.skip, None):
             if isinstance(case, CpsimError):
                 print(f"real.measure_ranks: {case}", file=sys.stderr)
                 continue

@@ -68,8 +68,8 @@ def test_what_ranks_of_up_to_96_compute_is_predicted(measured):
     assert f"is off by {long:.1f} % on average from 1 ms up and by {short:.1f} % below" in said
 
 
-def test_ranks_that_nobody_had_seen_are_predicted_too():
-    """Drawn and measured after the last change to the models."""
+def test_ranks_that_ran_later_are_predicted_too():
+    """Drawn and measured after the cache had its model."""
     later = PAGE.ranks(PAGE.RUNS / "h200-3.jsonl")
     error = 100 * mean(abs(r.error) for r in later)
     assert error < 2

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from cpsim.block_masks import BANDS, CELLS, RUNS
+from cpsim.calibrate.descent import descend
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured, pause_of, predicted_attention, predicted_calls, visits_of
 from cpsim.calibrate.standin import StandIn
@@ -196,14 +196,8 @@ def _fit_all(
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior])
 
     bounds = np.log([_BOUNDS.get(name, (start[name] * 1e-3, start[name] * 30)) for name in names])
-    x, jacobian = first, np.empty(0)
-    for step in STEPS:
-        fit = least_squares(
-            error, x, bounds=(bounds[:, 0], bounds[:, 1]), loss="soft_l1", f_scale=0.03,
-            diff_step=step / np.maximum(1, np.abs(x)), max_nfev=20,
-        )  # fmt: skip
-        x, jacobian = fit.x, fit.jac
-    return build(x), _covariance(names, jacobian, error(x)[: len(points)])
+    fit = descend(error, first, (bounds[:, 0], bounds[:, 1]), STEPS, 20)
+    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
 
 
 def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -324,15 +318,9 @@ def fit_few(
 
     bounded = ("alone_factor", *SHARES)  # two blocks on an SM make no sense beyond
     low, high = np.array([np.log(_BOUNDS[name]) if name in bounded else (-np.inf, np.inf) for name in names]).T
-    x = first.clip(low + 1e-6, high - 1e-6)
     with np.errstate(invalid="ignore"):  # steps to where nothing is finite are taken back
-        for step in steps:
-            fit = least_squares(
-                error, x, bounds=(low, high), loss="soft_l1", f_scale=0.03,
-                diff_step=step / np.maximum(1, np.abs(first)), max_nfev=60,
-            )  # fmt: skip
-            x = fit.x
-    return build(x), _covariance(names, fit.jac, fit.fun[: len(points)])
+        fit = descend(error, first.clip(low + 1e-6, high - 1e-6), (low, high), steps, 60)
+    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
 
 
 def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:

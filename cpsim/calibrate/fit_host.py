@@ -47,8 +47,9 @@ def _fit_cache(points: Sequence[Point], stand_in: StandIn | None) -> tuple[float
     Every kind has a latency and a bandwidth of its own here: these kernels may have run on another machine.
     """
     if not points:
-        theirs = stand_in.profile.elementwise if stand_in else ElementwiseParams(latency_s={}, bandwidth_bytes_per_s={})
-        return theirs.cache_bytes, theirs.cache_gain
+        if stand_in is None:
+            return 0.0, 0.0
+        return stand_in.profile.elementwise.cache_bytes, stand_in.profile.elementwise.cache_gain
     kinds, kind = np.unique([p["kind"] for p in points], return_inverse=True)
     nbytes, reused = (np.array([p[name] for p in points], float) for name in ("nbytes", "reused"))
     seconds = measured(points)

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
+from cpsim.calibrate.descent import descend
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.profile import LayerCosts
 from cpsim.calibrate.residuals import measured
@@ -63,12 +64,7 @@ def _fit_products(points: Sequence[Point], num_sms: int, traffic_s_per_byte: flo
 
     x = np.log([_START[name] for name in FITTED])
     bounds = np.log([_BOUNDS.get(name, (_START[name] * 1e-2, _START[name] * 1e5)) for name in FITTED])
-    for step in (0.3, 0.1, 0.03):
-        width = step / np.maximum(1, np.abs(x))
-        x = least_squares(
-            error, x, bounds=(bounds[:, 0], bounds[:, 1]), loss="soft_l1", f_scale=0.03, diff_step=width, max_nfev=40
-        ).x
-    return build(x)
+    return build(descend(error, x, (bounds[:, 0], bounds[:, 1]), (0.3, 0.1, 0.03), 40).x)
 
 
 def latency_and_bandwidth(nbytes: Floats, seconds: Floats, pull: float = 0.0) -> tuple[float, float]:

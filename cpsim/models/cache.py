@@ -41,41 +41,39 @@ def _access_bytes(schedule: Schedule) -> Floats:
 
 def touched_bytes(schedule: Schedule) -> Floats:
     """Bytes of memory that every op touches, ``[N]``."""
-    owner = np.repeat(np.arange(len(schedule)), np.diff(schedule.access_start))
-    return np.asarray(np.bincount(owner, _access_bytes(schedule), len(schedule)))
+    return _by_op(schedule, _access_bytes(schedule))
 
 
 def shares_cached(schedule: Schedule, cache_bytes: float) -> Floats:
     """Share, ``[N]``, of what every op reads and writes that the cache holds when the op starts.
 
-    Ops of a rank touch their blocks in list order; at first nothing is held.
+    Ops of a rank touch their blocks in list order; at first nothing is held. What is updated is read and written.
     """
-    (buffer,) = unsigned(schedule.access_buffer)
-    return np.asarray(
-        _shares(schedule.access_start, buffer, schedule.access_mode, _access_bytes(schedule), schedule.buffer_rank,
-                schedule.num_ranks, cache_bytes)
-    )  # fmt: skip
+    (buffer,), nbytes = unsigned(schedule.access_buffer), _access_bytes(schedule)
+    reused = _reused(schedule.access_start, buffer, nbytes, schedule.buffer_rank, schedule.num_ranks)
+    moved = nbytes * np.where(schedule.access_mode == UPDATE, 2, 1)
+    held = _by_op(schedule, moved * share_cached(reused, cache_bytes))
+    return np.asarray(held / np.maximum(_by_op(schedule, moved), 1.0))
+
+
+def _by_op(schedule: Schedule, of_access: Floats) -> Floats:
+    """Sums over the accesses of every op, ``[N]``."""
+    owner = np.repeat(np.arange(len(schedule)), np.diff(schedule.access_start))
+    return np.asarray(np.bincount(owner, of_access, len(schedule)))
 
 
 @njit(cache=True)
-def _shares(access_start, buffer, mode, nbytes, buffer_rank, num_ranks, cache_bytes):  # type: ignore[no-untyped-def]
-    """`shares_cached`; what is updated counts twice in an op, read and written, and once among what is touched."""
-    num_ops = len(access_start) - 1
-    shares = np.zeros(num_ops)
+def _reused(access_start, buffer, nbytes, buffer_rank, num_ranks):  # type: ignore[no-untyped-def]
+    """Bytes that a rank touches from the last op on a buffer to the end of every access; infinite for the first."""
+    reused = np.empty(len(buffer))
     touched = np.zeros(num_ranks)
     last = np.full(len(buffer_rank), -np.inf)
-    for op in range(num_ops):
-        cached = moved = 0.0
+    for op in range(len(access_start) - 1):
         accesses = range(access_start[op], access_start[op + 1])
         for i in accesses:
             rank = buffer_rank[buffer[i]]
-            weight = 2 * nbytes[i] if mode[i] == UPDATE else nbytes[i]
-            reused = touched[rank] - last[buffer[i]] + nbytes[i]
-            cached += weight * min(max(2 * (1 - reused / cache_bytes), 0.0), 1.0)
-            moved += weight
             touched[rank] += nbytes[i]
+            reused[i] = touched[rank] - last[buffer[i]]
         for i in accesses:  # only now: an op may touch several blocks of one buffer
             last[buffer[i]] = touched[buffer_rank[buffer[i]]]
-        if moved > 0:
-            shares[op] = cached / moved
-    return shares
+    return reused

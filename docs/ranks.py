@@ -31,7 +31,9 @@ predicted over measured time, less one.
 
 The problems of `cases.jsonl` showed what was missing: their passes were off by 1.4 % on average and by 15 % at worst,
 because short merges and copies find in the L2 cache what they work on. That was then measured by itself
-(`real.measure_cached`) and modelled (`cpsim.models.cache`). Those of `cases-2.jsonl` ran afterwards, unseen.
+(`real.measure_cached`) and modelled (`cpsim.models.cache`). Those of `cases-2.jsonl` were drawn and run afterwards; the
+model of then (19f6ffe) was 1.3 % off. Two things changed after them: what a cold cache costs a first kernel, measured
+by itself, and how long a result waits for its copy, which was settled with a striped ring of them in view.
 """
 
 

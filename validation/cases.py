@@ -32,10 +32,10 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2,
     cpsim run validation/one-h200-layers-2.jsonl --seconds 0.2 --out validation/runs/h200-layer-2.jsonl
     cpsim run validation/one-h200-layers-2.jsonl --seconds 0.2 --out validation/runs/h200-layer-3.jsonl
 
-    cd validation/ranks
-    python -m real.measure_ranks cases.jsonl --seconds 0.05 --minutes 8 --out h200.jsonl
-    python -m real.measure_ranks cases.jsonl --seconds 0.05 --skip 34 --out h200-2.jsonl
-    python -m real.measure_ranks cases-2.jsonl --seconds 0.05 --minutes 3 --out h200-3.jsonl
+    R=validation/ranks
+    python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --minutes 8 --out $R/h200.jsonl
+    python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --skip 34 --out $R/h200-2.jsonl
+    python -m real.measure_ranks $R/cases-2.jsonl --seconds 0.05 --minutes 3.1 --out $R/h200-3.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 

@@ -1,4 +1,4 @@
-"""What single ranks of many compute, measured on one GPU: our executor's program without its communication.
+"""What single ranks of many compute, measured on one GPU: a program, ours or somebody else's, without communication.
 
     python -m real.measure_ranks validation/ranks/cases.jsonl --out validation/ranks/h200.jsonl
 
@@ -26,11 +26,12 @@ from cpsim.errors import CpsimError
 from cpsim.scenario import Scenario, load_scenarios
 from cpsim.schedule import Pass
 from real import attention
-from real.implementations.cpsim import make
+from real.implementations import make
+from real.implementations.autograd import AutogradRunner
 from real.iterations import time_pass
 from real.node import Node, end_process
 from real.run import explain
-from real.timing import command_line, provenance
+from real.timing import command_line, packages, provenance
 
 T = TypeVar("T")
 
@@ -45,7 +46,9 @@ def measure(scenario: Scenario, pass_: Pass, rank: int, node: Node, writer: Writ
     which = {"scenario": scenario.to_dict(), "pass": pass_, "rank": rank}
     try:
         node.stand_for(rank, scenario.gpus)
-        run = time_pass(make(scenario, pass_, node), node, _alone, "streamed", seconds)
+        runner = make(scenario, pass_, node)
+        run = time_pass(runner, node, _alone, "streamed", seconds)
+        finite = not isinstance(runner, AutogradRunner) or runner.is_finite()
     except Exception as error:
         writer.add("error", failed="rank", message=explain(error), **which)
         return explain(error)
@@ -54,8 +57,9 @@ def measure(scenario: Scenario, pass_: Pass, rank: int, node: Node, writer: Writ
         if node.cuda:
             node.synchronize()
             torch.cuda.empty_cache()
-    writer.add("rank", run.samples_s, **which, attention_s=run.attention_s[0], clock=run.clock)
-    return f"{median(run.samples_s) * 1e3:.3f} ms"
+    attention = {"attention_s": run.attention_s[0]} if run.attention_s else {"finite": finite}
+    writer.add("rank", run.samples_s, **which, **attention, clock=run.clock)
+    return f"{median(run.samples_s) * 1e3:.3f} ms{'' if finite else ' (not finite)'}"
 
 
 def _alone(step: Callable[[], T]) -> list[T]:
@@ -76,7 +80,8 @@ def main() -> None:
     kernels = {name: attention.kernel_version(name) for name in ("fa2", "fa4", "cudnn")} if node.cuda else {}
     command = command_line("python -m real.measure_ranks")
     with args.out.open("w", encoding="utf-8") as file:
-        writer = Writer(file, provenance(node.device, 1, kernels, command, args.commit))
+        header = provenance(node.device, 1, kernels, command, args.commit) | {"packages": packages()}
+        writer = Writer(file, header)
         for case in islice(load_scenarios(args.cases), args.skip, None):
             if isinstance(case, CpsimError):
                 print(f"real.measure_ranks: {case}", file=sys.stderr)

@@ -17,6 +17,9 @@ from real.timing import hold
 MEET_S: Final = 200e-6
 """From the moment the last host comes to a meeting until all leave it; agreeing takes some 100 us of it."""
 
+RANDOM_BYTES: Final = 32 << 30
+"""Of GPU memory that random numbers fill before a rank stands for one of many."""
+
 
 class Node:
     """One rank of a distributed run: NCCL where there are GPUs, gloo elsewhere. Use it as a context manager."""
@@ -64,8 +67,18 @@ class Node:
         dist.destroy_process_group()
 
     def stand_for(self, rank: int, size: int) -> None:
-        """From now on runners take this process for one rank of so many, of whom none is there: they only compute."""
+        """From now on runners take this process for one rank of so many, of whom none is there: they only compute.
+
+        Other people's code calls PyTorch's process groups, so these become ones that do nothing at all. What it would
+        have received is whatever memory holds: random numbers, since the allocator hands them out again.
+        """
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         self.rank, self.size, self.alone = rank, size, True
+        if self.cuda:
+            torch.randn(RANDOM_BYTES // 2, dtype=torch.bfloat16, device=self.device)
 
     def group(self, ranks: tuple[int, ...], stream: str) -> Any:
         """The process group of these ranks for one stream, made at the first call; all ranks of the job must call.

@@ -23,7 +23,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, NoReturn, TypeVar
@@ -39,7 +38,7 @@ from real import attention
 from real.iterations import time_pass
 from real.node import Node, end_process
 from real.runner import Runner
-from real.timing import command_line, provenance
+from real.timing import command_line, packages, provenance
 
 GRACE_S: Final = 10.0
 """How long a rank that failed waits for the others to notice."""
@@ -240,17 +239,11 @@ def _refusal(scenario: Scenario, node: Node, num_nodes: int) -> str:
 
 def _header(node: Node, args: argparse.Namespace) -> dict[str, Any]:
     kernels = {name: attention.kernel_version(name) for name in ("fa2", "fa4", "cudnn")} if node.cuda else {}
-    packages = {}
-    for name in ("ring-flash-attn", "yunchang", "numpy"):
-        try:
-            packages[name] = version(name)
-        except PackageNotFoundError:
-            continue
     command = args.command or command_line("torchrun -m real.run")
     header = provenance(node.device, node.size, kernels, command, args.commit)
     environment = {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "CUDA_DEVICE_MAX", "TORCH_NCCL"))}
     return header | {
-        "packages": packages,
+        "packages": packages(),
         "emulated_nodes": args.emulate_nodes,
         "seed": args.seed,
         "environment": environment,

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,15 @@ def provenance(
         "clock_source": "CUDA events" if cuda else "time.perf_counter",
         "clock_at_start": Clock(device.index or 0).read() if cuda else {},
     }
+
+
+def packages() -> dict[str, str]:
+    """Versions of other people's code that is installed, and of NumPy."""
+    found = {}
+    for name in ("ring-flash-attn", "yunchang", "numpy"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _memory_bytes(device: torch.device) -> int:

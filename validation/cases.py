@@ -287,6 +287,33 @@ def single_ranks(seed: int) -> Iterator[Case]:
             yield {**way, **asked, "cluster": "h200-4" if gpus == 4 else "dgx-h200", "protocol": "streamed"}
 
 
+def single_ranks_of_others(seed: int) -> Iterator[Case]:
+    """The same in other people's code, on 2 to 16 GPUs; lengths of documents that all their cuts divide."""
+    rng, dense = np.random.default_rng(seed), ("causal", "full")
+    masks = (*dense, "causal_document", "full_document")
+    gather: Case = {"strategy": "allgather", "knobs": {"heads_per_gather": 1}}
+    for implementation, kernels, way, some in (
+        *(("ring-flash-attn", ("fa2",), way, masks) for way in (RING, GATHER, gather)),
+        ("ring-flash-attn", ("fa2",), ZIGZAG, ("causal", "causal_document")),
+        ("ring-flash-attn", ("fa2",), STRIPED, ("causal",)),
+        ("yunchang", ("fa2",), ULYSSES, dense),
+        ("yunchang", ("fa2",), USP, ("causal",)),
+        ("yunchang", ("fa2",), USP_BASIC, dense),
+        *(("torch", ("sdpa_flash", "cudnn"), way, ("causal",)) for way in (ZIGZAG, GATHER_ZIGZAG)),
+        *(("torch", ("sdpa_flash", "cudnn"), way, dense) for way in (RING, GATHER)),
+    ):
+        for gpus in (2, 4, 8, 16):
+            tokens, heads = size_and_heads(rng, 13.5)
+            mask, kernel = str(rng.choice(some)), str(rng.choice(kernels))
+            whole_heads = int(heads.split(":")[1]) % gpus == 0
+            if (way is ULYSSES and not whole_heads) or (way in (USP, USP_BASIC) and gpus == 2):
+                continue
+            more = {"documents": lots(rng, gpus * tokens, (8, 11), 2 * gpus)} if "document" in mask else {}
+            asked = problem(gpus, tokens, mask, heads, kernel=kernel, **more)
+            cluster = {"cluster": "h200-4" if gpus <= 4 else "dgx-h200", "protocol": "streamed"}
+            yield from each(asked | cluster, (way,), implementation)
+
+
 def in_turn(cases: list[Case], seed: int) -> list[Case]:
     """Shuffled, so that those at the front are of all sorts."""
     return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
@@ -306,12 +333,14 @@ def one_gpu_layers(cluster: str, seed: int) -> Iterator[Case]:
         yield {**case, "kernel": kernel, "pass": pass_, "strategy": "none"}
 
 
-def lots(rng: np.random.Generator, total: int, logs: tuple[float, float] = (6, 9)) -> list[int]:
-    """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole; the
-    logarithm of their median is drawn, too."""
+def lots(
+    rng: np.random.Generator, total: int, logs: tuple[float, float] = (6, 9), multiple: int = 4
+) -> list[int]:
+    """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole, or
+    of what is said; the logarithm of their median is drawn, too."""
     median, sigma, found = float(np.exp(rng.uniform(*logs))), float(rng.uniform(0.3, 1.5)), list[int]()
     while sum(found) < total:
-        length = max(64, int(median * np.exp(sigma * rng.standard_normal())) // 4 * 4)
+        length = max(64, int(median * np.exp(sigma * rng.standard_normal())) // multiple * multiple)
         found.append(min(length, total - sum(found)))
     return found
 
@@ -453,6 +482,7 @@ def files() -> dict[Path, str]:
         FOLDER / "one-h200-5.jsonl": text(one_gpu("h200-4", 25, multiple=1)),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
         FOLDER / "ranks" / "cases.jsonl": text(single_ranks(26)),
+        FOLDER / "ranks" / "cases-others.jsonl": text(in_turn(list(single_ranks_of_others(28)), 28)),
         FOLDER / "ranks" / "cases-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),
     }
     for num_nodes in (2, 4):

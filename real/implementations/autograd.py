@@ -50,6 +50,10 @@ class AutogradRunner:
             assert self.out is not None
             self.grads = torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
 
+    def is_finite(self) -> bool:
+        """Whether all results are numbers; on random memory in place of other ranks' tensors they may not be."""
+        return all(bool(x.isfinite().all()) for x in (self.out, *self.grads) if x is not None)
+
 
 def check(scenario: Scenario, node: Node, knobs: Mapping[str, Any]) -> None:
     """Raises where the implementation that the scenario names cannot run it, with the planner's reasons.

@@ -9,10 +9,11 @@ from __future__ import annotations
 import atexit
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -28,7 +29,7 @@ _BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN
 
 
 def attend(kernel: str, causal: bool, mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """Attention of sharded ``[1, tokens, heads, head_dim]`` tensors on the ranks of a mesh, the first one asked for."""
+    """Attention of sharded ``[1, tokens, heads, head_dim]`` tensors on the ranks of a mesh, until another one's."""
     _enter(mesh)
     backend = _BACKENDS.get(kernel, SDPBackend.FLASH_ATTENTION)
 
@@ -48,7 +49,8 @@ class ContextParallelRunner(AutogradRunner):
 
     def __init__(self, scenario: Scenario, pass_: str, node: Node, *, rotate: str, balanced: bool) -> None:
         self.rotate, self.balanced = rotate, balanced
-        call = attend(scenario.kernel, scenario.mask_name == "causal", _mesh(node.device.type, node.size))
+        mesh = _mesh(dist.group.WORLD, node.device.type, node.size)
+        call = attend(scenario.kernel, scenario.mask_name == "causal", mesh)
         super().__init__(call, [x[None] for x in shards(scenario, node)], pass_)
 
     def prepare(self) -> None:
@@ -79,15 +81,22 @@ def make(scenario: Scenario, pass_: str, node: Node) -> ContextParallelRunner:
     return ContextParallelRunner(scenario, pass_, node, rotate=rotate, balanced=balanced)
 
 
-_mesh = cache(lambda device, num_ranks: init_device_mesh(device, (num_ranks,)))
-
-
 @cache
+def _mesh(_world: Any, device: str, num_ranks: int) -> DeviceMesh:
+    """Made once for every world of processes."""
+    return init_device_mesh(device, (num_ranks,))
+
+
+_context = ExitStack()
+atexit.register(_context.close)
+
+
+@lru_cache(maxsize=1)
 def _enter(mesh: DeviceMesh) -> None:
-    """Enters the context for good: it patches scaled_dot_product_attention, and backward needs it, too."""
-    stack, some = ExitStack(), torch.zeros(2 * mesh.size(), device=mesh.device_type)
-    stack.enter_context(context_parallel(mesh, buffers=[some], buffer_seq_dims=[0], no_restore_buffers={some}))
-    atexit.register(stack.close)
+    """Enters the context of a mesh to stay: it patches scaled_dot_product_attention, and backward needs it, too."""
+    _context.close()
+    some = torch.zeros(2 * mesh.size(), device=mesh.device_type)
+    _context.enter_context(context_parallel(mesh, buffers=[some], buffer_seq_dims=[0], no_restore_buffers={some}))
 
 
 def _options() -> Any:

@@ -53,14 +53,16 @@ def _hybrid(scenario: Scenario, node: Node, knobs: dict[str, Any]) -> Callable[.
         "usp", scenario.workload(), scenario.resolve_cluster(), knobs["ulysses"], placement,
         implementation(scenario.implementation),
     )  # fmt: skip
-    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _groups(degree, node.rank, node.size, placement == "head_first")
+    PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _groups(
+        dist.group.WORLD, degree, node.rank, node.size, placement == "head_first"
+    )
     made: Callable[..., Tensor] = LongContextAttention(ring_impl_type=str(knobs["ring"]), attn_type=AttnType.FA)
     return made
 
 
 @lru_cache
-def _groups(degree: int, rank: int, size: int, head_first: bool) -> tuple[Any, Any]:
-    """This rank's Ulysses group and ring, made once for every grid."""
+def _groups(_world: Any, degree: int, rank: int, size: int, head_first: bool) -> tuple[Any, Any]:
+    """This rank's Ulysses group and ring, made once for every grid of a world of processes."""
     from yunchang import set_seq_parallel_pg
     from yunchang.globals import PROCESS_GROUP
 

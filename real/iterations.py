@@ -50,7 +50,9 @@ class Together(Protocol):
     def __call__(self, step: Callable[[], T]) -> list[T]: ...
 
 
-def time_pass(runner: Runner, node: Node, together: Together, protocol: str, seconds: float) -> PassRun:
+def time_pass(
+    runner: Runner, node: Node, together: Together, protocol: str, seconds: float, lead_s: float = LEAD_S
+) -> PassRun:
     """Warms a runner up and measures it.
 
     Args:
@@ -59,11 +61,12 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
         together: exchanges results and failures of the ranks.
         protocol: `synced` or `streamed`.
         seconds: measured iterations to aim for, at least 5 and at most 50 of them.
+        lead_s: how long GPUs wait for the hosts before a streamed iteration [s].
     """
 
     def batch(num: int) -> list[tuple[float, ...]]:
         """Seconds of `num` iterations: one tuple of all ranks' times for each."""
-        ranks = together(lambda: [iteration(runner, node, protocol) for _ in range(num)])
+        ranks = together(lambda: [iteration(runner, node, protocol, lead_s) for _ in range(num)])
         return list(zip(*ranks, strict=True))
 
     if node.cuda:  # at first ops are launched one by one; what a captured program allocates is not counted again
@@ -92,13 +95,13 @@ def time_pass(runner: Runner, node: Node, together: Together, protocol: str, sec
     )
 
 
-def keep_waiting(node: Node) -> None:
-    """Every GPU waits for `LEAD_S`, and for the others, while hosts launch what follows."""
-    hold(LEAD_S, node.device)
+def keep_waiting(node: Node, lead_s: float = LEAD_S) -> None:
+    """Every GPU waits for so long, and for the others, while hosts launch what follows."""
+    hold(lead_s, node.device)
     node.barrier()
 
 
-def iteration(runner: Runner, node: Node, protocol: str) -> float:
+def iteration(runner: Runner, node: Node, protocol: str, lead_s: float = LEAD_S) -> float:
     """Seconds of one iteration on this rank."""
     runner.prepare()
     node.evict()
@@ -108,7 +111,7 @@ def iteration(runner: Runner, node: Node, protocol: str) -> float:
         runner.launch()
         return time.perf_counter() - start
     if protocol == "streamed":
-        keep_waiting(node)
+        keep_waiting(node, lead_s)
     events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
     runner.launch()

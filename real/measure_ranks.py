@@ -28,7 +28,7 @@ from cpsim.schedule import Pass
 from real import attention
 from real.implementations import make
 from real.implementations.autograd import AutogradRunner
-from real.iterations import time_pass
+from real.iterations import LEAD_S, time_pass
 from real.node import Node, end_process
 from real.run import explain
 from real.timing import command_line, packages, provenance
@@ -41,13 +41,13 @@ def ranks_of(size: int) -> list[int]:
     return sorted({0, size // 2, size - 1})
 
 
-def measure(scenario: Scenario, pass_: Pass, rank: int, node: Node, writer: Writer, seconds: float) -> str:
+def measure(scenario: Scenario, pass_: Pass, rank: int, node: Node, writer: Writer, args: argparse.Namespace) -> str:
     """Writes one rank's pass, or why it does not run; returns what to tell the user."""
-    which = {"scenario": scenario.to_dict(), "pass": pass_, "rank": rank}
+    which = {"scenario": scenario.to_dict(), "pass": pass_, "rank": rank, "lead_s": args.lead}
     try:
         node.stand_for(rank, scenario.gpus)
         runner = make(scenario, pass_, node)
-        run = time_pass(runner, node, _alone, "streamed", seconds)
+        run = time_pass(runner, node, _alone, "streamed", args.seconds, args.lead)
         finite = not isinstance(runner, AutogradRunner) or runner.is_finite()
     except Exception as error:
         writer.add("error", failed="rank", message=explain(error), **which)
@@ -72,6 +72,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--cpu", action="store_true", help="the CPU even where there is a GPU")
     parser.add_argument("--seconds", type=float, default=0.1, help="iterations to measure of every pass [s]")
+    parser.add_argument("--lead", type=float, default=LEAD_S, help="time that the host has to launch ahead [s]")
     parser.add_argument("--skip", type=int, default=0, help="cases to pass over, from the first: those already run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after so many minutes")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
@@ -90,7 +91,7 @@ def main() -> None:
                 print("real.measure_ranks: cases not run: the time is over", file=sys.stderr)
                 break
             for pass_ in case.passes:
-                found = [f"rank {r} {measure(case, pass_, r, node, writer, args.seconds)}" for r in ranks_of(case.gpus)]
+                found = [f"rank {r} {measure(case, pass_, r, node, writer, args)}" for r in ranks_of(case.gpus)]
                 label = f"{case.gpus} x {case.num_tokens // case.gpus} {case.strategy} {case.kernel} {case.mask_name}"
                 print(f"{label} {pass_}: {', '.join(found)}", flush=True)
 

@@ -1,8 +1,10 @@
 """What other people's code launches: kernels and host time of one iteration, to compare with the plan's ops.
 
     torchrun --nproc-per-node 4 -m real.profile_implementations --out DIR
+    python -m real.profile_implementations --alone validation/ranks/cases-others.jsonl --out DIR
 
-Writes `profile-rank0.json` and so on: for each case the time without the profiler, the kernels of one iteration in
+The second profiles a file's cases of any number of GPUs on one: the rank in the middle, which the others send nothing
+(`real.node.Node.stand_for`). Writes `profile-rank0.json` and so on: for each case the time without the profiler, the kernels of one iteration in
 order of their start (name, stream, start, duration, the host call that launched it) and the host's outermost ops.
 """
 
@@ -22,7 +24,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from cpsim.errors import CpsimError
-from cpsim.scenario import Scenario, scenario_from
+from cpsim.scenario import Scenario, load_scenarios, scenario_from
 from cpsim.schedule import Pass
 from real.implementations import make
 from real.node import Node
@@ -67,13 +69,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--alone", type=Path, help="cases of which one rank is profiled alone")
     parser.add_argument("--only", default="", help="implementations, separated by commas")
     parser.add_argument("--seconds", type=float, default=100.0, help="no new case after that")
     args = parser.parse_args()
     started, rows = time.monotonic(), []
     torch.manual_seed(0)
     with Node(cpu=args.cpu) as node:
-        for scenario in scenarios(node.size, "h200-4"):
+        rank = node.rank
+        for scenario in load_scenarios(args.alone) if args.alone else scenarios(node.size, "h200-4"):
+            if isinstance(scenario, CpsimError):
+                raise scenario
             if args.only and scenario.implementation not in args.only.split(","):
                 continue
             for pass_ in PASSES:
@@ -81,6 +87,8 @@ def main() -> None:
                 dist.all_reduce(late)
                 if late.item():
                     continue
+                if args.alone:
+                    node.stand_for(scenario.gpus // 2, scenario.gpus)
                 row: dict[str, Any] = {"scenario": {**scenario.to_dict(), "pass": pass_}, "rank": node.rank}
                 try:
                     row |= measure(scenario, pass_, node)
@@ -89,14 +97,14 @@ def main() -> None:
                 except Exception as error:  # the same on all ranks, or the job hangs and is stopped from outside
                     row["error"] = f"{type(error).__name__}: {error}"[:2000]
                 rows.append(row)
-                if node.rank == 0:
+                if node.rank == 0 or node.alone:
                     what = f"{row.get('time_s', 0) * 1e6:.0f} us, {len(row.get('kernels', ()))} kernels"
                     case = f"{scenario.implementation} {scenario.strategy} {scenario.mask_name} {scenario.kernel}"
                     print(f"{case} {scenario.num_tokens} {pass_}: {row.get('error', what)}", flush=True)
         args.out.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (args.out / f"profile-rank{node.rank}.json").write_text(lines, encoding="utf-8")
-        if node.rank == 0:
+        (args.out / f"profile-rank{rank}.json").write_text(lines, encoding="utf-8")
+        if rank == 0:
             print(f"{time.monotonic() - started:.0f} s")
 
 

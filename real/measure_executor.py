@@ -38,6 +38,8 @@ LOAD_S = 1.3
 MEMORY_BOUND = ("copy", "copy_heads", "accumulate", "accumulate_first", "merge", "merge_first", "merge_last")
 HEADS, DIM = 32, 128
 GRAPH_TOKENS, GRAPH_HEADS, GRAPH_ROUNDS = (1024, 1536, 2048, 3072, 4096), 8, 8
+STREAMED_LEAD_S = 5e-3
+"""That hosts have to launch a row of calls and messages one by one."""
 
 
 def launch_times(node: Node, kernels: tuple[str, ...]) -> dict[str, list[float]]:
@@ -193,7 +195,8 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
     """Seconds of ops in graphs and between two events, the maximum over ranks.
 
     Attention and a message to the next rank (to this one where it is alone), each between two events; graphs of one
-    attention call, of more in a row, and of as many with a message on a stream of its own before each but the first.
+    attention call, of more in a row, and of as many with a message on a stream of its own before each but the first;
+    and the same launched one by one, by hosts that are far ahead.
     All ranks call; nothing where there is no GPU. GPUs are idle at the launch, as at the start of a synced iteration;
     a graph of one call also is launched while they are kept waiting, as at the start of a streamed iteration, and so
     with nothing useful in the cache.
@@ -223,7 +226,8 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
     found |= {f"{name}_s": _replayed(node, calls) for name, calls in rounds.items()}
     found["held_s"] = _replayed(node, [attend], partial(keep_waiting, node))
     found["evicted_s"] = _replayed(node, [attend], lambda: (node.evict(), keep_waiting(node)))
-    return found
+    rounds["both"] = [attend] + [exchange, attend] * GRAPH_ROUNDS  # NCCL has a stream of its own
+    return found | {f"streamed_{name}_s": _streamed(node, calls) for name, calls in rounds.items()}
 
 
 def graph_bytes(tokens: int) -> int:
@@ -252,6 +256,23 @@ def _replayed(
             before()
         start.record()
         graph.replay()
+        end.record()
+        node.synchronize()
+        samples.append(start.elapsed_time(end) / 1e3)
+    return node.maximum(samples[5:])
+
+
+def _streamed(node: Node, calls: Sequence[Callable[[], object]], num: int = 20) -> list[float]:
+    """Seconds from the first of calls in a row to the end of the last, the maximum over ranks; GPUs do not wait for
+    their hosts."""
+    samples = []
+    for _ in range(5 + num):
+        node.meet()
+        keep_waiting(node, STREAMED_LEAD_S)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for call in calls:
+            call()
         end.record()
         node.synchronize()
         samples.append(start.elapsed_time(end) / 1e3)

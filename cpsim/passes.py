@@ -70,6 +70,7 @@ class Case:
             captured=self.code.captured,
             unbatched=self.code.unbatched,
             messages=self.code.messages,
+            varlen=self.code.calls_varlen(self.scenario.strategy, self.workload.mask),
         )
 
 
@@ -105,18 +106,29 @@ def run_pass(case: Case, pass_: Pass, draws: Draws) -> PassResult:
     return _simulated(case, pass_, draws, copies, case.cluster.num_gpus)
 
 
-def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int]) -> list[Timeline]:
+def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:
     """What some ranks compute in a pass, each simulated alone: nobody sends, and nobody is waited for.
 
     One GPU can measure it: see ``real.measure_ranks``.
+
+    Args:
+        case: the case.
+        pass_: forward or backward.
+        ranks: which.
+        lead_s: how far the host is ahead of the GPU when a streamed iteration starts [s]; by default the profile's.
 
     Raises:
         InfeasibleError: the strategy cannot run it.
         ProfileError: the profile lacks what it needs.
     """
     schedule = plan_scenario(case.scenario, case.workload, case.cluster, pass_, case.code)
-    alone = [schedule.computation(rank) for rank in ranks]
-    return [simulate(mine, case.pricing().price(mine).work) for mine in alone]
+    alone, pricing = [schedule.computation(rank) for rank in ranks], case.pricing()
+    if lead_s is not None:
+        host = case.profile.host
+        pauses = dict(host.pause_s) | {"streamed": host.pause_s["streamed"] + lead_s - host.lead_s}
+        host = replace(host, lead_s=lead_s, pause_s=pauses)
+        pricing = replace(pricing, profile=replace(case.profile, host=host))
+    return [simulate(mine, pricing.price(mine).work) for mine in alone]
 
 
 def _copies(case: Case) -> int:

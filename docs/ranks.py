@@ -54,14 +54,14 @@ class Rank:
 
 def ranks(path: Path) -> list[Rank]:
     """All ranks of a file with their predictions."""
-    points: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    points: dict[tuple[str, str, float | None], list[tuple[int, float]]] = {}
     for point in load(path).of("rank"):
-        key = json.dumps(point["scenario"], sort_keys=True), point["pass"]
+        key = json.dumps(point["scenario"], sort_keys=True), point["pass"], point.get("lead_s")
         points.setdefault(key, []).append((point["rank"], median(point["samples_s"])))
     found = []
-    for (text, pass_), measured in points.items():
+    for (text, pass_, lead_s), measured in points.items():
         scenario = scenario_from(json.loads(text))
-        timelines = run_ranks(look_up(scenario), pass_, [rank for rank, _ in measured])
+        timelines = run_ranks(look_up(scenario), pass_, [rank for rank, _ in measured], lead_s)
         found += [
             Rank(scenario, pass_, rank, seconds, timeline.makespan_s)
             for (rank, seconds), timeline in zip(measured, timelines, strict=True)

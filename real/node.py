@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from cpsim.errors import CpsimError
+from real import alone
 from real.timing import hold
 
 MEET_S: Final = 200e-6
 """From the moment the last host comes to a meeting until all leave it; agreeing takes some 100 us of it."""
-
-RANDOM_BYTES: Final = 32 << 30
-"""Of GPU memory that random numbers fill before a rank stands for one of many."""
 
 
 class Node:
@@ -37,8 +35,8 @@ class Node:
         self.device = torch.device("cuda", self.local) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
-        for name, alone in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-            os.environ.setdefault(name, alone)
+        for name, single in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+            os.environ.setdefault(name, single)
         self._one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]
         if self._one_machine and os.path.exists("/sys/class/net/lo"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never ask for its name in the network
@@ -67,18 +65,9 @@ class Node:
         dist.destroy_process_group()
 
     def stand_for(self, rank: int, size: int) -> None:
-        """From now on runners take this process for one rank of so many, of whom none is there: they only compute.
-
-        Other people's code calls PyTorch's process groups, so these become ones that do nothing at all. What it would
-        have received is whatever memory holds: random numbers, since the allocator hands them out again.
-        """
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-
-        dist.destroy_process_group()
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        """From now on runners take this process for one rank of so many, of whom none is there: they only compute."""
+        alone.join(rank, size, self.device)
         self.rank, self.size, self.alone = rank, size, True
-        if self.cuda:
-            torch.randn(RANDOM_BYTES // 2, dtype=torch.bfloat16, device=self.device)
 
     def group(self, ranks: tuple[int, ...], stream: str) -> Any:
         """The process group of these ranks for one stream, made at the first call; all ranks of the job must call.

@@ -3,9 +3,9 @@
     torchrun --nproc-per-node 4 -m real.profile_implementations --out DIR
     python -m real.profile_implementations --alone validation/ranks/cases-others.jsonl --out DIR
 
-The second profiles a file's cases of any number of GPUs on one: the rank in the middle, which the others send nothing
-(`real.node.Node.stand_for`). Writes `profile-rank0.json` and so on: for each case the time without the profiler, the kernels of one iteration in
-order of their start (name, stream, start, duration, the host call that launched it) and the host's outermost ops.
+The second profiles a file's cases of any number of GPUs on one: the rank in the middle, alone (`real.alone`). Writes
+`profile-rank0.json` and so on: for each case the time without the profiler, the kernels of one iteration in order of
+their start (name, stream, start, duration, the host call that launched it) and the host's outermost ops.
 """
 
 from __future__ import annotations

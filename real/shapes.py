@@ -301,8 +301,10 @@ def _short(rng: np.random.Generator) -> Shape:
 
 
 def _one_varlen(rng: np.random.Generator) -> Shape:
+    """One sequence, at times after keys of other ranks."""
     n = _log_uniform(rng, 1024, 32768)
-    return _shape(rng, "one_varlen", bool(rng.random() < 0.5), [n], [n])
+    k = n * int(rng.integers(2, 9)) if rng.random() < 0.5 else n
+    return _shape(rng, "one_varlen", bool(rng.random() < 0.5), [n], [k])
 
 
 def _equal(rng: np.random.Generator) -> Shape:

@@ -107,6 +107,10 @@ def fit_host(
         found = np.array([graph_costs(p) for p in captured])
         graph_s, gain_s, message_gain_s = np.median(found, axis=0).tolist()
         message_gain_s += 2 * cross_s
+    streamed = [stream_gains(p) for p in captured if "streamed_many_s" in p]
+    if stand_in and not streamed:
+        streamed = [(stand_in.profile.host.streamed_gain_s, stand_in.profile.host.streamed_message_gain_s)]
+    streamed_s, streamed_message_s = np.median(streamed or [(0.0, 0.0)], axis=0).tolist()
     held = [p for p in captured if "held_s" in p]
     small = [p for p in held if p["tokens"] == min(q["tokens"] for q in held)]  # whose operands are soon read
     queued = [float(np.median(p["held_s"])) - graph_call(p) for p in held]
@@ -115,6 +119,7 @@ def fit_host(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
         graph_queued_s=float(np.median(queued or 0.0)), cold_start_s=float(np.median(cold or 0.0)),
         graph_cross_s=cross_s, captured_gain_s=gain_s, captured_kernel_s=each, captured_message_gain_s=message_gain_s,
+        streamed_gain_s=streamed_s, streamed_message_gain_s=streamed_message_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
 
@@ -133,6 +138,17 @@ def graph_costs(point: Point) -> tuple[float, float, float]:
     )
     each, pair = graph_call(point), (both - one) / point["rounds"]
     return one - each, attention - each, each + message - pair
+
+
+def stream_gains(point: Point) -> tuple[float, float]:
+    """Of a `graph` point whose calls a host launched one by one, too: what events around a kernel add, and what those
+    around a message add, less what kernels lose before and after it."""
+    one, many, both, attention, message = (
+        float(np.median(point[name]))
+        for name in ("streamed_one_s", "streamed_many_s", "streamed_both_s", "attention_s", "message_s")
+    )
+    each, pair = ((seconds - one) / point["rounds"] for seconds in (many, both))
+    return attention - each, each + message - pair
 
 
 MEMORY_BOUND = ("copy", "accumulate", "merge")

@@ -38,6 +38,8 @@ class Support:
     """Key-value heads are not replicated, so ranks must divide them."""
     alike: bool = False
     """Documents are a batch, all of one length."""
+    varlen: tuple[str, ...] = ()
+    """Masks under which kernels are told the lengths of their sequences even where there is only one."""
 
     def check(self, who: str, strategy: str, workload: Workload, num_ranks: int) -> None:
         """Raise ``InfeasibleError`` where the code cannot run a workload."""
@@ -147,6 +149,8 @@ class RingCode:
     """After a partial output of all rows."""
     merge_tails: Sweeps
     """After a partial output of the tail rows."""
+    merge_tails_later: Sweeps | None = None
+    """The same on a rank that has merged partial outputs of all rows twice; None: as on other ranks."""
     first_dq: Sweeps = (CAST,)
     sum_dq: Sweeps = (ADD,)
     sum_dq_tails: Sweeps = (ADD,)
@@ -364,6 +368,11 @@ class Implementation:
                 f"use another {knob}"
             )
         return chosen
+
+    def calls_varlen(self, strategy: str | None, mask: str) -> bool:
+        """Whether all kernel calls of a strategy are varlen ones, those of one sequence, too."""
+        support = (self.support or {}).get(str(strategy))
+        return support is not None and mask in support.varlen
 
     def padded(self, workload: Workload, ring: int = 0, ulysses: int = 1) -> Workload:
         """The workload that this code runs: documents, or all tokens where the mask has none, of two equal chunks on

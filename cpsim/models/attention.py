@@ -367,15 +367,16 @@ def attention_seconds(
 def clocked_seconds(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int,
+    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: bool = False,
 ) -> tuple[Floats, Floats]:  # fmt: skip
     """As `attention_seconds`: [N] seconds of calls without a pause, which the power limit slows, and without it.
+
+    With ``varlen`` calls of one sequence are varlen ones, too.
 
     The second leaves the whole call as much faster as its tiles are at the full clock; calls short enough for their
     overhead to matter do not meet the limit.
     """
-    varlen = np.diff(op_start) > 1
-    arguments = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen
+    arguments = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, (np.diff(op_start) > 1) | varlen
     seconds, _, slower = calls(params, *arguments)
     return seconds, seconds / slower
 

@@ -27,11 +27,12 @@ AT_ONCE: Final = 1 << 18
 
 
 def attention_op_seconds(
-    params: AttentionParams, kernel: str, dtype: str, head_dim: int, schedule: Schedule, ops: Ints | None = None
-) -> Floats:
+    params: AttentionParams, kernel: str, dtype: str, head_dim: int, schedule: Schedule, ops: Ints | None = None,
+    varlen: bool = False,
+) -> Floats:  # fmt: skip
     """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
 
-    The kernel takes them; see `check_calls`.
+    The kernel takes them; see `check_calls`. With ``varlen`` calls of one sequence are varlen ones, too.
     """
     if ops is None:
         ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
@@ -46,7 +47,7 @@ def attention_op_seconds(
         own = made(schedule, ops, head_bytes)
     for i, shape in enumerate(shapes.tolist()):
         if own is None:
-            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim)
+            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, varlen)
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
             of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
@@ -66,8 +67,9 @@ def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
 
 
 def held_op_seconds(
-    params: AttentionParams, head_dim: int, schedule: Schedule, ops: Ints, held: Ints, hold_s: Floats
-) -> Floats:
+    params: AttentionParams, head_dim: int, schedule: Schedule, ops: Ints, held: Ints, hold_s: Floats,
+    varlen: bool = False,
+) -> Floats:  # fmt: skip
     """Seconds [A] of attention ops [A] at the clock that the power limit leaves, where something holds SMs when they
     begin.
 
@@ -81,6 +83,7 @@ def held_op_seconds(
         ops: which ones.
         held: SMs that are held, ``[A]``.
         hold_s: for how long, ``[A]``; rounded to `HOLD_STEP_S`.
+        varlen: calls of one sequence are varlen ones, too.
     """
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
     kind, tile_of_kind = _kinds(schedule.tiles)
@@ -92,7 +95,7 @@ def held_op_seconds(
     call, shape, held, steps = (column[first] for column in columns)
     heads, kv_heads = shapes[shape].T
     start, q_len, k_len, causal = _sequences_of(sequences(schedule.tiles), tile_of_kind[call])
-    given = start, q_len, k_len, causal, heads, kv_heads, head_dim, np.diff(start) > 1
+    given = start, q_len, k_len, causal, heads, kv_heads, head_dim, (np.diff(start) > 1) | varlen
     return calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0][of_look]
 
 
@@ -150,7 +153,7 @@ def _sequences_of(found: Sequences, tiles: Ints) -> tuple[Ints, Ints, Ints, NDAr
 
 @lru_cache(maxsize=4)
 def _seconds_of_tiles(
-    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int
+    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, varlen: bool
 ) -> tuple[Floats, Floats]:
     """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
     (of_tile, tile_of_kind), found = _kinds(tiles), sequences(tiles)
@@ -159,7 +162,7 @@ def _seconds_of_tiles(
     seconds = []
     for some in np.split(tile_of_kind, edges):
         heads, kv_heads = (np.full(len(some), number) for number in (num_heads, num_kv_heads))
-        seconds.append(clocked_seconds(params, *_sequences_of(found, some), heads, kv_heads, head_dim))
+        seconds.append(clocked_seconds(params, *_sequences_of(found, some), heads, kv_heads, head_dim, varlen))
     slow, fast = (np.concatenate(column) for column in zip(*seconds, strict=True))
     return slow[of_tile], fast[of_tile]
 

@@ -36,6 +36,11 @@ class HostParams:
     """What a kernel takes in a CUDA graph that does next to nothing."""
     captured_message_gain_s: float = 0.0
     """The same of a message, less what it costs kernels of a CUDA graph to run before and after it."""
+    streamed_gain_s: float = 0.0
+    """What two events around a kernel add to its measured time; kernels that are launched one by one into a stream,
+    by a host that is ahead, do not pay it."""
+    streamed_message_gain_s: float = 0.0
+    """The same of a message, less what it costs those kernels to run before and after it."""
     pause_s: Mapping[str, float]
     """By protocol: from the end of one iteration to the start of the next."""
 

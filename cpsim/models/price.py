@@ -131,6 +131,8 @@ class Pricing:
     """Every two ranks that send to each other have a process group of their own."""
     messages: int = 1
     """That a transfer is sent as, one after the other."""
+    varlen: bool = False
+    """Kernels are told the lengths of their sequences even where there is only one."""
     alike: float = 1.0
     """GPUs that each one stands for, which do the same at the same time: the slowest is one of all of them."""
 
@@ -174,15 +176,18 @@ class Pricing:
         eager = np.zeros(len(schedule), np.bool_)
         eager[messages.op] = near & fits_buffers(*messages.kinds, self.messages)[messages.alike]
         release = self._releases(schedule, kinds, pass_)
-        if self.captured:  # an op takes at least half of what was measured between two events
+        host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
+        gain = np.where(talks, host.streamed_message_gain_s, host.streamed_gain_s)
+        if self.captured:
+            gain = np.where(talks, host.captured_message_gain_s, host.captured_gain_s)
+        for seconds in (duration, full):  # an op takes at least half of what was measured between two events
+            seconds -= np.minimum(gain, seconds / 2)
+        if self.captured:
             crossing = _crossings(
                 schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
             )
-            host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
-            gain = np.where(talks, host.captured_message_gain_s, host.captured_gain_s)
             for seconds in (duration, full):
-                seconds -= np.minimum(gain, seconds / 2)
-                seconds += crossing * self.profile.host.graph_cross_s
+                seconds += crossing * host.graph_cross_s
         attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
         start, end = self._settle(schedule, pass_, attends, duration, full, release, eager)
         self._wait_for_slowest(schedule, pass_, attends, duration)
@@ -275,8 +280,8 @@ class Pricing:
         beside = by >= 0
         ops, held, hold_s, by = ops[beside], held[beside], hold_s[beside], by[beside]
         loss = hold_s * np.minimum(held / params.num_sms, 1 - 1 / slowdown[pressure[ops], pressure[by]])
-        alone = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)[0]
-        longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s) - alone - loss
+        alone = self._attention_seconds(params, schedule, ops)[0]
+        longer[ops] = held_op_seconds(params, self.head_dim, schedule, ops, held, hold_s, self.varlen) - alone - loss
         return longer
 
     def _wait_for_slowest(self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats) -> None:
@@ -362,7 +367,7 @@ class Pricing:
             rules = {mask.partial_rule() for mask in masks.values()}
             self.profile.check_rules(self.kernel, pass_, rules)
             notes.update(dict.fromkeys(self.profile.rule_notes(self.kernel, pass_, self.head_dim, rules)))
-        seconds = attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops)
+        seconds = self._attention_seconds(params, schedule, ops)
         if self.captured and not limits_of(self.kernel).places_results:
             seconds += self._placing(schedule, ops, notes)
         low, high = self.profile.valid.get(f"attention {pass_} {self.kernel} head_dim", (params.head_dim,) * 2)
@@ -374,6 +379,9 @@ class Pricing:
             )
         )
         return seconds[0], seconds[1]
+
+    def _attention_seconds(self, params: AttentionParams, schedule: Schedule, ops: Ints) -> Floats:
+        return attention_op_seconds(params, self.kernel, self.dtype, self.head_dim, schedule, ops, self.varlen)
 
     def _placing(self, schedule: Schedule, ops: Ints, notes: dict[str, None]) -> Floats:
         """Seconds that copies take where a kernel allocates its results, and those that PyTorch makes of its inputs."""

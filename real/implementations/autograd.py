@@ -55,6 +55,12 @@ class AutogradRunner:
         return all(bool(x.isfinite().all()) for x in (self.out, *self.grads) if x is not None)
 
 
+def forget_compiled(function: Any) -> None:
+    """Lets a TorchScript function be compiled again, as in a process that runs this case only: it is fused for the
+    first few layouts of tensors that it meets, and runs op by op with others."""
+    function._debug_flush_compilation_cache()
+
+
 def check(scenario: Scenario, node: Node, knobs: Mapping[str, Any]) -> None:
     """Raises where the implementation that the scenario names cannot run it, with the planner's reasons.
 

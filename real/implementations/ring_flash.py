@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cpsim.scenario import Scenario
-from real.implementations.autograd import AutogradRunner, check, shards
+from real.implementations.autograd import AutogradRunner, check, forget_compiled, shards
 from real.node import Node
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -33,6 +33,7 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     knobs = {**defaults.get(str(scenario.strategy), {}), **scenario.knobs}
     check(scenario, node, defaults.get(str(scenario.strategy), {}))
     code, inputs = package(), shards(scenario, node)
+    forget_compiled(code.utils._update_out_and_lse)
     if scenario.strategy == "allgather":
         return AutogradRunner(_gathered(code, scenario, node, knobs["heads_per_gather"]), inputs, pass_)
     if "document" in scenario.mask_name:

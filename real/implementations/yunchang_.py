@@ -15,7 +15,7 @@ from torch import Tensor
 from cpsim.implementations import implementation
 from cpsim.scenario import Scenario
 from cpsim.strategies.usp import ulysses_degree
-from real.implementations.autograd import AutogradRunner, check, shards
+from real.implementations.autograd import AutogradRunner, check, forget_compiled, shards
 from real.node import Node
 
 
@@ -44,7 +44,7 @@ def _ulysses() -> Callable[..., Tensor]:
 
 def _hybrid(scenario: Scenario, node: Node, knobs: dict[str, Any]) -> Callable[..., Tensor]:
     """All ranks make it together, since it may make process groups."""
-    from yunchang import LongContextAttention
+    from yunchang import LongContextAttention, ring
     from yunchang.globals import PROCESS_GROUP
     from yunchang.kernels import AttnType
 
@@ -56,6 +56,7 @@ def _hybrid(scenario: Scenario, node: Node, knobs: dict[str, Any]) -> Callable[.
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _groups(
         dist.group.WORLD, degree, node.rank, node.size, placement == "head_first"
     )
+    forget_compiled(ring.utils._update_out_and_lse)
     made: Callable[..., Tensor] = LongContextAttention(ring_impl_type=str(knobs["ring"]), attn_type=AttnType.FA)
     return made
 

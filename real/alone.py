@@ -1,0 +1,63 @@
+"""Process groups of ranks of whom only this one is there: other people's code runs, and only computes.
+
+What the others would have sent is random: a tensor that is received is pointed at memory that holds random numbers, and
+fresh memory holds them, too, for what no call tells from other tensors. Zeros would draw less power.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+RANDOM_BYTES: Final = 32 << 30
+"""Of GPU memory that random numbers fill."""
+_LARGEST = [1 << 20]
+"""Elements that some tensor needs."""
+
+
+class Arrived:
+    """Work that is done."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+def join(rank: int, size: int, device: torch.device) -> None:
+    """Makes this process that rank of so many; what it sends goes nowhere."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.batch_isend_irecv, dist.all_to_all_single, dist.all_gather_into_tensor = _exchange, _receive, _receive
+    if device.type == "cuda":  # the allocator hands it out again
+        torch.randn(RANDOM_BYTES // 2, dtype=torch.bfloat16, device=device)
+
+
+def _exchange(ops: Sequence[dist.P2POp]) -> list[Arrived]:
+    for op in ops:
+        if op.op is dist.irecv:
+            _fill(op.tensor)
+    return []
+
+
+def _receive(output: Tensor, *_args: Any, **_options: Any) -> Arrived:
+    _fill(output)
+    return Arrived()
+
+
+def _fill(tensor: Tensor) -> None:
+    while _LARGEST[0] < tensor.numel():
+        _LARGEST[0] *= 2
+    memory = _random(tensor.dtype, tensor.device, _LARGEST[0])
+    tensor.set_(memory.untyped_storage(), 0, tensor.size(), tensor.stride())
+
+
+@lru_cache(maxsize=2)
+def _random(dtype: torch.dtype, device: torch.device, num: int) -> Tensor:
+    return torch.randn(num, dtype=dtype, device=device)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cpsim.cluster import Cluster
 from cpsim.compiled import unsigned
 from cpsim.masks import Ints
+from cpsim.models.attention import AttentionParams
 from cpsim.models.cache import share_cached, shares_cached, touched_bytes
 from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
 from cpsim.models.collective import collective_seconds, fits_buffers, transfer_seconds

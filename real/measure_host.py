@@ -38,6 +38,7 @@ from cpsim.errors import CpsimError
 from cpsim.scenario import scenario_from
 from real import attention
 from real.implementations import make as make_runner
+from real.implementations.autograd import forget_compiled
 from real.measure_kernels import Bench
 from real.node import Node
 from real.timing import hold, provenance
@@ -494,8 +495,9 @@ def sweep(kind: str, tokens: int, device: torch.device) -> Call:
     if kind == "jit_merge":
         from real.implementations.ring_flash import package
 
-        merge, lse = package().utils._update_out_and_lse, torch.randn(1, tokens, HEADS, 1, device=device)
-        block_lse = lse[..., 0].transpose(1, 2).contiguous()
+        merge, block_lse = package().utils._update_out_and_lse, torch.randn(1, HEADS, tokens, device=device)
+        lse = torch.randn_like(block_lse).transpose(1, 2)[..., None]  # as the first step leaves it
+        forget_compiled(merge)
         return lambda: merge(wide, lse, narrow, block_lse)[0]
     if kind == "mixed cast":
         return lambda: narrow.to(torch.float32)

@@ -54,6 +54,7 @@ _PUT_K: Final = (_TINY, Sweep("k", 0, 2), ADD_K, _TINY, Sweep("k", 0, 2, kind=ST
 _RING_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several documents
     RING,
     enter={"fwd": (_TINY,) * 6, "bwd": (_TINY,) * 6},  # get_half_index, get_half_lse, cu_seqlens // 2
+    merge_tails_later=None,  # x[half_index] is a tensor of its own
     per_document={"fwd": 8, "bwd": 3},
     pack=(_TINY,) * 3,
     merge_tails=(*_FUSED, _TINY, Sweep("q", 0, 2), _TINY, Sweep("lse", 0, 2), *_PUT, _TINY, Sweep("lse", 0, 2)),

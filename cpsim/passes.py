@@ -58,6 +58,7 @@ class Case:
         return implementation(self.scenario.implementation)
 
     def pricing(self) -> Pricing:
+        code = self.code.supports(self.scenario.strategy)
         return Pricing(
             cluster=self.cluster,
             profile=self.profile,
@@ -70,7 +71,8 @@ class Case:
             captured=self.code.captured,
             unbatched=self.code.unbatched,
             messages=self.code.messages,
-            varlen=self.code.calls_varlen(self.scenario.strategy, self.workload.mask),
+            varlen=self.workload.mask in code.varlen,
+            reads=self.workload.mask in code.reads,
         )
 
 

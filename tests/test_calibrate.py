@@ -271,12 +271,25 @@ def test_what_a_captured_program_saves_is_told_by_attention_and_messages_in_grap
     assert found.graph_cross_s == pytest.approx(2e-6)
     message = 9e-6 - found.captured_message_gain_s + 2 * found.graph_cross_s  # to its stream and back
     assert each + message == pytest.approx(pair)
+    assert found.streamed_gain_s == found.streamed_message_gain_s == 0
     later = {name: [point[name][0] + 2e-6] for name in ("samples_s", "many_s", "both_s")}
     assert fit._spreads([point, point | later])["graph"] == pytest.approx(np.log(9 / 7) / 2)
 
     found = fit_host.fit_host(chains(), [], 5e-6, None)
     assert found.graph_s == pytest.approx(4e-6)
     assert found.captured_gain_s == found.captured_message_gain_s == pytest.approx(3.5e-6)
+
+
+def test_what_kernels_and_messages_of_a_stream_save_is_told_by_calls_that_were_launched_one_by_one():
+    one, each, pair = 63e-6, 61e-6, 69e-6
+    streamed = {"one": one, "many": one + 8 * each, "both": one + 8 * pair}
+    point = {
+        "op": "graph", "tokens": 2048, "nbytes": 4194304, "rounds": 8, "samples_s": [one], "many_s": [one + 8 * each],
+        "both_s": [one + 8 * pair], "attention_s": [63e-6], "message_s": [9e-6],
+    } | {f"streamed_{name}_s": [seconds] for name, seconds in streamed.items()}  # fmt: skip
+    found = fit_host.fit_host(chains(), [point], 5e-6, None)
+    assert found.streamed_gain_s == pytest.approx(2e-6)
+    assert each + 9e-6 - found.streamed_message_gain_s == pytest.approx(pair)
 
 
 def test_a_shape_that_was_measured_twice_is_held_out_twice():

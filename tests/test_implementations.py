@@ -104,6 +104,27 @@ def test_launches_are_those_that_were_profiled(code, name, mask, pass_, count):
     assert len(kernels(plan(name, case, cluster(4), pass_, knobs, code), 0)) == count
 
 
+@pytest.mark.parametrize(
+    ("code", "name", "knobs", "gpus", "count"),
+    [
+        (RING_FLASH_ATTN, "zigzag_ring", {}, 4, 1 + 4 + (4 + 4 + 11) + 1),
+        (RING_FLASH_ATTN, "striped_ring", {}, 4, 1 + 4 + (4 + 4 + 11) + 1),
+        (YUNCHANG, "usp", {"ulysses": 2}, 8, 3 + 1 + 4 + (4 + 4 + 11) + 1 + 2),
+        (YUNCHANG, "usp", {"ulysses": 2}, 16, 3 + 1 + 8 + (4 * 4 + 3 * 11) + 1 + 2),
+    ],
+)
+def test_tails_are_merged_op_by_op_where_whole_outputs_were_merged_twice(code, name, knobs, gpus, count):
+    """Of the rank in the middle, as the profiler shows it on one GPU (`real.profile_implementations --alone`)."""
+    case = workload("causal", (4096,), num_heads=32, num_kv_heads=8, head_dim=128)
+    assert len(kernels(plan(name, case, cluster(gpus), "fwd", knobs, code), gpus // 2)) == count
+
+
+def test_tails_that_are_tensors_of_their_own_are_merged_in_one_kernel():
+    case = workload("causal_document", (2048, 2048), num_heads=32, num_kv_heads=8, head_dim=128)
+    schedule = plan("zigzag_ring", case, cluster(4), "fwd", {}, RING_FLASH_ATTN)
+    assert [kernels(schedule, rank).count(Kind.MERGE) for rank in range(4)] == [3] * 4
+
+
 # Launches of rank 1 of 4 GPUs that follow from the source; where ours zeroes a sum, Transformer Engine copies a half.
 READ = [
     ("zigzag_ring", "causal", "fwd", 1 + 4 + 4 + 4),  # join, kernels, log-sum-exps, outputs

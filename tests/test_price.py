@@ -17,6 +17,9 @@ from cpsim.models.links import Links
 from cpsim.models.pressure import Messages
 from cpsim.models.price import GROUPS, Pricing
 from cpsim.models.spread import expected_maximum
+from cpsim.passes import run_ranks
+from cpsim.predictor import look_up
+from cpsim.scenario import scenario_from
 from cpsim.schedule import Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
@@ -296,6 +299,43 @@ def test_ops_of_a_captured_program_that_follow_another_stream_take_longer():
     delayed = schedule.kind[times[0] - times[1] > 0.9e-3]
     assert sorted(set(delayed.tolist())) == sorted({int(kind) for kind in follows})
     assert len(delayed) == 1 + 4 + 1 + 4
+
+
+def test_kernels_of_a_stream_do_not_pay_for_events_around_them():
+    profile = load_profile("h200")
+    host = dataclasses.replace(profile.host, streamed_gain_s=1e-6, streamed_message_gain_s=5e-7)
+    none = dataclasses.replace(host, streamed_gain_s=0.0, streamed_message_gain_s=0.0)
+    schedule, _ = priced("ring", 2)
+    saved = np.subtract(*(
+        pricing(2, profile=dataclasses.replace(profile, host=h)).price(schedule).work.duration_s for h in (none, host)
+    ))  # fmt: skip
+    kernels, messages = (np.isin(schedule.kind, kinds) for kinds in ((Kind.ATTENTION, Kind.MERGE), Kind.TRANSFER))
+    np.testing.assert_allclose(saved[kernels], 1e-6, rtol=0.1)  # the clock settles elsewhere
+    np.testing.assert_allclose(saved[messages], 5e-7, rtol=0.05)
+
+
+@pytest.mark.parametrize(("name", "mask", "varlen"), [
+    ("allgather", "causal", True), ("allgather", "full_document", True), ("ring", "causal", False),
+    ("ring", "causal_document", True),
+])  # fmt: skip
+def test_a_varlen_call_of_one_sequence_does_not_split_its_keys(name, mask, varlen):
+    """Of few queries and one head; a dense call has more blocks than that."""
+    case = {"gpus": 16, "tokens": 65536, "heads": 1, "kv_heads": 1, "cluster": "dgx-h200", "kernel": "fa2"}
+    case |= {"strategy": name, "mask": mask, "implementation": "ring-flash-attn"}
+    mine = look_up(scenario_from(case)).pricing()
+    schedule = plan("allgather", workload(16, 4096, num_heads=1, num_kv_heads=1), mine.cluster, "fwd", {})
+    last = np.flatnonzero(schedule.kind == Kind.ATTENTION)[-1]
+    dense, theirs = (p.price(schedule).work.duration_s[last] for p in (dataclasses.replace(mine, varlen=False), mine))
+    assert (theirs > 2.5 * dense) == varlen
+
+
+def test_hosts_that_read_from_their_gpus_are_never_ahead():
+    case = {"gpus": 2, "tokens": 4096, "heads": 8, "kv_heads": 8, "cluster": "h200-4", "kernel": "fa2"}
+    case |= {"documents": [1024, 3072], "implementation": "ring-flash-attn", "strategy": "zigzag_ring"}
+    for mask, ahead in (("causal", True), ("causal_document", False)):
+        mine = [look_up(scenario_from(case | {"mask": mask, "protocol": p})) for p in ("synced", "streamed")]
+        synced, streamed = (run_ranks(m, "fwd", [0])[0].makespan_s for m in mine)
+        assert (streamed < 0.9 * synced) == ahead
 
 
 def test_uneven_all_to_alls_take_as_long_as_their_busiest_port_or_nic():

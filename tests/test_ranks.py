@@ -100,6 +100,40 @@ def test_a_rank_without_others_does_not_work_on_zeros(strategy):
     assert run.returncode == 0, run.stderr
 
 
+ALONE = """
+import torch
+import torch.distributed as dist
+from real import alone
+
+for rank, size in ((1, 4), (0, 2)):
+    alone.join(rank, size, torch.device("cpu"))
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, size)
+    sent, got = torch.zeros(6, 8), [torch.zeros(6, 8), torch.zeros(2, 3, 8, dtype=torch.bfloat16), torch.zeros(48)]
+    ops = [dist.P2POp(dist.isend, sent, 1 - rank % 2), dist.P2POp(dist.irecv, got[0], 1 - rank % 2)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    dist.all_to_all_single(got[1], got[1].clone(), async_op=True).wait()
+    dist.all_gather_into_tensor(got[2], sent)
+    assert [tuple(x.shape) for x in got] == [(6, 8), (2, 3, 8), (48,)]
+    assert all(x.isfinite().all() and x.float().std() > 0.5 for x in got) and not sent.any()
+"""
+
+
+def test_other_peoples_code_on_a_rank_alone_receives_random_numbers():
+    pytest.importorskip("torch")
+    run = subprocess.run([sys.executable, "-c", ALONE], env=ENV, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_what_ranks_compute_in_other_peoples_code_is_predicted():
+    others = PAGE.ranks(PAGE.RUNS / "others-h200.jsonl")
+    assert {r.scenario.implementation for r in others} == {"ring-flash-attn", "yunchang", "torch"}
+    error = 100 * mean(abs(r.error) for r in others)
+    assert error < 3
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{len(others)} passes of ranks in other people's code by {error:.1f} %" in said
+
+
 def test_ranks_are_measured_without_the_others(tmp_path):
     (tmp_path / "cases.jsonl").write_text(json.dumps(CASE | {"strategy": "zigzag_ring", "tokens": 256}) + "\n")
     command = [sys.executable, "-m", "real.measure_ranks", "cases.jsonl", "--out", "ranks.jsonl", "--cpu"]

@@ -40,6 +40,8 @@ class Support:
     """Documents are a batch, all of one length."""
     varlen: tuple[str, ...] = ()
     """Masks under which kernels are told the lengths of their sequences even where there is only one."""
+    reads: tuple[str, ...] = ()
+    """Masks under which the host reads from its GPU before it launches a kernel, so that it is never ahead."""
 
     def check(self, who: str, strategy: str, workload: Workload, num_ranks: int) -> None:
         """Raise ``InfeasibleError`` where the code cannot run a workload."""
@@ -102,6 +104,8 @@ BACK: Final = Sweep("q", 1, 1, "whole")
 """A result cast to the working type."""
 BACK_K: Final = Sweep("k", 1, 1)
 LSE: Final = (Sweep("lse", 0, 3),)
+EAGER_MERGE: Final = (CAST, *LSE * 2, *(Sweep("q", 0, 3),) * 3, *LSE * 3)
+"""A partial output merged op by op, as ring-flash-attn's ``_update_out_and_lse`` writes it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -369,10 +373,9 @@ class Implementation:
             )
         return chosen
 
-    def calls_varlen(self, strategy: str | None, mask: str) -> bool:
-        """Whether all kernel calls of a strategy are varlen ones, those of one sequence, too."""
-        support = (self.support or {}).get(str(strategy))
-        return support is not None and mask in support.varlen
+    def supports(self, strategy: str | None) -> Support:
+        """What the code of a strategy can run and does; of one that it has not, nothing."""
+        return (self.support or {}).get(str(strategy), Support())
 
     def padded(self, workload: Workload, ring: int = 0, ulysses: int = 1) -> Workload:
         """The workload that this code runs: documents, or all tokens where the mask has none, of two equal chunks on

@@ -13,6 +13,7 @@ from cpsim.implementations.facts import (
     CAST,
     DENSE,
     DOCUMENTS,
+    EAGER_MERGE,
     EAGER_SWEEPS,
     FLASH_ATTN,
     LSE,
@@ -27,11 +28,6 @@ from cpsim.implementations.facts import (
 from cpsim.schedule import Kind
 
 _FUSED: Final = (Sweep("q", 1, 2, kind=Kind.MERGE), *LSE * 3)  # utils.py, _update_out_and_lse: TorchScript fuses one
-_EAGER: Final = (
-    CAST, *LSE * 2, Sweep("q", 0, 3), Sweep("q", 0, 2, kind=STRIDED), Sweep("q", 0, 3, kind=STRIDED), *LSE * 3
-)
-"""The same where TorchScript has fused it for two layouts of rows and log-sum-exps, and does not for a third one: the
-merge after the first step, those after others, and those of tails (`real.profile_implementations --alone`)."""
 _JOIN: Final = (Sweep("q", 0, 2), Sweep("lse", 0, 2))  # out[slice_], lse[slice_] = ...
 RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, forward and backward
     copies=2,
@@ -39,7 +35,8 @@ RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, for
     first=(CAST,),  # utils.py, update_out_and_lse
     merge=_FUSED,
     merge_tails=(*_FUSED, *_JOIN),  # the same, with slice_
-    merge_tails_later=(*_EAGER, *_JOIN),
+    # fused for two layouts of log-sum-exps, that of the first step and that of later ones; theirs would be a third
+    merge_tails_later=(*EAGER_MERGE, *_JOIN),
     leave={"fwd": (BACK,), "bwd": (BACK, BACK_K, BACK_K)},
 )
 _RING_STRIPED: Final = replace(  # stripe_flash_attn.py
@@ -68,7 +65,8 @@ RING_FLASH_ATTN: Final = Implementation(
     support={
         "ring": Support(masks=DENSE + DOCUMENTS, chunks=1, varlen=DOCUMENTS),
         "zigzag_ring": Support(
-            masks=("causal", "causal_document"), chunks=2, knobs={"zigzag": ("document",)}, varlen=DOCUMENTS
+            masks=("causal", "causal_document"), chunks=2, knobs={"zigzag": ("document",)}, varlen=DOCUMENTS,
+            reads=DOCUMENTS,  # get_half_index: values of cu_seqlens
         ),
         "striped_ring": Support(masks=("causal",), chunks=1),
         "allgather": Support(

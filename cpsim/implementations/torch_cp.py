@@ -12,8 +12,8 @@ from cpsim.implementations.facts import (
     CAST,
     DENSE,
     EAGER,
+    EAGER_MERGE,
     EAGER_SWEEPS,
-    LSE,
     STRIDED,
     Implementation,
     RingCode,
@@ -21,7 +21,6 @@ from cpsim.implementations.facts import (
     Sweep,
 )  # fmt: skip
 
-_MERGED: Final = (CAST, *LSE * 2, *(Sweep("q", 0, 3),) * 3, *LSE * 3)  # _SDPAMerger, step and _merge_one
 _ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
 _CONTIGUOUS: Final = (Sweep("k", 2, 0, kind=STRIDED),) * 2
 _JOIN: Final = Sweep("q", 0, 2, "whole", STRIDED)  # _partial_update
@@ -34,8 +33,8 @@ _RING: Final = RingCode(  # _templated_ring_attention and _templated_ring_attent
     read=(Sweep("q", 2, 0, kind=STRIDED),),  # _flash_attention_backward wants tokens first, a join leaves heads first
     read_tails=(Sweep("lse", 0, 2), Sweep("q", 2, 0, kind=STRIDED)),
     first=(CAST,),
-    merge=_MERGED,
-    merge_tails=(*_MERGED, Sweep("lse", 0, 2, "whole"), _JOIN),
+    merge=EAGER_MERGE,  # _SDPAMerger, step and _merge_one
+    merge_tails=(*EAGER_MERGE, Sweep("lse", 0, 2, "whole"), _JOIN),
     leave={"fwd": (BACK,), "bwd": (BACK, Sweep("kv", 1, 1))},
     first_dq=(ADD,),
     sum_dq_tails=(ADD, _JOIN),

@@ -134,6 +134,8 @@ class Pricing:
     """That a transfer is sent as, one after the other."""
     varlen: bool = False
     """Kernels are told the lengths of their sequences even where there is only one."""
+    reads: bool = False
+    """Hosts wait for their GPUs when an iteration starts."""
     alike: float = 1.0
     """GPUs that each one stands for, which do the same at the same time: the slowest is one of all of them."""
 
@@ -522,7 +524,7 @@ class Pricing:
 
         An iteration lasts until the host has returned, as far as the last op of a rank shows it.
         """
-        lead = self.profile.host.lead_s if self.protocol == "streamed" else 0.0
+        lead = self.profile.host.lead_s if self.protocol == "streamed" and not self.reads else 0.0
         if self.captured:  # processes get their graphs started more or less soon, and sooner or later wait for the last
             last = self.profile.sigma["graph"] * expected_maximum(round(schedule.num_ranks * self.alike))
             host = self.profile.host

@@ -1,4 +1,5 @@
-"""Process groups of ranks of whom only this one is there: other people's code runs, and only computes.
+"""Process groups of ranks of whom only this one is there: other people's code runs, and only computes, as long as the
+process lasts.
 
 What the others would have sent is random: a tensor that is received is pointed at memory that holds random numbers, and
 fresh memory holds them, too, for what no call tells from other tensors. Zeros would draw less power.

@@ -18,7 +18,8 @@ of the processes until it was written) and the parameters of its op:
     host          kind (wall seconds that the host spends on one launch), and where others' calls were timed: place
     graph         of one attention call of so many tokens, captured; many_s: of `rounds` more; both_s: of as many, a
                   message of nbytes before each but the first; attention_s, message_s: both between two events; held_s:
-                  of one call, launched while the GPU is kept waiting; evicted_s: and with nothing useful in its cache
+                  of one call, launched while the GPU is kept waiting; evicted_s: and with nothing useful in its cache;
+                  streamed_one_s, streamed_many_s, streamed_both_s: not captured, launched by a host that is far ahead
     collective    kind, num_ranks, nbytes (S of nccl-tests)
     transfer      kind, num_ranks, nbytes (per message)
     fabric        between (emulated) nodes: kind, nbytes, num_nodes, gpus_per_node, and flows or num_ranks, num_groups

@@ -167,12 +167,14 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
 
     Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
     of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Of the pause
-    between two iterations, which the timing code makes, and of PyTorch's own sweeps, which take alike on all machines,
-    the latest measurement counts. Overlaps count where the size of what was sent is known and the communication came
+    between two iterations, which the timing code makes, and of each of PyTorch's own sweeps, which take alike on all
+    machines, the latest measurement counts. Overlaps count where the size of what was sent is known and the communication came
     first.
     """
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
-    swept = [m.header["date"] for m in measurements if any(_is_sweep(p) for p in m.points)]
+    swept: dict[str, str] = {}
+    for m in measurements:
+        swept |= {p["kind"]: max(swept.get(p["kind"], ""), m.header["date"]) for p in m.points if _is_sweep(p)}
     stepped = {p["kind"] for m in measurements for p in m.of("host") if in_steps(p)}
     paces = host_paces(measurements)
     mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
@@ -185,7 +187,7 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
-        and not (_is_sweep(p) and m.header["date"] != max(swept))
+        and not (_is_sweep(p) and m.header["date"] != swept[p["kind"]])
     ]
     own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]

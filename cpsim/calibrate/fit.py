@@ -166,10 +166,10 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """All points that describe this GPU and the code as it is.
 
     Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
-    of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Of the pause
-    between two iterations, which the timing code makes, and of each of PyTorch's own sweeps, which take alike on all
-    machines, the latest measurement counts. Overlaps count where the size of what was sent is known and the communication came
-    first.
+    of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Of the
+    pause between two iterations, which the timing code makes, and of each of PyTorch's own sweeps, which take alike
+    on all machines, the latest measurement counts. Overlaps count where the size of what was sent is known and the
+    communication came first.
     """
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     swept: dict[str, str] = {}

@@ -40,8 +40,9 @@ under the profiler, too (`real.profile_implementations --alone`), which showed w
 %, with the model of then (6487600): ring-flash-attn's all-gather makes varlen calls of single sequences, which do not
 split keys over thread blocks; TorchScript fuses merges for two layouts of tensors and no third one, so that ranks in
 the middle of a zigzag or striped ring merge tails op by op; a zigzag ring of documents reads lengths from the GPU
-before its first kernel; kernels of a stream do not pay for the events between which they were measured. What this
-costs was then measured by itself (h200-kernels-varlen, h200-sweeps-2 and h200-graphs-10 in `cpsim/calibrate/data`).
+before its first kernel; kernels of a stream do not pay for the events between which they were measured. What
+events add, and TorchScript's merge, were then measured by themselves (h200-graphs-10 and h200-sweeps-2 in
+`cpsim/calibrate/data`); varlen calls of one sequence, too, to see that they are predicted (h200-kernels-varlen).
 So these times have been seen, though nothing is fitted to them. Hosts had 5 ms to launch ahead, since a host without
 NCCL is not the one that a real run has.
 """

@@ -3,14 +3,17 @@
 import json
 import subprocess
 import sys
-from statistics import mean
+from statistics import mean, median
 
 import numpy as np
 import pytest
 from scripts import ROOT, load_script
 
 from cpsim.calibrate.measurement import load
+from cpsim.calibrate.profile import load_profile
+from cpsim.calibrate.shipped import DATA
 from cpsim.layer import plan_scenario
+from cpsim.models.attention import call_seconds
 from cpsim.scenario import scenario_from
 from cpsim.schedule import COMMUNICATION_KINDS, Kind
 
@@ -75,6 +78,20 @@ def test_ranks_that_ran_later_are_predicted_too():
     assert error < 2
     said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert f"{len(later)} passes of ranks that ran afterwards by {error:.1f} %" in said
+
+
+@pytest.mark.parametrize(("pass_", "most"), [("fwd", 0.02), ("bwd", 0.012)])
+def test_varlen_calls_of_one_sequence_that_no_fit_knows_are_predicted_and_are_not_dense_calls(pass_, most):
+    assert "h200-kernels-varlen.jsonl" not in (DATA / "profiles.json").read_text()
+    params, errors = load_profile("h200").attention_params("fa2", pass_), {True: [], False: []}
+    for p in load(DATA / "h200-kernels-varlen.jsonl").of("attention"):
+        if p["pass"] == pass_ and p["family"] == "one_varlen":
+            call = ([0, 1], p["q_lens"], p["k_lens"], [p["causal"]], [p["num_heads"]], [p["num_kv_heads"]])
+            for varlen, found in errors.items():
+                seconds = call_seconds(params, *map(np.array, call), p["head_dim"], np.array([varlen]))[0]
+                found.append(abs(seconds / median(p["samples_s"]) - 1))
+    assert len(errors[True]) == 138
+    assert mean(errors[True]) < most < mean(errors[False])
 
 
 STANDS_FOR_ONE = """

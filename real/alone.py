@@ -8,7 +8,6 @@ fresh memory holds them, too, for what no call tells from other tensors. Zeros w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor
 
 RANDOM_BYTES: Final = 32 << 30
 """Of GPU memory that random numbers fill."""
-_LARGEST = [1 << 20]
-"""Elements that some tensor needs."""
+_POOL: Final[dict[tuple[torch.dtype, torch.device], Tensor]] = {}
+"""Random numbers of every type, as many as the largest tensor has that was received."""
 
 
 class Arrived:
@@ -53,12 +52,7 @@ def _receive(output: Tensor, *_args: Any, **_options: Any) -> Arrived:
 
 
 def _fill(tensor: Tensor) -> None:
-    while _LARGEST[0] < tensor.numel():
-        _LARGEST[0] *= 2
-    memory = _random(tensor.dtype, tensor.device, _LARGEST[0])
-    tensor.set_(memory.untyped_storage(), 0, tensor.size(), tensor.stride())
-
-
-@lru_cache(maxsize=2)
-def _random(dtype: torch.dtype, device: torch.device, num: int) -> Tensor:
-    return torch.randn(num, dtype=dtype, device=device)
+    kind = tensor.dtype, tensor.device
+    if kind not in _POOL or _POOL[kind].numel() < tensor.numel():
+        _POOL[kind] = torch.randn(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    tensor.set_(_POOL[kind].untyped_storage(), 0, tensor.size(), tensor.stride())

@@ -227,7 +227,8 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
     found["held_s"] = _replayed(node, [attend], partial(keep_waiting, node))
     found["evicted_s"] = _replayed(node, [attend], lambda: (node.evict(), keep_waiting(node)))
     rounds["both"] = [attend] + [exchange, attend] * GRAPH_ROUNDS  # NCCL has a stream of its own
-    return found | {f"streamed_{name}_s": _streamed(node, calls) for name, calls in rounds.items()}
+    ahead = partial(keep_waiting, node, STREAMED_LEAD_S)
+    return found | {f"streamed_{name}_s": _launched(node, calls, ahead) for name, calls in rounds.items()}
 
 
 def graph_bytes(tokens: int) -> int:
@@ -242,34 +243,26 @@ def add_graph(writer: Writer, tokens: int, found: dict[str, list[float]]) -> Non
 
 
 def _replayed(
-    node: Node, calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None, num: int = 20
+    node: Node, calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None
 ) -> list[float]:
     """Seconds from the launch of a graph of calls to its end, the maximum over ranks; GPUs are idle, or do `before`."""
-    graph, samples = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    return _launched(node, [graph.replay], before)
+
+
+def _launched(
+    node: Node, calls: Sequence[Callable[[], object]], before: Callable[[], object] | None = None, num: int = 20
+) -> list[float]:
+    """Seconds from the first of calls in a row to the end of the last, the maximum over ranks; GPUs are idle, or do
+    `before`."""
+    start, end, samples = *(torch.cuda.Event(enable_timing=True) for _ in range(2)), list[float]()
     for _ in range(5 + num):
         node.meet()
         if before is not None:
             before()
-        start.record()
-        graph.replay()
-        end.record()
-        node.synchronize()
-        samples.append(start.elapsed_time(end) / 1e3)
-    return node.maximum(samples[5:])
-
-
-def _streamed(node: Node, calls: Sequence[Callable[[], object]], num: int = 20) -> list[float]:
-    """Seconds from the first of calls in a row to the end of the last, the maximum over ranks; GPUs do not wait for
-    their hosts."""
-    samples = []
-    for _ in range(5 + num):
-        node.meet()
-        keep_waiting(node, STREAMED_LEAD_S)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for call in calls:
             call()

@@ -44,6 +44,12 @@ class HostParams:
     pause_s: Mapping[str, float]
     """By protocol: from the end of one iteration to the start of the next."""
 
+    def gains_s(self, captured: bool) -> tuple[float, float]:
+        """What kernels and messages take less than between two events, in a CUDA graph or in a stream."""
+        if captured:
+            return self.captured_gain_s, self.captured_message_gain_s
+        return self.streamed_gain_s, self.streamed_message_gain_s
+
     def measured(self, names: Sequence[str]) -> float | None:
         """Seconds of the first of some launches that has been measured."""
         return next((self.launch_s[name] for name in names if name in self.launch_s), None)

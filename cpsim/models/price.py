@@ -180,11 +180,9 @@ class Pricing:
         eager[messages.op] = near & fits_buffers(*messages.kinds, self.messages)[messages.alike]
         release = self._releases(schedule, kinds, pass_)
         host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
-        gain = np.where(talks, host.streamed_message_gain_s, host.streamed_gain_s)
-        if self.captured:
-            gain = np.where(talks, host.captured_message_gain_s, host.captured_gain_s)
+        of_kernels, of_messages = host.gains_s(self.captured)
         for seconds in (duration, full):  # an op takes at least half of what was measured between two events
-            seconds -= np.minimum(gain, seconds / 2)
+            seconds -= np.minimum(np.where(talks, of_messages, of_kernels), seconds / 2)
         if self.captured:
             crossing = _crossings(
                 schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep

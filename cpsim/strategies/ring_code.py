@@ -157,12 +157,13 @@ class Theirs(Ours):
         """A cast, or a merge of several sweeps."""
         x, facts = self.steps, self.facts
         whole, tails = x.sums & ~x.tails, x.sums & x.tails
-        later = tails & (whole.cumsum(axis=0) > 1) & (facts.merge_tails_later is not None)
+        later = tails & (whole.cumsum(axis=0) > 1)
+        merge_later = facts.merge_tails if facts.merge_tails_later is None else facts.merge_tails_later
         return self._slots(
             (self.firsts, facts.first, x.q_rows),
             (whole, facts.merge, x.q_rows),
             (tails & ~later, facts.merge_tails, x.q_rows),
-            (later, facts.merge_tails_later or (), x.q_rows),
+            (later, merge_later, x.q_rows),
         )
 
     def gradients(self, wire: bool) -> GradientSlots:

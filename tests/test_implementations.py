@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numeric
 import numpy as np
@@ -25,6 +26,8 @@ every_pass = pytest.mark.parametrize("pass_", ALL_PASSES)
 RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-attn", "torch", "yunchang"))
 INTERNEVO, TE_THD = (IMPLEMENTATIONS[n] for n in ("internevo", "transformer-engine-thd"))
 LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention", "transformer-engine")]
+MERGES = Path(__file__).parents[1] / "validation" / "ranks" / "merges-h200.jsonl"
+"""Of real.profile_merges."""
 
 
 @every_pass
@@ -179,11 +182,27 @@ def test_launches_of_internevo_are_those_of_its_source(inner):
     """Rank 2 of 8 GPUs in groups of 2, whose place in the ring has a step of key heads and two of tail queries."""
     case = workload("causal_document", (2048, 2048), num_heads=32, num_kv_heads=8, head_dim=128)
     for pass_, count in (
-        ("fwd", (2 * 2 + 2) + 2 + 4 + (1 + 4 + 6 + 6) + 1 + (2 + 1)),
+        ("fwd", (2 * 2 + 2) + 2 + 4 + (1 + 4 + 11 + 11) + 1 + (2 + 1)),
         ("bwd", (2 + 1) + 4 + 4 + 4 + 4 * 2 + 3 + (2 * 2 + 1) + 2 * (2 + 1)),
     ):
         schedule = plan("loongtrain", case, cluster(8), pass_, {"ulysses": 2, "inner_ring": inner}, INTERNEVO)
         assert len(kernels(schedule, 2)) == count
+
+
+@pytest.mark.parametrize("changing", [False, True])
+def test_merges_are_fused_on_the_ranks_where_a_profiler_saw_it(changing):
+    """ring-flash-attn in training, whose shapes stay, and LoongTrain's in a benchmark of documents."""
+    _, *rows = map(json.loads, MERGES.read_text(encoding="utf-8").splitlines())
+    case, knobs = workload("causal", (8192,), num_heads=4, num_kv_heads=2), {"ulysses": 2} if changing else {}
+    code, name = (INTERNEVO, "loongtrain") if changing else (RING_FLASH_ATTN, "zigzag_ring")
+    for ring in (2, 4, 16):
+        schedule = plan(name, case, cluster(ring * (2 if changing else 1)), "fwd", knobs, code)
+        seen = [row["fused"][-1] for row in rows if (row["ring"], row["changing"]) == (ring, changing)]
+        half = 8192 // ring // 2 * (2 if changing else 4) * case.head_dim  # elements of a rank's tails
+        ranks = range(0, schedule.num_ranks, schedule.num_ranks // ring)
+        merges = [[op.nbytes // half for op in schedule.project(r) if op.kind == Kind.MERGE] for r in ranks]
+        assert [sum(x in (10, 20) for x in rank) for rank in merges] == seen  # op by op they begin with a cast
+        assert {len(rank) for rank in merges} == {ring - 1}
 
 
 @pytest.mark.parametrize("inner", [1, 2, 4])

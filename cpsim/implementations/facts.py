@@ -155,6 +155,10 @@ class RingCode:
     """After a partial output of the tail rows."""
     merge_tails_later: Sweeps | None = None
     """The same on a rank that has merged partial outputs of all rows twice; None: as on other ranks."""
+    merge_changing: Sweeps = ()
+    """Where every call has other shapes: after a partial output of all rows on a rank that merges two or more both of
+    these and of tail rows. Tail rows then take ``merge_tails_later`` on all ranks that merge any other. None: shapes
+    stay."""
     first_dq: Sweeps = (CAST,)
     sum_dq: Sweeps = (ADD,)
     sum_dq_tails: Sweeps = (ADD,)

@@ -2,9 +2,9 @@
 
 Read: InternLM/InternEvo at 0607da8, internlm/core/parallel/comm/isp.py (``_SeqAllToAll``), and chenyu-jiang/dcp at
 942a2c7, benchmark/microbenchmark/baselines/loong_train, whose zigzag_ring_flash_attn_with_sliding_window.py is
-InternEvo's with flash-attn 2.6.3. Its steps are those of ring-flash-attn's zigzag: two messages, and a merge that
-TorchScript fuses. Inner and outer rings, and gradients in each, have process groups of their own. Documents are the
-rows of a batch, so all are of one length.
+InternEvo's with flash-attn 2.6.3. Its steps are those of ring-flash-attn's zigzag: two messages, and a merge, which
+TorchScript fuses on few ranks of a ring, since every batch has other shapes. Inner and outer rings, and gradients in
+each, have process groups of their own. Documents are the rows of a batch, so all are of one length.
 
 Left out: hosts that wait for their GPU before and after a backward pass. Differs: gradients go from one inner ring to
 the next by one hop, not home first.
@@ -18,6 +18,7 @@ from typing import Final
 from cpsim.implementations.facts import (
     BACK,
     BACK_K,
+    EAGER_MERGE,
     EAGER_SWEEPS,
     FLASH_ATTN,
     Implementation,
@@ -36,6 +37,7 @@ _RING: Final = replace(
     groups=True,
     batch=True,
     narrows=True,  # _first_window_backward ends with casts
+    merge_changing=EAGER_MERGE,  # documents of every batch are others; validation/ranks/merges-h200.jsonl
     enter={"fwd": (_HALF, _HALF), "bwd": ()},  # contiguous keys and values
     read=_LSE,  # contiguous log-sum-exps, before every kernel
     read_tails=_LSE,

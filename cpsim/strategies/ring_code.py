@@ -157,11 +157,15 @@ class Theirs(Ours):
         """A cast, or a merge of several sweeps."""
         x, facts = self.steps, self.facts
         whole, tails = x.sums & ~x.tails, x.sums & x.tails
-        later = tails & (whole.cumsum(axis=0) > 1)
+        later, changing = tails & (whole.cumsum(axis=0) > 1), np.zeros_like(whole)
+        if facts.merge_changing:
+            later = tails & whole.any(axis=0)
+            changing = whole & (np.minimum(whole.sum(axis=0), tails.sum(axis=0)) > 1)
         merge_later = facts.merge_tails if facts.merge_tails_later is None else facts.merge_tails_later
         return self._slots(
             (self.firsts, facts.first, x.q_rows),
-            (whole, facts.merge, x.q_rows),
+            (whole & ~changing, facts.merge, x.q_rows),
+            (changing, facts.merge_changing, x.q_rows),
             (tails & ~later, facts.merge_tails, x.q_rows),
             (later, merge_later, x.q_rows),
         )

@@ -12,9 +12,6 @@ point, with several the varlen one, as `real.attention` does.
 * Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles, the
   younger block's more, or both alike, which depends on how the kernel was compiled: equal blocks then end together,
   and those that follow meet again. Which blocks meet is what an H100 does where there are few waves of them.
-* The code for cut tiles, for checked ones and for all others does not stay in an SM's cache where its two blocks are at
-  different parts of it: rows of causal documents of a few hundred tokens wait for instructions, unless other tiles hide
-  that, as counters of an H200 show (real/measure_stalls.py). Without a mask there are fewer parts, and no waiting.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
   those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
@@ -305,8 +302,6 @@ class AttentionParams:
     """The same where lengths are no multiples of the tile sizes."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
-    fetch_s: float = 0.0
-    """Least time of an SM for each part of code that the rows of a causal varlen call run after that for cut tiles."""
     older_share: float = EVEN_SHARE
     """Of what two blocks on an SM get done at their tiles under a causal mask, the part of the one that came first."""
     older_share_full: float = EVEN_SHARE

@@ -81,8 +81,11 @@ def main() -> None:
     }  # fmt: skip
     rows: list[dict[str, Any]] = []
     for which in CALLS:
-        rows.append(counters(*which))
-        print(rows[-1], flush=True)
+        try:
+            rows.append(counters(*which))
+            print(rows[-1], flush=True)
+        except subprocess.CalledProcessError as error:
+            print(f"real.measure_stalls: {which}: {error.stdout}{error.stderr}", file=sys.stderr)
     args.out.write_text("".join(json.dumps(row) + "\n" for row in (header, *rows)), encoding="utf-8")
 
 

@@ -80,6 +80,14 @@ def test_ranks_that_ran_later_are_predicted_too():
     assert f"{len(later)} passes of ranks that ran afterwards by {error:.1f} %" in said
 
 
+def test_ranks_that_no_model_had_seen_are_predicted_as_well():
+    """The last problems of cases-2.jsonl, which ran when nothing was changed any more."""
+    errors = [abs(r.error) for r in PAGE.ranks(PAGE.RUNS / "h200-4.jsonl")]
+    assert len(errors) == 90
+    assert mean(errors) < 0.011
+    assert max(errors) < 0.065
+
+
 @pytest.mark.parametrize(("pass_", "most"), [("fwd", 0.02), ("bwd", 0.012)])
 def test_varlen_calls_of_one_sequence_that_no_fit_knows_are_predicted_and_are_not_dense_calls(pass_, most):
     assert "h200-kernels-varlen.jsonl" not in (DATA / "profiles.json").read_text()

@@ -157,7 +157,7 @@ class RingCode:
     """The same on a rank that has merged partial outputs of all rows twice; None: as on other ranks."""
     merge_changing: Sweeps = ()
     """Where every call has other shapes: after a partial output of all rows on a rank that merges two or more both of
-    these and of tail rows. Tail rows then take ``merge_tails_later`` on all ranks that merge any other. None: shapes
+    these and of tail rows. Tail rows then take ``merge_tails_later`` on all ranks that merge any other. Empty: shapes
     stay."""
     first_dq: Sweeps = (CAST,)
     sum_dq: Sweeps = (ADD,)

@@ -62,6 +62,8 @@ SETTLED_S = 0.4
 RESTED_FLOPS = 2e12
 """Largest calls at the full clock: longer ones bring the clock down by themselves."""
 REST_S = 3e-3
+WRONG = 0.05
+"""Relative error from which on a kernel does not compute attention: several times what 16 bits round."""
 STEADY = 0.01
 """Standard error of the median, relative, above which a point gets up to twice as many rounds more."""
 
@@ -282,8 +284,12 @@ def masked_checks(head_dim: int) -> list[Shape]:
     ]  # fmt: skip
 
 
-def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> None:
-    """Relative error of output and gradients against plain attention in fp32."""
+def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> bool:
+    """Relative error of output and gradients against plain attention in fp32; whether none is wrong.
+
+    Calls that the kernel refuses are not wrong: others of it may run.
+    """
+    right = True
     for shape in shapes:
         name = f"{kernel} {shape.mask} {shape.q_lens} {shape.k_lens} causal={shape.causal}"
         try:
@@ -301,6 +307,10 @@ def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> None:
             continue
         print(f"check {name}:", " ".join(f"{e:.1e}" for e in errors))
         bench.writer.add("check", kernel=kernel, **shape.parameters(), relative_errors=errors)
+        right &= all(e < WRONG for e in errors)  # false for NaN
+    if not right:
+        print(f"{kernel} at head dimension {shapes[0].head_dim} is left out: expected attention, got other results")
+    return right
 
 
 def warm_up(kernel: str, device: torch.device, head_dim: int = HEAD_DIM) -> None:
@@ -474,8 +484,10 @@ def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, se
 
 def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: list[tuple[str, Shape]]) -> None:
     """Everything, in order of importance: `shapes`, then random attention shapes for the time that is left."""
+    checked = {(kernel, HEAD_DIM) for kernel in kernels} | {(k, s.head_dim) for k, s in shapes if k in kernels}
+    right = {(kernel, head_dim) for kernel, head_dim in sorted(checked) if check(bench, kernel, checks(head_dim))}
+    kernels = [kernel for kernel in kernels if (kernel, HEAD_DIM) in right]
     for kernel in kernels:
-        check(bench, kernel, checks(HEAD_DIM))
         warm_up(kernel, bench.device)
     rng = np.random.default_rng(seed)
     measure_host(bench, kernels)
@@ -484,7 +496,7 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
         for kernel, which in itertools.product([k for k in kernels if k in ("fa4", "fa2")], ("fwd", "bwd")):
             measure_sustained(bench, kernel, 8192, which, 2.0)
     for kernel, shape in shapes:
-        if kernel in kernels and time.monotonic() < deadline:
+        if (kernel, shape.head_dim) in right and time.monotonic() < deadline:
             measure_attention(bench, kernel, shape)
     measure_random(bench, kernels, rng, deadline, rested=False)
 
@@ -496,10 +508,12 @@ def run_masked(
     """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks of some names, or all."""
     whole = kernel in attention.WHOLE_BLOCKS
     masks = masks or (RECTANGLES if kernel in attention.RECTANGLES else ())
-    check(bench, kernel, [
+    some = [
         s for s in masked_checks(head_dim)
         if (not whole or s.options.get("block") == 128) and (not masks or s.mask in masks)
-    ])  # fmt: skip
+    ]  # fmt: skip
+    if not check(bench, kernel, some):
+        return
     rng, count = np.random.default_rng(seed), 0
     limit, naive = MAX_FLOPS[kernel] if bench.cuda else 3e10, kernel == "sdpa_math" or not bench.cuda
     while time.monotonic() < deadline and count < (10**9 if bench.cuda else 3):
@@ -534,7 +548,7 @@ def measure_random(
     """
     started, spent = time.monotonic(), dict.fromkeys(kernels, 1e-9)
     counts = dict.fromkeys(kernels, 0)
-    while time.monotonic() < deadline and sum(counts.values()) < (10**9 if bench.cuda else 8):
+    while kernels and time.monotonic() < deadline and sum(counts.values()) < (10**9 if bench.cuda else 8):
         usual = head_dim == HEAD_DIM
         kernel = min(kernels, key=lambda k: spent[k] / POINTS.get(k, 1.0) if usual else counts[k])
         limit = MAX_FLOPS.get(kernel, 1e9) * (4 if rng.random() < 0.04 else 1) * (0.3 if rng.random() < 0.6 else 1)
@@ -611,8 +625,8 @@ def main() -> None:
         elif args.memory:
             run_memory(bench, kernels)
         elif args.head_dim != HEAD_DIM or args.families:
+            kernels = [kernel for kernel in kernels if check(bench, kernel, checks(args.head_dim))]
             for kernel in kernels:
-                check(bench, kernel, checks(args.head_dim))
                 warm_up(kernel, device, args.head_dim)
             rng, families = np.random.default_rng(args.seed), args.families.split(",") if args.families else ()
             measure_random(bench, kernels, rng, deadline, rested=False, head_dim=args.head_dim, families=families)

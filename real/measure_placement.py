@@ -10,13 +10,15 @@ are launched without work (`empties`); random ones. `cpsim.models.blocks.homes` 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from real.timing import command_line, provenance
 
 SOURCE = r"""
 extern "C" __global__ void wait(const long long* cycles, int* sm) {
@@ -58,7 +60,8 @@ def durations() -> Iterator[tuple[str, NDArray[np.float64]]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    out: Path = parser.parse_args().out
+    parser.add_argument("--commit", default="")
+    args = parser.parse_args()
     try:
         import cupy
     except ImportError:
@@ -73,10 +76,10 @@ def main() -> None:
             kernel((len(cycles),), (128,), (cycles, sm), shared_mem=ROOM_BYTES)
             cupy.cuda.Device().synchronize()
         runs.append({"blocks": name, "num_blocks": len(cycles), "sm": sm.get().tolist()})
-    gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-    header = {"gpu": gpu, "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}", "blocks_per_sm": 2}
+    command, versions = command_line("python -m real.measure_placement"), {"cupy": cupy.__version__}
+    header = provenance(torch.device("cuda"), 1, versions, command, args.commit) | {"blocks_per_sm": 2}
     lines = ",\n".join(json.dumps(run, separators=(",", ":")) for run in runs)
-    out.write_text(f'{json.dumps(header)[:-1]}, "runs": [\n{lines}\n]}}\n', encoding="utf-8")
+    args.out.write_text(f'{json.dumps(header)[:-1]}, "runs": [\n{lines}\n]}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ calls each of which has another shape, as in benchmarks of documents. Kernels ar
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from real.implementations.autograd import forget_compiled
 from real.implementations.ring_flash import package
+from real.timing import command_line, packages, provenance
 
 RINGS = (2, 4, 16)
 SHAPES = ((6, 1344), (14, 524), (1, 6912), (4, 1640), (3, 1972), (9, 756))
@@ -66,16 +66,14 @@ def rows(device: torch.device) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    out: Path = parser.parse_args().out
+    parser.add_argument("--commit", default="")
+    args = parser.parse_args()
     device = torch.device("cuda")
-    header = {
-        "gpu": torch.cuda.get_device_name(device), "torch": torch.__version__, "ring_flash_attn": "0.1.8",
-        "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-    }  # fmt: skip
+    header = provenance(device, 1, packages(), command_line("python -m real.profile_merges"), args.commit)
     found = rows(device)
     for row in found:
         print(row)
-    out.write_text("".join(json.dumps(row) + "\n" for row in (header, *found)), encoding="utf-8")
+    args.out.write_text("".join(json.dumps(row) + "\n" for row in (header, *found)), encoding="utf-8")
 
 
 if __name__ == "__main__":

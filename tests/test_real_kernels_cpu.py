@@ -1,5 +1,7 @@
 """The executor's kernels on a CPU: attention against autograd, merges against the whole softmax."""
 
+import io
+import json
 import shutil
 
 import pytest
@@ -8,9 +10,10 @@ torch = pytest.importorskip("torch")
 
 from cases import ALL_MASKS, MASK_OPTIONS  # noqa: E402
 
+from cpsim.calibrate.measurement import Writer  # noqa: E402
 from cpsim.mask_shapes import mask_slices  # noqa: E402
 from cpsim.masks import dense_mask  # noqa: E402
-from real import attention, elementwise  # noqa: E402
+from real import attention, elementwise, measure_kernels  # noqa: E402
 
 
 def tensors(num_q, num_k, heads=4, kv_heads=2, dim=16):
@@ -186,3 +189,18 @@ def test_flashinfer_refuses_masks_that_cut_blocks_and_backward_passes():
     call = attention.prepare_mask(mask_slices("causal", (8,), {}), 8, 8, device="cpu")
     with pytest.raises(attention.UnsupportedCall, match="use flex"):
         attention.forward("flashinfer", q, k, v, call)
+
+
+@pytest.mark.parametrize(("off", "measured"), [(1.0, True), (1.5, False), (float("nan"), False)])
+def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, capsys, off, measured):
+    """As builds of flash-attention 2 for one head dimension at others."""
+    forward, backward = attention._KERNELS["math"]
+    odd = lambda *given: tuple(x * off for x in forward(*given))  # noqa: E731
+    monkeypatch.setitem(attention._KERNELS, "fa2", (odd, backward))
+    file = io.StringIO()
+    bench = measure_kernels.Bench(Writer(file, None), torch.device("cpu"))
+    monkeypatch.setattr(measure_kernels, "measure_host", lambda *_: None)
+    measure_kernels.run(bench, ["fa2"], 0, float("inf"), [])
+    points = [json.loads(line) for line in file.getvalue().splitlines()]
+    assert any(p["op"] == "attention" for p in points) == measured
+    assert ("fa2 at head dimension 128 is left out" in capsys.readouterr().out) != measured

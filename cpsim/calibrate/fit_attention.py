@@ -37,12 +37,15 @@ _START = {
     "banded_pair_s": 2.5e-9, "unaligned_partial_pair_s": 1e-10, "unaligned_celled_pair_s": 3e-10,
     "unaligned_banded_pair_s": 2.8e-9, "banded_factor": 1.3, "block_banded_s": 2e-5, "query_pair_s": 1.6e-10,
     "query_cut_share": 0.2, "unaligned_query_cut_share": 0.7, "older_share": 0.57, "older_share_full": 0.57,
+    "fetch_s": 5e-6,
 }  # fmt: skip
 _BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
            "older_share": (0.5, 0.8), "older_share_full": (0.5, 0.8), "unaligned_factor": (0.8, 2.0),
            "unaligned_full_factor": (0.8, 2.0), "odd_factor": (1.0, 2.0),
            "unaligned_celled_factor": (1.0, 2.0), "banded_factor": (1.0, 2.5), "query_cut_share": (1e-3, 1.5),
-           "unaligned_query_cut_share": (1e-3, 1.5)}  # fmt: skip
+           "unaligned_query_cut_share": (1e-3, 1.5),
+           "fetch_s": (3e-6, 3e-5)}  # fmt: skip
+"""Where ``fetch_s`` is shorter nothing waits for instructions, and no derivative tells."""
 
 
 OF_QUERIES = ("query_pair_s", "query_cut_share", "unaligned_query_cut_share")
@@ -76,7 +79,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
         if not forward:
             start |= {"banded_pair_s": 6e-10, "unaligned_partial_pair_s": 1.8e-10, "unaligned_celled_pair_s": 1.8e-10,
                       "unaligned_banded_pair_s": 3.6e-10, "unaligned_factor": 1.3}  # fmt: skip
-    two_blocks = {"split_pair_s", "split_call_s", "alone_factor", *SHARES}
+    two_blocks = {"split_pair_s", "split_call_s", "alone_factor", "fetch_s", *SHARES}
     unused = two_blocks if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if naive or not (anatomy.aligns_keys or lists) else set()
@@ -109,7 +112,7 @@ is compiled by itself and may have few points."""
 SPARSE_FITTED = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
 HEAD_DIM_FITTED = dict.fromkeys(
-    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", *OF_CODE), 0.05
+    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", "fetch_s", *OF_CODE), 0.05
 ) | dict.fromkeys(OF_LISTED, VARIANT_PRIOR)
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at

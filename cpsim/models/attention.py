@@ -12,6 +12,9 @@ point, with several the varlen one, as `real.attention` does.
 * Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles, the
   younger block's more, or both alike, which depends on how the kernel was compiled: equal blocks then end together,
   and those that follow meet again. Which blocks meet is what an H100 does where there are few waves of them.
+* The code for cut tiles, for checked ones and for all others does not stay in an SM's cache where its two blocks are at
+  different parts of it: rows of causal documents of a few hundred tokens wait for instructions, unless other tiles hide
+  that, as counters of an H200 show (real/measure_counters.py). Without a mask there are fewer parts, and no waiting.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
   those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
@@ -90,6 +93,8 @@ class Anatomy:
     """Whether queries must be whole tiles, too, and the call a dense one."""
     gathers_keys: bool = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
+    rows_together: int = 1
+    """Tile rows of a head come in groups of so many, the last of which may have rows without keys of their own."""
 
 
 def _flash2(backward: bool) -> Anatomy:
@@ -196,6 +201,8 @@ _TILES: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {
     ("flex", "fwd"): {256: (64, 64, 32)}, ("flex", "bwd"): {256: (64, 64, 64)},
 }  # fmt: skip
 """Tiles (tile_q_causal, tile_q_full, tile_k) where they differ from those of head dimension 128."""
+_ROWS_TOGETHER = {("cudnn", "bwd", 256): 2}
+"""33 rows of 4 heads take 132 SMs two waves, 66 of 2 one (cpsim/calibrate/data/h200-waves.jsonl)."""
 
 
 def working_bytes(
@@ -225,7 +232,7 @@ def working_bytes(
 
 def anatomy_at(kernel: str, pass_: str, head_dim: int) -> Anatomy:
     """A kernel's anatomy at a head dimension; where its tiles are not known, they are those of 128."""
-    anatomy = ANATOMY[kernel, pass_]
+    anatomy = replace(ANATOMY[kernel, pass_], rows_together=_ROWS_TOGETHER.get((kernel, pass_, head_dim), 1))
     tiles = _TILES.get((kernel, pass_), {}).get(head_dim)
     if tiles is None:
         return anatomy
@@ -302,6 +309,8 @@ class AttentionParams:
     """The same where lengths are no multiples of the tile sizes."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
+    fetch_s: float = 0.0
+    """Least time of an SM for each part of code that the rows of a causal varlen call run after that for cut tiles."""
     older_share: float = EVEN_SHARE
     """Of what two blocks on an SM get done at their tiles under a causal mask, the part of the one that came first."""
     older_share_full: float = EVEN_SHARE

@@ -25,12 +25,13 @@ Bools = NDArray[np.bool_]
 
 REPLAYED_WAVES = 48
 """Calls of at most so many waves of blocks are scheduled block by block."""
-PAIRED_WAVES = 6
-"""Calls of at most so many waves of pairs of blocks are followed from event to event."""
+PAIRED_WAVES, FOLLOWED_WAVES = 6, 16
+"""Calls of at most so many waves of pairs of blocks are followed from event to event: of blocks with work, and with
+those without."""
 KNOWN = 4093
 """Prices of single-sequence calls that are remembered; prime, because lengths are multiples of powers of 2."""
 HIDING = 4.0
-"""How well the main kernel's loads of keys hide behind its tiles: exponent of a smooth maximum."""
+"""How well the main kernel's loads of keys and instructions hide behind its tiles: exponent of a smooth maximum."""
 HIDING_ENDS = 1.2
 """The same for queries and outputs, which a block moves before and after its tiles: hardly."""
 TABLE_ABOVE = 256
@@ -43,8 +44,8 @@ CARRY_BITS, TOGETHER = 52, 1024
 """Of fractions of such a step as integers, and how many blocks may add theirs to one at once."""
 MOMENT_S = 1e-7
 """Ends of blocks that are so close come in any order."""
-SEEDS = 4
-"""Such orders that calls are averaged over whose blocks without work end at once."""
+SEEDS, MOST_SEEDS = 4, 16
+"""Such orders that calls are averaged over: more of smaller ones, which the order matters to more."""
 PAIRINGS = 8
 """Random pairings that the end of a call with two blocks on an SM is averaged over."""
 
@@ -121,6 +122,19 @@ def tiles_of_row(row: int, q: int, k: int, causal: bool, tile_q: int, tile_k: in
         return (k + tile_k - 1) // tile_k
     last = min(q - 1, (row * tile_q + tile_q - 1) // packed)
     return (last + k - q) // tile_k + 1
+
+
+@njit(cache=True)
+def parts_fetched(q: int, k: int, tile_q: int, tile_k: int) -> int:
+    """Parts of code that the tile rows of a causal sequence run after that for tiles which the mask can cut: one for
+    the tile before those, whose bounds are checked, too, and one for all others."""
+    q, parts = min(q, k), 0
+    for more in range(2):
+        keys = ((tile_q + tile_k - 1) // tile_k + more) * tile_k
+        unseeing = max(0, keys - (k - q))  # queries before the first that sees more
+        if q > unseeing:
+            parts += (q + tile_q - 1) // tile_q - unseeing // tile_q
+    return parts
 
 
 @njit(cache=True)
@@ -468,6 +482,7 @@ def _replay(  # type: ignore[no-untyped-def]
         rows = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)[0]
         if rows == 0:
             continue
+        rows = (rows + g.rows_together - 1) // g.rows_together * g.rows_together
         if (rows == 1 or not causal[i]) and empties <= rows:  # all blocks are alike
             tiles = tiles_of_row(0, q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
             idle[n], work[n] = t.idle, t.tile * tiles + t.cut * _cuts(tiles)
@@ -491,7 +506,8 @@ def _replay(  # type: ignore[no-untyped-def]
         for run in range(n):
             idle[run] += work[run]
         return queue(idle, number, n, repeats, g.num_sms, left, held, hold_s)
-    if number[:n].sum() * repeats > PAIRED_WAVES * g.slots:
+    launched = number[:n].sum() * repeats
+    if launched > (FOLLOWED_WAVES if empties else PAIRED_WAVES) * g.slots:
         all_idle, all_work = sum_of_runs(idle, number, n), sum_of_runs(work, number, n)
         together = all_idle + all_work * slow
         alone = (all_idle + all_work) / together
@@ -499,7 +515,7 @@ def _replay(  # type: ignore[no-untyped-def]
         makespan = queue(idle, number, n, repeats, g.slots, left, 2 * held, hold_s)
         return makespan - left.max() + finish(left, g.num_sms, alone)
     idles, works = _blocks(idle, number, n, repeats), _blocks(work, number, n, repeats)
-    mean, seeds = 0.0, SEEDS if empties else 1
+    mean, seeds = 0.0, min(max(SEEDS, SEEDS * PAIRED_WAVES * g.slots // launched), MOST_SEEDS)
     for seed in range(seeds):
         mean += pairs(idles, works, len(idles), g.num_sms, g.alone_factor, share, seed + 1, held, hold_s) / seeds
     return mean
@@ -666,7 +682,8 @@ def _call(  # type: ignore[no-untyped-def]
         busy = 0.0
     else:
         slow = overlap(s.idle, s.work, g.alone_factor) if g.blocks_per_sm == 2 else 1.0
-        follow = num_blocks + empty <= PAIRED_WAVES * g.slots and g.grid_of_longest and varlen
+        few = num_blocks <= PAIRED_WAVES * g.slots and num_blocks + empty <= FOLLOWED_WAVES * g.slots
+        follow = few and g.grid_of_longest and varlen
         if num_blocks <= REPLAYED_WAVES * g.slots:
             empties = s.longest_row if follow else 0
             makespan = _replay(
@@ -684,6 +701,13 @@ def _call(  # type: ignore[no-untyped-def]
             makespan = _many_waves(g, paired, s, heads, latest)
         if not follow:
             makespan += empty * per_empty / g.slots
+        if g.fetch_s > 0.0 and varlen and masked and num_blocks > g.slots:
+            parts = 0
+            for i in range(begin, end):
+                parts += parts_fetched(q_len[i], k_len[i], tile_q, g.tile_k) if causal[i] else 0
+            fetch = g.fetch_s * heads * parts / g.num_sms
+            waiting = (makespan**HIDING + fetch**HIDING) ** (1.0 / HIDING) - makespan
+            makespan += waiting * (1.0 - g.slots / num_blocks)  # the first blocks are in step and share what is fetched
         busy = heads * tile * s.tiles / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower

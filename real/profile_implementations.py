@@ -11,6 +11,7 @@ their start (name, stream, start, duration, the host call that launched it) and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -78,36 +79,49 @@ def main() -> None:
     torch.manual_seed(0)
     with Node(cpu=args.cpu) as node:
         rank = node.rank
-        for scenario in load_scenarios(args.alone) if args.alone else scenarios(node.size, "h200-4"):
-            if isinstance(scenario, CpsimError):
-                print(f"real.profile_implementations: {scenario}", file=sys.stderr)
-                continue
-            if args.only and scenario.implementation not in args.only.split(","):
-                continue
-            for pass_ in PASSES:
-                late = torch.tensor([time.monotonic() - started > args.seconds], dtype=torch.int32, device=node.device)
-                dist.all_reduce(late)
-                if late.item():
-                    continue
-                if args.alone:
-                    node.stand_for(scenario.gpus // 2, scenario.gpus)
-                row: dict[str, Any] = {"scenario": {**scenario.to_dict(), "pass": pass_}, "rank": node.rank}
-                try:
-                    row |= measure(scenario, pass_, node)
-                except CpsimError as error:
-                    row["error"] = str(error)
-                except Exception as error:  # the same on all ranks, or the job hangs and is stopped from outside
-                    row["error"] = f"{type(error).__name__}: {error}"[:2000]
-                rows.append(row)
-                if node.rank == 0 or node.alone:
-                    what = f"{row.get('time_s', 0) * 1e6:.0f} us, {len(row.get('kernels', ()))} kernels"
-                    case = f"{scenario.implementation} {scenario.strategy} {scenario.mask_name} {scenario.kernel}"
-                    print(f"{case} {scenario.num_tokens} {pass_}: {row.get('error', what)}", flush=True)
+        for scenario, pass_ in itertools.product(chosen(args, node.size), PASSES):
+            late = torch.tensor([time.monotonic() - started > args.seconds], dtype=torch.int32, device=node.device)
+            dist.all_reduce(late)
+            if late.item():
+                break
+            if args.alone:
+                node.stand_for(scenario.gpus // 2, scenario.gpus)
+            rows.append(row_of(scenario, pass_, node))
+            if rank == 0 or node.alone:
+                print(in_words(scenario, pass_, rows[-1]), flush=True)
         args.out.mkdir(parents=True, exist_ok=True)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (args.out / f"profile-rank{rank}.json").write_text(lines, encoding="utf-8")
         if rank == 0:
             print(f"{time.monotonic() - started:.0f} s")
+
+
+def chosen(args: argparse.Namespace, num_ranks: int) -> list[Scenario]:
+    """The cases to profile; what is wrong with others is printed."""
+    found = []
+    for scenario in load_scenarios(args.alone) if args.alone else scenarios(num_ranks, "h200-4"):
+        if isinstance(scenario, CpsimError):
+            print(f"real.profile_implementations: {scenario}", file=sys.stderr)
+        elif not args.only or scenario.implementation in args.only.split(","):
+            found.append(scenario)
+    return found
+
+
+def row_of(scenario: Scenario, pass_: Pass, node: Node) -> dict[str, Any]:
+    """What is written of a case, or the error that it ended with."""
+    row: dict[str, Any] = {"scenario": {**scenario.to_dict(), "pass": pass_}, "rank": node.rank}
+    try:
+        return row | measure(scenario, pass_, node)
+    except CpsimError as error:
+        return row | {"error": str(error)}
+    except Exception as error:  # the same on all ranks, or the job hangs and is stopped from outside
+        return row | {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def in_words(scenario: Scenario, pass_: Pass, row: dict[str, Any]) -> str:
+    what = f"{row.get('time_s', 0) * 1e6:.0f} us, {len(row.get('kernels', ()))} kernels"
+    case = f"{scenario.implementation} {scenario.strategy} {scenario.mask_name} {scenario.kernel}"
+    return f"{case} {scenario.num_tokens} {pass_}: {row.get('error', what)}"
 
 
 def measure(scenario: Scenario, pass_: Pass, node: Node) -> dict[str, Any]:

@@ -36,6 +36,7 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2,
     python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --minutes 8 --out $R/h200.jsonl
     python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --skip 34 --out $R/h200-2.jsonl
     python -m real.measure_ranks $R/cases-2.jsonl --seconds 0.05 --minutes 3.1 --out $R/h200-3.jsonl
+    python -m real.measure_ranks $R/cases-3.jsonl --seconds 0.05 --minutes 7 --out $R/h200-5.jsonl
     python -m real.measure_ranks $R/cases-others.jsonl --seconds 0.05 --lead 0.005 --out $R/others-h200.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
@@ -485,6 +486,7 @@ def files() -> dict[Path, str]:
         FOLDER / "ranks" / "cases.jsonl": text(single_ranks(26)),
         FOLDER / "ranks" / "cases-others.jsonl": text(in_turn(list(single_ranks_of_others(28)), 28)),
         FOLDER / "ranks" / "cases-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),
+        FOLDER / "ranks" / "cases-3.jsonl": text(in_turn([c for c in single_ranks(29) if c["gpus"] <= 16], 29)),
     }
     for num_nodes in (2, 4):
         cluster = nodes_of_eight(num_nodes)

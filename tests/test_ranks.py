@@ -88,6 +88,17 @@ def test_ranks_that_no_model_had_seen_are_predicted_as_well():
     assert max(errors) < 0.065
 
 
+def test_ranks_of_problems_drawn_after_the_last_change_of_the_model_are_predicted():
+    unseen = PAGE.ranks(PAGE.RUNS / "h200-5.jsonl")
+    errors = [r.error for r in unseen]
+    assert len(errors) == 180
+    assert mean(map(abs, errors)) < 0.013
+    assert abs(mean(errors)) < 0.005
+    assert max(map(abs, errors)) < 0.09
+    said = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"the last {len(errors)}, which no model had seen, by {100 * mean(map(abs, errors)):.1f} %" in said
+
+
 @pytest.mark.parametrize(("pass_", "most"), [("fwd", 0.02), ("bwd", 0.012)])
 def test_varlen_calls_of_one_sequence_that_no_fit_knows_are_predicted_and_are_not_dense_calls(pass_, most):
     assert "h200-kernels-varlen.jsonl" not in (DATA / "profiles.json").read_text()

@@ -4,8 +4,8 @@ on two; those of the second are mostly for other people's code and for planners,
 small-others.jsonl (few tokens in other people's code, on two), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl,
 one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4 and -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and
 one-h200-layers-2.jsonl (calls of attention and whole layers drawn at random, on one GPU; those of one-h200-5 of any
-number of tokens), ranks/cases.jsonl, -2 and -others (problems of 2 to 96 GPUs, drawn at random, of which single ranks
-are measured on one GPU) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+number of tokens), ranks/cases.jsonl, -2, -3 and -others (problems of 2 to 96 GPUs, drawn at random, of which single
+ranks are measured on one GPU) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 
@@ -36,6 +36,7 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2,
     python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --minutes 8 --out $R/h200.jsonl
     python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --skip 34 --out $R/h200-2.jsonl
     python -m real.measure_ranks $R/cases-2.jsonl --seconds 0.05 --minutes 3.1 --out $R/h200-3.jsonl
+    python -m real.measure_ranks $R/cases-2.jsonl --seconds 0.05 --skip 14 --minutes 6.5 --out $R/h200-4.jsonl
     python -m real.measure_ranks $R/cases-3.jsonl --seconds 0.05 --minutes 7 --out $R/h200-5.jsonl
     python -m real.measure_ranks $R/cases-others.jsonl --seconds 0.05 --lead 0.005 --out $R/others-h200.jsonl
 

@@ -473,9 +473,10 @@ def _replay(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Schedules every block of a call in launch order: those of one head at a time, or of all heads of a sequence.
 
-    `empties` tells how many blocks are launched for each sequence if not 0; `slow` is how much slower tiles are where
-    SMs always hold two blocks, the older of which gets its `share` done; `held` SMs are taken for the first `hold_s`.
-    `idle`, `work`, `number` (runs of blocks that are alike) and `left` are scratch.
+    `empties` tells how many blocks are launched for each sequence if not 0, and that all are followed from event to
+    event; `slow` is how much slower tiles are where SMs always hold two blocks, the older of which gets its `share`
+    done; `held` SMs are taken for the first `hold_s`. `idle`, `work`, `number` (runs of blocks that are alike) and
+    `left` are scratch.
     """
     n = 0
     for i in range(begin, end):
@@ -507,7 +508,7 @@ def _replay(  # type: ignore[no-untyped-def]
             idle[run] += work[run]
         return queue(idle, number, n, repeats, g.num_sms, left, held, hold_s)
     launched = number[:n].sum() * repeats
-    if launched > (FOLLOWED_WAVES if empties else PAIRED_WAVES) * g.slots:
+    if not empties and launched > PAIRED_WAVES * g.slots:
         all_idle, all_work = sum_of_runs(idle, number, n), sum_of_runs(work, number, n)
         together = all_idle + all_work * slow
         alone = (all_idle + all_work) / together
@@ -628,6 +629,24 @@ def _prelude(g, s, num_heads, varlen):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)
+def hidden(seconds: float, others: float, how_well: float) -> float:
+    """Seconds of what hides others behind it: their smooth maximum."""
+    return float((seconds**how_well + others**how_well) ** (1.0 / how_well))
+
+
+@njit(cache=True)
+def _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makespan):  # type: ignore[no-untyped-def]
+    """Seconds that a causal varlen call waits for instructions."""
+    if num_blocks <= g.slots:  # the first blocks are in step and share what is fetched
+        return 0.0
+    parts = 0
+    for i in range(begin, end):
+        parts += parts_fetched(q_len[i], k_len[i], tile_q, g.tile_k) if causal[i] else 0
+    fetch = g.fetch_s * heads * parts / g.num_sms
+    return (hidden(makespan, fetch, HIDING) - makespan) * (1.0 - g.slots / num_blocks)
+
+
+@njit(cache=True)
 def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
     """log(predicted / measured) to expect where features are `look`; see `discrepancy`."""
     total = 0.0
@@ -701,13 +720,8 @@ def _call(  # type: ignore[no-untyped-def]
             makespan = _many_waves(g, paired, s, heads, latest)
         if not follow:
             makespan += empty * per_empty / g.slots
-        if g.fetch_s > 0.0 and varlen and masked and num_blocks > g.slots:
-            parts = 0
-            for i in range(begin, end):
-                parts += parts_fetched(q_len[i], k_len[i], tile_q, g.tile_k) if causal[i] else 0
-            fetch = g.fetch_s * heads * parts / g.num_sms
-            waiting = (makespan**HIDING + fetch**HIDING) ** (1.0 / HIDING) - makespan
-            makespan += waiting * (1.0 - g.slots / num_blocks)  # the first blocks are in step and share what is fetched
+        if g.fetch_s > 0.0 and varlen and masked:
+            makespan += _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makespan)
         busy = heads * tile * s.tiles / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
@@ -716,8 +730,8 @@ def _call(  # type: ignore[no-untyped-def]
     if s.odd:
         makespan *= g.odd_factor
     beside, ends, around = _traffic(g, s, num_heads, num_kv_heads, varlen)
-    makespan = (makespan**HIDING + (g.traffic_s_per_byte * beside) ** HIDING) ** (1.0 / HIDING)
-    makespan = (makespan**HIDING_ENDS + (g.traffic_s_per_byte * ends) ** HIDING_ENDS) ** (1.0 / HIDING_ENDS)
+    makespan = hidden(makespan, g.traffic_s_per_byte * beside, HIDING)
+    makespan = hidden(makespan, g.traffic_s_per_byte * ends, HIDING_ENDS)
     seconds = makespan + extra + g.call_s + g.call_varlen_s * varlen + g.traffic_s_per_byte * around
     mean = s.tiles / s.rows
     look[0] = np.log2(num_blocks / g.slots)
@@ -842,7 +856,7 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
     elif g.backward and not g.packs_heads:  # dq is added up in fp32
         written, summed = _key_gradients(k, shared)
         beside, around = 12.0 * q + 4.0 * k + written, 14.0 * q + summed
-    makespan = (makespan**HIDING + (g.traffic_s_per_byte * beside) ** HIDING) ** (1.0 / HIDING)
+    makespan = hidden(makespan, g.traffic_s_per_byte * beside, HIDING)
     seconds = makespan + g.call_s + g.traffic_s_per_byte * around
     partial = of_queries[:, 0].sum() / visited
     mean = cost[:n].sum() / n

@@ -40,6 +40,7 @@ def test_every_published_bar_is_there_and_gives_the_published_speed_ups():
     found = {(s.mask, s.scale): s.published for s in speed_ups(rows)}
     assert [round(found["causal", scale], 2) for scale in (0.5, 1.0, 2.0, 4.0)] == [2.43, 2.04, 1.64, 1.29]
     assert round(found["lambda", 4.0], 2) == 3.86
+    assert [(s.mask, s.scale) for s in speed_ups(rows) if s.outlier] == [("lambda", 1.0)]
     assert [(row.mask, row.row, row.scale) for row in rows if row.outlier] == [
         ("causal", "ring", 1.0), ("lambda", "dcp", 1.0)
     ]  # fmt: skip

@@ -111,7 +111,7 @@ class SpeedUp:
     published: float
     predicted: float
     outlier: bool
-    """One of its published bars is."""
+    """One of the published bars that it is the ratio of is."""
 
     @property
     def error(self) -> float:
@@ -287,8 +287,9 @@ def speed_ups(rows: Sequence[Row]) -> list[SpeedUp]:
         }
         others = np.array([total for name, total in totals.items() if name != "dcp"]).min(axis=0)
         theirs, ours = (others / totals["dcp"]).tolist()
+        compared = {"dcp", *(name for name, (seconds, _) in totals.items() if seconds == others[0])}
         found.append(SpeedUp(mask=mask, scale=scale, published=theirs, predicted=ours,
-                             outlier=any(r.outlier for r in bars)))  # fmt: skip
+                             outlier=any(r.outlier for r in bars if r.row in compared)))  # fmt: skip
     return found
 
 
@@ -301,3 +302,8 @@ def solver() -> str:
 def mean_error(found: Sequence[SpeedUp]) -> float:
     """Mean of absolute errors."""
     return mean(abs(speed_up.error) for speed_up in found)
+
+
+def without_outliers(found: Sequence[SpeedUp]) -> list[SpeedUp]:
+    """Those that rest on no outlier of the published run."""
+    return [speed_up for speed_up in found if not speed_up.outlier]

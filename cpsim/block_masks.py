@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import compiled
 from cpsim.masks import UNBOUNDED, Ints, Slices, slice_area
 
 BLOCK: Final = 128
@@ -74,7 +74,7 @@ def sequence_slices(q_lens: Ints, k_lens: Ints, causal: NDArray[np.bool_]) -> Sl
     return Slices(q_end - q_lens, q_end, k_end - k_lens, k_end, np.full(len(q_end), -UNBOUNDED), high)
 
 
-@njit(cache=True)
+@compiled()
 def block_kinds(table, num_q, num_k, size):  # type: ignore[no-untyped-def]
     """0, PARTIAL or FULL for every block of ``size x size`` tokens, ``uint8[query blocks, key blocks]``.
 
@@ -113,7 +113,7 @@ def block_kinds(table, num_q, num_k, size):  # type: ignore[no-untyped-def]
     return kinds
 
 
-@njit(cache=True)
+@compiled()
 def key_runs(table, num_q):  # type: ignore[no-untyped-def]
     """First key and end of the keys that every query sees, ``int32[2, num_q]``, and whether these are all in one run.
 
@@ -180,7 +180,7 @@ def rectangles(table: Ints, num_q: int, num_k: int) -> tuple[NDArray[np.bool_], 
     return seen, np.diff(q_edges), np.diff(k_edges)
 
 
-@njit(cache=True)
+@compiled()
 def _see(seen, rows, columns):  # type: ignore[no-untyped-def]
     """Marks every rectangle from a row and a column to others, ``rows`` and ``columns`` being ``int64[M, 2]``."""
     for i in range(len(rows)):
@@ -198,7 +198,7 @@ def row_sequences(table: Ints, num_q: int, num_k: int) -> tuple[Ints, Ints]:
     return rows[keys > 0], keys[keys > 0]
 
 
-@njit(cache=True)
+@compiled()
 def _fill(layers, at, band):  # type: ignore[no-untyped-def]
     """Writes every slice's band into its rectangle, of the second one where there is a first; whether that is all."""
     for i in range(len(at)):

@@ -8,10 +8,9 @@ from math import prod
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from cpsim.compiled import unsigned
+from cpsim.compiled import compiled, unsigned
 from cpsim.masks import Ints, RangeSets
 from cpsim.schedule import READ, STREAMS, UPDATE, WRITE, Int32, Kind, Schedule
 from cpsim.tiles import Tiles
@@ -53,7 +52,7 @@ class _Entries:
         return start, grouped
 
 
-@njit(cache=True)
+@compiled()
 def _count(counts, ops, first):  # type: ignore[no-untyped-def]
     """Add up entries of every op."""
     for i in range(len(ops)):
@@ -61,7 +60,7 @@ def _count(counts, ops, first):  # type: ignore[no-untyped-def]
             counts[ops[i]] += first[i, entry] >= 0
 
 
-@njit(cache=True)
+@compiled()
 def _group(filled, grouped, ops, first, column):  # type: ignore[no-untyped-def]
     """Put a column's entries behind those that their ops have."""
     for i in range(len(ops)):
@@ -71,7 +70,7 @@ def _group(filled, grouped, ops, first, column):  # type: ignore[no-untyped-def]
                 filled[ops[i]] += 1
 
 
-@njit(cache=True)
+@compiled()
 def _set_rows(rows, where, values):  # type: ignore[no-untyped-def]
     """Rows from as many others, or all from one."""
     for i in range(len(where)):

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from cpsim.compiled import bare
+from cpsim.compiled import bare, compiled
 
 Ints = NDArray[np.int64]
 
@@ -63,7 +62,7 @@ class Slices:
         return [TYPE_NAMES[c] if ok else "band" for c, ok in zip(code.tolist(), known.tolist(), strict=True)]
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def _pairs_up_to(num_q, num_k, diagonal):  # type: ignore[no-untyped-def]
     """Pairs (u, v) of a num_q x num_k rectangle with v - u <= diagonal."""
     last = num_q + diagonal
@@ -77,7 +76,7 @@ def _pairs_up_to(num_q, num_k, diagonal):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def slice_area(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-untyped-def]
     """Exact area of one slice; the band is clipped to the rectangle first so that nothing overflows."""
     num_q, num_k = q_end - q_start, k_end - k_start
@@ -91,7 +90,7 @@ def slice_area(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-un
     return _pairs_up_to(num_q, num_k, upper) - _pairs_up_to(num_q, num_k, lower - 1)
 
 
-@njit(cache=True)
+@compiled()
 def slice_areas(q_start, q_end, k_start, k_end, low, high):  # type: ignore[no-untyped-def]
     """Exact areas of many slices, ``int64[M]``; see ``Slices`` for the columns."""
     areas = np.empty(len(q_start), np.int64)
@@ -135,7 +134,7 @@ def areas_between(slices: Slices, edges: Ints) -> Ints:
     return areas
 
 
-@njit(cache=True)
+@compiled()
 def _areas_of_cells(table, edges):  # type: ignore[no-untyped-def]
     areas = np.zeros((len(edges) - 1, len(edges) - 1), np.int64)
     for row in range(len(table)):

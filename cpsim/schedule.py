@@ -18,9 +18,9 @@ from enum import IntEnum
 from typing import Final, Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import compiled
 from cpsim.masks import Ints, RangeSets
 from cpsim.stripes import striped_tokens
 from cpsim.tiles import Tiles
@@ -356,7 +356,7 @@ class Schedule:
         return np.bincount(self.buffer_rank, weights=self.buffer_nbytes, minlength=self.num_ranks).astype(np.int64)
 
 
-@njit(cache=True)
+@compiled()
 def _first(first, lane):  # type: ignore[no-untyped-def]
     """First lane of a lane's group so far; ``first`` leads there."""
     if first[lane] < 0:
@@ -367,7 +367,7 @@ def _first(first, lane):  # type: ignore[no-untyped-def]
     return lane
 
 
-@njit(cache=True)
+@compiled()
 def _linked(is_transfer, lane_start, lane_rank, lane_stream, num_ranks, num_streams):  # type: ignore[no-untyped-def]
     """Group of every op and of every lane (stream, rank), -1 of those without transfers: transfers on lanes of one
     stream are of one group where they share ranks, directly or through others."""

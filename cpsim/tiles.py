@@ -8,10 +8,9 @@ from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.compiled import bare
+from cpsim.compiled import bare, compiled
 from cpsim.masks import Ints, RangeSets, Slices, restrict, slice_area, slices_of_product
 from cpsim.stripes import MANY, slices_of_stripes, stripe_table, striped
 
@@ -120,7 +119,7 @@ class Sequences:
         return _longest(self.start, self.q_len, tiles), _longest(self.start, self.k_len, tiles)
 
 
-@njit(cache=True)
+@compiled()
 def _longest(start, length, tiles):  # type: ignore[no-untyped-def]
     most = 0
     for tile in range(len(tiles)):
@@ -130,7 +129,7 @@ def _longest(start, length, tiles):  # type: ignore[no-untyped-def]
     return most
 
 
-@njit(cache=True)
+@compiled()
 def _totals(start, length):  # type: ignore[no-untyped-def]
     """Sum of every tile's lengths."""
     total = np.zeros(len(start) - 1, np.int64)
@@ -140,7 +139,7 @@ def _totals(start, length):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True)
+@compiled()
 def _of_tiles(start, q_len, k_len, flags):  # type: ignore[no-untyped-def]
     num = len(start) - 1
     queries, keys = np.zeros(num, np.int64), np.zeros(num, np.int64)
@@ -329,7 +328,7 @@ def _grouped(tiles: Tiles, *, placed: bool) -> tuple[Ints, _Out, int]:
     return start, out, count
 
 
-@njit(cache=True)
+@compiled()
 def _fill(given, bands, rows, areas, out, start, made, area):  # type: ignore[no-untyped-def]
     """Slices, sequences and area of every product.
 
@@ -358,7 +357,7 @@ def _fill(given, bands, rows, areas, out, start, made, area):  # type: ignore[no
     return at, longest, wraps, count
 
 
-@njit(cache=True)
+@compiled()
 def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyped-def]
     """Fill ``out``; ``bands`` has (q_start, low, high) of every mask row. Returns CSR start and the number of
     sequences."""
@@ -370,7 +369,7 @@ def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyp
     return start, count
 
 
-@njit(cache=True)
+@compiled()
 def _of_tile(rows, row_area, first, last, bands, out, count):  # type: ignore[no-untyped-def]
     """Sequences of the slices of one tile; the number of sequences so far."""
     out[4][0] = 0
@@ -520,7 +519,7 @@ def _are_stairs(rows, row_area, first, end, more):  # type: ignore[no-untyped-de
     return True
 
 
-@njit(cache=True)
+@compiled()
 def _of_several_rows(rows, first, end, bands, out, count):  # type: ignore[no-untyped-def]
     """One sequence for every range of queries that the same slices of several mask rows cover."""
     order = first + np.argsort(rows[first:end, 1], kind="mergesort")

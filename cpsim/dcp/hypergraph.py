@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.dcp.blocks import Blocks
 from cpsim.masks import Ints
 
@@ -119,7 +119,7 @@ def _placed(level: Level, data: Ints, limit: float, rng: np.random.Generator, nu
     return improved(level, even_work(level, placed, limit, num_parts), limit, num_parts, rng)
 
 
-@njit(cache=True)
+@compiled()
 def _pins(nets, work_part, data_nets, data_part, num_nets, num_parts):  # type: ignore[no-untyped-def]
     """How many vertices of every net are in every part, ``[nets, parts]``."""
     pins = np.zeros((num_nets, num_parts), np.int32)
@@ -132,7 +132,7 @@ def _pins(nets, work_part, data_nets, data_part, num_nets, num_parts):  # type: 
     return pins
 
 
-@njit(cache=True)
+@compiled()
 def _cost(nets, nbytes, pins, old, new):  # type: ignore[no-untyped-def]
     """Bytes more when a vertex of these nets moves from part ``old``, or from none, to part ``new``."""
     cost = 0
@@ -144,7 +144,7 @@ def _cost(nets, nbytes, pins, old, new):  # type: ignore[no-untyped-def]
     return cost
 
 
-@njit(cache=True)
+@compiled()
 def _move(nets, pins, old, new):  # type: ignore[no-untyped-def]
     for net in nets:
         if old >= 0:
@@ -152,7 +152,7 @@ def _move(nets, pins, old, new):  # type: ignore[no-untyped-def]
         pins[net, new] += 1
 
 
-@njit(cache=True)
+@compiled()
 def _loads(part, weight, num_parts):  # type: ignore[no-untyped-def]
     """Sum of the weights in every part, ``[parts]``."""
     load = np.zeros(num_parts, np.int64)
@@ -161,7 +161,7 @@ def _loads(part, weight, num_parts):  # type: ignore[no-untyped-def]
     return load
 
 
-@njit(cache=True)
+@compiled()
 def _even_tokens(nets, nbytes, tokens, part, pins):  # type: ignore[no-untyped-def]
     held = _loads(part, tokens, pins.shape[1])
     while held.max() - held.min() > tokens.max():
@@ -178,7 +178,7 @@ def _even_tokens(nets, nbytes, tokens, part, pins):  # type: ignore[no-untyped-d
         held[empty] += tokens[best]
 
 
-@njit(cache=True)
+@compiled()
 def _even_work(nets, nbytes, work, part, pins, limit):  # type: ignore[no-untyped-def]
     load = _loads(part, work, pins.shape[1])
     while load.max() > limit:
@@ -201,7 +201,7 @@ def _even_work(nets, nbytes, work, part, pins, limit):  # type: ignore[no-untype
         load[best_to] += work[best]
 
 
-@njit(cache=True)
+@compiled()
 def _construct(nets, nbytes, work, pins, limit, order):  # type: ignore[no-untyped-def]
     part, load = np.zeros(len(work), np.int64), np.zeros(pins.shape[1], np.int64)
     for i in order:
@@ -219,7 +219,7 @@ def _construct(nets, nbytes, work, pins, limit, order):  # type: ignore[no-untyp
     return part
 
 
-@njit(cache=True)
+@compiled()
 def _improve(nets, nbytes, work, part, pins, limit, order):  # type: ignore[no-untyped-def]
     load = _loads(part, work, pins.shape[1])
     moves = 1

@@ -8,13 +8,14 @@ sends, so that traffic is little and even, plus a price on computation beyond a 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from cpsim.compiled import compiled
 
 OUTSIDE = -1
 """Part of a block whose home is no part: another node, where the parts are the GPUs of one."""
 
 
-@njit(cache=True)
+@compiled()
 def cost_of(received, sent, load, cap, price):  # type: ignore[no-untyped-def]
     """What is minimized: squares of bytes, and ``price`` times the squares of loads beyond ``cap``."""
     cost = 0.0
@@ -24,7 +25,7 @@ def cost_of(received, sent, load, cap, price):  # type: ignore[no-untyped-def]
     return cost
 
 
-@njit(cache=True)
+@compiled()
 def _count(unit, part, sign, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
     """A part that is not its home begins (+1) or ends (-1) to compute on a unit."""
     received[part] += sign * bytes_in[unit]
@@ -34,7 +35,7 @@ def _count(unit, part, sign, home, bytes_in, bytes_out, received, sent):  # type
         received[home[unit]] += sign * bytes_out[unit]
 
 
-@njit(cache=True)
+@compiled()
 def tally(worker, sides, home, bytes_in, bytes_out, area, num_parts):  # type: ignore[no-untyped-def]
     """Users of every unit ``[units, parts]``, and received, sent and load of every part, of a placement."""
     users = np.zeros((len(home), num_parts), np.int64)
@@ -49,7 +50,7 @@ def tally(worker, sides, home, bytes_in, bytes_out, area, num_parts):  # type: i
     return users, received, sent, load
 
 
-@njit(cache=True)
+@compiled()
 def _shift(units, count, was, to, users, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
     """What parts receive and send once ``count`` users of every unit have gone from one part to another."""
     for unit in units:
@@ -59,7 +60,7 @@ def _shift(units, count, was, to, users, home, bytes_in, bytes_out, received, se
             _count(unit, to, 1, home, bytes_in, bytes_out, received, sent)
 
 
-@njit(cache=True)
+@compiled()
 def _gather(members, part, worker, sides, chosen, units, count):  # type: ignore[no-untyped-def]
     """The computation blocks of a bundle that a part has, and their units with how many of them use each."""
     size = num_units = 0
@@ -75,7 +76,7 @@ def _gather(members, part, worker, sides, chosen, units, count):  # type: ignore
     return chosen[:size], units[:num_units]
 
 
-@njit(cache=True)
+@compiled()
 def _frees(units, count, part, users, home):  # type: ignore[no-untyped-def]
     """Whether a part would need some unit of another part no longer."""
     freed = 0
@@ -84,7 +85,7 @@ def _frees(units, count, part, users, home):  # type: ignore[no-untyped-def]
     return freed > 0
 
 
-@njit(cache=True)
+@compiled()
 def _best_part(units, count, part, weight, state, home, bytes_in, bytes_out, cap, price):  # type: ignore[no-untyped-def]
     """Where some computation of a part costs least, which may be that part."""
     users, received, sent, load = state
@@ -105,7 +106,7 @@ def _best_part(units, count, part, weight, state, home, bytes_in, bytes_out, cap
     return best
 
 
-@njit(cache=True)
+@compiled()
 def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out, area, cap, price, sweeps):  # type: ignore[no-untyped-def]
     """Move what a part has of a bundle of computation blocks to where it costs least, bundle by bundle.
 
@@ -146,7 +147,7 @@ def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out
             break
 
 
-@njit(cache=True)
+@compiled()
 def _change_home(x, to, home, users, row_start, key, nbytes, area, received, sent, load):  # type: ignore[no-untyped-def]
     """A token block and the computation of its queries go to another part."""
     was = home[x]
@@ -168,7 +169,7 @@ def _change_home(x, to, home, users, row_start, key, nbytes, area, received, sen
     home[x] = to
 
 
-@njit(cache=True)
+@compiled()
 def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap, price, pairs, luck):  # type: ignore[no-untyped-def]
     """Swap token blocks of two parts, with the computation of their queries, by simulated annealing.
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.dcp.blocks import Blocks, Placement, judge
 from cpsim.dcp.placing import Settings
 from cpsim.dcp.timing import Rates, stage_by_time
@@ -62,7 +62,7 @@ def stage_blocks(
     return np.unique(stages, return_inverse=True)[1].astype(np.int64)  # without stages that nothing runs in
 
 
-@njit(cache=True)
+@compiled()
 def _fits(unit, rank, home, nbytes, held, near, sent, limit):  # type: ignore[no-untyped-def]
     """Whether the inputs of a computation stay within the limits; if so, they are on their way."""
     per_node = -(-held.shape[2] // near.shape[2])
@@ -82,7 +82,7 @@ def _fits(unit, rank, home, nbytes, held, near, sent, limit):  # type: ignore[no
     return fits
 
 
-@njit(cache=True)
+@compiled()
 def _stage(order, first, units, home, nbytes, area, limit, num_nodes, num_stages):  # type: ignore[no-untyped-def]
     """Stage of every computation; ``order[first[r]:first[r + 1]]`` are those of rank r."""
     num_ranks = len(first) - 1
@@ -101,7 +101,7 @@ def _stage(order, first, units, home, nbytes, area, limit, num_nodes, num_stages
     return stage
 
 
-@njit(cache=True)
+@compiled()
 def _fill(s, order, first, units, home, nbytes, area, limit, held, near, stage, left):  # type: ignore[no-untyped-def]
     """Put computations that are left into stage s."""
     num_ranks = len(first) - 1

@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.distca.items import lay_out, tasks_of
 from cpsim.distca.kernel import Kernel, cost
 from cpsim.distca.tasks import Tasks, TokenBytes, make_tasks
@@ -57,7 +57,7 @@ def balanced(
     return make_tasks(*tasks[:count].T)
 
 
-@njit(cache=True)
+@compiled()
 def _lacking(own, document, server, begin, end):  # type: ignore[no-untyped-def]
     """Keys of a document from one to another that are not a server's own."""
     start, pieces = own
@@ -69,7 +69,7 @@ def _lacking(own, document, server, begin, end):  # type: ignore[no-untyped-def]
     return missing
 
 
-@njit(cache=True)
+@compiled()
 def _fitting(kernel, task, target, from_end):  # type: ignore[no-untyped-def]
     """The most queries of one end of a task that cost no more than the target: all of them, or a multiple of 128."""
     first, tokens = task[FIRST], task[TOKENS]
@@ -86,7 +86,7 @@ def _fitting(kernel, task, target, from_end):  # type: ignore[no-untyped-def]
     return low * GRAIN
 
 
-@njit(cache=True)
+@compiled()
 def _reaches(tasks, count, server, reach):  # type: ignore[no-untyped-def]
     """How far a server's tasks of every task's document reach without that task, ``[count]``."""
     first, second = np.zeros(len(reach), np.int64), np.zeros(len(reach), np.int64)
@@ -103,7 +103,7 @@ def _reaches(tasks, count, server, reach):  # type: ignore[no-untyped-def]
     return without
 
 
-@njit(cache=True)
+@compiled()
 def _bytes_of(task, queries, from_end, server, without, nbytes, own, reach):  # type: ignore[no-untyped-def]
     """Bytes that a move adds."""
     document, giver, end = task[DOCUMENT], task[SERVER], task[FIRST] + task[TOKENS]
@@ -119,7 +119,7 @@ def _bytes_of(task, queries, from_end, server, without, nbytes, own, reach):  # 
     return queries * travels * nbytes[0] + keys * nbytes[1]
 
 
-@njit(cache=True)
+@compiled()
 def _best_move(tasks, count, giver, load, longest, below, most, wary, kernel, tail, nbytes, own, reach):  # type: ignore[no-untyped-def]
     """The task, queries, whether of its end, and the server of the move with the fewest bytes for its work; and how far
     what the giver has left of the document reaches without the task."""
@@ -147,7 +147,7 @@ def _best_move(tasks, count, giver, load, longest, below, most, wary, kernel, ta
     return best, queries, from_end, target, without[best]
 
 
-@njit(cache=True)
+@compiled()
 def _balance(tasks, num_servers, tolerance, kernel, tail, nbytes, own, reach):  # type: ignore[no-untyped-def]
     count, work, stuck = len(tasks), np.zeros(num_servers), np.zeros(num_servers, np.bool_)
     longest = np.zeros(num_servers, np.int64)

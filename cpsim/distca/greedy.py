@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import compiled
 from cpsim.distca.items import (
     DOCUMENT,
     HEAD,
@@ -65,7 +65,7 @@ def released(
     return tasks_of(items[:count])
 
 
-@njit(cache=True)
+@compiled()
 def _released(items, ends, surplus, recipients, threshold, q_bytes, kv_bytes):  # type: ignore[no-untyped-def]
     count = len(items)
     for recipient in recipients:
@@ -139,7 +139,7 @@ def as_in_paper(
     return tasks_of(items[:count])
 
 
-@njit(cache=True)
+@compiled()
 def latency(grid: Any, first: Any, tokens: Any) -> Any:
     """Seconds of a range of queries: between four points of the grid, or saturated beyond it."""
     queries, context, seconds, pairs_per_s = grid
@@ -155,12 +155,12 @@ def latency(grid: Any, first: Any, tokens: Any) -> Any:
     return low * (1 - x) + (seconds[i + 1, j] * (1 - y) + seconds[i + 1, j + 1] * y) * x
 
 
-@njit(cache=True)
+@compiled()
 def _seconds(grid, item):  # type: ignore[no-untyped-def]
     return latency(grid, item[HEAD], item[HEADS]) + latency(grid, item[TAIL], item[TAILS])
 
 
-@njit(cache=True)
+@compiled()
 def _part(item, work, movable):  # type: ignore[no-untyped-def]
     """Queries of head and of tail, each, that a part of at most some work has; all of them: -1."""
     if movable >= work:
@@ -169,7 +169,7 @@ def _part(item, work, movable):  # type: ignore[no-untyped-def]
     return int(most * movable / work) // GRAIN * GRAIN
 
 
-@njit(cache=True)
+@compiled()
 def _efficiency(item, work, movable, q_bytes, kv_bytes):  # type: ignore[no-untyped-def]
     """Work for every byte of the best part of an item."""
     queries = _part(item, work, movable)
@@ -183,7 +183,7 @@ def _efficiency(item, work, movable, q_bytes, kv_bytes):  # type: ignore[no-unty
     return taken / (2 * queries * q_bytes + (begin + queries) * kv_bytes)
 
 
-@njit(cache=True)
+@compiled()
 def _paper(items, num_servers, tolerance, grid, q_bytes, kv_bytes):  # type: ignore[no-untyped-def]
     count, work, load = len(items), np.zeros(len(items)), np.zeros(num_servers)
     for i in range(count):

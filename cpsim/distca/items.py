@@ -16,8 +16,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.distca.tasks import Tasks, make_tasks
 from cpsim.masks import Ints
 
@@ -62,14 +62,14 @@ def tasks_of(items: Ints) -> Tasks:
     return make_tasks(home, server, document, items[:, [HEAD, TAIL]].ravel(), items[:, [HEADS, TAILS]].ravel())
 
 
-@njit(cache=True)
+@compiled()
 def pairs_of(item: Any) -> Any:
     """Unmasked pairs of an item."""
     heads, tails = item[HEADS], item[TAILS]
     return heads * item[HEAD] + heads * (heads + 1) // 2 + tails * item[TAIL] + tails * (tails + 1) // 2
 
 
-@njit(cache=True)
+@compiled()
 def most_to_split(item: Any) -> Any:
     """Queries that the head and the tail can each give away."""
     if item[TAILS] == 0:
@@ -77,7 +77,7 @@ def most_to_split(item: Any) -> Any:
     return min(item[HEADS], item[TAILS])
 
 
-@njit(cache=True)
+@compiled()
 def pairs_of_two(item: Any) -> Any:
     """Unmasked pairs of one query of the head and one of the tail, at their inner ends."""
     if item[TAILS] == 0:
@@ -85,7 +85,7 @@ def pairs_of_two(item: Any) -> Any:
     return item[HEAD] + item[HEADS] + item[TAIL] + 1
 
 
-@njit(cache=True)
+@compiled()
 def split(items: Any, count: Any, chosen: Any, queries: Any, server: Any) -> Any:
     """Give some queries of the inner ends of an item's head and tail to a server, as a new item at ``count``; returns
     the items, with more room where it was needed."""

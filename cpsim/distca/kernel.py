@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import compiled
 from cpsim.distca.tasks import Tasks
 from cpsim.errors import ScenarioError
 from cpsim.masks import Ints
@@ -85,7 +85,7 @@ TAIL_IN_ORDER: Final = 0.3
 """The same where a kernel launches its longest blocks first: 0.19 to 0.34 for fa4."""
 
 
-@njit(cache=True)
+@compiled()
 def cost(kernel: Any, first: Any, tokens: Any) -> Any:
     """Pairs that a range of queries costs, see ``Kernel``; exact where tiles of owned queries are whole tiles of keys,
     else on average over where they begin."""

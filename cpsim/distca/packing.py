@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.distca.tasks import Tasks, make_tasks
 from cpsim.errors import ScenarioError
 from cpsim.masks import Ints
@@ -56,7 +56,7 @@ def wlb_pack(documents: Ints, num_groups: int, limit: int, breakpoint_: int) -> 
     return group
 
 
-@njit(cache=True)
+@compiled()
 def _wlb_pack(lengths, num_groups, limit, breakpoint_):  # type: ignore[no-untyped-def]
     work, tokens = np.zeros(num_groups), np.zeros(num_groups, np.int64)
     group = np.full(len(lengths), -1)

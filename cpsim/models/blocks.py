@@ -3,8 +3,7 @@
 Blocks start in launch order, each on the SM that has room first. Where an SM holds two blocks they alternate between
 overhead, which leaves the tensor cores idle, and tiles; tiles of both at once take longer than one block's alone.
 
-`g` is the kernel (`attention.Compiled`), `t` the times of its blocks, `s` sums over one call. All compiled code is in
-this one file because numba's cache only notices changes of the file that a function is in.
+`g` is the kernel (`attention.Compiled`), `t` the times of its blocks, `s` sums over one call.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import math
 from collections import namedtuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.block_masks import BANDS, BLOCK, CELLS
+from cpsim.compiled import compiled
 from cpsim.models.power import slowdown
 
 Floats = NDArray[np.float64]
@@ -65,7 +64,7 @@ the share of partial ones stands for causal, the rule inside them for varlen. Wh
 lengths that are not whole tiles stand for split."""
 
 
-@njit(cache=True)
+@compiled()
 def floor_sum(n: int, m: int, a: int, b: int) -> int:
     """Sum of floor((a i + b) / m) for i in 0..n-1, in O(log m); a, b >= 0."""
     total = 0
@@ -79,7 +78,7 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
         n, b, m, a = top // m, top % m, a, m
 
 
-@njit(cache=True)
+@compiled()
 def tile_rows(
     q: int, k: int, causal: bool, tile_q: int, tile_k: int, packed: int, backward: bool
 ) -> tuple[int, int, int, int]:
@@ -110,7 +109,7 @@ def tile_rows(
     return rows, total, full, min(full, seen // (packed * tile_k) + 1)
 
 
-@njit(cache=True)
+@compiled()
 def tiles_of_row(row: int, q: int, k: int, causal: bool, tile_q: int, tile_k: int, packed: int, backward: bool) -> int:
     """Visited tiles of one tile row."""
     if causal:
@@ -124,7 +123,7 @@ def tiles_of_row(row: int, q: int, k: int, causal: bool, tile_q: int, tile_k: in
     return (last + k - q) // tile_k + 1
 
 
-@njit(cache=True)
+@compiled()
 def parts_fetched(q: int, k: int, tile_q: int, tile_k: int) -> int:
     """Parts of code that the tile rows of a causal sequence run after that for tiles which the mask can cut: one for
     the tile before those, whose bounds are checked, too, and one for all others."""
@@ -137,7 +136,7 @@ def parts_fetched(q: int, k: int, tile_q: int, tile_k: int) -> int:
     return parts
 
 
-@njit(cache=True)
+@compiled()
 def l2_group(heads: int, k: int, head_dim: float) -> int:
     """Heads whose keys and values fit the L2 cache together, a power of two."""
     group = 1
@@ -146,7 +145,7 @@ def l2_group(heads: int, k: int, head_dim: float) -> int:
     return group
 
 
-@njit(cache=True)
+@compiled()
 def num_splits(num_blocks: int, slots: int, tiles: int) -> int:
     """flash-attn 2's num_splits_heuristic (csrc/flash_attn/flash_api.cpp)."""
     if num_blocks >= 0.8 * slots:
@@ -165,7 +164,7 @@ def num_splits(num_blocks: int, slots: int, tiles: int) -> int:
     return 1
 
 
-@njit(cache=True)
+@compiled()
 def sum_of_runs(seconds: Floats, number: Ints, n: int) -> float:
     """Seconds of n runs of blocks, as if added up block by block, without making every addition.
 
@@ -187,7 +186,7 @@ def sum_of_runs(seconds: Floats, number: Ints, n: int) -> float:
     return total
 
 
-@njit(cache=True)
+@compiled()
 def queue(
     cost: Floats, number: Ints, n: int, repeats: int, slots: int, left: Floats, held: int = 0, hold_s: float = 0.0
 ) -> float:  # fmt: skip
@@ -250,7 +249,7 @@ def queue(
     return float(end * step)
 
 
-@njit(cache=True)
+@compiled()
 def finish(left: Floats, num_sms: int, alone: float) -> float:
     """Seconds until the last two blocks of every SM have ended, `left` [2 x SMs] remaining if they stay together.
 
@@ -271,7 +270,7 @@ def finish(left: Floats, num_sms: int, alone: float) -> float:
     return mean
 
 
-@njit(cache=True)
+@compiled()
 def overlap(idle: float, work: float, alone: float) -> float:
     """Slowdown of tiles on an SM that always holds two blocks out of step: `idle` and `work` are sums over blocks.
 
@@ -284,7 +283,7 @@ def overlap(idle: float, work: float, alone: float) -> float:
     return slow
 
 
-@njit(cache=True)
+@compiled()
 def next_end(now: Floats, older: int, alone: float, share: float, then: Floats) -> float:
     """Seconds until a block of an SM ends; `now` and `then` are the idle and tile seconds left of both, [2, 2].
 
@@ -321,7 +320,7 @@ def next_end(now: Floats, older: int, alone: float, share: float, then: Floats) 
             return time
 
 
-@njit(cache=True)
+@compiled()
 def second_blocks(n: int, num_sms: int) -> Ints:
     """Second blocks of every TPC, two SMs, of an H100 where n blocks do not fill the room for two on every SM.
 
@@ -340,7 +339,7 @@ def second_blocks(n: int, num_sms: int) -> Ints:
     return num
 
 
-@njit(cache=True)
+@compiled()
 def homes(n: int, num_sms: int) -> Ints:
     """SM of each of the first n <= 2 x SMs blocks of a call, as an H100 and an H200 place them.
 
@@ -369,7 +368,7 @@ def homes(n: int, num_sms: int) -> Ints:
     return sm
 
 
-@njit(cache=True)
+@compiled()
 def sift_down(order: Ints, due: Floats) -> None:
     """Restores a binary heap of SMs, the earliest due first, of which only the first entry's time has changed."""
     parent, sm = 0, order[0]
@@ -386,7 +385,7 @@ def sift_down(order: Ints, due: Floats) -> None:
     order[parent] = sm
 
 
-@njit(cache=True)
+@compiled()
 def pairs(
     idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share: float, seed: int,
     held: int = 0, hold_s: float = 0.0,
@@ -438,13 +437,13 @@ def pairs(
     return end
 
 
-@njit(cache=True)
+@compiled()
 def _cuts(tiles: float) -> float:
     """Masked tiles of a row, in pairs: the first tile of a row has nothing to overlap with."""
     return float(min(max(tiles - 1.0, 0.0), 2.0) / 2.0)
 
 
-@njit(cache=True)
+@compiled()
 def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # type: ignore[no-untyped-def]
     num, rows, tiles, longest_row, most, least = 0, 0, 0, 0, 0, 1 << 60
     queries, keys, whole, aligned, odd, cuts = 0, 0, 0, True, False, 0.0
@@ -466,7 +465,7 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
     )  # fmt: skip
 
 
-@njit(cache=True)
+@compiled()
 def _replay(  # type: ignore[no-untyped-def]
     g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, share, held, hold_s, idle, work,
     number, left,
@@ -522,7 +521,7 @@ def _replay(  # type: ignore[no-untyped-def]
     return mean
 
 
-@njit(cache=True)
+@compiled()
 def _blocks(seconds: Floats, number: Ints, n: int, repeats: int) -> Floats:
     """Seconds of every block of n runs, `repeats` times."""
     made, at = np.empty(number[:n].sum() * repeats), 0
@@ -533,7 +532,7 @@ def _blocks(seconds: Floats, number: Ints, n: int, repeats: int) -> Floats:
     return made
 
 
-@njit(cache=True)
+@compiled()
 def _tail(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, total):  # type: ignore[no-untyped-def]
     """When the last long block ends: the work before it spread over all slots, and then its own time."""
     done, latest = 0.0, 0.0
@@ -557,7 +556,7 @@ def _tail(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, total):
     return latest
 
 
-@njit(cache=True)
+@compiled()
 def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
     """Makespan of many waves: an even share of everything, half a wave of the shortest blocks and of the longest."""
     total = heads * (s.idle + s.work)
@@ -567,13 +566,13 @@ def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
     return max(even + short / 2, latest - (typical + short) / 4)
 
 
-@njit(cache=True)
+@compiled()
 def split_tile(head_dim: float) -> int:
     """Keys of a tile of flash-attn 2's split kernel (csrc/flash_attn/flash_api.cpp, set_params_splitkv)."""
     return 256 if head_dim <= 64 else 128 if head_dim <= 128 else 64
 
 
-@njit(cache=True)
+@compiled()
 def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
     """Makespan of flash-attn 2's split kernel: tiles of 64 queries, a block for every row and split."""
     tile_k = split_tile(g.head_dim)
@@ -595,7 +594,7 @@ def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ig
     return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, share, 1, held, hold_s)
 
 
-@njit(cache=True)
+@compiled()
 def _traffic(g, s, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-def]
     """Bytes that the main kernel moves beside its tiles, at the ends of its blocks, and those of passes around it."""
     q, k = s.queries * num_heads * g.head_dim, s.keys * num_kv_heads * g.head_dim
@@ -614,27 +613,27 @@ def _traffic(g, s, num_heads, num_kv_heads, varlen):  # type: ignore[no-untyped-
     return beside, 0.0, around
 
 
-@njit(cache=True)
+@compiled()
 def _key_gradients(k, shared):  # type: ignore[no-untyped-def]
     """Bytes of dk and dv of k elements that a kernel writes for each head that shares them, and of their sums."""
     per_head = 4.0 * k * shared
     return per_head, (per_head + 4.0 * k) * (shared > 1)
 
 
-@njit(cache=True)
+@compiled()
 def _prelude(g, s, num_heads, varlen):  # type: ignore[no-untyped-def]
     """Seconds before the main kernel: the launch; backward, also the products of out and dout, and dq zeroed."""
     first = (s.queries + s.whole_queries) * num_heads * g.head_dim * 4.0 if g.backward else 0.0
     return g.call_s + g.call_varlen_s * varlen + g.traffic_s_per_byte * first
 
 
-@njit(cache=True)
+@compiled()
 def hidden(seconds: float, others: float, how_well: float) -> float:
     """Seconds of what hides others behind it: their smooth maximum."""
     return float((seconds**how_well + others**how_well) ** (1.0 / how_well))
 
 
-@njit(cache=True)
+@compiled()
 def _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makespan):  # type: ignore[no-untyped-def]
     """Seconds that a causal varlen call waits for instructions."""
     if num_blocks <= g.slots:  # the first blocks are in step and share what is fetched
@@ -646,7 +645,7 @@ def _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makes
     return (hidden(makespan, fetch, HIDING) - makespan) * (1.0 - g.slots / num_blocks)
 
 
-@njit(cache=True)
+@compiled()
 def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
     """log(predicted / measured) to expect where features are `look`; see `discrepancy`."""
     total = 0.0
@@ -658,7 +657,7 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(cache=True)
+@compiled()
 def _call(  # type: ignore[no-untyped-def]
     g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, held, hold_s, scratch, number, look
 ):
@@ -748,7 +747,7 @@ def _call(  # type: ignore[no-untyped-def]
     return seconds, slower
 
 
-@njit(cache=True)
+@compiled()
 def price(  # type: ignore[no-untyped-def]
     g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, held, hold_s
 ):
@@ -783,7 +782,7 @@ def price(  # type: ignore[no-untyped-def]
     return seconds, looks, slower
 
 
-@njit(cache=True)
+@compiled()
 def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type: ignore[no-untyped-def]
     """Seconds of every block of one head, or of one key head and all that share it, in launch order.
 
@@ -818,7 +817,7 @@ def _listed_rows(g, of_queries, of_keys, rule, unaligned, shared, cost):  # type
     return n, tiles
 
 
-@njit(cache=True)
+@compiled()
 def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_heads, num_kv_heads, look):  # type: ignore[no-untyped-def]
     """Seconds of one call that visits listed blocks, and how much the power limit slows it; fills in its features.
 

@@ -10,10 +10,9 @@ Attention calls are left as measured, on operands that are not in the cache: the
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.compiled import unsigned
+from cpsim.compiled import compiled, unsigned
 from cpsim.schedule import UPDATE, Schedule
 
 Floats = NDArray[np.float64]
@@ -62,7 +61,7 @@ def _by_op(schedule: Schedule, of_access: Floats) -> Floats:
     return np.asarray(np.bincount(owner, of_access, len(schedule)))
 
 
-@njit(cache=True)
+@compiled()
 def _reused(access_start, buffer, nbytes, buffer_rank, num_ranks):  # type: ignore[no-untyped-def]
     """Bytes that a rank touches from the last op on a buffer to the end of every access; infinite for the first."""
     reused = np.empty(len(buffer))

@@ -7,11 +7,10 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.block_masks import Visits
-from cpsim.compiled import bare
+from cpsim.compiled import bare, compiled
 from cpsim.masks import Ints
 from cpsim.models.attention import ANATOMY, AttentionParams, calls, clocked_seconds, listed_calls, working_bytes
 from cpsim.models.kernel_limits import dense_sequences, gathered_sequences, limits_of, tile_visits
@@ -107,7 +106,7 @@ def _kinds(tiles: Tiles) -> tuple[Ints, Ints]:
     return kind, first
 
 
-@njit(cache=True)
+@compiled()
 def _alike(start, q_len, k_len, causal):  # type: ignore[no-untyped-def]
     """Tiles with the same sequences are of one kind, whose first one is remembered; by a hash table."""
     num = len(start) - 1

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from cpsim.compiled import compiled
 from cpsim.masks import Ints
 from cpsim.models.attention import AttentionParams
 from cpsim.models.pressure import Messages
@@ -54,7 +54,7 @@ def held_sms(
     return held, until - start_s[ops], np.append(op, -1)[by]
 
 
-@njit(cache=True)
+@compiled()
 def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # type: ignore[no-untyped-def]
     """Messages of every lane (rank, stream of its sends) by their start: CSR offsets and messages, each one twice.
 
@@ -85,7 +85,7 @@ def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # typ
     return begin[0] + begin[1], which
 
 
-@njit(cache=True)
+@compiled()
 def _held(begin, which, start, end, number, kernel_rank, kernel_start):  # type: ignore[no-untyped-def]
     """Messages and their lanes are those of `_by_lane`.
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster, Fault
+from cpsim.compiled import compiled
 from cpsim.masks import Ints
 from cpsim.schedule import Int32
 
@@ -223,7 +223,7 @@ def as_columns(flows: list[Flows], num_ops: int) -> tuple[Ints, Int32, Floats]:
     return start, link, nbytes
 
 
-@njit(cache=True)
+@compiled()
 def _by_op(op, link, nbytes, num_ops):  # type: ignore[no-untyped-def]
     """Those of positive size, ordered by op and otherwise as they were."""
     start = np.zeros(num_ops + 1, np.int64)

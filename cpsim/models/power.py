@@ -12,8 +12,9 @@ slowed. Assumes that an iteration is short against the tens of milliseconds over
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from cpsim.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -22,7 +23,7 @@ SHARPNESS = 12.0
 """How sharply the limit sets in; the fit does not feel values of 8 to 20."""
 
 
-@njit(cache=True)
+@compiled()
 def slowdown(load, power):  # type: ignore[no-untyped-def]
     """Time relative to that at the full clock; ``load`` is relative to the one at which the limit sets in."""
     return (1.0 + load**SHARPNESS) ** (power / SHARPNESS)

@@ -8,11 +8,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
-from cpsim.compiled import unsigned
+from cpsim.compiled import compiled, unsigned
 from cpsim.masks import Ints
 from cpsim.models.attention import AttentionParams
 from cpsim.models.cache import share_cached, shares_cached, touched_bytes
@@ -556,7 +555,7 @@ def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:
     return np.array([op.kind if op is not None and op.reads[0] == read else "" for read, op in given])[of_op]
 
 
-@njit(cache=True)
+@compiled()
 def _add_drawn(drawn, load, kind, duration, lane_start, lane_rank, lane_stream):  # type: ignore[no-untyped-def]
     """Add what ops draw to what their ranks do."""
     for op in range(len(kind)):
@@ -565,7 +564,7 @@ def _add_drawn(drawn, load, kind, duration, lane_start, lane_rank, lane_stream):
                 drawn[lane_rank[entry]] += load[kind[op]] * duration[op]
 
 
-@njit(cache=True)
+@compiled()
 def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ignore[no-untyped-def]
     """Whether each op follows an op of another stream of one of its ranks."""
     found = np.zeros(len(lane_start) - 1)
@@ -578,7 +577,7 @@ def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ign
     return found
 
 
-@njit(cache=True, error_model="numpy")
+@compiled(error_model="numpy")
 def _wait_for_links(duration, flow_start, flow_link, flow_bytes, capacity):  # type: ignore[no-untyped-def]
     """Make every op at least as long as its fullest link."""
     for op in range(len(duration)):
@@ -586,7 +585,7 @@ def _wait_for_links(duration, flow_start, flow_link, flow_bytes, capacity):  # t
             duration[op] = max(duration[op], flow_bytes[entry] / capacity[flow_link[entry]])
 
 
-@njit(cache=True)
+@compiled()
 def _launched(lane_start, lane_rank, kind, num_ranks, cost, calls, talks, edges, lead):  # type: ignore[no-untyped-def]
     """When the hosts of all its ranks have launched every op, ``[N]``; see ``_releases``."""
     clock, begun, last = np.zeros(num_ranks), np.full(num_ranks, np.inf), np.full(num_ranks, -1)

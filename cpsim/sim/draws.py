@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.schedule import Int8
 from cpsim.sim.timeline import Timeline
 from cpsim.sim.work import Floats, Work, waits
@@ -48,7 +48,7 @@ def makespans(timeline: Timeline, work: Work, group: Int8, factors: Floats, lost
     return found
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _follow(  # type: ignore[no-untyped-def]
     first, before, alone, lost, release, group, factor, more_lost, later, found, place, num_places, last
 ):
@@ -75,7 +75,7 @@ def _follow(  # type: ignore[no-untyped-def]
                 found[draw] = max(found[draw], end[mine, draw])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _places(first, before):  # type: ignore[no-untyped-def]
     """Where the ends of every op are kept until nobody waits for it any more, ``[N]``; how many places that takes: few,
     so that they stay in a cache however many ops there are; and which ops nobody waits for."""

@@ -11,10 +11,9 @@ from __future__ import annotations
 from typing import Any, Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from cpsim.compiled import bare, inlined, prefetch, unsigned
+from cpsim.compiled import bare, compiled, inlined, prefetch, unsigned
 from cpsim.masks import Ints
 from cpsim.schedule import STREAMS, Int32, Schedule
 from cpsim.sim.heap import pop, set_key
@@ -141,7 +140,7 @@ def _fill_records(  # type: ignore[no-untyped-def]
             flows[entry].rate = flow_bytes[entry] / duration[op]
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _successors(first, before, after):  # type: ignore[no-untyped-def]
     """The predecessor CSR the other way round: fills ``after`` and returns where every op's begin."""
     num_ops = len(first) - 1
@@ -165,7 +164,7 @@ def _runs_on(ops, lanes, op, rank):  # type: ignore[no-untyped-def]
     return found
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
+@compiled(nogil=True, error_model="numpy")
 def _shares(slowdown):  # type: ignore[no-untyped-def]
     """What running ops take of an op's speed, ``[class of the op, what is present on its rank, itself included]``."""
     num_classes = len(slowdown)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.masks import Ints
 from cpsim.schedule import COMMUNICATION_KINDS, STREAMS, Int32, Kind, Schedule, is_one_of
 from cpsim.sim.work import Floats
@@ -79,7 +79,7 @@ class Timeline:
         ]
 
 
-@njit(cache=True)
+@compiled()
 def _uncovered(start, end, talks, host_bound, finish):  # type: ignore[no-untyped-def]
     """Times before ``finish`` that no computing op covers, without those before a host-bound computing op."""
     compute = np.flatnonzero(~talks)

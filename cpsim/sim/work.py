@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from cpsim.compiled import inlined, unsigned
+from cpsim.compiled import compiled, inlined, unsigned
 from cpsim.masks import Ints
 from cpsim.schedule import Int8, Int32, Kind, Schedule
 
@@ -114,7 +113,7 @@ def has(lane_rank, lane_start, op, rank):  # type: ignore[no-untyped-def]
     return at < last
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes):  # type: ignore[no-untyped-def]
     num_ops = len(lane_start) - 1
     last = np.full(num_lanes, -1, np.int32)
@@ -136,7 +135,7 @@ def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes)
     return start, op[:count]
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
     """Predecessors with those of other halves of launches, as far as they are earlier in the list."""
     num_ops, count = len(first) - 1, 0
@@ -159,7 +158,7 @@ def _launched(first, before, partner, lane_start, lane_rank):  # type: ignore[no
     return start, found[:count]
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _sent(first, before, eager, partner, lane_start, lane_rank):  # type: ignore[no-untyped-def]
     """Predecessors without the receivers that nobody waits for."""
     num_ops, count = len(eager), 0
@@ -193,7 +192,7 @@ def earliest(first: Ints, before: Int32, duration_s: Floats, release_s: Floats) 
     return _earliest(first, before, duration_s, release_s)  # type: ignore[no-any-return]
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _earliest(first, before, duration, release):  # type: ignore[no-untyped-def]
     num_ops = len(duration)
     start, end = np.empty(num_ops), np.empty(num_ops)
@@ -219,7 +218,7 @@ def partners(schedule: Schedule) -> Int32:
     ), np.int32)  # fmt: skip
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _partners(is_transfer, step, lane_start, lane_rank, lane_stream, num_ranks):  # type: ignore[no-untyped-def]
     num_ops = len(is_transfer)
     partner = np.full(len(lane_rank), num_ops, np.int32)

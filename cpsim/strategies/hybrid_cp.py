@@ -20,10 +20,10 @@ from functools import lru_cache
 from typing import Final
 
 import numpy as np
-from numba import njit
 
 from cpsim.builder import Builder
 from cpsim.cluster import Cluster
+from cpsim.compiled import compiled
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.implementations import CPSIM, HeldRingCode, Implementation
 from cpsim.masks import Ints, RangeSets
@@ -129,7 +129,7 @@ def _placed(
     return bounds, sizes[level], group
 
 
-@njit(cache=True)
+@compiled()
 def _place(work, least, sizes, widest, slack):  # type: ignore[no-untyped-def]
     """Index of the size, and number, of the subgroup of every document: the heaviest first, each to the smallest size
     at which the busiest rank of some subgroup stays within the mean work, else to where that is least; no larger than

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.errors import ScheduleError
 from cpsim.masks import Slices, slice_area
 from cpsim.schedule import ATTENTION_KINDS, Pass, Schedule, is_one_of
@@ -86,7 +86,7 @@ def _touches(s: Schedule, index: int, query: int, key: int) -> bool:
     return bool(hit.any())
 
 
-@njit(cache=True)
+@compiled()
 def _first_uneven(table, rows):  # type: ignore[no-untyped-def]
     """First cell with unmasked pairs that the rectangles do not cover once: (q0, q1, k0, k1, times).
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.masks import Ints
 from cpsim.schedule import STREAMS, Kind, Schedule
 from cpsim.validation.fault import fail
@@ -37,7 +37,7 @@ def check_order(s: Schedule, conflicts: Ints) -> None:
         )
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def _side(lane_start, lane_rank, node_start, op, rank):  # type: ignore[no-untyped-def]
     """(node, lane entry) of an op as one of its ranks sees it; a transfer has a node at either end."""
     for at in range(lane_start[op], lane_start[op + 1]):
@@ -46,7 +46,7 @@ def _side(lane_start, lane_rank, node_start, op, rank):  # type: ignore[no-untyp
     return -1, -1
 
 
-@njit(cache=True)
+@compiled()
 def _first_unordered(lane_start, lane_rank, lane, num_lanes, node_start, dep_start, dep, conflicts):  # type: ignore[no-untyped-def]
     """Index of the first conflict that vector clocks leave unordered, or -1.
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Final
 
 import numpy as np
-from numba import njit
 
+from cpsim.compiled import compiled
 from cpsim.errors import ScheduleError
 from cpsim.schedule import ATTENTION_KINDS, READ, STREAMS, UPDATE, Kind, Schedule, is_one_of
 from cpsim.validation.fault import fail
@@ -74,7 +74,7 @@ _LANE_FAULTS: Final = (
 )
 
 
-@njit(cache=True)
+@compiled()
 def _first_bad_lane(  # type: ignore[no-untyped-def]
     kind,
     lane_start,

@@ -58,21 +58,9 @@ class Case:
         return implementation(self.scenario.implementation)
 
     def pricing(self) -> Pricing:
-        code = self.code.supports(self.scenario.strategy)
-        return Pricing(
-            cluster=self.cluster,
-            profile=self.profile,
-            kernel=self.scenario.kernel,
-            head_dim=self.workload.head_dim,
-            dtype=self.workload.dtype,
-            protocol=self.scenario.protocol,
-            launches=self.code.launches,
-            sweeps=self.code.sweeps,
-            captured=self.code.captured,
-            unbatched=self.code.unbatched,
-            messages=self.code.messages,
-            varlen=self.workload.mask in code.varlen,
-            reads=self.workload.mask in code.reads,
+        scenario = self.scenario
+        return Pricing.of(
+            self.code, scenario.strategy, self.workload, self.cluster, self.profile, scenario.kernel, scenario.protocol
         )
 
 

@@ -33,6 +33,28 @@ def step(**changes):
     return case.simulate(case.parallel(), scenario.strategy, scenario.knobs)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "strategy", "mask"),
+    [
+        ("cpsim", "zigzag_ring", "causal_document"),
+        ("ring-flash-attn", "ring", "causal_document"),
+        ("ring-flash-attn", "zigzag_ring", "causal_document"),
+        ("ring-flash-attn", "allgather", "causal"),
+        ("yunchang", "ulysses", "causal"),
+    ],
+)
+def test_attention_of_a_step_takes_as_long_as_it_does_alone(implementation, strategy, mask):
+    documents = [65536] if mask == "causal" else [1024] * 64
+    how = {"implementation": implementation, "strategy": strategy, "mask": mask, "cluster": "dgx-h200", "kernel": "fa2"}
+    scenario = scenario_from(STEP | how | {"gpus": 4, "tokens": 65536, "documents": documents, "parallel": {"cp": 4}})
+    case = StepCase(scenario, scenario.resolve_cluster(), load_profile("h200"))
+    (found,) = case.model(case.parallel(), strategy, {}).attention.of([tuple(documents)])
+    for pass_, parts in zip(("fwd", "bwd"), found.parts, strict=True):
+        alone = predict(how | {"gpus": 4, "tokens": 65536, "documents": documents, "heads": 32, "kv_heads": 8,
+                               "pass": pass_, "protocol": "streamed"})  # fmt: skip
+        assert sum(parts.values()) == pytest.approx(alone.time_s, rel=1e-9)
+
+
 @pytest.mark.parametrize("gradients", ["none", "exposed", "overlapped"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "same_phase"])
 @pytest.mark.parametrize("pp", [1, 2, 4])

@@ -44,6 +44,8 @@ from cpsim.workload import BYTES_PER_ELEMENT
 
 if TYPE_CHECKING:
     from cpsim.calibrate.profile import Profile
+    from cpsim.implementations import Implementation
+    from cpsim.workload import Workload
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -137,6 +139,20 @@ class Pricing:
     """Hosts wait for their GPUs when an iteration starts."""
     alike: float = 1.0
     """GPUs that each one stands for, which do the same at the same time: the slowest is one of all of them."""
+
+    @classmethod
+    def of(
+        cls, code: Implementation, strategy: str | None, workload: Workload, cluster: Cluster, profile: Profile,
+        kernel: str, protocol: Protocol,
+    ) -> Pricing:  # fmt: skip
+        """What a code's ops cost, by the facts of it that hold for a strategy and a workload's mask."""
+        support = code.supports(strategy)
+        return cls(
+            cluster=cluster, profile=profile, kernel=kernel, head_dim=workload.head_dim, dtype=workload.dtype,
+            protocol=protocol, launches=code.launches, sweeps=code.sweeps, captured=code.captured,
+            unbatched=code.unbatched, messages=code.messages, varlen=workload.mask in support.varlen,
+            reads=workload.mask in support.reads,
+        )  # fmt: skip
 
     def price(self, schedule: Schedule) -> Priced:
         """Costs of every op.

@@ -139,11 +139,9 @@ class Attention:
     def _simulated(self, documents: tuple[int, ...]) -> Attended:
         """The strategy's schedule on the ranks of the group."""
         workload, parts, exchange, sent, notes = self.workload(documents), [], 0, 0.0, dict[str, None]()
-        pricing = Pricing(
-            cluster=self.cluster, profile=self.profile, kernel=self.kernel, head_dim=self.model.head_dim,
-            dtype=workload.dtype, protocol="streamed", launches=self.code.launches, sweeps=self.code.sweeps,
-            captured=self.code.captured, unbatched=self.code.unbatched, messages=self.code.messages,
-        )  # fmt: skip
+        pricing = Pricing.of(
+            self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed"
+        )
         tensors = Tensors(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
         own = tensors.qkv + tensors.out + tensors.lse
         for pass_, given in zip(PASSES, (own, own + tensors.qkv + tensors.out), strict=True):

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from cpsim.builder import Builder
     from cpsim.cluster import Cluster, load_cluster
-    from cpsim.errors import CpsimError, InfeasibleError, ProfileError, ScenarioError, ScheduleError
+    from cpsim.errors import (
+        CpsimError,
+        InfeasibleError,
+        OutOfMemoryError,
+        ProfileError,
+        ScenarioError,
+        ScheduleError,
+    )
     from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
     from cpsim.predictor import advise, predict, predict_many, sweep
     from cpsim.scenario import Scenario, grid, load_scenario, load_scenarios
@@ -23,7 +30,14 @@ if TYPE_CHECKING:
 
 _HOME: Final = {
     "cpsim.cluster": ("Cluster", "load_cluster"),
-    "cpsim.errors": ("CpsimError", "InfeasibleError", "ProfileError", "ScenarioError", "ScheduleError"),
+    "cpsim.errors": (
+        "CpsimError",
+        "InfeasibleError",
+        "OutOfMemoryError",
+        "ProfileError",
+        "ScenarioError",
+        "ScheduleError",
+    ),
     "cpsim.predictor": ("advise", "predict", "predict_many", "sweep"),
     "cpsim.prediction": ("Advice", "Candidate", "Infeasible", "Prediction"),
     "cpsim.scenario": ("Scenario", "grid", "load_scenario", "load_scenarios"),
@@ -49,6 +63,7 @@ __all__ = [
     "Infeasible",
     "InfeasibleError",
     "Kind",
+    "OutOfMemoryError",
     "Prediction",
     "ProfileError",
     "Scenario",

@@ -3,6 +3,7 @@
 CpsimError (ValueError)     anything a user can cause; the message is one line: expected, got, how to mend it
 ├── ScenarioError           a scenario, cluster or document file that cannot be understood
 ├── InfeasibleError         a strategy that cannot run the case; the message is the reason
+│   └── OutOfMemoryError    because it needs more memory than a GPU has
 ├── ProfileError            a measurement or profile file that cannot be used
 └── ScheduleError           a schedule that breaks its own rules
 """
@@ -18,6 +19,10 @@ class ScenarioError(CpsimError):
 
 class InfeasibleError(CpsimError):
     """The strategy cannot run this case; the message says why."""
+
+
+class OutOfMemoryError(InfeasibleError):
+    """The case needs more memory than a GPU has."""
 
 
 class ProfileError(CpsimError):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from cpsim.calibrate.profile import Profile
 from cpsim.cluster import Cluster
-from cpsim.errors import InfeasibleError
+from cpsim.errors import OutOfMemoryError
 from cpsim.implementations import CPSIM, Implementation, implementation
 from cpsim.layer import plan_scenario
 from cpsim.models.calls import working_memory
@@ -87,7 +87,7 @@ def run_pass(case: Case, pass_: Pass, draws: Draws) -> PassResult:
     """Plan, price and simulate one pass, once for all draws.
 
     Raises:
-        InfeasibleError: the strategy cannot run it, or it does not fit into memory.
+        InfeasibleError: the strategy cannot run it, or it does not fit into memory (``OutOfMemoryError``).
         ProfileError: the profile lacks what it needs.
     """
     copies = _copies(case)
@@ -142,7 +142,7 @@ def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = int((schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)).max())
     if memory > cluster.gpu.memory_bytes:
-        raise InfeasibleError(
+        raise OutOfMemoryError(
             f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "
             f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
         )

@@ -43,7 +43,8 @@ class Prediction:
     bytes_sent_per_gpu: float
     """Bytes that leave the busiest rank."""
     peak_memory_bytes: int
-    """Bytes of all buffers on the fullest rank."""
+    """Bytes on the fullest rank: buffers and what attention kernels allocate beside them; of a training step weights,
+    gradients, optimizer and activations."""
     planning_s: float
     """Seconds that planning a batch takes on one core; part of ``time_s`` only as far as nothing hides it."""
     parts_s: Mapping[str, float]

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError, OutOfMemoryError, ScenarioError
 from cpsim.passes import Case
 from cpsim.prediction import Prediction
 from cpsim.predictor import look_up, step_prediction
@@ -132,21 +132,20 @@ def _try(
         chosen[parallel.tp, parallel.cp] = _choice(parallel, steps)
     strategy, knobs = chosen[parallel.tp, parallel.cp]
     kinds = (section.recompute,) if section.recompute else RECOMPUTE
-    for i, recompute in enumerate(kinds):
+    for recompute in kinds:
         cut = replace(parallel, recompute=recompute)
         try:
             step = steps.simulate(cut, strategy, knobs)
-        except InfeasibleError as reason:
-            if i == len(kinds) - 1 or "memory" not in str(reason):
+            break
+        except OutOfMemoryError:
+            if recompute == kinds[-1]:
                 raise
-            continue
-        full = section.model_copy(update={
-            "tp": cut.tp, "pp": cut.pp, "dp": cut.dp, "cp": cut.cp, "microbatches": cut.microbatches,
-            "recompute": recompute,
-        })  # fmt: skip
-        scenario = case.scenario.model_copy(update={"strategy": strategy, "knobs": dict(knobs), "parallel": full})
-        return cut, step_prediction(replace(case, scenario=scenario), step), step
-    raise AssertionError("every kind either returns or raises")
+    full = section.model_copy(update={
+        "tp": cut.tp, "pp": cut.pp, "dp": cut.dp, "cp": cut.cp, "microbatches": cut.microbatches,
+        "recompute": cut.recompute,
+    })  # fmt: skip
+    scenario = case.scenario.model_copy(update={"strategy": strategy, "knobs": dict(knobs), "parallel": full})
+    return cut, step_prediction(replace(case, scenario=scenario), step), step
 
 
 def _choice(parallel: Parallel, steps: StepCase) -> Choice:

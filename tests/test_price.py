@@ -45,6 +45,16 @@ def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None,
     return schedule, prices.price(schedule)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_an_all_reduce_sends_twice_what_an_all_gather_does(nodes):
+    prices = pricing(8 * nodes)
+    gathered, reduced = (prices.collective(kind, 1e9, 8 * nodes, nodes) for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE))
+    share = (8 * nodes - 1) / (8 * nodes)
+    assert (gathered[1], reduced[1]) == (pytest.approx(1e9 * share), pytest.approx(2e9 * share))
+    assert gathered[2] == pytest.approx(gathered[1] / 8 * (nodes > 1))
+    assert reduced[2] == pytest.approx(2 * gathered[2])
+
+
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 @pytest.mark.parametrize("name", ["ring", "zigzag_ring", "allgather", "ulysses", "dcp"])
 def test_engines_agree_on_priced_schedules(name, pass_):

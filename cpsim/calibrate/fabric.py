@@ -17,10 +17,10 @@ from scipy.optimize import least_squares
 from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.cluster import Fabric
 from cpsim.errors import ProfileError
+from cpsim.models.collective import wire_bytes
 
 Floats = NDArray[np.float64]
 MIN_POINTS: Final = 10
-ROUNDS: Final = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}
 
 
 def fit_fabric(files: Sequence[Measurements], likely_nics: int | None = None, sockets: bool = False) -> Fabric:
@@ -104,7 +104,7 @@ def seconds(point: Point, network: Network, num_nics: int) -> float:
         if by_proxy:
             return network.latency_s + 2 * far_bytes / members / network.proxy_rate
     else:
-        far_bytes = nbytes * (num_ranks - 1) / num_ranks * ROUNDS[point["kind"]]
+        far_bytes = float(wire_bytes(point["kind"], nbytes, num_ranks))
     share = num_nics * members / per_node  # NICs of the group's GPUs; a part of one where GPUs share it
     alone = network.latency_s + far_bytes / (share * network.nic_rate)
     return max(alone, far_bytes * groups / (num_nics * network.nic_rate))

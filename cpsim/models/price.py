@@ -16,7 +16,7 @@ from cpsim.masks import Ints
 from cpsim.models.attention import AttentionParams
 from cpsim.models.cache import share_cached, shares_cached, touched_bytes
 from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
-from cpsim.models.collective import collective_seconds, fits_buffers, transfer_seconds
+from cpsim.models.collective import collective_seconds, fits_buffers, transfer_seconds, wire_bytes
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.holds import few_waves, held_sms
@@ -511,21 +511,20 @@ class Pricing:
             return 0.0, 0.0, 0.0, False
         if num_nodes == 1:
             seconds = float(collective_seconds(params, name, np.array([nbytes]), num_ranks)[0])
-            return seconds, nbytes * (num_ranks - 1) / num_ranks, 0.0, False
+            return seconds, float(wire_bytes(name, nbytes, num_ranks)), 0.0, False
         fabric = self.cluster.fabric
         assert fabric is not None
         per_node = num_ranks // num_nodes
         nics = fabric.nics_per_node * per_node / self.cluster.gpus_per_node
         rate_per_rank = nics * fabric.nic_bandwidth_bytes_per_s / fabric.oversubscription / per_node
-        rounds = 2 if kind == Kind.ALL_REDUCE else 1
         if kind == Kind.ALL_TO_ALL:
             far, near = nbytes * (num_ranks - per_node) / num_ranks, nbytes * (per_node - 1) / num_ranks
         else:
-            near = rounds * nbytes * (num_ranks - 1) / num_ranks
+            near = float(wire_bytes(name, nbytes, num_ranks))
             far = near / per_node
         inside = 0.0
         if per_node > 1:
-            same_wire = near / rounds * per_node / (per_node - 1)
+            same_wire = near / float(wire_bytes(name, 1.0, per_node))
             inside = float(collective_seconds(params, name, np.array([same_wire]), per_node)[0])
         if kind == Kind.ALL_TO_ALL and fabric.proxy_bandwidth_bytes_per_s:
             rate_per_rank = fabric.proxy_bandwidth_bytes_per_s / 2  # it sends as much as it receives

@@ -122,7 +122,7 @@ def _one(result: Prediction) -> RenderableType:
     facts.add_row("rate", f"{result.tflops_per_gpu:,.0f} TFLOP/s per GPU")
     facts.add_row("exposed communication", f"{ms_text(result.exposed_comm_s)} ms")
     facts.add_row("sent by the busiest GPU", format_bytes(result.bytes_sent_per_gpu))
-    facts.add_row("peak memory of buffers", format_bytes(result.peak_memory_bytes))
+    facts.add_row("peak memory", format_bytes(result.peak_memory_bytes))
     if result.planning_s:
         charged = result.parts_s.get("planning", 0.0)
         shown = f"{ms_text(charged)} ms of it charged" if charged else "hidden"

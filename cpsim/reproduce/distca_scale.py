@@ -23,7 +23,7 @@ import numpy as np
 
 from cpsim.distca.batches import DataSet, Packed, iteration, sample
 from cpsim.distca.packing import BREAKPOINTS
-from cpsim.errors import CpsimError, InfeasibleError
+from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
 from cpsim.masks import Ints
 from cpsim.predictor import Progress, spread
 from cpsim.reproduce.distca import TP, Choice, cut_model, pooled_seconds, wlb_seconds
@@ -176,7 +176,7 @@ def _seconds(setting: Setting, system: str, step: StepModel, nano_batches: Seque
     stages = range(parallel.pp)
     most = max(stage_memory(step.model, parallel, tokens // parallel.microbatches, stage).total for stage in stages)
     if most > step.cluster.gpu.memory_bytes:
-        raise InfeasibleError("distca: out of memory")
+        raise OutOfMemoryError("distca: out of memory")
     parts = _cut(np.concatenate(nano_batches), 2 * parallel.microbatches)
     return pooled_seconds(step, list(zip(parts[::2], parts[1::2], strict=True)), Choice())
 

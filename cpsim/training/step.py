@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.cluster import Cluster
-from cpsim.errors import InfeasibleError
+from cpsim.errors import InfeasibleError, OutOfMemoryError
 from cpsim.models.collective import transfer_seconds
 from cpsim.models.price import Pricing
 from cpsim.schedule import Kind
@@ -87,7 +87,7 @@ class StepModel:
             attended: attention of every microbatch, where a planner has placed it; None is that of the strategy.
 
         Raises:
-            InfeasibleError: it does not fit into memory, or attention cannot run like this.
+            InfeasibleError: it does not fit into memory (``OutOfMemoryError``), or attention cannot run like this.
         """
         self._check_memory(self.memory(batch))
         if attended is None:
@@ -119,7 +119,7 @@ class StepModel:
         stage = max(range(len(memory)), key=lambda s: memory[s].total)
         needed, gpu = memory[stage].total, self.cluster.gpu
         if needed > gpu.memory_bytes:
-            raise InfeasibleError(
+            raise OutOfMemoryError(
                 f"out of memory: stage {stage} needs {needed / 1e9:.1f} GB on one GPU "
                 f"({memory[stage].activations / 1e9:.1f} of them activations), "
                 f"{gpu.name} has {gpu.memory_bytes / 1e9:.1f} GB"

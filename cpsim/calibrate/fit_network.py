@@ -70,16 +70,12 @@ def fit_collective(
             curves[kind] = dict(theirs.curves[kind])
         elif kind not in curves:
             raise ProfileError(f"a profile needs {kind} points: add a file of real.measure_network")
-    rings, transfers = {}, {}
-    for number, mine in _by_channels([*points, *inside]).items():
-        rings[number] = fit_curve(*_columns(mine))
-    for pattern in sorted({p["kind"] for p in points if p["op"] == "transfer"} - {"ring"}):
-        transfers[pattern] = fit_curve(*_columns([p for p in points if p["kind"] == pattern]))
+    rings = {number: fit_curve(*_columns(mine)) for number, mine in _by_channels([*points, *inside]).items()}
     if theirs:
-        rings, transfers = {**theirs.rings, **rings}, {**theirs.transfers, **transfers}
+        rings = {**theirs.rings, **rings}
     hop = {kind: _hop_seconds(by) for kind, by in curves.items()}
     port = _port(everything, max(points, key=lambda p: p["num_ranks"])["num_ranks"])
-    return CollectiveParams(curves=curves, hop_s=hop, rings=rings, transfers=transfers, port_bytes_per_s=port)
+    return CollectiveParams(curves=curves, hop_s=hop, rings=rings, port_bytes_per_s=port)
 
 
 def _by_channels(points: Sequence[Point]) -> dict[int, list[Point]]:

@@ -207,7 +207,6 @@ def _build(data: dict[str, Any]) -> Profile:
         curves={k: {int(n): curve(c) for n, c in by.items()} for k, by in network["curves"].items()},
         hop_s={k: float(v) for k, v in network["hop_s"].items()},
         rings={int(n): curve(c) for n, c in network["rings"].items()},
-        transfers={k: curve(c) for k, c in network["transfers"].items()},
         port_bytes_per_s=float(network["port_bytes_per_s"]),
     )
     return Profile(

@@ -54,7 +54,6 @@ class StandIn:
             theirs,
             curves={kind: {n: self._curve(curve) for n, curve in by.items()} for kind, by in theirs.curves.items()},
             rings={number: self._curve(curve) for number, curve in theirs.rings.items()},
-            transfers={pattern: self._curve(curve) for pattern, curve in theirs.transfers.items()},
             port_bytes_per_s=theirs.port_bytes_per_s * self.network_ratio,
         )
 

@@ -65,8 +65,6 @@ class CollectiveParams:
     """By collective: latency of one rank more than were measured."""
     rings: Mapping[int, Curve]
     """By NCCL channels, against message bytes: every rank sends to the next and receives from the previous at once."""
-    transfers: Mapping[str, Curve]
-    """By other patterns, likewise: `unidirectional`, `unbatched`, `unbatched_bidirectional`, ..."""
     port_bytes_per_s: float
     """What one GPU's NVLink port carries in each direction, however many operations share it."""
 

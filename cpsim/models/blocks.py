@@ -658,6 +658,61 @@ def correction(look, support, weights, lengths):  # type: ignore[no-untyped-def]
 
 
 @compiled()
+def _times(g, shared, masked, varlen, num, tile_q):  # type: ignore[no-untyped-def]
+    """Times of a call's blocks, and the seconds of one without a row."""
+    per_empty, per_block = g.block_decode_s, g.block_s + g.block_shared_s * shared
+    if varlen and not g.grid_of_longest:
+        per_empty = g.block_varlen_s + g.block_decode_s * min(num, TABLE_ABOVE) / 32.0
+    if varlen:
+        per_block += g.block_varlen_s if g.grid_of_longest else per_empty
+    tile = g.pair_s * tile_q * g.tile_k
+    return Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor), per_empty
+
+
+@compiled()
+def _empty_blocks(g, s, packed, heads, tile_q, varlen):  # type: ignore[no-untyped-def]
+    """Blocks without a row, of grids that are made for the longest sequence or for any lengths with these sums."""
+    if not varlen:
+        return 0
+    if g.grid_of_longest:
+        return heads * (s.num * s.longest_row - s.rows)
+    length, per_row = (s.keys, g.tile_k) if g.backward else (s.queries * packed, tile_q)
+    return heads * max(0, (length + s.num * (per_row - 1)) // per_row - s.rows)
+
+
+@compiled()
+def _in_order(  # type: ignore[no-untyped-def]
+    g, t, s, q_len, k_len, causal, begin, end, packed, heads, tile_q, varlen, masked, share, held, hold_s, empty,
+    per_empty, scratch, number,
+):  # fmt: skip
+    """Makespan of a grid of one block for every row: of few waves a replay, of many a bound."""
+    num_blocks = s.rows * heads
+    slow = overlap(s.idle, s.work, g.alone_factor) if g.blocks_per_sm == 2 else 1.0
+    few = num_blocks <= PAIRED_WAVES * g.slots and num_blocks + empty <= FOLLOWED_WAVES * g.slots
+    follow = few and g.grid_of_longest and varlen
+    if num_blocks <= REPLAYED_WAVES * g.slots:
+        empties = s.longest_row if follow else 0
+        makespan = _replay(
+            g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, share, held, hold_s,
+            scratch[0], scratch[1], number, scratch[2, : g.slots],
+        )  # fmt: skip
+    else:
+        paired = Times(t.idle, t.cut * slow, t.tile * slow)
+        if slow != 1.0:
+            s = _sums(g, paired, q_len, k_len, causal, begin, end, packed, tile_q, masked)
+        latest = 0.0
+        if s.num > 1 or masked:
+            total = heads * (s.idle + s.work)
+            latest = _tail(g, paired, q_len, k_len, causal, begin, end, packed, heads, tile_q, total)
+        makespan = _many_waves(g, paired, s, heads, latest)
+    if not follow:
+        makespan += empty * per_empty / g.slots
+    if g.fetch_s > 0.0 and varlen and masked:
+        makespan += _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makespan)
+    return makespan
+
+
+@compiled()
 def _call(  # type: ignore[no-untyped-def]
     g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, held, hold_s, scratch, number, look
 ):
@@ -669,13 +724,7 @@ def _call(  # type: ignore[no-untyped-def]
     packed = num_heads // num_kv_heads if g.packs_heads else 1
     heads = num_kv_heads if g.packs_heads else num_heads
     tile_q = g.tile_q_causal if masked else g.tile_q_full
-    per_empty, per_block = g.block_decode_s, g.block_s + g.block_shared_s * shared
-    if varlen and not g.grid_of_longest:
-        per_empty = g.block_varlen_s + g.block_decode_s * min(end - begin, TABLE_ABOVE) / 32.0
-    if varlen:
-        per_block += g.block_varlen_s if g.grid_of_longest else per_empty
-    tile = g.pair_s * tile_q * g.tile_k
-    t = Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor)
+    t, per_empty = _times(g, shared, masked, varlen, end - begin, tile_q)
     share = g.older_share if masked else g.older_share_full
     s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
     if s.num == 0:
@@ -683,13 +732,7 @@ def _call(  # type: ignore[no-untyped-def]
     hold_s -= _prelude(g, s, num_heads, varlen) if held else 0.0
     if hold_s <= 0.0:
         held = 0
-    empty = 0
-    if varlen and g.grid_of_longest:
-        empty = heads * (s.num * s.longest_row - s.rows)
-    elif varlen:  # as many as any lengths with these sums could need
-        length, per_row = (s.keys, g.tile_k) if g.backward else (s.queries * packed, tile_q)
-        empty = heads * max(0, (length + s.num * (per_row - 1)) // per_row - s.rows)
-    splits, extra, num_blocks = 1, 0.0, s.rows * heads
+    splits, extra, busy, work = 1, 0.0, 0.0, heads * g.pair_s * tile_q * g.tile_k * s.tiles
     if g.splits_keys and not varlen:
         tile_k = split_tile(g.head_dim)
         splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + tile_k - 1) // tile_k)
@@ -697,31 +740,13 @@ def _call(  # type: ignore[no-untyped-def]
         makespan = _split(g, t, s, heads, splits, share, held, hold_s, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim
         extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
-        busy = 0.0
     else:
-        slow = overlap(s.idle, s.work, g.alone_factor) if g.blocks_per_sm == 2 else 1.0
-        few = num_blocks <= PAIRED_WAVES * g.slots and num_blocks + empty <= FOLLOWED_WAVES * g.slots
-        follow = few and g.grid_of_longest and varlen
-        if num_blocks <= REPLAYED_WAVES * g.slots:
-            empties = s.longest_row if follow else 0
-            makespan = _replay(
-                g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, share, held, hold_s,
-                scratch[0], scratch[1], number, scratch[2, : g.slots],
-            )  # fmt: skip
-        else:
-            paired = Times(t.idle, t.cut * slow, t.tile * slow)
-            if slow != 1.0:
-                s = _sums(g, paired, q_len, k_len, causal, begin, end, packed, tile_q, masked)
-            latest = 0.0
-            if s.num > 1 or masked:
-                total = heads * (s.idle + s.work)
-                latest = _tail(g, paired, q_len, k_len, causal, begin, end, packed, heads, tile_q, total)
-            makespan = _many_waves(g, paired, s, heads, latest)
-        if not follow:
-            makespan += empty * per_empty / g.slots
-        if g.fetch_s > 0.0 and varlen and masked:
-            makespan += _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makespan)
-        busy = heads * tile * s.tiles / g.slots / makespan
+        empty = _empty_blocks(g, s, packed, heads, tile_q, varlen)
+        makespan = _in_order(
+            g, t, s, q_len, k_len, causal, begin, end, packed, heads, tile_q, varlen, masked, share, held, hold_s,
+            empty, per_empty, scratch, number,
+        )  # fmt: skip
+        busy = work / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
     if not s.aligned or (varlen and g.aligns_queries):
@@ -733,14 +758,14 @@ def _call(  # type: ignore[no-untyped-def]
     makespan = hidden(makespan, g.traffic_s_per_byte * ends, HIDING_ENDS)
     seconds = makespan + extra + g.call_s + g.call_varlen_s * varlen + g.traffic_s_per_byte * around
     mean = s.tiles / s.rows
-    look[0] = np.log2(num_blocks / g.slots)
+    look[0] = np.log2(s.rows * heads / g.slots)
     look[1] = np.log2(mean)
     look[2] = np.log2(s.most / mean)
     look[3] = masked
     look[4] = np.log2(s.num)
     look[5] = np.log2(num_heads)
     look[6] = np.log2(num_heads / num_kv_heads)
-    look[7] = np.log2(makespan * g.slots / (heads * tile * s.tiles))
+    look[7] = np.log2(makespan * g.slots / work)
     look[8] = g.traffic_s_per_byte * beside / seconds
     look[9] = varlen
     look[10] = splits > 1 or (not s.aligned and not g.splits_keys)

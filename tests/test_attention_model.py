@@ -19,7 +19,6 @@ from cpsim.models.attention import (
     AttentionParams,
     anatomy_at,
     attention_seconds,
-    call_seconds,
     calls,
     listed_calls,
 )
@@ -99,7 +98,7 @@ def test_only_causal_documents_of_a_few_hundred_tokens_wait_for_instructions():
         lengths = np.full(documents, tokens)
         shape = np.array([0, documents]), lengths, lengths, np.full(documents, causal), *np.full((2, 1), heads)
         with_, without = (
-            float(call_seconds(params, *shape, 128, np.array([True]))[0])
+            float(attention_seconds(params, *shape, 128, np.array([True]))[0])
             for params in (dataclasses.replace(fitted, fetch_s=s, discrepancy=NONE) for s in (fitted.fetch_s, 0.0))
         )
         return with_ / without
@@ -436,7 +435,7 @@ def test_the_power_limit_slows_only_busy_kernels():
     shape = np.array([0, 1]), np.array([8192]), np.array([8192]), np.array([False])
 
     def seconds(p, heads):
-        return float(call_seconds(p, *shape, np.array([heads]), np.array([heads]), 128, np.array([False]))[0])
+        return float(attention_seconds(p, *shape, np.array([heads]), np.array([heads]), 128, np.array([False]))[0])
 
     assert seconds(params, 32) > 1.05 * seconds(free, 32)
     assert seconds(params, 1) == pytest.approx(seconds(free, 1), rel=0.02)

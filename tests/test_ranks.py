@@ -13,7 +13,7 @@ from cpsim.calibrate.measurement import load
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.shipped import DATA
 from cpsim.layer import plan_scenario
-from cpsim.models.attention import call_seconds
+from cpsim.models.attention import attention_seconds
 from cpsim.scenario import scenario_from
 from cpsim.schedule import COMMUNICATION_KINDS, Kind
 
@@ -107,7 +107,7 @@ def test_varlen_calls_of_one_sequence_that_no_fit_knows_are_predicted_and_are_no
         if p["pass"] == pass_ and p["family"] == "one_varlen":
             call = ([0, 1], p["q_lens"], p["k_lens"], [p["causal"]], [p["num_heads"]], [p["num_kv_heads"]])
             for varlen, found in errors.items():
-                seconds = call_seconds(params, *map(np.array, call), p["head_dim"], np.array([varlen]))[0]
+                seconds = attention_seconds(params, *map(np.array, call), p["head_dim"], np.array([varlen]))[0]
                 found.append(abs(seconds / median(p["samples_s"]) - 1))
     assert len(errors[True]) == 138
     assert mean(errors[True]) < most < mean(errors[False])

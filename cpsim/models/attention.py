@@ -350,7 +350,7 @@ PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
 def attention_seconds(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int,
+    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools | None = None,
 ) -> Floats:  # fmt: skip
     """Seconds of N kernel calls of one kernel and pass.
 
@@ -364,13 +364,13 @@ def attention_seconds(
         num_heads: [N] query heads.
         num_kv_heads: [N] key and value heads.
         head_dim: of queries, keys and values.
+        varlen: [N] whether the call is told the lengths of its sequences; by default where it has several.
 
     Returns:
         [N] seconds; 0 for calls without work.
     """
-    return call_seconds(
-        params, op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, np.diff(op_start) > 1
-    )
+    varlen = np.diff(op_start) > 1 if varlen is None else varlen
+    return calls(params, op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen)[0]
 
 
 def clocked_seconds(
@@ -390,22 +390,13 @@ def clocked_seconds(
     return seconds, seconds / slower
 
 
-def call_seconds(
-    params: AttentionParams,
-    op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools,
-) -> Floats:  # fmt: skip
-    """As `attention_seconds`, with `varlen` [N] telling which entry point each call uses."""
-    return calls(params, op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen)[0]
-
-
 def calls(
     params: AttentionParams,
     op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
     num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools, held: Ints | None = None,
     hold_s: Floats | None = None,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """As `call_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
+    """As `attention_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
 
     Something else, such as a kernel of NCCL's, may hold `held` SMs [N] for the first `hold_s` [N] of each call.
     """

@@ -63,8 +63,7 @@ def rule_of(table: Ints, num_q: int) -> int:
 
 def table_of(slices: Slices) -> Ints:
     """The slices as rows (q_start, q_end, k_start, k_end, low, high), ordered by query, ``int64[M, 6]``."""
-    columns = slices.q_start, slices.q_end, slices.k_start, slices.k_end, slices.low, slices.high
-    return np.stack(columns, axis=1)[np.argsort(slices.q_start, kind="stable")]
+    return slices.table()[np.argsort(slices.q_start, kind="stable")]
 
 
 def sequence_slices(q_lens: Ints, k_lens: Ints, causal: NDArray[np.bool_]) -> Slices:

@@ -13,7 +13,7 @@ from cpsim.calibrate.standin import ALIKE
 from cpsim.cluster import presets
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.mask_names import MASK_NAMES, Value
-from cpsim.models.attention import ANATOMY, working_bytes
+from cpsim.models.attention import ANATOMY, NAIVE, working_bytes
 from cpsim.models.calls import attention_op_seconds
 from cpsim.models.kernel_limits import DTYPES, limits_of, refusal, tile_visits
 from cpsim.scenario import Kernel
@@ -172,7 +172,7 @@ def peak_bytes(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]
     `tests/test_kernels.py` compares it with what an H200 measured.
     """
     heads, kv_heads, head_dim = shape
-    naive = kernel in ("math", "sdpa_math")
+    naive = kernel in NAIVE
     itemsize = {"bf16": 2, "fp16": 2, "fp32": 4}["fp32" if kernel == "math" else DTYPES[0]]
     q, kv, row = tokens * heads * head_dim, 2 * tokens * kv_heads * head_dim, tokens * heads * 4
     tensors = (2 * q + kv) * itemsize + row

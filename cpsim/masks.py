@@ -46,6 +46,10 @@ class Slices:
     def __len__(self) -> int:
         return len(self.q_start)
 
+    def table(self) -> Ints:
+        """A row (q_start, q_end, k_start, k_end, low, high) for every slice, ``int64[M, 6]``."""
+        return np.stack([self.q_start, self.q_end, self.k_start, self.k_end, self.low, self.high], axis=1)
+
     def areas(self) -> Ints:
         """Unmasked (query, key) pairs of every slice, ``int64[M]``, exact."""
         areas: Ints = slice_areas(self.q_start, self.q_end, self.k_start, self.k_end, self.low, self.high)
@@ -129,8 +133,7 @@ def coarse_mask(slices: Slices, num_tokens: int, size: int) -> NDArray[np.float6
 
 def areas_between(slices: Slices, edges: Ints) -> Ints:
     """Unmasked pairs of every (query range) x (key range) of the grid of ``edges [n + 1]``, ``int64[n, n]``; exact."""
-    table = np.stack([slices.q_start, slices.q_end, slices.k_start, slices.k_end, slices.low, slices.high], axis=1)
-    areas: Ints = _areas_of_cells(table, edges)
+    areas: Ints = _areas_of_cells(slices.table(), edges)
     return areas
 
 
@@ -260,7 +263,7 @@ def restrict(
         band of a row is that of its mask row; its key range is cut to what the band admits, and its query range
         begins with the first query that the band lets see the first key.
     """
-    table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
+    table = mask.table()
     reach = np.maximum.accumulate(mask.q_end)  # where it is low, no row so far has later queries
     products = (table, reach, q_sets.start, q_sets.ranges, k_sets.start, k_sets.ranges, pair_q, pair_k)
     start = np.zeros(len(pair_q) + 1, np.int64)

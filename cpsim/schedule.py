@@ -321,6 +321,10 @@ class Schedule:
         """Op of every lane entry, as long as ``lane_rank``."""
         return np.repeat(np.arange(len(self)), np.diff(self.lane_start))
 
+    def op_of_access(self) -> Ints:
+        """Op of every access, as long as ``access_mode``."""
+        return np.repeat(np.arange(len(self)), np.diff(self.access_start))
+
     def lines(self) -> Iterator[str]:
         """The text form: buffers, then one line an op."""
         for i, (name, rank, nbytes) in enumerate(

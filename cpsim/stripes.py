@@ -46,7 +46,7 @@ def striped(mask: Slices, num_tokens: int, stride: int) -> Slices:
     ``v - u``: the limits less j - i, divided by the stride, and rounded into the band.
     """
     start = stripe_bounds(num_tokens, stride)[:-1]
-    table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
+    table = mask.table()
     columns = np.empty((6, min(len(mask) * stride**2, MANY)), np.int64)  # memory that is not written costs nothing
     count = _striped(table, start, columns)
     if count > columns.shape[1]:

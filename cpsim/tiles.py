@@ -197,7 +197,7 @@ def make_tiles(
         stripes: see ``Products``.
     """
     query, key = np.asarray(query_set, np.int64).ravel(), np.asarray(key_set, np.int64).ravel()
-    table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
+    table = mask.table()
     places, limits = stripe_table(mask, np.zeros(1, np.int64) if stripes is None else stripes)
     first = np.zeros(0, np.int64) if stripes is None else stripes[:-1]
     given = table, np.maximum.accumulate(mask.q_end), places, limits, first, sets.start, sets.ranges, query, key

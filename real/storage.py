@@ -163,7 +163,7 @@ class Memory:
         self.is_output = np.zeros(len(padded), bool)
         self.is_output[s.outputs[:, 0]] = True
         self.summed = np.zeros(len(padded), bool)
-        owner = np.repeat(np.arange(len(s)), np.diff(s.access_start))
+        owner = s.op_of_access()
         partial = ~np.isin(s.kind[owner], (Kind.GEMM, Kind.ELEMENTWISE))  # these add to gradients of weights in place
         self.summed[s.access_buffer[(s.access_mode == UPDATE) & partial]] = True
         in_turns = np.isin(s.kind[owner], (*ATTENTION_KINDS, Kind.MERGE))

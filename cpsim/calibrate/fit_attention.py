@@ -18,7 +18,7 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured, pause_of, predicted_attention, predicted_calls, visits_of
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
-from cpsim.models.attention import ANATOMY, EVEN_SHARE, FITTED, PER_PAIR, SHARES, AttentionParams, anatomy_at
+from cpsim.models.attention import ANATOMY, EVEN_SHARE, FITTED, NAIVE, PER_PAIR, SHARES, AttentionParams, anatomy_at
 from cpsim.models.blocks import correction
 from cpsim.models.discrepancy import NONE, Discrepancy
 
@@ -62,7 +62,7 @@ OF_LISTED = ("partial_pair_s", "unaligned_partial_pair_s", *OF_RULE, *OF_QUERIES
 def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     """Names to fit and where all parameters start; what is not fitted has no effect."""
     flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
-    anatomy, naive = ANATOMY[kernel, pass_], kernel in ("math", "sdpa_math")
+    anatomy, naive = ANATOMY[kernel, pass_], kernel in NAIVE
     lists = anatomy.lists_blocks
     start = dict(_START)
     start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)

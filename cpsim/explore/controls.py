@@ -116,14 +116,11 @@ def scenario_of(state: State, known: Sequence[Control], folder: Path) -> Scenari
         name: _whole(state, name) for name in ("tokens_per_gpu", "gpus", "heads", "kv_heads", "head_dim")
     }
     fields |= {"kernel": state["kernel"], "cluster": _cluster(state, folder), "mask": _mask(state)}
-    match state["documents"]:
-        case "one document":
-            pass
-        case "lengths":
-            parts = str(state.get("lengths") or "").split(",")
-            fields["documents"] = [_whole({"lengths": part}, "lengths") for part in parts]
-        case name:
-            fields["documents"] = {"distribution": name, "seed": _whole(state, "seed")}
+    if state["documents"] == GIVEN_LENGTHS:
+        parts = str(state.get("lengths") or "").split(",")
+        fields["documents"] = [_whole({"lengths": part}, "lengths") for part in parts]
+    elif state["documents"] != ONE_DOCUMENT:
+        fields["documents"] = {"distribution": state["documents"], "seed": _whole(state, "seed")}
     if state["profile"] != OWN_PROFILE:
         fields["profile"] = state["profile"]
     scenario = scenario_from(fields)

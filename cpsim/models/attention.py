@@ -177,6 +177,8 @@ def flash2_ranges(backward: bool) -> Anatomy:
     return listed if backward else replace(listed, tile_q_causal=64, tile_q_full=64, tile_k=128)
 
 
+NAIVE = ("math", "sdpa_math")
+"""Kernels that hold all scores in memory."""
 _MAKE = {
     "fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "flex": _flex,
     "fa4_sparse": _flash4_sparse,

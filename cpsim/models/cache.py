@@ -57,8 +57,7 @@ def shares_cached(schedule: Schedule, cache_bytes: float) -> Floats:
 
 def _by_op(schedule: Schedule, of_access: Floats) -> Floats:
     """Sums over the accesses of every op, ``[N]``."""
-    owner = np.repeat(np.arange(len(schedule)), np.diff(schedule.access_start))
-    return np.asarray(np.bincount(owner, of_access, len(schedule)))
+    return np.asarray(np.bincount(schedule.op_of_access(), of_access, len(schedule)))
 
 
 @compiled()

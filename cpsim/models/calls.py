@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from cpsim.block_masks import Visits
 from cpsim.compiled import bare, compiled
 from cpsim.masks import Ints
-from cpsim.models.attention import ANATOMY, AttentionParams, calls, clocked_seconds, listed_calls, working_bytes
+from cpsim.models.attention import (
+    ANATOMY,
+    NAIVE,
+    AttentionParams,
+    calls,
+    clocked_seconds,
+    listed_calls,
+    working_bytes,
+)
 from cpsim.models.kernel_limits import dense_sequences, gathered_sequences, limits_of, tile_visits
 from cpsim.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
 from cpsim.tiles import CAUSAL, Sequences, Tiles, sequences
@@ -183,7 +191,7 @@ def working_memory(schedule: Schedule, kernel: str, head_dim: int) -> Ints:
     most = np.zeros(schedule.num_ranks, np.int64)
     for kind, pass_ in ((Kind.ATTENTION, "fwd"), (Kind.ATTENTION_BACKWARD, "bwd")):
         ops = np.flatnonzero(schedule.kind == kind)
-        if (kernel, pass_) not in ANATOMY or kernel in ("math", "sdpa_math") or not len(ops):
+        if (kernel, pass_) not in ANATOMY or kernel in NAIVE or not len(ops):
             continue
         found, tile = sequences(schedule.tiles), schedule.tile[ops]
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]

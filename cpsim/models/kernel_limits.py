@@ -92,7 +92,7 @@ def copied_heads(kernel: str, schedule: Schedule, ops: Ints) -> Ints:
 
 def _beside_others(schedule: Schedule, ops: Ints, tensor: str) -> NDArray[np.bool_]:
     """Whether each op has a tensor in a buffer together with another one, ``[A]``."""
-    owner = np.repeat(np.arange(len(schedule)), np.diff(schedule.access_start))
+    owner = schedule.op_of_access()
     mine = schedule.block_tensor[schedule.access_block] == schedule.block_tensors.index(tensor)
     pair = owner * len(schedule.buffer_name) + schedule.access_buffer
     found = np.zeros(len(schedule), np.bool_)
@@ -320,7 +320,7 @@ def _held_sets(schedule: Schedule) -> Ints:
     """Token sets of the queries and of the keys that every op reads, ``int64[N, 2]``; 0 where it reads none, -1 where
     they are in several places."""
     s = schedule
-    op_of_access = np.repeat(np.arange(len(s)), np.diff(s.access_start))
+    op_of_access = s.op_of_access()
     tensors = np.array(s.block_tensors)[s.block_tensor[s.access_block]]
     held = np.zeros((len(s), 2), np.int64)
     for side, tensor in enumerate(("q", "kv")):
@@ -335,7 +335,7 @@ def _copied_keys(schedule: Schedule, ops: Ints) -> Ints:
     s = schedule
     if not (s.kind == Kind.COPY).any():
         return np.zeros(len(ops), np.int64)
-    op_of_access = np.repeat(np.arange(len(s)), np.diff(s.access_start))
+    op_of_access = s.op_of_access()
     copied = np.zeros(len(s.buffer_nbytes), np.int64)
     target = s.access_buffer[(s.access_mode == WRITE) & (s.kind[op_of_access] == Kind.COPY)]
     copied[target] = s.buffer_nbytes[target]

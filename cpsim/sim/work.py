@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cpsim.compiled import compiled, inlined, unsigned
 from cpsim.masks import Ints
-from cpsim.schedule import Int8, Int32, Kind, Schedule
+from cpsim.schedule import STREAMS, Int8, Int32, Kind, Schedule
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -90,7 +90,7 @@ def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
     """
     key = eager.tobytes()
     if key not in schedule.before:
-        s, num_lanes = schedule, int(schedule.num_ranks) * 128
+        s, num_lanes = schedule, int(schedule.num_ranks) * len(STREAMS)
         lane_start, rank, stream, dep_start, dep = unsigned(
             s.lane_start, s.lane_rank, s.lane_stream, s.dep_start, s.dep
         )
@@ -126,7 +126,7 @@ def _predecessors(lane_start, lane_rank, lane_stream, dep_start, dep, num_lanes)
             op[count] = dep[d]
             count += 1
         for entry in range(lane_start[i], lane_start[i + 1]):
-            lane = lane_rank[entry] * 128 + lane_stream[entry]
+            lane = lane_rank[entry] * len(STREAMS) + lane_stream[entry]
             if last[lane] >= 0:
                 op[count] = last[lane]
                 count += 1

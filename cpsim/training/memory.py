@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cpsim.training.layer import BF16, FP32
 from cpsim.training.model import Model
 from cpsim.training.parallel import Parallel
 
-BF16, FP32 = 2, 4
 STATES = 3 * FP32
 """Of a parameter: AdamW's master copy and both moments."""
 

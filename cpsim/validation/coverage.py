@@ -57,7 +57,7 @@ def check_coverage(s: Schedule, mask: Slices, num_heads: int) -> None:
     ops = np.flatnonzero(is_one_of(s.kind, ATTENTION_KINDS))
     first, end = s.heads[ops, 0], s.heads[ops, 0] + s.heads[ops, 1]
     bounds = np.unique(np.concatenate(([0, num_heads], first, end)))
-    table = np.stack([mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high], axis=1)
+    table = mask.table()
     known: set[bytes] = set()
     for head in bounds[:-1].tolist():
         here = ops[(first <= head) & (head < end)]

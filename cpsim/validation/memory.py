@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cpsim.errors import ScheduleError
 from cpsim.masks import Ints
-from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, Kind, Pass, Schedule, is_one_of
+from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, WRITE, Kind, Pass, Schedule, is_one_of
 from cpsim.validation.cells import Cells, places
 from cpsim.validation.fault import fail
 from cpsim.workload import LSE_BYTES, Workload
@@ -107,7 +107,7 @@ class Memory:
 
     def _execute(self, index: int, accesses: list[_Access]) -> None:
         kind = Kind(int(self.s.kind[index]))
-        reads = [(a, self._read(index, a)) for a in accesses if a.mode != READ + 1]
+        reads = [(a, self._read(index, a)) for a in accesses if a.mode != WRITE]
         targets = [a for a in accesses if a.mode != READ]
         self._check_sizes(index, kind, accesses)
         if kind in ATTENTION_KINDS:

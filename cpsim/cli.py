@@ -109,7 +109,7 @@ def predict(
     _check_writable(trace)
     scenarios, results = _predict_file(file, jobs)
     if trace:
-        _write_trace(trace, results)
+        _trace_results(trace, results)
     if out:
         out.write_text(_lines(scenarios, results), encoding="utf-8")
     if as_json:
@@ -121,20 +121,26 @@ def predict(
     _report_failures(results)
 
 
-def _write_trace(path: Path, results: Results) -> None:
+def _trace_results(path: Path, results: Results) -> None:
     from cpsim.prediction import Prediction
-    from cpsim.report.trace import write_prediction
 
     if len(results) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(results)}; give it a file of its own")
     if isinstance(results[0], Prediction):
-        if not results[0].timelines:
-            raise CpsimError(
-                "trace: expected attention or a layer whose ops are simulated one by one, got a training step or a "
-                "ring that continues shorter ones; use fewer GPUs"
-            )
-        write_prediction(path, results[0])
+        _write_trace(path, results[0])
         print(f"Trace written to {path}; open it in ui.perfetto.dev", file=sys.stderr)
+
+
+def _write_trace(path: Path, prediction: Prediction) -> None:
+    """Write the ops of a prediction, if they were simulated one by one."""
+    from cpsim.report.trace import write_prediction
+
+    if not prediction.timelines:
+        raise CpsimError(
+            "trace: expected attention or a layer whose ops are simulated one by one, got a training step or a "
+            "ring that continues shorter ones; use `part: layer` or fewer GPUs"
+        )
+    write_prediction(path, prediction)
 
 
 @app.command()
@@ -146,7 +152,6 @@ def trace(
 ) -> None:
     """Write a trace for Perfetto: every rank and stream, arrows between ranks, what links carry."""
     from cpsim.predictor import predict as ask
-    from cpsim.report.trace import write_prediction
     from cpsim.scenario import as_scenario, load_scenario
 
     _check_writable(out)
@@ -155,10 +160,8 @@ def trace(
         scenario = as_scenario(scenario.to_dict() | {"strategy": strategy, "knobs": {}})
     if scenario.strategy is None:
         scenario = _best(scenario)
-    if scenario.model is not None:
-        raise CpsimError("trace: a training step has no timeline; leave the model out")
     prediction = ask(scenario)
-    write_prediction(out, prediction)
+    _write_trace(out, prediction)
     num_ops = {pass_: len(timeline.schedule) for pass_, timeline in prediction.timelines.items()}
     if as_json:
         fields = {"strategy": scenario.strategy, "knobs": dict(scenario.knobs), "ops": num_ops, "out": str(out)}

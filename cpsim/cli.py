@@ -17,12 +17,13 @@ import typer
 from cpsim import cli_reproduce
 from cpsim.allocator import keep_freed_memory
 from cpsim.errors import CpsimError
-from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar
+from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse
 
 if TYPE_CHECKING:
     from cpsim.calibrate.measurement import Measurements
     from cpsim.calibrate.profile import Profile
-    from cpsim.prediction import Infeasible, Prediction
+    from cpsim.prediction import Advice, Infeasible, Prediction
+    from cpsim.runs import Run
     from cpsim.scenario import Scenario
 
     Results = list[Prediction | Infeasible | CpsimError]
@@ -80,6 +81,8 @@ def _machine(command: str, gpus: int | None, cpu: int | None) -> tuple[int, str]
     """How many GPUs, or processes on a CPU, a command uses, and which."""
     from cpsim.launch import local_gpus
 
+    if cpu:
+        refuse(f"{command}: --cpu uses no GPUs", {"--gpus": gpus})
     available = local_gpus()
     if cpu:
         return cpu, "cpu"
@@ -240,8 +243,7 @@ def advise(
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
     if step:
-        if html:
-            raise CpsimError("advise: --html has no page for training steps; leave it out")
+        refuse("advise: training steps have no page", {"--html": html, "--runs": runs})
         _advise_step(file, as_json)
         return
     from cpsim.predictor import advise as ask
@@ -249,6 +251,8 @@ def advise(
     from cpsim.runs import runs_in
     from cpsim.scenario import load_scenario
 
+    if html is None:
+        refuse("advise: only the page of --html shows runs", {"--runs": runs})
     check_writable(html)
     scenario = load_scenario(file)
     measured = runs_in(runs or _shipped_runs()) if html else []
@@ -263,16 +267,20 @@ def advise(
 
         console().print(advice_view(advice))
     if html:
-        from cpsim.report.frontier import predict_cells
-        from cpsim.report.html import write_report
-        from cpsim.report.lengths import predict_lengths
+        _write_report(html, advice, measured)
 
-        with progress_bar("Predicting other lengths") as progress:
-            lengths = predict_lengths(advice, progress)
-        with progress_bar("Mapping lengths and GPUs") as progress:
-            best = predict_cells(advice, progress)
-        write_report(html, advice, lengths, best, measured)
-        print(f"Report written to {html}", file=sys.stderr)
+
+def _write_report(html: Path, advice: Advice, measured: list[Run]) -> None:
+    from cpsim.report.frontier import predict_cells
+    from cpsim.report.html import write_report
+    from cpsim.report.lengths import predict_lengths
+
+    with progress_bar("Predicting other lengths") as progress:
+        lengths = predict_lengths(advice, progress)
+    with progress_bar("Mapping lengths and GPUs") as progress:
+        best = predict_cells(advice, progress)
+    write_report(html, advice, lengths, best, measured)
+    print(f"Report written to {html}", file=sys.stderr)
 
 
 def _shipped_runs() -> Path | None:
@@ -499,15 +507,17 @@ def fit(
 
     if everything == bool(measurements):
         raise CpsimError("fit: expected files of measurements, or --all for the profiles that come with cpsim")
+    ratios = {"memory_ratio": memory_ratio, "network_ratio": network_ratio, "sm_ratio": sm_ratio}
+    scaled = {f"--{name.replace('_', '-')}": ratio != 1 for name, ratio in ratios.items()}
     if everything:
+        refuse("fit: --all has bases and ratios of its own", {"--base": base, **scaled})
+        refuse("fit: --all describes no node", {"--cluster": cluster})
         _fit_all(out, as_json)
         return
+    if not base:
+        refuse("fit: without --base there is nothing to scale", scaled)
     check_writable(out, cluster)
-    stand_in = None
-    if base:
-        stand_in = StandIn(
-            profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio, sm_ratio=sm_ratio
-        )
+    stand_in = StandIn(profile=load_profile(base), **ratios) if base else None
     files = [load(path) for path in measurements or ()]
     profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)

@@ -83,7 +83,7 @@ def _machine(command: str, gpus: int | None, cpu: int | None) -> tuple[int, str]
 
     if cpu:
         refuse(f"{command}: --cpu uses no GPUs", {"--gpus": gpus})
-    available = local_gpus()
+    available = local_gpus(command)
     if cpu:
         return cpu, "cpu"
     if not available:

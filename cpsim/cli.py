@@ -7,24 +7,23 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cpsim import cli_reproduce
 from cpsim.allocator import keep_freed_memory
 from cpsim.errors import CpsimError
+from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse
 
 if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
-
     from cpsim.calibrate.measurement import Measurements
     from cpsim.calibrate.profile import Profile
-    from cpsim.prediction import Infeasible, Prediction
+    from cpsim.prediction import Advice, Infeasible, Prediction
+    from cpsim.runs import Run
     from cpsim.scenario import Scenario
 
     Results = list[Prediction | Infeasible | CpsimError]
@@ -34,11 +33,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cli_reproduce.app)
 
 USER_ERROR = 2
-Progress = Callable[[int, int], None]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
 EXPLORED = {
     "gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "mask": "causal_document", "heads": 32, "kv_heads": 8,
@@ -70,7 +67,8 @@ def main() -> None:
     except Exception as error:
         if not hasattr(error, "format_message"):  # not a wrong option or argument: our own mistake
             raise
-        status = _fail(f"{error.format_message()} See `cpsim --help`.") if error.format_message() else USER_ERROR
+        asked = getattr(getattr(error, "ctx", None), "command_path", "cpsim")
+        status = _fail(f"{error.format_message()} See `{asked} --help`.") if error.format_message() else USER_ERROR
     sys.exit(status or 0)
 
 
@@ -83,7 +81,9 @@ def _machine(command: str, gpus: int | None, cpu: int | None) -> tuple[int, str]
     """How many GPUs, or processes on a CPU, a command uses, and which."""
     from cpsim.launch import local_gpus
 
-    available = local_gpus()
+    if cpu:
+        refuse(f"{command}: --cpu uses no GPUs", {"--gpus": gpus})
+    available = local_gpus(command)
     if cpu:
         return cpu, "cpu"
     if not available:
@@ -105,11 +105,10 @@ def predict(
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the one scenario, for Perfetto.")] = None,
 ) -> None:
     """Predict the time of every scenario in FILE; one bad line never stops the others."""
-    _check_writable(out)
-    _check_writable(trace)
+    check_writable(out, trace)
     scenarios, results = _predict_file(file, jobs)
     if trace:
-        _write_trace(trace, results)
+        _trace_results(trace, results)
     if out:
         out.write_text(_lines(scenarios, results), encoding="utf-8")
     if as_json:
@@ -117,24 +116,30 @@ def predict(
     elif not out:
         from cpsim.report.tables import prediction_view
 
-        _stdout().print(prediction_view(results))
+        console().print(prediction_view(results))
     _report_failures(results)
 
 
-def _write_trace(path: Path, results: Results) -> None:
+def _trace_results(path: Path, results: Results) -> None:
     from cpsim.prediction import Prediction
-    from cpsim.report.trace import write_prediction
 
     if len(results) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(results)}; give it a file of its own")
     if isinstance(results[0], Prediction):
-        if not results[0].timelines:
-            raise CpsimError(
-                "trace: expected attention or a layer whose ops are simulated one by one, got a training step or a "
-                "ring that continues shorter ones; use fewer GPUs"
-            )
-        write_prediction(path, results[0])
+        _write_trace(path, results[0])
         print(f"Trace written to {path}; open it in ui.perfetto.dev", file=sys.stderr)
+
+
+def _write_trace(path: Path, prediction: Prediction) -> None:
+    """Write the ops of a prediction, if they were simulated one by one."""
+    from cpsim.report.trace import write_prediction
+
+    if not prediction.timelines:
+        raise CpsimError(
+            "trace: expected attention or a layer whose ops are simulated one by one, got a training step or a "
+            "ring that continues shorter ones; use `part: layer` or fewer GPUs"
+        )
+    write_prediction(path, prediction)
 
 
 @app.command()
@@ -146,19 +151,16 @@ def trace(
 ) -> None:
     """Write a trace for Perfetto: every rank and stream, arrows between ranks, what links carry."""
     from cpsim.predictor import predict as ask
-    from cpsim.report.trace import write_prediction
     from cpsim.scenario import as_scenario, load_scenario
 
-    _check_writable(out)
+    check_writable(out)
     scenario = load_scenario(file)
     if strategy:
         scenario = as_scenario(scenario.to_dict() | {"strategy": strategy, "knobs": {}})
     if scenario.strategy is None:
         scenario = _best(scenario)
-    if scenario.model is not None:
-        raise CpsimError("trace: a training step has no timeline; leave the model out")
     prediction = ask(scenario)
-    write_prediction(out, prediction)
+    _write_trace(out, prediction)
     num_ops = {pass_: len(timeline.schedule) for pass_, timeline in prediction.timelines.items()}
     if as_json:
         fields = {"strategy": scenario.strategy, "knobs": dict(scenario.knobs), "ops": num_ops, "out": str(out)}
@@ -173,7 +175,7 @@ def trace(
 def _best(scenario: Scenario) -> Scenario:
     from cpsim.predictor import advise as ask
 
-    with _progress("Trying strategies") as progress:
+    with progress_bar("Trying strategies") as progress:
         candidates = ask(scenario, progress).candidates
     if not candidates:
         raise CpsimError("trace: no strategy can run this case; `cpsim advise` says why")
@@ -201,7 +203,7 @@ def sweep(
     if out.is_file() or not out.parent.is_dir():
         raise CpsimError(f"{out}: expected a folder, or a name in a folder that exists")
     started, asked = time.monotonic(), load_sweep(file)
-    with _progress("Predicting") as progress:
+    with progress_bar("Predicting") as progress:
         done = run_sweep(asked, out, jobs=jobs, scheduler=scheduler, resume=resume, progress=progress)
     _say_swept(done.num_scenarios, done.num_predicted, time.monotonic() - started, out, as_json)
     _print_failures(failures(out, 21), done.num_scenarios - done.num_predicted)
@@ -210,7 +212,7 @@ def sweep(
 
 
 def _sweep_lines(file: Path, out: Path, as_json: bool, jobs: int | None) -> None:
-    _check_writable(out)
+    check_writable(out)
     started = time.monotonic()
     scenarios, results = _predict_file(file, jobs)
     out.write_text(_lines(scenarios, results), encoding="utf-8")
@@ -224,7 +226,7 @@ def _say_swept(num_scenarios: int, num_predicted: int, duration_s: float, out: P
         summary = {"num_scenarios": num_scenarios, "num_predicted": num_predicted, "duration_s": duration_s}
         print(json.dumps({**summary, "out": str(out)}))
     else:
-        _stdout().print(
+        console().print(
             f"{num_predicted:,} of {num_scenarios:,} scenarios predicted in {duration_s:.1f} s, written to {out}",
             highlight=False,
             markup=False,
@@ -241,8 +243,7 @@ def advise(
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
     if step:
-        if html:
-            raise CpsimError("advise: --html has no page for training steps; leave it out")
+        refuse("advise: training steps have no page", {"--html": html, "--runs": runs})
         _advise_step(file, as_json)
         return
     from cpsim.predictor import advise as ask
@@ -250,10 +251,12 @@ def advise(
     from cpsim.runs import runs_in
     from cpsim.scenario import load_scenario
 
-    _check_writable(html)
+    if html is None:
+        refuse("advise: only the page of --html shows runs", {"--runs": runs})
+    check_writable(html)
     scenario = load_scenario(file)
     measured = runs_in(runs or _shipped_runs()) if html else []
-    with _progress("Trying strategies") as progress:
+    with progress_bar("Trying strategies") as progress:
         advice = ask(scenario, progress=progress)
     if as_json:
         from cpsim.report.records import advice_record
@@ -262,18 +265,22 @@ def advise(
     else:
         from cpsim.report.tables import advice_view
 
-        _stdout().print(advice_view(advice))
+        console().print(advice_view(advice))
     if html:
-        from cpsim.report.frontier import predict_cells
-        from cpsim.report.html import write_report
-        from cpsim.report.lengths import predict_lengths
+        _write_report(html, advice, measured)
 
-        with _progress("Predicting other lengths") as progress:
-            lengths = predict_lengths(advice, progress)
-        with _progress("Mapping lengths and GPUs") as progress:
-            best = predict_cells(advice, progress)
-        write_report(html, advice, lengths, best, measured)
-        print(f"Report written to {html}", file=sys.stderr)
+
+def _write_report(html: Path, advice: Advice, measured: list[Run]) -> None:
+    from cpsim.report.frontier import predict_cells
+    from cpsim.report.html import write_report
+    from cpsim.report.lengths import predict_lengths
+
+    with progress_bar("Predicting other lengths") as progress:
+        lengths = predict_lengths(advice, progress)
+    with progress_bar("Mapping lengths and GPUs") as progress:
+        best = predict_cells(advice, progress)
+    write_report(html, advice, lengths, best, measured)
+    print(f"Report written to {html}", file=sys.stderr)
 
 
 def _shipped_runs() -> Path | None:
@@ -288,12 +295,12 @@ def _advise_step(file: Path, as_json: bool) -> None:
     from cpsim.step_advice import advise_step
 
     scenario = load_scenario(file)
-    with _progress("Cutting the step") as progress:
+    with progress_bar("Cutting the step") as progress:
         advice = advise_step(scenario, progress)
     if as_json:
         print(json.dumps(step_advice_record(advice), indent=1))
     else:
-        _stdout().print(step_advice_view(advice))
+        console().print(step_advice_view(advice))
 
 
 @app.command()
@@ -335,8 +342,7 @@ def run(
 
     if (out is None) == (trace is None):
         raise CpsimError("run: expected --out FILE for times, or --trace FILE for a trace of one scenario")
-    _check_writable(out)
-    _check_writable(trace)
+    check_writable(out, trace)
     num_gpus, _ = _machine("run", gpus, cpu)
     scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
     if trace and len(scenarios) != 1:
@@ -403,18 +409,18 @@ def validate(
     from cpsim.report.comparison import comparison_record, comparison_view, left_out
     from cpsim.runs import holds_runs, load_runs
 
-    _check_writable(html)
+    check_writable(html)
     measured = [path for path in files if holds_runs(path)] or files[-1:]
     runs = [run for path in measured for run in load_runs(path)]
     predictions = [one for path in files if path not in measured for one in load_predictions(path)]
     if not predictions:
-        with _progress("Predicting") as progress:
+        with progress_bar("Predicting") as progress:
             predictions = predict_runs(runs, progress)
     comparison = compare(predictions, runs)
     if as_json:
         print(json.dumps(comparison_record(comparison), indent=1))
     else:
-        _stdout().print(comparison_view(comparison, cases))
+        console().print(comparison_view(comparison, cases))
     left = left_out(comparison)
     for line in left[:20]:
         print(f"cpsim: not compared: {line}", file=sys.stderr)
@@ -425,139 +431,6 @@ def validate(
 
         write_comparison(html, comparison)
         print(f"Page written to {html}", file=sys.stderr)
-
-
-@app.command()
-def reproduce(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The study: magi-h100, longca-96, dcp or distca.")],
-    out: Annotated[Path | None, typer.Option(help="Write to this file: JSON, of longca-96 JSON Lines.")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write figures of longca-96 or distca to this file.")] = None,
-    as_json: Json = False,
-    jobs: Jobs = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the network between nodes to rows of 8 and 16 GPUs.")] = False,
-    worst: Annotated[int, typer.Option(min=0, help="Rows to list, worst first.")] = 30,
-    lengths: Annotated[
-        str | None, typer.Option(help="Distribution of dcp's document lengths; the file that lists distca's (JSON).")
-    ] = None,
-    variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
-    batches: Annotated[
-        int | None, typer.Option(min=1, help="Of every bar of dcp: 10 where not given; the benchmark has 50.")
-    ] = None,
-    scale: Annotated[
-        bool, typer.Option("--scale", help="distca: interim runs with pipelines, and speed-ups on 64 to 512 GPUs.")
-    ] = False,
-) -> None:
-    """Predict a published study of others row by row, and say how far off the predictions are."""
-    from cpsim.report.reproduction import reproduction_record, reproduction_view
-    from cpsim.reproduce import magi_h100
-
-    if name not in ("magi-h100", "longca-96", "dcp", "distca"):
-        raise CpsimError(f"reproduce: expected magi-h100, longca-96, dcp or distca, got {name!r}")
-    for option, given, studies in (
-        ("--html", html, ("longca-96", "distca")),
-        ("--scale", scale, ("distca",)),
-        ("--fit", fit, ("magi-h100",)),
-        ("--lengths", lengths, ("dcp", "distca")),
-        ("--variant", variant, ("dcp",)),
-        ("--batches", batches, ("dcp",)),
-    ):
-        if given and name not in studies:
-            belongs = " and ".join(studies)
-            raise CpsimError(f"reproduce: {option} belongs to {belongs}, got it with {name}; leave it out")
-    _check_writable(out)
-    _check_writable(html)
-    if name == "longca-96":
-        _reproduce_longca_96(out, html, as_json, jobs)
-        return
-    if name == "dcp":
-        _reproduce_dcp(lengths, variant, batches, worst, out, as_json, jobs)
-        return
-    if name == "distca":
-        if scale and lengths:
-            raise CpsimError("reproduce: --scale draws its own documents; leave --lengths out")
-        run = _scale_distca if scale else partial(_reproduce_distca, lengths)
-        run(out, html, as_json, jobs)
-        return
-    if fit:
-        print(f"NIC of {magi_h100.CLUSTER}: {magi_h100.fit(print) / 1e9:.1f} GB/s")
-        return
-    with _progress("Predicting") as progress:
-        rows = magi_h100.reproduce(jobs=jobs, progress=progress)
-    record = json.dumps(reproduction_record(rows), indent=1) + "\n"
-    _hand_out(record, lambda: reproduction_view(rows, worst), out, as_json)
-
-
-def _reproduce_dcp(
-    lengths: str | None, variant: str | None, batches: int | None, worst: int, out: Path | None, as_json: bool,
-    jobs: int | None,
-) -> None:  # fmt: skip
-    from cpsim.report.dcp import dcp_record, dcp_view
-    from cpsim.reproduce.dcp import BATCHES, LENGTHS, VARIANT
-    from cpsim.reproduce.dcp import reproduce as predict_bars
-
-    drawn, plans, count = lengths or LENGTHS, variant or VARIANT, batches or BATCHES
-    with _progress("Predicting") as progress:
-        rows = predict_bars(lengths=drawn, count=count, variant=plans, jobs=jobs, progress=progress)
-    record = json.dumps(dcp_record(rows, drawn, plans, count), indent=1) + "\n"
-    _hand_out(record, lambda: dcp_view(rows, drawn, plans, worst), out, as_json)
-
-
-def _scale_distca(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
-    from cpsim.report.distca_scale import scale_html, scale_record, scale_view
-    from cpsim.reproduce.distca_scale import reproduce as predict_runs
-    from cpsim.reproduce.distca_scale import speed_ups
-
-    with _progress("Predicting interim runs") as progress:
-        runs = predict_runs(jobs=jobs, progress=progress)
-    with _progress("Predicting speed-ups") as progress:
-        ratios = speed_ups(jobs=jobs, progress=progress)
-    _write_page(html, lambda: scale_html(runs, ratios))
-    record = json.dumps(scale_record(runs, ratios), indent=1) + "\n"
-    _hand_out(record, lambda: scale_view(runs, ratios), out, as_json)
-
-
-def _reproduce_distca(
-    lengths: str | None, out: Path | None, html: Path | None, as_json: bool, jobs: int | None
-) -> None:  # fmt: skip
-    from cpsim.report.distca import distca_html, distca_record, distca_view
-    from cpsim.reproduce.distca import ablations, read_lengths
-    from cpsim.reproduce.distca import reproduce as predict_runs
-
-    listed = read_lengths(Path(lengths)) if lengths else None
-    with _progress("Predicting") as progress:
-        rows = predict_runs(lengths=listed, jobs=jobs, progress=progress)
-    with _progress("Predicting ablations") as progress:
-        others = ablations(rows, listed, jobs=jobs, progress=progress)
-    _write_page(html, lambda: distca_html(rows, others, lengths))
-    record = json.dumps(distca_record(rows, others, lengths), indent=1) + "\n"
-    _hand_out(record, lambda: distca_view(rows, others, lengths), out, as_json)
-
-
-def _reproduce_longca_96(out: Path | None, html: Path | None, as_json: bool, jobs: int | None) -> None:
-    from cpsim.report.longca_96 import study_html, study_lines, study_view
-    from cpsim.reproduce.longca_96 import run as predict_study
-
-    with _progress("Predicting batches") as progress:
-        study = predict_study(jobs=jobs, progress=progress)
-    _write_page(html, lambda: study_html(study))
-    _hand_out(study_lines(study), lambda: study_view(study), out, as_json)
-
-
-def _write_page(html: Path | None, made: Callable[[], str]) -> None:
-    """Writes a page, if a file is given."""
-    if html:
-        html.write_text(made(), encoding="utf-8")
-        print(f"Page written to {html}", file=sys.stderr)
-
-
-def _hand_out(record: str, view: Callable[[], RenderableType], out: Path | None, as_json: bool) -> None:
-    """Writes a record to a file, if one is given, and prints it, or what people read instead."""
-    if out:
-        out.write_text(record, encoding="utf-8")
-    if as_json:
-        sys.stdout.write(record)
-    else:
-        _stdout().print(view())
 
 
 @app.command()
@@ -579,14 +452,14 @@ def calibrate(
     from cpsim.launch import calibrate as measure
 
     measured = out / f"{name}.jsonl"
-    _check_writable(measured)
+    check_writable(measured)
     if measured.exists() and not resume:
         raise CpsimError(f"calibrate: {measured} exists; go on with --resume, or give another --name")
     num_gpus, gpu = _machine("calibrate", gpus, cpu)
     if measured.exists():
         check_machine(measured, gpu, num_gpus)
     options = Options(command=_said(), num_gpus=num_gpus, cpu=cpu is not None, minutes=minutes, commit=commit)
-    with _parts(minutes) as progress:
+    with part_bars(minutes) as progress:
         status = measure(measured, options, kernels, progress)
     if status:
         log = measured.with_suffix(".log")
@@ -634,16 +507,17 @@ def fit(
 
     if everything == bool(measurements):
         raise CpsimError("fit: expected files of measurements, or --all for the profiles that come with cpsim")
+    ratios = {"memory_ratio": memory_ratio, "network_ratio": network_ratio, "sm_ratio": sm_ratio}
+    scaled = {f"--{name.replace('_', '-')}": ratio != 1 for name, ratio in ratios.items()}
     if everything:
+        refuse("fit: --all has bases and ratios of its own", {"--base": base, **scaled})
+        refuse("fit: --all describes no node", {"--cluster": cluster})
         _fit_all(out, as_json)
         return
-    _check_writable(out)
-    _check_writable(cluster)
-    stand_in = None
-    if base:
-        stand_in = StandIn(
-            profile=load_profile(base), memory_ratio=memory_ratio, network_ratio=network_ratio, sm_ratio=sm_ratio
-        )
+    if not base:
+        refuse("fit: without --base there is nothing to scale", scaled)
+    check_writable(out, cluster)
+    stand_in = StandIn(profile=load_profile(base), **ratios) if base else None
     files = [load(path) for path in measurements or ()]
     profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)
@@ -652,7 +526,7 @@ def fit(
     if as_json:
         print(json.dumps(profile_record(profile), indent=1))
     else:
-        _stdout().print(profile_view(profile))
+        console().print(profile_view(profile))
 
 
 def _fit_all(folder: Path, as_json: bool) -> None:
@@ -670,7 +544,7 @@ def _print_profiles(shown: Sequence[Profile], as_json: bool) -> None:
         print(json.dumps([profile_record(profile) for profile in shown], indent=1))
         return
     for profile in shown:
-        _stdout().print(profile_view(profile))
+        console().print(profile_view(profile))
 
 
 def _write_cluster(path: Path, files: Sequence[Measurements], profile: Profile, profile_file: Path) -> None:
@@ -700,7 +574,7 @@ def import_(
     from cpsim.calibrate.imports import Table, import_files
     from cpsim.calibrate.measurement import Writer
 
-    _check_writable(out)
+    check_writable(out)
     given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
     header, points, left = import_files(files, given, _said())
     with out.open("w", encoding="utf-8") as file:
@@ -733,7 +607,7 @@ def fit_fabric(
     from cpsim.cluster import load_cluster
     from cpsim.report.tables import clusters_view
 
-    _check_writable(out)
+    check_writable(out)
     known = load_cluster(cluster)
     likely = known.fabric.nics_per_node if known.fabric else known.gpus_per_node
     whole = replace(known, fabric=fitted([load(file) for file in files], likely, sockets))
@@ -743,7 +617,7 @@ def fit_fabric(
     if as_json:
         print(json.dumps(whole.to_dict(), indent=1))
     else:
-        _stdout().print(clusters_view([whole]))
+        console().print(clusters_view([whole]))
 
 
 @app.command()
@@ -764,7 +638,7 @@ def clusters(as_json: Json = False) -> None:
     else:
         from cpsim.report.tables import clusters_view
 
-        _stdout().print(clusters_view(presets().values()))
+        console().print(clusters_view(presets().values()))
 
 
 @app.command()
@@ -785,7 +659,7 @@ def kernels(
     if as_json:
         print(json.dumps(kernels_record(support(), rates), indent=1))
     else:
-        _stdout().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
+        console().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
 
 
 @app.command()
@@ -799,7 +673,7 @@ def strategies(as_json: Json = False) -> None:
     else:
         from cpsim.report.tables import strategies_view
 
-        _stdout().print(strategies_view(records))
+        console().print(strategies_view(records))
 
 
 @app.command()
@@ -817,11 +691,10 @@ def mask(
     """Show a mask: picture, exact area, and which strategies, kernels and implementations can run it."""
     from cpsim.report import masks
 
-    _check_writable(png)
-    _check_writable(html)
+    check_writable(png, html)
     if name is None:
         records = masks.mask_list()
-        print(json.dumps(records, indent=1)) if as_json else _stdout().print(masks.masks_view())
+        print(json.dumps(records, indent=1)) if as_json else console().print(masks.masks_view())
         return
     scenario = _mask_scenario(name, tokens, option or [], documents, gpus, cluster)
     from cpsim.support import support
@@ -832,7 +705,7 @@ def mask(
     if as_json:
         print(json.dumps(masks.mask_record(workload, found), indent=1))
     else:
-        _stdout().print(masks.mask_view(workload, found, gpus))
+        console().print(masks.mask_view(workload, found, gpus))
     if png:
         masks.write_png(png, workload)
         print(f"Picture written to {png}", file=sys.stderr)
@@ -873,7 +746,7 @@ def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimEr
     scenarios: list[Scenario | CpsimError] = list(load_scenarios(file))
     if not scenarios:
         raise CpsimError(f"{file}: expected at least one scenario, got an empty file")
-    with _progress("Predicting") as progress:
+    with progress_bar("Predicting") as progress:
         return scenarios, predict_many(scenarios, jobs=jobs, progress=progress)
 
 
@@ -907,61 +780,3 @@ def _print_failures(lines: Sequence[str], total: int) -> None:
         print(f"cpsim: {line}", file=sys.stderr)
     if total > 20:
         print(f"cpsim: and {total - 20} more without a prediction", file=sys.stderr)
-
-
-def _check_writable(path: Path | None) -> None:
-    """Refuse an output that cannot be written before any work is done."""
-    if path is not None and (path.is_dir() or not path.parent.is_dir()):
-        raise CpsimError(f"{path}: cannot be written: expected a file name in a folder that exists")
-
-
-def _stdout() -> Console:
-    """Console on stdout; 100 columns where stdout is no terminal."""
-    from rich.console import Console
-
-    return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", "100")))
-
-
-@contextmanager
-def _progress(label: str) -> Iterator[Progress]:
-    """A progress bar on stderr with the remaining time, shown only after a second of work."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar = Bar(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task(label, total=None)
-    started = time.monotonic()
-
-    def update(done: int, total: int) -> None:
-        bar.update(task, completed=done, total=total)
-        if sys.stderr.isatty() and time.monotonic() - started > 1 and not bar.live.is_started:
-            bar.start()
-
-    try:
-        yield update
-    finally:
-        if bar.live.is_started:
-            bar.stop()
-
-
-@contextmanager
-def _parts(minutes: float) -> Iterator[Callable[[str, int, int], None]]:
-    """Progress bars on stderr: the time, and the points of every part; no more than lines without a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    bar, tasks, started = Bar(*columns, console=Console(stderr=True)), {}, time.monotonic()
-    clock = bar.add_task("seconds", total=round(60 * minutes))
-
-    def update(part: str, done: int, total: int) -> None:
-        if part not in tasks:
-            tasks[part] = bar.add_task(part, total=total)
-        bar.update(tasks[part], completed=done, total=total)
-        bar.update(clock, completed=round(time.monotonic() - started))
-
-    with bar:
-        yield update

@@ -50,19 +50,22 @@ class Options:
     trace: Path | None = None
 
 
-def local_gpus() -> list[str]:
+def local_gpus(command: str) -> list[str]:
     """Names of this machine's GPUs, as torch sees them.
+
+    Args:
+        command: who asks, for errors.
 
     Raises:
         CpsimError: torch is missing or broken.
     """
     if find_spec("torch") is None:
-        raise CpsimError("run: PyTorch is missing in this Python; install it, e.g. pip install 'cpsim[real]'")
+        raise CpsimError(f"{command}: PyTorch is missing in this Python; install it, e.g. pip install 'cpsim[real]'")
     names = "from torch import cuda; print(*map(cuda.get_device_name, range(cuda.device_count())), sep='\\n')"
     asked = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=False)
     if asked.returncode:
         reason = (asked.stderr.strip().splitlines() or ["unknown"])[-1]
-        raise CpsimError(f"run: PyTorch cannot be imported: {reason}; see `python -c 'import torch'`")
+        raise CpsimError(f"{command}: PyTorch cannot be imported: {reason}; see `python -c 'import torch'`")
     return [name for name in asked.stdout.splitlines() if name]
 
 

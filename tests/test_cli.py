@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -105,6 +106,30 @@ def test_lists_are_shown_and_are_json():
 )
 def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
     assert match in one_line(cpsim(*arguments, status=2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        *(
+            (["fit", "points.jsonl", "--out", "mine.json", ratio, 2], f"nothing to scale; leave {ratio} out")
+            for ratio in ("--memory-ratio", "--network-ratio", "--sm-ratio")
+        ),
+        *(
+            (["fit", "--all", "--out", "profiles", option, value], f"fit: --all .*; leave {option} out")
+            for option, value in (("--cluster", "x.yaml"), ("--base", "h200"), ("--sm-ratio", 2))
+        ),
+        (["advise", EXAMPLES / "h200-4-zigzag.yaml", "--runs", "runs"], "only the page of --html .*; leave --runs out"),
+        (["advise", EXAMPLES / "llama3-8b-step-64gpu.yaml", "--step", "--runs", "runs"], "no page; leave --runs out"),
+        (["advise", EXAMPLES / "llama3-8b-step-64gpu.yaml", "--step", "--html", "x"], "no page; leave --html out"),
+        (["run", EXAMPLES / "h200-4-zigzag.yaml", "--out", "x", "--cpu", 2, "--gpus", 2], "run: .*; leave --gpus out"),
+        (["calibrate", "--cpu", 2, "--gpus", 2], "calibrate: --cpu uses no GPUs; leave --gpus out"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(arguments, match, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert re.search(match, one_line(cpsim(*arguments, status=2)))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_process_says_and_returns_what_a_call_does(cases):

@@ -53,10 +53,21 @@ def test_resuming_keeps_the_file(started, tmp_path):
     assert "--resume" in started[0][0]
 
 
-def test_without_pytorch_it_says_how_to_get_it(monkeypatch):
+@pytest.mark.parametrize("asked", [["run", "case.json", "--out", "runs.jsonl"], ["calibrate"]])
+def test_without_pytorch_a_command_says_how_to_get_it(asked, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "find_spec", lambda _: None)
-    with pytest.raises(launch.CpsimError, match=r"PyTorch is missing in this Python; install it, e.g. pip install"):
-        launch.local_gpus()
+    monkeypatch.chdir(tmp_path)
+    error = one_line(cpsim(*asked, status=2))
+    assert f"{asked[0]}: PyTorch is missing in this Python; install it, e.g. pip install" in error
+
+
+@pytest.mark.parametrize("command", ["run", "calibrate"])
+def test_a_broken_pytorch_is_an_error_of_the_command_that_needs_it(command, monkeypatch):
+    monkeypatch.setattr(launch, "find_spec", lambda _: True)
+    done = type("Done", (), {"returncode": 1, "stderr": "Traceback\nImportError: libcudart", "stdout": ""})
+    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: done)
+    with pytest.raises(launch.CpsimError, match=f"^{command}: PyTorch cannot be imported: ImportError: libcudart"):
+        launch.local_gpus(command)
 
 
 @pytest.mark.parametrize(

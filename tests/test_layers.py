@@ -76,11 +76,13 @@ ALLOWED = {
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
     | {"runs", "kernel_tables", "support", "reproduce", "step_advice", "training"},
     "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
+    "terminal": {"errors"},
+    "cli_reproduce": {"errors", "terminal", "report", "reproduce"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernel_tables", "support", "reproduce", "implementations", "step_advice"}
-    | {"allocator", "explore", "sweeps"},
+    | {"runs", "launch", "comparison", "kernel_tables", "support", "implementations", "step_advice"}
+    | {"allocator", "explore", "sweeps", "terminal", "cli_reproduce"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
     "__main__": {"cli"},
 }

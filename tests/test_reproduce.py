@@ -1,15 +1,16 @@
 """Published studies of others: their data, the command, and how well they are predicted."""
 
 import json
+import re
 from functools import cache
 from statistics import mean
 
 import pytest
+from test_cli import cpsim, one_line
 from typer.testing import CliRunner
 
 from cpsim.cli import app
 from cpsim.cluster import load_cluster
-from cpsim.errors import CpsimError
 from cpsim.reproduce.magi_h100 import (
     READING_ERROR,
     fit,
@@ -20,6 +21,8 @@ from cpsim.reproduce.magi_h100 import (
     reproduce,
     summary,
 )
+
+STUDIES = "magi-h100", "longca-96", "dcp", "distca"
 
 
 @cache
@@ -89,11 +92,39 @@ def test_the_command_writes_rows_and_scores(tmp_path, monkeypatch):
 
 
 def test_an_unknown_study_is_an_error_that_names_the_known_ones():
-    with pytest.raises(CpsimError, match="expected magi-h100, longca-96, dcp or distca, got 'magi'"):
-        CliRunner().invoke(app, ["reproduce", "magi"], catch_exceptions=False, standalone_mode=False)
+    error = one_line(cpsim("reproduce", "magi", status=2))
+    assert "reproduce: expected magi-h100, longca-96, dcp or distca, got 'magi'" in error
+    assert "Missing command. See `cpsim reproduce --help`" in one_line(cpsim("reproduce", status=2))
 
 
-@pytest.mark.parametrize(("study", "option"), [("magi-h100", ["--html", "x.html"]), ("longca-96", ["--fit"])])
-def test_an_option_of_the_other_study_is_refused(study, option):
-    with pytest.raises(CpsimError, match=f"reproduce: {option[0]} belongs to .*, got it with {study}"):
-        CliRunner().invoke(app, ["reproduce", study, *option], catch_exceptions=False, standalone_mode=False)
+@pytest.mark.parametrize("study", STUDIES)
+def test_every_study_has_help_and_json(study):
+    assert f" {study} " in cpsim("reproduce", "--help")
+    assert "--json" in cpsim("reproduce", study, "--help")
+
+
+@pytest.mark.parametrize(
+    ("study", "option"),
+    [
+        *(("magi-h100", option) for option in ("--html", "--lengths", "--variant", "--batches", "--scale")),
+        *(("longca-96", option) for option in ("--worst", "--lengths", "--variant", "--batches", "--scale", "--fit")),
+        *(("dcp", option) for option in ("--html", "--scale", "--fit")),
+        *(("distca", option) for option in ("--worst", "--variant", "--batches", "--fit")),
+    ],
+)
+def test_an_option_of_another_study_is_refused(study, option):
+    error = one_line(cpsim("reproduce", study, option, "7", status=2))
+    assert re.search(rf"No such option:? '?{option}'?.* See `cpsim reproduce {study} --help`", error), error
+
+
+@pytest.mark.parametrize(
+    ("study", "flag", "option"),
+    [
+        *(("magi-h100", "--fit", option) for option in (["--out", "x"], ["--json"], ["--jobs", 1], ["--worst", 0])),
+        ("distca", "--scale", ["--lengths", "x"]),
+    ],
+)
+def test_an_option_that_a_flag_would_drop_is_refused(study, flag, option):
+    error = one_line(cpsim("reproduce", study, flag, *option, status=2))
+    assert f"reproduce: {flag} " in error
+    assert f"leave {option[0]} out" in error

@@ -9,7 +9,6 @@ import pytest
 from cpsim.block_masks import visits
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.profile import load_profile
-from cpsim.cli import app
 from cpsim.errors import CpsimError
 from cpsim.masks import UNBOUNDED, Slices
 from cpsim.models.attention import calls, listed_calls
@@ -146,8 +145,3 @@ def test_a_case_that_cannot_be_predicted_says_which(monkeypatch):
     row = next(row for row in published() if row.row == "zigzag")
     with pytest.raises(CpsimError, match=r"reproduce: zigzag causal fwd, lengths x 0.5: .*fa4"):
         reproduce([row], count=1, jobs=1)
-
-
-def test_options_of_other_studies_are_refused():
-    with pytest.raises(CpsimError, match="--lengths belongs to dcp and distca, got it with magi-h100"):
-        app(["reproduce", "magi-h100", "--lengths", "pile"], standalone_mode=False)

@@ -145,5 +145,3 @@ def test_the_command_draws_what_it_predicts(tmp_path, monkeypatch):
         shown = CliRunner().invoke(app, ["reproduce", "distca", "--html", str(page), "--jobs", "1", *given])
         assert shown.exit_code == 0, shown.output
         assert words in page.read_text()
-    shown = CliRunner().invoke(app, ["reproduce", "dcp", "--scale"])
-    assert "--scale belongs to distca" in str(shown.exception)

@@ -8,13 +8,24 @@ from html.parser import HTMLParser
 import pytest
 from scripts import ROOT
 from test_layers import modules
+from typer.main import get_command
 
 import cpsim
 from cpsim.cli import app
 
 pytest.importorskip("mkdocs")
 
-COMMANDS = {one.name or one.callback.__name__.replace("_", "-"): one.callback for one in app.registered_commands}
+
+def commands(group, before=""):
+    """Everything that can be typed, by its name; of a group its commands."""
+    for name, one in group.commands.items():
+        if hasattr(one, "commands"):
+            yield from commands(one, f"{before}{name} ")
+        else:
+            yield before + name, one
+
+
+COMMANDS = dict(commands(get_command(app)))
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +73,9 @@ def test_the_site_builds_and_loads_nothing_from_elsewhere(site):
 
 
 def test_the_reference_has_every_command_and_every_public_name(site):
-    commands = "".join(read(site / "commands" / "index.html").text)
+    page = "".join(read(site / "commands" / "index.html").text)
     assert len(COMMANDS) > 14
-    assert all(f"cpsim {name}" in commands for name in COMMANDS)
+    assert all(f"cpsim {name}" in page for name in COMMANDS)
     names = (site / "api" / "index.html").read_text(encoding="utf-8")
     asked = set(cpsim.__all__) - {"STRATEGIES"}
     assert not [name for name in asked if not re.search(rf'id="cpsim\.[\w.]*\b{name}"', names)]
@@ -91,17 +102,7 @@ def test_commands_in_the_documentation_exist():
     ]
     assert len(lines) > 12
     for line in lines:
-        _, name, *words = line.split()
-        assert name in COMMANDS, line
-        known = options(COMMANDS[name])
-        assert all(word in known for word in words if word.startswith("--")), line
-
-
-def options(callback):
-    """Names of a command's options."""
-    found = {"--help"}
-    for name, kind in callback.__annotations__.items():
-        given = re.findall(r"--[\w-]+", str(kind))
-        found |= set(given) | {f"--{name.replace('_', '-')}"} | ({"--json"} if name == "as_json" else set())
-        found |= {"--all"} if name == "everything" else set()
-    return found
+        names = [name for name in COMMANDS if f"{line} ".startswith(f"cpsim {name} ")]
+        assert len(names) == 1, line
+        known = {"--help"}.union(*((*one.opts, *one.secondary_opts) for one in COMMANDS[names[0]].params))
+        assert all(word in known for word in line.split() if word.startswith("--")), line

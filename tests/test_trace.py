@@ -134,6 +134,34 @@ def test_a_trace_is_of_the_best_strategy_where_none_is_named(tmp_path):
     assert "none runs on 1 GPU" in one_line(error)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE | {"gpus": 1024, "strategy": "zigzag_ring"},
+        CASE | {"model": "llama3-8b", "heads": None, "kv_heads": None, "strategy": "ring", "parallel": {"cp": 16}},
+    ],
+    ids=["continued-ring", "step"],
+)
+@pytest.mark.parametrize(("command", "option"), [("trace", "--out"), ("predict", "--trace")])
+def test_a_prediction_without_timelines_has_no_trace(command, option, case, tmp_path):
+    asked, out = tmp_path / "case.json", tmp_path / "trace.json"
+    asked.write_text(json.dumps({name: value for name, value in case.items() if value is not None}))
+    error = cpsim(command, asked, option, out, status=2)
+    assert "expected attention or a layer whose ops are simulated one by one" in one_line(error)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("named", [["--strategy", "ring"], []])
+def test_a_layer_is_traced_whether_its_strategy_is_named_or_not(named, tmp_path):
+    asked, out = tmp_path / "layer.json", tmp_path / "trace.json"
+    layer = {"model": "llama3-8b", "part": "layer", "gpus": 4, "cluster": "h200-4", "tokens": 8192}
+    asked.write_text(json.dumps(layer))
+    said = json.loads(cpsim("trace", asked, "--out", out, "--json", *named))
+    names = {event["name"] for event in trace_format.check(out.read_text())["X"]}
+    assert said["ops"].keys() == {"fwd", "bwd"}
+    assert {"gemm 0", "attention 0", "attention backward 0"} < names
+
+
 def test_a_trace_that_perfetto_would_misread_is_noticed():
     slice_ = {"ph": "X", "name": "a", "cat": "b", "pid": 0, "tid": 0, "ts": 0, "dur": 2}
     named = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},

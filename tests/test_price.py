@@ -45,6 +45,22 @@ def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None,
     return schedule, prices.price(schedule)
 
 
+@pytest.mark.parametrize(("profile", "name"), [("b200", "ring"), ("h200", "striped_ring")])
+def test_a_slower_network_never_makes_a_pass_faster(profile, name):
+    """Messages that wait for it draw no more, and a GPU whose clock falls may take the time that others leave it."""
+    prices, seconds = pricing(32, kernel="cudnn", profile=load_profile(profile), protocol="streamed"), []
+    for speed in (0.85, 0.9, 0.95, 1.0, 1.1, 2.0, 100.0):
+        fabric = prices.cluster.fabric
+        faster = dataclasses.replace(
+            fabric, flow_bandwidth_bytes_per_s=speed * fabric.flow_bandwidth_bytes_per_s,
+            nic_bandwidth_bytes_per_s=speed * fabric.nic_bandwidth_bytes_per_s,
+        )  # fmt: skip
+        here = dataclasses.replace(prices, cluster=dataclasses.replace(prices.cluster, fabric=faster))
+        schedule = plan(name, workload(32, 8192), here.cluster, "bwd", {})
+        seconds.append(simulate(schedule, here.price(schedule).work).makespan_s)
+    assert max(np.array(seconds[1:]) / np.minimum.accumulate(seconds)[:-1]) < 1.015
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_an_all_reduce_sends_twice_what_an_all_gather_does(nodes):
     prices = pricing(8 * nodes)

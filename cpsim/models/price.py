@@ -82,6 +82,9 @@ _POWER_OF: Final = {
 """What ops draw power as, beside the attention whose clock it sets."""
 _LIMITED: Final = {"products": 1.0}
 """Large products draw what the power limit allows."""
+SETTLED_AFTER: Final = 8
+SETTLED: Final = 1e-3
+"""Rounds at most, and the relative change of an iteration's time, after which clocks are settled."""
 _PACED: Final = np.array([group.endswith("between nodes") for group in GROUPS])
 """Groups of ops that the network between nodes paces: factors were measured at NVLink's rates, and a kernel beside
 them neither takes memory bandwidth that they lack nor loses much to them, so they press on nothing."""
@@ -205,7 +208,7 @@ class Pricing:
             for seconds in (duration, full):
                 seconds += crossing * host.graph_cross_s
         attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
-        start, end = self._settle(schedule, pass_, attends, duration, full, release, eager)
+        start, end = self._settle(schedule, pass_, attends, duration, full, release, eager, _PACED[group])
         self._wait_for_slowest(schedule, pass_, attends, duration)
         self._slow_down(schedule, duration)
         pressure, names = pressures(schedule, messages, _PACED[group])
@@ -252,29 +255,38 @@ class Pricing:
 
     def _settle(
         self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats,
-        eager: Bools,
+        eager: Bools, paced: Bools,
     ) -> tuple[Floats, Floats]:  # fmt: skip
         """Attention ops at the clock that each GPU settles at, from what runs on it in an iteration and between two.
+
+        Messages draw what their bytes do over NVLink, also where the network between nodes paces them. A GPU is idle
+        as long as the slowed iteration leaves it; where others are what takes long, it may make up for its clock.
 
         Returns:
             Start and end of every op where nothing slows another.
         """
         quick = duration.copy()
         quick[attends] = full[attends]
-        start, end, _ = earliest(*waits(schedule, eager), quick, release)
+        before = waits(schedule, eager)
+        start, end, _ = earliest(*before, quick, release)
         if not len(attends):
             return start, end
-        period = float(end.max())
         loads = _LIMITED | dict(self.profile.load)
         load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])
-        drawn = np.zeros(schedule.num_ranks)
+        drawn, drawing = np.zeros(schedule.num_ranks), duration.copy()
+        drawing[paced] = np.minimum(drawing, schedule.nbytes / self.profile.collective.port_bytes_per_s)[paced]
         lane_start, lane_rank, stream = unsigned(schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
-        _add_drawn(drawn, load, schedule.kind, duration, lane_start, lane_rank, stream)
+        _add_drawn(drawn, load, schedule.kind, drawing, lane_start, lane_rank, stream)
         ranks = schedule.lane_rank[schedule.lane_start[attends]].astype(np.int64)
         power = self.profile.attention_params(self.kernel, pass_).busy_power
-        duration[attends] = settled_seconds(
-            full[attends], duration[attends], ranks, drawn, period + self.profile.host.pause_s[self.protocol], power
-        )
+        endless, pause = duration[attends], self.profile.host.pause_s[self.protocol]
+        period = np.full(schedule.num_ranks, end.max())
+        for _ in range(SETTLED_AFTER):
+            duration[attends] = settled_seconds(full[attends], endless, ranks, drawn, period + pause, power)
+            slowed = np.bincount(ranks, duration[attends] - full[attends], schedule.num_ranks)
+            known, period = period, float(earliest(*before, duration, release)[1].max()) - slowed
+            if np.allclose(known, period, rtol=SETTLED):
+                break
         return start, end
 
     def _held(

@@ -16,7 +16,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.implementations import CPSIM, IMPLEMENTATIONS, HeldRingCode
 from cpsim.models.collective import transfer_seconds
 from cpsim.scenario import scenario_from
-from cpsim.schedule import STREAMS, Kind
+from cpsim.schedule import STREAMS, WRITE, Kind
 from cpsim.strategies import STRATEGIES, plan
 from cpsim.validation import validate
 
@@ -546,3 +546,24 @@ def test_magi_fetches_keys_that_a_rank_sees_and_no_others():
     case = workload("causal_document", (2048,) * 32, num_heads=64, num_kv_heads=8, head_dim=128)
     assert plan("magi", case, cluster(8), "fwd", {}).bytes_sent().max() == 0
     assert benchmark("magi", 8, mask="full").bytes_sent()[0] == pytest.approx(7 * KV_BYTES, rel=1e-6)
+
+
+@every_pass
+def test_magi_dispatches_chunks_of_nearly_one_length(pass_):
+    """Also where no chunk divides a rank's tokens: 13 of 4 ranks."""
+    case = workload("causal", (52,))
+    schedule = plan("magi", case, cluster(4), pass_, {"smallest": 2})
+    validate(schedule, case, pass_)
+    numeric.check(schedule, case, numeric.any_order(schedule, seed=1))
+    ops = {t: len(plan("magi", workload("causal", (8 * t,)), cluster(8), pass_, {})) for t in (2047, 2048, 2049)}
+    assert ops[2047] == ops[2048] == ops[2049]
+
+
+def test_magi_copies_keys_as_often_as_kernels_read_them():
+    case = workload("causal", (8 * 8192,), num_heads=8, num_kv_heads=8, head_dim=128)
+    schedule = plan("magi", case, cluster(8), "fwd", {})
+    written = [schedule.buffer_names[schedule.buffer_name[b]] for b in schedule.access_buffer.tolist()]
+    in_order = (np.array(written) == "keys in order") & (schedule.access_mode == WRITE)
+    copies, buffers = schedule.op_of_access()[in_order], schedule.access_buffer[in_order]
+    assert len(copies) > 0
+    assert (schedule.nbytes[copies] == 2 * schedule.buffer_nbytes[buffers]).all()

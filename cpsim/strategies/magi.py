@@ -45,7 +45,7 @@ def plan_magi(
     Args:
         workload, cluster, pass_: the case.
         code: whose implementation.
-        chunk: tokens that are dispatched together; default: as the benchmark, or as many as give every rank four.
+        chunk: tokens that are dispatched together; default: about as the benchmark, or a quarter of a rank's.
         stages: parts of the keys of others, one computed on while the next arrives.
         smallest: tokens that a part has at least, if there are so many.
         native: group-casts read and write keys where they lie, so that nothing is packed, and send them to every other
@@ -66,11 +66,12 @@ def plan_magi(
         raise InfeasibleError("magi runs on 2 GPUs or more, got 1; use none")
     if tokens % ranks:
         raise InfeasibleError(f"magi needs tokens divisible by ranks, got {tokens} tokens on {ranks} GPUs")
-    chunk = chunk or _default_chunk(tokens // ranks)
-    if tokens // ranks % chunk:
-        raise InfeasibleError(f"magi needs chunks that divide the {tokens // ranks} tokens of a rank, got {chunk}")
+    own = tokens // ranks
+    if chunk and own % chunk:
+        raise InfeasibleError(f"magi needs chunks that divide the {own} tokens of a rank, got {chunk}")
+    chunks = own // chunk if chunk else min(own, max(4, -(-own // CHUNK)))
     per_node = cluster.gpus_per_node if native and cluster.num_nodes > 1 else ranks
-    plan = _Magi(workload, _share_out(workload, ranks, chunk, stages, smallest, per_node), native)
+    plan = _Magi(workload, _share_out(workload, ranks, chunks, stages, smallest, per_node), native)
     return plan.forward() if pass_ == "fwd" else plan.backward()
 
 
@@ -78,12 +79,6 @@ def magi_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, ob
     """Knob settings worth trying: the benchmark's, with and without packing copies left out."""
     del workload, cluster
     return ({},)
-
-
-def _default_chunk(tokens: int) -> int:
-    """A quarter of a rank's tokens or the benchmark's chunk, whichever is less and divides them."""
-    most = min(CHUNK, max(1, tokens // 4))
-    return next(n for n in range(most, 0, -1) if tokens % n == 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,10 +103,10 @@ class _Shares:
 
 @lru_cache(maxsize=2)
 def _share_out(
-    workload: Workload, num_ranks: int, chunk: int, stages: int, smallest: int, per_node: int
+    workload: Workload, num_ranks: int, chunks: int, stages: int, smallest: int, per_node: int
 ) -> _Shares:  # fmt: skip
     mask, ranks = workload.slices(), np.arange(num_ranks)
-    own = _dispatch(mask, workload.num_tokens, num_ranks, chunk)
+    own = _dispatch(mask, workload.num_tokens, num_ranks, chunks)
     whole = sharding.stack(own, sharding.contiguous(workload.num_tokens, 1))
     seen = seen_keys(make_tiles(mask, whole, ranks, np.full(num_ranks, num_ranks)), num_ranks)
     edges = edges_of(own, seen)
@@ -147,18 +142,18 @@ def _rails(mine: Mask, per_node: int) -> Mask:
     return np.tile(nodes.any(axis=0), (len(nodes), 1))
 
 
-def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunk: int) -> RangeSets:
-    """The heaviest chunk left goes to the rank with the least work that has room."""
-    count = num_tokens // chunk
+def _dispatch(mask: Slices, num_tokens: int, num_ranks: int, chunks: int) -> RangeSets:
+    """As many chunks for every rank: the heaviest one left goes to the rank with the least work that has room."""
+    count = num_ranks * chunks
     sets = sharding.stack(sharding.contiguous(num_tokens, count), sharding.contiguous(num_tokens, 1))
     work = make_tiles(mask, sets, np.arange(count), np.full(count, count)).area[1:]
     heap, held = [(0, rank, 0) for rank in range(num_ranks)], np.zeros((num_ranks, count), np.bool_)
     for i in np.argsort(-work, kind="stable").tolist():
         load, rank, holds = heapq.heappop(heap)
         held[rank, i] = True
-        if holds + 1 < count // num_ranks:
+        if holds + 1 < chunks:
             heapq.heappush(heap, (load + int(work[i]), rank, holds + 1))
-    return sets_of(held, np.arange(count + 1) * chunk)
+    return sets_of(held, np.arange(count + 1) * num_tokens // count)
 
 
 class _Magi:
@@ -285,7 +280,7 @@ class _Magi:
         packed = self.b.buffers("dkv by rank", nbytes), made[1]
         who = np.flatnonzero(nbytes)
         ready = np.full(len(self.ranks), NOTHING)
-        ready[who] = self.copy(stage, who, 2 * nbytes[who], made, packed)
+        ready[who] = self.copy(stage, who, (nbytes + self.rows_of(stage) * self.kv_bytes)[who], made, packed)
         moved = self.shares.moved[stage - 1].T * self.kv_bytes
         return self.exchange(stage, moved, packed, ("dkv of others", self.given_blocks("dkv", stage)), ready)
 
@@ -300,10 +295,10 @@ class _Magi:
         """Keys as the kernels read them: where they are, or packed."""
         if stage == 0 and self.calls.in_place[self.tile[0]].all():
             return source[0], self.blocks("kv", 0)
-        tokens = self.tokens_of(stage)
-        packed = self.b.buffers("keys in order", self.rows_of(stage) * self.kv_bytes), self.blocks("kv", stage)
+        nbytes = self.rows_of(stage) * self.kv_bytes
+        packed = self.b.buffers("keys in order", nbytes), self.blocks("kv", stage)
         who = np.flatnonzero(self.active[stage])
-        self.copy(stage, who, 2 * tokens[who] * self.kv_bytes, (source[0], packed[1]), packed, after)
+        self.copy(stage, who, 2 * nbytes[who], (source[0], packed[1]), packed, after)
         return packed
 
     def copy(
@@ -365,7 +360,7 @@ class _Magi:
         """Sums of gradients of keys start with those of a rank's own queries, or with zeros."""
         for where, reads in ((self.active[0], [made]), (~self.active[0], [])):
             r = np.flatnonzero(where)
-            nbytes = self.own[r] * (self.kv_wide + self.kv_bytes * len(reads))
+            nbytes = self.own[r] * self.kv_wide + self.rows_of(0)[r] * self.kv_bytes * len(reads)
             self.b.add(
                 Kind.ACCUMULATE, (r, "compute"), heads=self.heads, nbytes=nbytes,
                 reads=[(buffer[r], block[r]) for buffer, block in reads], writes=[(total[0][r], total[1][r])],

@@ -441,6 +441,10 @@ def test_sizes_outside_of_the_measured_range_are_marked():
     h200 = load_profile("h200")
     assert h200.attention_notes("fa4", "fwd", [4096], [8192], [[32, 8]]) == ()
     assert "measured up to" in h200.attention_notes("fa4", "fwd", [4096], [10**7], [[32, 8]])[0]
+    b200 = load_profile("b200")
+    assert b200.attention_notes("fa4", "bwd", [8192, 0], [8192, 0], [[64, 8]]) == ()
+    short = b200.attention_notes("fa4", "bwd", [512, 8192], [8192, 8192], [[64, 8]])
+    assert short == ("fa4 bwd: 512 queries in a sequence, measured from 4096",)
     assert h200.transfer_notes([1e6]) == ()
     assert "measured up to" in h200.transfer_notes([1e10])[0]
     assert "8 GPUs" in h200.collective_notes("all_gather", 1e6, 8)[0]
@@ -592,3 +596,18 @@ def test_every_kind_of_op_has_a_launch_time():
     host = load_profile("h200").host
     for kind in Kind:
         assert 5e-6 < host.seconds(kind.name.lower(), "fa4") < 3e-4
+
+
+def test_a_profile_has_measured_what_its_own_points_say_and_not_what_its_base_has():
+    """Points of B200 are of head dimension 128; H200, whose ratios tell the others, has three."""
+    assert "attention bwd fa4 head_dim" in load_profile("h200").valid
+    assert "attention bwd fa4 head_dim" not in load_profile("b200").valid
+
+
+@pytest.mark.parametrize(
+    ("kernel", "profile"), [("fa4", "b200"), ("cudnn", "b200"), ("fa2", "a100"), ("fa3", "h100-fa3")]
+)
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_kernels_from_published_tables_launch_as_fast_as_kernels_do(kernel, profile, pass_):
+    """The hosts of such benchmarks are not the kernel's."""
+    assert load_profile(profile).attention_params(kernel, pass_).call_s < 5e-5

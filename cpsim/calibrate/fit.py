@@ -135,7 +135,7 @@ def _completed(
         ),
     }  # fmt: skip
     attention = {**spare, **profile.attention}
-    others = tuple(f"attention {pass_} {kernel} " for kernel, pass_ in theirs.attention.keys() - attention.keys())
+    others = tuple(f"attention {pass_} {kernel} " for kernel, pass_ in theirs.attention.keys() - spare.keys())
     lent = {key: ends for key, ends in theirs.valid.items() if not key.startswith(others)}
     borrowed = [part for part, missing in parts.items() if missing]
     models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {

@@ -223,10 +223,10 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     return header, kept, [f"{count} rows: {reason}" for reason, count in left.items()]
 
 
-LAUNCH_S: Final = 3e-4
+LAUNCH_S: Final = 1e-3
 LAUNCHED: Final = 2.0
-"""Published tables time calls with their launches: those shorter than a time and a multiple of the shortest call may
-show nothing else."""
+"""Published tables time calls with their launches: those shorter than a time, which a backward pass from Python takes,
+and a multiple of the shortest call may show nothing else."""
 
 
 def _long_enough(points: Sequence[Point]) -> list[Point]:

@@ -87,13 +87,21 @@ class Profile:
     def attention_notes(
         self, kernel: str, pass_: str, q_len: ArrayLike, k_len: ArrayLike, heads: ArrayLike
     ) -> tuple[str, ...]:
-        """What about these calls lies outside of the measured range; `heads` is [N, 2], query and key heads."""
+        """What about calls lies outside of the measured range.
+
+        Args:
+            kernel, pass_: of all calls.
+            q_len, k_len: [N] tokens of the longest sequence of each.
+            heads: [N, 2] query and key heads.
+        """
         notes = []
-        for what, lens in (("queries", q_len), ("keys", k_len)):
+        for what, lens in (("queries", np.asarray(q_len)), ("keys", np.asarray(k_len))):
             low, high = self.valid[f"attention {pass_} {kernel} {what}"]
-            longest = float(np.max(lens, initial=0.0))
+            shortest, longest = lens[lens > 0].min(initial=high), lens.max(initial=0)
             if longest > high:
                 notes.append(f"{kernel} {pass_}: {longest:.0f} {what} in a sequence, measured up to {high:.0f}")
+            if shortest < low:
+                notes.append(f"{kernel} {pass_}: {shortest:.0f} {what} in a sequence, measured from {low:.0f}")
         low, high = self.valid[f"attention {pass_} {kernel} heads"]
         counts = np.asarray(heads).reshape(-1, 2)[:, 0]
         if counts.size and (counts.max() > high or counts.min() < low):

@@ -290,7 +290,7 @@ def _knobs(name: str, case: Case) -> Sequence[Knobs]:
         return (case.scenario.knobs,)
     if case.code.support is not None:
         return ({},)
-    return STRATEGIES[name].knobs(case.workload, case.cluster) if name in STRATEGIES else ({},)
+    return STRATEGIES[name].knobs(case.workload, case.cluster)
 
 
 def _rank(found: Sequence[tuple[Prediction, Prediction]]) -> tuple[Candidate, ...]:

@@ -392,6 +392,7 @@ def elementwise_ops(kind: str, n: int, device: torch.device) -> tuple[Callable[[
 
 
 ELEMENTWISE = ("merge", "merge_last", "accumulate", "cast", "copy", "transpose", "gather")
+"""Merge into fp32 and (last) into bf16, sum, fp32 to bf16, copy, rows transposed, gathered."""
 
 
 def measure_elementwise(bench: Bench, rng: np.random.Generator, num: int) -> None:

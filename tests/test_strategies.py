@@ -296,7 +296,7 @@ def test_shards_may_differ_by_a_token(name, knobs, pass_):
         ("zigzag_ring", {"zigzag": "both"}, "expected 'document' or 'sequence', got 'both'"),
         ("ulysses", {"head_groups": 0}, "expected a positive integer, got 0"),
         ("allgather", {"layout": "striped"}, "expected one of contiguous, zigzag, document_zigzag"),
-        ("rings", {}, "'rings' is not available yet; available are none, ulysses, ring"),
+        ("rings", {}, "strategy: expected one of none, ulysses, ring, .*, got 'rings'"),
     ],
 )
 def test_wrong_names_and_knobs_say_what_is_possible(name, knobs, message):

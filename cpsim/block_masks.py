@@ -21,7 +21,6 @@ BLOCK: Final = 128
 PARTIAL: Final = 1
 FULL: Final = 2
 RUNS, CELLS, BANDS = range(3)
-Kinds = NDArray[np.uint8]
 Int32s = NDArray[np.int32]
 
 

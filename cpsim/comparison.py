@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cpsim.cluster import presets
 from cpsim.errors import CpsimError, ProfileError
@@ -19,6 +19,9 @@ from cpsim.files import read_documents
 from cpsim.prediction import Infeasible, Prediction
 from cpsim.runs import FORMAT, Run, case_key
 from cpsim.scenario import Scenario, scenario_from
+
+if TYPE_CHECKING:
+    from cpsim.processes import Progress
 
 LONG_S: Final = 1e-3
 """Errors are given apart for cases from here on and below: short ones are launches, long ones kernels and links."""
@@ -193,7 +196,7 @@ def _other_gpu(run: Run) -> str:
 
 
 def predict_runs(
-    runs: Sequence[Run], progress: Callable[[int, int], None] | None = None, jobs: int | None = None
+    runs: Sequence[Run], progress: Progress | None = None, jobs: int | None = None
 ) -> list[Predicted]:
     """Predictions of the cases that were measured, on several processes; on all cores where ``jobs`` is None."""
     from cpsim.predictor import predict_many

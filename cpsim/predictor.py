@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 
-from cpsim.allocator import keep_freed_memory
 from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
@@ -21,17 +17,13 @@ from cpsim.implementations import implementation
 from cpsim.models.price import GROUPS
 from cpsim.passes import Case, run_pass
 from cpsim.prediction import Advice, Candidate, Column, Infeasible, Prediction, prediction_columns
+from cpsim.processes import Progress, mapped
 from cpsim.scenario import Asked, Scenario, as_scenario
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.training.costs import PARTS
 from cpsim.training.step import Step
 from cpsim.uncertainty import Draws
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
 
 SHEET_BASE: Final = "h200"
 """The profile that is scaled for GPUs that nobody has measured."""
@@ -85,11 +77,12 @@ def predict_many(
     """
     chunks = [scenarios[i : i + CHUNK] for i in range(0, len(scenarios), CHUNK)]
     several = min(jobs or os.cpu_count() or 1, len(chunks)) > 1
-    results: list[list[Prediction | Infeasible | CpsimError]] = [[] for _ in chunks]
-    for done, (index, result) in enumerate(spread(_stripped if several else _chunk, chunks, jobs), 1):
-        results[index] = result
+
+    def count(done: int, _: int) -> None:
         if progress:
             progress(min(done * CHUNK, len(scenarios)), len(scenarios))
+
+    results = mapped(_stripped if several else _chunk, chunks, jobs, count)
     return [entry for chunk in results for entry in chunk]
 
 
@@ -129,32 +122,6 @@ def _or_error(case: Asked | CpsimError) -> Scenario | CpsimError:
         return case if isinstance(case, CpsimError) else as_scenario(case)
     except CpsimError as error:
         return error
-
-
-def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | None) -> Iterator[tuple[int, Result]]:
-    """Indices and results of some work on every item, as they come; on several processes where jobs, or cores, are."""
-    workers = min(jobs or os.cpu_count() or 1, len(items))
-    if workers <= 1:
-        yield from ((i, work(item)) for i, item in enumerate(items))
-        return
-    with ProcessPoolExecutor(workers, initializer=begin_worker) as pool:
-        waiting = {pool.submit(work, item): i for i, item in enumerate(items)}
-        for future in as_completed(waiting):
-            yield waiting[future], future.result()
-
-
-def begin_worker() -> None:
-    """What a process of a pool does first: it keeps freed memory, and ends with its parent, however that ended, without
-    which it would wait for work for ever."""
-    keep_freed_memory()
-    parent = multiprocessing.parent_process()
-
-    def watch() -> None:
-        if parent is not None:
-            parent.join()
-            os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
 
 
 def _chunk(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
@@ -323,7 +290,7 @@ def _knobs(name: str, case: Case) -> Sequence[Knobs]:
         return (case.scenario.knobs,)
     if case.code.support is not None:
         return ({},)
-    return STRATEGIES[name].knobs(case.workload, case.cluster) if name in STRATEGIES else ({},)
+    return STRATEGIES[name].knobs(case.workload, case.cluster)
 
 
 def _rank(found: Sequence[tuple[Prediction, Prediction]]) -> tuple[Candidate, ...]:

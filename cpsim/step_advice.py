@@ -7,7 +7,7 @@ of recomputation the least that fits into memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from cpsim.errors import InfeasibleError, OutOfMemoryError, ScenarioError
 from cpsim.passes import Case
 from cpsim.prediction import Prediction
 from cpsim.predictor import look_up, step_prediction
+from cpsim.processes import Progress
 from cpsim.scenario import ParallelSection, Scenario
 from cpsim.steps import StepCase
 from cpsim.strategies import STRATEGIES
@@ -34,7 +35,6 @@ ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "communication": ("collective", "transfer", "collective between nodes", "transfer between nodes", "interference"),
 }
 """What a GPU's time goes to, by cost models."""
-Progress = Callable[[int, int], None]
 Choice = tuple[str, Mapping[str, Any]]
 """Strategy and knobs."""
 

@@ -24,7 +24,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.files import explain, nearest, read_documents
 from cpsim.prediction import NO_CASE, NUMBERS
-from cpsim.predictor import Progress, predict, spread
+from cpsim.predictor import predict
+from cpsim.processes import Progress, spread
 from cpsim.scenario import FIELDS, Scenario, scenario_of
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from cpsim.errors import CpsimError
 if TYPE_CHECKING:
     from rich.console import Console
 
-Progress = Callable[[int, int], None]
+    from cpsim.processes import Progress
+
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 

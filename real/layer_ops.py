@@ -13,7 +13,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from cpsim.training.layer import OP_BYTES
+from cpsim.transformer import OP_BYTES
 
 EPS = 1e-5
 
@@ -108,7 +108,6 @@ OPS: dict[str, Callable[..., object]] = {
         embedding_bwd, adam, norm,
     )
 }  # fmt: skip
-IN_PLACE = ("adam",)
 LIBRARY = ("embedding", "embedding_bwd")
 """Kernels of PyTorch that compilation leaves as they are."""
 

@@ -42,7 +42,7 @@ import torch
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
 from real.shapes import HEAD_DIM, HEADS_OF_4, MASKED_HEADS, Shape, draw, draw_masked, listed_masks
-from real.timing import Clock, hold, host_seconds, provenance, soak, time_ops
+from real.timing import Clock, command_line, hold, host_seconds, provenance, soak, time_ops
 
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
 POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13, "flex": 0.74, "fa4_sparse": 0.18,
@@ -257,8 +257,7 @@ def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
         for (pass_, op), share in itertools.product(ops.items(), BUSY_SHARES):
             samples, pause = bench.paused(op, share)
             bench.writer.add(
-                "attention", samples, kernel=kernel, family="pauses", num_heads=32, num_kv_heads=8, head_dim=HEAD_DIM,
-                causal=causal, varlen=False, q_lens=[tokens], k_lens=[tokens], pause_s=pause, **{"pass": pass_},
+                "attention", samples, kernel=kernel, **shape.parameters(), pause_s=pause, **{"pass": pass_},
                 sm_clock_hz=bench.clock.sm_hz(),
             )  # fmt: skip
 
@@ -393,6 +392,7 @@ def elementwise_ops(kind: str, n: int, device: torch.device) -> tuple[Callable[[
 
 
 ELEMENTWISE = ("merge", "merge_last", "accumulate", "cast", "copy", "transpose", "gather")
+"""Merge into fp32 and (last) into bf16, sum, fp32 to bf16, copy, rows transposed, gathered."""
 
 
 def measure_elementwise(bench: Bench, rng: np.random.Generator, num: int) -> None:
@@ -476,8 +476,7 @@ def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, se
             times.append(round(float(ends[i]), 4))
             mark = i
     bench.writer.add(
-        "sustained", samples, kernel=kernel, **{"pass": which}, num_heads=32, num_kv_heads=8, head_dim=HEAD_DIM,
-        causal=True, varlen=False, q_lens=[num_tokens], k_lens=[num_tokens], times_s=times, clocks=clocks,
+        "sustained", samples, kernel=kernel, **{"pass": which}, **shape.parameters(), times_s=times, clocks=clocks,
     )  # fmt: skip
     print(f"sustained {kernel} {which} {num_tokens}: first {samples[0]:.6f} s, last {samples[-1]:.6f} s,", clocks[-1:])
 
@@ -499,6 +498,27 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
         if (kernel, shape.head_dim) in right and time.monotonic() < deadline:
             measure_attention(bench, kernel, shape)
     measure_random(bench, kernels, rng, deadline, rested=False)
+
+
+def run_rested(bench: Bench, kernels: list[str], seed: int, deadline: float) -> None:
+    """Calls that pause, then random ones at the full clock."""
+    for kernel in kernels:
+        warm_up(kernel, bench.device)
+    measure_pauses(bench, kernels)
+    measure_random(bench, kernels, np.random.default_rng(seed), deadline, rested=True)
+
+
+def run_masks(bench: Bench, kernels: list[str], args: argparse.Namespace, started: float) -> None:
+    """Kernels of any mask, one after another, each for its share of the time."""
+    masks = args.masks.split(",") if args.masks else []
+    all_masks = bench.cuda and not masks and not args.shares and args.head_dim == HEAD_DIM
+    shapes = listed(args.shapes) or [("flex", shape) for shape in listed_masks() if all_masks]
+    total, spent = sum(POINTS.get(kernel, 1.0) for kernel in kernels), 0.0
+    for kernel in kernels:
+        spent += POINTS.get(kernel, 1.0)
+        mine = [shape for name, shape in shapes if name == kernel]
+        until = started + 60 * args.minutes * spent / total
+        run_masked(bench, kernel, args.seed, until, mine, masks, shares=args.shares, head_dim=args.head_dim)
 
 
 def run_masked(
@@ -538,6 +558,15 @@ def run_memory(bench: Bench, kernels: list[str]) -> None:
             bench.writer.add("error", failed="memory", message=message, kernel=kernel, **shape.parameters())
 
 
+def run_random(bench: Bench, kernels: list[str], args: argparse.Namespace, deadline: float) -> None:
+    """Random calls of some families, or of another head dimension, by the kernels that are right there."""
+    kernels = [kernel for kernel in kernels if check(bench, kernel, checks(args.head_dim))]
+    for kernel in kernels:
+        warm_up(kernel, bench.device, args.head_dim)
+    rng, families = np.random.default_rng(args.seed), args.families.split(",") if args.families else ()
+    measure_random(bench, kernels, rng, deadline, rested=False, head_dim=args.head_dim, families=families)
+
+
 def measure_random(
     bench: Bench, kernels: list[str], rng: np.random.Generator, deadline: float, *, rested: bool,
     head_dim: int = HEAD_DIM, families: Sequence[str] = (),
@@ -562,24 +591,57 @@ def measure_random(
     print("shapes:", counts, "seconds:", {k: round(s) for k, s in spent.items()}, round(time.monotonic() - started))
 
 
-def main() -> None:
+def options() -> argparse.Namespace:
+    """What was asked for; options that exclude each other, or would do nothing, are refused."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kernels", default="fa4,fa2,cudnn,sdpa_flash")
     parser.add_argument("--shapes", type=Path, help="JSON Lines of kernels and shapes to measure first")
-    parser.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
-    parser.add_argument("--masked", action="store_true", help="kernels of any mask, and nothing else")
-    parser.add_argument("--masks", default="", help="only these, such as lambda,block_sparse")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
+    modes.add_argument("--masked", action="store_true", help="kernels of any mask, and nothing else")
+    modes.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
+    modes.add_argument("--families", default="", help="only random calls of these, such as equal,heavy_tail")
+    parser.add_argument("--masks", default="", help="of masks, only these, such as lambda,block_sparse")
     parser.add_argument("--shares", action="store_true", help="of masks, what one rank computes at a time")
-    parser.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
     parser.add_argument("--head-dim", type=int, default=HEAD_DIM, help="another than 128: random calls, nothing else")
-    parser.add_argument("--families", default="", help="only random calls of these, such as equal,heavy_tail")
     parser.add_argument("--gpu", type=int, default=0)
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     parser.add_argument("--warm-up", action="store_true", help="only compile flex and fa4, on all CPUs")
     args = parser.parse_args()
+    other_dim = args.head_dim != HEAD_DIM
+    idle = {
+        "--masks": args.masks and not args.masked,
+        "--shares": args.shares and not args.masked,
+        "--head-dim": other_dim and (args.rested or args.memory),
+        "--shapes": args.shapes and not args.masked and (args.rested or args.memory or args.families or other_dim),
+    }
+    for name in (name for name, is_idle in idle.items() if is_idle):
+        parser.error(f"{name}: does nothing beside the other options")
+    if args.out is None and not args.warm_up:
+        parser.error("--out: expected the measurement file to write")
+    return args
+
+
+def measure(bench: Bench, kernels: list[str], args: argparse.Namespace, started: float) -> None:
+    """What the options ask for."""
+    deadline = started + 60 * args.minutes
+    if args.rested:
+        run_rested(bench, kernels, args.seed, deadline)
+    elif args.masked:
+        run_masks(bench, kernels, args, started)
+    elif args.memory:
+        run_memory(bench, kernels)
+    elif args.head_dim != HEAD_DIM or args.families:
+        run_random(bench, kernels, args, deadline)
+    else:
+        run(bench, kernels, args.seed, deadline, listed(args.shapes))
+
+
+def main() -> None:
+    args = options()
     started = time.monotonic()
     torch.manual_seed(args.seed)
     device = torch.device("cuda", args.gpu) if torch.cuda.is_available() else torch.device("cpu")
@@ -590,48 +652,13 @@ def main() -> None:
         needed = ((kernel, shape) for kernel in kernels for shape in variants(kernel, args.head_dim, args.masked))
         compile_all(listed(args.shapes) or list(needed))
         return
-    if args.out is None:
-        parser.error("--out: expected the measurement file to write")
     kernels = args.kernels.split(",") if device.type == "cuda" or args.masked else ["math"]
-    command = f"python -m real.measure_kernels --minutes {args.minutes:g} --seed {args.seed} --kernels {args.kernels}"
-    command += f" --shapes {args.shapes.name}" if args.shapes else ""
-    command += "".join(f" --{mode}" for mode in ("rested", "masked", "shares", "memory") if getattr(args, mode))
-    command += f" --families {args.families}" if args.families else ""
-    command += f" --masks {args.masks}" if args.masks else ""
-    command += f" --head-dim {args.head_dim}" if args.head_dim != HEAD_DIM else ""
-    header = provenance(device, 1, {k: attention.kernel_version(k) for k in kernels}, command, args.commit)
+    versions = {kernel: attention.kernel_version(kernel) for kernel in kernels}
+    header = provenance(device, 1, versions, command_line("python -m real.measure_kernels"), args.commit)
     print(json.dumps(header))
     with args.out.open("w", encoding="utf-8") as file:
         bench = Bench(Writer(file, header), device)
-        deadline = started + 60 * args.minutes
-        if args.rested:
-            for kernel in kernels:
-                warm_up(kernel, device)
-            measure_pauses(bench, kernels)
-            measure_random(bench, kernels, np.random.default_rng(args.seed), deadline, rested=True)
-        elif args.masked:
-            masks = args.masks.split(",") if args.masks else []
-            all_masks = bench.cuda and not masks and not args.shares and args.head_dim == HEAD_DIM
-            first = [("flex", shape) for shape in listed_masks() if all_masks]
-            shapes = listed(args.shapes) or first
-            total, spent = sum(POINTS.get(kernel, 1.0) for kernel in kernels), 0.0
-            for kernel in kernels:
-                spent += POINTS.get(kernel, 1.0)
-                mine = [shape for name, shape in shapes if name == kernel]
-                until = started + 60 * args.minutes * spent / total
-                run_masked(
-                    bench, kernel, args.seed, until, mine, masks, shares=args.shares, head_dim=args.head_dim
-                )
-        elif args.memory:
-            run_memory(bench, kernels)
-        elif args.head_dim != HEAD_DIM or args.families:
-            kernels = [kernel for kernel in kernels if check(bench, kernel, checks(args.head_dim))]
-            for kernel in kernels:
-                warm_up(kernel, device, args.head_dim)
-            rng, families = np.random.default_rng(args.seed), args.families.split(",") if args.families else ()
-            measure_random(bench, kernels, rng, deadline, rested=False, head_dim=args.head_dim, families=families)
-        else:
-            run(bench, kernels, args.seed, deadline, listed(args.shapes))
+        measure(bench, kernels, args, started)
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())
     for message, count in bench.errors.items():
         print(f"error x{count}: {message}")

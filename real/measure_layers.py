@@ -41,7 +41,6 @@ COMPILED_BYTES = 1e9
 """Traffic of the call that an op is compiled for."""
 SHARES = {"gemm": 0.5, "layer_op": 0.38, "layer": 0.12}
 """Of the time."""
-GEMMS = ("forward", "dgrad", "wgrad")
 LAYERS = (
     ("llama3-8b", 1, 8192), ("llama-34b", 8, 65536), ("llama3-8b", 8, 65536), ("llama3-70b", 4, 16384),
     ("llama-34b", 2, 16384), ("llama3-70b", 8, 32768), ("llama3-8b", 1, 32768), ("llama3-8b", 2, 4096),

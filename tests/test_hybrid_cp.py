@@ -146,8 +146,8 @@ def test_transfers_stay_in_subgroups():
 @pytest.mark.parametrize("mask", [m for m in ALL_MASKS if "document" not in m])
 def test_tokens_that_see_each_other_are_one_document_and_run_as_a_zigzag_ring(mask, pass_, num_ranks):
     case = workload(mask, "one")
-    if len(sharding.documents_of(case.slices(), case.num_tokens)) == 2:
-        same(*(plan(name, case, cluster(num_ranks), pass_, {}) for name in ("hybrid_cp", "zigzag_ring")))
+    assert len(sharding.documents_of(case.slices(), case.num_tokens)) == 2
+    same(*(plan(name, case, cluster(num_ranks), pass_, {}) for name in ("hybrid_cp", "zigzag_ring")))
 
 
 @pytest.mark.parametrize("pass_", ALL_PASSES)

@@ -17,6 +17,7 @@ PLAN = {"tiles", "schedule"}
 ALLOWED = {
     "errors": set(),
     "allocator": set(),
+    "processes": {"allocator"},
     "compiled": set(),
     "units": set(),
     "files": {"errors"},
@@ -53,9 +54,10 @@ ALLOWED = {
     | CASE
     | PLAN
     | {"calibrate.profile", "implementations", "layer", "models", "sim", "strategies", "uncertainty"},
-    "sweeps": CORE | {"prediction", "predictor", "scenario"},
+    "sweeps": CORE | {"prediction", "predictor", "processes", "scenario"},
     "steps": CORE | {"scenario", "cluster", "implementations", "calibrate.profile", "training"},
-    "step_advice": CORE | {"passes", "scenario", "prediction", "predictor", "steps", "strategies", "training"},
+    "step_advice": CORE
+    | {"passes", "scenario", "prediction", "predictor", "processes", "steps", "strategies", "training"},
     "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
     "prediction": CORE | {"scenario", "sim.timeline"},
     "runs": CORE | {"scenario"},
@@ -63,20 +65,23 @@ ALLOWED = {
     "kernel_tables": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
     "reproduce": CORE
     | {"distca", "masks", "schedule", "cluster", "documents", "scenario", "prediction", "predictor", "models"}
-    | {"calibrate", "training", "steps"},
-    "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor"},
+    | {"calibrate", "training", "steps", "processes"},
+    "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor", "processes"},
     "predictor": CORE
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation", "steps", "training"}
-    | {"allocator", "layer", "passes", "uncertainty"},
+    | {"layer", "passes", "processes", "uncertainty"},
     "report": CORE
     | CASE
     | PLAN
     | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
-    | {"runs", "kernel_tables", "support", "reproduce", "step_advice", "training"},
-    "explore": CORE | CASE | PLAN | {"calibrate", "comparison", "prediction", "predictor", "report", "runs"},
-    "terminal": {"errors"},
+    | {"runs", "kernel_tables", "support", "reproduce", "step_advice", "training", "processes"},
+    "explore": CORE
+    | CASE
+    | PLAN
+    | {"calibrate", "comparison", "prediction", "predictor", "processes", "report", "runs"},
+    "terminal": {"errors", "processes"},
     "cli_reproduce": {"errors", "terminal", "report", "reproduce"},
     "cli": CORE
     | CASE

@@ -74,10 +74,11 @@ def test_hybrid_cp_is_the_ring_on_dense_masks(study, mask):
 
 
 def test_our_executor_is_faster_than_the_benchmark_s_code_on_dense_masks(study):
-    for row in study.rows:
-        comparable = row.mask in ("full", "causal") and row.mechanism != "hybrid_cp"
-        if comparable and row.implementation == OURS and not row.reason:
-            assert row.tflops_per_gpu > study.mean(row.gpus, row.mask, row.pass_, row.mechanism)
+    dense = [row for row in study.rows if row.mask in ("full", "causal") and row.implementation == OURS]
+    comparable = [row for row in dense if row.mechanism != "hybrid_cp" and not row.reason]
+    assert len(comparable) == 2 * 2 * (len(GPUS) * 5 - 3)  # Ulysses cannot run on 24, 48 and 96 GPUs
+    for row in comparable:
+        assert row.tflops_per_gpu > study.mean(row.gpus, row.mask, row.pass_, row.mechanism)
 
 
 def test_what_cannot_run_says_why_once_per_number_of_gpus(study):

@@ -1,6 +1,7 @@
 """Predictions and recommendations: what they consist of, and what they may not hide."""
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
 from cpsim.models.spread import expected_maximum
 from cpsim.prediction import Infeasible, Prediction
 from cpsim.predictor import advise, predict, predict_many
+from cpsim.processes import mapped
 from cpsim.scenario import Scenario
 from cpsim.strategies import STRATEGIES
 
@@ -118,6 +120,25 @@ def test_processes_give_the_same_answers_in_order():
     alone, together = predict_many(cases, jobs=1), predict_many(cases, jobs=2)
     assert [a.time_s for a in alone] == [a.time_s for a in together]
     assert all(not a.timelines for a in together)
+
+
+def slept(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_work_comes_back_in_the_order_of_its_items_whatever_ends_first(jobs):
+    shown = []
+    assert mapped(slept, (0.5, 0.0, 0.1), jobs, lambda *counts: shown.append(counts)) == [0.5, 0.0, 0.1]
+    assert shown == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_progress_counts_scenarios(jobs):
+    shown = []
+    predict_many([ScenarioError("no")] * 20, jobs, lambda *counts: shown.append(counts))
+    assert shown == [(8, 20), (16, 20), (20, 20)]
 
 
 def test_advice_is_sorted_and_its_probabilities_add_up():

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import sys
 
 import pytest
 
@@ -204,3 +205,27 @@ def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, cap
     points = [json.loads(line) for line in file.getvalue().splitlines()]
     assert any(p["op"] == "attention" for p in points) == measured
     assert ("fa2 at head dimension 128 is left out" in capsys.readouterr().out) != measured
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("--rested --memory", "not allowed with argument --rested"),
+        ("--families equal --masked", "not allowed with argument --families"),
+        ("--rested --head-dim 64", "--head-dim: does nothing"),
+        ("--memory --shapes shapes.jsonl", "--shapes: does nothing"),
+        ("--masks lambda", "--masks: does nothing"),
+        ("--shares --rested", "--shares: does nothing"),
+        ("--masked --shares --masks lambda --head-dim 64 --shapes shapes.jsonl", None),
+        ("--families equal --head-dim 64", None),
+        ("--warm-up --masked --head-dim 64", None),
+    ],
+)
+def test_options_that_would_do_nothing_are_refused(words, refused, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["measure_kernels", "--out", "kernels.jsonl", *words.split()])
+    if refused is None:
+        assert measure_kernels.options().out
+        return
+    with pytest.raises(SystemExit):
+        measure_kernels.options()
+    assert refused in capsys.readouterr().err

@@ -13,9 +13,9 @@ from cpsim.errors import CpsimError
 from cpsim.masks import UNBOUNDED, Slices
 from cpsim.models.attention import calls, listed_calls
 from cpsim.report.dcp import dcp_record, dcp_view
+from cpsim.reproduce import DATA
 from cpsim.reproduce.dcp import (
     CODES,
-    DATA,
     FILLED,
     GPUS,
     PADDED,

@@ -35,7 +35,7 @@ class LayerCosts:
 
     gemm: GemmParams
     ops: ElementwiseParams
-    """Memory-bound ops by kind of `cpsim.training.layer.OP_BYTES`."""
+    """Memory-bound ops by kind of `cpsim.transformer.OP_BYTES`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,6 @@ Variant = Literal["released", "paper", "cpsim"]
 TOLERANCES: Final = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8,
                      0.9, 1.0)  # fmt: skip
 """That the released code tries one after the other, from the one asked for."""
-PIPELINE_TOLERANCES: Final = (0.05, 0.1, 0.15, 0.2, 0.22, 0.25, 0.28, 0.3, 0.35, 0.4, 0.45, 0.5, 0.6, 0.7, 0.8, 0.9,
-                              1.0)  # fmt: skip
-"""The same of its pipeline-parallel runs."""
 
 
 def schedule(
@@ -57,7 +54,7 @@ def schedule(
 
 def schedule_within(
     nano_batches: Sequence[Ints], num_servers: int, sizes: TokenBytes, kernel: Kernel, buffer_bytes: float, *,
-    variant: Variant = "released", tolerance: float = 0.05, tolerances: Sequence[float] = TOLERANCES,
+    variant: Variant = "released", tolerance: float = 0.05,
 ) -> tuple[list[Tasks], float]:  # fmt: skip
     """Tasks of all nano-batches at the first tolerance whose exchanges fit, and that tolerance.
 
@@ -65,13 +62,12 @@ def schedule_within(
         nano_batches: documents of each.
         buffer_bytes: that any rank may send or receive in one exchange, its own part included; DistCA has 2 GB, with
             pipeline stages 1.5 GB, for each of two exchanges.
-        tolerance: the first to be tried.
-        tolerances: others, ascending.
+        tolerance: the first to be tried, before those of TOLERANCES that are higher.
 
     Raises:
         InfeasibleError: none fits.
     """
-    for tried in (tolerance, *(t for t in tolerances if t > tolerance)):
+    for tried in (tolerance, *(t for t in TOLERANCES if t > tolerance)):
         plans = [
             schedule(documents, num_servers, sizes, kernel, variant=variant, tolerance=tried)
             for documents in nano_batches

@@ -16,7 +16,8 @@ from typing import Any, Final, Generic, TypeVar
 
 from cpsim.calibrate.profile import load_profile, shipped_profiles
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction, knobs_json
-from cpsim.predictor import Tried, begin_worker, predict, rank, try_way, ways
+from cpsim.predictor import Tried, predict, rank, try_way, ways
+from cpsim.processes import begin_worker
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
 from cpsim.runs import case_key
 from cpsim.scenario import Scenario, scenario_from

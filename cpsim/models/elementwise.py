@@ -10,9 +10,6 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
-KINDS = ("merge", "merge_last", "accumulate", "cast", "copy", "transpose", "gather")
-"""As in real.elementwise: merge into fp32 and (last) into bf16, sum, fp32 to bf16, copy, rows transposed, gathered."""
-
 OF_SMS = ("dcp_copy", "dcp_gradients", "dcp_sum")
 """Kernels of programs so small, of 128 elements, that they take as long as SMs take to start them, whatever the memory:
 on H200 copies reach 0.84 TB/s, a fifth of what others do."""

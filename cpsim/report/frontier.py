@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from cpsim.units import format_count
 
 if TYPE_CHECKING:
     from cpsim.prediction import Advice, Column
+    from cpsim.processes import Progress
     from cpsim.report.figures import Figure
 
 NODES: Final = (1, 2, 4, 8, 12)
@@ -111,17 +112,11 @@ def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
     return best
 
 
-def predict_cells(advice: Advice, progress: Callable[[int, int], None] | None = None) -> list[Cell]:
+def predict_cells(advice: Advice, progress: Progress | None = None) -> list[Cell]:
     """The map around the case of a recommendation, on all cores."""
-    from cpsim.predictor import spread
+    from cpsim.processes import mapped
 
-    asked, known = cells(advice.scenario), known_knobs(advice)
-    found = []
-    for done, (_, cell) in enumerate(spread(partial(best_in, known=known), asked, None), 1):
-        found.append(cell)
-        if progress:
-            progress(done, len(asked))
-    return found
+    return mapped(partial(best_in, known=known_knobs(advice)), cells(advice.scenario), None, progress)
 
 
 def _tries(scenario: Scenario, name: str, known: Mapping[str, Knobs]) -> Iterator[Knobs]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
 
 from cpsim.prediction import Advice, Candidate, Prediction
 from cpsim.scenario import MAX_TOKENS, Scenario
+
+if TYPE_CHECKING:
+    from cpsim.processes import Progress
 
 FACTORS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """Sequence lengths to predict, as multiples of the case's."""
@@ -47,7 +50,7 @@ def best_of_strategies(advice: Advice) -> list[Candidate]:
     return list(best.values())
 
 
-def predict_lengths(advice: Advice, progress: Callable[[int, int], None] | None = None) -> list[Prediction]:
+def predict_lengths(advice: Advice, progress: Progress | None = None) -> list[Prediction]:
     """Predictions of every strategy, with the knobs that are best for the case, at other sequence lengths.
 
     Lengths at which a strategy cannot run are left out.

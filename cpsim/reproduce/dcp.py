@@ -14,7 +14,6 @@ Reference: DCP (arXiv 2510.10620), section 7.2; chenyu-jiang/dcp at 942a2c7, bar
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,10 +31,11 @@ from cpsim.documents import load_bins
 from cpsim.errors import CpsimError
 from cpsim.models.attention import AttentionParams, flash2_ranges
 from cpsim.prediction import Infeasible, Prediction
-from cpsim.predictor import Progress, predict_many
+from cpsim.predictor import predict_many
+from cpsim.processes import Progress
+from cpsim.reproduce import DATA, published_lines
 from cpsim.scenario import Scenario, scenario_from
 
-DATA: Final = Path(__file__).with_name("data")
 CLUSTER: Final = "p4de"
 GPUS: Final = 32
 TOKENS: Final = 131072
@@ -132,13 +132,12 @@ class SpeedUp:
 @cache
 def published() -> tuple[Row, ...]:
     """All bars of the benchmark."""
-    lines = DATA.joinpath("dcp-a100.csv").read_text(encoding="utf-8").splitlines()
     return tuple(
         Row(
             mask=line["mask"], scale=float(line["scale"]), row=line["row"], pass_=line["pass"],
             published_s=float(line["time_ms"]) / 1000, outlier=line["outlier"] == "1",
         )
-        for line in csv.DictReader(line for line in lines if not line.startswith("#"))
+        for line in published_lines("dcp-a100.csv")
     )  # fmt: skip
 
 

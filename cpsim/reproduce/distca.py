@@ -16,7 +16,6 @@ lengths that kernels like.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -36,7 +35,8 @@ from cpsim.distca.tasks import Tasks, TokenBytes, dispatch
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.files import parse_json, read_text
 from cpsim.masks import Ints
-from cpsim.predictor import Progress, spread
+from cpsim.processes import Progress, mapped
+from cpsim.reproduce import published_lines
 from cpsim.scenario import scenario_from
 from cpsim.schedule import Kind
 from cpsim.steps import StepCase
@@ -49,7 +49,6 @@ from cpsim.units import MS_PER_S
 Floats = NDArray[np.float64]
 System = Literal["distca", "wlb", "per_sequence"]
 
-_DATA: Final = Path(__file__).with_name("data")
 CLUSTER: Final = "dgx-h200"
 GPUS: Final = 256
 TP: Final = 8
@@ -133,13 +132,12 @@ ABLATIONS: Final = {
 @cache
 def published() -> tuple[Row, ...]:
     """All runs."""
-    lines = _DATA.joinpath("distca-34b.csv").read_text(encoding="utf-8").splitlines()
     return tuple(
         Row(
             context=int(line["context"]), sequences=int(line["sequences"]), system=line["system"],  # type: ignore[arg-type]
             cp=int(line["cp"]), published_s=tuple(float(ms) / MS_PER_S for ms in line["times_ms"].split()),
         )
-        for line in csv.DictReader(line for line in lines if not line.startswith("#"))
+        for line in published_lines("distca-34b.csv")
     )  # fmt: skip
 
 
@@ -354,12 +352,7 @@ def _times(
     """Seconds of every iteration of every item."""
     packed = {context: sample(DATASET, context, lengths=lengths) for context in {row.context for row, _ in items}}
     given = [(row, choice, packed[row.context]) for row, choice in items]
-    times: list[tuple[float, ...]] = [()] * len(items)
-    for done, (i, found) in enumerate(spread(partial(_seconds, iterations=iterations), given, jobs), 1):
-        times[i] = found
-        if progress:
-            progress(done, len(items))
-    return times
+    return mapped(partial(_seconds, iterations=iterations), given, jobs, progress)
 
 
 def ratios(rows: Sequence[Row]) -> list[Ratio]:

@@ -11,11 +11,9 @@ Differs: as in ``cpsim.reproduce.distca``.
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from pathlib import Path
 from statistics import mean
 from typing import Final, Literal
 
@@ -25,7 +23,8 @@ from cpsim.distca.batches import DataSet, Packed, iteration, sample
 from cpsim.distca.packing import BREAKPOINTS
 from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
 from cpsim.masks import Ints
-from cpsim.predictor import Progress, spread
+from cpsim.processes import Progress, mapped
+from cpsim.reproduce import published_lines
 from cpsim.reproduce.distca import TP, Choice, cut_model, pooled_seconds, wlb_seconds
 from cpsim.training.memory import stage_memory
 from cpsim.training.step import StepModel
@@ -33,7 +32,6 @@ from cpsim.units import MS_PER_S
 
 ModelName = Literal["8b", "34b"]
 
-_DATA: Final = Path(__file__).with_name("data")
 K: Final = 1024
 MODELS: Final = {"8b": "llama3-8b", "34b": "llama-34b"}
 STAGES: Final = 2
@@ -116,7 +114,6 @@ def settings() -> list[Setting]:
 @cache
 def published() -> tuple[Interim, ...]:
     """Interim runs."""
-    lines = _DATA.joinpath("distca-interim.csv").read_text(encoding="utf-8").splitlines()
     return tuple(
         Interim(
             setting=Setting(
@@ -125,7 +122,7 @@ def published() -> tuple[Interim, ...]:
             ),
             system=line["system"], published_s=float(line["mean_ms"]) / MS_PER_S,  # type: ignore[arg-type]
         )
-        for line in csv.DictReader(line for line in lines if not line.startswith("#"))
+        for line in published_lines("distca-interim.csv")
     )  # fmt: skip
 
 
@@ -199,12 +196,11 @@ def reproduce(
         jobs: processes; None uses all cores.
         progress: called with (done, total) runs.
     """
-    chosen = list(published() if runs is None else runs)
-    for done, (i, (seconds, plan)) in enumerate(spread(_interim, chosen, jobs), 1):
-        chosen[i] = replace(chosen[i], predicted_s=seconds, plan=plan)
-        if progress:
-            progress(done, len(chosen))
-    return chosen
+    chosen = published() if runs is None else runs
+    times = mapped(_interim, chosen, jobs, progress)
+    return [
+        replace(run, predicted_s=seconds, plan=plan) for run, (seconds, plan) in zip(chosen, times, strict=True)
+    ]
 
 
 def _interim(run: Interim) -> tuple[float, str]:
@@ -217,13 +213,9 @@ def speed_ups(
     progress: Progress | None = None,
 ) -> list[SpeedUp]:  # fmt: skip
     """Speed-ups at the settings of the paper; arguments as of ``reproduce``."""
-    chosen = settings() if wanted is None else list(wanted)
-    found = [SpeedUp(setting=setting) for setting in chosen]
-    for done, (i, ratio) in enumerate(spread(partial(_speed_up, iterations=iterations), chosen, jobs), 1):
-        found[i] = replace(found[i], predicted=ratio)
-        if progress:
-            progress(done, len(chosen))
-    return found
+    chosen = settings() if wanted is None else wanted
+    ratios = mapped(partial(_speed_up, iterations=iterations), chosen, jobs, progress)
+    return [SpeedUp(setting=setting, predicted=ratio) for setting, ratio in zip(chosen, ratios, strict=True)]
 
 
 def _speed_up(setting: Setting, iterations: Sequence[int]) -> float | None:

@@ -21,7 +21,8 @@ import numpy as np
 
 from cpsim.documents import load_bins
 from cpsim.errors import InfeasibleError
-from cpsim.predictor import Progress, predict, spread
+from cpsim.predictor import predict
+from cpsim.processes import Progress, mapped
 from cpsim.scenario import scenario_from
 
 GPUS: Final = (8, 16, 24, 32, 48, 64, 96)
@@ -126,12 +127,7 @@ def run(
         jobs: processes; None uses all cores.
         progress: called with (done, total) batches.
     """
-    wanted = points(gpus, samples)
-    rows: list[list[Row]] = [[] for _ in wanted]
-    for done, (i, found) in enumerate(spread(rows_of, wanted, jobs), 1):
-        rows[i] = found
-        if progress:
-            progress(done, len(wanted))
+    rows = mapped(rows_of, points(gpus, samples), jobs, progress)
     return Study(tuple(row for found in rows for row in found))
 
 

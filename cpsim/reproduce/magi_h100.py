@@ -7,7 +7,6 @@ Kernels cost what the published kernel table of single documents says (profile h
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,10 +21,11 @@ import numpy as np
 from cpsim.cluster import load_cluster
 from cpsim.errors import CpsimError
 from cpsim.prediction import Infeasible, Prediction
-from cpsim.predictor import Progress, predict_many
+from cpsim.predictor import predict_many
+from cpsim.processes import Progress
+from cpsim.reproduce import DATA, published_lines
 from cpsim.scenario import Scenario, scenario_from
 
-_DATA: Final = Path(__file__).with_name("data")
 CLUSTER: Final = "magi-h100"
 STRATEGIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "ulysses": {"strategy": "ulysses"},
@@ -75,20 +75,19 @@ class Row:
 @cache
 def published() -> tuple[Row, ...]:
     """All rows of the benchmark."""
-    lines = _DATA.joinpath("magi-h100.csv").read_text(encoding="utf-8").splitlines()
     return tuple(
         Row(
             strategy=line["row"], mask=line["mask"], pass_=line["pass"], gpus=int(line["gpus"]),
             published=float(line["tflops_per_gpu"]),
         )
-        for line in csv.DictReader(line for line in lines if not line.startswith("#"))
+        for line in published_lines("magi-h100.csv")
     )  # fmt: skip
 
 
 @cache
 def packs(gpus: int) -> tuple[tuple[int, ...], ...]:
     """Document lengths of the benchmark's packs [tokens]."""
-    text = _DATA.joinpath("magi-packs.json").read_text(encoding="utf-8")
+    text = DATA.joinpath("magi-packs.json").read_text(encoding="utf-8")
     return tuple(map(tuple, json.loads(text)[str(gpus)]))
 
 

@@ -17,9 +17,9 @@ from cpsim.implementations import CPSIM, Implementation
 from cpsim.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
 from cpsim.strategies.dcp import dcp_knobs, plan_dcp
-from cpsim.strategies.distca import distca_knobs, plan_distca
+from cpsim.strategies.distca import plan_distca
 from cpsim.strategies.hybrid_cp import hybrid_cp_knobs, plan_hybrid_cp
-from cpsim.strategies.magi import magi_knobs, plan_magi
+from cpsim.strategies.magi import plan_magi
 from cpsim.strategies.replicas import plan_per_sequence, plan_wlb, replica_knobs
 from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
@@ -52,9 +52,9 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "usp": Strategy(plan_usp, usp_knobs),
     "loongtrain": Strategy(plan_loongtrain, loongtrain_knobs),
     "hybrid_cp": Strategy(plan_hybrid_cp, hybrid_cp_knobs),
-    "magi": Strategy(plan_magi, magi_knobs),
+    "magi": Strategy(plan_magi, _no_knobs),
     "dcp": Strategy(plan_dcp, dcp_knobs),
-    "distca": Strategy(plan_distca, distca_knobs),
+    "distca": Strategy(plan_distca, _no_knobs),
     "wlb": Strategy(plan_wlb, replica_knobs),
     "per_sequence": Strategy(plan_per_sequence, replica_knobs),
 }
@@ -66,11 +66,11 @@ def plan(
     """The schedule of a named strategy, as our executor runs it or as somebody else's code does.
 
     Raises:
-        ScenarioError: the strategy is not built yet, or does not have one of the knobs.
+        ScenarioError: there is no such strategy, or it does not have one of the knobs.
         InfeasibleError: it cannot run this case.
     """
     if name not in STRATEGIES:
-        raise ScenarioError(f"strategy: {name!r} is not available yet; available are {', '.join(STRATEGIES)}")
+        raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {name!r}")
     planner = STRATEGIES[name].plan
     known = [p.name for p in inspect.signature(planner).parameters.values() if p.kind is p.KEYWORD_ONLY]
     for knob in knobs:

@@ -13,7 +13,7 @@ the same; the backward pass has a plan of its own; a document that two nano-batc
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -82,12 +82,6 @@ def plan_distca(
         plans = [_served_by_last(tasks, ranks, servers) for tasks in plans]
     emitted = _DistCA(workload, _cells(workload, plans, ranks), pass_, barriers)
     return emitted.forward() if pass_ == "fwd" else emitted.backward()
-
-
-def distca_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the defaults."""
-    del workload, cluster
-    return ({},)
 
 
 def _plan(

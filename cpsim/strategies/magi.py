@@ -12,7 +12,7 @@ many tokens.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Final
@@ -73,12 +73,6 @@ def plan_magi(
     per_node = cluster.gpus_per_node if native and cluster.num_nodes > 1 else ranks
     plan = _Magi(workload, _share_out(workload, ranks, chunks, stages, smallest, per_node), native)
     return plan.forward() if pass_ == "fwd" else plan.backward()
-
-
-def magi_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """Knob settings worth trying: the benchmark's, with and without packing copies left out."""
-    del workload, cluster
-    return ({},)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from cpsim.models.collective import wire_bytes
 from cpsim.training.model import Model
-from cpsim.transformer import OP_BYTES as OP_BYTES
+from cpsim.transformer import OP_BYTES
 
 BF16, FP32 = 2, 4
 

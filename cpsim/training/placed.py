@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
-EXCHANGES = ("qkv", "out", "bundle", "grads")
-"""Of a layer of served attention: Q, K and V to servers; O and log-sum-exp home; backward dO, O, log-sum-exp, Q, K and
-V to servers; dQ, dK and dV home."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +90,8 @@ def ping_pong(
         costs: of ops.
         recompute: of `ops`, before the backward pass.
         attends: seconds of attention of the busiest server, ``[2, 2]``: forward and backward, nano-batch.
-        exchanges: seconds of EXCHANGES, ``[2, 4]``: nano-batch, exchange.
+        exchanges: seconds, ``[2, 4]``, of every nano-batch: qkv (Q, K and V to servers), out (O and log-sum-exp home),
+            and backward bundle (dO, O, log-sum-exp, Q, K and V to servers) and grads (dQ, dK and dV home).
         where: cost model of exchanges.
 
     Returns:

@@ -20,11 +20,12 @@ from cpsim.models.price import Pricing
 from cpsim.schedule import Kind
 from cpsim.training.attention import Attended, Attention
 from cpsim.training.costs import PARTS, Costs, Parts, stacked
-from cpsim.training.layer import BF16, FP32, OP_BYTES, Ops, Sweep, flops, sent_bytes
+from cpsim.training.layer import BF16, FP32, Ops, Sweep, flops, sent_bytes
 from cpsim.training.memory import Memory, stage_memory
 from cpsim.training.model import Model
 from cpsim.training.parallel import Parallel
 from cpsim.training.pipeline import Pipeline, one_f_one_b, same_phase
+from cpsim.transformer import OP_BYTES
 
 Floats = NDArray[np.float64]
 Batch = Sequence[Sequence[tuple[int, ...]]]

@@ -41,7 +41,7 @@ import torch
 
 from cpsim.calibrate.measurement import Writer
 from real import attention, elementwise
-from real.shapes import HEAD_DIM, HEADS_OF_4, MASKED_HEADS, Shape, draw, draw_masked, listed_masks
+from real.shapes import HEAD_DIM, HEADS_OF_4, MASKED_HEADS, OF_ONE_SEQUENCE, Shape, draw, draw_masked, listed_masks
 from real.timing import Clock, command_line, hold, host_seconds, provenance, soak, time_ops
 
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
@@ -560,10 +560,15 @@ def run_memory(bench: Bench, kernels: list[str]) -> None:
 
 def run_random(bench: Bench, kernels: list[str], args: argparse.Namespace, deadline: float) -> None:
     """Random calls of some families, or of another head dimension, by the kernels that are right there."""
+    families = args.families.split(",") if args.families else ()
+    if families and not set(families) & set(OF_ONE_SEQUENCE):
+        for kernel in sorted(set(kernels) & set(DENSE_ONLY)):
+            print(f"{kernel} is left out: it runs one sequence, expected {', '.join(OF_ONE_SEQUENCE)}")
+        kernels = [kernel for kernel in kernels if kernel not in DENSE_ONLY]
     kernels = [kernel for kernel in kernels if check(bench, kernel, checks(args.head_dim))]
     for kernel in kernels:
         warm_up(kernel, bench.device, args.head_dim)
-    rng, families = np.random.default_rng(args.seed), args.families.split(",") if args.families else ()
+    rng = np.random.default_rng(args.seed)
     measure_random(bench, kernels, rng, deadline, rested=False, head_dim=args.head_dim, families=families)
 
 

@@ -75,6 +75,8 @@ FAMILIES = {
     "one_varlen": 1, "equal": 2, "heavy_tail": 4, "ring_documents": 4, "gathered_documents": 1,
 }  # fmt: skip
 """Weights of families of calls."""
+OF_ONE_SEQUENCE = ("causal", "full", "short")
+"""Families that kernels without lengths of sequences run."""
 
 
 def draw(
@@ -84,7 +86,7 @@ def draw(
     """One shape of a random family, or of one of `families`, its forward pass at most `max_flops`."""
     if unknown := [name for name in families if name not in FAMILIES]:
         raise ValueError(f"expected families among {', '.join(FAMILIES)}, got {', '.join(unknown)}")
-    chosen = ("causal", "full", "short") if dense_only else FAMILIES
+    chosen = OF_ONE_SEQUENCE if dense_only else FAMILIES
     names = [name for name in families or FAMILIES if name in chosen]
     weights = np.array([FAMILIES[name] for name in names], float)
     while True:

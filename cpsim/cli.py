@@ -62,6 +62,8 @@ def main() -> None:
     except BrokenPipeError:  # the reader, e.g. `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
+    except MemoryError:
+        status = _fail("expected a case that fits into this machine's memory; give fewer tokens, documents or GPUs")
     except OSError as error:
         status = _fail(f"{error.filename or 'output'}: {error.strerror or error}")
     except Exception as error:

@@ -27,6 +27,7 @@ from cpsim.uncertainty import Draws
 
 SHEET_BASE: Final = "h200"
 """The profile that is scaled for GPUs that nobody has measured."""
+TOO_LARGE: Final = "expected a schedule that fits into this machine's memory; give fewer documents or GPUs"
 CHUNK: Final = 8
 """Scenarios that a worker process takes at a time."""
 
@@ -145,6 +146,8 @@ def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimErro
         return Infeasible(scenario=scenario, reason=str(reason))
     except CpsimError as error:
         return error
+    except MemoryError:
+        return CpsimError(TOO_LARGE)
 
 
 def advise(case: Asked, progress: Progress | None = None) -> Advice:
@@ -235,6 +238,8 @@ def try_way(way: Scenario | Infeasible) -> Tried:
         )
     except InfeasibleError as reason:
         return Infeasible(scenario=way, reason=str(reason))
+    except MemoryError:
+        return Infeasible(scenario=way, reason=TOO_LARGE)
     return forward, backward
 
 
@@ -244,6 +249,8 @@ def rank(scenario: Scenario, tried: Sequence[Tried]) -> Advice:
     """
     found = [one for one in tried if not isinstance(one, Infeasible)]
     notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
+    if scenario.pass_ != "fwd_bwd":
+        notes[f"ranked by both passes together; pass {scenario.pass_} alone is what `cpsim predict` tells"] = None
     return Advice(
         scenario=scenario,
         candidates=_rank(found),
@@ -318,7 +325,9 @@ def _rank(found: Sequence[tuple[Prediction, Prediction]]) -> tuple[Candidate, ..
 
 def look_up(scenario: Scenario) -> Case:
     if scenario.strategy is None:
-        raise ScenarioError(f"strategy: expected one of {', '.join(STRATEGIES)}, got none; or use advise")
+        raise ScenarioError(
+            f"strategy: expected one of {', '.join(STRATEGIES)}, got no strategy; name one, or ask `cpsim advise`"
+        )
     implementation(scenario.implementation)
     cluster = scenario.resolve_cluster()
     name = scenario.profile or cluster.profile

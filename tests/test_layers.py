@@ -22,7 +22,7 @@ ALLOWED = {
     "units": set(),
     "files": {"errors"},
     "masks": CORE,
-    "block_masks": {"masks"},
+    "block_masks": {"masks", "compiled"},
     "stripes": {"masks", "compiled"},
     "mask_names": {"files"},
     "mask_shapes": CORE | {"masks", "mask_names"},
@@ -31,7 +31,7 @@ ALLOWED = {
     "workload": CORE | {"masks", "mask_names", "mask_shapes", "stripes"},
     "scenario": CORE | {"mask_names", "documents", "workload", "cluster", "training.model", "training.parallel"},
     "tiles": {"masks", "stripes", "compiled"},
-    "schedule": {"masks", "stripes", "tiles", "errors"},
+    "schedule": {"masks", "stripes", "tiles", "errors", "compiled"},
     "transformer": set(),
     "builder": {"masks", "tiles", "schedule", "compiled"},
     "implementations": CORE | {"masks", "workload", "schedule"},
@@ -41,7 +41,17 @@ ALLOWED = {
     "sim": PLAN | {"masks", "errors", "compiled"},
     # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
     "models": CORE
-    | {"distca", "masks", "block_masks", "workload", "cluster", "calibrate.profile", "sim.work", "transformer"}
+    | {
+        "distca",
+        "masks",
+        "block_masks",
+        "workload",
+        "cluster",
+        "calibrate.profile",
+        "sim.work",
+        "transformer",
+        "implementations",
+    }
     | PLAN,
     "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},

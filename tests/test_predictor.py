@@ -76,6 +76,21 @@ def test_results_that_rest_on_published_numbers_or_reach_beyond_measured_sizes_s
     assert not any("published" in note for note in predict(scenario()).notes)
 
 
+def test_a_ranking_says_that_it_is_of_both_passes_where_one_was_asked_for():
+    assert any("pass fwd" in note for note in advise(scenario(pass_="fwd")).notes)
+    assert not any("pass fwd" in note for note in advise(scenario()).notes)
+
+
+def test_a_case_too_large_for_this_machine_is_one_line_and_loses_no_other(monkeypatch):
+    def full(case, *_):
+        raise MemoryError if case.scenario.gpus == 4 else InfeasibleError("other")
+
+    monkeypatch.setattr("cpsim.predictor._predict", full)
+    large, other = predict_many([scenario(gpus=4), scenario(gpus=2)], jobs=1)
+    assert "this machine's memory" in str(large)
+    assert other.reason == "other"
+
+
 def test_a_case_that_does_not_fit_in_memory_is_infeasible():
     with pytest.raises(InfeasibleError, match=r"out of memory: needs \d+\.\d GB on one GPU, h200 has 141\.0 GB"):
         predict(scenario(strategy="allgather", gpus=64, cluster="dgx-h200", tokens_per_gpu=131072))

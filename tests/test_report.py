@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from cpsim.errors import ScenarioError
+from cpsim.prediction import Infeasible
 from cpsim.predictor import predict
 from cpsim.report import figures, frontier, html, lengths, records, tables, views, words
 from cpsim.scenario import scenario_from
@@ -49,7 +50,9 @@ def test_recommendation_admits_a_close_race(advice):
     first, second, *_ = advice.candidates
     close = replace(advice, candidates=(replace(first, probability_best=0.52), second))
     assert "but it is close: it is the fastest with probability 52 %" in words.recommendation(close)
-    assert "the only strategy that can" in words.recommendation(replace(advice, candidates=(first,)))
+    alone = replace(advice, candidates=(first,), infeasible=(Infeasible(scenario=first.scenario, reason="no"),))
+    assert "the only strategy that can" in words.recommendation(alone)
+    assert "the only one asked about" in words.recommendation(replace(alone, infeasible=()))
     assert words.recommendation(replace(advice, candidates=())).startswith("No strategy can run this case")
 
 

@@ -97,7 +97,8 @@ def recommendation(advice: Advice) -> str:
     time = f"{ms_text(best.total_s)} ms forward and backward (90 %: {_interval(best)} ms)"
     rate = f"{best.tflops_per_gpu:,.0f} TFLOP/s per GPU"
     if not others:
-        return f"Run {strategy_label(best.scenario)}, the only strategy that can: {time}, {rate}."
+        why = "the only strategy that can" if advice.infeasible else "the only one asked about"
+        return f"Run {strategy_label(best.scenario)}, {why}: {time}, {rate}."
     second = others[0]
     if best.probability_best >= CLEAR:
         lead = f"{second.total_s / best.total_s - 1:.0%}".replace("%", " %")

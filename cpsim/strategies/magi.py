@@ -69,10 +69,16 @@ def plan_magi(
     own = tokens // ranks
     if chunk and own % chunk:
         raise InfeasibleError(f"magi needs chunks that divide the {own} tokens of a rank, got {chunk}")
-    chunks = own // chunk if chunk else min(own, max(4, -(-own // CHUNK)))
+    chunks = own // chunk if chunk else _default_chunks(own)
     per_node = cluster.gpus_per_node if native and cluster.num_nodes > 1 else ranks
     plan = _Magi(workload, _share_out(workload, ranks, chunks, stages, smallest, per_node), native)
     return plan.forward() if pass_ == "fwd" else plan.backward()
+
+
+def _default_chunks(own: int) -> int:
+    """Of a rank: as few as the benchmark's length allows, at least four, or up to twice as many if those divide."""
+    fewest = min(own, max(4, -(-own // CHUNK)))
+    return next((count for count in range(fewest, 2 * fewest) if own % count == 0), fewest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

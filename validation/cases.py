@@ -90,10 +90,21 @@ FLAT = (ULYSSES, RING, GATHER)
 BY_DOCUMENT = (ULYSSES, ZIGZAG, ZIGZAG_SEQUENCE, GATHER_DOCUMENT)
 WAYS_BY_LOT: Mapping[str, Sequence[Case]] = {
     "fa2": (ULYSSES, ZIGZAG, RING, STRIPED, GATHER_DOCUMENT, MAGI),
+    "fa4": (ULYSSES, ZIGZAG, RING, STRIPED, GATHER_DOCUMENT, MAGI),
     "sdpa_flash": (ULYSSES, ZIGZAG, GATHER_DOCUMENT, RING),
     "cudnn": (ULYSSES, ZIGZAG, RING),
     "flex": (ULYSSES, ZIGZAG, GATHER_ZIGZAG),
 }
+MASKS_BY_LOT: Mapping[str, tuple[Sequence[str], Sequence[int]]] = {
+    "fa2": (("causal", "full", "causal_document", "full_document"), (128,)),
+    "fa4": (("causal", "full", "causal_document", "full_document"), (128,)),
+    "sdpa_flash": (("causal", "full", "causal_document"), (64, 128)),
+    "cudnn": (("causal", "full"), (64, 128)),
+    "flex": (("causal", "lambda", "shared_question"), (64, 128)),
+}
+"""Masks and head dimensions of problems with a kernel."""
+LOTS: Mapping[str, int] = {"fa2": 12, "sdpa_flash": 4, "cudnn": 4, "flex": 4}
+"""Problems of every kernel."""
 THEIRS: Mapping[str, Sequence[Case]] = {
     "ring-flash-attn": (ZIGZAG, RING, GATHER),
     "yunchang": (ULYSSES,),
@@ -198,16 +209,12 @@ def size_and_heads(rng: np.random.Generator, most: float, multiple: int = 128) -
     return tokens, str(rng.choice(["32:8", "40:8", "16:2", "24:24", "64:8", "28:4"]))
 
 
-def by_lot(seed: int) -> Iterator[Case]:
-    """Problems on two GPUs that nobody chose: sizes, heads, masks, documents, kernels and ways to split drawn at
-    random, few of them seen before."""
+def by_lot(seed: int, kernels: Mapping[str, int]) -> Iterator[Case]:
+    """Problems on two GPUs that nobody chose: sizes, heads, masks, documents and ways to split drawn at random, so many
+    of every kernel, few of them seen before."""
     rng = np.random.default_rng(seed)
-    for kernel, number, masks, head_dims in (
-        ("fa2", 12, ("causal", "full", "causal_document", "full_document"), (128,)),
-        ("sdpa_flash", 4, ("causal", "full", "causal_document"), (64, 128)),
-        ("cudnn", 4, ("causal", "full"), (64, 128)),
-        ("flex", 4, ("causal", "lambda", "shared_question"), (64, 128)),
-    ):
+    for kernel, number in kernels.items():
+        masks, head_dims = MASKS_BY_LOT[kernel]
         for _ in range(number):
             tokens, heads = size_and_heads(rng, 15)
             mask, head_dim = str(rng.choice(masks)), int(rng.choice(head_dims))
@@ -411,6 +418,25 @@ def emulated() -> Iterator[Case]:
     yield from (case | nodes for case in masked((ZIGZAG, GATHER_ZIGZAG, USP, DCP, DCP_PAPER)))
 
 
+def two_h100() -> Iterator[Case]:
+    """Problems of both kinds drawn at random, on two H100."""
+    lots = by_lot(31, {"fa4": 8, "fa2": 8, "sdpa_flash": 4, "cudnn": 4})
+    yield from (case | {"cluster": "dgx-h100"} for part in (lots, theirs_by_lot(32)) for case in part)
+
+
+def pair_of_nodes() -> Iterator[Case]:
+    """Two nodes of one H100 each, whose sockets are measured just before."""
+    nodes: Case = {"cluster": "h100-2x1-sockets.json", "kernel": "fa2"}
+    for tokens in (2, 8, 32):
+        yield from each(problem(2, tokens * K) | nodes, (ULYSSES, ZIGZAG, GATHER_ZIGZAG, GATHER_HEADS))
+    yield from each(problem(2, 8 * K, mask="full") | nodes, FLAT)
+    documents = problem(2, 8 * K, mask="causal_document", documents=lengths(2, 8 * K))
+    yield from each(documents | nodes, (ULYSSES, ZIGZAG, GATHER_DOCUMENT, DCP, MAGI, HYBRID))
+    for tokens in (8, 32):
+        yield from each(problem(2, tokens * K) | nodes, (ZIGZAG, RING, GATHER), "ring-flash-attn")
+        yield from each(problem(2, tokens * K) | nodes, (ULYSSES,), "yunchang")
+
+
 def eight() -> Iterator[Case]:
     """Eight GPUs of one host, with the kernel that everybody's code can use."""
     host: Case = {"cluster": "dgx-h200", "kernel": "fa2"}
@@ -468,10 +494,12 @@ def files() -> dict[Path, str]:
         FOLDER / "cases.jsonl": text(case for part in (ours(), side_by_side()) for case in part),
         FOLDER / "emulated.jsonl": text(emulated()),
         FOLDER / "documents.jsonl": text(documents()),
-        FOLDER / "drawn.jsonl": text(by_lot(11)),
+        FOLDER / "drawn.jsonl": text(by_lot(11, LOTS)),
         FOLDER / "drawn-2.jsonl": text(theirs_by_lot(12)),
-        FOLDER / "drawn-3.jsonl": text(case for part in (by_lot(15), theirs_by_lot(16)) for case in part),
+        FOLDER / "drawn-3.jsonl": text(case for part in (by_lot(15, LOTS), theirs_by_lot(16)) for case in part),
         FOLDER / "small-others.jsonl": text(small_others()),
+        FOLDER / "two-h100.jsonl": text(two_h100()),
+        FOLDER / "pair-of-nodes.jsonl": text(pair_of_nodes()),
         FOLDER / "one-h100.jsonl": text(one_gpu("dgx-h100", 13)),
         FOLDER / "one-h100-layers.jsonl": text(one_gpu_layers("dgx-h100", 14)),
         FOLDER / "one-h100-2.jsonl": text(one_gpu("dgx-h100", 22)),

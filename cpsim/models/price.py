@@ -193,7 +193,8 @@ class Pricing:
         messages = Messages.of(schedule, self.cluster, self.unbatched, self.messages)
         flows = [self._transfers(schedule, messages, links, duration, group, notes)]
         flows += self._collectives(schedule, links, duration, group, notes)
-        near = ~_PACED[group[messages.op]]
+        paced = _PACED[group]
+        near = ~paced[messages.op]
         eager = np.zeros(len(schedule), np.bool_)
         eager[messages.op] = near & fits_buffers(*messages.kinds, self.messages)[messages.alike]
         release = self._releases(schedule, kinds, pass_)
@@ -208,10 +209,10 @@ class Pricing:
             for seconds in (duration, full):
                 seconds += crossing * host.graph_cross_s
         attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
-        start, end = self._settle(schedule, pass_, attends, duration, full, release, eager, _PACED[group])
+        start, end = self._settle(schedule, pass_, attends, duration, full, release, eager, paced)
         self._wait_for_slowest(schedule, pass_, attends, duration)
         self._slow_down(schedule, duration)
-        pressure, names = pressures(schedule, messages, _PACED[group])
+        pressure, names = pressures(schedule, messages, paced)
         slowdown = self.profile.interference.slowdown(self.kernel, names)
         duration += self._held(schedule, pass_, attends, messages, near, start, end, pressure, slowdown)
         work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown, eager)

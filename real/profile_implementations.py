@@ -1,9 +1,11 @@
 """What other people's code launches: kernels and host time of one iteration, to compare with the plan's ops.
 
     torchrun --nproc-per-node 4 -m real.profile_implementations --out DIR
+    torchrun --nproc-per-node 2 -m real.profile_implementations --cases cases.jsonl --out DIR
     python -m real.profile_implementations --alone validation/ranks/cases-others.jsonl --out DIR
 
-The second profiles a file's cases of any number of GPUs on one: the rank in the middle, alone (`real.alone`). Writes
+The second profiles a file's cases, our executor's, too, whose kernels a graph launches; the third a file's cases of any
+number of GPUs on one: the rank in the middle, alone (`real.alone`). Writes
 `profile-rank0.json` and so on: for each case the time without the profiler, the kernels of one iteration in order of
 their start (name, stream, start, duration, the host call that launched it) and the host's outermost ops.
 """
@@ -18,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from cpsim.errors import CpsimError
 from cpsim.scenario import Scenario, load_scenarios, scenario_from
 from cpsim.schedule import Pass
 from real.implementations import make
+from real.iterations import iteration
 from real.node import Node
 from real.runner import Runner
 
@@ -71,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--cases", type=Path, help="cases of so many GPUs as there are processes")
     parser.add_argument("--alone", type=Path, help="cases of which one rank is profiled alone")
     parser.add_argument("--only", default="", help="implementations, separated by commas")
     parser.add_argument("--seconds", type=float, default=100.0, help="no new case after that")
@@ -98,8 +103,8 @@ def main() -> None:
 
 def chosen(args: argparse.Namespace, num_ranks: int) -> list[Scenario]:
     """The cases to profile; what is wrong with others is printed."""
-    found = []
-    for scenario in load_scenarios(args.alone) if args.alone else scenarios(num_ranks, "h200-4"):
+    found, file = [], args.alone or args.cases
+    for scenario in load_scenarios(file) if file else scenarios(num_ranks, "h200-4"):
         if isinstance(scenario, CpsimError):
             print(f"real.profile_implementations: {scenario}", file=sys.stderr)
         elif not args.only or scenario.implementation in args.only.split(","):
@@ -126,15 +131,16 @@ def in_words(scenario: Scenario, pass_: Pass, row: dict[str, Any]) -> str:
 
 def measure(scenario: Scenario, pass_: Pass, node: Node) -> dict[str, Any]:
     """Times of some iterations, then one iteration under the profiler."""
-    runner = make(scenario, pass_, node)
-    times = torch.tensor([one(runner, node) for _ in range(16)][6:], dtype=torch.float64, device=node.device)
+    runner = Marked(make(scenario, pass_, node))
+    one = partial(iteration, runner, node, "synced")
+    times = torch.tensor([one() for _ in range(16)][6:], dtype=torch.float64, device=node.device)
     slowest = times.clone()
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if node.cuda else [])]
     with profile(activities=activities):  # the first profile of a process is slow and late
-        one(runner, node)
+        one()
     with profile(activities=activities) as profiler:
-        one(runner, node)
+        one()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -143,24 +149,20 @@ def measure(scenario: Scenario, pass_: Pass, node: Node) -> dict[str, Any]:
     return {"time_s": statistics.median(all_ranks), "times_s": all_ranks, "own_times_s": own, **ordered(events)}
 
 
-def one(runner: Runner, node: Node) -> float:
-    """Seconds of one iteration that starts with all ranks idle: by events on a GPU."""
-    runner.prepare()
-    node.synchronize()
-    dist.barrier()
-    node.synchronize()
-    if not node.cuda:
-        start = time.perf_counter()
+class Marked:
+    """A runner whose launches the profiler marks."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def prepare(self) -> None:
+        """That of the runner."""
+        self._runner.prepare()
+
+    def launch(self) -> None:
+        """One iteration."""
         with torch.profiler.record_function("iteration"):
-            runner.launch()
-        return time.perf_counter() - start
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    with torch.profiler.record_function("iteration"):
-        runner.launch()
-    end.record()
-    node.synchronize()
-    return begin.elapsed_time(end) / 1e3
+            self._runner.launch()
 
 
 def ordered(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class Pricing:
         kernel: str, protocol: Protocol,
     ) -> Pricing:  # fmt: skip
         """What a code's ops cost, by the facts of it that hold for a strategy and a workload's mask."""
-        support = code.supports(strategy)
+        support = code.support(strategy)
         return cls(
             cluster=cluster, profile=profile, kernel=kernel, head_dim=workload.head_dim, dtype=workload.dtype,
             protocol=protocol, launches=code.launches, sweeps=code.sweeps, captured=code.captured,

@@ -193,7 +193,12 @@ def test_flashinfer_refuses_masks_that_cut_blocks_and_backward_passes():
 
 
 @pytest.mark.parametrize(("off", "measured"), [(1.0, True), (1.5, False), (float("nan"), False)])
-def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, capsys, off, measured):
+@pytest.mark.parametrize(("mode", "options"), [
+    ("run", {"seed": 0, "deadline": float("inf"), "shapes": []}),
+    ("run_rested", {"seed": 0, "deadline": float("inf")}),
+    ("run_memory", {}),
+])  # fmt: skip
+def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, capsys, mode, options, off, measured):
     """As builds of flash-attention 2 for one head dimension at others."""
     forward, backward = attention._KERNELS["math"]
     odd = lambda *given: tuple(x * off for x in forward(*given))  # noqa: E731
@@ -201,9 +206,9 @@ def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, cap
     file = io.StringIO()
     bench = measure_kernels.Bench(Writer(file, None), torch.device("cpu"))
     monkeypatch.setattr(measure_kernels, "measure_host", lambda *_: None)
-    measure_kernels.run(bench, ["fa2"], 0, float("inf"), [])
+    getattr(measure_kernels, mode)(bench, ["fa2"], **options)
     points = [json.loads(line) for line in file.getvalue().splitlines()]
-    assert any(p["op"] == "attention" for p in points) == measured
+    assert any(p["op"] in ("attention", "memory") for p in points) == measured
     assert ("fa2 at head dimension 128 is left out" in capsys.readouterr().out) != measured
 
 

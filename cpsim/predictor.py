@@ -14,7 +14,7 @@ from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import implementation
-from cpsim.models.price import GROUPS
+from cpsim.models.cost_models import GROUPS
 from cpsim.passes import Case, run_pass
 from cpsim.prediction import Advice, Candidate, Column, Infeasible, Prediction, prediction_columns
 from cpsim.processes import Progress, mapped

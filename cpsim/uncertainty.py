@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cpsim.calibrate.profile import Profile
 from cpsim.cluster import Cluster
 from cpsim.implementations import implementation
-from cpsim.models.price import GROUPS, OF_ATTENTION
+from cpsim.models.cost_models import GROUPS, OF_ATTENTION
 from cpsim.scenario import Scenario
 
 Floats = NDArray[np.float64]

@@ -25,7 +25,8 @@ from cpsim.errors import OutOfMemoryError
 from cpsim.implementations import CPSIM, Implementation, implementation
 from cpsim.layer import plan_scenario
 from cpsim.models.calls import working_memory
-from cpsim.models.price import GROUPS, Priced, Pricing
+from cpsim.models.cost_models import GROUPS
+from cpsim.models.price import Priced, Pricing
 from cpsim.scenario import Scenario
 from cpsim.schedule import Pass, Planning
 from cpsim.sim.draws import makespans

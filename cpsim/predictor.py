@@ -14,7 +14,7 @@ from cpsim.calibrate.standin import DATA_SHEET, from_data_sheet
 from cpsim.cluster import Cluster
 from cpsim.errors import CpsimError, InfeasibleError, ScenarioError
 from cpsim.implementations import implementation
-from cpsim.models.price import GROUPS
+from cpsim.models.cost_models import GROUPS
 from cpsim.passes import Case, run_pass
 from cpsim.prediction import Advice, Candidate, Column, Infeasible, Prediction, prediction_columns
 from cpsim.processes import Progress, mapped
@@ -216,10 +216,10 @@ def strategies_to_try(scenario: Scenario) -> list[str]:
     """
     if scenario.model is not None and scenario.part is None:
         raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
-    support = implementation(scenario.implementation).support
+    theirs = implementation(scenario.implementation).strategies
     if scenario.strategy is not None:
         return [scenario.strategy]
-    return ["none"] if scenario.gpus == 1 else [name for name in STRATEGIES if support is None or name in support]
+    return ["none"] if scenario.gpus == 1 else [name for name in STRATEGIES if theirs is None or name in theirs]
 
 
 def try_way(way: Scenario | Infeasible) -> Tried:
@@ -295,7 +295,7 @@ def settings(scenario: Scenario) -> Sequence[Knobs]:
 def _knobs(name: str, case: Case) -> Sequence[Knobs]:
     if case.scenario.knobs:
         return (case.scenario.knobs,)
-    if case.code.support is not None:
+    if case.code.strategies is not None:
         return ({},)
     return STRATEGIES[name].knobs(case.workload, case.cluster)
 

@@ -55,7 +55,7 @@ def _support(name: str, workload: Workload, cluster: Cluster) -> Support:
             for kernel in KERNELS
             if schedules
         },
-        others={c.name: _of(c, name, workload, cluster) for c in OTHERS if c.support and name in c.support},
+        others={c.name: _of(c, name, workload, cluster) for c in OTHERS if c.strategies and name in c.strategies},
     )
 
 

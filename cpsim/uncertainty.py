@@ -1,4 +1,4 @@
-"""Draws of the cost models' parameters, behind every interval and every probability of being the best.
+"""Draws of the cost models' errors, behind every interval and every probability of being the best.
 
 Every cost model has a relative error, known from points that it was not fitted to. Part of it is the same wherever the
 model is used, so all predictions share those draws, and comparisons do not count it twice; the rest belongs to the
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cpsim.calibrate.profile import Profile
 from cpsim.cluster import Cluster
 from cpsim.implementations import implementation
-from cpsim.models.price import GROUPS, OF_ATTENTION
+from cpsim.models.cost_models import GROUPS, OF_ATTENTION
 from cpsim.scenario import Scenario
 
 Floats = NDArray[np.float64]

@@ -28,7 +28,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from cpsim.allocator import keep_freed_memory
-from cpsim.models.price import GROUPS, Pricing
+from cpsim.models.cost_models import GROUPS
+from cpsim.models.price import Pricing
 from cpsim.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, Case
 from cpsim.predictor import look_up, predict
 from cpsim.scenario import Scenario, scenario_from

@@ -18,28 +18,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cpsim.block_masks import (
-    BANDS,
-    BLOCK,
-    CELLS,
-    FULL,
-    PARTIAL,
-    RUNS,
-    band_cells,
-    block_kinds,
-    key_runs,
-    rectangles,
-    rule_of,
-    sequence_slices,
-    table_of,
-)
+from cpsim.block_masks import BLOCK, FULL, block_kinds, rectangles, sequence_slices, table_of
 from cpsim.masks import Slices
+from real.inductor import compile_what_fits, static
+from real.mask_blocks import Blocks, blocks_of
 
 aten = torch.ops.aten
 
@@ -73,7 +61,7 @@ class Call:
     @cached_property
     def blocks(self) -> Blocks:
         """Tables for kernels that visit listed blocks; made when such a kernel first runs the call."""
-        return _blocks(self)
+        return blocks_of(self.slices, sum(self.q_lens), sum(self.k_lens), self.cu_q.device)
 
     @cached_property
     def slices(self) -> Slices:
@@ -429,69 +417,6 @@ def _flashinfer_backward(*_: object) -> Grads:
 # --- FlexAttention: the operators under its autograd wrapper, because that cannot take a given lse ---
 
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Blocks:
-    """A mask as FlexAttention takes it."""
-
-    tables: tuple[Tensor, ...]
-    """Partial and full key blocks of every row of queries, then query blocks of every row of keys: each a count
-    [1, 1, rows] and the block numbers [1, 1, rows, columns]; int32."""
-    sees: Callable[..., Tensor]
-    """Whether a query sees a key, in partial blocks: (batch, head, query, key, *given)."""
-    given: tuple[Tensor, ...]
-    aligned: bool
-    """Whether no block is cut off at the end."""
-    num_partial: int
-    """Partial blocks in all."""
-
-
-def _blocks(call: Call) -> Blocks:
-    num_q, num_k, device = sum(call.q_lens), sum(call.k_lens), call.cu_q.device
-    rows = table_of(call.slices)
-    kinds = torch.from_numpy(block_kinds(rows, num_q, num_k, BLOCK)).to(device)
-    tables = [t for side in (kinds, kinds.T) for kind in (PARTIAL, FULL) for t in _listed(side == kind)]
-    rule = rule_of(rows, num_q)
-    given = list(key_runs(rows, num_q)[0])
-    if rule != RUNS:
-        *places, cells, limits = band_cells(rows, num_q, num_k)
-        given = [*places, (cells != cells[0, 0]).astype(np.int8)] if rule == CELLS else [*places, cells, *limits]
-    return Blocks(
-        tables=tuple(tables), sees=_RULES[rule], given=tuple(torch.from_numpy(x.copy()).to(device) for x in given),
-        aligned=num_q % BLOCK == 0 and num_k % BLOCK == 0, num_partial=int((kinds == PARTIAL).sum()),
-    )  # fmt: skip
-
-
-def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of every row are chosen [1, 1, rows], and the numbers of all blocks, those first."""
-    order = torch.argsort((~chosen).to(torch.uint8), dim=1, stable=True)
-    return chosen.sum(dim=1).to(torch.int32)[None, None], order.to(torch.int32).contiguous()[None, None]
-
-
-def _sees_run(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Masks under which a query sees one run of keys: two numbers per query say which."""
-    return (first[q] <= k) & (k < end[q])
-
-
-def _sees_cell(
-    _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor
-) -> Tensor:
-    """Masks of rectangles, such as random blocks."""
-    return cells[of_q[q], of_k[k]] != 0
-
-
-def _sees_bands(
-    _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor,
-    low: Tensor, high: Tensor, low_2: Tensor, high_2: Tensor,
-) -> Tensor:  # fmt: skip
-    """All other masks, as `band_cells` describes them."""
-    kind, offset = cells[of_q[q], of_k[k]], k - q
-    return (low[kind] <= offset) & (offset <= high[kind]) | (low_2[kind] <= offset) & (offset <= high_2[kind])
-
-
-_RULES = {RUNS: _sees_run, CELLS: _sees_cell, BANDS: _sees_bands}
-
-
 def _score(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
     return score
 
@@ -555,12 +480,8 @@ def _flex_backward(
 
 
 _COMPILED: dict[object, Callable[..., tuple[Tensor, ...]]] = {}
-_STAGES: tuple[Mapping[str, int], ...] = ({}, {"num_stages": 2}, {"num_stages": 1})
-"""Stages of loads in compiled kernels: PyTorch's default, then fewer."""
-ALIGNMENT: Final = 16
-"""Bytes of the widest loads."""
 _fewer: dict[object, int] = {}
-"""Which of _STAGES is the first to fit, where it is not the default: by what shared memory depends on."""
+"""Which of inductor.STAGES is the first to fit, where it is not the default: by what shared memory depends on."""
 
 
 def _flex(
@@ -572,73 +493,11 @@ def _flex(
         return run({}, *every)
     # Of tensors dimension 2 counts tokens, of tables all that are not 1.
     free = [{2}] * len(tensors) + [set(range(x.dim())) for x in every[len(tensors) :]]
-    key = pass_, blocks.sees, blocks.aligned, tuple(_static(x, f) for x, f in zip(every, free, strict=True))
+    key = pass_, blocks.sees, blocks.aligned, tuple(static(x, f) for x, f in zip(every, free, strict=True))
     if key not in _COMPILED:
         kind = pass_, blocks.sees, tensors[-1].dtype, tensors[-1].shape[-1]
-        _COMPILED[key], _fewer[kind] = _compile_what_fits(run, every, free, _fewer.get(kind, 0))
+        _COMPILED[key], _fewer[kind] = compile_what_fits(run, every, free, _fewer.get(kind, 0))
     return _COMPILED[key](*every)
-
-
-def _compile_what_fits(
-    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]], first: int
-) -> tuple[Callable[..., tuple[Tensor, ...]], int]:
-    """Compiled code with as many stages of loads as shared memory holds, tables of a mask among them; and which of
-    _STAGES that is, `first` or a later one."""
-    for i, options in enumerate(_STAGES[first:-1], first):
-        try:
-            compiled = _compile(partial(run, options), example, free)
-            compiled(*example)
-        except Exception as error:
-            if "out of resource" not in str(error):
-                raise
-        else:
-            return compiled, i
-    return _compile(partial(run, _STAGES[-1]), example, free), len(_STAGES) - 1
-
-
-def _static(x: Tensor, free: set[int]) -> object:
-    """What compiled code depends on: all sizes that are not free, or 1; strides; whether 32 bits count its elements;
-    whether loads can be wide."""
-    sizes = tuple(-1 if i in free and n > 1 else n for i, n in enumerate(x.shape))
-    strides = x.stride()[1:] if x.dim() == 4 and x.is_floating_point() else None
-    return x.dtype, x.device, sizes, strides, x.numel() < 2**31, x.data_ptr() % ALIGNMENT == 0
-
-
-def _compile(
-    run: Callable[..., tuple[Tensor, ...]], example: Sequence[Tensor], free: Sequence[set[int]]
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Inductor's code for a function of tensors, any size along their free dimensions."""
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    fakes = [_fake(x, dims, mode, f"x{i}") for i, (x, dims) in enumerate(zip(example, free, strict=True))]
-    with torch.no_grad(), config.patch(assume_aligned_inputs=all(x.data_ptr() % ALIGNMENT == 0 for x in example)):
-        with mode:
-            graph = make_fx(run)(*fakes)
-        compiled: Callable[..., tuple[Tensor, ...]] = compile_fx(graph, fakes)
-    return compiled
-
-
-def _fake(x: Tensor, free: set[int], mode: Any, name: str) -> Tensor:
-    """A tensor without data: sizes of the free dimensions are symbols, strides of q, k, v and the like are numbers.
-
-    Otherwise a view would begin at a symbol, and rows that lie apart would have one for a stride, of which nobody knows
-    that it is a multiple of 16 bytes: all loads would be narrow.
-    """
-    from torch._dynamo.source import ConstantSource
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
-    sizes = [DimDynamic.DYNAMIC if d in free and n > 1 else DimDynamic.STATIC for d, n in enumerate(x.shape)]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
-    fake: Tensor = mode.from_tensor(x, source=ConstantSource(name), symbolic_context=context)
-    if x.dim() < 4 or not x.is_floating_point():
-        return fake
-    with mode:
-        return torch.empty_strided(fake.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 # --- plain PyTorch: `math` in fp32 or better, `sdpa_math` with products in the working type ---

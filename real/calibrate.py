@@ -45,7 +45,6 @@ from real.shapes import (
     extremes_first,
     informative_order,
 )
-from real.timing import host_seconds
 
 NUM_SIZES = 33
 """Sizes of every kind of collective and transfer: two ends and five halvings."""
@@ -298,16 +297,14 @@ def shapes_of(kernel: str, cuda: bool) -> list[Shape]:
 
 
 def working(node: network.Network, kernels: Sequence[str]) -> list[str]:
-    """The kernels that this machine can run, on all ranks; says why the others cannot."""
+    """The kernels that compute attention on this machine, on all ranks; says why the others do not."""
     found = []
     for kernel in kernels:
         reason = ""
         try:
-            x = torch.randn(64, 1, HEAD_DIM, device=node.device, dtype=node.dtype)
-            call = kernels_of.attention.prepare((64,), (64,), causal=True, device=node.device)
-            out, lse = kernels_of.attention.forward(kernel, x, x, x, call)
-            kernels_of.attention.backward(kernel, x, x, x, x, out, lse, call)
-            host_seconds(lambda: None, 1, node.device)  # errors of the device show here
+            dense, *_ = kernels_of.checks(HEAD_DIM)
+            if not kernels_of.are_right(kernels_of.relative_errors(kernel, dense, node.device)):
+                reason = "expected attention, got other results"
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         reasons = [text for text in node.gather(reason) if text]

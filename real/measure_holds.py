@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -19,7 +18,7 @@ from statistics import median
 import torch
 
 from real.attention import backward, forward, prepare
-from real.timing import hold, provenance
+from real.timing import command_line, hold, provenance
 
 SOURCE = r"""
 extern "C" __global__ void wait(long long nanoseconds) {
@@ -96,7 +95,7 @@ def main() -> None:
                 times = [median([seconds(op, sms, us) for _ in range(REPEATS)][DROPPED:]) for us in HOLDS_US]
                 shape = {"queries": queries, "keys": keys, "causal": causal, "pass": pass_, "sms": sms}
                 points.append(shape | {"us": [round(t * 1e6, 1) for t in times]})
-    command = " ".join(["python -m real.measure_holds", *sys.argv[1:]])
+    command = command_line("python -m real.measure_holds")
     header = provenance(device, 1, {args.kernel: ""}, command, args.commit)
     header |= {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "kernel": args.kernel,
                "holds_us": HOLDS_US, "ahead_us": AHEAD_US}  # fmt: skip

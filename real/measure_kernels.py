@@ -283,8 +283,25 @@ def masked_checks(head_dim: int) -> list[Shape]:
     ]  # fmt: skip
 
 
+def relative_errors(kernel: str, shape: Shape, device: torch.device) -> list[float]:
+    """Of outputs, log-sum-exps and gradients of a call, against plain attention in fp32."""
+    x, call = tensors(shape, device), call_of(shape, device)
+    got = attention.forward(kernel, x["q"], x["k"], x["v"], call)
+    wide = {name: t.float() for name, t in x.items()}
+    want = attention.forward("math", wide["q"], wide["k"], wide["v"], call)
+    if kernel not in attention.RECTANGLES:
+        got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], *got, call)
+        want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
+    return [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
+
+
+def are_right(errors: Sequence[float]) -> bool:
+    """Whether what a kernel computes is attention; NaN is not."""
+    return all(error < WRONG for error in errors)
+
+
 def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> bool:
-    """Relative error of output and gradients against plain attention in fp32; whether none is wrong.
+    """Whether no call of a kernel is wrong; writes how far off each is.
 
     Calls that the kernel refuses are not wrong: others of it may run.
     """
@@ -292,24 +309,22 @@ def check(bench: Bench, kernel: str, shapes: Sequence[Shape]) -> bool:
     for shape in shapes:
         name = f"{kernel} {shape.mask} {shape.q_lens} {shape.k_lens} causal={shape.causal}"
         try:
-            x, call = tensors(shape, bench.device), call_of(shape, bench.device)
-            got = attention.forward(kernel, x["q"], x["k"], x["v"], call)
-            wide = {name: t.float() for name, t in x.items()}
-            want = attention.forward("math", wide["q"], wide["k"], wide["v"], call)
-            if kernel not in attention.RECTANGLES:
-                got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], *got, call)
-                want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
-            errors = [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
+            errors = relative_errors(kernel, shape, bench.device)
         except Exception as error:
             print(f"check {name}: {type(error).__name__}: {str(error)[:300]}")
             bench.writer.add("error", failed="check", kernel=kernel, message=str(error)[:300])
             continue
         print(f"check {name}:", " ".join(f"{e:.1e}" for e in errors))
         bench.writer.add("check", kernel=kernel, **shape.parameters(), relative_errors=errors)
-        right &= all(e < WRONG for e in errors)  # false for NaN
+        right &= are_right(errors)
     if not right:
         print(f"{kernel} at head dimension {shapes[0].head_dim} is left out: expected attention, got other results")
     return right
+
+
+def those_right(bench: Bench, kernels: Sequence[str], head_dim: int = HEAD_DIM) -> list[str]:
+    """Kernels without those that compute something else than attention at a head dimension."""
+    return [kernel for kernel in kernels if check(bench, kernel, checks(head_dim))]
 
 
 def warm_up(kernel: str, device: torch.device, head_dim: int = HEAD_DIM) -> None:
@@ -502,6 +517,7 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
 
 def run_rested(bench: Bench, kernels: list[str], seed: int, deadline: float) -> None:
     """Calls that pause, then random ones at the full clock."""
+    kernels = those_right(bench, kernels)
     for kernel in kernels:
         warm_up(kernel, bench.device)
     measure_pauses(bench, kernels)
@@ -547,7 +563,7 @@ def run_masked(
 
 def run_memory(bench: Bench, kernels: list[str]) -> None:
     """Peak memory of full calls of every kernel."""
-    for kernel, tokens in itertools.product(kernels, MEMORY_LENGTHS if bench.cuda else (128,)):
+    for kernel, tokens in itertools.product(those_right(bench, kernels), MEMORY_LENGTHS if bench.cuda else (128,)):
         shape = Shape(family="memory", num_heads=64, num_kv_heads=8, causal=False, varlen=False, q_lens=(tokens,),
                       k_lens=(tokens,))  # fmt: skip
         try:
@@ -565,7 +581,7 @@ def run_random(bench: Bench, kernels: list[str], args: argparse.Namespace, deadl
         for kernel in sorted(set(kernels) & set(DENSE_ONLY)):
             print(f"{kernel} is left out: it runs one sequence, expected {', '.join(OF_ONE_SEQUENCE)}")
         kernels = [kernel for kernel in kernels if kernel not in DENSE_ONLY]
-    kernels = [kernel for kernel in kernels if check(bench, kernel, checks(args.head_dim))]
+    kernels = those_right(bench, kernels, args.head_dim)
     for kernel in kernels:
         warm_up(kernel, bench.device, args.head_dim)
     rng = np.random.default_rng(args.seed)

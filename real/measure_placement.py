@@ -4,7 +4,7 @@
 
 Blocks only wait for as long as they are told, so the run says what the hardware's scheduler does, without a model of
 tiles: equal blocks; rows of causal heads, each a little longer than the one before; documents, most of whose blocks
-are launched without work (`empties`); random ones. `cpsim.models.blocks.homes` is what came out. Needs CuPy.
+are launched without work (`empties`); random ones. `cpsim.models.block_schedule.homes` is what came out. Needs CuPy.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ ALL_STRATEGIES = tuple((name, knobs) for name in STRATEGIES for knobs in ALL_KNO
 OTHERS = tuple(
     (code, name, knobs)
     for code in IMPLEMENTATIONS.values()
-    for name in code.support or ()
+    for name in code.strategies or ()
     if name in STRATEGIES
     for knobs in {
         "torch allgather": ({}, {"layout": "contiguous"}),

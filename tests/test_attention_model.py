@@ -22,20 +22,8 @@ from cpsim.models.attention import (
     calls,
     listed_calls,
 )
-from cpsim.models.blocks import (
-    STEPS,
-    finish,
-    floor_sum,
-    homes,
-    next_end,
-    overlap,
-    pairs,
-    parts_fetched,
-    queue,
-    sum_of_runs,
-    tile_rows,
-    tiles_of_row,
-)
+from cpsim.models.attention_tiles import floor_sum, parts_fetched, tile_rows, tiles_of_row
+from cpsim.models.block_schedule import STEPS, finish, homes, next_end, overlap, pairs, queue, sum_of_runs
 from cpsim.models.discrepancy import NONE
 
 KERNELS = sorted(load_profile("h200").attention)

@@ -23,7 +23,8 @@ from cpsim.distca.batches import iteration, sample
 from cpsim.distca.kernel import flash_attention_4
 from cpsim.distca.planning import schedule
 from cpsim.distca.tasks import TokenBytes, dispatch
-from cpsim.models.price import GROUPS, Pricing
+from cpsim.models.cost_models import GROUPS
+from cpsim.models.price import Pricing
 from cpsim.predictor import advise, predict, predict_many
 from cpsim.scenario import Scenario, load_scenario, scenario_from
 from cpsim.schedule import Kind

@@ -91,14 +91,10 @@ def test_the_fit_recovers_known_parameters_from_noise():
         {**p, "samples_s": (t * np.exp(0.02 * rng.standard_normal(20))).tolist()}
         for p, t in zip(points, exact, strict=True)
     ]
-    params, covariance = fit_attention.fit_kernel(("fa4", "fwd"), noisy, truth.num_sms)
+    params = fit_attention.fit_kernel(("fa4", "fwd"), noisy, truth.num_sms)
     assert params.pair_s == pytest.approx(truth.pair_s, rel=0.02)
     assert params.block_s == pytest.approx(truth.block_s, rel=0.15)
     assert np.abs(np.log(predicted_attention(params, points) / exact)).max() < 0.02
-    matrix = np.array(covariance["covariance"])
-    assert np.all(np.linalg.eigvalsh(matrix) > -1e-9)
-    at = covariance["names"].index("pair_s")
-    assert abs(np.log(params.pair_s / truth.pair_s)) < 4 * np.sqrt(matrix[at, at]) + 1e-3
 
 
 def test_few_points_of_a_faster_gpu_make_all_its_head_dimensions_faster():
@@ -111,7 +107,7 @@ def test_few_points_of_a_faster_gpu_make_all_its_head_dimensions_faster():
         for n in (4096, 8192, 16384, 32768)
         for t in predicted_attention(params, [shape | {"q_lens": [n], "k_lens": [n]}])
     ]
-    fitted = fit_attention.fit_few(points, start, fit_attention.SPARSE_FITTED)[0]
+    fitted = fit_attention.fit_few(points, start, fit_attention.SPARSE_FITTED)
     assert fitted.pair_s == pytest.approx(params.pair_s / 2, rel=0.02)
     assert fitted.head_dims[0].pair_s == pytest.approx(small.pair_s / 2, rel=0.02)
 
@@ -146,10 +142,10 @@ def test_a_kernel_rests_on_a_gpu_alike_where_few_calls_tell():
     exact = predicted_attention(truth, pool).tolist()
     points, errors = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)], {}
     for name, alike in (("alike", theirs), ("alone", None)):
-        made, _ = fit_attention.fit_kernel(key, points[:24], truth.num_sms, alike=alike)
+        made = fit_attention.fit_kernel(key, points[:24], truth.num_sms, alike=alike)
         errors[name] = np.abs(np.log(predicted_attention(made, points[24:]) / exact[24:])).mean()
     assert errors["alike"] < min(0.01, 0.5 * errors["alone"]), errors
-    other, _ = fit_attention.fit_kernel(key, [p | {"head_dim": 64} for p in points[:24]], truth.num_sms, alike=theirs)
+    other = fit_attention.fit_kernel(key, [p | {"head_dim": 64} for p in points[:24]], truth.num_sms, alike=theirs)
     assert other.head_dim == 64  # nothing was measured at the head dimension that theirs tells most of
 
 
@@ -162,7 +158,7 @@ def test_calls_tell_under_which_masks_blocks_share_sms_evenly(even):
     exact = predicted_attention(truth, pool).tolist()
     points = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)]
     assert fit_attention._best_shares(uneven, points) == truth
-    assert fit_attention.fit_few(points, truth, {even: 0.05, "pair_s": 0.05})[0] == truth
+    assert fit_attention.fit_few(points, truth, {even: 0.05, "pair_s": 0.05}) == truth
 
 
 def test_a_kernel_with_a_handful_of_calls_is_left_out():
@@ -320,7 +316,7 @@ def test_thirty_calls_of_h100_tell_more_near_h200_than_alone_and_than_h200_does(
     def error(params):
         return np.abs(np.log(predicted_attention(params, unseen) / measured(unseen))).mean()
 
-    near, alone = (error(fit_attention.fit_kernel(key, first, 132, alike=alike)[0]) for alike in (theirs, None))
+    near, alone = (error(fit_attention.fit_kernel(key, first, 132, alike=alike)) for alike in (theirs, None))
     assert near < 0.9 * min(alone, error(theirs)), (near, alone, error(theirs))
 
 
@@ -332,7 +328,7 @@ def test_the_first_points_in_the_order_of_calibrate_tell_more_than_as_many_rando
     pool, num = [p for points in pool for p in points], 30
 
     def error(order):
-        params, _ = fit_attention.fit_kernel(key, [pool[i] for i in order[:num]], 132)
+        params = fit_attention.fit_kernel(key, [pool[i] for i in order[:num]], 132)
         return np.abs(np.log(predicted_attention(params, unseen) / measured(unseen))).mean()
 
     random = [error(np.random.default_rng(seed).permutation(len(pool))) for seed in range(4)]
@@ -416,6 +412,12 @@ def test_older_profiles_have_one_share_and_factor_for_all_masks_and_do_not_say_h
     assert older["cudnn", "bwd"].anatomy.aligns_keys
     assert not older["fa4", "bwd"].anatomy.aligns_keys
     assert params.spread(np.array([1e-3])) == 0
+
+
+def test_older_profiles_with_covariances_of_parameters_are_read_without():
+    text = to_json(load_profile("a100"))
+    older = json.loads(text) | {"covariance": {"attention fwd fa2": {"names": ["pair_s"], "covariance": [[1e-6]]}}}
+    assert to_json(from_json(older, "older")) == text
 
 
 def test_every_shipped_profile_round_trips():

@@ -7,7 +7,7 @@ import pytest
 from test_benchmark import pricing, workload
 
 from cpsim.cluster import load_cluster
-from cpsim.models.price import GROUPS
+from cpsim.models.cost_models import GROUPS
 from cpsim.predictor import look_up, predict
 from cpsim.scenario import scenario_from
 from cpsim.sim.draws import BATCH, makespans

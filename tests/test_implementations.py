@@ -362,11 +362,11 @@ def test_code_that_was_only_read_is_left_out_of_real_runs(tmp_path, capsys):
 
 def test_every_strategy_of_ours_has_the_code_argument_or_is_nobody_elses():
     for code in IMPLEMENTATIONS.values():
-        for name in code.support or ():
+        for name in code.strategies or ():
             if name in STRATEGIES:
                 with pytest.raises(InfeasibleError):
                     plan(name, workload(), cluster(1), "fwd", {}, code)
-    assert CPSIM.support is None
+    assert CPSIM.strategies is None
 
 
 # --- LongCA-bench and MagiAttention at their benchmark's sizes: 8192 tokens a GPU, heads 64:8, bf16 ---

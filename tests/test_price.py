@@ -11,11 +11,13 @@ from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN
 from cpsim.models.calls import attention_op_seconds
 from cpsim.models.collective import channels, collective_seconds, transfer_seconds
+from cpsim.models.communication import Communication
+from cpsim.models.cost_models import GROUPS
 from cpsim.models.holds import held_sms
 from cpsim.models.kernel_limits import copied_heads
 from cpsim.models.links import Links
 from cpsim.models.pressure import Messages
-from cpsim.models.price import GROUPS, Pricing
+from cpsim.models.price import Pricing
 from cpsim.models.spread import expected_maximum
 from cpsim.passes import run_ranks
 from cpsim.predictor import look_up
@@ -63,7 +65,7 @@ def test_a_slower_network_never_makes_a_pass_faster(profile, name):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_an_all_reduce_sends_twice_what_an_all_gather_does(nodes):
-    prices = pricing(8 * nodes)
+    prices = Communication(pricing(8 * nodes).cluster, load_profile("h200"))
     gathered, reduced = (prices.collective(kind, 1e9, 8 * nodes, nodes) for kind in (Kind.ALL_GATHER, Kind.ALL_REDUCE))
     share = (8 * nodes - 1) / (8 * nodes)
     assert (gathered[1], reduced[1]) == (pytest.approx(1e9 * share), pytest.approx(2e9 * share))

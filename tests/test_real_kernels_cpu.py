@@ -14,7 +14,7 @@ from cases import ALL_MASKS, MASK_OPTIONS  # noqa: E402
 from cpsim.calibrate.measurement import Writer  # noqa: E402
 from cpsim.mask_shapes import mask_slices  # noqa: E402
 from cpsim.masks import dense_mask  # noqa: E402
-from real import attention, elementwise, measure_kernels  # noqa: E402
+from real import attention, elementwise, inductor, measure_kernels  # noqa: E402
 
 
 def tensors(num_q, num_k, heads=4, kv_heads=2, dim=16):
@@ -151,15 +151,15 @@ def test_code_for_rows_that_lie_apart_knows_how_far_and_serves_any_number_of_the
     def keys(tokens):  # beside values, somewhere in a larger piece of memory
         return torch.randn(5000).as_strided((1, 2, tokens, 4), (9, 4, 16, 1), 8)
 
-    fake = attention._fake(keys(32), {2}, FakeTensorMode(shape_env=ShapeEnv()), "k")
+    fake = inductor.fake_of(keys(32), {2}, FakeTensorMode(shape_env=ShapeEnv()), "k")
     assert isinstance(fake.shape[2], torch.SymInt)
     assert all(type(stride) is int for stride in fake.stride())
     assert fake.stride()[1:] == (4, 16, 1)
     assert fake.storage_offset() == 0
-    lse = attention._fake(torch.randn(1, 2, 32), {2}, FakeTensorMode(shape_env=ShapeEnv()), "lse")
+    lse = inductor.fake_of(torch.randn(1, 2, 32), {2}, FakeTensorMode(shape_env=ShapeEnv()), "lse")
     assert isinstance(lse.stride()[1], torch.SymInt)  # heads lie as far apart as there are rows
     if shutil.which("g++"):  # which Inductor needs on a CPU
-        compiled = attention._compile(lambda k: (2 * k,), [keys(32)], [{2}])
+        compiled = inductor.compile_free(lambda k: (2 * k,), [keys(32)], [{2}])
         for k in (keys(32), keys(48)):
             torch.testing.assert_close(compiled(k)[0], 2 * k)
 
@@ -176,11 +176,11 @@ def test_code_that_shared_memory_cannot_hold_is_compiled_with_fewer_stages(monke
 
         return run
 
-    monkeypatch.setattr(attention, "_compile", lambda run, *_: run())
-    run, stages = attention._compile_what_fits(compiled, [torch.ones(2)], [set()], 0)
+    monkeypatch.setattr(inductor, "compile_free", lambda run, *_: run())
+    run, stages = inductor.compile_what_fits(compiled, [torch.ones(2)], [set()], 0)
     assert tried == [3, 2]
     assert run(torch.ones(2))[0].sum() == 2
-    assert attention._compile_what_fits(compiled, [torch.ones(2)], [set()], stages)[1] == stages
+    assert inductor.compile_what_fits(compiled, [torch.ones(2)], [set()], stages)[1] == stages
     assert tried == [3, 2, 1]  # the kind of call is known by then
 
 
@@ -193,7 +193,12 @@ def test_flashinfer_refuses_masks_that_cut_blocks_and_backward_passes():
 
 
 @pytest.mark.parametrize(("off", "measured"), [(1.0, True), (1.5, False), (float("nan"), False)])
-def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, capsys, off, measured):
+@pytest.mark.parametrize(("mode", "options"), [
+    ("run", {"seed": 0, "deadline": float("inf"), "shapes": []}),
+    ("run_rested", {"seed": 0, "deadline": float("inf")}),
+    ("run_memory", {}),
+])  # fmt: skip
+def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, capsys, mode, options, off, measured):
     """As builds of flash-attention 2 for one head dimension at others."""
     forward, backward = attention._KERNELS["math"]
     odd = lambda *given: tuple(x * off for x in forward(*given))  # noqa: E731
@@ -201,9 +206,9 @@ def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, cap
     file = io.StringIO()
     bench = measure_kernels.Bench(Writer(file, None), torch.device("cpu"))
     monkeypatch.setattr(measure_kernels, "measure_host", lambda *_: None)
-    measure_kernels.run(bench, ["fa2"], 0, float("inf"), [])
+    getattr(measure_kernels, mode)(bench, ["fa2"], **options)
     points = [json.loads(line) for line in file.getvalue().splitlines()]
-    assert any(p["op"] == "attention" for p in points) == measured
+    assert any(p["op"] in ("attention", "memory") for p in points) == measured
     assert ("fa2 at head dimension 128 is left out" in capsys.readouterr().out) != measured
 
 

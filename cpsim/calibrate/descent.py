@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +14,7 @@ Floats = NDArray[np.float64]
 def descend(
     error: Callable[[Floats], Floats], start: Floats, bounds: tuple[Floats, Floats], steps: Sequence[float],
     max_evaluations: int,
-) -> Any:  # fmt: skip
+) -> Floats:  # fmt: skip
     """Least squares of errors of logarithms, large ones counted less.
 
     Args:
@@ -26,13 +25,12 @@ def descend(
         max_evaluations: of every step, without derivatives.
 
     Returns:
-        SciPy's result of the last step.
+        The parameters where the last step ends.
     """
-    x, found = start, None
+    x = start
     for step in steps:
-        found = least_squares(
+        x = least_squares(
             error, x, bounds=bounds, loss="soft_l1", f_scale=0.03, diff_step=step / np.maximum(1, np.abs(x)),
             max_nfev=max_evaluations,
-        )  # fmt: skip
-        x = found.x
-    return found
+        ).x  # fmt: skip
+    return x

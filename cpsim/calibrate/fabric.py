@@ -1,6 +1,6 @@
 """Fits the network between nodes to a file that `real.measure_network --emulate-nodes` wrote (points of op `fabric`).
 
-The model is that of `cpsim.models.price`: a latency, a rate of one flow, and NICs that the GPUs of a node share
+The model is that of `cpsim.models.communication`: a latency, a rate of one flow, and NICs that the GPUs of a node share
 evenly and that flows share fairly; over sockets, threads of the ranks that messages share instead. The number of NICs
 is the one of 1, 2, 4 ... GPUs per node that explains best what concurrent flows and small groups achieve.
 """

@@ -84,11 +84,10 @@ def fit_profile(
     num_sms = int(kernels[0].header["num_sms"])
 
     def build(chosen: Sequence[Point]) -> Profile:
-        attention, covariance = fit_attention(chosen, num_sms, stand_in)
         copies = fit_elementwise(chosen, stand_in)
         return Profile(
             name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0],
-            grade=_grade(gpus[0], networks), attention=attention,
+            grade=_grade(gpus[0], networks), attention=fit_attention(chosen, num_sms, stand_in),
             collective=fit_collective(chosen, everything, stand_in), elementwise=copies,
             host=fit_host(
                 [p for p in chosen if p["op"] == "host"], [p for p in chosen if p["op"] == "graph"],
@@ -96,7 +95,7 @@ def fit_profile(
             ),
             interference=fit_interference(everything),
             load=fit_load([p for p in everything if p["op"] == "power"]), sigma={},
-            valid=_valid(points), covariance=covariance, held_out=(),
+            valid=_valid(points), held_out=(),
             provenance=tuple(_source(m, gpus[0]) for m in measurements),
             layers=fit_layers(chosen, num_sms, copies),
         )  # fmt: skip

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ from cpsim.models.blocks import correction
 from cpsim.models.discrepancy import NONE, Discrepancy
 
 Floats = NDArray[np.float64]
-Covariance = dict[str, Any]
 
 FEWEST_CALLS = 6
 """Fewer calls of a kernel and pass without a stand-in give no model of it."""
@@ -130,7 +128,7 @@ QUARTILES = 1.349
 
 def fit_attention(
     points: Sequence[Point], num_sms: int, stand_in: StandIn | None
-) -> tuple[dict[tuple[str, str], AttentionParams], dict[str, Covariance]]:
+) -> dict[tuple[str, str], AttentionParams]:
     """Least squares of log time, outliers softened, for every kernel and pass, on all CPUs."""
     points = [p for p in points if p["op"] == "attention"]
     keys = sorted({(p["kernel"], p["pass"]) for p in points})
@@ -144,15 +142,14 @@ def fit_attention(
         for key, mine, theirs in zip(keys, groups, alike, strict=True)
     ]
     with ProcessPoolExecutor() as pool:
-        found = list(pool.map(fit_kernel, keys, groups, [num_sms] * len(keys), starts, alike))
-    params = {key: fitted for key, (fitted, _) in zip(keys, found, strict=True)}
-    return params, {f"attention {pass_} {kernel}": c for (kernel, pass_), (_, c) in zip(keys, found, strict=True)}
+        fitted = pool.map(fit_kernel, keys, groups, [num_sms] * len(keys), starts, alike)
+        return dict(zip(keys, fitted, strict=True))
 
 
 def fit_kernel(
     key: tuple[str, str], points: Sequence[Point], num_sms: int,
     sparse: AttentionParams | None = None, alike: AttentionParams | None = None,
-) -> tuple[AttentionParams, Covariance]:  # fmt: skip
+) -> AttentionParams:  # fmt: skip
     """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
 
     Points of the commonest head dimension tell everything but what changes at others. If `alike`, the kernel on a GPU
@@ -166,19 +163,16 @@ def fit_kernel(
     head_dim = int(commonest) if alike is None else alike.head_dim
     here = [p for p in points if p["head_dim"] == head_dim]
     if alike is None:
-        physical, covariance = _fit_all(key, here, head_dim, num_sms)
-        fitted = _with_discrepancy(physical, here)
+        fitted = _with_discrepancy(_fit_all(key, here, head_dim, num_sms), here)
     else:
-        physical, covariance = fit_few(here, replace(alike, head_dims=()), _near_priors(key))
-        fitted = _with_discrepancy(physical, here, alike.discrepancy)
+        near = fit_few(here, replace(alike, head_dims=()), _near_priors(key))
+        fitted = _with_discrepancy(near, here, alike.discrepancy)
     fitted = _with_head_dims(key, fitted, [p for p in points if p["head_dim"] != head_dim], alike)
     calls_s, calls_spread = spread_of_calls(points)
-    return replace(fitted, calls_s=calls_s, calls_spread=calls_spread), covariance
+    return replace(fitted, calls_s=calls_s, calls_spread=calls_spread)
 
 
-def _fit_all(
-    key: tuple[str, str], points: Sequence[Point], head_dim: int, num_sms: int
-) -> tuple[AttentionParams, Covariance]:
+def _fit_all(key: tuple[str, str], points: Sequence[Point], head_dim: int, num_sms: int) -> AttentionParams:
     """All parameters that points of one head dimension tell, from values that any GPU's are near."""
     names, start = _free(*key)
     rules = {rule_of(p) for p in points}
@@ -199,8 +193,7 @@ def _fit_all(
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior])
 
     bounds = np.log([_BOUNDS.get(name, (start[name] * 1e-3, start[name] * 30)) for name in names])
-    fit = descend(error, first, (bounds[:, 0], bounds[:, 1]), STEPS, 20)
-    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
+    return build(descend(error, first, (bounds[:, 0], bounds[:, 1]), STEPS, 20))
 
 
 def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -251,7 +244,7 @@ def _near(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
         older_share=theirs.older_share, older_share_full=theirs.older_share_full, discrepancy=theirs.discrepancy,
     )  # fmt: skip
-    made, _ = fit_few(points, start, {n: w for n, w in _near_priors(key).items() if n in HEAD_DIM_FITTED})
+    made = fit_few(points, start, {n: w for n, w in _near_priors(key).items() if n in HEAD_DIM_FITTED})
     return _with_discrepancy(made, points, theirs.discrepancy)
 
 
@@ -265,9 +258,9 @@ def _alone(key: tuple[str, str], params: AttentionParams, dim: int, points: Sequ
     many = len(points) >= MANY
     priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in _free(*key)[0]
               if name in HEAD_DIM_FITTED or many}  # fmt: skip
-    made, _ = fit_few(points, _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim)), priors)
+    made = fit_few(points, _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim)), priors)
     if (shared := _best_shares(made, points)) != made:
-        made, _ = fit_few(points, shared, priors)
+        made = fit_few(points, shared, priors)
     return _with_discrepancy(made, points)
 
 
@@ -300,7 +293,7 @@ def _changes(params: AttentionParams, other: AttentionParams) -> dict[str, float
 
 def fit_few(
     points: Sequence[Point], start: AttentionParams, priors: Mapping[str, float], steps: Sequence[float] = (0.05,)
-) -> tuple[AttentionParams, Covariance]:
+) -> AttentionParams:
     """The parameters that few points tell, near those of `start`, whose others are kept; `priors` weigh how near.
 
     `steps` as in STEPS; with a narrow one alone, a flat optimum far from the start is left to how processors round.
@@ -322,8 +315,7 @@ def fit_few(
     bounded = ("alone_factor", *SHARES)  # two blocks on an SM make no sense beyond
     low, high = np.array([np.log(_BOUNDS[name]) if name in bounded else (-np.inf, np.inf) for name in names]).T
     with np.errstate(invalid="ignore"):  # steps to where nothing is finite are taken back
-        fit = descend(error, first.clip(low + 1e-6, high - 1e-6), (low, high), steps, 60)
-    return build(fit.x), _covariance(names, fit.jac, fit.fun[: len(points)])
+        return build(descend(error, first.clip(low + 1e-6, high - 1e-6), (low, high), steps, 60))
 
 
 def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:
@@ -389,15 +381,6 @@ def _kernel_matrix(a: Floats, b: Floats, factor: float) -> Floats:
     """Prior covariance between points, [len(a), len(b)]."""
     distance = (a[:, None] - b[None]) / (factor * np.array(LENGTHS))
     return np.asarray(DISCREPANCY**2 * np.exp(-0.5 * (distance**2).sum(axis=-1)))
-
-
-def _covariance(names: Sequence[str], jacobian: Floats, errors: Floats) -> Covariance:
-    """Of the logarithms, from the Jacobian; parameters without influence get a variance of 1."""
-    weak = np.linalg.norm(jacobian, axis=0) < 1e-6
-    information = jacobian.T @ jacobian + np.diag(np.where(weak, 1.0, 1e-9))
-    variance = float((errors**2).mean())
-    matrix = np.linalg.pinv(information) * np.where(np.outer(weak, weak), 1.0, variance)
-    return {"names": list(names), "covariance": matrix.tolist()}
 
 
 def rule_of(point: Point) -> int | None:

@@ -67,8 +67,7 @@ def _fit_cache(points: Sequence[Point], stand_in: StandIn | None) -> tuple[float
 def fit_host(
     points: Sequence[Point], captured: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None
 ) -> HostParams:
-    """Median launch times: an attention kernel's entry points count alike, and edges of one code with all its
-    strategies and kernels; of calls of a step the first round counts apart.
+    """What hosts take for launches, and what events and graphs add.
 
     `captured` are attention calls and messages in graphs, which tell a graph's launch and what events around an op add.
     Without them tiny copies do: a graph of a chain takes the launch and what a copy takes in a longer one; between two
@@ -76,23 +75,7 @@ def fit_host(
     """
     if stand_in and not points:
         return stand_in.profile.host
-    samples: dict[str, list[float]] = {}
-    for point in points:
-        kind = str(point["kind"])
-        if kind.endswith(("_dense", "_varlen")):  # such as sdpa_flash_fwd_dense
-            kernel, pass_, _ = kind.rsplit("_", 2)
-            kind = f"{kernel} {pass_}"
-        elif kind == "transfer_pair":
-            kind = "transfer"
-        elif " begin " in kind or " end " in kind:  # such as torch sdpa_flash begin fwd
-            code, *_, edge, pass_ = kind.split()
-            kind = f"{code} {edge} {pass_}"
-        times = point["samples_s"]
-        if in_steps(point):
-            samples.setdefault(f"{kind} first", []).append(float(np.median(times[::ROUNDS])))
-            times = [t for i, t in enumerate(times) if i % ROUNDS]
-        samples.setdefault(kind, []).append(float(np.median(times)))
-    launch = {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
+    launch = median_launches(points)
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
     if stand_in:
@@ -122,6 +105,28 @@ def fit_host(
         streamed_gain_s=streamed_s, streamed_message_gain_s=streamed_message_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
+
+
+def median_launches(points: Sequence[Point]) -> dict[str, float]:
+    """Median seconds by kind: an attention kernel's entry points count alike, and edges of one code with all its
+    strategies and kernels; of calls of a step the first round counts apart."""
+    samples: dict[str, list[float]] = {}
+    for point in points:
+        kind = str(point["kind"])
+        if kind.endswith(("_dense", "_varlen")):  # such as sdpa_flash_fwd_dense
+            kernel, pass_, _ = kind.rsplit("_", 2)
+            kind = f"{kernel} {pass_}"
+        elif kind == "transfer_pair":
+            kind = "transfer"
+        elif " begin " in kind or " end " in kind:  # such as torch sdpa_flash begin fwd
+            code, *_, edge, pass_ = kind.split()
+            kind = f"{code} {edge} {pass_}"
+        times = point["samples_s"]
+        if in_steps(point):
+            samples.setdefault(f"{kind} first", []).append(float(np.median(times[::ROUNDS])))
+            times = [t for i, t in enumerate(times) if i % ROUNDS]
+        samples.setdefault(kind, []).append(float(np.median(times)))
+    return {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
 
 
 def graph_call(point: Point) -> float:

@@ -64,7 +64,7 @@ def _fit_products(points: Sequence[Point], num_sms: int, traffic_s_per_byte: flo
 
     x = np.log([_START[name] for name in FITTED])
     bounds = np.log([_BOUNDS.get(name, (_START[name] * 1e-2, _START[name] * 1e5)) for name in FITTED])
-    return build(descend(error, x, (bounds[:, 0], bounds[:, 1]), (0.3, 0.1, 0.03), 40).x)
+    return build(descend(error, x, (bounds[:, 0], bounds[:, 1]), (0.3, 0.1, 0.03), 40))
 
 
 def latency_and_bandwidth(nbytes: Floats, seconds: Floats, pull: float = 0.0) -> tuple[float, float]:

@@ -1,6 +1,7 @@
-"""The profile: every cost model's parameters for one GPU type, with uncertainty, validity and provenance.
+"""The profile: every cost model's parameters for one GPU type, with errors, validity and provenance.
 
-Loads without scipy. Only this module knows the file format (JSON, integer `schema`).
+Loads without scipy. Only this module knows the file format (JSON, integer `schema`). What it does not know in a file it
+leaves alone, such as `covariance`, which older ones have.
 """
 
 from __future__ import annotations
@@ -62,8 +63,6 @@ class Profile:
     (`attention fwd fa4 between GPUs`)."""
     valid: Mapping[str, tuple[float, float]]
     """Measured range by cost model: query and key tokens of a call (attention), bytes (others)."""
-    covariance: Mapping[str, Mapping[str, Any]]
-    """By cost model: fitted parameter `names` and the `covariance` of their logarithms."""
     held_out: tuple[Mapping[str, Any], ...]
     """Errors on points that were not fitted, relative, logarithmic: model, points, mean_absolute, p95, worst, bias,
     rms, and covered, the share inside the 90 % interval that other such points give."""
@@ -224,7 +223,7 @@ def _build(data: dict[str, Any]) -> Profile:
         load={k: float(v) for k, v in data["load"].items()},
         sigma={k: float(v) for k, v in data["sigma"].items()},
         valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
-        covariance=data["covariance"], held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
+        held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
         layers=_layer_costs(data["layers"]) if "layers" in data else None,
     )  # fmt: skip
 

@@ -1,25 +1,20 @@
-"""Tasks of a nano-batch by any of the schedulers, and the tolerance at which exchanges fit their buffers."""
+"""Tasks of a nano-batch by any of the schedulers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
 from cpsim.distca.balanced import balanced
 from cpsim.distca.greedy import Grid, as_in_paper, released
 from cpsim.distca.kernel import Kernel
-from cpsim.distca.tasks import Tasks, TokenBytes, dispatch
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.distca.tasks import Tasks, TokenBytes
+from cpsim.errors import ScenarioError
 from cpsim.masks import Ints
 
 Variant = Literal["released", "paper", "cpsim"]
-
-TOLERANCES: Final = (0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8,
-                     0.9, 1.0)  # fmt: skip
-"""That the released code tries one after the other, from the one asked for."""
 
 
 def schedule(
@@ -50,32 +45,6 @@ def schedule(
         case "cpsim":
             return balanced(documents, num_servers, sizes, tolerance, kernel, offset)
     raise ScenarioError(f"variant: expected one of {', '.join(get_args(Variant))}, got {variant!r}")
-
-
-def schedule_within(
-    nano_batches: Sequence[Ints], num_servers: int, sizes: TokenBytes, kernel: Kernel, buffer_bytes: float, *,
-    variant: Variant = "released", tolerance: float = 0.05,
-) -> tuple[list[Tasks], float]:  # fmt: skip
-    """Tasks of all nano-batches at the first tolerance whose exchanges fit, and that tolerance.
-
-    Args:
-        nano_batches: documents of each.
-        buffer_bytes: that any rank may send or receive in one exchange, its own part included; DistCA has 2 GB, with
-            pipeline stages 1.5 GB, for each of two exchanges.
-        tolerance: the first to be tried, before those of TOLERANCES that are higher.
-
-    Raises:
-        InfeasibleError: none fits.
-    """
-    for tried in (tolerance, *(t for t in TOLERANCES if t > tolerance)):
-        plans = [
-            schedule(documents, num_servers, sizes, kernel, variant=variant, tolerance=tried)
-            for documents in nano_batches
-        ]
-        most = max(dispatch(tasks, num_servers, sizes).buffer_bytes() for tasks in plans)
-        if most <= buffer_bytes:
-            return plans, tried
-    raise InfeasibleError(f"distca: exchanges need buffers of {most} B at any tolerance, got {buffer_bytes:.0f} B")
 
 
 @lru_cache(maxsize=8)

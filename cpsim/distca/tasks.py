@@ -92,11 +92,6 @@ class Dispatch:
         away = [m - np.diag(np.diag(m)) for m in (self.qkv, self.out, self.bundle, self.grads)]
         return np.array([max(m.sum(axis=0).max(), m.sum(axis=1).max()) for m in away])
 
-    def buffer_bytes(self) -> int:
-        """Most bytes that any rank sends or receives in one exchange, its own included: the buffer that holds them."""
-        every = (self.qkv, self.out, self.bundle, self.grads)
-        return int(max(max(m.sum(axis=0).max(), m.sum(axis=1).max()) for m in every))
-
 
 def traffic(tasks: Tasks, num_servers: int) -> tuple[Ints, Ints]:
     """Queries, and keys with their values, that every home gives every server [tokens], ``[n, n]`` each.

@@ -22,7 +22,7 @@ _TRITON: Final[dict[str, tuple[str, ...]]] = {
 DCP: Final = Implementation(
     name="dcp",
     source="chenyu-jiang/dcp at 942a2c7",
-    support={"dcp": Support(knobs={"variant": ("paper", "released")})},
+    strategies={"dcp": Support(knobs={"variant": ("paper", "released")})},
     kernels=("fa2_ranges",),
     launches=_TRITON
     | {

@@ -153,12 +153,12 @@ class RingCode:
     """After a partial output of all rows."""
     merge_tails: Sweeps
     """After a partial output of the tail rows."""
-    merge_tails_later: Sweeps | None = None
-    """The same on a rank that has merged partial outputs of all rows twice; None: as on other ranks."""
-    merge_changing: Sweeps = ()
-    """Where every call has other shapes: after a partial output of all rows on a rank that merges two or more both of
-    these and of tail rows. Tail rows then take ``merge_tails_later`` on all ranks that merge any other. Empty: shapes
-    stay."""
+    merges_unfused: tuple[Sweeps, Sweeps] | None = None
+    """The same two where TorchScript does not fuse them: that of tail rows on a rank that has merged all rows twice.
+    None: it fuses all."""
+    shapes_change: bool = False
+    """Every call has other shapes, so that TorchScript fuses none of tail rows on a rank that merges all rows, too, and
+    none of all rows where a rank merges two or more of both."""
     first_dq: Sweeps = (CAST,)
     sum_dq: Sweeps = (ADD,)
     sum_dq_tails: Sweeps = (ADD,)
@@ -310,8 +310,8 @@ class Implementation:
     name: str
     source: str
     """What was read: package and version."""
-    support: Mapping[str, Support] | None = None
-    """By strategy; None: all strategies, all cases."""
+    strategies: Mapping[str, Support] | None = None
+    """What its code of each can run and does; None: all of them, all cases."""
     kernels: tuple[str, ...] = ()
     """Empty: all kernels."""
     ring: RingCode | HeldRingCode | None = None
@@ -356,13 +356,13 @@ class Implementation:
         Raises:
             InfeasibleError: this code cannot run the case; says why.
         """
-        if self.support is None:
+        if self.strategies is None:
             return knobs
-        if strategy not in self.support:
-            raise InfeasibleError(f"{self.name} has no {strategy}; it has {', '.join(self.support)}")
+        if strategy not in self.strategies:
+            raise InfeasibleError(f"{self.name} has no {strategy}; it has {', '.join(self.strategies)}")
         if num_ranks == 1:
             raise InfeasibleError(f"{strategy} of {self.name} runs on 2 GPUs or more, got 1")
-        support = self.support[strategy]
+        support = self.strategies[strategy]
         support.check(self.name, strategy, workload, num_ranks)
         for knob, values in support.knobs.items():
             if knob in knobs and knobs[knob] not in values:
@@ -377,9 +377,9 @@ class Implementation:
             )
         return chosen
 
-    def supports(self, strategy: str | None) -> Support:
+    def support(self, strategy: str | None) -> Support:
         """What the code of a strategy can run and does; of one that it has not, nothing."""
-        return (self.support or {}).get(str(strategy), Support())
+        return (self.strategies or {}).get(str(strategy), Support())
 
     def padded(self, workload: Workload, ring: int = 0, ulysses: int = 1) -> Workload:
         """The workload that this code runs: documents, or all tokens where the mask has none, of two equal chunks on

@@ -18,7 +18,6 @@ from typing import Final
 from cpsim.implementations.facts import (
     BACK,
     BACK_K,
-    EAGER_MERGE,
     EAGER_SWEEPS,
     FLASH_ATTN,
     Implementation,
@@ -37,7 +36,7 @@ _RING: Final = replace(
     groups=True,
     batch=True,
     narrows=True,  # _first_window_backward ends with casts
-    merge_changing=EAGER_MERGE,  # documents of every batch are others; validation/merges/h200.jsonl
+    shapes_change=True,  # documents of every batch are others; validation/merges/h200.jsonl
     enter={"fwd": (_HALF, _HALF), "bwd": ()},  # contiguous keys and values
     read=_LSE,  # contiguous log-sum-exps, before every kernel
     read_tails=_LSE,
@@ -50,7 +49,7 @@ _RING: Final = replace(
 INTERNEVO: Final = Implementation(
     name="internevo",
     source="InternLM/InternEvo at 0607da8, as in chenyu-jiang/dcp at 942a2c7",
-    support={
+    strategies={
         "loongtrain": Support(
             masks=("causal", "causal_document"), chunks=2, alike=True, knobs={"zigzag": ("document",)}
         )

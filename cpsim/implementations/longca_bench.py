@@ -100,7 +100,7 @@ _SWEEPS: Final = EAGER_SWEEPS | {"merge": ("merge",)}
 LONGCA_BENCH: Final = Implementation(
     name="longca-bench",
     source="NJUDeepEngine/LongCA-bench at 22683e3",
-    support=_SUPPORT,
+    strategies=_SUPPORT,
     kernels=("fa3",),
     ring=_FP64_RING,
     double_ring=replace(_FP64_RING, turns=False),
@@ -117,7 +117,7 @@ MAGI_ATTENTION: Final = replace(
     LONGCA_BENCH,
     name="magi-attention",
     source="SandAI-org/MagiAttention at 2c64135, with the baselines of its benchmark",
-    support=_SUPPORT | {"hybrid_cp": Support(masks=_MASKS), "magi": Support(masks=_MASKS)},
+    strategies=_SUPPORT | {"hybrid_cp": Support(masks=_MASKS), "magi": Support(masks=_MASKS)},
     ring=_RING,
     double_ring=replace(_RING, turns=False),
     projections=ProjectionCode(width=1024, inputs=False),

@@ -36,7 +36,7 @@ RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, for
     merge=_FUSED,
     merge_tails=(*_FUSED, *_JOIN),  # the same, with slice_
     # fused for two layouts of log-sum-exps, that of the first step and that of later ones; theirs would be a third
-    merge_tails_later=(*EAGER_MERGE, *_JOIN),
+    merges_unfused=(EAGER_MERGE, (*EAGER_MERGE, *_JOIN)),
     leave={"fwd": (BACK,), "bwd": (BACK, BACK_K, BACK_K)},
 )
 _RING_STRIPED: Final = replace(  # stripe_flash_attn.py
@@ -51,7 +51,7 @@ _PUT_K: Final = (_TINY, Sweep("k", 0, 2), ADD_K, _TINY, Sweep("k", 0, 2, kind=ST
 _RING_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several documents
     RING,
     enter={"fwd": (_TINY,) * 6, "bwd": (_TINY,) * 6},  # get_half_index, get_half_lse, cu_seqlens // 2
-    merge_tails_later=None,  # x[half_index] is a tensor of its own
+    merges_unfused=None,  # x[half_index] is a tensor of its own
     per_document={"fwd": 8, "bwd": 3},
     pack=(_TINY,) * 3,
     merge_tails=(*_FUSED, _TINY, Sweep("q", 0, 2), _TINY, Sweep("lse", 0, 2), *_PUT, _TINY, Sweep("lse", 0, 2)),
@@ -62,7 +62,7 @@ _RING_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several docu
 RING_FLASH_ATTN: Final = Implementation(
     name="ring-flash-attn",
     source="ring-flash-attn 0.1.8",
-    support={
+    strategies={
         "ring": Support(masks=DENSE + DOCUMENTS, chunks=1, varlen=DOCUMENTS),
         "zigzag_ring": Support(
             masks=("causal", "causal_document"), chunks=2, knobs={"zigzag": ("document",)}, varlen=DOCUMENTS,
@@ -93,7 +93,7 @@ RING_FLASH_ATTN: Final = Implementation(
 YUNCHANG: Final = Implementation(
     name="yunchang",
     source="yunchang 0.6.4",
-    support={
+    strategies={
         "ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True),
         "usp": Support(
             masks=DENSE, chunks=2, knobs={"ring": ("zigzag", "basic"), "zigzag": ("document",)},

@@ -48,7 +48,7 @@ _RING: Final = RingCode(  # _templated_ring_attention and _templated_ring_attent
 TORCH: Final = Implementation(
     name="torch",
     source="torch 2.11, torch.distributed.tensor.experimental.context_parallel",
-    support={
+    strategies={
         "ring": Support(masks=DENSE, chunks=1),
         "zigzag_ring": Support(masks=("causal",), chunks=2),
         "allgather": Support(

@@ -71,7 +71,7 @@ _RING_THD: Final = replace(
 TRANSFORMER_ENGINE: Final = Implementation(
     name="transformer-engine",
     source="NVIDIA/TransformerEngine v2.9",
-    support={
+    strategies={
         "ulysses": Support(masks=DENSE, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True),
         "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),
         "allgather": Support(masks=DENSE, chunks=2, knobs={"layout": ("zigzag",)}),
@@ -136,7 +136,7 @@ TRANSFORMER_ENGINE_THD: Final = replace(
     TRANSFORMER_ENGINE,
     name="transformer-engine-thd",
     source="chenyu-jiang/TransformerEngine at d114223, of 1.13, for chenyu-jiang/dcp at 942a2c7",
-    support={
+    strategies={
         "usp": Support(chunks=2, knobs={"ring": ("zigzag",), "zigzag": ("document",), "placement": ("head_first",)})
     },
     kernels=("fa2", "fa2_ranges"),

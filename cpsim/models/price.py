@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Final, Literal
@@ -16,7 +16,9 @@ from cpsim.masks import Ints
 from cpsim.models.attention import AttentionParams
 from cpsim.models.cache import share_cached, shares_cached, touched_bytes
 from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
-from cpsim.models.collective import collective_seconds, fits_buffers, transfer_seconds, wire_bytes
+from cpsim.models.collective import fits_buffers
+from cpsim.models.communication import Communication
+from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.holds import few_waves, held_sms
@@ -51,22 +53,8 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Protocol = Literal["synced", "streamed"]
 
-OF_ATTENTION: Final = (
-    "attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "transfer between nodes",
-    "collective between nodes", "host", "interference",
-)  # fmt: skip
-"""Cost models of attention alone whose uncertainty is sampled together; no op belongs to the last two."""
 EDGES: Final = ("entry", "begin", "exit")
 """What a call into other people's code costs the host beside its launches: see ``Implementation.launches``."""
-GROUPS: Final = (*OF_ATTENTION, "matrix products", "elementwise of layers")
-"""All cost models."""
-
-_COLLECTIVE_NAMES: Final = {
-    Kind.ALL_GATHER: "all_gather",
-    Kind.REDUCE_SCATTER: "reduce_scatter",
-    Kind.ALL_TO_ALL: "all_to_all",
-    Kind.ALL_REDUCE: "all_reduce",
-}
 _MEMORY_NAMES: Final = {
     Kind.MERGE: "merge",
     Kind.ACCUMULATE: "accumulate",
@@ -149,7 +137,7 @@ class Pricing:
         kernel: str, protocol: Protocol,
     ) -> Pricing:  # fmt: skip
         """What a code's ops cost, by the facts of it that hold for a strategy and a workload's mask."""
-        support = code.supports(strategy)
+        support = code.support(strategy)
         return cls(
             cluster=cluster, profile=profile, kernel=kernel, head_dim=workload.head_dim, dtype=workload.dtype,
             protocol=protocol, launches=code.launches, sweeps=code.sweeps, captured=code.captured,
@@ -164,12 +152,39 @@ class Pricing:
             InfeasibleError: the kernel cannot run some attention op in one call.
             ProfileError: the profile lacks the kernel.
         """
-        duration = np.zeros(len(schedule))
-        full = np.zeros(len(schedule))
-        group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         notes: dict[str, None] = {}
-        kinds, cached = schedule.kinds(), self._cached(schedule)
+        kinds = schedule.kinds()
         pass_: Pass = "bwd" if Kind.ATTENTION_BACKWARD in kinds else "fwd"
+        duration, full, group = self._kernels(schedule, kinds, notes)
+        self._check_launches(kinds, pass_, notes)
+        links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
+        messages = Messages.of(schedule, self.cluster, self.unbatched, self.messages)
+        communication = Communication(self.cluster, self.profile, self.messages)
+        flows = [communication.transfers(schedule, messages, links, duration, group, notes)]
+        flows += communication.collectives(schedule, links, duration, group, notes)
+        paced = _PACED[group]
+        near = ~paced[messages.op]
+        eager = np.zeros(len(schedule), np.bool_)
+        eager[messages.op] = near & fits_buffers(*messages.kinds, self.messages)[messages.alike]
+        release = self._releases(schedule, kinds, pass_)
+        self._without_events(schedule, duration, full)
+        attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+        start, end = self._settle(schedule, pass_, attends, duration, full, release, eager, paced)
+        self._wait_for_slowest(schedule, pass_, attends, duration)
+        self._slow_down(schedule, duration)
+        pressure, names = pressures(schedule, messages, paced)
+        slowdown = self.profile.interference.slowdown(self.kernel, names)
+        duration += self._held(schedule, pass_, attends, messages, near, start, end, pressure, slowdown)
+        work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown, eager)
+        return Priced(work, group, tuple(notes))
+
+    def _kernels(
+        self, schedule: Schedule, kinds: Sequence[Kind], notes: dict[str, None]
+    ) -> tuple[Floats, Floats, Int8]:
+        """Seconds of every op that does not communicate, those of attention at the full clock, and the cost model of
+        each, ``[N]``."""
+        duration, full, cached = np.zeros(len(schedule)), np.zeros(len(schedule)), self._cached(schedule)
+        group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         for kind in kinds:
             if kind in COMMUNICATION_KINDS:
                 continue
@@ -188,35 +203,7 @@ class Pricing:
             elif kind == Kind.GEMM:
                 duration[ops] = self._products(schedule, notes)
                 group[ops] = GROUPS.index("matrix products")
-        self._check_launches(kinds, pass_, notes)
-        links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
-        messages = Messages.of(schedule, self.cluster, self.unbatched, self.messages)
-        flows = [self._transfers(schedule, messages, links, duration, group, notes)]
-        flows += self._collectives(schedule, links, duration, group, notes)
-        paced = _PACED[group]
-        near = ~paced[messages.op]
-        eager = np.zeros(len(schedule), np.bool_)
-        eager[messages.op] = near & fits_buffers(*messages.kinds, self.messages)[messages.alike]
-        release = self._releases(schedule, kinds, pass_)
-        host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
-        of_kernels, of_messages = host.gains_s(self.captured)
-        for seconds in (duration, full):  # an op takes at least half of what was measured between two events
-            seconds -= np.minimum(np.where(talks, of_messages, of_kernels), seconds / 2)
-        if self.captured:
-            crossing = _crossings(
-                schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
-            )
-            for seconds in (duration, full):
-                seconds += crossing * host.graph_cross_s
-        attends = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
-        start, end = self._settle(schedule, pass_, attends, duration, full, release, eager, paced)
-        self._wait_for_slowest(schedule, pass_, attends, duration)
-        self._slow_down(schedule, duration)
-        pressure, names = pressures(schedule, messages, paced)
-        slowdown = self.profile.interference.slowdown(self.kernel, names)
-        duration += self._held(schedule, pass_, attends, messages, near, start, end, pressure, slowdown)
-        work = self._work(schedule, links, duration, flows, release, pressure, names, slowdown, eager)
-        return Priced(work, group, tuple(notes))
+        return duration, full, group
 
     def _cached(self, schedule: Schedule) -> Floats:
         """Share of what memory-bound ops touch that the L2 cache holds, ``[N]``; other people's kernels are measured
@@ -253,6 +240,19 @@ class Pricing:
                 notes["memory-bound kernels of the executor's layers: not measured, taken as compiled ones"] = None
             seconds[here] = elementwise_seconds(costs, kind, schedule.nbytes[ops[here]])
         return seconds, group
+
+    def _without_events(self, schedule: Schedule, *durations: Floats) -> None:
+        """Ops without the events between which they were measured; where they are captured, with waits of streams."""
+        host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
+        of_kernels, of_messages = host.gains_s(self.captured)
+        for seconds in durations:  # an op takes at least half of what was measured
+            seconds -= np.minimum(np.where(talks, of_messages, of_kernels), seconds / 2)
+        if self.captured:
+            crossing = _crossings(
+                schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
+            )
+            for seconds in durations:
+                seconds += crossing * host.graph_cross_s
 
     def _settle(
         self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats,
@@ -426,123 +426,6 @@ class Pricing:
         seconds = side_by_side / costs.bandwidth_bytes_per_s["copy"] + apart / costs.bandwidth_bytes_per_s[strided]
         launch = self.profile.host.captured_kernel_s or costs.latency_s["copy"]
         return np.asarray(copies * launch + seconds * head_bytes * (1 - costs.cache_gain * cached))
-
-    def _transfers(
-        self, schedule: Schedule, messages: Messages, links: Links, duration: Floats, group: Int8,
-        notes: dict[str, None],
-    ) -> Flows:  # fmt: skip
-        """Durations and flows."""
-        ops, nbytes = messages.op, messages.nbytes
-        first = schedule.lane_start[ops]
-        source = schedule.lane_rank[first].astype(np.int64)
-        target = schedule.lane_rank[first + 1].astype(np.int64)
-        crosses = links.crosses(source, target)
-        near, far = np.flatnonzero(~crosses), np.flatnonzero(crosses)
-        seconds = transfer_seconds(self.profile.collective, *messages.kinds, self.messages)
-        duration[ops[near]] = seconds[messages.alike[near]]
-        group[ops] = np.where(crosses, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
-        fabric = self.cluster.fabric
-        if fabric is not None and len(far):
-            duration[ops[far]] = fabric.latency_s + nbytes[far] / fabric.flow_bandwidth_bytes_per_s
-        notes.update(dict.fromkeys(self.profile.transfer_notes(nbytes[near])))
-        return links.transfers(ops, source, target, nbytes)
-
-    def _collectives(
-        self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
-    ) -> list[Flows]:
-        even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
-        if not even.any():
-            return []
-        uneven = np.unique(schedule.routes[:, 0]).tolist()
-        largest: dict[int, float] = {}
-        flows = [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
-        for most, size in largest.items():
-            notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
-        even[uneven] = False
-        for kind, nbytes, nodes, ops, ranks in self._alike(schedule, np.flatnonzero(even)):
-            num_ranks = ranks.shape[1] * schedule.copies
-            seconds, near, far, between = self.collective(kind, float(nbytes), num_ranks, nodes)
-            name, size = _COLLECTIVE_NAMES[kind], num_ranks // nodes
-            notes.update(dict.fromkeys(self.profile.collective_notes(name, nbytes, size)))
-            duration[ops] = seconds
-            group[ops] = GROUPS.index("collective between nodes" if between else "collective")
-            if num_ranks > 1:
-                flows.append(links.collectives(ops, ranks, near, far, kind == Kind.ALL_TO_ALL))
-        return flows
-
-    def _alike(self, schedule: Schedule, ops: Ints) -> Iterator[tuple[Kind, int, int, Ints, Ints]]:
-        """Collectives that cost the same: kind, bytes and nodes, the ops and their ranks ``[n, g]``; the first one's
-        kind first."""
-        start, size = schedule.lane_start[ops], np.diff(schedule.lane_start)[ops]
-        rank = schedule.lane_rank[np.repeat(start - np.cumsum(size) + size, size) + np.arange(size.sum())]
-        node = np.repeat(np.arange(len(ops)), size) * self.cluster.num_nodes + self.cluster.node_of(rank)
-        nodes = np.bincount(np.unique(node) // self.cluster.num_nodes, minlength=len(ops))
-        looks = np.stack([schedule.kind[ops], schedule.nbytes[ops], size, nodes])
-        _, first, of_op = np.unique(looks, axis=1, return_index=True, return_inverse=True)
-        for i in np.argsort(first).tolist():
-            mine, (kind, nbytes, width, spanned) = of_op.ravel() == i, looks[:, first[i]].tolist()
-            ranks = schedule.lane_rank[start[mine][:, None] + np.arange(width)].astype(np.int64)
-            yield Kind(kind), nbytes, spanned, ops[mine], ranks
-
-    def _routed(
-        self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, largest: dict[int, float]
-    ) -> Flows:  # fmt: skip
-        """An uneven all-to-all: as long as an even one whose ranks send what the busiest rank sends or receives inside
-        its node, or as the busiest NIC or uplink takes. ``largest`` gets the size of the one inside nodes, by GPUs."""
-        mine = slice(*np.searchsorted(schedule.routes[:, 0], [op, op + 1]).tolist())
-        source, target = schedule.routes[mine, 1:].T.astype(np.int64)
-        leaves = source != target
-        source, target, nbytes = source[leaves], target[leaves], schedule.route_nbytes[mine][leaves].astype(np.float64)
-        near = ~links.crosses(source, target)
-        flows, seconds = links.routed(op, source, target, nbytes), 0.0
-        if near.any():
-            ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
-            most = int(np.unique(self.cluster.node_of(ranks), return_counts=True)[1].max())
-            wire = max(np.bincount(end[near], nbytes[near]).max() for end in (source, target))
-            size = wire * most / (most - 1)
-            seconds = float(collective_seconds(self.profile.collective, "all_to_all", np.array([size]), most)[0])
-            largest[most] = max(size, largest.get(most, 0.0))
-        fabric = self.cluster.fabric
-        if fabric is not None and not near.all():
-            outside = flows.link >= 2 * self.cluster.num_gpus
-            rate = links.capacity_bytes_per_s()[flows.link[outside]]
-            between = fabric.latency_s + float((flows.nbytes[outside] / rate).max())
-            group[op] = GROUPS.index("collective between nodes" if between >= seconds else "collective")
-            duration[op] = max(seconds, between)
-        else:
-            group[op], duration[op] = GROUPS.index("collective"), seconds
-        return flows
-
-    def collective(self, kind: Kind, nbytes: float, num_ranks: int, num_nodes: int) -> tuple[float, float, float, bool]:
-        """Seconds, bytes per rank over NVLink, bytes per rank between nodes, whether the latter decide.
-
-        Between nodes a ring collective crosses every node boundary once with everything, over all NICs of the node;
-        an all-to-all sends every rank's share for other nodes over that rank's part of the NICs.
-        """
-        name, params = _COLLECTIVE_NAMES[kind], self.profile.collective
-        if num_ranks == 1:
-            return 0.0, 0.0, 0.0, False
-        if num_nodes == 1:
-            seconds = float(collective_seconds(params, name, np.array([nbytes]), num_ranks)[0])
-            return seconds, float(wire_bytes(name, nbytes, num_ranks)), 0.0, False
-        fabric = self.cluster.fabric
-        assert fabric is not None
-        per_node = num_ranks // num_nodes
-        nics = fabric.nics_per_node * per_node / self.cluster.gpus_per_node
-        rate_per_rank = nics * fabric.nic_bandwidth_bytes_per_s / fabric.oversubscription / per_node
-        if kind == Kind.ALL_TO_ALL:
-            far, near = nbytes * (num_ranks - per_node) / num_ranks, nbytes * (per_node - 1) / num_ranks
-        else:
-            near = float(wire_bytes(name, nbytes, num_ranks))
-            far = near / per_node
-        inside = 0.0
-        if per_node > 1:
-            same_wire = near / float(wire_bytes(name, 1.0, per_node))
-            inside = float(collective_seconds(params, name, np.array([same_wire]), per_node)[0])
-        if kind == Kind.ALL_TO_ALL and fabric.proxy_bandwidth_bytes_per_s:
-            rate_per_rank = fabric.proxy_bandwidth_bytes_per_s / 2  # it sends as much as it receives
-        between = fabric.latency_s + far / rate_per_rank
-        return max(inside, between), near, far, between >= inside
 
     def _releases(self, schedule: Schedule, kinds: Sequence[Kind], pass_: Pass) -> Floats:
         """When every op is launched: hosts launch their ranks' ops in list order, or a captured program at once.

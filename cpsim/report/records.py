@@ -90,7 +90,7 @@ def strategy_records() -> list[dict[str, Any]]:
                 if parameter.kind is parameter.KEYWORD_ONLY
             ],
             "implementations": [
-                code.name for code in IMPLEMENTATIONS.values() if code.support is None or name in code.support
+                code.name for code in IMPLEMENTATIONS.values() if code.strategies is None or name in code.strategies
             ],
         }
         for name, strategy in STRATEGIES.items()

@@ -58,11 +58,9 @@ class Row:
     gpus: int
     mask: str
     sample: int
-    documents: int
     mechanism: str
     implementation: str
     pass_: str
-    work_tflop_per_gpu: float
     time_s: float = float("nan")
     """Mean over ranks."""
     slowest_s: float = float("nan")
@@ -150,17 +148,17 @@ def _row(point: Point, mechanism: str, implementation: str, pass_: str) -> Row:
         "mask": point.mask, "heads": 64, "kv_heads": 8, "pass": pass_,
     }  # fmt: skip
     scenario = scenario_from(case)
-    work = scenario.workload().flops(scenario.passes[0]) / point.gpus / 1e12
     row = Row(
-        gpus=point.gpus, mask=point.mask, sample=point.sample, documents=len(point.documents), mechanism=mechanism,
-        implementation=implementation, pass_=pass_, work_tflop_per_gpu=work,
+        gpus=point.gpus, mask=point.mask, sample=point.sample, mechanism=mechanism, implementation=implementation,
+        pass_=pass_,
     )  # fmt: skip
     try:
         found = predict(scenario)
     except InfeasibleError as reason:
         return replace(row, reason=str(reason))
     seconds = float(found.timelines[pass_].rank_end_s().mean())
-    return replace(row, time_s=seconds, slowest_s=found.time_s, tflops_per_gpu=work / seconds)
+    work_tflop = scenario.workload().flops(scenario.passes[0]) / point.gpus / 1e12
+    return replace(row, time_s=seconds, slowest_s=found.time_s, tflops_per_gpu=work_tflop / seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,18 +157,24 @@ class Theirs(Ours):
         """A cast, or a merge of several sweeps."""
         x, facts = self.steps, self.facts
         whole, tails = x.sums & ~x.tails, x.sums & x.tails
-        later, changing = tails & (whole.cumsum(axis=0) > 1), np.zeros_like(whole)
-        if facts.merge_changing:
-            later = tails & whole.any(axis=0)
-            changing = whole & (np.minimum(whole.sum(axis=0), tails.sum(axis=0)) > 1)
-        merge_later = facts.merge_tails if facts.merge_tails_later is None else facts.merge_tails_later
+        unfused = self._unfused(whole, tails)
+        whole_unfused, tails_unfused = facts.merges_unfused or ((), ())
         return self._slots(
             (self.firsts, facts.first, x.q_rows),
-            (whole & ~changing, facts.merge, x.q_rows),
-            (changing, facts.merge_changing, x.q_rows),
-            (tails & ~later, facts.merge_tails, x.q_rows),
-            (later, merge_later, x.q_rows),
+            (whole & ~unfused, facts.merge, x.q_rows),
+            (whole & unfused, whole_unfused, x.q_rows),
+            (tails & ~unfused, facts.merge_tails, x.q_rows),
+            (tails & unfused, tails_unfused, x.q_rows),
         )
+
+    def _unfused(self, whole: Mask, tails: Mask) -> Mask:
+        """Which merges, of all rows and of tail rows, TorchScript does not fuse."""
+        if self.facts.merges_unfused is None:
+            return np.zeros_like(whole)
+        if self.facts.shapes_change:
+            many = np.minimum(whole.sum(axis=0), tails.sum(axis=0)) > 1
+            return np.asarray((tails & whole.any(axis=0)) | (whole & many))
+        return np.asarray(tails & (whole.cumsum(axis=0) > 1))
 
     def gradients(self, wire: bool) -> GradientSlots:
         """Sweeps of each kind."""

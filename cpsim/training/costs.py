@@ -11,10 +11,10 @@ import numpy as np
 
 from cpsim.errors import ProfileError
 from cpsim.models.collective import collective_seconds
+from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.pressure import LIKE_PRODUCTS
-from cpsim.models.price import GROUPS
 from cpsim.models.spread import expected_maximum
 from cpsim.training.layer import Collective, Gemm, Op, Sweep
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from cpsim.cluster import Cluster
 from cpsim.errors import InfeasibleError, OutOfMemoryError
 from cpsim.models.collective import transfer_seconds
-from cpsim.models.price import Pricing
+from cpsim.models.communication import Communication
 from cpsim.schedule import Kind
 from cpsim.training.attention import Attended, Attention
 from cpsim.training.costs import PARTS, Costs, Parts, stacked
@@ -205,11 +205,8 @@ class StepModel:
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
         """Cost model and seconds of a collective among replicas."""
-        pricing = Pricing(
-            cluster=group, profile=self.costs.profile, kernel=self.attention.kernel, head_dim=self.model.head_dim,
-            dtype="bf16", protocol="streamed",
-        )  # fmt: skip
-        seconds, _, _, between = pricing.collective(kind, float(nbytes), group.num_gpus, group.num_nodes)
+        communication = Communication(group, self.costs.profile)
+        seconds, _, _, between = communication.collective(kind, float(nbytes), group.num_gpus, group.num_nodes)
         return "collective between nodes" if between else "collective", seconds
 
     def _sent(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:

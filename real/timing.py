@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -80,6 +81,16 @@ def time_ops(op: Callable[[], object], num: int, device: torch.device) -> list[f
     return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
 
 
+def events_s(device: torch.device) -> float:
+    """Seconds between two events that the GPU meets one after the other, the host far ahead; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0.0
+    for _ in range(2):  # what a process does for the first time takes longer
+        hold(2e-3, device)
+        samples = time_ops(lambda: None, 50, device)
+    return round(statistics.median(samples), 10)
+
+
 def host_seconds(op: Callable[[], object], num: int, device: torch.device) -> float:
     """Wall seconds the host spends to launch `op` once, the queue empty at the start and never full."""
     if device.type == "cuda":
@@ -121,6 +132,7 @@ def provenance(
         "commit": commit or _commit(),
         "command": command,
         "clock_source": "CUDA events" if cuda else "time.perf_counter",
+        "events_s": events_s(device),
         "clock_at_start": Clock(device.index or 0).read() if cuda else {},
     }
 

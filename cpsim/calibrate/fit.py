@@ -164,25 +164,28 @@ def _completed(
 def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """All points that describe this GPU and the code as it is.
 
-    Memory-bound kernels of another GPU stand in only where this one's were not measured, and the executor's own form
-    of one replaces others. Launches of the executor's single ops do not count: its programs are captured. Of the
-    pause between two iterations, which the timing code makes, and of each of PyTorch's own sweeps, which take alike
-    on all machines, the latest measurement counts. Overlaps count where the size of what was sent is known and the
-    communication came first.
+    Memory-bound kernels of another GPU and calls of its hosts stand in only where this one's were not measured, and the
+    executor's own form of a kernel replaces others. Launches of the executor's single ops do not count: its programs
+    are captured. Of the pause between two iterations, which the timing code makes, and of each of PyTorch's own sweeps,
+    which take alike on all machines, the latest measurement counts. Overlaps count where the size of what was sent is
+    known and the communication came first.
     """
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     swept: dict[str, str] = {}
     for m in measurements:
         swept |= {p["kind"]: max(swept.get(p["kind"], ""), m.header["date"]) for p in m.points if _is_sweep(p)}
     stepped = {p["kind"] for m in measurements for p in m.of("host") if in_steps(p)}
-    paces = host_paces(measurements)
-    mine = {p["kind"] for m in measurements if m.header["gpu"] == gpu for p in m.of("elementwise")}
+    paces = host_paces(measurements, gpu)
+    mine = {
+        (p["op"], p["kind"]) for m in measurements if m.header["gpu"] == gpu
+        for p in m.points if p["op"] == "elementwise" or (p["op"] == "host" and "rank" not in p and not _is_pause(p))
+    }  # fmt: skip
     points = [
         p
         for m in measurements
         for p in on_mean_host(m, stepped, paces[m.source])
         if not (p["op"] in ("gemm", "layer_op") and m.header["gpu"] != gpu)
-        and not (p["op"] == "elementwise" and m.header["gpu"] != gpu and p["kind"] in mine)
+        and not (m.header["gpu"] != gpu and (p["op"], p.get("kind")) in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))

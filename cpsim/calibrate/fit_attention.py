@@ -224,13 +224,13 @@ def _with_discrepancy(params: AttentionParams, points: Sequence[Point], theirs: 
 def _with_head_dims(
     key: tuple[str, str], params: AttentionParams, points: Sequence[Point], alike: AttentionParams | None
 ) -> AttentionParams:
-    """What other head dimensions change, from the few points that each has."""
+    """What other head dimensions change, from the few points that each has; without any, as on a GPU alike."""
+    theirs = {other.head_dim for other in alike.head_dims} if alike else set()
     fitted = []
-    for dim in sorted({p["head_dim"] for p in points}):
+    for dim in sorted(theirs | {p["head_dim"] for p in points}):
         mine = [p for p in points if p["head_dim"] == dim]
-        measured_there = alike is not None and alike.at(dim).head_dim == dim
         fitted.append(
-            _near(key, params, dim, mine, alike) if alike and measured_there else _alone(key, params, dim, mine)
+            _near(key, params, dim, mine, alike) if alike and dim in theirs else _alone(key, params, dim, mine)
         )
     return replace(params, head_dims=tuple(fitted))
 
@@ -238,12 +238,14 @@ def _with_head_dims(
 def _near(
     key: tuple[str, str], params: AttentionParams, dim: int, points: Sequence[Point], alike: AttentionParams
 ) -> AttentionParams:
-    """A kernel at another head dimension, which changes it nearly as on a GPU alike."""
+    """A kernel at another head dimension, which changes it nearly as on a GPU alike; without points just so."""
     theirs = alike.at(dim)
     start = replace(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
         older_share=theirs.older_share, older_share_full=theirs.older_share_full, discrepancy=theirs.discrepancy,
     )  # fmt: skip
+    if not points:
+        return start
     made = fit_few(points, start, {n: w for n, w in _near_priors(key).items() if n in HEAD_DIM_FITTED})
     return _with_discrepancy(made, points, theirs.discrepancy)
 

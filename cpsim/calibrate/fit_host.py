@@ -19,6 +19,8 @@ from cpsim.models.host import HostParams
 
 Floats = NDArray[np.float64]
 
+MOST_GAIN = 0.95
+"""Of a cache: share of the time that what it holds can save."""
 DISTURBED = 2.0
 """See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
 
@@ -60,7 +62,9 @@ def _fit_cache(points: Sequence[Point], stand_in: StandIn | None) -> tuple[float
         return np.asarray(np.log((latency[kind] + nbytes / bandwidth[kind] * slow) / seconds))
 
     start = [np.log(5e7), 0.5, *np.log([4e-6] * len(kinds)), *np.log([4e12] * len(kinds))]
-    found = least_squares(error, start, loss="soft_l1", f_scale=0.05, diff_step=1e-3).x
+    least, most = np.full((2, len(start)), [[-np.inf], [np.inf]])
+    least[1], most[1] = 0.0, MOST_GAIN
+    found = least_squares(error, start, bounds=(least, most), loss="soft_l1", f_scale=0.05, diff_step=1e-3).x
     return float(np.exp(found[0])), float(found[1])
 
 
@@ -69,9 +73,10 @@ def fit_host(
 ) -> HostParams:
     """What hosts take for launches, and what events and graphs add.
 
-    `captured` are attention calls and messages in graphs, which tell a graph's launch and what events around an op add.
-    Without them tiny copies do: a graph of a chain takes the launch and what a copy takes in a longer one; between two
-    events it takes `tiny_copy_s`. A chain that goes to and from a second stream takes more.
+    `captured` are attention calls and messages in graphs, which tell a graph's launch and what events around an op add;
+    around a message to another GPU, if there are such. Without them tiny copies do: a graph of a chain takes the launch
+    and what a copy takes in a longer one; between two events it takes `tiny_copy_s`. A chain that goes to and from a
+    second stream takes more.
     """
     if stand_in and not points:
         return stand_in.profile.host
@@ -87,13 +92,16 @@ def fit_host(
         graph_s = max(0.0, graphs["graph_chain_16"] - 16 * each)
         gain_s = message_gain_s = max(0.0, tiny_copy_s - each)
     if captured:
-        found = np.array([graph_costs(p) for p in captured])
-        graph_s, gain_s, message_gain_s = np.median(found, axis=0).tolist()
-        message_gain_s += 2 * cross_s
-    streamed = [stream_gains(p) for p in captured if "streamed_many_s" in p]
-    if stand_in and not streamed:
-        streamed = [(stand_in.profile.host.streamed_gain_s, stand_in.profile.host.streamed_message_gain_s)]
-    streamed_s, streamed_message_s = np.median(streamed or [(0.0, 0.0)], axis=0).tolist()
+        graph_s, gain_s, _ = np.median([graph_costs(p) for p in captured], axis=0).tolist()
+        message_gain_s = float(np.median([graph_costs(p)[2] for p in between_gpus(captured)])) + 2 * cross_s
+    launched = [p for p in captured if "streamed_many_s" in p]
+    streamed_s = streamed_message_s = 0.0
+    if launched:
+        streamed_s = float(np.median([stream_gains(p)[0] for p in launched]))
+        streamed_message_s = float(np.median([stream_gains(p)[1] for p in between_gpus(launched)]))
+    elif stand_in:
+        streamed_s = stand_in.profile.host.streamed_gain_s
+        streamed_message_s = stand_in.profile.host.streamed_message_gain_s
     held = [p for p in captured if "held_s" in p]
     small = [p for p in held if p["tokens"] == min(q["tokens"] for q in held)]  # whose operands are soon read
     queued = [float(np.median(p["held_s"])) - graph_call(p) for p in held]
@@ -127,6 +135,11 @@ def median_launches(points: Sequence[Point]) -> dict[str, float]:
             times = [t for i, t in enumerate(times) if i % ROUNDS]
         samples.setdefault(kind, []).append(float(np.median(times)))
     return {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
+
+
+def between_gpus(points: Sequence[Point]) -> Sequence[Point]:
+    """The `graph` points of several GPUs, if there are any; on one the message goes to the GPU itself."""
+    return [p for p in points if p["num_gpus"] > 1] or points
 
 
 def graph_call(point: Point) -> float:
@@ -194,14 +207,17 @@ def in_steps(point: Point) -> bool:
     return str(point.get("place", "")).startswith("in steps")
 
 
-def host_paces(measurements: Sequence[Measurements]) -> dict[str, list[float]]:
-    """How long the host took over the mean of all hosts when it made every point of each file.
+def host_paces(measurements: Sequence[Measurements], gpu: str) -> dict[str, list[float]]:
+    """How long the host took over the mean of this GPU's hosts, or else of all, when it made every point of each file.
 
     That is the machine's speed. A host that does something else may take several times as long for a while: a step
     whose eager ops took more than `DISTURBED` times what they usually take in steps counts by these, as do all steps of
     a machine that timed nothing else.
     """
     speeds, steps = host_speeds(measurements), {m.source: _steps(m) for m in measurements}
+    mine = [speeds[m.source] for m in measurements if m.header["gpu"] == gpu and m.source in speeds]
+    usual_speed = float(np.exp(np.mean(np.log(mine)))) if mine else 1.0
+    speeds = {source: speed / usual_speed for source, speed in speeds.items()}
     eager: dict[tuple[str, str], list[float]] = {}
     for source, of_point in steps.items():
         for op, seconds in (pair for step in of_point for pair in step.items()):

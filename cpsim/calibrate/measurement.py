@@ -32,21 +32,28 @@ of the processes until it was written) and the parameters of its op:
     error         the point could not be measured; `failed` is its op, `message` says why
 
 Only this module knows the format. Samples of a distributed op are maxima over its ranks.
+
+Times of kernels lie between two CUDA events, which take longer on a host with several GPUs. A file is read as if a pair
+of events had cost what it does on a host with one: `events_s` of its header, or what EVENTS_S says, is the difference.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from cpsim.errors import ProfileError
 
 SCHEMA = 1
 ROUNDS = 4
 """Host calls `in steps` are timed so many times over; their samples are in the order of the rounds."""
+EVENTS_S: Final = (1.28e-6, 2.93e-6)
+"""Between two CUDA events that the GPU meets one after the other, on a host with one GPU and on one with several: what
+headers of `h100-graphs-1.jsonl` and `h100x2-graphs-1.jsonl` say, which stand for all files without `events_s`."""
+_OF_KERNELS = ("attention", "elementwise", "cached", "gemm", "layer_op")
 _HEADER_KEYS = ("gpu", "num_gpus", "torch", "date", "commit", "command")
 
 Point = dict[str, Any]
@@ -133,7 +140,7 @@ def cut_broken_end(path: Path) -> None:
 
 
 def load(path: str | Path) -> Measurements:
-    """Reads and checks a measurement file.
+    """Reads and checks a measurement file; times of kernels are as between events on a host with one GPU.
 
     Raises:
         ProfileError: one line that names the file, the line and what is wrong with it.
@@ -150,7 +157,21 @@ def load(path: str | Path) -> Measurements:
     _check_header(path, header)
     for number, point in enumerate(points, 2):
         _check_point(path, number, point)
-    return Measurements(source=path.name, header=header, points=tuple(points))
+    return Measurements(source=path.name, header=header, points=tuple(_as_on_one_gpu(p, header) for p in points))
+
+
+def _as_on_one_gpu(point: Point, header: Mapping[str, Any]) -> Point:
+    """A point with times of kernels less what events took longer than on a host with one GPU.
+
+    A `graph` point says of how many GPUs it is.
+    """
+    gpus = int(header.get("gpus_of_host", header["num_gpus"]))
+    more_s = float(header.get("events_s", EVENTS_S[gpus > 1])) - EVENTS_S[0]
+    if header.get("clock_source") != "CUDA events" or point["op"] not in (*_OF_KERNELS, "graph"):
+        return point
+    timed = "attention_s" if point["op"] == "graph" else "samples_s"
+    of_graph = {"num_gpus": gpus} if point["op"] == "graph" else {}
+    return {**point, timed: [max(s - more_s, s / 2) for s in point[timed]], **of_graph}
 
 
 def _parse(path: Path, number: int, line: str) -> dict[str, Any]:

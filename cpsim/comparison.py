@@ -186,7 +186,10 @@ def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison
 
 def _other_gpu(run: Run) -> str:
     """Why a run says nothing about the GPU of its cluster; empty where it does."""
-    cluster, where = run.scenario.resolve_cluster(), str(run.header.get("gpu", ""))
+    try:
+        cluster, where = run.scenario.resolve_cluster(), str(run.header.get("gpu", ""))
+    except CpsimError as error:
+        return f"run: {error}"
     known = {preset.gpu.name for preset in presets().values()}
     named = {name for name in known if name in where.lower()}
     mine = cluster.gpu.name

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from cpsim.errors import CpsimError, ProfileError
 from cpsim.files import read_documents
-from cpsim.scenario import Scenario, scenario_from
+from cpsim.scenario import Scenario, scenario_of
 
 SCHEMA = 1
 FORMAT = "cpsim-runs"
@@ -101,9 +101,10 @@ class Run:
 def case_key(scenario: Scenario) -> str:
     """Text that is equal for two scenarios that describe the same run.
 
-    Total and local tokens are the same thing said twice, and a profile changes predictions only.
+    Total and local tokens are the same thing said twice, a profile changes predictions only, and of a cluster file the
+    name counts, not the folder.
     """
-    fields = scenario.to_dict() | {"tokens": scenario.num_tokens}
+    fields = scenario.to_dict() | {"tokens": scenario.num_tokens, "cluster": Path(scenario.cluster).name}
     return json.dumps({k: v for k, v in fields.items() if k not in ("tokens_per_gpu", "profile")}, sort_keys=True)
 
 
@@ -147,7 +148,7 @@ def runs_in(folder: Path | None) -> list[Run]:
 
 
 def load_runs(path: str | Path) -> list[Run]:
-    """Reads and checks a run file, or several one after another.
+    """Reads and checks a run file, or several one after another; cluster files are looked up beside it.
 
     Raises:
         ProfileError: one line that names the file, the line and what is wrong with it.
@@ -165,7 +166,7 @@ def load_runs(path: str | Path) -> list[Run]:
         elif header is None:
             raise ProfileError(f"{place}: expected a header with format '{FORMAT}'; is this a file of real runs?")
         else:
-            runs.append(_run(place, line, header))
+            runs.append(_run(place, line, header, Path(path).parent))
     if header is None:
         raise ProfileError(f"{path}: empty file; expected a header line and runs, as `cpsim run` writes them")
     return runs
@@ -182,13 +183,12 @@ def _header(place: str, line: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in line.items() if key not in ("format", "schema")}
 
 
-def _run(place: str, line: dict[str, Any], header: Mapping[str, Any]) -> Run:
+def _run(place: str, line: dict[str, Any], header: Mapping[str, Any], folder: Path) -> Run:
     if not isinstance(line.get("scenario"), dict):
         raise ProfileError(f"{place}: run without 'scenario'")
-    try:
-        scenario = scenario_from(line["scenario"])
-    except CpsimError as error:
-        raise ProfileError(f"{place}: scenario: {error}") from None
+    scenario = scenario_of(f"{place}: scenario", line["scenario"], folder)
+    if isinstance(scenario, CpsimError):
+        raise ProfileError(str(scenario))
     if "error" in line:
         return Run(scenario=scenario, error=str(line["error"]), header=header)
     passes = line.get("passes")

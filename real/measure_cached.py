@@ -40,16 +40,15 @@ def parameters(kind: str, tokens: int, num_sets: int) -> dict[str, Any]:
     return {"kind": kind, "nbytes": moved_bytes(kind, tokens), "reused": reused}
 
 
-def measure(writer: Writer, kind: str, tokens: int, num_sets: int, device: torch.device, *, rows: bool = False) -> None:
-    """Samples of one kernel in turns over so many sets, between two events; and where asked of many in a row."""
+def measure(writer: Writer, kind: str, tokens: int, num_sets: int, device: torch.device) -> None:
+    """Samples of one kernel in turns over so many sets, between two events; and of many in a row."""
     op, _ = memory_bound(kind, tokens, device, num_sets)
     for _ in range(num_sets):
         op()
     hold(LEAD_S, device)
-    samples, more = time_ops(op, 20, device), {}
-    if rows:
-        more = {f"{name}_s": in_a_row(op, device, captured=name == "graph") for name in ("stream", "graph")}
-    writer.add("cached", samples, **parameters(kind, tokens, num_sets), **more)
+    samples = time_ops(op, 20, device)
+    rows = {f"{name}_s": in_a_row(op, device, captured=name == "graph") for name in ("stream", "graph")}
+    writer.add("cached", samples, **parameters(kind, tokens, num_sets), **rows)
 
 
 def in_a_row(op: Callable[[], object], device: torch.device, *, captured: bool) -> float:
@@ -88,7 +87,7 @@ def main() -> None:
         for kind in TOUCHED:
             for tokens, num_sets in product(TOKENS if cuda else (16, 32), SETS):
                 if parameters(kind, tokens, num_sets)["reused"] <= LARGEST:
-                    measure(writer, kind, tokens, num_sets, device, rows=True)
+                    measure(writer, kind, tokens, num_sets, device)
             print(f"{kind} done", flush=True)
 
 

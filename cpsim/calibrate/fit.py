@@ -49,6 +49,8 @@ from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
 
 FOLDS = 5
+STANDS_IN = ("elementwise", "host", "collective", "transfer")
+"""Ops of another GPU's machines that count where there are none of this one's."""
 FEWEST_OF_GPU, LONG_CALL_S = 5, 3e-4
 """Calls of a kernel that say something about a GPU, and how long they take."""
 
@@ -91,7 +93,7 @@ def fit_profile(
             collective=fit_collective(chosen, everything, stand_in), elementwise=copies,
             host=fit_host(
                 [p for p in chosen if p["op"] == "host"], [p for p in chosen if p["op"] == "graph"],
-                copies.latency_s["copy"], stand_in,
+                [p for p in chosen if p["op"] == "cached" and "graph_s" in p], copies.latency_s["copy"], stand_in,
             ),
             interference=fit_interference(everything),
             load=fit_load([p for p in everything if p["op"] == "power"]), sigma={},
@@ -164,11 +166,11 @@ def _completed(
 def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     """All points that describe this GPU and the code as it is.
 
-    Memory-bound kernels of another GPU and calls of its hosts stand in only where this one's were not measured, and the
-    executor's own form of a kernel replaces others. Launches of the executor's single ops do not count: its programs
-    are captured. Of the pause between two iterations, which the timing code makes, and of each of PyTorch's own sweeps,
-    which take alike on all machines, the latest measurement counts. Overlaps count where the size of what was sent is
-    known and the communication came first.
+    Memory-bound kernels, collectives and transfers of another GPU and calls of its hosts stand in only where this one's
+    were not measured, and the executor's own form of a kernel replaces others. Launches of the executor's single ops do
+    not count: its programs are captured. Of the pause between two iterations, which the timing code makes, and of each
+    of PyTorch's own sweeps, which take alike on all machines, the latest measurement counts. Overlaps count where the
+    size of what was sent is known and the communication came first.
     """
     paused = [m.header["date"] for m in measurements if any(_is_pause(p) for p in m.points)]
     swept: dict[str, str] = {}
@@ -176,16 +178,13 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         swept |= {p["kind"]: max(swept.get(p["kind"], ""), m.header["date"]) for p in m.points if _is_sweep(p)}
     stepped = {p["kind"] for m in measurements for p in m.of("host") if in_steps(p)}
     paces = host_paces(measurements, gpu)
-    mine = {
-        (p["op"], p["kind"]) for m in measurements if m.header["gpu"] == gpu
-        for p in m.points if p["op"] == "elementwise" or (p["op"] == "host" and "rank" not in p and not _is_pause(p))
-    }  # fmt: skip
+    mine = {_what(p) for m in measurements if m.header["gpu"] == gpu for p in m.points if not _is_pause(p)}
     points = [
         p
         for m in measurements
         for p in on_mean_host(m, stepped, paces[m.source])
         if not (p["op"] in ("gemm", "layer_op") and m.header["gpu"] != gpu)
-        and not (m.header["gpu"] != gpu and (p["op"], p.get("kind")) in mine)
+        and not (m.header["gpu"] != gpu and p["op"] in STANDS_IN and _what(p) in mine)
         and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
@@ -193,6 +192,11 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
     ]
     own = {p["kind"] for p in points if p["op"] == "elementwise" and p.get("kernel") == "executor"}
     return [p for p in points if p["op"] != "elementwise" or p["kind"] not in own or p.get("kernel") == "executor"]
+
+
+def _what(point: Point) -> tuple[Any, ...]:
+    """What a point is a measurement of, sizes apart; launches of the executor's single ops are something else."""
+    return point["op"], point.get("kind"), point.get("num_ranks"), point["op"] == "host" and "rank" in point
 
 
 def _is_sweep(point: Point) -> bool:
@@ -337,9 +341,11 @@ def _grade(gpu: str, networks: Sequence[Measurements]) -> str:
     if networks and all("files" in m.header for m in networks):
         return "kernels measured here, network from logs of nccl-tests"
     others = sorted({m.header["gpu"] for m in networks} - {gpu})
-    if others:
-        return f"kernels measured here, network measured on {', '.join(others)} (same NVLink generation)"
-    return "measured here"
+    here = max((m.header["num_gpus"] for m in networks if m.header["gpu"] == gpu), default=0)
+    if not others:
+        return "measured here"
+    which = f"kernels and network of {here} GPUs measured here, of more" if here else "kernels measured here, network"
+    return f"{which} measured on {', '.join(others)} (same NVLink generation)"
 
 
 def _source(m: Measurements, gpu: str) -> dict[str, Any]:

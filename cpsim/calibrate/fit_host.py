@@ -69,14 +69,16 @@ def _fit_cache(points: Sequence[Point], stand_in: StandIn | None) -> tuple[float
 
 
 def fit_host(
-    points: Sequence[Point], captured: Sequence[Point], tiny_copy_s: float, stand_in: StandIn | None
-) -> HostParams:
+    points: Sequence[Point], captured: Sequence[Point], in_rows: Sequence[Point], tiny_copy_s: float,
+    stand_in: StandIn | None,
+) -> HostParams:  # fmt: skip
     """What hosts take for launches, and what events and graphs add.
 
-    `captured` are attention calls and messages in graphs, which tell a graph's launch and what events around an op add;
-    around a message to another GPU, if there are such. Without them tiny copies do: a graph of a chain takes the launch
-    and what a copy takes in a longer one; between two events it takes `tiny_copy_s`. A chain that goes to and from a
-    second stream takes more.
+    `captured` are attention calls and messages in graphs, which tell a graph's launch and what events around an op add.
+    Kernels count on hosts with one GPU and messages between several, where there are such. Without them tiny copies
+    do: a graph of a chain takes the launch and what a copy takes in a longer one; between two events it takes
+    `tiny_copy_s`. A chain that goes to and from a second stream takes more. `in_rows` are memory-bound kernels, timed
+    many in a row, too.
     """
     if stand_in and not points:
         return stand_in.profile.host
@@ -92,16 +94,20 @@ def fit_host(
         graph_s = max(0.0, graphs["graph_chain_16"] - 16 * each)
         gain_s = message_gain_s = max(0.0, tiny_copy_s - each)
     if captured:
-        graph_s, gain_s, _ = np.median([graph_costs(p) for p in captured], axis=0).tolist()
-        message_gain_s = float(np.median([graph_costs(p)[2] for p in between_gpus(captured)])) + 2 * cross_s
+        graph_s, gain_s, _ = np.median([graph_costs(p) for p in _on_one_gpu(captured)], axis=0).tolist()
+        message_gain_s = float(np.median([graph_costs(p)[2] for p in _between_gpus(captured)])) + 2 * cross_s
     launched = [p for p in captured if "streamed_many_s" in p]
     streamed_s = streamed_message_s = 0.0
     if launched:
-        streamed_s = float(np.median([stream_gains(p)[0] for p in launched]))
-        streamed_message_s = float(np.median([stream_gains(p)[1] for p in between_gpus(launched)]))
+        streamed_s = float(np.median([stream_gains(p)[0] for p in _on_one_gpu(launched)]))
+        streamed_message_s = float(np.median([stream_gains(p)[1] for p in _between_gpus(launched)]))
     elif stand_in:
         streamed_s = stand_in.profile.host.streamed_gain_s
         streamed_message_s = stand_in.profile.host.streamed_message_gain_s
+    sweep_s = stand_in.profile.host.captured_sweep_gain_s if stand_in else None
+    streamed_sweep_s = stand_in.profile.host.streamed_sweep_gain_s if stand_in else None
+    if in_rows:
+        sweep_s, streamed_sweep_s = (_sweep_gain(in_rows, name) for name in ("graph_s", "stream_s"))
     held = [p for p in captured if "held_s" in p]
     small = [p for p in held if p["tokens"] == min(q["tokens"] for q in held)]  # whose operands are soon read
     queued = [float(np.median(p["held_s"])) - graph_call(p) for p in held]
@@ -111,6 +117,7 @@ def fit_host(
         graph_queued_s=float(np.median(queued or 0.0)), cold_start_s=float(np.median(cold or 0.0)),
         graph_cross_s=cross_s, captured_gain_s=gain_s, captured_kernel_s=each, captured_message_gain_s=message_gain_s,
         streamed_gain_s=streamed_s, streamed_message_gain_s=streamed_message_s,
+        captured_sweep_gain_s=sweep_s, streamed_sweep_gain_s=streamed_sweep_s,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
 
@@ -137,8 +144,18 @@ def median_launches(points: Sequence[Point]) -> dict[str, float]:
     return {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
 
 
-def between_gpus(points: Sequence[Point]) -> Sequence[Point]:
-    """The `graph` points of several GPUs, if there are any; on one the message goes to the GPU itself."""
+def _sweep_gain(points: Sequence[Point], in_a_row: str) -> float:
+    """What events around a memory-bound kernel add to what one of many takes."""
+    return float(np.median(measured(points) - [point[in_a_row] for point in points]))
+
+
+def _on_one_gpu(points: Sequence[Point]) -> Sequence[Point]:
+    """Those of hosts with one GPU, if there are such: no rank waits for another there."""
+    return [p for p in points if p["num_gpus"] == 1] or points
+
+
+def _between_gpus(points: Sequence[Point]) -> Sequence[Point]:
+    """Those of several GPUs, if there are such: on one a message goes to the GPU itself."""
     return [p for p in points if p["num_gpus"] > 1] or points
 
 

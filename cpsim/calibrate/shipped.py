@@ -19,9 +19,8 @@ DATA: Final = Path(__file__).parent / "data"
 def recipes() -> dict[str, dict[str, Any]]:
     """By profile, in the order in which they can be made: patterns of its measurement `files`, and what stands in.
 
-    Of files under `only` no more than points of one op count. That of one H200 by itself has nothing but attention:
-    where a host has several GPUs, every kernel takes 1.6 us more, which shows in memory-bound ones. For the same reason
-    its sweeps are TorchScript's merge alone, which had been measured on tensors laid out otherwise. Kinds of ops and
+    Of files under `only` no more than points of one op count, since others have the rest. Of `h200-sweeps-2` there is
+    TorchScript's merge alone, which had been measured on tensors laid out otherwise. Kinds of ops and
     kernels under `without` do not count: reductions of layers in later files of a GPU, since they are compiled for the
     rows that they first meet and take from half as long to three times as long as in another process; five calls of
     fa4_sparse in `h100-masked-blocks-math`, from which others of them are predicted 11 % off.

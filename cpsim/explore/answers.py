@@ -238,7 +238,7 @@ class Answers:
 
 
 def _key(what: str, scenario: Scenario) -> str:
-    return f"{what} {case_key(scenario)} {scenario.profile}"
+    return f"{what} {case_key(scenario)} {scenario.cluster} {scenario.profile}"
 
 
 def _largest(cell: Scenario) -> tuple[int, float]:

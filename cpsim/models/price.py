@@ -31,6 +31,7 @@ from cpsim.schedule import (
     ATTENTION_KINDS,
     COLLECTIVE_KINDS,
     COMMUNICATION_KINDS,
+    MEMORY_BOUND_KINDS,
     READ,
     STREAMS,
     Int8,
@@ -244,9 +245,11 @@ class Pricing:
     def _without_events(self, schedule: Schedule, *durations: Floats) -> None:
         """Ops without the events between which they were measured; where they are captured, with waits of streams."""
         host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
-        of_kernels, of_messages = host.gains_s(self.captured)
+        of_sweeps, of_kernels, of_messages = host.gains_s(self.captured)
+        sweeps = is_one_of(schedule.kind, MEMORY_BOUND_KINDS)
+        gain = np.select([talks, sweeps], [of_messages, of_sweeps], of_kernels)
         for seconds in durations:  # an op takes at least half of what was measured
-            seconds -= np.minimum(np.where(talks, of_messages, of_kernels), seconds / 2)
+            seconds -= np.minimum(gain, seconds / 2)
         if self.captured:
             crossing = _crossings(
                 schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep

@@ -8,10 +8,10 @@ import numpy as np
 
 from cpsim.compiled import compiled
 from cpsim.errors import ScheduleError
-from cpsim.schedule import ATTENTION_KINDS, READ, STREAMS, UPDATE, Kind, Schedule, is_one_of
+from cpsim.schedule import ATTENTION_KINDS, MEMORY_BOUND_KINDS, READ, STREAMS, UPDATE, Kind, Schedule, is_one_of
 from cpsim.validation.fault import fail
 
-ONE_LANE: Final = (*ATTENTION_KINDS, Kind.MERGE, Kind.ACCUMULATE, Kind.COPY, Kind.GEMM, Kind.ELEMENTWISE)
+ONE_LANE: Final = (*ATTENTION_KINDS, *MEMORY_BOUND_KINDS, Kind.GEMM)
 
 
 def check_columns(s: Schedule) -> None:

@@ -126,7 +126,7 @@ def test_few_calls_at_a_head_dimension_rest_on_a_gpu_alike():
     errors = {}
     for name, alike in (("alike", theirs), ("alone", None)):
         made = fit_attention._with_head_dims(("cudnn", "bwd"), own, points[:16], alike)
-        assert [each.head_dim for each in made.head_dims] == [64]
+        assert [each.head_dim for each in made.head_dims] == ([64, 256] if alike else [64])
         errors[name] = np.abs(np.log(predicted_attention(made, points[16:]) / exact[16:])).mean()
     assert errors["alike"] < 0.005 < errors["alone"]
 
@@ -286,6 +286,69 @@ def test_what_kernels_and_messages_of_a_stream_save_is_told_by_calls_that_were_l
     found = fit_host.fit_host(chains(), [point], [], 5e-6, None)
     assert found.streamed_gain_s == pytest.approx(2e-6)
     assert each + 9e-6 - found.streamed_message_gain_s == pytest.approx(pair)
+
+
+def test_kernels_in_graphs_count_on_one_gpu_and_messages_between_several_and_memory_bound_ones_in_rows():
+    def point(num_gpus, gain, message_gain):
+        each, message = 60e-6, 9e-6
+        pair = each + message - message_gain
+        times = {"many_s": 69e-6 + 8 * each, "both_s": 69e-6 + 8 * pair, "attention_s": each + gain}
+        lists = {name: [seconds] for name, seconds in (times | {"message_s": message}).items()}
+        return {"op": "graph", "tokens": 1, "rounds": 8, "samples_s": [69e-6], "num_gpus": num_gpus, **lists}
+
+    row = {"op": "cached", "samples_s": [9e-6], "graph_s": 7e-6, "stream_s": 8.5e-6}
+    found = fit_host.fit_host([], [point(1, 3e-6, 1e-6), point(2, 5e-6, -2e-6)], [row], 5e-6, None)
+    assert found.captured_gain_s == pytest.approx(3e-6)
+    assert found.captured_message_gain_s == pytest.approx(-2e-6)
+    assert found.gains_s(True) == pytest.approx((2e-6, 3e-6, -2e-6))
+    assert found.gains_s(False) == pytest.approx((5e-7, 0.0, 0.0))
+    alone = fit_host.fit_host([], [point(1, 3e-6, 1e-6)], [], 5e-6, None)
+    assert alone.gains_s(True) == pytest.approx((3e-6, 3e-6, 1e-6))
+
+
+def test_times_of_kernels_are_read_as_between_events_of_a_host_with_one_gpu(tmp_path):
+    def read(op="attention", **header):
+        given = {"format": "cpsim-measurement", "schema": 1, "gpu": "NVIDIA H200", "clock_source": "CUDA events"}
+        given |= dict.fromkeys(("torch", "date", "commit", "command"), "") | header
+        point = {"op": op, "samples_s": [2e-5, 4e-5], "attention_s": [3e-5], "kind": "ring"}
+        (tmp_path / "m.jsonl").write_text(json.dumps(given) + "\n" + json.dumps(point) + "\n")
+        return measurement.load(tmp_path / "m.jsonl").points[0]
+
+    one, several = measurement.EVENTS_S
+    more = several - one
+    assert read(num_gpus=1)["samples_s"] == [2e-5, 4e-5]
+    assert read(num_gpus=2)["samples_s"] == pytest.approx([2e-5 - more, 4e-5 - more])
+    assert read(num_gpus=1, gpus_of_host=4) == read(num_gpus=4)
+    assert read(num_gpus=1, events_s=one + 5e-7)["samples_s"] == pytest.approx([1.95e-5, 3.95e-5])
+    assert read("transfer", num_gpus=2)["samples_s"] == [2e-5, 4e-5]
+    assert read(num_gpus=2, clock_source="time.perf_counter")["samples_s"] == [2e-5, 4e-5]
+    graph = read("graph", num_gpus=2)
+    assert (graph["samples_s"], graph["num_gpus"]) == ([2e-5, 4e-5], 2)
+    assert graph["attention_s"] == pytest.approx([3e-5 - more])
+
+
+def test_events_cost_what_headers_say_and_memory_bound_kernels_of_all_hosts_then_take_alike():
+    one, several = measurement.EVENTS_S
+    for name, seconds in (("h100-graphs-1", one), ("h100x2-graphs-1", several), ("h100x2-graphs-2", several)):
+        assert measurement.load(DATA / f"{name}.jsonl").header["events_s"] == pytest.approx(seconds, rel=0.03)
+    alone, beside = (
+        fit_host.fit_elementwise(measurement.load(DATA / f"{name}.jsonl").points, None).latency_s
+        for name in ("h200-kernels-single", "h200-kernels-0")
+    )
+    assert len(alone) >= 5
+    assert all(abs(alone[kind] - beside[kind]) < 0.25 * (several - one) for kind in alone)
+
+
+def test_head_dimensions_that_only_a_gpu_alike_was_measured_with_change_a_kernel_as_there():
+    base = load_profile("h200").attention_params("cudnn", "fwd")
+    points = [p for p in measurement.load(DATA / "h100-kernels-4.jsonl").points
+              if p["op"] == "attention" and (p["kernel"], p["pass"]) == ("cudnn", "fwd")][:40]  # fmt: skip
+    fitted = fit_attention.fit_kernel(("cudnn", "fwd"), points, 132, alike=base)
+    assert {p["head_dim"] for p in points} == {128}
+    assert [other.head_dim for other in fitted.head_dims] == [other.head_dim for other in base.head_dims] == [64, 256]
+    for other, theirs in zip(fitted.head_dims, base.head_dims, strict=True):
+        assert other.pair_s / fitted.pair_s == pytest.approx(theirs.pair_s / base.pair_s)
+        assert other.anatomy == theirs.anatomy
 
 
 def test_a_shape_that_was_measured_twice_is_held_out_twice():

@@ -201,3 +201,13 @@ def test_runs_are_compared_without_the_planning_that_predictions_charge(tmp_path
     file.write_text(json.dumps(line) + "\n")
     (entry,) = load_predictions(file)
     assert (entry.time_s, entry.time_s_low, entry.time_s_high) == pytest.approx((0.02, 0.01, 0.04))
+
+
+def test_a_run_whose_cluster_file_is_gone_is_left_out_alone():
+    runs = [run(0.01, cluster="gone.json"), run(0.01)]
+    found = compare([predicted(0.01, cluster="gone.json"), predicted(0.011)], runs)
+    assert [pair.error for pair in found.pairs] == pytest.approx([0.1])
+    ((scenario, why),) = found.failed
+    assert scenario.cluster == "gone.json"
+    assert "gone.json" in why
+    assert "\n" not in why

@@ -58,6 +58,14 @@ def test_fit_finds_the_network_that_made_the_measurements(num_nics):
     assert "made.jsonl" in fabric.source
 
 
+@pytest.mark.parametrize("sockets", [False, True])
+def test_a_flow_that_only_what_flows_share_holds_up_is_as_fast_as_that(sockets):
+    proxy = {"proxy": 5e9} if sockets else {}
+    fabric = fit_fabric([made(8e-5, 1e12, 4e9, 1, noise=0.02, **proxy)], sockets=sockets)
+    shared = fabric.proxy_bandwidth_bytes_per_s if sockets else fabric.nic_bandwidth_bytes_per_s
+    assert fabric.flow_bandwidth_bytes_per_s == shared == pytest.approx(5e9 if sockets else 4e9, rel=0.05)
+
+
 def test_flows_that_never_leave_their_node_say_nothing_of_the_network_between_nodes():
     between = made(8e-5, 2.5e9, 4e9, 2, noise=0.02)
     shared = {"op": "fabric", "kind": "inside", "num_nodes": 2, "gpus_per_node": 2}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cpsim.calibrate import measurement
+from cpsim.cluster import load_cluster
 from cpsim.errors import CpsimError
 from cpsim.runs import PassRun, Run, Writer, case_key, load_runs
 from cpsim.scenario import scenario_from
@@ -65,6 +66,16 @@ def test_files_keep_everything_and_may_be_joined(file):
     assert load_runs(file(once)) == [run(), failed]
     again = once.replace("H200", "H100")
     assert [entry.header["gpu"] for entry in load_runs(file(once, again))] == ["NVIDIA H200"] * 2 + ["NVIDIA H100"] * 2
+
+
+def test_cluster_files_of_runs_are_looked_up_beside_them_and_their_folder_does_not_count(file):
+    path = file(written(run(cluster="mine.json")))
+    cluster = json.loads(json.dumps(load_cluster("h200-4").to_dict())) | {"name": "mine", "gpus_per_node": 2}
+    (path.parent / "mine.json").write_text(json.dumps(cluster | {"num_gpus": 2}))
+    (found,) = load_runs(path)
+    assert found.scenario.resolve_cluster().gpus_per_node == 2
+    assert found.key == case_key(scenario_from(CASE | {"cluster": "elsewhere/mine.json"}))
+    assert found.key != case_key(scenario_from(CASE | {"cluster": "yours.json"}))
 
 
 def test_total_and_local_tokens_are_the_same_case():

@@ -1,7 +1,8 @@
 """Writes the validation set: cases.jsonl (one machine of four H200), emulated.jsonl (two emulated nodes of two),
 documents.jsonl (many short documents on two), drawn.jsonl, drawn-2.jsonl and drawn-3.jsonl (problems drawn at random,
 on two; those of the second are mostly for other people's code and for planners, the third has as many of both again),
-small-others.jsonl (few tokens in other people's code, on two), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl,
+small-others.jsonl (few tokens in other people's code, on two), two-h100.jsonl and two-h100-2.jsonl (problems drawn at
+random, on two H100), pair-of-nodes.jsonl (two emulated nodes of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl,
 one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4 and -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and
 one-h200-layers-2.jsonl (calls of attention and whole layers drawn at random, on one GPU; those of one-h200-5 of any
 number of tokens), ranks/cases.jsonl, -2, -3 and -others (problems of 2 to 96 GPUs, drawn at random, of which single
@@ -10,7 +11,7 @@ ranks are measured on one GPU) and the folder eight (one run on eight H200 of on
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2, 1, 1 and 1 minutes:
+What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 6, 4, 2, 2, 1, 2, 1, 2, 2, 2, 2, 2, 1, 1 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl
@@ -19,6 +20,10 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 2, 1, 2, 1, 2, 2, 2, 2, 2,
     cpsim run validation/drawn-2.jsonl --seconds 0.1 --out validation/runs/h200-drawn-2.jsonl
     cpsim run validation/drawn-3.jsonl --seconds 0.1 --out validation/runs/h200-drawn-3.jsonl
     cpsim run validation/small-others.jsonl --seconds 0.1 --out validation/runs/h200-small-others.jsonl
+    cpsim run validation/two-h100.jsonl --seconds 0.1 --out validation/runs/h100-two.jsonl
+    cpsim run validation/two-h100-2.jsonl --seconds 0.1 --out validation/runs/h100-two-2.jsonl
+    cd validation/runs && torchrun --nproc-per-node 2 -m real.run ../pair-of-nodes.jsonl --emulate-nodes 2 \
+        --seconds 0.1 --out h100-emulated.jsonl
     cpsim run validation/one-h100.jsonl --seconds 0.1 --out validation/runs/h100.jsonl
     cpsim run validation/one-h100-layers.jsonl --seconds 0.2 --out validation/runs/h100-layer.jsonl
     cpsim run validation/one-h200.jsonl --seconds 0.1 --out validation/runs/h200-one.jsonl
@@ -418,10 +423,10 @@ def emulated() -> Iterator[Case]:
     yield from (case | nodes for case in masked((ZIGZAG, GATHER_ZIGZAG, USP, DCP, DCP_PAPER)))
 
 
-def two_h100() -> Iterator[Case]:
+def two_h100(seed: int, kernels: Mapping[str, int]) -> Iterator[Case]:
     """Problems of both kinds drawn at random, on two H100."""
-    lots = by_lot(31, {"fa4": 8, "fa2": 8, "sdpa_flash": 4, "cudnn": 4})
-    yield from (case | {"cluster": "dgx-h100"} for part in (lots, theirs_by_lot(32)) for case in part)
+    parts = by_lot(seed, kernels), theirs_by_lot(seed + 1)
+    yield from (case | {"cluster": "dgx-h100"} for part in parts for case in part)
 
 
 def pair_of_nodes() -> Iterator[Case]:
@@ -498,7 +503,8 @@ def files() -> dict[Path, str]:
         FOLDER / "drawn-2.jsonl": text(theirs_by_lot(12)),
         FOLDER / "drawn-3.jsonl": text(case for part in (by_lot(15, LOTS), theirs_by_lot(16)) for case in part),
         FOLDER / "small-others.jsonl": text(small_others()),
-        FOLDER / "two-h100.jsonl": text(two_h100()),
+        FOLDER / "two-h100.jsonl": text(two_h100(31, {"fa4": 8, "fa2": 8, "sdpa_flash": 4, "cudnn": 4})),
+        FOLDER / "two-h100-2.jsonl": text(two_h100(33, {"fa2": 8, "sdpa_flash": 4, "cudnn": 4})),
         FOLDER / "pair-of-nodes.jsonl": text(pair_of_nodes()),
         FOLDER / "one-h100.jsonl": text(one_gpu("dgx-h100", 13)),
         FOLDER / "one-h100-layers.jsonl": text(one_gpu_layers("dgx-h100", 14)),

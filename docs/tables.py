@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpsim.calibrate.fit import current
 from cpsim.calibrate.fit_network import errors_of_slowdowns
@@ -24,20 +25,14 @@ from cpsim.runs import load_runs
 
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"
-NETWORK = (
-    "collective all_gather",
-    "collective reduce_scatter",
-    "collective all_to_all",
-    "collective all_reduce",
-    "transfer",
-)
 KERNELS = "fa4", "fa2", "cudnn", "sdpa_flash", "flex", "sdpa_math"
 MODELS = (
     *(f"attention {pass_} {kernel}" for kernel in KERNELS for pass_ in ("fwd", "bwd")),
     "memory-bound",
     "matrix products",
     "elementwise of layers",
-    *NETWORK,
+    *(f"collective {kind}" for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")),
+    "transfer",
 )  # fmt: skip
 RING = {
     "test_plan": "plan",
@@ -70,11 +65,15 @@ RUNS = {
     "h200-flex": "2 and 4 H200, FlexAttention, causal and sparse masks",
     "h100": "1 H100, drawn at random: fa2, sdpa_flash, cudnn, FlexAttention, naive attention",
     "h100-2": "1 more H100, 46 others",
+    "h100-two": "2 H100, drawn at random, before anything of two H100 was measured",
+    "h100-two-others": "2 more H100, few tokens in other people's code",
+    "h100-two-others-again": "2 more H100, the same a minute later",
     "h100-layer": "1 H100, whole layers of three models drawn at random",
     "h100-layer-2": "1 more H100, 18 others",
     "h200-emulated": "2 emulated nodes of 2 H200",
     "h200-emulated-planned": "2 emulated nodes of 2 H200, another machine",
     "h200-emulated-flex": "2 emulated nodes of 2 H200, a third machine, mostly FlexAttention",
+    "h100-emulated": "2 emulated nodes of 1 H100, whose sockets were measured just before",
 }
 COMMANDS = {
     "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",
@@ -87,14 +86,18 @@ def accuracy_table() -> str:
     h200, h100 = ({row["model"]: row for row in load_profile(name).held_out} for name in ("h200", "h100"))
     lines = ["| model | H200: mean / 95 of 100 / worst (points) | H100 |", "| --- | --- | --- |"]
     for model in MODELS:
-        other = "network of H200" if model in NETWORK else _errors(h100[model])
-        lines.append(f"| {model} | {_errors(h200[model])} | {other} |")
-    slowed = errors_of_slowdowns(current(measurements("h200"), load_profile("h200").gpu))
-    for what, errors in zip(("kernels by communication", "communication by kernels"), slowed, strict=True):
-        errors = np.abs(errors)
-        row = {"mean_absolute": errors.mean(), "p95": np.quantile(errors, 0.95), "worst": errors.max()}
-        lines.append(f"| slowdown of {what} | {_errors(row | {'points': len(errors)})} | that of H200 |")
+        lines.append(f"| {model} | {_errors(h200[model])} | {_errors(h100[model])} |")
+    slowed = [errors_of_slowdowns(current(measurements(name), load_profile(name).gpu)) for name in ("h200", "h100")]
+    for i, what in enumerate(("kernels by communication", "communication by kernels")):
+        lines.append(f"| slowdown of {what} | {' | '.join(_errors(_summary(errors[i])) for errors in slowed)} |")
     return "\n".join(lines)
+
+
+def _summary(errors: NDArray[np.float64]) -> dict[str, Any]:
+    """What a profile says of a model's errors."""
+    errors = np.abs(errors)
+    spread = {"p95": np.quantile(errors, 0.95), "worst": errors.max()}
+    return {"mean_absolute": errors.mean(), **spread, "points": len(errors)}
 
 
 def _errors(row: dict[str, Any]) -> str:

@@ -26,6 +26,7 @@ import torch
 
 from cpsim.calibrate.measurement import Writer, cut_broken_end, known_points, point_key
 from cpsim.launch import PROGRESS
+from cpsim.schedule import Pass
 from real import measure_cached as caches
 from real import measure_executor as executor
 from real import measure_host as others
@@ -136,10 +137,10 @@ class Calibration:
                 for kind, samples in times.items():
                     node.add("host", samples, kind=kind, rank=rank)
 
-        def captured(tokens: int) -> None:
-            found = executor.measure_graph(node, tokens)
+        def captured(tokens: int, pass_: Pass) -> None:
+            found = executor.measure_graph(node, tokens, pass_)
             if node.writer is not None:
-                executor.add_graph(node.writer, tokens, found)
+                executor.add_graph(node.writer, executor.graph_parameters(tokens, pass_), found)
 
         def pauses(protocol: str) -> None:
             node.add("host", executor.pause(node, protocol), kind=f"pause_{protocol}")
@@ -158,8 +159,8 @@ class Calibration:
         if node.size > 1:
             yield Task(point_key("host", kind="all_gather"), partial(network.measure_host, node))
         yield Task(point_key("host", kind="graph_chain_16"), graphs)
-        for tokens in executor.GRAPH_TOKENS if node.cuda else ():
-            yield Task(point_key("graph", nbytes=executor.graph_bytes(tokens)), partial(captured, tokens))
+        for call in product(executor.GRAPH_TOKENS if node.cuda else (), executor.PASSES):
+            yield Task(point_key("graph", **executor.graph_parameters(*call)), partial(captured, *call))
         for protocol in ("synced", "streamed"):
             yield Task(point_key("host", kind=f"pause_{protocol}"), partial(pauses, protocol))
 

@@ -14,7 +14,9 @@ import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ import torch.distributed as dist
 from cpsim.calibrate.measurement import Writer
 from cpsim.errors import InfeasibleError
 from cpsim.scenario import scenario_from
-from cpsim.schedule import Kind
+from cpsim.schedule import Kind, Pass
 from real import attention, elementwise
 from real.check_executor import CASES
 from real.implementations.cpsim import make
@@ -37,7 +39,8 @@ LOAD_S = 1.3
 """NVML averages power over a second."""
 MEMORY_BOUND = ("copy", "copy_heads", "accumulate", "accumulate_first", "merge", "merge_first", "merge_last")
 HEADS, DIM = 32, 128
-GRAPH_TOKENS, GRAPH_HEADS, GRAPH_ROUNDS = (1024, 1536, 2048, 3072, 4096), 8, 8
+GRAPH_TOKENS, GRAPH_HEADS, GRAPH_ROUNDS, GRAPH_KERNEL = (1024, 1536, 2048, 3072, 4096), 8, 8, "sdpa_flash"
+PASSES: tuple[Pass, ...] = ("fwd", "bwd")
 STREAMED_LEAD_S = 5e-3
 """That hosts have to launch a row of calls and messages one by one."""
 
@@ -191,7 +194,7 @@ def graph_times(node: Node) -> dict[str, list[float]]:
     return found
 
 
-def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
+def measure_graph(node: Node, tokens: int, pass_: Pass, kernel: str = GRAPH_KERNEL) -> dict[str, list[float]]:
     """Seconds of ops in graphs and between two events, the maximum over ranks.
 
     Attention and a message to the next rank (to this one where it is alone), each between two events; graphs of one
@@ -203,9 +206,12 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
     """
     if not node.cuda:
         return {}
-    q, k, v, got = (torch.randn(tokens, GRAPH_HEADS, DIM, device=node.device, dtype=torch.bfloat16) for _ in range(4))
+    shape = {"device": node.device, "dtype": torch.bfloat16}
+    q, k, v, dout, got = (torch.randn(tokens, GRAPH_HEADS, DIM, **shape) for _ in range(5))
     call = attention.prepare((tokens,), (tokens,), causal=True, device=node.device)
-    attend = partial(attention.forward, "sdpa_flash", q, k, v, call)
+    attend = partial(attention.forward, kernel, q, k, v, call)
+    if pass_ == "bwd":
+        attend = partial(attention.backward, kernel, dout, q, k, v, *attend(), call)
     group, side = node.group(tuple(range(node.size)), "comm"), torch.cuda.Stream(priority=-1)
     peers = (node.rank + 1) % node.size, (node.rank - 1) % node.size
 
@@ -231,15 +237,16 @@ def measure_graph(node: Node, tokens: int) -> dict[str, list[float]]:
     return found | {f"streamed_{name}_s": _launched(node, calls, ahead) for name, calls in rounds.items()}
 
 
-def graph_bytes(tokens: int) -> int:
-    """Of the message in `measure_graph`."""
-    return tokens * GRAPH_HEADS * DIM * torch.bfloat16.itemsize
+def graph_parameters(tokens: int, pass_: Pass, kernel: str = GRAPH_KERNEL) -> dict[str, Any]:
+    """What `measure_graph` measures."""
+    nbytes = tokens * GRAPH_HEADS * DIM * torch.bfloat16.itemsize
+    return {"kernel": kernel, "pass": pass_, "tokens": tokens, "nbytes": nbytes}
 
 
-def add_graph(writer: Writer, tokens: int, found: dict[str, list[float]]) -> None:
+def add_graph(writer: Writer, parameters: dict[str, Any], found: dict[str, list[float]]) -> None:
     """Writes what `measure_graph` found."""
     others = {name: [round(s, 10) for s in seconds] for name, seconds in found.items() if name != "one_s"}
-    writer.add("graph", found["one_s"], tokens=tokens, nbytes=graph_bytes(tokens), rounds=GRAPH_ROUNDS, **others)
+    writer.add("graph", found["one_s"], rounds=GRAPH_ROUNDS, **parameters, **others)
 
 
 def _replayed(
@@ -356,15 +363,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--sizes", type=int, default=14, help="sizes of every memory-bound kernel")
     parser.add_argument("--parts", default="launches,memory,power", help="what to measure, separated by commas")
+    parser.add_argument("--graphs", default=GRAPH_KERNEL, help="attention kernels in graphs, separated by commas")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
     with Node() as node:
         kernels = KERNELS if node.cuda else ("fa2",)
         versions = {k: attention.kernel_version(k) for k in kernels} if node.cuda else {}
-        header = provenance(node.device, node.size, versions, "torchrun -m real.measure_executor", args.commit)
+        command = f"torchrun -m real.measure_executor --parts {args.parts} --graphs {args.graphs}"
+        header = provenance(node.device, node.size, versions, command, args.commit)
         times = node.gather((launch_times(node, kernels) if "launches" in args.parts else {}) | graph_times(node))
         pauses = {f"pause_{protocol}": pause(node, protocol) for protocol in ("synced", "streamed")}
-        captured = {tokens: measure_graph(node, tokens) for tokens in GRAPH_TOKENS if node.cuda}
+        calls = product(GRAPH_TOKENS if node.cuda else (), PASSES, args.graphs.split(","))
+        captured = [(graph_parameters(*call), measure_graph(node, *call)) for call in calls]
         writer = None
         if node.rank == 0:
             writer = Writer(args.out.open("w", encoding="utf-8"), header)
@@ -376,8 +386,8 @@ def main() -> None:
                 print(f"{kind:24s} {np.median(np.concatenate([t.get(kind, []) for t in times])) * 1e6:7.1f} us")
             for kind, samples in pauses.items():
                 writer.add("host", samples, kind=kind)
-            for tokens, found in captured.items():
-                add_graph(writer, tokens, found)
+            for parameters, found in captured:
+                add_graph(writer, parameters, found)
             if "memory" in args.parts:
                 measure_memory_bound(node, writer, args.sizes)
         node.gather(None)

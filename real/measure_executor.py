@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cpsim.calibrate.measurement import Writer
+from cpsim.calibrate.measurement import LOAD_BYTES, Writer
 from cpsim.errors import InfeasibleError
 from cpsim.scenario import scenario_from
 from cpsim.schedule import Kind, Pass
@@ -307,8 +307,8 @@ def loads(node: Node, kernels: Sequence[str] = ("fa2", "fa4", "cudnn")) -> dict[
         kind: memory_bound(kind, 64 if small else 16384, node.device)[0] for kind in ("copy", "accumulate", "merge")
     }
     ranks = tuple(range(node.size))
-    group, count = node.group(ranks, "comm"), 2**12 if small else 2**26
     dtype = torch.float32 if small else torch.bfloat16
+    group, count = node.group(ranks, "comm"), 2**12 if small else LOAD_BYTES // dtype.itemsize
     x, y = (torch.zeros(count * n, dtype=dtype, device=node.device) for n in (1, node.size))
     after, before = (node.rank + 1) % node.size, (node.rank - 1) % node.size
 

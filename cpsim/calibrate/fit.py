@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.calibrate.fit_attention import fit_attention, rule_of, with_enough_calls
+from cpsim.calibrate.fit_attention import QUARTILES, fit_attention, rule_of, with_enough_calls
 from cpsim.calibrate.fit_host import (
+    FIRST_CALL,
+    called,
     fit_elementwise,
     fit_host,
     fit_load,
-    graph_costs,
+    graph_start,
     host_paces,
     host_speeds,
     in_steps,
@@ -86,17 +88,17 @@ def fit_profile(
     num_sms = int(kernels[0].header["num_sms"])
 
     def build(chosen: Sequence[Point]) -> Profile:
-        copies = fit_elementwise(chosen, stand_in)
+        copies, network = fit_elementwise(chosen, stand_in), fit_collective(chosen, everything, stand_in)
         return Profile(
             name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0],
             grade=_grade(gpus[0], networks), attention=fit_attention(chosen, num_sms, stand_in),
-            collective=fit_collective(chosen, everything, stand_in), elementwise=copies,
+            collective=network, elementwise=copies,
             host=fit_host(
                 [p for p in chosen if p["op"] == "host"], [p for p in chosen if p["op"] == "graph"],
                 [p for p in chosen if p["op"] == "cached" and "graph_s" in p], copies.latency_s["copy"], stand_in,
             ),
             interference=fit_interference(everything),
-            load=fit_load([p for p in everything if p["op"] == "power"]), sigma={},
+            load=fit_load([p for p in everything if p["op"] == "power"], network.port_bytes_per_s), sigma={},
             valid=_valid(points), held_out=(),
             provenance=tuple(_source(m, gpus[0]) for m in measurements),
             layers=fit_layers(chosen, num_sms, copies),
@@ -271,9 +273,10 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
     relative = [share / share.mean() for share in shares if share.mean() > 0.02]
     if relative:
         spread["interference"] = float(np.std(np.concatenate(relative)))
-    launches = [graph_costs(p)[0] for p in points if p["op"] == "graph"]
+    launches = [graph_start(p) for p in points if p["op"] == "graph" and called(p) == FIRST_CALL]
     if len(launches) > 1:
-        spread["graph"] = float(np.std(np.log(launches)))
+        low, high = np.quantile(np.log(launches), (0.25, 0.75))
+        spread["graph"] = float(high - low) / QUARTILES
     return spread
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from cpsim.calibrate.fit_layers import latency_and_bandwidth
-from cpsim.calibrate.measurement import ROUNDS, Measurements, Point
+from cpsim.calibrate.measurement import LOAD_BYTES, ROUNDS, Measurements, Point
 from cpsim.calibrate.residuals import measured
 from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
@@ -19,6 +20,9 @@ from cpsim.models.host import HostParams
 
 Floats = NDArray[np.float64]
 
+NO_GAINS: Final = {"fwd": 0.0, "bwd": 0.0, "memory-bound": 0.0, "message": 0.0}
+FIRST_CALL: Final = ("sdpa_flash", "fwd")
+"""Kernel and pass in graphs that every process measured, and older ones did not name."""
 MOST_GAIN = 0.95
 """Of a cache: share of the time that what it holds can save."""
 DISTURBED = 2.0
@@ -87,37 +91,29 @@ def fit_host(
     pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
     if stand_in:
         launch = {**stand_in.profile.host.launch_s, **launch}
-    graph_s = gain_s = message_gain_s = cross_s = each = 0.0
+    graph_s = cross_s = each = 0.0
+    gains = NO_GAINS, NO_GAINS if stand_in is None else stand_in.profile.host.streamed_gain_s
     if "graph_chain_16" in graphs:
         each, across = ((graphs[f"graph_{name}_64"] - graphs[f"graph_{name}_16"]) / 48 for name in ("chain", "across"))
         cross_s = max(0.0, across - each)
         graph_s = max(0.0, graphs["graph_chain_16"] - 16 * each)
-        gain_s = message_gain_s = max(0.0, tiny_copy_s - each)
+        gains = dict.fromkeys(NO_GAINS, max(0.0, tiny_copy_s - each)), gains[1]
     if captured:
-        graph_s, gain_s, _ = np.median([graph_costs(p) for p in _on_one_gpu(captured)], axis=0).tolist()
-        message_gain_s = float(np.median([graph_costs(p)[2] for p in _between_gpus(captured)])) + 2 * cross_s
-    launched = [p for p in captured if "streamed_many_s" in p]
-    streamed_s = streamed_message_s = 0.0
-    if launched:
-        streamed_s = float(np.median([stream_gains(p)[0] for p in _on_one_gpu(launched)]))
-        streamed_message_s = float(np.median([stream_gains(p)[1] for p in _between_gpus(launched)]))
-    elif stand_in:
-        streamed_s = stand_in.profile.host.streamed_gain_s
-        streamed_message_s = stand_in.profile.host.streamed_message_gain_s
-    sweep_s = stand_in.profile.host.captured_sweep_gain_s if stand_in else None
-    streamed_sweep_s = stand_in.profile.host.streamed_sweep_gain_s if stand_in else None
-    if in_rows:
-        sweep_s, streamed_sweep_s = (_sweep_gain(in_rows, name) for name in ("graph_s", "stream_s"))
-    held = [p for p in captured if "held_s" in p]
+        gains = _gains(captured, in_rows, "graph_s", graph_gains), gains[1]
+        gains[0]["message"] += 2 * cross_s
+    if launched := [p for p in captured if "streamed_many_s" in p]:
+        gains = gains[0], _gains(launched, in_rows, "stream_s", stream_gains)
+    alike = [p for p in captured if called(p) == FIRST_CALL]
+    if alike:
+        graph_s = float(np.median([graph_start(p) for p in _on_one_gpu(alike)]))
+    held = [p for p in alike if "held_s" in p]
     small = [p for p in held if p["tokens"] == min(q["tokens"] for q in held)]  # whose operands are soon read
     queued = [float(np.median(p["held_s"])) - graph_call(p) for p in held]
     cold = [float(np.median(p["evicted_s"]) - np.median(p["held_s"])) for p in small]
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
         graph_queued_s=float(np.median(queued or 0.0)), cold_start_s=float(np.median(cold or 0.0)),
-        graph_cross_s=cross_s, captured_gain_s=gain_s, captured_kernel_s=each, captured_message_gain_s=message_gain_s,
-        streamed_gain_s=streamed_s, streamed_message_gain_s=streamed_message_s,
-        captured_sweep_gain_s=sweep_s, streamed_sweep_gain_s=streamed_sweep_s,
+        graph_cross_s=cross_s, captured_kernel_s=each, captured_gain_s=gains[0], streamed_gain_s=gains[1],
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
 
@@ -144,9 +140,24 @@ def median_launches(points: Sequence[Point]) -> dict[str, float]:
     return {kind: float(np.median(times)) for kind, times in sorted(samples.items())}
 
 
-def _sweep_gain(points: Sequence[Point], in_a_row: str) -> float:
-    """What events around a memory-bound kernel add to what one of many takes."""
-    return float(np.median(measured(points) - [point[in_a_row] for point in points]))
+def _gains(
+    captured: Sequence[Point], in_rows: Sequence[Point], in_a_row: str, of: Callable[[Point], tuple[float, float]]
+) -> dict[str, float]:
+    """What events around ops add, as ``HostParams`` has it; ``of`` says it of the kernel and the message of a point."""
+    kernels: dict[str, list[float]] = {}
+    for p in _on_one_gpu(captured):
+        kernels.setdefault(" ".join(called(p)), []).append(of(p)[0])
+    found = {name: float(np.median(seconds)) for name, seconds in kernels.items()}
+    for pass_ in ("fwd", "bwd"):
+        found[pass_] = float(np.median([s for name, s in found.items() if name.endswith(pass_)] or [*found.values()]))
+    rows = measured(in_rows) - [p[in_a_row] for p in in_rows]
+    found["memory-bound"] = float(np.median(rows)) if len(rows) else found["fwd"]
+    return found | {"message": float(np.median([of(p)[1] for p in _between_gpus(captured)]))}
+
+
+def called(point: Point) -> tuple[str, str]:
+    """Kernel and pass of a `graph` point."""
+    return point.get("kernel", FIRST_CALL[0]), point.get("pass", FIRST_CALL[1])
 
 
 def _on_one_gpu(points: Sequence[Point]) -> Sequence[Point]:
@@ -165,14 +176,19 @@ def graph_call(point: Point) -> float:
     return (many - one) / float(point["rounds"])
 
 
-def graph_costs(point: Point) -> tuple[float, float, float]:
-    """Of a `graph` point: seconds from a graph's launch to its first kernel; what events around a kernel add; and what
-    those around a message add, less what kernels lose before and after it."""
+def graph_start(point: Point) -> float:
+    """Of a `graph` point: seconds from a graph's launch to its first kernel."""
+    return float(np.median(point["samples_s"])) - graph_call(point)
+
+
+def graph_gains(point: Point) -> tuple[float, float]:
+    """Of a `graph` point: what events around a kernel add; and what those around a message add, less what kernels lose
+    before and after it."""
     one, both, attention, message = (
         float(np.median(point[name])) for name in ("samples_s", "both_s", "attention_s", "message_s")
     )
     each, pair = graph_call(point), (both - one) / point["rounds"]
-    return one - each, attention - each, each + message - pair
+    return attention - each, each + message - pair
 
 
 def stream_gains(point: Point) -> tuple[float, float]:
@@ -189,15 +205,20 @@ def stream_gains(point: Point) -> tuple[float, float]:
 MEMORY_BOUND = ("copy", "accumulate", "merge")
 
 
-def fit_load(points: Sequence[Point]) -> dict[str, float]:
-    """Power that ops draw above an idle GPU's, relative to what the limit allows: the most that any load draws."""
+def fit_load(points: Sequence[Point], port_bytes_per_s: float) -> dict[str, float]:
+    """Power that ops draw above an idle GPU's, relative to what the limit allows: the most that any load draws.
+
+    Transfers draw it for their bytes, alike among two ranks and at half the rate among four: theirs is what they would
+    draw at the rate of a port.
+    """
     watts = {p["kind"]: float(np.mean(p["watts"])) for p in points}
     if not {"idle", "transfer", "all_gather", *MEMORY_BOUND} < watts.keys() or not all(watts.values()):
         return {}
     share = {kind: (w - watts["idle"]) / (max(watts.values()) - watts["idle"]) for kind, w in watts.items()}
+    seconds = next(float(np.median(p["samples_s"])) for p in reversed(points) if p["kind"] == "transfer")
     return {
         "memory-bound": float(np.mean([share[kind] for kind in MEMORY_BOUND])),
-        "transfer": share["transfer"], "collective": share["all_gather"],
+        "transfer": share["transfer"] * port_bytes_per_s * seconds / LOAD_BYTES, "collective": share["all_gather"],
     }  # fmt: skip
 
 

@@ -55,8 +55,8 @@ class Profile:
     host: HostParams
     interference: InterferenceParams
     load: Mapping[str, float]
-    """Power that ops draw above an idle GPU's, relative to what its limit allows: `memory-bound`, `transfer`,
-    `collective`."""
+    """Power that ops draw above an idle GPU's, relative to what its limit allows: `memory-bound`, `collective`, and
+    `transfer` at the rate of a port."""
     sigma: Mapping[str, float]
     """Relative (log) standard deviation of held-out errors by cost model: `attention fwd fa4`, `collective`,
     `collective all_gather`, `transfer`, `memory-bound`, `host`, `run to run`; and the spread between GPUs of one type
@@ -218,7 +218,7 @@ def _build(data: dict[str, Any]) -> Profile:
     )
     return Profile(
         name=str(data["name"]), gpu=str(data["gpu"]), grade=str(data["grade"]), attention=attention,
-        collective=collective, elementwise=ElementwiseParams(**data["elementwise"]), host=HostParams(**data["host"]),
+        collective=collective, elementwise=ElementwiseParams(**data["elementwise"]), host=_host_params(data["host"]),
         interference=InterferenceParams(**data["interference"]),
         load={k: float(v) for k, v in data["load"].items()},
         sigma={k: float(v) for k, v in data["sigma"].items()},
@@ -226,6 +226,16 @@ def _build(data: dict[str, Any]) -> Profile:
         held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
         layers=_layer_costs(data["layers"]) if "layers" in data else None,
     )  # fmt: skip
+
+
+def _host_params(value: dict[str, Any]) -> HostParams:
+    """Older files have one gain of all kernels, and one of messages."""
+    value = dict(value)
+    for how in ("captured", "streamed"):
+        message, gain = value.pop(f"{how}_message_gain_s", 0.0), value.get(f"{how}_gain_s", 0.0)
+        if not isinstance(gain, dict):
+            value[f"{how}_gain_s"] = dict.fromkeys(("fwd", "bwd", "memory-bound"), gain) | {"message": message}
+    return HostParams(**value)
 
 
 def _layer_costs(value: dict[str, Any]) -> LayerCosts:

@@ -30,32 +30,16 @@ class HostParams:
     """What the first kernel of a graph takes longer where the cache holds nothing of use, operands apart."""
     graph_cross_s: float = 0.0
     """What an op of a CUDA graph takes more where it follows an op of another stream."""
-    captured_gain_s: float
-    """What two events around a kernel add to its measured time; kernels of a CUDA graph do not pay it."""
-    captured_sweep_gain_s: float | None = None
-    """The same of a memory-bound kernel; None: as of others."""
     captured_kernel_s: float = 0.0
     """What a kernel takes in a CUDA graph that does next to nothing."""
-    captured_message_gain_s: float = 0.0
-    """The same of a message, less what it costs kernels of a CUDA graph to run before and after it."""
-    streamed_gain_s: float = 0.0
-    """What two events around a kernel add to its measured time; kernels that are launched one by one into a stream,
-    by a host that is ahead, do not pay it."""
-    streamed_sweep_gain_s: float | None = None
-    """The same of a memory-bound kernel; None: as of others."""
-    streamed_message_gain_s: float = 0.0
-    """The same of a message, less what it costs those kernels to run before and after it."""
+    captured_gain_s: Mapping[str, float]
+    """What two events around an op add to its measured time, which ops of a CUDA graph do not pay: attention by kernel
+    and pass, as in `cudnn fwd`, and by pass where a kernel was not measured (`fwd`, also of other products);
+    `memory-bound` kernels; a `message`, less what it costs kernels before and after it."""
+    streamed_gain_s: Mapping[str, float]
+    """The same of ops that are launched one by one into a stream, by a host that is ahead."""
     pause_s: Mapping[str, float]
     """By protocol: from the end of one iteration to the start of the next."""
-
-    def gains_s(self, captured: bool) -> tuple[float, float, float]:
-        """What ops take less than between two events, in a CUDA graph or in a stream: memory-bound kernels, other
-        kernels, and messages."""
-        kernels, sweeps, messages = (
-            (self.captured_gain_s, self.captured_sweep_gain_s, self.captured_message_gain_s) if captured else
-            (self.streamed_gain_s, self.streamed_sweep_gain_s, self.streamed_message_gain_s)
-        )  # fmt: skip
-        return kernels if sweeps is None else sweeps, kernels, messages
 
     def measured(self, names: Sequence[str]) -> float | None:
         """Seconds of the first of some launches that has been measured."""

@@ -244,10 +244,7 @@ class Pricing:
 
     def _without_events(self, schedule: Schedule, *durations: Floats) -> None:
         """Ops without the events between which they were measured; where they are captured, with waits of streams."""
-        host, talks = self.profile.host, is_one_of(schedule.kind, COMMUNICATION_KINDS)
-        of_sweeps, of_kernels, of_messages = host.gains_s(self.captured)
-        sweeps = is_one_of(schedule.kind, MEMORY_BOUND_KINDS)
-        gain = np.select([talks, sweeps], [of_messages, of_sweeps], of_kernels)
+        gain = np.array([self._gain_s(kind) for kind in Kind])[schedule.kind]
         for seconds in durations:  # an op takes at least half of what was measured
             seconds -= np.minimum(gain, seconds / 2)
         if self.captured:
@@ -255,7 +252,18 @@ class Pricing:
                 schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
             )
             for seconds in durations:
-                seconds += crossing * host.graph_cross_s
+                seconds += crossing * self.profile.host.graph_cross_s
+
+    def _gain_s(self, kind: Kind) -> float:
+        """What the events add between which ops of a kind were measured."""
+        host = self.profile.host
+        gains = host.captured_gain_s if self.captured else host.streamed_gain_s
+        if kind in COMMUNICATION_KINDS:
+            return gains["message"]
+        if kind in MEMORY_BOUND_KINDS:
+            return gains["memory-bound"]
+        pass_ = "bwd" if kind == Kind.ATTENTION_BACKWARD else "fwd"
+        return gains.get(f"{self.kernel} {pass_}", gains[pass_])
 
     def _settle(
         self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats,
@@ -263,8 +271,8 @@ class Pricing:
     ) -> tuple[Floats, Floats]:  # fmt: skip
         """Attention ops at the clock that each GPU settles at, from what runs on it in an iteration and between two.
 
-        Messages draw what their bytes do over NVLink, also where the network between nodes paces them. A GPU is idle
-        as long as the slowed iteration leaves it; where others are what takes long, it may make up for its clock.
+        Messages draw what their bytes do at the rate of a port, whatever paces them. A GPU is idle as long as the
+        slowed iteration leaves it; where others are what takes long, it may make up for its clock.
 
         Returns:
             Start and end of every op where nothing slows another.
@@ -278,7 +286,8 @@ class Pricing:
         loads = _LIMITED | dict(self.profile.load)
         load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])
         drawn, drawing = np.zeros(schedule.num_ranks), duration.copy()
-        drawing[paced] = np.minimum(drawing, schedule.nbytes / self.profile.collective.port_bytes_per_s)[paced]
+        by_bytes = paced | (schedule.kind == Kind.TRANSFER)
+        drawing[by_bytes] = np.minimum(drawing, schedule.nbytes / self.profile.collective.port_bytes_per_s)[by_bytes]
         lane_start, lane_rank, stream = unsigned(schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
         _add_drawn(drawn, load, schedule.kind, drawing, lane_start, lane_rank, stream)
         ranks = schedule.lane_rank[schedule.lane_start[attends]].astype(np.int64)

@@ -260,20 +260,20 @@ def test_what_a_captured_program_saves_is_told_by_attention_and_messages_in_grap
     }  # fmt: skip
     found = fit_host.fit_host(chains(), [point], [], 5e-6, None)
     assert found.graph_s == pytest.approx(7e-6)
-    assert found.captured_gain_s == pytest.approx(3e-6)
+    kernels = {"fwd": 3e-6, "bwd": 3e-6, "sdpa_flash fwd": 3e-6, "memory-bound": 3e-6}
+    messages = {"message": each + 9e-6 - pair + 2 * found.graph_cross_s}  # to its stream and back
+    assert found.captured_gain_s == pytest.approx(kernels | messages)
     assert found.captured_kernel_s == pytest.approx(1.5e-6)
     assert found.graph_queued_s == pytest.approx(2.5e-6)
     assert found.cold_start_s == pytest.approx(1.5e-6)
     assert found.graph_cross_s == pytest.approx(2e-6)
-    message = 9e-6 - found.captured_message_gain_s + 2 * found.graph_cross_s  # to its stream and back
-    assert each + message == pytest.approx(pair)
-    assert found.streamed_gain_s == found.streamed_message_gain_s == 0
+    assert found.streamed_gain_s == fit_host.NO_GAINS
     later = {name: [point[name][0] + 2e-6] for name in ("samples_s", "many_s", "both_s")}
-    assert fit._spreads([point, point | later])["graph"] == pytest.approx(np.log(9 / 7) / 2)
+    assert fit._spreads([point, point | later])["graph"] == pytest.approx(np.log(9 / 7) / 2 / 1.349)
 
     found = fit_host.fit_host(chains(), [], [], 5e-6, None)
     assert found.graph_s == pytest.approx(4e-6)
-    assert found.captured_gain_s == found.captured_message_gain_s == pytest.approx(3.5e-6)
+    assert found.captured_gain_s == pytest.approx(dict.fromkeys(fit_host.NO_GAINS, 3.5e-6))
 
 
 def test_what_kernels_and_messages_of_a_stream_save_is_told_by_calls_that_were_launched_one_by_one():
@@ -284,26 +284,37 @@ def test_what_kernels_and_messages_of_a_stream_save_is_told_by_calls_that_were_l
         "both_s": [one + 8 * pair], "attention_s": [63e-6], "message_s": [9e-6], "num_gpus": 1,
     } | {f"streamed_{name}_s": [seconds] for name, seconds in streamed.items()}  # fmt: skip
     found = fit_host.fit_host(chains(), [point], [], 5e-6, None)
-    assert found.streamed_gain_s == pytest.approx(2e-6)
-    assert each + 9e-6 - found.streamed_message_gain_s == pytest.approx(pair)
+    assert found.streamed_gain_s["fwd"] == pytest.approx(2e-6)
+    assert each + 9e-6 - found.streamed_gain_s["message"] == pytest.approx(pair)
 
 
 def test_kernels_in_graphs_count_on_one_gpu_and_messages_between_several_and_memory_bound_ones_in_rows():
-    def point(num_gpus, gain, message_gain):
+    def point(num_gpus, gain, message_gain, **call):
         each, message = 60e-6, 9e-6
         pair = each + message - message_gain
         times = {"many_s": 69e-6 + 8 * each, "both_s": 69e-6 + 8 * pair, "attention_s": each + gain}
         lists = {name: [seconds] for name, seconds in (times | {"message_s": message}).items()}
-        return {"op": "graph", "tokens": 1, "rounds": 8, "samples_s": [69e-6], "num_gpus": num_gpus, **lists}
+        return {"op": "graph", "tokens": 1, "rounds": 8, "samples_s": [69e-6], "num_gpus": num_gpus, **lists, **call}
 
     row = {"op": "cached", "samples_s": [9e-6], "graph_s": 7e-6, "stream_s": 8.5e-6}
-    found = fit_host.fit_host([], [point(1, 3e-6, 1e-6), point(2, 5e-6, -2e-6)], [row], 5e-6, None)
-    assert found.captured_gain_s == pytest.approx(3e-6)
-    assert found.captured_message_gain_s == pytest.approx(-2e-6)
-    assert found.gains_s(True) == pytest.approx((2e-6, 3e-6, -2e-6))
-    assert found.gains_s(False) == pytest.approx((5e-7, 0.0, 0.0))
-    alone = fit_host.fit_host([], [point(1, 3e-6, 1e-6)], [], 5e-6, None)
-    assert alone.gains_s(True) == pytest.approx((3e-6, 3e-6, 1e-6))
+    other = point(1, 1e-6, 1e-6, **{"kernel": "cudnn", "pass": "bwd"})
+    points = [point(1, 3e-6, 1e-6), other, point(2, 5e-6, -2e-6)]
+    kernels = {"sdpa_flash fwd": 3e-6, "cudnn bwd": 1e-6, "fwd": 3e-6, "bwd": 1e-6}
+    gains = kernels | {"memory-bound": 2e-6, "message": -2e-6}
+    assert fit_host.fit_host([], points, [row], 5e-6, None).captured_gain_s == pytest.approx(gains)
+    alone = fit_host.fit_host([], points[:2], [], 5e-6, None).captured_gain_s
+    assert alone == pytest.approx(gains | {"memory-bound": 3e-6, "message": 1e-6})
+
+
+def test_transfers_draw_power_by_their_bytes():
+    """On two H100 they ran nearly twice as fast as on four H200."""
+    for name in ("h200", "h100"):
+        assert 0.3 < load_profile(name).load["transfer"] < 0.33
+    watts = {"idle": 100, "copy": 400, "accumulate": 400, "merge": 400, "transfer": 200, "all_gather": 200, "fa4": 700}
+    points = [{"kind": kind, "watts": [w], "samples_s": [1e-3]} for kind, w in watts.items()]
+    found = fit_host.fit_load(points, 4e11)
+    assert found["transfer"] == pytest.approx(1 / 6 * 4e11 * 1e-3 / 2**27)
+    assert found["memory-bound"] == pytest.approx(0.5)
 
 
 def test_times_of_kernels_are_read_as_between_events_of_a_host_with_one_gpu(tmp_path):
@@ -664,6 +675,15 @@ def test_every_kind_of_op_has_a_launch_time():
     host = load_profile("h200").host
     for kind in Kind:
         assert 5e-6 < host.seconds(kind.name.lower(), "fa4") < 3e-4
+
+
+def test_gains_of_older_profiles_are_those_of_all_kernels():
+    older = json.loads(to_json(load_profile("h200")))
+    older["host"] |= {"captured_gain_s": 3e-6, "captured_message_gain_s": 1e-6}
+    del older["host"]["streamed_gain_s"]
+    host = from_json(older, "older").host
+    assert host.captured_gain_s == {"fwd": 3e-6, "bwd": 3e-6, "memory-bound": 3e-6, "message": 1e-6}
+    assert host.streamed_gain_s == fit_host.NO_GAINS
 
 
 def test_a_profile_has_measured_what_its_own_points_say_and_not_what_its_base_has():

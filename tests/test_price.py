@@ -162,7 +162,7 @@ def test_messages_are_priced_by_the_ranks_of_their_process_group():
         schedule, price = priced(strategy, gpus=gpus)
         sends = schedule.kind == Kind.TRANSFER
         alone = transfer_seconds(profile.collective, schedule.nbytes[sends], ranks)
-        alone -= profile.host.streamed_message_gain_s
+        alone -= profile.host.streamed_gain_s["message"]
         assert (price.work.duration_s[sends] >= alone).all()
         np.testing.assert_allclose(price.work.duration_s[sends], alone, rtol=0.05)
 
@@ -332,17 +332,19 @@ def test_ops_of_a_captured_program_that_follow_another_stream_take_longer():
 
 def test_kernels_of_a_stream_do_not_pay_for_events_around_them():
     profile = load_profile("h200")
-    gains = {"streamed_gain_s": 1e-6, "streamed_sweep_gain_s": 7e-7, "streamed_message_gain_s": 5e-7}
-    host = dataclasses.replace(profile.host, **gains)
-    none = dataclasses.replace(host, **dict.fromkeys(gains, 0.0))
+    none = dict.fromkeys(profile.host.streamed_gain_s, 0.0)
     schedule, _ = priced("ring", 2)
-    saved = np.subtract(*(
-        pricing(2, profile=dataclasses.replace(profile, host=h)).price(schedule).work.duration_s for h in (none, host)
-    ))  # fmt: skip
-    kinds = Kind.ATTENTION, Kind.MERGE, Kind.TRANSFER
-    for kind, gain_s in zip(kinds, gains.values(), strict=True):
-        np.testing.assert_allclose(saved[schedule.kind == kind], gain_s, rtol=0.1)  # the clock settles elsewhere
-    assert dataclasses.replace(host, streamed_sweep_gain_s=None).gains_s(False)[0] == 1e-6
+
+    def durations(**gains):
+        host = dataclasses.replace(profile.host, streamed_gain_s=none | gains)
+        return pricing(2, profile=dataclasses.replace(profile, host=host)).price(schedule).work.duration_s
+
+    for name, kind in (("fwd", Kind.ATTENTION), ("memory-bound", Kind.MERGE), ("message", Kind.TRANSFER)):
+        saved, of_kind = durations() - durations(**{name: 1e-6}), schedule.kind == kind
+        np.testing.assert_allclose(saved[of_kind], 1e-6, rtol=0.1)  # the clock settles elsewhere
+        np.testing.assert_allclose(saved[~of_kind], 0.0, atol=2e-7)
+    known = durations(**{"fwd": 1e-6, "fa4 fwd": 2e-6, "fa2 fwd": 3e-6})
+    np.testing.assert_allclose((durations() - known)[schedule.kind == Kind.ATTENTION], 2e-6, rtol=0.1)
 
 
 @pytest.mark.parametrize(("name", "mask", "varlen"), [
@@ -385,7 +387,7 @@ def test_uneven_all_to_alls_take_as_long_as_their_busiest_port_or_nic():
         else:
             curves = prices.profile.collective
             expected = collective_seconds(curves, "all_to_all", np.array([most * 8 / 7]), 8)[0]
-        gain = prices.profile.host.streamed_message_gain_s
+        gain = prices.profile.host.streamed_gain_s["message"]
         assert price.work.duration_s[op] == pytest.approx(expected - gain)
         moved = price.work.flow_bytes[price.work.flow_start[op] : price.work.flow_start[op + 1]]
         assert moved.sum() == pytest.approx(2 * nbytes.sum())

@@ -263,7 +263,7 @@ class Pricing:
         if kind in MEMORY_BOUND_KINDS:
             return gains["memory-bound"]
         pass_ = "bwd" if kind == Kind.ATTENTION_BACKWARD else "fwd"
-        return gains.get(f"{self.kernel} {pass_}", gains[pass_])
+        return gains.get(f"{self.kernel} {pass_}" if kind in ATTENTION_KINDS else pass_, gains[pass_])
 
     def _settle(
         self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats,

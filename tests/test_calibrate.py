@@ -260,7 +260,7 @@ def test_what_a_captured_program_saves_is_told_by_attention_and_messages_in_grap
     }  # fmt: skip
     found = fit_host.fit_host(chains(), [point], [], 5e-6, None)
     assert found.graph_s == pytest.approx(7e-6)
-    kernels = {"fwd": 3e-6, "bwd": 3e-6, "sdpa_flash fwd": 3e-6, "memory-bound": 3e-6}
+    kernels = {"fwd": 3e-6, "bwd": 3e-6, "sdpa_flash fwd": 3e-6, "memory-bound": 3.5e-6}  # as of tiny copies
     messages = {"message": each + 9e-6 - pair + 2 * found.graph_cross_s}  # to its stream and back
     assert found.captured_gain_s == pytest.approx(kernels | messages)
     assert found.captured_kernel_s == pytest.approx(1.5e-6)
@@ -303,7 +303,7 @@ def test_kernels_in_graphs_count_on_one_gpu_and_messages_between_several_and_mem
     gains = kernels | {"memory-bound": 2e-6, "message": -2e-6}
     assert fit_host.fit_host([], points, [row], 5e-6, None).captured_gain_s == pytest.approx(gains)
     alone = fit_host.fit_host([], points[:2], [], 5e-6, None).captured_gain_s
-    assert alone == pytest.approx(gains | {"memory-bound": 3e-6, "message": 1e-6})
+    assert alone == pytest.approx(gains | {"memory-bound": 0.0, "message": 1e-6})
 
 
 def test_transfers_draw_power_by_their_bytes():

@@ -20,7 +20,7 @@ from cpsim.models.host import HostParams
 
 Floats = NDArray[np.float64]
 
-NO_GAINS: Final = {"fwd": 0.0, "bwd": 0.0, "memory-bound": 0.0, "message": 0.0}
+NO_GAINS: Final[Mapping[str, float]] = {"fwd": 0.0, "bwd": 0.0, "memory-bound": 0.0, "message": 0.0}
 FIRST_CALL: Final = ("sdpa_flash", "fwd")
 """Kernel and pass in graphs that every process measured, and older ones did not name."""
 MOST_GAIN = 0.95
@@ -92,17 +92,18 @@ def fit_host(
     if stand_in:
         launch = {**stand_in.profile.host.launch_s, **launch}
     graph_s = cross_s = each = 0.0
-    gains = NO_GAINS, NO_GAINS if stand_in is None else stand_in.profile.host.streamed_gain_s
+    captured_gain = NO_GAINS
+    streamed_gain = stand_in.profile.host.streamed_gain_s if stand_in else NO_GAINS
     if "graph_chain_16" in graphs:
         each, across = ((graphs[f"graph_{name}_64"] - graphs[f"graph_{name}_16"]) / 48 for name in ("chain", "across"))
         cross_s = max(0.0, across - each)
         graph_s = max(0.0, graphs["graph_chain_16"] - 16 * each)
-        gains = dict.fromkeys(NO_GAINS, max(0.0, tiny_copy_s - each)), gains[1]
+        captured_gain = dict.fromkeys(NO_GAINS, max(0.0, tiny_copy_s - each))
     if captured:
-        gains = _gains(captured, in_rows, "graph_s", graph_gains), gains[1]
-        gains[0]["message"] += 2 * cross_s
+        captured_gain = {**captured_gain, **_gains(captured, in_rows, "graph_s", graph_gains)}
+        captured_gain["message"] += 2 * cross_s
     if launched := [p for p in captured if "streamed_many_s" in p]:
-        gains = gains[0], _gains(launched, in_rows, "stream_s", stream_gains)
+        streamed_gain = {**streamed_gain, **_gains(launched, in_rows, "stream_s", stream_gains)}
     alike = [p for p in captured if called(p) == FIRST_CALL]
     if alike:
         graph_s = float(np.median([graph_start(p) for p in _on_one_gpu(alike)]))
@@ -113,7 +114,7 @@ def fit_host(
     return HostParams(
         launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
         graph_queued_s=float(np.median(queued or 0.0)), cold_start_s=float(np.median(cold or 0.0)),
-        graph_cross_s=cross_s, captured_kernel_s=each, captured_gain_s=gains[0], streamed_gain_s=gains[1],
+        graph_cross_s=cross_s, captured_kernel_s=each, captured_gain_s=captured_gain, streamed_gain_s=streamed_gain,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
     )  # fmt: skip
 
@@ -150,8 +151,8 @@ def _gains(
     found = {name: float(np.median(seconds)) for name, seconds in kernels.items()}
     for pass_ in ("fwd", "bwd"):
         found[pass_] = float(np.median([s for name, s in found.items() if name.endswith(pass_)] or [*found.values()]))
-    rows = measured(in_rows) - [p[in_a_row] for p in in_rows]
-    found["memory-bound"] = float(np.median(rows)) if len(rows) else found["fwd"]
+    if in_rows:
+        found["memory-bound"] = float(np.median(measured(in_rows) - [p[in_a_row] for p in in_rows]))
     return found | {"message": float(np.median([of(p)[1] for p in _between_gpus(captured)]))}
 
 

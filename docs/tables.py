@@ -65,7 +65,7 @@ RUNS = {
     "h200-flex": "2 and 4 H200, FlexAttention, causal and sparse masks",
     "h100": "1 H100, drawn at random: fa2, sdpa_flash, cudnn, FlexAttention, naive attention",
     "h100-2": "1 more H100, 46 others",
-    "h100-two": "2 H100, drawn at random, before anything of two H100 was measured",
+    "h100-two": "2 H100, drawn at random: fa2, sdpa_flash, cudnn, fa4",
     "h100-two-others": "2 more H100, few tokens in other people's code",
     "h100-two-others-again": "2 more H100, the same a minute later",
     "h100-layer": "1 H100, whole layers of three models drawn at random",

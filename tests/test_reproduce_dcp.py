@@ -98,7 +98,7 @@ def ranged_slices(mask, queries, keys, count):
     return Slices(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-@pytest.mark.parametrize(("pass_", "mean", "worst"), [("fwd", 0.025, 0.1), ("bwd", 0.05, 0.25)])
+@pytest.mark.parametrize(("pass_", "mean", "worst"), [("fwd", 0.027, 0.1), ("bwd", 0.05, 0.25)])
 def test_what_ranges_took_on_h200_is_predicted(pass_, mean, worst):
     """From flash-attn 2's model, its split kernel forward, and one factor; backward sparse masks of 32k keys are worst,
     since every block looks through the ranges of all queries."""

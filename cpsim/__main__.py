@@ -1,5 +1,15 @@
-"""``python -m cpsim``."""
+"""The command ``cpsim``, and ``python -m cpsim``."""
 
-from cpsim.cli import main
+from cpsim.interrupts import end_at_once
 
-main()
+
+def run() -> None:
+    """Entry point; an interrupt ends the imports, too, which take longest of a short command."""
+    end_at_once()
+    from cpsim.cli import main
+
+    main()
+
+
+if __name__ == "__main__":
+    run()

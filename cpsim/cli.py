@@ -17,6 +17,7 @@ import typer
 from cpsim import cli_reproduce
 from cpsim.allocator import keep_freed_memory
 from cpsim.errors import CpsimError
+from cpsim.interrupts import INTERRUPTED, unwinding
 from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def main() -> None:
     except CpsimError as error:
         status = _fail(str(error))
     except KeyboardInterrupt:
-        status = 130
+        status = INTERRUPTED
     except BrokenPipeError:  # the reader, e.g. `head`, has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
@@ -208,7 +209,7 @@ def sweep(
     with progress_bar("Predicting") as progress:
         done = run_sweep(asked, out, jobs=jobs, scheduler=scheduler, resume=resume, progress=progress)
     _say_swept(done.num_scenarios, done.num_predicted, time.monotonic() - started, out, as_json)
-    _print_failures(failures(out, 21), done.num_scenarios - done.num_predicted)
+    _print_failures(failures(out, 20), done.num_scenarios - done.num_predicted, done.num_scenarios)
     if done.num_predicted == 0:
         raise typer.Exit(USER_ERROR)
 
@@ -319,7 +320,7 @@ def explore(
     from cpsim.scenario import load_scenario, scenario_from
 
     start = load_scenario(file) if file else scenario_from(EXPLORED)
-    with serving(start, runs or _shipped_runs(), host, port) as server:
+    with unwinding(), serving(start, runs or _shipped_runs(), host, port) as server:
         print(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C", file=sys.stderr, flush=True)
         server.serve_forever()
 
@@ -345,6 +346,8 @@ def run(
     if (out is None) == (trace is None):
         raise CpsimError("run: expected --out FILE for times, or --trace FILE for a trace of one scenario")
     check_writable(out, trace)
+    if trace:
+        refuse("run: --trace times nothing", {"--resume": resume, "--json": as_json, "--minutes": minutes})
     num_gpus, _ = _machine("run", gpus, cpu)
     scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
     if trace and len(scenarios) != 1:
@@ -354,7 +357,8 @@ def run(
         cpu=cpu is not None, num_nodes=emulate_nodes, minutes=minutes, seed=seed, seconds=seconds, resume=resume,
         trace=trace, commit=commit,
     )  # fmt: skip
-    failed = launch(scenarios, options)
+    with unwinding():
+        failed = launch(scenarios, options)
     if failed:
         raise CpsimError(f"run: {failed} of the launches ended early; see above, and go on with --resume")
     if out:
@@ -461,7 +465,7 @@ def calibrate(
     if measured.exists():
         check_machine(measured, gpu, num_gpus)
     options = Options(command=_said(), num_gpus=num_gpus, cpu=cpu is not None, minutes=minutes, commit=commit)
-    with part_bars(minutes) as progress:
+    with unwinding(), part_bars(minutes) as progress:
         status = measure(measured, options, kernels, progress)
     if status:
         log = measured.with_suffix(".log")
@@ -695,6 +699,8 @@ def mask(
 
     check_writable(png, html)
     if name is None:
+        given = {"--option": option, "--documents": documents, "--png": png, "--html": html}
+        refuse("mask: all masks are listed where none is named", given)
         records = masks.mask_list()
         print(json.dumps(records, indent=1)) if as_json else console().print(masks.masks_view())
         return
@@ -772,13 +778,13 @@ def _report_failures(results: Results) -> None:
     from cpsim.report.tables import reasons
 
     lines = reasons(results)
-    _print_failures(lines, len(lines))
+    _print_failures(lines, len(lines), len(results))
     if len(lines) == len(results):
         raise typer.Exit(USER_ERROR)
 
 
-def _print_failures(lines: Sequence[str], total: int) -> None:
+def _print_failures(lines: Sequence[str], num_failed: int, num_asked: int) -> None:
     for line in lines[:20]:
         print(f"cpsim: {line}", file=sys.stderr)
-    if total > 20:
-        print(f"cpsim: and {total - 20} more without a prediction", file=sys.stderr)
+    if num_failed and num_asked > 1:
+        print(f"cpsim: {num_failed:,} of {num_asked:,} scenarios have no prediction", file=sys.stderr)

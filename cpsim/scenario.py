@@ -355,8 +355,15 @@ def scenario_from(data: Mapping[str, Any]) -> Scenario:
     Raises:
         ScenarioError: one line that names the field, what was expected, what came and how to mend it.
     """
+    fields = take_schema(data, "scenario")
+    for name in FIELDS:
+        if isinstance(fields.get(name), list) and name != "documents":
+            raise ScenarioError(
+                f"{name}: expected one value, got the list {shown(fields[name])}; `cpsim sweep` tries lists that stand "
+                "under grid"
+            )
     try:
-        return Scenario.model_validate(take_schema(data, "scenario"))
+        return Scenario.model_validate(fields)
     except ValidationError as error:
         raise ScenarioError(explain(error, FIELDS)) from None
 

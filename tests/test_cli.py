@@ -15,6 +15,8 @@ import pytest
 
 from cpsim.cli import main
 from cpsim.mask_names import MASK_NAMES
+from cpsim.strategies import STRATEGIES
+from cpsim.support import KERNELS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
@@ -102,6 +104,8 @@ def test_lists_are_shown_and_are_json():
         (["mask", "lambda", "--png", "/no/such/folder/x.png"], "cannot be written"),
         (["mask", "variable_block_sparse", "--option", "block=4"], "expected at least min_block = 128, got 4"),
         (["fit", "missing.json", "--out", "/tmp/profile.json"], "missing.json"),
+        (["mask", "--html", "x.html"], "mask: all masks are listed where none is named; leave --html out"),
+        (["mask", "--option", "window=3"], "leave --option out"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
@@ -123,6 +127,8 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
         (["advise", EXAMPLES / "llama3-8b-step-64gpu.yaml", "--step", "--runs", "runs"], "no page; leave --runs out"),
         (["advise", EXAMPLES / "llama3-8b-step-64gpu.yaml", "--step", "--html", "x"], "no page; leave --html out"),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--out", "x", "--cpu", 2, "--gpus", 2], "run: .*; leave --gpus out"),
+        (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--resume"], "times nothing; leave --resume out"),
+        (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--json"], "times nothing; leave --json out"),
         (["calibrate", "--cpu", 2, "--gpus", 2], "calibrate: --cpu uses no GPUs; leave --gpus out"),
     ],
 )
@@ -237,6 +243,27 @@ def test_masks_are_listed_and_shown():
     assert "lambda (window 512)" in shown
     assert "area 2,193,696 pairs" in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("mask", ["causal_document", "shared_question_document", "block_sparse"])
+def test_who_can_run_a_mask_is_readable_in_80_columns(mask, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = cpsim("mask", mask)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "…" not in shown
+    assert not [name for name in (*STRATEGIES, *KERNELS) if not re.search(rf"(?<![\w-]){name}(?![a-z_-])", shown)]
+
+
+def test_a_grid_that_is_not_under_grid_says_so(cases):
+    error = one_line(cpsim("predict", cases({**GOOD, "gpus": [4, 8]}), status=2))
+    assert "gpus: expected one value, got the list [4, 8]; `cpsim sweep` tries lists that stand under grid" in error
+
+
+def test_how_many_scenarios_have_no_prediction_is_said_last(cases):
+    command = [sys.executable, "-m", "cpsim", "predict", cases(GOOD, GOOD | {"gpus": 3}, GOOD | {"tokens": -1})]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert said.count("\n") == 3
+    assert said.splitlines()[-1] == "cpsim: 2 of 3 scenarios have no prediction"
 
 
 def test_a_mask_is_drawn_to_files(tmp_path):

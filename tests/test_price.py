@@ -150,6 +150,13 @@ def test_a_head_dim_that_was_not_measured_is_noted():
     assert any("head_dim 32" in note for note in price.notes)
 
 
+def test_a_head_dim_between_measured_ones_is_noted():
+    for head_dim, noted in ((64, False), (72, True), (128, False)):
+        _, price = priced("ring", head_dim=head_dim)
+        found = [note for note in price.notes if "head_dim" in note]
+        assert found == ["head_dim 72: not measured, in proportion to 128"] * noted
+
+
 def test_streamed_hosts_run_ahead():
     _, synced = priced("zigzag_ring")
     _, streamed = priced("zigzag_ring", protocol="streamed")

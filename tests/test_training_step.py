@@ -234,6 +234,15 @@ def test_advice_says_where_the_time_goes_and_why_other_degrees_are_slower(advice
     assert [line.split()[0] for line in reasons(advice)] == ["tp", "cp"]
 
 
+def test_advice_says_what_it_did_not_try_and_that_its_sequences_differ_without_context(advice):
+    assert [note for note in advice.notes if note.startswith("not tried") and "dcp" in note]
+    assert not [note for note in advice.notes if note.startswith("context")]
+    asked = {"gpus": 8, "context": None, "parallel": {"tp": 4, "pp": 1, "cp": 2}, "strategy": "zigzag_ring"}
+    one_layout = advise_step(scenario_from(STEP | asked))
+    assert [note for note in one_layout.notes if note.startswith("context: not given")]
+    assert not [note for note in one_layout.notes if note.startswith("not tried")]
+
+
 def test_the_command_line_predicts_and_advises_steps(tmp_path):
     path = tmp_path / "step.json"
     path.write_text(json.dumps(STEP))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from cpsim.errors import ProfileError
 from cpsim.models.attention import ANATOMY, EVEN_SHARE, FITTED, NAIVE, PER_PAIR, SHARES, AttentionParams, anatomy_at
 from cpsim.models.blocks import correction
 from cpsim.models.discrepancy import NONE, Discrepancy
+from cpsim.processes import mapped
 
 Floats = NDArray[np.float64]
 
@@ -141,9 +142,12 @@ def fit_attention(
         stand_in.start(key, num_sms) if stand_in and theirs is None and len(mine) < SPARSE else None
         for key, mine, theirs in zip(keys, groups, alike, strict=True)
     ]
-    with ProcessPoolExecutor() as pool:
-        fitted = pool.map(fit_kernel, keys, groups, [num_sms] * len(keys), starts, alike)
-        return dict(zip(keys, fitted, strict=True))
+    calls = list(zip(keys, groups, [num_sms] * len(keys), starts, alike, strict=True))
+    return dict(zip(keys, mapped(_fit_kernel, calls, None), strict=True))
+
+
+def _fit_kernel(arguments: tuple[Any, ...]) -> AttentionParams:
+    return fit_kernel(*arguments)
 
 
 def fit_kernel(

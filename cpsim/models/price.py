@@ -414,6 +414,8 @@ class Pricing:
         low, high = self.profile.valid.get(f"attention {pass_} {self.kernel} head_dim", (params.head_dim,) * 2)
         if not low <= self.head_dim <= high:
             notes[f"head_dim {self.head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}"] = None
+        elif (compiled_for := params.at(self.head_dim).head_dim) != self.head_dim:
+            notes[f"head_dim {self.head_dim}: not measured, in proportion to {compiled_for}"] = None
         notes.update(
             dict.fromkeys(
                 self.profile.attention_notes(self.kernel, pass_, *tiles.longest(used), head_shapes(schedule, ops)[0])

@@ -31,6 +31,7 @@ PICTURE_SIZE: Final = 480
 HTML_SIZE: Final = 240
 INK: Final = (29, 78, 216)
 """Colour of cells whose pairs are all unmasked."""
+RAISED: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 COLUMNS: Final = ("strategy", "plan", *KERNELS, *(code.name for code in OTHERS))
 
 
@@ -124,11 +125,19 @@ def _picture(workload: Workload) -> Text:
 
 
 def _matrix(support: Sequence[Support], reasons: dict[str, int]) -> RenderableType:
-    """Rows of strategies; ``reasons`` receives a number for every reason."""
-    made = table(*((column, "left") for column in COLUMNS))
-    styles = {"-": "dim", "yes": "green"}
-    for row in _answers(support, reasons):
-        made.add_row(Text(row[0], style="bold"), *(Text(cell, style=styles.get(cell, "red")) for cell in row[1:]))
+    """Strategies, the kernels and codes that run them, and those that do not; ``reasons`` receives what numbers mean.
+
+    Lists, not a column for every kernel and code: these would not fit into 80 columns.
+    """
+    made = table(("strategy", "left"), ("runs with", "left"), ("not with, and why", "left"))
+    made.columns[0].no_wrap = True
+    for strategy, *cells in _answers(support, reasons):
+        answers = dict(zip(COLUMNS[1:], cells, strict=True))
+        able = [column for column, cell in answers.items() if cell == "yes" and column != "plan"]
+        raised = {column: cell.removeprefix("no ").translate(RAISED) for column, cell in answers.items()}
+        unable = [column + raised[column] for column, cell in answers.items() if cell.startswith("no ")]
+        lists = Text(", ".join(able), style="green"), Text(", ".join(unable), style="red")
+        made.add_row(Text(strategy, style="bold"), *lists)
     return made
 
 

@@ -1,0 +1,40 @@
+"""What Ctrl-C does: a command ends at once, without a traceback, whatever it is in."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Final
+
+INTERRUPTED: Final = 130
+"""Exit code that shells know: 128 and the signal's number."""
+_SHOW_CURSOR: Final = b"\x1b[?25h\n"
+
+
+def end_at_once() -> None:
+    """From now on an interrupt ends this process, and those forked from it, with code 130.
+
+    Not by an exception: of those in compiled code, callbacks and pools some become tracebacks, others wait for work.
+    """
+    signal.signal(signal.SIGINT, _end)
+
+
+@contextmanager
+def unwinding() -> Iterator[None]:
+    """An interrupt is Python's exception within: for what has to end other programs or remove folders."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    if sys.stderr.isatty():  # which a progress bar may have without a cursor
+        os.write(sys.stderr.fileno(), _SHOW_CURSOR)
+    os._exit(INTERRUPTED)

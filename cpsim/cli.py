@@ -323,6 +323,7 @@ def explore(
     with unwinding(), serving(start, runs or _shipped_runs(), host, port) as server:
         print(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C", file=sys.stderr, flush=True)
         server.serve_forever()
+    raise typer.Exit(INTERRUPTED)  # nothing else ends it
 
 
 @app.command()

@@ -106,6 +106,7 @@ def test_lists_are_shown_and_are_json():
         (["fit", "missing.json", "--out", "/tmp/profile.json"], "missing.json"),
         (["mask", "--html", "x.html"], "mask: all masks are listed where none is named; leave --html out"),
         (["mask", "--option", "window=3"], "leave --option out"),
+        (["mask", "--tokens", "16384"], "leave --tokens out"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
@@ -129,6 +130,7 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--out", "x", "--cpu", 2, "--gpus", 2], "run: .*; leave --gpus out"),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--resume"], "times nothing; leave --resume out"),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--json"], "times nothing; leave --json out"),
+        (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--minutes", 0], "nothing; leave --minutes out"),
         (["calibrate", "--cpu", 2, "--gpus", 2], "calibrate: --cpu uses no GPUs; leave --gpus out"),
     ],
 )

@@ -15,7 +15,7 @@ from cpsim.masks import Ints, RangeSets, Slices, restrict, slice_area, slices_of
 from cpsim.stripes import MANY, slices_of_stripes, stripe_table, striped
 
 FEW: Final = 64
-"""Slices of a mask row that are compared with each other one by one."""
+"""Slices of a mask row, up to which they are compared with all of their tile one by one."""
 ROOM: Final = 1 << 21
 """Slices that tiles keep; of more than these, tiles know the sequences that they make alone."""
 
@@ -376,7 +376,7 @@ def _of_tile(rows, row_area, first, last, bands, out, count):  # type: ignore[no
     """Sequences of the slices of one tile; the number of sequences so far."""
     out[4][0] = 0
     tile, sorted_keys = (first, last), (out[0][0][:0], out[0][1][:0])
-    if _are_many_of_a_row(rows, first, last):
+    if last - first > FEW and (rows[first : last - FEW, 0] == rows[first + FEW : last, 0]).any():
         sorted_keys = _sorted_keys(rows[first:last])
     while first < last:
         first, end, count = _of_single_rows(rows, row_area, first, tile, bands, sorted_keys, out, count)
@@ -499,15 +499,6 @@ def _keys_grow(rows, first, end):  # type: ignore[no-untyped-def]
                 return False
         at, before = stop, at
     return True
-
-
-@bare()
-def _are_many_of_a_row(rows, first, last):  # type: ignore[no-untyped-def]
-    """Whether a mask row has so many slices that looking at all of the tile for each of them takes longest."""
-    for i in range(first, last - FEW):
-        if rows[i, 0] == rows[i + FEW, 0]:
-            return True
-    return False
 
 
 @compiled()

@@ -18,7 +18,7 @@ from cpsim import cli_reproduce
 from cpsim.allocator import keep_freed_memory
 from cpsim.errors import CpsimError
 from cpsim.interrupts import INTERRUPTED, unwinding
-from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse
+from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse, said
 
 if TYPE_CHECKING:
     from cpsim.calibrate.measurement import Measurements
@@ -323,10 +323,12 @@ def explore(
     with unwinding(), serving(start, runs or _shipped_runs(), host, port) as server:
         print(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C", file=sys.stderr, flush=True)
         server.serve_forever()
+    raise typer.Exit(INTERRUPTED)  # nothing else ends it
 
 
 @app.command()
 def run(
+    context: typer.Context,
     file: Scenarios,
     out: Annotated[Path | None, typer.Option(help="Write the runs to this file: JSON Lines.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to use; all where not given.")] = None,
@@ -347,7 +349,8 @@ def run(
         raise CpsimError("run: expected --out FILE for times, or --trace FILE for a trace of one scenario")
     check_writable(out, trace)
     if trace:
-        refuse("run: --trace times nothing", {"--resume": resume, "--json": as_json, "--minutes": minutes})
+        given = said(context, "resume", "minutes", "seconds", "seed", "commit") | {"--json": as_json}
+        refuse("run: --trace times nothing", given)
     num_gpus, _ = _machine("run", gpus, cpu)
     scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
     if trace and len(scenarios) != 1:
@@ -684,6 +687,7 @@ def strategies(as_json: Json = False) -> None:
 
 @app.command()
 def mask(
+    context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Name of a mask; all are listed where none is given.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Total tokens.")] = 16384,
     option: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Of the mask; may be repeated.")] = None,
@@ -699,7 +703,7 @@ def mask(
 
     check_writable(png, html)
     if name is None:
-        given = {"--option": option, "--documents": documents, "--png": png, "--html": html}
+        given = said(context, "tokens", "option", "documents", "gpus", "cluster", "png", "html")
         refuse("mask: all masks are listed where none is named", given)
         records = masks.mask_list()
         print(json.dumps(records, indent=1)) if as_json else console().print(masks.masks_view())

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from threading import Timer
-from typing import Final
+from typing import Any, Final
 
 from cpsim.errors import CpsimError
 from cpsim.scenario import Scenario
@@ -86,7 +87,7 @@ def launch(scenarios: Sequence[Scenario], options: Options) -> int:
             cases.write_text("".join(json.dumps(s.to_dict()) + "\n" for s in group), encoding="utf-8")
             emulated = options.num_nodes if nodes > 1 else 1
             command = torchrun(cases, gpus, emulated, options, deadline)
-            failed += subprocess.run(command, check=False, env=_environment(options)).returncode != 0
+            failed += _status(command, _environment(options)) != 0
     return failed
 
 
@@ -121,21 +122,38 @@ def calibrate(out: Path, options: Options, kernels: str, progress: Callable[[str
     start += ["--cpu"] if options.cpu else []
     with out.with_suffix(".log").open("w", encoding="utf-8") as log:
         environment = _environment(options)
-        process = subprocess.Popen(start, stdout=subprocess.PIPE, stderr=log, text=True, env=environment)
-        watch = Timer(limit + PATIENCE_S, process.terminate)
-        watch.start()
-        try:
-            for line in process.stdout or ():
-                if line.startswith(PROGRESS):
-                    progress(*json.loads(line.removeprefix(PROGRESS)))
-                else:
-                    log.write(line)
-                    log.flush()
-            return process.wait()
-        finally:
-            watch.cancel()
-            process.terminate()
-            process.wait()
+        with _started(start, stdout=subprocess.PIPE, stderr=log, text=True, env=environment) as process:
+            watch = Timer(limit + PATIENCE_S, process.terminate)
+            watch.start()
+            try:
+                for line in process.stdout or ():
+                    if line.startswith(PROGRESS):
+                        progress(*json.loads(line.removeprefix(PROGRESS)))
+                    else:
+                        log.write(line)
+                        log.flush()
+                return process.wait()
+            finally:
+                watch.cancel()
+
+
+def _status(command: Sequence[str], environment: Mapping[str, str]) -> int:
+    with _started(command, env=environment) as process:
+        return process.wait()
+
+
+@contextmanager
+def _started(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[str]]:
+    """Torchrun, which ends with what is done within, and its processes with it.
+
+    In a process group of its own: it must hear of an interrupt once, from here, or it leaves its processes behind.
+    """
+    process = subprocess.Popen(command, process_group=0, **how)
+    try:
+        yield process
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def _environment(options: Options) -> dict[str, str]:

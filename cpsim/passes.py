@@ -32,6 +32,7 @@ from cpsim.schedule import Pass, Planning
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
+from cpsim.strategies.sizes import Sizes
 from cpsim.strategies.usp import ulysses_degree
 from cpsim.uncertainty import NUM_DRAWS, Draws
 from cpsim.workload import Workload
@@ -140,13 +141,10 @@ def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int
     if copies > 1:
         knobs = dict(scenario.knobs) | {"ulysses": copies}
         scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
+    _check_memory(least_memory(case.workload, case.cluster.num_gpus, pass_), cluster, "at least ")
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = int((schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)).max())
-    if memory > cluster.gpu.memory_bytes:
-        raise OutOfMemoryError(
-            f"out of memory: needs {memory / 1e9:.1f} GB on one GPU, "
-            f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
-        )
+    _check_memory(memory, cluster)
     priced = replace(case.pricing(), cluster=cluster, alike=num_gpus / cluster.num_gpus).price(schedule)
     timeline = simulate(schedule, priced.work)
     notes = (f"{copies} GPUs of a node do the same each time: one of them is simulated",) if copies > 1 else ()
@@ -161,6 +159,24 @@ def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int
         draws_s=_drawn(timeline, priced, draws),
         timeline=timeline,
     )
+
+
+def least_memory(workload: Workload, num_gpus: int, pass_: Pass) -> int:
+    """Bytes that the fullest GPU holds at least, whatever the strategy: known before planning, which may take minutes.
+
+    A GPU's share of queries and results, of keys and values, and in backward of the gradients of all of them.
+    """
+    sizes = Sizes(workload)
+    of_token = 2 * sizes.query(workload.num_heads) + sizes.kv(workload.num_kv_heads)
+    return workload.num_tokens * of_token * (1 if pass_ == "fwd" else 2) // num_gpus
+
+
+def _check_memory(memory: int, cluster: Cluster, bound: str = "") -> None:
+    if memory > cluster.gpu.memory_bytes:
+        raise OutOfMemoryError(
+            f"out of memory: needs {bound}{memory / 1e9:.1f} GB on one GPU, "
+            f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
+        )
 
 
 def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> NDArray[np.float64]:

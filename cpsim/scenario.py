@@ -356,16 +356,22 @@ def scenario_from(data: Mapping[str, Any]) -> Scenario:
         ScenarioError: one line that names the field, what was expected, what came and how to mend it.
     """
     fields = take_schema(data, "scenario")
-    for name in FIELDS:
-        if isinstance(fields.get(name), list) and name != "documents":
-            raise ScenarioError(
-                f"{name}: expected one value, got the list {shown(fields[name])}; `cpsim sweep` tries lists that stand "
-                "under grid"
-            )
+    _refuse_grid(fields)
     try:
         return Scenario.model_validate(fields)
     except ValidationError as error:
         raise ScenarioError(explain(error, FIELDS)) from None
+
+
+def _refuse_grid(fields: Mapping[str, Any]) -> None:
+    """Lists of values to try, for which there is ``cpsim sweep``."""
+    if "grid" in fields:
+        raise ScenarioError("grid: expected one scenario, got a grid of them; ask `cpsim sweep`")
+    for name in FIELDS:
+        value, one_is_nested = fields.get(name), name in ("documents", "knobs")
+        if isinstance(value, list) and (not one_is_nested or any(isinstance(one, list | Mapping) for one in value)):
+            tried = "`cpsim sweep` tries lists that stand under grid"
+            raise ScenarioError(f"{name}: expected one value, got the list {shown(value)}; {tried}")
 
 
 Asked = Scenario | Mapping[str, Any] | str | Path

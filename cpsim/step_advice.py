@@ -28,10 +28,6 @@ MAX_STAGES: Final = 16
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "mlp", "full")
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
-OTHER_SEQUENCES: Final = (
-    "context: not given, so every layout cuts all tokens into one sequence for each replica and microbatch, and the "
-    "layouts ranked here attend to sequences of different lengths; name a context to compare equal work"
-)
 ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "matrix products": ("matrix products",),
     "attention": ("attention fwd", "attention bwd"),
@@ -94,17 +90,22 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
             infeasible[words(parallel)] = str(reason)
         if progress:
             progress(done, len(search))
-    notes = dict.fromkeys(_notes(scenario)) | dict.fromkeys(note for _, p, _ in found for note in p.notes)
+    notes = dict.fromkeys(_notes(scenario, search)) | dict.fromkeys(note for _, p, _ in found for note in p.notes)
     return StepAdvice(
         scenario=scenario, candidates=_ranked(found), infeasible=tuple(infeasible.items()), notes=tuple(notes)
     )
 
 
-def _notes(scenario: Scenario) -> Iterator[str]:
+def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
     """What a reader must know about the search."""
-    if scenario.context is None:
-        yield OTHER_SEQUENCES
-    if scenario.strategy is None:
+    lengths = sorted({scenario.num_tokens // (parallel.dp * parallel.microbatches) for parallel in search})
+    if scenario.context is None and lengths and lengths[0] < scenario.num_tokens:
+        several = f" to {lengths[-1]:,}" if len(lengths) > 1 else ""
+        yield (
+            f"context: not given, so every layout cuts all tokens, and documents with them, into sequences of its own, "
+            f"here of {lengths[0]:,}{several} tokens; name a context to compare layouts at equal work"
+        )
+    if scenario.strategy is None and any(parallel.cp > 1 for parallel in search):
         yield f"not tried, since planning takes seconds: {', '.join(SLOW_PLANS)}; name it as strategy to try it"
 
 

@@ -42,6 +42,12 @@ def refuse(why: str, given: Mapping[str, object]) -> None:
             raise CpsimError(f"{why}; leave {option} out")
 
 
+def said(context: typer.Context, *names: str) -> dict[str, bool]:
+    """Options, and whether they were given to a command, be it as what they are anyway."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return {f"--{name}": source is not None and source.name == "COMMANDLINE" for name, source in sources.items()}
+
+
 def console() -> Console:
     """Console on stdout; 100 columns where stdout is no terminal."""
     from rich.console import Console

@@ -14,6 +14,8 @@ from cpsim.compiled import bare, compiled
 from cpsim.masks import Ints, RangeSets, Slices, restrict, slice_area, slices_of_product
 from cpsim.stripes import MANY, slices_of_stripes, stripe_table, striped
 
+FEW: Final = 64
+"""Slices of a mask row, up to which they are compared with all of their tile one by one."""
 ROOM: Final = 1 << 21
 """Slices that tiles keep; of more than these, tiles know the sequences that they make alone."""
 
@@ -373,9 +375,11 @@ def _sequences(tile_start, rows, row_area, bands, out):  # type: ignore[no-untyp
 def _of_tile(rows, row_area, first, last, bands, out, count):  # type: ignore[no-untyped-def]
     """Sequences of the slices of one tile; the number of sequences so far."""
     out[4][0] = 0
-    tile = first, last
+    tile, sorted_keys = (first, last), (out[0][0][:0], out[0][1][:0])
+    if last - first > FEW and (rows[first : last - FEW, 0] == rows[first + FEW : last, 0]).any():
+        sorted_keys = _sorted_keys(rows[first:last])
     while first < last:
-        first, end, count = _of_single_rows(rows, row_area, first, tile, bands, out, count)
+        first, end, count = _of_single_rows(rows, row_area, first, tile, bands, sorted_keys, out, count)
         if first < last:
             count = _of_several_rows(rows, first, end, bands, out, count)
             first = end
@@ -383,7 +387,7 @@ def _of_tile(rows, row_area, first, last, bands, out, count):  # type: ignore[no
 
 
 @bare()
-def _of_single_rows(rows, row_area, first, tile, bands, out, count):  # type: ignore[no-untyped-def]
+def _of_single_rows(rows, row_area, first, tile, bands, sorted_keys, out, count):  # type: ignore[no-untyped-def]
     """Sequences of slices whose queries no other mask row has, up to slices of several mask rows that share queries:
     the first and the end of these, or twice the end of the tile, and the number of sequences so far."""
     last = tile[1]
@@ -398,7 +402,7 @@ def _of_single_rows(rows, row_area, first, tile, bands, out, count):  # type: ig
         if end == first + 1:
             count = _of_one_slice(rows, row_area[first], first, low, out, count)
         else:
-            count = _of_one_row(rows, row_area, first, end, (low, *tile), out, count)
+            count = _of_one_row(rows, row_area, first, end, (low, *tile), sorted_keys, out, count)
         first = end
     return last, last, count
 
@@ -448,9 +452,9 @@ def _is_stair(num_q, num_k, area):  # type: ignore[no-untyped-def]
 
 
 @bare()
-def _of_one_row(rows, row_area, first, end, row, out, count):  # type: ignore[no-untyped-def]
+def _of_one_row(rows, row_area, first, end, row, sorted_keys, out, count):  # type: ignore[no-untyped-def]
     """Sequences of the slices of one mask row, ``row`` = (its ``low``, first and end row of the tile): one, or one for
-    every query range."""
+    every query range. For ``sorted_keys`` see `_is_between`."""
     low, of_tile = row[0], rows[row[1] : row[2]]
     num_q, num_k, area = 0, 0, 0
     k_from, k_to = rows[first, 3], rows[first, 4]
@@ -473,7 +477,7 @@ def _of_one_row(rows, row_area, first, end, row, out, count):  # type: ignore[no
         stair = low <= rows[at, 3] - rows[at, 2] + 1 and _is_stair(num_q, num_k, area)
         kind = 1 if area == num_q * num_k else 2 * int(stair)
         tokens = rows[at, 1], rows[at, 2], rows[at, 3], rows[stop - 1, 4]
-        pieces = 1 + int(stop - at > 1 and _is_between(of_tile, rows[at:stop]))
+        pieces = 1 + int(stop - at > 1 and _is_between(of_tile, sorted_keys, rows[at:stop]))
         count = _put(out, count, (num_q, num_k, area), kind, (at, stop), tokens, pieces)
         at = stop
     return count
@@ -497,12 +501,29 @@ def _keys_grow(rows, first, end):  # type: ignore[no-untyped-def]
     return True
 
 
+@compiled()
+def _sorted_keys(of_tile):  # type: ignore[no-untyped-def]
+    """First keys of all slices of a tile in ascending order, and how far the keys of the slices up to each reach."""
+    order = np.argsort(of_tile[:, 3], kind="mergesort")
+    start, end = np.empty(len(order), np.int32), np.empty(len(order), np.int32)
+    for i, row in enumerate(order):
+        start[i], end[i] = of_tile[row, 3], max(of_tile[row, 4], end[i - 1] if i else 0)
+    return start, end
+
+
 @bare()
-def _is_between(of_tile, seen):  # type: ignore[no-untyped-def]
-    """Whether other queries of a tile see keys between those that some queries, of consecutive rows, see."""
+def _is_between(of_tile, sorted_keys, seen):  # type: ignore[no-untyped-def]
+    """Whether other queries of a tile see keys between those that some queries, of consecutive rows, see; by looking at
+    all slices of the tile, or at what `_sorted_keys` tells of them, where it does."""
     for gap in range(len(seen) - 1):
+        before, after = seen[gap, 4], seen[gap + 1, 3]
+        if len(sorted_keys[0]):
+            at = np.searchsorted(sorted_keys[0], after)
+            if at > 0 and sorted_keys[1][at - 1] > before:
+                return True
+            continue
         for row in of_tile:
-            if row[3] < seen[gap + 1, 3] and row[4] > seen[gap, 4]:
+            if row[3] < after and row[4] > before:
                 return True
     return False
 

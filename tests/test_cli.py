@@ -106,6 +106,7 @@ def test_lists_are_shown_and_are_json():
         (["fit", "missing.json", "--out", "/tmp/profile.json"], "missing.json"),
         (["mask", "--html", "x.html"], "mask: all masks are listed where none is named; leave --html out"),
         (["mask", "--option", "window=3"], "leave --option out"),
+        (["mask", "--tokens", "16384"], "leave --tokens out"),
     ],
 )
 def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
@@ -129,6 +130,7 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--out", "x", "--cpu", 2, "--gpus", 2], "run: .*; leave --gpus out"),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--resume"], "times nothing; leave --resume out"),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--json"], "times nothing; leave --json out"),
+        (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--minutes", 0], "nothing; leave --minutes out"),
         (["calibrate", "--cpu", 2, "--gpus", 2], "calibrate: --cpu uses no GPUs; leave --gpus out"),
     ],
 )
@@ -254,9 +256,18 @@ def test_who_can_run_a_mask_is_readable_in_80_columns(mask, monkeypatch):
     assert not [name for name in (*STRATEGIES, *KERNELS) if not re.search(rf"(?<![\w-]){name}(?![a-z_-])", shown)]
 
 
-def test_a_grid_that_is_not_under_grid_says_so(cases):
-    error = one_line(cpsim("predict", cases({**GOOD, "gpus": [4, 8]}), status=2))
-    assert "gpus: expected one value, got the list [4, 8]; `cpsim sweep` tries lists that stand under grid" in error
+@pytest.mark.parametrize(
+    ("name", "values"), [("gpus", [4, 8]), ("mask", ["full", "causal"]), ("documents", [[4096], [2048, 2048]])]
+)
+def test_a_list_of_values_that_is_not_under_grid_says_so(name, values, cases):
+    error = one_line(cpsim("predict", cases({**GOOD, name: values}), status=2))
+    assert f"{name}: expected one value, got the list {values}; `cpsim sweep` tries lists that stand under" in error
+
+
+@pytest.mark.parametrize("command", ["predict", "advise"])
+def test_a_grid_is_for_sweeps(command):
+    error = one_line(cpsim(command, EXAMPLES / "sweeps" / "96gpu.yaml", status=2))
+    assert "grid: expected one scenario, got a grid of them; ask `cpsim sweep`" in error
 
 
 def test_how_many_scenarios_have_no_prediction_is_said_last(cases):

@@ -1,6 +1,7 @@
-"""Ctrl-C, as a terminal sends it: to a command and all its processes."""
+"""Ctrl-C: what it leaves of a command, and of its processes."""
 
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,6 +10,8 @@ import time
 
 import pytest
 from test_cli import EXAMPLES
+
+from cpsim.processes import spread
 
 RING = {"strategy": "zigzag_ring", "gpus": 96, "cluster": "dgx-h200", "heads": 32, "kv_heads": 8}
 
@@ -20,35 +23,62 @@ def many(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("command", "seconds"),
+    ("command", "seconds", "send"),
     [
-        (lambda folder: ["predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4),
-        (lambda folder: ["sweep", many(folder), "--jobs", "2", "--out", folder / "out"], 4),
-        (lambda _: ["reproduce", "longca-96", "--jobs", "2"], 4),
-        (lambda _: ["advise", EXAMPLES / "llama3-8b-96gpu.yaml"], 0.4),
+        (lambda folder: ["predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.killpg),
+        (lambda folder: ["predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.kill),
+        (lambda folder: ["sweep", many(folder), "--jobs", "2", "--out", folder / "out"], 4, os.killpg),
+        (lambda _: ["reproduce", "longca-96", "--jobs", "2"], 4, os.killpg),
+        (lambda _: ["advise", "--step", EXAMPLES / "llama3-8b-step-64gpu.yaml"], 4, os.killpg),
+        (lambda _: ["advise", EXAMPLES / "llama3-8b-96gpu.yaml"], 0.4, os.killpg),
+        (lambda _: ["explore", "--port", "0"], 3, os.killpg),
     ],
-    ids=["predict", "sweep", "reproduce", "while modules are imported"],
+    ids=["predict", "sent to it alone", "sweep", "reproduce", "advise --step", "during imports", "explore"],
 )
-def test_an_interrupt_ends_a_command_and_its_processes_at_once(command, seconds, tmp_path):
+def test_an_interrupt_ends_a_command_and_its_processes_at_once(command, seconds, send, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-m", "cpsim", *map(str, command(tmp_path))],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     ) as running:  # fmt: skip
         time.sleep(seconds)
         assert running.poll() is None, "it ended before it could be interrupted"
-        os.killpg(running.pid, signal.SIGINT)
+        send(running.pid, signal.SIGINT)
         said = running.communicate(timeout=10)
     assert running.returncode == 130
     assert "Traceback" not in "".join(said)
-    assert ends_within(10, running.pid)
+    assert ended(lambda: is_there(running.pid))
 
 
-def ends_within(seconds, group):
-    """Whether no process of a group is left after some time."""
-    for _ in range(10 * seconds):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.1)
-    return False
+def is_there(group):
+    """Whether a group has a process."""
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ended(lasts):
+    """Whether something ends within ten seconds."""
+    return any(not lasts() or time.sleep(0.1) for _ in range(100))
+
+
+def test_who_stops_early_waits_for_none_of_the_rest():
+    started = time.monotonic()
+    results = spread(time.sleep, [0.0, *[60.0] * 5], 2)
+    assert next(results) == (0, None)
+    results.close()
+    assert time.monotonic() - started < 10
+    assert ended(multiprocessing.active_children)
+
+
+def test_a_launch_ends_with_an_interrupt_of_which_it_hears_once(tmp_path):
+    heard = tmp_path / "heard"
+    launched = f"sleep 60 & trap \"echo once >> {heard}; kill $!; exit\" TERM INT; touch {heard}; wait"
+    waits = f"from cpsim.launch import _status; _status(['sh', '-c', {launched!r}], {{}})"
+    with subprocess.Popen([sys.executable, "-c", waits], stderr=subprocess.PIPE, start_new_session=True) as running:
+        while not heard.exists():
+            time.sleep(0.1)
+        os.killpg(running.pid, signal.SIGINT)
+        running.communicate(timeout=10)
+    assert heard.read_text() == "once\n"

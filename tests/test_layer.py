@@ -17,6 +17,7 @@ from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
 from cpsim.layer import plan_layer, plan_scenario, weights
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.spread import expected_maximum
+from cpsim.passes import least_memory
 from cpsim.prediction import Prediction
 from cpsim.predictor import advise, look_up, predict, predict_many
 from cpsim.runs import case_key
@@ -48,6 +49,7 @@ def test_layers_are_valid_and_take_6_flop_per_weight_and_token(documents, strate
     case = workload("causal_document", documents)
     found = plan_layer(strategy, case, MODEL, cluster(4), pass_, knobs)
     validate(found, case, pass_)
+    assert found.memory().max() >= least_memory(case, 4, pass_)
     linear = [size for name, size in weights(MODEL).items() if "norm" not in name]
     products = sum(rows * heads * MODEL.head_dim for rows, heads in linear)
     assert found.nbytes[found.kind == Kind.GEMM].sum() == (2 if pass_ == "fwd" else 4) * products * case.num_tokens

@@ -1,19 +1,23 @@
 """Predictions and recommendations: what they consist of, and what they may not hide."""
 
+import contextlib
 import json
 import time
 
 import numpy as np
 import pytest
+from cases import ALL_PASSES, ALL_STRATEGIES, OTHERS, cluster, workload
 
 from cpsim.calibrate.profile import load_profile
 from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
+from cpsim.implementations import CPSIM
 from cpsim.models.spread import expected_maximum
+from cpsim.passes import least_memory
 from cpsim.prediction import Infeasible, Prediction
 from cpsim.predictor import advise, predict, predict_many
 from cpsim.processes import mapped
 from cpsim.scenario import Scenario
-from cpsim.strategies import STRATEGIES
+from cpsim.strategies import STRATEGIES, plan
 
 
 def scenario(**changes):
@@ -94,6 +98,27 @@ def test_a_case_too_large_for_this_machine_is_one_line_and_loses_no_other(monkey
 def test_a_case_that_does_not_fit_in_memory_is_infeasible():
     with pytest.raises(InfeasibleError, match=r"out of memory: needs \d+\.\d GB on one GPU, h200 has 141\.0 GB"):
         predict(scenario(strategy="allgather", gpus=64, cluster="dgx-h200", tokens_per_gpu=131072))
+
+
+@pytest.mark.parametrize("pass_", ALL_PASSES)
+@pytest.mark.parametrize(("documents", "mask"), [("one", "full"), ("short", "causal_document")])
+def test_no_schedule_holds_less_than_is_known_before_planning(documents, mask, pass_):
+    case, gpus = workload(mask, documents), cluster(4, 2)
+    ours = [(CPSIM, name, knobs) for name, knobs in ALL_STRATEGIES]
+    held = {}
+    for code, name, knobs in (*ours, *OTHERS):
+        with contextlib.suppress(InfeasibleError):
+            held[code.name, name, str(knobs)] = plan(name, case, gpus, pass_, knobs, code).memory().max()
+    least = least_memory(case, 4, pass_)
+    assert len(held) > 40
+    assert [who for who, nbytes in held.items() if nbytes < least] == []
+
+
+def test_what_cannot_fit_is_known_before_planning():
+    started = time.monotonic()
+    with pytest.raises(InfeasibleError, match=r"out of memory: needs at least \d+\.\d GB on one GPU, h200 has"):
+        predict(scenario(strategy="dcp", gpus=8, cluster="dgx-h200", tokens_per_gpu=10_000_000))
+    assert time.monotonic() - started < 5
 
 
 @pytest.mark.parametrize(

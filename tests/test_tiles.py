@@ -1,5 +1,7 @@
 """Tiles and the kernel sequences that they are made of, against brute force."""
 
+import time
+
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -10,7 +12,7 @@ from cpsim.mask_shapes import mask_slices
 from cpsim.masks import UNBOUNDED, RangeSets, dense_mask
 from cpsim.strategies import sharding
 from cpsim.stripes import stripe_bounds, striped
-from cpsim.tiles import Tiles, join_tiles, make_tiles, sequences, share_of
+from cpsim.tiles import Tiles, _is_between, _sorted_keys, join_tiles, make_tiles, sequences, share_of
 
 
 def covered(tiles, mask, tile, num_tokens):
@@ -162,3 +164,28 @@ def test_a_share_of_a_mask_has_the_pairs_of_its_queries_and_keys_side_by_side(ma
     q, k = sets.of(0), sets.of(len(sets) - 1)
     wanted = dense_mask(mask, 24)[tokens_of(q, 24)][:, tokens_of(k, 24)]
     assert np.array_equal(dense_mask(share_of(mask, q, k), 24)[: len(wanted), : wanted.shape[1]], wanted)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(2, 40))
+def test_keys_between_are_found_by_sorted_keys_as_one_by_one(seed, num_rows):
+    rng = np.random.default_rng(seed)
+    edges = np.sort(rng.integers(0, 100, (num_rows, 2)), axis=1)
+    rows = np.column_stack([np.zeros((num_rows, 3), np.int64), edges]).astype(np.int32)
+    none = np.empty(0, np.int32)
+    starts = np.sort(rng.choice(100, 6, replace=False)).reshape(3, 2)
+    seen = np.column_stack([np.zeros((3, 3), np.int64), starts]).astype(np.int32)
+    assert _is_between(rows, _sorted_keys(rows), seen) == _is_between(rows, (none, none), seen)
+
+
+def test_many_chunks_of_one_document_are_cut_into_sequences_within_seconds():
+    queries, chunk = np.arange(3, 4096, 8), 16
+    ranges = np.stack([queries, queries + 1], axis=1) * chunk
+    others = np.stack([np.arange(0, 4096, 8), np.arange(0, 4096, 8) + 2], axis=1) * chunk
+    sets = RangeSets(np.array([0, len(ranges), len(ranges) + len(others)]), np.concatenate([ranges, others]))
+    mask = mask_slices("causal", (4096 * chunk,), ())
+    make_tiles(mask, sets, [0], [1])  # compiled
+    started = time.monotonic()
+    calls = sequences(make_tiles(mask, sets, [0], [1]))
+    assert time.monotonic() - started < 2
+    assert calls.k_len.tolist() == [2 * chunk * (i + 1) for i in range(len(ranges))]

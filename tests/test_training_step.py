@@ -234,13 +234,27 @@ def test_advice_says_where_the_time_goes_and_why_other_degrees_are_slower(advice
     assert [line.split()[0] for line in reasons(advice)] == ["tp", "cp"]
 
 
-def test_advice_says_what_it_did_not_try_and_that_its_sequences_differ_without_context(advice):
+def test_advice_says_what_it_did_not_try(advice):
     assert [note for note in advice.notes if note.startswith("not tried") and "dcp" in note]
-    assert not [note for note in advice.notes if note.startswith("context")]
-    asked = {"gpus": 8, "context": None, "parallel": {"tp": 4, "pp": 1, "cp": 2}, "strategy": "zigzag_ring"}
-    one_layout = advise_step(scenario_from(STEP | asked))
-    assert [note for note in one_layout.notes if note.startswith("context: not given")]
-    assert not [note for note in one_layout.notes if note.startswith("not tried")]
+    named = advise_step(scenario_from(STEP | {"strategy": "zigzag_ring", "parallel": {"tp": 2, "pp": 1, "cp": 2}}))
+    assert not [note for note in named.notes if note.startswith("not tried")]
+
+
+@pytest.mark.parametrize(
+    ("context", "parallel", "said"),
+    [
+        (None, {"tp": 4, "pp": 1}, ["16,384 to 32,768 tokens"]),
+        (None, {"tp": 4, "pp": 1, "cp": 1}, ["16,384 tokens"]),
+        (None, {"tp": 4, "pp": 1, "cp": 2}, []),
+        (16384, {"tp": 4, "pp": 1}, []),
+    ],
+    ids=["several lengths", "one that cuts documents", "all tokens", "the scenario's"],
+)
+def test_advice_says_what_sequences_it_cuts_where_the_scenario_has_none(context, parallel, said):
+    asked = {"gpus": 8, "tokens": 32768, "documents": None, "context": context, "parallel": parallel}
+    notes = advise_step(scenario_from(STEP | asked | {"strategy": None})).notes
+    found = [note for note in notes if note.startswith("context: not given")]
+    assert [length in note for length, note in zip(said, found, strict=True)] == [True] * len(said)
 
 
 def test_the_command_line_predicts_and_advises_steps(tmp_path):

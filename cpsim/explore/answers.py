@@ -17,7 +17,7 @@ from typing import Any, Final, Generic, TypeVar
 from cpsim.calibrate.profile import load_profile, shipped_profiles
 from cpsim.prediction import Advice, Candidate, Infeasible, Prediction, knobs_json
 from cpsim.predictor import Tried, predict, rank, try_way, ways
-from cpsim.processes import begin_worker
+from cpsim.processes import begin_worker, stop
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
 from cpsim.runs import case_key
 from cpsim.scenario import Scenario, scenario_from
@@ -100,10 +100,10 @@ class Answers:
         return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)
 
     def close(self) -> None:
-        """Ends the processes; what is not begun is dropped."""
+        """Ends the processes; what is not done is dropped."""
         for pool in (self._pool, self.__dict__.get("_planner")):
             if pool:
-                pool.shutdown(wait=False, cancel_futures=True)
+                stop(pool)
 
     @property
     def is_warm(self) -> bool:

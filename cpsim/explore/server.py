@@ -17,6 +17,7 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from cpsim.errors import CpsimError
 from cpsim.explore.answers import Answers, load_costs
 from cpsim.explore.app import make_app
+from cpsim.interrupts import unheard
 from cpsim.runs import runs_in
 
 if TYPE_CHECKING:
@@ -47,7 +48,8 @@ def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterato
     """
     measured = runs_in(runs)
     with TemporaryDirectory(prefix="cpsim-explore-") as folder:
-        answers = Answers()
+        with unheard():
+            answers = Answers()
         try:
             app = make_app(start, measured, answers, Path(folder)).server
             Thread(target=_warm_up, daemon=True).start()

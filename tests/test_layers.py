@@ -17,7 +17,8 @@ PLAN = {"tiles", "schedule"}
 ALLOWED = {
     "errors": set(),
     "allocator": set(),
-    "processes": {"allocator"},
+    "interrupts": set(),
+    "processes": {"allocator", "interrupts"},
     "compiled": set(),
     "units": set(),
     "files": {"errors"},
@@ -53,7 +54,7 @@ ALLOWED = {
         "implementations",
     }
     | PLAN,
-    "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles"},
+    "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles", "processes"},
     "validation": CORE | {"masks", "workload", "tiles", "schedule"},
     "training": CORE
     | {"cluster", "workload", "implementations", "schedule", "strategies", "sim", "models", "calibrate.profile"}
@@ -90,16 +91,16 @@ ALLOWED = {
     "explore": CORE
     | CASE
     | PLAN
-    | {"calibrate", "comparison", "prediction", "predictor", "processes", "report", "runs"},
+    | {"calibrate", "comparison", "interrupts", "prediction", "predictor", "processes", "report", "runs"},
     "terminal": {"errors", "processes"},
     "cli_reproduce": {"errors", "terminal", "report", "reproduce"},
     "cli": CORE
     | CASE
     | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
     | {"runs", "launch", "comparison", "kernel_tables", "support", "implementations", "step_advice"}
-    | {"allocator", "explore", "sweeps", "terminal", "cli_reproduce"},
+    | {"allocator", "explore", "interrupts", "sweeps", "terminal", "cli_reproduce"},
     "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "interrupts"},
 }
 """Module or package of cpsim -> what it may import from cpsim, itself aside."""
 

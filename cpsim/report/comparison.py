@@ -37,6 +37,7 @@ def who_text(scenario: Scenario) -> str:
 
 def short_case(scenario: Scenario) -> str:
     """The rest of a case in a few words."""
+    cluster = scenario.resolve_cluster()
     words = [
         f"{format_count(scenario.num_tokens // scenario.gpus)} x {scenario.gpus}",
         mask_text(scenario),
@@ -45,7 +46,7 @@ def short_case(scenario: Scenario) -> str:
     ]
     words += [scenario.pass_] if scenario.pass_ != "fwd_bwd" else []
     words += [scenario.protocol] if scenario.protocol != "synced" else []
-    words += [scenario.cluster] if scenario.gpus > scenario.resolve_cluster().gpus_per_node else []
+    words += [cluster.name] if scenario.gpus > cluster.gpus_per_node else []
     return " ".join(words)
 
 

@@ -18,7 +18,7 @@ from cpsim import cli_reproduce
 from cpsim.allocator import keep_freed_memory
 from cpsim.errors import CpsimError
 from cpsim.interrupts import INTERRUPTED, unwinding
-from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse, said
+from cpsim.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse, typed
 
 if TYPE_CHECKING:
     from cpsim.calibrate.measurement import Measurements
@@ -349,7 +349,7 @@ def run(
         raise CpsimError("run: expected --out FILE for times, or --trace FILE for a trace of one scenario")
     check_writable(out, trace)
     if trace:
-        given = said(context, "resume", "minutes", "seconds", "seed", "commit") | {"--json": as_json}
+        given = typed(context, "resume", "minutes", "seconds", "seed", "commit") | {"--json": as_json}
         refuse("run: --trace times nothing", given)
     num_gpus, _ = _machine("run", gpus, cpu)
     scenarios = _runnable(file, num_gpus, emulate_nodes, cpu is not None)
@@ -703,7 +703,7 @@ def mask(
 
     check_writable(png, html)
     if name is None:
-        given = said(context, "tokens", "option", "documents", "gpus", "cluster", "png", "html")
+        given = typed(context, "tokens", "option", "documents", "gpus", "cluster", "png", "html")
         refuse("mask: all masks are listed where none is named", given)
         records = masks.mask_list()
         print(json.dumps(records, indent=1)) if as_json else console().print(masks.masks_view())

@@ -42,8 +42,8 @@ def refuse(why: str, given: Mapping[str, object]) -> None:
             raise CpsimError(f"{why}; leave {option} out")
 
 
-def said(context: typer.Context, *names: str) -> dict[str, bool]:
-    """Options, and whether they were given to a command, be it as what they are anyway."""
+def typed(context: typer.Context, *names: str) -> dict[str, bool]:
+    """Options, and whether they were typed, be it as what they are anyway."""
     sources = {name: context.get_parameter_source(name) for name in names}
     return {f"--{name}": source is not None and source.name == "COMMANDLINE" for name, source in sources.items()}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -131,30 +131,35 @@ def _matrix(support: Sequence[Support], reasons: dict[str, int]) -> RenderableTy
     """
     made = table(("strategy", "left"), ("runs with", "left"), ("not with, and why", "left"))
     made.columns[0].no_wrap = True
-    for strategy, *cells in _answers(support, reasons):
-        answers = dict(zip(COLUMNS[1:], cells, strict=True))
-        able = [column for column, cell in answers.items() if cell == "yes" and column != "plan"]
-        raised = {column: cell.removeprefix("no ").translate(RAISED) for column, cell in answers.items()}
-        unable = [column + raised[column] for column, cell in answers.items() if cell.startswith("no ")]
+    for strategy, answers in _answers(support, reasons):
+        able = [column for column, why in answers.items() if not why and column != "plan"]
+        unable = [column + str(why).translate(RAISED) for column, why in answers.items() if why]
         lists = Text(", ".join(able), style="green"), Text(", ".join(unable), style="red")
         made.add_row(Text(strategy, style="bold"), *lists)
     return made
 
 
-def _answers(support: Sequence[Support], reasons: dict[str, int]) -> list[list[str]]:
+def _answers(support: Sequence[Support], reasons: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Strategies and, by column where there is something to run, 0 if it runs or else the number of the reason."""
+
+    def number(column: str, reason: str) -> int:
+        short = reason.replace(f"kernel {column} ", "the kernel ", 1)
+        return reasons.setdefault(short, len(reasons) + 1) if reason else 0
+
+    for s in support:
+        told = {"plan": s.plan, **s.kernels, **s.others}
+        yield s.strategy, {column: number(column, told[column]) for column in COLUMNS if column in told}
+
+
+def _rows(support: Sequence[Support], reasons: dict[str, int]) -> list[list[str]]:
     """Cells of ``COLUMNS``: yes, no with the number of its reason, or - where there is nothing to run."""
 
-    def cell(answers: Mapping[str, str], column: str) -> str:
-        if not answers.get(column, "-"):
-            return "yes"
-        if column not in answers:
-            return "-"
-        reason = answers[column].replace(f"kernel {column} ", "the kernel ", 1)
-        return f"no {reasons.setdefault(reason, len(reasons) + 1)}"
+    def cell(why: int | None) -> str:
+        return "-" if why is None else f"no {why}" if why else "yes"
 
     return [
-        [s.strategy, *(cell({"plan": s.plan, **s.kernels, **s.others}, column) for column in COLUMNS[1:])]
-        for s in support
+        [strategy, *(cell(answers.get(column)) for column in COLUMNS[1:])]
+        for strategy, answers in _answers(support, reasons)
     ]
 
 
@@ -200,7 +205,7 @@ def write_html(path: Path, workload: Workload, support: Sequence[Support]) -> No
     made.update_xaxes(title="key", constrain="domain")
     mask = MASK_NAMES[workload.mask]
     reasons: dict[str, int] = {}
-    answers = html_table(COLUMNS, _answers(support, reasons), len(COLUMNS))
+    answers = html_table(COLUMNS, _rows(support, reasons), len(COLUMNS))
     sections = [
         f"<h1>{escape(title(workload))}</h1><p>{escape(mask.meaning)} ({escape(mask.source)})</p>",
         figure(styled(made, 680), "mask", numbers(workload)),

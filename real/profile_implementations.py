@@ -79,10 +79,11 @@ def main() -> None:
     parser.add_argument("--alone", type=Path, help="cases of which one rank is profiled alone")
     parser.add_argument("--only", default="", help="implementations, separated by commas")
     parser.add_argument("--seconds", type=float, default=100.0, help="no new case after that")
+    parser.add_argument("--emulate-nodes", type=int, default=1, metavar="N", help="nodes to make of this machine")
     args = parser.parse_args()
     started, rows = time.monotonic(), []
     torch.manual_seed(0)
-    with Node(cpu=args.cpu) as node:
+    with Node(cpu=args.cpu, num_nodes=args.emulate_nodes) as node:
         rank = node.rank
         for scenario, pass_ in itertools.product(chosen(args, node.size), PASSES):
             late = torch.tensor([time.monotonic() - started > args.seconds], dtype=torch.int32, device=node.device)

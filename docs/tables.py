@@ -68,12 +68,17 @@ RUNS = {
     "h100-two": "2 H100, drawn at random: fa2, sdpa_flash, cudnn, fa4",
     "h100-two-others": "2 more H100, few tokens in other people's code",
     "h100-two-others-again": "2 more H100, the same a minute later",
+    "h100-two-2": "2 more H100, more drawn at random, unseen; a slow host",
+    "h100-two-2-short": "yet 2 more H100, the few tokens among them",
     "h100-layer": "1 H100, whole layers of three models drawn at random",
     "h100-layer-2": "1 more H100, 18 others",
     "h200-emulated": "2 emulated nodes of 2 H200",
     "h200-emulated-planned": "2 emulated nodes of 2 H200, another machine",
     "h200-emulated-flex": "2 emulated nodes of 2 H200, a third machine, mostly FlexAttention",
-    "h100-emulated": "2 emulated nodes of 1 H100, whose sockets were measured just before",
+    "h100-emulated": "2 emulated nodes of 1 H100, whose sockets were measured once, just before",
+    "h100-emulated-2": "2 emulated nodes of 1 more H100, whose sockets were measured three times",
+    "h100-emulated-3": "the same in fresh processes",
+    "h100-emulated-4": "the same in fresh processes again",
 }
 COMMANDS = {
     "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",

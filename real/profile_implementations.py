@@ -33,7 +33,7 @@ from cpsim.scenario import Scenario, load_scenarios, scenario_from
 from cpsim.schedule import Pass
 from real.implementations import make
 from real.iterations import iteration
-from real.node import Node
+from real.node import Node, end_process
 from real.runner import Runner
 
 CASES = (
@@ -100,6 +100,7 @@ def main() -> None:
         (args.out / f"profile-rank{rank}.json").write_text(lines, encoding="utf-8")
         if rank == 0:
             print(f"{time.monotonic() - started:.0f} s")
+        end_process()  # communicators that a graph has captured may not close
 
 
 def chosen(args: argparse.Namespace, num_ranks: int) -> list[Scenario]:

@@ -2,10 +2,10 @@
 documents.jsonl (many short documents on two), drawn.jsonl, drawn-2.jsonl and drawn-3.jsonl (problems drawn at random,
 on two; those of the second are mostly for other people's code and for planners, the third has as many of both again),
 small-others.jsonl (few tokens in other people's code, on two), two-h100.jsonl and two-h100-2.jsonl (problems drawn at
-random, on two H100), pair-of-nodes.jsonl (two emulated nodes of one H100), one-h100.jsonl, one-h100-layers.jsonl,
-one-h200.jsonl, one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4 and -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and
-one-h200-layers-2.jsonl (calls of attention and whole layers drawn at random, on one GPU; those of one-h200-5 of any
-number of tokens), ranks/cases.jsonl, -2, -3 and -others (problems of 2 to 96 GPUs, drawn at random, of which single
+random, on two H100), two-h100-2-short.jsonl (the few tokens among the latter), pair-of-nodes.jsonl (two emulated nodes
+of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl, one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4
+and -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and one-h200-layers-2.jsonl (calls of attention and whole layers drawn
+at random, on one GPU; those of one-h200-5 of any number of tokens), ranks/cases.jsonl, -2, -3 and -others (problems of 2 to 96 GPUs, drawn at random, of which single
 ranks are measured on one GPU) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
@@ -22,6 +22,7 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 6, 4, 2, 2, 1, 2, 1, 2, 2,
     cpsim run validation/small-others.jsonl --seconds 0.1 --out validation/runs/h200-small-others.jsonl
     cpsim run validation/two-h100.jsonl --seconds 0.1 --out validation/runs/h100-two.jsonl
     cpsim run validation/two-h100-2.jsonl --seconds 0.1 --out validation/runs/h100-two-2.jsonl
+    cpsim run validation/two-h100-2-short.jsonl --seconds 0.1 --out validation/runs/h100-two-2-short.jsonl
     cd validation/runs && torchrun --nproc-per-node 2 -m real.run ../pair-of-nodes.jsonl --emulate-nodes 2 \
         --seconds 0.1 --out h100-emulated.jsonl
     cpsim run validation/one-h100.jsonl --seconds 0.1 --out validation/runs/h100.jsonl
@@ -55,7 +56,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -423,10 +424,18 @@ def emulated() -> Iterator[Case]:
     yield from (case | nodes for case in masked((ZIGZAG, GATHER_ZIGZAG, USP, DCP, DCP_PAPER)))
 
 
+SECOND_LOTS = {"fa2": 8, "sdpa_flash": 4, "cudnn": 4}
+
+
 def two_h100(seed: int, kernels: Mapping[str, int]) -> Iterator[Case]:
     """Problems of both kinds drawn at random, on two H100."""
     parts = by_lot(seed, kernels), theirs_by_lot(seed + 1)
     yield from (case | {"cluster": "dgx-h100"} for part in parts for case in part)
+
+
+def few_tokens(cases: Iterable[Case]) -> Iterator[Case]:
+    """Those of up to 2,560 tokens per GPU in which hosts start with the GPUs: hosts and launches count."""
+    return (c for c in cases if c["tokens_per_gpu"] <= 2560 and c.get("protocol") != "streamed")
 
 
 def pair_of_nodes() -> Iterator[Case]:
@@ -504,7 +513,8 @@ def files() -> dict[Path, str]:
         FOLDER / "drawn-3.jsonl": text(case for part in (by_lot(15, LOTS), theirs_by_lot(16)) for case in part),
         FOLDER / "small-others.jsonl": text(small_others()),
         FOLDER / "two-h100.jsonl": text(two_h100(31, {"fa4": 8, "fa2": 8, "sdpa_flash": 4, "cudnn": 4})),
-        FOLDER / "two-h100-2.jsonl": text(two_h100(33, {"fa2": 8, "sdpa_flash": 4, "cudnn": 4})),
+        FOLDER / "two-h100-2.jsonl": text(two_h100(33, SECOND_LOTS)),
+        FOLDER / "two-h100-2-short.jsonl": text(few_tokens(two_h100(33, SECOND_LOTS))),
         FOLDER / "pair-of-nodes.jsonl": text(pair_of_nodes()),
         FOLDER / "one-h100.jsonl": text(one_gpu("dgx-h100", 13)),
         FOLDER / "one-h100-layers.jsonl": text(one_gpu_layers("dgx-h100", 14)),

@@ -3,10 +3,11 @@ documents.jsonl (many short documents on two), drawn.jsonl, drawn-2.jsonl and dr
 on two; those of the second are mostly for other people's code and for planners, the third has as many of both again),
 small-others.jsonl (few tokens in other people's code, on two), two-h100.jsonl and two-h100-2.jsonl (problems drawn at
 random, on two H100), two-h100-2-short.jsonl (the few tokens among the latter), pair-of-nodes.jsonl (two emulated nodes
-of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl, one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4
-and -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and one-h200-layers-2.jsonl (calls of attention and whole layers drawn
-at random, on one GPU; those of one-h200-5 of any number of tokens), ranks/cases.jsonl, -2, -3 and -others (problems of 2 to 96 GPUs, drawn at random, of which single
-ranks are measured on one GPU) and the folder eight (one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
+of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl, one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4 and
+-5, one-h100-2.jsonl, one-h100-layers-2.jsonl and one-h200-layers-2.jsonl (calls of attention and whole layers drawn at
+random, on one GPU; those of one-h200-5 of any number of tokens), ranks/cases.jsonl, -2, -3 and -others (problems of 2
+to 96 GPUs, drawn at random, of which single ranks are measured on one GPU) and the folder eight (one run on eight H200
+of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python validation/cases.py
 

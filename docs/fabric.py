@@ -19,7 +19,10 @@ ROOT = Path(__file__).parent.parent
 MEASURED = sorted((ROOT / "cpsim" / "calibrate" / "data").glob("h200x4-sockets*.jsonl"))
 CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
 PRESET = "h200-2x2-sockets"
-PAIRS = {"h100-2x1-sockets": "h100x2-sockets.jsonl", "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl"}
+PAIRS = {
+    "h100-2x1-sockets": "h100x2-sockets.jsonl", "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl",
+    "h100-2x1-sockets-3": "h100x2-sockets-[56].jsonl",
+}  # fmt: skip
 """Cluster files of `validation/runs`, and what was measured on that machine: sockets differ between machines."""
 
 

@@ -79,6 +79,7 @@ RUNS = {
     "h100-emulated-2": "2 emulated nodes of 1 more H100, whose sockets were measured three times",
     "h100-emulated-3": "the same in fresh processes",
     "h100-emulated-4": "the same in fresh processes again",
+    "h100-emulated-5": "2 emulated nodes of a third H100, whose sockets were measured before and after",
 }
 COMMANDS = {
     "test_advise_at_96_gpus_with_start_up": "`cpsim advise` at 96 GPUs, start-up included",

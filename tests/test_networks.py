@@ -62,6 +62,23 @@ def test_with_rails_nvlink_takes_a_message_to_the_nic_of_its_targets_place():
     assert Links(cluster, PORT).capacity_bytes_per_s()[leaf_out] == 2 * NIC / 4
 
 
+def test_messages_over_sockets_share_threads_with_those_of_their_stream_only():
+    links, stream = Links(presets()["h200-2x2-sockets"].with_gpus(4), PORT, 3), np.array([1, 1, 2])
+    flows = links.transfers(np.arange(3), np.array([0, 2, 0]), np.array([2, 0, 2]), np.ones(3))
+    moved = links.on_streams(flows, stream)
+    there, back, other = (set(moved.link[moved.op == op].tolist()) for op in range(3))
+    assert there == back
+    assert len(there) == len(other) == 2
+    assert not there & other
+    assert max(other) < len(links.capacity_bytes_per_s())
+
+
+def test_messages_that_pass_no_sockets_keep_their_links():
+    links = Links(network(), PORT, num_streams=2)
+    flows = links.transfers(np.arange(2), np.array([0, 0]), np.array([1, 9]), np.ones(2))
+    assert links.on_streams(flows, np.array([1, 1])) == flows
+
+
 @pytest.mark.parametrize("rails", [False, True])
 @pytest.mark.parametrize("nodes", [2, 3, 4])
 def test_an_all_to_all_is_as_much_between_leaves_as_its_messages(nodes, rails):

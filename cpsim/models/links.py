@@ -33,13 +33,15 @@ class Links:
     """Numbering of the links of a cluster, each kind in both directions, out before in: NVLink ports of ranks, NICs,
     uplinks of nodes, and links of leaf switches to the spine where these could fill.
 
-    Where the network is sockets, every rank's proxy thread comes last: all messages that it sends or receives pass it,
-    and no NIC.
+    Where the network is sockets, proxy threads come last: all messages that a rank sends or receives on a stream pass
+    one, and no NIC.
     """
 
     cluster: Cluster
     port_bytes_per_s: float
     """One NVLink port, one direction."""
+    num_streams: int = 1
+    """Of a rank: each has a communicator of its own, and that a proxy thread."""
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -69,12 +71,21 @@ class Links:
             for fault in self._faulty(part):
                 capacity[[fault.number, len(capacity) // 2 + fault.number]] *= fault.rate
         if fabric and fabric.proxy_bandwidth_bytes_per_s:
-            each.append(np.full(sizes[0], fabric.proxy_bandwidth_bytes_per_s))
+            each.append(np.full(self.num_streams * sizes[0], fabric.proxy_bandwidth_bytes_per_s))
         return np.concatenate(each)
 
     @property
     def _proxies(self) -> bool:
         return self.cluster.fabric is not None and self.cluster.fabric.proxy_bandwidth_bytes_per_s is not None
+
+    def on_streams(self, flows: Flows, stream: Ints) -> Flows:
+        """The same flows, which pass the proxy threads of the first stream, through those of their own: of every op,
+        ``[ops]``."""
+        if not self._proxies:
+            return flows
+        threads = flows.link >= 2 * sum(self._sizes)
+        moved = np.where(threads, flows.link + stream[flows.op] * self.cluster.num_gpus, flows.link)
+        return Flows(flows.op, moved, flows.nbytes)
 
     def nic_of(self, rank: Ints) -> Ints:
         """The NIC that a rank uses: the GPUs of a node are spread evenly over its NICs."""

@@ -158,11 +158,13 @@ class Pricing:
         pass_: Pass = "bwd" if Kind.ATTENTION_BACKWARD in kinds else "fwd"
         duration, full, group = self._kernels(schedule, kinds, notes)
         self._check_launches(kinds, pass_, notes)
-        links = Links(self.cluster, self.profile.collective.port_bytes_per_s)
+        stream = schedule.lane_stream[schedule.lane_start[:-1]].astype(np.int64)
+        links = Links(self.cluster, self.profile.collective.port_bytes_per_s, int(stream.max(initial=0)) + 1)
         messages = Messages.of(schedule, self.cluster, self.unbatched, self.messages)
         communication = Communication(self.cluster, self.profile, self.messages)
         flows = [communication.transfers(schedule, messages, links, duration, group, notes)]
         flows += communication.collectives(schedule, links, duration, group, notes)
+        flows = [links.on_streams(some, stream) for some in flows]
         paced = _PACED[group]
         near = ~paced[messages.op]
         eager = np.zeros(len(schedule), np.bool_)

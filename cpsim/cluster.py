@@ -49,7 +49,8 @@ class Fabric:
     """One point-to-point flow, one direction."""
     proxy_bandwidth_bytes_per_s: Rate | None = None
     """What one rank's thread copies of a stream's messages (transfers, all-to-alls), sent and received together, where
-    the network is sockets. None where NICs read and write memory by themselves; messages then share the NICs like collectives."""
+    the network is sockets. None where NICs read and write memory by themselves; messages then share the NICs like
+    collectives."""
     latency_s: Annotated[float, Field(ge=0, le=1)]
     """Of one message between nodes, the call's overhead included."""
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0

@@ -1,4 +1,4 @@
-"""Writes the network of preset h200-2x2-sockets, and of the two pairs of H100 in validation/runs, from the committed
+"""Writes the network of preset h200-2x2-sockets, and of the three pairs of H100 in validation/runs, from the committed
 measurements of emulated nodes.
 
     torchrun --nproc-per-node 4 -m real.measure_network --emulate-nodes 2 --minutes 1.4 \

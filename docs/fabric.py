@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 from cpsim.calibrate.fabric import fit_fabric
 from cpsim.calibrate.measurement import load
+from cpsim.calibrate.shipped import DATA
+from cpsim.cluster import Fabric
 
 ROOT = Path(__file__).parent.parent
-MEASURED = sorted((ROOT / "cpsim" / "calibrate" / "data").glob("h200x4-sockets*.jsonl"))
+RUNS = ROOT / "validation" / "runs"
 CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
+MEASURED = sorted(DATA.glob("h200x4-sockets*.jsonl"))
 PRESET = "h200-2x2-sockets"
 PAIRS = {
     "h100-2x1-sockets": "h100x2-sockets.jsonl", "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl",
@@ -26,9 +30,14 @@ PAIRS = {
 """Cluster files of `validation/runs`, and what was measured on that machine: sockets differ between machines."""
 
 
+def network(files: Iterable[Path]) -> Fabric:
+    """What is fitted to measurements."""
+    return fit_fabric([load(path) for path in files], sockets=True)
+
+
 def with_fabric(text: str) -> str:
     """The file of presets with the fitted network of the preset."""
-    made = fit_fabric([load(path) for path in MEASURED], sockets=True)
+    made = network(MEASURED)
     fields = {f.name: getattr(made, f.name) for f in dataclasses.fields(made) if getattr(made, f.name) != f.default}
     before, rest = text.split(f'"name": "{PRESET}"', 1)
     head, rest = rest.split('"fabric": {', 1)
@@ -37,16 +46,14 @@ def with_fabric(text: str) -> str:
     return f'{before}"name": "{PRESET}"{head}"fabric": {{\n{lines}\n   }},{tail}'
 
 
-def pair(path: Path, pattern: str) -> str:
-    """The cluster file with the network fitted to measurements of its machine."""
-    found = sorted(MEASURED[0].parent.glob(pattern))
-    made = fit_fabric([load(file) for file in found], sockets=True)
-    cluster = json.loads(path.read_text(encoding="utf-8")) | {"fabric": dataclasses.asdict(made)}
-    return json.dumps(cluster, indent=1) + "\n"
+def pair(name: str) -> str:
+    """The cluster file of a pair with the network of its machine."""
+    made = network(sorted(DATA.glob(PAIRS[name])))
+    cluster = json.loads((RUNS / f"{name}.json").read_text(encoding="utf-8"))
+    return json.dumps(cluster | {"fabric": dataclasses.asdict(made)}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    for name, pattern in PAIRS.items():
-        file = ROOT / "validation" / "runs" / f"{name}.json"
-        file.write_text(pair(file, pattern), encoding="utf-8")
+    for name in PAIRS:
+        (RUNS / f"{name}.json").write_text(pair(name), encoding="utf-8")
     CLUSTERS.write_text(with_fabric(CLUSTERS.read_text(encoding="utf-8")), encoding="utf-8")

@@ -136,6 +136,12 @@ def test_the_preset_is_what_the_committed_measurement_says():
     assert module.with_fabric(text) == text, "run python docs/fabric.py"
 
 
+def test_networks_of_pairs_are_what_the_measurements_of_their_machines_say():
+    module = docs()
+    for name in module.PAIRS:
+        assert module.pair(name) == (module.RUNS / f"{name}.json").read_text(), "run python docs/fabric.py"
+
+
 def test_the_preset_is_replaced_and_nothing_else(tmp_path, monkeypatch):
     module = docs()
     measured = made(8e-5, 2.5e9, 4e9, 1, proxy=3e9)

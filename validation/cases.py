@@ -12,7 +12,7 @@ of one host, also as 2 x 4 and 4 x 2 nodes).
     python validation/cases.py
 
 Cases come in groups that differ in strategy, knobs and implementation only, so that choices are validated, too.
-What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 6, 4, 2, 2, 1, 2, 1, 2, 2, 2, 2, 2, 1, 1 and 1 minutes:
+What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 6, 6, 2, 2, 2, 1, 2, 1, 2, 2, 2, 2, 2, 1, 1 and 1 minutes:
 
     cpsim run validation/cases.jsonl --seconds 0.3 --out validation/runs/h200.jsonl
     cpsim run validation/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out validation/runs/h200-emulated.jsonl

@@ -85,9 +85,15 @@ class Builder:
     """
 
     def __init__(
-        self, num_ranks: int, sets: RangeSets, tiles: Tiles, stride: int = 1, narrow_sums: bool = False,
-        head_groups: int = 1, copies: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        num_ranks: int,
+        sets: RangeSets,
+        tiles: Tiles,
+        stride: int = 1,
+        narrow_sums: bool = False,
+        head_groups: int = 1,
+        copies: int = 1,
+    ) -> None:
         self.num_ranks, self.head_groups, self.copies = num_ranks, head_groups, copies
         self.sets, self.tiles, self.stride, self.narrow_sums = sets, tiles, stride, narrow_sums
         self._num_ops = 0
@@ -210,8 +216,9 @@ class Builder:
         """
         ops = np.arange(self._num_ops, self._num_ops + end - first)
         moved[first:end], self._num_ops = ops, self._num_ops + end - first
-        self._columns.append((ops, s.kind[first:end], s.step[first:end], s.tile[first:end], s.heads[first:end],
-                              s.nbytes[first:end]))  # fmt: skip
+        self._columns.append(
+            (ops, s.kind[first:end], s.step[first:end], s.tile[first:end], s.heads[first:end], s.nbytes[first:end])
+        )
         for name, entries in (("lane", self._lanes), ("dep", self._deps), ("access", self._accesses)):
             start = getattr(s, f"{name}_start")
             mine, of_op = slice(start[first], start[end]), ops.repeat(np.diff(start[first : end + 1]))
@@ -302,8 +309,12 @@ def followed_by(schedule: Schedule, ops: Sequence[tuple[Kind, int | tuple[int, i
     none = np.zeros((count * s.num_ranks, 4), np.int32)
     kinds = np.repeat([kind for kind, _ in ops], s.num_ranks)
     nbytes = np.repeat([2 * prod(size) if isinstance(size, tuple) else size for _, size in ops], s.num_ranks)
-    products = [(len(s) + i * s.num_ranks + rank, *size) for i, (_, size) in enumerate(ops) if isinstance(size, tuple)
-                for rank in range(s.num_ranks)]  # fmt: skip
+    products = [
+        (len(s) + i * s.num_ranks + rank, *size)
+        for i, (_, size) in enumerate(ops)
+        if isinstance(size, tuple)
+        for rank in range(s.num_ranks)
+    ]
     return replace(
         s,
         kind=np.concatenate([s.kind, kinds.astype(np.int8)]),

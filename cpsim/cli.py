@@ -39,9 +39,14 @@ app.add_typer(cli_reproduce.app)
 USER_ERROR = 2
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
 EXPLORED = {
-    "gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "mask": "causal_document", "heads": 32, "kv_heads": 8,
+    "gpus": 96,
+    "cluster": "dgx-h200",
+    "tokens_per_gpu": 8192,
+    "mask": "causal_document",
+    "heads": 32,
+    "kv_heads": 8,
     "documents": {"distribution": "prolong512k", "seed": 42},
-}  # fmt: skip
+}
 """What `cpsim explore` begins with: the example of the README."""
 KERNELS = "fa4,fa2,cudnn,sdpa_flash"
 Base = Annotated[str | None, typer.Option(help="A profile that gives what was not measured.")]
@@ -356,10 +361,18 @@ def run(
     if trace and len(scenarios) != 1:
         raise CpsimError(f"trace: expected one scenario, got {len(scenarios)}; give it a file of its own")
     options = Options(
-        out=out, command=_said(), num_gpus=num_gpus,
-        cpu=cpu is not None, num_nodes=emulate_nodes, minutes=minutes, seed=seed, seconds=seconds, resume=resume,
-        trace=trace, commit=commit,
-    )  # fmt: skip
+        out=out,
+        command=_said(),
+        num_gpus=num_gpus,
+        cpu=cpu is not None,
+        num_nodes=emulate_nodes,
+        minutes=minutes,
+        seed=seed,
+        seconds=seconds,
+        resume=resume,
+        trace=trace,
+        commit=commit,
+    )
     with unwinding():
         failed = launch(scenarios, options)
     if failed:
@@ -728,7 +741,7 @@ def mask(
 
 def _mask_scenario(
     name: str, tokens: int, options: list[str], documents: str | None, gpus: int, cluster: str
-) -> Scenario:  # fmt: skip
+) -> Scenario:
     """The case of a mask; masks of documents get some where none are given."""
     from cpsim.scenario import scenario_from
     from cpsim.units import number_or_text
@@ -742,8 +755,13 @@ def _mask_scenario(
     if documents is None and name.endswith("_document"):
         documents = "prolong64k"
     fields: dict[str, Any] = {
-        "gpus": gpus, "cluster": cluster, "tokens": tokens, "mask": given, "heads": 32, "kv_heads": 8
-    }  # fmt: skip
+        "gpus": gpus,
+        "cluster": cluster,
+        "tokens": tokens,
+        "mask": given,
+        "heads": 32,
+        "kv_heads": 8,
+    }
     if documents:
         lengths = [number_or_text(part) for part in documents.split(",")]
         drawn = isinstance(lengths[0], str)

@@ -169,10 +169,12 @@ class Cluster:
             nics, rate = min(fabric.nics_per_node, per_node), fabric.nic_bandwidth_bytes_per_s / sharing
             wider = nics * rate * copies / (fabric.nics_per_node * fabric.nic_bandwidth_bytes_per_s)
             fabric = replace(
-                fabric, nics_per_node=nics, nic_bandwidth_bytes_per_s=rate,
+                fabric,
+                nics_per_node=nics,
+                nic_bandwidth_bytes_per_s=rate,
                 oversubscription=max(1.0, fabric.oversubscription * wider),
                 spine_oversubscription=max(1.0, fabric.spine_oversubscription * wider),
-            )  # fmt: skip
+            )
         return replace(
             self, num_gpus=self.num_gpus // copies, gpus_per_node=per_node, fabric=fabric, copies=self.copies * copies
         )
@@ -186,9 +188,11 @@ class Cluster:
         cluster = replace(self, num_gpus=num_gpus)
         nics = self.fabric.nics_per_node if self.fabric else 0
         parts = {
-            "gpu": num_gpus, "nvlink": num_gpus, "nic": nics * cluster.num_nodes,
+            "gpu": num_gpus,
+            "nvlink": num_gpus,
+            "nic": nics * cluster.num_nodes,
             "uplink": cluster.num_nodes if nics else 0,
-        }  # fmt: skip
+        }
         for fault in self.faults:
             if fault.number >= parts[fault.part]:
                 raise ScenarioError(

@@ -198,9 +198,7 @@ def _other_gpu(run: Run) -> str:
     return f"run: measured on {where}, but {cluster.name} has {cluster.gpu.name}"
 
 
-def predict_runs(
-    runs: Sequence[Run], progress: Progress | None = None, jobs: int | None = None
-) -> list[Predicted]:
+def predict_runs(runs: Sequence[Run], progress: Progress | None = None, jobs: int | None = None) -> list[Predicted]:
     """Predictions of the cases that were measured, on several processes; on all cores where ``jobs`` is None."""
     from cpsim.predictor import predict_many
 

@@ -27,8 +27,10 @@ PASSES: Final[tuple[Literal["fwd", "bwd"], ...]] = ("fwd", "bwd")
 MASKS: Final = ("full", "causal", "full_document", "causal_document")
 """Masks of the table: all kernels that take several documents run them."""
 OTHER_MASKS: Final[Mapping[str, Mapping[str, Value]]] = {
-    "causal_sliding_window": {}, "shared_question": {}, "block_sparse": {"block": 128},
-}  # fmt: skip
+    "causal_sliding_window": {},
+    "shared_question": {},
+    "block_sparse": {"block": 128},
+}
 """Further ones, with options, for kernels that take any mask."""
 EXAMPLE: Final = (12288, 8192, 12288)
 """Documents that a kernel's masks are tried on: longer than windows and blocks are by default."""
@@ -147,9 +149,14 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
     heads, kv_heads, head_dim = shape
     count = NUM_DOCUMENTS if mask.endswith("document") else 1
     case = Workload(
-        documents=(tokens // count,) * count, mask=mask, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim,
-        dtype=DTYPES[0], mask_options=tuple(OTHER_MASKS.get(mask, {}).items()),
-    )  # fmt: skip
+        documents=(tokens // count,) * count,
+        mask=mask,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        dtype=DTYPES[0],
+        mask_options=tuple(OTHER_MASKS.get(mask, {}).items()),
+    )
     schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
     tflops, notes = dict[str, float](), dict[str, None]()
     passes = [pass_ for pass_ in PASSES if (kernel, pass_) in profile.attention]
@@ -161,9 +168,15 @@ def _speed(profile: Profile, kernel: str, mask: str, tokens: int, shape: tuple[i
         notes |= dict.fromkeys(profile.attention_notes(kernel, pass_, lens, lens, [[heads, kv_heads]]))
     memory = {str(pass_): peak_bytes(kernel, pass_, tokens, shape) for pass_ in passes}
     return Speed(
-        profile=profile.name, kernel=kernel, mask=mask, tokens=tokens, documents=count, tflops=tflops,
-        memory_bytes=memory, notes=tuple(notes),
-    )  # fmt: skip
+        profile=profile.name,
+        kernel=kernel,
+        mask=mask,
+        tokens=tokens,
+        documents=count,
+        tflops=tflops,
+        memory_bytes=memory,
+        notes=tuple(notes),
+    )
 
 
 def peak_bytes(kernel: str, pass_: str, tokens: int, shape: tuple[int, int, int]) -> int:

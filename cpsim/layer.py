@@ -39,7 +39,7 @@ READ_AFTER = {"fwd": ("out",), "bwd": ("dq", "dkv")}
 
 def plan_scenario(
     scenario: Scenario, workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """The schedule of one pass of a scenario: attention alone, or a layer around it.
 
     Raises:
@@ -53,9 +53,7 @@ def plan_scenario(
     return plan_layer(name, workload, scenario.dimensions(), cluster, pass_, scenario.knobs)
 
 
-def plan_layer(
-    name: str, workload: Workload, model: Model, cluster: Cluster, pass_: Pass, knobs: Knobs
-) -> Schedule:  # fmt: skip
+def plan_layer(name: str, workload: Workload, model: Model, cluster: Cluster, pass_: Pass, knobs: Knobs) -> Schedule:
     """The schedule of one layer whose attention is a named strategy's.
 
     Raises:
@@ -257,9 +255,7 @@ class _Layer:
             case _:
                 return self._sums(op, part, who, deps, product=(outer, inner, tokens))
         writes = [self._access(op.writes[0], part, who)]
-        return self.b.add(
-            Kind.GEMM, (who, "compute"), step=part, product=shape, deps=deps, reads=reads, writes=writes
-        )  # fmt: skip
+        return self.b.add(Kind.GEMM, (who, "compute"), step=part, product=shape, deps=deps, reads=reads, writes=writes)
 
     def _sums(self, op: LayerOp, part: int, who: Ints, deps: Sequence[Ints], **what: object) -> Ints:
         """An op whose last result is a gradient of weights: the first one of a rank writes it, others add to it."""
@@ -267,15 +263,23 @@ class _Layer:
         for again in (False, True):
             at = np.flatnonzero(known[who] == again)
             here = who[at]
-            chosen = {k: tuple(np.broadcast_to(x, len(who))[at] for x in v) if isinstance(v, tuple) else v[at]  # type: ignore[index]
-                      for k, v in what.items()}  # fmt: skip
-            made, total = ([self._access(name, part, here) for name in names]
-                           for names in (op.writes[:-1], op.writes[-1:]))  # fmt: skip
+            chosen = {
+                k: tuple(np.broadcast_to(x, len(who))[at] for x in v) if isinstance(v, tuple) else v[at]  # type: ignore[index]
+                for k, v in what.items()
+            }
+            made, total = (
+                [self._access(name, part, here) for name in names] for names in (op.writes[:-1], op.writes[-1:])
+            )
             done[at] = self.b.add(
-                Kind.GEMM if op.kind in PRODUCTS else Kind.ELEMENTWISE, (here, "compute"), step=part,
-                deps=[d[at] for d in deps], reads=[self._access(name, part, here) for name in op.reads],
-                writes=made + (total if not again else []), updates=total if again else [], **chosen,  # type: ignore[arg-type]
-            )  # fmt: skip
+                Kind.GEMM if op.kind in PRODUCTS else Kind.ELEMENTWISE,
+                (here, "compute"),
+                step=part,
+                deps=[d[at] for d in deps],
+                reads=[self._access(name, part, here) for name in op.reads],
+                writes=made + (total if not again else []),
+                updates=total if again else [],
+                **chosen,  # type: ignore[arg-type]
+            )
         known[who] = True
         return done
 
@@ -287,7 +291,11 @@ class _Layer:
         if op.kind == "rms_norm_bwd":
             return self._sums(op, part, who, deps, nbytes=nbytes)
         return self.b.add(
-            Kind.ELEMENTWISE, (who, "compute"), step=part, nbytes=nbytes, deps=deps,
+            Kind.ELEMENTWISE,
+            (who, "compute"),
+            step=part,
+            nbytes=nbytes,
+            deps=deps,
             reads=[self._access(name, part, who) for name in op.reads],
             writes=[self._access(name, part, who) for name in op.writes],
-        )  # fmt: skip
+        )

@@ -79,7 +79,9 @@ MASK_NAMES: Final[dict[str, MaskName]] = {
     "full_sliding_window": MaskName("keys near the query, on both sides", "LongCA-bench", "apart", _SLIDING),
     "causal_sliding_window": MaskName("the latest keys", "LongCA-bench", "apart", _CAUSAL_SLIDING),
     "shared_question": MaskName(
-        "causal: a question, then answers to it that do not see each other", "DCP", "apart",
+        "causal: a question, then answers to it that do not see each other",
+        "DCP",
+        "apart",
         {
             "question_share": Option(0.2, "share of a document that is its question", low=0.0, high=1.0),
             "answers": Option(4, "answers of a document, equally long; the last takes the rest", high=65536),
@@ -89,7 +91,9 @@ MASK_NAMES: Final[dict[str, MaskName]] = {
         "causal: document 0 is the question, the others are answers", "LongCA-bench: share question", "related"
     ),
     "causal_blockwise": MaskName(
-        "causal: the first block, and a window of the latest ones; the last block sees all", "DCP", "apart",
+        "causal: the first block, and a window of the latest ones; the last block sees all",
+        "DCP",
+        "apart",
         {
             "block": Option(256, "tokens of a block"),
             "local_blocks": Option(2, "blocks of keys before a query's own that it sees"),
@@ -98,32 +102,44 @@ MASK_NAMES: Final[dict[str, MaskName]] = {
     "causal_blockwise_document": MaskName(
         "causal within every document; the last one sees all", "LongCA-bench: causal blockwise", "related"
     ),
-    "prefix_lm_causal": MaskName("a prefix sees all of itself, what follows is causal", "LongCA-bench", "ignored",
-                                 _PREFIX),
+    "prefix_lm_causal": MaskName(
+        "a prefix sees all of itself, what follows is causal", "LongCA-bench", "ignored", _PREFIX
+    ),
     "prefix_lm_document": MaskName("the same within every document", "LongCA-bench", "apart", _PREFIX),
     "block_causal_document": MaskName(
         "blocks see their document up to their own end", "LongCA-bench", "apart", {"block": Option(1024, "tokens")}
     ),
     "lambda": MaskName(
-        "causal: the first keys and the latest ones", "DCP", "apart",
+        "causal: the first keys and the latest ones",
+        "DCP",
+        "apart",
         {"sink": Option(64, "first keys, seen by all", low=0), "window": Option(4096, "latest keys, its own included")},
     ),
     "global_sliding": MaskName(
         "keys near the query, on both sides; the first tokens see all and are seen by all, as far as ends say",
-        "LongCA-bench", "ignored",
+        "LongCA-bench",
+        "ignored",
         {
             "window": Option(None, "first tokens, and keys on each side"),
-            "ends": Option("causal", "causal, as LongCA-bench's code has it, cuts the far corners of the first rows "
-                           "and columns; full leaves them whole", choices=("causal", "full")),
+            "ends": Option(
+                "causal",
+                "causal, as LongCA-bench's code has it, cuts the far corners of the first rows "
+                "and columns; full leaves them whole",
+                choices=("causal", "full"),
+            ),
             "seed": _SEED,
         },
     ),
     "block_sparse": MaskName(
-        "random blocks of equal size, the same for all heads", "LongCA-bench", "ignored",
+        "random blocks of equal size, the same for all heads",
+        "LongCA-bench",
+        "ignored",
         {"block": Option(64, "tokens of a block"), "density": _DENSITY, "seed": _SEED},
     ),
     "variable_block_sparse": MaskName(
-        "random blocks of random sizes, the same for all heads", "LongCA-bench", "ignored",
+        "random blocks of random sizes, the same for all heads",
+        "LongCA-bench",
+        "ignored",
         {
             "block": Option(512, "mean tokens of a block"),
             "min_block": Option(128, "fewest tokens of a block"),
@@ -132,7 +148,7 @@ MASK_NAMES: Final[dict[str, MaskName]] = {
             "seed": _SEED,
         },
     ),
-}  # fmt: skip
+}
 """All masks; ``source`` says who defines them and by which name, where it is another one."""
 
 

@@ -69,9 +69,13 @@ def _built(name: str, documents: tuple[int, ...], options: Options) -> Slices:
 
 
 def _rows(
-    q_start: ArrayLike, q_end: ArrayLike, k_start: ArrayLike, k_end: ArrayLike,
-    low: ArrayLike = -UNBOUNDED, high: ArrayLike = UNBOUNDED,
-) -> Ints:  # fmt: skip
+    q_start: ArrayLike,
+    q_end: ArrayLike,
+    k_start: ArrayLike,
+    k_end: ArrayLike,
+    low: ArrayLike = -UNBOUNDED,
+    high: ArrayLike = UNBOUNDED,
+) -> Ints:
     """Columns of a slice for every entry of the arguments, ``int64[6, n]``."""
     columns = np.broadcast_arrays(*map(np.atleast_1d, (q_start, q_end, k_start, k_end, low, high)))
     return np.stack([np.asarray(column, np.int64) for column in columns])

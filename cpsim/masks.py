@@ -115,9 +115,14 @@ def dense_mask(slices: Slices, num_tokens: int) -> NDArray[np.bool_]:
     """The mask as a boolean matrix ``[num_tokens, num_tokens]``: the brute-force twin for tests and pictures."""
     allowed = np.zeros((num_tokens, num_tokens), bool)
     rows = zip(
-        slices.q_start.tolist(), slices.q_end.tolist(), slices.k_start.tolist(),
-        slices.k_end.tolist(), slices.low.tolist(), slices.high.tolist(), strict=True,
-    )  # fmt: skip
+        slices.q_start.tolist(),
+        slices.q_end.tolist(),
+        slices.k_start.tolist(),
+        slices.k_end.tolist(),
+        slices.low.tolist(),
+        slices.high.tolist(),
+        strict=True,
+    )
     for q0, q1, k0, k1, low, high in rows:
         offset = np.arange(k0, k1)[None, :] - np.arange(q0, q1)[:, None]
         allowed[q0:q1, k0:k1] |= (offset >= low) & (offset <= high)

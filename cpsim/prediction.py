@@ -16,9 +16,15 @@ from cpsim.sim.timeline import Timeline
 
 Column = NDArray[Any]
 NUMBERS: Final = (
-    "time_s", "time_s_low", "time_s_high", "tflops_per_gpu", "exposed_comm_s", "bytes_sent_per_gpu",
-    "peak_memory_bytes", "planning_s",
-)  # fmt: skip
+    "time_s",
+    "time_s_low",
+    "time_s_high",
+    "tflops_per_gpu",
+    "exposed_comm_s",
+    "bytes_sent_per_gpu",
+    "peak_memory_bytes",
+    "planning_s",
+)
 """What ``prediction_columns`` takes from a prediction; names are a contract."""
 
 
@@ -97,8 +103,15 @@ class Advice:
     def columns(self) -> dict[str, Column]:
         """The candidates as columns that ``pandas.DataFrame`` takes, fastest first, in SI units."""
         scenarios = [candidate.scenario for candidate in self.candidates]
-        numbers = ("total_s", "total_s_low", "total_s_high", "tflops_per_gpu", "exposed_share", "peak_memory_bytes",
-                   "probability_best")  # fmt: skip
+        numbers = (
+            "total_s",
+            "total_s_low",
+            "total_s_high",
+            "tflops_per_gpu",
+            "exposed_share",
+            "peak_memory_bytes",
+            "probability_best",
+        )
         return {
             "strategy": np.array([str(scenario.strategy) for scenario in scenarios], dtype=str),
             "knobs": np.array([knobs_json(scenario) for scenario in scenarios], dtype=str),
@@ -126,9 +139,20 @@ def prediction_columns(
 
 
 NO_CASE: Final[Mapping[str, str | int]] = {
-    "strategy": "", "knobs": "", "implementation": "", "kernel": "", "gpus": 0, "cluster": "", "tokens": 0, "mask": "",
-    "heads": 0, "kv_heads": 0, "head_dim": 0, "dtype": "", "pass": "",
-}  # fmt: skip
+    "strategy": "",
+    "knobs": "",
+    "implementation": "",
+    "kernel": "",
+    "gpus": 0,
+    "cluster": "",
+    "tokens": 0,
+    "mask": "",
+    "heads": 0,
+    "kv_heads": 0,
+    "head_dim": 0,
+    "dtype": "",
+    "pass": "",
+}
 """Columns of a case, with what stands there where it cannot be read."""
 
 

@@ -21,18 +21,53 @@ from cpsim.training.parallel import Gradients, Parallel, PipelineSchedule, Recom
 from cpsim.workload import Workload
 
 Strategy = Literal[
-    "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain", "magi",
+    "none",
+    "ulysses",
+    "ring",
+    "zigzag_ring",
+    "striped_ring",
+    "allgather",
+    "usp",
+    "loongtrain",
+    "magi",
     "hybrid_cp",
-    "dcp", "distca", "wlb", "per_sequence",
-]  # fmt: skip
+    "dcp",
+    "distca",
+    "wlb",
+    "per_sequence",
+]
 Implementation = Literal[
-    "cpsim", "ring-flash-attn", "yunchang", "torch", "longca-bench", "magi-attention", "transformer-engine",
-    "transformer-engine-thd", "internevo", "dcp", "distca",
-]  # fmt: skip
+    "cpsim",
+    "ring-flash-attn",
+    "yunchang",
+    "torch",
+    "longca-bench",
+    "magi-attention",
+    "transformer-engine",
+    "transformer-engine-thd",
+    "internevo",
+    "dcp",
+    "distca",
+]
 Kernel = Literal[
-    "fa2", "fa3", "fa4", "cudnn", "sdpa_flash", "sdpa_math", "math", "flex", "fa4_sparse", "flash_mask", "ffa",
-    "fa2_ranges", "fa2_sparse", "vsa", "triton_vsa", "flashinfer", "flashinfer_fa2",
-]  # fmt: skip
+    "fa2",
+    "fa3",
+    "fa4",
+    "cudnn",
+    "sdpa_flash",
+    "sdpa_math",
+    "math",
+    "flex",
+    "fa4_sparse",
+    "flash_mask",
+    "ffa",
+    "fa2_ranges",
+    "fa2_sparse",
+    "vsa",
+    "triton_vsa",
+    "flashinfer",
+    "flashinfer_fa2",
+]
 
 MAX_TOKENS: Final = 10**9
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -86,10 +121,16 @@ class ParallelSection(BaseModel):
         if tp * pp * cp * dp != gpus:
             raise ScenarioError(f"parallel: expected tp x pp x cp x dp = {gpus} GPUs, got {tp} x {pp} x {cp} x {dp}")
         return Parallel(
-            tp=tp, pp=pp, dp=dp, cp=cp, microbatches=self.microbatches or max(1, sequences // dp),
-            recompute=self.recompute or "none", schedule=self.schedule, gradients=self.gradients,
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            cp=cp,
+            microbatches=self.microbatches or max(1, sequences // dp),
+            recompute=self.recompute or "none",
+            schedule=self.schedule,
+            gradients=self.gradients,
             optimizer=self.optimizer,
-        )  # fmt: skip
+        )
 
 
 class ModelSection(BaseModel):

@@ -277,8 +277,9 @@ class Schedule:
         Returns:
             index of the group of every op, -1 for other kinds, ``[N]``; and the ranks of every group, in order.
         """
-        group, of_lane = _linked(self.kind == Kind.TRANSFER, self.lane_start, self.lane_rank, self.lane_stream,
-                                 self.num_ranks, len(STREAMS))  # fmt: skip
+        group, of_lane = _linked(
+            self.kind == Kind.TRANSFER, self.lane_start, self.lane_rank, self.lane_stream, self.num_ranks, len(STREAMS)
+        )
         lanes = np.flatnonzero(of_lane >= 0)
         order = lanes[np.argsort(of_lane[lanes], kind="stable")]
         members = np.split(order % self.num_ranks, np.flatnonzero(np.diff(of_lane[order])) + 1)
@@ -308,15 +309,25 @@ class Schedule:
         ends = np.concatenate([[0], np.cumsum(needed)])[self.dep_start]
         products = self.products[kept[self.products[:, 0]]]
         return replace(
-            self, kind=self.kind[kept], step=self.step[kept], tile=self.tile[kept], heads=self.heads[kept],
-            nbytes=self.nbytes[kept], lane_start=lanes[0], lane_rank=self.lane_rank[lanes[1]],
+            self,
+            kind=self.kind[kept],
+            step=self.step[kept],
+            tile=self.tile[kept],
+            heads=self.heads[kept],
+            nbytes=self.nbytes[kept],
+            lane_start=lanes[0],
+            lane_rank=self.lane_rank[lanes[1]],
             lane_stream=self.lane_stream[lanes[1]],
-            dep_start=some(ends)[0], dep=number[self.dep[needed]],
-            access_start=accesses[0], access_buffer=self.access_buffer[accesses[1]],
-            access_block=self.access_block[accesses[1]], access_mode=self.access_mode[accesses[1]],
-            routes=self.routes[:0], route_nbytes=self.route_nbytes[:0],
+            dep_start=some(ends)[0],
+            dep=number[self.dep[needed]],
+            access_start=accesses[0],
+            access_buffer=self.access_buffer[accesses[1]],
+            access_block=self.access_block[accesses[1]],
+            access_mode=self.access_mode[accesses[1]],
+            routes=self.routes[:0],
+            route_nbytes=self.route_nbytes[:0],
             products=np.column_stack([number[products[:, 0]], products[:, 1:]]),
-        )  # fmt: skip
+        )
 
     def op_of_lane(self) -> Ints:
         """Op of every lane entry, as long as ``lane_rank``."""

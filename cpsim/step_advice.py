@@ -153,10 +153,16 @@ def _try(
         except OutOfMemoryError:
             if recompute == kinds[-1]:
                 raise
-    full = section.model_copy(update={
-        "tp": cut.tp, "pp": cut.pp, "dp": cut.dp, "cp": cut.cp, "microbatches": cut.microbatches,
-        "recompute": cut.recompute,
-    })  # fmt: skip
+    full = section.model_copy(
+        update={
+            "tp": cut.tp,
+            "pp": cut.pp,
+            "dp": cut.dp,
+            "cp": cut.cp,
+            "microbatches": cut.microbatches,
+            "recompute": cut.recompute,
+        }
+    )
     scenario = case.scenario.model_copy(update={"strategy": strategy, "knobs": dict(knobs), "parallel": full})
     return cut, step_prediction(replace(case, scenario=scenario), step), step
 

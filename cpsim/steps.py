@@ -70,10 +70,18 @@ class StepCase:
             code.check_kernel(scenario.kernel)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}
             self._attention[key] = Attention(
-                model=model, tp=parallel.tp, cluster=parallel.group(self.cluster, parallel.cp), profile=self.profile,
-                strategy=strategy, knobs=knobs, code=code, kernel=scenario.kernel, mask=scenario.mask_name,
-                mask_options=scenario.mask_options, slowest=slowest,
-            )  # fmt: skip
+                model=model,
+                tp=parallel.tp,
+                cluster=parallel.group(self.cluster, parallel.cp),
+                profile=self.profile,
+                strategy=strategy,
+                knobs=knobs,
+                code=code,
+                kernel=scenario.kernel,
+                mask=scenario.mask_name,
+                mask_options=scenario.mask_options,
+                slowest=slowest,
+            )
         return StepModel(
             model=model, parallel=parallel, cluster=self.cluster, costs=costs, attention=self._attention[key]
         )

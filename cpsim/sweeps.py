@@ -131,9 +131,14 @@ class Outcome:
 
 
 def run_sweep(
-    sweep: Sweep, folder: Path, *, jobs: int | None = None, scheduler: str | None = None, resume: bool = False,
+    sweep: Sweep,
+    folder: Path,
+    *,
+    jobs: int | None = None,
+    scheduler: str | None = None,
+    resume: bool = False,
     progress: Progress | None = None,
-) -> Outcome:  # fmt: skip
+) -> Outcome:
     """Predict all scenarios of a sweep that a folder does not hold yet.
 
     Args:

@@ -10,9 +10,19 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 OP_BYTES: Final = {
-    "rms_norm": 4, "rms_norm_bwd": 6, "rotary": 4, "swiglu": 6, "swiglu_bwd": 10, "add": 6, "cross_entropy": 2,
-    "cross_entropy_bwd": 4, "embedding": 4, "embedding_bwd": 4, "adam": 30, "norm": 4,
-}  # fmt: skip
+    "rms_norm": 4,
+    "rms_norm_bwd": 6,
+    "rotary": 4,
+    "swiglu": 6,
+    "swiglu_bwd": 10,
+    "add": 6,
+    "cross_entropy": 2,
+    "cross_entropy_bwd": 4,
+    "embedding": 4,
+    "embedding_bwd": 4,
+    "adam": 30,
+    "norm": 4,
+}
 """Bytes that a memory-bound op reads and writes at least, per element: of its output; of the logits; of the
 parameters."""
 

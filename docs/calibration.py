@@ -93,9 +93,11 @@ def queues(files: Mapping[str, Measurements]) -> Queues:
     graphs = [p for p in executor.of("host") if p["kind"].startswith(("graph", "pause"))]
     captured = files["h200-graphs-1.jsonl"]
     host = [
-        (kernels, kernels.of("host")), (network, network.of("host")), (executor, graphs),
+        (kernels, kernels.of("host")),
+        (network, network.of("host")),
+        (executor, graphs),
         (captured, captured.of("graph")),
-    ]  # fmt: skip
+    ]
     copies = by_size(executor.of("elementwise"), ("variant",))
     messages = by_size([*network.of("collective"), *network.of("transfer")], ("op", "kind", "num_ranks"))
     overlap_s = overlaps.of("end")[0]["samples_s"][0] / len(overlaps.of("overlap"))
@@ -111,11 +113,13 @@ def queues(files: Mapping[str, Measurements]) -> Queues:
         "interference": [[Task(overlap_s, overlaps.source, (p,)) for p in beside]],
         "power": [[Task(p["samples_s"][0] + 1.3, power.source, (p,)) for p in power.of("power")]],
         "attention kernels": attention,
-        "other people's code": [[
-            Task(OTHERS_S, others.source, tuple(others.of("host"))),
-            *(Task(timed_seconds(p), others.source, (p,)) for p in others.of("elementwise")),
-        ]],
-    }  # fmt: skip
+        "other people's code": [
+            [
+                Task(OTHERS_S, others.source, tuple(others.of("host"))),
+                *(Task(timed_seconds(p), others.source, (p,)) for p in others.of("elementwise")),
+            ]
+        ],
+    }
 
 
 def by_size(points: Iterable[Point], names: Sequence[str]) -> list[Point]:
@@ -167,9 +171,10 @@ def replay(parts: Queues, minutes: float) -> tuple[list[Task], float]:
     """What a calibration of so many minutes measures, as `real.calibrate` shares its time, and the seconds it takes."""
     messages = [p for task in parts["collectives and transfers"][0] for p in task.points]
     least = {
-        "memory-bound kernels": 14, "attention kernels": LEAST_CALLS * len(KERNELS),
+        "memory-bound kernels": 14,
+        "attention kernels": LEAST_CALLS * len(KERNELS),
         "collectives and transfers": LEAST_SIZES * len({(p["op"], p["kind"], p["num_ranks"]) for p in messages}),
-    }  # fmt: skip
+    }
     done, clock = {name: [0] * len(mine) for name, mine in parts.items()}, START_S
     for end in ROUNDS:
         stop = START_S + end * (60 * minutes - START_S)
@@ -324,9 +329,13 @@ def page() -> str:
     real = {label: Row((), run_errors(profile, REAL_RUNS)) for label, profile in real_profiles().items()}
     columns = ("minutes", "taken", "attention points", "messages", "overlaps")
     parts = (
-        INTRODUCTION, table(columns, rows), verdict((str(MINUTES[-1]), OF_MANY_HOSTS), rows, "all"),
-        REAL_ONE, table(("profile",), real), verdict((NINE,), real, SHIPPED),
-    )  # fmt: skip
+        INTRODUCTION,
+        table(columns, rows),
+        verdict((str(MINUTES[-1]), OF_MANY_HOSTS), rows, "all"),
+        REAL_ONE,
+        table(("profile",), real),
+        verdict((NINE,), real, SHIPPED),
+    )
     return "\n".join([*parts, f"Made from files with CRC-32 {inputs()}.\n"])
 
 

@@ -30,8 +30,11 @@ from cpsim.workload import Workload
 
 DOCS = Path(__file__).parent
 PAGE, FIGURE, REPRODUCED = DOCS / "dcp.md", DOCS / "dcp.svg", DOCS / "dcp-reproduced.json"
-RUNS = [DOCS.parent / "validation" / f"{name}.jsonl" for run in ("h200-flex", "h200-emulated-flex")
-        for name in (f"runs/{run}", f"{run}-mtkahypar")]  # fmt: skip
+RUNS = [
+    DOCS.parent / "validation" / f"{name}.jsonl"
+    for run in ("h200-flex", "h200-emulated-flex")
+    for name in (f"runs/{run}", f"{run}-mtkahypar")
+]
 SHAPE = 4, 8
 RANKS = SHAPE[0] * SHAPE[1]
 BLOCK = 1024

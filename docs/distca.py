@@ -65,9 +65,15 @@ def _pass(documents, heads, sizes, planner, pass_):  # type: ignore[no-untyped-d
     )
     start = np.searchsorted(tasks.server, np.arange(SERVERS + 1))
     seconds = attention_seconds(
-        params, start, tasks.tokens, tasks.kv, np.ones(len(tasks), bool), np.full(SERVERS, heads),
-        np.full(SERVERS, 1), 128,
-    )  # fmt: skip
+        params,
+        start,
+        tasks.tokens,
+        tasks.kv,
+        np.ones(len(tasks), bool),
+        np.full(SERVERS, heads),
+        np.full(SERVERS, 1),
+        128,
+    )
     sent = dispatch(tasks, SERVERS, sizes)
     both = sent.qkv + sent.out if pass_ == "fwd" else sent.bundle + sent.grads
     busiest = sent.busiest()[:2] if pass_ == "fwd" else sent.busiest()[2:]
@@ -77,9 +83,7 @@ def _pass(documents, heads, sizes, planner, pass_):  # type: ignore[no-untyped-d
 def row(case: tuple[str, str, int], results: list[Result]) -> str:
     """A line of the table."""
     data, model, context = case
-    cells = [
-        f"{r.slowest_ms:.1f} ({r.uneven:.3f}), {r.moved_gb:.2f} GB, {r.busiest_mb:.0f} MB" for r in results
-    ]
+    cells = [f"{r.slowest_ms:.1f} ({r.uneven:.3f}), {r.moved_gb:.2f} GB, {r.busiest_mb:.0f} MB" for r in results]
     return f"| {data} | {model} | {context}K | " + " | ".join(cells) + " |"
 
 

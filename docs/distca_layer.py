@@ -73,9 +73,7 @@ def compared(run: Run) -> Case:
     prediction = predict(run.scenario)
     predicted = predicted_balance(run.scenario)
     measured = [max(p.attention_s) / mean(p.attention_s) for p in run.passes.values()]
-    return Case(
-        run, prediction.time_s, prediction.peak_memory_bytes, tuple(zip(measured, predicted, strict=True))
-    )  # fmt: skip
+    return Case(run, prediction.time_s, prediction.peak_memory_bytes, tuple(zip(measured, predicted, strict=True)))
 
 
 def predicted_balance(scenario: Scenario) -> list[float]:
@@ -128,11 +126,15 @@ def _errors(cases: Sequence[Case]) -> list[str]:
     times |= {"peak memory": [case.memory_error for case in cases]}
     off = [abs(predicted - measured) for case in cases for measured, predicted in case.balances]
     return [
-        "| | mean | worst | signed |", "| --- | --- | --- | --- |",
-        *(f"| {name} | {_percent(mean(map(abs, e)))} | {_percent(max(map(abs, e)))} | {100 * mean(e):+.1f} % |"
-          for name, e in times.items() if e),
+        "| | mean | worst | signed |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {name} | {_percent(mean(map(abs, e)))} | {_percent(max(map(abs, e)))} | {100 * mean(e):+.1f} % |"
+            for name, e in times.items()
+            if e
+        ),
         f"| balance | {mean(off):.3f} | {max(off):.3f} | |",
-    ]  # fmt: skip
+    ]
 
 
 def _choice(cases: Sequence[Case]) -> str:
@@ -149,10 +151,18 @@ def _row(case: Case) -> str:
     measured, predicted = zip(*case.balances, strict=True)
     ms, memory = (case.run.time_s * 1e3, case.seconds * 1e3), (case.run.peak_memory_bytes / 1e9, case.memory / 1e9)
     cells = (
-        f"{gpus}", f"{tokens // 1024}K", f"{len(documents)}, {max(documents)}", _label(case),
-        f"{ms[0]:.2f}", f"{ms[1]:.2f}", f"{100 * case.error:+.1f} %",
-        _pair(measured), _pair(predicted), f"{memory[0]:.2f}", f"{memory[1]:.2f}",
-    )  # fmt: skip
+        f"{gpus}",
+        f"{tokens // 1024}K",
+        f"{len(documents)}, {max(documents)}",
+        _label(case),
+        f"{ms[0]:.2f}",
+        f"{ms[1]:.2f}",
+        f"{100 * case.error:+.1f} %",
+        _pair(measured),
+        _pair(predicted),
+        f"{memory[0]:.2f}",
+        f"{memory[1]:.2f}",
+    )
     return f"| {' | '.join(cells)} |"
 
 

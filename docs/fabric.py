@@ -24,9 +24,10 @@ CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
 MEASURED = sorted(DATA.glob("h200x4-sockets*.jsonl"))
 PRESET = "h200-2x2-sockets"
 PAIRS = {
-    "h100-2x1-sockets": "h100x2-sockets.jsonl", "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl",
+    "h100-2x1-sockets": "h100x2-sockets.jsonl",
+    "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl",
     "h100-2x1-sockets-3": "h100x2-sockets-[56].jsonl",
-}  # fmt: skip
+}
 """Cluster files of `validation/runs`, and what was measured on that machine: sockets differ between machines."""
 
 

@@ -1,6 +1,6 @@
 """Writes docs/ranks.md: what single ranks of many compute, predicted and measured on one GPU.
 
-    python docs/ranks.py
+python docs/ranks.py
 """
 
 from __future__ import annotations
@@ -121,23 +121,37 @@ def section(cases: Path, paths: Sequence[Path]) -> list[str]:
         ]
     asked, ran = len(list(load_scenarios(cases))), len({str(r.scenario.to_dict()) for r in found})
     lines += [
-        "", f"{ran} of the {asked} problems ran.", "",
-        "| what | passes of ranks | mean error | bias | worst |", "| --- | --- | --- | --- | --- |",
+        "",
+        f"{ran} of the {asked} problems ran.",
+        "",
+        "| what | passes of ranks | mean error | bias | worst |",
+        "| --- | --- | --- | --- | --- |",
         row("all", found),
         row("from 1 ms up", [r for r in found if r.measured_s >= 1e-3]),
         row("shorter", [r for r in found if r.measured_s < 1e-3]),
         *(row(name, [r for r in found if r.pass_ == p]) for p, name in (("fwd", "forward"), ("bwd", "backward"))),
-        *(row(f"{gpus} GPUs", [r for r in found if r.scenario.gpus == gpus])
-          for gpus in sorted({r.scenario.gpus for r in found})),
-        *(row(f"`{name}`", [r for r in found if r.scenario.strategy == name])
-          for name in sorted({str(r.scenario.strategy) for r in found})),
-        *(row(name, [r for r in found if r.scenario.implementation == name])
-          for name in sorted({r.scenario.implementation for r in found} - {"cpsim"})),
-        *(row(name, [r for r in found if r.scenario.kernel == name])
-          for name in sorted({r.scenario.kernel for r in found})),
-        "", f"The {WORST} worst:", "",
-        "| case | pass | rank | error | predicted ms | measured ms |", "| --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+        *(
+            row(f"{gpus} GPUs", [r for r in found if r.scenario.gpus == gpus])
+            for gpus in sorted({r.scenario.gpus for r in found})
+        ),
+        *(
+            row(f"`{name}`", [r for r in found if r.scenario.strategy == name])
+            for name in sorted({str(r.scenario.strategy) for r in found})
+        ),
+        *(
+            row(name, [r for r in found if r.scenario.implementation == name])
+            for name in sorted({r.scenario.implementation for r in found} - {"cpsim"})
+        ),
+        *(
+            row(name, [r for r in found if r.scenario.kernel == name])
+            for name in sorted({r.scenario.kernel for r in found})
+        ),
+        "",
+        f"The {WORST} worst:",
+        "",
+        "| case | pass | rank | error | predicted ms | measured ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for r in sorted(found, key=lambda r: -abs(r.error))[:WORST]:
         s = r.scenario
         who = "" if s.implementation == "cpsim" else f"{s.implementation} "

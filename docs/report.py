@@ -1,6 +1,6 @@
 """Makes docs/report.png with Chromium: the report of the README's example, without its tables.
 
-    python docs/report.py
+python docs/report.py
 """
 
 from __future__ import annotations
@@ -24,13 +24,26 @@ def main() -> None:
         sys.exit("docs/report.py: expected chromium or google-chrome on PATH, found neither; install one")
     with TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        subprocess.run([sys.executable, "-m", "cpsim", "advise", str(EXAMPLE), "--html", str(page)],
-                       check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+        subprocess.run(
+            [sys.executable, "-m", "cpsim", "advise", str(EXAMPLE), "--html", str(page)],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
         with page.open("a", encoding="utf-8") as file:
             file.write(WITHOUT_TABLES)
-        subprocess.run([browser, "--headless", "--no-sandbox", "--virtual-time-budget=15000",
-                        f"--window-size={SIZE[0]},{SIZE[1]}", f"--screenshot={PICTURE}", page.as_uri()],
-                       check=True, stderr=subprocess.DEVNULL)  # fmt: skip
+        subprocess.run(
+            [
+                browser,
+                "--headless",
+                "--no-sandbox",
+                "--virtual-time-budget=15000",
+                f"--window-size={SIZE[0]},{SIZE[1]}",
+                f"--screenshot={PICTURE}",
+                page.as_uri(),
+            ],
+            check=True,
+            stderr=subprocess.DEVNULL,
+        )
     print(f"{PICTURE} written")
 
 

@@ -45,12 +45,20 @@ PAGE, DATA = DOCS / "scale.md", DOCS / "scale.json"
 RANKS = (8, 16, 32, 64, 96, 128, 192, 256, 384)
 STAGES = ("plan", "price", "simulate", "constant", "draws")
 NAMES = {
-    "plan": "plan", "price": "price", "simulate": "simulate, shared links and interference",
-    "constant": "simulate, constant rates", "draws": "200 draws",
-}  # fmt: skip
+    "plan": "plan",
+    "price": "price",
+    "simulate": "simulate, shared links and interference",
+    "constant": "simulate, constant rates",
+    "draws": "200 draws",
+}
 LARGE = (
-    ("zigzag_ring", 96), ("zigzag_ring", 1024), ("zigzag_ring", 4096), ("usp", 1024), ("usp", 4096), ("usp", 16384),
-)  # fmt: skip
+    ("zigzag_ring", 96),
+    ("zigzag_ring", 1024),
+    ("zigzag_ring", 4096),
+    ("usp", 1024),
+    ("usp", 4096),
+    ("usp", 16384),
+)
 NUM_DRAWS = 200
 SWEPT, WANTED = 5040, 100_000
 """Scenarios of the sweep that is measured, every combination of the mix three times; and of the one that is asked for.
@@ -59,10 +67,17 @@ SWEPT, WANTED = 5040, 100_000
 
 def scenario(strategy: str, gpus: int, pass_: str) -> Scenario:
     """One document, causal, 8k tokens a GPU, heads of Llama-3-8B."""
-    return scenario_from({
-        "strategy": strategy, "gpus": gpus, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8,
-        "pass": pass_,
-    })  # fmt: skip
+    return scenario_from(
+        {
+            "strategy": strategy,
+            "gpus": gpus,
+            "cluster": "dgx-h200",
+            "tokens_per_gpu": 8192,
+            "heads": 32,
+            "kv_heads": 8,
+            "pass": pass_,
+        }
+    )
 
 
 def seconds(work: Callable[[], object], least_s: float = 0.3) -> float:
@@ -151,10 +166,13 @@ def swept(count: int) -> dict[str, float]:
         taken, used = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
         rows = pq.read_table(out, columns=["error"])["error"]
     return {
-        "scenarios": len(rows), "predicted": rows.null_count, "seconds": taken,
-        "processor_seconds": used.ru_utime + used.ru_stime, "peak_bytes": 1024 * used.ru_maxrss,
+        "scenarios": len(rows),
+        "predicted": rows.null_count,
+        "seconds": taken,
+        "processor_seconds": used.ru_utime + used.ru_stime,
+        "peak_bytes": 1024 * used.ru_maxrss,
         "load_average": round(os.getloadavg()[1], 1),
-    }  # fmt: skip
+    }
 
 
 def sweep() -> dict[str, float]:

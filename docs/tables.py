@@ -33,7 +33,7 @@ MODELS = (
     "elementwise of layers",
     *(f"collective {kind}" for kind in ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")),
     "transfer",
-)  # fmt: skip
+)
 RING = {
     "test_plan": "plan",
     "test_price": "price",

@@ -1,6 +1,6 @@
 """Writes docs/validation.md from the committed real runs in validation/runs, predicted anew.
 
-    python docs/validation.py
+python docs/validation.py
 """
 
 from __future__ import annotations

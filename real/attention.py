@@ -83,9 +83,16 @@ def prepare_mask(mask: Slices, num_q: int, num_k: int, *, device: torch.device |
     ends = (torch.tensor([0, n], dtype=torch.int32, device=device) for n in (num_q, num_k))
     cu_q, cu_k = ends
     return Call(
-        q_lens=(num_q,), k_lens=(num_k,), causal=False, varlen=False, cu_q=cu_q, cu_k=cu_k, max_q=num_q,
-        max_k=num_k, mask=mask,
-    )  # fmt: skip
+        q_lens=(num_q,),
+        k_lens=(num_k,),
+        causal=False,
+        varlen=False,
+        cu_q=cu_q,
+        cu_k=cu_k,
+        max_q=num_q,
+        max_k=num_k,
+        mask=mask,
+    )
 
 
 def prepare(
@@ -102,9 +109,15 @@ def prepare(
         return torch.tensor(total, dtype=torch.int32, device=device)
 
     return Call(
-        q_lens=tuple(q_lens), k_lens=tuple(k_lens), causal=causal, varlen=varlen or len(q_lens) > 1,
-        cu_q=offsets(q_lens), cu_k=offsets(k_lens), max_q=max(q_lens), max_k=max(k_lens),
-    )  # fmt: skip
+        q_lens=tuple(q_lens),
+        k_lens=tuple(k_lens),
+        causal=causal,
+        varlen=varlen or len(q_lens) > 1,
+        cu_q=offsets(q_lens),
+        cu_k=offsets(k_lens),
+        max_q=max(q_lens),
+        max_k=max(k_lens),
+    )
 
 
 def forward(
@@ -128,9 +141,15 @@ def forward(
 
 def backward(
     kernel: str,
-    dout_THD: Tensor, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, out_THD: Tensor, lse_HT: Tensor,
-    call: Call, grads: tuple[Tensor, Tensor, Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout_THD: Tensor,
+    q_THD: Tensor,
+    k_TKD: Tensor,
+    v_TKD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    call: Call,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients (dq_THD, dk_TKD, dv_TKD) for given output and log-sum-exp, which may cover more keys than the call.
 
     That is what a ring step needs: `out_THD` and `lse_HT` are those of the whole softmax, keys only one block.
@@ -150,9 +169,12 @@ def kernel_version(kernel: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 
     package = {
-        "fa2": "flash-attn", "fa4": "flash-attn-4", "fa4_sparse": "flash-attn-4", "flashinfer": "flashinfer-python",
+        "fa2": "flash-attn",
+        "fa4": "flash-attn-4",
+        "fa4_sparse": "flash-attn-4",
+        "flashinfer": "flashinfer-python",
         "flashinfer_fa2": "flashinfer-python",
-    }.get(kernel)  # fmt: skip
+    }.get(kernel)
     if kernel == "cudnn":
         return str(torch.backends.cudnn.version())
     if package is None:
@@ -183,17 +205,34 @@ def _all_placed(made: Grads, into: Grads | None) -> Grads:
 # --- flash-attn 2: the compiled extension itself, which both its Python interfaces end in ---
 
 
-def _fa2_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fa2_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
     import flash_attn_2_cuda as ext
 
     scale = q.shape[-1] ** -0.5
     if call.varlen:
         out, lse, *_ = ext.varlen_fwd(
-            q, k, v, into, call.cu_q, call.cu_k, None, None, None, None, call.max_q, call.max_k,
-            0.0, scale, False, call.causal, -1, -1, 0.0, False, None,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            into,
+            call.cu_q,
+            call.cu_k,
+            None,
+            None,
+            None,
+            None,
+            call.max_q,
+            call.max_k,
+            0.0,
+            scale,
+            False,
+            call.causal,
+            -1,
+            -1,
+            0.0,
+            False,
+            None,
+        )
         return out, lse
     target = None if into is None else into[None]
     out, lse, *_ = ext.fwd(q[None], k[None], v[None], target, None, 0.0, scale, call.causal, -1, -1, 0.0, False, None)
@@ -208,31 +247,71 @@ def _fa2_backward(
     scale = q.shape[-1] ** -0.5
     if call.varlen:
         dq, dk, dv, _ = ext.varlen_bwd(
-            dout, q, k, v, out, lse, *(into or (None,) * 3), call.cu_q, call.cu_k, None, call.max_q, call.max_k,
-            0.0, scale, False, call.causal, -1, -1, 0.0, False, None, None,
-        )  # fmt: skip
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            *(into or (None,) * 3),
+            call.cu_q,
+            call.cu_k,
+            None,
+            call.max_q,
+            call.max_k,
+            0.0,
+            scale,
+            False,
+            call.causal,
+            -1,
+            -1,
+            0.0,
+            False,
+            None,
+            None,
+        )
         return dq, dk, dv
     dq, dk, dv, _ = ext.bwd(
-        dout[None], q[None], k[None], v[None], out[None], lse[None],
-        *((None,) * 3 if into is None else (g[None] for g in into)), None, 0.0, scale, call.causal,
-        -1, -1, 0.0, False, None, None,
-    )  # fmt: skip
+        dout[None],
+        q[None],
+        k[None],
+        v[None],
+        out[None],
+        lse[None],
+        *((None,) * 3 if into is None else (g[None] for g in into)),
+        None,
+        0.0,
+        scale,
+        call.causal,
+        -1,
+        -1,
+        0.0,
+        False,
+        None,
+        None,
+    )
     return dq[0], dk[0], dv[0]
 
 
 # --- flash-attn 4: the functions under its autograd wrappers, because those cannot take a given lse ---
 
 
-def _fa4_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fa4_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     if call.varlen:
         out, lse, *_ = _flash_attn_fwd(
-            q, k, v, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k, max_seqlen_q=call.max_q,
-            max_seqlen_k=call.max_k, causal=call.causal, return_lse=True, out=into,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cu_seqlens_q=call.cu_q,
+            cu_seqlens_k=call.cu_k,
+            max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k,
+            causal=call.causal,
+            return_lse=True,
+            out=into,
+        )
         return out, lse
     target = None if into is None else into[None]
     out, lse, *_ = _flash_attn_fwd(q[None], k[None], v[None], causal=call.causal, return_lse=True, out=target)
@@ -247,9 +326,21 @@ def _fa4_backward(
     dq, dk, dv = into or (None,) * 3
     if call.varlen:
         dq, dk, dv = _flash_attn_bwd(
-            q, k, v, out, dout, lse, causal=call.causal, cu_seqlens_q=call.cu_q, cu_seqlens_k=call.cu_k,
-            max_seqlen_q=call.max_q, max_seqlen_k=call.max_k, dq=dq, dk=dk, dv=dv,
-        )[:3]  # fmt: skip
+            q,
+            k,
+            v,
+            out,
+            dout,
+            lse,
+            causal=call.causal,
+            cu_seqlens_q=call.cu_q,
+            cu_seqlens_k=call.cu_k,
+            max_seqlen_q=call.max_q,
+            max_seqlen_k=call.max_k,
+            dq=dq,
+            dk=dk,
+            dv=dv,
+        )[:3]
         return dq, dk, dv
     if into is not None:
         dq, dk, dv = (g[None] for g in into)
@@ -262,9 +353,7 @@ def _fa4_backward(
 # --- PyTorch's flash kernel (a copy of flash-attn 2) ---
 
 
-def _sdpa_flash_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _sdpa_flash_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
     if call.varlen:
         out, lse, *_ = aten._flash_attention_forward(
             q, k, v, call.cu_q, call.cu_k, call.max_q, call.max_k, 0.0, call.causal, False
@@ -286,9 +375,21 @@ def _sdpa_flash_backward(
         )
         return _all_placed((dq, dk, dv), into)
     dq, dk, dv = aten._flash_attention_backward(
-        dout[None], q[None], k[None], v[None], out[None], lse[None], None, None, call.max_q, call.max_k,
-        0.0, call.causal, unused, unused,
-    )  # fmt: skip
+        dout[None],
+        q[None],
+        k[None],
+        v[None],
+        out[None],
+        lse[None],
+        None,
+        None,
+        call.max_q,
+        call.max_k,
+        0.0,
+        call.causal,
+        unused,
+        unused,
+    )
     return _all_placed((dq[0], dk[0], dv[0]), into)
 
 
@@ -309,9 +410,7 @@ def _heads_first(x: Tensor) -> Tensor:
     return x[None].transpose(1, 2)
 
 
-def _cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
     _check_cudnn(call)
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         _heads_first(q), _heads_first(k), _heads_first(v), None, True, 0.0, call.causal, False
@@ -325,10 +424,22 @@ def _cudnn_backward(
     _check_cudnn(call)
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout seed and offset; there is no dropout
     grads = aten._scaled_dot_product_cudnn_attention_backward(
-        _heads_first(dout), _heads_first(q), _heads_first(k), _heads_first(v), _heads_first(out),
-        lse.reshape(1, q.shape[1], q.shape[0], 1), unused, unused, None, None, None, call.max_q, call.max_k,
-        0.0, call.causal,
-    )  # fmt: skip
+        _heads_first(dout),
+        _heads_first(q),
+        _heads_first(k),
+        _heads_first(v),
+        _heads_first(out),
+        lse.reshape(1, q.shape[1], q.shape[0], 1),
+        unused,
+        unused,
+        None,
+        None,
+        None,
+        call.max_q,
+        call.max_k,
+        0.0,
+        call.causal,
+    )
     dq, dk, dv = (g.transpose(1, 2)[0] for g in grads)
     return _all_placed((dq, dk, dv), into)
 
@@ -344,21 +455,20 @@ def _fa4_blocks(call: Call, side: slice) -> Any:
     if call.blocks.num_partial:
         raise UnsupportedCall(f"fa4_sparse takes masks of whole blocks of {BLOCK} tokens here; use flex")
     tables = {
-        "mask_block_cnt": partial_count, "mask_block_idx": partial_list, "full_block_cnt": full_count,
-        "full_block_idx": full_list, "block_size": (BLOCK, BLOCK),
-    }  # fmt: skip
+        "mask_block_cnt": partial_count,
+        "mask_block_idx": partial_list,
+        "full_block_cnt": full_count,
+        "full_block_idx": full_list,
+        "block_size": (BLOCK, BLOCK),
+    }
     return BlockSparseTensorsTorch(**{name: tables[name] for name in BlockSparseTensorsTorch._fields if name in tables})
 
 
-def _fa4_sparse_forward(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fa4_sparse_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     blocks, target = _fa4_blocks(call, slice(0, 4)), None if into is None else into[None]
-    out, lse, *_ = _flash_attn_fwd(
-        q[None], k[None], v[None], block_sparse_tensors=blocks, return_lse=True, out=target
-    )
+    out, lse, *_ = _flash_attn_fwd(q[None], k[None], v[None], block_sparse_tensors=blocks, return_lse=True, out=target)
     return out[0], lse[0]
 
 
@@ -434,12 +544,22 @@ def _flex_arguments(
     from torch.nn.attention.flex_attention import BlockMask, _apply_kernel_options
 
     tables, captured = given[: len(blocks.tables)], given[len(blocks.tables) :]
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
-             "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")  # fmt: skip
+    names = (
+        "kv_num_blocks",
+        "kv_indices",
+        "full_kv_num_blocks",
+        "full_kv_indices",
+        "q_num_blocks",
+        "q_indices",
+        "full_q_num_blocks",
+        "full_q_indices",
+    )
     mask = BlockMask(
-        seq_lengths=(q.shape[2], k.shape[2]), BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=blocks.sees,
+        seq_lengths=(q.shape[2], k.shape[2]),
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=blocks.sees,
         **dict(zip(names, tables, strict=True)),
-    )  # fmt: skip
+    )
     # One kernel for all numbers of queries.
     wanted: Any = {"FORCE_USE_FLEX_ATTENTION": True, "IS_DIVISIBLE": blocks.aligned, **options}
     every = _apply_kernel_options(q, k, k, True, wanted)
@@ -466,8 +586,14 @@ def _flex_backward(
 
     def run(
         options: Mapping[str, int],
-        lse: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *given: Tensor,
-    ) -> Grads:  # fmt: skip
+        lse: Tensor,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        *given: Tensor,
+    ) -> Grads:
         from torch._higher_order_ops.flex_attention import flex_attention_backward
 
         rest = _flex_arguments(blocks, q, k, given, options)
@@ -527,9 +653,7 @@ def _math_scores(q: Tensor, k: Tensor, visible: Tensor, wide: torch.dtype) -> Te
     return (scores / math.sqrt(q.shape[-1])).masked_fill(~visible, float("-inf"))
 
 
-def _math_forward_of(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, wide: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _math_forward_of(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor]:
     scores = _math_scores(q, k, visible, wide)
     lse = scores.logsumexp(dim=-1)
     p = torch.exp(scores - torch.where(lse.isfinite(), lse, 0)[..., None]).to(wide)
@@ -566,8 +690,15 @@ def _math_forward(
 
 def _math_backward(
     kernel: str,
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, call: Call, into: Grads | None,
-) -> Grads:  # fmt: skip
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    call: Call,
+    into: Grads | None,
+) -> Grads:
     dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
     for at_q, at_k, seen in _math_parts(q, k, call):
         given = (x[at_q] for x in (dout, q)), (x[at_k] for x in (k, v))

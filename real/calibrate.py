@@ -221,10 +221,17 @@ class Calibration:
         ]
         for kernel, shape, rested in filter(None, chain(*zip_longest(*shares))):
             key = point_key(
-                "attention", kernel=kernel, num_heads=shape.num_heads, num_kv_heads=shape.num_kv_heads,
-                causal=shape.causal, varlen=shape.varlen, q_lens=shape.q_lens, k_lens=shape.k_lens,
-                rested=rested or None, **{"pass": "fwd"},
-            )  # fmt: skip
+                "attention",
+                kernel=kernel,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                causal=shape.causal,
+                varlen=shape.varlen,
+                q_lens=shape.q_lens,
+                k_lens=shape.k_lens,
+                rested=rested or None,
+                **{"pass": "fwd"},
+            )
             yield Task(key, partial(kernels_of.measure_attention, self.bench, kernel, shape, rested))
 
     def run(self, until: float) -> None:

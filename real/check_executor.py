@@ -23,19 +23,36 @@ from real.node import Node, end_process
 
 WORST = 3e-2
 CASES = (
-    ("hybrid_cp", {"tokens_per_rank": 700}), ("magi", {"chunk": 128}), ("magi", {"chunk": 128, "stages": 1}),
-    ("none", {}), ("ring", {}), ("zigzag_ring", {"zigzag": "document"}), ("zigzag_ring", {"zigzag": "sequence"}),
-    ("striped_ring", {}), ("ulysses", {}), ("ulysses", {"head_groups": 2}), ("allgather", {"layout": "contiguous"}),
-    ("allgather", {"layout": "zigzag", "heads_per_gather": 1}), ("allgather", {"layout": "document_zigzag"}),
-    ("usp", {"ulysses": 2}), ("usp", {"ulysses": 2, "ring": "basic", "placement": "context_first"}),
-    ("loongtrain", {"ulysses": 1, "inner_ring": 2}), ("loongtrain", {"ulysses": 2}), ("dcp", {"block": 256}),
+    ("hybrid_cp", {"tokens_per_rank": 700}),
+    ("magi", {"chunk": 128}),
+    ("magi", {"chunk": 128, "stages": 1}),
+    ("none", {}),
+    ("ring", {}),
+    ("zigzag_ring", {"zigzag": "document"}),
+    ("zigzag_ring", {"zigzag": "sequence"}),
+    ("striped_ring", {}),
+    ("ulysses", {}),
+    ("ulysses", {"head_groups": 2}),
+    ("allgather", {"layout": "contiguous"}),
+    ("allgather", {"layout": "zigzag", "heads_per_gather": 1}),
+    ("allgather", {"layout": "document_zigzag"}),
+    ("usp", {"ulysses": 2}),
+    ("usp", {"ulysses": 2, "ring": "basic", "placement": "context_first"}),
+    ("loongtrain", {"ulysses": 1, "inner_ring": 2}),
+    ("loongtrain", {"ulysses": 2}),
+    ("dcp", {"block": 256}),
     ("dcp", {"block": 256, "variant": "paper", "solver": "greedy"}),
-)  # fmt: skip
+)
 DOCUMENTS = (700, 36, 1312)
 MASKS: Mapping[str, Mapping[str, int]] = {
-    "causal": {}, "full": {}, "causal_document": {}, "full_document": {}, "lambda": {"sink": 40, "window": 300},
-    "causal_blockwise": {}, "shared_question": {},
-}  # fmt: skip
+    "causal": {},
+    "full": {},
+    "causal_document": {},
+    "full_document": {},
+    "lambda": {"sink": 40, "window": 300},
+    "causal_blockwise": {},
+    "shared_question": {},
+}
 
 
 def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
@@ -52,9 +69,14 @@ def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
     out, lse = attention.forward("math", q, k, v, call)
     dq, dk, dv = attention.backward("math", dout, q, k, v, out, lse, call)
     return {
-        "q": q, "kv": kv, "dout": dout, "out": torch.cat([out, lse.T[..., None]], 2), "o": out, "dq": dq,
+        "q": q,
+        "kv": kv,
+        "dout": dout,
+        "out": torch.cat([out, lse.T[..., None]], 2),
+        "o": out,
+        "dq": dq,
         "dkv": torch.cat([dk, dv], 2),
-    }  # fmt: skip
+    }
 
 
 def error(scenario: Scenario, pass_: str, node: Node, given: dict[str, torch.Tensor]) -> float:
@@ -82,10 +104,16 @@ def main() -> int:
     node = Node(cpu=args.cpu)  # its groups end with the process: captured programs still hold them
     for mask in args.masks.split(","):
         base = {
-            "gpus": node.size, "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": 2048,
-            "mask": {"name": mask, **MASKS[mask]}, "heads": 16, "kv_heads": 4, "head_dim": 128,
-            "dtype": "bf16", "pass": "fwd",
-        }  # fmt: skip
+            "gpus": node.size,
+            "cluster": "h200-4" if node.size <= 4 else "dgx-h200",
+            "tokens": 2048,
+            "mask": {"name": mask, **MASKS[mask]},
+            "heads": 16,
+            "kv_heads": 4,
+            "head_dim": 128,
+            "dtype": "bf16",
+            "pass": "fwd",
+        }
         base |= {"documents": list(DOCUMENTS)} if mask.endswith("document") else {}
         given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)
         for kernel in args.kernels.split(","):

@@ -29,9 +29,14 @@ WORST = 3e-2
 MODEL = Model(layers=1, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=1536, vocab=96)
 DOCUMENTS = (1024, 64, 32, 416, 256, 256)
 CASES = (
-    ("distca", {}), ("distca", {"nano_batches": 3, "variant": "released"}), ("per_sequence", {}), ("wlb", {"cp": 2}),
-    ("wlb", {"cp": 1}), ("zigzag_ring", {}), ("magi", {"chunk": 128}),
-)  # fmt: skip
+    ("distca", {}),
+    ("distca", {"nano_batches": 3, "variant": "released"}),
+    ("per_sequence", {}),
+    ("wlb", {"cp": 2}),
+    ("wlb", {"cp": 1}),
+    ("zigzag_ring", {}),
+    ("magi", {"chunk": 128}),
+)
 
 
 def dense(workload: Workload, model: Model, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
@@ -50,8 +55,10 @@ def dense(workload: Workload, model: Model, dtype: torch.dtype, device: torch.de
         made = torch.randn(rows, columns, device=device) * scale
         return (made.bfloat16() if dtype != torch.float64 else made).to(dtype).requires_grad_()
 
-    w = {name: random(rows, heads * m.head_dim, (heads * m.head_dim) ** -0.5 if rows > 1 else 1.0)
-         for name, (rows, heads) in weights(m).items()}  # fmt: skip
+    w = {
+        name: random(rows, heads * m.head_dim, (heads * m.head_dim) ** -0.5 if rows > 1 else 1.0)
+        for name, (rows, heads) in weights(m).items()
+    }
     made = {"x": random(tokens, m.hidden), **w}
     dy = random(tokens, m.hidden).detach()
     lengths = torch.tensor(workload.documents, device=device)
@@ -78,8 +85,10 @@ def dense(workload: Workload, model: Model, dtype: torch.dtype, device: torch.de
     y = made["h"] + made["down"]
     grads = torch.autograd.grad(y, list(made.values()), dy)
     found = made | {f"d{name}": grad for name, grad in zip(made, grads, strict=True)} | {"y": y, "dy": dy}
-    found = {name: t.detach().reshape(len(t), -1, t.shape[2] if "kv" in name and t.ndim == 3 else m.head_dim)
-             for name, t in found.items()}  # fmt: skip
+    found = {
+        name: t.detach().reshape(len(t), -1, t.shape[2] if "kv" in name and t.ndim == 3 else m.head_dim)
+        for name, t in found.items()
+    }
     return found | {"out": torch.cat([found["out"], scores.detach().logsumexp(-1).T[..., None]], 2)}
 
 
@@ -119,10 +128,15 @@ def main() -> int:
     failed = False
     node = Node()  # its groups end with the process: captured programs still hold them
     fields = {
-        "model": {**{name: getattr(MODEL, name) for name in MODEL.__slots__}}, "part": "layer", "gpus": node.size,
-        "cluster": "h200-4" if node.size <= 4 else "dgx-h200", "tokens": sum(DOCUMENTS),
-        "documents": list(DOCUMENTS), "mask": "causal_document", "kernel": "fa2",
-    }  # fmt: skip
+        "model": {**{name: getattr(MODEL, name) for name in MODEL.__slots__}},
+        "part": "layer",
+        "gpus": node.size,
+        "cluster": "h200-4" if node.size <= 4 else "dgx-h200",
+        "tokens": sum(DOCUMENTS),
+        "documents": list(DOCUMENTS),
+        "mask": "causal_document",
+        "kernel": "fa2",
+    }
     workload = replace(scenario_from({**fields, "strategy": "distca"}).workload(), dtype="bf16")
     wanted = dense(workload, MODEL, torch.float32, node.device)
     for strategy, knobs in CASES:

@@ -45,9 +45,18 @@ def merge(acc_THD: Tensor, lse_HT: Tensor, part_THD: Tensor, part_lse_HT: Tensor
     num_tokens, num_heads, head_dim = acc_THD.shape
     tokens = 16
     _merge_kernel[(triton.cdiv(num_tokens, tokens), num_heads)](
-        acc_THD, lse_HT, part_THD, part_lse_HT, out_THD, num_tokens, num_heads * head_dim,
-        lse_HT.stride(0), part_lse_HT.stride(0), head_dim, tokens,
-    )  # fmt: skip
+        acc_THD,
+        lse_HT,
+        part_THD,
+        part_lse_HT,
+        out_THD,
+        num_tokens,
+        num_heads * head_dim,
+        lse_HT.stride(0),
+        part_lse_HT.stride(0),
+        head_dim,
+        tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +118,36 @@ def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum, columns: Columns |
     rows = max(1, 4096 // block)
     spare, heads = tables.source, columns.source_HT.shape[0] if columns else 0
     given = [t is not None for t in (*tables.old, *tables.target)]
-    beside = (spare,) * 4 + (0,) * 3 if columns is None else (
-        columns.source_HT, columns.source, columns.target_HT, columns.target,
-        len(columns.source), columns.source_HT.stride(0), columns.target_HT.stride(0),
-    )  # fmt: skip
+    beside = (
+        (spare,) * 4 + (0,) * 3
+        if columns is None
+        else (
+            columns.source_HT,
+            columns.source,
+            columns.target_HT,
+            columns.target,
+            len(columns.source),
+            columns.source_HT.stride(0),
+            columns.target_HT.stride(0),
+        )
+    )
     _sum_kernel[(triton.cdiv(count, rows), triton.cdiv(elements, block))](
-        base, narrow_ND, wide_ND, tables.source,
-        *(spare if t is None else t for t in (*tables.old, *tables.target)), *beside,
-        count, dim, elements, len(tables.source), *given, heads, triton.next_power_of_2(heads), rows, block,
-    )  # fmt: skip
+        base,
+        narrow_ND,
+        wide_ND,
+        tables.source,
+        *(spare if t is None else t for t in (*tables.old, *tables.target)),
+        *beside,
+        count,
+        dim,
+        elements,
+        len(tables.source),
+        *given,
+        heads,
+        triton.next_power_of_2(heads),
+        rows,
+        block,
+    )
 
 
 def _take(memory: Tensor, rows: Tensor, width: int) -> Tensor:
@@ -173,10 +203,21 @@ def merge_rows(narrow_ND: Tensor, wide_ND: Tensor, lse_HT: Tensor, part_lse_HT: 
     tokens = 16
     given = [t is not None for t in (*tables.old, *tables.target)]
     _merge_rows_kernel[(triton.cdiv(count, tokens), heads)](
-        narrow_ND, wide_ND, lse_HT, part_lse_HT, tables.part, tables.part_column, tables.column,
+        narrow_ND,
+        wide_ND,
+        lse_HT,
+        part_lse_HT,
+        tables.part,
+        tables.part_column,
+        tables.column,
         *(tables.part if t is None else t for t in (*tables.old, *tables.target)),
-        count, lse_HT.stride(0), part_lse_HT.stride(0), *given, narrow_ND.shape[1], tokens,
-    )  # fmt: skip
+        count,
+        lse_HT.stride(0),
+        part_lse_HT.stride(0),
+        *given,
+        narrow_ND.shape[1],
+        tokens,
+    )
 
 
 def _merge_on_cpu(narrow: Tensor, wide: Tensor, lse: Tensor, part_lse: Tensor, tables: Merge) -> None:
@@ -234,9 +275,18 @@ if triton is not None:
 
     @triton.jit
     def _merge_kernel(
-        acc, lse, part, part_lse, out, num_tokens, token_stride, lse_stride, part_lse_stride,
-        head_dim: tl.constexpr, tokens: tl.constexpr,
-    ):  # fmt: skip
+        acc,
+        lse,
+        part,
+        part_lse,
+        out,
+        num_tokens,
+        token_stride,
+        lse_stride,
+        part_lse_stride,
+        head_dim: tl.constexpr,
+        tokens: tl.constexpr,
+    ):
         t = tl.program_id(0) * tokens + tl.arange(0, tokens)
         head = tl.program_id(1)
         d = tl.arange(0, head_dim)
@@ -256,12 +306,34 @@ if triton is not None:
 
     @triton.jit
     def _sum_kernel(
-        base, narrow, wide, source, old_narrow, old_wide, to_narrow, to_wide,
-        lse, lse_column, to_lse, to_lse_column, num_columns, lse_stride, to_lse_stride,
-        count, dim: tl.constexpr, columns: tl.constexpr, num_sources: tl.constexpr, has_old_narrow: tl.constexpr,
-        has_old_wide: tl.constexpr, has_to_narrow: tl.constexpr, has_to_wide: tl.constexpr,
-        lse_heads: tl.constexpr, lse_block: tl.constexpr, rows: tl.constexpr, block: tl.constexpr,
-    ):  # fmt: skip
+        base,
+        narrow,
+        wide,
+        source,
+        old_narrow,
+        old_wide,
+        to_narrow,
+        to_wide,
+        lse,
+        lse_column,
+        to_lse,
+        to_lse_column,
+        num_columns,
+        lse_stride,
+        to_lse_stride,
+        count,
+        dim: tl.constexpr,
+        columns: tl.constexpr,
+        num_sources: tl.constexpr,
+        has_old_narrow: tl.constexpr,
+        has_old_wide: tl.constexpr,
+        has_to_narrow: tl.constexpr,
+        has_to_wide: tl.constexpr,
+        lse_heads: tl.constexpr,
+        lse_block: tl.constexpr,
+        rows: tl.constexpr,
+        block: tl.constexpr,
+    ):
         row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
         col = (tl.program_id(1) * block + tl.arange(0, block))[None, :]
         inside, within = row < count, col < columns
@@ -296,10 +368,27 @@ if triton is not None:
 
     @triton.jit
     def _merge_rows_kernel(
-        narrow, wide, lse, part_lse, part, part_column, column, old_narrow, old_wide, to_narrow, to_wide, count,
-        lse_stride, part_lse_stride, has_old_narrow: tl.constexpr, has_old_wide: tl.constexpr,
-        has_to_narrow: tl.constexpr, has_to_wide: tl.constexpr, dim: tl.constexpr, tokens: tl.constexpr,
-    ):  # fmt: skip
+        narrow,
+        wide,
+        lse,
+        part_lse,
+        part,
+        part_column,
+        column,
+        old_narrow,
+        old_wide,
+        to_narrow,
+        to_wide,
+        count,
+        lse_stride,
+        part_lse_stride,
+        has_old_narrow: tl.constexpr,
+        has_old_wide: tl.constexpr,
+        has_to_narrow: tl.constexpr,
+        has_to_wide: tl.constexpr,
+        dim: tl.constexpr,
+        tokens: tl.constexpr,
+    ):
         i = tl.program_id(0) * tokens + tl.arange(0, tokens)
         inside = i < count
         head = tl.program_id(1)

@@ -44,9 +44,15 @@ class Executor:
     """
 
     def __init__(
-        self, schedule: Schedule, workload: Workload, node: Node, kernel: str, *, traced: bool = False,
+        self,
+        schedule: Schedule,
+        workload: Workload,
+        node: Node,
+        kernel: str,
+        *,
+        traced: bool = False,
         laid_out: tuple[Memory, Walk] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.places, walk = laid_out or lay_out(schedule, workload)
         workload = workload.by_group(schedule.head_groups)
         self.schedule, self.workload, self.node, self.kernel = schedule, workload, node, kernel

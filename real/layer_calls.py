@@ -56,9 +56,7 @@ def lower(kind: LayerKind, given: Sequence[Tensor], made: Sequence[Tensor], *, a
     raise InfeasibleError(f"the executor does not run {kind} yet")
 
 
-def rotary(
-    given: Sequence[Tensor], made: Sequence[Tensor], angles: tuple[Tensor, Tensor], kv_heads: int
-) -> Launch:  # fmt: skip
+def rotary(given: Sequence[Tensor], made: Sequence[Tensor], angles: tuple[Tensor, Tensor], kv_heads: int) -> Launch:
     """Rotated queries and keys from rows of QKV, with values; or gradients of these rows, rotated back.
 
     Args:
@@ -90,12 +88,12 @@ def _rms_norm(x_TC: Tensor, weight_1C: Tensor, out_TC: Tensor) -> None:
     columns = x_TC.shape[1]
     _norm_kernel[(len(x_TC),)](
         x_TC, weight_1C, out_TC, layer_ops.EPS, columns, triton.next_power_of_2(columns), num_warps=8
-    )  # fmt: skip
+    )
 
 
 def _rms_norm_bwd(
     dout_TC: Tensor, x_TC: Tensor, weight_1C: Tensor, dx_TC: Tensor, dweight_1C: Tensor, adds: bool
-) -> None:  # fmt: skip
+) -> None:
     if not x_TC.is_cuda:
         dx, dweight = layer_ops.rms_norm_bwd(dout_TC, x_TC, weight_1C[0])
         dx_TC.copy_(dx)
@@ -106,9 +104,18 @@ def _rms_norm_bwd(
     blocks = triton.cdiv(tokens, rows)
     partial = torch.empty(blocks, columns, dtype=torch.float32, device=x_TC.device)
     _norm_bwd_kernel[(blocks,)](
-        dout_TC, x_TC, weight_1C, dx_TC, partial, tokens, rows, layer_ops.EPS, columns,
-        triton.next_power_of_2(columns), num_warps=8,
-    )  # fmt: skip
+        dout_TC,
+        x_TC,
+        weight_1C,
+        dx_TC,
+        partial,
+        tokens,
+        rows,
+        layer_ops.EPS,
+        columns,
+        triton.next_power_of_2(columns),
+        num_warps=8,
+    )
     total = partial.sum(0, keepdim=True)
     dweight_1C.copy_(dweight_1C + total if adds else total)
 
@@ -139,7 +146,7 @@ def _rotary(
         block = triton.next_power_of_2(q_heads + 2 * kv_heads)
         _rotary_kernel[(len(joint_TC),)](
             joint_TC, q_TC, kv_TC, cos_TD, sin_TD, q_heads, kv_heads, half, block, back, num_warps=8
-        )  # fmt: skip
+        )
         return
     joint, q, kv = (x.view(len(x), -1, 2 * half) for x in (joint_TC, q_TC, kv_TC))
     sin = -sin_TD if back else sin_TD
@@ -164,9 +171,7 @@ if triton is not None:
         tl.store(out + row + at, (values * scale * w).to(out.dtype.element_ty), mask=inside)
 
     @triton.jit
-    def _norm_bwd_kernel(
-        dout, x, weight, dx, partial, tokens, rows, eps, columns: tl.constexpr, block: tl.constexpr
-    ):  # fmt: skip
+    def _norm_bwd_kernel(dout, x, weight, dx, partial, tokens, rows, eps, columns: tl.constexpr, block: tl.constexpr):
         at = tl.arange(0, block)
         inside = at < columns
         w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
@@ -206,9 +211,17 @@ if triton is not None:
 
     @triton.jit
     def _rotary_kernel(
-        joint, q, kv, cos, sin, q_heads: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr,
-        block: tl.constexpr, back: tl.constexpr,
-    ):  # fmt: skip
+        joint,
+        q,
+        kv,
+        cos,
+        sin,
+        q_heads: tl.constexpr,
+        kv_heads: tl.constexpr,
+        half: tl.constexpr,
+        block: tl.constexpr,
+        back: tl.constexpr,
+    ):
         row = tl.program_id(0).to(tl.int64)
         head, d = tl.arange(0, block)[:, None], tl.arange(0, half)[None, :]
         heads: tl.constexpr = q_heads + 2 * kv_heads

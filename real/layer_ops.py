@@ -104,10 +104,20 @@ def norm(grad_N: Tensor) -> Tensor:
 OPS: dict[str, Callable[..., object]] = {
     f.__name__: f
     for f in (
-        rms_norm, rms_norm_bwd, rotary, swiglu, swiglu_bwd, add, cross_entropy, cross_entropy_bwd, embedding,
-        embedding_bwd, adam, norm,
+        rms_norm,
+        rms_norm_bwd,
+        rotary,
+        swiglu,
+        swiglu_bwd,
+        add,
+        cross_entropy,
+        cross_entropy_bwd,
+        embedding,
+        embedding_bwd,
+        adam,
+        norm,
     )
-}  # fmt: skip
+}
 LIBRARY = ("embedding", "embedding_bwd")
 """Kernels of PyTorch that compilation leaves as they are."""
 

@@ -365,9 +365,10 @@ class Lowering:
             num_heads=target.num_heads,
             part=self._index(part.at + from_rows * part.stride + target.head - part.head),
             part_column=self._index(from_rows),
-            old=self._either(parts, rows, before, target.head), target=self._either(parts, rows, after, target.head),
+            old=self._either(parts, rows, before, target.head),
+            target=self._either(parts, rows, after, target.head),
             column=self._index(rows),
-        )  # fmt: skip
+        )
         x, into, taken = self.x, target.buffer, source.buffer
         assert part.num_heads == target.num_heads
         return lambda: elementwise.merge_rows(x.narrow, x.wide, x.lse[into], x.lse[taken], tables)
@@ -400,9 +401,12 @@ class Lowering:
         at = self._index(rows.target)
         either = (None, at) if wide else (at, None)
         tables = elementwise.Sum(
-            width=rows.width, source=self._index(rows.source), source_wide=rows.wide,
-            old=either if adds else (None, None), target=either,
-        )  # fmt: skip
+            width=rows.width,
+            source=self._index(rows.source),
+            source_wide=rows.wide,
+            old=either if adds else (None, None),
+            target=either,
+        )
         x, packed = self.x, self._packed_lse(reads, targets)
         if packed is None:
             return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
@@ -418,10 +422,12 @@ class Lowering:
         rows = match([anywhere], sources)
         token, piece = np.divmod(rows.target, target.num_heads)
         tables = elementwise.Sum(
-            width=rows.width, source=self._index(rows.source), source_wide=rows.wide,
+            width=rows.width,
+            source=self._index(rows.source),
+            source_wide=rows.wide,
             old=self._either(parts, at[token], before[token], target.head, piece),
             target=self._either(parts, at[token], after[token], target.head, piece),
-        )  # fmt: skip
+        )
         x = self.x
         return lambda: elementwise.sum_rows(x.narrow, x.wide, tables)
 
@@ -431,8 +437,9 @@ class Lowering:
         if target is None:
             return None
         sources = [a for a in reads if a.tensor == "out"]
-        held = np.concatenate([np.where(np.isin(p.tokens, a.tokens), p.tokens, -1) for a in sources
-                               for p in a.layout.parts("out")])  # fmt: skip
+        held = np.concatenate(
+            [np.where(np.isin(p.tokens, a.tokens), p.tokens, -1) for a in sources for p in a.layout.parts("out")]
+        )
         (part,) = target.layout.parts("out")
         rows = np.flatnonzero(np.isin(part.tokens, target.tokens))  # a result may be written part by part
         order = np.argsort(held, kind="stable")
@@ -494,9 +501,13 @@ class Lowering:
         raise InfeasibleError(f"the executor does not run {kind.name.lower()} ops yet")
 
     def _all_to_all(
-        self, accesses: Sequence[Access], reads: Sequence[Access], targets: Sequence[Access], ranks: Sequence[int],
+        self,
+        accesses: Sequence[Access],
+        reads: Sequence[Access],
+        targets: Sequence[Access],
+        ranks: Sequence[int],
         group: Any,
-    ) -> Launch:  # fmt: skip
+    ) -> Launch:
         """Parts of any sizes; a rank that sends or gets nothing takes part.
 
         PyTorch makes one NCCL call of an exchange without given sizes and many of another one: all ranks must agree.
@@ -515,7 +526,7 @@ class Lowering:
 
     def _exchange_lse(
         self, reads: Sequence[Access], targets: Sequence[Access], wanted: Sequence[Sequence[Access]], group: Any
-    ) -> Launch:  # fmt: skip
+    ) -> Launch:
         """Log-sum-exps of an exchanged ``out``, which has them packed in the order in which it is sent."""
         sources = [a for a in reads if a.tensor == "out"]
         heads = next(a.num_heads for theirs in wanted for a in theirs if a.tensor == "out")
@@ -543,7 +554,7 @@ class Lowering:
 
     def _span_of(
         self, held: Sequence[Access], wanted: Sequence[Access], key: int | None = None, to: int = -1
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """The piece of a buffer that holds what the wanted blocks have in common with it.
 
         Where several do, because tokens go to several ranks, the one that was packed for rank ``to``.

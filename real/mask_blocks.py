@@ -52,9 +52,12 @@ def blocks_of(mask: Slices, num_q: int, num_k: int, device: torch.device) -> Blo
         *places, cells, limits = band_cells(rows, num_q, num_k)
         given = [*places, (cells != cells[0, 0]).astype(np.int8)] if rule == CELLS else [*places, cells, *limits]
     return Blocks(
-        tables=tuple(tables), sees=_RULES[rule], given=tuple(torch.from_numpy(x.copy()).to(device) for x in given),
-        aligned=num_q % BLOCK == 0 and num_k % BLOCK == 0, num_partial=int((kinds == PARTIAL).sum()),
-    )  # fmt: skip
+        tables=tuple(tables),
+        sees=_RULES[rule],
+        given=tuple(torch.from_numpy(x.copy()).to(device) for x in given),
+        aligned=num_q % BLOCK == 0 and num_k % BLOCK == 0,
+        num_partial=int((kinds == PARTIAL).sum()),
+    )
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,17 +71,24 @@ def _sees_run(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor, first: Tensor, end: 
     return (first[q] <= k) & (k < end[q])
 
 
-def _sees_cell(
-    _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor
-) -> Tensor:
+def _sees_cell(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor) -> Tensor:
     """Masks of rectangles, such as random blocks."""
     return cells[of_q[q], of_k[k]] != 0
 
 
 def _sees_bands(
-    _b: Tensor, _h: Tensor, q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, cells: Tensor,
-    low: Tensor, high: Tensor, low_2: Tensor, high_2: Tensor,
-) -> Tensor:  # fmt: skip
+    _b: Tensor,
+    _h: Tensor,
+    q: Tensor,
+    k: Tensor,
+    of_q: Tensor,
+    of_k: Tensor,
+    cells: Tensor,
+    low: Tensor,
+    high: Tensor,
+    low_2: Tensor,
+    high_2: Tensor,
+) -> Tensor:
     """All other masks, as `band_cells` describes them."""
     kind, offset = cells[of_q[q], of_k[k]], k - q
     return (low[kind] <= offset) & (offset <= high[kind]) | (low_2[kind] <= offset) & (offset <= high_2[kind])

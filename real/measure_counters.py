@@ -37,25 +37,47 @@ STALL = "smsp__average_warps_issue_stalled_no_instruction_per_issue_active.ratio
 WARPS = "smsp__average_warp_latency_per_inst_issued.ratio"
 SECONDS = "gpu__time_duration.sum"
 LAUNCH = {
-    "cluster": "launch__cluster_size", "clusters_at_once": "launch__cluster_max_active",
-    "registers": "launch__registers_per_thread", "by_registers": "launch__occupancy_limit_registers",
-    "by_shared_memory": "launch__occupancy_limit_shared_mem", "by_warps": "launch__occupancy_limit_warps",
-}  # fmt: skip
+    "cluster": "launch__cluster_size",
+    "clusters_at_once": "launch__cluster_max_active",
+    "registers": "launch__registers_per_thread",
+    "by_registers": "launch__occupancy_limit_registers",
+    "by_shared_memory": "launch__occupancy_limit_shared_mem",
+    "by_warps": "launch__occupancy_limit_warps",
+}
 
 
 def calls() -> Iterator[tuple[str, str, Shape]]:
     """Kernels, passes and shapes."""
     for kernel, causal, tokens in itertools.product(("fa2", "sdpa_flash"), (True, False), DOCUMENTS):
         lengths = (tokens,) * (TOKENS // tokens)
-        yield kernel, "fwd", Shape(
-            family="documents", num_heads=HEADS, num_kv_heads=HEADS, causal=causal, varlen=True, q_lens=lengths,
-            k_lens=lengths,
-        )  # fmt: skip
+        yield (
+            kernel,
+            "fwd",
+            Shape(
+                family="documents",
+                num_heads=HEADS,
+                num_kv_heads=HEADS,
+                causal=causal,
+                varlen=True,
+                q_lens=lengths,
+                k_lens=lengths,
+            ),
+        )
     for kernel, pass_, head_dim, causal in itertools.product(KERNELS, ("fwd", "bwd"), (64, 128, 256), (True, False)):
-        yield kernel, pass_, Shape(
-            family="one", num_heads=FEW_HEADS, num_kv_heads=FEW_HEADS, causal=causal, varlen=False, q_lens=(ROWS,),
-            k_lens=(ROWS,), head_dim=head_dim,
-        )  # fmt: skip
+        yield (
+            kernel,
+            pass_,
+            Shape(
+                family="one",
+                num_heads=FEW_HEADS,
+                num_kv_heads=FEW_HEADS,
+                causal=causal,
+                varlen=False,
+                q_lens=(ROWS,),
+                k_lens=(ROWS,),
+                head_dim=head_dim,
+            ),
+        )
 
 
 def make_calls() -> None:
@@ -81,9 +103,20 @@ def make_calls() -> None:
 def counted() -> str:
     """What ncu prints of all calls, a line of CSV for each kernel and counter; kernels' names begin with the range."""
     ncu = [
-        "ncu", "--clock-control", "none", "--profile-from-start", "off", "--nvtx", "--print-nvtx-rename", "kernel",
-        "--csv", "--print-units", "base", "--metrics", ",".join((STALL, WARPS, SECONDS, *LAUNCH.values())),
-    ]  # fmt: skip
+        "ncu",
+        "--clock-control",
+        "none",
+        "--profile-from-start",
+        "off",
+        "--nvtx",
+        "--print-nvtx-rename",
+        "kernel",
+        "--csv",
+        "--print-units",
+        "base",
+        "--metrics",
+        ",".join((STALL, WARPS, SECONDS, *LAUNCH.values())),
+    ]
     again = [sys.executable, "-m", "real.measure_counters", "--calls"]
     done = subprocess.run([*ncu, *again], capture_output=True, text=True)
     sys.stderr.write(done.stderr)
@@ -118,12 +151,20 @@ def _number(text: str) -> float | None:
 def row_of(kernel: str, pass_: str, shape: Shape, counters: dict[str, Any]) -> dict[str, Any]:
     """What is committed of a call."""
     return {
-        "kernel": kernel, "pass": pass_, "head_dim": shape.head_dim, "num_heads": shape.num_heads,
-        "causal": shape.causal, "varlen": shape.varlen, "documents": len(shape.q_lens), "tokens": shape.q_lens[0],
-        "name": counters["name"], "grid": counters["grid"],
+        "kernel": kernel,
+        "pass": pass_,
+        "head_dim": shape.head_dim,
+        "num_heads": shape.num_heads,
+        "causal": shape.causal,
+        "varlen": shape.varlen,
+        "documents": len(shape.q_lens),
+        "tokens": shape.q_lens[0],
+        "name": counters["name"],
+        "grid": counters["grid"],
         **{name: counters.get(metric) for name, metric in LAUNCH.items()},
-        "no_instruction": round(counters[STALL] / counters[WARPS], 4), "seconds": round(counters[SECONDS] * 1e-9, 9),
-    }  # fmt: skip
+        "no_instruction": round(counters[STALL] / counters[WARPS], 4),
+        "seconds": round(counters[SECONDS] * 1e-9, 9),
+    }
 
 
 def main() -> None:

@@ -101,9 +101,27 @@ def merge(code: ModuleType, block: int, count: int, device: torch.device) -> tup
     ints, tokens = partial(numbers, device=device), 2 * count * block
     pairs = ints([[2 * i, 2 * i + 1] for i in range(count)])
     call = partial(
-        code.flash_attn_update_out_lse, out, out, lse, lse, 1, pairs, ints([2 * i * block for i in range(count)]),
-        ints([block] * count), ints([2] * count), block, block * DIM, DIM, block, 1, tokens, tokens, DIM, 2, MERGE_TILE,
-    )  # fmt: skip
+        code.flash_attn_update_out_lse,
+        out,
+        out,
+        lse,
+        lse,
+        1,
+        pairs,
+        ints([2 * i * block for i in range(count)]),
+        ints([block] * count),
+        ints([2] * count),
+        block,
+        block * DIM,
+        DIM,
+        block,
+        1,
+        tokens,
+        tokens,
+        DIM,
+        2,
+        MERGE_TILE,
+    )
     return call, 3 * count * block * (2 * DIM + 4)
 
 
@@ -124,8 +142,15 @@ def measure_kernels(code: ModuleType, bench: Bench) -> None:
         bench.point("elementwise", partial(bench.samples, call), kind=kind, nbytes=nbytes, block=block, blocks=count)
     for count in COUNTS:
         call, nbytes = sums(code, BLOCKS[0], count, bench.device, parts=4)
-        bench.point("elementwise", partial(bench.samples, call), kind="dcp_sum", nbytes=nbytes, block=BLOCKS[0],
-                    blocks=count, parts=4)  # fmt: skip
+        bench.point(
+            "elementwise",
+            partial(bench.samples, call),
+            kind="dcp_sum",
+            nbytes=nbytes,
+            block=BLOCKS[0],
+            blocks=count,
+            parts=4,
+        )
 
 
 def measure_host(code: ModuleType, node: Node, writer: Writer) -> None:

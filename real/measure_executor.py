@@ -51,11 +51,21 @@ def launch_times(node: Node, kernels: tuple[str, ...]) -> dict[str, list[float]]
     for kernel in kernels:
         for strategy, knobs in CASES:
             for pass_ in ("fwd", "bwd"):
-                scenario = scenario_from({
-                    "strategy": strategy, "knobs": knobs, "gpus": node.size, "cluster": "h200-4",
-                    "tokens": 256 * node.size, "mask": "causal", "heads": 16, "kv_heads": 4, "head_dim": 128,
-                    "kernel": kernel, "pass": pass_,
-                })  # fmt: skip
+                scenario = scenario_from(
+                    {
+                        "strategy": strategy,
+                        "knobs": knobs,
+                        "gpus": node.size,
+                        "cluster": "h200-4",
+                        "tokens": 256 * node.size,
+                        "mask": "causal",
+                        "heads": 16,
+                        "kv_heads": 4,
+                        "head_dim": 128,
+                        "kernel": kernel,
+                        "pass": pass_,
+                    }
+                )
                 try:
                     program = make(scenario, pass_, node).executor.program  # type: ignore[arg-type]
                 except InfeasibleError:
@@ -115,9 +125,12 @@ def memory_bound(
             target_rows += tokens * HEADS
         wide_target = kind.startswith("accumulate")
         tables = elementwise.Sum(
-            width=width, source=source[None], source_wide=False, old=(None, acc if kind == "accumulate" else None),
+            width=width,
+            source=source[None],
+            source_wide=False,
+            old=(None, acc if kind == "accumulate" else None),
             target=(None, acc) if wide_target else (target_rows, None),
-        )  # fmt: skip
+        )
         ops.append(lambda t=tables: elementwise.sum_rows(narrow, wide, t))
     turn = iter(range(10**9))
     return lambda: ops[next(turn) % num_sets](), moved_bytes(kind, tokens)
@@ -125,8 +138,15 @@ def memory_bound(
 
 def moved_bytes(kind: str, tokens: int) -> int:
     """Bytes that an op of `memory_bound` reads and writes."""
-    per_element = {"copy": 4, "copy_heads": 4, "accumulate": 10, "accumulate_first": 6, "merge": 10, "merge_first": 8,
-                   "merge_last": 8}[kind]  # fmt: skip
+    per_element = {
+        "copy": 4,
+        "copy_heads": 4,
+        "accumulate": 10,
+        "accumulate_first": 6,
+        "merge": 10,
+        "merge_first": 8,
+        "merge_last": 8,
+    }[kind]
     return tokens * HEADS * DIM * per_element + (tokens * HEADS * 12 if kind.startswith("merge") else 0)
 
 

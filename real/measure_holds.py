@@ -31,8 +31,14 @@ extern "C" __global__ void wait(long long nanoseconds) {
 """
 ROOM_BYTES, THREADS = 200 * 1024, 640
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SHAPES = ((2048, 2048, True), (1024, 2048, False), (2048, 1024, False), (1024, 4096, False), (4096, 4096, True),
-          (4096, 2048, False))  # fmt: skip
+SHAPES = (
+    (2048, 2048, True),
+    (1024, 2048, False),
+    (2048, 1024, False),
+    (1024, 4096, False),
+    (4096, 4096, True),
+    (4096, 2048, False),
+)
 """Queries, keys, causal."""
 SMS = (8, 16, 32)
 HOLDS_US = (0, 10, 20, 40, 60, 80, 100, 140, 200, 300, 500)
@@ -97,8 +103,14 @@ def main() -> None:
                 points.append(shape | {"us": [round(t * 1e6, 1) for t in times]})
     command = command_line("python -m real.measure_holds")
     header = provenance(device, 1, {args.kernel: ""}, command, args.commit)
-    header |= {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "kernel": args.kernel,
-               "holds_us": HOLDS_US, "ahead_us": AHEAD_US}  # fmt: skip
+    header |= {
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "kernel": args.kernel,
+        "holds_us": HOLDS_US,
+        "ahead_us": AHEAD_US,
+    }
     rows = ",\n".join(json.dumps(point) for point in points)
     args.out.write_text(json.dumps(header)[:-1] + ', "points": [\n' + rows + "\n]}\n", encoding="utf-8")
 

@@ -119,9 +119,11 @@ def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
 
     once, often = _Pass.apply(*leaves, *settings), chain()
     return {
-        "autograd fwd": lambda: _Pass.apply(*leaves, *settings), "autograd bwd": lambda: ask(once),
-        "autograd chain fwd of 4": chain, "autograd chain bwd of 4": lambda: ask(often),
-    }  # fmt: skip
+        "autograd fwd": lambda: _Pass.apply(*leaves, *settings),
+        "autograd bwd": lambda: ask(once),
+        "autograd chain fwd of 4": chain,
+        "autograd chain bwd of 4": lambda: ask(often),
+    }
 
 
 def edges(node: Node, call: Call, first: list[float], last: list[float]) -> tuple[list[float], list[float]]:
@@ -196,9 +198,16 @@ def package_edges(node: Node) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for name, (implementation, strategy, kernel) in ((n, code) for n, codes in PACKAGES.items() for code in codes):
         case = {
-            "implementation": implementation, "strategy": strategy, "kernel": kernel, "mask": "causal",
-            "gpus": node.size, "cluster": "h200-4", "tokens_per_gpu": TOKENS, "heads": HEADS, "kv_heads": KV_HEADS,
-        }  # fmt: skip
+            "implementation": implementation,
+            "strategy": strategy,
+            "kernel": kernel,
+            "mask": "causal",
+            "gpus": node.size,
+            "cluster": "h200-4",
+            "tokens_per_gpu": TOKENS,
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+        }
         words = name.format(strategy=strategy, kernel=kernel)
         try:
             for pass_ in PASSES:
@@ -271,9 +280,14 @@ def flash_attn(x: dict[str, Tensor]) -> dict[str, Call]:
 
     q, k, v, dout = (x[name][None] for name in ("q", "k", "v", "dout"))
     settings: dict[str, Any] = {
-        "dropout_p": 0.0, "softmax_scale": DIM**-0.5, "causal": True, "window_size_left": -1,
-        "window_size_right": -1, "softcap": 0.0, "alibi_slopes": None,
-    }  # fmt: skip
+        "dropout_p": 0.0,
+        "softmax_scale": DIM**-0.5,
+        "causal": True,
+        "window_size_left": -1,
+        "window_size_right": -1,
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
     out, lse, *_ = interface._flash_attn_forward(q, k, v, return_softmax=False, **settings)
     grads = {f"d{name}": torch.empty_like(x[name][None]) for name in ("q", "k", "v")}
     cu = torch.tensor([0, TOKENS], dtype=torch.int32, device=q.device)
@@ -397,10 +411,15 @@ def measure(node: Node, writer: Writer | None) -> None:
     x = {name: torch.randn(TOKENS, heads, DIM, device=node.device, dtype=dtype) for name, heads in sizes.items()}
     x["lse"] = torch.randn(HEADS, TOKENS, device=node.device)
     groups: dict[str, Callable[[], dict[str, Call]]] = {
-        "eager": lambda: eager(x), "quiet": lambda: quiet(x), "autograd": lambda: autograd(x),
-        "flash_attn": lambda: flash_attn(x), "jit": lambda: jit(x), "torch_ring": lambda: torch_ring(x),
-        "aten_flash": lambda: aten_flash(x), "aten_cudnn": lambda: aten_cudnn(x),
-    }  # fmt: skip
+        "eager": lambda: eager(x),
+        "quiet": lambda: quiet(x),
+        "autograd": lambda: autograd(x),
+        "flash_attn": lambda: flash_attn(x),
+        "jit": lambda: jit(x),
+        "torch_ring": lambda: torch_ring(x),
+        "aten_flash": lambda: aten_flash(x),
+        "aten_cudnn": lambda: aten_cudnn(x),
+    }
     if node.size > 1:
         groups["communication"] = lambda: communication(x, node)
         groups["seq_all_to_all"] = lambda: seq_all_to_all(x)
@@ -517,9 +536,16 @@ def sweep(kind: str, tokens: int, device: torch.device) -> Call:
 
 
 SWEEPS = {
-    "jit_merge": 10, "mixed cast": 6, "mixed add": 10, "strided join": 8, "strided 2": 4, "strided 4": 4,
-    "strided 8": 4, "expanded_gather": 4, "expanded_scatter": 4,
-}  # fmt: skip
+    "jit_merge": 10,
+    "mixed cast": 6,
+    "mixed add": 10,
+    "strided join": 8,
+    "strided 2": 4,
+    "strided 4": 4,
+    "strided 8": 4,
+    "expanded_gather": 4,
+    "expanded_scatter": 4,
+}
 """PyTorch's memory-bound kernels, and the bytes that each reads and writes for an element.
 
 The last two as LongCA-bench drops padding and puts it back: by an index of rows, expanded to every element.

@@ -45,10 +45,28 @@ from real.shapes import HEAD_DIM, HEADS_OF_4, MASKED_HEADS, OF_ONE_SEQUENCE, Sha
 from real.timing import Clock, command_line, hold, host_seconds, provenance, soak, time_ops
 
 L2_BYTES = 120e6  # inputs rotate over at least twice the 50 MB second-level cache of Hopper
-POINTS = {"fa4": 0.38, "fa2": 0.32, "cudnn": 0.17, "sdpa_flash": 0.13, "flex": 0.74, "fa4_sparse": 0.18,
-          "sdpa_math": 0.08, "flashinfer": 0.18, "flashinfer_fa2": 0.18}  # shares of the measured time
-MAX_FLOPS = {"fa4": 3e13, "fa2": 1.5e13, "cudnn": 2e13, "sdpa_flash": 1e13, "flex": 1e13, "fa4_sparse": 1e13,
-             "sdpa_math": 3e11, "flashinfer": 1e13, "flashinfer_fa2": 1e13}
+POINTS = {
+    "fa4": 0.38,
+    "fa2": 0.32,
+    "cudnn": 0.17,
+    "sdpa_flash": 0.13,
+    "flex": 0.74,
+    "fa4_sparse": 0.18,
+    "sdpa_math": 0.08,
+    "flashinfer": 0.18,
+    "flashinfer_fa2": 0.18,
+}  # shares of the measured time
+MAX_FLOPS = {
+    "fa4": 3e13,
+    "fa2": 1.5e13,
+    "cudnn": 2e13,
+    "sdpa_flash": 1e13,
+    "flex": 1e13,
+    "fa4_sparse": 1e13,
+    "sdpa_math": 3e11,
+    "flashinfer": 1e13,
+    "flashinfer_fa2": 1e13,
+}
 RECTANGLES = ("full", "full_document", "block_sparse", "variable_block_sparse")
 """Masks of `draw_masked` that cut no block."""
 DENSE_ONLY = ("cudnn", "sdpa_math")
@@ -164,9 +182,11 @@ def tensors(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
 
     num_q, num_k = sum(shape.q_lens), sum(shape.k_lens)
     return {
-        "q": random(num_q, shape.num_heads), "k": random(num_k, shape.num_kv_heads),
-        "v": random(num_k, shape.num_kv_heads), "dout": random(num_q, shape.num_heads),
-    }  # fmt: skip
+        "q": random(num_q, shape.num_heads),
+        "k": random(num_k, shape.num_kv_heads),
+        "v": random(num_k, shape.num_kv_heads),
+        "dout": random(num_q, shape.num_heads),
+    }
 
 
 def call_of(shape: Shape, device: torch.device) -> attention.Call:
@@ -250,16 +270,26 @@ def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
     tokens = 8192 if bench.cuda else 64
     for kernel, causal in itertools.product(kernels, (True, False)):
         shape = Shape(
-            family="pauses", num_heads=32, num_kv_heads=8, causal=causal, varlen=False, q_lens=(tokens,),
+            family="pauses",
+            num_heads=32,
+            num_kv_heads=8,
+            causal=causal,
+            varlen=False,
+            q_lens=(tokens,),
             k_lens=(tokens,),
         )
         ops = both_passes(kernel, shape, bench.device)
         for (pass_, op), share in itertools.product(ops.items(), BUSY_SHARES):
             samples, pause = bench.paused(op, share)
             bench.writer.add(
-                "attention", samples, kernel=kernel, **shape.parameters(), pause_s=pause, **{"pass": pass_},
+                "attention",
+                samples,
+                kernel=kernel,
+                **shape.parameters(),
+                pause_s=pause,
+                **{"pass": pass_},
                 sm_clock_hz=bench.clock.sm_hz(),
-            )  # fmt: skip
+            )
 
 
 def checks(head_dim: int) -> list[Shape]:
@@ -273,14 +303,28 @@ def checks(head_dim: int) -> list[Shape]:
 
 def masked_checks(head_dim: int) -> list[Shape]:
     """Calls of every way to decide about a pair, with lengths that blocks divide and others."""
-    cases = (("causal_document", {}), ("lambda", {"window": 100}), ("block_sparse", {"block": 64}),
-             ("block_sparse", {"block": 128}))
+    cases = (
+        ("causal_document", {}),
+        ("lambda", {"window": 100}),
+        ("block_sparse", {"block": 64}),
+        ("block_sparse", {"block": 128}),
+    )
     return [
-        Shape(family="check", num_heads=64, num_kv_heads=8, causal=False, varlen=False, q_lens=lens, k_lens=lens,
-              head_dim=head_dim, mask=mask, options=options)
+        Shape(
+            family="check",
+            num_heads=64,
+            num_kv_heads=8,
+            causal=False,
+            varlen=False,
+            q_lens=lens,
+            k_lens=lens,
+            head_dim=head_dim,
+            mask=mask,
+            options=options,
+        )
         for mask, options in cases
         for lens in ((384, 256), *(((400, 250),) if options.get("block") != 128 else ()))
-    ]  # fmt: skip
+    ]
 
 
 def relative_errors(kernel: str, shape: Shape, device: torch.device) -> list[float]:
@@ -338,8 +382,16 @@ def variants(kernel: str, head_dim: int, masked: bool = False) -> list[Shape]:
 
     fa4: per head ratio, mask and entry point; flex: per heads, whether blocks divide lengths, and rule about pairs.
     """
-    shape = Shape(family="warm-up", num_heads=4, num_kv_heads=1, causal=False, varlen=False, q_lens=(512,),
-                  k_lens=(512,), head_dim=head_dim)  # fmt: skip
+    shape = Shape(
+        family="warm-up",
+        num_heads=4,
+        num_kv_heads=1,
+        causal=False,
+        varlen=False,
+        q_lens=(512,),
+        k_lens=(512,),
+        head_dim=head_dim,
+    )
     if kernel == "flex":
         rules: dict[str, dict[str, float]] = {"causal": {}}
         rules |= {"lambda": {"window": 100}, "block_sparse": {"block": 64}} if masked else {}
@@ -435,9 +487,7 @@ def listed(path: Path | None) -> list[tuple[str, Shape]]:
 
 def measure_host(bench: Bench, kernels: list[str]) -> None:
     """Wall seconds to launch each kind of op."""
-    ops: dict[str, Callable[[], object]] = {
-        kind: elementwise_ops(kind, 2**16, bench.device)[0] for kind in ELEMENTWISE
-    }
+    ops: dict[str, Callable[[], object]] = {kind: elementwise_ops(kind, 2**16, bench.device)[0] for kind in ELEMENTWISE}
     tokens, num = (64, 20) if bench.cuda else (4, 5)
     for kernel, lens in itertools.product(kernels, ((16 * tokens,), (tokens,) * 16)):
         shape = Shape(
@@ -465,9 +515,14 @@ def measure_host(bench: Bench, kernels: list[str]) -> None:
 def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, seconds: float) -> None:
     """One kernel from idle through seconds of load: mean duration and SM clock in each 50 ms."""
     shape = Shape(
-        family="sustained", num_heads=32, num_kv_heads=8, causal=True, varlen=False,
-        q_lens=(num_tokens,), k_lens=(num_tokens,),
-    )  # fmt: skip
+        family="sustained",
+        num_heads=32,
+        num_kv_heads=8,
+        causal=True,
+        varlen=False,
+        q_lens=(num_tokens,),
+        k_lens=(num_tokens,),
+    )
     op = both_passes(kernel, shape, bench.device)[which]
     op()
     per_op = min(time_ops(op, 3, bench.device))
@@ -491,8 +546,14 @@ def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, se
             times.append(round(float(ends[i]), 4))
             mark = i
     bench.writer.add(
-        "sustained", samples, kernel=kernel, **{"pass": which}, **shape.parameters(), times_s=times, clocks=clocks,
-    )  # fmt: skip
+        "sustained",
+        samples,
+        kernel=kernel,
+        **{"pass": which},
+        **shape.parameters(),
+        times_s=times,
+        clocks=clocks,
+    )
     print(f"sustained {kernel} {which} {num_tokens}: first {samples[0]:.6f} s, last {samples[-1]:.6f} s,", clocks[-1:])
 
 
@@ -538,16 +599,24 @@ def run_masks(bench: Bench, kernels: list[str], args: argparse.Namespace, starte
 
 
 def run_masked(
-    bench: Bench, kernel: str, seed: int, deadline: float, shapes: list[Shape], masks: Sequence[str], *, shares: bool,
+    bench: Bench,
+    kernel: str,
+    seed: int,
+    deadline: float,
+    shapes: list[Shape],
+    masks: Sequence[str],
+    *,
+    shares: bool,
     head_dim: int,
-) -> None:  # fmt: skip
+) -> None:
     """A kernel that takes any mask, or any of whole blocks: listed shapes, then random masks of some names, or all."""
     whole = kernel in attention.WHOLE_BLOCKS
     masks = masks or (RECTANGLES if kernel in attention.RECTANGLES else ())
     some = [
-        s for s in masked_checks(head_dim)
+        s
+        for s in masked_checks(head_dim)
         if (not whole or s.options.get("block") == 128) and (not masks or s.mask in masks)
-    ]  # fmt: skip
+    ]
     if not check(bench, kernel, some):
         return
     rng, count = np.random.default_rng(seed), 0
@@ -564,8 +633,15 @@ def run_masked(
 def run_memory(bench: Bench, kernels: list[str]) -> None:
     """Peak memory of full calls of every kernel."""
     for kernel, tokens in itertools.product(those_right(bench, kernels), MEMORY_LENGTHS if bench.cuda else (128,)):
-        shape = Shape(family="memory", num_heads=64, num_kv_heads=8, causal=False, varlen=False, q_lens=(tokens,),
-                      k_lens=(tokens,))  # fmt: skip
+        shape = Shape(
+            family="memory",
+            num_heads=64,
+            num_kv_heads=8,
+            causal=False,
+            varlen=False,
+            q_lens=(tokens,),
+            k_lens=(tokens,),
+        )
         try:
             measure_memory(bench, kernel, shape)
         except Exception as error:  # out of memory, for one
@@ -589,9 +665,15 @@ def run_random(bench: Bench, kernels: list[str], args: argparse.Namespace, deadl
 
 
 def measure_random(
-    bench: Bench, kernels: list[str], rng: np.random.Generator, deadline: float, *, rested: bool,
-    head_dim: int = HEAD_DIM, families: Sequence[str] = (),
-) -> None:  # fmt: skip
+    bench: Bench,
+    kernels: list[str],
+    rng: np.random.Generator,
+    deadline: float,
+    *,
+    rested: bool,
+    head_dim: int = HEAD_DIM,
+    families: Sequence[str] = (),
+) -> None:
     """Attention of random shapes until the deadline, every kernel for its share of the time.
 
     Of another head dimension than the usual one, whose points tell most, every kernel runs the same number of shapes.
@@ -604,8 +686,9 @@ def measure_random(
         limit = MAX_FLOPS.get(kernel, 1e9) * (4 if rng.random() < 0.04 else 1) * (0.3 if rng.random() < 0.6 else 1)
         limit = min(limit, RESTED_FLOPS) if rested else limit
         before = time.monotonic()
-        shape = draw(rng, limit if bench.cuda else 2e8, dense_only=kernel in DENSE_ONLY, head_dim=head_dim,
-                     families=families)  # fmt: skip
+        shape = draw(
+            rng, limit if bench.cuda else 2e8, dense_only=kernel in DENSE_ONLY, head_dim=head_dim, families=families
+        )
         measure_attention(bench, kernel, shape, rested)
         spent[kernel] += time.monotonic() - before
         counts[kernel] += 1

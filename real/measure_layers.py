@@ -42,9 +42,15 @@ COMPILED_BYTES = 1e9
 SHARES = {"gemm": 0.5, "layer_op": 0.38, "layer": 0.12}
 """Of the time."""
 LAYERS = (
-    ("llama3-8b", 1, 8192), ("llama-34b", 8, 65536), ("llama3-8b", 8, 65536), ("llama3-70b", 4, 16384),
-    ("llama-34b", 2, 16384), ("llama3-70b", 8, 32768), ("llama3-8b", 1, 32768), ("llama3-8b", 2, 4096),
-)  # fmt: skip
+    ("llama3-8b", 1, 8192),
+    ("llama-34b", 8, 65536),
+    ("llama3-8b", 8, 65536),
+    ("llama3-70b", 4, 16384),
+    ("llama-34b", 2, 16384),
+    ("llama3-70b", 8, 32768),
+    ("llama3-8b", 1, 32768),
+    ("llama3-8b", 2, 4096),
+)
 """Model, tensor-parallel ranks and tokens."""
 IN_PLACE_POINTS = 90
 DOCUMENT = 8192
@@ -105,8 +111,11 @@ def gemms(models: Sequence[Model], tokens: Sequence[int], rng: np.random.Generat
     for num_tokens, inner, outer in gemm_shapes(models, tokens, rng):
         if 2 * num_tokens * inner * outer > MAX_FLOPS:
             continue
-        sizes = {"forward": (num_tokens, outer, inner), "dgrad": (num_tokens, inner, outer),
-                 "wgrad": (outer, inner, num_tokens)}  # fmt: skip
+        sizes = {
+            "forward": (num_tokens, outer, inner),
+            "dgrad": (num_tokens, inner, outer),
+            "wgrad": (outer, inner, num_tokens),
+        }
         for kind, (m, n, k) in sizes.items():
             parameters: dict[str, object] = {"kind": kind, "m": m, "n": n, "k": k}
             yield Task("gemm", parameters, partial(measure_gemm, kind=kind, m=m, n=n, k=k))
@@ -164,10 +173,19 @@ def op_widths(models: Sequence[Model]) -> dict[str, tuple[int, ...]]:
     most = max(m.vocab for m in models)
     vocab = most // 8, most
     return {
-        "rms_norm": hidden, "rms_norm_bwd": hidden, "rotary": heads[:: max(1, len(heads) - 1)], "add": hidden[:1],
-        "swiglu": inner[::2], "swiglu_bwd": inner[::2], "cross_entropy": vocab, "cross_entropy_bwd": vocab,
-        "embedding": hidden, "embedding_bwd": hidden, "adam": (1,), "norm": (1,),
-    }  # fmt: skip
+        "rms_norm": hidden,
+        "rms_norm_bwd": hidden,
+        "rotary": heads[:: max(1, len(heads) - 1)],
+        "add": hidden[:1],
+        "swiglu": inner[::2],
+        "swiglu_bwd": inner[::2],
+        "cross_entropy": vocab,
+        "cross_entropy_bwd": vocab,
+        "embedding": hidden,
+        "embedding_bwd": hidden,
+        "adam": (1,),
+        "norm": (1,),
+    }
 
 
 def ops(models: Sequence[Model], most: float, rng: np.random.Generator, cuda: bool) -> Iterator[Task]:
@@ -269,9 +287,13 @@ def layers(cases: Sequence[tuple[str, Model, int, int]], kernels: Sequence[str],
         lens = (DOCUMENT,) * (tokens // DOCUMENT) or (tokens,)
         for kernel in kernels:
             parameters = {
-                "model": name, "tp": tp, "q_lens": list(lens), "kernel": kernel, "recompute": recompute,
+                "model": name,
+                "tp": tp,
+                "q_lens": list(lens),
+                "kernel": kernel,
+                "recompute": recompute,
                 "variant": variant,
-            }  # fmt: skip
+            }
             yield Task("layer", parameters, partial(measure_layer, model=model, lens=lens, parameters=parameters))
 
 
@@ -285,8 +307,14 @@ def measure_layer(bench: Bench, *, model: Model, lens: tuple[int, ...], paramete
     sizes: dict[str, int] = {}
 
     def measure() -> list[float]:
-        layer = Layer(model, tp, bench.device, dtype, kernel=str(parameters["kernel"]),
-                      compiled=parameters["variant"] == "compiled")  # fmt: skip
+        layer = Layer(
+            model,
+            tp,
+            bench.device,
+            dtype,
+            kernel=str(parameters["kernel"]),
+            compiled=parameters["variant"] == "compiled",
+        )
         call = attention.prepare(lens, lens, causal=True, device=bench.device)
         angle = torch.randn(tokens, model.head_dim // 2, device=bench.device)
         angles = angle.cos(), angle.sin()
@@ -330,7 +358,7 @@ def run(bench: Bench, sources: dict[str, Iterator[Task]], known: set[str], deadl
 
 def tasks(
     device: torch.device, seed: int, kernels: Sequence[str], known: int, *, in_place: bool = False
-) -> dict[str, Iterator[Task]]:  # fmt: skip
+) -> dict[str, Iterator[Task]]:
     """All points of a GPU, or a few tiny ones; ``in_place``: only those of the executor's own kernels."""
     rng = [np.random.default_rng((seed, known, i)) for i in range(2)]
     if in_place and device.type == "cuda":
@@ -341,13 +369,17 @@ def tasks(
         models = list(MODELS.values())
         tokens = tuple(1024 * 2**i for i in range(7))
         cases = [(name, MODELS[name], tp, tokens) for name, tp, tokens in LAYERS]
-        return {"gemm": gemms(models, tokens, rng[0]), "layer_op": ops(models, MAX_BYTES, rng[1], True),
-                "layer": layers(cases, kernels, "compiled")}  # fmt: skip
+        return {
+            "gemm": gemms(models, tokens, rng[0]),
+            "layer_op": ops(models, MAX_BYTES, rng[1], True),
+            "layer": layers(cases, kernels, "compiled"),
+        }
     small = [("tiny", TINY, tp, 48) for tp in (1, 2)]
     return {
         "gemm": itertools.islice(gemms([TINY], (16, 32), rng[0]), 9),
-        "layer_op": itertools.islice(ops([TINY], 1e6, rng[1], False), 12), "layer": layers(small, kernels, "eager"),
-    }  # fmt: skip
+        "layer_op": itertools.islice(ops([TINY], 1e6, rng[1], False), 12),
+        "layer": layers(small, kernels, "eager"),
+    }
 
 
 def main() -> None:

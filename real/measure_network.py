@@ -241,10 +241,16 @@ def compute_loads(node: Network, kernels: Sequence[tuple[str, int, int]] = ()) -
     """
     loads: dict[str, Launch] = {}
     dtype = torch.bfloat16 if node.cuda else torch.float32
-    usual = (("fa4", 4096, 1), ("fa2", 4096, 1), ("fa4", 8192, 1), ("fa4", 8192, 16)) if node.cuda else (
-        ("math", 64, 1), ("math", 64, 4),
-    )  # fmt: skip
+    usual = (
+        (("fa4", 4096, 1), ("fa2", 4096, 1), ("fa4", 8192, 1), ("fa4", 8192, 16))
+        if node.cuda
+        else (
+            ("math", 64, 1),
+            ("math", 64, 4),
+        )
+    )
     for kernel, tokens, documents in kernels or usual:
+
         def random(heads: int, tokens: int = tokens) -> torch.Tensor:
             return torch.randn(tokens, heads, 128, device=node.device, dtype=dtype)
 
@@ -326,9 +332,13 @@ def measure_pair(node: Network, names: tuple[str, str], ops: tuple[Launch, Launc
 
 
 def overlapped(
-    node: Network, compute: tuple[Launch, int] | None, communicate: Launch | None, streams: list[Any], num: int,
+    node: Network,
+    compute: tuple[Launch, int] | None,
+    communicate: Launch | None,
+    streams: list[Any],
+    num: int,
     lead_s: float = LEAD_S,
-) -> tuple[list[float], list[float]]:  # fmt: skip
+) -> tuple[list[float], list[float]]:
     """Starts a communication and, `lead_s` later, a run of compute ops: as a ring step does.
 
     Returns:
@@ -419,15 +429,27 @@ class Overlap:
         a_alone = overlapped(node, (self.loads[a], count), None, self.streams, num)[0]
         both = overlapped(node, (self.loads[a], count), op, self.streams, num, lead_s)
         node.add(
-            "overlap", [], a=a, b=b, nbytes=nbytes, num_ranks=node.size, inside=inside, lead_s=lead_s, a_count=count,
-            a_alone_s=a_alone, b_alone_s=b_alone, a_together_s=both[0], b_together_s=both[1],
-        )  # fmt: skip
+            "overlap",
+            [],
+            a=a,
+            b=b,
+            nbytes=nbytes,
+            num_ranks=node.size,
+            inside=inside,
+            lead_s=lead_s,
+            a_count=count,
+            a_alone_s=a_alone,
+            b_alone_s=b_alone,
+            a_together_s=both[0],
+            b_together_s=both[1],
+        )
         if node.rank == 0:
             x, y = (np.median(t) / np.median(s) for s, t in ((a_alone, both[0]), (b_alone, both[1])))
             print(
                 f"overlap {a:14s} {b:14s} {units:4d} inside {inside} lead {lead_s * 1e6:2.0f} us: x{x:.3f} x{y:.3f}"
-                f" ({np.median(a_alone) * 1e3:.2f} ms, {np.median(b_alone) * 1e3:.2f} ms)", flush=True,
-            )  # fmt: skip
+                f" ({np.median(a_alone) * 1e3:.2f} ms, {np.median(b_alone) * 1e3:.2f} ms)",
+                flush=True,
+            )
 
 
 def measure_waiting(node: Network, deadline: float) -> None:
@@ -475,10 +497,14 @@ def measure_interference(node: Network, deadline: float) -> None:
     second["ring_back_128"] = transfers(node, ring(ranks, -1), 128 * mb, other)
     cases: list[tuple[tuple[str, str], tuple[Launch, Launch], dict[str, Any]]] = []
     for a, b in (
-        ("ring_128", "ring_128"), ("ring_128", "ring_back_128"), ("ring_128", "all_gather_256"),
-        ("ring_128", "reduce_scatter_256"), ("ring_128", "all_to_all_256"), ("all_gather_256", "reduce_scatter_256"),
+        ("ring_128", "ring_128"),
+        ("ring_128", "ring_back_128"),
+        ("ring_128", "all_gather_256"),
+        ("ring_128", "reduce_scatter_256"),
+        ("ring_128", "all_to_all_256"),
+        ("all_gather_256", "reduce_scatter_256"),
         ("all_to_all_256", "all_gather_256"),
-    ):  # fmt: skip
+    ):
         cases.append(((a, b), (first[a], second[b]), {"priority": "high"}))
     for (priority, made), b, a in itertools.product((("high", first), ("default", slow)), slow, loads):
         cases.append(((a, b), (loads[a], made[b]), {"priority": priority}))

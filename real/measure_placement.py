@@ -45,9 +45,13 @@ def durations() -> Iterator[tuple[str, NDArray[np.float64]]]:
     for rows, heads in heads_of:
         yield f"causal {rows} {heads}", np.tile(HEAD_US + ROW_US * np.arange(1, rows + 1), heads)
     documents = (
-        ((345, 134, 247, 1466), 4), ((2819, 64), 16), ((626, 8379, 1672, 3787), 1), ((444, 691, 850, 1561), 4),
-        ((1465, 1398, 1272, 11907), 1), ((1147, 65, 885, 1619), 4),
-    )  # fmt: skip
+        ((345, 134, 247, 1466), 4),
+        ((2819, 64), 16),
+        ((626, 8379, 1672, 3787), 1),
+        ((444, 691, 850, 1561), 4),
+        ((1465, 1398, 1272, 11907), 1),
+        ((1147, 65, 885, 1619), 4),
+    )
     for lengths, heads in documents:
         row = np.arange(-(-max(lengths) // 128))
         head = [np.where(row < -(-n // 128), HEAD_US + ROW_US * (row + 1), EMPTY_US) for n in lengths]

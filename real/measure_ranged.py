@@ -61,9 +61,13 @@ class Calls:
         sizes = self.count, len(self.q), *self.lengths, *self.heads
         stream = torch.cuda.current_stream(self.device).cuda_stream
         status = getattr(self.library, name)(
-            *map(ctypes.c_void_p, pointers), (ctypes.c_int64 * len(strides))(*strides), *sizes,
-            ctypes.c_float(DIM**-0.5), 0, ctypes.c_void_p(stream),
-        )  # fmt: skip
+            *map(ctypes.c_void_p, pointers),
+            (ctypes.c_int64 * len(strides))(*strides),
+            *sizes,
+            ctypes.c_float(DIM**-0.5),
+            0,
+            ctypes.c_void_p(stream),
+        )
         if status:
             raise RuntimeError(f"{name}: status {status}, see real/fa2_ranges/launcher.cu")
 
@@ -100,8 +104,11 @@ def check(library: Path) -> None:
     calls = Calls(library, heads, queries, keys, 1)
     position = torch.arange(queries, device=calls.device)[:, None] + keys - queries
     key = torch.arange(keys, device=calls.device)[None, :]
-    seen = {"causal": key <= position, "full": key >= 0,
-            "lambda": (key <= position) & ((key < SINK) | (key > position - WINDOW))}  # fmt: skip
+    seen = {
+        "causal": key <= position,
+        "full": key >= 0,
+        "lambda": (key <= position) & ((key < SINK) | (key > position - WINDOW)),
+    }
     for mask, ranged in [*((mask, True) for mask in MASKS), ("causal", False)]:
         given = ranges(mask, queries, keys, 1, calls.device) if ranged else None
         calls.forward(given)

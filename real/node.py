@@ -43,9 +43,12 @@ class Node:
         store, rank, size = next(dist.rendezvous("env://"))
         fresh = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)  # not what the dead wrote
         dist.init_process_group(
-            "nccl" if self.cuda else "gloo", store=fresh, rank=rank, world_size=size,
+            "nccl" if self.cuda else "gloo",
+            store=fresh,
+            rank=rank,
+            world_size=size,
             device_id=self.device if self.cuda else None,
-        )  # fmt: skip
+        )
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._hosts = dist.new_group(backend="gloo") if self.cuda else dist.group.WORLD
         self._flag = torch.zeros(1, device=self.device)
@@ -181,5 +184,7 @@ def emulate_nodes(num_nodes: int) -> None:
     if size % num_nodes:
         raise CpsimError(f"emulate-nodes: expected a divisor of the {size} local ranks, got {num_nodes}")
     os.environ |= {
-        "NCCL_HOSTID": f"node{local // (size // num_nodes)}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1",
-    }  # fmt: skip
+        "NCCL_HOSTID": f"node{local // (size // num_nodes)}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+    }

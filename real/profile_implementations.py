@@ -52,7 +52,7 @@ CASES = (
     ("ring-flash-attn", "fa2", "zigzag_ring", {}, "causal_document"),
     ("ring-flash-attn", "fa2", "ring", {}, "causal_document"),
     ("ring-flash-attn", "fa2", "allgather", {"heads_per_gather": 2}, "causal_document"),
-)  # fmt: skip
+)
 """Implementation, kernel, strategy, knobs, mask."""
 PASSES: tuple[Pass, ...] = ("fwd", "bwd")
 SMALL, LARGE = 1024, 8192
@@ -64,11 +64,21 @@ def scenarios(num_ranks: int, cluster: str) -> Iterator[Scenario]:
     for implementation, kernel, strategy, knobs, mask in CASES:
         for tokens in (LARGE, SMALL):
             total = tokens * num_ranks
-            yield scenario_from({
-                "implementation": implementation, "kernel": kernel, "strategy": strategy, "knobs": knobs, "mask": mask,
-                "gpus": num_ranks, "cluster": cluster, "tokens": total, "heads": 32, "kv_heads": 8,
-                "documents": [total // 8, total // 2, total // 4, total // 8],
-            })  # fmt: skip
+            yield scenario_from(
+                {
+                    "implementation": implementation,
+                    "kernel": kernel,
+                    "strategy": strategy,
+                    "knobs": knobs,
+                    "mask": mask,
+                    "gpus": num_ranks,
+                    "cluster": cluster,
+                    "tokens": total,
+                    "heads": 32,
+                    "kv_heads": 8,
+                    "documents": [total // 8, total // 2, total // 4, total // 8],
+                }
+            )
 
 
 def main() -> None:
@@ -181,14 +191,18 @@ def ordered(events: list[dict[str, Any]]) -> dict[str, Any]:
         if call is None or not zero <= call["ts"] <= end:
             continue
         around = [o for o in ops if o["tid"] == call["tid"] and o["ts"] <= call["ts"] <= o["ts"] + o["dur"]]
-        kernels.append({
-            "name": e["name"][:160], "stream": e["args"].get("stream"), "start_us": round(e["ts"] - zero, 2),
-            "dur_us": round(e["dur"], 2), "launched_us": round(call["ts"] - zero, 2),
-            "call_us": round(call["dur"], 2), "ops": [o["name"] for o in around],
-        })  # fmt: skip
-    host = [
-        [o["name"], round(o["ts"] - zero, 1), round(o["dur"], 1), o["tid"]] for o in ops if zero <= o["ts"] <= end
-    ]
+        kernels.append(
+            {
+                "name": e["name"][:160],
+                "stream": e["args"].get("stream"),
+                "start_us": round(e["ts"] - zero, 2),
+                "dur_us": round(e["dur"], 2),
+                "launched_us": round(call["ts"] - zero, 2),
+                "call_us": round(call["dur"], 2),
+                "ops": [o["name"] for o in around],
+            }
+        )
+    host = [[o["name"], round(o["ts"] - zero, 1), round(o["dur"], 1), o["tid"]] for o in ops if zero <= o["ts"] <= end]
     waits = [
         [c["name"], round(c["ts"] - zero, 1), round(c["dur"], 1)] for c in calls.values() if zero <= c["ts"] <= end
     ]

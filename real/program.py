@@ -38,9 +38,7 @@ class Program:
     def _assign_streams(self, calls: list[tuple[Op, ...]]) -> None:
         """Every lane but ``compute``, which is the caller's stream, gets a stream of high priority."""
         lanes = [ops[0].lanes[0][1] for ops in calls]
-        self.streams = {
-            lane: torch.cuda.Stream(priority=-1) for lane in dict.fromkeys(lanes) if lane != "compute"
-        }
+        self.streams = {lane: torch.cuda.Stream(priority=-1) for lane in dict.fromkeys(lanes) if lane != "compute"}
         self.lanes = [self.streams.get(lane) for lane in lanes]
         call_of = {op.index: i for i, ops in enumerate(calls) for op in ops}
         waits = []
@@ -125,8 +123,11 @@ def _batched(calls: list[Call]) -> list[tuple[tuple[Op, ...], Launch]]:
             i += 1
             continue
         end = i
-        while end < len(calls) and calls[end][0].kind == Kind.TRANSFER and calls[end][0].step == op.step and (
-            calls[end][0].lanes[0][1] == op.lanes[0][1]
+        while (
+            end < len(calls)
+            and calls[end][0].kind == Kind.TRANSFER
+            and calls[end][0].step == op.step
+            and (calls[end][0].lanes[0][1] == op.lanes[0][1])
         ):
             end += 1
         parts = [make() for _, make in calls[i:end]]

@@ -64,25 +64,42 @@ class Shape:
         named = {"mask": self.mask, "options": dict(self.options), "area": self.area()} if self.mask else {}
         share = {name: getattr(self, name) for name in ("documents", "q_ranges", "k_ranges") if self.documents}
         return {
-            "family": self.family, "num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim, "causal": self.causal, "varlen": self.varlen, "q_lens": list(self.q_lens),
-            "k_lens": list(self.k_lens), **named, **share,
-        }  # fmt: skip
+            "family": self.family,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "causal": self.causal,
+            "varlen": self.varlen,
+            "q_lens": list(self.q_lens),
+            "k_lens": list(self.k_lens),
+            **named,
+            **share,
+        }
 
 
 FAMILIES = {
-    "causal": 4, "full": 3, "gathered": 3, "short": 1,
-    "one_varlen": 1, "equal": 2, "heavy_tail": 4, "ring_documents": 4, "gathered_documents": 1,
-}  # fmt: skip
+    "causal": 4,
+    "full": 3,
+    "gathered": 3,
+    "short": 1,
+    "one_varlen": 1,
+    "equal": 2,
+    "heavy_tail": 4,
+    "ring_documents": 4,
+    "gathered_documents": 1,
+}
 """Weights of families of calls."""
 OF_ONE_SEQUENCE = ("causal", "full", "short")
 """Families that kernels without lengths of sequences run."""
 
 
 def draw(
-    rng: np.random.Generator, max_flops: float, dense_only: bool = False, head_dim: int = HEAD_DIM,
+    rng: np.random.Generator,
+    max_flops: float,
+    dense_only: bool = False,
+    head_dim: int = HEAD_DIM,
     families: Sequence[str] = (),
-) -> Shape:  # fmt: skip
+) -> Shape:
     """One shape of a random family, or of one of `families`, its forward pass at most `max_flops`."""
     if unknown := [name for name in families if name not in FAMILIES]:
         raise ValueError(f"expected families among {', '.join(FAMILIES)}, got {', '.join(unknown)}")
@@ -102,20 +119,40 @@ MASKED_HEADS = ((64, 8), (32, 8), (8, 1), (16, 16))
 """Heads of calls with any mask: few, because FlexAttention is compiled for each."""
 _MASKED_HEADS_WEIGHTS = np.array((5, 2, 2, 1)) / 10
 MASKED = {
-    "causal": 2, "full": 1, "rectangle": 3, "full_document": 2, "causal_document": 4, "full_sliding_window": 1,
-    "causal_sliding_window": 2, "shared_question": 2, "shared_question_document": 1, "causal_blockwise": 2,
-    "causal_blockwise_document": 1, "prefix_lm_causal": 1, "prefix_lm_document": 1, "block_causal_document": 2,
-    "lambda": 2, "global_sliding": 1, "block_sparse": 6, "variable_block_sparse": 4,
-}  # fmt: skip
+    "causal": 2,
+    "full": 1,
+    "rectangle": 3,
+    "full_document": 2,
+    "causal_document": 4,
+    "full_sliding_window": 1,
+    "causal_sliding_window": 2,
+    "shared_question": 2,
+    "shared_question_document": 1,
+    "causal_blockwise": 2,
+    "causal_blockwise_document": 1,
+    "prefix_lm_causal": 1,
+    "prefix_lm_document": 1,
+    "block_causal_document": 2,
+    "lambda": 2,
+    "global_sliding": 1,
+    "block_sparse": 6,
+    "variable_block_sparse": 4,
+}
 """Weights of masks, and of rectangles as all-gathers and rings make them."""
 DRAWS = 500
 """Of masks until one is small enough."""
 
 
 def draw_masked(
-    rng: np.random.Generator, max_flops: float, names: Sequence[str] = (), *, whole_blocks: bool = False,
-    naive: bool = False, shares: bool = False, head_dim: int = HEAD_DIM,
-) -> Shape:  # fmt: skip
+    rng: np.random.Generator,
+    max_flops: float,
+    names: Sequence[str] = (),
+    *,
+    whole_blocks: bool = False,
+    naive: bool = False,
+    shares: bool = False,
+    head_dim: int = HEAD_DIM,
+) -> Shape:
     """One shape of a random mask, its forward pass at most `max_flops`: of the mask, or, naively, of all pairs.
 
     `names` are those of MASKED to draw from, by default all; `whole_blocks` asks for masks of whole blocks of 128
@@ -201,8 +238,11 @@ def listed_masks() -> list[Shape]:
     ]
     for block, density in ((128, 0.2), (64, 0.2), (128, 0.8), (64, 0.8), (128, 0.5), (64, 0.5)):
         options = {"block": block, "density": density}
-        shapes.append(Shape(family="block_sparse", mask="block_sparse", q_lens=(16384,), k_lens=(16384,),
-                            options=options, **heads))  # fmt: skip
+        shapes.append(
+            Shape(
+                family="block_sparse", mask="block_sparse", q_lens=(16384,), k_lens=(16384,), options=options, **heads
+            )
+        )
     return shapes
 
 
@@ -245,9 +285,13 @@ def _features(shape: Shape) -> list[float]:
 ROUNDS = (0.35, 1.0)
 """Of a calibration: shares of the time at which each round ends."""
 SHARES = {
-    "memory-bound kernels": 0.08, "collectives and transfers": 0.25, "interference": 0.2, "power": 0.07,
-    "attention kernels": 0.4, "other people's code": 0.05,
-}  # fmt: skip
+    "memory-bound kernels": 0.08,
+    "collectives and transfers": 0.25,
+    "interference": 0.2,
+    "power": 0.07,
+    "attention kernels": 0.4,
+    "other people's code": 0.05,
+}
 """Of a round's time, by part; what a part does not need goes to those after it."""
 LEAST_CALLS, LEAST_SIZES = 8, 10
 """Calls of every kernel and GPU, and sizes of every kind of message, that are measured however short the time."""
@@ -274,9 +318,14 @@ def _log_uniform(rng: np.random.Generator, low: float, high: float) -> int:
 def _shape(rng: np.random.Generator, family: str, causal: bool, q: list[int], k: list[int]) -> Shape:
     num_heads, num_kv_heads = HEADS[rng.choice(len(HEADS), p=_HEAD_WEIGHTS)]
     return Shape(
-        family=family, num_heads=num_heads, num_kv_heads=num_kv_heads, causal=causal,
-        varlen=len(q) > 1 or family == "one_varlen", q_lens=tuple(q), k_lens=tuple(k),
-    )  # fmt: skip
+        family=family,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        causal=causal,
+        varlen=len(q) > 1 or family == "one_varlen",
+        q_lens=tuple(q),
+        k_lens=tuple(k),
+    )
 
 
 def _causal(rng: np.random.Generator) -> Shape:
@@ -351,7 +400,13 @@ def _gathered_documents(rng: np.random.Generator) -> Shape:
 
 
 _DRAW = {
-    "causal": _causal, "full": _full, "gathered": _gathered, "short": _short, "one_varlen": _one_varlen,
-    "equal": _equal, "heavy_tail": _heavy_tail, "ring_documents": _ring_documents,
+    "causal": _causal,
+    "full": _full,
+    "gathered": _gathered,
+    "short": _short,
+    "one_varlen": _one_varlen,
+    "equal": _equal,
+    "heavy_tail": _heavy_tail,
+    "ring_documents": _ring_documents,
     "gathered_documents": _gathered_documents,
-}  # fmt: skip
+}

@@ -28,8 +28,16 @@ from cpsim.workload import Workload
 
 Ints = NDArray[np.int64]
 
-PLANES = {"q": ("q",), "kv": ("k", "v"), "out": ("out",), "o": ("out",), "dout": ("dout",), "dq": ("dq",),
-          "dkv": ("dk", "dv"), **{name: (name,) for name in TENSORS}}  # fmt: skip
+PLANES = {
+    "q": ("q",),
+    "kv": ("k", "v"),
+    "out": ("out",),
+    "o": ("out",),
+    "dout": ("dout",),
+    "dq": ("dq",),
+    "dkv": ("dk", "dv"),
+    **{name: (name,) for name in TENSORS},
+}
 """What the tensors of a schedule consist of; ``out`` has a log-sum-exp beside it, which no other op than those that
 make and read ``out`` touches."""
 NOT_HELD = -1
@@ -244,8 +252,7 @@ class Memory:
         kind = Kind(int(self.schedule.kind[op]))
         if kind == Kind.ALL_TO_ALL or kind == Kind.ALL_GATHER:
             chunks = [
-                (rank, *overlap([r for r in reads if r.rank == rank], targets))
-                for rank in self.schedule.ranks_of(op)
+                (rank, *overlap([r for r in reads if r.rank == rank], targets)) for rank in self.schedule.ranks_of(op)
             ]
             wide = next((part.wide for r in reads for part in r.parts()), False)  # some ranks may send nothing
             return self.lay(buffer, chunks, wide)

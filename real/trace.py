@@ -71,4 +71,3 @@ def _rows(recorded: Any, node: Node) -> list[Row]:
         for event in whole["traceEvents"]
         if event.get("ph") == "X" and event.get("cat") in _KINDS
     ]
-

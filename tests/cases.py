@@ -82,7 +82,9 @@ OTHERS = tuple(
         "internevo loongtrain": ({"ulysses": 2}, {"ulysses": 2, "inner_ring": 1}, {"ulysses": 2, "inner_ring": 2}),
         "magi-attention loongtrain": ({"ulysses": 1}, {"ulysses": 2, "inner_ring": 1}),
         "yunchang usp": (
-            {"ulysses": 2}, {"ulysses": 2, "ring": "basic"}, {"ulysses": 2, "placement": "context_first"},
+            {"ulysses": 2},
+            {"ulysses": 2, "ring": "basic"},
+            {"ulysses": 2, "placement": "context_first"},
         ),
     }.get(f"{code.name} {name}", ({},))
 )
@@ -105,8 +107,12 @@ def cluster(num_ranks, gpus_per_node=8):
 def workload(mask="causal", documents="one", heads="gqa", **changes):
     num_heads, num_kv_heads = HEADS[heads]
     fields = {
-        "documents": DOCUMENTS.get(documents, documents), "mask": mask.partition(" ")[0],
-        "mask_options": tuple(MASK_OPTIONS.get(mask, {}).items()), "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads, "head_dim": 4, "dtype": "bf16",
-    }  # fmt: skip
+        "documents": DOCUMENTS.get(documents, documents),
+        "mask": mask.partition(" ")[0],
+        "mask_options": tuple(MASK_OPTIONS.get(mask, {}).items()),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": 4,
+        "dtype": "bf16",
+    }
     return Workload(**(fields | changes))

@@ -106,9 +106,12 @@ def rank_main(node, _, cases):
             got = [runner.out] if pass_ == "fwd" else runner.grads
             for x, whole in zip(got, wanted[:1] if pass_ == "fwd" else wanted[1:], strict=True):
                 torch.testing.assert_close(
-                    x.detach().double().reshape(-1, *whole.shape[1:]), whole[mine], rtol=2e-2, atol=2e-2,
+                    x.detach().double().reshape(-1, *whole.shape[1:]),
+                    whole[mine],
+                    rtol=2e-2,
+                    atol=2e-2,
                     msg=lambda m, s=scenario, p=pass_: f"{s.to_dict()} {p}: {m}",
-                )  # fmt: skip
+                )
     del kept
 
 

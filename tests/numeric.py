@@ -173,13 +173,9 @@ class Interpreter:
             case Kind.BARRIER | Kind.ELEMENTWISE | Kind.GEMM if not targets:
                 return []
             case Kind.MERGE:
-                return [
-                    self.merged(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)
-                ]
+                return [self.merged(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
             case Kind.ACCUMULATE | Kind.REDUCE_SCATTER | Kind.ALL_REDUCE:
-                return [
-                    self.summed(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)
-                ]
+                return [self.summed(self.block(k), reads, o) for (_, k, _), o in zip(targets, old, strict=True)]
             case Kind.COPY | Kind.TRANSFER | Kind.ALL_GATHER | Kind.ALL_TO_ALL | Kind.ELEMENTWISE:
                 return [self.moved(self.block(k), reads) for _, k, _ in targets]
             case other:
@@ -193,9 +189,7 @@ class Interpreter:
         queries, keys = given["q"][0], given["kv"][0]
         allowed = np.zeros((len(queries), len(keys)), bool)
         tile = int(self.s.tile[i])
-        for row, q0, q1, k0, k1 in self.s.tiles.rows[
-            self.s.tiles.start[tile] : self.s.tiles.start[tile + 1]
-        ].tolist():
+        for row, q0, q1, k0, k1 in self.s.tiles.rows[self.s.tiles.start[tile] : self.s.tiles.start[tile + 1]].tolist():
             offset = keys[None] - queries[:, None]
             inside = ((queries >= q0) & (queries < q1))[:, None] & ((keys >= k0) & (keys < k1))[None]
             allowed |= inside & (offset >= self.mask.low[row]) & (offset <= self.mask.high[row])
@@ -225,9 +219,7 @@ class Interpreter:
             low, high = max(heads.start, have_heads.start), min(heads.stop, have_heads.stop)
             if (name == tensor or (name, tensor) == ("out", "o")) and low < high:
                 _, here, there = np.intersect1d(tokens, have, assume_unique=True, return_indices=True)
-                part = array[there][
-                    :, low - have_heads.start : high - have_heads.start, : self.widths[tensor]
-                ]
+                part = array[there][:, low - have_heads.start : high - have_heads.start, : self.widths[tensor]]
                 yield np.ix_(here, np.arange(low, high) - heads.start), part
 
     def empty(self, target, value):

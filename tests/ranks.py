@@ -16,8 +16,12 @@ def run_script(name, argument, timeout_s, ahead=()):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
         [sys.executable, str(HERE / name), str(argument)],
-        capture_output=True, text=True, env=environment, timeout=timeout_s, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=timeout_s,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return int(done.stdout.split()[-1])
 
@@ -43,9 +47,14 @@ def _rank_main(rank, work, num_ranks, door, cases):
 
     host, port = door.getsockname()
     os.environ |= {
-        "RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": host, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # fmt: skip
+        "RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
     store = None
     if rank == 0:  # serves the others for as long as it lives
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=door.detach())

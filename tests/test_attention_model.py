@@ -215,10 +215,15 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
     assert np.mean(without) >= 2 * np.mean(errors)
 
 
-@pytest.mark.parametrize(("kernel", "pass_", "mean", "p95"), [
-    ("fa2", "fwd", 0.022, 0.072), ("fa2", "bwd", 0.01, 0.03),
-    ("sdpa_flash", "fwd", 0.023, 0.065), ("sdpa_flash", "bwd", 0.01, 0.032),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kernel", "pass_", "mean", "p95"),
+    [
+        ("fa2", "fwd", 0.022, 0.072),
+        ("fa2", "bwd", 0.01, 0.03),
+        ("sdpa_flash", "fwd", 0.023, 0.065),
+        ("sdpa_flash", "bwd", 0.01, 0.032),
+    ],
+)
 def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_, mean, p95):
     assert "h200-documents.jsonl" not in {m.source for m in measurements("h200")}
     points = load(DATA / "h200-documents.jsonl").of("attention")
@@ -229,11 +234,14 @@ def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kern
     assert np.quantile(errors, 0.95) <= p95
 
 
-@pytest.mark.parametrize(("file", "number", "bars"), [
-    ("h200-documents-2.jsonl", 130, {"fa2": (0.024, 0.01), "sdpa_flash": (0.024, 0.01)}),
-    ("h200-unseen.jsonl", 70, {"fa2": (0.024, 0.011), "cudnn": (0.03, 0.016), "sdpa_flash": (0.024, 0.011)}),
-    ("h200-unseen-256.jsonl", 50, {"cudnn": (0.014, 0.015), "sdpa_flash": (0.022, 0.01)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "number", "bars"),
+    [
+        ("h200-documents-2.jsonl", 130, {"fa2": (0.024, 0.01), "sdpa_flash": (0.024, 0.01)}),
+        ("h200-unseen.jsonl", 70, {"fa2": (0.024, 0.011), "cudnn": (0.03, 0.016), "sdpa_flash": (0.024, 0.011)}),
+        ("h200-unseen-256.jsonl", 50, {"cudnn": (0.014, 0.015), "sdpa_flash": (0.022, 0.01)}),
+    ],
+)
 def test_random_calls_of_more_machines_that_no_fit_saw_are_predicted(file, number, bars):
     """Forward and backward: many documents, and calls of all families that ran after the last change of the model."""
     assert file not in {m.source for m in measurements("h200")}
@@ -432,10 +440,19 @@ def test_the_power_limit_slows_only_busy_kernels():
 def test_backward_moves_whole_tiles_of_accumulators():
     """A document of one token more than a tile pays for a second tile of every fp32 accumulator."""
     params = dataclasses.replace(
-        load_profile("h200").attention["fa4", "bwd"], pair_s=1e-9, block_s=0.0, block_shared_s=0.0, block_decode_s=0.0,
-        block_causal_s=0.0, block_varlen_s=0.0, call_s=0.0, call_varlen_s=0.0, busy_power=0.0, traffic_s_per_byte=1.0,
+        load_profile("h200").attention["fa4", "bwd"],
+        pair_s=1e-9,
+        block_s=0.0,
+        block_shared_s=0.0,
+        block_decode_s=0.0,
+        block_causal_s=0.0,
+        block_varlen_s=0.0,
+        call_s=0.0,
+        call_varlen_s=0.0,
+        busy_power=0.0,
+        traffic_s_per_byte=1.0,
         discrepancy=NONE,
-    )  # fmt: skip
+    )
 
     def nbytes(n):
         lengths, many = np.full(100, n), np.array([8])
@@ -498,9 +515,16 @@ def test_code_that_checks_bounds_is_for_lengths_that_are_not_whole_tiles(kernel,
     """Queries of flash-attn 2 count, too, and varlen calls always check, but backward alone; of others keys count."""
     slow = [] if (kernel, pass_) == ("fa2", "fwd") else slow
     usual = dataclasses.replace(
-        load_profile("h200").attention[kernel, pass_].at(128), discrepancy=NONE, call_s=0.0, call_varlen_s=0.0,
-        traffic_s_per_byte=0.0, head_dims=(), unaligned_factor=1.0, unaligned_full_factor=1.0, odd_factor=1.0,
-    )  # fmt: skip
+        load_profile("h200").attention[kernel, pass_].at(128),
+        discrepancy=NONE,
+        call_s=0.0,
+        call_varlen_s=0.0,
+        traffic_s_per_byte=0.0,
+        head_dims=(),
+        unaligned_factor=1.0,
+        unaligned_full_factor=1.0,
+        odd_factor=1.0,
+    )
     checked = dataclasses.replace(usual, unaligned_factor=1.2, unaligned_full_factor=1.3, odd_factor=1.1)
 
     def seconds(params, lens, causal):

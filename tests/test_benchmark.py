@@ -248,10 +248,16 @@ def test_schedule_a_batch_of_512_gpus(benchmark, variant, num_tasks):
 @pytest.mark.benchmark(group="30 training steps of 34B on 512 GPUs, 64 sequences of 131,072 tokens")
 def test_training_steps(benchmark):
     fields = {
-        "gpus": 512, "cluster": "dgx-h200", "tokens": 64 * 131072, "context": 131072, "model": "llama-34b",
-        "kernel": "fa2", "mask": "causal_document", "strategy": "allgather",
+        "gpus": 512,
+        "cluster": "dgx-h200",
+        "tokens": 64 * 131072,
+        "context": 131072,
+        "model": "llama-34b",
+        "kernel": "fa2",
+        "mask": "causal_document",
+        "strategy": "allgather",
         "parallel": {"tp": 8, "pp": 2, "cp": 4, "recompute": "mlp"},
-    }  # fmt: skip
+    }
 
     def steps(count):
         draws = [{"distribution": "distca_prolong", "seed": seed} for seed in range(count)]

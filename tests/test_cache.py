@@ -19,9 +19,16 @@ from cpsim.schedule import Kind
 
 MB = 1e6
 CASE = {
-    "strategy": "zigzag_ring", "gpus": 8, "cluster": "dgx-h200", "heads": 32, "kv_heads": 8, "head_dim": 128,
-    "mask": "causal", "kernel": "fa2", "pass": "fwd",
-}  # fmt: skip
+    "strategy": "zigzag_ring",
+    "gpus": 8,
+    "cluster": "dgx-h200",
+    "heads": 32,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "mask": "causal",
+    "kernel": "fa2",
+    "pass": "fwd",
+}
 
 
 @given(st.floats(0, 1e12), st.floats(1, 1e9))
@@ -61,9 +68,11 @@ def test_nothing_is_held_before_it_is_touched():
 def points(size, gain, rng):
     """Two kinds of kernels, as `real.measure_cached` measures them."""
     known = ElementwiseParams(
-        latency_s={"copy": 3e-6, "merge": 4e-6}, bandwidth_bytes_per_s={"copy": 4e12, "merge": 3.8e12},
-        cache_bytes=size, cache_gain=gain,
-    )  # fmt: skip
+        latency_s={"copy": 3e-6, "merge": 4e-6},
+        bandwidth_bytes_per_s={"copy": 4e12, "merge": 3.8e12},
+        cache_bytes=size,
+        cache_gain=gain,
+    )
     for kind in ("copy", "merge"):
         for nbytes in np.geomspace(2e6, 3e8, 10):
             for sets in (1, 2, 4, 8):

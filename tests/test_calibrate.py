@@ -118,8 +118,11 @@ def test_few_calls_at_a_head_dimension_rest_on_a_gpu_alike():
     truth = theirs.everywhere(
         lambda each: dataclasses.replace(each, pair_s=2 * each.pair_s, block_s=2 * each.block_s, call_s=2 * each.call_s)
     )
-    pool = [p for p in measurement.load(DATA / "h200-head-dim-64-2.jsonl").of("attention")
-            if (p["kernel"], p["pass"]) == ("cudnn", "bwd")]  # fmt: skip
+    pool = [
+        p
+        for p in measurement.load(DATA / "h200-head-dim-64-2.jsonl").of("attention")
+        if (p["kernel"], p["pass"]) == ("cudnn", "bwd")
+    ]
     exact = predicted_attention(truth, pool).tolist()
     points = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)]
     own = dataclasses.replace(truth, head_dims=())
@@ -217,8 +220,10 @@ def test_ranks_of_one_file_are_gpus_whose_spread_counts():
     points = [p for p in m.points if p["op"] == "attention" and (p["kernel"], p["pass"]) == ("fa4", "bwd")]
     spread = {}
     for slower in (1.0, 1.1):
-        ranks = [p | {"rank": i % 2, "samples_s": [s * slower ** (i % 2) for s in p["samples_s"]]}
-                 for i, p in enumerate(points)]  # fmt: skip
+        ranks = [
+            p | {"rank": i % 2, "samples_s": [s * slower ** (i % 2) for s in p["samples_s"]]}
+            for i, p in enumerate(points)
+        ]
         spread[slower] = fit._between_gpus(profile, [dataclasses.replace(m, points=tuple(ranks))])
     model = "attention bwd fa4 between GPUs"
     assert spread[1.0][model] < 0.02
@@ -247,17 +252,27 @@ def chains(each=1.5e-6, across=3.5e-6, start=4e-6):
     """Host points of graphs of tiny copies: on one stream, and to and from a second one."""
     return [
         {"op": "host", "kind": f"graph_{name}_{n}", "samples_s": [start + n * seconds]}
-        for name, seconds in (("chain", each), ("across", across)) for n in (16, 64)
-    ]  # fmt: skip
+        for name, seconds in (("chain", each), ("across", across))
+        for n in (16, 64)
+    ]
 
 
 def test_what_a_captured_program_saves_is_told_by_attention_and_messages_in_graphs_or_else_by_tiny_copies():
     one, each, pair = 67e-6, 60e-6, 68e-6
     point = {
-        "op": "graph", "tokens": 2048, "nbytes": 4194304, "rounds": 8, "samples_s": [one], "many_s": [one + 8 * each],
-        "both_s": [one + 8 * pair], "attention_s": [63e-6], "message_s": [9e-6],
-        "held_s": [each + 2.5e-6], "evicted_s": [each + 4e-6], "num_gpus": 1,
-    }  # fmt: skip
+        "op": "graph",
+        "tokens": 2048,
+        "nbytes": 4194304,
+        "rounds": 8,
+        "samples_s": [one],
+        "many_s": [one + 8 * each],
+        "both_s": [one + 8 * pair],
+        "attention_s": [63e-6],
+        "message_s": [9e-6],
+        "held_s": [each + 2.5e-6],
+        "evicted_s": [each + 4e-6],
+        "num_gpus": 1,
+    }
     found = fit_host.fit_host(chains(), [point], [], 5e-6, None)
     assert found.graph_s == pytest.approx(7e-6)
     kernels = {"fwd": 3e-6, "bwd": 3e-6, "sdpa_flash fwd": 3e-6, "memory-bound": 3.5e-6}  # as of tiny copies
@@ -280,9 +295,17 @@ def test_what_kernels_and_messages_of_a_stream_save_is_told_by_calls_that_were_l
     one, each, pair = 63e-6, 61e-6, 69e-6
     streamed = {"one": one, "many": one + 8 * each, "both": one + 8 * pair}
     point = {
-        "op": "graph", "tokens": 2048, "nbytes": 4194304, "rounds": 8, "samples_s": [one], "many_s": [one + 8 * each],
-        "both_s": [one + 8 * pair], "attention_s": [63e-6], "message_s": [9e-6], "num_gpus": 1,
-    } | {f"streamed_{name}_s": [seconds] for name, seconds in streamed.items()}  # fmt: skip
+        "op": "graph",
+        "tokens": 2048,
+        "nbytes": 4194304,
+        "rounds": 8,
+        "samples_s": [one],
+        "many_s": [one + 8 * each],
+        "both_s": [one + 8 * pair],
+        "attention_s": [63e-6],
+        "message_s": [9e-6],
+        "num_gpus": 1,
+    } | {f"streamed_{name}_s": [seconds] for name, seconds in streamed.items()}
     found = fit_host.fit_host(chains(), [point], [], 5e-6, None)
     assert found.streamed_gain_s["fwd"] == pytest.approx(2e-6)
     assert each + 9e-6 - found.streamed_gain_s["message"] == pytest.approx(pair)
@@ -352,8 +375,11 @@ def test_events_cost_what_headers_say_and_memory_bound_kernels_of_all_hosts_then
 
 def test_head_dimensions_that_only_a_gpu_alike_was_measured_with_change_a_kernel_as_there():
     base = load_profile("h200").attention_params("cudnn", "fwd")
-    points = [p for p in measurement.load(DATA / "h100-kernels-4.jsonl").points
-              if p["op"] == "attention" and (p["kernel"], p["pass"]) == ("cudnn", "fwd")][:40]  # fmt: skip
+    points = [
+        p
+        for p in measurement.load(DATA / "h100-kernels-4.jsonl").points
+        if p["op"] == "attention" and (p["kernel"], p["pass"]) == ("cudnn", "fwd")
+    ][:40]
     fitted = fit_attention.fit_kernel(("cudnn", "fwd"), points, 132, alike=base)
     assert {p["head_dim"] for p in points} == {128}
     assert [other.head_dim for other in fitted.head_dims] == [other.head_dim for other in base.head_dims] == [64, 256]

@@ -15,9 +15,15 @@ from cpsim.calibrate.profile import load_profile
 from cpsim.launch import PROGRESS
 
 CASE = {
-    "gpus": 2, "cluster": "mine.yaml", "kernel": "math", "dtype": "fp32", "tokens": 128, "heads": 4, "kv_heads": 2,
+    "gpus": 2,
+    "cluster": "mine.yaml",
+    "kernel": "math",
+    "dtype": "fp32",
+    "tokens": 128,
+    "heads": 4,
+    "kv_heads": 2,
     "pass": "fwd",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -40,8 +40,9 @@ def test_points_of_a_real_calibration_cost_what_the_replay_says(docs):
     attention = sum(seconds for p, seconds in spent if p["op"] == "attention")
     compiled = {
         (p["pass"], p["num_heads"] // p["num_kv_heads"], p["causal"], p["varlen"])
-        for p in m.of("attention") if p["kernel"] == "fa4"
-    }  # fmt: skip
+        for p in m.of("attention")
+        if p["kernel"] == "fa4"
+    }
     said = sum(docs.timed_seconds(p) for p, _ in spent if p["op"] == "attention") + docs.COMPILE_S * len(compiled)
     assert said == pytest.approx(attention, rel=0.1)
     assert points[0]["at_s"] < docs.START_S

@@ -21,9 +21,21 @@ from cpsim.support import KERNELS
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
 COMMANDS = [
-    "predict", "sweep", "advise", "run", "validate", "calibrate", "import", "fit", "fit-fabric", "profiles", "clusters",
-    "kernels", "strategies", "mask",
-]  # fmt: skip
+    "predict",
+    "sweep",
+    "advise",
+    "run",
+    "validate",
+    "calibrate",
+    "import",
+    "fit",
+    "fit-fabric",
+    "profiles",
+    "clusters",
+    "kernels",
+    "strategies",
+    "mask",
+]
 
 
 def cpsim(*arguments, status=0):

@@ -36,9 +36,7 @@ def test_collectives_never_get_cheaper_with_size(kind, num_ranks):
 @pytest.mark.parametrize("kind", COLLECTIVES)
 def test_eight_ranks_keep_the_bus_bandwidth_of_four(kind):
     network = load_profile("h200").collective
-    four, eight = (
-        float(wire_bytes(kind, 4e9, n)) / float(collective_seconds(network, kind, 4e9, n)) for n in (4, 8)
-    )
+    four, eight = (float(wire_bytes(kind, 4e9, n)) / float(collective_seconds(network, kind, 4e9, n)) for n in (4, 8))
     assert eight == pytest.approx(four, rel=0.03)
     assert eight < network.port_bytes_per_s * 1.02
 
@@ -59,11 +57,19 @@ def test_transfers_never_get_cheaper_with_size():
 @pytest.mark.parametrize(
     ("nbytes", "num_ranks", "num_nodes", "blocks"),
     [
-        (32 * 2**20, 4, 1, 8), (128 * 2**20, 4, 1, 8), (129 * 2**20, 4, 1, 16), (512 * 2**20, 4, 1, 32),
-        (32 * 2**20, 3, 1, 8), (32 * 2**20, 2, 1, 16), (32 * 2**20, 8, 1, 4), (300_000, 2, 1, 5),
-        (32 * 2**20, 16, 2, 2), (32 * 2**20, 4, 2, 2), (1, 4, 1, 1),
+        (32 * 2**20, 4, 1, 8),
+        (128 * 2**20, 4, 1, 8),
+        (129 * 2**20, 4, 1, 16),
+        (512 * 2**20, 4, 1, 32),
+        (32 * 2**20, 3, 1, 8),
+        (32 * 2**20, 2, 1, 16),
+        (32 * 2**20, 8, 1, 4),
+        (300_000, 2, 1, 5),
+        (32 * 2**20, 16, 2, 2),
+        (32 * 2**20, 4, 2, 2),
+        (1, 4, 1, 1),
     ],
-)  # fmt: skip
+)
 def test_nccl_gives_messages_so_many_channels(nbytes, num_ranks, num_nodes, blocks):
     """Those of four ranks are the grids that a profiler shows of NCCL 2.28.9 on H200."""
     assert channels(nbytes, num_ranks, num_nodes) == blocks

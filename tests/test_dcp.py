@@ -70,8 +70,9 @@ def test_a_placement_moves_inputs_once_to_every_rank_and_once_to_every_node(num_
     quality = judge(blocks, placement, num_ranks, GPUS, pass_)
     got, between = np.zeros(num_ranks, np.int64), 0
     for side, (there, back) in (
-        (blocks.query, blocks.query_bytes(pass_)), (blocks.key, blocks.key_bytes(pass_)),
-    ):  # fmt: skip
+        (blocks.query, blocks.query_bytes(pass_)),
+        (blocks.key, blocks.key_bytes(pass_)),
+    ):
         units = set(zip(side.tolist(), blocks.group.tolist(), placement.worker.tolist(), strict=True))
         nodes = {(block, group, rank // GPUS) for block, group, rank in units}
         for block, _, rank in units:
@@ -107,9 +108,11 @@ def test_relays_take_turns_and_need_what_they_pass_on():
 RATES = Rates.of(cluster(32))
 SOLVERS = [
     "greedy",
-    *(pytest.param(name, marks=pytest.mark.skipif(find_spec(name) is None, reason=name))
-      for name in ("mtkahypar", "kahypar")),
-]  # fmt: skip
+    *(
+        pytest.param(name, marks=pytest.mark.skipif(find_spec(name) is None, reason=name))
+        for name in ("mtkahypar", "kahypar")
+    ),
+]
 
 
 def random_case(seed, mask):
@@ -308,8 +311,13 @@ def test_its_own_code_copies_gradients_of_every_block_of_computation():
     validate(theirs, case, "bwd")
     assert theirs.bytes_sent() == pytest.approx(ours.bytes_sent())
     planned = plan_case(
-        case, cluster(2), 8, default_groups(case, 8), Settings(variant="released", solver="greedy", eps_inter=0.4,
-                                                               eps_intra=0.1, stages=4), 0)  # fmt: skip
+        case,
+        cluster(2),
+        8,
+        default_groups(case, 8),
+        Settings(variant="released", solver="greedy", eps_inter=0.4, eps_intra=0.1, stages=4),
+        0,
+    )
     copied, summed = (theirs.nbytes[theirs.kind == kind].sum() for kind in (Kind.ELEMENTWISE, Kind.ACCUMULATE))
     b, shared = planned.blocks, case.num_heads // case.num_kv_heads
     assert copied == 3 * b.computations * 8 * shared * b.kv_bytes
@@ -339,8 +347,9 @@ def test_sequences_have_tables_of_their_own_of_the_blocks_that_they_see():
     found, num_q, num_k = through_tables(rows, mask)
     assert (num_q, num_k) == (16, 8 + 24)
     assert np.stack([found.q_start, found.q_end, found.k_start, found.k_end]).T.tolist() == [
-        [0, 8, 0, 8], [8, 16, 8, 32]
-    ]  # fmt: skip
+        [0, 8, 0, 8],
+        [8, 16, 8, 32],
+    ]
     assert found.areas().tolist() == [8 * 9 // 2, 8 * 16 + 8 * 9 // 2]
     assert union(np.array([[30, 40], [0, 8], [8, 12], [35, 50], [0, 4]])).tolist() == [[0, 12], [30, 50]]
 

@@ -30,9 +30,13 @@ def moved(schedule, tensors):
     for op in np.flatnonzero(schedule.kind == Kind.ALL_TO_ALL):
         if set(named[owner == op]) <= set(tensors):
             here = schedule.routes[:, 0] == op
-            found += np.bincount(
-                schedule.routes[here, 1] * ranks + schedule.routes[here, 2], schedule.route_nbytes[here], ranks**2
-            ).astype(int).reshape(ranks, ranks)  # fmt: skip
+            found += (
+                np.bincount(
+                    schedule.routes[here, 1] * ranks + schedule.routes[here, 2], schedule.route_nbytes[here], ranks**2
+                )
+                .astype(int)
+                .reshape(ranks, ranks)
+            )
     return found
 
 
@@ -120,9 +124,16 @@ def test_barriers_make_a_tick_as_long_as_the_longer_of_its_two_streams(pass_):
 def test_skewed_documents_run_faster_than_where_they_lie():
     """One GPU of each of four nodes, as DistCA's servers are; without a limit nothing but keys moves."""
     fields = {
-        "strategy": "distca", "gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 32768, "mask": "causal_document",
-        "documents": [65536, *[2048] * 32], "heads": 8, "kv_heads": 1, "kernel": "fa4",
-    }  # fmt: skip
+        "strategy": "distca",
+        "gpus": 4,
+        "cluster": "h200-4",
+        "tokens_per_gpu": 32768,
+        "mask": "causal_document",
+        "documents": [65536, *[2048] * 32],
+        "heads": 8,
+        "kv_heads": 1,
+        "kernel": "fa4",
+    }
     times = [predict(Scenario(**fields, knobs={"tolerance": t, "nano_batches": 1})).time_s for t in (0.05, 10.0)]
     assert times[0] < 0.75 * times[1]
 

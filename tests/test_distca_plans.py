@@ -47,8 +47,13 @@ def homes(documents, servers):
 
 
 @settings(max_examples=60, deadline=None)
-@given(documents=lists(3000), servers=st.integers(1, 7), variant=st.sampled_from(VARIANTS),
-       tolerance=st.sampled_from((0.0, 0.05, 0.3)), pass_=st.sampled_from(("fwd", "bwd")))  # fmt: skip
+@given(
+    documents=lists(3000),
+    servers=st.integers(1, 7),
+    variant=st.sampled_from(VARIANTS),
+    tolerance=st.sampled_from((0.0, 0.05, 0.3)),
+    pass_=st.sampled_from(("fwd", "bwd")),
+)
 def test_every_query_has_one_task_with_its_whole_prefix_and_tokens_stay_at_home(
     documents, servers, variant, tolerance, pass_
 ):
@@ -105,8 +110,12 @@ def test_rows_of_queries_are_padded_to_16_bytes():
 def test_a_document_of_several_homes_is_cut_from_both_ends():
     tasks = tasks_of(lay_out(np.array([32, 8, 8, 4, 4, 4, 4]) * K, 4))
     assert np.stack([tasks.server, tasks.document, tasks.first, tasks.tokens]).T[:5].tolist() == [
-        [0, 0, 0, 8 * K], [0, 0, 24 * K, 8 * K], [1, 0, 8 * K, 8 * K], [1, 0, 16 * K, 8 * K], [2, 1, 0, 8 * K]
-    ]  # fmt: skip
+        [0, 0, 0, 8 * K],
+        [0, 0, 24 * K, 8 * K],
+        [1, 0, 8 * K, 8 * K],
+        [1, 0, 16 * K, 8 * K],
+        [2, 1, 0, 8 * K],
+    ]
 
 
 def test_the_released_scheduler_moves_the_middle_of_the_cheapest_document():
@@ -116,8 +125,11 @@ def test_the_released_scheduler_moves_the_middle_of_the_cheapest_document():
     moved = int((work[0] - sum(work) / 2) / (16 * K + 1))
     mine = tasks.document == 0
     assert np.stack([tasks.server, tasks.first, tasks.tokens]).T[mine].tolist() == [
-        [0, 0, 8 * K - moved], [0, 8 * K + moved, 8 * K - moved], [1, 8 * K - moved, moved], [1, 8 * K, moved]
-    ]  # fmt: skip
+        [0, 0, 8 * K - moved],
+        [0, 8 * K + moved, 8 * K - moved],
+        [1, 8 * K - moved, moved],
+        [1, 8 * K, moved],
+    ]
     assert tasks.server[~mine].tolist() == [1] * 16
 
 
@@ -147,8 +159,11 @@ def test_parts_of_the_papers_plans_are_multiples_of_128_and_balance_latency(data
     home = tasks_of(lay_out(documents, 32))
     moved = tasks.server != tasks.home
     whole = {(d, f, t) for d, f, t in zip(home.document, home.first, home.tokens, strict=True)}
-    parts = [t for d, f, t in zip(*(a[moved] for a in (tasks.document, tasks.first, tasks.tokens)), strict=True)
-             if (d, f, t) not in whole]  # fmt: skip
+    parts = [
+        t
+        for d, f, t in zip(*(a[moved] for a in (tasks.document, tasks.first, tasks.tokens)), strict=True)
+        if (d, f, t) not in whole
+    ]
     assert len(parts) > 5
     assert not np.any(np.array(parts) % 128)
     seconds = [latency(grid.arrays(), f, t) for f, t in zip(tasks.first.tolist(), tasks.tokens.tolist(), strict=True)]
@@ -174,7 +189,7 @@ def test_knowing_what_servers_hold_saves_bytes_and_time(dataset, pass_):
                 causal, heads = np.ones(len(tasks), bool), np.full(32, 4)
                 slowest[i] += attention_seconds(
                     params, start, tasks.tokens, tasks.kv, causal, heads, heads // 4, 128
-                ).max()  # fmt: skip
+                ).max()
     assert moved[1] < (0.97 if pass_ == "bwd" else 1.1) * moved[0]
     assert slowest[1] < 0.992 * slowest[0]
 
@@ -238,8 +253,13 @@ def test_loads_of_servers_follow_what_calls_take(kernel, error, pass_):
     assert ratio.std() / ratio.mean() < error
 
 
-@pytest.mark.parametrize(("changes", "message"), [({"variant": "best"}, "expected one of released, paper, cpsim"),
-                                                  ({"tolerance": -0.1}, "a share of the mean work from 0")])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variant": "best"}, "expected one of released, paper, cpsim"),
+        ({"tolerance": -0.1}, "a share of the mean work from 0"),
+    ],
+)
 def test_wrong_settings_say_what_is_possible(changes, message):
     with pytest.raises(ScenarioError, match=message):
         schedule(np.array([64]), 2, SIZES, KERNELS["fwd"], **changes)

@@ -23,7 +23,7 @@ from cpsim.workload import Workload
 
 NO_TILES = Tiles(
     np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), np.zeros(1, np.int64), slices_of([])
-)  # fmt: skip
+)
 NO_SETS = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))
 TIMES = st.sampled_from([0.0, 1e-6, 1e-5, 3e-5, 1e-4, 0.1, 1 / 3])
 
@@ -81,7 +81,7 @@ def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
         pressure=np.array(classes, np.int8),
         slowdown=slowdown,
         waiting=waiting,
-    )  # fmt: skip
+    )
 
 
 @given(free_cases())
@@ -181,9 +181,11 @@ def test_two_flows_share_a_link_equally_and_the_rest_is_free_again():
     schedule = schedule_of(2, [[(0, 0)], [(1, 0)]], [[], []])
     work = dataclasses.replace(
         free_work(np.array([1.0, 2.0]), np.zeros(2)),
-        flow_start=np.array([0, 1, 2]), flow_link=np.zeros(2, np.int32), flow_bytes=np.array([10.0, 20.0]),
+        flow_start=np.array([0, 1, 2]),
+        flow_link=np.zeros(2, np.int32),
+        flow_bytes=np.array([10.0, 20.0]),
         link_bytes_per_s=np.array([10.0]),
-    )  # fmt: skip
+    )
     for engine in (simulate, simulate_reference):
         np.testing.assert_allclose(engine(schedule, work).end_s, [2.0, 3.0])
 
@@ -192,8 +194,10 @@ def test_interference_slows_both_sides_only_while_both_run():
     schedule = schedule_of(1, [[(0, 0)], [(0, 1)]], [[], []])
     work = dataclasses.replace(
         free_work(np.array([1.0, 3.0]), np.zeros(2)),
-        pressure=np.array([0, 1], np.int8), slowdown=np.array([[1.0, 1.25], [2.0, 1.0]]), waiting=np.ones((2, 2)),
-    )  # fmt: skip
+        pressure=np.array([0, 1], np.int8),
+        slowdown=np.array([[1.0, 1.25], [2.0, 1.0]]),
+        waiting=np.ones((2, 2)),
+    )
     for engine in (simulate, simulate_reference):
         np.testing.assert_allclose(engine(schedule, work).end_s, [1.25, 1.25 + 3.0 - 1.25 / 2])
 
@@ -203,9 +207,10 @@ def test_a_communication_slows_the_rank_on_which_it_waits_for_another():
     schedule = schedule_of(2, lanes, [[], [], [1]])
     work = dataclasses.replace(
         free_work(np.array([6.0, 2.0, 1.0]), np.array([0.0, 0.0, 0.5])),
-        pressure=np.array([0, 0, 1], np.int8), slowdown=np.array([[1.0, 2.0], [1.0, 1.0]]),
+        pressure=np.array([0, 0, 1], np.int8),
+        slowdown=np.array([[1.0, 2.0], [1.0, 1.0]]),
         waiting=np.array([[1.0, 1.25], [1.0, 1.0]]),
-    )  # fmt: skip
+    )
     # full speed until the launch at 0.5, then 1 / 1.25 until the exchange starts at 2, then half until 3
     for engine in (simulate, simulate_reference):
         line = engine(schedule, work)

@@ -96,8 +96,10 @@ def test_a_slower_network_makes_a_cluster_file_that_predicts_alone(tmp_path):
     found = load_cluster(slower.cluster)
     assert found.fabric.nic_bandwidth_bytes_per_s == usual.fabric.nic_bandwidth_bytes_per_s / 4
     assert "what-if" in found.fabric.source
-    times = [predict(s.model_copy(update={"strategy": "ring"})).time_s
-             for s in (slower, scenario_of(tmp_path, gpus=16, nodes=2))]  # fmt: skip
+    times = [
+        predict(s.model_copy(update={"strategy": "ring"})).time_s
+        for s in (slower, scenario_of(tmp_path, gpus=16, nodes=2))
+    ]
     assert times[0] > 1.5 * times[1]
 
 
@@ -365,15 +367,24 @@ def page(served, tmp_path_factory):
 
 CHANGES = {
     "": [
-        ("tokens_per_gpu", "type", 2048), ("gpus", "type", 16), ("nodes", "type", 3), ("heads", "type", 64),
-        ("kv_heads", "type", 16), ("head_dim", "type", 64), ("network", "choose", "0.5"),
-        ("documents", "choose", "pile"), ("seed", "type", 5), ("cluster", "choose", "dgx-h100"),
-        ("profile", "choose", "h200"), ("kernel", "choose", "cudnn"), ("mask", "choose", "full"),
+        ("tokens_per_gpu", "type", 2048),
+        ("gpus", "type", 16),
+        ("nodes", "type", 3),
+        ("heads", "type", 64),
+        ("kv_heads", "type", 16),
+        ("head_dim", "type", 64),
+        ("network", "choose", "0.5"),
+        ("documents", "choose", "pile"),
+        ("seed", "type", 5),
+        ("cluster", "choose", "dgx-h100"),
+        ("profile", "choose", "h200"),
+        ("kernel", "choose", "cudnn"),
+        ("mask", "choose", "full"),
     ],
     "mask=causal_sliding_window": [("options", "type", "window=512")],
     "documents=lengths&lengths=32768": [("lengths", "type", "30000, 2768")],
     "view=timeline": [("strategy", "choose", "ring"), ("ranks", "type", "0, 3")],
-}  # fmt: skip
+}
 """Links to begin with, and what is then changed one after another."""
 
 
@@ -489,10 +500,26 @@ def test_an_impossible_setting_is_one_clear_line_and_the_page_stays_alive(page):
 
 
 BEGIN = {"gpus": 96, "tokens_per_gpu": 8192, "documents": "one document", "mask": "causal"}
-TYPED = [("tokens_per_gpu", 4096), ("tokens_per_gpu", 16384), ("heads", 64), ("kv_heads", 16), ("gpus", 64),
-         ("gpus", 96), ("gpus", 32), ("head_dim", 64)]  # fmt: skip
-CHOSEN = [("mask", "full"), ("mask", "causal_document"), ("network", "2"), ("network", "0.5"), ("kernel", "cudnn"),
-          ("documents", "pile"), ("documents", "one document"), ("profile", "h100")]  # fmt: skip
+TYPED = [
+    ("tokens_per_gpu", 4096),
+    ("tokens_per_gpu", 16384),
+    ("heads", 64),
+    ("kv_heads", 16),
+    ("gpus", 64),
+    ("gpus", 96),
+    ("gpus", 32),
+    ("head_dim", 64),
+]
+CHOSEN = [
+    ("mask", "full"),
+    ("mask", "causal_document"),
+    ("network", "2"),
+    ("network", "0.5"),
+    ("kernel", "cudnn"),
+    ("documents", "pile"),
+    ("documents", "one document"),
+    ("profile", "h100"),
+]
 DRAWN = BEGIN | {"documents": "prolong512k", "mask": "causal_document", "seed": 42}
 SEEDS = [("seed", 1), ("seed", 2)]
 

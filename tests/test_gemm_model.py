@@ -14,9 +14,7 @@ from cpsim.cluster import load_cluster
 from cpsim.models.gemm import FITTED, GemmParams, gemm_seconds
 
 H200 = load_profile("h200")
-KNOWN = GemmParams(
-    num_sms=132, flop_s=2e-13, tile_s=2e-6, call_s=3e-6, tail_share=0.4, traffic_s_per_byte=2.5e-13
-)
+KNOWN = GemmParams(num_sms=132, flop_s=2e-13, tile_s=2e-6, call_s=3e-6, tail_share=0.4, traffic_s_per_byte=2.5e-13)
 SIZES = st.integers(1, 20_000)
 
 
@@ -102,8 +100,13 @@ def test_the_three_products_of_a_linear_layer_take_alike():
     measured = load(DATA / "h200-layers.jsonl").of("gemm")
     assert {p["kind"] for p in measured} == {"forward", "dgrad", "wgrad"}
     rate = {
-        kind: np.median([2 * p["m"] * p["n"] * p["k"] / np.median(p["samples_s"]) for p in measured
-                         if p["kind"] == kind and p["m"] * p["n"] * p["k"] > 1e12])
+        kind: np.median(
+            [
+                2 * p["m"] * p["n"] * p["k"] / np.median(p["samples_s"])
+                for p in measured
+                if p["kind"] == kind and p["m"] * p["n"] * p["k"] > 1e12
+            ]
+        )
         for kind in ("forward", "dgrad", "wgrad")
-    }  # fmt: skip
+    }
     assert max(rate.values()) / min(rate.values()) < 1.03

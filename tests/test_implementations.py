@@ -291,7 +291,10 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
         (RING_FLASH_ATTN, "ring", 1, {}, "runs on 2 GPUs or more, got 1"),
         (RING_FLASH_ATTN, "zigzag_ring", 2, {"mask": "full"}, "runs masks causal, causal_document, got full"),
         (
-            RING_FLASH_ATTN, "zigzag_ring", 2, {"mask": "causal_document", "documents": "uneven"},
+            RING_FLASH_ATTN,
+            "zigzag_ring",
+            2,
+            {"mask": "causal_document", "documents": "uneven"},
             "needs document lengths divisible by 4, got 5",
         ),
         (RING_FLASH_ATTN, "striped_ring", 2, {"mask": "causal_document"}, "runs masks causal, got causal_document"),
@@ -303,7 +306,10 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
         (TORCH, "allgather", 2, {"mask": "full"}, "layout zigzag runs mask causal, got full; use another layout"),
         (TORCH, "zigzag_ring", 4, {"documents": (44,)}, "needs tokens divisible by 8, got 44"),
         (
-            TE, "zigzag_ring", 2, {"mask": "causal_document", "documents": "uneven"},
+            TE,
+            "zigzag_ring",
+            2,
+            {"mask": "causal_document", "documents": "uneven"},
             "needs document lengths divisible by 4, got 5",
         ),
         (TE, "ulysses", 2, {"mask": "causal_document"}, "ulysses of transformer-engine runs masks full, causal, got"),
@@ -312,7 +318,7 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
         (TE, "usp", 2, {}, "planned for Ulysses groups and rings of 2 GPUs or more, got degree 2 on 2 GPUs"),
         (TE, "loongtrain", 4, {}, "transformer-engine has no loongtrain"),
     ],
-)  # fmt: skip
+)
 @every_pass
 def test_what_others_cannot_run_says_why(code, name, num_ranks, changes, reason, pass_):
     with pytest.raises(InfeasibleError, match=reason):
@@ -321,9 +327,15 @@ def test_what_others_cannot_run_says_why(code, name, num_ranks, changes, reason,
 
 def test_predictions_of_others_name_their_kernels_and_pay_for_their_launches():
     fields = {
-        "strategy": "zigzag_ring", "kernel": "fa2", "gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 1024,
-        "heads": 32, "kv_heads": 8, "pass": "fwd",
-    }  # fmt: skip
+        "strategy": "zigzag_ring",
+        "kernel": "fa2",
+        "gpus": 4,
+        "cluster": "h200-4",
+        "tokens_per_gpu": 1024,
+        "heads": 32,
+        "kv_heads": 8,
+        "pass": "fwd",
+    }
     ours = predict(scenario_from(fields))
     others = predict(scenario_from({**fields, "implementation": "ring-flash-attn"}))
     assert others.parts_s["host"] > ours.parts_s["host"]
@@ -336,9 +348,15 @@ def test_predictions_of_others_name_their_kernels_and_pay_for_their_launches():
 def test_transformer_engine_is_slower_than_ours_and_faster_than_eager_merges(name):
     """Everything about the case is the same but launches and sweeps around the kernels."""
     fields = {
-        "strategy": name, "kernel": "fa2", "gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32,
-        "kv_heads": 8, "knobs": {"ulysses": 2} if name == "usp" else {},
-    }  # fmt: skip
+        "strategy": name,
+        "kernel": "fa2",
+        "gpus": 4,
+        "cluster": "h200-4",
+        "tokens_per_gpu": 8192,
+        "heads": 32,
+        "kv_heads": 8,
+        "knobs": {"ulysses": 2} if name == "usp" else {},
+    }
     ours, theirs = (predict(scenario_from({**fields, "implementation": i})) for i in ("cpsim", TE.name))
     assert 1.005 * ours.time_s < theirs.time_s < 1.1 * ours.time_s
     if name == "zigzag_ring":
@@ -350,9 +368,14 @@ def test_transformer_engine_is_slower_than_ours_and_faster_than_eager_merges(nam
 
 def test_code_that_was_only_read_is_left_out_of_real_runs(tmp_path, capsys):
     fields = {
-        "strategy": "zigzag_ring", "kernel": "fa3", "gpus": 2, "cluster": "dgx-h100", "tokens": 64, "heads": 8,
+        "strategy": "zigzag_ring",
+        "kernel": "fa3",
+        "gpus": 2,
+        "cluster": "dgx-h100",
+        "tokens": 64,
+        "heads": 8,
         "kv_heads": 8,
-    }  # fmt: skip
+    }
     file = tmp_path / "cases.jsonl"
     codes = "magi-attention", "torch"
     file.write_text("".join(json.dumps(fields | {"implementation": code}) + "\n" for code in codes))

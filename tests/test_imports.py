@@ -39,13 +39,17 @@ def log(test, hosts, latency_s, rate, *, per_node=8, named=True, sizes=range(10,
     lines = [f"# Collective test starting: {test}_perf"] if named else []
     lines += [
         "# nThread 1 nGpus 1 minBytes 1024 maxBytes 1073741824 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1 "
-        "validation: 1 graph: 0", "#", "# Using devices",
-    ]  # fmt: skip
+        "validation: 1 graph: 0",
+        "#",
+        "# Using devices",
+    ]
     for r in range(n):
         group, bus = ("", f"{0x18 + r:02x}") if old else ("Group  0 ", f"0000:{0x18 + r:02x}:00")
         host = hosts[r // per_node]
-        lines.append(f"#  Rank {r:2d} {group}Pid {41000 + r:6d} on {host:>10s} device {r % per_node:2d} [0x{bus}] "
-                     "NVIDIA H100 80GB HBM3")  # fmt: skip
+        lines.append(
+            f"#  Rank {r:2d} {group}Pid {41000 + r:6d} on {host:>10s} device {r % per_node:2d} [0x{bus}] "
+            "NVIDIA H100 80GB HBM3"
+        )
     lines += COLUMNS.splitlines()
     for nbytes in (2**k for k in sizes):
         cells = []
@@ -163,8 +167,10 @@ def test_what_no_model_takes_is_left_out_by_name(write):
     _, points, left = read_kernel_table(write("x.csv", TABLE + more), Table(heads=64))
     assert len(points) == 2
     assert [line.partition(": ")[2] for line in left] == [
-        "kernel ffa fwd has no model", "mask sw_causal_mask without a model", "mask varlen_full_mask without a model",
-    ]  # fmt: skip
+        "kernel ffa fwd has no model",
+        "mask sw_causal_mask without a model",
+        "mask varlen_full_mask without a model",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -211,9 +217,15 @@ def test_published_profiles_are_remade_and_say_what_they_are(name):
 
 def test_predictions_from_published_figures_say_so():
     case = {
-        "strategy": "ulysses", "gpus": 8, "cluster": "dgx-b200", "profile": "b200", "kernel": "fa4", "heads": 64,
-        "kv_heads": 8, "tokens_per_gpu": 8192,
-    }  # fmt: skip
+        "strategy": "ulysses",
+        "gpus": 8,
+        "cluster": "dgx-b200",
+        "profile": "b200",
+        "kernel": "fa4",
+        "heads": 64,
+        "kv_heads": 8,
+        "tokens_per_gpu": 8192,
+    }
     made = predict(scenario_from(case))
     assert any("published figures" in note and "NVLink x 2" in note for note in made.notes)
     h200 = predict(scenario_from(case | {"cluster": "dgx-h200", "profile": "h200"}))
@@ -235,8 +247,15 @@ def test_the_a100_profile_gives_what_flash_attention_publishes_of_its_kernel():
     for causal, by_length in FLASH_ATTENTION_2.items():
         for length, tflops in by_length.items():
             lens = [length] * (16384 // length)
-            call = {"num_heads": 16, "num_kv_heads": 16, "head_dim": 128, "causal": causal, "varlen": False,
-                    "q_lens": lens, "k_lens": lens}  # fmt: skip
+            call = {
+                "num_heads": 16,
+                "num_kv_heads": 16,
+                "head_dim": 128,
+                "causal": causal,
+                "varlen": False,
+                "q_lens": lens,
+                "k_lens": lens,
+            }
             seconds = sum(predicted_attention(a100.attention["fa2", pass_], [call])[0] for pass_ in ("fwd", "bwd"))
             flop = 3.5 * 4 * 16384 * length * 16 * 128 / (2 if causal else 1)
             errors.append(flop / seconds / (tflops * 1e12) - 1)
@@ -246,9 +265,14 @@ def test_the_a100_profile_gives_what_flash_attention_publishes_of_its_kernel():
 
 def test_costs_of_data_sheets_say_so_and_are_as_uncertain_as_they_were_wrong():
     case = {
-        "strategy": "ulysses", "gpus": 8, "cluster": "p4de", "kernel": "fa2", "heads": 32, "kv_heads": 8,
+        "strategy": "ulysses",
+        "gpus": 8,
+        "cluster": "p4de",
+        "kernel": "fa2",
+        "heads": 32,
+        "kv_heads": 8,
         "tokens_per_gpu": 16384,
-    }  # fmt: skip
+    }
     published, sheet = (predict(scenario_from(case | more)) for more in ({}, {"profile": "data-sheet"}))
     assert any("data sheet: h200's costs scaled by tensor-core rate x 0.315" in note for note in sheet.notes)
     assert sheet.time_s_high / sheet.time_s_low > 2 > published.time_s_high / published.time_s_low

@@ -38,8 +38,11 @@ def many(tmp_path):
 def test_an_interrupt_ends_a_command_and_its_processes_at_once(command, seconds, send, tmp_path):
     with subprocess.Popen(
         [sys.executable, "-m", "cpsim", *map(str, command(tmp_path))],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    ) as running:  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as running:
         time.sleep(seconds)
         assert running.poll() is None, "it ended before it could be interrupted"
         send(running.pid, signal.SIGINT)
@@ -74,7 +77,7 @@ def test_who_stops_early_waits_for_none_of_the_rest():
 
 def test_a_launch_ends_with_an_interrupt_of_which_it_hears_once(tmp_path):
     heard = tmp_path / "heard"
-    launched = f"sleep 60 & trap \"echo once >> {heard}; kill $!; exit\" TERM INT; touch {heard}; wait"
+    launched = f'sleep 60 & trap "echo once >> {heard}; kill $!; exit" TERM INT; touch {heard}; wait'
     waits = f"from cpsim.launch import _status; _status(['sh', '-c', {launched!r}], {{}})"
     with subprocess.Popen([sys.executable, "-c", waits], stderr=subprocess.PIPE, start_new_session=True) as running:
         while not heard.exists():

@@ -72,10 +72,15 @@ def test_one_gpu_of_a_ulysses_group_stands_for_all(
     strategy, degree, nodes, tokens, kv_heads, mask, pass_, protocol, nics, oversubscription, spine, seed
 ):
     asked = scenario(
-        strategy=strategy, gpus=8 * nodes, tokens_per_gpu=tokens, kv_heads=kv_heads, mask=mask,
+        strategy=strategy,
+        gpus=8 * nodes,
+        tokens_per_gpu=tokens,
+        kv_heads=kv_heads,
+        mask=mask,
         documents={"distribution": "prolong64k", "seed": seed} if mask == "causal_document" else None,
-        knobs={"ulysses": degree}, protocol=protocol,
-    )  # fmt: skip
+        knobs={"ulysses": degree},
+        protocol=protocol,
+    )
     leaves = {"nodes_per_leaf": 2, "spine_oversubscription": spine}
     case = with_fabric(look_up(asked), nics_per_node=nics, oversubscription=oversubscription, **leaves)
     folded = simulated(case, pass_, degree, case.cluster.num_gpus)

@@ -32,9 +32,15 @@ from cpsim.validation import validate
 
 HERE = Path(__file__).parent
 CASE = {
-    "model": "llama3-8b", "part": "layer", "gpus": 4, "cluster": "h200-4", "tokens": 65536, "kernel": "fa2",
-    "mask": "causal_document", "documents": [32768, *[2048] * 16],
-}  # fmt: skip
+    "model": "llama3-8b",
+    "part": "layer",
+    "gpus": 4,
+    "cluster": "h200-4",
+    "tokens": 65536,
+    "kernel": "fa2",
+    "mask": "causal_document",
+    "documents": [32768, *[2048] * 16],
+}
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -108,9 +114,14 @@ def test_layers_of_one_nano_batch_hide_exchanges_of_the_other(pass_):
         case = workload("causal_document", (640, *[16] * 24) * count)
         found = plan_layer("distca", case, MODEL, cluster(4), pass_, {"nano_batches": count})
         us = np.select(
-            [np.isin(found.kind, (Kind.GEMM, Kind.ELEMENTWISE)), np.isin(found.kind, ATTENTION_KINDS),
-             np.isin(found.kind, COLLECTIVE_KINDS)], [10.0, 30.0, 20.0], 0.0,
-        )  # fmt: skip
+            [
+                np.isin(found.kind, (Kind.GEMM, Kind.ELEMENTWISE)),
+                np.isin(found.kind, ATTENTION_KINDS),
+                np.isin(found.kind, COLLECTIVE_KINDS),
+            ],
+            [10.0, 30.0, 20.0],
+            0.0,
+        )
         span = simulate(found, free_work(us / 1e6, np.zeros(len(found)))).makespan_s * 1e6
         of_one = sum(us[i] for i in range(len(found)) if 0 in found.ranks_of(i))
         found_us.append((span, of_one, 20 * (found.kind == Kind.ALL_TO_ALL).sum()))

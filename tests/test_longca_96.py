@@ -23,6 +23,7 @@ REPLAYED = {
 """By GPUs, of the benchmark's own sampler: mean, fewest and most documents, mean longest one [1000 tokens], and mean,
 smallest and largest share of FULL DOCUMENT in all pairs."""
 
+
 @pytest.mark.parametrize("gpus", REPLAYED)
 def test_samples_are_those_of_the_benchmark(gpus):
     total = gpus * 8192

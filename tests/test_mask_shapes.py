@@ -30,10 +30,13 @@ OPTIONS = {
     "global_sliding": {"window": st.integers(1, 60), "ends": st.sampled_from(["causal", "full"])},
     "block_sparse": {"block": small, "density": st.floats(0, 1), "seed": small},
     "variable_block_sparse": {
-        "block": st.integers(4, 9), "min_block": st.integers(1, 4), "align": st.sampled_from([1, 2, 4]),
-        "density": st.floats(0, 1), "seed": small,
+        "block": st.integers(4, 9),
+        "min_block": st.integers(1, 4),
+        "align": st.sampled_from([1, 2, 4]),
+        "density": st.floats(0, 1),
+        "seed": small,
     },
-}  # fmt: skip
+}
 
 
 @st.composite

@@ -22,9 +22,11 @@ def head_tail(ranks):
     chunk = LENGTH // (2 * ranks)
     ends = [np.array([r + 1, 2 * ranks - r]) * chunk for r in range(ranks)]
     return Placed(
-        num_ranks=ranks, rank=np.repeat(np.arange(ranks), 2), q_len=np.full(2 * ranks, chunk),
+        num_ranks=ranks,
+        rank=np.repeat(np.arange(ranks), 2),
+        q_len=np.full(2 * ranks, chunk),
         kv_len=np.concatenate(ends),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])

@@ -52,9 +52,14 @@ def test_a_kernel_that_never_meets_the_limit_keeps_its_time():
 def test_a_pause_between_two_calls_lets_a_measured_kernel_run_faster():
     params = load_profile("h200").attention_params("fa4", "fwd")
     point = {
-        "q_lens": [8192], "k_lens": [8192], "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "causal": True,
+        "q_lens": [8192],
+        "k_lens": [8192],
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 128,
+        "causal": True,
         "varlen": False,
-    }  # fmt: skip
+    }
     endless, paused, rested = predicted_attention(params, [point, point | {"pause_s": 3e-4}, point | {"rested": True}])
     assert rested < paused < endless
     assert predicted_attention(params, [point | {"pause_s": 1e3}])[0] == pytest.approx(rested)

@@ -22,8 +22,13 @@ from cpsim.strategies import STRATEGIES, plan
 
 def scenario(**changes):
     case = {
-        "strategy": "zigzag_ring", "gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 4096, "heads": 32, "kv_heads": 8,
-    }  # fmt: skip
+        "strategy": "zigzag_ring",
+        "gpus": 4,
+        "cluster": "h200-4",
+        "tokens_per_gpu": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+    }
     return Scenario(**{**case, **changes})
 
 
@@ -139,8 +144,13 @@ def test_what_cannot_be_answered_says_why(changes, error, message):
 
 def test_a_gpu_without_a_profile_is_refused_with_a_way_out(tmp_path):
     path = tmp_path / "new.json"
-    gpu = {"name": "x900", "memory_bytes": 10**11, "num_sms": 200, "peak_flops_per_s": 2e15,
-           "memory_bandwidth_bytes_per_s": 9e12}  # fmt: skip
+    gpu = {
+        "name": "x900",
+        "memory_bytes": 10**11,
+        "num_sms": 200,
+        "peak_flops_per_s": 2e15,
+        "memory_bandwidth_bytes_per_s": 9e12,
+    }
     path.write_text(json.dumps({"name": "new", "gpus_per_node": 8, "gpu": gpu}))
     with pytest.raises(ScenarioError, match=r"nobody has measured x900 of .* or data-sheet for h200's"):
         predict(scenario(cluster=str(path)))

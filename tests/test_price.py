@@ -54,9 +54,10 @@ def test_a_slower_network_never_makes_a_pass_faster(profile, name):
     for speed in (0.85, 0.9, 0.95, 1.0, 1.1, 2.0, 100.0):
         fabric = prices.cluster.fabric
         faster = dataclasses.replace(
-            fabric, flow_bandwidth_bytes_per_s=speed * fabric.flow_bandwidth_bytes_per_s,
+            fabric,
+            flow_bandwidth_bytes_per_s=speed * fabric.flow_bandwidth_bytes_per_s,
             nic_bandwidth_bytes_per_s=speed * fabric.nic_bandwidth_bytes_per_s,
-        )  # fmt: skip
+        )
         here = dataclasses.replace(prices, cluster=dataclasses.replace(prices.cluster, fabric=faster))
         schedule = plan(name, workload(32, 8192), here.cluster, "bwd", {})
         seconds.append(simulate(schedule, here.price(schedule).work).makespan_s)
@@ -224,9 +225,15 @@ def test_attention_is_as_slow_as_on_the_slowest_of_the_busiest_gpus(strategy, bu
     assert 0.002 < spread < 0.03
 
 
-@pytest.mark.parametrize(("strategy", "gpus", "calls"), [
-    ("ulysses", 1, 1), ("ulysses", 8, 1), ("zigzag_ring", 2, 2), ("zigzag_ring", 8, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "gpus", "calls"),
+    [
+        ("ulysses", 1, 1),
+        ("ulysses", 8, 1),
+        ("zigzag_ring", 2, 2),
+        ("zigzag_ring", 8, 8),
+    ],
+)
 def test_calls_differ_from_one_to_the_next_and_all_wait_for_the_slowest_which_cancels_over_the_calls_of_a_pass(
     strategy, gpus, calls
 ):
@@ -253,9 +260,15 @@ def test_several_gpus_wait_for_the_one_whose_captured_program_starts_last():
     assert starts[1] < starts[2] < starts[8] < 2 * starts[1]
 
 
-@pytest.mark.parametrize(("name", "pass_", "together", "apart"), [
-    ("none", "fwd", 32, 0), ("none", "bwd", 32, 16), ("ulysses", "fwd", 16, 0), ("ulysses", "bwd", 0, 24),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "pass_", "together", "apart"),
+    [
+        ("none", "fwd", 32, 0),
+        ("none", "bwd", 32, 16),
+        ("ulysses", "fwd", 16, 0),
+        ("ulysses", "bwd", 0, 24),
+    ],
+)
 def test_kernels_that_cannot_place_their_results_pay_for_copies_slower_ones_where_rows_lie_apart(
     name, pass_, together, apart
 ):
@@ -282,8 +295,9 @@ def test_pytorchs_flash_backward_copies_outputs_that_came_with_their_queries():
     queries = sequences(schedule.tiles).queries()[schedule.tile[ops]].tolist()
     assert queries == [4096, 2048]
     assert copied_heads("sdpa_flash", schedule, np.array(ops)).T.tolist() == [
-        [4096 * 32, 2 * 4096 * 8, 3], [2048 * 32, 2 * 4096 * 8 + 2 * 2048 * 32, 5]
-    ]  # fmt: skip
+        [4096 * 32, 2 * 4096 * 8, 3],
+        [2048 * 32, 2 * 4096 * 8 + 2 * 2048 * 32, 5],
+    ]
 
 
 def test_the_first_call_into_other_peoples_code_delays_all_of_it():
@@ -354,10 +368,15 @@ def test_kernels_of_a_stream_do_not_pay_for_events_around_them():
     np.testing.assert_allclose((durations() - known)[schedule.kind == Kind.ATTENTION], 2e-6, rtol=0.1)
 
 
-@pytest.mark.parametrize(("name", "mask", "varlen"), [
-    ("allgather", "causal", True), ("allgather", "full_document", True), ("ring", "causal", False),
-    ("ring", "causal_document", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "mask", "varlen"),
+    [
+        ("allgather", "causal", True),
+        ("allgather", "full_document", True),
+        ("ring", "causal", False),
+        ("ring", "causal_document", True),
+    ],
+)
 def test_a_varlen_call_of_one_sequence_does_not_split_its_keys(name, mask, varlen):
     """Of few queries and one head; a dense call has more blocks than that."""
     case = {"gpus": 16, "tokens": 65536, "heads": 1, "kv_heads": 1, "cluster": "dgx-h200", "kernel": "fa2"}
@@ -418,8 +437,13 @@ def test_held_sms_are_those_of_every_launch_that_is_under_way():
         (rank,) = schedule.ranks_of(op)
         under_way = {}
         for stream in range(128):
-            mine = [m for m in number if rank in schedule.ranks_of(m) and begin[m] <= begin[op]
-                    and schedule.lane_stream[schedule.lane_start[m]] == stream][-2:]  # fmt: skip
+            mine = [
+                m
+                for m in number
+                if rank in schedule.ranks_of(m)
+                and begin[m] <= begin[op]
+                and schedule.lane_stream[schedule.lane_start[m]] == stream
+            ][-2:]
             under_way |= {m: stream for m in mine if end[m] > begin[op]}
         of_stream = {s: max(number[m] for m in under_way if under_way[m] == s) for s in under_way.values()}
         assert held[i] == sum(of_stream.values())

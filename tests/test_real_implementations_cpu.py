@@ -38,9 +38,17 @@ CASES = {
 def scenarios(name, num_ranks):
     kernel = "sdpa_flash" if name == "torch" else "fa2"
     common = {
-        "implementation": name, "kernel": kernel, "gpus": num_ranks, "cluster": "dgx-h200", "tokens": 96, "heads": 4,
-        "kv_heads": 4 if name == "yunchang" else 2, "head_dim": 8, "dtype": "fp16", "documents": [24, 48, 24],
-    }  # fmt: skip
+        "implementation": name,
+        "kernel": kernel,
+        "gpus": num_ranks,
+        "cluster": "dgx-h200",
+        "tokens": 96,
+        "heads": 4,
+        "kv_heads": 4 if name == "yunchang" else 2,
+        "head_dim": 8,
+        "dtype": "fp16",
+        "documents": [24, 48, 24],
+    }
     for strategy, knobs, mask in CASES[name]:
         if strategy == "usp" and num_ranks < 4:
             continue

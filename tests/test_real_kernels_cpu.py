@@ -193,11 +193,14 @@ def test_flashinfer_refuses_masks_that_cut_blocks_and_backward_passes():
 
 
 @pytest.mark.parametrize(("off", "measured"), [(1.0, True), (1.5, False), (float("nan"), False)])
-@pytest.mark.parametrize(("mode", "options"), [
-    ("run", {"seed": 0, "deadline": float("inf"), "shapes": []}),
-    ("run_rested", {"seed": 0, "deadline": float("inf")}),
-    ("run_memory", {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        ("run", {"seed": 0, "deadline": float("inf"), "shapes": []}),
+        ("run_rested", {"seed": 0, "deadline": float("inf")}),
+        ("run_memory", {}),
+    ],
+)
 def test_kernels_that_do_not_compute_attention_are_not_measured(monkeypatch, capsys, mode, options, off, measured):
     """As builds of flash-attention 2 for one head dimension at others."""
     forward, backward = attention._KERNELS["math"]

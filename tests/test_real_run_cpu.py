@@ -23,9 +23,15 @@ from real.run import select  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 CASE = {
-    "strategy": "zigzag_ring", "gpus": 2, "cluster": "h200-4", "tokens": 64, "heads": 4, "kv_heads": 2,
-    "head_dim": 16, "dtype": "fp64",
-}  # fmt: skip
+    "strategy": "zigzag_ring",
+    "gpus": 2,
+    "cluster": "h200-4",
+    "tokens": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "dtype": "fp64",
+}
 
 
 def processes(*command, status=0):

@@ -8,12 +8,24 @@ from scripts import load_script
 from cpsim.runs import load_runs
 
 HEADER = {
-    "format": "cpsim-runs", "schema": 1, "gpu": "NVIDIA H200", "num_gpus": 2, "torch": "2.11", "date": "2026-11-21",
-    "commit": "abc", "command": "x",
-}  # fmt: skip
+    "format": "cpsim-runs",
+    "schema": 1,
+    "gpu": "NVIDIA H200",
+    "num_gpus": 2,
+    "torch": "2.11",
+    "date": "2026-11-21",
+    "commit": "abc",
+    "command": "x",
+}
 SCENARIO = {
-    "strategy": "ring", "gpus": 2, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2, "pass": "fwd",
-}  # fmt: skip
+    "strategy": "ring",
+    "gpus": 2,
+    "cluster": "h200-4",
+    "tokens": 4096,
+    "heads": 8,
+    "kv_heads": 2,
+    "pass": "fwd",
+}
 
 
 def line(warmup, samples):

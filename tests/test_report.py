@@ -114,10 +114,24 @@ def test_advice_record_is_json(advice):
 
 def test_profiles_show_their_errors_worst_first():
     rows = (
-        {"model": "collective", "points": 40, "mean_absolute": 0.021, "p95": 0.06, "worst": 0.08, "bias": -0.004,
-         "covered": 0.85},
-        {"model": "attention fwd fa4", "points": 1200, "mean_absolute": 0.034, "p95": 0.08, "worst": 0.11,
-         "bias": 0.01, "covered": 0.91},
+        {
+            "model": "collective",
+            "points": 40,
+            "mean_absolute": 0.021,
+            "p95": 0.06,
+            "worst": 0.08,
+            "bias": -0.004,
+            "covered": 0.85,
+        },
+        {
+            "model": "attention fwd fa4",
+            "points": 1200,
+            "mean_absolute": 0.034,
+            "p95": 0.08,
+            "worst": 0.11,
+            "bias": 0.01,
+            "covered": 0.91,
+        },
     )
     kernels = {("fa4", "fwd"): None, ("fa4", "bwd"): None, ("cudnn", "fwd"): None}
     profile = SimpleNamespace(name="h200", gpu="H200", grade="measured", attention=kernels, held_out=rows, valid={})

@@ -29,7 +29,7 @@ from cpsim.reproduce.dcp import (
     slower_with_ranges,
     speed_ups,
     with_ranges,
-)  # fmt: skip
+)
 
 
 def test_every_published_bar_is_there_and_gives_the_published_speed_ups():
@@ -41,8 +41,9 @@ def test_every_published_bar_is_there_and_gives_the_published_speed_ups():
     assert round(found["lambda", 4.0], 2) == 3.86
     assert [(s.mask, s.scale) for s in speed_ups(rows) if s.outlier] == [("lambda", 1.0)]
     assert [(row.mask, row.row, row.scale) for row in rows if row.outlier] == [
-        ("causal", "ring", 1.0), ("lambda", "dcp", 1.0)
-    ]  # fmt: skip
+        ("causal", "ring", 1.0),
+        ("lambda", "dcp", 1.0),
+    ]
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 2.0, 4.0])
@@ -68,7 +69,7 @@ def test_every_code_runs_its_own_padding():
 def test_ranks_divide_the_tokens_of_dcp_even_where_the_last_document_is_tiny():
     row = next(row for row in published() if row.row == "dcp" and row.scale == 0.5)
     assert any(batch[-1] < sum(batch) % GPUS for batch in batches(0.5, count=12))
-    for (case, *_) in scenarios(row, "a100", count=12):
+    for case, *_ in scenarios(row, "a100", count=12):
         assert case.num_tokens % GPUS == 0
 
 
@@ -91,9 +92,10 @@ def ranged_slices(mask, queries, keys, count):
     q0, k0 = at * queries, at * keys
     last = k0 - q0 + keys - queries
     parts = {
-        "full": [(k0 + keys, -UNBOUNDED, UNBOUNDED)], "causal": [(k0 + keys, -UNBOUNDED, last)],
+        "full": [(k0 + keys, -UNBOUNDED, UNBOUNDED)],
+        "causal": [(k0 + keys, -UNBOUNDED, last)],
         "lambda": [(k0 + 64, -UNBOUNDED, last - 4096), (k0 + keys, last - 4095, last)],
-    }[mask]  # fmt: skip
+    }[mask]
     columns = [np.broadcast_arrays(q0, q0 + queries, k0, end, low, high) for end, low, high in parts]
     return Slices(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 

@@ -114,9 +114,14 @@ def test_pipelines_of_servers_pool_the_attention_of_a_tick():
     """One document of half of the tokens: a stage alone would have it, all servers share it."""
     long, short = np.array([16 * 8192]), np.full(16, 8192)
     step = cut_model("llama3-8b", 64, 16 * 8192, 8, pp=2, microbatches=2)
-    ticks = [pooled_seconds(step, microbatches, Choice()) for microbatches in (
-        [(long, short), (short, short)], [(short, short), (short, short)], [(long, long), (long, long)],
-    )]  # fmt: skip
+    ticks = [
+        pooled_seconds(step, microbatches, Choice())
+        for microbatches in (
+            [(long, short), (short, short)],
+            [(short, short), (short, short)],
+            [(long, long), (long, long)],
+        )
+    ]
     assert ticks[1] < ticks[0] < ticks[2]
     alone = cut_model("llama3-8b", 64, 16 * 8192, 8)
     assert pooled_seconds(alone, [(long, short)], Choice()) == distca_seconds(alone, (long, short), Choice())

@@ -78,9 +78,12 @@ def test_builder_emits_steps_for_all_ranks_at_once():
     ranks = np.arange(3)
     first = b.add(Kind.COPY, (ranks, "compute"), nbytes=[10, 20, 30])
     moved = b.add(
-        Kind.TRANSFER, (ranks, "send"), ((ranks + 1) % 3, "recv"), nbytes=7,
+        Kind.TRANSFER,
+        (ranks, "send"),
+        ((ranks + 1) % 3, "recv"),
+        nbytes=7,
         deps=[first, np.where(ranks == 1, -1, first[(ranks + 1) % 3])],
-    )  # fmt: skip
+    )
     together = b.add(Kind.ALL_GATHER, (ranks[None, :], "comm"), nbytes=30, deps=[moved[None, :]])
     schedule = b.build()
     assert first.tolist() == [0, 1, 2]

@@ -89,10 +89,15 @@ def test_stack_and_part_are_inverse():
 @pytest.mark.parametrize(
     ("mask", "bounds"),
     [
-        ("full", [0, 9]), ("causal", [0, 9]), ("full_document", [0, 4, 6, 9]), ("causal_document", [0, 4, 6, 9]),
-        ("lambda", [0, 4, 6, 9]), ("shared_question_document", [0, 9]), ("causal_blockwise_document", [0, 9]),
+        ("full", [0, 9]),
+        ("causal", [0, 9]),
+        ("full_document", [0, 4, 6, 9]),
+        ("causal_document", [0, 4, 6, 9]),
+        ("lambda", [0, 4, 6, 9]),
+        ("shared_question_document", [0, 9]),
+        ("causal_blockwise_document", [0, 9]),
     ],
-)  # fmt: skip
+)
 def test_documents_are_spans_that_share_no_mask_row(mask, bounds):
     slices = mask_slices(mask, [4, 2, 3])
     assert sharding.documents_of(slices, 9).tolist() == bounds

@@ -15,7 +15,7 @@ from cases import (
     PLAIN_MASKS,
     cluster,
     workload,
-)  # fmt: skip
+)
 
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.schedule import ATTENTION_KINDS, Kind
@@ -204,10 +204,7 @@ def test_zigzag_by_document_is_balanced_over_any_documents(name):
 
 
 def test_ulysses_is_balanced():
-    assert (
-        np.ptp(work_of_ranks(plan("ulysses", workload("causal_document", "uneven"), cluster(8), "bwd", {})))
-        == 0
-    )
+    assert np.ptp(work_of_ranks(plan("ulysses", workload("causal_document", "uneven"), cluster(8), "bwd", {}))) == 0
 
 
 @pytest.mark.parametrize("num_ranks", ALL_RANKS)

@@ -87,18 +87,17 @@ def local_mask(i, tiles):
 @pytest.mark.parametrize("mask", ALL_MASKS)
 @pytest.mark.parametrize("layout", ["whole", "contiguous", "zigzag"])
 def test_regular_sequences_are_exactly_full_or_bottom_right_causal(mask, layout):
-    options = {
-        "block": 5, "window": 9, "prefix": 11, "answers": 3, "sink": 2, "min_block": 2, "density": 0.4
-    }  # fmt: skip
+    options = {"block": 5, "window": 9, "prefix": 11, "answers": 3, "sink": 2, "min_block": 2, "density": 0.4}
     from cpsim.mask_names import MASK_NAMES
 
     known = {key: value for key, value in options.items() if key in MASK_NAMES[mask].options}
     slices = mask_slices(mask, (20, 7, 13, 24), known)
     whole = sharding.contiguous(64, 1)
     parts = {
-        "whole": whole, "contiguous": sharding.contiguous(64, 4),
+        "whole": whole,
+        "contiguous": sharding.contiguous(64, 4),
         "zigzag": sharding.zigzag_shards(np.array([0, 64]), 4)[0],
-    }[layout]  # fmt: skip
+    }[layout]
     sets = sharding.stack(parts, whole)
     pairs = [(q, k) for q in range(len(parts)) for k in (*range(len(parts)), len(parts))]
     tiles = make_tiles(slices, sets, *np.array(pairs).T)

@@ -55,8 +55,10 @@ def test_every_scenario_has_a_row_that_is_its_prediction_or_why_there_is_none(tm
     for row in rows:
         fields = sweep.entry(row["number"])[1]
         assert (row["strategy"], row["gpus"], row["tokens"]) == (
-            fields["strategy"], fields["gpus"], fields["gpus"] * fields["tokens_per_gpu"],
-        )  # fmt: skip
+            fields["strategy"],
+            fields["gpus"],
+            fields["gpus"] * fields["tokens_per_gpu"],
+        )
         if row["gpus"] == 12:
             assert "use 8 or 16" in row["error"]
             assert row["time_s"] is None

@@ -164,8 +164,10 @@ def test_a_layer_is_traced_whether_its_strategy_is_named_or_not(named, tmp_path)
 
 def test_a_trace_that_perfetto_would_misread_is_noticed():
     slice_ = {"ph": "X", "name": "a", "cat": "b", "pid": 0, "tid": 0, "ts": 0, "dur": 2}
-    named = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
-             {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}}]  # fmt: skip
+    named = [
+        {"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "rank 0"}},
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": 0, "args": {"name": "compute"}},
+    ]
     flow = {"ph": "s", "name": "a", "cat": "b", "pid": 0, "tid": 0, "ts": 1, "id": 0, "bp": "e"}
 
     def text(*events):

@@ -20,9 +20,16 @@ from cpsim.training.parallel import Parallel
 from cpsim.training.step import cut, deal
 
 STEP = {
-    "gpus": 32, "cluster": "dgx-h200", "model": "llama3-8b", "tokens": 32 * 16384, "context": 32768, "kernel": "fa2",
-    "strategy": "none", "mask": "causal_document", "parallel": {"tp": 4, "recompute": "mlp"},
-}  # fmt: skip
+    "gpus": 32,
+    "cluster": "dgx-h200",
+    "model": "llama3-8b",
+    "tokens": 32 * 16384,
+    "context": 32768,
+    "kernel": "fa2",
+    "strategy": "none",
+    "mask": "causal_document",
+    "parallel": {"tp": 4, "recompute": "mlp"},
+}
 
 
 def step(**changes):
@@ -50,8 +57,18 @@ def test_attention_of_a_step_takes_as_long_as_it_does_alone(implementation, stra
     case = StepCase(scenario, scenario.resolve_cluster(), load_profile("h200"))
     (found,) = case.model(case.parallel(), strategy, {}).attention.of([tuple(documents)])
     for pass_, parts in zip(("fwd", "bwd"), found.parts, strict=True):
-        alone = predict(how | {"gpus": 4, "tokens": 65536, "documents": documents, "heads": 32, "kv_heads": 8,
-                               "pass": pass_, "protocol": "streamed"})  # fmt: skip
+        alone = predict(
+            how
+            | {
+                "gpus": 4,
+                "tokens": 65536,
+                "documents": documents,
+                "heads": 32,
+                "kv_heads": 8,
+                "pass": pass_,
+                "protocol": "streamed",
+            }
+        )
         assert sum(parts.values()) == pytest.approx(alone.time_s, rel=1e-9)
 
 
@@ -273,6 +290,9 @@ def test_the_command_line_refuses_steps_in_one_line(tmp_path):
     path = tmp_path / "step.json"
     path.write_text(json.dumps(STEP))
     assert "--step" in one_line(cpsim("advise", path, status=2))
-    path.write_text(json.dumps({k: v for k, v in STEP.items() if k not in ("model", "parallel", "context")}
-                               | {"heads": 8, "kv_heads": 8}))  # fmt: skip
+    path.write_text(
+        json.dumps(
+            {k: v for k, v in STEP.items() if k not in ("model", "parallel", "context")} | {"heads": 8, "kv_heads": 8}
+        )
+    )
     assert "needs a model" in one_line(cpsim("advise", "--step", path, status=2))

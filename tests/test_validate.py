@@ -16,9 +16,7 @@ from cpsim.validation.ordering import check_order
 from cpsim.validation.structure import check_lanes
 
 CASE = workload("causal_document", "uneven", "gqa")
-SOURCES = [
-    (name, knobs) for name in ALL_KNOBS if name != "none" for knobs in ALL_KNOBS[name]
-]
+SOURCES = [(name, knobs) for name in ALL_KNOBS if name != "none" for knobs in ALL_KNOBS[name]]
 RINGS = [name for name in ALL_KNOBS if "ring" in name or name in ("usp", "loongtrain", "hybrid_cp")]
 
 
@@ -70,14 +68,20 @@ def with_ops(schedule, order):
     start = {f"{g}_start": np.concatenate(([0], np.cumsum([len(x) for x in e]))) for g, e in parts.items()}
     order = np.asarray(order)
     return replace(
-        schedule, kind=schedule.kind[order], step=schedule.step[order], tile=schedule.tile[order],
-        heads=schedule.heads[order], nbytes=schedule.nbytes[order], **start,
-        lane_rank=schedule.lane_rank[flat["lane"]], lane_stream=schedule.lane_stream[flat["lane"]],
+        schedule,
+        kind=schedule.kind[order],
+        step=schedule.step[order],
+        tile=schedule.tile[order],
+        heads=schedule.heads[order],
+        nbytes=schedule.nbytes[order],
+        **start,
+        lane_rank=schedule.lane_rank[flat["lane"]],
+        lane_stream=schedule.lane_stream[flat["lane"]],
         dep=np.array([new[int(schedule.dep[e])] for e in flat["dep"]], np.int32),
         access_buffer=schedule.access_buffer[flat["access"]],
         access_block=schedule.access_block[flat["access"]],
         access_mode=schedule.access_mode[flat["access"]],
-    )  # fmt: skip
+    )
 
 
 def ops_of(schedule, kind):
@@ -184,9 +188,7 @@ def _holds_the_same(schedule, access, buffer):
 @pytest.mark.parametrize(("name", "knobs"), SOURCES)
 def test_any_buffer_a_third_smaller_is_too_small(name, knobs, pass_):
     schedule = good(name, pass_, few(name), needy(name), **knobs)
-    written = np.unique(
-        np.concatenate([schedule.access_buffer, schedule.inputs[:, 0], schedule.outputs[:, 0]])
-    )
+    written = np.unique(np.concatenate([schedule.access_buffer, schedule.inputs[:, 0], schedule.outputs[:, 0]]))
     of_kernels = np.isin(schedule.kind, ATTENTION_KINDS).repeat(np.diff(schedule.access_start))
     two_types = np.intersect1d(
         schedule.access_buffer[of_kernels], schedule.access_buffer[schedule.access_mode == UPDATE]
@@ -232,10 +234,13 @@ def test_slices_that_overlap_are_found_though_areas_add_up():
     b.output(out, b.blocks("out", [2], (0, 8)))
     for tile, half in ((1, 0), (2, 0)):
         b.add(
-            Kind.ATTENTION, (np.zeros(1, int), "compute"), tile=tile, heads=heads,
+            Kind.ATTENTION,
+            (np.zeros(1, int), "compute"),
+            tile=tile,
+            heads=heads,
             reads=[(q, b.blocks("q", [half], (0, 8))), (kv, b.blocks("kv", [2], (0, 8)))],
             writes=[(out, b.blocks("out", [half], (0, 8)))],
-        )  # fmt: skip
+        )
     schedule = b.build()
     assert schedule.flops(4) == case.flops("fwd")
     refuse(schedule, "queries 0:4 x keys 0:8 are computed 2 times", case=case)
@@ -272,9 +277,7 @@ def test_a_merge_ahead_of_its_partial_is_found():
     schedule = good()
     merge = int(ops_of(schedule, Kind.MERGE)[0])
     rank = schedule.ranks_of(merge)[0]
-    before = [
-        i for i in range(merge) if schedule.kind[i] == Kind.ATTENTION and schedule.ranks_of(i) == [rank]
-    ]
+    before = [i for i in range(merge) if schedule.kind[i] == Kind.ATTENTION and schedule.ranks_of(i) == [rank]]
     order = list(range(len(schedule)))
     order.insert(before[-1], order.pop(merge))
     refuse(with_ops(schedule, order), "reads out.* which holds nothing yet")
@@ -345,13 +348,16 @@ def test_a_buffered_send_orders_nothing_before_its_receive():
     zero, one = np.array([0]), np.array([1])
     sides = [(buffers[0][:1], q)], [(buffers[1][1:], q)]
     b.add(Kind.COPY, (one, "compute"), reads=[(buffers[0][1:], q)], writes=[(buffers[1][1:], q)])
+    b.add(Kind.TRANSFER, (zero, "send"), (one, "recv"), nbytes=512, deps=[zero], reads=sides[0], writes=sides[1])
     b.add(
-        Kind.TRANSFER, (zero, "send"), (one, "recv"), nbytes=512, deps=[zero], reads=sides[0], writes=sides[1]
+        Kind.TRANSFER,
+        (zero, "grad_send"),
+        (one, "grad_recv"),
+        nbytes=512,
+        deps=[one],
+        reads=sides[0],
+        writes=sides[1],
     )
-    b.add(
-        Kind.TRANSFER, (zero, "grad_send"), (one, "grad_recv"), nbytes=512, deps=[one],
-        reads=sides[0], writes=sides[1],
-    )  # fmt: skip
     b.add(Kind.COPY, (zero, "compute"), deps=[one], reads=sides[0], writes=[(buffers[1][:1], q)])
     b.add(Kind.COPY, (one, "compute"), deps=[one + 1], reads=sides[1], writes=[(buffers[0][1:], q)])
     schedule = b.build()

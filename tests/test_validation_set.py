@@ -29,8 +29,12 @@ def test_files_are_what_the_generator_writes():
 @pytest.mark.parametrize(
     ("name", "num_cases"),
     [
-        ("cases.jsonl", 150), ("emulated.jsonl", 20), ("documents.jsonl", 44), ("drawn.jsonl", 58),
-        ("drawn-2.jsonl", 50), ("small-others.jsonl", 33),
+        ("cases.jsonl", 150),
+        ("emulated.jsonl", 20),
+        ("documents.jsonl", 44),
+        ("drawn.jsonl", 58),
+        ("drawn-2.jsonl", 50),
+        ("small-others.jsonl", 33),
     ],
 )
 def test_every_case_is_there_once(name, num_cases):
@@ -45,8 +49,10 @@ def test_predictions_of_the_run_on_eight_gpus_are_committed_before_it():
         asked = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
         told = [json.loads(line) for line in (folder / f"predicted-{name}.jsonl").read_text().splitlines()]
         assert len(asked) == len(told) >= 9
-        assert all(case.items() <= line["scenario"].items() and line["time_s"] > 0
-                   for case, line in zip(asked, told, strict=True))  # fmt: skip
+        assert all(
+            case.items() <= line["scenario"].items() and line["time_s"] > 0
+            for case, line in zip(asked, told, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("name", "num_ours"), [("h200", 157), ("h100-two", 64), ("h200-drawn-2", 18)])
@@ -66,13 +72,28 @@ def test_the_set_is_varied():
     found = scenarios("cases.jsonl")
     assert {s.gpus for s in found} == {1, 2, 4}
     assert {s.mask_name for s in found} == {
-        "full", "causal", "full_document", "causal_document", "lambda", "causal_blockwise", "shared_question"
-    }  # fmt: skip
+        "full",
+        "causal",
+        "full_document",
+        "causal_document",
+        "lambda",
+        "causal_blockwise",
+        "shared_question",
+    }
     assert {s.implementation for s in found} == {"cpsim", "ring-flash-attn", "yunchang", "torch"}
     assert {s.strategy for s in found} == {
-        "none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain",
-        "hybrid_cp", "magi", "dcp",
-    }  # fmt: skip
+        "none",
+        "ulysses",
+        "ring",
+        "zigzag_ring",
+        "striped_ring",
+        "allgather",
+        "usp",
+        "loongtrain",
+        "hybrid_cp",
+        "magi",
+        "dcp",
+    }
     assert {s.num_tokens // s.gpus for s in found} >= {1024 * 2**i for i in range(7)}
     choices = Counter(group_key(s) for s in found)
     assert sum(count >= 2 for count in choices.values()) >= 30

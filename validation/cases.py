@@ -277,9 +277,12 @@ def one_gpu(cluster: str, seed: int, multiple: int = 128) -> Iterator[Case]:
     rng = np.random.default_rng(seed)
     masks = ("causal", "full", "causal_document", "full_document")
     for kernel, number, some in (
-        ("fa2", 16, masks), ("sdpa_flash", 12, masks), ("cudnn", 8, masks[:2]), ("sdpa_math", 2, ("causal",)),
+        ("fa2", 16, masks),
+        ("sdpa_flash", 12, masks),
+        ("cudnn", 8, masks[:2]),
+        ("sdpa_math", 2, ("causal",)),
         ("flex", 8, ("causal", "lambda", "shared_question", "causal_blockwise")),
-    ):  # fmt: skip
+    ):
         for _ in range(number):
             tokens, heads = size_and_heads(rng, 13 if kernel == "sdpa_math" else 15.5, multiple)
             mask, head_dim = str(rng.choice(some)), int(rng.choice((128,) if kernel == "fa2" else (64, 128, 128)))
@@ -350,9 +353,7 @@ def one_gpu_layers(cluster: str, seed: int) -> Iterator[Case]:
         yield {**case, "kernel": kernel, "pass": pass_, "strategy": "none"}
 
 
-def lots(
-    rng: np.random.Generator, total: int, logs: tuple[float, float] = (6, 9), multiple: int = 4
-) -> list[int]:
+def lots(rng: np.random.Generator, total: int, logs: tuple[float, float] = (6, 9), multiple: int = 4) -> list[int]:
     """Log-normal document lengths that sum to `total`, multiples of 4, so that two ranks' zigzag chunks are whole, or
     of what is said; the logarithm of their median is drawn, too."""
     median, sigma, found = float(np.exp(rng.uniform(*logs))), float(rng.uniform(0.3, 1.5)), list[int]()

@@ -48,10 +48,19 @@ def text(gpus: int) -> str:
             strategies = [*STRATEGIES, *([TWO_GROUPS] if gpus > 2 else [])]
             strategies += [SINGLE_STREAM] if name == "one of half" else []
             for strategy in strategies:
-                lines.append({
-                    "model": "llama3-8b", "part": "layer", "gpus": gpus, "cluster": "h200-4", "tokens": tokens,
-                    "documents": lengths, "mask": "causal_document", "kernel": "fa2", **strategy,
-                })  # fmt: skip
+                lines.append(
+                    {
+                        "model": "llama3-8b",
+                        "part": "layer",
+                        "gpus": gpus,
+                        "cluster": "h200-4",
+                        "tokens": tokens,
+                        "documents": lengths,
+                        "mask": "causal_document",
+                        "kernel": "fa2",
+                        **strategy,
+                    }
+                )
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 

@@ -12,9 +12,12 @@ Floats = NDArray[np.float64]
 
 
 def descend(
-    error: Callable[[Floats], Floats], start: Floats, bounds: tuple[Floats, Floats], steps: Sequence[float],
+    error: Callable[[Floats], Floats],
+    start: Floats,
+    bounds: tuple[Floats, Floats],
+    steps: Sequence[float],
     max_evaluations: int,
-) -> Floats:  # fmt: skip
+) -> Floats:
     """Least squares of errors of logarithms, large ones counted less.
 
     Args:
@@ -30,7 +33,12 @@ def descend(
     x = start
     for step in steps:
         x = least_squares(
-            error, x, bounds=bounds, loss="soft_l1", f_scale=0.03, diff_step=step / np.maximum(1, np.abs(x)),
+            error,
+            x,
+            bounds=bounds,
+            loss="soft_l1",
+            f_scale=0.03,
+            diff_step=step / np.maximum(1, np.abs(x)),
             max_nfev=max_evaluations,
-        ).x  # fmt: skip
+        ).x
     return x

@@ -90,19 +90,27 @@ def fit_profile(
     def build(chosen: Sequence[Point]) -> Profile:
         copies, network = fit_elementwise(chosen, stand_in), fit_collective(chosen, everything, stand_in)
         return Profile(
-            name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(), gpu=gpus[0],
-            grade=_grade(gpus[0], networks), attention=fit_attention(chosen, num_sms, stand_in),
-            collective=network, elementwise=copies,
+            name=name or gpus[0].removeprefix("NVIDIA ").split()[0].lower(),
+            gpu=gpus[0],
+            grade=_grade(gpus[0], networks),
+            attention=fit_attention(chosen, num_sms, stand_in),
+            collective=network,
+            elementwise=copies,
             host=fit_host(
-                [p for p in chosen if p["op"] == "host"], [p for p in chosen if p["op"] == "graph"],
-                [p for p in chosen if p["op"] == "cached" and "graph_s" in p], copies.latency_s["copy"], stand_in,
+                [p for p in chosen if p["op"] == "host"],
+                [p for p in chosen if p["op"] == "graph"],
+                [p for p in chosen if p["op"] == "cached" and "graph_s" in p],
+                copies.latency_s["copy"],
+                stand_in,
             ),
             interference=fit_interference(everything),
-            load=fit_load([p for p in everything if p["op"] == "power"], network.port_bytes_per_s), sigma={},
-            valid=_valid(points), held_out=(),
+            load=fit_load([p for p in everything if p["op"] == "power"], network.port_bytes_per_s),
+            sigma={},
+            valid=_valid(points),
+            held_out=(),
             provenance=tuple(_source(m, gpus[0]) for m in measurements),
             layers=fit_layers(chosen, num_sms, copies),
-        )  # fmt: skip
+        )
 
     by_fold: list[list[Residual]] = []
     for i in range(FOLDS if check else 0):
@@ -128,15 +136,19 @@ def _completed(
     measured_models = {model_of(p) for p in points if p["op"] != "transfer"} | (ops & {"transfer"})
     spare = {key: value for key, value in stand_in.kernels(profile.gpu).items() if key not in profile.attention}
     parts = {
-        "memory-bound kernels": "elementwise" not in ops, "network": not {"collective", "transfer"} <= ops,
-        "host launches": "host" not in ops, "interference": not profile.interference.computation,
-        "power": not profile.load, "layers": not profile.layers and stand_in.layers(profile.gpu) is not None,
+        "memory-bound kernels": "elementwise" not in ops,
+        "network": not {"collective", "transfer"} <= ops,
+        "host launches": "host" not in ops,
+        "interference": not profile.interference.computation,
+        "power": not profile.load,
+        "layers": not profile.layers and stand_in.layers(profile.gpu) is not None,
         f"kernels {', '.join(sorted({k for k, _ in spare}))}": bool(spare),
         "a start for kernels": any(
-            alike is not None and alike.head_dim == params.head_dim for key, params in profile.attention.items()
+            alike is not None and alike.head_dim == params.head_dim
+            for key, params in profile.attention.items()
             for alike in [stand_in.alike(key, params.num_sms)]
         ),
-    }  # fmt: skip
+    }
     attention = {**spare, **profile.attention}
     others = tuple(f"attention {pass_} {kernel} " for kernel, pass_ in theirs.attention.keys() - spare.keys())
     lent = {key: ends for key, ends in theirs.valid.items() if not key.startswith(others)}
@@ -228,8 +240,19 @@ def folds(points: Sequence[Point]) -> NDArray[np.int64]:
 
 def _subject(point: Point) -> list[Any]:
     """What a point is about; attention of the same shape is the same for all kernels and passes."""
-    calls = ["q_lens", "k_lens", "num_heads", "num_kv_heads", "causal", "varlen", "mask", "options", "documents",
-             "q_ranges", "k_ranges"]
+    calls = [
+        "q_lens",
+        "k_lens",
+        "num_heads",
+        "num_kv_heads",
+        "causal",
+        "varlen",
+        "mask",
+        "options",
+        "documents",
+        "q_ranges",
+        "k_ranges",
+    ]
     others = ["op", "kind", "which", "variant", "kernel", "num_ranks", "nbytes", "width", "m", "n", "k"]
     names = calls if point["op"] == "attention" else others
     return [point[name] for name in names if name in point]

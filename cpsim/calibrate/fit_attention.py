@@ -28,31 +28,68 @@ FEWEST_CALLS = 6
 """Fewer calls of a kernel and pass without a stand-in give no model of it."""
 
 _START = {
-    "pair_s": 1e-10, "block_s": 3e-6, "block_shared_s": 1e-6, "block_causal_s": 3e-7, "block_varlen_s": 3e-7,
-    "block_decode_s": 2e-7, "call_s": 5e-6, "call_varlen_s": 2e-6, "traffic_s_per_byte": 2.8e-13,
-    "busy_threshold": 0.8, "busy_power": 0.4, "alone_factor": 0.58, "split_pair_s": 3.8e-10, "split_call_s": 2e-6,
-    "unaligned_factor": 1.02, "unaligned_full_factor": 1.02, "odd_factor": 1.02,
-    "unaligned_celled_factor": 1.2, "partial_pair_s": 2.5e-11, "celled_pair_s": 1.6e-10,
-    "banded_pair_s": 2.5e-9, "unaligned_partial_pair_s": 1e-10, "unaligned_celled_pair_s": 3e-10,
-    "unaligned_banded_pair_s": 2.8e-9, "banded_factor": 1.3, "block_banded_s": 2e-5, "query_pair_s": 1.6e-10,
-    "query_cut_share": 0.2, "unaligned_query_cut_share": 0.7, "older_share": 0.57, "older_share_full": 0.57,
+    "pair_s": 1e-10,
+    "block_s": 3e-6,
+    "block_shared_s": 1e-6,
+    "block_causal_s": 3e-7,
+    "block_varlen_s": 3e-7,
+    "block_decode_s": 2e-7,
+    "call_s": 5e-6,
+    "call_varlen_s": 2e-6,
+    "traffic_s_per_byte": 2.8e-13,
+    "busy_threshold": 0.8,
+    "busy_power": 0.4,
+    "alone_factor": 0.58,
+    "split_pair_s": 3.8e-10,
+    "split_call_s": 2e-6,
+    "unaligned_factor": 1.02,
+    "unaligned_full_factor": 1.02,
+    "odd_factor": 1.02,
+    "unaligned_celled_factor": 1.2,
+    "partial_pair_s": 2.5e-11,
+    "celled_pair_s": 1.6e-10,
+    "banded_pair_s": 2.5e-9,
+    "unaligned_partial_pair_s": 1e-10,
+    "unaligned_celled_pair_s": 3e-10,
+    "unaligned_banded_pair_s": 2.8e-9,
+    "banded_factor": 1.3,
+    "block_banded_s": 2e-5,
+    "query_pair_s": 1.6e-10,
+    "query_cut_share": 0.2,
+    "unaligned_query_cut_share": 0.7,
+    "older_share": 0.57,
+    "older_share_full": 0.57,
     "fetch_s": 5e-6,
-}  # fmt: skip
-_BOUNDS = {"busy_threshold": (0.3, 1.0), "busy_power": (1e-3, 1.5), "alone_factor": (0.5, 1.0),
-           "older_share": (0.5, 0.8), "older_share_full": (0.5, 0.8), "unaligned_factor": (0.8, 2.0),
-           "unaligned_full_factor": (0.8, 2.0), "odd_factor": (1.0, 2.0),
-           "unaligned_celled_factor": (1.0, 2.0), "banded_factor": (1.0, 2.5), "query_cut_share": (1e-3, 1.5),
-           "unaligned_query_cut_share": (1e-3, 1.5),
-           "fetch_s": (3e-6, 3e-5)}  # fmt: skip
+}
+_BOUNDS = {
+    "busy_threshold": (0.3, 1.0),
+    "busy_power": (1e-3, 1.5),
+    "alone_factor": (0.5, 1.0),
+    "older_share": (0.5, 0.8),
+    "older_share_full": (0.5, 0.8),
+    "unaligned_factor": (0.8, 2.0),
+    "unaligned_full_factor": (0.8, 2.0),
+    "odd_factor": (1.0, 2.0),
+    "unaligned_celled_factor": (1.0, 2.0),
+    "banded_factor": (1.0, 2.5),
+    "query_cut_share": (1e-3, 1.5),
+    "unaligned_query_cut_share": (1e-3, 1.5),
+    "fetch_s": (3e-6, 3e-5),
+}
 """Where ``fetch_s`` is shorter nothing waits for instructions, and no derivative tells."""
 
 
 OF_QUERIES = ("query_pair_s", "query_cut_share", "unaligned_query_cut_share")
 """What there is where other blocks than those that own keys compute scores, too: those that own queries."""
 OF_RULE = {
-    "celled_pair_s": CELLS, "unaligned_celled_pair_s": CELLS, "unaligned_celled_factor": CELLS,
-    "banded_pair_s": BANDS, "unaligned_banded_pair_s": BANDS, "banded_factor": BANDS, "block_banded_s": BANDS,
-}  # fmt: skip
+    "celled_pair_s": CELLS,
+    "unaligned_celled_pair_s": CELLS,
+    "unaligned_celled_factor": CELLS,
+    "banded_pair_s": BANDS,
+    "unaligned_banded_pair_s": BANDS,
+    "banded_factor": BANDS,
+    "block_banded_s": BANDS,
+}
 """What only calls tell whose pairs are decided by this rule."""
 OF_LISTED = ("partial_pair_s", "unaligned_partial_pair_s", *OF_RULE, *OF_QUERIES)
 """What there is where a function decides about pairs in blocks of a list."""
@@ -66,8 +103,16 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     start = dict(_START)
     start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
     if kernel == "math":  # on a CPU, which has no power limit that a call would meet
-        start |= {"pair_s": 2e-8, "block_s": 2e-6, "block_shared_s": 1e-6, "block_varlen_s": 1e-5, "call_s": 3e-4,
-                  "call_varlen_s": 1e-5, "traffic_s_per_byte": 1e-10, "busy_threshold": 1.0}  # fmt: skip
+        start |= {
+            "pair_s": 2e-8,
+            "block_s": 2e-6,
+            "block_shared_s": 1e-6,
+            "block_varlen_s": 1e-5,
+            "call_s": 3e-4,
+            "call_varlen_s": 1e-5,
+            "traffic_s_per_byte": 1e-10,
+            "busy_threshold": 1.0,
+        }
     if flash2:
         start |= {"busy_threshold": 0.85, "busy_power": 0.13}
         if forward:
@@ -76,8 +121,13 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     if lists:
         start["pair_s"] *= 1.7
         if not forward:
-            start |= {"banded_pair_s": 6e-10, "unaligned_partial_pair_s": 1.8e-10, "unaligned_celled_pair_s": 1.8e-10,
-                      "unaligned_banded_pair_s": 3.6e-10, "unaligned_factor": 1.3}  # fmt: skip
+            start |= {
+                "banded_pair_s": 6e-10,
+                "unaligned_partial_pair_s": 1.8e-10,
+                "unaligned_celled_pair_s": 1.8e-10,
+                "unaligned_banded_pair_s": 3.6e-10,
+                "unaligned_factor": 1.3,
+            }
     two_blocks = {"split_pair_s", "split_call_s", "alone_factor", "fetch_s", *SHARES}
     unused = two_blocks if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
@@ -151,9 +201,12 @@ def _fit_kernel(arguments: tuple[Any, ...]) -> AttentionParams:
 
 
 def fit_kernel(
-    key: tuple[str, str], points: Sequence[Point], num_sms: int,
-    sparse: AttentionParams | None = None, alike: AttentionParams | None = None,
-) -> AttentionParams:  # fmt: skip
+    key: tuple[str, str],
+    points: Sequence[Point],
+    num_sms: int,
+    sparse: AttentionParams | None = None,
+    alike: AttentionParams | None = None,
+) -> AttentionParams:
     """One kernel and pass; from `sparse` parameters where there are too few points to fit all of them.
 
     Points of the commonest head dimension tell everything but what changes at others. If `alike`, the kernel on a GPU
@@ -246,8 +299,10 @@ def _near(
     theirs = alike.at(dim)
     start = replace(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
-        older_share=theirs.older_share, older_share_full=theirs.older_share_full, discrepancy=theirs.discrepancy,
-    )  # fmt: skip
+        older_share=theirs.older_share,
+        older_share_full=theirs.older_share_full,
+        discrepancy=theirs.discrepancy,
+    )
     if not points:
         return start
     made = fit_few(points, start, {n: w for n, w in _near_priors(key).items() if n in HEAD_DIM_FITTED})
@@ -262,8 +317,9 @@ def _near_priors(key: tuple[str, str]) -> dict[str, float]:
 def _alone(key: tuple[str, str], params: AttentionParams, dim: int, points: Sequence[Point]) -> AttentionParams:
     """A kernel at another head dimension, to which pairs are proportional but for what the points tell."""
     many = len(points) >= MANY
-    priors = {name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in _free(*key)[0]
-              if name in HEAD_DIM_FITTED or many}  # fmt: skip
+    priors = {
+        name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in _free(*key)[0] if name in HEAD_DIM_FITTED or many
+    }
     made = fit_few(points, _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim)), priors)
     if (shared := _best_shares(made, points)) != made:
         made = fit_few(points, shared, priors)

@@ -73,9 +73,12 @@ def _fit_cache(points: Sequence[Point], stand_in: StandIn | None) -> tuple[float
 
 
 def fit_host(
-    points: Sequence[Point], captured: Sequence[Point], in_rows: Sequence[Point], tiny_copy_s: float,
+    points: Sequence[Point],
+    captured: Sequence[Point],
+    in_rows: Sequence[Point],
+    tiny_copy_s: float,
     stand_in: StandIn | None,
-) -> HostParams:  # fmt: skip
+) -> HostParams:
     """What hosts take for launches, and what events and graphs add.
 
     `captured` are attention calls and messages in graphs, which tell a graph's launch and what events around an op add.
@@ -112,11 +115,18 @@ def fit_host(
     queued = [float(np.median(p["held_s"])) - graph_call(p) for p in held]
     cold = [float(np.median(p["evicted_s"]) - np.median(p["held_s"])) for p in small]
     return HostParams(
-        launch_s=launch, event_s=launch.pop("event", 0.0), lead_s=1e-3, graph_s=graph_s,
-        graph_queued_s=float(np.median(queued or 0.0)), cold_start_s=float(np.median(cold or 0.0)),
-        graph_cross_s=cross_s, captured_kernel_s=each, captured_gain_s=captured_gain, streamed_gain_s=streamed_gain,
+        launch_s=launch,
+        event_s=launch.pop("event", 0.0),
+        lead_s=1e-3,
+        graph_s=graph_s,
+        graph_queued_s=float(np.median(queued or 0.0)),
+        cold_start_s=float(np.median(cold or 0.0)),
+        graph_cross_s=cross_s,
+        captured_kernel_s=each,
+        captured_gain_s=captured_gain,
+        streamed_gain_s=streamed_gain,
         pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
-    )  # fmt: skip
+    )
 
 
 def median_launches(points: Sequence[Point]) -> dict[str, float]:
@@ -219,8 +229,9 @@ def fit_load(points: Sequence[Point], port_bytes_per_s: float) -> dict[str, floa
     seconds = next(float(np.median(p["samples_s"])) for p in reversed(points) if p["kind"] == "transfer")
     return {
         "memory-bound": float(np.mean([share[kind] for kind in MEMORY_BOUND])),
-        "transfer": share["transfer"] * port_bytes_per_s * seconds / LOAD_BYTES, "collective": share["all_gather"],
-    }  # fmt: skip
+        "transfer": share["transfer"] * port_bytes_per_s * seconds / LOAD_BYTES,
+        "collective": share["all_gather"],
+    }
 
 
 def on_mean_host(m: Measurements, stepped: Container[str], paces: Sequence[float]) -> Iterator[Point]:

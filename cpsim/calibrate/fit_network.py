@@ -47,9 +47,7 @@ def fit_curve(nbytes: Floats, seconds: Floats) -> Curve:
     return Curve(nbytes=tuple(knots.tolist()), seconds=tuple(np.exp(heights).tolist()))
 
 
-def fit_collective(
-    chosen: Sequence[Point], everything: Sequence[Point], stand_in: StandIn | None
-) -> CollectiveParams:
+def fit_collective(chosen: Sequence[Point], everything: Sequence[Point], stand_in: StandIn | None) -> CollectiveParams:
     """Curves of collectives and transfers, and the capacity of a port from everything that ran at once."""
     points = [p for p in chosen if p["op"] in ("collective", "transfer")]
     inside = [p for p in chosen if p["op"] == "fabric" and p["kind"] == "inside"]
@@ -58,8 +56,10 @@ def fit_collective(
         return theirs
     curves: dict[str, dict[int, Curve]] = {}
     for kind in COLLECTIVES:
-        mine_by_ranks = {n: [p for p in points if p["kind"] == kind and p["num_ranks"] == n]
-                         for n in sorted({p["num_ranks"] for p in points if p["kind"] == kind})}  # fmt: skip
+        mine_by_ranks = {
+            n: [p for p in points if p["kind"] == kind and p["num_ranks"] == n]
+            for n in sorted({p["num_ranks"] for p in points if p["kind"] == kind})
+        }
         most = max(map(len, mine_by_ranks.values()), default=0)
         for num_ranks, mine in mine_by_ranks.items():
             if len(mine) < FEWEST[most < FEWEST[0]]:  # too few aligned sizes: interpolated between group sizes instead
@@ -149,9 +149,11 @@ def errors_of_slowdowns(points: Sequence[Point]) -> tuple[Floats, Floats]:
     def errors(store: Spans) -> Floats:
         found = [
             np.log(_slowdown([*spans[:i], *spans[i + 1 :]]) / (beside / (beside - lost)))
-            for by in store.values() for spans in by.values()
-            for i, (beside, lost) in enumerate(spans) if len(spans) > 1 and lost < beside
-        ]  # fmt: skip
+            for by in store.values()
+            for spans in by.values()
+            for i, (beside, lost) in enumerate(spans)
+            if len(spans) > 1 and lost < beside
+        ]
         return np.array(found)
 
     computation, communication = overlaps([p for p in points if p["op"] == "overlap"])

@@ -30,9 +30,12 @@ _RANK: Final = re.compile(
 )
 _ROW: Final = re.compile(r"\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+(.+)$")
 _TESTS: Final = {
-    "all_gather": "all_gather", "reduce_scatter": "reduce_scatter", "alltoall": "all_to_all",
-    "all_reduce": "all_reduce", "sendrecv": "sendrecv",
-}  # fmt: skip
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_reduce": "all_reduce",
+    "sendrecv": "sendrecv",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +166,13 @@ def _points(test: Test, path: Path) -> Iterator[Point]:
 # --- tables of kernels ---
 
 _COLUMNS: Final = {
-    "wd": "pass", "seqlen": "tokens", "seq_len_tokens": "tokens", "q_heads": "heads", "tflop_per_s": "tflops",
+    "wd": "pass",
+    "seqlen": "tokens",
+    "seq_len_tokens": "tokens",
+    "q_heads": "heads",
+    "tflop_per_s": "tflops",
     "tflops_per_s": "tflops",
-}  # fmt: skip
+}
 _NEEDED: Final = ("kernel", "pass", "mask", "tokens")
 _MASKS: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
 
@@ -261,10 +268,19 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     flop = 4 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
     seconds = float(row["ms"]) / 1e3 if "ms" in row else flop / (float(row["tflops"]) * 1e12)
     return {
-        "op": "attention", "kernel": row["kernel"], "pass": row["pass"], "family": "published", "num_heads": heads,
-        "num_kv_heads": kv_heads, "head_dim": dim, "causal": causal, "varlen": len(lens) > 1, "q_lens": lens,
-        "k_lens": lens, "samples_s": [seconds],
-    }  # fmt: skip
+        "op": "attention",
+        "kernel": row["kernel"],
+        "pass": row["pass"],
+        "family": "published",
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": dim,
+        "causal": causal,
+        "varlen": len(lens) > 1,
+        "q_lens": lens,
+        "k_lens": lens,
+        "samples_s": [seconds],
+    }
 
 
 def _num_sms(gpu: str, given: Table) -> int:

@@ -102,10 +102,35 @@ class Writer:
 
 
 _IDENTITY = (
-    "kernel", "pass", "num_heads", "num_kv_heads", "causal", "varlen", "q_lens", "k_lens", "rested", "kind",
-    "variant", "which", "num_ranks", "nbytes", "a", "b", "inside", "lead_s", "mask", "options", "m", "n", "k",
-    "width", "model", "tp", "recompute", "reused",
-)  # fmt: skip
+    "kernel",
+    "pass",
+    "num_heads",
+    "num_kv_heads",
+    "causal",
+    "varlen",
+    "q_lens",
+    "k_lens",
+    "rested",
+    "kind",
+    "variant",
+    "which",
+    "num_ranks",
+    "nbytes",
+    "a",
+    "b",
+    "inside",
+    "lead_s",
+    "mask",
+    "options",
+    "m",
+    "n",
+    "k",
+    "width",
+    "model",
+    "tp",
+    "recompute",
+    "reused",
+)
 
 
 def point_key(op: str, **parameters: Any) -> str:

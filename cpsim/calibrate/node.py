@@ -28,12 +28,17 @@ def described(measurements: Measurements, profile: Profile, profile_file: str) -
         memory_bytes=int(header.get("memory_bytes", sheet.memory_bytes if sheet else 0)),
         num_sms=int(header["num_sms"]),
         peak_flops_per_s=sheet.peak_flops_per_s if sheet else float(f"{max(rates):.3g}"),
-        memory_bandwidth_bytes_per_s=sheet.memory_bandwidth_bytes_per_s if sheet
+        memory_bandwidth_bytes_per_s=sheet.memory_bandwidth_bytes_per_s
+        if sheet
         else float(f"{max(profile.elementwise.bandwidth_bytes_per_s.values()):.3g}"),
-    )  # fmt: skip
+    )
     count, port = int(header["num_gpus"]), profile.collective.port_bytes_per_s
     link = f", at most {port / 1e9:.0f} GB/s in and out of each at once" if measurements.of("collective") else ""
     return Cluster(
-        name=profile.name, gpus_per_node=count, num_gpus=count, gpu=gpu, profile=profile_file,
+        name=profile.name,
+        gpus_per_node=count,
+        num_gpus=count,
+        gpu=gpu,
+        profile=profile_file,
         notes=f"{count} x {header['gpu']} of one node{link}; {measurements.source}, {header['date'][:10]}",
-    )  # fmt: skip
+    )

@@ -217,15 +217,21 @@ def _build(data: dict[str, Any]) -> Profile:
         port_bytes_per_s=float(network["port_bytes_per_s"]),
     )
     return Profile(
-        name=str(data["name"]), gpu=str(data["gpu"]), grade=str(data["grade"]), attention=attention,
-        collective=collective, elementwise=ElementwiseParams(**data["elementwise"]), host=_host_params(data["host"]),
+        name=str(data["name"]),
+        gpu=str(data["gpu"]),
+        grade=str(data["grade"]),
+        attention=attention,
+        collective=collective,
+        elementwise=ElementwiseParams(**data["elementwise"]),
+        host=_host_params(data["host"]),
         interference=InterferenceParams(**data["interference"]),
         load={k: float(v) for k, v in data["load"].items()},
         sigma={k: float(v) for k, v in data["sigma"].items()},
         valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
-        held_out=tuple(data["held_out"]), provenance=tuple(data["provenance"]),
+        held_out=tuple(data["held_out"]),
+        provenance=tuple(data["provenance"]),
         layers=_layer_costs(data["layers"]) if "layers" in data else None,
-    )  # fmt: skip
+    )
 
 
 def _host_params(value: dict[str, Any]) -> HostParams:
@@ -252,7 +258,7 @@ def _attention_params(value: dict[str, Any]) -> AttentionParams:
         "discrepancy": _discrepancy(value["discrepancy"]),
         "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
         **{name: tuple(map(float, value.get(name, ()))) for name in ("calls_s", "calls_spread")},
-    }  # fmt: skip
+    }
     return AttentionParams(**{**older, **value, **rest})
 
 

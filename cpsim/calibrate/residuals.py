@@ -96,10 +96,15 @@ def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim:
         q_lens, k_lens = zip(*(_lengths(params, point) for point in points), strict=True)
         counts = [len(each) for each in q_lens]
         seconds, features, slower = calls(
-            params, np.concatenate([[0], np.cumsum(counts)]), np.concatenate(q_lens), np.concatenate(k_lens),
-            np.repeat(column("causal", bool), counts), *heads, head_dim,
+            params,
+            np.concatenate([[0], np.cumsum(counts)]),
+            np.concatenate(q_lens),
+            np.concatenate(k_lens),
+            np.repeat(column("causal", bool), counts),
+            *heads,
+            head_dim,
             column("varlen", bool) | params.anatomy.gathers_keys,
-        )  # fmt: skip
+        )
     full = seconds / slower
     pause = np.array([pause_of(point) for point in points])
     alone = np.arange(len(points)), np.zeros(len(points))
@@ -230,9 +235,9 @@ def residuals(profile: Profile, points: Sequence[Point]) -> list[Residual]:
         for point, t, p in zip(group, measured(group), predicted(profile, group), strict=True):
             error = float(np.log(p / t))
             where = regime_of(point)
-            rows.append(Residual(
-                model=model, regime=where, measured_s=float(t), predicted_s=float(p), error=error, point=point
-            ))  # fmt: skip
+            rows.append(
+                Residual(model=model, regime=where, measured_s=float(t), predicted_s=float(p), error=error, point=point)
+            )
     return sorted(rows, key=lambda row: -abs(row.error))
 
 
@@ -241,11 +246,17 @@ def summary(rows: Sequence[Residual]) -> list[dict[str, Any]]:
     table = []
     for model in sorted({row.model for row in rows}):
         errors = np.array([row.error for row in rows if row.model == model])
-        table.append({
-            "model": model, "points": len(errors), "mean_absolute": float(np.abs(errors).mean()),
-            "p95": float(np.quantile(np.abs(errors), 0.95)), "worst": float(np.abs(errors).max()),
-            "bias": float(errors.mean()), "rms": float(np.sqrt((errors**2).mean())),
-        })  # fmt: skip
+        table.append(
+            {
+                "model": model,
+                "points": len(errors),
+                "mean_absolute": float(np.abs(errors).mean()),
+                "p95": float(np.quantile(np.abs(errors), 0.95)),
+                "worst": float(np.abs(errors).max()),
+                "bias": float(errors.mean()),
+                "rms": float(np.sqrt((errors**2).mean())),
+            }
+        )
     return sorted(table, key=lambda row: -float(row["mean_absolute"]))
 
 

@@ -121,12 +121,16 @@ def from_data_sheet(gpu: Gpu, base: Profile) -> Profile:
     grade = f"data sheet: {base.name}'s costs scaled by tensor-core rate x {flops:.3g} and memory bandwidth x "
     grade += f"{memory:.3g}, its network inside a node and launches kept"
     return replace(
-        base, name=DATA_SHEET, gpu=gpu.name, grade=grade, attention=attention, sigma={**base.sigma, **wider},
-        elementwise=StandIn(
-            profile=base, memory_ratio=memory, sm_ratio=gpu.num_sms / theirs.num_sms
-        ).elementwise(), held_out=(),
+        base,
+        name=DATA_SHEET,
+        gpu=gpu.name,
+        grade=grade,
+        attention=attention,
+        sigma={**base.sigma, **wider},
+        elementwise=StandIn(profile=base, memory_ratio=memory, sm_ratio=gpu.num_sms / theirs.num_sms).elementwise(),
+        held_out=(),
         layers=_moved_layers(base.layers, gpu.num_sms, memory, rate) if base.layers else None,
-    )  # fmt: skip
+    )
 
 
 def _moved_layers(layers: LayerCosts, num_sms: int, memory_ratio: float, rate_ratio: float) -> LayerCosts:
@@ -135,11 +139,13 @@ def _moved_layers(layers: LayerCosts, num_sms: int, memory_ratio: float, rate_ra
     faster = {kind: rate * memory_ratio for kind, rate in ops.bandwidth_bytes_per_s.items()}
     return LayerCosts(
         gemm=replace(
-            gemm, num_sms=num_sms, flop_s=gemm.flop_s / rate_ratio,
+            gemm,
+            num_sms=num_sms,
+            flop_s=gemm.flop_s / rate_ratio,
             traffic_s_per_byte=gemm.traffic_s_per_byte / memory_ratio,
         ),
         ops=replace(ops, bandwidth_bytes_per_s=faster),
-    )  # fmt: skip
+    )
 
 
 def _moved(params: AttentionParams, num_sms: int, memory_ratio: float, rate_ratio: float = 1.0) -> AttentionParams:

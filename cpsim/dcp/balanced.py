@@ -40,9 +40,7 @@ PRICE: Final = (300.0, 100.0, 1e6)
 moves, and when that must fit."""
 
 
-def place(
-    blocks: Blocks, shape: tuple[int, int], rates: Rates, eps: float, num_stages: int, seed: int
-) -> Placement:  # fmt: skip
+def place(blocks: Blocks, shape: tuple[int, int], rates: Rates, eps: float, num_stages: int, seed: int) -> Placement:
     """Homes and workers with even tokens and computation, and little traffic.
 
     Args:
@@ -115,7 +113,7 @@ def _anchors(b: Blocks, home: Ints) -> Ints:
 
 def _cost(
     blocks: Blocks, placement: Placement, shape: tuple[int, int], rates: Rates, eps: float, num_stages: int
-) -> tuple[float, float]:  # fmt: skip
+) -> tuple[float, float]:
     """Computation beyond what a rank may have, in whole percents, and seconds of both passes."""
     quality = judge(blocks, placement, shape[0] * shape[1], shape[1], "fwd")
     beyond = round(max(quality.imbalance - 1 - eps, 0.0), 2)
@@ -184,9 +182,20 @@ class _Search:
         rng = np.random.default_rng(self.seed)
         pairs = movable[rng.integers(len(movable), size=(TRIES * len(movable), 2))]
         swap_homes(
-            part.home, rank, held, b.tokens.max(), b.tokens, row_start, seen % len(b), self.keys, load, part.cap,
-            self.price(part, PRICE[0]), pairs, 1 - rng.random(len(pairs)),
-        )  # fmt: skip
+            part.home,
+            rank,
+            held,
+            b.tokens.max(),
+            b.tokens,
+            row_start,
+            seen % len(b),
+            self.keys,
+            load,
+            part.cap,
+            self.price(part, PRICE[0]),
+            pairs,
+            1 - rng.random(len(pairs)),
+        )
 
     def compute(self, part: _Part) -> Ints:
         """Part of every computation block of ``part.mine``: that of its queries, and then where it costs least."""

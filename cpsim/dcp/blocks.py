@@ -179,12 +179,19 @@ def cut_at(workload: Workload, document: Ints, edges: Ints, num_groups: int) -> 
     row = workload.head_dim * workload.bytes_per_element
     heads, kv_heads = w.num_heads // num_groups, max(1, w.num_kv_heads // num_groups)
     return Blocks(
-        document=document, first=edges[:-1], tokens=np.diff(edges),
-        query=np.tile(query, num_groups), key=np.tile(key, num_groups),
-        group=np.repeat(np.arange(num_groups), len(query)), area=np.tile(area[query, key], num_groups),
-        num_groups=num_groups, groups_per_kv=max(1, num_groups // w.num_kv_heads), q_bytes=heads * row,
-        kv_bytes=2 * kv_heads * row, lse_bytes=heads * LSE_BYTES,
-    )  # fmt: skip
+        document=document,
+        first=edges[:-1],
+        tokens=np.diff(edges),
+        query=np.tile(query, num_groups),
+        key=np.tile(key, num_groups),
+        group=np.repeat(np.arange(num_groups), len(query)),
+        area=np.tile(area[query, key], num_groups),
+        num_groups=num_groups,
+        groups_per_kv=max(1, num_groups // w.num_kv_heads),
+        q_bytes=heads * row,
+        kv_bytes=2 * kv_heads * row,
+        lse_bytes=heads * LSE_BYTES,
+    )
 
 
 def _documents(workload: Workload) -> Ints:

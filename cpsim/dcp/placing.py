@@ -50,9 +50,7 @@ class Settings:
             raise ScenarioError(f"knobs.stages: expected a positive integer, got {self.stages!r}")
 
 
-def plan_blocks(
-    blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: Settings, seed: int
-) -> Placement:  # fmt: skip
+def plan_blocks(blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: Settings, seed: int) -> Placement:
     """Homes of token blocks and workers of computation blocks, the same for the same arguments.
 
     Args:
@@ -67,9 +65,7 @@ def plan_blocks(
     return _by_level(blocks, shape, settings, np.random.default_rng(seed))
 
 
-def _by_level(
-    blocks: Blocks, shape: tuple[int, int], settings: Settings, rng: np.random.Generator
-) -> Placement:  # fmt: skip
+def _by_level(blocks: Blocks, shape: tuple[int, int], settings: Settings, rng: np.random.Generator) -> Placement:
     nodes, gpus = shape
     solver = settings.solver if find_spec(settings.solver) else "greedy"
     level = Level.of(blocks)
@@ -85,9 +81,7 @@ def _by_level(
     return Placement(home, worker, solver)
 
 
-def _partition(
-    level: Level, num_parts: int, eps: float, variant: str, solver: str, rng: np.random.Generator
-) -> Parts:  # fmt: skip
+def _partition(level: Level, num_parts: int, eps: float, variant: str, solver: str, rng: np.random.Generator) -> Parts:
     """One level. The paper's two constraints hold at the end; its code takes what a solver makes of the folded one."""
     if num_parts == 1 or not len(level.chosen):
         parts = Parts(np.zeros(len(level.data), np.int64), np.zeros(len(level.chosen), np.int64))

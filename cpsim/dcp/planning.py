@@ -31,7 +31,7 @@ class Plan:
 
 def plan_case(
     workload: Workload, cluster: Cluster, block: int, head_groups: int, settings: Settings, seed: int
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Blocks of a workload on a cluster, and the stages of both passes; see ``cut``, ``plan_blocks``, ``stage_blocks``.
 
     The same arguments give the same plan, and the same object as long as it is remembered.
@@ -43,9 +43,14 @@ def plan_case(
 
 @lru_cache(maxsize=8)
 def _planned(
-    workload: Workload, shape: tuple[int, int], rates: Rates, block: int, head_groups: int, settings: Settings,
+    workload: Workload,
+    shape: tuple[int, int],
+    rates: Rates,
+    block: int,
+    head_groups: int,
+    settings: Settings,
     seed: int,
-) -> Plan:  # fmt: skip
+) -> Plan:
     begin = perf_counter()
     blocks = cut(workload, block, head_groups)
     placement = plan_blocks(blocks, shape, rates, settings, seed)

@@ -168,18 +168,14 @@ def make_calls(cells: Cells, mask: Slices, worker: Ints, stage: Ints, any_mask: 
     return Calls(rank[order], at_stage[order], part[order], found[0][order], found[1][order], used[order], tiles)
 
 
-def _restricted(
-    mask: Slices, queries: RangeSets, keys: RangeSets
-) -> tuple[Ints, NDArray[np.int32], Ints]:  # fmt: skip
+def _restricted(mask: Slices, queries: RangeSets, keys: RangeSets) -> tuple[Ints, NDArray[np.int32], Ints]:
     """Product, row and area of the parts of a mask in products of query and key sets."""
     number = np.arange(len(queries))
     start, rows, areas = restrict(mask, queries, keys, number, number)
     return np.repeat(number, np.diff(start)), rows, areas
 
 
-def _tiles(
-    mask: Slices, parts: tuple[Ints, NDArray[np.int32], Ints], tile_of: Ints, num_tiles: int
-) -> Tiles:  # fmt: skip
+def _tiles(mask: Slices, parts: tuple[Ints, NDArray[np.int32], Ints], tile_of: Ints, num_tiles: int) -> Tiles:
     """Tiles that several products belong to each, ``tile_of [products]``; product p goes to tile ``tile_of[p] + 1``."""
     product, rows, areas = parts
     tile = tile_of[product]

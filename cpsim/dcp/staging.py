@@ -30,7 +30,7 @@ SLACK: Final = 1.2
 
 def stage_blocks(
     blocks: Blocks, placement: Placement, shape: tuple[int, int], rates: Rates, settings: Settings, pass_: Pass
-) -> Ints:  # fmt: skip
+) -> Ints:
     """Stage of every computation block, from 0, ``[C]``.
 
     Args:
@@ -55,10 +55,16 @@ def stage_blocks(
     first = np.searchsorted(placement.worker[order], np.arange(len(quality.moved) + 1))
     inputs = [blocks.query_bytes(pass_)[0], blocks.key_bytes(pass_)[0]]
     stages: Ints = _stage(
-        order, first, np.ascontiguousarray(blocks.sides.T), np.repeat(placement.home, blocks.num_groups),
-        np.repeat(blocks.tokens, blocks.num_groups)[:, None] * np.array(inputs), blocks.area, limit, shape[0],
+        order,
+        first,
+        np.ascontiguousarray(blocks.sides.T),
+        np.repeat(placement.home, blocks.num_groups),
+        np.repeat(blocks.tokens, blocks.num_groups)[:, None] * np.array(inputs),
+        blocks.area,
+        limit,
+        shape[0],
         num_stages,
-    )  # fmt: skip
+    )
     return np.unique(stages, return_inverse=True)[1].astype(np.int64)  # without stages that nothing runs in
 
 

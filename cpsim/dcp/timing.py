@@ -50,7 +50,7 @@ class Rates:
 
 def stage_by_time(
     blocks: Blocks, placement: Placement, shape: tuple[int, int], rates: Rates, num_stages: int, pass_: Pass
-) -> tuple[Ints, float]:  # fmt: skip
+) -> tuple[Ints, float]:
     """Stage of every computation block, ``[C]``, and seconds until all are computed and results are home.
 
     Args:
@@ -77,9 +77,7 @@ def stage_by_time(
     return np.searchsorted(ends, at), seconds + _results_s(needs, home, back, shape, rates, pass_)
 
 
-def _arrivals(
-    needs: Bools, home: Ints, nbytes: Ints, work: Floats, shape: tuple[int, int], rates: Rates
-) -> Floats:  # fmt: skip
+def _arrivals(needs: Bools, home: Ints, nbytes: Ints, work: Floats, shape: tuple[int, int], rates: Rates) -> Floats:
     """When every rank has every unit that it needs, ``[units, ranks]`` in seconds; 0 at home.
 
     Args:
@@ -144,9 +142,7 @@ def _seconds(ends: list[int], moments: Floats, work: Floats) -> float:
     return float(done.max())
 
 
-def _results_s(
-    needs: Bools, home: Ints, nbytes: Ints, shape: tuple[int, int], rates: Rates, pass_: Pass
-) -> float:  # fmt: skip
+def _results_s(needs: Bools, home: Ints, nbytes: Ints, shape: tuple[int, int], rates: Rates, pass_: Pass) -> float:
     """Seconds in which partial results go home, after all stages; arguments as of ``_arrivals``.
 
     Forward there are as many exchanges as some queries have other ranks, since outputs of a row are merged one by one.

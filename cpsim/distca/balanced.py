@@ -30,7 +30,7 @@ MOVES: Final = 64
 
 def balanced(
     documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: float, kernel: Kernel, offset: Ints | int = 0
-) -> Tasks:  # fmt: skip
+) -> Tasks:
     """Tasks whose cost no server has more of than ``1 + tolerance`` times the mean, where parts fit elsewhere.
 
     Args:
@@ -51,9 +51,7 @@ def balanced(
         nbytes = 4.0 * sizes.q + sizes.lse, 2.0 * sizes.kv
     else:
         nbytes = 2.0 * sizes.q + sizes.lse, float(sizes.kv)
-    count, tasks = _balance(
-        tasks, num_servers, tolerance, kernel.arrays(), kernel.tail_pairs, nbytes, own, reach
-    )
+    count, tasks = _balance(tasks, num_servers, tolerance, kernel.arrays(), kernel.tail_pairs, nbytes, own, reach)
     return make_tasks(*tasks[:count].T)
 
 

@@ -63,9 +63,16 @@ def iteration(packed: Packed, index: int, batch_size: int, num_nano_batches: int
 
 
 def sample(
-    dataset: DataSet, context: int, *, lengths: Ints | None = None, seed: int = 42, kept: float = 0.5, repeats: int = 4,
-    replaced: float = 0.3, count: int = 10_000,
-) -> Packed:  # fmt: skip
+    dataset: DataSet,
+    context: int,
+    *,
+    lengths: Ints | None = None,
+    seed: int = 42,
+    kept: float = 0.5,
+    repeats: int = 4,
+    replaced: float = 0.3,
+    count: int = 10_000,
+) -> Packed:
     """Sequences of a data set.
 
     Args:

@@ -28,7 +28,7 @@ from cpsim.distca.items import (
     pairs_of_two,
     split,
     tasks_of,
-)  # fmt: skip
+)
 from cpsim.distca.tasks import Tasks, TokenBytes
 from cpsim.masks import Ints
 
@@ -38,9 +38,7 @@ GRAIN: Final = 128
 """Tokens that the paper's items are multiples of: a tile of the kernel."""
 
 
-def released(
-    documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: float, offset: Ints | int = 0
-) -> Tasks:  # fmt: skip
+def released(documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: float, offset: Ints | int = 0) -> Tasks:
     """The released scheduler: work is pairs, parts are of any size, every item is charged the keys of its document.
 
     A recipient takes items until it lacks no more than ``tolerance`` of the mean; what is left over stays on donors,
@@ -123,7 +121,7 @@ class Grid:
 
 def as_in_paper(
     documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: float, grid: Grid, offset: Ints | int = 0
-) -> Tasks:  # fmt: skip
+) -> Tasks:
     """The paper's scheduler: work is measured latency, parts are multiples of 128 tokens, an item is charged the keys
     that it needs. Stops where servers are within the tolerance, or no move takes work off any more.
 

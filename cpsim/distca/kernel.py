@@ -73,9 +73,12 @@ def flash_attention_4(backward: bool, heads: int, kv_heads: int) -> Kernel:
         return Kernel(backward=True, owned=128, walked=64, block_pairs=33_000.0, tail_pairs=0.0)
     packed = int(np.gcd(heads // kv_heads, 128))
     return Kernel(
-        backward=False, owned=128 // packed, walked=128, block_pairs=53_000.0 / packed,
+        backward=False,
+        owned=128 // packed,
+        walked=128,
+        block_pairs=53_000.0 / packed,
         tail_pairs=TAIL_IN_ORDER * 128 * 132 / heads,
-    )  # fmt: skip
+    )
 
 
 TAIL: Final = 0.4

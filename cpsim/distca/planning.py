@@ -18,9 +18,15 @@ Variant = Literal["released", "paper", "cpsim"]
 
 
 def schedule(
-    documents: Ints, num_servers: int, sizes: TokenBytes, kernel: Kernel, *, variant: Variant = "released",
-    tolerance: float = 0.05, offset: Ints | int = 0,
-) -> Tasks:  # fmt: skip
+    documents: Ints,
+    num_servers: int,
+    sizes: TokenBytes,
+    kernel: Kernel,
+    *,
+    variant: Variant = "released",
+    tolerance: float = 0.05,
+    offset: Ints | int = 0,
+) -> Tasks:
     """Tasks of one nano-batch, whose documents lie on the servers one after the other.
 
     Args:

@@ -122,6 +122,8 @@ def dispatch(tasks: Tasks, num_servers: int, sizes: TokenBytes) -> Dispatch:
     queries, keys = traffic(tasks, num_servers)
     q, out, bundle = (-(-row // 16) * 16 for row in (sizes.q, sizes.q + sizes.lse, 3 * sizes.q + sizes.lse))
     return Dispatch(
-        qkv=queries * q + keys * sizes.kv, out=queries.T * out,
-        bundle=queries * bundle + keys * sizes.kv, grads=(queries * q + keys * sizes.kv).T,
-    )  # fmt: skip
+        qkv=queries * q + keys * sizes.kv,
+        out=queries.T * out,
+        bundle=queries * bundle + keys * sizes.kv,
+        grads=(queries * q + keys * sizes.kv).T,
+    )

@@ -139,9 +139,13 @@ class Answers:
             chosen = next((c for c in advice.candidates if strategy in (None, c.scenario.strategy)), None)
         pieces = [piece for job in jobs for piece in job.pieces]
         return Known(
-            advice=advice, chosen=chosen and self._detailed(chosen), cells=tuple(found), left_out=left_out,
-            done=sum(piece.done() for piece in pieces), total=len(pieces) + (view == "map" and not whole),
-        )  # fmt: skip
+            advice=advice,
+            chosen=chosen and self._detailed(chosen),
+            cells=tuple(found),
+            left_out=left_out,
+            done=sum(piece.done() for piece in pieces),
+            total=len(pieces) + (view == "map" and not whole),
+        )
 
     def _tried(
         self, scenario: Scenario, page: str, strategy: str | None, patience_s: float
@@ -204,9 +208,14 @@ class Answers:
         return 1, -self._seconds[_way(scenario)] if _way(scenario) in self._seconds else often
 
     def _job(
-        self, page: str, what: str, scenario: Scenario, items: Sequence[Any],
-        call: Callable[[Any], tuple[Any, ...]] | None, first: Callable[[Any], tuple[int, float]],
-    ) -> Job[Any]:  # fmt: skip
+        self,
+        page: str,
+        what: str,
+        scenario: Scenario,
+        items: Sequence[Any],
+        call: Callable[[Any], tuple[Any, ...]] | None,
+        first: Callable[[Any], tuple[int, float]],
+    ) -> Job[Any]:
         """What a page asks, begun where it is new, in the order of ``first``; pieces are in that of items.
 
         Without a ``call`` the items are ways that the planner tries, and that come with their timelines.

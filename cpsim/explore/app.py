@@ -155,11 +155,15 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
     asked = found.advice.scenario
     whole = "" if found.is_complete else f" So far: {found.done} of {found.total} answers."
     return {
-        "lead": recommendation(found.advice) + whole, "case": f"{case_text(asked)}; {documents_text(asked)}",
-        "done": found.done, "total": found.total, "caption": view.caption,
+        "lead": recommendation(found.advice) + whole,
+        "case": f"{case_text(asked)}; {documents_text(asked)}",
+        "done": found.done,
+        "total": found.total,
+        "caption": view.caption,
         "html": {"below": view.below, "notes": views.notes(found.advice)},
-        "plots": made + [no_update] * missing, "shown": heights + [{"display": "none"}] * missing,
-    }  # fmt: skip
+        "plots": made + [no_update] * missing,
+        "shown": heights + [{"display": "none"}] * missing,
+    }
 
 
 def _themed(figure: Figure, theme: str) -> Figure:
@@ -205,21 +209,27 @@ def _layout(known: Sequence[Control], start: Values) -> Any:
             dcc.Store(id="written"),
             dcc.Download(id="download"),
             html.Aside([html.H1("cpsim explore"), *(_control(one, start) for one in known), _theme()]),
-            html.Main([
-                html.P(id="case", className="muted"),
-                html.P(id="error", role="alert"),
-                html.P(id="lead", role="status"),
-                html.Progress(id="progress", value="0", max="1"),
-                html.Nav([_views(), _downloads()]),
-                *(dcc.Graph(id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"})
-                  for name in views.PLOTS),
-                html.P(id="caption", className="muted"),
-                html.Div(id="below"),
-                html.Details([html.Summary("Know this before you rely on it"), html.Div(id="notes")], open=True),
-            ]),
+            html.Main(
+                [
+                    html.P(id="case", className="muted"),
+                    html.P(id="error", role="alert"),
+                    html.P(id="lead", role="status"),
+                    html.Progress(id="progress", value="0", max="1"),
+                    html.Nav([_views(), _downloads()]),
+                    *(
+                        dcc.Graph(
+                            id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"}
+                        )
+                        for name in views.PLOTS
+                    ),
+                    html.P(id="caption", className="muted"),
+                    html.Div(id="below"),
+                    html.Details([html.Summary("Know this before you rely on it"), html.Div(id="notes")], open=True),
+                ]
+            ),
         ],
         id="page",
-    )  # fmt: skip
+    )
 
 
 def _control(one: Control, start: Values) -> Any:

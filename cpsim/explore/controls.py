@@ -88,13 +88,24 @@ def state_of(scenario: Scenario) -> dict[str, Any]:
         case draw:
             documents, seed = draw.distribution, draw.seed
     return {
-        "tokens_per_gpu": scenario.num_tokens // scenario.gpus, "gpus": scenario.gpus,
-        "nodes": scenario.resolve_cluster().num_nodes, "cluster": scenario.cluster, "network": "1",
-        "profile": scenario.profile or OWN_PROFILE, "documents": documents, "lengths": lengths, "seed": seed,
-        "mask": scenario.mask_name, "options": ", ".join(f"{k}={v}" for k, v in dict(scenario.mask_options).items()),
-        "heads": scenario.heads, "kv_heads": scenario.kv_heads, "head_dim": scenario.head_dim,
-        "kernel": scenario.kernel, "strategy": scenario.strategy or BEST, "ranks": "",
-    }  # fmt: skip
+        "tokens_per_gpu": scenario.num_tokens // scenario.gpus,
+        "gpus": scenario.gpus,
+        "nodes": scenario.resolve_cluster().num_nodes,
+        "cluster": scenario.cluster,
+        "network": "1",
+        "profile": scenario.profile or OWN_PROFILE,
+        "documents": documents,
+        "lengths": lengths,
+        "seed": seed,
+        "mask": scenario.mask_name,
+        "options": ", ".join(f"{k}={v}" for k, v in dict(scenario.mask_options).items()),
+        "heads": scenario.heads,
+        "kv_heads": scenario.kv_heads,
+        "head_dim": scenario.head_dim,
+        "kernel": scenario.kernel,
+        "strategy": scenario.strategy or BEST,
+        "ranks": "",
+    }
 
 
 def scenario_of(state: State, known: Sequence[Control], folder: Path) -> Scenario:

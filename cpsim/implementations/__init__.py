@@ -32,9 +32,22 @@ from cpsim.implementations.torch_cp import TORCH
 from cpsim.implementations.transformer_engine import TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_THD
 
 __all__ = [
-    "CPSIM", "DENSE", "DOCUMENTS", "IMPLEMENTATIONS", "GatherCode", "HalvesCode", "HeldRingCode", "Implementation",
-    "RingCode", "Support", "Sweep", "Sweeps", "UlyssesCode", "WrapperCode", "implementation",
-]  # fmt: skip
+    "CPSIM",
+    "DENSE",
+    "DOCUMENTS",
+    "IMPLEMENTATIONS",
+    "GatherCode",
+    "HalvesCode",
+    "HeldRingCode",
+    "Implementation",
+    "RingCode",
+    "Support",
+    "Sweep",
+    "Sweeps",
+    "UlyssesCode",
+    "WrapperCode",
+    "implementation",
+]
 
 CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
 

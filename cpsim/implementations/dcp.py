@@ -16,8 +16,11 @@ from typing import Final
 from cpsim.implementations.facts import Implementation, Support
 
 _TRITON: Final[dict[str, tuple[str, ...]]] = {
-    "copy": ("dcp_copy",), "merge": ("dcp_merge",), "accumulate": ("dcp_sum",), "elementwise": ("dcp_gradients",),
-}  # fmt: skip
+    "copy": ("dcp_copy",),
+    "merge": ("dcp_merge",),
+    "accumulate": ("dcp_sum",),
+    "elementwise": ("dcp_gradients",),
+}
 
 DCP: Final = Implementation(
     name="dcp",

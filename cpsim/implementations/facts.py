@@ -405,8 +405,10 @@ class Implementation:
 
 EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise", "merge"), ("eager",))
 EAGER_SWEEPS: Final = {
-    "accumulate": ("mixed", "accumulate"), "elementwise": ("strided", "transpose"), "merge": ("mixed", "accumulate"),
-}  # fmt: skip
+    "accumulate": ("mixed", "accumulate"),
+    "elementwise": ("strided", "transpose"),
+    "merge": ("mixed", "accumulate"),
+}
 FLASH_ATTN: Final = EAGER | {
     "entry": ("autograd entry {pass}",),
     "exit": ("autograd exit {pass}",),

@@ -61,9 +61,11 @@ _RING: Final = HeldRingCode(  # FA3RingAttnFunc
     turns=True,
 )
 _FP64_RING: Final = replace(
-    _RING, first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2), Sweep("lse", 0, 3)), sum_lse=(Sweep("lse", 0, 6),) * 6,
+    _RING,
+    first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2), Sweep("lse", 0, 3)),
+    sum_lse=(Sweep("lse", 0, 6),) * 6,
     in_loop=True,
-)  # fmt: skip
+)
 _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the output's only after it
     there={"fwd": 2, "bwd": 1},
     back={"fwd": 1, "bwd": 2},

@@ -24,7 +24,7 @@ from cpsim.implementations.facts import (
     Support,
     Sweep,
     UlyssesCode,
-)  # fmt: skip
+)
 from cpsim.schedule import Kind
 
 _FUSED: Final = (Sweep("q", 1, 2, kind=Kind.MERGE), *LSE * 3)  # utils.py, _update_out_and_lse: TorchScript fuses one
@@ -65,7 +65,10 @@ RING_FLASH_ATTN: Final = Implementation(
     strategies={
         "ring": Support(masks=DENSE + DOCUMENTS, chunks=1, varlen=DOCUMENTS),
         "zigzag_ring": Support(
-            masks=("causal", "causal_document"), chunks=2, knobs={"zigzag": ("document",)}, varlen=DOCUMENTS,
+            masks=("causal", "causal_document"),
+            chunks=2,
+            knobs={"zigzag": ("document",)},
+            varlen=DOCUMENTS,
             reads=DOCUMENTS,  # get_half_index: values of cu_seqlens
         ),
         "striped_ring": Support(masks=("causal",), chunks=1),
@@ -96,7 +99,9 @@ YUNCHANG: Final = Implementation(
     strategies={
         "ulysses": Support(masks=DENSE, chunks=1, knobs={"head_groups": (1,)}, whole_heads=True),
         "usp": Support(
-            masks=DENSE, chunks=2, knobs={"ring": ("zigzag", "basic"), "zigzag": ("document",)},
+            masks=DENSE,
+            chunks=2,
+            knobs={"ring": ("zigzag", "basic"), "zigzag": ("document",)},
             balanced=("ring", "zigzag"),
         ),
     },

@@ -19,7 +19,7 @@ from cpsim.implementations.facts import (
     RingCode,
     Support,
     Sweep,
-)  # fmt: skip
+)
 
 _ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
 _CONTIGUOUS: Final = (Sweep("k", 2, 0, kind=STRIDED),) * 2

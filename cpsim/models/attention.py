@@ -99,27 +99,53 @@ class Anatomy:
 
 def _flash2(backward: bool) -> Anatomy:
     return Anatomy(
-        backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=64 if backward else 128,
-        tile_k=128 if backward else 64, packs_heads=False, heads_outermost=True, heavy_first=False,
-        blocks_per_sm=1 if backward else 2, splits_keys=not backward, grid_of_longest=True, accumulates_kv=False,
-        aligns_keys=backward, aligns_queries=backward,
-    )  # fmt: skip
+        backward=backward,
+        tile_q_causal=64 if backward else 128,
+        tile_q_full=64 if backward else 128,
+        tile_k=128 if backward else 64,
+        packs_heads=False,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1 if backward else 2,
+        splits_keys=not backward,
+        grid_of_longest=True,
+        accumulates_kv=False,
+        aligns_keys=backward,
+        aligns_queries=backward,
+    )
 
 
 def _flash4(backward: bool) -> Anatomy:
     return Anatomy(
-        backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=80 if backward else 128, tile_k=128,
-        packs_heads=not backward, heads_outermost=False, heavy_first=not backward, blocks_per_sm=1,
-        splits_keys=False, grid_of_longest=False, accumulates_kv=True,
-    )  # fmt: skip
+        backward=backward,
+        tile_q_causal=64 if backward else 128,
+        tile_q_full=80 if backward else 128,
+        tile_k=128,
+        packs_heads=not backward,
+        heads_outermost=False,
+        heavy_first=not backward,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=True,
+    )
 
 
 def _cudnn(backward: bool) -> Anatomy:
     return Anatomy(
-        backward=backward, tile_q_causal=64 if backward else 128, tile_q_full=64 if backward else 128, tile_k=128,
-        packs_heads=False, heads_outermost=True, heavy_first=False, blocks_per_sm=1, splits_keys=False,
-        grid_of_longest=True, accumulates_kv=False, aligns_keys=True,
-    )  # fmt: skip
+        backward=backward,
+        tile_q_causal=64 if backward else 128,
+        tile_q_full=64 if backward else 128,
+        tile_k=128,
+        packs_heads=False,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=True,
+        accumulates_kv=False,
+        aligns_keys=True,
+    )
 
 
 def _math(backward: bool) -> Anatomy:
@@ -129,10 +155,19 @@ def _math(backward: bool) -> Anatomy:
     long as there are keys, so that queries do not count.
     """
     return Anatomy(
-        backward=backward, tile_q_causal=0, tile_q_full=8, tile_k=8, packs_heads=False, heads_outermost=False,
-        heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
+        backward=backward,
+        tile_q_causal=0,
+        tile_q_full=8,
+        tile_k=8,
+        packs_heads=False,
+        heads_outermost=False,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=False,
         aligns_keys=True,
-    )  # fmt: skip
+    )
 
 
 def _flex(backward: bool) -> Anatomy:
@@ -141,26 +176,47 @@ def _flex(backward: bool) -> Anatomy:
     Backward, some blocks own keys, for all heads that share them, and then others own queries.
     """
     return Anatomy(
-        backward=backward, tile_q_causal=128, tile_q_full=128, tile_k=128, packs_heads=backward, heads_outermost=True,
-        heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False, accumulates_kv=False,
+        backward=backward,
+        tile_q_causal=128,
+        tile_q_full=128,
+        tile_k=128,
+        packs_heads=backward,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=False,
         lists_blocks=True,
-    )  # fmt: skip
+    )
 
 
 def _flash4_sparse(backward: bool) -> Anatomy:
     """flash-attn 4 with lists of blocks; backward, blocks own keys for one head."""
     return replace(
-        _flex(backward), packs_heads=not backward, heads_outermost=False, accumulates_kv=True,
-    )  # fmt: skip
+        _flex(backward),
+        packs_heads=not backward,
+        heads_outermost=False,
+        accumulates_kv=True,
+    )
 
 
 def _flashinfer(packs_heads: bool, tile_k: int) -> Anatomy:
     """FlashInfer's block-sparse kernels: every row of blocks is a sequence on gathered keys; no backward pass."""
     return Anatomy(
-        backward=False, tile_q_causal=128, tile_q_full=128, tile_k=tile_k, packs_heads=packs_heads,
-        heads_outermost=True, heavy_first=False, blocks_per_sm=1, splits_keys=False, grid_of_longest=False,
-        accumulates_kv=False, gathers_keys=True,
-    )  # fmt: skip
+        backward=False,
+        tile_q_causal=128,
+        tile_q_full=128,
+        tile_k=tile_k,
+        packs_heads=packs_heads,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=False,
+        gathers_keys=True,
+    )
 
 
 def flash2_ranges(backward: bool) -> Anatomy:
@@ -180,10 +236,16 @@ def flash2_ranges(backward: bool) -> Anatomy:
 NAIVE = ("math", "sdpa_math")
 """Kernels that hold all scores in memory."""
 _MAKE = {
-    "fa2": _flash2, "fa3": _flash4, "fa4": _flash4, "cudnn": _cudnn, "sdpa_flash": _flash2, "flex": _flex,
+    "fa2": _flash2,
+    "fa3": _flash4,
+    "fa4": _flash4,
+    "cudnn": _cudnn,
+    "sdpa_flash": _flash2,
+    "flex": _flex,
     "fa4_sparse": _flash4_sparse,
-    "sdpa_math": _math, "math": _math,
-}  # fmt: skip
+    "sdpa_math": _math,
+    "math": _math,
+}
 ANATOMY: dict[tuple[str, str], Anatomy] = {
     (kernel, "bwd" if backward else "fwd"): make(backward)
     for kernel, make in _MAKE.items()
@@ -195,22 +257,30 @@ ANATOMY: dict[tuple[str, str], Anatomy] = {
 """By (kernel, pass)."""
 _FLASH2_TILES = {64: (128, 128, 128), 256: (64, 64, 64)}
 _TILES: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {
-    ("fa2", "fwd"): _FLASH2_TILES, ("fa2", "bwd"): _FLASH2_TILES,
-    ("sdpa_flash", "fwd"): _FLASH2_TILES, ("sdpa_flash", "bwd"): _FLASH2_TILES,
+    ("fa2", "fwd"): _FLASH2_TILES,
+    ("fa2", "bwd"): _FLASH2_TILES,
+    ("sdpa_flash", "fwd"): _FLASH2_TILES,
+    ("sdpa_flash", "bwd"): _FLASH2_TILES,
     ("fa4", "fwd"): {64: (192, 192, 128), 256: (128, 128, 80)},
     ("fa4", "bwd"): {64: (128, 128, 128), 256: (64, 64, 64)},
     ("cudnn", "bwd"): {256: (64, 64, 64)},
-    ("flex", "fwd"): {256: (64, 64, 32)}, ("flex", "bwd"): {256: (64, 64, 64)},
-}  # fmt: skip
+    ("flex", "fwd"): {256: (64, 64, 32)},
+    ("flex", "bwd"): {256: (64, 64, 64)},
+}
 """Tiles (tile_q_causal, tile_q_full, tile_k) where they differ from those of head dimension 128."""
 _ROWS_TOGETHER = {("cudnn", "bwd", 256): 2}
 """33 rows of 4 heads take 132 SMs two waves, 66 of 2 one (cpsim/calibrate/data/h200-waves.jsonl)."""
 
 
 def working_bytes(
-    kernel: str, pass_: str, q_tokens: ArrayLike, k_tokens: ArrayLike, heads: ArrayLike, kv_heads: ArrayLike,
+    kernel: str,
+    pass_: str,
+    q_tokens: ArrayLike,
+    k_tokens: ArrayLike,
+    heads: ArrayLike,
+    kv_heads: ArrayLike,
     head_dim: int,
-) -> Ints:  # fmt: skip
+) -> Ints:
     """Bytes that calls allocate beyond what they are given and leave, where they run in blocks.
 
     From the kernels' sources: backward an fp32 accumulator of dq, products of out and dout, and fp32 or per-head sums
@@ -351,9 +421,15 @@ PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
 
 def attention_seconds(
     params: AttentionParams,
-    op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools | None = None,
-) -> Floats:  # fmt: skip
+    op_start: Ints,
+    q_len: Ints,
+    k_len: Ints,
+    causal: Bools,
+    num_heads: Ints,
+    num_kv_heads: Ints,
+    head_dim: int,
+    varlen: Bools | None = None,
+) -> Floats:
     """Seconds of N kernel calls of one kernel and pass.
 
     Args:
@@ -377,9 +453,15 @@ def attention_seconds(
 
 def clocked_seconds(
     params: AttentionParams,
-    op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: bool = False,
-) -> tuple[Floats, Floats]:  # fmt: skip
+    op_start: Ints,
+    q_len: Ints,
+    k_len: Ints,
+    causal: Bools,
+    num_heads: Ints,
+    num_kv_heads: Ints,
+    head_dim: int,
+    varlen: bool = False,
+) -> tuple[Floats, Floats]:
     """As `attention_seconds`: [N] seconds of calls without a pause, which the power limit slows, and without it.
 
     With ``varlen`` calls of one sequence are varlen ones, too.
@@ -394,10 +476,17 @@ def clocked_seconds(
 
 def calls(
     params: AttentionParams,
-    op_start: Ints, q_len: Ints, k_len: Ints, causal: Bools,
-    num_heads: Ints, num_kv_heads: Ints, head_dim: int, varlen: Bools, held: Ints | None = None,
+    op_start: Ints,
+    q_len: Ints,
+    k_len: Ints,
+    causal: Bools,
+    num_heads: Ints,
+    num_kv_heads: Ints,
+    head_dim: int,
+    varlen: Bools,
+    held: Ints | None = None,
     hold_s: Floats | None = None,
-) -> tuple[Floats, Floats, Floats]:  # fmt: skip
+) -> tuple[Floats, Floats, Floats]:
     """As `attention_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
 
     Something else, such as a kernel of NCCL's, may hold `held` SMs [N] for the first `hold_s` [N] of each call.
@@ -407,13 +496,18 @@ def calls(
         masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
         return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
     seconds, features, slower = price(
-        _compiled(params, head_dim), params.discrepancy.arrays(),
-        np.asarray(op_start, np.int64), np.asarray(q_len, np.int64), np.asarray(k_len, np.int64),
-        np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0), np.asarray(num_heads, np.int64),
-        np.asarray(num_kv_heads, np.int64), np.asarray(varlen, np.bool_),
+        _compiled(params, head_dim),
+        params.discrepancy.arrays(),
+        np.asarray(op_start, np.int64),
+        np.asarray(q_len, np.int64),
+        np.asarray(k_len, np.int64),
+        np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0),
+        np.asarray(num_heads, np.int64),
+        np.asarray(num_kv_heads, np.int64),
+        np.asarray(varlen, np.bool_),
         np.zeros(len(varlen), np.int64) if held is None else held,
         np.zeros(len(varlen)) if hold_s is None else hold_s,
-    )  # fmt: skip
+    )
     return seconds, features, slower
 
 
@@ -431,9 +525,17 @@ def listed_calls(
     found = np.ones((2, len(masks)))
     for i, mask in enumerate(masks):
         found[:, i] = price_listed(
-            g, discrepancy, mask.of_queries, mask.of_keys, mask.num_q, mask.num_k, mask.rule,
-            int(num_heads[i]), int(num_kv_heads[i]), looks[i],
-        )  # fmt: skip
+            g,
+            discrepancy,
+            mask.of_queries,
+            mask.of_keys,
+            mask.num_q,
+            mask.num_k,
+            mask.rule,
+            int(num_heads[i]),
+            int(num_kv_heads[i]),
+            looks[i],
+        )
     return found[0], looks, found[1]
 
 

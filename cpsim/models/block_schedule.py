@@ -49,7 +49,7 @@ def sum_of_runs(seconds: Floats, number: Ints, n: int) -> float:
 @compiled()
 def queue(
     cost: Floats, number: Ints, n: int, repeats: int, slots: int, left: Floats, held: int = 0, hold_s: float = 0.0
-) -> float:  # fmt: skip
+) -> float:
     """Makespan of list scheduling: `repeats` times n runs of blocks, `number` alike in each, each block on the slot
     that is free first.
 
@@ -247,9 +247,16 @@ def sift_down(order: Ints, due: Floats) -> None:
 
 @compiled()
 def pairs(
-    idle: Floats, work: Floats, n: int, num_sms: int, alone: float, share: float, seed: int,
-    held: int = 0, hold_s: float = 0.0,
-) -> float:  # fmt: skip
+    idle: Floats,
+    work: Floats,
+    n: int,
+    num_sms: int,
+    alone: float,
+    share: float,
+    seed: int,
+    held: int = 0,
+    hold_s: float = 0.0,
+) -> float:
     """Makespan of n blocks where an SM holds two: seconds of `idle` overhead and then of `work`, its tiles alone.
 
     The first blocks find their SMs all at once (`homes`), whether they have work or not; every other one goes to the

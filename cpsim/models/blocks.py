@@ -46,8 +46,18 @@ longest and shortest row, tokens, queries rounded up to tiles, three flags, idle
 Times = namedtuple("Times", "idle cut tile")
 """Of a block: seconds without tiles, those of two tiles or more that the mask cuts, and of one tile by itself."""
 FEATURES = (
-    "waves", "tiles", "unevenness", "causal", "sequences", "heads", "sharing", "idleness", "traffic", "varlen", "split"
-)  # fmt: skip
+    "waves",
+    "tiles",
+    "unevenness",
+    "causal",
+    "sequences",
+    "heads",
+    "sharing",
+    "idleness",
+    "traffic",
+    "varlen",
+    "split",
+)
 """What the discrepancy may depend on; logarithms to base 2 of all but flags and the share of traffic. Of listed blocks
 the share of partial ones stands for causal, the rule inside them for varlen. Where a kernel does not split keys,
 lengths that are not whole tiles stand for split."""
@@ -76,9 +86,21 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
         odd = odd or k_len[i] % 2 == 1
         cuts += r * (_cuts(low) + 4.0 * _cuts((low + high) / 2) + _cuts(high)) / 6
     return Sums(
-        num, rows, longest_row, tiles, most, least, queries, keys, whole, masked, aligned, odd,
-        t.idle * rows, t.tile * tiles + t.cut * cuts,
-    )  # fmt: skip
+        num,
+        rows,
+        longest_row,
+        tiles,
+        most,
+        least,
+        queries,
+        keys,
+        whole,
+        masked,
+        aligned,
+        odd,
+        t.idle * rows,
+        t.tile * tiles + t.cut * cuts,
+    )
 
 
 @compiled()
@@ -119,9 +141,26 @@ def _runs(  # type: ignore[no-untyped-def]
 
 @compiled()
 def _replay(  # type: ignore[no-untyped-def]
-    g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, share, held, hold_s, idle, work,
-    number, left,
-):  # fmt: skip
+    g,
+    t,
+    q_len,
+    k_len,
+    causal,
+    begin,
+    end,
+    packed,
+    heads,
+    tile_q,
+    empties,
+    slow,
+    share,
+    held,
+    hold_s,
+    idle,
+    work,
+    number,
+    left,
+):
     """Makespan of every block of a call in launch order.
 
     `empties` as of `_runs`; if not 0, all blocks are followed from event to event. `slow` is how much slower tiles are
@@ -293,9 +332,27 @@ def _empty_blocks(g, s, packed, heads, tile_q, varlen):  # type: ignore[no-untyp
 
 @compiled()
 def _in_order(  # type: ignore[no-untyped-def]
-    g, t, s, q_len, k_len, causal, begin, end, packed, heads, tile_q, varlen, masked, share, held, hold_s, empty,
-    per_empty, scratch, number,
-):  # fmt: skip
+    g,
+    t,
+    s,
+    q_len,
+    k_len,
+    causal,
+    begin,
+    end,
+    packed,
+    heads,
+    tile_q,
+    varlen,
+    masked,
+    share,
+    held,
+    hold_s,
+    empty,
+    per_empty,
+    scratch,
+    number,
+):
     """Makespan of a grid of one block for every row: of few waves a replay, of many a bound."""
     num_blocks = s.rows * heads
     slow = overlap(s.idle, s.work, g.alone_factor) if g.blocks_per_sm == 2 else 1.0
@@ -304,9 +361,26 @@ def _in_order(  # type: ignore[no-untyped-def]
     if num_blocks <= REPLAYED_WAVES * g.slots:
         empties = s.longest_row if follow else 0
         makespan = _replay(
-            g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, slow, share, held, hold_s,
-            scratch[0], scratch[1], number, scratch[2, : g.slots],
-        )  # fmt: skip
+            g,
+            t,
+            q_len,
+            k_len,
+            causal,
+            begin,
+            end,
+            packed,
+            heads,
+            tile_q,
+            empties,
+            slow,
+            share,
+            held,
+            hold_s,
+            scratch[0],
+            scratch[1],
+            number,
+            scratch[2, : g.slots],
+        )
     else:
         paired = Times(t.idle, t.cut * slow, t.tile * slow)
         if slow != 1.0:
@@ -354,9 +428,27 @@ def _call(  # type: ignore[no-untyped-def]
     else:
         empty = _empty_blocks(g, s, packed, heads, tile_q, varlen)
         makespan = _in_order(
-            g, t, s, q_len, k_len, causal, begin, end, packed, heads, tile_q, varlen, masked, share, held, hold_s,
-            empty, per_empty, scratch, number,
-        )  # fmt: skip
+            g,
+            t,
+            s,
+            q_len,
+            k_len,
+            causal,
+            begin,
+            end,
+            packed,
+            heads,
+            tile_q,
+            varlen,
+            masked,
+            share,
+            held,
+            hold_s,
+            empty,
+            per_empty,
+            scratch,
+            number,
+        )
         busy = work / g.slots / makespan
     slower = slowdown(busy / g.busy_threshold, g.busy_power)
     makespan *= slower
@@ -411,9 +503,21 @@ def price(  # type: ignore[no-untyped-def]
             known[slot] = (q, k, kind, num_heads[op], num_kv_heads[op])
             known_op[slot] = op
         seconds[op], slower[op] = _call(
-            g, q_len, k_len, causal, begin, end, num_heads[op], num_kv_heads[op], varlen[op], held[op], hold_s[op],
-            scratch, number, looks[op],
-        )  # fmt: skip
+            g,
+            q_len,
+            k_len,
+            causal,
+            begin,
+            end,
+            num_heads[op],
+            num_kv_heads[op],
+            varlen[op],
+            held[op],
+            hold_s[op],
+            scratch,
+            number,
+            looks[op],
+        )
         seconds[op] /= np.exp(correction(looks[op], discrepancy[0], discrepancy[1], discrepancy[2]))
     return seconds, looks, slower
 

@@ -34,9 +34,14 @@ AT_ONCE: Final = 1 << 18
 
 
 def attention_op_seconds(
-    params: AttentionParams, kernel: str, dtype: str, head_dim: int, schedule: Schedule, ops: Ints | None = None,
+    params: AttentionParams,
+    kernel: str,
+    dtype: str,
+    head_dim: int,
+    schedule: Schedule,
+    ops: Ints | None = None,
     varlen: bool = False,
-) -> Floats:  # fmt: skip
+) -> Floats:
     """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
 
     The kernel takes them; see `check_calls`. With ``varlen`` calls of one sequence are varlen ones, too.
@@ -74,9 +79,14 @@ def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
 
 
 def held_op_seconds(
-    params: AttentionParams, head_dim: int, schedule: Schedule, ops: Ints, held: Ints, hold_s: Floats,
+    params: AttentionParams,
+    head_dim: int,
+    schedule: Schedule,
+    ops: Ints,
+    held: Ints,
+    hold_s: Floats,
     varlen: bool = False,
-) -> Floats:  # fmt: skip
+) -> Floats:
     """Seconds [A] of attention ops [A] at the clock that the power limit leaves, where something holds SMs when they
     begin.
 

@@ -75,9 +75,14 @@ class Communication:
         return max(inside, between), near, far, between >= inside
 
     def transfers(
-        self, schedule: Schedule, messages: Messages, links: Links, duration: Floats, group: Int8,
+        self,
+        schedule: Schedule,
+        messages: Messages,
+        links: Links,
+        duration: Floats,
+        group: Int8,
         notes: dict[str, None],
-    ) -> Flows:  # fmt: skip
+    ) -> Flows:
         """Of messages between two ranks, inside nodes and between them."""
         ops, nbytes = messages.op, messages.nbytes
         first = schedule.lane_start[ops]
@@ -134,7 +139,7 @@ class Communication:
 
     def _routed(
         self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, largest: dict[int, float]
-    ) -> Flows:  # fmt: skip
+    ) -> Flows:
         """An uneven all-to-all: as long as an even one whose ranks send what the busiest rank sends or receives inside
         its node, or as the busiest NIC or uplink takes. ``largest`` gets the size of the one inside nodes, by GPUs."""
         mine = slice(*np.searchsorted(schedule.routes[:, 0], [op, op + 1]).tolist())

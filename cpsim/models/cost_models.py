@@ -3,9 +3,16 @@
 from typing import Final
 
 OF_ATTENTION: Final = (
-    "attention fwd", "attention bwd", "memory-bound", "transfer", "collective", "transfer between nodes",
-    "collective between nodes", "host", "interference",
-)  # fmt: skip
+    "attention fwd",
+    "attention bwd",
+    "memory-bound",
+    "transfer",
+    "collective",
+    "transfer between nodes",
+    "collective between nodes",
+    "host",
+    "interference",
+)
 """Cost models of attention alone whose uncertainty is sampled together; no op belongs to the last two."""
 GROUPS: Final = (*OF_ATTENTION, "matrix products", "elementwise of layers")
 """All cost models."""

@@ -16,8 +16,13 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 LIKE = {
-    "cudnn": "fa4", "fa3": "fa4", "fa4_sparse": "fa4", "flex": "fa4", "sdpa_flash": "fa2", "fa2_ranges": "fa2",
-}  # fmt: skip
+    "cudnn": "fa4",
+    "fa3": "fa4",
+    "fa4_sparse": "fa4",
+    "flex": "fa4",
+    "sdpa_flash": "fa2",
+    "fa2_ranges": "fa2",
+}
 """Kernels that were not measured beside communication, and the one of their class that was."""
 
 

@@ -65,9 +65,12 @@ _MEMORY_NAMES: Final = {
 _IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for stream in STREAMS])
 """A batched send and receive is one kernel; this end of it does not count again."""
 _POWER_OF: Final = {
-    **dict.fromkeys(Kind, "memory-bound"), Kind.TRANSFER: "transfer", **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
-    **dict.fromkeys((Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.BARRIER), "none"), Kind.GEMM: "products",
-}  # fmt: skip
+    **dict.fromkeys(Kind, "memory-bound"),
+    Kind.TRANSFER: "transfer",
+    **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
+    **dict.fromkeys((Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.BARRIER), "none"),
+    Kind.GEMM: "products",
+}
 """What ops draw power as, beside the attention whose clock it sets."""
 _LIMITED: Final = {"products": 1.0}
 """Large products draw what the power limit allows."""
@@ -134,17 +137,32 @@ class Pricing:
 
     @classmethod
     def of(
-        cls, code: Implementation, strategy: str | None, workload: Workload, cluster: Cluster, profile: Profile,
-        kernel: str, protocol: Protocol,
-    ) -> Pricing:  # fmt: skip
+        cls,
+        code: Implementation,
+        strategy: str | None,
+        workload: Workload,
+        cluster: Cluster,
+        profile: Profile,
+        kernel: str,
+        protocol: Protocol,
+    ) -> Pricing:
         """What a code's ops cost, by the facts of it that hold for a strategy and a workload's mask."""
         support = code.support(strategy)
         return cls(
-            cluster=cluster, profile=profile, kernel=kernel, head_dim=workload.head_dim, dtype=workload.dtype,
-            protocol=protocol, launches=code.launches, sweeps=code.sweeps, captured=code.captured,
-            unbatched=code.unbatched, messages=code.messages, varlen=workload.mask in support.varlen,
+            cluster=cluster,
+            profile=profile,
+            kernel=kernel,
+            head_dim=workload.head_dim,
+            dtype=workload.dtype,
+            protocol=protocol,
+            launches=code.launches,
+            sweeps=code.sweeps,
+            captured=code.captured,
+            unbatched=code.unbatched,
+            messages=code.messages,
+            varlen=workload.mask in support.varlen,
             reads=workload.mask in support.reads,
-        )  # fmt: skip
+        )
 
     def price(self, schedule: Schedule) -> Priced:
         """Costs of every op.
@@ -200,9 +218,7 @@ class Pricing:
                 duration[ops], group[ops] = self._sweeps(schedule, ops, notes)
             elif kind in _MEMORY_NAMES:
                 name = self._sweep(kind, notes)
-                duration[ops] = elementwise_seconds(
-                    self.profile.elementwise, name, schedule.nbytes[ops], cached[ops]
-                )
+                duration[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops], cached[ops])
             elif kind == Kind.GEMM:
                 duration[ops] = self._products(schedule, notes)
                 group[ops] = GROUPS.index("matrix products")
@@ -268,9 +284,16 @@ class Pricing:
         return gains.get(f"{self.kernel} {pass_}" if kind in ATTENTION_KINDS else pass_, gains[pass_])
 
     def _settle(
-        self, schedule: Schedule, pass_: Pass, attends: Ints, duration: Floats, full: Floats, release: Floats,
-        eager: Bools, paced: Bools,
-    ) -> tuple[Floats, Floats]:  # fmt: skip
+        self,
+        schedule: Schedule,
+        pass_: Pass,
+        attends: Ints,
+        duration: Floats,
+        full: Floats,
+        release: Floats,
+        eager: Bools,
+        paced: Bools,
+    ) -> tuple[Floats, Floats]:
         """Attention ops at the clock that each GPU settles at, from what runs on it in an iteration and between two.
 
         Messages draw what their bytes do at the rate of a port, whatever paces them. A GPU is idle as long as the
@@ -305,9 +328,17 @@ class Pricing:
         return start, end
 
     def _held(
-        self, schedule: Schedule, pass_: Pass, ops: Ints, messages: Messages, near: Bools, start: Floats, end: Floats,
-        pressure: Int8, slowdown: Floats,
-    ) -> Floats:  # fmt: skip
+        self,
+        schedule: Schedule,
+        pass_: Pass,
+        ops: Ints,
+        messages: Messages,
+        near: Bools,
+        start: Floats,
+        end: Floats,
+        pressure: Int8,
+        slowdown: Floats,
+    ) -> Floats:
         """Seconds that ops take longer because messages hold SMs at their start, beyond what their slowdown says.
 
         Of attention of few waves, ``[N]``; less than 0 where the last wave has room for what did not fit the first.
@@ -377,9 +408,17 @@ class Pricing:
                 notes[f"host: launch of {names[-1]} not measured, {instead}"] = None
 
     def _work(
-        self, schedule: Schedule, links: Links, duration: Floats, flows: list[Flows], release: Floats, pressure: Int8,
-        names: list[str], slowdown: Floats, eager: Bools,
-    ) -> Work:  # fmt: skip
+        self,
+        schedule: Schedule,
+        links: Links,
+        duration: Floats,
+        flows: list[Flows],
+        release: Floats,
+        pressure: Int8,
+        names: list[str],
+        slowdown: Floats,
+        eager: Bools,
+    ) -> Work:
         flow_start, flow_link, flow_bytes = as_columns(flows, len(schedule))
         capacity = links.capacity_bytes_per_s()
         _wait_for_links(duration, flow_start, flow_link, flow_bytes, capacity)
@@ -396,9 +435,7 @@ class Pricing:
             eager=eager,
         )
 
-    def _attention(
-        self, schedule: Schedule, ops: Ints, pass_: str, notes: dict[str, None]
-    ) -> tuple[Floats, Floats]:
+    def _attention(self, schedule: Schedule, ops: Ints, pass_: str, notes: dict[str, None]) -> tuple[Floats, Floats]:
         """Seconds without a pause, at the clock that the power limit then leaves, and at the full clock."""
         tiles = sequences(schedule.tiles)
         check_calls(self.kernel, self.dtype, self.head_dim, schedule)
@@ -466,7 +503,6 @@ class Pricing:
         return np.asarray(
             _launched(starts, ranks, ops, schedule.num_ranks, per_kind / calls, calls, talks, edges, lead)
         )
-
 
 
 def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:

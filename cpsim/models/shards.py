@@ -34,6 +34,9 @@ def planner_kernel(params: AttentionParams, num_heads: int, num_kv_heads: int, h
     longest = TAIL_IN_ORDER if anatomy.heavy_first else TAIL
     slots = params.num_sms * anatomy.blocks_per_sm
     return Kernel(
-        backward=False, owned=anatomy.tile_q_causal // packed, walked=anatomy.tile_k, block_pairs=block_pairs / packed,
+        backward=False,
+        owned=anatomy.tile_q_causal // packed,
+        walked=anatomy.tile_k,
+        block_pairs=block_pairs / packed,
         tail_pairs=longest * anatomy.tile_q_causal * slots / num_heads,
-    )  # fmt: skip
+    )

@@ -25,8 +25,14 @@ Rows = list[tuple[str, ...]]
 ERRORS_HEAD: Final = ("who", "1 ms or more", "mean", "bias", "worst", "shorter", "mean", "bias", "worst", "in range")
 CASES_HEAD: Final = ("who", "case", "error", "predicted ms", "90 % range", "measured ms")
 CHOICES_HEAD: Final = (
-    "choices among", "groups", "right", "or tied", f"regret ≤ {REGRET:.0%}".replace("%", " %"), "mean", "worst"
-)  # fmt: skip
+    "choices among",
+    "groups",
+    "right",
+    "or tied",
+    f"regret ≤ {REGRET:.0%}".replace("%", " %"),
+    "mean",
+    "worst",
+)
 REGRETS_HEAD: Final = ("predicted best", "measured best", "case", "regret")
 
 

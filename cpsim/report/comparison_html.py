@@ -93,10 +93,13 @@ def scatter(pairs: Sequence[Pair]) -> Any:
     for trace, some in zip(made.data[3:], _by_who(pairs).values(), strict=True):
         high, low = ([getattr(p.predicted, n) * MS_PER_S for p in some] for n in ("time_s_high", "time_s_low"))
         trace.error_y = {
-            "type": "data", "symmetric": False, "thickness": 1, "width": 0,
+            "type": "data",
+            "symmetric": False,
+            "thickness": 1,
+            "width": 0,
             "array": [h - y for h, y in zip(high, trace.y, strict=True)],
             "arrayminus": [y - lo for lo, y in zip(low, trace.y, strict=True)],
-        }  # fmt: skip
+        }
     made.update_xaxes(type="log", title="measured [ms]", dtick="D2")
     made.update_yaxes(type="log", title="predicted [ms]", dtick="D2")
     return styled(made, 620)
@@ -117,10 +120,16 @@ def by_strategy(pairs: Sequence[Pair]) -> Any:
     made = go.Figure()
     for number, (who, some) in enumerate(sorted(_by_who(pairs).items())):
         made.add_box(
-            x=[100 * pair.error for pair in some], name=escape(who), boxpoints="all", jitter=0.4, pointpos=0,
-            marker={"color": PALETTE[number % len(PALETTE)], "size": 5}, text=[_hover(pair) for pair in some],
-            hoverinfo="text", showlegend=False,
-        )  # fmt: skip
+            x=[100 * pair.error for pair in some],
+            name=escape(who),
+            boxpoints="all",
+            jitter=0.4,
+            pointpos=0,
+            marker={"color": PALETTE[number % len(PALETTE)], "size": 5},
+            text=[_hover(pair) for pair in some],
+            hoverinfo="text",
+            showlegend=False,
+        )
     made.update_xaxes(title="error [%]", zeroline=True)
     made.update_yaxes(autorange="reversed", automargin=True)
     return styled(made, 160 + 46 * len(_by_who(pairs)))
@@ -133,10 +142,14 @@ def _add_pairs(made: Any, pairs: Sequence[Pair], height: Callable[[Pair], float]
         first = some[0].scenario
         colour = PALETTE[strategies.index(str(first.strategy)) % len(PALETTE)]
         made.add_scatter(
-            x=[pair.run.time_s * MS_PER_S for pair in some], y=[height(pair) for pair in some], mode="markers",
-            name=escape(who), text=[_hover(pair) for pair in some], hoverinfo="text",
+            x=[pair.run.time_s * MS_PER_S for pair in some],
+            y=[height(pair) for pair in some],
+            mode="markers",
+            name=escape(who),
+            text=[_hover(pair) for pair in some],
+            hoverinfo="text",
             marker={"color": colour, "symbol": SYMBOLS.get(first.implementation, "x"), "size": 8, "opacity": 0.8},
-        )  # fmt: skip
+        )
 
 
 def _by_who(pairs: Sequence[Pair]) -> dict[str, list[Pair]]:

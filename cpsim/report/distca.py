@@ -32,9 +32,16 @@ def distca_view(rows: Sequence[Row], ablations: Ablations, lengths: str | None) 
     """
     notes = [Text(f"- {note}") for note in basis(lengths)]
     return Group(
-        _runs(rows, lengths is not None), Text(), _ratios(rows), Text(), _errors(rows), Text(),
-        _ablations(rows, ablations), Text(), *notes,
-    )  # fmt: skip
+        _runs(rows, lengths is not None),
+        Text(),
+        _ratios(rows),
+        Text(),
+        _errors(rows),
+        Text(),
+        _ablations(rows, ablations),
+        Text(),
+        *notes,
+    )
 
 
 def basis(lengths: str | None) -> list[str]:
@@ -81,9 +88,14 @@ def _runs(rows: Sequence[Row], same: bool) -> RenderableType:
     """Errors by iteration only where iterations are the same."""
     by_iteration = (("by iteration", "right"),) if same else ()
     made = table(
-        ("MaxDocLen x sequences", "left"), ("system", "left"), ("CP", "right"), ("published ms", "right"),
-        ("predicted", "right"), ("error", "right"), *by_iteration,
-    )  # fmt: skip
+        ("MaxDocLen x sequences", "left"),
+        ("system", "left"),
+        ("CP", "right"),
+        ("published ms", "right"),
+        ("predicted", "right"),
+        ("error", "right"),
+        *by_iteration,
+    )
     for row in rows:
         times = (ms_text(mean(times)) for times in (row.published_s, row.predicted_s))
         own = (_percent(row.iteration_error),) if same else ()
@@ -96,9 +108,12 @@ def _ratios(rows: Sequence[Row]) -> RenderableType:
     for ratio in ratios(rows):
         best = " and ".join(map(str, dict.fromkeys((ratio.published_cp, ratio.predicted_cp))))
         made.add_row(
-            _setting(ratio.context, ratio.sequences), f"{ratio.published:.3f}", f"{ratio.predicted:.3f}",
-            signed_percent(ratio.error), best,
-        )  # fmt: skip
+            _setting(ratio.context, ratio.sequences),
+            f"{ratio.published:.3f}",
+            f"{ratio.predicted:.3f}",
+            signed_percent(ratio.error),
+            best,
+        )
     return made
 
 
@@ -131,16 +146,23 @@ def distca_record(rows: Sequence[Row], ablations: Ablations, lengths: str | None
         "basis": basis(lengths),
         "rows": [
             {
-                "context": row.context, "sequences": row.sequences, "system": row.system, "cp": row.cp,
-                "published_s": round(mean(row.published_s), 4), "predicted_s": round(mean(row.predicted_s), 4),
+                "context": row.context,
+                "sequences": row.sequences,
+                "system": row.system,
+                "cp": row.cp,
+                "published_s": round(mean(row.published_s), 4),
+                "predicted_s": round(mean(row.predicted_s), 4),
                 "predicted_iterations_s": [round(seconds, 4) for seconds in row.predicted_s],
             }
             for row in rows
         ],
         "ratios": [
             {
-                "context": ratio.context, "sequences": ratio.sequences, "published": round(ratio.published, 4),
-                "predicted": round(ratio.predicted, 4), "published_cp": ratio.published_cp,
+                "context": ratio.context,
+                "sequences": ratio.sequences,
+                "published": round(ratio.published, 4),
+                "predicted": round(ratio.predicted, 4),
+                "published_cp": ratio.published_cp,
                 "predicted_cp": ratio.predicted_cp,
             }
             for ratio in ratios(rows)
@@ -148,4 +170,4 @@ def distca_record(rows: Sequence[Row], ablations: Ablations, lengths: str | None
         "mean_errors": {name: round(error, 4) for name, error in mean_errors(rows).items()},
         "bars": BARS,
         "ablations": {name: [round(share, 4) for share in shares] for name, shares in ablations.items()},
-    }  # fmt: skip
+    }

@@ -29,8 +29,14 @@ BASIS = (
 
 def scale_view(runs: Sequence[Interim], ratios: Sequence[SpeedUp]) -> RenderableType:
     """Interim runs, their mean errors, speed-ups, and what they rest on."""
-    made = table(("interim run", "left"), ("system", "left"), ("published ms", "right"), ("predicted", "right"),
-                 ("error", "right"), ("plan", "left"))  # fmt: skip
+    made = table(
+        ("interim run", "left"),
+        ("system", "left"),
+        ("published ms", "right"),
+        ("predicted", "right"),
+        ("error", "right"),
+        ("plan", "left"),
+    )
     for run in runs:
         times = ms_text(run.published_s), ms_text(run.predicted_s)
         made.add_row(_words(run.setting), run.system, *times, signed_percent(run.error), run.plan)
@@ -55,10 +61,13 @@ def mean_errors(runs: Sequence[Interim]) -> dict[str, float]:
 def scale_record(runs: Sequence[Interim], ratios: Sequence[SpeedUp]) -> dict[str, Any]:
     """The same for machines."""
     return {
-        "basis": BASIS, "interim": [asdict(run) for run in runs], "speed_ups": [asdict(one) for one in ratios],
-        "mean_errors": mean_errors(runs), "bar": BAR,
+        "basis": BASIS,
+        "interim": [asdict(run) for run in runs],
+        "speed_ups": [asdict(one) for one in ratios],
+        "mean_errors": mean_errors(runs),
+        "bar": BAR,
         "stated": [{"stages": s, "data": d, "model": m, "range": span} for (s, d, m), span in STATED.items()],
-    }  # fmt: skip
+    }
 
 
 def scale_html(runs: Sequence[Interim], ratios: Sequence[SpeedUp]) -> str:
@@ -90,9 +99,12 @@ def _gains(ratios: Sequence[SpeedUp], stated: tuple[float, float]) -> Any:
     for context, colour in zip(sorted({one.setting.context for one in ratios}), PALETTE, strict=False):
         own = [one for one in ratios if one.setting.context == context]
         made.add_scatter(
-            x=[str(one.setting.gpus) for one in own], y=[one.predicted for one in own], mode="lines+markers",
-            name=f"{context // 1024}K", line={"color": colour},
-        )  # fmt: skip
+            x=[str(one.setting.gpus) for one in own],
+            y=[one.predicted for one in own],
+            mode="lines+markers",
+            name=f"{context // 1024}K",
+            line={"color": colour},
+        )
     made.update_xaxes(title="GPUs", type="category")
     made.update_yaxes(title="speed-up")
     return styled(made, 340)

@@ -68,9 +68,14 @@ def house(height: int, top: int = 70) -> dict[str, Any]:
         "margin": {"l": 10, "r": 20, "t": top, "b": 50},
         "font": {"family": "system-ui, sans-serif", "size": 13},
         "legend": {
-            "orientation": "h", "yref": "container", "y": 0.99, "yanchor": "top", "x": 0, "traceorder": "normal",
+            "orientation": "h",
+            "yref": "container",
+            "y": 0.99,
+            "yanchor": "top",
+            "x": 0,
+            "traceorder": "normal",
         },
-    }  # fmt: skip
+    }
 
 
 def styled(figure: Any, height: int) -> Any:
@@ -88,11 +93,17 @@ def bars(candidates: Sequence[Candidate]) -> Figure:
     }
     data = [
         {
-            "type": "bar", "orientation": "h", "name": name, "y": labels, "x": [value * MS_PER_S for value in seconds],
-            "width": 0.6, "marker": {"color": colour}, "hovertemplate": "%{y}: " + name + " %{x:.3g} ms<extra></extra>",
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": labels,
+            "x": [value * MS_PER_S for value in seconds],
+            "width": 0.6,
+            "marker": {"color": colour},
+            "hovertemplate": "%{y}: " + name + " %{x:.3g} ms<extra></extra>",
         }
         for name, (seconds, colour) in parts.items()
-    ]  # fmt: skip
+    ]
     data[-1]["error_x"] = {
         "type": "data",
         "symmetric": False,
@@ -115,13 +126,14 @@ def bars(candidates: Sequence[Candidate]) -> Figure:
     widest = max(candidate.total_s_high for candidate in candidates) * MS_PER_S
     return {
         "data": data,
-        "layout": house(140 + 46 * len(candidates)) | {
+        "layout": house(140 + 46 * len(candidates))
+        | {
             "barmode": "stack",
             "annotations": notes,
             "yaxis": {"autorange": "reversed", "automargin": True},
             "xaxis": titled("time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3]),
         },
-    }  # fmt: skip
+    }
 
 
 def ink_on(colour: str) -> str:
@@ -147,11 +159,12 @@ def lengths(predictions: Iterable[Prediction]) -> Figure:
     shown = {"type": "log", "tickvals": ticks, "ticktext": [format_count(t) for t in ticks]}
     return {
         "data": data,
-        "layout": house(520) | {
+        "layout": house(520)
+        | {
             "xaxis": titled("total tokens", **shown),
             "yaxis": titled("time, forward and backward [ms]", type="log", dtick="D2"),
         },
-    }  # fmt: skip
+    }
 
 
 def _line(label: str, points: Sequence[Prediction], colour: str) -> list[dict[str, Any]]:
@@ -159,16 +172,29 @@ def _line(label: str, points: Sequence[Prediction], colour: str) -> list[dict[st
     tokens = [point.scenario.num_tokens for point in points]
     low, high = ([getattr(p, name) * MS_PER_S for p in points] for name in ("time_s_low", "time_s_high"))
     band = {
-        "type": "scatter", "x": tokens + tokens[::-1], "y": high + low[::-1], "fill": "toself", "fillcolor": colour,
-        "opacity": 0.15, "line": {"width": 0}, "mode": "lines", "legendgroup": label, "showlegend": False,
+        "type": "scatter",
+        "x": tokens + tokens[::-1],
+        "y": high + low[::-1],
+        "fill": "toself",
+        "fillcolor": colour,
+        "opacity": 0.15,
+        "line": {"width": 0},
+        "mode": "lines",
+        "legendgroup": label,
+        "showlegend": False,
         "hoverinfo": "skip",
-    }  # fmt: skip
+    }
     line = {
-        "type": "scatter", "x": tokens, "y": [point.time_s * MS_PER_S for point in points], "name": label,
-        "legendgroup": label, "mode": "lines+markers", "line": {"color": colour, "width": 2},
+        "type": "scatter",
+        "x": tokens,
+        "y": [point.time_s * MS_PER_S for point in points],
+        "name": label,
+        "legendgroup": label,
+        "mode": "lines+markers",
+        "line": {"color": colour, "width": 2},
         "customdata": [interval_text(point.time_s_low, point.time_s_high) for point in points],
         "hovertemplate": label + ": %{y:.3g} ms (90 %: %{customdata}) at %{x:,} tokens<extra></extra>",
-    }  # fmt: skip
+    }
     return [band, line]
 
 
@@ -184,10 +210,11 @@ def timeline(candidate: Candidate, ranks: Sequence[int]) -> tuple[Figure, str]:
     passes = {
         name: timelines[pass_]
         for name, timelines, pass_ in (
-            ("forward", candidate.forward.timelines, "fwd"), ("backward", candidate.backward.timelines, "bwd"),
+            ("forward", candidate.forward.timelines, "fwd"),
+            ("backward", candidate.backward.timelines, "bwd"),
         )
         if pass_ in timelines
-    }  # fmt: skip
+    }
     drawn = {name: _drawn(found, ranks) for name, found in passes.items()}
     lanes = list(dict.fromkeys(_lane(*lane) for lane in sorted({bar["at"] for bars in drawn.values() for bar in bars})))
     data: list[dict[str, Any]] = []
@@ -260,10 +287,18 @@ def _drawn(found: Timeline, ranks: Sequence[int]) -> list[dict[str, Any]]:
             last["end_s"], last["count"] = until, last["count"] + 1
             last["critical"] |= is_critical
             continue
-        bars.append({
-            "at": (on, lane), "lane": _lane(on, lane), "kind": KINDS[kind], "name": f"{KINDS[kind]} {step}",
-            "start_s": begin, "end_s": until, "count": 1, "critical": is_critical,
-        })  # fmt: skip
+        bars.append(
+            {
+                "at": (on, lane),
+                "lane": _lane(on, lane),
+                "kind": KINDS[kind],
+                "name": f"{KINDS[kind]} {step}",
+                "start_s": begin,
+                "end_s": until,
+                "count": 1,
+                "critical": is_critical,
+            }
+        )
     return bars
 
 
@@ -279,11 +314,12 @@ def _kinds(bars: Sequence[dict[str, Any]]) -> list[str]:
 def _kind_bars(kind: str, bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
     outline = 0.4 if len(bars) < OUTLINED else 0.0
     return _bars(
-        kind, bars,
+        kind,
+        bars,
         marker={"color": KIND_COLOURS.get(kind, OTHER_COLOUR), "line": {"color": "white", "width": outline}},
         customdata=[bar["name"] if bar["count"] == 1 else f"{bar['count']} ops" for bar in bars],
         hovertemplate="%{customdata}<br>%{y}<br>start %{base:.4g} ms, takes %{x:.3g} ms<extra>" + kind + "</extra>",
-    )  # fmt: skip
+    )
 
 
 def _critical_bars(bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -296,10 +332,14 @@ def _critical_bars(bars: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _bars(name: str, bars: Sequence[dict[str, Any]], **look: Any) -> dict[str, Any]:
     """A bar for everything that takes time on a lane: where it begins, how long it takes."""
     return {
-        "type": "bar", "orientation": "h", "name": name, "legendgroup": name, "y": [bar["lane"] for bar in bars],
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "legendgroup": name,
+        "y": [bar["lane"] for bar in bars],
         "base": [_digits(bar["start_s"] * MS_PER_S) for bar in bars],
         "x": [_digits((bar["end_s"] - bar["start_s"]) * MS_PER_S) for bar in bars],
-    } | look  # fmt: skip
+    } | look
 
 
 def _digits(value: float) -> float:
@@ -315,6 +355,9 @@ def _exposed_bars(found: Timeline, ranks: Sequence[int]) -> dict[str, Any]:
         for start, end in found.exposed(rank).tolist()
     ]
     return _bars(
-        EXPOSED, bars, width=0.96, marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
+        EXPOSED,
+        bars,
+        width=0.96,
+        marker={"color": EXPOSED_COLOUR, "line": {"width": 0}},
         hovertemplate="%{y}: exposed from %{base:.4g} ms on for %{x:.3g} ms<extra></extra>",
-    )  # fmt: skip
+    )

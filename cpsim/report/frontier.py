@@ -151,26 +151,44 @@ def frontier(asked: Sequence[Scenario], found: Sequence[Cell]) -> Figure:
     for name in [name for name in STRATEGIES if any(cell.strategy == name for cell in found)] + [""]:
         here = [cell for cell in found if cell.strategy == name]
         ground = colour.get(name, OTHER_COLOUR)
-        data.append({
-            "type": "bar", "name": name or "none can run", "showlegend": bool(here), "width": 1.0,
-            "x": [tokens.index(cell.tokens) for cell in here], "y": [1.0] * len(here),
-            "base": [gpus.index(cell.gpus) - 0.5 for cell in here],
-            "marker": {"color": ground, "line": {"color": "white", "width": 2}},
-            "text": [f"{escape(name)}<br>{ms_text(cell.time_s)} ms" if name else "none" for cell in here],
-            "textposition": "inside", "insidetextanchor": "middle", "textangle": 0,
-            "textfont": {"color": ink_on(ground)}, "constraintext": "none", "customdata": list(map(_cell_text, here)),
-            "hovertemplate": "%{customdata}<extra></extra>",
-        })  # fmt: skip
+        data.append(
+            {
+                "type": "bar",
+                "name": name or "none can run",
+                "showlegend": bool(here),
+                "width": 1.0,
+                "x": [tokens.index(cell.tokens) for cell in here],
+                "y": [1.0] * len(here),
+                "base": [gpus.index(cell.gpus) - 0.5 for cell in here],
+                "marker": {"color": ground, "line": {"color": "white", "width": 2}},
+                "text": [f"{escape(name)}<br>{ms_text(cell.time_s)} ms" if name else "none" for cell in here],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "textfont": {"color": ink_on(ground)},
+                "constraintext": "none",
+                "customdata": list(map(_cell_text, here)),
+                "hovertemplate": "%{customdata}<extra></extra>",
+            }
+        )
     axes = {
         "xaxis": titled(
-            "sequence length [tokens]", range=[-0.5, len(tokens) - 0.5], showgrid=False, zeroline=False,
-            tickvals=list(range(len(tokens))), ticktext=list(map(format_count, tokens)),
+            "sequence length [tokens]",
+            range=[-0.5, len(tokens) - 0.5],
+            showgrid=False,
+            zeroline=False,
+            tickvals=list(range(len(tokens))),
+            ticktext=list(map(format_count, tokens)),
         ),
         "yaxis": titled(
-            "GPUs", range=[-0.5, len(gpus) - 0.5], showgrid=False, zeroline=False,
-            tickvals=list(range(len(gpus))), ticktext=list(map(str, gpus)),
+            "GPUs",
+            range=[-0.5, len(gpus) - 0.5],
+            showgrid=False,
+            zeroline=False,
+            tickvals=list(range(len(gpus))),
+            ticktext=list(map(str, gpus)),
         ),
-    }  # fmt: skip
+    }
     return {"data": data, "layout": house(170 + 62 * len(gpus)) | axes | {"barmode": "overlay", "bargap": 0}}
 
 

@@ -34,8 +34,13 @@ def kernels_view(support: Sequence[Support], speeds: Sequence[Speed], heads: str
 
 
 def _matrix(support: Sequence[Support]) -> RenderableType:
-    made = table(("kernel", "left"), *((mask, "left") for mask in MASKS), ("others", "right"), ("dtypes", "left"),
-                 ("profiles", "left"))  # fmt: skip
+    made = table(
+        ("kernel", "left"),
+        *((mask, "left") for mask in MASKS),
+        ("others", "right"),
+        ("dtypes", "left"),
+        ("profiles", "left"),
+    )
     for entry in (entry for entry in support if entry.passes):
         cells = [Text("no", "red") if entry.masks[mask] else Text("yes", "green") for mask in MASKS]
         others = [mask for mask in entry.masks if mask not in MASKS]

@@ -22,12 +22,19 @@ from cpsim.reproduce.longca_96 import MASKS, MECHANISMS, OURS, PASSES, THEIRS, R
 from cpsim.reproduce.longca_findings import DENSE, DOCUMENT, Finding, findings
 
 NAMES: Final = {
-    "ulysses": "Ulysses", "ring_p2p": "Ring P2P", "ring_allgather": "Ring All-Gather", "usp": "USP",
-    "loongtrain": "LoongTrain", "hybrid_cp": "hybrid CP",
-}  # fmt: skip
+    "ulysses": "Ulysses",
+    "ring_p2p": "Ring P2P",
+    "ring_allgather": "Ring All-Gather",
+    "usp": "USP",
+    "loongtrain": "LoongTrain",
+    "hybrid_cp": "hybrid CP",
+}
 TITLES: Final = {
-    "full": "FULL", "causal": "CAUSAL", "full_document": "FULL DOCUMENT", "causal_document": "CAUSAL DOCUMENT",
-}  # fmt: skip
+    "full": "FULL",
+    "causal": "CAUSAL",
+    "full_document": "FULL DOCUMENT",
+    "causal_document": "CAUSAL DOCUMENT",
+}
 WORDS: Final = {"fwd": "forward", "bwd": "backward"}
 HEAD: Final = ("GPUs", *NAMES.values())
 
@@ -140,13 +147,20 @@ def _lines(study: Study, mask: str) -> Any:
                 cells = [study.cell(n, mask, pass_, mechanism, code) for n in study.gpus]
                 values = [study.mean(n, mask, pass_, mechanism, code) for n in study.gpus]
                 made.add_scatter(
-                    row=1, col=column, x=[str(n) for n in study.gpus], y=values, legendgroup=mechanism,
-                    name=NAMES[mechanism], showlegend=column == 1 and (code == THEIRS or mechanism == "hybrid_cp"),
-                    mode="lines+markers", connectgaps=False, hoverinfo="text",
+                    row=1,
+                    col=column,
+                    x=[str(n) for n in study.gpus],
+                    y=values,
+                    legendgroup=mechanism,
+                    name=NAMES[mechanism],
+                    showlegend=column == 1 and (code == THEIRS or mechanism == "hybrid_cp"),
+                    mode="lines+markers",
+                    connectgaps=False,
+                    hoverinfo="text",
                     line={"color": colour, "dash": "solid" if code == THEIRS else "dot", "width": 2},
                     marker={"size": 6 if code == THEIRS else 4},
                     text=[_hover(cell) for cell in cells],
-                )  # fmt: skip
+                )
     made.update_xaxes(title="GPUs", type="category")
     made.update_yaxes(title="TFLOP/s per GPU", rangemode="tozero", col=1)
     return styled(made, 440)
@@ -156,4 +170,3 @@ def _hover(cell: Sequence[Row]) -> str:
     row, values = cell[0], [row.tflops_per_gpu for row in cell]
     span = f", {min(values):.0f} to {max(values):.0f} over {len(values)} samples" if len(values) > 1 else ""
     return f"{NAMES[row.mechanism]}, {row.implementation}, {row.gpus} GPUs<br>{np.mean(values):.0f} TFLOP/s{span}"
-

@@ -88,17 +88,20 @@ def mask_view(workload: Workload, support: Sequence[Support], gpus: int) -> Rend
         said = f"Ours runs it where all other code that we know of refuses, proved in float64 on CPUs: {general}."
         lines.append(Text(said, style="green"))
     return Group(
-        _heading(workload), Text(), _picture(workload), Text(),
+        _heading(workload),
+        Text(),
+        _picture(workload),
+        Text(),
         Text(f"Who can run it, on {gpus} GPUs, {workload.num_heads}:{workload.num_kv_heads} heads", style="bold"),
-        matrix, Text(), *lines,
-    )  # fmt: skip
+        matrix,
+        Text(),
+        *lines,
+    )
 
 
 def _heading(workload: Workload) -> Text:
     mask = MASK_NAMES[workload.mask]
-    return Text.assemble(
-        (title(workload), "bold"), f": {mask.meaning} ({mask.source})\n", (numbers(workload), "dim")
-    )
+    return Text.assemble((title(workload), "bold"), f": {mask.meaning} ({mask.source})\n", (numbers(workload), "dim"))
 
 
 def title(workload: Workload) -> str:
@@ -197,10 +200,16 @@ def write_html(path: Path, workload: Workload, support: Sequence[Support]) -> No
     colours = [[0, "white"], [0.001, "#dbe4fb"], [1, f"rgb{INK}"]]
     made = go.Figure(
         go.Heatmap(
-            z=coarse_mask(workload.slices(), total, size), x=at, y=at, zmin=0, zmax=1, colorscale=colours,
-            hovertemplate="query %{y:,}, key %{x:,}: %{z:.1%}<extra></extra>", colorbar={"title": "unmasked"},
+            z=coarse_mask(workload.slices(), total, size),
+            x=at,
+            y=at,
+            zmin=0,
+            zmax=1,
+            colorscale=colours,
+            hovertemplate="query %{y:,}, key %{x:,}: %{z:.1%}<extra></extra>",
+            colorbar={"title": "unmasked"},
         )
-    )  # fmt: skip
+    )
     made.update_yaxes(title="query", autorange="reversed", scaleanchor="x", constrain="domain")
     made.update_xaxes(title="key", constrain="domain")
     mask = MASK_NAMES[workload.mask]

@@ -39,17 +39,26 @@ def measured(pairs: Sequence[Pair]) -> Figure:
     cross = {"color": PALETTE[1], "size": 11, "symbol": "x-thin", "line": {"width": 2.5, "color": PALETTE[1]}}
     data = [
         {
-            "type": "scatter", "mode": "markers", "name": "predicted, 90 % interval", "y": labels, "x": mean.tolist(),
-            "error_x": between, "marker": {"color": PALETTE[0], "size": 9},
+            "type": "scatter",
+            "mode": "markers",
+            "name": "predicted, 90 % interval",
+            "y": labels,
+            "x": mean.tolist(),
+            "error_x": between,
+            "marker": {"color": PALETTE[0], "size": 9},
             "hovertemplate": "%{y}: predicted %{x:.4g} ms<extra></extra>",
         },
         {
-            "type": "scatter", "mode": "markers", "name": "measured", "y": labels, "marker": cross,
+            "type": "scatter",
+            "mode": "markers",
+            "name": "measured",
+            "y": labels,
+            "marker": cross,
             "x": (columns["measured_s"] * MS_PER_S).tolist(),
             "customdata": [f"{error:+.1%}" for error in columns["error"].tolist()],
             "hovertemplate": "%{y}: measured %{x:.4g} ms, the prediction is off by %{customdata}<extra></extra>",
         },
-    ]  # fmt: skip
+    ]
     axes = {
         "xaxis": titled("time, slowest GPU [ms]", rangemode="tozero"),
         "yaxis": {"autorange": "reversed", "automargin": True},

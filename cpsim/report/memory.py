@@ -28,12 +28,16 @@ def peaks(advice: Advice, limit_bytes: int) -> Figure:
     labels = [escape(strategy_label(candidate.scenario)) for candidate in best]
     data = [
         {
-            "type": "bar", "orientation": "h", "name": name, "y": labels, "marker": {"color": colour},
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "y": labels,
+            "marker": {"color": colour},
             "x": [getattr(candidate, name).peak_memory_bytes / GB for candidate in best],
             "hovertemplate": "%{y}: " + name + " %{x:.3g} GB<extra></extra>",
         }
         for name, colour in (("forward", FORWARD), ("backward", BACKWARD))
-    ]  # fmt: skip
+    ]
     fullest = max((candidate.peak_memory_bytes for candidate in best), default=0)
     far = fullest <= limit_bytes / 4  # the line would squeeze the bars
     title = f"memory of attention on the fullest GPU [GB], of {limit_bytes / GB:.0f} GB"
@@ -78,11 +82,18 @@ def buffers(candidate: Candidate) -> Figure:
     data = []
     for name in dict.fromkeys(columns["buffer"].tolist()):
         of_name = columns["buffer"] == name
-        data.append({
-            "type": "bar", "orientation": "h", "name": escape(name),
-            "y": [words[pass_] for pass_ in columns["pass"][of_name].tolist()],
-            "x": (columns["nbytes"][of_name] / GB).tolist(), "text": escape(name), "textposition": "inside",
-            "insidetextanchor": "middle", "hovertemplate": escape(name) + ": %{x:.3g} GB in %{y}<extra></extra>",
-        })  # fmt: skip
+        data.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "name": escape(name),
+                "y": [words[pass_] for pass_ in columns["pass"][of_name].tolist()],
+                "x": (columns["nbytes"][of_name] / GB).tolist(),
+                "text": escape(name),
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "hovertemplate": escape(name) + ": %{x:.3g} GB in %{y}<extra></extra>",
+            }
+        )
     axes = {"xaxis": titled("buffers on the fullest GPU [GB]"), "yaxis": {"autorange": "reversed", "automargin": True}}
     return {"data": data, "layout": house(320) | axes | {"barmode": "stack"} | _FITTING}

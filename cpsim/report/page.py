@@ -46,9 +46,15 @@ def _template(ink: str, grid: str) -> dict[str, Any]:
     axis = {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid, "automargin": True, "title": {"standoff": 12}}
     clear = "rgba(0,0,0,0)"
     layout = {
-        "colorway": PALETTE, "font": {"color": ink}, "paper_bgcolor": clear, "plot_bgcolor": clear, "xaxis": axis,
-        "yaxis": axis, "hoverlabel": {"align": "left"}, "shapedefaults": {"line": {"color": ink}},
-    }  # fmt: skip
+        "colorway": PALETTE,
+        "font": {"color": ink},
+        "paper_bgcolor": clear,
+        "plot_bgcolor": clear,
+        "xaxis": axis,
+        "yaxis": axis,
+        "hoverlabel": {"align": "left"},
+        "shapedefaults": {"line": {"color": ink}},
+    }
     return {"layout": layout, "data": {"bar": [{"error_x": {"color": ink}}]}}
 
 

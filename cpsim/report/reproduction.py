@@ -18,19 +18,36 @@ from cpsim.reproduce.magi_h100 import READING_ERROR, Row, Score, grouped, rank_c
 def reproduction_view(rows: Sequence[Row], worst: int) -> RenderableType:
     """Rows, worst first; errors by strategy and mask and by strategy; order of strategies; the summary."""
     each = table(
-        ("strategy", "left"), ("mask", "left"), ("pass", "left"), ("GPUs", "right"), ("published TFLOP/s", "right"),
-        ("predicted", "right"), ("error", "right"),
-    )  # fmt: skip
+        ("strategy", "left"),
+        ("mask", "left"),
+        ("pass", "left"),
+        ("GPUs", "right"),
+        ("published TFLOP/s", "right"),
+        ("predicted", "right"),
+        ("error", "right"),
+    )
     for row in sorted(rows, key=lambda row: -abs(row.error))[:worst]:
         each.add_row(
-            row.strategy, row.mask, row.pass_, str(row.gpus), f"{row.published:.0f}", f"{row.predicted:.0f}",
+            row.strategy,
+            row.mask,
+            row.pass_,
+            str(row.gpus),
+            f"{row.published:.0f}",
+            f"{row.predicted:.0f}",
             signed_percent(row.error),
-        )  # fmt: skip
+        )
     pairs = _scores("strategy, mask", grouped(rows, lambda r: f"{r.strategy}, {r.mask}"))
     return Group(
-        each, Text(), pairs, Text(), _scores("strategy", grouped(rows, lambda r: r.strategy)), Text(), _order(rows),
-        Text(), _scores("rows", summary(rows)),
-    )  # fmt: skip
+        each,
+        Text(),
+        pairs,
+        Text(),
+        _scores("strategy", grouped(rows, lambda r: r.strategy)),
+        Text(),
+        _order(rows),
+        Text(),
+        _scores("rows", summary(rows)),
+    )
 
 
 def _scores(what: str, scores: dict[str, Score]) -> RenderableType:
@@ -54,12 +71,16 @@ def reproduction_record(rows: Sequence[Row]) -> dict[str, Any]:
     return {
         "rows": [
             {
-                "strategy": row.strategy, "mask": row.mask, "pass": row.pass_, "gpus": row.gpus,
-                "published_tflops_per_gpu": row.published, "predicted_tflops_per_gpu": round(row.predicted, 1),
+                "strategy": row.strategy,
+                "mask": row.mask,
+                "pass": row.pass_,
+                "gpus": row.gpus,
+                "published_tflops_per_gpu": row.published,
+                "predicted_tflops_per_gpu": round(row.predicted, 1),
             }
             for row in rows
         ],
         "scores": {name: asdict(score) for name, score in summary(rows).items()},
         "kendall_tau_mean": mean(rank_correlations(rows).values()),
         "kendall_tau_clear_mean": mean(rank_correlations(rows, 2 * READING_ERROR).values()),
-    }  # fmt: skip
+    }

@@ -71,20 +71,33 @@ def shards(workload: Workload, schedule: Schedule, ranks: Sequence[int]) -> Figu
     owner = owners(schedule, edges)
     tokens = edges.tolist()
     strip = {
-        "type": "heatmap", "colorscale": RANKS, "showscale": False, "zmin": 0, "zmax": max(1, schedule.num_ranks - 1),
-    }  # fmt: skip
+        "type": "heatmap",
+        "colorscale": RANKS,
+        "showscale": False,
+        "zmin": 0,
+        "zmax": max(1, schedule.num_ranks - 1),
+    }
     held = owner.tolist()
     left = {"z": [[rank] for rank in held], "y": tokens, "x": [0], "xaxis": "x", "yaxis": "y", "hovertemplate": _HELD}
     top = {"z": [held], "x": tokens, "y": [0], "xaxis": "x2", "yaxis": "y2", "hovertemplate": _HELD_KEYS}
     chosen = np.isin(owner, list(ranks))[:, None]
     masks = [
         {
-            "type": "heatmap", "z": _cells(share, rows), "x": tokens, "y": tokens, "xaxis": "x2", "yaxis": "y",
-            "zmin": 0, "zmax": 1, "colorscale": colours, "showscale": False, "hoverongaps": False,
+            "type": "heatmap",
+            "z": _cells(share, rows),
+            "x": tokens,
+            "y": tokens,
+            "xaxis": "x2",
+            "yaxis": "y",
+            "zmin": 0,
+            "zmax": 1,
+            "colorscale": colours,
+            "showscale": False,
+            "hoverongaps": False,
             "hovertemplate": "query %{y:,}, key %{x:,}: %{z:.1%} unmasked<extra></extra>",
         }
         for rows, colours in ((~chosen, PLAIN), (chosen, CHOSEN))
-    ]  # fmt: skip
+    ]
     return {"data": [strip | left, strip | top, *masks], "layout": house(700, top=20) | _AXES}
 
 

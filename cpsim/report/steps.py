@@ -62,19 +62,35 @@ def _memory(step: Step) -> str:
 
 def _candidates(advice: StepAdvice) -> Table:
     made = table(
-        ("#", "right"), ("tp", "right"), ("pp", "right"), ("dp", "right"), ("cp", "right"), ("strategy", "left"),
-        ("micro", "right"), ("recompute", "left"), ("s", "right"), ("TFLOP/s", "right"), ("waiting", "right"),
-        ("memory", "right"), ("P(best)", "right"),
-    )  # fmt: skip
+        ("#", "right"),
+        ("tp", "right"),
+        ("pp", "right"),
+        ("dp", "right"),
+        ("cp", "right"),
+        ("strategy", "left"),
+        ("micro", "right"),
+        ("recompute", "left"),
+        ("s", "right"),
+        ("TFLOP/s", "right"),
+        ("waiting", "right"),
+        ("memory", "right"),
+        ("P(best)", "right"),
+    )
     for rank, one in enumerate(advice.candidates[:SHOWN], start=1):
         cut, waiting = one.parallel, one.aspects()["waiting for others"] / one.step.time_s
         made.add_row(
-            str(rank), *(str(getattr(cut, name)) for name in ("tp", "pp", "dp", "cp")),
-            strategy_label(one.prediction.scenario), str(cut.microbatches), cut.recompute, f"{one.step.time_s:.2f}",
-            f"{one.prediction.tflops_per_gpu:,.0f}", percent_text(waiting),
-            format_bytes(one.step.peak_memory_bytes), percent_text(one.probability_best),
+            str(rank),
+            *(str(getattr(cut, name)) for name in ("tp", "pp", "dp", "cp")),
+            strategy_label(one.prediction.scenario),
+            str(cut.microbatches),
+            cut.recompute,
+            f"{one.step.time_s:.2f}",
+            f"{one.prediction.tflops_per_gpu:,.0f}",
+            percent_text(waiting),
+            format_bytes(one.step.peak_memory_bytes),
+            percent_text(one.probability_best),
             style="green" if rank == 1 else "",
-        )  # fmt: skip
+        )
     return made
 
 

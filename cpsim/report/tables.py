@@ -230,8 +230,13 @@ def profile_view(profile: Profile) -> RenderableType:
     columns = ("points", "mean", "95 of 100", "worst", "bias", "in their 90 %")
     made = table(("errors on points not fitted", "left"), *((name, "right") for name in columns))
     for row in sorted(profile.held_out, key=lambda row: -row["mean_absolute"]):
-        errors = (f"{row['mean_absolute']:.1%}", f"{row['p95']:.1%}", f"{row['worst']:.1%}", f"{row['bias']:+.1%}",
-                  f"{row['covered']:.0%}")  # fmt: skip
+        errors = (
+            f"{row['mean_absolute']:.1%}",
+            f"{row['p95']:.1%}",
+            f"{row['worst']:.1%}",
+            f"{row['bias']:+.1%}",
+            f"{row['covered']:.0%}",
+        )
         made.add_row(str(row["model"]), f"{row['points']:,}", *(error.replace("%", " %") for error in errors))
     head = Text.assemble((profile.name, "bold"), f": {profile.gpu}, {profile.grade}; kernels {kernels}")
     return Group(head, Text(), made, Text())

@@ -26,14 +26,25 @@ if TYPE_CHECKING:
     from cpsim.scenario import Scenario
 
 TITLES: Final = {
-    "ranking": "Ranking", "map": "Where the best changes", "timeline": "Timeline", "memory": "Memory",
-    "mask": "Mask and shards", "measured": "Predicted and measured",
-}  # fmt: skip
+    "ranking": "Ranking",
+    "map": "Where the best changes",
+    "timeline": "Timeline",
+    "memory": "Memory",
+    "mask": "Mask and shards",
+    "measured": "Predicted and measured",
+}
 """All views by name, in their order."""
 RANKING_HEAD: Final = (
-    "strategy", "forward ms", "backward ms", "total ms", "90 % interval", "TFLOP/s a GPU", "exposed", "memory",
+    "strategy",
+    "forward ms",
+    "backward ms",
+    "total ms",
+    "90 % interval",
+    "TFLOP/s a GPU",
+    "exposed",
+    "memory",
     "P(best)",
-)  # fmt: skip
+)
 
 
 SLOW_S: Final = 0.1
@@ -76,17 +87,20 @@ def _ranked(one: Candidate) -> tuple[str, ...]:
     planned = f", planned in {planning:.1f} s" if planning >= SLOW_S else ""
     return (
         strategy_label(one.scenario) + planned,
-        ms_text(one.forward.time_s), ms_text(one.backward.time_s), ms_text(one.total_s),
-        interval_text(one.total_s_low, one.total_s_high), f"{one.tflops_per_gpu:,.0f}",
-        percent_text(one.exposed_share), format_bytes(one.peak_memory_bytes), percent_text(one.probability_best),
-    )  # fmt: skip
+        ms_text(one.forward.time_s),
+        ms_text(one.backward.time_s),
+        ms_text(one.total_s),
+        interval_text(one.total_s_low, one.total_s_high),
+        f"{one.tflops_per_gpu:,.0f}",
+        percent_text(one.exposed_share),
+        format_bytes(one.peak_memory_bytes),
+        percent_text(one.probability_best),
+    )
 
 
 def best_map(scenario: Scenario, found: Sequence[Cell]) -> View:
     """The fastest strategy over sequence length and number of GPUs, as far as cells are found."""
-    return View(
-        plots=(frontier(cells(scenario), found),), caption=MAP_CAPTION, columns=lambda: cell_columns(found)
-    )  # fmt: skip
+    return View(plots=(frontier(cells(scenario), found),), caption=MAP_CAPTION, columns=lambda: cell_columns(found))
 
 
 def timeline(chosen: Candidate, ranks: Sequence[int]) -> View:
@@ -115,8 +129,10 @@ def memory_use(advice: Advice, chosen: Candidate) -> View:
     )
     return View(
         plots=(memory.peaks(advice, advice.scenario.resolve_cluster().gpu.memory_bytes), memory.buffers(chosen)),
-        caption=caption, columns=lambda: memory.buffer_columns(chosen), chosen=chosen,
-    )  # fmt: skip
+        caption=caption,
+        columns=lambda: memory.buffer_columns(chosen),
+        chosen=chosen,
+    )
 
 
 def mask(scenario: Scenario, chosen: Candidate, ranks: Sequence[int]) -> View:
@@ -124,9 +140,11 @@ def mask(scenario: Scenario, chosen: Candidate, ranks: Sequence[int]) -> View:
     workload, schedule = scenario.workload(), chosen.forward.timelines["fwd"].schedule
     ranks = ranks or figures.shown_ranks(chosen)
     return View(
-        plots=(shards.shards(workload, schedule, ranks),), caption=shards.caption(workload, chosen, ranks),
-        columns=lambda: shards.shard_columns(schedule), chosen=chosen,
-    )  # fmt: skip
+        plots=(shards.shards(workload, schedule, ranks),),
+        caption=shards.caption(workload, chosen, ranks),
+        columns=lambda: shards.shard_columns(schedule),
+        chosen=chosen,
+    )
 
 
 def measured(scenario: Scenario, runs: Sequence[Run]) -> View:

@@ -134,11 +134,15 @@ def published() -> tuple[Row, ...]:
     """All bars of the benchmark."""
     return tuple(
         Row(
-            mask=line["mask"], scale=float(line["scale"]), row=line["row"], pass_=line["pass"],
-            published_s=float(line["time_ms"]) / 1000, outlier=line["outlier"] == "1",
+            mask=line["mask"],
+            scale=float(line["scale"]),
+            row=line["row"],
+            pass_=line["pass"],
+            published_s=float(line["time_ms"]) / 1000,
+            outlier=line["outlier"] == "1",
         )
         for line in published_lines("dcp-a100.csv")
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -185,17 +189,28 @@ def scenarios(
     for batch in batches(row.scale, lengths, count):
         documents = _documents(row.row, batch)
         case = {"kernel": "fa2" if dense else RANGED, **CODES[row.row]} | {
-            "gpus": GPUS, "cluster": CLUSTER, "profile": profile, "tokens": sum(documents), "documents": documents,
-            "mask": MASKS.get(row.mask, row.mask), "heads": HEADS, "kv_heads": 2, "pass": row.pass_,
-        }  # fmt: skip
+            "gpus": GPUS,
+            "cluster": CLUSTER,
+            "profile": profile,
+            "tokens": sum(documents),
+            "documents": documents,
+            "mask": MASKS.get(row.mask, row.mask),
+            "heads": HEADS,
+            "kv_heads": 2,
+            "pass": row.pass_,
+        }
         own = {"variant": variant} if row.row == "dcp" else {}
         yield [scenario_from(case | {"knobs": {**knobs, **own}}) for knobs in KNOBS.get(row.row, [{}])]
 
 
 def reproduce(
-    rows: Sequence[Row] | None = None, lengths: str = LENGTHS, count: int = BATCHES, variant: str = VARIANT,
-    jobs: int | None = None, progress: Progress | None = None,
-) -> list[Row]:  # fmt: skip
+    rows: Sequence[Row] | None = None,
+    lengths: str = LENGTHS,
+    count: int = BATCHES,
+    variant: str = VARIANT,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> list[Row]:
     """Bars with their predictions: of every choice of knobs the mean over batches, of which the best.
 
     Raises:
@@ -207,8 +222,10 @@ def reproduce(
         cases = [list(scenarios(row, profile, lengths, count, variant)) for row in chosen]
         every = [case for row in cases for batch in row for case in batch]
         results = iter(predict_many(every, jobs, progress))
-        times = [[[_seconds(row, next(results)) for _ in batch] for batch in found]
-                 for row, found in zip(chosen, cases, strict=True)]  # fmt: skip
+        times = [
+            [[_seconds(row, next(results)) for _ in batch] for batch in found]
+            for row, found in zip(chosen, cases, strict=True)
+        ]
     best = [float(np.mean(found, axis=0).min()) for found in times]
     for row, seconds in zip(chosen, best, strict=True):
         if not np.isfinite(seconds):
@@ -251,10 +268,12 @@ def with_ranges(params: AttentionParams, pass_: str) -> AttentionParams:
     Reference: ``flash2_ranges``.
     """
     return replace(
-        params, anatomy=flash2_ranges(pass_ == "bwd"),
+        params,
+        anatomy=flash2_ranges(pass_ == "bwd"),
         pair_s=(params.split_pair_s or params.pair_s) * slower_with_ranges(pass_),
-        block_s=params.block_s + params.block_varlen_s, call_s=params.call_s + params.call_varlen_s,
-    )  # fmt: skip
+        block_s=params.block_s + params.block_varlen_s,
+        call_s=params.call_s + params.call_varlen_s,
+    )
 
 
 def ranged_profile(folder: Path) -> Path:
@@ -263,15 +282,26 @@ def ranged_profile(folder: Path) -> Path:
     names = {f"attention {pass_} fa2": f"attention {pass_} {RANGED}" for pass_ in ("fwd", "bwd")}
 
     def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
-        more = {new + key[len(old) :]: value for old, new in names.items() for key, value in values.items()
-                if key == old or key.startswith(f"{old} ")}  # fmt: skip
+        more = {
+            new + key[len(old) :]: value
+            for old, new in names.items()
+            for key, value in values.items()
+            if key == old or key.startswith(f"{old} ")
+        }
         return {**values, **more}
 
     attention = {(RANGED, pass_): with_ranges(base.attention["fa2", pass_], pass_) for pass_ in ("fwd", "bwd")}
     rules = {f"{new} rule": (0.0, 2.0) for new in names.values()}
     path = folder / "a100-dcp.json"
-    save_profile(replace(base, attention={**base.attention, **attention}, sigma=renamed(base.sigma),
-                         valid=renamed(base.valid) | rules), path)  # fmt: skip
+    save_profile(
+        replace(
+            base,
+            attention={**base.attention, **attention},
+            sigma=renamed(base.sigma),
+            valid=renamed(base.valid) | rules,
+        ),
+        path,
+    )
     return path
 
 
@@ -287,8 +317,15 @@ def speed_ups(rows: Sequence[Row]) -> list[SpeedUp]:
         others = np.array([total for name, total in totals.items() if name != "dcp"]).min(axis=0)
         theirs, ours = (others / totals["dcp"]).tolist()
         compared = {"dcp", *(name for name, (seconds, _) in totals.items() if seconds == others[0])}
-        found.append(SpeedUp(mask=mask, scale=scale, published=theirs, predicted=ours,
-                             outlier=any(r.outlier for r in bars if r.row in compared)))  # fmt: skip
+        found.append(
+            SpeedUp(
+                mask=mask,
+                scale=scale,
+                published=theirs,
+                predicted=ours,
+                outlier=any(r.outlier for r in bars if r.row in compared),
+            )
+        )
     return found
 
 

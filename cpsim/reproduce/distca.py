@@ -134,11 +134,14 @@ def published() -> tuple[Row, ...]:
     """All runs."""
     return tuple(
         Row(
-            context=int(line["context"]), sequences=int(line["sequences"]), system=line["system"],  # type: ignore[arg-type]
-            cp=int(line["cp"]), published_s=tuple(float(ms) / MS_PER_S for ms in line["times_ms"].split()),
+            context=int(line["context"]),
+            sequences=int(line["sequences"]),
+            system=line["system"],  # type: ignore[arg-type]
+            cp=int(line["cp"]),
+            published_s=tuple(float(ms) / MS_PER_S for ms in line["times_ms"].split()),
         )
         for line in published_lines("distca-34b.csv")
-    )  # fmt: skip
+    )
 
 
 def read_lengths(path: Path) -> Ints:
@@ -160,21 +163,35 @@ def step_model(row: Row) -> StepModel:
 
 def cut_model(
     model: str, gpus: int, context: int, sequences: int, *, cp: int = 1, pp: int = 1, microbatches: int = 1
-) -> StepModel:  # fmt: skip
+) -> StepModel:
     """A model on some GPUs as DistCA's experiments run it; replicas take what the other degrees leave.
 
     Raises:
         ScenarioError, InfeasibleError: the degrees do not fit.
     """
     parallel = {
-        "tp": TP, "cp": cp, "pp": pp, "microbatches": microbatches, "recompute": "mlp", "gradients": "none",
+        "tp": TP,
+        "cp": cp,
+        "pp": pp,
+        "microbatches": microbatches,
+        "recompute": "mlp",
+        "gradients": "none",
         "optimizer": False,
-    }  # fmt: skip
+    }
     strategy = "none" if cp == 1 else "allgather"
-    scenario = scenario_from({
-        "model": model, "context": context, "tokens": context * sequences, "gpus": gpus, "cluster": CLUSTER,
-        "mask": "causal_document", "kernel": KERNEL, "strategy": strategy, "parallel": parallel,
-    })  # fmt: skip
+    scenario = scenario_from(
+        {
+            "model": model,
+            "context": context,
+            "tokens": context * sequences,
+            "gpus": gpus,
+            "cluster": CLUSTER,
+            "mask": "causal_document",
+            "kernel": KERNEL,
+            "strategy": strategy,
+            "parallel": parallel,
+        }
+    )
     cluster = load_cluster(CLUSTER).with_gpus(gpus)
     case = StepCase(scenario, cluster, load_profile(str(cluster.profile)))
     return case.model(case.parallel(), strategy, {})
@@ -219,9 +236,7 @@ def wlb_seconds(step: StepModel, documents: Ints, breakpoint_: int) -> float:
     return _gathered_seconds(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), head_tail)
 
 
-def _gathered_seconds(
-    step: StepModel, documents: Ints, group: Ints, place: Callable[[Ints, int], Tasks]
-) -> float:  # fmt: skip
+def _gathered_seconds(step: StepModel, documents: Ints, group: Ints, place: Callable[[Ints, int], Tasks]) -> float:
     """An iteration whose documents are in groups: replica by replica of a microbatch, microbatch by microbatch."""
     parallel = step.parallel
     parts = [documents[group == i] for i in range(parallel.dp * parallel.microbatches)]
@@ -306,9 +321,12 @@ def _seconds(item: tuple[Row, Choice, Packed], iterations: int) -> tuple[float, 
 
 
 def reproduce(
-    rows: Sequence[Row] | None = None, lengths: Ints | None = None, iterations: int = ITERATIONS,
-    jobs: int | None = None, progress: Progress | None = None,
-) -> list[Row]:  # fmt: skip
+    rows: Sequence[Row] | None = None,
+    lengths: Ints | None = None,
+    iterations: int = ITERATIONS,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> list[Row]:
     """Runs with their predictions.
 
     Args:
@@ -330,9 +348,12 @@ def reproduce(
 
 
 def ablations(
-    rows: Sequence[Row], lengths: Ints | None = None, iterations: int = ITERATIONS, jobs: int | None = None,
+    rows: Sequence[Row],
+    lengths: Ints | None = None,
+    iterations: int = ITERATIONS,
+    jobs: int | None = None,
     progress: Progress | None = None,
-) -> dict[str, list[float]]:  # fmt: skip
+) -> dict[str, list[float]]:
     """Predicted time of ``distca`` at every other choice, over that as measured, by setting in the order of rows.
 
     Args:
@@ -346,9 +367,12 @@ def ablations(
 
 
 def _times(
-    items: Sequence[tuple[Row, Choice]], lengths: Ints | None, iterations: int, jobs: int | None,
+    items: Sequence[tuple[Row, Choice]],
+    lengths: Ints | None,
+    iterations: int,
+    jobs: int | None,
     progress: Progress | None,
-) -> list[tuple[float, ...]]:  # fmt: skip
+) -> list[tuple[float, ...]]:
     """Seconds of every iteration of every item."""
     packed = {context: sample(DATASET, context, lengths=lengths) for context in {row.context for row, _ in items}}
     given = [(row, choice, packed[row.context]) for row, choice in items]
@@ -364,11 +388,16 @@ def ratios(rows: Sequence[Row]) -> list[Ratio]:
         if not wlb or not distca:
             continue
         theirs, ours = (min(wlb, key=lambda row: mean(getattr(row, of))) for of in ("published_s", "predicted_s"))
-        found.append(Ratio(
-            context=context, sequences=sequences, published_cp=theirs.cp, predicted_cp=ours.cp,
-            published=mean(theirs.published_s) / mean(distca[0].published_s),
-            predicted=mean(ours.predicted_s) / mean(distca[0].predicted_s),
-        ))  # fmt: skip
+        found.append(
+            Ratio(
+                context=context,
+                sequences=sequences,
+                published_cp=theirs.cp,
+                predicted_cp=ours.cp,
+                published=mean(theirs.published_s) / mean(distca[0].published_s),
+                predicted=mean(ours.predicted_s) / mean(distca[0].predicted_s),
+            )
+        )
     return found
 
 

@@ -86,8 +86,10 @@ class SpeedUp:
 STATED: Final[dict[tuple[int, DataSet, ModelName], tuple[float, float]]] = {
     **{(1, "pretrain", model): (1.07, 1.20) for model in ("8b", "34b")},
     **{(1, "prolong", model): (1.05, 1.12) for model in ("8b", "34b")},
-    (2, "pretrain", "8b"): (1.15, 1.30), (2, "prolong", "8b"): (1.10, 1.35),
-    (2, "pretrain", "34b"): (0.90, 1.15), (2, "prolong", "34b"): (0.90, 1.25),
+    (2, "pretrain", "8b"): (1.15, 1.30),
+    (2, "prolong", "8b"): (1.10, 1.35),
+    (2, "pretrain", "34b"): (0.90, 1.15),
+    (2, "prolong", "34b"): (0.90, 1.25),
 }
 """Speed-ups that the paper states, by pipeline stages, data set and model; those of 34B with pipelines are "up to", on
 an axis from 0.9."""
@@ -117,13 +119,18 @@ def published() -> tuple[Interim, ...]:
     return tuple(
         Interim(
             setting=Setting(
-                data=line["dataset"], model=line["model"], gpus=int(line["gpus"]), context=int(line["context"]),  # type: ignore[arg-type]
-                sequences=int(line["sequences"]), stages=STAGES,
+                data=line["dataset"],
+                model=line["model"],
+                gpus=int(line["gpus"]),
+                context=int(line["context"]),  # type: ignore[arg-type]
+                sequences=int(line["sequences"]),
+                stages=STAGES,
             ),
-            system=line["system"], published_s=float(line["mean_ms"]) / MS_PER_S,  # type: ignore[arg-type]
+            system=line["system"],
+            published_s=float(line["mean_ms"]) / MS_PER_S,  # type: ignore[arg-type]
         )
         for line in published_lines("distca-interim.csv")
-    )  # fmt: skip
+    )
 
 
 def plans(setting: Setting, system: str) -> Iterator[tuple[StepModel, str]]:
@@ -136,9 +143,14 @@ def plans(setting: Setting, system: str) -> Iterator[tuple[StepModel, str]]:
         for cp in [1] if system == "distca" else [cp for cp in (1, 2, 4, 8, 16, 32) if replicas % cp == 0]:
             try:
                 step = cut_model(
-                    MODELS[setting.model], setting.gpus, setting.context, setting.sequences, cp=cp,
-                    pp=setting.stages, microbatches=microbatches,
-                )  # fmt: skip
+                    MODELS[setting.model],
+                    setting.gpus,
+                    setting.context,
+                    setting.sequences,
+                    cp=cp,
+                    pp=setting.stages,
+                    microbatches=microbatches,
+                )
             except CpsimError:
                 continue
             yield step, f"{microbatches} microbatches" + (f", CP {cp}" if system == "wlb" else "")
@@ -188,7 +200,7 @@ def _cut(documents: Ints, count: int) -> list[Ints]:
 
 def reproduce(
     runs: Sequence[Interim] | None = None, jobs: int | None = None, progress: Progress | None = None
-) -> list[Interim]:  # fmt: skip
+) -> list[Interim]:
     """Interim runs with their predictions.
 
     Args:
@@ -198,9 +210,7 @@ def reproduce(
     """
     chosen = published() if runs is None else runs
     times = mapped(_interim, chosen, jobs, progress)
-    return [
-        replace(run, predicted_s=seconds, plan=plan) for run, (seconds, plan) in zip(chosen, times, strict=True)
-    ]
+    return [replace(run, predicted_s=seconds, plan=plan) for run, (seconds, plan) in zip(chosen, times, strict=True)]
 
 
 def _interim(run: Interim) -> tuple[float, str]:
@@ -209,9 +219,11 @@ def _interim(run: Interim) -> tuple[float, str]:
 
 
 def speed_ups(
-    wanted: Sequence[Setting] | None = None, iterations: Sequence[int] = SPREAD, jobs: int | None = None,
+    wanted: Sequence[Setting] | None = None,
+    iterations: Sequence[int] = SPREAD,
+    jobs: int | None = None,
     progress: Progress | None = None,
-) -> list[SpeedUp]:  # fmt: skip
+) -> list[SpeedUp]:
     """Speed-ups at the settings of the paper; arguments as of ``reproduce``."""
     chosen = settings() if wanted is None else wanted
     ratios = mapped(partial(_speed_up, iterations=iterations), chosen, jobs, progress)

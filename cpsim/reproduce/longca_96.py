@@ -143,15 +143,29 @@ def rows_of(point: Point) -> list[Row]:
 def _row(point: Point, mechanism: str, implementation: str, pass_: str) -> Row:
     strategy, knobs = STRATEGIES[mechanism]
     case: dict[str, Any] = {
-        "strategy": strategy, "knobs": knobs, "implementation": implementation, "kernel": "fa3", "gpus": point.gpus,
-        "cluster": CLUSTER, "profile": PROFILE, "tokens_per_gpu": TOKENS_PER_GPU, "documents": point.documents,
-        "mask": point.mask, "heads": 64, "kv_heads": 8, "pass": pass_,
-    }  # fmt: skip
+        "strategy": strategy,
+        "knobs": knobs,
+        "implementation": implementation,
+        "kernel": "fa3",
+        "gpus": point.gpus,
+        "cluster": CLUSTER,
+        "profile": PROFILE,
+        "tokens_per_gpu": TOKENS_PER_GPU,
+        "documents": point.documents,
+        "mask": point.mask,
+        "heads": 64,
+        "kv_heads": 8,
+        "pass": pass_,
+    }
     scenario = scenario_from(case)
     row = Row(
-        gpus=point.gpus, mask=point.mask, sample=point.sample, mechanism=mechanism, implementation=implementation,
+        gpus=point.gpus,
+        mask=point.mask,
+        sample=point.sample,
+        mechanism=mechanism,
+        implementation=implementation,
         pass_=pass_,
-    )  # fmt: skip
+    )
     try:
         found = predict(scenario)
     except InfeasibleError as reason:
@@ -178,15 +192,13 @@ class Study:
         """Numbers of GPUs, ascending."""
         return tuple(sorted({row.gpus for row in self.rows}))
 
-    def cell(
-        self, gpus: int, mask: str, pass_: str, mechanism: str, implementation: str = THEIRS
-    ) -> list[Row]:  # fmt: skip
+    def cell(self, gpus: int, mask: str, pass_: str, mechanism: str, implementation: str = THEIRS) -> list[Row]:
         """The samples of one bar of the paper's charts."""
         return self._by_cell[gpus, mask, pass_, mechanism, implementation]
 
     def mean(
         self, gpus: int, mask: str, pass_: str, mechanism: str, implementation: str = THEIRS, of: str = "tflops_per_gpu"
-    ) -> float:  # fmt: skip
+    ) -> float:
         """Its height, TFLOP/s per GPU, or the mean of another column; NaN where the case cannot run."""
         return float(np.mean([getattr(row, of) for row in self.cell(gpus, mask, pass_, mechanism, implementation)]))
 

@@ -56,12 +56,15 @@ DOCUMENT: Final = MASKS[2:]
 
 def _ratios(
     study: Study, above: str, below: str, masks: Sequence[str], passes: Sequence[str], least: int, most: int = GPUS[-1]
-) -> list[float]:  # fmt: skip
+) -> list[float]:
     """Throughput of one mechanism over another's, on ``least`` to ``most`` GPUs."""
     return [
         study.mean(n, mask, p, above) / study.mean(n, mask, p, below)
-        for n in study.gpus if least <= n <= most for mask in masks for p in passes
-    ]  # fmt: skip
+        for n in study.gpus
+        if least <= n <= most
+        for mask in masks
+        for p in passes
+    ]
 
 
 def _over_gpus(study: Study, mask: str, pass_: str, mechanism: str, least: int = 0) -> list[float]:
@@ -73,7 +76,7 @@ def _hybrids_lead(study: Study) -> Verdict:
     for n in (n for n in study.gpus if n > 8):
         overall = {
             m: float(np.mean([study.mean(n, mask, p, m) for mask in MASKS for p in PASSES])) for m in MECHANISMS[:5]
-        }  # fmt: skip
+        }
         ratios[n] = max(overall[m] for m in HYBRIDS) / np.nanmax([overall[m] for m in MECHANISMS[:3]])
     return min(ratios.values()) >= 1, "best hybrid over the best other: " + _by_gpus(ratios, ".2f")
 
@@ -83,7 +86,7 @@ def _network_decides(study: Study) -> Verdict:
     falls = {
         m: float(np.mean([study.mean(second, k, p, m) / study.mean(first, k, p, m) for k in DOCUMENT for p in PASSES]))
         for m in MECHANISMS[:5]
-    }  # fmt: skip
+    }
     text = ", ".join(f"{m} {value:.2f}" for m, value in falls.items())
     return max(falls.values()) <= 0.97, f"DOCUMENT throughput on {second} GPUs over {first}: {text}"
 
@@ -97,10 +100,12 @@ def _ulysses_solid(study: Study) -> Verdict:
     ratios = {
         n: min(
             study.mean(n, mask, p, "ulysses") / max(study.mean(n, mask, p, m) for m in MECHANISMS[:5] if m != "ulysses")
-            for mask in DENSE for p in PASSES
+            for mask in DENSE
+            for p in PASSES
         )
-        for n in study.gpus if 64 % n == 0
-    }  # fmt: skip
+        for n in study.gpus
+        if 64 % n == 0
+    }
     return min(ratios.values()) >= 0.9, "over the best other, worst dense case: " + _by_gpus(ratios, ".2f")
 
 
@@ -113,8 +118,10 @@ def _ulysses_balanced(study: Study) -> Verdict:
 def _ring_full_best(study: Study) -> Verdict:
     worst = max(
         study.mean(n, mask, p, "ring_p2p") / study.mean(n, "full", p, "ring_p2p")
-        for n in study.gpus for mask in MASKS[1:] for p in PASSES
-    )  # fmt: skip
+        for n in study.gpus
+        for mask in MASKS[1:]
+        for p in PASSES
+    )
     return worst < 1, f"other masks reach at most {worst:.2f} of FULL"
 
 
@@ -127,7 +134,7 @@ def _ring_causal_lower(study: Study) -> Verdict:
     ratios = {
         p: [c / f for c, f in zip(*(_over_gpus(study, k, p, "ring_p2p") for k in ("causal", "full")), strict=True)]
         for p in PASSES
-    }  # fmt: skip
+    }
     text = ", ".join(f"{p} {min(found):.2f} to {max(found):.2f}" for p, found in ratios.items())
     return all(max(found) <= 0.97 for found in ratios.values()), f"CAUSAL over FULL: {text}; published 0.82-0.92"
 
@@ -190,7 +197,7 @@ def _loongtrain_over_usp(study: Study, pass_: str, least: int) -> dict[int, floa
 
 def _steps(
     mask: str, forward: tuple[float, float], backward: tuple[float, float], dense: bool
-) -> Callable[[Study], Verdict]:  # fmt: skip
+) -> Callable[[Study], Verdict]:
     """A judge of how long a step of Ring P2P takes [ms], within 10 % of what was measured on 8 (16) to 64 GPUs."""
 
     def judge(study: Study) -> Verdict:
@@ -232,13 +239,19 @@ _FINDINGS: Final[tuple[tuple[str, Callable[[Study], Verdict]], ...]] = (
     ("Hybrids are more stable over DOCUMENT masks than Ulysses and Ring P2P", _hybrids_stable),
     ("LoongTrain gains modestly over USP forward: up to 15 %", _loongtrain_forward),
     ("LoongTrain is on par with USP backward or slower, by up to 15 %", _loongtrain_backward),
-    ("A step of Ring P2P on FULL takes what it was measured to, within 10 %",
-     _steps("full", (4.11, 4.31), (10.6, 11.1), dense=True)),
+    (
+        "A step of Ring P2P on FULL takes what it was measured to, within 10 %",
+        _steps("full", (4.11, 4.31), (10.6, 11.1), dense=True),
+    ),
     ("The same on CAUSAL", _steps("causal", (2.42, 2.61), (5.79, 6.36), dense=True)),
-    ("The network between nodes paces a step on FULL DOCUMENT",
-     _steps("full_document", (1.52, 1.59), (3.10, 3.78), dense=False)),
+    (
+        "The network between nodes paces a step on FULL DOCUMENT",
+        _steps("full_document", (1.52, 1.59), (3.10, 3.78), dense=False),
+    ),
     ("The same on CAUSAL DOCUMENT", _steps("causal_document", (1.36, 1.59), (3.09, 3.32), dense=False)),
-    ("Backward, Ring All-Gather takes about twice as long on 16 GPUs as on 8: traffic grows with all tokens",
-     _gather_backward_grows),
-)  # fmt: skip
+    (
+        "Backward, Ring All-Gather takes about twice as long on 16 GPUs as on 8: traffic grows with all tokens",
+        _gather_backward_grows,
+    ),
+)
 """The first thirteen are the paper's; times of steps and of all-gathers are MagiAttention's."""

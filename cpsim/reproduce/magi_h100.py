@@ -77,11 +77,14 @@ def published() -> tuple[Row, ...]:
     """All rows of the benchmark."""
     return tuple(
         Row(
-            strategy=line["row"], mask=line["mask"], pass_=line["pass"], gpus=int(line["gpus"]),
+            strategy=line["row"],
+            mask=line["mask"],
+            pass_=line["pass"],
+            gpus=int(line["gpus"]),
             published=float(line["tflops_per_gpu"]),
         )
         for line in published_lines("magi-h100.csv")
-    )  # fmt: skip
+    )
 
 
 @cache
@@ -95,10 +98,18 @@ def scenarios(row: Row, cluster: str = CLUSTER) -> list[Scenario]:
     """What was run for a row: one case, or one for every pack."""
     dense = row.mask in ("full", "causal")
     case = {
-        **STRATEGIES[row.strategy], "implementation": "magi-attention", "kernel": "fa3", "gpus": row.gpus,
-        "cluster": cluster, "tokens_per_gpu": 8192, "mask": row.mask, "heads": 64, "kv_heads": 8, "pass": row.pass_,
+        **STRATEGIES[row.strategy],
+        "implementation": "magi-attention",
+        "kernel": "fa3",
+        "gpus": row.gpus,
+        "cluster": cluster,
+        "tokens_per_gpu": 8192,
+        "mask": row.mask,
+        "heads": 64,
+        "kv_heads": 8,
+        "pass": row.pass_,
         "protocol": "streamed",
-    }  # fmt: skip
+    }
     draws = [{}] if dense else [{"documents": list(pack)} for pack in packs(row.gpus)]
     return [scenario_from(case | draw) for draw in draws]
 

@@ -42,9 +42,20 @@ def makespans(timeline: Timeline, work: Work, group: Int8, factors: Floats, lost
     for start in range(0, len(found), BATCH):
         some = slice(start, start + BATCH)
         _follow(
-            first, before, alone, delay, work.release_s, group,
-            np.ascontiguousarray(factors[:, some]), lost[some], host[some], found[some], place, num_places, last,
-        )  # fmt: skip
+            first,
+            before,
+            alone,
+            delay,
+            work.release_s,
+            group,
+            np.ascontiguousarray(factors[:, some]),
+            lost[some],
+            host[some],
+            found[some],
+            place,
+            num_places,
+            last,
+        )
     return found
 
 

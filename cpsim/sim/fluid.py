@@ -25,12 +25,23 @@ from cpsim.sim.work import LEAST_SPEED, Floats, Work, has
 
 OP: Final = np.dtype(
     [
-        ("release", "f8"), ("left", "f8"), ("since", "f8"), ("speed", "f8"), ("limit", "f8"),
-        ("first_lane", "u4"), ("first_flow", "u4"), ("first_after", "u4"), ("pending", "i4"),
-        ("pressure", "i1"), ("running", "i1"), ("marked", "i1"), ("grouped", "i1"), ("place", "i4"),
+        ("release", "f8"),
+        ("left", "f8"),
+        ("since", "f8"),
+        ("speed", "f8"),
+        ("limit", "f8"),
+        ("first_lane", "u4"),
+        ("first_flow", "u4"),
+        ("first_after", "u4"),
+        ("pending", "i4"),
+        ("pressure", "i1"),
+        ("running", "i1"),
+        ("marked", "i1"),
+        ("grouped", "i1"),
+        ("place", "i4"),
     ],
     align=True,
-)  # fmt: skip
+)
 """One cache line. ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if links were infinitely
 fast; ``pending``: predecessors still waited for; ``place``: in the heap. Entries of an op end where those of the next
 one begin, so there is one record more than ops."""
@@ -44,20 +55,29 @@ FLOW: Final = np.dtype(
 """``rate``: bytes a second at full speed."""
 RANK: Final = np.dtype(
     [
-        ("running", "i4"), ("marked", "i4"), ("present", "i8"), ("waiting", "i8"), ("was_present", "i8"),
+        ("running", "i4"),
+        ("marked", "i4"),
+        ("present", "i8"),
+        ("waiting", "i8"),
+        ("was_present", "i8"),
         ("was_waiting", "i8"),
     ],
     align=True,
-)  # fmt: skip
+)
 """``running``: how many ops; ``present``: these in two bits per pressure class: none, one, several; ``waiting``: one
 bit, some or none; ``was_``: the same at the end of the instant before."""
 LINK: Final = np.dtype(
     [
-        ("head", "i4"), ("marked", "i4"), ("tight", "i4"), ("grouped", "i4"),
-        ("capacity", "f8"), ("left", "f8"), ("load", "f8"),
+        ("head", "i4"),
+        ("marked", "i4"),
+        ("tight", "i4"),
+        ("grouped", "i4"),
+        ("capacity", "f8"),
+        ("left", "f8"),
+        ("load", "f8"),
     ],
     align=True,
-)  # fmt: skip
+)
 LINE: Final = 64
 """Bytes of a cache line."""
 AHEAD: Final = 3
@@ -80,17 +100,41 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     shares = _shares(work.slowdown), 1.0 - 1.0 / work.waiting
     first, before = unsigned(first, before)
     _fill_records(
-        ops, lanes, flows, schedule.lane_start, schedule.lane_rank, work.flow_start, work.flow_link, work.flow_bytes,
-        first, before, _successors(first, before, after), work.duration_s, work.release_s,
-        work.pressure, bool(np.any(shares[1] > 0)),
-    )  # fmt: skip
+        ops,
+        lanes,
+        flows,
+        schedule.lane_start,
+        schedule.lane_rank,
+        work.flow_start,
+        work.flow_link,
+        work.flow_bytes,
+        first,
+        before,
+        _successors(first, before, after),
+        work.duration_s,
+        work.release_s,
+        work.pressure,
+        bool(np.any(shares[1] > 0)),
+    )
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
     links["head"], links["capacity"] = -1, work.link_bytes_per_s
     start, end, cause = np.empty(num_ops), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
     _run(
-        ops, lanes, flows, ranks, links, after, work.duration_s, work.flow_bytes, *shares, start, end, cause,
-        ops["place"], *_scratch(num_ops, num_ranks, len(links), len(shares[0])),
-    )  # fmt: skip
+        ops,
+        lanes,
+        flows,
+        ranks,
+        links,
+        after,
+        work.duration_s,
+        work.flow_bytes,
+        *shares,
+        start,
+        end,
+        cause,
+        ops["place"],
+        *_scratch(num_ops, num_ranks, len(links), len(shares[0])),
+    )
     return start, end, cause
 
 
@@ -115,9 +159,22 @@ def _scratch(num_ops: int, num_ranks: int, num_links: int, num_classes: int) -> 
 
 @bare()
 def _fill_records(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, lane_start, lane_rank, flow_start, flow_link, flow_bytes, first, before, after_start,
-    duration, release, pressure, disturbs,
-):  # fmt: skip
+    ops,
+    lanes,
+    flows,
+    lane_start,
+    lane_rank,
+    flow_start,
+    flow_link,
+    flow_bytes,
+    first,
+    before,
+    after_start,
+    duration,
+    release,
+    pressure,
+    disturbs,
+):
     """Ops, their lane entries and flows; ``disturbs``: some class of ops does so while it waits for other ranks."""
     end = ops[len(duration)]
     end.first_lane, end.first_flow, end.first_after = len(lanes), len(flows), len(before)
@@ -227,9 +284,33 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
 
 @bare()
 def _run(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, ranks, links, after, duration, flow_bytes, running, waiting, start, end, cause, place, heap, key,
-    beside, counts, limits, widest, ready, new_ops, group_ops, new_ranks, new_links, group_links,
-):  # fmt: skip
+    ops,
+    lanes,
+    flows,
+    ranks,
+    links,
+    after,
+    duration,
+    flow_bytes,
+    running,
+    waiting,
+    start,
+    end,
+    cause,
+    place,
+    heap,
+    key,
+    beside,
+    counts,
+    limits,
+    widest,
+    ready,
+    new_ops,
+    group_ops,
+    new_ranks,
+    new_links,
+    group_links,
+):
     ahead = AHEAD * len(ranks)
     lanes_ahead, flows_ahead = ahead * len(lanes) // len(ops), ahead * len(flows) // len(ops)
     after_ahead = ahead * len(after) // len(ops)
@@ -275,9 +356,20 @@ def _run(  # type: ignore[no-untyped-def]
             if ops[op].running and ops[op].marked:
                 if not _is_alone(ops, flows, links, op):
                     _set_speeds(
-                        ops, flows, links, duration, flow_bytes, widest, group_ops, group_links, heap, place, key, op,
+                        ops,
+                        flows,
+                        links,
+                        duration,
+                        flow_bytes,
+                        widest,
+                        group_ops,
+                        group_links,
+                        heap,
+                        place,
+                        key,
+                        op,
                         now,
-                    )  # fmt: skip
+                    )
                 elif ops[op].speed != ops[op].limit or ops[op].place == 0:
                     _settle(ops, op, now)
                     ops[op].speed = ops[op].limit

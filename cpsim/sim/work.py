@@ -212,10 +212,17 @@ def partners(schedule: Schedule) -> Int32:
 
     A rank's send and receive of one step are one launch: a batch, as `torch.distributed.batch_isend_irecv` makes it.
     """
-    return np.asarray(_partners(
-        schedule.kind == Kind.TRANSFER, schedule.step, schedule.lane_start, schedule.lane_rank, schedule.lane_stream,
-        schedule.num_ranks,
-    ), np.int32)  # fmt: skip
+    return np.asarray(
+        _partners(
+            schedule.kind == Kind.TRANSFER,
+            schedule.step,
+            schedule.lane_start,
+            schedule.lane_rank,
+            schedule.lane_stream,
+            schedule.num_ranks,
+        ),
+        np.int32,
+    )
 
 
 @compiled(nogil=True)

@@ -153,9 +153,15 @@ class _AllGather:
         for g in range(self.num_groups):
             keys, after = gather.keys(g)
             done = b.add(
-                Kind.ATTENTION, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g), deps=after,
-                reads=[self._part(q, "q", g), keys], writes=[self._part(out, "out", g)],
-            )  # fmt: skip
+                Kind.ATTENTION,
+                (self.ranks, "compute"),
+                step=g,
+                tile=self.tile,
+                heads=self.heads(g),
+                deps=after,
+                reads=[self._part(q, "q", g), keys],
+                writes=[self._part(out, "out", g)],
+            )
             gather.read_by(g, done)
         for sweep in self.code.leave if self.code else ():
             b.add(sweep.kind, (self.ranks, "compute"), nbytes=sweep.nbytes(self.tokens, self.workload))
@@ -176,9 +182,15 @@ class _AllGather:
             keys, after = gather.keys(g)
             reads = [self._part(access, tensor, g) for tensor, access in given.items()]
             b.add(
-                Kind.ATTENTION_BACKWARD, (self.ranks, "compute"), step=g, tile=self.tile, heads=self.heads(g),
-                deps=after, reads=[*reads, keys], writes=[self._part(dq, "dq", g), scatter.partial(g)],
-            )  # fmt: skip
+                Kind.ATTENTION_BACKWARD,
+                (self.ranks, "compute"),
+                step=g,
+                tile=self.tile,
+                heads=self.heads(g),
+                deps=after,
+                reads=[*reads, keys],
+                writes=[self._part(dq, "dq", g), scatter.partial(g)],
+            )
             scatter.reduce(g)
         scatter.finish()
         return b.build()
@@ -265,9 +277,12 @@ class _Gather:
         if plan.num_groups > 1 and not plan.code:
             self.source = (b.buffers("kv by group", plan.tokens * plan.kv_bytes * plan.num_groups), kv[1])
             self.ready = b.add(
-                Kind.COPY, (plan.ranks, "compute"), reads=[kv], writes=[self.source],
+                Kind.COPY,
+                (plan.ranks, "compute"),
+                reads=[kv],
+                writes=[self.source],
                 nbytes=2 * plan.tokens * plan.kv_bytes * plan.num_groups,
-            )  # fmt: skip
+            )
         count = min(2, plan.num_groups)
         self.buffers = [b.buffers(f"kv of all {i}", plan.of_all(plan.kv_bytes)) for i in range(count)]
         apart = count if plan.code and plan.num_groups > 1 else 0
@@ -291,16 +306,25 @@ class _Gather:
             source = self.sliced[group % 2]
             for i, width in enumerate(parts):
                 waits = plan.b.add(
-                    Kind.COPY, (plan.ranks, "compute"), step=group, nbytes=2 * plan.tokens * width, deps=[waits],
-                    reads=[(self.source[0], mine)] * i, writes=[(source, mine)] * i,
-                )  # fmt: skip
+                    Kind.COPY,
+                    (plan.ranks, "compute"),
+                    step=group,
+                    nbytes=2 * plan.tokens * width,
+                    deps=[waits],
+                    reads=[(self.source[0], mine)] * i,
+                    writes=[(source, mine)] * i,
+                )
         target = self.buffers[group % 2], plan.keys_of_all("kv", group)
         for i, width in enumerate(parts):
             gathered = plan.b.add(
-                Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * width,
+                Kind.ALL_GATHER,
+                (plan.together, "comm"),
+                step=group,
+                nbytes=plan.total * width,
                 deps=[waits[plan.together], self.free[group % 2][plan.together]],
-                reads=[(source, mine)] * i, writes=[target] * i,
-            )  # fmt: skip
+                reads=[(source, mine)] * i,
+                writes=[target] * i,
+            )
         return gathered
 
     def _gather_together(self, group: int) -> Ints:
@@ -308,10 +332,14 @@ class _Gather:
         mine = plan.b.blocks("kv", plan.ranks, plan.heads(group)[2:])
         waits = [self.ready] if group == 0 else [] if self.is_paced else [self.free[group % 2]]
         return plan.b.add(
-            Kind.ALL_GATHER, (plan.together, "comm"), step=group, nbytes=plan.total * plan.kv_bytes,
+            Kind.ALL_GATHER,
+            (plan.together, "comm"),
+            step=group,
+            nbytes=plan.total * plan.kv_bytes,
             deps=[after[plan.together] for after in waits],
-            reads=[(self.source[0], mine)], writes=[(self.buffers[group % 2], plan.keys_of_all("kv", group))],
-        )  # fmt: skip
+            reads=[(self.source[0], mine)],
+            writes=[(self.buffers[group % 2], plan.keys_of_all("kv", group))],
+        )
 
     def keys(self, group: int) -> tuple[Access, list[Ints]]:
         """What the kernel reads for a group and which ops it waits for; starts gathering the next group."""
@@ -322,10 +350,15 @@ class _Gather:
         if self.packed is None:
             return (self.buffers[group % 2], seen), [arrived]
         self.free[group % 2] = plan.b.add(
-            Kind.COPY, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
-            nbytes=2 * plan.keys * plan.kv_bytes, deps=[arrived],
-            reads=[(self.buffers[group % 2], seen)], writes=[(self.packed, seen)],
-        )  # fmt: skip
+            Kind.COPY,
+            (plan.ranks, "compute"),
+            step=group,
+            heads=plan.heads(group),
+            nbytes=2 * plan.keys * plan.kv_bytes,
+            deps=[arrived],
+            reads=[(self.buffers[group % 2], seen)],
+            writes=[(self.packed, seen)],
+        )
         return (self.packed, seen), []
 
     def read_by(self, group: int, kernels: Ints) -> None:
@@ -365,15 +398,24 @@ class _Scatter:
         self.home.append((home, mine))
         moved = plan.keys * plan.kv_bytes if plan.code is None else 0
         added = plan.b.add(
-            Kind.ACCUMULATE, (plan.ranks, "compute"), step=group, heads=plan.heads(group),
-            nbytes=plan.of_all(self.width) + moved, reads=[self.partial(group)], writes=[full],
-        )  # fmt: skip
+            Kind.ACCUMULATE,
+            (plan.ranks, "compute"),
+            step=group,
+            heads=plan.heads(group),
+            nbytes=plan.of_all(self.width) + moved,
+            reads=[self.partial(group)],
+            writes=[full],
+        )
         for i in range(2 if plan.code else 1):
             self.reduced = plan.b.add(
-                Kind.REDUCE_SCATTER, (plan.together, "comm"), step=group,
-                nbytes=plan.total * self.width // (2 if plan.code else 1), deps=[added[plan.together]],
-                reads=[full] * (i or not plan.code), writes=[self.home[group]] * (i or not plan.code),
-            )  # fmt: skip
+                Kind.REDUCE_SCATTER,
+                (plan.together, "comm"),
+                step=group,
+                nbytes=plan.total * self.width // (2 if plan.code else 1),
+                deps=[added[plan.together]],
+                reads=[full] * (i or not plan.code),
+                writes=[self.home[group]] * (i or not plan.code),
+            )
         if plan.code and not straight:
             self._put(group, (self.dkv[0], mine))
 
@@ -382,9 +424,14 @@ class _Scatter:
         plan, after = self.plan, self.reduced[self.plan.group]
         for i in range(2):
             plan.b.add(
-                Kind.COPY, (plan.ranks, "compute"), step=group, nbytes=plan.tokens * self.width, deps=[after],
-                reads=[self.home[group]] * i, writes=[target] * i,
-            )  # fmt: skip
+                Kind.COPY,
+                (plan.ranks, "compute"),
+                step=group,
+                nbytes=plan.tokens * self.width,
+                deps=[after],
+                reads=[self.home[group]] * i,
+                writes=[target] * i,
+            )
 
     def finish(self) -> None:
         """Cast what came home into the gradients' own type and layout."""
@@ -393,7 +440,11 @@ class _Scatter:
             return
         last = [self.reduced[plan.group]]
         plan.b.add(
-            Kind.COPY, (plan.ranks, "compute"), step=plan.num_groups,
-            nbytes=plan.tokens * (self.width + plan.kv_bytes) * plan.num_groups, deps=last,
-            reads=self.home, writes=[self.dkv],
-        )  # fmt: skip
+            Kind.COPY,
+            (plan.ranks, "compute"),
+            step=plan.num_groups,
+            nbytes=plan.tokens * (self.width + plan.kv_bytes) * plan.num_groups,
+            deps=last,
+            reads=self.home,
+            writes=[self.dkv],
+        )

@@ -72,15 +72,26 @@ class _Halves:
             for i in range(2):  # dk, dv
                 reads, total = ([access] * i for access in (partial, full))
                 b.add(
-                    Kind.ACCUMULATE, (self.ranks, "compute"), step=half, heads=self.heads, nbytes=nbytes, reads=reads,
-                    writes=total if half == 0 else (), updates=total if half == 1 else (),
-                )  # fmt: skip
+                    Kind.ACCUMULATE,
+                    (self.ranks, "compute"),
+                    step=half,
+                    heads=self.heads,
+                    nbytes=nbytes,
+                    reads=reads,
+                    writes=total if half == 0 else (),
+                    updates=total if half == 1 else (),
+                )
         for i in range(2):
             ordered = self.sweeper.sweep((code.order,), self.ranks, 0, self.total, step=2)
             done = b.add(
-                Kind.REDUCE_SCATTER, (self.ranks[None, :], "comm"), step=2, nbytes=self.total * self.kv_bytes // 2,
-                deps=[ordered[None, :]], reads=[_together(full)] * i, writes=[_together(dkv)] * i,
-            )  # fmt: skip
+                Kind.REDUCE_SCATTER,
+                (self.ranks[None, :], "comm"),
+                step=2,
+                nbytes=self.total * self.kv_bytes // 2,
+                deps=[ordered[None, :]],
+                reads=[_together(full)] * i,
+                writes=[_together(dkv)] * i,
+            )
             b.add(Kind.BARRIER, (self.ranks, "compute"), step=2, deps=[done.repeat(len(self.ranks))])
         return b.build()
 
@@ -91,27 +102,44 @@ class _Halves:
         after = self.b.add(Kind.BARRIER, (self.ranks, "compute"))
         for i in range(2):
             done = self.b.add(
-                Kind.ALL_GATHER, (self.ranks[None, :], "comm"), nbytes=self.total * self.kv_bytes // 2,
-                deps=[after[None, :]], reads=[_together(mine)] * i, writes=[_together(whole)] * i,
-            )  # fmt: skip
+                Kind.ALL_GATHER,
+                (self.ranks[None, :], "comm"),
+                nbytes=self.total * self.kv_bytes // 2,
+                deps=[after[None, :]],
+                reads=[_together(mine)] * i,
+                writes=[_together(whole)] * i,
+            )
             arrived = [done.repeat(len(self.ranks))]
             after = self.sweeper.sweep((self.code.order,), self.ranks, 0, self.total, arrived)
         return whole, after
 
     def attend(
-        self, pass_: Pass, half: int, arrived: Ints, given: list[tuple[Access, str]], keys: Access,
+        self,
+        pass_: Pass,
+        half: int,
+        arrived: Ints,
+        given: list[tuple[Access, str]],
+        keys: Access,
         made: list[Access],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """One kernel on every rank and what surrounds it."""
         mine = slice(half * len(self.ranks), (half + 1) * len(self.ranks))
         rows = self.tokens[self.parts[mine]]
         if self.code.enter[pass_]:
             arrived = self.sweeper.sweep(self.code.enter[pass_], self.ranks, rows, 0, [arrived], half)
         self.sweeper.attend(
-            self.code.wrapper, pass_, self.ranks, q_rows=rows, k_rows=self.total, step=half, heads=self.heads,
-            tile=1 + np.arange(2 * len(self.ranks))[mine], deps=[arrived],
-            reads=[*(self.half(access, tensor, half) for access, tensor in given), keys], writes=made,
-        )  # fmt: skip
+            self.code.wrapper,
+            pass_,
+            self.ranks,
+            q_rows=rows,
+            k_rows=self.total,
+            step=half,
+            heads=self.heads,
+            tile=1 + np.arange(2 * len(self.ranks))[mine],
+            deps=[arrived],
+            reads=[*(self.half(access, tensor, half) for access, tensor in given), keys],
+            writes=made,
+        )
         self.sweeper.sweep((self.code.leave,), self.ranks, rows, 0, step=half)
 
     def shard(self, tensor: str, width: int) -> Access:

@@ -68,8 +68,11 @@ class CellProgram:
         q, kv, lse = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads), sizes.lse(workload.num_heads)
         self.nbytes = {"q": q, "out": q + lse, "dout": q, "dq": q, "kv": kv, "dkv": kv}
         """Of a token of every tensor."""
-        self.rows = {"out": (q, sizes.accumulator(q), lse), "dq": (q, sizes.accumulator(q), 0),
-                     "dkv": (kv, sizes.accumulator(kv), 0)}  # fmt: skip
+        self.rows = {
+            "out": (q, sizes.accumulator(q), lse),
+            "dq": (q, sizes.accumulator(q), 0),
+            "dkv": (kv, sizes.accumulator(kv), 0),
+        }
         """Bytes of a token of a partial result, of its sum, and of its log-sum-exp."""
         self.sets: dict[bytes, int] = {}
         none = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))  # sets are known when all ops are
@@ -91,9 +94,15 @@ class CellProgram:
         return Held(made, own, np.full(self.num_ranks, NOTHING))
 
     def pack(
-        self, stage: int, tensors: Sequence[str], held: Sequence[Held], gives: Mask, nbytes: Ints, lane: str,
+        self,
+        stage: int,
+        tensors: Sequence[str],
+        held: Sequence[Held],
+        gives: Mask,
+        nbytes: Ints,
+        lane: str,
         read: Ints | NDArray[np.float64] | None = None,
-    ) -> tuple[Int32, Ints]:  # fmt: skip
+    ) -> tuple[Int32, Ints]:
         """Blocks for every rank, one rank's after the other's; returns buffers and the ops to wait for, by rank.
 
         Args:
@@ -104,18 +113,28 @@ class CellProgram:
         ready = np.full(self.num_ranks, NOTHING)
         copied = np.rint(nbytes + (nbytes if read is None else read)).astype(np.int64)
         ops = self.b.add(
-            Kind.COPY, (who, lane), step=stage, heads=self.heads, nbytes=copied[who],
+            Kind.COPY,
+            (who, lane),
+            step=stage,
+            heads=self.heads,
+            nbytes=copied[who],
             deps=self.waits(who, held, gives[who]) if lane == "compute" else (),
             reads=self.reads(who, tensors, held, gives[who]),
             writes=[(packed[who], self.block(t, gives[who])) for t in tensors],
-        )  # fmt: skip
+        )
         ready[who] = ops if lane == "compute" else NOTHING
         return packed, ready
 
     def exchange(
-        self, stage: int, tensors: Sequence[str], packed: tuple[Int32, Ints], gives: Mask, gets: Mask, moved: Ints,
+        self,
+        stage: int,
+        tensors: Sequence[str],
+        packed: tuple[Int32, Ints],
+        gives: Mask,
+        gets: Mask,
+        moved: Ints,
         groups: Ints,
-    ) -> tuple[Int32, Ints]:  # fmt: skip
+    ) -> tuple[Int32, Ints]:
         """All-to-alls of uneven parts in groups of ranks; returns where blocks arrive, and the op by rank."""
         made, arrived = self.b.buffers(f"{tensors[0]} of others", moved.sum(axis=0)), np.full(self.num_ranks, NOTHING)
         sent, got = ([self.block(t, cells) for t in tensors] for cells in (gives, gets))
@@ -127,11 +146,14 @@ class CellProgram:
             inside = moved[np.ix_(ranks, ranks)]
             if inside.any():
                 (op,) = self.b.add(
-                    Kind.ALL_TO_ALL, (ranks[None], "comm"), step=stage, nbytes=inside.sum(axis=0).max(),
+                    Kind.ALL_TO_ALL,
+                    (ranks[None], "comm"),
+                    step=stage,
+                    nbytes=inside.sum(axis=0).max(),
                     deps=[packed[1][ranks][None]],
                     reads=[(some(packed[0], 1)[ranks][None], block[ranks][None]) for block in sent],
                     writes=[(some(made, 0)[ranks][None], block[ranks][None]) for block in got],
-                )  # fmt: skip
+                )
                 arrived[ranks] = op
                 self.b.route(int(op), ranks, inside)
         return made, arrived
@@ -178,10 +200,15 @@ class CellProgram:
             nbytes += rows * 2 * sum(self.nbytes[t] for t in side.tensors)
         deps, c = np.max(waits, axis=0), np.flatnonzero(nbytes)
         self.b.add(
-            Kind.COPY, (who[c], "compute"), step=stage, heads=self.heads, nbytes=nbytes[c], deps=[deps[c]],
+            Kind.COPY,
+            (who[c], "compute"),
+            step=stage,
+            heads=self.heads,
+            nbytes=nbytes[c],
+            deps=[deps[c]],
             reads=[(buffer[c], block[c]) for buffer, block in reads],
             writes=[(buffer[c], block[c]) for buffer, block in writes],
-        )  # fmt: skip
+        )
         deps[c] = NOTHING
         return found, deps
 

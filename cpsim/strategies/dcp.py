@@ -47,10 +47,22 @@ QUICK: Final = 5_000
 
 
 def plan_dcp(
-    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, variant: str = "cpsim",
-    block: int | None = None, head_groups: int | None = None, eps_inter: float = 0.4, eps_intra: float = 0.1,
-    stages: int = 4, solver: str = "mtkahypar", seed: int = 0, layers: int = 32, planners: int = 16,
-) -> Schedule:  # fmt: skip
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    code: Implementation = CPSIM,
+    *,
+    variant: str = "cpsim",
+    block: int | None = None,
+    head_groups: int | None = None,
+    eps_inter: float = 0.4,
+    eps_intra: float = 0.1,
+    stages: int = 4,
+    solver: str = "mtkahypar",
+    seed: int = 0,
+    layers: int = 32,
+    planners: int = 16,
+) -> Schedule:
     """Blocks of computation anywhere, in stages.
 
     Args:
@@ -71,9 +83,7 @@ def plan_dcp(
         ScenarioError: a knob has no such value.
         InfeasibleError: there are fewer blocks than ranks, or head groups do not divide the key-value heads.
     """
-    settings = Settings(
-        variant=variant, eps_inter=eps_inter, eps_intra=eps_intra, stages=stages, solver=solver
-    )  # fmt: skip
+    settings = Settings(variant=variant, eps_inter=eps_inter, eps_intra=eps_intra, stages=stages, solver=solver)
     counts = {"block": block, "head_groups": head_groups, "layers": layers, "planners": planners, "seed": seed}
     for name, value in counts.items():
         least = int(name != "seed")
@@ -93,9 +103,10 @@ def plan_dcp(
     schedule = emitted.forward() if pass_ == "fwd" else emitted.backward()
     solver = planned.placement.solver
     planning = Planning(
-        seconds=planned.seconds, share=layers * planners * cluster.num_nodes,
+        seconds=planned.seconds,
+        share=layers * planners * cluster.num_nodes,
         notes=(f"blocks placed by {solver}",) if solver else (),
-    )  # fmt: skip
+    )
     return replace(schedule, planning=planning)
 
 
@@ -172,9 +183,7 @@ class _Sum:
 class _Dcp(CellProgram):
     """One schedule under construction; masks are ``[ranks, cells]``, see ``cpsim.dcp.program``."""
 
-    def __init__(
-        self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass, paged: bool
-    ) -> None:  # fmt: skip
+    def __init__(self, workload: Workload, cluster: Cluster, planned: Plan, pass_: Pass, paged: bool) -> None:
         self.paged = paged
         self.pass_, self.planned, self.blocks, self.cells = pass_, planned, planned.blocks, Cells(planned.blocks)
         worker, stage = planned.placement.worker, planned.stage[pass_]
@@ -233,9 +242,12 @@ class _Dcp(CellProgram):
             made = self.attend(Kind.ATTENTION_BACKWARD, stage, ids, direct[ids], (local, others))
             if self.paged:  # set to zero before a kernel, and copied where they are kept
                 self.b.add(
-                    Kind.ELEMENTWISE, (self.calls.rank[ids], "compute"), step=stage, heads=self.heads,
+                    Kind.ELEMENTWISE,
+                    (self.calls.rank[ids], "compute"),
+                    step=stage,
+                    heads=self.heads,
                     nbytes=3 * replicas[ids] * self.nbytes["dkv"],
-                )  # fmt: skip
+                )
             repeats = self.key_rows(ids) / np.maximum(self.calls.key[ids] @ self.tokens, 1)
             for sums in keys:
                 self.add_up(Kind.ACCUMULATE, self.calls.rank[ids], made, sums, self.calls.key[ids], None, repeats)
@@ -245,9 +257,14 @@ class _Dcp(CellProgram):
         dkv = self.b.buffers("dkv", rows * self.nbytes["dkv"]), keys[0].result[1]
         self.b.output(*dkv)
         self.b.add(
-            Kind.COPY, (self.ranks, "compute"), step=self.num_stages, heads=self.heads, reads=[keys[0].result],
-            writes=[dkv], nbytes=rows * sum(self.moved["dkv"][:2]),
-        )  # fmt: skip
+            Kind.COPY,
+            (self.ranks, "compute"),
+            step=self.num_stages,
+            heads=self.heads,
+            reads=[keys[0].result],
+            writes=[dkv],
+            nbytes=rows * sum(self.moved["dkv"][:2]),
+        )
         return self.build()
 
     def batches(self) -> Iterator[tuple[int, Ints]]:
@@ -269,8 +286,9 @@ class _Dcp(CellProgram):
             fetch, nodes = self.fetches[side][stage], self.ranks.reshape(-1, self.per_node)
             lane = "compute" if len(nodes) == 1 else "comm"
             for cells, source, groups, where in (
-                (fetch.far, self.home, self.ranks[None], "compute"), (fetch.near, fetch.source, nodes, lane),
-            ):  # fmt: skip
+                (fetch.far, self.home, self.ranks[None], "compute"),
+                (fetch.near, fetch.source, nodes, lane),
+            ):
                 if cells.any():
                     gives, moved = given(cells, source), self.routed(cells, source, tensors)
                     packed = self.pack(stage, tensors, self.held[side], gives, moved.sum(axis=1), where)
@@ -309,9 +327,13 @@ class _Dcp(CellProgram):
             nbytes = new[side][who] @ self.tokens * sum(self.nbytes[t] for t in tensors)
             some = np.flatnonzero(nbytes)
             self.b.add(
-                Kind.COPY, (who[some], "compute"), step=stage, heads=self.heads, nbytes=2 * nbytes[some],
+                Kind.COPY,
+                (who[some], "compute"),
+                step=stage,
+                heads=self.heads,
+                nbytes=2 * nbytes[some],
                 deps=[waits[-1][some]],
-            )  # fmt: skip
+            )
         return reads, np.max(waits, axis=0)
 
     def key_rows(self, ids: Ints) -> Ints:
@@ -357,9 +379,7 @@ class _Dcp(CellProgram):
     def begin(self, kind: Kind, made: Access, where: NDArray[np.bool_], nbytes: Ints) -> None:
         """Sums of nothing, so that parts can be added in any order."""
         r = np.flatnonzero(where)
-        self.b.add(
-            kind, (r, "compute"), heads=self.heads, nbytes=nbytes[r], writes=[(made[0][r], made[1][r])]
-        )  # fmt: skip
+        self.b.add(kind, (r, "compute"), heads=self.heads, nbytes=nbytes[r], writes=[(made[0][r], made[1][r])])
 
     def attend(self, kind: Kind, stage: int, ids: Ints, direct: NDArray[np.bool_], sums: tuple[_Sum, _Sum]) -> Int32:
         """Kernels of some calls, and their partial results on the queries' side added up; returns partial dKV."""
@@ -374,21 +394,36 @@ class _Dcp(CellProgram):
             dkv = self.b.buffers("dkv partial", self.key_rows(ids) * self.nbytes["dkv"], who)
             made.append((dkv, self.block("dkv", calls.key[ids])))
         self.b.add(
-            kind, (who, "compute"), step=stage, tile=calls.tile[ids], heads=self.heads, deps=[deps], reads=reads,
+            kind,
+            (who, "compute"),
+            step=stage,
+            tile=calls.tile[ids],
+            heads=self.heads,
+            deps=[deps],
+            reads=reads,
             writes=made,
-        )  # fmt: skip
+        )
         sums[0].place(who[direct], cells[direct])
         for total in sums:
             self.add_up(
-                Kind.MERGE if kind == Kind.ATTENTION else Kind.ACCUMULATE, who, partial, total,
+                Kind.MERGE if kind == Kind.ATTENTION else Kind.ACCUMULATE,
+                who,
+                partial,
+                total,
                 cells & ~direct[:, None],
-            )  # fmt: skip
+            )
         return dkv
 
     def add_up(
-        self, kind: Kind, who: Ints, partial: Int32, total: _Sum, cells: Mask, after: Ints | None = None,
+        self,
+        kind: Kind,
+        who: Ints,
+        partial: Int32,
+        total: _Sum,
+        cells: Mask,
+        after: Ints | None = None,
         repeats: ArrayLike = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add partial results of cells ``[len(who), cells]`` to the rows that a sum has of them.
 
         DCP's own sums take as long as their results have programs, however many they add: bytes of results count.
@@ -402,11 +437,15 @@ class _Dcp(CellProgram):
         read = part @ self.tokens * np.broadcast_to(repeats, len(cells))[some] * (total.narrow + total.lse)
         read = read * (not self.paged or kind == Kind.MERGE)
         self.b.add(
-            kind, (who, "compute"), step=self.num_stages, heads=self.heads,
+            kind,
+            (who, "compute"),
+            step=self.num_stages,
+            heads=self.heads,
             nbytes=np.rint(read).astype(np.int64) + total.add(who, part, self.tokens),
-            deps=[] if after is None else [after[some]], reads=[(partial[some], block)],
+            deps=[] if after is None else [after[some]],
+            reads=[(partial[some], block)],
             updates=[(total.result[0][who], block)],
-        )  # fmt: skip
+        )
 
     def bring_home(self, kind: Kind, total: _Sum, home: _Sum, gives: Mask) -> None:
         """Partial results of other ranks' tokens, to be added where these are at home."""

@@ -41,9 +41,16 @@ NANO_BATCHES = 2
 
 
 def plan_distca(
-    workload: Workload, cluster: Cluster, pass_: Pass, *, variant: Variant = "cpsim", tolerance: float = 0.05,
-    nano_batches: int = NANO_BATCHES, servers: int = 0, barriers: bool = False,
-) -> Schedule:  # fmt: skip
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    *,
+    variant: Variant = "cpsim",
+    tolerance: float = 0.05,
+    nano_batches: int = NANO_BATCHES,
+    servers: int = 0,
+    barriers: bool = False,
+) -> Schedule:
     """Tasks of queries and all keys that they see on servers, nano-batch by nano-batch.
 
     Schedulers know causal masks over documents; under another one they balance what would be the work of that.
@@ -84,9 +91,7 @@ def plan_distca(
     return emitted.forward() if pass_ == "fwd" else emitted.backward()
 
 
-def _plan(
-    workload: Workload, ranks: int, pass_: Pass, variant: Variant, tolerance: float, count: int
-) -> list[Tasks]:  # fmt: skip
+def _plan(workload: Workload, ranks: int, pass_: Pass, variant: Variant, tolerance: float, count: int) -> list[Tasks]:
     """Tasks of every nano-batch. A document's number is its first token, and queries are counted from that of all."""
     documents = sharding.documents_of(workload.slices(), workload.num_tokens)
     sizes, heads = Sizes(workload), (workload.num_heads, workload.num_kv_heads)
@@ -149,9 +154,11 @@ def _cells(workload: Workload, plans: Sequence[Tasks], ranks: int) -> _Cells:
     seen = seen_keys(make_tiles(mask, whole, np.arange(count), np.full(count, count)), count)
     finer = np.union1d(edges, seen.ranges)
     return _Cells(
-        edges=finer, home=home[np.searchsorted(edges, finer[:-1], "right") - 1],
-        query=cells_of(queries, finer).reshape(shape), key=cells_of(seen, finer).reshape(shape),
-    )  # fmt: skip
+        edges=finer,
+        home=home[np.searchsorted(edges, finer[:-1], "right") - 1],
+        query=cells_of(queries, finer).reshape(shape),
+        key=cells_of(seen, finer).reshape(shape),
+    )
 
 
 def _sighted(mask: Slices) -> RangeSets:
@@ -220,9 +227,12 @@ class _DistCA(CellProgram):
         rows = self.own @ self.tokens
         total, who = self.b.buffers("dkv sum", rows * wide), np.flatnonzero(rows)
         self.b.add(
-            Kind.ACCUMULATE, (who, "compute"), heads=self.heads, nbytes=rows[who] * wide,
+            Kind.ACCUMULATE,
+            (who, "compute"),
+            heads=self.heads,
+            nbytes=rows[who] * wide,
             writes=[(total[who], self.block("dkv", self.own[who]))],
-        )  # fmt: skip
+        )
         for nano, made in self.ticks(Kind.ATTENTION_BACKWARD, dq, range(self.num_nanos)[::-1]):
             self.unpack(nano, made[0], dq)
             self.add_up(nano, made[1], total)
@@ -273,19 +283,29 @@ class _DistCA(CellProgram):
         who, key_rows = np.flatnonzero(self.b.tiles.area[tile]), self.key_rows(nano)
         q_rows, apart = query @ self.tokens, np.any(key != self.mine[nano], axis=1) | ~self.any_order[tile]
         columns = (query, q_rows, ~stays), (key, key_rows, apart)
-        reads, deps = self.gather(nano, who, [
-            Wanted(tensors, held, *(column[who] for column in side))
-            for tensors, held, side in zip(SIDES[self.pass_], self.held[nano], columns, strict=True)
-        ])  # fmt: skip
+        reads, deps = self.gather(
+            nano,
+            who,
+            [
+                Wanted(tensors, held, *(column[who] for column in side))
+                for tensors, held, side in zip(SIDES[self.pass_], self.held[nano], columns, strict=True)
+            ],
+        )
         tensor = "out" if kind == Kind.ATTENTION else "dq"
         partial = self.b.buffers(f"{tensor} of tasks", np.where(stays, 0, q_rows) * self.nbytes[tensor])
         made = {tensor: (np.where(stays, result, partial).astype(np.int32), query)}
         if kind == Kind.ATTENTION_BACKWARD:
             made["dkv"] = self.b.buffers("dkv of tasks", key_rows * self.nbytes["dkv"]), key
         self.b.add(
-            kind, (who, "compute"), step=nano, tile=tile[who], heads=self.heads, deps=[deps], reads=reads,
+            kind,
+            (who, "compute"),
+            step=nano,
+            tile=tile[who],
+            heads=self.heads,
+            deps=[deps],
+            reads=reads,
             writes=[(buffers[who], self.block(t, cells[who])) for t, (buffers, cells) in made.items()],
-        )  # fmt: skip
+        )
         if self.barriers:
             self.b.add(Kind.BARRIER, (self.ranks, "compute"), step=nano, deps=[self.travelling])
         repeats = {"dkv": key_rows / np.maximum(key @ self.tokens, 1)}
@@ -314,10 +334,15 @@ class _DistCA(CellProgram):
         who = np.flatnonzero(~self.stay[nano] & self.mine[nano].any(axis=1))
         cells, held = self.mine[nano, who], [made.here, made.home]
         self.b.add(
-            Kind.COPY, (who, "compute"), step=nano, heads=self.heads, deps=self.waits(who, held, cells),
+            Kind.COPY,
+            (who, "compute"),
+            step=nano,
+            heads=self.heads,
+            deps=self.waits(who, held, cells),
             nbytes=2 * (cells @ self.tokens) * self.nbytes[made.tensor],
-            reads=self.reads(who, [made.tensor], held, cells), writes=[(result[who], self.block(made.tensor, cells))],
-        )  # fmt: skip
+            reads=self.reads(who, [made.tensor], held, cells),
+            writes=[(result[who], self.block(made.tensor, cells))],
+        )
 
     def add_up(self, nano: int, made: _Made, total: Int32) -> None:
         """Gradients of keys, from a rank's own server and from others."""
@@ -326,11 +351,15 @@ class _DistCA(CellProgram):
             who = np.flatnonzero(cells.any(axis=1))
             cells = cells[who]
             self.b.add(
-                Kind.ACCUMULATE, (who, "compute"), step=nano, heads=self.heads,
+                Kind.ACCUMULATE,
+                (who, "compute"),
+                step=nano,
+                heads=self.heads,
                 nbytes=read[who] + 2 * (cells @ self.tokens) * self.rows["dkv"][1],
-                deps=self.waits(who, [held], cells), reads=self.reads(who, ["dkv"], [held], cells),
+                deps=self.waits(who, [held], cells),
+                reads=self.reads(who, ["dkv"], [held], cells),
                 updates=[(total[who], self.block("dkv", cells))],
-            )  # fmt: skip
+            )
 
     def finish(self, nano: int, total: Int32, dkv: Int32) -> None:
         """Gradients of keys that no nano-batch before this one adds to, in their own type."""
@@ -340,7 +369,11 @@ class _DistCA(CellProgram):
         who = np.flatnonzero(own.any(axis=1))
         block = self.block("dkv", own[who])
         self.b.add(
-            Kind.COPY, (who, "compute"), step=nano, heads=self.heads, reads=[(total[who], block)],
+            Kind.COPY,
+            (who, "compute"),
+            step=nano,
+            heads=self.heads,
+            reads=[(total[who], block)],
             nbytes=(own[who] @ self.tokens) * (self.rows["dkv"][1] + self.nbytes["dkv"]),
             writes=[(dkv[who], block)],
-        )  # fmt: skip
+        )

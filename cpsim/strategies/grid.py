@@ -124,9 +124,13 @@ class Grid:
 
 @lru_cache(maxsize=32)
 def make_grid(
-    num_ranks: int, parts: int = 1, placement: str = "head_first", inner: int | None = None, apart: bool = False,
+    num_ranks: int,
+    parts: int = 1,
+    placement: str = "head_first",
+    inner: int | None = None,
+    apart: bool = False,
     copies: int = 1,
-) -> Grid:  # fmt: skip
+) -> Grid:
     """``num_ranks / parts`` places times ``parts``.
 
     Args:
@@ -150,6 +154,4 @@ def sources(places: int, inner: int | None = None, backwards: bool = False) -> I
         return np.asarray((np.arange(places) + np.arange(places)[:, None] + 1) % places, np.int64)
     inner = inner or places
     outer, place = np.divmod(np.arange(places), inner)
-    return np.asarray(
-        (outer - outer[:, None]) % (places // inner) * inner + (place - place[:, None]) % inner, np.int64
-    )
+    return np.asarray((outer - outer[:, None]) % (places // inner) * inner + (place - place[:, None]) % inner, np.int64)

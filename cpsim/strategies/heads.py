@@ -74,9 +74,15 @@ class HeadExchange:
     """
 
     def __init__(
-        self, b: Builder, workload: Workload, groups: Ints, own: Ints, whole: Ints, head_groups: int = 1,
+        self,
+        b: Builder,
+        workload: Workload,
+        groups: Ints,
+        own: Ints,
+        whole: Ints,
+        head_groups: int = 1,
         copies: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.b, self.groups, self.own_set, self.whole_set = b, groups, own, whole
         num_ranks, degree = groups.size, int(groups.shape[1]) * copies
         self.ranks, self.degree = np.arange(num_ranks), degree
@@ -122,7 +128,7 @@ class HeadExchange:
 
     def of_all(
         self, name: str, tensors: tuple[str, ...], nbytes: int, group: int = 0, whole: Ints | None = None
-    ) -> Bundle:  # fmt: skip
+    ) -> Bundle:
         """All tokens of a rank's group, or those of set ``whole``; every rank's own heads of one head group."""
         buffers = self.buffers(f"{name} of group", nbytes)
         columns = [slice(2, 4) if t.endswith("kv") else slice(0, 2) for t in tensors]
@@ -141,22 +147,38 @@ class HeadExchange:
         return first, count
 
     def copy(
-        self, nbytes: int, source: Bundle, target: Bundle, after: Ints | None = None, group: int = 0,
+        self,
+        nbytes: int,
+        source: Bundle,
+        target: Bundle,
+        after: Ints | None = None,
+        group: int = 0,
         kind: Kind = Kind.COPY,
-    ) -> Ints:  # fmt: skip
+    ) -> Ints:
         """Order one group by rank, or back and sum replicas, after an exchange; returns indices, ``[ranks]``."""
         return self.b.add(
-            kind, (self.ranks, "compute"), step=group, nbytes=nbytes, deps=[] if after is None else [after],
-            heads=self.heads(group), reads=source, writes=target,
-        )  # fmt: skip
+            kind,
+            (self.ranks, "compute"),
+            step=group,
+            nbytes=nbytes,
+            deps=[] if after is None else [after],
+            heads=self.heads(group),
+            reads=source,
+            writes=target,
+        )
 
     def exchange(self, nbytes: int, source: Bundle, target: Bundle, after: Ints, group: int = 0) -> Ints:
         """An all-to-all in every group, after an op of every rank; returns indices by rank, ``[ranks]``."""
         sides = [[(buffer[self.groups], block[self.groups]) for buffer, block in side] for side in (source, target)]
         moved = self.b.add(
-            Kind.ALL_TO_ALL, (self.groups, "comm"), step=group, nbytes=nbytes, deps=[after[self.groups]],
-            reads=sides[0], writes=sides[1],
-        )  # fmt: skip
+            Kind.ALL_TO_ALL,
+            (self.groups, "comm"),
+            step=group,
+            nbytes=nbytes,
+            deps=[after[self.groups]],
+            reads=sides[0],
+            writes=sides[1],
+        )
         return moved[self.group]
 
     @property
@@ -174,7 +196,7 @@ class HeadExchange:
 
     def there(
         self, pass_: Pass, code: UlyssesCode, keys: Ints | None = None, again: bool = False
-    ) -> tuple[Ints, Bundle]:  # fmt: skip
+    ) -> tuple[Ints, Bundle]:
         """Bring what a pass is given to the ranks of its heads; returns the last ops ``[ranks]``, and where it is.
 
         Args:

@@ -42,9 +42,13 @@ SLACK: Final = 1.05
 
 
 def plan_hybrid_cp(
-    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *,
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    code: Implementation = CPSIM,
+    *,
     tokens_per_rank: int | None = None,
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """Every document in a ring of as few ranks as it needs.
 
     Ranks have about equal work, not equally many tokens: one with a part of a long document holds fewer.
@@ -74,7 +78,7 @@ def plan_hybrid_cp(
 
 def _one_by_one(
     workload: Workload, cluster: Cluster, pass_: Pass, tokens_per_rank: int, code: HeldRingCode
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """Rounds of one document in every subgroup, of no more ranks than it needs."""
     rings = _rings(workload, cluster, tokens_per_rank, rounds=True)
     sets, tiles = sharding.stack(*(cut.sets for _, cut in rings)), rings[0][1].tiles
@@ -119,7 +123,7 @@ def subgroup_sizes(num_ranks: int) -> Ints:
 @lru_cache(maxsize=4)
 def _placed(
     workload: Workload, cluster: Cluster, tokens_per_rank: int, slack: float = SLACK
-) -> tuple[Ints, Ints, Ints]:  # fmt: skip
+) -> tuple[Ints, Ints, Ints]:
     """Boundaries of the documents, ``[D + 1]``, and of each the size and the number of its subgroup, ``[D]``."""
     mask = workload.slices()
     bounds, sizes = sharding.documents_of(mask, workload.num_tokens), subgroup_sizes(cluster.num_gpus)
@@ -152,9 +156,7 @@ def _place(work, least, sizes, widest, slack):  # type: ignore[no-untyped-def]
 
 
 @lru_cache(maxsize=2)
-def _rings(
-    workload: Workload, cluster: Cluster, tokens_per_rank: int, rounds: bool = False
-) -> list[tuple[Grid, Cut]]:  # fmt: skip
+def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int, rounds: bool = False) -> list[tuple[Grid, Cut]]:
     """The rings of every size of subgroup that has documents, the largest first; all have one table of tiles.
 
     With ``rounds`` there are several of a size, with one document of every subgroup each, and none is widened.

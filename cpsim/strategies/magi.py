@@ -37,9 +37,16 @@ CHUNK: Final = 2048
 
 
 def plan_magi(
-    workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM, *, chunk: int | None = None,
-    stages: int = 2, smallest: int = 512, native: bool = False,
-) -> Schedule:  # fmt: skip
+    workload: Workload,
+    cluster: Cluster,
+    pass_: Pass,
+    code: Implementation = CPSIM,
+    *,
+    chunk: int | None = None,
+    stages: int = 2,
+    smallest: int = 512,
+    native: bool = False,
+) -> Schedule:
     """Balanced chunks; keys of others come in stages.
 
     Args:
@@ -102,9 +109,7 @@ class _Shares:
 
 
 @lru_cache(maxsize=2)
-def _share_out(
-    workload: Workload, num_ranks: int, chunks: int, stages: int, smallest: int, per_node: int
-) -> _Shares:  # fmt: skip
+def _share_out(workload: Workload, num_ranks: int, chunks: int, stages: int, smallest: int, per_node: int) -> _Shares:
     mask, ranks = workload.slices(), np.arange(num_ranks)
     own = _dispatch(mask, workload.num_tokens, num_ranks, chunks)
     whole = sharding.stack(own, sharding.contiguous(workload.num_tokens, 1))
@@ -207,9 +212,14 @@ class _Magi:
         dkv = b.buffers("dkv", self.own * self.kv_bytes), total[1]
         b.output(*dkv)
         b.add(
-            Kind.COPY, (self.ranks, "compute"), step=self.stages + 1, heads=self.heads,
-            nbytes=self.own * (self.kv_wide + self.kv_bytes), reads=[total], writes=[dkv],
-        )  # fmt: skip
+            Kind.COPY,
+            (self.ranks, "compute"),
+            step=self.stages + 1,
+            heads=self.heads,
+            nbytes=self.own * (self.kv_wide + self.kv_bytes),
+            reads=[total],
+            writes=[dkv],
+        )
         return b.build()
 
     def keys(self, kv: Access) -> Iterator[tuple[int, Access]]:
@@ -253,9 +263,13 @@ class _Magi:
         """The group-cast's own kernel puts keys in order as it sends them."""
         r = np.flatnonzero(self.tokens[self.key_sets(sets * self.stages + stage)])
         self.b.add(
-            Kind.COPY, (r, "comm"), step=stage, heads=self.heads,
-            reads=[(buffer[r], block[r]) for buffer, block in source], writes=[(target[0][r], target[1][r])],
-        )  # fmt: skip
+            Kind.COPY,
+            (r, "comm"),
+            step=stage,
+            heads=self.heads,
+            reads=[(buffer[r], block[r]) for buffer, block in source],
+            writes=[(target[0][r], target[1][r])],
+        )
 
     def cast(
         self, stage: int, groups: Ints, moved: Ints, source: Access, target: Access, ready: Ints | None = None
@@ -267,9 +281,14 @@ class _Magi:
             if inside.any():
                 sides = [[(buffer[ranks][None], block[ranks][None])] for buffer, block in (source, target)]
                 (op,) = self.b.add(
-                    Kind.ALL_TO_ALL, (ranks[None], "comm"), step=stage, nbytes=inside.sum(axis=0).max(),
-                    deps=[] if ready is None else [ready[ranks][None]], reads=sides[0], writes=sides[1],
-                )  # fmt: skip
+                    Kind.ALL_TO_ALL,
+                    (ranks[None], "comm"),
+                    step=stage,
+                    nbytes=inside.sum(axis=0).max(),
+                    deps=[] if ready is None else [ready[ranks][None]],
+                    reads=sides[0],
+                    writes=sides[1],
+                )
                 self.b.route(int(op), ranks, inside)
                 arrived[ranks] = op
         return arrived
@@ -303,30 +322,44 @@ class _Magi:
 
     def copy(
         self, stage: int, who: Ints, nbytes: Ints, source: Access, target: Access, after: Ints | None = None
-    ) -> Ints:  # fmt: skip
+    ) -> Ints:
         """Pack on some ranks; takes a launch only where the group collective does it."""
         return self.b.add(
-            Kind.COPY, (who, "compute"), step=stage, heads=self.heads, nbytes=nbytes * (stage == 0 or not self.native),
-            deps=[] if after is None else [after[who]], reads=[(source[0][who], source[1][who])],
+            Kind.COPY,
+            (who, "compute"),
+            step=stage,
+            heads=self.heads,
+            nbytes=nbytes * (stage == 0 or not self.native),
+            deps=[] if after is None else [after[who]],
+            reads=[(source[0][who], source[1][who])],
             writes=[(target[0][who], target[1][who])],
-        )  # fmt: skip
+        )
 
     def attend(self, kind: Kind, stage: int, reads: Sequence[Access], writes: Sequence[Access]) -> None:
         """The kernels of a stage."""
         r = np.flatnonzero(self.active[stage])
         self.b.add(
-            kind, (r, "compute"), step=stage, tile=self.tile[stage, r], heads=self.heads,
+            kind,
+            (r, "compute"),
+            step=stage,
+            tile=self.tile[stage, r],
+            heads=self.heads,
             reads=[(buffer[r], block[r]) for buffer, block in reads],
             writes=[(buffer[r], block[r]) for buffer, block in writes],
-        )  # fmt: skip
+        )
 
     def sum(self, kind: Kind, stage: int, moved: Ints, total: Access, partial: Int32) -> None:
         """Add a partial result of queries to earlier ones."""
         r = np.flatnonzero(self.sums[stage])
         self.b.add(
-            kind, (r, "compute"), step=stage, heads=self.heads, nbytes=moved[stage, r],
-            reads=[(partial[r], total[1][r])], updates=[(total[0][r], total[1][r])],
-        )  # fmt: skip
+            kind,
+            (r, "compute"),
+            step=stage,
+            heads=self.heads,
+            nbytes=moved[stage, r],
+            reads=[(partial[r], total[1][r])],
+            updates=[(total[0][r], total[1][r])],
+        )
 
     def summed_bytes(self, lse: int) -> Ints:
         """Bytes that every sum reads and writes, ``int64[stages, ranks]``: of queries that see a key of its stage.
@@ -362,9 +395,13 @@ class _Magi:
             r = np.flatnonzero(where)
             nbytes = self.own[r] * self.kv_wide + self.rows_of(0)[r] * self.kv_bytes * len(reads)
             self.b.add(
-                Kind.ACCUMULATE, (r, "compute"), heads=self.heads, nbytes=nbytes,
-                reads=[(buffer[r], block[r]) for buffer, block in reads], writes=[(total[0][r], total[1][r])],
-            )  # fmt: skip
+                Kind.ACCUMULATE,
+                (r, "compute"),
+                heads=self.heads,
+                nbytes=nbytes,
+                reads=[(buffer[r], block[r]) for buffer, block in reads],
+                writes=[(total[0][r], total[1][r])],
+            )
 
     def bring_home(self, stage: int, arrived: Ints, source: Access, total: Access) -> None:
         """Add the gradients that others have sent."""
@@ -372,10 +409,15 @@ class _Magi:
         r = np.flatnonzero(sent)
         rows = self.tokens[self.given_sets(stage)][r]
         self.b.add(
-            Kind.ACCUMULATE, (r, "compute"), step=stage, heads=self.heads, deps=[arrived[r]],
-            nbytes=sent[r] * self.kv_bytes + 2 * rows * self.kv_wide, reads=[(source[0][r], source[1][r])],
+            Kind.ACCUMULATE,
+            (r, "compute"),
+            step=stage,
+            heads=self.heads,
+            deps=[arrived[r]],
+            nbytes=sent[r] * self.kv_bytes + 2 * rows * self.kv_wide,
+            reads=[(source[0][r], source[1][r])],
             updates=[(total[0][r], source[1][r])],
-        )  # fmt: skip
+        )
 
     def given(self, tensor: str, width: int) -> Access:
         """A rank's own tokens as an input."""

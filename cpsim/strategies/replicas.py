@@ -26,7 +26,7 @@ from cpsim.workload import Workload
 
 def plan_wlb(
     workload: Workload, cluster: Cluster, pass_: Pass, *, cp: int | None = None, breakpoint: int = BREAKPOINTS["8b"]
-) -> Schedule:  # fmt: skip
+) -> Schedule:
     """Documents to replicas by work, and every document over its replica's ranks.
 
     Args:
@@ -53,9 +53,7 @@ def plan_wlb(
     return _side_by_side(workload, pass_, sharding.stack(*shards), count)
 
 
-def plan_per_sequence(
-    workload: Workload, cluster: Cluster, pass_: Pass, *, cp: int | None = None
-) -> Schedule:  # fmt: skip
+def plan_per_sequence(workload: Workload, cluster: Cluster, pass_: Pass, *, cp: int | None = None) -> Schedule:
     """Tokens to replicas in order, zigzag within each.
 
     Args:

@@ -67,9 +67,13 @@ class Cut:
 
 @lru_cache(maxsize=2)
 def cut(
-    workload: Workload, num_ranks: int, chunks: str, inner: int | None = None, backwards: bool = False,
+    workload: Workload,
+    num_ranks: int,
+    chunks: str,
+    inner: int | None = None,
+    backwards: bool = False,
     halves: bool = True,
-) -> Cut:  # fmt: skip
+) -> Cut:
     """Shard all tokens, or all ``documents``, ``contiguous``-ly, ``striped``, or zigzag by ``document`` or packed
     ``sequence``.
 
@@ -101,9 +105,14 @@ def cut(
 
 
 def tiled(
-    mask: Slices, sets: RangeSets, source: Ints, scattered: NDArray[np.bool_], tails: NDArray[np.bool_],
-    key_heads: NDArray[np.bool_], stride: int = 1,
-) -> Cut:  # fmt: skip
+    mask: Slices,
+    sets: RangeSets,
+    source: Ints,
+    scattered: NDArray[np.bool_],
+    tails: NDArray[np.bool_],
+    key_heads: NDArray[np.bool_],
+    stride: int = 1,
+) -> Cut:
     """A cut from its sets, the shard whose keys every shard uses in each step, and where only parts of them count."""
     shards = np.arange(source.shape[1])
     query_set = np.where(tails, len(sets) - len(shards) + shards, shards)

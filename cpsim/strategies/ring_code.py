@@ -188,17 +188,21 @@ class Theirs(Ours):
                 (x.active & ~x.tails & x.tails.any(axis=0), facts.read, x.q_rows),
             ),
             self._slots(
-                (self.firsts, facts.first_dq, x.q_rows), (x.sums & ~x.tails & wide, facts.sum_dq, x.q_rows),
-                (x.sums & x.tails & wide, facts.sum_dq_tails, x.q_rows), (idle, facts.idle_dq, x.q_rows),
+                (self.firsts, facts.first_dq, x.q_rows),
+                (x.sums & ~x.tails & wide, facts.sum_dq, x.q_rows),
+                (x.sums & x.tails & wide, facts.sum_dq_tails, x.q_rows),
+                (idle, facts.idle_dq, x.q_rows),
                 (x.sums & ~wide, narrow(facts.sum_dq), x.q_rows),
             ),
             self._slots(
-                (x.active & ~later, facts.first_dkv, x.k_rows), (later & whole & wide, facts.sum_dkv, x.k_rows),
-                (later & ~whole & wide, facts.sum_dkv_heads, x.k_rows), (idle, facts.idle_dkv, x.k_rows),
+                (x.active & ~later, facts.first_dkv, x.k_rows),
+                (later & whole & wide, facts.sum_dkv, x.k_rows),
+                (later & ~whole & wide, facts.sum_dkv_heads, x.k_rows),
+                (idle, facts.idle_dkv, x.k_rows),
                 (later & ~wide, narrow(facts.sum_dkv), x.k_rows),
             ),
             self._slots((np.ones_like(x.active), facts.send_dkv, x.k_rows)),
-        )  # fmt: skip
+        )
 
     def launched(self, entered: Ints, kernels: list[Slot], transfers: Slot, to: Ints) -> list[Ints]:
         """The last kernels that either rank of a transfer launched before it."""

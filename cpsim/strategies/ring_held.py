@@ -122,10 +122,13 @@ class HeldRing(RingTensors):
         made = [("out", widths["out"])] if pass_ == "fwd" else [("dq", x.q_bytes), ("dkv", x.kv_bytes)]
         results = [self.shard(self.result(name, width)) for name, width in made]
         self.b.add(
-            kind, (r, "compute"), tile=x.tile[0, r], heads=x.heads[r],
+            kind,
+            (r, "compute"),
+            tile=x.tile[0, r],
+            heads=x.heads[r],
             reads=[(buffer[r], block[r]) for buffer, block in given],
             writes=[(buffer[r], block[r]) for buffer, block in results],
-        )  # fmt: skip
+        )
 
     def alternating(self, name: str) -> list[Int32]:
         """Two buffers in turns, one for every step."""
@@ -168,10 +171,18 @@ class HeldRing(RingTensors):
         if len(r):
             access = [*reads, (self.holder[s], keys[x.of_keys[s]])]
             done = self.sweeper.attend(
-                facts.wrapper, pass_, r, q_rows=x.q_rows[s, r], k_rows=x.k_rows[s, r], tile=x.tile[s, r],
-                heads=x.heads[r], deps=[d[r] for d in self.came[s]], step=s,
-                reads=[(b[r], block[r]) for b, block in access], writes=[(b[r], block[r]) for b, block in writes],
-            )  # fmt: skip
+                facts.wrapper,
+                pass_,
+                r,
+                q_rows=x.q_rows[s, r],
+                k_rows=x.k_rows[s, r],
+                tile=x.tile[s, r],
+                heads=x.heads[r],
+                deps=[d[r] for d in self.came[s]],
+                step=s,
+                reads=[(b[r], block[r]) for b, block in access],
+                writes=[(b[r], block[r]) for b, block in writes],
+            )
             self.mark(r, done)
         self.idle(s, (*(facts.wrapper.before[pass_] if facts.wrapper else ()), *_MADE[pass_]))
 
@@ -182,27 +193,46 @@ class HeldRing(RingTensors):
             self.mark(r, self.sweeper.sweep(sweeps, r, x.q_rows[s, r], x.k_rows[s, r], step=s))
 
     def add(
-        self, s: int, where: Mask, kind: Kind, sweeps: Sweeps, partial: Int32, total: Access, mode: int,
+        self,
+        s: int,
+        where: Mask,
+        kind: Kind,
+        sweeps: Sweeps,
+        partial: Int32,
+        total: Access,
+        mode: int,
         deps: Sequence[Ints] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Copy (``WRITE``) or add (``UPDATE``) a partial result on some ranks, by one sweep or more."""
         x, r = self.x, np.flatnonzero(where)
         if not len(r):
             return
         result = [(total[0][r], total[1][r])]
         done = self.b.add(
-            kind, (r, "compute"), step=s, heads=x.heads[r], deps=[d[r] for d in deps],
-            nbytes=self.sweeper.nbytes(sweeps[0], x.q_rows[s, r], x.k_rows[s, r]), reads=[(partial[r], total[1][r])],
-            writes=result if mode == WRITE else (), updates=result if mode == UPDATE else (),
-        )  # fmt: skip
+            kind,
+            (r, "compute"),
+            step=s,
+            heads=x.heads[r],
+            deps=[d[r] for d in deps],
+            nbytes=self.sweeper.nbytes(sweeps[0], x.q_rows[s, r], x.k_rows[s, r]),
+            reads=[(partial[r], total[1][r])],
+            writes=result if mode == WRITE else (),
+            updates=result if mode == UPDATE else (),
+        )
         if sweeps[1:]:
             done = self.sweeper.sweep(sweeps[1:], r, x.q_rows[s, r], x.k_rows[s, r], step=s)
         self.mark(r, done)
 
     def add_up(
-        self, s: int, sweeps: tuple[Sweeps, Sweeps], made: Access, whole: Mask, total: Access, nbytes: Ints,
+        self,
+        s: int,
+        sweeps: tuple[Sweeps, Sweeps],
+        made: Access,
+        whole: Mask,
+        total: Access,
+        nbytes: Ints,
         deps: Sequence[Ints] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Sum gradients in the working type: of the first step they are copied, into zeros where they are not whole.
 
         Args:
@@ -219,17 +249,26 @@ class HeldRing(RingTensors):
         zeros = self.ranks[~(active & whole)[self.ranks]] if s == 0 else self.ranks[:0]
         if len(zeros):
             done = self.b.add(
-                Kind.ACCUMULATE, (zeros, "compute"), step=s, heads=self.x.heads[zeros], nbytes=nbytes[zeros],
+                Kind.ACCUMULATE,
+                (zeros, "compute"),
+                step=s,
+                heads=self.x.heads[zeros],
+                nbytes=nbytes[zeros],
                 writes=[(total[0][zeros], total[1][zeros])],
-            )  # fmt: skip
+            )
             self.mark(zeros, done)
         self.add(s, first, Kind.COPY, copies, made[0], part, WRITE)
         self.add(s, active & ~first, adds[0].kind, adds, made[0], part, UPDATE, deps)
 
     def transfer(
-        self, s: int, lanes: tuple[str, str], to: Ints, nbytes: Ints, deps: Sequence[Ints],
+        self,
+        s: int,
+        lanes: tuple[str, str],
+        to: Ints,
+        nbytes: Ints,
+        deps: Sequence[Ints],
         moves: Sequence[tuple[Access, Int32]],
-    ) -> list[Ints]:  # fmt: skip
+    ) -> list[Ints]:
         """Every rank sends to another one, after the kernels of both.
 
         Args:
@@ -245,11 +284,15 @@ class HeldRing(RingTensors):
         pair = (to[to] == self.x.ranks).all() and not self.facts.batches_pairs
         for r in (mine[mine < to[mine]], mine[mine > to[mine]]) if pair else (mine,):
             ops[r] = self.b.add(
-                Kind.TRANSFER, (r, lanes[0]), (to[r], lanes[1]), step=s, nbytes=nbytes[r],
+                Kind.TRANSFER,
+                (r, lanes[0]),
+                (to[r], lanes[1]),
+                step=s,
+                nbytes=nbytes[r],
                 deps=[*(d[r] for d in deps), kernels[r], kernels[to[r]], ops[to[r]]],
                 reads=[(b[r], block[r]) for (b, block), _ in moves],
                 writes=[(target[to[r]], block[r]) for (_, block), target in moves],
-            )  # fmt: skip
+            )
         brought = np.empty_like(ops)
         brought[to] = ops  # rings are permutations
         return [brought, ops]
@@ -301,10 +344,15 @@ class HeldRing(RingTensors):
             apart = self.b.buffers("dkv of inner ring", self.most)
             r = self.ranks
             copied = self.b.add(
-                Kind.COPY, (r, "compute"), step=s, heads=x.heads[r], nbytes=2 * nbytes[r],
-                deps=[d[r] for d in self.gradients_came], reads=[(source[r], blocks[r])],
+                Kind.COPY,
+                (r, "compute"),
+                step=s,
+                heads=x.heads[r],
+                nbytes=2 * nbytes[r],
+                deps=[d[r] for d in self.gradients_came],
+                reads=[(source[r], blocks[r])],
                 writes=[(apart[r], blocks[r])],
-            )  # fmt: skip
+            )
             self.mark(r, copied)
             source = dkv[0] if last else self.b.buffers("dkv outer ring", self.most)
             self.gradients_came = self.transfer(s, lanes, x.tracks[0].next, nbytes, [], [((apart, blocks), source)])

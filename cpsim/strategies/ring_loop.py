@@ -93,11 +93,16 @@ class Ring(RingTensors):
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
         here, made = Where.true(x.active), out[1][x.of_queries]
         b.add(
-            Kind.ATTENTION, (here.r, "compute"), at=here.of(attends.at), step=here.s, tile=here.of(x.tile),
-            heads=x.heads_of(here.r), deps=[*self.first(here, tails, entered), *map(here.of, ready)],
+            Kind.ATTENTION,
+            (here.r, "compute"),
+            at=here.of(attends.at),
+            step=here.s,
+            tile=here.of(x.tile),
+            heads=x.heads_of(here.r),
+            deps=[*self.first(here, tails, entered), *map(here.of, ready)],
             reads=[self.queries(q, tails, here), keys],
             writes=[(here.of(self.target(partial, out)), here.of(made))],
-        )  # fmt: skip
+        )
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.MERGE), merges, cases, partial, self.every(total), made)
         casts = self.leave("fwd", total, out)
@@ -137,11 +142,16 @@ class Ring(RingTensors):
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
         here, made = Where.true(x.active), (dq[1][x.of_queries], dkv[1][x.of_keys])
         b.add(
-            Kind.ATTENTION_BACKWARD, (here.r, "compute"), at=here.of(attends.at), step=here.s, tile=here.of(x.tile),
-            heads=x.heads_of(here.r), deps=[*self.first(here, tails, entered), *map(here.of, ready)],
+            Kind.ATTENTION_BACKWARD,
+            (here.r, "compute"),
+            at=here.of(attends.at),
+            step=here.s,
+            tile=here.of(x.tile),
+            heads=x.heads_of(here.r),
+            deps=[*self.first(here, tails, entered), *map(here.of, ready)],
             reads=[*(self.queries(t, tails, here) for t in given), keys],
             writes=[(here.of(self.target(dq_partial, dq)), here.of(made[0])), (dkv_partial[here.r], here.of(made[1]))],
-        )  # fmt: skip
+        )
         cases = code.firsts, x.sums
         self.add_up((Kind.ACCUMULATE, Kind.ACCUMULATE), g.dq, cases, dq_partial, self.every(total), made[0])
         if not wire:
@@ -186,11 +196,14 @@ class Ring(RingTensors):
             return None
         packed = self.b.buffers("query tails", x.tail_rows * width)
         self.b.add(
-            Kind.COPY, (who, "compute"), heads=x.heads_of(who), nbytes=2 * width * x.tail_rows[who],
+            Kind.COPY,
+            (who, "compute"),
+            heads=x.heads_of(who),
+            nbytes=2 * width * x.tail_rows[who],
             deps=[] if self.code.lockstep else [after[who]],
             reads=[(buffer[who], block[x.tail[who]]) for buffer, block in tensors],
             writes=[(packed[who], block[x.tail[who]]) for _, block in tensors],
-        )  # fmt: skip
+        )
         return packed
 
     def queries(self, whole: Access, tails: Int32 | None, kernels: Where) -> Access:
@@ -223,9 +236,16 @@ class Ring(RingTensors):
             slot.at = at
 
     def add_up(
-        self, kinds: tuple[Kind, Kind], slots: list[Slot], cases: tuple[Mask, Mask], partial: Int32, totals: Int32,
-        blocks: Int32, deps: Sequence[Ints] = (), zeros: Mask | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        kinds: tuple[Kind, Kind],
+        slots: list[Slot],
+        cases: tuple[Mask, Mask],
+        partial: Int32,
+        totals: Int32,
+        blocks: Int32,
+        deps: Sequence[Ints] = (),
+        zeros: Mask | None = None,
+    ) -> None:
         """Sum partial results into accumulators.
 
         Args:
@@ -240,26 +260,38 @@ class Ring(RingTensors):
         zeros = np.zeros_like(self.x.active) if zeros is None else zeros
         rest = slots[0].where & ~cases[0] & ~cases[1] & ~zeros
         for kind, where, reads, mode in (
-            (kinds[0], cases[0], True, WRITE), (kinds[1], cases[1], True, UPDATE),
-            (Kind.ACCUMULATE, zeros, False, WRITE), (Kind.COPY, rest, False, READ),
-        ):  # fmt: skip
+            (kinds[0], cases[0], True, WRITE),
+            (kinds[1], cases[1], True, UPDATE),
+            (Kind.ACCUMULATE, zeros, False, WRITE),
+            (Kind.COPY, rest, False, READ),
+        ):
             if not where.any():
                 continue
             here = Where.true(where)
             block = here.of(blocks)
             read, summed = [(partial[here.r], block)], [(here.of(totals), block)]
             self.b.add(
-                kind, (here.r, "compute"), at=here.of(slots[0].at), step=here.s, heads=self.x.heads_of(here.r),
-                nbytes=here.of(np.broadcast_to(slots[0].nbytes, where.shape)), deps=[here.of(d) for d in deps],
-                reads=read if reads else (), writes=summed if mode == WRITE else (),
+                kind,
+                (here.r, "compute"),
+                at=here.of(slots[0].at),
+                step=here.s,
+                heads=self.x.heads_of(here.r),
+                nbytes=here.of(np.broadcast_to(slots[0].nbytes, where.shape)),
+                deps=[here.of(d) for d in deps],
+                reads=read if reads else (),
+                writes=summed if mode == WRITE else (),
                 updates=summed if mode == UPDATE else (),
-            )  # fmt: skip
+            )
         emit_sweeps(self.b, slots[1:])
 
     def leave(
-        self, pass_: Pass, total: Access, result: Access, home: tuple[Int32, Access] | None = None,
+        self,
+        pass_: Pass,
+        total: Access,
+        result: Access,
+        home: tuple[Int32, Access] | None = None,
         came: Sequence[Ints] = (),
-    ) -> list[Ints]:  # fmt: skip
+    ) -> list[Ints]:
         """Cast sums into results: those of queries in other people's code, and gradients of keys that came home.
 
         Returns the first op of each; none where they are put off.
@@ -282,9 +314,15 @@ class Ring(RingTensors):
             own = made[0][r], made[1][self.x.own[r]]
             for i, nbytes in enumerate(sweeps):
                 cast = self.b.add(
-                    Kind.COPY, (r, "compute"), step=self.x.grid.num_places, heads=self.x.heads_of(r), nbytes=nbytes[r],
-                    deps=[d[r] for d in deps], reads=[(source[r], own[1])] * (i == 0), writes=[own] * (i == 0),
-                )  # fmt: skip
+                    Kind.COPY,
+                    (r, "compute"),
+                    step=self.x.grid.num_places,
+                    heads=self.x.heads_of(r),
+                    nbytes=nbytes[r],
+                    deps=[d[r] for d in deps],
+                    reads=[(source[r], own[1])] * (i == 0),
+                    writes=[own] * (i == 0),
+                )
                 done += [cast] if i == 0 else []
         return done
 
@@ -327,9 +365,16 @@ class Ring(RingTensors):
         return (here.of(holder), kv[1][here.of(x.of_keys)]), ready
 
     def transfer_keys(
-        self, number: int, kv: Access, slots: list[Slot], travel: Int32, holder: Int32, used: Ints, arrived: Ints,
+        self,
+        number: int,
+        kv: Access,
+        slots: list[Slot],
+        travel: Int32,
+        holder: Int32,
+        used: Ints,
+        arrived: Ints,
         launched: list[Ints],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """The transfers of one track.
 
         A receive overwrites what the target used, and sent on, in the step for which its last but one hop came.
@@ -345,10 +390,16 @@ class Ring(RingTensors):
             free = [np.where(hop >= 2, last_use.of(op), NOTHING) for op in (*(slot.at for slot in slots), used)]
         block = kv[1][here.of(x.of_source)]
         self.b.add(
-            Kind.TRANSFER, (here.r, track.lanes[0]), (to, track.lanes[1]), at=here.of(sends), step=here.s,
-            nbytes=x.shard_tokens[here.of(x.source)] * x.kv_bytes, deps=[here.of(arrived), *free],
-            reads=[(here.of(holder), block)], writes=[(Where.pairs(hop % 2, to, x.num_ranks).of(travel), block)],
-        )  # fmt: skip
+            Kind.TRANSFER,
+            (here.r, track.lanes[0]),
+            (to, track.lanes[1]),
+            at=here.of(sends),
+            step=here.s,
+            nbytes=x.shard_tokens[here.of(x.source)] * x.kv_bytes,
+            deps=[here.of(arrived), *free],
+            reads=[(here.of(holder), block)],
+            writes=[(Where.pairs(hop % 2, to, x.num_ranks).of(travel), block)],
+        )
 
     def pack_keys(self, kv: Access, packs: Ints, holder: Int32, deps: list[Ints]) -> Int32:
         """Copy the heads of shards side by side; returns the buffers, ``[ranks]``."""
@@ -356,10 +407,16 @@ class Ring(RingTensors):
         packed = self.b.buffers("key heads", x.head_rows[x.source].max(axis=0) * x.kv_bytes)
         block = kv[1][here.of(x.of_keys)]
         self.b.add(
-            Kind.COPY, (here.r, "compute"), at=here.of(packs), step=here.s, heads=x.heads_of(here.r),
-            nbytes=2 * x.kv_bytes * here.of(x.k_rows), deps=[here.of(d) for d in deps],
-            reads=[(here.of(holder), block)], writes=[(packed[here.r], block)],
-        )  # fmt: skip
+            Kind.COPY,
+            (here.r, "compute"),
+            at=here.of(packs),
+            step=here.s,
+            heads=x.heads_of(here.r),
+            nbytes=2 * x.kv_bytes * here.of(x.k_rows),
+            deps=[here.of(d) for d in deps],
+            reads=[(here.of(holder), block)],
+            writes=[(packed[here.r], block)],
+        )
         return packed
 
     def feed_gathered(self, kv: Access, sends: Ints, launched: list[Ints]) -> tuple[Access, list[Ints]]:
@@ -368,10 +425,14 @@ class Ring(RingTensors):
         nbytes = x.workload.num_tokens * x.kv_bytes
         whole = b.buffers("kv of all", np.full(x.num_ranks, nbytes))
         b.add(
-            Kind.ALL_GATHER, (everyone, "comm"), at=sends[0, :1], nbytes=nbytes,
-            deps=[ops[:1] for ops in launched], reads=[(kv[0][everyone], kv[1][everyone])],
+            Kind.ALL_GATHER,
+            (everyone, "comm"),
+            at=sends[0, :1],
+            nbytes=nbytes,
+            deps=[ops[:1] for ops in launched],
+            reads=[(kv[0][everyone], kv[1][everyone])],
             writes=[(whole[everyone], np.broadcast_to(kv[1][-1], everyone.shape))],
-        )  # fmt: skip
+        )
         here, holder = Where.true(x.active), np.where(x.number == 0, kv[0], whole)
         ready = np.where(x.number == 0, NOTHING, np.broadcast_to(sends[0, 0], x.active.shape))
         return (here.of(holder), kv[1][here.of(x.of_keys)]), [ready]
@@ -403,10 +464,16 @@ class Ring(RingTensors):
             free = np.where(back[s - 1, r] == target, NOTHING, Where.pairs(s, target, x.num_ranks).of(sent))
             deps = [here.of(np.where(sums[0].at >= 0, sums[0].at, arrived)), free]
         b.add(
-            Kind.TRANSFER, (r, lanes[0]), (target, lanes[1]), at=here.of(sends), step=s,
-            nbytes=x.shard_tokens[here.of(x.source)] * widths[s], deps=deps,
-            reads=[(travel[s % 2, r], block)], writes=[(travel[(s + 1) % 2, target], block)],
-        )  # fmt: skip
+            Kind.TRANSFER,
+            (r, lanes[0]),
+            (target, lanes[1]),
+            at=here.of(sends),
+            step=s,
+            nbytes=x.shard_tokens[here.of(x.source)] * widths[s],
+            deps=deps,
+            reads=[(travel[s % 2, r], block)],
+            writes=[(travel[(s + 1) % 2, target], block)],
+        )
         return np.asarray(travel[places % 2]), [sends[-1, back[-1]], sends[-1]]
 
 

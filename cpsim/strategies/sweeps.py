@@ -31,22 +31,35 @@ class Sweeper:
         return np.asarray(sweep.nbytes(rows, self.workload) // self.parts)
 
     def sweep(
-        self, sweeps: Sequence[Sweep], ranks: Ints, q_rows: Ints | int, k_rows: Ints | int,
-        deps: Sequence[Ints] = (), step: int = 0,
-    ) -> Ints:  # fmt: skip
+        self,
+        sweeps: Sequence[Sweep],
+        ranks: Ints,
+        q_rows: Ints | int,
+        k_rows: Ints | int,
+        deps: Sequence[Ints] = (),
+        step: int = 0,
+    ) -> Ints:
         """One sweep or more, one after another, the first after ``deps``; returns the last ops."""
         for i, sweep in enumerate(sweeps):
             nbytes = self.nbytes(sweep, q_rows, k_rows)
-            last = self.b.add(
-                sweep.kind, (ranks, "compute"), step=step, nbytes=nbytes, deps=deps if i == 0 else ()
-            )  # fmt: skip
+            last = self.b.add(sweep.kind, (ranks, "compute"), step=step, nbytes=nbytes, deps=deps if i == 0 else ())
         return last
 
     def attend(
-        self, code: WrapperCode | None, pass_: Pass, ranks: Ints, *, q_rows: Ints | int, k_rows: Ints | int,
+        self,
+        code: WrapperCode | None,
+        pass_: Pass,
+        ranks: Ints,
+        *,
+        q_rows: Ints | int,
+        k_rows: Ints | int,
         tile: Ints | int,
-        heads: Ints, deps: Sequence[Ints], reads: Sequence[Access], writes: Sequence[Access], step: int = 0,
-    ) -> Ints:  # fmt: skip
+        heads: Ints,
+        deps: Sequence[Ints],
+        reads: Sequence[Access],
+        writes: Sequence[Access],
+        step: int = 0,
+    ) -> Ints:
         """A kernel call with the sweeps before and after it; returns the last ops, ``[ranks]``.
 
         Args:
@@ -59,6 +72,6 @@ class Sweeper:
         kind = Kind.ATTENTION if pass_ == "fwd" else Kind.ATTENTION_BACKWARD
         done = self.b.add(
             kind, (ranks, "compute"), step=step, tile=tile, heads=heads, deps=deps, reads=reads, writes=writes
-        )  # fmt: skip
+        )
         sweeps = code.after[pass_] if code is not None else ()
         return self.sweep(sweeps, ranks, q_rows, k_rows, step=step) if sweeps else done

@@ -141,23 +141,44 @@ class _Ulysses:
         x.call()
         tokens = np.full(len(self.ranks), x.tokens)
         after = Sweeper(b, self.workload, replicas=x.replicas).attend(
-            code.wrapper, pass_, self.ranks, q_rows=tokens, k_rows=tokens, tile=1, heads=x.heads(), deps=[after],
-            reads=given, writes=[*results.values()],
-        )  # fmt: skip
+            code.wrapper,
+            pass_,
+            self.ranks,
+            q_rows=tokens,
+            k_rows=tokens,
+            tile=1,
+            heads=x.heads(),
+            deps=[after],
+            reads=given,
+            writes=[*results.values()],
+        )
         x.back(pass_, results, after, code)
         return b.build()
 
     def _attend(self, kind: Kind, group: int, arrived: Ints, reads: Bundle, made: Bundle) -> Ints:
         """Attention over all tokens on every rank; returns indices, ``[ranks]``."""
         return self.b.add(
-            kind, (self.ranks, "compute"), step=group, tile=1, heads=self.x.heads(group), deps=[arrived],
-            reads=reads, writes=made,
-        )  # fmt: skip
+            kind,
+            (self.ranks, "compute"),
+            step=group,
+            tile=1,
+            heads=self.x.heads(group),
+            deps=[arrived],
+            reads=reads,
+            writes=made,
+        )
 
     def _pipeline(
-        self, kind: Kind, sizes: tuple[int, int], packed: list[Bundle], gathered: list[Bundle],
-        made: list[Bundle], returned: list[Bundle], saved: list[Bundle], ready: list[Ints],
-    ) -> list[Ints]:  # fmt: skip
+        self,
+        kind: Kind,
+        sizes: tuple[int, int],
+        packed: list[Bundle],
+        gathered: list[Bundle],
+        made: list[Bundle],
+        returned: list[Bundle],
+        saved: list[Bundle],
+        ready: list[Ints],
+    ) -> list[Ints]:
         """Exchange, attend and exchange back, the next group's exchange ahead of this group's attention."""
         x = self.x
         there, home = (x.tokens * size for size in sizes)

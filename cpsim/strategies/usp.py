@@ -188,9 +188,7 @@ def _chunks(ring: str, zigzag: str) -> str:
     return zigzag if ring == "zigzag" else "contiguous"
 
 
-def _plan(
-    workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implementation, facts: AnyRing
-) -> Schedule:  # fmt: skip
+def _plan(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implementation, facts: AnyRing) -> Schedule:
     """``facts``: of the ring that the code runs."""
     if grid.num_parts == 1:
         return plan_rings(workload, grid, pass_, chunks, facts)
@@ -208,9 +206,12 @@ class _Hybrid:
         pieces = sharding.split(sharding.part(shards.sets, 0, grid.num_places), grid.num_parts)
         own = len(shards.sets) + grid.place * grid.num_parts + grid.part
         b = self.b = Builder(
-            grid.ranks.size, sharding.stack(shards.sets, pieces), shards.tiles,
-            narrow_sums=isinstance(facts, HeldRingCode), copies=grid.copies,
-        )  # fmt: skip
+            grid.ranks.size,
+            sharding.stack(shards.sets, pieces),
+            shards.tiles,
+            narrow_sums=isinstance(facts, HeldRingCode),
+            copies=grid.copies,
+        )
         x = self.x = Steps(workload, shards, grid)
         self.ring = make_ring(b, x, facts)
         self.exchange = HeadExchange(b, workload, grid.ranks, own, grid.place, copies=grid.copies)
@@ -242,9 +243,14 @@ class _Hybrid:
         x, ring = self.x, self.ring
         apart = self.b.buffers("kv of group", x.tokens * x.kv_bytes), kv[1]
         ring.keys_ready = self.b.add(
-            Kind.COPY, (x.ranks, "compute"), heads=x.heads, nbytes=2 * x.tokens * x.kv_bytes, deps=[ring.ready],
-            reads=[ring.shard(kv)], writes=[ring.shard(apart)],
-        )  # fmt: skip
+            Kind.COPY,
+            (x.ranks, "compute"),
+            heads=x.heads,
+            nbytes=2 * x.tokens * x.kv_bytes,
+            deps=[ring.ready],
+            reads=[ring.shard(kv)],
+            writes=[ring.shard(apart)],
+        )
         ring.ready = np.full_like(ring.ready, NOTHING)
         return apart
 

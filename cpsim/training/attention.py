@@ -70,12 +70,14 @@ def task_seconds(
     """
     count, causal = len(start) - 1, np.ones(len(q_len), bool)
     heads, kv_heads = (np.full(count, number // tp) for number in (model.heads, model.kv_heads))
-    return np.stack([
-        clocked_seconds(
-            profile.attention_params(kernel, pass_), start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
-        )[0]
-        for pass_ in PASSES
-    ])  # fmt: skip
+    return np.stack(
+        [
+            clocked_seconds(
+                profile.attention_params(kernel, pass_), start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
+            )[0]
+            for pass_ in PASSES
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +115,14 @@ class Attention:
     def workload(self, documents: tuple[int, ...]) -> Workload:
         """Attention of one microbatch on the group."""
         return Workload(
-            documents=documents, mask=self.mask, mask_options=self.mask_options, num_heads=self.model.heads // self.tp,
-            num_kv_heads=self.model.kv_heads // self.tp, head_dim=self.model.head_dim, dtype="bf16",
-        )  # fmt: skip
+            documents=documents,
+            mask=self.mask,
+            mask_options=self.mask_options,
+            num_heads=self.model.heads // self.tp,
+            num_kv_heads=self.model.kv_heads // self.tp,
+            head_dim=self.model.head_dim,
+            dtype="bf16",
+        )
 
     def _alone(self, microbatches: Sequence[tuple[int, ...]]) -> list[Attended]:
         """One varlen call each, all priced at once."""
@@ -131,17 +138,18 @@ class Attention:
         return [
             Attended(
                 tuple({f"attention {p}": s * self.slowest[p]} for p, s in zip(PASSES, both, strict=True)),  # type: ignore[arg-type]
-                0, 0.0, int(pairs), notes=notes,
+                0,
+                0.0,
+                int(pairs),
+                notes=notes,
             )
             for both, pairs in zip(seconds.T.tolist(), area, strict=True)
-        ]  # fmt: skip
+        ]
 
     def _simulated(self, documents: tuple[int, ...]) -> Attended:
         """The strategy's schedule on the ranks of the group."""
         workload, parts, exchange, sent, notes = self.workload(documents), [], 0, 0.0, dict[str, None]()
-        pricing = Pricing.of(
-            self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed"
-        )
+        pricing = Pricing.of(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
         tensors = Tensors(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
         own = tensors.qkv + tensors.out + tensors.lse
         for pass_, given in zip(PASSES, (own, own + tensors.qkv + tensors.out), strict=True):

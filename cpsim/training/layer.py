@@ -164,8 +164,9 @@ class Ops:
         gather = Collective("all_gather", self._whole()) if self.tp > 1 else None
         scatter = Collective("reduce_scatter", self._whole()) if self.tp > 1 else None
         return [
-            Gemm("dgrad", self.tokens, inner, outer, gather), Gemm("wgrad", outer, inner, self.tokens, scatter),
-        ]  # fmt: skip
+            Gemm("dgrad", self.tokens, inner, outer, gather),
+            Gemm("wgrad", outer, inner, self.tokens, scatter),
+        ]
 
     def _row_backward(self, name: str) -> list[Op]:
         inner, outer = self.model.linears(self.tp)[name]

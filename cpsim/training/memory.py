@@ -112,9 +112,7 @@ class Tensors:
         return self.shard + again + max(down, swiglu, up, attention)
 
 
-def stage_memory(
-    model: Model, parallel: Parallel, tokens: int, stage: int, exchange: int = 0, more: int = 0
-) -> Memory:
+def stage_memory(model: Model, parallel: Parallel, tokens: int, stage: int, exchange: int = 0, more: int = 0) -> Memory:
     """Peak memory of one stage.
 
     Args:
@@ -135,7 +133,9 @@ def stage_memory(
     kept = layers * (tensors.kept(parallel.recompute) + more) + (2 * tensors.shard + 3 * tensors.logits if last else 0)
     working = tensors.working(parallel.recompute) + exchange
     return Memory(
-        weights=BF16 * parameters, gradients=FP32 * parameters,
+        weights=BF16 * parameters,
+        gradients=FP32 * parameters,
         optimizer=-(-STATES * parameters // parallel.replicas) if parallel.optimizer else 0,
-        activations=in_flight * kept, working=working,
-    )  # fmt: skip
+        activations=in_flight * kept,
+        working=working,
+    )

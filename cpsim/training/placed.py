@@ -51,9 +51,14 @@ class Placed:
 
 
 def gathered(
-    placed: Placed, profile: Profile, kernel: str, model: Model, tp: int, exchange: tuple[str, Floats],
+    placed: Placed,
+    profile: Profile,
+    kernel: str,
+    model: Model,
+    tp: int,
+    exchange: tuple[str, Floats],
     slowest: Mapping[str, float],
-) -> Attended:  # fmt: skip
+) -> Attended:
     """Attention of a group that gathers keys and values first, and sums their gradients and scatters them afterwards,
     nothing beside it. Gathered keys and values are kept for the backward pass.
 

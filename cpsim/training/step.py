@@ -104,13 +104,22 @@ class StepModel:
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
         return Step(
-            time_s=end, parts=dict(zip(PARTS, parts.tolist(), strict=True)),
+            time_s=end,
+            parts=dict(zip(PARTS, parts.tolist(), strict=True)),
             busy=dict(zip(PARTS, (seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) + last).tolist(), strict=True)),
-            memory=memory, flops=self._flops(batch, attended), sent=self._sent(batch, attended),
+            memory=memory,
+            flops=self._flops(batch, attended),
+            sent=self._sent(batch, attended),
             imbalance=float(work.max() / work.mean()),
-            notes=tuple(dict.fromkeys((*self.costs.notes(ops.forward() + ops.backward() + ops.loss()),
-                                       *(note for replica in attended for one in replica for note in one.notes)))),
-        )  # fmt: skip
+            notes=tuple(
+                dict.fromkeys(
+                    (
+                        *self.costs.notes(ops.forward() + ops.backward() + ops.loss()),
+                        *(note for replica in attended for one in replica for note in one.notes),
+                    )
+                )
+            ),
+        )
 
     def _tokens(self, documents: Sequence[int]) -> int:
         """Of a microbatch on a context-parallel rank."""
@@ -149,8 +158,9 @@ class StepModel:
         ops = Ops(self.model, self.parallel.tp, tokens)
         pairs = (
             (ops.forward(), ops.again(self.parallel.recompute) + ops.backward()),
-            (ops.embedding(), ops.embedding_backward()), (ops.loss(), ops.loss_backward()),
-        )  # fmt: skip
+            (ops.embedding(), ops.embedding_backward()),
+            (ops.loss(), ops.loss_backward()),
+        )
         return [stacked(map(self.costs.seconds, pair)) for pair in pairs]
 
     def _hop_seconds(self, tokens: int) -> float:

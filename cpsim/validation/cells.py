@@ -24,12 +24,19 @@ class Cells:
         block_kv = self.is_kv[s.block_tensor]
         first, end = s.block_heads[:, 0], s.block_heads.sum(axis=1)
         self.heads = [
-            np.unique(np.concatenate((
-                [0, total], first[block_kv == kv], end[block_kv == kv],
-                s.heads[:, 2 * kv], s.heads[:, 2 * kv] + s.heads[:, 2 * kv + 1],
-            )))
+            np.unique(
+                np.concatenate(
+                    (
+                        [0, total],
+                        first[block_kv == kv],
+                        end[block_kv == kv],
+                        s.heads[:, 2 * kv],
+                        s.heads[:, 2 * kv] + s.heads[:, 2 * kv + 1],
+                    )
+                )
+            )
             for kv, total in enumerate(self.num_heads)
-        ]  # fmt: skip
+        ]
         """Boundaries of the runs of query heads and of key-value heads."""
         self._head_at = [{int(head): at for at, head in enumerate(heads)} for heads in self.heads]
         low = [np.searchsorted(self.heads[int(kv)], h) for kv, h in zip(block_kv, first, strict=True)]

@@ -18,12 +18,7 @@ def check_tiles(s: Schedule, mask: Slices) -> None:
     row, q0, q1, k0, k1 = rows.T
     inside = (row >= 0) & (row < len(mask))
     row = np.where(inside, row, 0)
-    inside &= (
-        (q0 >= mask.q_start[row])
-        & (q1 <= mask.q_end[row])
-        & (k0 >= mask.k_start[row])
-        & (k1 <= mask.k_end[row])
-    )
+    inside &= (q0 >= mask.q_start[row]) & (q1 <= mask.q_end[row]) & (k0 >= mask.k_start[row]) & (k1 <= mask.k_end[row])
     if not inside.all():
         raise ScheduleError(f"tiles: slice {int(np.flatnonzero(~inside)[0])} lies outside its mask row")
     areas = Slices(q0, q1, k0, k1, mask.low[row], mask.high[row]).areas()
@@ -65,9 +60,7 @@ def check_coverage(s: Schedule, mask: Slices, num_heads: int) -> None:
         if tiles.tobytes() in known:
             continue
         known.add(tiles.tobytes())
-        rows = np.concatenate(
-            [np.arange(s.tiles.start[t], s.tiles.start[t + 1]) for t in tiles] or [bounds[:0]]
-        )
+        rows = np.concatenate([np.arange(s.tiles.start[t], s.tiles.start[t + 1]) for t in tiles] or [bounds[:0]])
         ordered = s.tiles.rows[rows][np.argsort(s.tiles.rows[rows, 0], kind="stable")].astype(np.int64)
         q0, q1, k0, k1, times = _first_uneven(table, ordered)
         if times == 1:

@@ -17,8 +17,5 @@ def fail(schedule: Schedule, index: int, why: str) -> NoReturn:
     same = (schedule.lane_rank == rank) & (schedule.lane_stream == stream)
     lane_ops = schedule.op_of_lane()[same]
     at = int(np.searchsorted(lane_ops, index))
-    shown = (
-        ("> " if i == index else "  ") + str(schedule.op(i))
-        for i in lane_ops[max(0, at - 2) : at + 3].tolist()
-    )
+    shown = (("> " if i == index else "  ") + str(schedule.op(i)) for i in lane_ops[max(0, at - 2) : at + 3].tolist())
     raise ScheduleError("\n".join([f"rank {rank}, stream {STREAMS[stream]}, op {index}: {why}", *shown]))

@@ -77,13 +77,9 @@ class Memory:
             needed = np.bincount(pairs[:, 0], self.nbytes[pairs[:, 1]], len(self.s.buffer_nbytes))
             for b in np.flatnonzero(needed > self.s.buffer_nbytes).tolist():
                 name, nbytes = self.s.buffer_names[self.s.buffer_name[b]], self.s.buffer_nbytes[b]
-                raise ScheduleError(
-                    f"buffer #{b} {name} has {nbytes} B, too few for its blocks of {needed[b]:.0f} B"
-                )
+                raise ScheduleError(f"buffer #{b} {name} has {nbytes} B, too few for its blocks of {needed[b]:.0f} B")
         for index in range(len(self.s)):
-            accesses = [
-                self._decode(a) for a in range(self.s.access_start[index], self.s.access_start[index + 1])
-            ]
+            accesses = [self._decode(a) for a in range(self.s.access_start[index], self.s.access_start[index + 1])]
             self._record_conflicts(index, accesses)
             self._execute(index, accesses)
         self._check_outputs()
@@ -92,9 +88,13 @@ class Memory:
     def _decode(self, at: int) -> _Access:
         s, block = self.s, int(self.s.access_block[at])
         return _Access(
-            int(s.access_buffer[at]), block, int(s.access_mode[at]), s.block_tensors[s.block_tensor[block]],
-            int(s.block_set[block]), self.cells.block_heads[block],
-        )  # fmt: skip
+            int(s.access_buffer[at]),
+            block,
+            int(s.access_mode[at]),
+            s.block_tensors[s.block_tensor[block]],
+            int(s.block_set[block]),
+            self.cells.block_heads[block],
+        )
 
     def _place(self, buffer: int, block: int, filled: bool) -> None:
         """Lay an input or output buffer out for its block."""
@@ -148,9 +148,10 @@ class Memory:
         name = self.s.buffer_names[self.s.buffer_name[buffer]]
         wants = "reads" if a.mode == READ else "updates"
         fail(
-            self.s, index,
+            self.s,
+            index,
             f"{wants} {text(a.block)} in #{buffer} {name}, which holds {contents}",
-        )  # fmt: skip
+        )
 
     def _check_sizes(self, index: int, kind: Kind, accesses: list[_Access]) -> None:
         """Buffers are big enough for what is written and moved."""
@@ -167,9 +168,7 @@ class Memory:
         if not accesses:  # a part of what another op says
             return
         moved = int(s.nbytes[index])
-        read, written = (
-            [int(s.buffer_nbytes[a.buffer]) for a in accesses if (a.mode == READ) == r] for r in (1, 0)
-        )
+        read, written = ([int(s.buffer_nbytes[a.buffer]) for a in accesses if (a.mode == READ) == r] for r in (1, 0))
         if kind == Kind.TRANSFER:
             blocks = [a.block for a in accesses if a.mode == READ]
             if moved not in (self.nbytes[blocks].sum(), self.nbytes_wide[blocks].sum()):
@@ -236,9 +235,7 @@ class Memory:
             made.append(values)
         return made
 
-    def _gather(
-        self, index: int, kind: Kind, reads: list[tuple[_Access, Weights]], target: _Access
-    ) -> Weights:
+    def _gather(self, index: int, kind: Kind, reads: list[tuple[_Access, Weights]], target: _Access) -> Weights:
         """What an op that moves or adds leaves in one target block."""
         values = self._zeros(target)
         count = np.zeros(values.shape, np.int64)
@@ -273,9 +270,7 @@ class Memory:
                 fail(self.s, index, f"expected every one of {num_lanes} ranks to give {text} once")
         elif least < 1:
             fail(self.s, index, f"writes {self.s.block_text(target.block)}, but does not read all of it")
-        elif most > 1 and (
-            target.tensor == "out" or (kind != Kind.ALL_TO_ALL and target.tensor[0] == "d")
-        ):
+        elif most > 1 and (target.tensor == "out" or (kind != Kind.ALL_TO_ALL and target.tensor[0] == "d")):
             text = self.s.block_text(target.block)
             fail(self.s, index, f"reads {text} from several places; sum or merge partial results instead")
 
@@ -331,17 +326,15 @@ class Memory:
             *([t] for t in expected if t[0] == "d"),
         ):
             if results and not any((count[t] == 1).all() for t in results):
-                raise ScheduleError(
-                    f"outputs: {' or '.join(results)} of all tokens and heads expected once each"
-                )
+                raise ScheduleError(f"outputs: {' or '.join(results)} of all tokens and heads expected once each")
 
     def _expected(self, tensor: str) -> Weights:
         kv = tensor == "dkv"
         total = np.zeros((len(self.cells.tokens) - 1, len(self.cells.heads[kv]) - 1), np.uint64)
         for index in np.flatnonzero(is_one_of(self.s.kind, ATTENTION_KINDS)).tolist():
-            total[self.cells.of_tile(int(self.s.tile[index]), kv), self.cells.heads_of(index, tensor)] += (
-                self.weight[index]
-            )
+            total[self.cells.of_tile(int(self.s.tile[index]), kv), self.cells.heads_of(index, tensor)] += self.weight[
+                index
+            ]
         return total
 
     def _record_conflicts(self, index: int, accesses: list[_Access]) -> None:

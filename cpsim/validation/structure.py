@@ -20,28 +20,29 @@ def check_columns(s: Schedule) -> None:
     for name, pairs in (("lane", len(s.lane_rank)), ("dep", len(s.dep)), ("access", len(s.access_buffer))):
         start = getattr(s, f"{name}_start")
         if len(start) != num_ops + 1 or start[0] != 0 or start[-1] != pairs or (np.diff(start) < 0).any():
-            raise ScheduleError(
-                f"columns: {name}_start does not partition {pairs} entries over {num_ops} ops"
-            )
+            raise ScheduleError(f"columns: {name}_start does not partition {pairs} entries over {num_ops} ops")
     for column, limit in (
-        ("kind", len(Kind)), ("tile", len(s.tiles.area)), ("lane_rank", s.num_ranks),
+        ("kind", len(Kind)),
+        ("tile", len(s.tiles.area)),
+        ("lane_rank", s.num_ranks),
         ("lane_stream", len(STREAMS)),
-        ("dep", num_ops), ("access_buffer", len(s.buffer_rank)), ("access_block", len(s.block_set)),
-        ("access_mode", UPDATE + 1), ("buffer_rank", s.num_ranks), ("buffer_name", len(s.buffer_names)),
-        ("block_set", len(s.sets)), ("block_tensor", len(s.block_tensors)),
-    ):  # fmt: skip
+        ("dep", num_ops),
+        ("access_buffer", len(s.buffer_rank)),
+        ("access_block", len(s.block_set)),
+        ("access_mode", UPDATE + 1),
+        ("buffer_rank", s.num_ranks),
+        ("buffer_name", len(s.buffer_names)),
+        ("block_set", len(s.sets)),
+        ("block_tensor", len(s.block_tensors)),
+    ):
         values = getattr(s, column)
         if len(values) and not (values.min() >= 0 and values.max() < limit):
             raise ScheduleError(f"columns: {column} has entries outside 0 to {limit - 1}")
     for column in ("step", "tile", "nbytes", "heads"):
         if len(getattr(s, column)) != num_ops or (getattr(s, column) < 0).any():
-            raise ScheduleError(
-                f"columns: {column} has negative entries or another length than {num_ops} ops"
-            )
+            raise ScheduleError(f"columns: {column} has negative entries or another length than {num_ops} ops")
     for held in (s.inputs, s.outputs):
-        if len(held) and (
-            held.min() < 0 or (held.max(axis=0) >= [len(s.buffer_rank), len(s.block_set)]).any()
-        ):
+        if len(held) and (held.min() < 0 or (held.max(axis=0) >= [len(s.buffer_rank), len(s.block_set)]).any()):
             raise ScheduleError("columns: inputs or outputs name buffers or blocks that do not exist")
 
 
@@ -57,9 +58,19 @@ def check_lanes(s: Schedule) -> None:
     if wrong.any():
         fail(s, int(np.flatnonzero(wrong)[0]), "a transfer needs 2 lanes, source first")
     index, why = _first_bad_lane(
-        s.kind, s.lane_start, s.lane_rank, s.dep_start, s.dep, s.access_start, s.access_buffer, s.access_mode,
-        s.buffer_rank, int(Kind.TRANSFER), int(Kind.BARRIER), READ,
-    )  # fmt: skip
+        s.kind,
+        s.lane_start,
+        s.lane_rank,
+        s.dep_start,
+        s.dep,
+        s.access_start,
+        s.access_buffer,
+        s.access_mode,
+        s.buffer_rank,
+        int(Kind.TRANSFER),
+        int(Kind.BARRIER),
+        READ,
+    )
     if why:
         fail(s, index, _LANE_FAULTS[why])
 

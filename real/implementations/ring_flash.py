@@ -77,9 +77,7 @@ def _varlen(package: Any, scenario: Scenario, node: Node) -> Attend:
 def _gathered(package: Any, scenario: Scenario, node: Node, heads_per_gather: int | None) -> Attend:
     causal = scenario.mask_name in ("causal", "causal_document")
     offsets, _ = _offsets(scenario, 1, "cpu")  # cut on the CPU: its values are read on the host
-    cu_q, cu_k, max_q, max_k, keys = package.llama3_flash_attn_prepare_cu_seqlens(
-        offsets, causal, node.rank, node.size
-    )
+    cu_q, cu_k, max_q, max_k, keys = package.llama3_flash_attn_prepare_cu_seqlens(offsets, causal, node.rank, node.size)
     cu_q, cu_k, stride = cu_q.to(node.device), cu_k.to(node.device), heads_per_gather or scenario.kv_heads
     return lambda q, k, v: package.llama3_flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, max_q, max_k, stride, keys, causal=causal

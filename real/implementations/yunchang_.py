@@ -50,9 +50,13 @@ def _hybrid(scenario: Scenario, node: Node, knobs: dict[str, Any]) -> Callable[.
 
     placement = str(knobs["placement"])
     degree = ulysses_degree(
-        "usp", scenario.workload(), scenario.resolve_cluster(), knobs["ulysses"], placement,
+        "usp",
+        scenario.workload(),
+        scenario.resolve_cluster(),
+        knobs["ulysses"],
+        placement,
         implementation(scenario.implementation),
-    )  # fmt: skip
+    )
     PROCESS_GROUP.ULYSSES_PG, PROCESS_GROUP.RING_PG = _groups(
         dist.group.WORLD, degree, node.rank, node.size, placement == "head_first"
     )

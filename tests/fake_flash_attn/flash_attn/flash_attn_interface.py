@@ -12,9 +12,22 @@ def lengths(offsets):
 
 
 def _flash_attn_varlen_forward(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal,
-    window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+):
     del max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, window_size_left, window_size_right, softcap
     del alibi_slopes, return_softmax
     call = attention.prepare(lengths(cu_seqlens_q), lengths(cu_seqlens_k), causal=causal, device="cpu")
@@ -22,9 +35,18 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_forward(
-    q, k, v, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0,
-    alibi_slopes=None, return_softmax=False,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+):
     del dropout_p, softmax_scale, window_size_left, window_size_right, softcap, alibi_slopes, return_softmax
     call = attention.prepare([q.shape[1]], [k.shape[1]], causal=causal, device="cpu")
     out, lse = attention.forward("math", q[0], k[0], v[0], call)
@@ -32,10 +54,30 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None,
-    deterministic=False, rng_state=None, zero_tensors=False,
-):  # fmt: skip
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    rng_state=None,
+    zero_tensors=False,
+):
     del max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, window_size_left, window_size_right, softcap
     del alibi_slopes, deterministic, rng_state, zero_tensors
     # The kernel writes the rows of its sequences only; buffers may be longer.
@@ -48,9 +90,25 @@ def _flash_attn_varlen_backward(
 
 
 def _flash_attn_backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left=-1,
-    window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
-):  # fmt: skip
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    rng_state=None,
+):
     del dropout_p, softmax_scale, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state
     call = attention.prepare([q.shape[1]], [k.shape[1]], causal=causal, device="cpu")
     made = attention.backward("math", dout[0], q[0], k[0], v[0], out[0], softmax_lse[0], call)

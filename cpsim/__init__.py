@@ -6,8 +6,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from cpsim.builder import Builder
-    from cpsim.cluster import Cluster, load_cluster
+    from cpsim.case.cluster import Cluster, load_cluster
+    from cpsim.case.scenario import Scenario, grid, load_scenario, load_scenarios
+    from cpsim.case.workload import Workload
     from cpsim.errors import (
         CpsimError,
         InfeasibleError,
@@ -16,20 +17,19 @@ if TYPE_CHECKING:
         ScenarioError,
         ScheduleError,
     )
-    from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
-    from cpsim.predictor import advise, predict, predict_many, sweep
-    from cpsim.scenario import Scenario, grid, load_scenario, load_scenarios
-    from cpsim.schedule import Kind, Schedule
+    from cpsim.prediction.predict import advise, predict, predict_many, sweep
+    from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
+    from cpsim.schedule.builder import Builder
+    from cpsim.schedule.check import validate
+    from cpsim.schedule.schedule import Kind, Schedule
+    from cpsim.schedule.work import Work
     from cpsim.sim.fast import simulate
     from cpsim.sim.reference import simulate_reference
     from cpsim.sim.timeline import Timeline
-    from cpsim.sim.work import Work
     from cpsim.strategies import STRATEGIES, plan
-    from cpsim.validation import validate
-    from cpsim.workload import Workload
 
 _HOME: Final = {
-    "cpsim.cluster": ("Cluster", "load_cluster"),
+    "cpsim.case.cluster": ("Cluster", "load_cluster"),
     "cpsim.errors": (
         "CpsimError",
         "InfeasibleError",
@@ -38,18 +38,18 @@ _HOME: Final = {
         "ScenarioError",
         "ScheduleError",
     ),
-    "cpsim.predictor": ("advise", "predict", "predict_many", "sweep"),
-    "cpsim.prediction": ("Advice", "Candidate", "Infeasible", "Prediction"),
-    "cpsim.scenario": ("Scenario", "grid", "load_scenario", "load_scenarios"),
-    "cpsim.builder": ("Builder",),
-    "cpsim.schedule": ("Kind", "Schedule"),
+    "cpsim.prediction.predict": ("advise", "predict", "predict_many", "sweep"),
+    "cpsim.prediction.results": ("Advice", "Candidate", "Infeasible", "Prediction"),
+    "cpsim.case.scenario": ("Scenario", "grid", "load_scenario", "load_scenarios"),
+    "cpsim.schedule.builder": ("Builder",),
+    "cpsim.schedule.schedule": ("Kind", "Schedule"),
     "cpsim.sim.fast": ("simulate",),
     "cpsim.sim.reference": ("simulate_reference",),
     "cpsim.sim.timeline": ("Timeline",),
-    "cpsim.sim.work": ("Work",),
+    "cpsim.schedule.work": ("Work",),
     "cpsim.strategies": ("STRATEGIES", "plan"),
-    "cpsim.validation": ("validate",),
-    "cpsim.workload": ("Workload",),
+    "cpsim.schedule.check": ("validate",),
+    "cpsim.case.workload": ("Workload",),
 }
 _MODULE_OF: Final = {name: module for module, names in _HOME.items() for name in names}
 

@@ -1,12 +1,12 @@
 """The command ``cpsim``, and ``python -m cpsim``."""
 
-from cpsim.interrupts import end_at_once
+from cpsim.runtime.interrupts import end_at_once
 
 
 def run() -> None:
     """Entry point; an interrupt ends the imports, too, which take longest of a short command."""
     end_at_once()
-    from cpsim.cli import main
+    from cpsim.cli.commands import main
 
     main()
 

@@ -20,12 +20,21 @@ import numpy as np
 
 from cpsim.calibrate.fit import fit_profile, folds, large_model
 from cpsim.calibrate.measurement import Measurements, Point, load
-from cpsim.calibrate.profile import Profile, load_profile, save_profile
+from cpsim.calibrate.recipes import DATA, measurements
 from cpsim.calibrate.residuals import model_of, residuals, usable
-from cpsim.calibrate.shipped import DATA, measurements
-from cpsim.comparison import compare, errors_of, predict_runs
-from cpsim.runs import load_runs
-from real.shapes import LEAST_CALLS, LEAST_SIZES, RESTED_EVERY, ROUNDS, SHARES, Shape, extremes_first, informative_order
+from cpsim.models.profile import Profile, load_profile, save_profile
+from cpsim.prediction.compare import compare, errors_of, predict_runs
+from cpsim.prediction.runs import load_runs
+from cpsim.real.measure.shapes import (
+    LEAST_CALLS,
+    LEAST_SIZES,
+    RESTED_EVERY,
+    ROUNDS,
+    SHARES,
+    Shape,
+    extremes_first,
+    informative_order,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "calibration.md"
@@ -73,7 +82,7 @@ class Row:
 
 
 def timed_seconds(point: Point) -> float:
-    """What `real.measure_kernels` takes for a point: soaking, rounds and samples, or rests."""
+    """What `cpsim.real.measure.kernels` takes for a point: soaking, rounds and samples, or rests."""
     t, num = float(np.median(point["samples_s"])), len(point["samples_s"])
     if point.get("rested"):
         return POINT_S + num * (max(3e-3, 4 * t) + 1e-3 + t) + 4 * t
@@ -168,7 +177,9 @@ def in_order(measured: Measurements, kernel: str) -> list[Task]:
 
 
 def replay(parts: Queues, minutes: float) -> tuple[list[Task], float]:
-    """What a calibration of so many minutes measures, as `real.calibrate` shares its time, and the seconds it takes."""
+    """What a calibration of so many minutes measures, as `cpsim.real.measure.calibrate` shares its time, and the
+    seconds it takes.
+    """
     messages = [p for task in parts["collectives and transfers"][0] for p in task.points]
     least = {
         "memory-bound kernels": 14,

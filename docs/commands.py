@@ -21,6 +21,17 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 def reference() -> str:
     """The reference, as typer writes it."""
-    command = [sys.executable, "-m", "typer", "cpsim.cli", "utils", "docs", "--name", "cpsim", "--title", "Commands"]
+    command = [
+        sys.executable,
+        "-m",
+        "typer",
+        "cpsim.cli.commands",
+        "utils",
+        "docs",
+        "--name",
+        "cpsim",
+        "--title",
+        "Commands",
+    ]
     wide = os.environ | {"COLUMNS": "200"}
     return unescape(subprocess.run(command, capture_output=True, text=True, check=True, env=wide).stdout)

@@ -19,14 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from cpsim.cluster import load_cluster
-from cpsim.dcp.blocks import Blocks, Placement, cut, cut_at, judge
-from cpsim.dcp.placing import Settings, plan_blocks
-from cpsim.dcp.timing import Rates
+from cpsim.case.cluster import load_cluster
+from cpsim.case.workload import Workload
+from cpsim.prediction.runs import load_runs
 from cpsim.reproduce.dcp import LENGTHS, MASKS, batches, slower_with_ranges
-from cpsim.runs import load_runs
 from cpsim.strategies import sharding
-from cpsim.workload import Workload
+from cpsim.strategies.dcp.blocks import Blocks, Placement, cut, cut_at, judge
+from cpsim.strategies.dcp.placing import Settings, plan_blocks
+from cpsim.strategies.dcp.timing import Rates
 
 DOCS = Path(__file__).parent
 PAGE, FIGURE, REPRODUCED = DOCS / "dcp.md", DOCS / "dcp.svg", DOCS / "dcp-reproduced.json"

@@ -14,12 +14,12 @@ from statistics import mean
 
 import numpy as np
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.distca.batches import iteration, sample
-from cpsim.distca.planning import schedule
-from cpsim.distca.tasks import TokenBytes, dispatch
-from cpsim.models.attention import attention_seconds
-from cpsim.models.shards import planner_kernel
+from cpsim.models.attention.kernels import attention_seconds
+from cpsim.models.attention.shards import planner_kernel
+from cpsim.models.profile import load_profile
+from cpsim.strategies.distca.batches import iteration, sample
+from cpsim.strategies.distca.planning import schedule
+from cpsim.strategies.distca.tasks import TokenBytes, dispatch
 
 PAGE = Path(__file__).with_name("distca.md")
 K = 1024

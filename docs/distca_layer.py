@@ -2,7 +2,7 @@
 
     python docs/distca_layer.py
 
-Runs are those of validation/distca-layer-*.jsonl, made by `real.run`; nothing is fitted to them.
+Runs are those of validation/distca-layer-*.jsonl, made by `cpsim.real.run`; nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from statistics import mean
 
 import numpy as np
 
-from cpsim.layer import plan_scenario
-from cpsim.predictor import look_up, predict
-from cpsim.runs import Run, load_runs
-from cpsim.scenario import Scenario
-from cpsim.schedule import ATTENTION_KINDS, is_one_of
+from cpsim.case.scenario import Scenario
+from cpsim.prediction.predict import look_up, predict
+from cpsim.prediction.runs import Run, load_runs
+from cpsim.schedule.schedule import ATTENTION_KINDS, is_one_of
+from cpsim.strategies.steps.layer import plan_scenario
 
 FOLDER = Path(__file__).parent
 RUNS = sorted((FOLDER.parent / "validation").glob("h200*-distca-layer.jsonl"))

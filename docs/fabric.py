@@ -1,7 +1,7 @@
 """Writes the network of preset h200-2x2-sockets, and of the three pairs of H100 in validation/runs, from the committed
 measurements of emulated nodes.
 
-    torchrun --nproc-per-node 4 -m real.measure_network --emulate-nodes 2 --minutes 1.4 \
+    torchrun --nproc-per-node 4 -m cpsim.real.measure.network --emulate-nodes 2 --minutes 1.4 \
         --out cpsim/calibrate/data/h200x4-sockets.jsonl
     python docs/fabric.py
 """
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from cpsim.calibrate.fabric import fit_fabric
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.shipped import DATA
-from cpsim.cluster import Fabric
+from cpsim.calibrate.recipes import DATA
+from cpsim.case.cluster import Fabric
 
 ROOT = Path(__file__).parent.parent
 RUNS = ROOT / "validation" / "runs"

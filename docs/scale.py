@@ -27,17 +27,17 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from cpsim.allocator import keep_freed_memory
+from cpsim.case.scenario import Scenario, scenario_from
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.price import Pricing
-from cpsim.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, Case
-from cpsim.predictor import look_up, predict
-from cpsim.scenario import Scenario, scenario_from
-from cpsim.schedule import Schedule
+from cpsim.prediction.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, Case
+from cpsim.prediction.predict import look_up, predict
+from cpsim.runtime.allocator import keep_freed_memory
+from cpsim.schedule.schedule import Schedule
+from cpsim.schedule.work import free_work, waits
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.fluid import FLOW, LANE, OP
-from cpsim.sim.work import free_work, waits
 from cpsim.strategies import STRATEGIES, plan
 
 DOCS = Path(__file__).parent

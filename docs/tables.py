@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from cpsim.calibrate.fit import current
 from cpsim.calibrate.fit_network import errors_of_slowdowns
-from cpsim.calibrate.profile import load_profile
-from cpsim.calibrate.shipped import measurements
-from cpsim.comparison import compare, errors_of, grouped, predict_runs
-from cpsim.runs import load_runs
+from cpsim.calibrate.recipes import measurements
+from cpsim.models.profile import load_profile
+from cpsim.prediction.compare import compare, errors_of, grouped, predict_runs
+from cpsim.prediction.runs import load_runs
 
 DOCS = Path(__file__).parent
 README = DOCS.parent / "README.md"

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpsim.comparison import LONG_S, Comparison, compare, predict_runs
+from cpsim.prediction.compare import LONG_S, Comparison, compare, predict_runs
+from cpsim.prediction.runs import Run, load_runs
 from cpsim.report.comparison import (
     CASES_HEAD,
     CHOICES_HEAD,
@@ -22,7 +23,6 @@ from cpsim.report.comparison import (
     left_out,
     regret_rows,
 )
-from cpsim.runs import Run, load_runs
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "validation.md"

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from cpsim.cluster import presets
-from cpsim.implementations import IMPLEMENTATIONS
-from cpsim.mask_names import MASK_NAMES
+from cpsim.case.cluster import presets
+from cpsim.case.workload import Workload
+from cpsim.masks.names import MASK_NAMES
 from cpsim.strategies import STRATEGIES
-from cpsim.workload import Workload
+from cpsim.strategies.others import IMPLEMENTATIONS
 
 ALL_MASKS = tuple(MASK_NAMES)
 PLAIN_MASKS = ("full", "causal", "full_document", "causal_document")

@@ -13,10 +13,10 @@ from numeric import tensors
 from ranks import fork_ranks
 
 from cpsim.errors import InfeasibleError
+from cpsim.real.run.executor import Executor
+from cpsim.real.run.node import end_process
+from cpsim.real.run.storage import lay_out
 from cpsim.strategies import plan
-from real.executor import Executor
-from real.node import end_process
-from real.storage import lay_out
 
 FLEX = ("causal_document uneven gqa", "lambda uneven gqa", "shared_question uneven gqa", "block_sparse uneven gqa")
 """Cases of a second kernel that takes any mask."""

@@ -1,4 +1,4 @@
-"""`real.run` with runners that do nothing but sleep, send, or fail as their case says: knob `fail`."""
+"""`cpsim.real.run` with runners that do nothing but sleep, send, or fail as their case says: knob `fail`."""
 
 import os
 import time
@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from cpsim.errors import InfeasibleError
-from real.run import main
+from cpsim.real.run import main
 
 
 class Runner:

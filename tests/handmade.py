@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpsim.prediction import Advice, Candidate, Infeasible, Prediction
-from cpsim.runs import PassRun, Run
-from cpsim.scenario import Scenario, scenario_from
-from cpsim.schedule import Kind
+from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
+from cpsim.prediction.runs import PassRun, Run
+from cpsim.schedule.schedule import Kind
 from cpsim.sim.timeline import Timeline
 from cpsim.strategies import plan
 

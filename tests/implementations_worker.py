@@ -8,11 +8,11 @@ import sys
 import torch
 from ranks import fork_ranks
 
-from cpsim.scenario import scenario_from
+from cpsim.case.scenario import scenario_from
+from cpsim.real.run import attention
+from cpsim.real.run.node import end_process
 from cpsim.strategies import sharding
-from cpsim.strategies.grid import make_grid
-from real import attention
-from real.node import end_process
+from cpsim.strategies.ring.grid import make_grid
 
 
 def tokens_of(scenario, rank, size):
@@ -93,7 +93,7 @@ def rank_main(node, _, cases):
     """One rank runs all cases."""
     kept = flash_on_cpu()
     for scenario in cases:
-        module = importlib.import_module(f"real.implementations.{MODULES[scenario.implementation]}")
+        module = importlib.import_module(f"cpsim.real.others.{MODULES[scenario.implementation]}")
         given, wanted = dense(scenario)
         mine = tokens_of(scenario, node.rank, node.size)
         for pass_ in ("fwd", "bwd"):
@@ -120,7 +120,7 @@ def main(path):
     torch.set_num_threads(1)
     with open(path, encoding="utf-8") as file:
         cases = [scenario_from(json.loads(line)) for line in file]
-    importlib.import_module(f"real.implementations.{MODULES[cases[0].implementation]}")  # once for all ranks
+    importlib.import_module(f"cpsim.real.others.{MODULES[cases[0].implementation]}")  # once for all ranks
     for num_ranks, asked in itertools.groupby(cases, lambda case: case.gpus):
         fork_ranks(rank_main, num_ranks, list(asked))
     print(len(cases))

@@ -1,6 +1,6 @@
 """Whole layers that tests run: (case in words, documents, strategy, knobs)."""
 
-from cpsim.training.model import Model
+from cpsim.case.model import Model
 
 MODEL = Model(layers=1, hidden=24, heads=8, kv_heads=2, head_dim=4, ffn=40, vocab=10)
 SKEWED = (42, 4, 4, 8, 16, 22)

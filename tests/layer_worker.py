@@ -9,11 +9,11 @@ from cases import cluster, workload
 from layer_cases import LAYERS, MODEL
 from ranks import fork_ranks
 
-from cpsim.layer import plan_layer, widths
-from real.check_layer import dense
-from real.executor import Executor
-from real.node import end_process
-from real.storage import lay_out
+from cpsim.real.run.check_layer import dense
+from cpsim.real.run.executor import Executor
+from cpsim.real.run.node import end_process
+from cpsim.real.run.storage import lay_out
+from cpsim.strategies.steps.layer import plan_layer, widths
 
 
 def planned(num_ranks):

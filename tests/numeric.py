@@ -4,8 +4,8 @@ from functools import cache
 
 import numpy as np
 
-from cpsim.masks import dense_mask
-from cpsim.schedule import READ, UPDATE, Kind
+from cpsim.masks.slices import dense_mask
+from cpsim.schedule.schedule import READ, UPDATE, Kind
 
 
 @cache

@@ -43,7 +43,7 @@ def fork_ranks(work, num_ranks, cases):
 def _rank_main(rank, work, num_ranks, door, cases):
     import torch.distributed as dist
 
-    from real.node import Node
+    from cpsim.real.run.node import Node
 
     host, port = door.getsockname()
     os.environ |= {

@@ -8,13 +8,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from cpsim.block_masks import BANDS, CELLS, RUNS, Visits, visits
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.profile import load_profile
+from cpsim.calibrate.recipes import DATA, measurements
 from cpsim.calibrate.residuals import large, residuals
-from cpsim.calibrate.shipped import DATA, measurements
-from cpsim.mask_shapes import mask_slices
-from cpsim.models.attention import (
+from cpsim.masks.blocks import BANDS, CELLS, RUNS, Visits, visits
+from cpsim.masks.shapes import mask_slices
+from cpsim.models.attention.block_schedule import STEPS, finish, homes, next_end, overlap, pairs, queue, sum_of_runs
+from cpsim.models.attention.discrepancy import NONE
+from cpsim.models.attention.kernels import (
     ANATOMY,
     AttentionParams,
     anatomy_at,
@@ -22,9 +23,8 @@ from cpsim.models.attention import (
     calls,
     listed_calls,
 )
-from cpsim.models.attention_tiles import floor_sum, parts_fetched, tile_rows, tiles_of_row
-from cpsim.models.block_schedule import STEPS, finish, homes, next_end, overlap, pairs, queue, sum_of_runs
-from cpsim.models.discrepancy import NONE
+from cpsim.models.attention.tiles import floor_sum, parts_fetched, tile_rows, tiles_of_row
+from cpsim.models.profile import load_profile
 
 KERNELS = sorted(load_profile("h200").attention)
 SKIPPING = [key for key in KERNELS if ANATOMY[key].tile_q_causal]
@@ -195,7 +195,7 @@ def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_ar
 @pytest.mark.parametrize("file", ["h200.json", "h200-2.json"])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_on_a_gpu(pass_, file):
-    """Nothing is fitted to these points: real.measure_holds, on two machines."""
+    """Nothing is fitted to these points: cpsim.real.measure.holds, on two machines."""
     found = json.loads((DATA / "holds" / file).read_text())
     params = load_profile("h200").attention_params(found["kernel"], pass_)
     hold_s = np.maximum(np.array(found["holds_us"]) - found["ahead_us"], 0) * 1e-6

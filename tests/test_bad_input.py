@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from cpsim.case.scenario import Scenario, load_scenario, load_scenarios, scenario_from
 from cpsim.errors import CpsimError, ScenarioError
-from cpsim.scenario import Scenario, load_scenario, load_scenarios, scenario_from
 
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
 

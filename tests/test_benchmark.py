@@ -13,28 +13,28 @@ import numpy as np
 import pytest
 from scripts import load_script
 
-from cpsim.allocator import keep_freed_memory
-from cpsim.calibrate.profile import load_profile
-from cpsim.cluster import load_cluster
-from cpsim.dcp.balanced import place
-from cpsim.dcp.blocks import cut, judge
-from cpsim.dcp.timing import Rates, stage_by_time
-from cpsim.distca.batches import iteration, sample
-from cpsim.distca.kernel import flash_attention_4
-from cpsim.distca.planning import schedule
-from cpsim.distca.tasks import TokenBytes, dispatch
+from cpsim.case.cluster import load_cluster
+from cpsim.case.scenario import Scenario, load_scenario, scenario_from
+from cpsim.case.workload import Workload
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.price import Pricing
-from cpsim.predictor import advise, predict, predict_many
-from cpsim.scenario import Scenario, load_scenario, scenario_from
-from cpsim.schedule import Kind
+from cpsim.models.profile import load_profile
+from cpsim.prediction.predict import advise, predict, predict_many
+from cpsim.prediction.sweep import load_sweep, run_sweep
+from cpsim.runtime.allocator import keep_freed_memory
+from cpsim.schedule.schedule import Kind
+from cpsim.schedule.work import free_work
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
-from cpsim.sim.work import free_work
 from cpsim.strategies import plan
-from cpsim.sweeps import load_sweep, run_sweep
-from cpsim.workload import Workload
+from cpsim.strategies.dcp.balanced import place
+from cpsim.strategies.dcp.blocks import cut, judge
+from cpsim.strategies.dcp.timing import Rates, stage_by_time
+from cpsim.strategies.distca.batches import iteration, sample
+from cpsim.strategies.distca.kernel import flash_attention_4
+from cpsim.strategies.distca.planning import schedule
+from cpsim.strategies.distca.tasks import TokenBytes, dispatch
 
 pytestmark = pytest.mark.benchmark
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from cases import ALL_MASKS, ALL_STRATEGIES, BLIND_MASK, MASK_OPTIONS, cluster, workload
 
-from cpsim import block_masks
-from cpsim.block_masks import (
+from cpsim.errors import InfeasibleError
+from cpsim.masks import blocks as block_masks
+from cpsim.masks.blocks import (
     BANDS,
     CELLS,
     FULL,
@@ -20,12 +21,11 @@ from cpsim.block_masks import (
     sequence_slices,
     table_of,
 )
-from cpsim.calibrate.profile import load_profile
-from cpsim.errors import InfeasibleError
-from cpsim.mask_shapes import mask_slices
-from cpsim.masks import dense_mask
-from cpsim.models.kernel_limits import dense_sequences, gathered_sequences, refusal, tile_visits
-from cpsim.schedule import Kind
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import dense_mask
+from cpsim.models.feasible import dense_sequences, gathered_sequences, refusal, tile_visits
+from cpsim.models.profile import load_profile
+from cpsim.schedule.schedule import Kind
 from cpsim.strategies import plan
 
 DOCUMENTS = (37, 5, 64, 1, 53)

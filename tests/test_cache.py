@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from cpsim.calibrate.fit_host import fit_elementwise
 from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.profile import load_profile
+from cpsim.calibrate.recipes import DATA
 from cpsim.calibrate.residuals import measured
-from cpsim.calibrate.shipped import DATA
-from cpsim.layer import plan_scenario
+from cpsim.case.scenario import scenario_from
 from cpsim.models.cache import share_cached, shares_cached
 from cpsim.models.elementwise import ElementwiseParams, elementwise_seconds
-from cpsim.scenario import scenario_from
-from cpsim.schedule import Kind
+from cpsim.models.profile import load_profile
+from cpsim.schedule.schedule import Kind
+from cpsim.strategies.steps.layer import plan_scenario
 
 MB = 1e6
 CASE = {
@@ -66,7 +66,7 @@ def test_nothing_is_held_before_it_is_touched():
 
 
 def points(size, gain, rng):
-    """Two kinds of kernels, as `real.measure_cached` measures them."""
+    """Two kinds of kernels, as `cpsim.real.measure.cached` measures them."""
     known = ElementwiseParams(
         latency_s={"copy": 3e-6, "merge": 4e-6},
         bandwidth_bytes_per_s={"copy": 4e12, "merge": 3.8e12},
@@ -108,7 +108,7 @@ def test_kernels_of_an_h200_are_told_by_what_its_cache_holds(gain, mean, worst):
 
 def test_the_few_points_of_a_calibration_tell_the_cache_as_all_do():
     pytest.importorskip("torch")
-    from real.measure_cached import FEW_SIZES, parameters
+    from cpsim.real.measure.cached import FEW_SIZES, parameters
 
     few = [parameters(*size) for size in FEW_SIZES]
     measured_points = load(DATA / "h200-cached.jsonl").of("cached")

@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 from refits import drift
 
-from cpsim.block_masks import visits
 from cpsim.calibrate import fit, fit_attention, fit_host, measurement, profile
 from cpsim.calibrate.fit_network import errors_of_slowdowns
-from cpsim.calibrate.profile import from_json, load_profile, shipped_profiles, to_json
+from cpsim.calibrate.recipes import measurements, stand_in
 from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary, usable, visits_of
-from cpsim.calibrate.shipped import measurements, stand_in
 from cpsim.errors import ProfileError
-from cpsim.masks import dense_mask
-from cpsim.models.attention import ANATOMY, anatomy_at
-from cpsim.models.blocks import FEATURES, correction
-from cpsim.models.discrepancy import NONE
-from real.shapes import Shape, draw_masked, extremes_first, informative_order
+from cpsim.masks.blocks import visits
+from cpsim.masks.slices import dense_mask
+from cpsim.models.attention.blocks import FEATURES, correction
+from cpsim.models.attention.discrepancy import NONE
+from cpsim.models.attention.kernels import ANATOMY, anatomy_at
+from cpsim.models.profile import from_json, load_profile, shipped_profiles, to_json
+from cpsim.real.measure.shapes import Shape, draw_masked, extremes_first, informative_order
 
 DATA = Path(measurement.__file__).parent / "data"
 
@@ -696,7 +696,7 @@ def test_first_calls_on_the_thread_of_a_backward_pass_take_longer():
 
 
 def test_every_kind_of_op_has_a_launch_time():
-    from cpsim.schedule import Kind
+    from cpsim.schedule.schedule import Kind
 
     host = load_profile("h200").host
     for kind in Kind:

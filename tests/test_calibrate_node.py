@@ -11,8 +11,8 @@ from test_real_run_cpu import processes
 pytest.importorskip("torch")
 
 from cpsim.calibrate.measurement import load, point_key
-from cpsim.calibrate.profile import load_profile
-from cpsim.launch import PROGRESS
+from cpsim.cli.launch import PROGRESS
+from cpsim.models.profile import load_profile
 
 CASE = {
     "gpus": 2,
@@ -91,14 +91,14 @@ def test_a_file_of_another_machine_is_not_gone_on_with(node):
 
 
 def test_progress_lines_are_those_that_the_command_reads():
-    from real import calibrate
+    from cpsim.real.measure import calibrate
 
     assert calibrate.PROGRESS is PROGRESS
 
 
 @pytest.mark.parametrize(("cuda", "least"), [(False, 60), (True, 480)])
 def test_every_run_measures_the_same_shapes_in_the_same_order(cuda, least):
-    from real.calibrate import shapes_of
+    from cpsim.real.measure.calibrate import shapes_of
 
     shapes = shapes_of("fa4", cuda)
     assert shapes == shapes_of("fa4", cuda)

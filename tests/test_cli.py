@@ -13,10 +13,10 @@ from unittest import mock
 
 import pytest
 
-from cpsim.cli import main
-from cpsim.mask_names import MASK_NAMES
+from cpsim.cli.commands import main
+from cpsim.masks.names import MASK_NAMES
+from cpsim.prediction.support import KERNELS
 from cpsim.strategies import STRATEGIES
-from cpsim.support import KERNELS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
@@ -161,7 +161,7 @@ def test_a_process_says_and_returns_what_a_call_does(cases):
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_command_s_matrix_products_start_no_threads_that_would_take_cores_from_its_other_processes():
     code = (
-        "import os, sys; from cpsim.cli import main; sys.argv = ['cpsim', 'strategies', '--json']\n"
+        "import os, sys; from cpsim.cli.commands import main; sys.argv = ['cpsim', 'strategies', '--json']\n"
         "try: main()\nexcept SystemExit: pass\n"
         "import numpy as np; a = np.ones((600, 600)); a @ a; print(len(os.listdir('/proc/self/task')))"
     )

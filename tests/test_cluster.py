@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import yaml
 
-from cpsim.cluster import Cluster, load_cluster, presets
+from cpsim.case.cluster import Cluster, load_cluster, presets
 from cpsim.errors import ScenarioError
 
 NAMES = ["h200-4", "h200-2x2-sockets", "dgx-h100", "magi-h100", "dgx-h200", "dgx-b200", "p4de"]

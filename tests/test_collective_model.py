@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from cpsim.calibrate.fit_network import fit_curve
-from cpsim.calibrate.profile import load_profile
-from cpsim.models.collective import (
+from cpsim.models.network.collective import (
     COLLECTIVES,
     Curve,
     channels,
@@ -15,6 +14,7 @@ from cpsim.models.collective import (
     transfer_seconds,
     wire_bytes,
 )
+from cpsim.models.profile import load_profile
 
 
 def test_wire_bytes_follow_nccl_tests():

@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-HELPER = "from cpsim.compiled import compiled\n\n@compiled()\ndef helper(x):\n    return 2 * x\n"
-CALLER = """from cpsim.compiled import compiled
+HELPER = "from cpsim.runtime.compiled import compiled\n\n@compiled()\ndef helper(x):\n    return 2 * x\n"
+CALLER = """from cpsim.runtime.compiled import compiled
 from cpsim.own_constants import ADDED
 from cpsim.own_helper import helper
 

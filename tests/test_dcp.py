@@ -6,24 +6,24 @@ import numpy as np
 import pytest
 from cases import ALL_MASKS, DOCUMENTS, cluster, workload
 
-from cpsim.dcp import placing
-from cpsim.dcp.blocks import Placement, cut, first_hops, judge, wanted
-from cpsim.dcp.placing import Settings, plan_blocks
-from cpsim.dcp.planning import plan_case
-from cpsim.dcp.program import Cells, fetches
-from cpsim.dcp.staging import stage_blocks
-from cpsim.dcp.timing import Rates
+from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM
-from cpsim.implementations.dcp import DCP
-from cpsim.masks import UNBOUNDED, Slices, dense_mask
-from cpsim.models.kernel_limits import _masks_of_tiles, through_tables, union
-from cpsim.predictor import predict
-from cpsim.scenario import Scenario
-from cpsim.schedule import Kind, Planning
+from cpsim.masks.slices import UNBOUNDED, Slices, dense_mask
+from cpsim.models.feasible import _masks_of_tiles, through_tables, union
+from cpsim.prediction.predict import predict
+from cpsim.schedule.check import validate
+from cpsim.schedule.schedule import Kind, Planning
 from cpsim.strategies import plan
-from cpsim.strategies.dcp import COMPUTATIONS, default_block, default_groups
-from cpsim.validation import validate
+from cpsim.strategies.dcp import placing
+from cpsim.strategies.dcp.blocks import Placement, cut, first_hops, judge, wanted
+from cpsim.strategies.dcp.placing import Settings, plan_blocks
+from cpsim.strategies.dcp.planning import plan_case
+from cpsim.strategies.dcp.program import Cells, fetches
+from cpsim.strategies.dcp.staging import stage_blocks
+from cpsim.strategies.dcp.strategy import COMPUTATIONS, default_block, default_groups
+from cpsim.strategies.dcp.timing import Rates
+from cpsim.strategies.others import CPSIM
+from cpsim.strategies.others.dcp import DCP
 
 GPUS = cluster(1).gpus_per_node
 

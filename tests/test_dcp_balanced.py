@@ -9,12 +9,12 @@ from cases import ALL_MASKS, workload
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.cluster import load_cluster
-from cpsim.dcp.balanced import even_fill, place
-from cpsim.dcp.blocks import Placement, cut, judge
-from cpsim.dcp.search import OUTSIDE, move_bundles, swap_homes, tally
-from cpsim.dcp.timing import STAGE_S, Rates, _cut, _one_by_one, _seconds, stage_by_time
+from cpsim.case.cluster import load_cluster
 from cpsim.strategies import sharding
+from cpsim.strategies.dcp.balanced import even_fill, place
+from cpsim.strategies.dcp.blocks import Placement, cut, judge
+from cpsim.strategies.dcp.search import OUTSIDE, move_bundles, swap_homes, tally
+from cpsim.strategies.dcp.timing import STAGE_S, Rates, _cut, _one_by_one, _seconds, stage_by_time
 
 NODES, GPUS = 4, 8
 RATES = Rates.of(load_cluster("p4de"))

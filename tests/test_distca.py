@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 from cases import ALL_PASSES, cluster, workload
 
-from cpsim.distca.kernel import flash_attention_4
-from cpsim.distca.planning import schedule
-from cpsim.distca.tasks import TokenBytes, dispatch
+from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.predictor import predict
-from cpsim.scenario import Scenario
-from cpsim.schedule import ATTENTION_KINDS, Kind
+from cpsim.prediction.predict import predict
+from cpsim.schedule.check import validate
+from cpsim.schedule.schedule import ATTENTION_KINDS, Kind
+from cpsim.schedule.work import free_work
 from cpsim.sim.fast import simulate
-from cpsim.sim.work import free_work
 from cpsim.strategies import plan
-from cpsim.validation import validate
+from cpsim.strategies.distca.kernel import flash_attention_4
+from cpsim.strategies.distca.planning import schedule
+from cpsim.strategies.distca.tasks import TokenBytes, dispatch
 
 SKEWED = (420, 30, 41, 8, 97)
 """Documents of which parts move."""

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from cpsim.distca.batches import LONG, NUM_DOCUMENTS, iteration, pack, sample, stand_in
-from cpsim.distca.packing import head_tail, per_sequence, wlb_limit, wlb_pack
-from cpsim.documents import load_bins
+from cpsim.case.documents import load_bins
 from cpsim.errors import ScenarioError
+from cpsim.strategies.distca.batches import LONG, NUM_DOCUMENTS, iteration, pack, sample, stand_in
+from cpsim.strategies.distca.packing import head_tail, per_sequence, wlb_limit, wlb_pack
 
 CONTEXT = 2 * LONG
 

@@ -5,16 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.distca.batches import iteration, sample
-from cpsim.distca.greedy import latency
-from cpsim.distca.items import lay_out, tasks_of
-from cpsim.distca.kernel import Kernel, cost, flash_attention_4
-from cpsim.distca.planning import profiled, schedule
-from cpsim.distca.tasks import TokenBytes, dispatch, traffic
 from cpsim.errors import ScenarioError
-from cpsim.models.attention import attention_seconds
-from cpsim.models.shards import planner_kernel
+from cpsim.models.attention.kernels import attention_seconds
+from cpsim.models.attention.shards import planner_kernel
+from cpsim.models.profile import load_profile
+from cpsim.strategies.distca.batches import iteration, sample
+from cpsim.strategies.distca.greedy import latency
+from cpsim.strategies.distca.items import lay_out, tasks_of
+from cpsim.strategies.distca.kernel import Kernel, cost, flash_attention_4
+from cpsim.strategies.distca.planning import profiled, schedule
+from cpsim.strategies.distca.tasks import TokenBytes, dispatch, traffic
 
 K = 1024
 VARIANTS = ("released", "paper", "cpsim")

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsim.documents import DISTRIBUTIONS, draw_documents, load_bins
+from cpsim.case.documents import DISTRIBUTIONS, draw_documents, load_bins
 from cpsim.errors import ScenarioError
 
 

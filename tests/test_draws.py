@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from test_benchmark import pricing, workload
 
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
+from cpsim.case.scenario import scenario_from
 from cpsim.models.cost_models import GROUPS
-from cpsim.predictor import look_up, predict
-from cpsim.scenario import scenario_from
+from cpsim.prediction.predict import look_up, predict
+from cpsim.prediction.uncertainty import NUM_DRAWS, Draws
+from cpsim.schedule.work import free_work
 from cpsim.sim.draws import BATCH, makespans
 from cpsim.sim.fast import simulate
-from cpsim.sim.work import free_work
 from cpsim.strategies import plan
-from cpsim.uncertainty import NUM_DRAWS, Draws
 
 CLUSTER = load_cluster("dgx-h200").with_gpus(16)
 

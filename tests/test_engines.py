@@ -7,19 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.builder import Builder
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import ScheduleError
-from cpsim.mask_names import MASK_NAMES
-from cpsim.masks import RangeSets, slices_of
-from cpsim.schedule import STREAMS, Kind, Schedule
+from cpsim.masks.names import MASK_NAMES
+from cpsim.masks.slices import RangeSets, slices_of
+from cpsim.masks.tiles import Tiles
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.schedule import STREAMS, Kind, Schedule
+from cpsim.schedule.work import Work, free_work, waits
 from cpsim.sim.fast import simulate
 from cpsim.sim.heap import pop, set_key
 from cpsim.sim.reference import share_fairly, simulate_reference
-from cpsim.sim.work import Work, free_work, waits
 from cpsim.strategies import STRATEGIES, plan
-from cpsim.tiles import Tiles
-from cpsim.workload import Workload
 
 NO_TILES = Tiles(
     np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), np.zeros(1, np.int64), slices_of([])

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch")
 import cases  # noqa: E402
 from ranks import run_script  # noqa: E402
 
+from cpsim.real.run.executor import Executor  # noqa: E402
 from cpsim.strategies import plan  # noqa: E402
-from real.executor import Executor  # noqa: E402
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])

@@ -21,15 +21,15 @@ from test_cli import cpsim as command
 
 pytest.importorskip("dash")
 
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
+from cpsim.case.scenario import load_scenario, scenario_from
 from cpsim.errors import ScenarioError
 from cpsim.explore import answers, controls, views
-from cpsim.predictor import advise, predict
+from cpsim.prediction.predict import advise, predict
+from cpsim.prediction.runs import runs_in
 from cpsim.report.figures import PALETTE, ink_on
 from cpsim.report.frontier import best_in, cells, frontier, known_knobs
 from cpsim.report.views import View
-from cpsim.runs import runs_in
-from cpsim.scenario import load_scenario, scenario_from
 
 CASE = {"gpus": 8, "cluster": "dgx-h200", "tokens_per_gpu": 4096, "mask": "causal", "heads": 32, "kv_heads": 8}
 MEASURED = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "mask": "causal", "heads": 32, "kv_heads": 8}

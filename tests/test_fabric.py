@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from scripts import load_script
 
-from cpsim.builder import Builder
 from cpsim.calibrate.fabric import Network, fit_fabric, seconds
 from cpsim.calibrate.measurement import Measurements, load
-from cpsim.calibrate.profile import load_profile
-from cpsim.cluster import presets
+from cpsim.case.cluster import presets
 from cpsim.errors import ProfileError
-from cpsim.masks import RangeSets, slices_of
+from cpsim.masks.slices import RangeSets, slices_of
+from cpsim.masks.tiles import Tiles
 from cpsim.models.price import Pricing
-from cpsim.schedule import Kind
+from cpsim.models.profile import load_profile
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.schedule import Kind
 from cpsim.sim.fast import simulate
-from cpsim.tiles import Tiles
 
 HEADER = {"gpu": "NVIDIA H200", "num_gpus": 4, "torch": "x", "date": "2026-11-21", "commit": "c", "command": "m"}
 FLOWS = {

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from cpsim.calibrate.fit_layers import fit_layers
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.profile import load_profile
-from cpsim.calibrate.shipped import DATA
-from cpsim.calibrate.standin import from_data_sheet
-from cpsim.cluster import load_cluster
+from cpsim.calibrate.recipes import DATA
+from cpsim.case.cluster import load_cluster
 from cpsim.models.gemm import FITTED, GemmParams, gemm_seconds
+from cpsim.models.profile import load_profile
+from cpsim.models.standin import from_data_sheet
 
 H200 = load_profile("h200")
 KNOWN = GemmParams(num_sms=132, flop_s=2e-13, tile_s=2e-6, call_s=3e-6, tail_share=0.4, traffic_s_per_byte=2.5e-13)

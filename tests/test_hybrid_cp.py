@@ -6,14 +6,14 @@ from cases import ALL_MASKS, ALL_PASSES, cluster, workload
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsim.documents import draw_documents
+from cpsim.case.documents import draw_documents
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.schedule import ATTENTION_KINDS, Kind, Schedule
+from cpsim.schedule.check import validate
+from cpsim.schedule.schedule import ATTENTION_KINDS, Kind, Schedule
+from cpsim.schedule.work import free_work
 from cpsim.sim.fast import simulate
-from cpsim.sim.work import free_work
 from cpsim.strategies import STRATEGIES, plan, sharding
 from cpsim.strategies.hybrid_cp import subgroup_sizes, zigzag_of_subgroups
-from cpsim.validation import validate
 
 BIG = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
 DRAWN = draw_documents("prolong64k", 32 * 8192, seed=42)

@@ -10,15 +10,15 @@ import pytest
 from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, workload
 
 from cpsim import predict
-from cpsim.calibrate.profile import load_profile
-from cpsim.cli import _runnable
+from cpsim.case.scenario import scenario_from
+from cpsim.cli.commands import _runnable
 from cpsim.errors import InfeasibleError
-from cpsim.implementations import CPSIM, IMPLEMENTATIONS, HeldRingCode
-from cpsim.models.collective import transfer_seconds
-from cpsim.scenario import scenario_from
-from cpsim.schedule import STREAMS, WRITE, Kind
+from cpsim.models.network.collective import transfer_seconds
+from cpsim.models.profile import load_profile
+from cpsim.schedule.check import validate
+from cpsim.schedule.schedule import STREAMS, WRITE, Kind
 from cpsim.strategies import STRATEGIES, plan
-from cpsim.validation import validate
+from cpsim.strategies.others import CPSIM, IMPLEMENTATIONS, HeldRingCode
 
 IDS = [f"{code.name}-{name}-{'-'.join(map(str, knobs.values()))}" for code, name, knobs in OTHERS]
 every_other = pytest.mark.parametrize(("code", "name", "knobs"), OTHERS, ids=IDS)
@@ -27,7 +27,7 @@ RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-att
 INTERNEVO, TE_THD = (IMPLEMENTATIONS[n] for n in ("internevo", "transformer-engine-thd"))
 LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention", "transformer-engine")]
 MERGES = Path(__file__).parents[1] / "validation" / "merges" / "h200.jsonl"
-"""Of real.profile_merges."""
+"""Of cpsim.real.measure.profile_merges."""
 
 
 @every_pass
@@ -117,7 +117,7 @@ def test_launches_are_those_that_were_profiled(code, name, mask, pass_, count):
     ],
 )
 def test_tails_are_merged_op_by_op_where_whole_outputs_were_merged_twice(code, name, knobs, gpus, count):
-    """Of the rank in the middle, as the profiler shows it on one GPU (`real.profile_implementations --alone`)."""
+    """Of the rank in the middle, as `cpsim.real.measure.profile_implementations --alone` shows it on one GPU."""
     case = workload("causal", (4096,), num_heads=32, num_kv_heads=8, head_dim=128)
     assert len(kernels(plan(name, case, cluster(gpus), "fwd", knobs, code), gpus // 2)) == count
 

@@ -12,15 +12,15 @@ from cpsim.calibrate import fit, fit_attention, measurement
 from cpsim.calibrate.fabric import fit_fabric
 from cpsim.calibrate.imports import Table, read_kernel_table, read_nccl_log
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.profile import load_profile, to_json
+from cpsim.calibrate.recipes import stand_in
 from cpsim.calibrate.residuals import predicted_attention
-from cpsim.calibrate.shipped import stand_in
-from cpsim.calibrate.standin import SHEET_SIGMA, StandIn, from_data_sheet
-from cpsim.cluster import presets
+from cpsim.case.cluster import presets
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import ProfileError
-from cpsim.models.collective import collective_seconds
-from cpsim.predictor import predict
-from cpsim.scenario import scenario_from
+from cpsim.models.network.collective import collective_seconds
+from cpsim.models.profile import load_profile, to_json
+from cpsim.models.standin import SHEET_SIGMA, StandIn, from_data_sheet
+from cpsim.prediction.predict import predict
 
 PUBLISHED = Path(measurement.__file__).parent / "data" / "published"
 BUS = {"all_gather": 1, "reduce_scatter": 1, "alltoall": 1, "all_reduce": 2}

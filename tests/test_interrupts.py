@@ -11,7 +11,7 @@ import time
 import pytest
 from test_cli import EXAMPLES
 
-from cpsim.processes import spread
+from cpsim.runtime.processes import spread
 
 RING = {"strategy": "zigzag_ring", "gpus": 96, "cluster": "dgx-h200", "heads": 32, "kv_heads": 8}
 
@@ -78,7 +78,7 @@ def test_who_stops_early_waits_for_none_of_the_rest():
 def test_a_launch_ends_with_an_interrupt_of_which_it_hears_once(tmp_path):
     heard = tmp_path / "heard"
     launched = f'sleep 60 & trap "echo once >> {heard}; kill $!; exit" TERM INT; touch {heard}; wait'
-    waits = f"from cpsim.launch import _status; _status(['sh', '-c', {launched!r}], {{}})"
+    waits = f"from cpsim.cli.launch import _status; _status(['sh', '-c', {launched!r}], {{}})"
     with subprocess.Popen([sys.executable, "-c", waits], stderr=subprocess.PIPE, start_new_session=True) as running:
         while not heard.exists():
             time.sleep(0.1)

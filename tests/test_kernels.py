@@ -9,12 +9,12 @@ import pytest
 from test_cli import cpsim, one_line
 
 from cpsim.calibrate import measurement
-from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.residuals import flops
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import CpsimError, InfeasibleError
-from cpsim.kernel_tables import EXAMPLE, peak_bytes, speeds, support
-from cpsim.predictor import predict
-from cpsim.scenario import scenario_from
+from cpsim.models.profile import load_profile
+from cpsim.prediction.kernel_tables import EXAMPLE, peak_bytes, speeds, support
+from cpsim.prediction.predict import predict
 
 DATA = Path(measurement.__file__).parent / "data"
 CASE = {"strategy": "none", "gpus": 1, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}

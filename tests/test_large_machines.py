@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim import passes
-from cpsim.passes import KNOWN_PLACES, _continued, _copies, _simulated, run_pass
-from cpsim.predictor import look_up, predict
-from cpsim.scenario import scenario_from
-from cpsim.uncertainty import Draws
+from cpsim.case.scenario import scenario_from
+from cpsim.prediction import passes
+from cpsim.prediction.passes import KNOWN_PLACES, _continued, _copies, _simulated, run_pass
+from cpsim.prediction.predict import look_up, predict
+from cpsim.prediction.uncertainty import Draws
 
 FIELDS = {"gpus": 32, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 32, "kv_heads": 8, "mask": "causal"}
 

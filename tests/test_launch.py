@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from test_cli import cpsim, one_line
 
-from cpsim import launch
-from cpsim.launch import Options
-from cpsim.scenario import scenario_from
+from cpsim.case.scenario import scenario_from
+from cpsim.cli import launch
+from cpsim.cli.launch import Options
 
 CASE = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
 
@@ -19,7 +19,7 @@ def started(monkeypatch):
     calls = []
 
     def status(command, _):
-        cases = Path(command[command.index("real.run") + 1]).read_text().splitlines()
+        cases = Path(command[command.index("cpsim.real.run") + 1]).read_text().splitlines()
         calls.append((command, [json.loads(line) for line in cases]))
         return 0
 

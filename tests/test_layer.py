@@ -10,25 +10,25 @@ from layer_cases import EVEN, LAYERS, MODEL
 from ranks import run_script
 from scripts import load_script
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.distca.packing import head_tail, wlb_pack
-from cpsim.distca.packing import per_sequence as cut_in_order
+from cpsim.case.scenario import load_scenarios, scenario_from
 from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
-from cpsim.layer import plan_layer, plan_scenario, weights
 from cpsim.models.gemm import gemm_seconds
+from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
-from cpsim.passes import least_memory
-from cpsim.prediction import Prediction
-from cpsim.predictor import advise, look_up, predict, predict_many
-from cpsim.runs import case_key
-from cpsim.scenario import load_scenarios, scenario_from
-from cpsim.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Kind
+from cpsim.prediction.passes import least_memory
+from cpsim.prediction.predict import advise, look_up, predict, predict_many
+from cpsim.prediction.results import Prediction
+from cpsim.prediction.runs import case_key
+from cpsim.prediction.step.layer import Gemm, Ops, Sweep
+from cpsim.prediction.step_advice import advise_step
+from cpsim.schedule.check import validate
+from cpsim.schedule.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Kind
+from cpsim.schedule.work import free_work
 from cpsim.sim.fast import simulate
-from cpsim.sim.work import free_work
-from cpsim.step_advice import advise_step
 from cpsim.strategies import plan
-from cpsim.training.layer import Gemm, Ops, Sweep
-from cpsim.validation import validate
+from cpsim.strategies.distca.packing import head_tail, wlb_pack
+from cpsim.strategies.distca.packing import per_sequence as cut_in_order
+from cpsim.strategies.steps.layer import plan_layer, plan_scenario, weights
 
 HERE = Path(__file__).parent
 CASE = {

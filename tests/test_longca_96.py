@@ -7,7 +7,7 @@ import pytest
 from cases import PLAIN_MASKS
 from typer.testing import CliRunner
 
-from cpsim.cli import app
+from cpsim.cli.commands import app
 from cpsim.report.longca_96 import study_html, study_lines, study_view, throughput_rows
 from cpsim.reproduce.longca_96 import GPUS, MECHANISMS, OURS, THEIRS, points, rows_of, run, sample_documents
 from cpsim.reproduce.longca_findings import REASONS, findings

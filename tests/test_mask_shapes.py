@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim import mask_shapes
 from cpsim.errors import ScenarioError
-from cpsim.mask_names import MASK_NAMES
-from cpsim.mask_shapes import SHAPES, mask_slices
-from cpsim.masks import dense_mask
+from cpsim.masks import shapes as mask_shapes
+from cpsim.masks.names import MASK_NAMES
+from cpsim.masks.shapes import SHAPES, mask_slices
+from cpsim.masks.slices import dense_mask
 
 lengths = st.lists(st.integers(1, 14), min_size=1, max_size=5)
 small = st.integers(1, 9)
@@ -262,7 +262,7 @@ def test_wrong_names_and_options_say_what_is_possible(name, options, message):
 
 def test_chunked_draws_are_one_draw(monkeypatch):
     whole = mask_slices("block_sparse", [3000], {"block": 10, "seed": 3})
-    monkeypatch.setattr("cpsim.mask_shapes.SCORES", 1000)
+    monkeypatch.setattr("cpsim.masks.shapes.SCORES", 1000)
     mask_shapes._built.cache_clear()
     parts = mask_slices("block_sparse", [3000], {"block": 10, "seed": 3})
     assert all(np.array_equal(getattr(whole, c), getattr(parts, c)) for c in whole.__slots__)

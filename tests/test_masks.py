@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.mask_shapes import mask_slices
-from cpsim.masks import UNBOUNDED, RangeSets, Slices, coarse_mask, dense_mask, restrict, slices_of
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import UNBOUNDED, RangeSets, Slices, coarse_mask, dense_mask, restrict, slices_of
 
 
 @st.composite

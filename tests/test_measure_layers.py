@@ -7,10 +7,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cpsim.calibrate.measurement import load  # noqa: E402
-from cpsim.training.model import Model  # noqa: E402
-from real import attention, layer_ops  # noqa: E402
-from real.layer import RECOMPUTE, Layer  # noqa: E402
-from real.measure_layers import TINY, main  # noqa: E402
+from cpsim.case.model import Model  # noqa: E402
+from cpsim.real.measure.layers import TINY, main  # noqa: E402
+from cpsim.real.run import attention, layer_ops  # noqa: E402
+from cpsim.real.run.layer import RECOMPUTE, Layer  # noqa: E402
 
 F64 = torch.float64
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import yaml
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.cluster import Fault, load_cluster, presets
+from cpsim.case.cluster import Fault, load_cluster, presets
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import ScenarioError
-from cpsim.models.links import Links
-from cpsim.predictor import advise, look_up, predict
-from cpsim.scenario import scenario_from
+from cpsim.models.network.links import Links
+from cpsim.models.profile import load_profile
+from cpsim.prediction.predict import advise, look_up, predict
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.strategies import plan

@@ -6,7 +6,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.training.pipeline import one_f_one_b, one_f_one_b_order, same_phase
+from cpsim.prediction.step.pipeline import one_f_one_b, one_f_one_b_order, same_phase
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 5))
 

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.training.attention import task_seconds
-from cpsim.training.costs import PARTS, Costs
-from cpsim.training.layer import Ops
-from cpsim.training.model import MODELS
-from cpsim.training.placed import Placed, gathered, ping_pong
+from cpsim.case.model import MODELS
+from cpsim.models.profile import load_profile
+from cpsim.prediction.step.attention import task_seconds
+from cpsim.prediction.step.costs import PARTS, Costs
+from cpsim.prediction.step.layer import Ops
+from cpsim.prediction.step.placed import Placed, gathered, ping_pong
 
 H200, MODEL, TP = load_profile("h200"), MODELS["llama-34b"], 8
 LENGTH = 32768

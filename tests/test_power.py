@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cpsim.calibrate.profile import load_profile
 from cpsim.calibrate.residuals import predicted_attention
 from cpsim.models.power import load_of, settled_seconds, slowdown
+from cpsim.models.profile import load_profile
 
 POWER = 0.35
 

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from cases import ALL_PASSES, ALL_STRATEGIES, OTHERS, cluster, workload
 
-from cpsim.calibrate.profile import load_profile
+from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
-from cpsim.implementations import CPSIM
+from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
-from cpsim.passes import least_memory
-from cpsim.prediction import Infeasible, Prediction
-from cpsim.predictor import advise, predict, predict_many
-from cpsim.processes import mapped
-from cpsim.scenario import Scenario
+from cpsim.prediction.passes import least_memory
+from cpsim.prediction.predict import advise, predict, predict_many
+from cpsim.prediction.results import Infeasible, Prediction
+from cpsim.runtime.processes import mapped
 from cpsim.strategies import STRATEGIES, plan
+from cpsim.strategies.others import CPSIM
 
 
 def scenario(**changes):
@@ -94,7 +94,7 @@ def test_a_case_too_large_for_this_machine_is_one_line_and_loses_no_other(monkey
     def full(case, *_):
         raise MemoryError if case.scenario.gpus == 4 else InfeasibleError("other")
 
-    monkeypatch.setattr("cpsim.predictor._predict", full)
+    monkeypatch.setattr("cpsim.prediction.predict._predict", full)
     large, other = predict_many([scenario(gpus=4), scenario(gpus=2)], jobs=1)
     assert "this machine's memory" in str(large)
     assert other.reason == "other"

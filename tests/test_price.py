@@ -5,29 +5,29 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
+from cpsim.case.scenario import scenario_from
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ProfileError
-from cpsim.implementations.ring_flash_attn import RING_FLASH_ATTN
-from cpsim.models.calls import attention_op_seconds
-from cpsim.models.collective import channels, collective_seconds, transfer_seconds
-from cpsim.models.communication import Communication
+from cpsim.masks.tiles import sequences
+from cpsim.models.attention.calls import attention_op_seconds
 from cpsim.models.cost_models import GROUPS
-from cpsim.models.holds import held_sms
-from cpsim.models.kernel_limits import copied_heads
-from cpsim.models.links import Links
-from cpsim.models.pressure import Messages
+from cpsim.models.feasible import copied_heads
+from cpsim.models.network.collective import channels, collective_seconds, transfer_seconds
+from cpsim.models.network.communication import Communication
+from cpsim.models.network.holds import held_sms
+from cpsim.models.network.links import Links
+from cpsim.models.network.pressure import Messages
 from cpsim.models.price import Pricing
+from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
-from cpsim.passes import run_ranks
-from cpsim.predictor import look_up
-from cpsim.scenario import scenario_from
-from cpsim.schedule import Kind
+from cpsim.prediction.passes import run_ranks
+from cpsim.prediction.predict import look_up
+from cpsim.schedule.schedule import Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.strategies import plan
-from cpsim.tiles import sequences
-from cpsim.workload import Workload
+from cpsim.strategies.others.ring_flash_attn import RING_FLASH_ATTN
 
 
 def workload(gpus=4, tokens=4096, mask="causal", documents=None, **changes):

@@ -10,12 +10,12 @@ import pytest
 from scripts import ROOT, load_script
 
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.profile import load_profile
-from cpsim.calibrate.shipped import DATA
-from cpsim.layer import plan_scenario
-from cpsim.models.attention import attention_seconds
-from cpsim.scenario import scenario_from
-from cpsim.schedule import COMMUNICATION_KINDS, Kind
+from cpsim.calibrate.recipes import DATA
+from cpsim.case.scenario import scenario_from
+from cpsim.models.attention.kernels import attention_seconds
+from cpsim.models.profile import load_profile
+from cpsim.schedule.schedule import COMMUNICATION_KINDS, Kind
+from cpsim.strategies.steps.layer import plan_scenario
 
 CASE = {"gpus": 4, "cluster": "h200-4", "tokens": 1024, "heads": 4, "kv_heads": 2, "head_dim": 64, "kernel": "fa2"}
 ENV = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
@@ -115,9 +115,9 @@ def test_varlen_calls_of_one_sequence_that_no_fit_knows_are_predicted_and_are_no
 
 STANDS_FOR_ONE = """
 import sys
-from cpsim.scenario import scenario_from
-from real.implementations.cpsim import make
-from real.node import Node
+from cpsim.case.scenario import scenario_from
+from cpsim.real.others.cpsim import make
+from cpsim.real.run.node import Node
 
 with Node(cpu=True) as node:
     node.stand_for(2, 4)
@@ -139,7 +139,7 @@ def test_a_rank_without_others_does_not_work_on_zeros(strategy):
 ALONE = """
 import torch
 import torch.distributed as dist
-from real import alone
+from cpsim.real.measure import alone
 
 for rank, size in ((1, 4), (0, 2)):
     alone.join(rank, size, torch.device("cpu"))
@@ -172,7 +172,7 @@ def test_what_ranks_compute_in_other_peoples_code_is_predicted():
 
 def test_ranks_are_measured_without_the_others(tmp_path):
     (tmp_path / "cases.jsonl").write_text(json.dumps(CASE | {"strategy": "zigzag_ring", "tokens": 256}) + "\n")
-    command = [sys.executable, "-m", "real.measure_ranks", "cases.jsonl", "--out", "ranks.jsonl", "--cpu"]
+    command = [sys.executable, "-m", "cpsim.real.measure.ranks", "cases.jsonl", "--out", "ranks.jsonl", "--cpu"]
     pytest.importorskip("torch")
     run = subprocess.run([*command, "--seconds", "0.01"], cwd=tmp_path, env=ENV, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

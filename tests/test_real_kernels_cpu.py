@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch")
 from cases import ALL_MASKS, MASK_OPTIONS  # noqa: E402
 
 from cpsim.calibrate.measurement import Writer  # noqa: E402
-from cpsim.mask_shapes import mask_slices  # noqa: E402
-from cpsim.masks import dense_mask  # noqa: E402
-from real import attention, elementwise, inductor, measure_kernels  # noqa: E402
+from cpsim.masks.shapes import mask_slices  # noqa: E402
+from cpsim.masks.slices import dense_mask  # noqa: E402
+from cpsim.real.measure import kernels as measure_kernels  # noqa: E402
+from cpsim.real.run import attention, elementwise, inductor  # noqa: E402
 
 
 def tensors(num_q, num_k, heads=4, kv_heads=2, dim=16):

@@ -12,14 +12,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cpsim.cluster import presets  # noqa: E402
+from cpsim.case.cluster import presets  # noqa: E402
+from cpsim.case.scenario import scenario_from  # noqa: E402
 from cpsim.errors import CpsimError  # noqa: E402
+from cpsim.prediction.runs import load_runs  # noqa: E402
+from cpsim.real.run import select  # noqa: E402
+from cpsim.real.run.node import emulate_nodes  # noqa: E402
 from cpsim.report.trace import MEASURED  # noqa: E402
-from cpsim.runs import load_runs  # noqa: E402
-from cpsim.scenario import scenario_from  # noqa: E402
 from cpsim.strategies import plan  # noqa: E402
-from real.node import emulate_nodes  # noqa: E402
-from real.run import select  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 CASE = {

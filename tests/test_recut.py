@@ -5,7 +5,7 @@ import json
 import pytest
 from scripts import load_script
 
-from cpsim.runs import load_runs
+from cpsim.prediction.runs import load_runs
 
 HEADER = {
     "format": "cpsim-runs",

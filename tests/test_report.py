@@ -12,11 +12,11 @@ import handmade
 import pytest
 from rich.console import Console
 
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import ScenarioError
-from cpsim.prediction import Infeasible
-from cpsim.predictor import predict
+from cpsim.prediction.predict import predict
+from cpsim.prediction.results import Infeasible
 from cpsim.report import figures, frontier, html, lengths, records, tables, views, words
-from cpsim.scenario import scenario_from
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ import pytest
 from test_cli import cpsim, one_line
 from typer.testing import CliRunner
 
-from cpsim.cli import app
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
+from cpsim.cli.commands import app
 from cpsim.reproduce.magi_h100 import (
     READING_ERROR,
     fit,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cpsim.cli import app
+from cpsim.cli.commands import app
 from cpsim.errors import ScenarioError
 from cpsim.reproduce import distca, distca_scale
 from cpsim.reproduce.distca import (

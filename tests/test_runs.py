@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from cpsim.calibrate import measurement
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import CpsimError
-from cpsim.runs import PassRun, Run, Writer, case_key, load_runs
-from cpsim.scenario import scenario_from
+from cpsim.prediction.runs import PassRun, Run, Writer, case_key, load_runs
 
 HEADER = {"gpu": "NVIDIA H200", "num_gpus": 2, "torch": "2", "date": "2026-11-21", "commit": "c", "command": "run"}
 CASE = {"strategy": "ring", "gpus": 2, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
@@ -127,7 +127,7 @@ def test_fits_refuse_real_runs(file):
     with pytest.raises(CpsimError, match="expected a header with format 'cpsim-measurement'"):
         measurement.load(runs)
     for path in (Path(measurement.__file__).parent).glob("*.py"):
-        assert "cpsim.runs" not in path.read_text()
+        assert "cpsim.prediction.runs" not in path.read_text()
 
 
 def test_a_missing_file_is_named():

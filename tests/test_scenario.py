@@ -9,12 +9,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsim.comparison import group_key
-from cpsim.documents import DISTRIBUTIONS
-from cpsim.errors import ScenarioError
-from cpsim.mask_names import MASK_NAMES
-from cpsim.runs import case_key
-from cpsim.scenario import (
+from cpsim.case.documents import DISTRIBUTIONS
+from cpsim.case.scenario import (
     FIELDS,
     DocumentDraw,
     Scenario,
@@ -22,6 +18,10 @@ from cpsim.scenario import (
     load_scenarios,
     scenario_from,
 )
+from cpsim.errors import ScenarioError
+from cpsim.masks.names import MASK_NAMES
+from cpsim.prediction.compare import group_key
+from cpsim.prediction.runs import case_key
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {"gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
@@ -172,6 +172,6 @@ def test_schema_1_may_be_written_down():
 
 def test_importing_scenario_loads_no_heavy_library():
     heavy = {"numba", "scipy", "simpy", "plotly", "torch"}
-    code = f"import sys, cpsim.scenario; print(*{heavy} & set(sys.modules))"
+    code = f"import sys, cpsim.case.scenario; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from cases import ALL_PASSES, ALL_STRATEGIES, cluster, workload
 
-from cpsim.builder import Builder
 from cpsim.errors import InfeasibleError
-from cpsim.schedule import COLLECTIVE_KINDS, STREAMS, Kind, Schedule
+from cpsim.masks.tiles import make_tiles
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.schedule import COLLECTIVE_KINDS, STREAMS, Kind, Schedule
 from cpsim.strategies import plan, sharding
-from cpsim.tiles import make_tiles
 
 
 def schedules(num_ranks=4):

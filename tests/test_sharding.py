@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsim.mask_shapes import mask_slices
+from cpsim.masks.shapes import mask_slices
 from cpsim.strategies import sharding
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=8)

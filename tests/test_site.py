@@ -11,7 +11,7 @@ from test_layers import modules
 from typer.main import get_command
 
 import cpsim
-from cpsim.cli import app
+from cpsim.cli.commands import app
 
 pytest.importorskip("mkdocs")
 

@@ -18,10 +18,10 @@ from cases import (
 )
 
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.schedule import ATTENTION_KINDS, Kind
+from cpsim.masks.tiles import sequences
+from cpsim.schedule.check import validate
+from cpsim.schedule.schedule import ATTENTION_KINDS, Kind
 from cpsim.strategies import STRATEGIES, plan
-from cpsim.tiles import sequences
-from cpsim.validation import validate
 
 IDS = [f"{name}-{'-'.join(map(str, knobs.values()))}" for name, knobs in ALL_STRATEGIES]
 every_strategy = pytest.mark.parametrize(("name", "knobs"), ALL_STRATEGIES, ids=IDS)

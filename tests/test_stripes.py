@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_masks import masks
 
-from cpsim.mask_shapes import mask_slices
-from cpsim.masks import UNBOUNDED, dense_mask
-from cpsim.stripes import stripe_bounds, striped, striped_positions, striped_tokens
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import UNBOUNDED, dense_mask
+from cpsim.masks.stripes import stripe_bounds, striped, striped_positions, striped_tokens
 
 strides = st.integers(1, 30)
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from cases import ALL_MASKS, PLAIN_MASKS, cluster
 
-from cpsim.mask_shapes import mask_slices
-from cpsim.masks import dense_mask
-from cpsim.models.kernel_limits import check_calls
+from cpsim.case.workload import Workload
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import dense_mask
+from cpsim.masks.tiles import make_tiles, sequence_places, sequences
+from cpsim.models.feasible import check_calls
+from cpsim.prediction.support import KERNELS, OTHERS, support
 from cpsim.strategies import STRATEGIES, plan, sharding
-from cpsim.support import KERNELS, OTHERS, support
-from cpsim.tiles import make_tiles, sequence_places, sequences
-from cpsim.workload import Workload
 
 
 def case(mask, documents=(4096,), **options):
@@ -88,7 +88,7 @@ def local_mask(i, tiles):
 @pytest.mark.parametrize("layout", ["whole", "contiguous", "zigzag"])
 def test_regular_sequences_are_exactly_full_or_bottom_right_causal(mask, layout):
     options = {"block": 5, "window": 9, "prefix": 11, "answers": 3, "sink": 2, "min_block": 2, "density": 0.4}
-    from cpsim.mask_names import MASK_NAMES
+    from cpsim.masks.names import MASK_NAMES
 
     known = {key: value for key, value in options.items() if key in MASK_NAMES[mask].options}
     slices = mask_slices(mask, (20, 7, 13, 24), known)

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import CpsimError, ScenarioError
-from cpsim.predictor import predict
-from cpsim.scenario import scenario_from
-from cpsim.sweeps import PART, SWEEP_FILE, Grid, load_sweep, run_sweep
+from cpsim.prediction.predict import predict
+from cpsim.prediction.sweep import PART, SWEEP_FILE, Grid, load_sweep, run_sweep
 
 BASE = {"cluster": "dgx-h200", "heads": 32, "kv_heads": 8, "pass": "fwd"}
 GRID = {"strategy": ["usp", "zigzag_ring"], "gpus": [8, 12, 16], "tokens_per_gpu": [1024, 2048]}
@@ -153,7 +153,7 @@ def test_a_grid_that_is_wrong_as_a_whole_is_one_clear_line(tmp_path, content, wh
 
 
 def test_a_mistake_of_ours_is_recorded_and_stops_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpsim.sweeps.predict", lambda _: 1 // 0)
+    monkeypatch.setattr("cpsim.prediction.sweep.predict", lambda _: 1 // 0)
     assert run_sweep(load_sweep(file_of(tmp_path)), tmp_path / "out", jobs=1).num_predicted == 0
     assert all("internal error: ZeroDivisionError" in row["error"] for row in rows_of(tmp_path / "out"))
 

@@ -7,12 +7,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_masks import masks, range_sets, tokens_of
 
-from cpsim import tiles as tiles_module
-from cpsim.mask_shapes import mask_slices
-from cpsim.masks import UNBOUNDED, RangeSets, dense_mask
+from cpsim.masks import tiles as tiles_module
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import UNBOUNDED, RangeSets, dense_mask
+from cpsim.masks.stripes import stripe_bounds, striped
+from cpsim.masks.tiles import Tiles, _is_between, _sorted_keys, join_tiles, make_tiles, sequences, share_of
 from cpsim.strategies import sharding
-from cpsim.stripes import stripe_bounds, striped
-from cpsim.tiles import Tiles, _is_between, _sorted_keys, join_tiles, make_tiles, sequences, share_of
 
 
 def covered(tiles, mask, tile, num_tokens):

@@ -11,10 +11,10 @@ import trace_format
 from browser import CHROMIUM, DRIVER
 from test_cli import EXAMPLES, cpsim, one_line
 
-from cpsim.predictor import predict
+from cpsim.case.scenario import load_scenario
+from cpsim.prediction.predict import predict
 from cpsim.report.link_use import link_use
 from cpsim.report.trace import write_prediction
-from cpsim.scenario import load_scenario
 
 CASE = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 16, "kv_heads": 4}
 

@@ -4,15 +4,15 @@ import numpy as np
 import pytest
 
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.profile import load_profile
-from cpsim.calibrate.shipped import DATA
+from cpsim.calibrate.recipes import DATA
+from cpsim.case.model import MODELS, Model
 from cpsim.models.elementwise import elementwise_seconds
-from cpsim.training.attention import task_seconds
-from cpsim.training.costs import Costs
-from cpsim.training.layer import BF16, Collective, Gemm, Ops, Sweep, flops, sent_bytes
-from cpsim.training.memory import Tensors
-from cpsim.training.model import MODELS, Model
-from cpsim.transformer import MAKER, PRODUCTS
+from cpsim.models.profile import load_profile
+from cpsim.prediction.step.attention import task_seconds
+from cpsim.prediction.step.costs import Costs
+from cpsim.prediction.step.layer import BF16, Collective, Gemm, Ops, Sweep, flops, sent_bytes
+from cpsim.prediction.step.memory import Tensors
+from cpsim.schedule.transformer import MAKER, PRODUCTS
 
 H200 = load_profile("h200")
 TOKENS = 8192

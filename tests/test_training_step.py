@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 from test_cli import cpsim, one_line
 
-from cpsim.calibrate.profile import load_profile
+from cpsim.case.model import MODELS
+from cpsim.case.parallel import Parallel
+from cpsim.case.scenario import ParallelSection, scenario_from
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.predictor import predict
-from cpsim.scenario import ParallelSection, scenario_from
-from cpsim.step_advice import advise_step, reasons
-from cpsim.steps import StepCase
-from cpsim.training.attention import task_seconds
-from cpsim.training.memory import Tensors
-from cpsim.training.model import MODELS
-from cpsim.training.parallel import Parallel
-from cpsim.training.step import cut, deal
+from cpsim.models.profile import load_profile
+from cpsim.prediction.predict import predict
+from cpsim.prediction.step.attention import task_seconds
+from cpsim.prediction.step.memory import Tensors
+from cpsim.prediction.step.step import cut, deal
+from cpsim.prediction.step_advice import advise_step, reasons
+from cpsim.prediction.steps import StepCase
 
 STEP = {
     "gpus": 32,

@@ -6,13 +6,13 @@ from cases import ALL_PASSES, HEADS, cluster, workload
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.schedule import ATTENTION_KINDS, STREAMS, Kind
+from cpsim.schedule.schedule import ATTENTION_KINDS, STREAMS, Kind
+from cpsim.schedule.work import free_work
 from cpsim.sim.fast import simulate
-from cpsim.sim.work import free_work
 from cpsim.strategies import STRATEGIES, plan, sharding
-from cpsim.strategies.grid import make_grid, sources
+from cpsim.strategies.ring.grid import make_grid, sources
 from cpsim.strategies.usp import default_degree
 
 NODES = load_cluster("dgx-h200")

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 from cases import ALL_KNOBS, ALL_PASSES, cluster, workload
 
-from cpsim.builder import Builder
 from cpsim.errors import InfeasibleError, ScheduleError
-from cpsim.schedule import ATTENTION_KINDS, READ, UPDATE, Kind
+from cpsim.masks.tiles import make_tiles
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.check import validate
+from cpsim.schedule.check.ordering import check_order
+from cpsim.schedule.check.structure import check_lanes
+from cpsim.schedule.schedule import ATTENTION_KINDS, READ, UPDATE, Kind
 from cpsim.strategies import plan, sharding
-from cpsim.tiles import make_tiles
-from cpsim.validation import validate
-from cpsim.validation.ordering import check_order
-from cpsim.validation.structure import check_lanes
 
 CASE = workload("causal_document", "uneven", "gqa")
 SOURCES = [(name, knobs) for name in ALL_KNOBS if name != "none" for knobs in ALL_KNOBS[name]]

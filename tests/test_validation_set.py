@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 from scripts import ROOT, load_script
 
-from cpsim.comparison import compare, errors_of, group_key, grouped, predict_runs
-from cpsim.prediction import Prediction
-from cpsim.predictor import predict_many
-from cpsim.runs import case_key, load_runs
-from cpsim.scenario import scenario_from
+from cpsim.case.scenario import scenario_from
+from cpsim.prediction.compare import compare, errors_of, group_key, grouped, predict_runs
+from cpsim.prediction.predict import predict_many
+from cpsim.prediction.results import Prediction
+from cpsim.prediction.runs import case_key, load_runs
 
 
 def generator():

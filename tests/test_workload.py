@@ -1,7 +1,7 @@
 import pytest
 
+from cpsim.case.workload import Workload
 from cpsim.errors import ScenarioError
-from cpsim.workload import Workload
 
 
 def workload(**changes):

@@ -24,7 +24,7 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 6, 6, 2, 2, 2, 1, 2, 1, 2,
     cpsim run validation/two-h100.jsonl --seconds 0.1 --out validation/runs/h100-two.jsonl
     cpsim run validation/two-h100-2.jsonl --seconds 0.1 --out validation/runs/h100-two-2.jsonl
     cpsim run validation/two-h100-2-short.jsonl --seconds 0.1 --out validation/runs/h100-two-2-short.jsonl
-    cd validation/runs && torchrun --nproc-per-node 2 -m real.run ../pair-of-nodes.jsonl --emulate-nodes 2 \
+    cd validation/runs && torchrun --nproc-per-node 2 -m cpsim.real.run ../pair-of-nodes.jsonl --emulate-nodes 2 \
         --seconds 0.1 --out h100-emulated.jsonl
     cpsim run validation/one-h100.jsonl --seconds 0.1 --out validation/runs/h100.jsonl
     cpsim run validation/one-h100-layers.jsonl --seconds 0.2 --out validation/runs/h100-layer.jsonl
@@ -40,12 +40,12 @@ What it takes to run them, about 8, 1, 3, 5, 5, 9, 1, 6, 6, 2, 2, 2, 1, 2, 1, 2,
     cpsim run validation/one-h200-layers-2.jsonl --seconds 0.2 --out validation/runs/h200-layer-3.jsonl
 
     R=validation/ranks
-    python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --minutes 8 --out $R/h200.jsonl
-    python -m real.measure_ranks $R/cases.jsonl --seconds 0.05 --skip 34 --out $R/h200-2.jsonl
-    python -m real.measure_ranks $R/cases-2.jsonl --seconds 0.05 --minutes 3.1 --out $R/h200-3.jsonl
-    python -m real.measure_ranks $R/cases-2.jsonl --seconds 0.05 --skip 14 --minutes 6.5 --out $R/h200-4.jsonl
-    python -m real.measure_ranks $R/cases-3.jsonl --seconds 0.05 --minutes 7 --out $R/h200-5.jsonl
-    python -m real.measure_ranks $R/cases-others.jsonl --seconds 0.05 --lead 0.005 --out $R/others-h200.jsonl
+    python -m cpsim.real.measure.ranks $R/cases.jsonl --seconds 0.05 --minutes 8 --out $R/h200.jsonl
+    python -m cpsim.real.measure.ranks $R/cases.jsonl --seconds 0.05 --skip 34 --out $R/h200-2.jsonl
+    python -m cpsim.real.measure.ranks $R/cases-2.jsonl --seconds 0.05 --minutes 3.1 --out $R/h200-3.jsonl
+    python -m cpsim.real.measure.ranks $R/cases-2.jsonl --seconds 0.05 --skip 14 --minutes 6.5 --out $R/h200-4.jsonl
+    python -m cpsim.real.measure.ranks $R/cases-3.jsonl --seconds 0.05 --minutes 7 --out $R/h200-5.jsonl
+    python -m cpsim.real.measure.ranks $R/cases-others.jsonl --seconds 0.05 --lead 0.005 --out $R/others-h200.jsonl
 
 The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
 
@@ -63,7 +63,7 @@ from typing import Any
 
 import numpy as np
 
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
 
 FOLDER = Path(__file__).parent
 K = 1024

@@ -5,7 +5,7 @@
 32K to 256K tokens, documents of DistCA's two distributions and one document of half of the tokens; lengths are rounded
 to multiples of 16, so that ranks that gather from each other have equal shards. To run them on one machine:
 
-    torchrun --nproc-per-node 4 -m real.run validation/distca-layer-4.jsonl --seconds 0.3 --out runs.jsonl
+    torchrun --nproc-per-node 4 -m cpsim.real.run validation/distca-layer-4.jsonl --seconds 0.3 --out runs.jsonl
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cpsim.documents import draw_documents
+from cpsim.case.documents import draw_documents
 
 K = 1024
 TOKENS = (32 * K, 64 * K, 128 * K, 256 * K)

@@ -1,8 +1,10 @@
-"""Fits the network between nodes to a file that `real.measure_network --emulate-nodes` wrote (points of op `fabric`).
+"""Fits the network between nodes to a file that `cpsim.real.measure.network --emulate-nodes` wrote (points of op
+`fabric`).
 
-The model is that of `cpsim.models.communication`: a latency, a rate of one flow, and NICs that the GPUs of a node share
-evenly and that flows share fairly; over sockets, threads of the ranks that messages share instead. The number of NICs
-is the one of 1, 2, 4 ... GPUs per node that explains best what concurrent flows and small groups achieve.
+The model is that of `cpsim.models.network.communication`: a latency, a rate of one flow, and NICs that the GPUs of a
+node share evenly and that flows share fairly; over sockets, threads of the ranks that messages share instead. The
+number of NICs is the one of 1, 2, 4 ... GPUs per node that explains best what concurrent flows and small groups
+achieve.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from cpsim.calibrate.measurement import Measurements, Point
-from cpsim.cluster import Fabric
+from cpsim.case.cluster import Fabric
 from cpsim.errors import ProfileError
-from cpsim.models.collective import wire_bytes
+from cpsim.models.network.collective import wire_bytes
 
 Floats = NDArray[np.float64]
 MIN_POINTS: Final = 10

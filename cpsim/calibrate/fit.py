@@ -36,7 +36,6 @@ from cpsim.calibrate.fit_host import (
 from cpsim.calibrate.fit_layers import fit_layers
 from cpsim.calibrate.fit_network import fit_collective, fit_interference, overlaps
 from cpsim.calibrate.measurement import Measurements, Point
-from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import (
     MEMORY_BOUND_OPS,
     Residual,
@@ -47,8 +46,9 @@ from cpsim.calibrate.residuals import (
     summary,
     usable,
 )
-from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
+from cpsim.models.profile import Profile
+from cpsim.models.standin import StandIn
 
 FOLDS = 5
 STANDS_IN = ("elementwise", "host", "collective", "transfer")
@@ -80,7 +80,9 @@ def fit_profile(
     if len(gpus) != 1:
         raise ProfileError(f"a profile needs attention points of one GPU type, got {', '.join(gpus) or 'none'}")
     if not networks and stand_in is None:
-        raise ProfileError("a profile needs collective points: add a file of real.measure_network, or give --base")
+        raise ProfileError(
+            "a profile needs collective points: add a file of cpsim.real.measure.network, or give --base"
+        )
     everything = current(measurements, gpus[0])
     points = with_enough_calls([p for p in everything if usable(p)], stand_in)
     fold = folds(points)
@@ -214,7 +216,7 @@ def _what(point: Point) -> tuple[Any, ...]:
 
 
 def _is_sweep(point: Point) -> bool:
-    """Whether a point is of a kernel that real.measure_host times."""
+    """Whether a point is of a kernel that cpsim.real.measure.host times."""
     return point["op"] == "elementwise" and "which" in point
 
 

@@ -11,16 +11,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.block_masks import BANDS, CELLS, RUNS
 from cpsim.calibrate.descent import descend
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured, pause_of, predicted_attention, predicted_calls, visits_of
-from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
-from cpsim.models.attention import ANATOMY, EVEN_SHARE, FITTED, NAIVE, PER_PAIR, SHARES, AttentionParams, anatomy_at
-from cpsim.models.blocks import correction
-from cpsim.models.discrepancy import NONE, Discrepancy
-from cpsim.processes import mapped
+from cpsim.masks.blocks import BANDS, CELLS, RUNS
+from cpsim.models.attention.blocks import correction
+from cpsim.models.attention.discrepancy import NONE, Discrepancy
+from cpsim.models.attention.kernels import (
+    ANATOMY,
+    EVEN_SHARE,
+    FITTED,
+    NAIVE,
+    PER_PAIR,
+    SHARES,
+    AttentionParams,
+    anatomy_at,
+)
+from cpsim.models.standin import StandIn
+from cpsim.runtime.processes import mapped
 
 Floats = NDArray[np.float64]
 

@@ -12,11 +12,11 @@ from scipy.optimize import least_squares
 from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import LOAD_BYTES, ROUNDS, Measurements, Point
 from cpsim.calibrate.residuals import measured
-from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
 from cpsim.models.cache import share_cached
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
+from cpsim.models.standin import StandIn
 
 Floats = NDArray[np.float64]
 
@@ -35,7 +35,7 @@ def fit_elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elemen
     if not points and stand_in:
         return stand_in.elementwise()
     if not points:
-        raise ProfileError("a profile needs elementwise points: add a file of real.measure_kernels")
+        raise ProfileError("a profile needs elementwise points: add a file of cpsim.real.measure.kernels")
     latency, bandwidth = {}, {}
     for kind in sorted({p["kind"] for p in points}):
         mine = [p for p in points if p["kind"] == kind]

@@ -11,10 +11,10 @@ from scipy.optimize import least_squares
 
 from cpsim.calibrate.descent import descend
 from cpsim.calibrate.measurement import Point
-from cpsim.calibrate.profile import LayerCosts
 from cpsim.calibrate.residuals import measured
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import FITTED, GemmParams, gemm_seconds
+from cpsim.models.profile import LayerCosts
 
 Floats = NDArray[np.float64]
 

@@ -11,10 +11,10 @@ from scipy.optimize import lsq_linear
 
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured, usable
-from cpsim.calibrate.standin import StandIn
 from cpsim.errors import ProfileError
-from cpsim.models.collective import COLLECTIVES, CollectiveParams, Curve, channels, ring_channels, wire_bytes
-from cpsim.models.interference import InterferenceParams
+from cpsim.models.network.collective import COLLECTIVES, CollectiveParams, Curve, channels, ring_channels, wire_bytes
+from cpsim.models.network.interference import InterferenceParams
+from cpsim.models.standin import StandIn
 
 Floats = NDArray[np.float64]
 
@@ -69,7 +69,7 @@ def fit_collective(chosen: Sequence[Point], everything: Sequence[Point], stand_i
         if kind not in curves and theirs:
             curves[kind] = dict(theirs.curves[kind])
         elif kind not in curves:
-            raise ProfileError(f"a profile needs {kind} points: add a file of real.measure_network")
+            raise ProfileError(f"a profile needs {kind} points: add a file of cpsim.real.measure.network")
     rings = {number: fit_curve(*_columns(mine)) for number, mine in _by_channels([*points, *inside]).items()}
     if theirs:
         rings = {**theirs.rings, **rings}

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from cpsim.calibrate.measurement import Point
-from cpsim.cluster import presets
+from cpsim.case.cluster import presets
 from cpsim.errors import ProfileError
-from cpsim.models.attention import ANATOMY
+from cpsim.models.attention.kernels import ANATOMY
 
 _RANK: Final = re.compile(
     r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]+\]\s+(.+?)\s*$"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from cpsim.calibrate.measurement import Measurements
-from cpsim.calibrate.profile import Profile
 from cpsim.calibrate.residuals import flops
-from cpsim.cluster import Cluster, Gpu, presets
+from cpsim.case.cluster import Cluster, Gpu, presets
 from cpsim.errors import ProfileError
+from cpsim.models.profile import Profile
 
 
 def described(measurements: Measurements, profile: Profile, profile_file: str) -> Cluster:

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.block_masks import Visits, row_sequences, sequence_slices, table_of, visits
 from cpsim.calibrate.measurement import Point
-from cpsim.calibrate.profile import Profile
-from cpsim.mask_shapes import mask_slices
-from cpsim.masks import Slices
-from cpsim.models.attention import AttentionParams, calls, listed_calls
-from cpsim.models.blocks import FEATURES
-from cpsim.models.collective import collective_seconds, transfer_seconds
+from cpsim.masks.blocks import Visits, row_sequences, sequence_slices, table_of, visits
+from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import Slices
+from cpsim.masks.tiles import share_of
+from cpsim.models.attention.blocks import FEATURES
+from cpsim.models.attention.kernels import AttentionParams, calls, listed_calls
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
+from cpsim.models.network.collective import collective_seconds, transfer_seconds
 from cpsim.models.power import settled_seconds
-from cpsim.tiles import share_of
+from cpsim.models.profile import Profile
 
 Floats = NDArray[np.float64]
 

@@ -14,13 +14,13 @@ from multiprocessing import get_context
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
-from cpsim.calibrate.profile import load_profile, shipped_profiles
-from cpsim.prediction import Advice, Candidate, Infeasible, Prediction, knobs_json
-from cpsim.predictor import Tried, predict, rank, try_way, ways
-from cpsim.processes import begin_worker, stop
+from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.models.profile import load_profile, shipped_profiles
+from cpsim.prediction.predict import Tried, predict, rank, try_way, ways
+from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction, knobs_json
+from cpsim.prediction.runs import case_key
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
-from cpsim.runs import case_key
-from cpsim.scenario import Scenario, scenario_from
+from cpsim.runtime.processes import begin_worker, stop
 
 T = TypeVar("T")
 KEPT: Final = 32
@@ -299,7 +299,7 @@ def load_costs() -> None:
 
 def warm_up() -> None:
     """Loads costs and engines, and compiles what is not compiled."""
-    from cpsim.predictor import advise
+    from cpsim.prediction.predict import advise
 
     load_costs()
     advise(WARM)

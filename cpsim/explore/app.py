@@ -13,7 +13,7 @@ import yaml
 from dash import ClientsideFunction, Dash, Input, Output, State, ctx, dcc, html, no_update
 from dash.exceptions import PreventUpdate
 
-from cpsim.cluster import presets
+from cpsim.case.cluster import presets
 from cpsim.errors import CpsimError
 from cpsim.explore import views
 from cpsim.explore.answers import Answers
@@ -23,11 +23,11 @@ from cpsim.report.views import TITLES
 from cpsim.report.words import case_text, documents_text, recommendation
 
 if TYPE_CHECKING:
+    from cpsim.case.scenario import Scenario
     from cpsim.explore.answers import Known
+    from cpsim.prediction.runs import Run
     from cpsim.report.figures import Figure
     from cpsim.report.views import View
-    from cpsim.runs import Run
-    from cpsim.scenario import Scenario
 
 Values = Mapping[str, Any]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from cpsim.cluster import load_cluster, presets
-from cpsim.documents import DISTRIBUTIONS
+from cpsim.case.cluster import load_cluster, presets
+from cpsim.case.documents import DISTRIBUTIONS
+from cpsim.case.files import nearest, shown
+from cpsim.case.scenario import Kernel, Scenario, Strategy, scenario_from
 from cpsim.errors import ScenarioError
-from cpsim.files import nearest, shown
-from cpsim.mask_names import MASK_NAMES
+from cpsim.masks.names import MASK_NAMES
 from cpsim.report.views import TITLES
-from cpsim.scenario import Kernel, Scenario, Strategy, scenario_from
 from cpsim.units import number_or_text
 
 State = Mapping[str, Any]
@@ -44,8 +44,8 @@ class Control:
 
 def controls(start: Scenario) -> tuple[Control, ...]:
     """All controls of a case, in the order of the page; clusters and profiles are those shipped and the start's own."""
-    from cpsim.calibrate.profile import shipped_profiles
-    from cpsim.calibrate.standin import DATA_SHEET
+    from cpsim.models.profile import shipped_profiles
+    from cpsim.models.standin import DATA_SHEET
 
     documents = (ONE_DOCUMENT, *DISTRIBUTIONS, GIVEN_LENGTHS)
     clusters = dict.fromkeys((*presets(), start.cluster))

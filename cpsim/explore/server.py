@@ -17,11 +17,11 @@ from werkzeug.serving import BaseWSGIServer, WSGIRequestHandler, make_server
 from cpsim.errors import CpsimError
 from cpsim.explore.answers import Answers, load_costs
 from cpsim.explore.app import make_app
-from cpsim.interrupts import unheard
-from cpsim.runs import runs_in
+from cpsim.prediction.runs import runs_in
+from cpsim.runtime.interrupts import unheard
 
 if TYPE_CHECKING:
-    from cpsim.scenario import Scenario
+    from cpsim.case.scenario import Scenario
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 

@@ -16,10 +16,10 @@ from cpsim.report.views import View
 from cpsim.report.words import case_text, documents_text
 
 if TYPE_CHECKING:
+    from cpsim.case.scenario import Scenario
     from cpsim.explore.answers import Known
-    from cpsim.prediction import Advice, Candidate, Column
-    from cpsim.runs import Run
-    from cpsim.scenario import Scenario
+    from cpsim.prediction.results import Advice, Candidate, Column
+    from cpsim.prediction.runs import Run
 
 PLOTS: Final = ("plot", "plot-2")
 """Places for figures; a view fills as many as it needs."""

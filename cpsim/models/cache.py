@@ -1,8 +1,8 @@
 """What memory-bound kernels find in the GPU's L2 cache, because an op before them has just touched it.
 
-A byte is still there if few others have been touched since: measured (`real.measure_cached`, H200), all are where less
-than half of the cache has been, none where as much as the whole cache has, and in between a share that falls linearly.
-Kernels that find all of it take about half as long, but for their latency.
+A byte is still there if few others have been touched since: measured (`cpsim.real.measure.cached`, H200), all are where
+less than half of the cache has been, none where as much as the whole cache has, and in between a share that falls
+linearly. Kernels that find all of it take about half as long, but for their latency.
 
 Attention calls are left as measured, on operands that are not in the cache: they take much longer than reading them.
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.compiled import compiled, unsigned
-from cpsim.schedule import UPDATE, Schedule
+from cpsim.runtime.compiled import compiled, unsigned
+from cpsim.schedule.schedule import UPDATE, Schedule
 
 Floats = NDArray[np.float64]
 

@@ -46,7 +46,7 @@ class HostParams:
         return next((self.launch_s[name] for name in names if name in self.launch_s), None)
 
     def seconds(self, kind: str, kernel: str, names: Sequence[str] = ()) -> float:
-        """Seconds to launch one op of a kind (as cpsim.schedule.Kind names it, in lower case).
+        """Seconds to launch one op of a kind (as cpsim.schedule.schedule.Kind names it, in lower case).
 
         Args:
             kind: the op's.

@@ -1,9 +1,9 @@
 """The clock that a power limit leaves: it follows what a GPU does over tens of milliseconds, idle time included.
 
 Attention kernels are measured without a pause, where busy tensor cores draw more than the limit and the clock falls
-(``cpsim.models.blocks``: time grows as ``slowdown(busy)``). In a schedule a GPU also waits for others, communicates
-and, between two iterations, idles, so the limiter sees a smaller mean load and lets the clock higher: of a causal
-ring without zigzag the first ranks keep the full clock and the last one does not.
+(``cpsim.models.attention.blocks``: time grows as ``slowdown(busy)``). In a schedule a GPU also waits for others,
+communicates and, between two iterations, idles, so the limiter sees a smaller mean load and lets the clock higher: of a
+causal ring without zigzag the first ranks keep the full clock and the last one does not.
 
 Memory-bound kernels and NCCL draw power, too; how much of what the limit allows is measured. Only attention is
 slowed. Assumes that an iteration is short against the tens of milliseconds over which the limiter averages.
@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.compiled import compiled
+from cpsim.runtime.compiled import compiled
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]

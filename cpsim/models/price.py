@@ -10,24 +10,26 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.cluster import Cluster
-from cpsim.compiled import compiled, unsigned
-from cpsim.masks import Ints
-from cpsim.models.attention import AttentionParams
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import BYTES_PER_ELEMENT
+from cpsim.masks.slices import Ints
+from cpsim.masks.tiles import sequences
+from cpsim.models.attention.calls import attention_op_seconds, head_shapes, held_op_seconds
+from cpsim.models.attention.kernels import AttentionParams
 from cpsim.models.cache import share_cached, shares_cached, touched_bytes
-from cpsim.models.calls import attention_op_seconds, head_shapes, held_op_seconds
-from cpsim.models.collective import fits_buffers
-from cpsim.models.communication import Communication
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.feasible import check_calls, copied_heads, limits_of, tile_visits
 from cpsim.models.gemm import gemm_seconds
-from cpsim.models.holds import few_waves, held_sms
-from cpsim.models.kernel_limits import check_calls, copied_heads, limits_of, tile_visits
-from cpsim.models.links import Flows, Links, as_columns
+from cpsim.models.network.collective import fits_buffers
+from cpsim.models.network.communication import Communication
+from cpsim.models.network.holds import few_waves, held_sms
+from cpsim.models.network.links import Flows, Links, as_columns
+from cpsim.models.network.pressure import Messages, pressures
 from cpsim.models.power import settled_seconds
-from cpsim.models.pressure import Messages, pressures
 from cpsim.models.spread import expected_maximum
-from cpsim.schedule import (
+from cpsim.runtime.compiled import compiled, unsigned
+from cpsim.schedule.schedule import (
     ATTENTION_KINDS,
     COLLECTIVE_KINDS,
     COMMUNICATION_KINDS,
@@ -40,15 +42,13 @@ from cpsim.schedule import (
     Schedule,
     is_one_of,
 )
-from cpsim.sim.work import Work, earliest, waits
-from cpsim.tiles import sequences
-from cpsim.transformer import MAKER
-from cpsim.workload import BYTES_PER_ELEMENT
+from cpsim.schedule.transformer import MAKER
+from cpsim.schedule.work import Work, earliest, waits
 
 if TYPE_CHECKING:
-    from cpsim.calibrate.profile import Profile
-    from cpsim.implementations import Implementation
-    from cpsim.workload import Workload
+    from cpsim.case.workload import Workload
+    from cpsim.models.profile import Profile
+    from cpsim.strategies.others import Implementation
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -119,7 +119,7 @@ class Pricing:
     dtype: str
     protocol: Protocol
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By kind of op, whose launches cost otherwise: see cpsim.implementations."""
+    """By kind of op, whose launches cost otherwise: see cpsim.strategies.others."""
     sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """The same for memory-bound kernels."""
     captured: bool = False

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cpsim.comparison import LONG_S, Choice, Comparison, Pair, errors_of, grouped
+from cpsim.prediction.compare import LONG_S, Choice, Comparison, Pair, errors_of, grouped
 from cpsim.report.tables import table
 from cpsim.report.words import interval_text, mask_text, ms_text, percent_text, signed_percent, strategy_label
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
-    from cpsim.scenario import Scenario
+    from cpsim.case.scenario import Scenario
 
 REGRET: Final = 0.02
 SHOWN: Final = 20

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import plotly.graph_objects as go
 
-from cpsim.comparison import Comparison, Pair, grouped
+from cpsim.prediction.compare import Comparison, Pair, grouped
 from cpsim.report.comparison import (
     CASES_HEAD,
     CHOICES_HEAD,

@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
 from cpsim.report.figures import PALETTE, styled
 from cpsim.report.page import figure, page
 from cpsim.report.tables import table

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from cpsim.report.words import interval_text, ms_text, percent_text, strategy_label
-from cpsim.schedule import STREAMS, Kind
+from cpsim.schedule.schedule import STREAMS, Kind
 from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Candidate, Prediction
+    from cpsim.prediction.results import Candidate, Prediction
     from cpsim.sim.timeline import Timeline
 
 Figure = dict[str, Any]

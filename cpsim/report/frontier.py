@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cpsim.case.scenario import MAX_TOKENS, Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.report.lengths import MIN_TOKENS_PER_GPU, best_of_strategies, scaled_documents
 from cpsim.report.words import knobs_text, ms_text
-from cpsim.scenario import MAX_TOKENS, Scenario
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Column
-    from cpsim.processes import Progress
+    from cpsim.prediction.results import Advice, Column
     from cpsim.report.figures import Figure
+    from cpsim.runtime.processes import Progress
 
 NODES: Final = (1, 2, 4, 8, 12)
 LENGTHS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2)
@@ -91,7 +91,7 @@ def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
         scenario: one of ``cells``.
         known: ``known_knobs`` of the map's case; strategies that it names are tried first.
     """
-    from cpsim.predictor import predict, strategies_to_try
+    from cpsim.prediction.predict import predict, strategies_to_try
 
     best = Cell(gpus=scenario.gpus, tokens=scenario.num_tokens)
     names = [name for name in strategies_to_try(scenario) if name not in SLOW]
@@ -114,13 +114,13 @@ def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
 
 def predict_cells(advice: Advice, progress: Progress | None = None) -> list[Cell]:
     """The map around the case of a recommendation, on all cores."""
-    from cpsim.processes import mapped
+    from cpsim.runtime.processes import mapped
 
     return mapped(partial(best_in, known=known_knobs(advice)), cells(advice.scenario), None, progress)
 
 
 def _tries(scenario: Scenario, name: str, known: Mapping[str, Knobs]) -> Iterator[Knobs]:
-    from cpsim.predictor import settings
+    from cpsim.prediction.predict import settings
 
     if name in known:
         yield known[name]

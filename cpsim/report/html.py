@@ -14,9 +14,9 @@ from cpsim.report.page import figure, page, table
 from cpsim.report.words import case_text, documents_text, knobs_text, recommendation
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Prediction
+    from cpsim.prediction.results import Advice, Prediction
+    from cpsim.prediction.runs import Run
     from cpsim.report.views import View
-    from cpsim.runs import Run
 
 NUM_TIMELINES: Final = 2
 

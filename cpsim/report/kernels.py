@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cpsim.kernel_tables import MASKS, NUM_DOCUMENTS, Speed, Support, partly
+from cpsim.prediction.kernel_tables import MASKS, NUM_DOCUMENTS, Speed, Support, partly
 from cpsim.report.tables import table
 from cpsim.units import format_bytes, format_count
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from cpsim.prediction import Advice, Candidate, Prediction
-from cpsim.scenario import MAX_TOKENS, Scenario
+from cpsim.case.scenario import MAX_TOKENS, Scenario
+from cpsim.prediction.results import Advice, Candidate, Prediction
 
 if TYPE_CHECKING:
-    from cpsim.processes import Progress
+    from cpsim.runtime.processes import Progress
 
 FACTORS: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)
 """Sequence lengths to predict, as multiples of the case's."""
@@ -55,7 +55,7 @@ def predict_lengths(advice: Advice, progress: Progress | None = None) -> list[Pr
 
     Lengths at which a strategy cannot run are left out.
     """
-    from cpsim.predictor import predict_many
+    from cpsim.prediction.predict import predict_many
 
     wanted = [at_length(best.scenario, factor) for best in best_of_strategies(advice) for factor in FACTORS]
     results = predict_many([scenario for scenario in wanted if scenario], progress=progress)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cpsim.schedule import COLLECTIVE_KINDS, Kind, Schedule, is_one_of
+from cpsim.schedule.schedule import COLLECTIVE_KINDS, Kind, Schedule, is_one_of
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Column
+    from cpsim.prediction.results import Column
     from cpsim.sim.timeline import Timeline
 
 

@@ -11,17 +11,17 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cpsim.mask_names import MASK_NAMES
-from cpsim.masks import coarse_mask
+from cpsim.masks.names import MASK_NAMES
+from cpsim.masks.slices import coarse_mask
+from cpsim.prediction.support import KERNELS, OTHERS, Support
 from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
 from cpsim.report.words import knobs_text
-from cpsim.support import KERNELS, OTHERS, Support
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
-    from cpsim.workload import Workload
+    from cpsim.case.workload import Workload
 
 SHADES: Final = " ░▒▓█"
 TEXT_SIZE: Final = 24

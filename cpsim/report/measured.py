@@ -13,8 +13,8 @@ from cpsim.report.words import strategy_label
 from cpsim.units import MS_PER_S
 
 if TYPE_CHECKING:
-    from cpsim.comparison import Pair
-    from cpsim.prediction import Column
+    from cpsim.prediction.compare import Pair
+    from cpsim.prediction.results import Column
 
 
 def measured_columns(pairs: Sequence[Pair]) -> dict[str, Column]:

@@ -12,7 +12,7 @@ from cpsim.report.lengths import best_of_strategies
 from cpsim.report.words import strategy_label
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Candidate, Column
+    from cpsim.prediction.results import Advice, Candidate, Column
 
 GB: Final = 1e9
 

@@ -6,12 +6,12 @@ import inspect
 from typing import TYPE_CHECKING, Any
 
 from cpsim.errors import CpsimError
-from cpsim.prediction import Infeasible, Prediction
+from cpsim.prediction.results import Infeasible, Prediction
 
 if TYPE_CHECKING:
-    from cpsim.calibrate.profile import Profile
-    from cpsim.prediction import Advice, Candidate
-    from cpsim.scenario import Scenario
+    from cpsim.case.scenario import Scenario
+    from cpsim.models.profile import Profile
+    from cpsim.prediction.results import Advice, Candidate
 
 
 def prediction_record(asked: Scenario | CpsimError, result: Prediction | Infeasible | CpsimError) -> dict[str, Any]:
@@ -77,8 +77,8 @@ def profile_record(profile: Profile) -> dict[str, Any]:
 
 def strategy_records() -> list[dict[str, Any]]:
     """What ``cpsim strategies`` lists: the first line of each planner's text, its knobs, and whose code runs it."""
-    from cpsim.implementations import IMPLEMENTATIONS
     from cpsim.strategies import STRATEGIES
+    from cpsim.strategies.others import IMPLEMENTATIONS
 
     return [
         {

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from plotly.colors import sequential
 
-from cpsim.masks import coarse_mask
+from cpsim.masks.slices import coarse_mask
+from cpsim.masks.stripes import striped_positions
 from cpsim.report.figures import Figure, house, titled
 from cpsim.report.masks import numbers
 from cpsim.report.words import strategy_label
-from cpsim.stripes import striped_positions
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from cpsim.masks import Ints
-    from cpsim.prediction import Candidate, Column
-    from cpsim.schedule import Schedule
-    from cpsim.workload import Workload
+    from cpsim.case.workload import Workload
+    from cpsim.masks.slices import Ints
+    from cpsim.prediction.results import Candidate, Column
+    from cpsim.schedule.schedule import Schedule
 
 SIZE: Final = 200
 """Cells of the picture on each side."""
@@ -34,7 +34,7 @@ RANKS: Final = [[i / (len(sequential.Turbo) - 1), colour] for i, colour in enume
 def shard_columns(schedule: Schedule) -> dict[str, Column]:
     """Ranges of queries that every rank holds, ``rank``, ``first`` and ``end``, in positions.
 
-    Positions are tokens, or those of striped orders (``cpsim.stripes``); of groups of heads the first group's.
+    Positions are tokens, or those of striped orders (``cpsim.masks.stripes``); of groups of heads the first group's.
     """
     queries = schedule.block_tensor[schedule.inputs[:, 1]] == schedule.block_tensors.index("q")
     buffers, blocks = schedule.inputs[queries].T

@@ -9,14 +9,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cpsim.prediction.step_advice import StepAdvice, StepCandidate, reasons, words
 from cpsim.report.records import prediction_record
 from cpsim.report.tables import notes_view, table
 from cpsim.report.words import CLEAR, percent_text, strategy_label
-from cpsim.step_advice import StepAdvice, StepCandidate, reasons, words
 from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
-    from cpsim.training.step import Step
+    from cpsim.prediction.step.step import Step
 
 SHOWN = 12
 """Candidates in a terminal."""

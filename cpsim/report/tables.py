@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cpsim.prediction import Infeasible, Prediction
+from cpsim.prediction.results import Infeasible, Prediction
 from cpsim.report.words import (
     case_text,
     documents_text,
@@ -24,11 +24,11 @@ from cpsim.report.words import (
 from cpsim.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from cpsim.calibrate.profile import Profile
-    from cpsim.cluster import Cluster
+    from cpsim.case.cluster import Cluster
+    from cpsim.case.scenario import Scenario
     from cpsim.errors import CpsimError
-    from cpsim.prediction import Advice
-    from cpsim.scenario import Scenario
+    from cpsim.models.profile import Profile
+    from cpsim.prediction.results import Advice
 
 
 def table(*columns: tuple[str, str]) -> Table:

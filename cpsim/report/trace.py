@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cpsim.report.link_use import link_use
-from cpsim.schedule import COMMUNICATION_KINDS
+from cpsim.schedule.schedule import COMMUNICATION_KINDS
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Prediction
+    from cpsim.prediction.results import Prediction
 
 US_PER_S: Final = 1e6
 Row = Mapping[str, Any]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cpsim.comparison import compare, group_key, predict_runs
+from cpsim.prediction.compare import compare, group_key, predict_runs
 from cpsim.report import figures, memory, shards
 from cpsim.report.frontier import MAP_CAPTION, cell_columns, cells, frontier
 from cpsim.report.lengths import best_of_strategies
@@ -19,11 +19,11 @@ from cpsim.report.words import case_text, interval_text, ms_text, percent_text, 
 from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Candidate, Column
+    from cpsim.case.scenario import Scenario
+    from cpsim.prediction.results import Advice, Candidate, Column
+    from cpsim.prediction.runs import Run
     from cpsim.report.figures import Figure
     from cpsim.report.frontier import Cell
-    from cpsim.runs import Run
-    from cpsim.scenario import Scenario
 
 TITLES: Final = {
     "ranking": "Ranking",

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
-    from cpsim.prediction import Advice, Candidate
-    from cpsim.scenario import Scenario
+    from cpsim.case.scenario import Scenario
+    from cpsim.prediction.results import Advice, Candidate
 
 CLEAR = 0.8
 """A recommendation with at least this P(best) is called clear."""

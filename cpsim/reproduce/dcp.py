@@ -26,15 +26,15 @@ from typing import Any, Final
 import numpy as np
 
 from cpsim.calibrate.measurement import load as load_measurements
-from cpsim.calibrate.profile import load_profile, save_profile
-from cpsim.documents import load_bins
+from cpsim.case.documents import load_bins
+from cpsim.case.scenario import Scenario, scenario_from
 from cpsim.errors import CpsimError
-from cpsim.models.attention import AttentionParams, flash2_ranges
-from cpsim.prediction import Infeasible, Prediction
-from cpsim.predictor import predict_many
-from cpsim.processes import Progress
+from cpsim.models.attention.kernels import AttentionParams, flash2_ranges
+from cpsim.models.profile import load_profile, save_profile
+from cpsim.prediction.predict import predict_many
+from cpsim.prediction.results import Infeasible, Prediction
 from cpsim.reproduce import DATA, published_lines
-from cpsim.scenario import Scenario, scenario_from
+from cpsim.runtime.processes import Progress
 
 CLUSTER: Final = "p4de"
 GPUS: Final = 32
@@ -248,7 +248,7 @@ def slower_with_ranges(pass_: str) -> float:
     """How much longer the kernel takes where two ranges say for every query what a causal mask says, on H200.
 
     Every tile is masked, with ranges that are read for every query, and not those on the diagonal alone. Geometric mean
-    over the shapes of ``fa2-ranges-h200.jsonl``, made by real.measure_ranged.
+    over the shapes of ``fa2-ranges-h200.jsonl``, made by cpsim.real.measure.ranged.
     """
     seconds: dict[tuple[Any, ...], dict[bool, float]] = {}
     for p in load_measurements(DATA / "fa2-ranges-h200.jsonl").of("ranged"):

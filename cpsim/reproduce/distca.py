@@ -26,24 +26,24 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.calibrate.profile import load_profile
-from cpsim.cluster import load_cluster
-from cpsim.distca.batches import Packed, iteration, sample
-from cpsim.distca.greedy import released
-from cpsim.distca.packing import BREAKPOINTS, head_tail, per_sequence, wlb_limit, wlb_pack
-from cpsim.distca.tasks import Tasks, TokenBytes, dispatch
+from cpsim.case.cluster import load_cluster
+from cpsim.case.files import parse_json, read_text
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import CpsimError, ScenarioError
-from cpsim.files import parse_json, read_text
-from cpsim.masks import Ints
-from cpsim.processes import Progress, mapped
+from cpsim.masks.slices import Ints
+from cpsim.models.profile import load_profile
+from cpsim.prediction.step.attention import PASSES, Attended
+from cpsim.prediction.step.layer import BF16, FP32, Ops
+from cpsim.prediction.step.placed import Placed, gathered, ping_pong
+from cpsim.prediction.step.step import StepModel
+from cpsim.prediction.steps import StepCase
 from cpsim.reproduce import published_lines
-from cpsim.scenario import scenario_from
-from cpsim.schedule import Kind
-from cpsim.steps import StepCase
-from cpsim.training.attention import PASSES, Attended
-from cpsim.training.layer import BF16, FP32, Ops
-from cpsim.training.placed import Placed, gathered, ping_pong
-from cpsim.training.step import StepModel
+from cpsim.runtime.processes import Progress, mapped
+from cpsim.schedule.schedule import Kind
+from cpsim.strategies.distca.batches import Packed, iteration, sample
+from cpsim.strategies.distca.greedy import released
+from cpsim.strategies.distca.packing import BREAKPOINTS, head_tail, per_sequence, wlb_limit, wlb_pack
+from cpsim.strategies.distca.tasks import Tasks, TokenBytes, dispatch
 from cpsim.units import MS_PER_S
 
 Floats = NDArray[np.float64]

@@ -19,15 +19,15 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cpsim.distca.batches import DataSet, Packed, iteration, sample
-from cpsim.distca.packing import BREAKPOINTS
 from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
-from cpsim.masks import Ints
-from cpsim.processes import Progress, mapped
+from cpsim.masks.slices import Ints
+from cpsim.prediction.step.memory import stage_memory
+from cpsim.prediction.step.step import StepModel
 from cpsim.reproduce import published_lines
 from cpsim.reproduce.distca import TP, Choice, cut_model, pooled_seconds, wlb_seconds
-from cpsim.training.memory import stage_memory
-from cpsim.training.step import StepModel
+from cpsim.runtime.processes import Progress, mapped
+from cpsim.strategies.distca.batches import DataSet, Packed, iteration, sample
+from cpsim.strategies.distca.packing import BREAKPOINTS
 from cpsim.units import MS_PER_S
 
 ModelName = Literal["8b", "34b"]

@@ -19,11 +19,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from cpsim.documents import load_bins
+from cpsim.case.documents import load_bins
+from cpsim.case.scenario import scenario_from
 from cpsim.errors import InfeasibleError
-from cpsim.predictor import predict
-from cpsim.processes import Progress, mapped
-from cpsim.scenario import scenario_from
+from cpsim.prediction.predict import predict
+from cpsim.runtime.processes import Progress, mapped
 
 GPUS: Final = (8, 16, 24, 32, 48, 64, 96)
 SAMPLES: Final = 30

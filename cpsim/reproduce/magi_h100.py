@@ -18,13 +18,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from cpsim.cluster import load_cluster
+from cpsim.case.cluster import load_cluster
+from cpsim.case.scenario import Scenario, scenario_from
 from cpsim.errors import CpsimError
-from cpsim.prediction import Infeasible, Prediction
-from cpsim.predictor import predict_many
-from cpsim.processes import Progress
+from cpsim.prediction.predict import predict_many
+from cpsim.prediction.results import Infeasible, Prediction
 from cpsim.reproduce import DATA, published_lines
-from cpsim.scenario import Scenario, scenario_from
+from cpsim.runtime.processes import Progress
 
 CLUSTER: Final = "magi-h100"
 STRATEGIES: Final[Mapping[str, Mapping[str, Any]]] = {

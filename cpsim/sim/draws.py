@@ -11,10 +11,10 @@ from typing import Final
 
 import numpy as np
 
-from cpsim.compiled import compiled
-from cpsim.schedule import Int8
+from cpsim.runtime.compiled import compiled
+from cpsim.schedule.schedule import Int8
+from cpsim.schedule.work import Floats, Work, waits
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import Floats, Work, waits
 
 BATCH: Final = 256
 """Draws that are followed together: so many that loops over them take longer than what begins and ends a loop, while

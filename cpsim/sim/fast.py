@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 
 from cpsim.errors import ScheduleError
-from cpsim.schedule import Schedule
+from cpsim.schedule.schedule import Schedule
+from cpsim.schedule.work import Work, earliest, waits
 from cpsim.sim.fluid import run
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import Work, earliest, waits
 
 
 def simulate(schedule: Schedule, work: Work) -> Timeline:

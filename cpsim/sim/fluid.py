@@ -13,11 +13,11 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.compiled import bare, compiled, inlined, prefetch, unsigned
-from cpsim.masks import Ints
-from cpsim.schedule import STREAMS, Int32, Schedule
+from cpsim.masks.slices import Ints
+from cpsim.runtime.compiled import bare, compiled, inlined, prefetch, unsigned
+from cpsim.schedule.schedule import STREAMS, Int32, Schedule
+from cpsim.schedule.work import LEAST_SPEED, Floats, Work, has
 from cpsim.sim.heap import pop, set_key
-from cpsim.sim.work import LEAST_SPEED, Floats, Work, has
 
 # One record per op, lane entry, flow, rank and link. Flows of a link are doubly linked: `head` is the first one, then
 # `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of members and then

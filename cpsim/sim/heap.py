@@ -10,7 +10,7 @@ from typing import Final
 
 import numpy as np
 
-from cpsim.compiled import inlined
+from cpsim.runtime.compiled import inlined
 
 ONE: Final = np.uint64(1)
 """Positions are unsigned where they follow from each other: compiled code first asks whether signed ones count from the

@@ -9,9 +9,9 @@ import numpy as np
 import simpy
 
 from cpsim.errors import ScheduleError
-from cpsim.schedule import Schedule
+from cpsim.schedule.schedule import Schedule
+from cpsim.schedule.work import LEAST_SPEED, Floats, Work, waits
 from cpsim.sim.timeline import Timeline
-from cpsim.sim.work import LEAST_SPEED, Floats, Work, waits
 
 
 def simulate_reference(schedule: Schedule, work: Work) -> Timeline:

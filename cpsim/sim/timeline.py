@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpsim.compiled import compiled
-from cpsim.masks import Ints
-from cpsim.schedule import COMMUNICATION_KINDS, STREAMS, Int32, Kind, Schedule, is_one_of
-from cpsim.sim.work import Floats
+from cpsim.masks.slices import Ints
+from cpsim.runtime.compiled import compiled
+from cpsim.schedule.schedule import COMMUNICATION_KINDS, STREAMS, Int32, Kind, Schedule, is_one_of
+from cpsim.schedule.work import Floats
 
 
 @dataclass(frozen=True, slots=True)

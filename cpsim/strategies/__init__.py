@@ -10,22 +10,22 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from cpsim.builder import followed_by
-from cpsim.cluster import Cluster
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import ScenarioError
-from cpsim.implementations import CPSIM, Implementation
-from cpsim.schedule import Pass, Schedule
+from cpsim.schedule.builder import followed_by
+from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
-from cpsim.strategies.dcp import dcp_knobs, plan_dcp
-from cpsim.strategies.distca import plan_distca
+from cpsim.strategies.dcp.strategy import dcp_knobs, plan_dcp
+from cpsim.strategies.distca.strategy import plan_distca
 from cpsim.strategies.hybrid_cp import hybrid_cp_knobs, plan_hybrid_cp
 from cpsim.strategies.magi import plan_magi
+from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.replicas import plan_per_sequence, plan_wlb, replica_knobs
-from cpsim.strategies.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
+from cpsim.strategies.ring.ring import plan_ring, plan_striped_ring, plan_zigzag_ring, striped_knobs, zigzag_knobs
 from cpsim.strategies.single import plan_single
 from cpsim.strategies.ulysses import plan_ulysses, ulysses_knobs
 from cpsim.strategies.usp import loongtrain_knobs, plan_loongtrain, plan_usp, usp_knobs
-from cpsim.workload import Workload
 
 Knobs = Mapping[str, object]
 

@@ -16,18 +16,18 @@ from functools import lru_cache
 
 import numpy as np
 
-from cpsim.builder import Access, Builder
-from cpsim.cluster import Cluster
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, GatherCode, HalvesCode, Implementation
-from cpsim.masks import Ints, RangeSets, sets_of
-from cpsim.schedule import Int32, Kind, Pass, Schedule
+from cpsim.masks.slices import Ints, RangeSets, sets_of
+from cpsim.masks.tiles import Tiles, make_tiles, sequences
+from cpsim.schedule.builder import Access, Builder
+from cpsim.schedule.schedule import Int32, Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.allgather_halves import plan_halves
-from cpsim.strategies.ring import plan_cut
+from cpsim.strategies.others import CPSIM, GatherCode, HalvesCode, Implementation
+from cpsim.strategies.ring.ring import plan_cut
 from cpsim.strategies.sizes import Sizes
-from cpsim.tiles import Tiles, make_tiles, sequences
-from cpsim.workload import Workload
 
 LAYOUTS = ("contiguous", "zigzag", "document_zigzag")
 UNEVEN = 1.05

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpsim.builder import Access, Builder
-from cpsim.implementations import HalvesCode
-from cpsim.masks import Ints
-from cpsim.schedule import Kind, Pass, Schedule
+from cpsim.case.workload import Workload
+from cpsim.masks.slices import Ints
+from cpsim.masks.tiles import make_tiles, sequences
+from cpsim.schedule.builder import Access, Builder
+from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
+from cpsim.strategies.others import HalvesCode
+from cpsim.strategies.others.wrapped import Sweeper
 from cpsim.strategies.sizes import Sizes
-from cpsim.strategies.sweeps import Sweeper
-from cpsim.tiles import make_tiles, sequences
-from cpsim.workload import Workload
 
 
 def plan_halves(workload: Workload, num_ranks: int, pass_: Pass, code: HalvesCode) -> Schedule:

@@ -12,12 +12,12 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.builder import NOTHING, Access, Builder
-from cpsim.masks import Ints, RangeSets, sets_of
-from cpsim.schedule import Int32, Kind, Mask, Schedule
+from cpsim.case.workload import Workload
+from cpsim.masks.slices import Ints, RangeSets, sets_of
+from cpsim.masks.tiles import Tiles
+from cpsim.schedule.builder import NOTHING, Access, Builder
+from cpsim.schedule.schedule import Int32, Kind, Mask, Schedule
 from cpsim.strategies.sizes import Sizes
-from cpsim.tiles import Tiles
-from cpsim.workload import Workload
 
 SIDES: Final = {"fwd": (("q",), ("kv",)), "bwd": (("q", "out", "dout"), ("kv",))}
 """Inputs of the queries' and of the keys' side."""

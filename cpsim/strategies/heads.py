@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpsim.builder import NOTHING, Access, Builder
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
-from cpsim.implementations import UlyssesCode
-from cpsim.masks import Ints
-from cpsim.schedule import Int32, Kind, Pass
+from cpsim.masks.slices import Ints
+from cpsim.schedule.builder import NOTHING, Access, Builder
+from cpsim.schedule.schedule import Int32, Kind, Pass
+from cpsim.strategies.others import UlyssesCode
 from cpsim.strategies.sizes import Sizes
-from cpsim.workload import Workload
 
 Bundle = list[Access]
 """Accesses of one op: one per tensor."""

@@ -21,21 +21,21 @@ from typing import Final
 
 import numpy as np
 
-from cpsim.builder import Builder
-from cpsim.cluster import Cluster
-from cpsim.compiled import compiled
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, HeldRingCode, Implementation
-from cpsim.masks import Ints, RangeSets
-from cpsim.schedule import Pass, Schedule
+from cpsim.masks.slices import Ints, RangeSets
+from cpsim.masks.tiles import join_tiles
+from cpsim.runtime.compiled import compiled
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
-from cpsim.strategies.grid import Grid, make_grid
-from cpsim.strategies.ring import Cut, emit_rings, tiled, turned
-from cpsim.strategies.ring_held import HeldRing, as_run
-from cpsim.strategies.ring_loop import Ring
-from cpsim.strategies.ring_steps import Steps
-from cpsim.tiles import join_tiles
-from cpsim.workload import Workload
+from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation
+from cpsim.strategies.ring.grid import Grid, make_grid
+from cpsim.strategies.ring.held import HeldRing, as_run
+from cpsim.strategies.ring.loop import Ring
+from cpsim.strategies.ring.ring import Cut, emit_rings, tiled, turned
+from cpsim.strategies.ring.steps import Steps
 
 SLACK: Final = 1.05
 """Work of a rank over the mean that is not worth a larger subgroup, as Megatron-LM's ``delta``."""

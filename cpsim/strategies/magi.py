@@ -19,18 +19,18 @@ from typing import Final
 
 import numpy as np
 
-from cpsim.builder import NOTHING, Access, Builder
-from cpsim.cluster import Cluster
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation
-from cpsim.masks import Ints, RangeSets, Slices, sets_of
-from cpsim.schedule import Int32, Kind, Mask, Pass, Schedule
+from cpsim.masks.slices import Ints, RangeSets, Slices, sets_of
+from cpsim.masks.tiles import Tiles, make_tiles, sequence_places, sequences
+from cpsim.schedule.builder import NOTHING, Access, Builder
+from cpsim.schedule.schedule import Int32, Kind, Mask, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.allgather import seen_keys
+from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.sharding import cells_of, edges_of
 from cpsim.strategies.sizes import Sizes
-from cpsim.tiles import Tiles, make_tiles, sequence_places, sequences
-from cpsim.workload import Workload
 
 CHUNK: Final = 2048
 """Tokens dispatched at a time, by the benchmark."""

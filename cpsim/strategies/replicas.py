@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cpsim.cluster import Cluster
-from cpsim.distca.packing import BREAKPOINTS, wlb_pack
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.masks import Ints, RangeSets
-from cpsim.schedule import Pass, Schedule
+from cpsim.masks.slices import Ints, RangeSets
+from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.allgather import plan_groups
+from cpsim.strategies.distca.packing import BREAKPOINTS, wlb_pack
 from cpsim.strategies.single import plan_apart
-from cpsim.workload import Workload
 
 
 def plan_wlb(

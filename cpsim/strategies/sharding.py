@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.masks import Ints, RangeSets, Slices
-from cpsim.stripes import stripe_bounds
+from cpsim.masks.slices import Ints, RangeSets, Slices
+from cpsim.masks.stripes import stripe_bounds
 
 
 def contiguous(num_tokens: int, num_ranks: int) -> RangeSets:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpsim.builder import Builder
-from cpsim.cluster import Cluster
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
-from cpsim.masks import RangeSets
-from cpsim.schedule import Kind, Pass, Schedule
+from cpsim.masks.slices import RangeSets
+from cpsim.masks.tiles import make_tiles
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.sizes import Sizes
-from cpsim.tiles import make_tiles
-from cpsim.workload import Workload
 
 
 def plan_single(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:

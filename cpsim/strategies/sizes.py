@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cpsim.masks import Ints
-from cpsim.workload import LSE_BYTES, Workload
+from cpsim.case.workload import LSE_BYTES, Workload
+from cpsim.masks.slices import Ints
 
 ACCUMULATOR_BYTES = 4
 """Narrowest element of an accumulator of partial outputs or gradients, fp32."""

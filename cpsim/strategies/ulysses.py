@@ -12,17 +12,17 @@ from itertools import chain
 
 import numpy as np
 
-from cpsim.builder import Builder
-from cpsim.cluster import Cluster
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, Implementation, UlyssesCode
-from cpsim.masks import Ints
-from cpsim.schedule import Kind, Pass, Schedule
+from cpsim.masks.slices import Ints
+from cpsim.masks.tiles import make_tiles
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.heads import Bundle, HeadExchange, check_heads
-from cpsim.strategies.sweeps import Sweeper
-from cpsim.tiles import make_tiles
-from cpsim.workload import Workload
+from cpsim.strategies.others import CPSIM, Implementation, UlyssesCode
+from cpsim.strategies.others.wrapped import Sweeper
 
 
 def plan_ulysses(

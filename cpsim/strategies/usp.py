@@ -13,19 +13,19 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cpsim.builder import NOTHING, Access, Builder
-from cpsim.cluster import Cluster
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.implementations import CPSIM, HeldRingCode, Implementation, UlyssesCode
-from cpsim.masks import Ints
-from cpsim.schedule import Kind, Pass, Schedule
+from cpsim.masks.slices import Ints
+from cpsim.schedule.builder import NOTHING, Access, Builder
+from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
-from cpsim.strategies.grid import PLACEMENTS, Grid, make_grid
 from cpsim.strategies.heads import HeadExchange, check_heads
-from cpsim.strategies.ring import AnyRing, cut, plan_rings
-from cpsim.strategies.ring_held import as_run, make_ring, runs_whole
-from cpsim.strategies.ring_steps import Steps
-from cpsim.workload import Workload
+from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation, UlyssesCode
+from cpsim.strategies.ring.grid import PLACEMENTS, Grid, make_grid
+from cpsim.strategies.ring.held import as_run, make_ring, runs_whole
+from cpsim.strategies.ring.ring import AnyRing, cut, plan_rings
+from cpsim.strategies.ring.steps import Steps
 
 
 def plan_usp(

@@ -11,10 +11,10 @@ launch() { torchrun --nproc-per-node "${RANKS:-8}" --max-restarts 2 -m "$@"; }
 
 python -m cpsim predict "$cases/cases.jsonl" --out "$out/predictions.jsonl" >"$out/predict.log" 2>&1
 [ -n "$cpu" ] || for ranks in 2 4 8; do
-    RANKS=$ranks launch real.measure_network --minutes 0.4 --parts network --out "$out/network-$ranks.jsonl"
+    RANKS=$ranks launch cpsim.real.measure.network --minutes 0.4 --parts network --out "$out/network-$ranks.jsonl"
 done
-launch real.run "$cases/cases.jsonl" $cpu --seconds 0.1 --limit 60 --resume --until "$(until_minute 7)" --out "$out/runs.jsonl"
+launch cpsim.real.run "$cases/cases.jsonl" $cpu --seconds 0.1 --limit 60 --resume --until "$(until_minute 7)" --out "$out/runs.jsonl"
 for nodes in 2 4; do
-    launch real.run "$cases/nodes-$nodes.jsonl" $cpu --emulate-nodes $nodes --seconds 0.1 --limit 60 --resume \
+    launch cpsim.real.run "$cases/nodes-$nodes.jsonl" $cpu --emulate-nodes $nodes --seconds 0.1 --limit 60 --resume \
         --until "$(until_minute $((7 + nodes / 2)))" --out "$out/nodes-$nodes.jsonl"
 done

@@ -1,4 +1,4 @@
-"""Stands in for FlashAttention 2 on a CPU: its functions on top of real.attention's `math` kernel."""
+"""Stands in for FlashAttention 2 on a CPU: its functions on top of cpsim.real.run.attention's `math` kernel."""
 
 from flash_attn.flash_attn_interface import flash_attn_func
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from real import attention
+from cpsim.real.run import attention
 
 EMPTY = torch.empty(0)
 

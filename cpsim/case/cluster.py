@@ -1,0 +1,268 @@
+"""GPUs, nodes and the network between nodes. What happens inside a node comes from a measured profile."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, overload
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+
+from cpsim.case.files import SCHEMA, explain, nearest, read_documents, take_schema
+from cpsim.errors import ScenarioError
+
+_STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Rate = Annotated[float, Field(gt=0, le=1e18)]
+Name = Annotated[str, Field(min_length=1, max_length=100)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU, as its data sheet describes it; speeds that predictions use come from a profile instead."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: Name
+    memory_bytes: Annotated[int, Field(ge=1, le=10**14)]
+    num_sms: Count
+    peak_flops_per_s: Rate
+    """Dense bf16 tensor-core peak."""
+    memory_bandwidth_bytes_per_s: Rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """The network between nodes, as a program achieves it, headers and protocol included."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    nics_per_node: Count
+    nic_bandwidth_bytes_per_s: Rate
+    """One NIC, one direction, while all NICs are busy: collectives."""
+    flow_bandwidth_bytes_per_s: Rate
+    """One point-to-point flow, one direction."""
+    proxy_bandwidth_bytes_per_s: Rate | None = None
+    """What one rank's thread copies of a stream's messages (transfers, all-to-alls), sent and received together, where
+    the network is sockets. None where NICs read and write memory by themselves; messages then share the NICs like
+    collectives."""
+    latency_s: Annotated[float, Field(ge=0, le=1)]
+    """Of one message between nodes, the call's overhead included."""
+    oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """A node's uplink carries nics_per_node * nic_bandwidth / oversubscription."""
+    nodes_per_leaf: Count | None = None
+    """Consecutive nodes under one leaf switch, or with ``rails`` under one for every NIC of a node; None: all."""
+    spine_oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
+    """A leaf's links to the spine carry what its NICs do, divided by this, in each direction."""
+    rails: bool = False
+    """Rail-optimised: the NICs of equal place share leaf switches, and NCCL hands what is for a GPU of another place
+    to the GPU of that place on its own node (PXN)."""
+    sigma_log: Annotated[float, Field(gt=0, le=3)]
+    """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
+    flow_sigma_log: Annotated[float, Field(gt=0, le=3)]
+    """The same of point-to-point flows."""
+    grade: Literal["measured here", "published", "data sheet"]
+    """Where the numbers come from; predictions that rest on them say so."""
+    source: Annotated[str, Field(min_length=1)]
+    """Source of every number."""
+
+    @property
+    def uplink_bandwidth_bytes_per_s(self) -> float:
+        """What all NICs of a node carry together in one direction."""
+        return self.nics_per_node * self.nic_bandwidth_bytes_per_s / self.oversubscription
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """A part that is slower than the others, as a what-if."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    part: Literal["gpu", "nvlink", "nic", "uplink"]
+    """``gpu``: all its kernels; ``nvlink``: its port, ``nic`` and ``uplink`` (of a node) in both directions."""
+    number: Annotated[int, Field(ge=0, le=10_000_000)]
+    """Rank of the GPU; NICs are counted through all nodes; node of the uplink."""
+    rate: Annotated[float, Field(gt=0, le=1)]
+    """What is left of its speed."""
+
+    def __str__(self) -> str:
+        return f"{self.part} {self.number} at {self.rate:.0%}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal nodes of equal GPUs; ranks fill one node after another."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
+    name: Name
+    num_gpus: Count
+    """GPUs in use: any part of one node, or whole nodes."""
+    gpus_per_node: Count
+    gpu: Gpu
+    fabric: Fabric | None = None
+    """None where there is only one node."""
+    profile: Name | None = None
+    """Profile whose measurements describe this machine; None where nobody has measured it."""
+    notes: str = ""
+    faults: tuple[Fault, ...] = ()
+    copies: Annotated[int, Field(ge=1, le=1)] = 1
+    """GPUs that each one stands for: 1 but in what ``folded`` makes, which no file describes."""
+
+    def __post_init__(self) -> None:
+        if self.num_gpus <= self.gpus_per_node:
+            return
+        if self.num_gpus % self.gpus_per_node:
+            below = self.num_gpus // self.gpus_per_node * self.gpus_per_node
+            raise ScenarioError(
+                f"gpus: {self.name} has nodes of {self.gpus_per_node}: expected at most {self.gpus_per_node} "
+                f"or a multiple of it, got {self.num_gpus}; use {below} or {below + self.gpus_per_node}"
+            )
+        if self.fabric is None:
+            raise ScenarioError(
+                f"gpus: {self.name} is one machine of {self.gpus_per_node} GPUs: expected at most "
+                f"{self.gpus_per_node}, got {self.num_gpus}; choose a cluster with a fabric, e.g. dgx-h200"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes in use; a part of a node counts as one."""
+        return -(-self.num_gpus // self.gpus_per_node)
+
+    @overload
+    def node_of(self, rank: int) -> int: ...
+    @overload
+    def node_of(self, rank: NDArray[np.int64]) -> NDArray[np.int64]: ...
+    def node_of(self, rank: int | NDArray[np.int64]) -> int | NDArray[np.int64]:
+        """Node of a rank, or of every rank of an ``int64`` array."""
+        return rank // self.gpus_per_node
+
+    @property
+    def all_gpus(self) -> int:
+        """GPUs in use, those that others stand for included."""
+        return self.num_gpus * self.copies
+
+    def can_fold(self, copies: int) -> bool:
+        """Whether every ``copies`` consecutive GPUs are of one node and have equal shares of its NICs."""
+        gpus, nics = self.gpus_per_node, self.fabric.nics_per_node if self.fabric else self.gpus_per_node
+        if self.faults or (self.fabric and self.fabric.rails):
+            return False
+        if self.num_gpus % gpus or gpus % copies or (gpus % nics and nics % gpus):
+            return False
+        per_nic = max(1, gpus // nics)
+        return per_nic % copies == 0 or copies % per_nic == 0
+
+    def folded(self, copies: int) -> Cluster:
+        """The cluster as it looks to one of every ``copies`` consecutive GPUs that all do the same at the same time.
+
+        GPUs that share a link then have equal rates, so that each of n has an n-th of it to itself.
+        """
+        assert self.can_fold(copies)
+        fabric, per_node = self.fabric, self.gpus_per_node // copies
+        if fabric is not None:
+            sharing = min(copies, max(1, self.gpus_per_node // fabric.nics_per_node))
+            nics, rate = min(fabric.nics_per_node, per_node), fabric.nic_bandwidth_bytes_per_s / sharing
+            wider = nics * rate * copies / (fabric.nics_per_node * fabric.nic_bandwidth_bytes_per_s)
+            fabric = replace(
+                fabric,
+                nics_per_node=nics,
+                nic_bandwidth_bytes_per_s=rate,
+                oversubscription=max(1.0, fabric.oversubscription * wider),
+                spine_oversubscription=max(1.0, fabric.spine_oversubscription * wider),
+            )
+        return replace(
+            self, num_gpus=self.num_gpus // copies, gpus_per_node=per_node, fabric=fabric, copies=self.copies * copies
+        )
+
+    def with_gpus(self, num_gpus: int) -> Cluster:
+        """The same cluster with another number of GPUs in use.
+
+        Raises:
+            ScenarioError: they do not fill nodes, or a fault is not of a part in use.
+        """
+        cluster = replace(self, num_gpus=num_gpus)
+        nics = self.fabric.nics_per_node if self.fabric else 0
+        parts = {
+            "gpu": num_gpus,
+            "nvlink": num_gpus,
+            "nic": nics * cluster.num_nodes,
+            "uplink": cluster.num_nodes if nics else 0,
+        }
+        for fault in self.faults:
+            if fault.number >= parts[fault.part]:
+                raise ScenarioError(
+                    f"faults: expected the number of one of the {parts[fault.part]} of kind {fault.part} that "
+                    f"{num_gpus} GPUs of {self.name} use, counted from 0, got {fault.number}; leave it out"
+                )
+        return cluster
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of a cluster file."""
+        fields = {"schema": SCHEMA, **asdict(self), "faults": [asdict(fault) for fault in self.faults]}
+        left_out = {"copies"} if self.faults else {"copies", "faults"}
+        return {name: value for name, value in fields.items() if name not in left_out}
+
+
+@cache
+def presets() -> dict[str, Cluster]:
+    """The shipped clusters by name, each with one node in use."""
+    shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
+    clusters = (_cluster(entry | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
+    return {cluster.name: cluster for cluster in clusters}
+
+
+@cache
+def load_cluster(name_or_path: str) -> Cluster:
+    """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
+
+    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``, and a
+    profile file is looked up beside it.
+
+    Raises:
+        ScenarioError: neither a preset nor a valid file.
+    """
+    if name_or_path in presets():
+        return presets()[name_or_path]
+    path = Path(name_or_path)
+    if not path.is_file():
+        raise ScenarioError(
+            f"cluster: {name_or_path!r} is neither a preset nor a file; {nearest(name_or_path, presets())}"
+        )
+    entries = read_documents(path)
+    if len(entries) != 1 or isinstance(entries[0][1], ScenarioError):
+        raise ScenarioError(f"cluster: {path}: expected one cluster in YAML or JSON, got {len(entries)} entries")
+    try:
+        cluster = _cluster(_with_known_gpu(take_schema(entries[0][1], "cluster")))
+    except ScenarioError as error:
+        raise ScenarioError(f"cluster: {path}: {error}") from None
+    beside = path.parent / (cluster.profile or "")
+    return replace(cluster, profile=str(beside)) if beside.is_file() else cluster
+
+
+def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(data.get("gpu"), str):
+        return data
+    known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
+    if data["gpu"] not in known:
+        raise ScenarioError(f"gpu: {data['gpu']!r} is unknown; {nearest(data['gpu'], known)}")
+    return data | {"gpu": asdict(known[data["gpu"]])}
+
+
+def _cluster(data: dict[str, Any]) -> Cluster:
+    if "num_gpus" not in data:
+        per_node = data.get("gpus_per_node")
+        data = data | {"num_gpus": per_node if type(per_node) is int and per_node > 0 else 1}
+    try:
+        return _adapter().validate_json(json.dumps(data, default=str))
+    except ValidationError as error:
+        raise ScenarioError(explain(error, Cluster.__dataclass_fields__)) from None
+
+
+@cache
+def _adapter() -> TypeAdapter[Cluster]:
+    return TypeAdapter(Cluster)

@@ -1,0 +1,127 @@
+"""Document lengths drawn from published distributions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.files import nearest
+from cpsim.errors import ScenarioError
+
+MAX_DOCUMENTS: Final = 10_000_000
+"""More documents than this in one batch are refused: a mistake rather than a case."""
+
+_SECTIONS: Final = {
+    "pile": ("longca_bench", "pile"),
+    "prolong64k": ("longca_bench", "prolong64k"),
+    "prolong512k": ("longca_bench", "prolong512k"),
+    "magi": ("magi_attention", "default"),
+    "distca_pretrain": ("distca", "pretrain"),
+    "distca_prolong": ("distca", "prolong"),
+}
+DISTRIBUTIONS: Final = tuple(_SECTIONS)
+"""Names of the shipped distributions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """Columns of a distribution, each ``float64[B]``: a document falls into a bin, then somewhere inside."""
+
+    low: NDArray[np.float64]
+    """Shortest length of the bin [tokens]."""
+    high: NDArray[np.float64]
+    """Longest length of the bin [tokens], included."""
+    cumulative: NDArray[np.float64]
+    """Share of documents up to and with the bin, ending in 1."""
+    exponent: NDArray[np.float64]
+    """Inside a bin, length = low + (high - low) * u**exponent with u uniform: 1 is a uniform draw."""
+
+    def mean(self) -> float:
+        """Mean document length [tokens]."""
+        share = np.diff(self.cumulative, prepend=0.0)
+        return float(share @ (self.low + (self.high - self.low) / (1 + self.exponent)))
+
+
+@cache
+def load_bins(distribution: str) -> Bins:
+    """A shipped distribution.
+
+    As their samplers do, LongCA-bench's bins are drawn uniformly, both ends included, and MagiAttention's at
+    their integer midpoints; DistCA's histograms with the exponent that keeps the published mean of every bin.
+
+    Reference: LongCA-bench (arXiv 2510.17896); MagiAttention's benchmark; DistCA (arXiv 2510.18121).
+    Differs: another random generator, so lengths agree in distribution and not one by one; DistCA's
+    repetition and elongation of long documents are left out.
+
+    Raises:
+        ScenarioError: the name is unknown.
+    """
+    if distribution not in _SECTIONS:
+        raise ScenarioError(f"documents.distribution: {distribution!r} is unknown; {nearest(distribution, _SECTIONS)}")
+    project, name = _SECTIONS[distribution]
+    shipped = json.loads(
+        Path(__file__).parent.with_name("data").joinpath("length_distributions.json").read_text(encoding="utf-8")
+    )
+    section = shipped[project][name]
+    rows = np.array((section if project != "distca" else section["histogram"])["bins"], np.float64)
+    rows = rows[rows[:, 2] > 0]
+    low, high, weight = rows[:, 0], rows[:, 1], rows[:, 2]
+    exponent = np.ones(len(rows))
+    if project == "magi_attention":
+        low = high = (low + high) // 2
+    if project == "distca":
+        high = high - 1
+        mean = rows[:, 3] * section["num_documents"] * section["mean"] / weight
+        exponent = (high - low) / np.clip(mean - low, 1, None) - 1
+    cumulative = np.cumsum(weight) / weight.sum()
+    return Bins(low, high, cumulative, exponent)
+
+
+def draw_documents(
+    distribution: str, num_tokens: int, seed: int, *, max_length: int | None = None, min_length: int = 1
+) -> tuple[int, ...]:
+    """Document lengths that sum exactly to ``num_tokens``; the same seed gives the same lengths.
+
+    Args:
+        distribution: one of ``DISTRIBUTIONS``.
+        num_tokens: total length [tokens].
+        seed: of ``numpy.random.default_rng``.
+        max_length: longer documents are cut to it [tokens]; None cuts at ``num_tokens`` only.
+        min_length: shorter documents are padded to it [tokens].
+
+    Returns:
+        Lengths [tokens]; the last is cut to what remains, so it alone can be shorter than ``min_length``.
+
+    Raises:
+        ScenarioError: the name is unknown or the bounds make no sense.
+    """
+    bins = load_bins(distribution)
+    longest = num_tokens if max_length is None else min(max_length, num_tokens)
+    if min_length < 1 or longest < min_length:
+        raise ScenarioError(
+            f"documents: expected 1 <= min_length <= max_length <= tokens, got min_length = {min_length}, "
+            f"max_length = {max_length}, tokens = {num_tokens}"
+        )
+    if num_tokens > MAX_DOCUMENTS * min(longest, max(min_length, bins.mean())):
+        raise ScenarioError(f"documents: {num_tokens} tokens would be over {MAX_DOCUMENTS} documents; raise max_length")
+    rng = np.random.default_rng(seed)
+    drawn: list[NDArray[np.int64]] = []
+    missing = num_tokens
+    while missing > 0:
+        uniform = rng.random((1024, 2))
+        row = np.searchsorted(bins.cumulative, uniform[:, 0], side="right").clip(max=len(bins.low) - 1)
+        span = bins.high[row] - bins.low[row]
+        lengths = bins.low[row] + np.floor((span + (span > 0)) * uniform[:, 1] ** bins.exponent[row])
+        drawn.append(lengths.astype(np.int64).clip(min_length, longest))
+        missing -= int(drawn[-1].sum())
+    every = np.concatenate(drawn)
+    ends = np.cumsum(every)
+    count = int(np.searchsorted(ends, num_tokens)) + 1
+    every[count - 1] -= ends[count - 1] - num_tokens
+    return tuple(every[:count].tolist())

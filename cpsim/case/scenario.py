@@ -1,0 +1,510 @@
+"""Scenarios: the contract between prediction and reality. One small file describes one case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from cpsim.case.cluster import Cluster, load_cluster, presets
+from cpsim.case.documents import draw_documents
+from cpsim.case.files import explain, nearest, read_documents, shown, take_schema
+from cpsim.case.model import MODELS, Model
+from cpsim.case.parallel import Gradients, Parallel, PipelineSchedule, Recompute
+from cpsim.case.workload import Workload
+from cpsim.errors import ScenarioError
+from cpsim.masks.names import MASK_NAMES, Options, read_mask
+
+Strategy = Literal[
+    "none",
+    "ulysses",
+    "ring",
+    "zigzag_ring",
+    "striped_ring",
+    "allgather",
+    "usp",
+    "loongtrain",
+    "magi",
+    "hybrid_cp",
+    "dcp",
+    "distca",
+    "wlb",
+    "per_sequence",
+]
+Implementation = Literal[
+    "cpsim",
+    "ring-flash-attn",
+    "yunchang",
+    "torch",
+    "longca-bench",
+    "magi-attention",
+    "transformer-engine",
+    "transformer-engine-thd",
+    "internevo",
+    "dcp",
+    "distca",
+]
+Kernel = Literal[
+    "fa2",
+    "fa3",
+    "fa4",
+    "cudnn",
+    "sdpa_flash",
+    "sdpa_math",
+    "math",
+    "flex",
+    "fa4_sparse",
+    "flash_mask",
+    "ffa",
+    "fa2_ranges",
+    "fa2_sparse",
+    "vsa",
+    "triton_vsa",
+    "flashinfer",
+    "flashinfer_fa2",
+]
+
+MAX_TOKENS: Final = 10**9
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+
+
+class DocumentDraw(BaseModel):
+    """Document lengths to draw; see ``cpsim.case.documents.draw_documents``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    distribution: Literal["pile", "prolong64k", "prolong512k", "magi", "distca_pretrain", "distca_prolong"]
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    max_length: Tokens | None = None
+    """Longer documents are cut to it [tokens]."""
+    min_length: Tokens = 1
+    """Shorter documents are padded to it [tokens]."""
+
+
+Degree = Annotated[int, Field(ge=1, le=100_000)]
+
+
+class ParallelSection(BaseModel):
+    """How a training step is cut; see ``cpsim.case.parallel``. ``advise --step`` tries what is left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    tp: Degree | None = None
+    pp: Degree | None = None
+    dp: Degree | None = None
+    """None is what the other degrees leave."""
+    cp: Degree | None = None
+    microbatches: Degree | None = None
+    """Of a replica; None is one for every sequence of the replica."""
+    recompute: Recompute | None = None
+    schedule: PipelineSchedule = "1f1b"
+    gradients: Gradients = "overlapped"
+    optimizer: bool = True
+
+    def parallel(self, gpus: int, sequences: int) -> Parallel:
+        """All degrees, those left out as plain as can be: 1, and nothing computed again.
+
+        Args:
+            gpus: of the step; data parallelism takes what the other degrees leave.
+            sequences: of the step, one for every microbatch where microbatches are left out.
+
+        Raises:
+            ScenarioError: the degrees do not multiply to the GPUs.
+        """
+        tp, pp, cp = self.tp or 1, self.pp or 1, self.cp or 1
+        dp = self.dp or max(1, gpus // (tp * pp * cp))
+        if tp * pp * cp * dp != gpus:
+            raise ScenarioError(f"parallel: expected tp x pp x cp x dp = {gpus} GPUs, got {tp} x {pp} x {cp} x {dp}")
+        return Parallel(
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            cp=cp,
+            microbatches=self.microbatches or max(1, sequences // dp),
+            recompute=self.recompute or "none",
+            schedule=self.schedule,
+            gradients=self.gradients,
+            optimizer=self.optimizer,
+        )
+
+
+class ModelSection(BaseModel):
+    """Dimensions of a model without a name; see ``cpsim.case.model.Model``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    layers: Annotated[int, Field(ge=1, le=10_000)]
+    hidden: Annotated[int, Field(ge=1, le=10**6)]
+    heads: Annotated[int, Field(ge=1, le=65536)]
+    kv_heads: Annotated[int, Field(ge=1, le=65536)]
+    head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
+    ffn: Annotated[int, Field(ge=1, le=10**7)]
+    vocab: Annotated[int, Field(ge=1, le=10**8)]
+
+
+class Scenario(BaseModel):
+    """One case: which strategy, on what, over which tokens. Fields are those of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
+
+    strategy: Strategy | None = None
+    """None leaves the choice to ``advise``."""
+    knobs: Mapping[str, Any] = Field(default_factory=dict)
+    """The strategy's own settings, e.g. ``{"ulysses": 8}``."""
+    implementation: Implementation = "cpsim"
+    kernel: Kernel = "fa4"
+    gpus: Annotated[int, Field(ge=1, le=1_000_000)]
+    cluster: Annotated[str, Field(min_length=1, max_length=1000)]
+    """Preset name or path of a cluster file."""
+    profile: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    """Profile name or file; None takes the cluster's own."""
+    tokens: Tokens | None = None
+    """Tokens over all GPUs; either this or ``tokens_per_gpu``."""
+    tokens_per_gpu: Tokens | None = None
+    documents: tuple[int, ...] | DocumentDraw | None = None
+    """Lengths [tokens] in packing order, or how to draw them; None is one document of all tokens."""
+    mask: str | Mapping[str, Any] = "causal"
+    """A name of ``MASK_NAMES``, or a mapping with ``name`` and those of the mask's options that are no defaults."""
+    heads: Annotated[int, Field(ge=1, le=65536)]
+    kv_heads: Annotated[int, Field(ge=1, le=65536)]
+    head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
+    dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
+    protocol: Literal["synced", "streamed"] = "synced"
+    model: Literal["llama3-8b", "llama-34b", "llama3-70b"] | ModelSection | None = None
+    """Of a whole training step: a name or dimensions, which give heads and head_dim; None is attention alone."""
+    context: Tokens | None = None
+    """Of a training step: tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
+    parallel: ParallelSection | None = None
+    """Of a training step: how it is cut."""
+    part: Literal["layer"] | None = None
+    """Of a model: one layer with the strategy's attention on all GPUs, weights whole on each; None is a step."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens over all GPUs."""
+        return self.tokens if self.tokens is not None else (self.tokens_per_gpu or 0) * self.gpus
+
+    @property
+    def passes(self) -> tuple[Literal["fwd", "bwd"], ...]:
+        """The passes of the case, in the order in which they run."""
+        return ("fwd", "bwd") if self.pass_ == "fwd_bwd" else (self.pass_,)
+
+    @property
+    def mask_name(self) -> str:
+        """Name of the mask without its options."""
+        return self.mask if isinstance(self.mask, str) else str(self.mask["name"])
+
+    @property
+    def mask_options(self) -> Options:
+        """Options of the mask that are no defaults."""
+        return read_mask(self.mask)[1]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shape_of_model(cls, data: Any) -> Any:
+        """Heads and head_dim are those of the model, where there is one."""
+        if not isinstance(data, Mapping) or data.get("model") is None:
+            return data
+        model = data["model"]
+        given = asdict(MODELS[model]) if isinstance(model, str) and model in MODELS else model
+        names = ("heads", "kv_heads", "head_dim") if isinstance(given, Mapping) else ()
+        known = {name: given[name] for name in names if name in given}
+        for name, value in known.items():
+            if data.get(name, value) != value:
+                raise ValueError(f"{name}: expected {value}, that of the model, got {shown(data[name])}; leave it out")
+        return {**data, **known}
+
+    @field_validator("model", mode="before")
+    @classmethod
+    def _read_model(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            try:
+                return ModelSection.model_validate(value)
+            except ValidationError as error:
+                raise ValueError(explain(error, ModelSection.model_fields)) from None
+        if value is not None and not isinstance(value, ModelSection) and value not in MODELS:
+            raise ValueError(f"expected dimensions or a name, got {shown(value)}; {nearest(value, MODELS)}")
+        return value
+
+    @field_validator("parallel", mode="before")
+    @classmethod
+    def _read_parallel(cls, value: object) -> object:
+        if not isinstance(value, Mapping):
+            return value
+        try:
+            return ParallelSection.model_validate(value)
+        except ValidationError as error:
+            raise ValueError(explain(error, ParallelSection.model_fields)) from None
+
+    @field_validator("documents", mode="before")
+    @classmethod
+    def _read_documents(cls, value: object) -> object:
+        match value:
+            case list():
+                return _lengths(value)
+            case Mapping():
+                return _draw(value)
+            case None | tuple() | DocumentDraw():
+                return value
+        example = "{distribution: prolong512k, seed: 42}"
+        raise ValueError(f"expected a list of lengths or a draw, e.g. {example}, got {shown(value)}")
+
+    @field_validator("mask", mode="before")
+    @classmethod
+    def _read_mask(cls, value: object) -> object:
+        name, options = read_mask(value)
+        return {"name": name, **dict(options)} if options else name
+
+    @field_validator("knobs", mode="after")
+    @classmethod
+    def _finite(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        for key, entry in value.items():
+            if isinstance(entry, float) and not math.isfinite(entry):
+                raise ValueError(f"{key}: expected a finite number, got {entry}")
+            if not isinstance(entry, str | int | float):
+                raise ValueError(f"{key}: expected a number, a name or true/false, got {shown(entry)}")
+        return value
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if (self.tokens is None) == (self.tokens_per_gpu is None):
+            got = "neither" if self.tokens is None else "both"
+            raise ValueError(f"tokens: expected either tokens or tokens_per_gpu, got {got}")
+        total = self.num_tokens
+        if total > MAX_TOKENS:
+            raise ValueError(
+                f"tokens_per_gpu: expected at most {MAX_TOKENS} tokens in total, got {self.tokens_per_gpu} x "
+                f"{self.gpus} = {total}; lower tokens_per_gpu"
+            )
+        if total % self.gpus:
+            below = total // self.gpus * self.gpus
+            use = f"{below} or {below + self.gpus}" if below else f"{self.gpus}"
+            raise ValueError(f"tokens: expected a multiple of gpus = {self.gpus}, got {total}; use {use}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads: expected a divisor of heads = {self.heads}, got {self.kv_heads}")
+        if isinstance(self.documents, tuple) and sum(self.documents) != total:
+            raise ValueError(
+                f"documents: expected lengths that sum to {total} tokens, got {sum(self.documents)}; "
+                "change the last length or tokens"
+            )
+        self._check_step()
+        return self
+
+    def _check_step(self) -> None:
+        if self.model is None:
+            for name in ("context", "parallel", "part"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
+            return
+        if self.part is not None and (self.context, self.parallel) != (None, None):
+            name = "context" if self.context else "parallel"
+            raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        if self.part is None and self.pass_ != "fwd_bwd":
+            raise ValueError(f"pass: a training step has both, expected fwd_bwd, got {self.pass_}")
+        if self.dtype != "bf16":
+            raise ValueError(f"dtype: training steps were measured in bf16, got {self.dtype}")
+        if self.context is not None and self.num_tokens % self.context:
+            raise ValueError(f"context: expected a divisor of {self.num_tokens} tokens, got {self.context}")
+
+    def dimensions(self) -> Model:
+        """The model of a training step."""
+        assert self.model is not None
+        return MODELS[self.model] if isinstance(self.model, str) else Model(**self.model.model_dump())
+
+    def flops(self, workload: Workload) -> float:
+        """Model FLOP of all passes on all GPUs: attention, and the matrix products of a layer."""
+        total = sum(workload.flops(pass_) for pass_ in self.passes)
+        if self.part is None:
+            return total
+        products = sum(inner * outer for inner, outer in self.dimensions().linears(1).values())
+        return total + sum(2 if pass_ == "fwd" else 4 for pass_ in self.passes) * products * self.num_tokens
+
+    def workload(self) -> Workload:
+        """The attention problem, its documents drawn.
+
+        Raises:
+            ScenarioError: the bounds of the draw make no sense.
+        """
+        match self.documents:
+            case DocumentDraw() as draw:
+                bounds = {"max_length": draw.max_length, "min_length": draw.min_length}
+                documents = draw_documents(draw.distribution, self.num_tokens, draw.seed, **bounds)  # type: ignore[arg-type]
+            case None:
+                documents = (self.num_tokens,)
+            case lengths:
+                documents = lengths
+        return Workload(
+            documents=documents,
+            mask=self.mask_name,
+            mask_options=self.mask_options,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+        )
+
+    def notes(self) -> tuple[str, ...]:
+        """What a reader must know about this case: inputs that make no difference."""
+        name = self.mask_name
+        if self.documents is None or MASK_NAMES[name].documents != "ignored":
+            return ()
+        instead = f"; see mask {name}_document" if f"{name}_document" in MASK_NAMES else ""
+        return (f"documents: ignored, since mask {name} reaches across them{instead}",)
+
+    def resolve_cluster(self) -> Cluster:
+        """The cluster with this scenario's number of GPUs in use.
+
+        Raises:
+            ScenarioError: neither a preset nor a valid file, or the GPUs do not fill its nodes.
+        """
+        return load_cluster(self.cluster).with_gpus(self.gpus)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields by their names in the file, ready for JSON; absent ones are left out."""
+        return self.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+FIELDS: Final = tuple("pass" if name == "pass_" else name for name in Scenario.model_fields)
+"""Field names of a scenario file."""
+
+
+def _lengths(value: list[object]) -> tuple[int, ...]:
+    for i, length in enumerate(value, start=1):
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= MAX_TOKENS:
+            raise ValueError(f"expected lengths of 1 to {MAX_TOKENS} tokens, number {i} is {shown(length)}")
+    if not value:
+        raise ValueError("expected at least one length, got an empty list; leave it out for one document")
+    return tuple(value)  # type: ignore[arg-type]
+
+
+def _draw(value: Mapping[Any, Any]) -> DocumentDraw:
+    try:
+        return DocumentDraw.model_validate(value)
+    except ValidationError as error:
+        raise ValueError(explain(error, DocumentDraw.model_fields)) from None
+
+
+def scenario_from(data: Mapping[str, Any]) -> Scenario:
+    """A scenario from the fields of a file.
+
+    Raises:
+        ScenarioError: one line that names the field, what was expected, what came and how to mend it.
+    """
+    fields = take_schema(data, "scenario")
+    _refuse_grid(fields)
+    try:
+        return Scenario.model_validate(fields)
+    except ValidationError as error:
+        raise ScenarioError(explain(error, FIELDS)) from None
+
+
+def _refuse_grid(fields: Mapping[str, Any]) -> None:
+    """Lists of values to try, for which there is ``cpsim sweep``."""
+    if "grid" in fields:
+        raise ScenarioError("grid: expected one scenario, got a grid of them; ask `cpsim sweep`")
+    for name in FIELDS:
+        value, one_is_nested = fields.get(name), name in ("documents", "knobs")
+        if isinstance(value, list) and (not one_is_nested or any(isinstance(one, list | Mapping) for one in value)):
+            tried = "`cpsim sweep` tries lists that stand under grid"
+            raise ScenarioError(f"{name}: expected one value, got the list {shown(value)}; {tried}")
+
+
+Asked = Scenario | Mapping[str, Any] | str | Path
+"""A case as people give it: a scenario, the fields of one, or the file that holds one."""
+
+
+def as_scenario(case: Asked) -> Scenario:
+    """The scenario of a case.
+
+    Raises:
+        ScenarioError: the fields or the file do not describe one.
+    """
+    match case:
+        case Scenario():
+            return case
+        case str() | Path():
+            return load_scenario(case)
+        case fields:
+            return scenario_from(fields)
+
+
+def grid(case: Asked, over: Mapping[str, Sequence[Any]]) -> list[Scenario | ScenarioError]:
+    """Every combination of values of some fields, the last field fastest; the other fields are those of the case.
+
+    Args:
+        case: gives the fields that do not vary. ``tokens`` replaces ``tokens_per_gpu`` and the other way round.
+        over: field names and their values.
+
+    Returns:
+        one entry per combination; an error where the combination makes no sense, so that none is lost.
+
+    Examples:
+        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens": 8192, "heads": 32, "kv_heads": 8}
+        >>> [(s.gpus, s.strategy) for s in grid(case, {"gpus": [2, 4], "strategy": ["ring", "ulysses"]})]
+        [(2, 'ring'), (2, 'ulysses'), (4, 'ring'), (4, 'ulysses')]
+    """
+    said_once = {"tokens": "tokens_per_gpu", "tokens_per_gpu": "tokens"}
+    replaced = {said_once[name] for name in over if name in said_once}
+    fields = {name: value for name, value in as_scenario(case).to_dict().items() if name not in replaced}
+    cases: list[Scenario | ScenarioError] = []
+    for values in product(*over.values()):
+        try:
+            cases.append(scenario_from(fields | dict(zip(over, values, strict=True))))
+        except ScenarioError as error:
+            cases.append(error)
+    return cases
+
+
+def load_scenario(path: str | Path) -> Scenario:
+    """The one scenario of a YAML or JSON file; cluster and profile files are looked up beside it.
+
+    Raises:
+        ScenarioError: the file is unreadable, holds several scenarios or an invalid one.
+    """
+    entries = list(load_scenarios(path))
+    if len(entries) != 1:
+        raise ScenarioError(f"{path}: expected one scenario, got {len(entries)}; use `cpsim sweep` for many")
+    if isinstance(entries[0], ScenarioError):
+        raise entries[0]
+    return entries[0]
+
+
+def load_scenarios(path: str | Path) -> Iterator[Scenario | ScenarioError]:
+    """The scenarios of a file, in order; what is wrong with one is an entry and does not lose the others.
+
+    Args:
+        path: JSON Lines (``.jsonl``, ``.ndjson``), or YAML or JSON with one scenario or a list of them.
+
+    Returns:
+        One entry per line or item; errors name the line or item.
+
+    Raises:
+        ScenarioError: the file as a whole cannot be read.
+    """
+    file = Path(path)
+    return (scenario_of(place, value, file.parent) for place, value in read_documents(file))
+
+
+def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenario | ScenarioError:
+    """An entry of a file in a folder, where cluster and profile files are looked up; or what is wrong with it."""
+    if isinstance(value, ScenarioError):
+        return value
+    try:
+        scenario = scenario_from(value)
+    except ScenarioError as error:
+        return ScenarioError(f"{place}: {error}")
+    beside = {name: _beside(getattr(scenario, name), folder) for name in ("cluster", "profile")}
+    return scenario.model_copy(update=beside)
+
+
+def _beside(name: str | None, folder: Path) -> str | None:
+    """A file name relative to the folder of the scenario, where there is such a file."""
+    if name is None or name in presets() or not (folder / name).is_file():
+        return name
+    return str(folder / name)

@@ -1,0 +1,102 @@
+"""The attention problem of one case: documents, mask and attention shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal
+
+from cpsim.errors import ScenarioError
+from cpsim.masks.names import Options
+
+if TYPE_CHECKING:
+    from cpsim.masks.slices import Slices
+
+BYTES_PER_ELEMENT: Final = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+LSE_BYTES: Final = 4
+"""Log-sum-exp of one row and head, fp32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Self-attention over packed documents, all heads, before anything is sharded."""
+
+    documents: tuple[int, ...]
+    """Document lengths in packing order [tokens]; without documents, one of all tokens."""
+    mask: str
+    """A key of ``cpsim.masks.names.MASK_NAMES``."""
+    mask_options: Options = ()
+    """Those that are no defaults."""
+    num_heads: int
+    num_kv_heads: int
+    """A divisor of ``num_heads``."""
+    head_dim: int
+    """Elements per head."""
+    dtype: str
+    """Element type of Q, K, V and O: a key of ``BYTES_PER_ELEMENT``."""
+    padding: tuple[int, ...] = ()
+    """Tokens behind every document that see nothing and are not seen, which some people's code adds; empty: none."""
+    head_groups: int = 1
+    """Times that all tokens are counted, once for every group of heads, where groups are apart; see ``by_group``."""
+    groups_per_kv: int = 1
+    """Head groups, one after the other, that see the keys of the first of them."""
+
+    def __post_init__(self) -> None:
+        if not self.documents or min(self.documents) < 1:
+            raise ScenarioError("documents: expected at least one document of at least one token")
+        assert len(self.padding) in (0, len(self.documents))
+        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
+            raise ScenarioError(f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}")
+        if self.dtype not in BYTES_PER_ELEMENT:
+            raise ScenarioError(f"dtype: expected one of {', '.join(BYTES_PER_ELEMENT)}, got {self.dtype!r}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Total tokens of all documents, padding included, of all head groups."""
+        return self.head_groups * (sum(self.documents) + sum(self.padding))
+
+    def by_group(self, head_groups: int) -> Workload:
+        """The same problem with heads in groups, one group's tokens after the other's: token t of group g is token
+        ``g * num_tokens + t``, and heads are those of one group. Groups that share a key-value head see the keys of the
+        first of them.
+        """
+        if head_groups == 1:
+            return self
+        heads, kv_heads = self.num_heads // head_groups, max(1, self.num_kv_heads // head_groups)
+        shared = max(1, head_groups // self.num_kv_heads)
+        return replace(self, num_heads=heads, num_kv_heads=kv_heads, head_groups=head_groups, groups_per_kv=shared)
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one element of Q, K, V or O."""
+        return BYTES_PER_ELEMENT[self.dtype]
+
+    def slices(self, stride: int = 1) -> Slices:
+        """The mask as slices of tokens, or of positions in the order of a stride; see ``cpsim.masks.stripes``.
+
+        Raises:
+            ScenarioError: the mask or one of its options is unknown, or a value is not allowed.
+        """
+        from cpsim.masks.shapes import mask_slices, moved_apart, repeated  # numba: 0.3 s that scenarios need not pay
+        from cpsim.masks.stripes import striped
+
+        mask = mask_slices(self.mask, self.documents, self.mask_options)
+        if self.padding:
+            mask = moved_apart(mask, self.documents, self.padding)
+        if self.head_groups > 1:
+            mask = repeated(mask, self.head_groups, self.num_tokens // self.head_groups, self.groups_per_kv)
+        return mask if stride == 1 else striped(mask, self.num_tokens, stride)
+
+    def area(self) -> int:
+        """Unmasked (query, key) pairs of one head, exact."""
+        return int(self.slices().areas().sum())
+
+    def flops(self, pass_: Literal["fwd", "bwd"]) -> float:
+        """Model FLOP of one pass over all heads.
+
+        Forward: 4 * area * num_heads * head_dim (two products of two FLOP per pair and element). Backward:
+        2.5 times that (five products).
+
+        Reference: Dao, FlashAttention-2 (2023), section 4.1. Differs: exact mask area, not half, for causal.
+        """
+        forward = 4.0 * self.area() * self.num_heads * self.head_dim
+        return forward if pass_ == "fwd" else 2.5 * forward

@@ -1,0 +1,100 @@
+"""What commands share: options, where they print, how far they are, and what they refuse."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cpsim.errors import CpsimError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cpsim.runtime.processes import Progress
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
+
+
+def check_writable(*paths: Path | None) -> None:
+    """Refuse outputs that cannot be written before any work is done."""
+    for path in paths:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise CpsimError(f"{path}: cannot be written: expected a file name in a folder that exists")
+
+
+def refuse(why: str, given: Mapping[str, object]) -> None:
+    """Refuse options that would do nothing here.
+
+    Args:
+        why: the command, and what makes them useless.
+        given: options, and whether they were given: their values, or that these are not the usual ones.
+    """
+    for option, value in given.items():
+        if value:
+            raise CpsimError(f"{why}; leave {option} out")
+
+
+def typed(context: typer.Context, *names: str) -> dict[str, bool]:
+    """Options, and whether they were typed, be it as what they are anyway."""
+    sources = {name: context.get_parameter_source(name) for name in names}
+    return {f"--{name}": source is not None and source.name == "COMMANDLINE" for name, source in sources.items()}
+
+
+def console() -> Console:
+    """Console on stdout; 100 columns where stdout is no terminal."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", "100")))
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress]:
+    """A progress bar on stderr with the remaining time, shown only after a second of work."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar = Bar(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task(label, total=None)
+    started = time.monotonic()
+
+    def update(done: int, total: int) -> None:
+        bar.update(task, completed=done, total=total)
+        if sys.stderr.isatty() and time.monotonic() - started > 1 and not bar.live.is_started:
+            bar.start()
+
+    try:
+        yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
+
+
+@contextmanager
+def part_bars(minutes: float) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress bars on stderr: the time, and the points of every part; no more than lines without a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    columns = (TextColumn("{task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    bar, tasks, started = Bar(*columns, console=Console(stderr=True)), {}, time.monotonic()
+    clock = bar.add_task("seconds", total=round(60 * minutes))
+
+    def update(part: str, done: int, total: int) -> None:
+        if part not in tasks:
+            tasks[part] = bar.add_task(part, total=total)
+        bar.update(tasks[part], completed=done, total=total)
+        bar.update(clock, completed=round(time.monotonic() - started))
+
+    with bar:
+        yield update

@@ -1,0 +1,210 @@
+"""Seconds of the attention ops of a schedule, whatever form their kernel takes a mask in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.workload import BYTES_PER_ELEMENT
+from cpsim.masks.blocks import Visits
+from cpsim.masks.slices import Ints
+from cpsim.masks.tiles import CAUSAL, Sequences, Tiles, sequences
+from cpsim.models.attention.kernels import (
+    ANATOMY,
+    NAIVE,
+    AttentionParams,
+    calls,
+    clocked_seconds,
+    listed_calls,
+    working_bytes,
+)
+from cpsim.models.feasible import dense_sequences, gathered_sequences, limits_of, tile_visits
+from cpsim.runtime.compiled import bare, compiled
+from cpsim.schedule.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
+
+Floats = NDArray[np.float64]
+HOLD_STEP_S: Final = 1e-6
+"""Holds that differ by less are alike."""
+AT_ONCE: Final = 1 << 18
+"""Sequences that are priced together."""
+
+
+def attention_op_seconds(
+    params: AttentionParams,
+    kernel: str,
+    dtype: str,
+    head_dim: int,
+    schedule: Schedule,
+    ops: Ints | None = None,
+    varlen: bool = False,
+) -> Floats:
+    """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
+
+    The kernel takes them; see `check_calls`. With ``varlen`` calls of one sequence are varlen ones, too.
+    """
+    if ops is None:
+        ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
+    head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
+    if params.anatomy.lists_blocks:
+        return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
+    shapes, shape_of = head_shapes(schedule, ops)
+    seconds = np.empty((2, len(ops)))
+    own = None
+    if limits_of(kernel).any_mask:
+        made = gathered_sequences if params.anatomy.gathers_keys else dense_sequences
+        own = made(schedule, ops, head_bytes)
+    for i, shape in enumerate(shapes.tolist()):
+        if own is None:
+            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, varlen)
+        else:
+            num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
+            of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
+        mine = np.flatnonzero(shape_of == i)
+        for clock in range(2):
+            seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]
+    return seconds
+
+
+def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
+    """Query and key-value heads that some ops have, ``[shapes, 2]`` in ascending order, and which of these each has."""
+    both = schedule.heads[ops, 1].astype(np.int64) << 32 | schedule.heads[ops, 3]
+    if len(both) and (both == both[0]).all():
+        return np.array([[both[0] >> 32, both[0] & 0xFFFFFFFF]]), np.zeros(len(ops), np.int64)
+    shapes, of_op = np.unique(both, return_inverse=True)
+    return np.stack([shapes >> 32, shapes & 0xFFFFFFFF], axis=1), of_op
+
+
+def held_op_seconds(
+    params: AttentionParams,
+    head_dim: int,
+    schedule: Schedule,
+    ops: Ints,
+    held: Ints,
+    hold_s: Floats,
+    varlen: bool = False,
+) -> Floats:
+    """Seconds [A] of attention ops [A] at the clock that the power limit leaves, where something holds SMs when they
+    begin.
+
+    Of kernels that take a tile as sequences; without holds the first row of `attention_op_seconds`. Ops that are alike
+    are priced once.
+
+    Args:
+        params: of the kernel and pass.
+        head_dim: of queries, keys and values.
+        schedule: of the ops.
+        ops: which ones.
+        held: SMs that are held, ``[A]``.
+        hold_s: for how long, ``[A]``; rounded to `HOLD_STEP_S`.
+        varlen: calls of one sequence are varlen ones, too.
+    """
+    steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
+    kind, tile_of_kind = _kinds(schedule.tiles)
+    shapes, shape = head_shapes(schedule, ops)
+    columns, looks = (kind[schedule.tile[ops]], shape, held, steps), np.zeros(len(ops), np.int64)
+    for column in columns:  # one number for each look, which sorts faster than rows
+        looks = looks * (column.max(initial=0) + 1) + column
+    _, first, of_look = np.unique(looks, return_index=True, return_inverse=True)
+    call, shape, held, steps = (column[first] for column in columns)
+    heads, kv_heads = shapes[shape].T
+    start, q_len, k_len, causal = _sequences_of(sequences(schedule.tiles), tile_of_kind[call])
+    given = start, q_len, k_len, causal, heads, kv_heads, head_dim, (np.diff(start) > 1) | varlen
+    return calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0][of_look]
+
+
+@lru_cache(maxsize=4)
+def _kinds(tiles: Tiles) -> tuple[Ints, Ints]:
+    """Tiles that look alike, as many do where documents are padded: the kind of each tile, and a tile of each kind."""
+    found = sequences(tiles)
+    kind, first = _alike(found.start, found.q_len, found.k_len, found.flags & CAUSAL)
+    return kind, first
+
+
+@compiled()
+def _alike(start, q_len, k_len, causal):  # type: ignore[no-untyped-def]
+    """Tiles with the same sequences are of one kind, whose first one is remembered; by a hash table."""
+    num = len(start) - 1
+    kind, first, count = np.empty(num, np.int64), np.empty(num, np.int64), 0
+    room = 4 * num + 1
+    table = np.full(room, -1, np.int64)
+    for tile in range(num):
+        code = np.uint64(14695981039346656037)
+        for i in range(start[tile], start[tile + 1]):
+            code = (code ^ np.uint64(q_len[i])) * np.uint64(1099511628211)
+            code = (code ^ np.uint64(k_len[i] * 2 + causal[i])) * np.uint64(1099511628211)
+            code ^= code >> np.uint64(32)
+        at = code % np.uint64(room)
+        while table[at] >= 0 and not _same(start, q_len, k_len, causal, first[table[at]], tile):
+            at = (at + np.uint64(1)) % np.uint64(room)
+        if table[at] < 0:
+            table[at], first[count] = count, tile
+            count += 1
+        kind[tile] = table[at]
+    return kind, first[:count]
+
+
+@bare()
+def _same(start, q_len, k_len, causal, one, other):  # type: ignore[no-untyped-def]
+    num = start[one + 1] - start[one]
+    if start[other + 1] - start[other] != num:
+        return False
+    for i in range(num):
+        a, b = start[one] + i, start[other] + i
+        if q_len[a] != q_len[b] or k_len[a] != k_len[b] or causal[a] != causal[b]:
+            return False
+    return True
+
+
+def _sequences_of(found: Sequences, tiles: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
+    """Sequences of some tiles: offsets, query and key lengths and whether they are causal, as kernels are priced."""
+    first, num = found.start[tiles], np.diff(found.start)[tiles]
+    start = np.concatenate(([0], np.cumsum(num)))
+    which = np.repeat(first - start[:-1], num) + np.arange(start[-1])
+    q_len, k_len = (column[which].astype(np.int64) for column in (found.q_len, found.k_len))
+    return start, q_len, k_len, found.flags[which] & CAUSAL > 0
+
+
+@lru_cache(maxsize=4)
+def _seconds_of_tiles(
+    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, varlen: bool
+) -> tuple[Floats, Floats]:
+    """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
+    (of_tile, tile_of_kind), found = _kinds(tiles), sequences(tiles)
+    before = np.cumsum(np.diff(found.start)[tile_of_kind])
+    edges = np.flatnonzero(np.diff(before // AT_ONCE)) + 1  # so many that they need little memory
+    seconds = []
+    for some in np.split(tile_of_kind, edges):
+        heads, kv_heads = (np.full(len(some), number) for number in (num_heads, num_kv_heads))
+        seconds.append(clocked_seconds(params, *_sequences_of(found, some), heads, kv_heads, head_dim, varlen))
+    slow, fast = (np.concatenate(column) for column in zip(*seconds, strict=True))
+    return slow[of_tile], fast[of_tile]
+
+
+def _listed_seconds(
+    params: AttentionParams, schedule: Schedule, ops: Ints, masks: Mapping[int, Visits], head_dim: int
+) -> Floats:
+    """Seconds of a kernel that lists blocks; calls that are alike are priced once."""
+    which = np.column_stack([schedule.tile[ops], schedule.heads[ops][:, [1, 3]]]).astype(np.int64)
+    alike, of_op = np.unique(which, axis=0, return_inverse=True)
+    visited = [masks[tile] for tile in alike[:, 0].tolist()]
+    seconds, _, slower = listed_calls(params, visited, alike[:, 1], alike[:, 2], head_dim)
+    return np.stack([seconds, seconds / slower])[:, of_op.reshape(-1)]
+
+
+def working_memory(schedule: Schedule, kernel: str, head_dim: int) -> Ints:
+    """Most bytes that a rank's attention calls allocate besides buffers, ``int64[num_ranks]``; 0 of naive attention and
+    of kernels that nobody has measured."""
+    most = np.zeros(schedule.num_ranks, np.int64)
+    for kind, pass_ in ((Kind.ATTENTION, "fwd"), (Kind.ATTENTION_BACKWARD, "bwd")):
+        ops = np.flatnonzero(schedule.kind == kind)
+        if (kernel, pass_) not in ANATOMY or kernel in NAIVE or not len(ops):
+            continue
+        found, tile = sequences(schedule.tiles), schedule.tile[ops]
+        heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]
+        nbytes = working_bytes(kernel, pass_, found.queries()[tile], found.keys()[tile], heads, kv_heads, head_dim)
+        np.maximum.at(most, schedule.lane_rank[schedule.lane_start[ops]], nbytes)
+    return most

@@ -1,0 +1,167 @@
+"""What transfers and collectives of a schedule take alone, and what they put on links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.cluster import Cluster
+from cpsim.masks.slices import Ints
+from cpsim.models.cost_models import GROUPS
+from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
+from cpsim.models.network.links import Flows, Links
+from cpsim.models.network.pressure import Messages
+from cpsim.schedule.schedule import COLLECTIVE_KINDS, Int8, Kind, Schedule, is_one_of
+
+if TYPE_CHECKING:
+    from cpsim.models.profile import Profile
+
+Floats = NDArray[np.float64]
+
+_COLLECTIVE_NAMES: Final = {
+    Kind.ALL_GATHER: "all_gather",
+    Kind.REDUCE_SCATTER: "reduce_scatter",
+    Kind.ALL_TO_ALL: "all_to_all",
+    Kind.ALL_REDUCE: "all_reduce",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Communication:
+    """Prices of communication on a cluster.
+
+    Of a schedule they go into arrays of all its ops: seconds into ``duration``, indices of cost models into ``group``;
+    ``notes`` get what was not measured.
+    """
+
+    cluster: Cluster
+    profile: Profile
+    messages: int = 1
+    """That a transfer is sent as, one after the other."""
+
+    def collective(self, kind: Kind, nbytes: float, num_ranks: int, num_nodes: int) -> tuple[float, float, float, bool]:
+        """Seconds, bytes per rank over NVLink, bytes per rank between nodes, whether the latter decide.
+
+        Between nodes a ring collective crosses every node boundary once with everything, over all NICs of the node;
+        an all-to-all sends every rank's share for other nodes over that rank's part of the NICs.
+        """
+        name, params = _COLLECTIVE_NAMES[kind], self.profile.collective
+        if num_ranks == 1:
+            return 0.0, 0.0, 0.0, False
+        if num_nodes == 1:
+            seconds = float(collective_seconds(params, name, np.array([nbytes]), num_ranks)[0])
+            return seconds, float(wire_bytes(name, nbytes, num_ranks)), 0.0, False
+        fabric = self.cluster.fabric
+        assert fabric is not None
+        per_node = num_ranks // num_nodes
+        nics = fabric.nics_per_node * per_node / self.cluster.gpus_per_node
+        rate_per_rank = nics * fabric.nic_bandwidth_bytes_per_s / fabric.oversubscription / per_node
+        if kind == Kind.ALL_TO_ALL:
+            far, near = nbytes * (num_ranks - per_node) / num_ranks, nbytes * (per_node - 1) / num_ranks
+        else:
+            near = float(wire_bytes(name, nbytes, num_ranks))
+            far = near / per_node
+        inside = 0.0
+        if per_node > 1:
+            same_wire = near / float(wire_bytes(name, 1.0, per_node))
+            inside = float(collective_seconds(params, name, np.array([same_wire]), per_node)[0])
+        if kind == Kind.ALL_TO_ALL and fabric.proxy_bandwidth_bytes_per_s:
+            rate_per_rank = fabric.proxy_bandwidth_bytes_per_s / 2  # it sends as much as it receives
+        between = fabric.latency_s + far / rate_per_rank
+        return max(inside, between), near, far, between >= inside
+
+    def transfers(
+        self,
+        schedule: Schedule,
+        messages: Messages,
+        links: Links,
+        duration: Floats,
+        group: Int8,
+        notes: dict[str, None],
+    ) -> Flows:
+        """Of messages between two ranks, inside nodes and between them."""
+        ops, nbytes = messages.op, messages.nbytes
+        first = schedule.lane_start[ops]
+        source = schedule.lane_rank[first].astype(np.int64)
+        target = schedule.lane_rank[first + 1].astype(np.int64)
+        crosses = links.crosses(source, target)
+        near, far = np.flatnonzero(~crosses), np.flatnonzero(crosses)
+        seconds = transfer_seconds(self.profile.collective, *messages.kinds, self.messages)
+        duration[ops[near]] = seconds[messages.alike[near]]
+        group[ops] = np.where(crosses, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
+        fabric = self.cluster.fabric
+        if fabric is not None and len(far):
+            duration[ops[far]] = fabric.latency_s + nbytes[far] / fabric.flow_bandwidth_bytes_per_s
+        notes.update(dict.fromkeys(self.profile.transfer_notes(nbytes[near])))
+        return links.transfers(ops, source, target, nbytes)
+
+    def collectives(
+        self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
+    ) -> list[Flows]:
+        """Of all collectives, those whose ranks send each other unequal parts included."""
+        even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
+        if not even.any():
+            return []
+        uneven = np.unique(schedule.routes[:, 0]).tolist()
+        largest: dict[int, float] = {}
+        flows = [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
+        for most, size in largest.items():
+            notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
+        even[uneven] = False
+        for kind, nbytes, nodes, ops, ranks in self._alike(schedule, np.flatnonzero(even)):
+            num_ranks = ranks.shape[1] * schedule.copies
+            seconds, near, far, between = self.collective(kind, float(nbytes), num_ranks, nodes)
+            name, size = _COLLECTIVE_NAMES[kind], num_ranks // nodes
+            notes.update(dict.fromkeys(self.profile.collective_notes(name, nbytes, size)))
+            duration[ops] = seconds
+            group[ops] = GROUPS.index("collective between nodes" if between else "collective")
+            if num_ranks > 1:
+                flows.append(links.collectives(ops, ranks, near, far, kind == Kind.ALL_TO_ALL))
+        return flows
+
+    def _alike(self, schedule: Schedule, ops: Ints) -> Iterator[tuple[Kind, int, int, Ints, Ints]]:
+        """Collectives that cost the same: kind, bytes and nodes, the ops and their ranks ``[n, g]``; the first one's
+        kind first."""
+        start, size = schedule.lane_start[ops], np.diff(schedule.lane_start)[ops]
+        rank = schedule.lane_rank[np.repeat(start - np.cumsum(size) + size, size) + np.arange(size.sum())]
+        node = np.repeat(np.arange(len(ops)), size) * self.cluster.num_nodes + self.cluster.node_of(rank)
+        nodes = np.bincount(np.unique(node) // self.cluster.num_nodes, minlength=len(ops))
+        looks = np.stack([schedule.kind[ops], schedule.nbytes[ops], size, nodes])
+        _, first, of_op = np.unique(looks, axis=1, return_index=True, return_inverse=True)
+        for i in np.argsort(first).tolist():
+            mine, (kind, nbytes, width, spanned) = of_op.ravel() == i, looks[:, first[i]].tolist()
+            ranks = schedule.lane_rank[start[mine][:, None] + np.arange(width)].astype(np.int64)
+            yield Kind(kind), nbytes, spanned, ops[mine], ranks
+
+    def _routed(
+        self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, largest: dict[int, float]
+    ) -> Flows:
+        """An uneven all-to-all: as long as an even one whose ranks send what the busiest rank sends or receives inside
+        its node, or as the busiest NIC or uplink takes. ``largest`` gets the size of the one inside nodes, by GPUs."""
+        mine = slice(*np.searchsorted(schedule.routes[:, 0], [op, op + 1]).tolist())
+        source, target = schedule.routes[mine, 1:].T.astype(np.int64)
+        leaves = source != target
+        source, target, nbytes = source[leaves], target[leaves], schedule.route_nbytes[mine][leaves].astype(np.float64)
+        near = ~links.crosses(source, target)
+        flows, seconds = links.routed(op, source, target, nbytes), 0.0
+        if near.any():
+            ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
+            most = int(np.unique(self.cluster.node_of(ranks), return_counts=True)[1].max())
+            wire = max(np.bincount(end[near], nbytes[near]).max() for end in (source, target))
+            size = wire * most / (most - 1)
+            seconds = float(collective_seconds(self.profile.collective, "all_to_all", np.array([size]), most)[0])
+            largest[most] = max(size, largest.get(most, 0.0))
+        fabric = self.cluster.fabric
+        if fabric is not None and not near.all():
+            outside = flows.link >= 2 * self.cluster.num_gpus
+            rate = links.capacity_bytes_per_s()[flows.link[outside]]
+            between = fabric.latency_s + float((flows.nbytes[outside] / rate).max())
+            group[op] = GROUPS.index("collective between nodes" if between >= seconds else "collective")
+            duration[op] = max(seconds, between)
+        else:
+            group[op], duration[op] = GROUPS.index("collective"), seconds
+        return flows

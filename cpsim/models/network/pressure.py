@@ -1,0 +1,94 @@
+"""What every op of a schedule presses on the others of its GPU with, as the interference model names it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.cluster import Cluster
+from cpsim.masks.slices import Ints
+from cpsim.models.network.collective import channels
+from cpsim.schedule.schedule import Int8, Kind, Schedule
+
+Floats = NDArray[np.float64]
+
+LIKE_PRODUCTS: Final = "fa4 fwd"
+"""What products lose beside communication was measured with this kernel: it keeps tensor cores as busy."""
+_PRESSURE_OF: Final = {
+    Kind.GEMM: LIKE_PRODUCTS,
+    Kind.ATTENTION: "attention fwd",
+    Kind.ATTENTION_BACKWARD: "attention bwd",
+    Kind.ALL_GATHER: "all_gather",
+    Kind.REDUCE_SCATTER: "reduce_scatter",
+    Kind.ALL_TO_ALL: "all_to_all",
+    Kind.ALL_REDUCE: "reduce_scatter",
+}
+"""What presses on other ops of a GPU, as the interference model names it; other kinds are memory-bound, and those of
+transfers say how many channels they run on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """All T transfers of a schedule; arrays ``[T]``. Few differ in size and process group: these are the K kinds."""
+
+    op: Ints
+    nbytes: Floats
+    channels: Ints
+    """Thread blocks that each one runs on."""
+    alike: Ints
+    """Which kind each one is of."""
+    kinds: tuple[Floats, Ints, Ints]
+    """Bytes, ranks of the process group and nodes that it spans; ``[K]`` each."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, cluster: Cluster, unbatched: bool, in_batch: int) -> Messages:
+        """Those of a schedule; ``unbatched``: every two ranks have a process group of their own.
+
+        A transfer is sent as ``in_batch`` messages, one after the other.
+        """
+        group, ranks = schedule.process_groups()
+        op = np.flatnonzero(group >= 0)
+        nbytes = schedule.nbytes[op]
+        if unbatched:
+            first = schedule.lane_start[op]
+            source, target = (schedule.lane_rank[first + end].astype(np.int64) for end in (0, 1))
+            within = (cluster.node_of(source) != cluster.node_of(target)).astype(np.int64)
+            sizes = np.array([[2, 2], [1, 2]])
+        else:
+            within = group[op]
+            nodes = [len(np.unique(cluster.node_of(np.array(members)))) for members in ranks]
+            sizes = np.array([[len(members) for members in ranks], nodes], np.int64)
+        code = nbytes * sizes.shape[1] + within
+        codes, alike = np.unique(code, return_inverse=True)
+        size, which = np.divmod(codes, max(1, sizes.shape[1]))
+        kinds = size.astype(np.float64), sizes[0, which], sizes[1, which]
+        blocks = channels(kinds[0] / in_batch, *kinds[1:])
+        return cls(op, nbytes.astype(np.float64), blocks[alike], alike, kinds)
+
+
+def pressures(schedule: Schedule, messages: Messages, paced: NDArray[np.bool_]) -> tuple[Int8, list[str]]:
+    """Pressure class of every op, ``[N]``, and the names of the classes: few, as engines need them.
+
+    All transfers of a lane count as its largest one; those of another lane are another kernel. Ops that are ``paced``
+    by the network between nodes press on nothing.
+    """
+    names: list[str] = []
+    class_of = np.zeros(len(Kind), np.int8)
+    for kind in sorted(set(schedule.kinds()) - {Kind.TRANSFER}):
+        name = _PRESSURE_OF.get(kind, "memory-bound")
+        names += [name] if name not in names else []
+        class_of[kind] = names.index(name)
+    pressure = class_of[schedule.kind]
+    lane = schedule.lane_stream[schedule.lane_start[messages.op]]
+    near = ~paced[messages.op]
+    for one in np.flatnonzero(np.bincount(lane[near])):
+        mine = lane == one
+        pressure[messages.op[mine]] = len(names)
+        names.append(f"transfer {messages.channels[near & mine].max()}")
+    if paced.any():
+        pressure[paced] = len(names)
+        names.append("none")
+    return pressure, names

@@ -1,0 +1,249 @@
+"""Predictions beside measurements: errors, bias, interval coverage, and whether the predicted best is the best.
+
+An error is predicted over measured time, less one: negative where the prediction is too fast. A choice is between
+cases that are the same in everything but strategy, knobs and implementation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from cpsim.case.cluster import presets
+from cpsim.case.files import read_documents
+from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.errors import CpsimError, ProfileError
+from cpsim.prediction.results import Infeasible, Prediction
+from cpsim.prediction.runs import FORMAT, Run, case_key
+
+if TYPE_CHECKING:
+    from cpsim.runtime.processes import Progress
+
+LONG_S: Final = 1e-3
+"""Errors are given apart for cases from here on and below: short ones are launches, long ones kernels and links."""
+
+TIE: Final = 0.01
+"""Measured times no further apart are a tie: two runs of one case differ by as much (docs/validation.md)."""
+
+TIMES: Final = ("time_s", "time_s_low", "time_s_high")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What a line of predictions says of one case; without the planning that it charges, which runs do not time."""
+
+    scenario: Scenario
+    time_s: float = 0.0
+    time_s_low: float = 0.0
+    time_s_high: float = 0.0
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """One case, predicted and measured."""
+
+    predicted: Predicted
+    run: Run
+
+    @property
+    def scenario(self) -> Scenario:
+        """The case."""
+        return self.run.scenario
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured time, less one."""
+        return self.predicted.time_s / self.run.time_s - 1
+
+    @property
+    def is_covered(self) -> bool:
+        """Whether the interval holds the measurement."""
+        return self.predicted.time_s_low <= self.run.time_s <= self.predicted.time_s_high
+
+    @property
+    def is_long(self) -> bool:
+        """Whether the case took ``LONG_S`` or more."""
+        return self.run.time_s >= LONG_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Errors of several pairs."""
+
+    num: int
+    mean_absolute: float
+    bias: float
+    """Mean of the signed errors."""
+    worst: float
+    """The signed error of largest size."""
+    covered: float
+    """Share of the measurements inside their intervals, 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Ways to compute the same thing; the first is the predicted best."""
+
+    pairs: tuple[Pair, ...]
+    """At least two, by predicted time."""
+
+    @property
+    def best(self) -> Pair:
+        """The measured best."""
+        return min(self.pairs, key=lambda pair: pair.run.time_s)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the predicted best is the measured best."""
+        return self.pairs[0] is self.best
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the predicted best is the measured best, or too close to it for a measurement to tell."""
+        return self.regret <= TIE
+
+    @property
+    def regret(self) -> float:
+        """How much longer the predicted best takes than the measured best, as a share; 0 where it is right."""
+        return self.pairs[0].run.time_s / self.best.run.time_s - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything that two files say about each other."""
+
+    pairs: tuple[Pair, ...]
+    """Worst first."""
+    failed: tuple[tuple[Scenario, str], ...] = ()
+    """Cases that could not be run or predicted, and why."""
+    unmatched: tuple[tuple[Scenario, str], ...] = ()
+    """Cases that only one of the files has, and which."""
+
+    def choices(self, implementation: str | None = None) -> list[Choice]:
+        """Choices among all ways, or those of one implementation; largest regret first."""
+        mine = [p for p in self.pairs if implementation in (None, p.scenario.implementation)]
+        groups = grouped(mine, lambda pair: group_key(pair.scenario)).values()
+        ways = (sorted(group, key=lambda pair: pair.predicted.time_s) for group in groups)
+        found = (Choice(pairs=tuple(pairs)) for pairs in ways if len({case_key(p.scenario) for p in pairs}) > 1)
+        return sorted(found, key=lambda choice: -choice.regret)
+
+
+def errors_of(pairs: Sequence[Pair]) -> Errors:
+    """Errors of at least one pair."""
+    errors = [pair.error for pair in pairs]
+    return Errors(
+        num=len(pairs),
+        mean_absolute=sum(map(abs, errors)) / len(errors),
+        bias=sum(errors) / len(errors),
+        worst=max(errors, key=abs),
+        covered=sum(pair.is_covered for pair in pairs) / len(pairs),
+    )
+
+
+def grouped(entries: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, list[T]]:
+    """Entries by key, in order of their first appearance."""
+    groups: dict[Any, list[T]] = defaultdict(list)
+    for entry in entries:
+        groups[key(entry)].append(entry)
+    return dict(groups)
+
+
+def group_key(scenario: Scenario) -> str:
+    """Text that is equal for scenarios that one would choose between: all is equal but how and by whom it is done."""
+    fields = json.loads(case_key(scenario))
+    return json.dumps({k: v for k, v in fields.items() if k not in ("strategy", "knobs", "implementation")})
+
+
+def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison:
+    """Join by case; of several predictions of a case the last counts, of several runs each."""
+    by_key = {case_key(entry.scenario): entry for entry in predictions}
+    pairs, failed, unmatched = [], [], []
+    used = set()
+    for run in runs:
+        found = by_key.get(run.key)
+        used.add(run.key)
+        if run.error is not None:
+            failed.append((run.scenario, f"run: {run.error}"))
+        elif elsewhere := _other_gpu(run):
+            failed.append((run.scenario, elsewhere))
+        elif found is None:
+            unmatched.append((run.scenario, "measured, not predicted"))
+        elif found.error is not None:
+            failed.append((run.scenario, f"prediction: {found.error}"))
+        else:
+            pairs.append(Pair(predicted=found, run=run))
+    unmatched += [(p.scenario, "predicted, not measured") for key, p in by_key.items() if key not in used]
+    pairs.sort(key=lambda pair: -abs(pair.error))
+    return Comparison(pairs=tuple(pairs), failed=tuple(failed), unmatched=tuple(unmatched))
+
+
+def _other_gpu(run: Run) -> str:
+    """Why a run says nothing about the GPU of its cluster; empty where it does."""
+    try:
+        cluster, where = run.scenario.resolve_cluster(), str(run.header.get("gpu", ""))
+    except CpsimError as error:
+        return f"run: {error}"
+    known = {preset.gpu.name for preset in presets().values()}
+    named = {name for name in known if name in where.lower()}
+    mine = cluster.gpu.name
+    if mine == where or (where != "cpu" and (mine in named or not named or mine not in known)):
+        return ""
+    return f"run: measured on {where}, but {cluster.name} has {cluster.gpu.name}"
+
+
+def predict_runs(runs: Sequence[Run], progress: Progress | None = None, jobs: int | None = None) -> list[Predicted]:
+    """Predictions of the cases that were measured, on several processes; on all cores where ``jobs`` is None."""
+    from cpsim.prediction.predict import predict_many
+
+    scenarios = list({run.key: run.scenario for run in runs if run.error is None}.values())
+    results = predict_many(scenarios, jobs, progress)
+    return [_predicted(scenario, result) for scenario, result in zip(scenarios, results, strict=True)]
+
+
+def _predicted(scenario: Scenario, result: Prediction | Infeasible | CpsimError) -> Predicted:
+    if isinstance(result, Prediction):
+        times = {name: getattr(result, name) - result.parts_s.get("planning", 0.0) for name in TIMES}
+        return Predicted(scenario=scenario, **times)
+    return Predicted(scenario=scenario, error=result.reason if isinstance(result, Infeasible) else str(result))
+
+
+def load_predictions(path: Path) -> list[Predicted]:
+    """Reads what ``cpsim predict --out`` wrote; lines that are not about a scenario are left out.
+
+    Raises:
+        ProfileError: one line that names the file, the line and what is wrong with it.
+        ScenarioError: the file cannot be read.
+    """
+    found = []
+    for place, line in read_documents(path):
+        if isinstance(line, CpsimError):
+            raise ProfileError(str(line))
+        if not isinstance(line, dict) or line.get("format") == FORMAT:
+            kind = "a file of real runs" if isinstance(line, dict) else type(line).__name__
+            raise ProfileError(f"{place}: expected predictions, got {kind}; a file of runs begins with its header")
+        if "scenario" in line:
+            found.append(_read(place, line))
+    return found
+
+
+def _read(place: str, line: dict[str, Any]) -> Predicted:
+    try:
+        scenario = scenario_from(line["scenario"])
+    except CpsimError as error:
+        raise ProfileError(f"{place}: scenario: {error}") from None
+    if "error" in line:
+        return Predicted(scenario=scenario, error=str(line["error"]))
+    times = {name: line.get(name) for name in TIMES}
+    wrong = [name for name, value in times.items() if not isinstance(value, int | float) or not value > 0]
+    if wrong:
+        raise ProfileError(f"{place}: {wrong[0]} must be seconds, above 0; is this a file of `cpsim predict --out`?")
+    planning = float(line.get("parts_s", {}).get("planning", 0.0))
+    time_s, low, high = (float(line[name]) - planning for name in TIMES)
+    return Predicted(scenario=scenario, time_s=time_s, time_s_low=low, time_s_high=high)

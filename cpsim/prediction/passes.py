@@ -1,0 +1,235 @@
+"""One pass of a case, simulated: all of it where it is small, and where it is large no more of it than differs.
+
+Two things keep large machines affordable:
+
+* *Folding*, exact: the GPUs of a Ulysses group do the same with other heads, so one of them is planned, priced and
+  simulated, on its share of the node's links (``Cluster.folded``).
+* *Continued rings*, not exact: in a ring of hundreds of places one step follows the other as the last one did, so the
+  time grows with the places along a line. Rings of ``KNOWN_PLACES`` are simulated and the line is continued; how far
+  the longest of them is from the line through the other two is said in a note. Only where every GPU has as much to do
+  in a short ring as in a long one: one document, full or causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.cluster import Cluster
+from cpsim.case.scenario import Scenario
+from cpsim.case.workload import Workload
+from cpsim.errors import OutOfMemoryError
+from cpsim.models.attention.calls import working_memory
+from cpsim.models.cost_models import GROUPS
+from cpsim.models.price import Priced, Pricing
+from cpsim.models.profile import Profile
+from cpsim.prediction.uncertainty import NUM_DRAWS, Draws
+from cpsim.schedule.schedule import Pass, Planning
+from cpsim.sim.draws import makespans
+from cpsim.sim.fast import simulate
+from cpsim.sim.timeline import Timeline
+from cpsim.strategies.others import CPSIM, Implementation, implementation
+from cpsim.strategies.sizes import Sizes
+from cpsim.strategies.steps.layer import plan_scenario
+from cpsim.strategies.usp import ulysses_degree
+
+DRAWN_GPUS: Final = 256
+"""GPUs up to which all are simulated, so that all can be drawn."""
+MOST_PLACES: Final = 512
+"""Places of a ring up to which all its steps are simulated."""
+KNOWN_PLACES: Final = (128, 192, 256)
+"""Places, or somewhat more, of the rings that longer ones continue."""
+RINGS: Final = ("ring", "zigzag_ring", "striped_ring")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A scenario with everything looked up that its passes share."""
+
+    scenario: Scenario
+    workload: Workload
+    cluster: Cluster
+    profile: Profile
+
+    @property
+    def code(self) -> Implementation:
+        return implementation(self.scenario.implementation)
+
+    def pricing(self) -> Pricing:
+        scenario = self.scenario
+        return Pricing.of(
+            self.code, scenario.strategy, self.workload, self.cluster, self.profile, scenario.kernel, scenario.protocol
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassResult:
+    """What a prediction adds up over its passes."""
+
+    time_s: float
+    parts_s: Mapping[str, float]
+    """By cost model, on the critical path."""
+    exposed_s: float
+    sent: NDArray[np.float64]
+    """Bytes that leave every rank, ``[ranks]``; of a continued ring those of the rank that sends most, ``[1]``."""
+    memory_bytes: int
+    notes: tuple[str, ...]
+    planning: Planning
+    draws_s: NDArray[np.float64]
+    """The time with every draw of the cost models' errors, ``[NUM_DRAWS]``."""
+    timeline: Timeline | None
+    """None of a continued ring."""
+
+
+def run_pass(case: Case, pass_: Pass, draws: Draws) -> PassResult:
+    """Plan, price and simulate one pass, once for all draws.
+
+    Raises:
+        InfeasibleError: the strategy cannot run it, or it does not fit into memory (``OutOfMemoryError``).
+        ProfileError: the profile lacks what it needs.
+    """
+    copies = _copies(case)
+    if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
+        return _continued(case, pass_, draws, copies)
+    return _simulated(case, pass_, draws, copies, case.cluster.num_gpus)
+
+
+def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:
+    """What some ranks compute in a pass, each simulated alone: nobody sends, and nobody is waited for.
+
+    One GPU can measure it: see ``cpsim.real.measure.ranks``.
+
+    Args:
+        case: the case.
+        pass_: forward or backward.
+        ranks: which.
+        lead_s: how far the host is ahead of the GPU when a streamed iteration starts [s]; by default the profile's.
+
+    Raises:
+        InfeasibleError: the strategy cannot run it.
+        ProfileError: the profile lacks what it needs.
+    """
+    schedule = plan_scenario(case.scenario, case.workload, case.cluster, pass_, case.code)
+    alone, pricing = [schedule.computation(rank) for rank in ranks], case.pricing()
+    if lead_s is not None:
+        host = case.profile.host
+        pauses = dict(host.pause_s) | {"streamed": host.pause_s["streamed"] + lead_s - host.lead_s}
+        host = replace(host, lead_s=lead_s, pause_s=pauses)
+        pricing = replace(pricing, profile=replace(case.profile, host=host))
+    return [simulate(mine, pricing.price(mine).work) for mine in alone]
+
+
+def _copies(case: Case) -> int:
+    """GPUs that one stands for: a whole Ulysses group of consecutive GPUs of a node, where there are many GPUs."""
+    scenario, cluster, knobs = case.scenario, case.cluster, case.scenario.knobs
+    folds = scenario.strategy in ("usp", "loongtrain") and knobs.get("placement", "head_first") == "head_first"
+    ours = case.code is CPSIM and scenario.part is None
+    if not (folds and ours) or cluster.num_gpus <= DRAWN_GPUS:
+        return 1
+    asked = knobs.get("ulysses")
+    degree = ulysses_degree(str(scenario.strategy), case.workload, cluster, asked, "head_first")
+    return degree if 1 < degree < cluster.num_gpus and cluster.can_fold(degree) else 1
+
+
+def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int) -> PassResult:
+    """A pass of a case whose GPUs stand for ``num_gpus``."""
+    scenario, cluster = case.scenario, case.cluster
+    if copies > 1:
+        knobs = dict(scenario.knobs) | {"ulysses": copies}
+        scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
+    _check_memory(least_memory(case.workload, case.cluster.num_gpus, pass_), cluster, "at least ")
+    schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
+    memory = int((schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)).max())
+    _check_memory(memory, cluster)
+    priced = replace(case.pricing(), cluster=cluster, alike=num_gpus / cluster.num_gpus).price(schedule)
+    timeline = simulate(schedule, priced.work)
+    notes = (f"{copies} GPUs of a node do the same each time: one of them is simulated",) if copies > 1 else ()
+    return PassResult(
+        time_s=timeline.makespan_s,
+        parts_s=priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s),
+        exposed_s=timeline.exposed_communication_s(),
+        sent=schedule.bytes_sent(),
+        memory_bytes=memory,
+        notes=(*notes, *priced.notes),
+        planning=schedule.planning,
+        draws_s=_drawn(timeline, priced, draws),
+        timeline=timeline,
+    )
+
+
+def least_memory(workload: Workload, num_gpus: int, pass_: Pass) -> int:
+    """Bytes that the fullest GPU holds at least, whatever the strategy: known before planning, which may take minutes.
+
+    A GPU's share of queries and results, of keys and values, and in backward of the gradients of all of them.
+    """
+    sizes = Sizes(workload)
+    of_token = 2 * sizes.query(workload.num_heads) + sizes.kv(workload.num_kv_heads)
+    return workload.num_tokens * of_token * (1 if pass_ == "fwd" else 2) // num_gpus
+
+
+def _check_memory(memory: int, cluster: Cluster, bound: str = "") -> None:
+    if memory > cluster.gpu.memory_bytes:
+        raise OutOfMemoryError(
+            f"out of memory: needs {bound}{memory / 1e9:.1f} GB on one GPU, "
+            f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
+        )
+
+
+def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> NDArray[np.float64]:
+    factors = np.ones((len(GROUPS), NUM_DRAWS))
+    for group in np.unique(priced.group).tolist():
+        factors[group] = draws.factor(GROUPS[group])
+    return makespans(timeline, priced.work, priced.group, factors, draws.factor("interference"), draws.factor("host"))
+
+
+def _continues(case: Case, copies: int) -> bool:
+    """Whether a ring's time is known from that of shorter rings with as many tokens on each GPU."""
+    workload, cluster, strategy = case.workload, case.cluster, case.scenario.strategy
+    alike = len(workload.documents) == 1 and workload.mask in ("full", "causal") and not cluster.faults
+    whole = workload.num_tokens % cluster.num_gpus == 0 and cluster.gpus_per_node // copies <= KNOWN_PLACES[0]
+    ring = strategy in RINGS or (strategy == "usp" and copies > 1)
+    return alike and whole and ring and case.code is CPSIM and case.scenario.part is None
+
+
+def _continued(case: Case, pass_: Pass, draws: Draws, copies: int) -> PassResult:
+    """A long ring from shorter ones: every number lies on the line through those of the two longest of them."""
+    cluster, unit = case.cluster, case.cluster.gpus_per_node // copies  # places of a node
+    sizes = [-(-known // unit) * unit * copies for known in KNOWN_PLACES]
+    found = [_simulated(_smaller(case, size), pass_, draws, copies, cluster.num_gpus) for size in sizes]
+
+    def along(shorter: NDArray[np.float64], longer: NDArray[np.float64]) -> NDArray[np.float64]:
+        return longer + (longer - shorter) * ((cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1]))
+
+    def continued(shorter: float, longer: float) -> float:
+        return max(0.0, float(along(np.asarray(shorter), np.asarray(longer))))
+
+    slope = (found[1].time_s - found[0].time_s) / (sizes[1] - sizes[0])
+    expected = found[1].time_s + slope * (sizes[2] - sizes[1])
+    off = abs(found[2].time_s / expected - 1)
+    note = (
+        f"rings of {cluster.num_gpus // copies} places: continued along a line from {sizes[1] // copies} and "
+        f"{sizes[2] // copies} places, not simulated step by step; those are within {max(off, 1e-6):.0e} of the line "
+        f"through {sizes[0] // copies} and {sizes[1] // copies}"
+    )
+    last = found[1:]
+    return PassResult(
+        time_s=continued(last[0].time_s, last[1].time_s),
+        parts_s={name: continued(last[0].parts_s[name], last[1].parts_s[name]) for name in last[0].parts_s},
+        exposed_s=continued(last[0].exposed_s, last[1].exposed_s),
+        sent=np.array([continued(float(last[0].sent.max()), float(last[1].sent.max()))]),
+        memory_bytes=last[1].memory_bytes,
+        notes=(note, *last[1].notes),
+        planning=last[1].planning,
+        draws_s=along(last[0].draws_s, last[1].draws_s),
+        timeline=None,
+    )
+
+
+def _smaller(case: Case, num_gpus: int) -> Case:
+    """The case on fewer GPUs with as many tokens on each."""
+    tokens = case.workload.num_tokens // case.cluster.num_gpus * num_gpus
+    return replace(case, workload=replace(case.workload, documents=(tokens,)), cluster=case.cluster.with_gpus(num_gpus))

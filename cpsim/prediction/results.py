@@ -1,0 +1,178 @@
+"""What a prediction and a recommendation hold: plain values that the command line, reports and notebooks read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.scenario import Scenario
+from cpsim.errors import CpsimError
+from cpsim.sim.timeline import Timeline
+
+Column = NDArray[Any]
+NUMBERS: Final = (
+    "time_s",
+    "time_s_low",
+    "time_s_high",
+    "tflops_per_gpu",
+    "exposed_comm_s",
+    "bytes_sent_per_gpu",
+    "peak_memory_bytes",
+    "planning_s",
+)
+"""What ``prediction_columns`` takes from a prediction; names are a contract."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Answer to one scenario: times of the slowest rank, with a 90 % interval."""
+
+    scenario: Scenario
+    time_s: float
+    """Seconds from the start of the iteration to the end of the slowest rank; forward plus backward for
+    ``fwd_bwd``."""
+    time_s_low: float
+    """5th percentile of the predicted time [s]."""
+    time_s_high: float
+    """95th percentile [s]."""
+    draws_s: tuple[float, ...]
+    """Sampled times [s]; the same draw of every prediction shares the same cost parameters."""
+    tflops_per_gpu: float
+    """Model FLOP (exact mask area) of the mean rank over ``time_s``, in 1e12 FLOP/s."""
+    exposed_comm_s: float
+    """Seconds in which the slowest rank communicates or waits for data while computing nothing."""
+    bytes_sent_per_gpu: float
+    """Bytes that leave the busiest rank."""
+    peak_memory_bytes: int
+    """Bytes on the fullest rank: buffers and what attention kernels allocate beside them; of a training step weights,
+    gradients, optimizer and activations."""
+    planning_s: float
+    """Seconds that planning a batch takes on one core; part of ``time_s`` only as far as nothing hides it."""
+    parts_s: Mapping[str, float]
+    """Seconds of the critical path by cost model, e.g. ``{"attention fwd": .., "transfer": ..}``."""
+    notes: tuple[str, ...]
+    """What the reader must know: extrapolated sizes, published or data-sheet parameters."""
+    timelines: Mapping[str, Timeline]
+    """Simulated timeline of every pass, by ``"fwd"`` and ``"bwd"``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasible:
+    """A scenario that cannot run, and why."""
+
+    scenario: Scenario
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One row of a recommendation."""
+
+    forward: Prediction
+    backward: Prediction
+    total_s: float
+    total_s_low: float
+    total_s_high: float
+    tflops_per_gpu: float
+    exposed_share: float
+    """Exposed communication over total time, 0 to 1."""
+    peak_memory_bytes: int
+    probability_best: float
+    """Share of parameter draws in which this candidate is the fastest, 0 to 1."""
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario of the forward pass: strategy and knobs of the row."""
+        return self.forward.scenario
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """A recommendation: candidates fastest first, then what cannot run."""
+
+    scenario: Scenario
+    candidates: tuple[Candidate, ...]
+    infeasible: tuple[Infeasible, ...]
+    notes: tuple[str, ...]
+
+    def columns(self) -> dict[str, Column]:
+        """The candidates as columns that ``pandas.DataFrame`` takes, fastest first, in SI units."""
+        scenarios = [candidate.scenario for candidate in self.candidates]
+        numbers = (
+            "total_s",
+            "total_s_low",
+            "total_s_high",
+            "tflops_per_gpu",
+            "exposed_share",
+            "peak_memory_bytes",
+            "probability_best",
+        )
+        return {
+            "strategy": np.array([str(scenario.strategy) for scenario in scenarios], dtype=str),
+            "knobs": np.array([knobs_json(scenario) for scenario in scenarios], dtype=str),
+            "forward_s": np.array([candidate.forward.time_s for candidate in self.candidates]),
+            "backward_s": np.array([candidate.backward.time_s for candidate in self.candidates]),
+            **{name: np.array([getattr(candidate, name) for candidate in self.candidates]) for name in numbers},
+        }
+
+
+def knobs_json(scenario: Scenario) -> str:
+    """The strategy's settings as JSON, so that a column of them can be compared and read back."""
+    return json.dumps(dict(scenario.knobs), sort_keys=True)
+
+
+def prediction_columns(
+    asked: Sequence[Scenario | CpsimError], results: Sequence[Prediction | Infeasible | CpsimError]
+) -> dict[str, Column]:
+    """Cases and their answers as columns of equal length; see ``cpsim.sweep``."""
+    rows = [_case(scenario) for scenario in asked]
+    case = {name: np.array([row[name] for row in rows]) for name in NO_CASE}
+    numbers = {
+        name: np.array([getattr(result, name, np.nan) for result in results], dtype=np.float64) for name in NUMBERS
+    }
+    return case | numbers | {"error": np.array([_error(result) for result in results], dtype=str)}
+
+
+NO_CASE: Final[Mapping[str, str | int]] = {
+    "strategy": "",
+    "knobs": "",
+    "implementation": "",
+    "kernel": "",
+    "gpus": 0,
+    "cluster": "",
+    "tokens": 0,
+    "mask": "",
+    "heads": 0,
+    "kv_heads": 0,
+    "head_dim": 0,
+    "dtype": "",
+    "pass": "",
+}
+"""Columns of a case, with what stands there where it cannot be read."""
+
+
+def _case(scenario: Scenario | CpsimError) -> Mapping[str, str | int]:
+    if isinstance(scenario, CpsimError):
+        return NO_CASE
+    fields = scenario.to_dict() | {
+        "strategy": scenario.strategy or "",
+        "knobs": knobs_json(scenario),
+        "tokens": scenario.num_tokens,
+        "mask": scenario.mask if isinstance(scenario.mask, str) else json.dumps(dict(scenario.mask)),
+    }
+    return {name: fields[name] for name in NO_CASE}
+
+
+def _error(result: Prediction | Infeasible | CpsimError) -> str:
+    match result:
+        case Prediction():
+            return ""
+        case Infeasible():
+            return result.reason
+        case error:
+            return str(error)

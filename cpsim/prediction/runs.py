@@ -1,0 +1,226 @@
+"""The run file: measured times of real runs, JSON Lines; `cpsim.real.run` writes it and `cpsim validate` reads it.
+
+A header line with the provenance (format "cpsim-runs") says where the lines after it come from; files may be joined
+one after another. Every other line is one case: `scenario`, then the keys of a prediction with measured values
+(`time_s`, `tflops_per_gpu`, `peak_memory_bytes`), `samples_s`, `rank_time_s` and `passes` with the raw samples of each
+pass; or `error` with the reason. Only this module knows the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, TextIO
+
+from cpsim.case.files import read_documents
+from cpsim.case.scenario import Scenario, scenario_of
+from cpsim.errors import CpsimError, ProfileError
+
+SCHEMA = 1
+FORMAT = "cpsim-runs"
+_HEADER_KEYS = ("gpu", "num_gpus", "torch", "date", "commit", "command")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRun:
+    """One pass of one case, measured."""
+
+    samples_s: tuple[float, ...]
+    """The slowest rank's time of every iteration [s], in run order."""
+    rank_time_s: tuple[float, ...]
+    """Median of every rank [s]."""
+    warmup_s: tuple[float, ...] = ()
+    """The slowest rank's time of every iteration before those that count [s]."""
+    peak_memory_bytes: int = 0
+    """Most bytes allocated on one rank at a time, buffers included; 0 on a CPU."""
+    clock: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    """SM clock [Hz], temperature [degrees Celsius] and power [W] of every rank, right after the last iteration."""
+    after_gap_s: tuple[float, ...] = ()
+    """Iterations of older runs that do not count; see validation/recut.py."""
+    attention_s: tuple[float, ...] = ()
+    """Every rank's attention kernels alone, one after another, median [s]; where the executor knows them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One case that was run, or could not be."""
+
+    scenario: Scenario
+    passes: Mapping[str, PassRun] = field(default_factory=dict)
+    """By ``"fwd"`` and ``"bwd"``; both where the scenario asks for both, none where there is an error."""
+    error: str | None = None
+    header: Mapping[str, Any] = field(default_factory=dict)
+    """Provenance of the launch: gpu, num_gpus, driver, cuda, nccl, torch, kernels, date, commit, command, ..."""
+
+    @property
+    def samples_s(self) -> tuple[float, ...]:
+        """Time of every iteration [s], the sum of its passes; as many as the shortest pass has."""
+        each = (run.samples_s for run in self.passes.values())
+        return tuple(map(sum, zip(*each, strict=False)))
+
+    @property
+    def time_s(self) -> float:
+        """Median time of an iteration [s], the slowest rank's; the sum of the medians of its passes."""
+        return sum(median(run.samples_s) for run in self.passes.values())
+
+    @property
+    def rank_time_s(self) -> tuple[float, ...]:
+        """Median of every rank [s], summed over the passes."""
+        each = (run.rank_time_s for run in self.passes.values())
+        return tuple(map(sum, zip(*each, strict=True)))
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """Most bytes allocated on one rank at a time; passes run one after another, each with its own buffers."""
+        return max((run.peak_memory_bytes for run in self.passes.values()), default=0)
+
+    @property
+    def key(self) -> str:
+        """What a prediction of the same case has in common with it; see ``case_key``."""
+        return case_key(self.scenario)
+
+    def to_dict(self) -> dict[str, Any]:
+        """One line of the file."""
+        asked = {"scenario": self.scenario.to_dict()}
+        if self.error is not None:
+            return asked | {"error": self.error}
+        total, flops = self.time_s, self.scenario.flops(self.scenario.workload())
+        return asked | {
+            "time_s": round(total, 9),
+            "tflops_per_gpu": round(flops / self.scenario.gpus / total / 1e12, 3),
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "samples_s": _rounded(self.samples_s),
+            "rank_time_s": _rounded(self.rank_time_s),
+            "passes": {name: _pass_record(run) for name, run in self.passes.items()},
+        }
+
+
+def case_key(scenario: Scenario) -> str:
+    """Text that is equal for two scenarios that describe the same run.
+
+    Total and local tokens are the same thing said twice, a profile changes predictions only, and of a cluster file the
+    name counts, not the folder.
+    """
+    fields = scenario.to_dict() | {"tokens": scenario.num_tokens, "cluster": Path(scenario.cluster).name}
+    return json.dumps({k: v for k, v in fields.items() if k not in ("tokens_per_gpu", "profile")}, sort_keys=True)
+
+
+class Writer:
+    """Writes a run file line by line, each flushed, so that an interrupted run loses nothing."""
+
+    def __init__(self, file: TextIO, header: Mapping[str, Any]) -> None:
+        self._file = file
+        self._write({"schema": SCHEMA, "format": FORMAT, **header})
+
+    def add(self, run: Run) -> None:
+        """Appends one case."""
+        self._write(run.to_dict())
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        self._file.flush()
+
+
+def holds_runs(path: Path) -> bool:
+    """Whether a file is one of runs, by its first line; False where it cannot be read."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return f'"{FORMAT}"' in file.readline()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def runs_in(folder: Path | None) -> list[Run]:
+    """Runs that could be measured, of all run files of a folder; none of no folder.
+
+    Raises:
+        ProfileError: it is no folder, or a run file is broken.
+    """
+    if folder is None:
+        return []
+    if not folder.is_dir():
+        raise ProfileError(f"runs: {folder}: expected a folder of run files")
+    files = [path for path in sorted(folder.glob("*.jsonl")) if holds_runs(path)]
+    return [run for path in files for run in load_runs(path) if run.error is None]
+
+
+def load_runs(path: str | Path) -> list[Run]:
+    """Reads and checks a run file, or several one after another; cluster files are looked up beside it.
+
+    Raises:
+        ProfileError: one line that names the file, the line and what is wrong with it.
+        ScenarioError: the file cannot be read.
+    """
+    header: Mapping[str, Any] | None = None
+    runs: list[Run] = []
+    for place, line in read_documents(Path(path)):
+        if isinstance(line, CpsimError):
+            raise ProfileError(f"{line}; is the file cut off?")
+        if not isinstance(line, dict):
+            raise ProfileError(f"{place}: expected a JSON object, got {type(line).__name__}")
+        if "format" in line:
+            header = _header(place, line)
+        elif header is None:
+            raise ProfileError(f"{place}: expected a header with format '{FORMAT}'; is this a file of real runs?")
+        else:
+            runs.append(_run(place, line, header, Path(path).parent))
+    if header is None:
+        raise ProfileError(f"{path}: empty file; expected a header line and runs, as `cpsim run` writes them")
+    return runs
+
+
+def _header(place: str, line: dict[str, Any]) -> dict[str, Any]:
+    if line["format"] != FORMAT:
+        raise ProfileError(f"{place}: expected format '{FORMAT}', got {line['format']!r}; is this a file of real runs?")
+    if line.get("schema") != SCHEMA:
+        raise ProfileError(f"{place}: schema {line.get('schema')!r}, this version reads {SCHEMA}; update cpsim")
+    missing = [key for key in _HEADER_KEYS if key not in line]
+    if missing:
+        raise ProfileError(f"{place}: header lacks {', '.join(missing)}")
+    return {key: value for key, value in line.items() if key not in ("format", "schema")}
+
+
+def _run(place: str, line: dict[str, Any], header: Mapping[str, Any], folder: Path) -> Run:
+    if not isinstance(line.get("scenario"), dict):
+        raise ProfileError(f"{place}: run without 'scenario'")
+    scenario = scenario_of(f"{place}: scenario", line["scenario"], folder)
+    if isinstance(scenario, CpsimError):
+        raise ProfileError(str(scenario))
+    if "error" in line:
+        return Run(scenario=scenario, error=str(line["error"]), header=header)
+    passes = line.get("passes")
+    if not isinstance(passes, dict) or tuple(passes) != scenario.passes:
+        raise ProfileError(f"{place}: expected passes {', '.join(scenario.passes)}, or an error")
+    return Run(
+        scenario=scenario,
+        passes={name: _pass_run(f"{place}: {name}", entry, scenario.gpus) for name, entry in passes.items()},
+        header=header,
+    )
+
+
+def _pass_run(place: str, entry: Any, num_ranks: int) -> PassRun:
+    try:
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in entry.items()}
+        run = PassRun(**fields)
+    except (TypeError, AttributeError):
+        names = ", ".join(PassRun.__dataclass_fields__)
+        raise ProfileError(f"{place}: expected {names}; is the file from another version?") from None
+    for name in ("samples_s", "rank_time_s", "warmup_s"):
+        values = getattr(run, name)
+        if not isinstance(values, tuple) or not all(isinstance(v, int | float) and 0 < v < 3600 for v in values):
+            raise ProfileError(f"{place}: {name} must be a list of seconds, above 0")
+    if not run.samples_s or len(run.rank_time_s) != num_ranks:
+        raise ProfileError(f"{place}: expected samples and one rank_time_s for each of {num_ranks} ranks")
+    return run
+
+
+def _pass_record(run: PassRun) -> dict[str, Any]:
+    seconds = {name: _rounded(getattr(run, name)) for name in ("samples_s", "rank_time_s", "warmup_s", "attention_s")}
+    return asdict(run) | seconds
+
+
+def _rounded(seconds: Sequence[float]) -> list[float]:
+    return [round(s, 9) for s in seconds]

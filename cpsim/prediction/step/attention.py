@@ -1,0 +1,163 @@
+"""Core attention of one layer, by microbatch: kernels on the ranks that have their tokens, and context parallelism.
+
+Two ways lead to its time. A strategy of context parallelism is planned, priced and simulated like a scenario of its own
+on the ranks of one group. Planners that place tasks themselves (a query shard with the prefix of its document that it
+sees) ask for the kernels' time alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.cluster import Cluster
+from cpsim.case.model import Model
+from cpsim.case.workload import Workload
+from cpsim.models.attention.kernels import clocked_seconds
+from cpsim.models.price import Pricing
+from cpsim.prediction.step.costs import Parts
+from cpsim.prediction.step.memory import Tensors
+from cpsim.sim.fast import simulate
+from cpsim.strategies import plan
+from cpsim.strategies.others import Implementation
+
+if TYPE_CHECKING:
+    from cpsim.models.profile import Profile
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+PASSES = ("fwd", "bwd")
+CAUSAL = ("causal", "causal_document")
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """One microbatch."""
+
+    parts: tuple[Parts, Parts]
+    """Seconds by cost model, forward and backward; of the slowest rank."""
+    exchange: int
+    """Bytes that are allocated beyond inputs, output and their gradients."""
+    sent: float
+    """Bytes that the busiest rank sends in both passes."""
+    area: int
+    """Unmasked pairs of one head."""
+    kept: int = 0
+    """Bytes that stay until the backward pass beyond queries, keys, values and output."""
+    notes: tuple[str, ...] = ()
+
+
+def task_seconds(
+    profile: Profile, kernel: str, model: Model, tp: int, start: Ints, q_len: Ints, kv_len: Ints
+) -> Floats:
+    """Seconds of N varlen calls, each of some tasks: query shards that see whole prefixes, causally.
+
+    Args:
+        profile: whose kernels.
+        kernel: attention kernel.
+        model, tp: heads of both kinds are divided by `tp`.
+        start: first task of every call, ``[N + 1]``.
+        q_len: query tokens of every task, ``[M]``.
+        kv_len: keys of every task, the queries' own positions being the last, ``[M]``.
+
+    Returns:
+        ``[2, N]``: forward, backward, at the clock that an endless run keeps.
+    """
+    count, causal = len(start) - 1, np.ones(len(q_len), bool)
+    heads, kv_heads = (np.full(count, number // tp) for number in (model.heads, model.kv_heads))
+    return np.stack(
+        [
+            clocked_seconds(
+                profile.attention_params(kernel, pass_), start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
+            )[0]
+            for pass_ in PASSES
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """How attention of one layer runs; remembers microbatches that it has seen."""
+
+    model: Model
+    tp: int
+    cluster: Cluster
+    """The context-parallel group: one GPU of every tensor-parallel group, with its share of the network."""
+    profile: Profile
+    strategy: str
+    knobs: Mapping[str, Any]
+    code: Implementation
+    kernel: str
+    mask: str
+    mask_options: Any
+    slowest: Mapping[str, float]
+    """By pass: time of the slowest GPU of the step over that of the mean one, where a kernel runs alone."""
+    _known: dict[tuple[int, ...], Attended] = field(default_factory=dict)
+
+    def of(self, microbatches: Sequence[tuple[int, ...]]) -> list[Attended]:
+        """Attention of microbatches, each given by its document lengths [tokens].
+
+        Raises:
+            InfeasibleError: the strategy cannot run one of them.
+        """
+        new = [documents for documents in dict.fromkeys(microbatches) if documents not in self._known]
+        if self.cluster.num_gpus == 1 and self.mask in CAUSAL:
+            self._known.update(zip(new, self._alone(new), strict=True))
+        else:
+            self._known.update((documents, self._simulated(documents)) for documents in new)
+        return [self._known[documents] for documents in microbatches]
+
+    def workload(self, documents: tuple[int, ...]) -> Workload:
+        """Attention of one microbatch on the group."""
+        return Workload(
+            documents=documents,
+            mask=self.mask,
+            mask_options=self.mask_options,
+            num_heads=self.model.heads // self.tp,
+            num_kv_heads=self.model.kv_heads // self.tp,
+            head_dim=self.model.head_dim,
+            dtype="bf16",
+        )
+
+    def _alone(self, microbatches: Sequence[tuple[int, ...]]) -> list[Attended]:
+        """One varlen call each, all priced at once."""
+        if not microbatches:
+            return []
+        seen = [(sum(m),) if self.mask == "causal" else m for m in microbatches]
+        start = np.concatenate([[0], np.cumsum([len(m) for m in seen])])
+        lens = np.fromiter(chain(*seen), np.int64)
+        seconds = task_seconds(self.profile, self.kernel, self.model, self.tp, start, lens, lens)
+        area = np.add.reduceat(lens * (lens + 1) // 2, start[:-1])
+        heads = np.array([[self.model.heads // self.tp, self.model.kv_heads // self.tp]])
+        notes = tuple(n for p in PASSES for n in self.profile.attention_notes(self.kernel, p, lens, lens, heads))
+        return [
+            Attended(
+                tuple({f"attention {p}": s * self.slowest[p]} for p, s in zip(PASSES, both, strict=True)),  # type: ignore[arg-type]
+                0,
+                0.0,
+                int(pairs),
+                notes=notes,
+            )
+            for both, pairs in zip(seconds.T.tolist(), area, strict=True)
+        ]
+
+    def _simulated(self, documents: tuple[int, ...]) -> Attended:
+        """The strategy's schedule on the ranks of the group."""
+        workload, parts, exchange, sent, notes = self.workload(documents), [], 0, 0.0, dict[str, None]()
+        pricing = Pricing.of(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
+        tensors = Tensors(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
+        own = tensors.qkv + tensors.out + tensors.lse
+        for pass_, given in zip(PASSES, (own, own + tensors.qkv + tensors.out), strict=True):
+            schedule = plan(self.strategy, workload, self.cluster, pass_, self.knobs, self.code)  # type: ignore[arg-type]
+            priced = pricing.price(schedule)
+            timeline = simulate(schedule, priced.work)
+            parts.append(priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s))
+            exchange = max(exchange, int(schedule.memory().max()) - given)
+            sent += float(schedule.bytes_sent().max())
+            notes.update(dict.fromkeys(priced.notes))
+        return Attended((parts[0], parts[1]), exchange, sent, workload.area(), notes=tuple(notes))

@@ -1,0 +1,107 @@
+"""Seconds of a layer's ops from a profile, by cost model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from cpsim.errors import ProfileError
+from cpsim.models.cost_models import GROUPS
+from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.gemm import gemm_seconds
+from cpsim.models.network.collective import collective_seconds
+from cpsim.models.network.pressure import LIKE_PRODUCTS
+from cpsim.models.spread import expected_maximum
+from cpsim.prediction.step.layer import Collective, Gemm, Op, Sweep
+
+if TYPE_CHECKING:
+    from cpsim.models.profile import LayerCosts, Profile
+
+Parts = Mapping[str, float]
+"""Seconds by cost model: a key of PARTS."""
+PARTS: Final = GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Prices of ops on one GPU of many."""
+
+    profile: Profile
+    tp: int
+    num_gpus: int
+    """Of the step: sooner or later all wait for the slowest."""
+    _known: dict[Op, Parts] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> LayerCosts:
+        """What was measured of layers.
+
+        Raises:
+            ProfileError: nothing was.
+        """
+        if self.profile.layers is None:
+            raise ProfileError(
+                f"profile {self.profile.name} lacks products and memory-bound ops of layers; "
+                "measure them with cpsim.real.measure.layers"
+            )
+        return self.profile.layers
+
+    def seconds(self, ops: Iterable[Op]) -> Parts:
+        """Seconds of ops that run one after another; communication counts where it is not hidden."""
+        total: Counter[str] = Counter()
+        for op in ops:
+            if op not in self._known:
+                self._known[op] = self._price(op)
+            total.update(self._known[op])
+        return total
+
+    def notes(self, ops: Iterable[Op]) -> tuple[str, ...]:
+        """What about these ops lies outside of the measured range."""
+        found: dict[str, None] = {}
+        most = self.profile.valid.get("matrix products", (0.0, 0.0))[1]
+        for op in ops:
+            talk = op.beside if isinstance(op, Gemm) else op
+            if isinstance(op, Gemm) and op.flops > most:
+                found[f"matrix products of {op.flops / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}"] = None
+            if isinstance(talk, Collective):
+                found.update(dict.fromkeys(self.profile.collective_notes(talk.kind, talk.nbytes, self.tp)))
+        return tuple(found)
+
+    def slowest(self, spread: float) -> float:
+        """Time of the slowest GPU over that of the mean one, where GPUs differ by `spread`."""
+        return 1.0 + spread * expected_maximum(self.num_gpus)
+
+    def _price(self, op: Op) -> Parts:
+        match op:
+            case Gemm():
+                return self._product(op)
+            case Sweep():
+                seconds = float(elementwise_seconds(self.layers.ops, op.kind, op.nbytes))
+                return {"elementwise of layers": seconds}
+            case Collective():
+                return {"collective": self._collective(op)}
+
+    def _collective(self, op: Collective) -> float:
+        return float(collective_seconds(self.profile.collective, op.kind, op.nbytes, self.tp))
+
+    def _product(self, op: Gemm) -> Parts:
+        """A product, slowed by what runs beside it, and what of that outlasts it."""
+        alone = float(gemm_seconds(self.layers.gemm, op.m, op.n, op.k))
+        alone *= self.slowest(self.profile.sigma["run to run"])
+        if op.beside is None:
+            return {"matrix products": alone}
+        hidden, kind = self._collective(op.beside), op.beside.kind
+        ours = self.profile.interference.computation.get(LIKE_PRODUCTS, {}).get(kind, 1.0)
+        theirs = self.profile.interference.communication.get(LIKE_PRODUCTS, {}).get(kind, 1.0)
+        together = min(alone * ours, hidden * theirs)
+        rest = max(alone - together / ours, 0.0), max(hidden - together / theirs, 0.0)
+        return {"matrix products": alone, "interference": together + rest[0] - alone, "collective": rest[1]}
+
+
+def stacked(parts: Iterable[Parts]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+    """Rows of seconds in the order of PARTS, ``[N, len(PARTS)]``."""
+    return np.array([[row.get(name, 0.0) for name in PARTS] for row in parts]).reshape(-1, len(PARTS))

@@ -1,0 +1,126 @@
+"""Attention whose tasks a planner has placed: keys that a context-parallel group gathers, and servers for all ranks.
+
+Tasks come as plain arrays, one entry each: the rank that computes it, its query tokens, and the keys that it sees, the
+prefix of its document up to its last query.
+
+Reference: WLB-LLM (OSDI 2025), section 4 (per-document context parallelism); DistCA (arXiv 2510.18121), section 4.1 and
+figure 7 (ping-pong execution), hao-ai-lab/DistCA, ping_pong/transformer_block.py (its ticks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.model import Model
+from cpsim.prediction.step.attention import PASSES, Attended, task_seconds
+from cpsim.prediction.step.costs import PARTS, Costs, stacked
+from cpsim.prediction.step.layer import BF16, Op, Ops
+
+if TYPE_CHECKING:
+    from cpsim.models.profile import Profile
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """Tasks of one microbatch, or nano-batch, on a group of ranks."""
+
+    num_ranks: int
+    rank: Ints
+    """That computes each task, ``[N]``, ascending."""
+    q_len: Ints
+    """Query tokens, ``[N]``."""
+    kv_len: Ints
+    """Keys that the last query sees, ``[N]``."""
+
+    def area(self) -> int:
+        """Unmasked pairs of one head."""
+        return int((self.q_len * self.kv_len - self.q_len * (self.q_len - 1) // 2).sum())
+
+    def seconds(self, profile: Profile, kernel: str, model: Model, tp: int) -> Floats:
+        """One varlen call on every rank, forward and backward, ``[2, num_ranks]``."""
+        start = np.searchsorted(self.rank, np.arange(self.num_ranks + 1))
+        return task_seconds(profile, kernel, model, tp, start, self.q_len, self.kv_len)
+
+
+def gathered(
+    placed: Placed,
+    profile: Profile,
+    kernel: str,
+    model: Model,
+    tp: int,
+    exchange: tuple[str, Floats],
+    slowest: Mapping[str, float],
+) -> Attended:
+    """Attention of a group that gathers keys and values first, and sums their gradients and scatters them afterwards,
+    nothing beside it. Gathered keys and values are kept for the backward pass.
+
+    Args:
+        placed: tasks on the ranks of the group.
+        profile, kernel: that compute them.
+        model, tp: heads of both kinds are divided by `tp`.
+        exchange: cost model and seconds ``[2]`` of gathering, and of scattering, keys and values.
+        slowest: by pass, time of the slowest GPU over that of the mean one.
+    """
+    where, talks = exchange
+    seconds = placed.seconds(profile, kernel, model, tp).max(axis=1)
+    forward, backward = (
+        {f"attention {pass_}": float(attends) * slowest[pass_], where: float(talk)}
+        for pass_, attends, talk in zip(PASSES, seconds, talks, strict=True)
+    )
+    tokens = int(placed.q_len.sum())
+    kv = 2 * BF16 * tokens * model.kv_heads // tp * model.head_dim
+    sent = 2.0 * kv * (placed.num_ranks - 1) / placed.num_ranks
+    return Attended(parts=(forward, backward), exchange=kv, kept=kv, sent=sent, area=placed.area())
+
+
+def ping_pong(
+    ops: Ops, costs: Costs, recompute: str, attends: Floats, exchanges: Floats, where: str
+) -> tuple[Floats, Floats]:
+    """Seconds of a layer of two nano-batches whose attention is served, forward and backward, by cost model.
+
+    Computation of one nano-batch runs beside communication of the other, and both wait for each other after it.
+    Forward: layer 0 ‖ out 1, layer 1 ‖ qkv 0, attention 0 ‖ qkv 1, attention 1 ‖ out 0. Backward: attention 1 ‖
+    bundle 0, attention 0 ‖ grads 1, layer 1 ‖ grads 0, layer 0 ‖ bundle 1.
+
+    Args:
+        ops: of one nano-batch on one server.
+        costs: of ops.
+        recompute: of `ops`, before the backward pass.
+        attends: seconds of attention of the busiest server, ``[2, 2]``: forward and backward, nano-batch.
+        exchanges: seconds, ``[2, 4]``, of every nano-batch: qkv (Q, K and V to servers), out (O and log-sum-exp home),
+            and backward bundle (dO, O, log-sum-exp, Q, K and V to servers) and grads (dQ, dK and dV home).
+        where: cost model of exchanges.
+
+    Returns:
+        ``[len(PARTS)]`` each.
+    """
+    layer = [_parts(costs, ops.forward()), _parts(costs, ops.again(recompute) + ops.backward())]
+    attention = [
+        [stacked([{f"attention {pass_}": float(s)}])[0] for s in of_pass]
+        for pass_, of_pass in zip(PASSES, attends, strict=True)
+    ]
+    qkv, out, bundle, grads = exchanges.T
+    forward = [(layer[0], out[1]), (layer[0], qkv[0]), (attention[0][0], qkv[1]), (attention[0][1], out[0])]
+    backward = [(attention[1][1], bundle[0]), (attention[1][0], grads[1]), (layer[1], grads[0]), (layer[1], bundle[1])]
+    return _ticks(forward, where), _ticks(backward, where)
+
+
+def _parts(costs: Costs, ops: list[Op]) -> Floats:
+    return np.asarray(stacked([costs.seconds(ops)])[0])
+
+
+def _ticks(ticks: list[tuple[Floats, float]], where: str) -> Floats:
+    """Sum over ticks of computation, and of what communication takes longer."""
+    total = np.zeros(len(PARTS))
+    for computation, communication in ticks:
+        total += computation
+        total[PARTS.index(where)] += max(0.0, communication - float(computation.sum()))
+    return total

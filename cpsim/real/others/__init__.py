@@ -1,0 +1,31 @@
+"""Whose code runs a scenario: one module per implementation, each with `make(scenario, pass_, node) -> Runner`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Final
+
+from cpsim.case.scenario import Scenario
+from cpsim.errors import InfeasibleError
+from cpsim.real.run.node import Node
+from cpsim.real.run.runner import Runner
+from cpsim.schedule.schedule import Pass
+
+MODULES: Final = {"cpsim": "cpsim", "ring-flash-attn": "ring_flash", "yunchang": "yunchang_", "torch": "torch_cp"}
+
+
+def make(scenario: Scenario, pass_: Pass, node: Node) -> Runner:
+    """One pass of a scenario on this rank, in the code that the scenario names.
+
+    Raises:
+        InfeasibleError: that code cannot run the case, or is not installed; says why.
+    """
+    name = scenario.implementation
+    if name not in MODULES:
+        raise InfeasibleError(f"implementation: {name!r} cannot be run; expected one of {', '.join(MODULES)}")
+    try:
+        module = import_module(f"cpsim.real.others.{MODULES[name]}")
+        runner: Runner = module.make(scenario, pass_, node)
+    except ModuleNotFoundError as error:
+        raise InfeasibleError(f"implementation: {name} needs package {error.name}, which is not installed") from None
+    return runner

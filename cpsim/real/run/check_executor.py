@@ -1,0 +1,135 @@
+"""Compares the executor with dense attention on this machine's GPUs, every kernel, strategy, mask and pass.
+
+    torchrun --nproc-per-node 4 -m cpsim.real.run.check_executor --kernels fa2,fa4,cudnn,sdpa_flash,flex
+
+Prints the largest error of every case relative to the largest value, as bf16 leaves it (some 1e-2), and ends with
+status 1 where one is larger than `WORST`. The oracle is plain PyTorch attention in fp32 on one GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+import torch
+
+from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.workload import Workload
+from cpsim.errors import InfeasibleError
+from cpsim.real.others.cpsim import make
+from cpsim.real.run import attention
+from cpsim.real.run.executor import EAGER_RUNS
+from cpsim.real.run.node import Node, end_process
+
+WORST = 3e-2
+CASES = (
+    ("hybrid_cp", {"tokens_per_rank": 700}),
+    ("magi", {"chunk": 128}),
+    ("magi", {"chunk": 128, "stages": 1}),
+    ("none", {}),
+    ("ring", {}),
+    ("zigzag_ring", {"zigzag": "document"}),
+    ("zigzag_ring", {"zigzag": "sequence"}),
+    ("striped_ring", {}),
+    ("ulysses", {}),
+    ("ulysses", {"head_groups": 2}),
+    ("allgather", {"layout": "contiguous"}),
+    ("allgather", {"layout": "zigzag", "heads_per_gather": 1}),
+    ("allgather", {"layout": "document_zigzag"}),
+    ("usp", {"ulysses": 2}),
+    ("usp", {"ulysses": 2, "ring": "basic", "placement": "context_first"}),
+    ("loongtrain", {"ulysses": 1, "inner_ring": 2}),
+    ("loongtrain", {"ulysses": 2}),
+    ("dcp", {"block": 256}),
+    ("dcp", {"block": 256, "variant": "paper", "solver": "greedy"}),
+)
+DOCUMENTS = (700, 36, 1312)
+MASKS: Mapping[str, Mapping[str, int]] = {
+    "causal": {},
+    "full": {},
+    "causal_document": {},
+    "full_document": {},
+    "lambda": {"sink": 40, "window": 300},
+    "causal_blockwise": {},
+    "shared_question": {},
+}
+
+
+def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random q, kv and dout, and out (log-sum-exp last), dq and dkv of them, as `Executor.load` takes them."""
+    torch.manual_seed(0)
+    tokens, heads, kv_heads, dim = workload.num_tokens, workload.num_heads, workload.num_kv_heads, workload.head_dim
+
+    def random(count: int, width: int) -> torch.Tensor:
+        return torch.randn(tokens, count, width, device=device).bfloat16().float()
+
+    q, kv, dout = random(heads, dim), random(kv_heads, 2 * dim), random(heads, dim)
+    k, v = kv[..., :dim].contiguous(), kv[..., dim:].contiguous()
+    call = attention.prepare_mask(workload.slices(), tokens, tokens, device=device)
+    out, lse = attention.forward("math", q, k, v, call)
+    dq, dk, dv = attention.backward("math", dout, q, k, v, out, lse, call)
+    return {
+        "q": q,
+        "kv": kv,
+        "dout": dout,
+        "out": torch.cat([out, lse.T[..., None]], 2),
+        "o": out,
+        "dq": dq,
+        "dkv": torch.cat([dk, dv], 2),
+    }
+
+
+def error(scenario: Scenario, pass_: str, node: Node, given: dict[str, torch.Tensor]) -> float:
+    """Largest difference of this rank's results from dense attention, relative to the largest value."""
+    executor = make(scenario, pass_, node).executor  # type: ignore[arg-type]
+    executor.load(given)
+    worst = 0.0
+    for _ in range(EAGER_RUNS + 2):  # the last ones replay the CUDA graph
+        executor.launch()
+        node.synchronize()
+        for tensor, tokens, heads, values in executor.results():
+            wanted = given[tensor][torch.from_numpy(tokens).to(node.device)][:, heads]
+            worst = max(worst, float((values.float() - wanted).abs().max() / wanted.abs().max()))
+    return worst
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kernels", default="fa2,fa4,cudnn,sdpa_flash,flex")
+    parser.add_argument("--masks", default=",".join(MASKS))
+    parser.add_argument("--strategies", default=",".join(dict.fromkeys(name for name, _ in CASES)))
+    parser.add_argument("--cpu", action="store_true")
+    args = parser.parse_args()
+    failed = 0
+    node = Node(cpu=args.cpu)  # its groups end with the process: captured programs still hold them
+    for mask in args.masks.split(","):
+        base = {
+            "gpus": node.size,
+            "cluster": "h200-4" if node.size <= 4 else "dgx-h200",
+            "tokens": 2048,
+            "mask": {"name": mask, **MASKS[mask]},
+            "heads": 16,
+            "kv_heads": 4,
+            "head_dim": 128,
+            "dtype": "bf16",
+            "pass": "fwd",
+        }
+        base |= {"documents": list(DOCUMENTS)} if mask.endswith("document") else {}
+        given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)
+        for kernel in args.kernels.split(","):
+            for strategy, knobs in (case for case in CASES if case[0] in args.strategies.split(",")):
+                scenario = scenario_from(base | {"strategy": strategy, "knobs": knobs, "kernel": kernel})
+                for pass_ in ("fwd", "bwd"):
+                    try:
+                        worst = max(node.gather(error(scenario, pass_, node, given)))
+                    except InfeasibleError:
+                        continue
+                    failed += not worst <= WORST
+                    if node.rank == 0:
+                        flag = "" if worst <= WORST else "  <-- too large"
+                        print(f"{kernel:10s} {strategy} {knobs} {mask} {pass_}: {worst:.1e}{flag}", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    end_process(main())

@@ -1,0 +1,212 @@
+"""Runs one rank's part of a schedule: one torch call an op, in list order, on the streams that the schedule says.
+
+It takes no decision of its own: the schedule says what is computed, sent and merged, in which order, on which stream
+and after what. Blocks become views of one piece of memory, laid out once (`cpsim.real.run.storage`), ops become calls
+on these views (`cpsim.real.run.lowering`), and the calls run on their streams (`cpsim.real.run.program`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpsim.case.workload import Workload
+from cpsim.real.run import layer_calls
+from cpsim.real.run.lowering import Lowering
+from cpsim.real.run.node import Node
+from cpsim.real.run.program import Program, computations
+from cpsim.real.run.storage import PLANES, Ints, Layout, Memory, Part, Walk, lay_out
+from cpsim.schedule.schedule import Schedule
+from cpsim.schedule.transformer import WEIGHTS
+
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+EAGER_RUNS: Final = 3
+"""Runs before the CUDA graph is captured."""
+
+
+class Executor:
+    """A schedule on this rank, ready to be launched any number of times.
+
+    Args:
+        schedule: of any strategy and pass.
+        workload: that it was planned for.
+        node: this rank; all ranks make their executors of one schedule together.
+        kernel: one of `cpsim.real.run.attention.KERNELS`.
+        traced: name every op for the profiler.
+        laid_out: memory of the schedule, where one process makes that of all ranks; see `storage.lay_out`.
+
+    Raises:
+        InfeasibleError: a collective's parts differ in size.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        workload: Workload,
+        node: Node,
+        kernel: str,
+        *,
+        traced: bool = False,
+        laid_out: tuple[Memory, Walk] | None = None,
+    ) -> None:
+        self.places, walk = laid_out or lay_out(schedule, workload)
+        workload = workload.by_group(schedule.head_groups)
+        self.schedule, self.workload, self.node, self.kernel = schedule, workload, node, kernel
+        dtype = DTYPES[workload.dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        memory = torch.zeros(int(self.places.nbytes[node.rank]), dtype=torch.uint8, device=node.device)
+        self.narrow = memory.view(dtype).view(-1, workload.head_dim)
+        self.wide = memory.view(wide).view(-1, workload.head_dim)
+        self.lse: dict[int, Tensor] = {}
+        """Log-sum-exp [H, T] of every buffer that holds ``out``."""
+        calls = Lowering(self, walk).calls()
+        self.program = Program(node, computations(calls) if node.alone else calls, traced)
+        if node.cuda:
+            self.program.rehearse()
+            node.synchronize()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._eager_left = EAGER_RUNS if node.cuda and not traced else -1
+
+    def launch(self) -> None:
+        """One run of the schedule; the current stream waits for all of it.
+
+        On GPUs the first runs are launched op by op. Then the program is captured into a CUDA graph, so that a run
+        is one launch.
+        """
+        if self._graph is not None:
+            self._graph.replay()
+            return
+        if self._eager_left == 0:
+            self._graph = self._capture()
+            self._graph.replay()
+            return
+        self._eager_left -= 1
+        self.program.run()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        self.node.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # other threads, such as NCCL's watchdog, may go on using CUDA
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.program.run()
+        return graph
+
+    def load(self, given: Mapping[str, Tensor]) -> None:
+        """Fills the inputs.
+
+        Args:
+            given: by tensor (q, kv, dout, out), ``[tokens, heads, width]`` with all tokens and heads; kv has keys
+                and values side by side, out its log-sum-exp last.
+        """
+        s, dim = self.schedule, self.workload.head_dim
+        for buffer, block in s.inputs.tolist():
+            if s.buffer_rank[buffer] != self.node.rank:
+                continue
+            tensor, rows, head, count = self.places.block(block)
+            tokens = torch.from_numpy(s.tokens(rows))
+            held = _by_group(given[tensor], s.head_groups)[tokens][:, head : head + count]
+            for i, plane in enumerate(PLANES[tensor]):
+                (part,) = self.places.inputs[buffer].parts(plane)
+                self.view(part).copy_(held[..., i * dim : (i + 1) * dim])
+            if tensor == "out":
+                self.lse[buffer].copy_(held[..., dim].T)
+
+    def fill(self, seed: int) -> None:
+        """Fills the inputs with random values of the sizes that real ones have; log-sum-exps fit the mask.
+
+        Where nothing arrives from others, all memory is filled: on zeros tensor cores draw little power, and the clock
+        stays up.
+        """
+        random = torch.Generator(self.node.device).manual_seed(seed)
+        # scores of normal queries and keys are normal, too: the mean of exp(score) is exp(1 / 2)
+        expected = torch.from_numpy(np.log(np.maximum(_visible(self.workload), 1)) + 0.5)
+        if self.node.alone:
+            self.narrow.normal_(generator=random)
+            for lse in self.lse.values():
+                lse.fill_(float(expected.mean()))
+        for buffer, block in self.schedule.inputs.tolist():
+            if self.schedule.buffer_rank[buffer] != self.node.rank:
+                continue
+            tensor, rows, *_ = self.places.block(block)
+            for plane in PLANES[tensor]:
+                for part in self.places.inputs[buffer].parts(plane):
+                    view = self.view(part)
+                    view.copy_(torch.randn(view.shape, generator=random, device=view.device, dtype=view.dtype))
+                    if tensor in WEIGHTS and len(view) > 1:  # results are as large as what they come from
+                        view.mul_(view[0].numel() ** -0.5)
+            if tensor == "out":
+                self.lse[buffer].copy_(expected[self.schedule.tokens(rows)])
+
+    def results(self) -> Iterator[tuple[str, Ints, slice, Tensor]]:
+        """Every output block: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`."""
+        s, num_tokens = self.schedule, self.workload.num_tokens // self.workload.head_groups
+        for buffer, block in s.outputs.tolist():
+            if s.buffer_rank[buffer] != self.node.rank:
+                continue
+            tensor, rows, head, count = self.places.block(block)
+            planes = [self.view(p) for plane in PLANES[tensor] for p in self.places.layouts[buffer].parts(plane)]
+            if tensor == "out":
+                planes.append(self.lse[buffer].T[..., None].to(planes[0].dtype))
+            values = torch.cat(planes, dim=2)
+            if s.head_groups == 1:
+                yield tensor, s.tokens(rows), slice(head, head + count), values
+                continue
+            group, token = np.divmod(s.tokens(rows), num_tokens)
+            of_group = self.workload.num_kv_heads if tensor.endswith("kv") else self.workload.num_heads
+            shared = self.workload.groups_per_kv if tensor.endswith("kv") else 1
+            for g in np.unique(group).tolist():
+                at = head + g // shared * of_group
+                yield tensor, token[group == g], slice(at, at + count), values[torch.from_numpy(group == g)]
+
+    def view(self, part: Part, rows: slice | None = None, heads: tuple[int, int] | None = None) -> Tensor:
+        """[T, H, D] of a part, or of some of its rows and (first head, heads)."""
+        first, count = heads or (part.head, part.num_heads)
+        start, stop = (0, len(part.tokens)) if rows is None else (rows.start, rows.stop)
+        memory, dim = self.wide if part.wide else self.narrow, self.workload.head_dim
+        at = part.at + start * part.stride + first - part.head
+        return memory.as_strided((stop - start, count, dim), (part.stride * dim, dim, 1), at * dim)
+
+    def matrix(self, layout: Layout, tokens: Ints) -> Tensor:
+        """[T, heads * D] of consecutive tokens of a buffer whose rows are whole, all its planes side by side."""
+        (chunk,) = layout.chunks
+        part = chunk.parts[0]
+        first = int(np.flatnonzero(part.tokens == tokens[0])[0])
+        assert np.array_equal(part.tokens[first : first + len(tokens)], tokens)
+        return self.flat(chunk.at + first * part.stride, len(tokens) * part.stride, part.wide).view(len(tokens), -1)
+
+    def angles(self, tokens: Ints) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the rotary positions of some tokens in their documents."""
+        ends = np.cumsum(self.workload.documents)
+        starts = ends - np.array(self.workload.documents)
+        positions = tokens - starts[np.searchsorted(ends, tokens, side="right")]
+        there = torch.from_numpy(positions).to(self.node.device, self.wide.dtype)
+        return layer_calls.angles(there, self.workload.head_dim)
+
+    def flat(self, at: int, num_heads: int, wide: bool) -> Tensor:
+        """A contiguous piece of memory, as communication sees it."""
+        return (self.wide if wide else self.narrow)[at : at + num_heads].view(-1)
+
+
+def _by_group(values: Tensor, head_groups: int) -> Tensor:
+    """Rows ``[tokens, heads, width]`` of one group of heads after the other, as ``Workload.by_group`` counts tokens;
+    fewer key-value heads than groups are repeated."""
+    values = values.repeat_interleave(max(1, head_groups // values.shape[1]), dim=1)
+    tokens, heads, width = values.shape
+    apart = values.view(tokens, head_groups, heads // head_groups, width)
+    return apart.transpose(0, 1).reshape(head_groups * tokens, heads // head_groups, width)
+
+
+def _visible(workload: Workload) -> Ints:
+    """Keys that every query sees, ``int64[tokens]``."""
+    mask, seen = workload.slices(), np.zeros(workload.num_tokens, np.int64)
+    for q0, q1, k0, k1, low, high in zip(
+        mask.q_start, mask.q_end, mask.k_start, mask.k_end, mask.low, mask.high, strict=True
+    ):
+        query = np.arange(q0, q1)
+        first, last = np.maximum(k0, query + low), np.minimum(k1 - 1, query + high)
+        seen[q0:q1] += np.maximum(last - first + 1, 0)
+    return seen

@@ -1,0 +1,133 @@
+"""Times the iterations of a runner on all ranks together; every number is agreed, so that ranks decide alike.
+
+Protocols, as scenarios name them:
+
+    synced     all GPUs are idle and all hosts start at one moment, so the launches of the hosts count
+    streamed   the same, then every GPU is kept waiting for `LEAD_S` and meets the others on the device: the hosts
+               launch ahead, as they do in a training step
+
+Inputs are not in the L2 cache when an iteration starts, as for kernels that are measured alone. The time of an
+iteration is that from a CUDA event on the current stream right before the launch until one right
+after it (on a CPU: wall clock), of the slowest rank.
+
+Warm-up: as in a training job the clock has come down to what the power limit allows, which takes tens of
+milliseconds of load. So at least `WARMUP` iterations and `SOAK_S` of them, then as many again until the median of the
+last ones is within `STABLE` of that of the ones before, or until they have taken `WARMUP_S`; the first iteration of
+all, which compiles, does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, Final, Protocol, TypeVar
+
+import torch
+
+from cpsim.prediction.runs import PassRun
+from cpsim.real.run.node import Node
+from cpsim.real.run.runner import KnowsAttention, Runner
+from cpsim.real.run.timing import Clock, hold
+
+LEAD_S: Final = 1e-3
+"""What a profile's `host.lead_s` describes."""
+WARMUP: Final = 5
+SOAK_S: Final = 0.25
+WARMUP_S: Final = 0.8
+STABLE: Final = 0.03
+MAX_SOAK: Final = 300
+"""Iterations after which short passes, which do not heat a GPU, are warm."""
+MIN_ITERATIONS, MAX_ITERATIONS = 5, 50
+
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """Does a step on every rank and returns all ranks' results, by rank; where one fails, all raise."""
+
+    def __call__(self, step: Callable[[], T]) -> list[T]: ...
+
+
+def time_pass(
+    runner: Runner, node: Node, together: Together, protocol: str, seconds: float, lead_s: float = LEAD_S
+) -> PassRun:
+    """Warms a runner up and measures it.
+
+    Args:
+        runner: ready to be launched.
+        node: this rank.
+        together: exchanges results and failures of the ranks.
+        protocol: `synced` or `streamed`.
+        seconds: measured iterations to aim for, at least 5 and at most 50 of them.
+        lead_s: how long GPUs wait for the hosts before a streamed iteration [s].
+    """
+
+    def batch(num: int) -> list[tuple[float, ...]]:
+        """Seconds of `num` iterations: one tuple of all ranks' times for each."""
+        ranks = together(lambda: [iteration(runner, node, protocol, lead_s) for _ in range(num)])
+        return list(zip(*ranks, strict=True))
+
+    if node.cuda:  # at first ops are launched one by one; what a captured program allocates is not counted again
+        torch.cuda.reset_peak_memory_stats(node.device)
+    gc.collect()  # now: in a gap before the measured iterations the clock would recover
+    warmup = [max(times) for times in batch(WARMUP)]
+    soak = SOAK_S if node.cuda else 0.0
+    while not _is_warm(warmup, soak):
+        left = (soak - sum(warmup[1:])) / median(warmup[1:])
+        warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
+    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
+    gc.disable()  # a collection amid the launches would count as theirs
+    try:
+        samples = batch(num)
+    finally:
+        gc.enable()
+    ends = together(lambda: (_peak_memory(node), Clock(node.local).read() if node.cuda else {}))
+    attention = together(runner.attention_s) if isinstance(runner, KnowsAttention) else []
+    return PassRun(
+        samples_s=tuple(map(max, samples)),
+        rank_time_s=tuple(median(times) for times in zip(*samples, strict=True)),
+        warmup_s=tuple(warmup),
+        peak_memory_bytes=max(peak for peak, _ in ends),
+        clock={name: [clock[name] for _, clock in ends] for name in ends[0][1]},
+        attention_s=tuple(attention),
+    )
+
+
+def keep_waiting(node: Node, lead_s: float = LEAD_S) -> None:
+    """Every GPU waits for so long, and for the others, while hosts launch what follows."""
+    hold(lead_s, node.device)
+    node.barrier()
+
+
+def iteration(runner: Runner, node: Node, protocol: str, lead_s: float = LEAD_S) -> float:
+    """Seconds of one iteration on this rank."""
+    runner.prepare()
+    node.evict()
+    node.meet()
+    if not node.cuda:
+        start = time.perf_counter()
+        runner.launch()
+        return time.perf_counter() - start
+    if protocol == "streamed":
+        keep_waiting(node, lead_s)
+    events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    runner.launch()
+    events[1].record()
+    node.synchronize()
+    return float(events[0].elapsed_time(events[1])) / 1e3
+
+
+def _is_warm(seconds: list[float], soak: float) -> bool:
+    if sum(seconds[1:]) > WARMUP_S:
+        return True
+    if sum(seconds[1:]) < soak and len(seconds) < MAX_SOAK:
+        return False
+    before, last = median(seconds[-2 * WARMUP : -WARMUP] or [float("inf")]), median(seconds[-WARMUP:])
+    return abs(last / before - 1) < STABLE
+
+
+def _peak_memory(node: Node) -> int:
+    return int(torch.cuda.max_memory_allocated(node.device)) - node.own_memory_bytes if node.cuda else 0

@@ -1,0 +1,227 @@
+"""Local search over placements: parts are nodes, or the GPUs of a node; bytes are counted exactly after every move.
+
+A *unit* is a head group of a token block, as queries or as keys. A part that computes on a unit of another part takes
+its bytes in and may give some back; what both searches minimize is the sum of squares of what every part receives and
+sends, so that traffic is little and even, plus a price on computation beyond a cap.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cpsim.runtime.compiled import compiled
+
+OUTSIDE = -1
+"""Part of a block whose home is no part: another node, where the parts are the GPUs of one."""
+
+
+@compiled()
+def cost_of(received, sent, load, cap, price):  # type: ignore[no-untyped-def]
+    """What is minimized: squares of bytes, and ``price`` times the squares of loads beyond ``cap``."""
+    cost = 0.0
+    for p in range(len(load)):
+        over = max(0.0, load[p] - cap)
+        cost += received[p] * received[p] + sent[p] * sent[p] + price * over * over
+    return cost
+
+
+@compiled()
+def _count(unit, part, sign, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
+    """A part that is not its home begins (+1) or ends (-1) to compute on a unit."""
+    received[part] += sign * bytes_in[unit]
+    sent[part] += sign * bytes_out[unit]
+    if home[unit] != OUTSIDE:
+        sent[home[unit]] += sign * bytes_in[unit]
+        received[home[unit]] += sign * bytes_out[unit]
+
+
+@compiled()
+def tally(worker, sides, home, bytes_in, bytes_out, area, num_parts):  # type: ignore[no-untyped-def]
+    """Users of every unit ``[units, parts]``, and received, sent and load of every part, of a placement."""
+    users = np.zeros((len(home), num_parts), np.int64)
+    received, sent, load = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts)
+    for c in range(len(worker)):
+        load[worker[c]] += area[c]
+        for side in range(2):
+            unit = sides[side, c]
+            if users[unit, worker[c]] == 0 and worker[c] != home[unit]:
+                _count(unit, worker[c], 1, home, bytes_in, bytes_out, received, sent)
+            users[unit, worker[c]] += 1
+    return users, received, sent, load
+
+
+@compiled()
+def _shift(units, count, was, to, users, home, bytes_in, bytes_out, received, sent):  # type: ignore[no-untyped-def]
+    """What parts receive and send once ``count`` users of every unit have gone from one part to another."""
+    for unit in units:
+        if users[unit, was] == count[unit] and was != home[unit]:
+            _count(unit, was, -1, home, bytes_in, bytes_out, received, sent)
+        if users[unit, to] == 0 and to != home[unit]:
+            _count(unit, to, 1, home, bytes_in, bytes_out, received, sent)
+
+
+@compiled()
+def _gather(members, part, worker, sides, chosen, units, count):  # type: ignore[no-untyped-def]
+    """The computation blocks of a bundle that a part has, and their units with how many of them use each."""
+    size = num_units = 0
+    for c in members:
+        if worker[c] == part:
+            chosen[size] = c
+            size += 1
+            for unit in sides[:, c]:
+                if count[unit] == 0:
+                    units[num_units] = unit
+                    num_units += 1
+                count[unit] += 1
+    return chosen[:size], units[:num_units]
+
+
+@compiled()
+def _frees(units, count, part, users, home):  # type: ignore[no-untyped-def]
+    """Whether a part would need some unit of another part no longer."""
+    freed = 0
+    for unit in units:
+        freed += home[unit] != part and users[unit, part] == count[unit]
+    return freed > 0
+
+
+@compiled()
+def _best_part(units, count, part, weight, state, home, bytes_in, bytes_out, cap, price):  # type: ignore[no-untyped-def]
+    """Where some computation of a part costs least, which may be that part."""
+    users, received, sent, load = state
+    best, least = part, cost_of(received, sent, load, cap, price) * (1 - 1e-9)
+    new_received, new_sent = received.copy(), sent.copy()
+    for to in range(len(load)):
+        if to == part:
+            continue
+        new_received[:], new_sent[:] = received, sent
+        _shift(units, count, part, to, users, home, bytes_in, bytes_out, new_received, new_sent)
+        load[part] -= weight
+        load[to] += weight
+        cost = cost_of(new_received, new_sent, load, cap, price)
+        load[part] += weight
+        load[to] -= weight
+        if cost < least:
+            best, least = to, cost
+    return best
+
+
+@compiled()
+def move_bundles(start, members, worker, state, sides, home, bytes_in, bytes_out, area, cap, price, sweeps):  # type: ignore[no-untyped-def]
+    """Move what a part has of a bundle of computation blocks to where it costs least, bundle by bundle.
+
+    Args:
+        start, members: bundles as CSR, over computation blocks.
+        worker: part of every computation block; changed.
+        state: what ``tally`` counts; changed.
+        sides: units of the queries and of the keys of every computation block, ``[2, C]``.
+        home: part of every unit, or OUTSIDE.
+        bytes_in, bytes_out: of every unit.
+        area: load of every computation block.
+        cap, price: see ``cost_of``.
+        sweeps: over all bundles, at most; fewer once nothing moves.
+    """
+    users, received, sent, load = state
+    most = np.max(np.diff(start))
+    chosen_room, units_room = np.empty(most, np.int64), np.empty(2 * most, np.int64)
+    count = np.zeros(len(home), np.int64)
+    for _ in range(sweeps):
+        moved = False
+        for bundle in range(len(start) - 1):
+            for part in range(len(load)):
+                within = members[start[bundle] : start[bundle + 1]]
+                chosen, units = _gather(within, part, worker, sides, chosen_room, units_room, count)
+                if len(chosen) and (load[part] > cap or _frees(units, count, part, users, home)):
+                    weight = area[chosen].sum()
+                    to = _best_part(units, count, part, weight, state, home, bytes_in, bytes_out, cap, price)
+                    if to != part:
+                        _shift(units, count, part, to, users, home, bytes_in, bytes_out, received, sent)
+                        users[units, part] -= count[units]
+                        users[units, to] += count[units]
+                        load[part] -= weight
+                        load[to] += weight
+                        worker[chosen] = to
+                        moved = True
+                count[units] = 0
+        if not moved:
+            break
+
+
+@compiled()
+def _change_home(x, to, home, users, row_start, key, nbytes, area, received, sent, load):  # type: ignore[no-untyped-def]
+    """A token block and the computation of its queries go to another part."""
+    was = home[x]
+    load[was] -= area[x]
+    load[to] += area[x]
+    for j in key[row_start[x] : row_start[x + 1]]:
+        for part, sign in ((was, -1), (to, 1)):
+            if (users[j, part] == 1 if sign < 0 else users[j, part] == 0) and part != home[j]:
+                received[part] += sign * nbytes[j]
+                if home[j] != OUTSIDE:
+                    sent[home[j]] += sign * nbytes[j]
+            users[j, part] += sign
+    for part in range(len(load)):
+        if users[x, part] > 0:
+            for at, sign in ((was, -1), (to, 1)):
+                if part != at:
+                    received[part] += sign * nbytes[x]
+                    sent[at] += sign * nbytes[x]
+    home[x] = to
+
+
+@compiled()
+def swap_homes(home, slot, held, most, tokens, row_start, key, nbytes, area, cap, price, pairs, luck):  # type: ignore[no-untyped-def]
+    """Swap token blocks of two parts, with the computation of their queries, by simulated annealing.
+
+    Args:
+        home: part of every token block, or OUTSIDE; changed.
+        slot: rank of every token block, which goes with the place; changed.
+        held, most: tokens of every rank, changed; they stay between the fewest of the beginning and ``most`` more.
+        tokens: of every block.
+        row_start, key: token blocks whose keys the queries of a block see, as CSR.
+        nbytes: of the keys and values of every block.
+        area: computation of the queries of every block.
+        cap, price: see ``cost_of``.
+        pairs: token blocks to try, one pair after the other, ``[tries, 2]``, of those with a home.
+        luck: uniform numbers in (0, 1] that say which losses are accepted, ``[tries]``.
+    """
+    fewest = held.min()
+    num_parts = home.max() + 1
+    users = np.zeros((len(home), num_parts), np.int64)
+    received, sent, load = np.zeros(num_parts), np.zeros(num_parts), np.zeros(num_parts)
+    for x in range(len(home)):
+        if home[x] == OUTSIDE:
+            continue
+        load[home[x]] += area[x]
+        for j in key[row_start[x] : row_start[x + 1]]:
+            users[j, home[x]] += 1
+    for j in range(len(home)):
+        for part in range(num_parts):
+            if users[j, part] > 0 and part != home[j]:
+                received[part] += nbytes[j]
+                if home[j] != OUTSIDE:
+                    sent[home[j]] += nbytes[j]
+    counts = (home, users, row_start, key, nbytes, area, received, sent, load)
+    cost = cost_of(received, sent, load, cap, price)
+    best, best_home, best_slot, best_held = cost, home.copy(), slot.copy(), held.copy()
+    for trial in range(len(pairs)):
+        x, y = pairs[trial]
+        a, b, more = home[x], home[y], tokens[x] - tokens[y]
+        at_x, at_y = held[slot[x]] - more, held[slot[y]] + more
+        if a == b or min(at_x, at_y) < fewest or max(at_x, at_y) > fewest + most:
+            continue
+        _change_home(x, b, *counts)
+        _change_home(y, a, *counts)
+        found = cost_of(received, sent, load, cap, price)
+        heat = best * 10.0 ** (-2 - 3 * trial / len(pairs))
+        if found - cost <= -heat * np.log(luck[trial]):
+            cost = found
+            held[slot[x]], held[slot[y]] = at_x, at_y
+            slot[x], slot[y] = slot[y], slot[x]
+            if cost < best:
+                best = cost
+                best_home[:], best_slot[:], best_held[:] = home, slot, held
+        else:
+            _change_home(y, b, *counts)
+            _change_home(x, a, *counts)
+    home[:], slot[:], held[:] = best_home, best_slot, best_held

@@ -1,0 +1,127 @@
+"""LongCA-bench and MagiAttention's benchmark, which is its later state: the same authors and, mostly, the same code.
+
+Read: NJUDeepEngine/LongCA-bench at 22683e3 and SandAI-org/MagiAttention at 2c64135, exps/dist_attn/baselines. Their
+rings descend from Transformer Engine's. Kernels are wrapped in gathers that drop padding and scatters that put it back,
+with masks that have none, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from cpsim.schedule.schedule import Kind
+from cpsim.strategies.others.facts import (
+    DENSE,
+    DOCUMENTS,
+    EAGER,
+    EAGER_SWEEPS,
+    STRIDED,
+    HalvesCode,
+    HeldRingCode,
+    Implementation,
+    ProjectionCode,
+    Support,
+    Sweep,
+    UlyssesCode,
+    WrapperCode,
+)
+
+# Expanded gathers and scatters, as slow as permutes. From PyTorch 2.8 on gathers are as fast as copies (measured by
+# cpsim.real.measure.host --sweeps); NGC 25.02, which MagiAttention's examples name, has 2.7, its benchmark's image is
+# newer.
+_GATHER_Q: Final = Sweep("q", 2, 0, kind=STRIDED)
+_GATHER_K: Final = Sweep("k", 2, 0, kind=STRIDED)
+_SCATTER_Q: Final = (Sweep("q", 1, 0), Sweep("q", 2, 0, kind=STRIDED))  # zeros, scatter_
+_SCATTER_K: Final = (Sweep("k", 1, 0), Sweep("k", 2, 0, kind=STRIDED))
+_LSE: Final = Sweep("lse", 0, 2)
+_WRAPPER: Final = WrapperCode(  # _fa3_varlen_forward and _fa3_varlen_backward
+    before={
+        "fwd": (_GATHER_Q, _GATHER_K, _GATHER_K),
+        "bwd": (_GATHER_Q, _GATHER_K, _GATHER_K, _GATHER_Q, _GATHER_Q, _LSE),
+    },
+    after={"fwd": (*_SCATTER_Q, Sweep("lse", 0, 1), _LSE), "bwd": (*_SCATTER_Q, *_SCATTER_K, *_SCATTER_K)},
+)
+_HALF_Q, _HALF_KV = Sweep("q", 2, 0), Sweep("kv", 2, 0)  # thd_read_half_tensor
+_JOIN: Final = Sweep("kv", 2, 0)
+_OUT: Final = Sweep("q", 3, 0, kind=Kind.MERGE)  # thd_out_correction
+_RING: Final = HeldRingCode(  # FA3RingAttnFunc
+    wrapper=_WRAPPER,
+    enter={"fwd": (_JOIN,), "bwd": (Sweep("lse", 0, 2, "tails"), _JOIN)},
+    tails={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q, _HALF_Q)},
+    key_heads={"fwd": (_HALF_KV,), "bwd": (_HALF_KV,)},
+    first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2)),  # zeros, clone
+    sum_lse=(Sweep("lse", 0, 3),) * 6,  # flash_attn_fwd_softmax_lse_correction, fp32
+    first_out=_OUT,
+    sum_out=_OUT,
+    first_dq=Sweep("q", 2, 0),
+    sum_dq=Sweep("q", 3, 0, kind=Kind.ACCUMULATE),
+    join_dkv=(_JOIN,),
+    first_dkv=(_JOIN,),
+    sum_dkv=(Sweep("kv", 3, 0, kind=Kind.ACCUMULATE),),
+    turns=True,
+)
+_FP64_RING: Final = replace(
+    _RING,
+    first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2), Sweep("lse", 0, 3)),
+    sum_lse=(Sweep("lse", 0, 6),) * 6,
+    in_loop=True,
+)
+_ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the output's only after it
+    there={"fwd": 2, "bwd": 1},
+    back={"fwd": 1, "bwd": 2},
+    wrapper=_WRAPPER,
+    alone=True,
+)
+_ALLGATHER: Final = HalvesCode(  # FA3RingAGAttnFunc
+    wrapper=_WRAPPER,
+    enter={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q)},
+    order=_GATHER_K,
+    leave=Sweep("q", 2, 0),  # thd_grad_correction, copying
+    zero=Sweep("k", 1, 0),
+    sum=Sweep("k", 3, 0, kind=Kind.ACCUMULATE),
+)
+_MASKS: Final = DENSE + DOCUMENTS
+_SUPPORT: Final = {
+    "ulysses": Support(masks=_MASKS, knobs={"head_groups": (1,)}),
+    "zigzag_ring": Support(masks=_MASKS, knobs={"zigzag": ("document",)}),
+    "allgather": Support(masks=_MASKS, knobs={"layout": ("document_zigzag",)}),
+    "usp": Support(masks=_MASKS, knobs={"ring": ("zigzag",), "zigzag": ("document",)}),
+    "loongtrain": Support(masks=_MASKS, knobs={"zigzag": ("document",)}),
+}
+_LAUNCHES: Final = EAGER | {
+    "barrier": ("autograd {pass}",),
+    "attention": ("flash_attn_varlen fwd",),
+    "attention_backward": ("flash_attn_varlen bwd",),
+    "transfer": ("unbatched_transfer_pair",),
+    "all_to_all": ("sync_all_to_all",),
+    "all_gather": ("async_all_gather",),
+    "reduce_scatter": ("sync_reduce_scatter",),
+}
+_SWEEPS: Final = EAGER_SWEEPS | {"merge": ("merge",)}
+
+LONGCA_BENCH: Final = Implementation(
+    name="longca-bench",
+    source="NJUDeepEngine/LongCA-bench at 22683e3",
+    strategies=_SUPPORT,
+    kernels=("fa3",),
+    ring=_FP64_RING,
+    double_ring=replace(_FP64_RING, turns=False),
+    ulysses=_ULYSSES,
+    allgather=_ALLGATHER,
+    projections=ProjectionCode(width=1024, inputs=True),
+    launches=_LAUNCHES,
+    sweeps=_SWEEPS,
+    predicted_only=True,
+    pads=True,  # shard.py, get_cu_seqlens_padded
+    unbatched=True,
+)
+MAGI_ATTENTION: Final = replace(
+    LONGCA_BENCH,
+    name="magi-attention",
+    source="SandAI-org/MagiAttention at 2c64135, with the baselines of its benchmark",
+    strategies=_SUPPORT | {"hybrid_cp": Support(masks=_MASKS), "magi": Support(masks=_MASKS)},
+    ring=_RING,
+    double_ring=replace(_RING, turns=False),
+    projections=ProjectionCode(width=1024, inputs=False),
+)

@@ -1,0 +1,71 @@
+"""PyTorch's context parallel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from cpsim.strategies.others.facts import (
+    ADD,
+    ADD_K,
+    BACK,
+    CAST,
+    DENSE,
+    EAGER,
+    EAGER_MERGE,
+    EAGER_SWEEPS,
+    STRIDED,
+    Implementation,
+    RingCode,
+    Support,
+    Sweep,
+)
+
+_ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
+_CONTIGUOUS: Final = (Sweep("k", 2, 0, kind=STRIDED),) * 2
+_JOIN: Final = Sweep("q", 0, 2, "whole", STRIDED)  # _partial_update
+_HALF_K: Final = (ADD_K, Sweep("k", 0, 2, "whole", STRIDED))
+_RING: Final = RingCode(  # _templated_ring_attention and _templated_ring_attention_backward
+    queries_last=True,
+    copies=3,
+    enter={"fwd": _CONTIGUOUS, "bwd": (*_ZEROS, *_CONTIGUOUS)},
+    send=(Sweep("kv", 2, 0),),
+    read=(Sweep("q", 2, 0, kind=STRIDED),),  # _flash_attention_backward wants tokens first, a join leaves heads first
+    read_tails=(Sweep("lse", 0, 2), Sweep("q", 2, 0, kind=STRIDED)),
+    first=(CAST,),
+    merge=EAGER_MERGE,  # _SDPAMerger, step and _merge_one
+    merge_tails=(*EAGER_MERGE, Sweep("lse", 0, 2, "whole"), _JOIN),
+    leave={"fwd": (BACK,), "bwd": (BACK, Sweep("kv", 1, 1))},
+    first_dq=(ADD,),
+    sum_dq_tails=(ADD, _JOIN),
+    idle_dq=(Sweep("q", 0, 3, "whole"),),
+    first_dkv=(ADD_K, ADD_K, *(Sweep("k", 0, 2, kind=STRIDED),) * 2),  # flatten
+    sum_dkv_heads=(*_HALF_K, *_HALF_K),
+    idle_dkv=(*_ZEROS, Sweep("k", 0, 3, "whole"), Sweep("k", 0, 3, "whole")),
+    send_dkv=(Sweep("kv", 0, 2, "whole"),),
+)
+
+TORCH: Final = Implementation(
+    name="torch",
+    source="torch 2.11, torch.distributed.tensor.experimental.context_parallel",
+    strategies={
+        "ring": Support(masks=DENSE, chunks=1),
+        "zigzag_ring": Support(masks=("causal",), chunks=2),
+        "allgather": Support(
+            masks=DENSE, chunks=2, knobs={"layout": ("zigzag", "contiguous")}, balanced=("layout", "zigzag")
+        ),
+    },
+    kernels=("sdpa_flash", "cudnn"),
+    ring=_RING,
+    gathered=replace(_RING, gathers=True),
+    launches=dict.fromkeys(EAGER, ("torch_eager {pass}", "eager"))
+    | {
+        "attention": ("aten_{kernel} fwd",),
+        "attention_backward": ("aten_{kernel} bwd",),
+        "barrier": ("torch begin {pass}", "context_parallel {kernel} {pass}"),
+        "exit": ("torch end {pass}",),
+        "transfer": ("permute_tensor",),
+        "all_gather": ("all_gather_tensor",),
+    },
+    sweeps=EAGER_SWEEPS,
+)

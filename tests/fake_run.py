@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from cpsim.errors import InfeasibleError
-from cpsim.real.run import main
+from cpsim.real.run.__main__ import main
 
 
 class Runner:

@@ -16,7 +16,7 @@ from cpsim.case.cluster import presets  # noqa: E402
 from cpsim.case.scenario import scenario_from  # noqa: E402
 from cpsim.errors import CpsimError  # noqa: E402
 from cpsim.prediction.runs import load_runs  # noqa: E402
-from cpsim.real.run import select  # noqa: E402
+from cpsim.real.run.__main__ import select  # noqa: E402
 from cpsim.real.run.node import emulate_nodes  # noqa: E402
 from cpsim.report.trace import MEASURED  # noqa: E402
 from cpsim.strategies import plan  # noqa: E402

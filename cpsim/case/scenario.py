@@ -13,11 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cpsim.case.cluster import Cluster, load_cluster, presets
 from cpsim.case.documents import draw_documents
-from cpsim.case.files import explain, nearest, read_documents, shown, take_schema
+from cpsim.case.files import explain, read_documents, take_schema
 from cpsim.case.model import MODELS, Model
 from cpsim.case.parallel import Gradients, Parallel, PipelineSchedule, Recompute
 from cpsim.case.workload import Workload
-from cpsim.errors import ScenarioError
+from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.masks.names import MASK_NAMES, Options, read_mask
 
 Strategy = Literal[

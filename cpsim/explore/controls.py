@@ -10,9 +10,8 @@ from typing import Any, Final, get_args
 
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.documents import DISTRIBUTIONS
-from cpsim.case.files import nearest, shown
 from cpsim.case.scenario import Kernel, Scenario, Strategy, scenario_from
-from cpsim.errors import ScenarioError
+from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.masks.names import MASK_NAMES
 from cpsim.report.views import TITLES
 from cpsim.units import number_or_text

@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from cpsim.case.files import nearest, shown
-
 Value = int | float | str
 Options = tuple[tuple[str, Value], ...]
 """(name, value) of the options that differ from their defaults, in the mask's order."""

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
+from cpsim.errors import nearest, shown
+
 Value = int | float | str
 Options = tuple[tuple[str, Value], ...]
 """(name, value) of the options that differ from their defaults, in the mask's order."""

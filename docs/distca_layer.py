@@ -15,8 +15,11 @@ from statistics import mean
 
 import numpy as np
 
+from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.prediction.predict import look_up, predict
+from cpsim.models.price import price
+from cpsim.prediction.case import resolve
+from cpsim.prediction.predict import predict
 from cpsim.prediction.runs import Run, load_runs
 from cpsim.schedule.schedule import ATTENTION_KINDS, is_one_of
 from cpsim.strategies.steps.layer import plan_scenario
@@ -65,7 +68,7 @@ class Case:
     def problem(self) -> tuple[int, int, tuple[int, ...]]:
         """What strategies are compared on: GPUs, tokens and documents."""
         scenario = self.run.scenario
-        return scenario.gpus, scenario.num_tokens, scenario.workload().documents
+        return scenario.gpus, scenario.num_tokens, workload_of(scenario).documents
 
 
 def compared(run: Run) -> Case:
@@ -78,11 +81,11 @@ def compared(run: Run) -> Case:
 
 def predicted_balance(scenario: Scenario) -> list[float]:
     """Attention of the slowest server over the mean of all, of every pass, each kernel alone."""
-    case, found = look_up(scenario), []
+    case, found = resolve(scenario), []
     for pass_ in scenario.passes:
         schedule = plan_scenario(scenario, case.workload, case.cluster, pass_)
         ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
-        seconds = case.pricing().price(schedule).work.duration_s[ops]
+        seconds = price(schedule, case.conditions()).work.duration_s[ops]
         busy = np.bincount(schedule.lane_rank[schedule.lane_start[ops]], seconds, schedule.num_ranks)
         found.append(float(busy.max() / busy.mean()))
     return found

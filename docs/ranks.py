@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import mean, median
 
 from cpsim.calibrate.measurement import load
-from cpsim.case.scenario import Scenario, load_scenarios, scenario_from
+from cpsim.case.load import load_scenarios, scenario_from
+from cpsim.case.scenario import Scenario
+from cpsim.prediction.case import resolve
 from cpsim.prediction.passes import run_ranks
-from cpsim.prediction.predict import look_up
 
 ROOT = Path(__file__).parent.parent
 PAGE, RUNS = ROOT / "docs" / "ranks.md", ROOT / "validation" / "ranks"
@@ -75,7 +76,7 @@ def ranks(path: Path) -> list[Rank]:
     found = []
     for (text, pass_, lead_s), measured in points.items():
         scenario = scenario_from(json.loads(text))
-        timelines = run_ranks(look_up(scenario), pass_, [rank for rank, _ in measured], lead_s)
+        timelines = run_ranks(resolve(scenario), pass_, [rank for rank, _ in measured], lead_s)
         found += [
             Rank(scenario, pass_, rank, seconds, timeline.makespan_s)
             for (rank, seconds), timeline in zip(measured, timelines, strict=True)

@@ -10,7 +10,8 @@ from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.recipes import DATA
 from cpsim.calibrate.residuals import measured
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.models.cache import share_cached, shares_cached
 from cpsim.models.elementwise import ElementwiseParams, elementwise_seconds
 from cpsim.models.profile import load_profile
@@ -46,7 +47,7 @@ def test_half_of_a_cache_is_kept_and_nothing_of_what_came_a_whole_cache_before()
 
 def shares_of_merges(tokens_per_gpu, cache_bytes=60 * MB):
     scenario = scenario_from(CASE | {"tokens_per_gpu": tokens_per_gpu})
-    schedule = plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), "fwd")
+    schedule = plan_scenario(scenario, workload_of(scenario), cluster_of(scenario), "fwd")
     return shares_cached(schedule, cache_bytes)[schedule.kind == Kind.MERGE]
 
 
@@ -60,7 +61,7 @@ def test_a_merge_finds_the_partial_result_before_it_and_of_short_sequences_the_s
 
 def test_nothing_is_held_before_it_is_touched():
     scenario = scenario_from(CASE | {"tokens_per_gpu": 512, "strategy": "ulysses"})
-    schedule = plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), "fwd")
+    schedule = plan_scenario(scenario, workload_of(scenario), cluster_of(scenario), "fwd")
     first = schedule.kind == Kind.COPY
     assert shares_cached(schedule, 60 * MB)[np.argmax(first)] == 0
 

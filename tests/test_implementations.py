@@ -10,7 +10,7 @@ import pytest
 from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, workload
 
 from cpsim import predict
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.cli.commands import _runnable
 from cpsim.errors import InfeasibleError
 from cpsim.models.network.collective import transfer_seconds

@@ -15,7 +15,7 @@ from cpsim.calibrate.measurement import load
 from cpsim.calibrate.recipes import stand_in
 from cpsim.calibrate.residuals import predicted_attention
 from cpsim.case.cluster import presets
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import ProfileError
 from cpsim.models.network.collective import collective_seconds
 from cpsim.models.profile import load_profile, to_json

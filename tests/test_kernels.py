@@ -10,7 +10,7 @@ from test_cli import cpsim, one_line
 
 from cpsim.calibrate import measurement
 from cpsim.calibrate.residuals import flops
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError, InfeasibleError
 from cpsim.models.profile import load_profile
 from cpsim.prediction.kernel_tables import EXAMPLE, peak_bytes, speeds, support

@@ -11,7 +11,8 @@ from scripts import ROOT, load_script
 
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.recipes import DATA
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.models.attention.kernels import attention_seconds
 from cpsim.models.profile import load_profile
 from cpsim.schedule.schedule import COMMUNICATION_KINDS, Kind
@@ -31,7 +32,7 @@ def measured():
 
 def schedule_of(strategy, pass_):
     scenario = scenario_from(CASE | {"strategy": strategy})
-    return plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), pass_)
+    return plan_scenario(scenario, workload_of(scenario), cluster_of(scenario), pass_)
 
 
 @pytest.mark.parametrize("strategy", ["zigzag_ring", "allgather", "ulysses", "magi", "dcp", "hybrid_cp"])
@@ -52,7 +53,7 @@ def test_a_ranks_computation_is_its_program_without_communication(strategy, pass
 def test_sums_of_magi_count_the_rows_that_see_keys():
     """Of two documents, the keys of others that a stage brings are seen by some queries of a rank only."""
     scenario = scenario_from(CASE | {"strategy": "magi", "mask": "causal_document", "documents": [512, 512]})
-    schedule = plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), "fwd")
+    schedule = plan_scenario(scenario, workload_of(scenario), cluster_of(scenario), "fwd")
     row = 4 * (64 * 2 + 4)  # heads of an output and its log-sum-exp
     merges = schedule.nbytes[schedule.kind == Kind.MERGE]
     assert np.all(merges > 0)
@@ -115,7 +116,7 @@ def test_varlen_calls_of_one_sequence_that_no_fit_knows_are_predicted_and_are_no
 
 STANDS_FOR_ONE = """
 import sys
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.real.others.cpsim import make
 from cpsim.real.run.node import Node
 

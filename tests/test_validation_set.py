@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from scripts import ROOT, load_script
 
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.prediction.compare import compare, errors_of, group_key, grouped, predict_runs
 from cpsim.prediction.predict import predict_many
 from cpsim.prediction.results import Prediction

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.cli import reproduce as cli_reproduce
 from cpsim.cli.terminal import Jobs, Json, check_writable, console, part_bars, progress_bar, refuse, typed
 from cpsim.errors import CpsimError
@@ -158,7 +159,7 @@ def trace(
     as_json: Json = False,
 ) -> None:
     """Write a trace for Perfetto: every rank and stream, arrows between ranks, what links carry."""
-    from cpsim.case.scenario import as_scenario, load_scenario
+    from cpsim.case.load import as_scenario, load_scenario
     from cpsim.prediction.predict import predict as ask
 
     check_writable(out)
@@ -181,7 +182,7 @@ def trace(
 
 
 def _best(scenario: Scenario) -> Scenario:
-    from cpsim.prediction.predict import advise as ask
+    from cpsim.prediction.advise import advise as ask
 
     with progress_bar("Trying strategies") as progress:
         candidates = ask(scenario, progress).candidates
@@ -254,8 +255,8 @@ def advise(
         refuse("advise: training steps have no page", {"--html": html, "--runs": runs})
         _advise_step(file, as_json)
         return
-    from cpsim.case.scenario import load_scenario
-    from cpsim.prediction.predict import advise as ask
+    from cpsim.case.load import load_scenario
+    from cpsim.prediction.advise import advise as ask
     from cpsim.prediction.runs import runs_in
     from cpsim.report.words import recommendation
 
@@ -298,7 +299,7 @@ def _shipped_runs() -> Path | None:
 
 
 def _advise_step(file: Path, as_json: bool) -> None:
-    from cpsim.case.scenario import load_scenario
+    from cpsim.case.load import load_scenario
     from cpsim.prediction.step_advice import advise_step
     from cpsim.report.steps import step_advice_record, step_advice_view
 
@@ -321,7 +322,7 @@ def explore(
     """Open a local page in which a case can be changed: ranking, map, timeline, memory, mask, real runs."""
     if find_spec("dash") is None:
         raise CpsimError("explore: needs Dash, which is not installed; pip install 'cpsim[explore]'")
-    from cpsim.case.scenario import load_scenario, scenario_from
+    from cpsim.case.load import load_scenario, scenario_from
     from cpsim.explore.server import serving
 
     start = load_scenario(file) if file else scenario_from(EXPLORED)
@@ -383,7 +384,7 @@ def run(
 
 def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scenario]:
     """The scenarios that this machine can run; the others are named on stderr."""
-    from cpsim.case.scenario import load_scenarios
+    from cpsim.case.load import load_scenarios
     from cpsim.strategies.others import implementation
 
     found: list[Scenario] = []
@@ -393,7 +394,7 @@ def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scen
                 raise scenario
             if implementation(scenario.implementation).predicted_only:
                 raise CpsimError(f"implementation: {scenario.implementation} can be predicted, not run; use cpsim")
-            nodes = scenario.resolve_cluster().num_nodes
+            nodes = cluster_of(scenario).num_nodes
             if scenario.gpus > num_gpus:
                 raise CpsimError(f"gpus: needs {scenario.gpus}, {num_gpus} may be used here")
             if nodes not in (1, num_nodes) and not cpu:
@@ -726,9 +727,9 @@ def mask(
     scenario = _mask_scenario(name, tokens, option or [], documents, gpus, cluster)
     from cpsim.prediction.support import support
 
-    workload = scenario.workload()
+    workload = workload_of(scenario)
     workload.slices()  # what is wrong with its options is said before anything is written
-    found = support(workload, scenario.resolve_cluster())
+    found = support(workload, cluster_of(scenario))
     if as_json:
         print(json.dumps(masks.mask_record(workload, found), indent=1))
     else:
@@ -745,7 +746,7 @@ def _mask_scenario(
     name: str, tokens: int, options: list[str], documents: str | None, gpus: int, cluster: str
 ) -> Scenario:
     """The case of a mask; masks of documents get some where none are given."""
-    from cpsim.case.scenario import scenario_from
+    from cpsim.case.load import scenario_from
     from cpsim.units import number_or_text
 
     given: dict[str, Any] = {"name": name}
@@ -772,7 +773,7 @@ def _mask_scenario(
 
 
 def _predict_file(file: Path, jobs: int | None) -> tuple[list[Scenario | CpsimError], Results]:
-    from cpsim.case.scenario import load_scenarios
+    from cpsim.case.load import load_scenarios
     from cpsim.prediction.predict import predict_many
 
     scenarios: list[Scenario | CpsimError] = list(load_scenarios(file))

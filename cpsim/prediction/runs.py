@@ -16,7 +16,9 @@ from statistics import median
 from typing import Any, TextIO
 
 from cpsim.case.files import read_documents
-from cpsim.case.scenario import Scenario, scenario_of
+from cpsim.case.load import scenario_of
+from cpsim.case.resolve import flops_of, workload_of
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, ProfileError
 
 SCHEMA = 1
@@ -87,7 +89,7 @@ class Run:
         asked = {"scenario": self.scenario.to_dict()}
         if self.error is not None:
             return asked | {"error": self.error}
-        total, flops = self.time_s, self.scenario.flops(self.scenario.workload())
+        total, flops = self.time_s, flops_of(self.scenario, workload_of(self.scenario))
         return asked | {
             "time_s": round(total, 9),
             "tflops_per_gpu": round(flops / self.scenario.gpus / total / 1e12, 3),

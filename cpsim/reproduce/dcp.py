@@ -27,7 +27,8 @@ import numpy as np
 
 from cpsim.calibrate.measurement import load as load_measurements
 from cpsim.case.documents import load_bins
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.models.attention.kernels import AttentionParams, flash2_ranges
 from cpsim.models.profile import load_profile, save_profile

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from cpsim.case.cluster import load_cluster
 from cpsim.case.files import parse_json, read_text
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.masks.slices import Ints
 from cpsim.models.profile import load_profile

@@ -20,7 +20,8 @@ from typing import Any, Final
 import numpy as np
 
 from cpsim.case.documents import load_bins
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import workload_of
 from cpsim.errors import InfeasibleError
 from cpsim.prediction.predict import predict
 from cpsim.runtime.processes import Progress, mapped
@@ -171,7 +172,7 @@ def _row(point: Point, mechanism: str, implementation: str, pass_: str) -> Row:
     except InfeasibleError as reason:
         return replace(row, reason=str(reason))
     seconds = float(found.timelines[pass_].rank_end_s().mean())
-    work_tflop = scenario.workload().flops(scenario.passes[0]) / point.gpus / 1e12
+    work_tflop = workload_of(scenario).flops(scenario.passes[0]) / point.gpus / 1e12
     return replace(row, time_s=seconds, slowest_s=found.time_s, tflops_per_gpu=work_tflop / seconds)
 
 

@@ -19,7 +19,8 @@ from typing import Any, Final
 import numpy as np
 
 from cpsim.case.cluster import load_cluster
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.prediction.predict import predict_many
 from cpsim.prediction.results import Infeasible, Prediction

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from cpsim.case.scenario import Scenario, load_scenarios, scenario_from
+from cpsim.case.load import load_scenarios, scenario_from
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.real.others import make
 from cpsim.real.run.iterations import iteration

@@ -22,7 +22,8 @@ from typing import TypeVar
 import torch
 
 from cpsim.calibrate.measurement import Writer
-from cpsim.case.scenario import Scenario, load_scenarios
+from cpsim.case.load import load_scenarios
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.real.others import make
 from cpsim.real.others.autograd import AutogradRunner

@@ -15,8 +15,8 @@ from statistics import mean
 import numpy as np
 
 from cpsim.models.attention.kernels import attention_seconds
-from cpsim.models.attention.shards import planner_kernel
 from cpsim.models.profile import load_profile
+from cpsim.prediction.step.planner_kernel import planner_kernel
 from cpsim.strategies.distca.batches import iteration, sample
 from cpsim.strategies.distca.planning import schedule
 from cpsim.strategies.distca.tasks import TokenBytes, dispatch

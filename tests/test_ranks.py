@@ -123,8 +123,8 @@ from cpsim.real.run.node import Node
 with Node(cpu=True) as node:
     node.stand_for(2, 4)
     executor = make(scenario_from(eval(sys.argv[1])), "bwd", node).executor
-    assert executor.narrow.ne(0).double().mean() > 0.99 and executor.narrow.isfinite().all()
-    assert executor.lse and all(lse.isfinite().all() for lse in executor.lse.values())
+    assert executor.tensors.narrow.ne(0).double().mean() > 0.99 and executor.tensors.narrow.isfinite().all()
+    assert executor.tensors.lse and all(lse.isfinite().all() for lse in executor.tensors.lse.values())
 """
 
 

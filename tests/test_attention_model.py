@@ -195,7 +195,7 @@ def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_ar
 @pytest.mark.parametrize("file", ["h200.json", "h200-2.json"])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_on_a_gpu(pass_, file):
-    """Nothing is fitted to these points: cpsim.real.measure.holds, on two machines."""
+    """Nothing is fitted to these points: studies.probes.holds, on two machines."""
     found = json.loads((DATA / "holds" / file).read_text())
     params = load_profile("h200").attention_params(found["kernel"], pass_)
     hold_s = np.maximum(np.array(found["holds_us"]) - found["ahead_us"], 0) * 1e-6

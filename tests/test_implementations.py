@@ -11,7 +11,7 @@ from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, wo
 
 from cpsim import predict
 from cpsim.case.load import scenario_from
-from cpsim.cli.commands import _runnable
+from cpsim.cli.app import _runnable
 from cpsim.errors import InfeasibleError
 from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.profile import load_profile
@@ -27,7 +27,7 @@ RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-att
 INTERNEVO, TE_THD = (IMPLEMENTATIONS[n] for n in ("internevo", "transformer-engine-thd"))
 LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention", "transformer-engine")]
 MERGES = Path(__file__).parents[1] / "validation" / "merges" / "h200.jsonl"
-"""Of cpsim.real.measure.profile_merges."""
+"""Of studies.probes.profile_merges."""
 
 
 @every_pass

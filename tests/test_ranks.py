@@ -22,7 +22,7 @@ CASE = {"gpus": 4, "cluster": "h200-4", "tokens": 1024, "heads": 4, "kv_heads": 
 ENV = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
 
 
-PAGE = load_script("docs/ranks.py")
+PAGE = load_script("studies/ranks/page.py")
 
 
 @pytest.fixture(scope="module")

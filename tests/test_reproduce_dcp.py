@@ -12,9 +12,9 @@ from cpsim.masks.blocks import visits
 from cpsim.masks.slices import UNBOUNDED, Slices
 from cpsim.models.attention.kernels import calls, listed_calls
 from cpsim.models.profile import load_profile
-from cpsim.report.dcp import dcp_record, dcp_view
-from cpsim.reproduce import DATA
-from cpsim.reproduce.dcp import (
+from studies import DATA
+from studies.dcp.report import dcp_record, dcp_view
+from studies.dcp.reproduce import (
     CODES,
     FILLED,
     GPUS,
@@ -87,7 +87,7 @@ def test_ranges_of_keys_cost_a_sixth_more_than_flash_attention_2_where_both_run(
 
 
 def ranged_slices(mask, queries, keys, count):
-    """What cpsim.real.measure.ranged asks its sequences for: queries are the last of the keys."""
+    """What studies.probes.ranged asks its sequences for: queries are the last of the keys."""
     at = np.arange(count)
     q0, k0 = at * queries, at * keys
     last = k0 - q0 + keys - queries

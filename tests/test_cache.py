@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cpsim.calibrate.fit_host import fit_elementwise
 from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA
+from cpsim.calibrate.recipes import points_file
 from cpsim.calibrate.residuals import measured
 from cpsim.case.load import scenario_from
 from cpsim.case.resolve import cluster_of, workload_of
@@ -97,7 +97,7 @@ def test_kernels_of_an_h200_are_told_by_what_its_cache_holds(gain, mean, worst):
     h200 = load_profile("h200").elementwise
     errors = []
     for kind in ("copy", "accumulate", "merge"):
-        mine = [p for p in load(DATA / "h200-cached.jsonl").of("cached") if p["kind"] == kind]
+        mine = [p for p in load(points_file("h200-cached.jsonl")).of("cached") if p["kind"] == kind]
         held = share_cached([p["reused"] for p in mine], h200.cache_bytes)
         nbytes = np.array([p["nbytes"] for p in mine]) * (1 - (h200.cache_gain if gain is None else gain) * held)
         latency, bandwidth = latency_and_bandwidth(nbytes, measured(mine))
@@ -112,7 +112,7 @@ def test_the_few_points_of_a_calibration_tell_the_cache_as_all_do():
     from cpsim.real.measure.cached import FEW_SIZES, parameters
 
     few = [parameters(*size) for size in FEW_SIZES]
-    measured_points = load(DATA / "h200-cached.jsonl").of("cached")
+    measured_points = load(points_file("h200-cached.jsonl")).of("cached")
     chosen = [p for p in measured_points if {name: p[name] for name in few[0]} in few]
     assert len(chosen) >= len(few) - 1  # one moves more than all points do
     others = [p | {"op": "elementwise"} for p in chosen]

@@ -237,7 +237,7 @@ def test_csv_holds_columns():
 def test_links_to_measured_cases_tell_them_apart_and_those_of_this_machine_are_unfolded():
     here = scenario_from(MEASURED)
     known = controls.controls(here)
-    runs = [SimpleNamespace(scenario=run.scenario) for run in runs_in(ROOT / "validation" / "runs")]
+    runs = [SimpleNamespace(scenario=run.scenario) for run in runs_in(ROOT / "data" / "runs")]
     below = views._with_links(View(), here, runs, known).below
     links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', below)
     assert len(links) > 50

@@ -9,6 +9,7 @@ from scripts import load_script
 
 from cpsim.calibrate.fabric import Network, fit_fabric, seconds
 from cpsim.calibrate.measurement import Measurements, load
+from cpsim.calibrate.recipes import runs_file
 from cpsim.case.cluster import presets
 from cpsim.errors import ProfileError
 from cpsim.masks.slices import RangeSets, slices_of
@@ -140,7 +141,7 @@ def test_the_preset_is_what_the_committed_measurement_says():
 def test_networks_of_pairs_are_what_the_measurements_of_their_machines_say():
     module = docs()
     for name in module.PAIRS:
-        assert module.pair(name) == (module.RUNS / f"{name}.json").read_text(), "run python docs/fabric.py"
+        assert module.pair(name) == runs_file(f"{name}.json").read_text(), "run python docs/fabric.py"
 
 
 def test_the_preset_is_replaced_and_nothing_else(tmp_path, monkeypatch):

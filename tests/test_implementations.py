@@ -26,7 +26,7 @@ every_pass = pytest.mark.parametrize("pass_", ALL_PASSES)
 RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-attn", "torch", "yunchang"))
 INTERNEVO, TE_THD = (IMPLEMENTATIONS[n] for n in ("internevo", "transformer-engine-thd"))
 LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention", "transformer-engine")]
-MERGES = Path(__file__).parents[1] / "validation" / "merges" / "h200.jsonl"
+MERGES = Path(__file__).parents[1] / "data" / "points" / "h200" / "merges.jsonl"
 """Of studies.probes.profile_merges."""
 
 

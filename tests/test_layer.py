@@ -146,9 +146,9 @@ def test_advice_ranks_strategies_by_the_time_of_the_whole_layer():
 
 @pytest.mark.parametrize(("gpus", "number"), [(2, 40), (4, 52)])
 def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted(gpus, number):
-    path = HERE.parent / "validation" / f"distca-layer-{gpus}.jsonl"
-    wanted = load_script("validation/distca_layer.py").text(gpus)
-    assert path.read_text() == wanted, "run python validation/distca_layer.py"
+    path = HERE.parent / "data" / "cases" / f"distca-layer-{gpus}.jsonl"
+    wanted = load_script("data/cases/distca_layer.py").text(gpus)
+    assert path.read_text() == wanted, "run python data/cases/distca_layer.py"
     scenarios = list(load_scenarios(path))
     assert len(scenarios) == len({case_key(s) for s in scenarios}) == number
     found = predict_many(scenarios[::5], jobs=1)

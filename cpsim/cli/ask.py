@@ -231,7 +231,7 @@ def _write_report(html: Path, advice: Advice, measured: list[Run]) -> None:
 
 def _shipped_runs() -> Path | None:
     """Where the repository keeps its runs, in a clone."""
-    folder = Path("validation/runs")
+    folder = Path("data/runs")
     return folder if folder.is_dir() else None
 
 

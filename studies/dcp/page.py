@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from cpsim.calibrate.recipes import runs_file
 from cpsim.case.cluster import load_cluster
 from cpsim.case.workload import Workload
 from cpsim.prediction.runs import load_runs
@@ -32,11 +33,7 @@ from studies.dcp.reproduce import LENGTHS, MASKS, batches, slower_with_ranges
 
 FOLDER = Path(__file__).parent
 PAGE, FIGURE, REPRODUCED = FOLDER / "README.md", FOLDER / "dcp.svg", FOLDER / "dcp-reproduced.json"
-RUNS = [
-    FOLDER.parent.parent / "validation" / f"{name}.jsonl"
-    for run in ("h200-flex", "h200-emulated-flex")
-    for name in (f"runs/{run}", f"{run}-mtkahypar")
-]
+RUNS = [runs_file(f"{name}.jsonl") for run in ("h200-flex", "h200-emulated-flex") for name in (run, f"{run}-mtkahypar")]
 SHAPE = 4, 8
 RANKS = SHAPE[0] * SHAPE[1]
 BLOCK = 1024
@@ -295,7 +292,7 @@ REMAINS = (
     "forward pass waits for them.",
     "* DCP's executor is priced by its own parts: its Triton kernels, of 128 elements a program, were timed on H200, "
     "where they take a fifth of the memory's bandwidth, and so were their launches from Python "
-    "([measurements](../cpsim/calibrate/data/h200-dcp-1.jsonl)); on A100 they follow SMs and clocks. Its hosts are as "
+    "([measurements](../data/points/h200/h200-dcp-1.jsonl)); on A100 they follow SMs and clocks. Its hosts are as "
     "fast as those of H200 nodes, its Triton was older, and an exchange of 32 GPUs costs the host what one of 4 does.",
     "* Its flash-attn 2 is priced as its source says: forward the kernel of split keys, 64 queries by 128 keys, "
     "backward with the gradients of keys that every block of computation and query head has for itself. What ranges "

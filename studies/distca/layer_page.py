@@ -2,7 +2,7 @@
 
     python studies/distca/layer_page.py
 
-Runs are those of validation/distca-layer-*.jsonl, made by `cpsim.real.run`; nothing is fitted to them.
+Runs are those of data/runs, made by `cpsim.real.run`; nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from statistics import mean
 
 import numpy as np
 
+from cpsim.calibrate.recipes import DATA
 from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.models.price import price
@@ -25,12 +26,12 @@ from cpsim.schedule.schedule import ATTENTION_KINDS, is_one_of
 from cpsim.strategies.steps.layer import plan_scenario
 
 FOLDER = Path(__file__).parent
-RUNS = sorted((FOLDER.parent.parent / "validation").glob("h200*-distca-layer.jsonl"))
+RUNS = sorted((DATA / "runs").rglob("h200*-distca-layer.jsonl"))
 PAGE = FOLDER / "layers.md"
 STRATEGIES = ("distca", "per_sequence", "wlb")
 HEAD = """# Layers with DistCA's attention on H200
 
-Written by `python studies/distca/layer_page.py` from validation/h200*-distca-layer.jsonl. One Llama-3-8B layer, forward
+Written by `python studies/distca/layer_page.py` from data/runs. One Llama-3-8B layer, forward
 and backward with gradients of all weights, flash-attn 2, weights whole on each GPU. Nothing is fitted to these runs.
 Balance: attention kernels of the slowest server over the mean of all, each server alone.
 
@@ -179,7 +180,7 @@ def _percent(share: float) -> str:
 
 def main() -> None:
     if not RUNS:
-        sys.exit("validation/h200*-distca-layer.jsonl: no runs yet; CONTRIBUTING.md says how to make them")
+        sys.exit("data/runs: no runs yet; CONTRIBUTING.md says how to make them")
     runs = [run for path in RUNS for run in load_runs(path) if run.error is None]
     PAGE.write_text(text([compared(run) for run in runs]), encoding="utf-8")
 

@@ -1,6 +1,6 @@
 """What a GPU's counters say of attention kernels: how blocks are launched, and whether warps wait for instructions.
 
-    python -m studies.probes.counters --out cpsim/calibrate/data/counters/h200.jsonl
+    python -m studies.probes.counters --out data/points/h200/counters/h200.jsonl
 
 Runs Nsight Compute (ncu) on itself. Of every call the kernel that takes longest: its grid, thread blocks of a cluster,
 how many clusters the GPU holds at once, registers of a thread and how many blocks an SM has room for. Of every warp

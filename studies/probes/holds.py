@@ -1,6 +1,6 @@
 """Attention that begins while something else holds some SMs: seconds against how many, and for how long.
 
-    python -m studies.probes.holds --out cpsim/calibrate/data/holds/h200.json
+    python -m studies.probes.holds --out data/points/h200/holds/h200.json
 
 A kernel of NCCL's holds one SM for every channel. Here a kernel that only waits, and leaves no room for a block of
 attention, stands in for it, so that both numbers are known. Nothing is fitted to the result: it is what the blocks of

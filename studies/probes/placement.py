@@ -1,6 +1,6 @@
 """Where the blocks of a kernel run: the SM of every block, in launch order, where an SM has room for two.
 
-    python -m studies.probes.placement --out cpsim/calibrate/data/placement/h200.json
+    python -m studies.probes.placement --out data/points/h200/placement/h200.json
 
 Blocks only wait for as long as they are told, so the run says what the hardware's scheduler does, without a model of
 tiles: equal blocks; rows of causal heads, each a little longer than the one before; documents, most of whose blocks

@@ -1,6 +1,6 @@
 """Which merges of ring-flash-attn TorchScript fuses, rank by rank of a zigzag ring, on one GPU.
 
-    python -m studies.probes.profile_merges --out validation/merges/h200.jsonl
+    python -m studies.probes.profile_merges --out data/points/h200/merges.jsonl
 
 A rank of R merges one output of all its rows after the other and then those of its tails. TorchScript compiles the
 merge for the layouts that it meets first. So every rank is run anew: in calls of one shape, as in training, and in

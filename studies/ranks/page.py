@@ -12,13 +12,14 @@ from pathlib import Path
 from statistics import mean, median
 
 from cpsim.calibrate.measurement import load
+from cpsim.calibrate.recipes import DATA
 from cpsim.case.load import load_scenarios, scenario_from
 from cpsim.case.scenario import Scenario
 from cpsim.prediction.case import resolve
 from cpsim.prediction.passes import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE, RUNS = Path(__file__).with_name("README.md"), ROOT / "validation" / "ranks"
+PAGE, RUNS = Path(__file__).with_name("README.md"), DATA / "runs"
 WORST = 15
 
 INTRODUCTION = """# Ranks of large machines on one GPU
@@ -26,7 +27,7 @@ INTRODUCTION = """# Ranks of large machines on one GPU
 Written by `python studies/ranks/page.py`. One GPU stands for one rank of 2 to 96: our executor, or other people's code,
 runs the rank's program without its communication, on tensors of the real sizes (`python -m cpsim.real.measure.ranks`).
 That checks what predictions for machines of many GPUs rest on, but for the network: every rank's kernel calls, copies,
-merges and sums. Problems are drawn at random (`validation/cases.py`); the first rank, the last and the one in the
+merges and sums. Problems are drawn at random (`data/cases/cases.py`); the first rank, the last and the one in the
 middle are measured. The prediction is that of the same ops without messages (`cpsim.prediction.passes.run_ranks`);
 nothing is fitted to these times. An error is predicted over measured time, less one.
 
@@ -46,7 +47,7 @@ sequences, which do not split keys over thread blocks; TorchScript fuses merges 
 one, so that ranks in the middle of a zigzag or striped ring merge tails op by op; a zigzag ring of documents reads
 lengths from the GPU before its first kernel; kernels of a stream do not pay for the events between which they were
 measured. What events add, and TorchScript's merge, were then measured by themselves (h200-graphs-10 and h200-sweeps-2
-in `cpsim/calibrate/data`); varlen calls of one sequence, too, to see that they are predicted (h200-kernels-varlen). So
+in `data/points`); varlen calls of one sequence, too, to see that they are predicted (h200-kernels-varlen). So
 these times have been seen, though nothing is fitted to them. Hosts had 5 ms to launch ahead, since a host without NCCL
 is not the one that a real run has.
 """
@@ -98,16 +99,17 @@ def row(name: str, some: Sequence[Rank]) -> str:
 def page(folder: Path = RUNS) -> str:
     """The page; a section for every file of problems, with all measurements of them."""
     lines, parts = [INTRODUCTION], dict[str, list[Path]]()
-    for path in sorted(set(folder.glob("*.jsonl")) - set(folder.glob("cases*"))):
+    for path in sorted(folder.rglob("ranks-*.jsonl")):
         parts.setdefault(cases_of(path), []).append(path)
     for cases, paths in parts.items():
-        lines += section(folder / cases, paths)
+        lines += section(DATA / "cases" / cases, paths)
     return "\n".join(lines)
 
 
 def cases_of(path: Path) -> str:
     """Name of the file of problems that a measurement took."""
-    return Path(load(path).header["command"].split()[3]).name
+    typed = Path(load(path).header["command"].split()[3]).stem.removeprefix("cases").strip("-")
+    return f"ranks-{typed or 1}.jsonl"
 
 
 def section(cases: Path, paths: Sequence[Path]) -> list[str]:

@@ -269,7 +269,7 @@ _TILES: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {
 }
 """Tiles (tile_q_causal, tile_q_full, tile_k) where they differ from those of head dimension 128."""
 _ROWS_TOGETHER = {("cudnn", "bwd", 256): 2}
-"""33 rows of 4 heads take 132 SMs two waves, 66 of 2 one (cpsim/calibrate/data/h200-waves.jsonl)."""
+"""33 rows of 4 heads take 132 SMs two waves, 66 of 2 one (data/points/h200/h200-waves.jsonl)."""
 
 
 def working_bytes(

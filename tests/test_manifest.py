@@ -1,0 +1,63 @@
+"""The manifest says what every measurement and run is, and nothing that the files contradict."""
+
+import json
+from datetime import date
+
+import pytest
+
+from cpsim.calibrate.measurement import load
+from cpsim.calibrate.recipes import DATA, manifest, measurements
+from cpsim.models.profile import shipped_profiles
+
+KNOWN = {"machine", "gpus", "day", "about", "command", "fits", "without", "because", "effect", "left_out"}
+FILES = {**manifest()["points"], **manifest()["runs"]}
+
+
+def header(path):
+    """The first line of a file, where that is a header."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            first = json.loads(file.readline())
+    except ValueError:
+        return {}
+    return first if isinstance(first, dict) and "num_gpus" in first and path.suffix == ".jsonl" else {}
+
+
+def test_every_file_is_in_the_manifest_and_every_entry_is_a_file():
+    there = {str(p.relative_to(DATA)) for kind in ("points", "runs") for p in (DATA / kind).rglob("*") if p.is_file()}
+    assert there == set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_entries_agree_with_the_headers_of_their_files(name):
+    about, said = FILES[name], header(DATA / name)
+    assert set(about) <= KNOWN
+    assert about["about"]
+    for key, field in (("gpus", "num_gpus"), ("command", "command")):
+        assert about.get(key, said.get(field)) == said.get(field), key
+    if said.get("date"):
+        assert about["day"] == date.fromisoformat(said["date"][:10])
+        assert about["machine"].startswith("h100x" if "H100" in said["gpu"] else "h200x")
+        assert int(about["machine"].split("x")[1].split("-")[0]) == said.get("gpus_of_host", said["num_gpus"])
+    if name.startswith("runs/"):
+        assert name.split("/")[1] == about["machine"]
+
+
+def test_what_fits_leave_out_is_there_and_explained():
+    left_out = {name: about for name, about in FILES.items() if "without" in about}
+    assert left_out
+    for name, about in left_out.items():
+        assert about["because"]
+        assert about["effect"]
+        kinds = {p.get("kind", p.get("kernel")) for p in load(DATA / name).points}
+        for profile, without in about["without"].items():
+            assert profile in about["fits"]
+            assert set(without) <= kinds, name
+            (read,) = [m for m in measurements(profile) if m.source == load(DATA / name).source]
+            assert not {p.get("kind", p.get("kernel")) for p in read.points} & set(without)
+
+
+def test_every_shipped_profile_of_this_repository_has_a_recipe():
+    made = set(manifest()["profiles"])
+    assert made <= set(shipped_profiles())
+    assert all(measurements(name) for name in made)

@@ -38,8 +38,8 @@ from cpsim.real.measure.shapes import (
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "calibration.md"
-RUNS = runs_file("h200.jsonl")
-REAL, REAL_RUNS = points_file("h200x2-calibration.jsonl"), runs_file("calibrated.jsonl")
+RUNS = [runs_file("h200.jsonl"), runs_file("h200-b.jsonl")]
+REAL, REAL_RUNS = points_file("h200x2-calibration.jsonl"), [runs_file("calibrated.jsonl")]
 """A calibration of two GPUs, and runs on the same machine right after it."""
 MINUTES = (1, 2, 5, 10)
 NUM_GPUS = 4
@@ -259,12 +259,13 @@ def held_out_errors(profile: Profile, held: Sequence[Point]) -> dict[str, float]
     return {kind: float(np.mean(mine)) for kind, mine in errors.items()}
 
 
-def run_errors(profile: Profile, path: Path) -> dict[str, float]:
+def run_errors(profile: Profile, paths: Sequence[Path]) -> dict[str, float]:
     """Mean errors on runs of 1 ms or more, by whose code ran."""
     with tempfile.TemporaryDirectory() as folder:
         own = Path(folder) / "calibrated.json"
         save_profile(profile, own)
-        runs = [replace(r, scenario=r.scenario.model_copy(update={"profile": str(own)})) for r in load_runs(path)]
+        found = [run for path in paths for run in load_runs(path)]
+        runs = [replace(r, scenario=r.scenario.model_copy(update={"profile": str(own)})) for r in found]
         pairs = [pair for pair in compare(predict_runs(runs), runs).pairs if pair.is_long]
     of = {who: [pair for pair in pairs if pair.scenario.implementation in codes] for who, codes in WHO.items()}
     return {who: errors_of(mine).mean_absolute for who, mine in of.items()}
@@ -276,7 +277,7 @@ INTRODUCTION = f"""# Error against minutes of calibration
 
 This page is written by `python docs/calibration.py`. It replays what `cpsim calibrate` would have measured on four
 H200 in 1, 2, 5 and 10 minutes, fits a profile to each, and says how wrong it is: on points that no fit saw (a random
-fifth of the committed ones, of at least 1k tokens or 1 MiB) and on the real runs of `data/runs/h200.jsonl` of
+fifth of the committed ones, of at least 1k tokens or 1 MiB) and on the real runs of `h200.jsonl` and `h200-b.jsonl` of
 1 ms or more. `all` is fitted to everything that profile `h200` is made from, without that fifth and without the
 studies of masks, of other head dimensions, of FlashInfer and of layers.
 
@@ -302,7 +303,7 @@ and with the one that ships, to which its attention calls belong, too.
 def inputs() -> str:
     """Fingerprint of the files that the page is made from."""
     crc = 0
-    for path in (*(points_file(name) for name in sorted(measured_files())), RUNS, REAL_RUNS):
+    for path in (*(points_file(name) for name in sorted(measured_files())), *RUNS, *REAL_RUNS):
         crc = zlib.crc32(path.read_bytes(), crc)
     return f"{crc:08x}"
 

@@ -216,23 +216,16 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
     check(f"holds {pass_}, worst", np.max(errors))
 
 
-@pytest.mark.parametrize(
-    ("kernel", "pass_", "mean", "p95"),
-    [
-        ("fa2", "fwd", 0.022, 0.072),
-        ("fa2", "bwd", 0.01, 0.03),
-        ("sdpa_flash", "fwd", 0.023, 0.065),
-        ("sdpa_flash", "bwd", 0.01, 0.032),
-    ],
-)
-def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_, mean, p95):
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+@pytest.mark.parametrize("kernel", ["fa2", "sdpa_flash"])
+def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_):
     assert "h200-documents.jsonl" not in {m.source for m in measurements("h200")}
     points = load(points_file("h200-documents.jsonl")).of("attention")
     points = [p for p in points if (p["kernel"], p["pass"]) == (kernel, pass_)]
     errors = np.array([abs(row.error) for row in residuals(load_profile("h200"), points) if large(row.point)])
     assert len(errors) >= 150
-    assert errors.mean() <= mean
-    assert np.quantile(errors, 0.95) <= p95
+    check(f"many documents, {kernel} {pass_}, mean", errors.mean())
+    check(f"many documents, {kernel} {pass_}, 95 of 100", np.quantile(errors, 0.95))
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,10 @@ from unittest import mock
 
 import pytest
 
+from cpsim.calibrate import recipes
 from cpsim.cli.app import main
 from cpsim.masks.names import MASK_NAMES
+from cpsim.models.profile import load_profile
 from cpsim.prediction.support import KERNELS
 from cpsim.strategies import STRATEGIES
 
@@ -240,13 +242,19 @@ def test_main_job_names_what_rests_on_published_figures():
 
 
 def test_fit_remakes_a_profile_from_its_measurements(tmp_path):
-    folder = Path(__file__).parent.parent / "cpsim" / "calibrate" / "data"
     out = tmp_path / "mine.json"
     names = "h100-masked-blocks-math.jsonl", "h200x4-executor.jsonl", "h200x4-network.jsonl"
-    text = cpsim("fit", *(folder / name for name in names), "--out", out)
+    text = cpsim("fit", *map(recipes.points_file, names), "--out", out)
     assert "mine: NVIDIA H100" in text
     assert "attention fwd sdpa_math" in text
     assert json.loads(out.read_text())["name"] == "mine"
+
+
+def test_fit_all_makes_the_profiles_of_the_manifest_in_its_order(tmp_path, monkeypatch):
+    made = []
+    monkeypatch.setattr(recipes, "make", lambda name, folder: made.append((name, folder)) or load_profile(name))
+    assert "h200" in cpsim("fit", "--all", "--out", tmp_path / "profiles")
+    assert made == [(name, tmp_path / "profiles") for name in recipes.manifest()["profiles"]]
 
 
 def test_profiles_are_shown_and_are_json():

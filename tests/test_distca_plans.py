@@ -191,7 +191,7 @@ def test_knowing_what_servers_hold_saves_bytes_and_time(dataset, pass_):
                     params, start, tasks.tokens, tasks.kv, causal, heads, heads // 4, 128
                 ).max()
     assert moved[1] < (0.97 if pass_ == "bwd" else 1.1) * moved[0]
-    assert slowest[1] < 0.992 * slowest[0]
+    assert slowest[1] < 0.99 * slowest[0]
 
 
 def test_a_tolerance_of_100_percent_moves_nothing_but_keys():

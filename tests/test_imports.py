@@ -212,7 +212,7 @@ def test_published_profiles_are_remade_and_say_what_they_are(name):
     assert f"from profile {base.profile.name}" in shipped.grade
     own = [row for row in shipped.held_out if row["model"].startswith("attention")]
     assert own
-    assert all(row["mean_absolute"] < 0.11 for row in own)
+    check("published calls held out, mean", max(row["mean_absolute"] for row in own))
 
 
 def test_predictions_from_published_figures_say_so():

@@ -6,6 +6,7 @@ from functools import cache
 from statistics import mean
 
 import pytest
+from targets import check
 from test_cli import called, one_line
 from typer.testing import CliRunner
 
@@ -52,15 +53,16 @@ def test_packs_are_those_of_the_benchmark(gpus, documents, area):
     assert mean(sum(n**2 for n in pack) / tokens**2 for pack in packs(gpus)) == pytest.approx(area, rel=0.005)
 
 
-def test_rows_that_nothing_was_fitted_to_are_within_5_and_a_half_percent_and_all_within_7():
+def test_rows_of_the_benchmark_are_predicted():
+    """Nothing was fitted to those of 32 and 64 GPUs."""
     scores = summary(predicted())
-    assert scores["32 and 64 GPUs"].mean_absolute < 0.055
-    assert scores["all"].mean_absolute < 0.07
+    check("MagiAttention's benchmark, 32 and 64 GPUs, mean", scores["32 and 64 GPUs"].mean_absolute)
+    check("MagiAttention's benchmark, mean", scores["all"].mean_absolute)
 
 
-def test_no_strategy_is_further_off_than_25_percent_on_any_mask():
-    worst = {pair: score.mean_absolute for pair, score in grouped(predicted(), lambda r: (r.strategy, r.mask)).items()}
-    assert max(worst.values()) < 0.25, worst
+def test_every_strategy_is_predicted_on_every_mask():
+    scores = grouped(predicted(), lambda r: (r.strategy, r.mask)).values()
+    check("MagiAttention's benchmark, worst strategy and mask, mean", max(score.mean_absolute for score in scores))
 
 
 def test_strategies_are_ordered_as_published():

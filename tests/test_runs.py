@@ -11,7 +11,7 @@ from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.errors import CpsimError
-from cpsim.prediction.runs import PassRun, Run, Writer, case_key, load_runs
+from cpsim.prediction.runs import PassRun, Run, Writer, case_key, load_runs, runs_in
 
 HEADER = {"gpu": "NVIDIA H200", "num_gpus": 2, "torch": "2", "date": "2026-11-21", "commit": "c", "command": "run"}
 CASE = {"strategy": "ring", "gpus": 2, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
@@ -134,3 +134,13 @@ def test_fits_refuse_real_runs(file):
 def test_a_missing_file_is_named():
     with pytest.raises(CpsimError, match=r"nowhere.jsonl: cannot be read"):
         load_runs("nowhere.jsonl")
+
+
+def test_runs_that_a_manifest_leaves_out_are_not_among_those_of_its_folder(tmp_path):
+    machine = tmp_path / "runs" / "h200x4-a"
+    machine.mkdir(parents=True)
+    for name, tokens in (("kept", 4096), ("narrow", 8192)):
+        (machine / f"{name}.jsonl").write_text(written(run(tokens=tokens)))
+    assert len(runs_in(tmp_path / "runs")) == 2
+    (tmp_path / "manifest.yaml").write_text("runs: {runs/h200x4-a/narrow.jsonl: {left_out: the code is gone}}")
+    assert [found.scenario.num_tokens for found in runs_in(tmp_path / "runs")] == [4096]

@@ -57,11 +57,11 @@ def test_predictions_of_the_run_on_eight_gpus_are_committed_before_it():
         )
 
 
-@pytest.mark.parametrize(("name", "num_ours"), [("h200", 157), ("h100-two", 64), ("h200-drawn-2", 18)])
-def test_real_runs_of_our_executor_are_predicted(name, num_ours):
+@pytest.mark.parametrize(("names", "num_ours"), [("h200 h200-b", 157), ("h100-two", 64), ("h200-drawn-2", 18)])
+def test_real_runs_of_our_executor_are_predicted(names, num_ours):
     """All of them, those of every strategy of five runs or more, and the shorter ones."""
-    runs = load_runs(runs_file(f"{name}.jsonl"))
-    runs = [run for run in runs if run.scenario.implementation == "cpsim"]
+    found = [run for name in names.split() for run in load_runs(runs_file(f"{name}.jsonl"))]
+    runs = [run for run in found if run.scenario.implementation == "cpsim"]
     pairs = grouped(compare(predict_runs(runs), runs).pairs, lambda pair: pair.is_long)
     assert len(pairs[True]) == num_ours
     check("runs, ours, 1 ms or more, mean", errors_of(pairs[True]).mean_absolute)

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
+import yaml
+
 from cpsim.case.files import read_documents
 from cpsim.case.load import scenario_of
 from cpsim.case.resolve import flops_of, workload_of
@@ -138,6 +140,8 @@ def holds_runs(path: Path) -> bool:
 def runs_in(folder: Path | None) -> list[Run]:
     """Runs that could be measured, of all run files below a folder; none of no folder.
 
+    What the manifest of a data folder leaves out is not among those of its ``runs``.
+
     Raises:
         ProfileError: it is no folder, or a run file is broken.
     """
@@ -145,8 +149,17 @@ def runs_in(folder: Path | None) -> list[Run]:
         return []
     if not folder.is_dir():
         raise ProfileError(f"runs: {folder}: expected a folder of run files")
-    files = [path for path in sorted(folder.rglob("*.jsonl")) if holds_runs(path)]
+    left_out = _left_out(folder)
+    files = [path for path in sorted(folder.rglob("*.jsonl")) if holds_runs(path) and path not in left_out]
     return [run for path in files for run in load_runs(path) if run.error is None]
+
+
+def _left_out(folder: Path) -> set[Path]:
+    manifest = folder.parent / "manifest.yaml"
+    if not manifest.exists():
+        return set()
+    entries = yaml.safe_load(manifest.read_text(encoding="utf-8"))["runs"]
+    return {folder.parent / name for name, about in entries.items() if "left_out" in about}
 
 
 def load_runs(path: str | Path) -> list[Run]:

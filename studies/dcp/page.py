@@ -33,7 +33,10 @@ from studies.dcp.reproduce import LENGTHS, MASKS, batches, slower_with_ranges
 
 FOLDER = Path(__file__).parent
 PAGE, FIGURE, REPRODUCED = FOLDER / "README.md", FOLDER / "dcp.svg", FOLDER / "dcp-reproduced.json"
-RUNS = [runs_file(f"{name}.jsonl") for run in ("h200-flex", "h200-emulated-flex") for name in (run, f"{run}-mtkahypar")]
+RUNS = [
+    runs_file(f"{name}.jsonl")
+    for name in ("h200-flex", "h200-flex-b", "h200-flex-mtkahypar", "h200-flex-mtkahypar-b", "h200-emulated-flex")
+] + [runs_file("h200-emulated-flex-mtkahypar.jsonl")]
 SHAPE = 4, 8
 RANKS = SHAPE[0] * SHAPE[1]
 BLOCK = 1024

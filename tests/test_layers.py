@@ -1,154 +1,124 @@
-"""Who may import whom, and what ``import cpsim`` must not load."""
+"""Who may import whom, what lies where, and what ``import cpsim`` must not load."""
 
 import ast
 import json
-import statistics
+import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "cpsim"
 
-CORE = {"errors", "units", "files", "compiled"}
-CASE = {"mask_names", "mask_shapes", "masks", "stripes", "documents", "workload", "cluster", "scenario"}
-PLAN = {"tiles", "schedule"}
-ALLOWED = {
-    "errors": set(),
-    "allocator": set(),
-    "interrupts": set(),
-    "processes": {"allocator", "interrupts"},
-    "compiled": set(),
-    "units": set(),
-    "files": {"errors"},
-    "masks": CORE,
-    "block_masks": {"masks", "compiled"},
-    "stripes": {"masks", "compiled"},
-    "mask_names": {"files"},
-    "mask_shapes": CORE | {"masks", "mask_names"},
-    "documents": CORE,
-    "cluster": CORE,
-    "workload": CORE | {"masks", "mask_names", "mask_shapes", "stripes"},
-    "scenario": CORE | {"mask_names", "documents", "workload", "cluster", "training.model", "training.parallel"},
-    "tiles": {"masks", "stripes", "compiled"},
-    "schedule": {"masks", "stripes", "tiles", "errors", "compiled"},
-    "transformer": set(),
-    "builder": {"masks", "tiles", "schedule", "compiled"},
-    "implementations": CORE | {"masks", "workload", "schedule"},
-    "dcp": CORE | CASE - {"scenario"} | PLAN,
-    "distca": CORE | {"masks", "documents"},
-    "strategies": CORE | CASE - {"scenario"} | PLAN | {"builder", "implementations", "dcp", "distca"},
-    "sim": PLAN | {"masks", "errors", "compiled"},
-    # price fills the engines' input, so it knows its format: sim.work and nothing else of sim
-    "models": CORE
-    | {
-        "distca",
-        "masks",
-        "block_masks",
-        "workload",
-        "cluster",
-        "calibrate.profile",
-        "sim.work",
-        "transformer",
-        "implementations",
-    }
-    | PLAN,
-    "calibrate": CORE | {"models", "masks", "mask_shapes", "block_masks", "cluster", "tiles", "processes"},
-    "validation": CORE | {"masks", "workload", "tiles", "schedule"},
-    "training": CORE
-    | {"cluster", "workload", "implementations", "schedule", "strategies", "sim", "models", "calibrate.profile"}
-    | {"transformer"},
-    "layer": CORE | CASE | PLAN | {"builder", "implementations", "strategies", "training.model", "transformer"},
-    "uncertainty": {"calibrate.profile", "cluster", "implementations", "models", "scenario"},
-    "passes": CORE
-    | CASE
-    | PLAN
-    | {"calibrate.profile", "implementations", "layer", "models", "sim", "strategies", "uncertainty"},
-    "sweeps": CORE | {"prediction", "predictor", "processes", "scenario"},
-    "steps": CORE | {"scenario", "cluster", "implementations", "calibrate.profile", "training"},
-    "step_advice": CORE
-    | {"passes", "scenario", "prediction", "predictor", "processes", "steps", "strategies", "training"},
-    "support": CORE | CASE - {"scenario"} | PLAN | {"strategies", "implementations", "models"},
-    "prediction": CORE | {"scenario", "sim.timeline"},
-    "runs": CORE | {"scenario"},
-    "launch": CORE | {"scenario"},
-    "kernel_tables": CORE | CASE | {"models", "calibrate", "strategies", "schedule"},
-    "reproduce": CORE
-    | {"distca", "masks", "schedule", "cluster", "documents", "scenario", "prediction", "predictor", "models"}
-    | {"calibrate", "training", "steps", "processes"},
-    "comparison": CORE | {"cluster", "scenario", "runs", "prediction", "predictor", "processes"},
-    "predictor": CORE
-    | CASE
-    | PLAN
-    | {"strategies", "implementations", "sim", "models", "calibrate", "prediction", "validation", "steps", "training"}
-    | {"layer", "passes", "processes", "uncertainty"},
-    "report": CORE
-    | CASE
-    | PLAN
-    | {"strategies", "implementations", "sim", "predictor", "prediction", "calibrate", "comparison"}
-    | {"runs", "kernel_tables", "support", "reproduce", "step_advice", "training", "processes"},
-    "explore": CORE
-    | CASE
-    | PLAN
-    | {"calibrate", "comparison", "interrupts", "prediction", "predictor", "processes", "report", "runs"},
-    "terminal": {"errors", "processes"},
-    "cli_reproduce": {"errors", "terminal", "report", "reproduce"},
-    "cli": CORE
-    | CASE
-    | {"predictor", "prediction", "report", "strategies", "calibrate", "validation", "schedule"}
-    | {"runs", "launch", "comparison", "kernel_tables", "support", "implementations", "step_advice"}
-    | {"allocator", "explore", "interrupts", "sweeps", "terminal", "cli_reproduce"},
-    "__init__": CORE | CASE | PLAN | {"builder", "predictor", "prediction", "strategies", "sim", "validation"},
-    "__main__": {"cli", "interrupts"},
-}
-"""Module or package of cpsim -> what it may import from cpsim, itself aside."""
-
-FORBIDDEN = {"torch", "flash_attn", "real"}
+ROOMS = (
+    ("errors",),
+    ("units",),
+    ("runtime",),
+    ("masks",),
+    ("case",),
+    ("schedule",),
+    ("strategies", "models", "sim"),
+    ("prediction", "calibrate"),
+    ("report",),
+    ("explore",),
+    ("cli",),
+    ("real",),
+    ("__init__", "__main__"),
+)
+"""A room imports itself and rooms above it in this list; those of one line do not import each other."""
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+IN_ROOT = {"__init__", "__main__", "errors", "units"}
+TORCH = {"torch", "flash_attn"}
+OUTSIDE = {"studies", "tests"}
 SLOW = {"torch", "flash_attn", "simpy", "plotly", "scipy", "numba", "pandas"}
 
 
-def modules():
-    return sorted((ROOT / "cpsim").rglob("*.py"))
+def name_of(path):
+    """Dotted name of a module, e.g. ``cpsim.masks.shapes``; of an ``__init__.py`` that of its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def layer_of(path):
-    return path.relative_to(ROOT / "cpsim").with_suffix("").parts[0]
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PACKAGES = [path for path in MODULES.values() if path.name == "__init__.py" and path.parent != PACKAGE]
+
+
+def short(path):
+    return str(path.relative_to(ROOT))
+
+
+def room_of(path):
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imported(path):
-    """Absolute names of all imports of a file, also those inside functions."""
-    names = []
+    """Absolute names of all modules that a file imports, also inside functions; names within them are left out."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names.extend(alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.extend([f"{node.module}.{alias.name}" for alias in node.names])
+            within = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else str(node.module) for name in within}
     return names
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down_the_layers(path):
-    layer = layer_of(path)
-    assert layer in ALLOWED, f"{layer}: add it to ALLOWED"
-    for name in imported(path):
-        assert name.split(".")[0] not in FORBIDDEN, f"{path} imports {name}"
-        if not name.startswith("cpsim."):
-            continue
-        parts = name.split(".")[1:]
-        names = {parts[0], ".".join(parts[:2])}
-        assert parts[0] == layer or names & ALLOWED[layer], f"{path} imports {name}"
+def target_of(name):
+    """The room that an imported module of cpsim lies in."""
+    return [*name.split("."), "__init__"][1]
 
 
-def test_the_map_has_no_cycles():
-    known = {layer: {n.split(".")[0] for n in below} for layer, below in ALLOWED.items()}
-    known["models"] -= {"calibrate"}  # profile.py is data; calibrate's fits use the models
-    done = set()
-    while len(done) < len(known):
-        free = {layer for layer, below in known.items() if below <= done} - done
-        assert free, f"cycle among {sorted(set(known) - done)}"
-        done |= free
+def test_a_module_imports_its_own_room_and_rooms_above_it():
+    unknown = sorted({room_of(path) for path in MODULES.values()} - set(FLOOR))
+    assert not unknown, f"give them a place in ROOMS: {unknown}"
+    wrong = [
+        f"{short(path)} imports {name}"
+        for path in MODULES.values()
+        for name in sorted(imported(path) & set(MODULES))
+        if target_of(name) != room_of(path) and FLOOR[target_of(name)] >= FLOOR[room_of(path)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_executor_imports_torch_and_nobody_imports_the_executor_studies_or_tests():
+    wrong = [
+        f"{short(path)} imports {name}"
+        for path in MODULES.values()
+        for name in sorted(imported(path))
+        if name.split(".")[0] in OUTSIDE
+        or (room_of(path) != "real" and (name.split(".")[0] in TORCH or name.startswith("cpsim.real")))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {name: imported(path) & set(MODULES) - {name} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
+
+
+def test_only_few_modules_lie_in_the_root():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == IN_ROOT
+
+
+def test_no_room_is_called_like_a_folder_of_the_repository():
+    """But ``data``: what ships lies in the package, measurements and runs in the repository."""
+    rooms, folders = ({path.name for path in place.iterdir() if path.is_dir()} for place in (PACKAGE, ROOT))
+    assert rooms & folders <= {"data", "__pycache__"}
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=short)
+def test_a_room_says_what_belongs_there_and_which_tests_cover_it(path):
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    tests = re.findall(r"tests/\w+\.py", text)
+    assert tests, "name its tests"
+    assert all((ROOT / name).exists() for name in tests), tests
 
 
 def fresh(code):
@@ -161,8 +131,3 @@ def fresh(code):
 def test_import_cpsim_loads_nothing_slow():
     loaded = fresh("import sys, json, cpsim; print(json.dumps(sorted({m.split('.')[0] for m in sys.modules})))")
     assert not SLOW & set(loaded)
-
-
-def test_import_cpsim_takes_less_than_300_ms():
-    code = "import time; t = time.perf_counter(); import cpsim; print(time.perf_counter() - t)"
-    assert statistics.median(fresh(code) for _ in range(5)) < 0.3

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from cpsim.case.cluster import Cluster, load_cluster
-    from cpsim.case.scenario import Scenario, grid, load_scenario, load_scenarios
+    from cpsim.case.load import grid, load_scenario, load_scenarios
+    from cpsim.case.resolve import cluster_of, workload_of
+    from cpsim.case.scenario import Scenario
     from cpsim.case.workload import Workload
     from cpsim.errors import (
         CpsimError,
@@ -17,7 +19,8 @@ if TYPE_CHECKING:
         ScenarioError,
         ScheduleError,
     )
-    from cpsim.prediction.predict import advise, predict, predict_many, sweep
+    from cpsim.prediction.advise import advise
+    from cpsim.prediction.predict import predict, predict_many, sweep
     from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
     from cpsim.schedule.builder import Builder
     from cpsim.schedule.check import validate
@@ -38,9 +41,12 @@ _HOME: Final = {
         "ScenarioError",
         "ScheduleError",
     ),
-    "cpsim.prediction.predict": ("advise", "predict", "predict_many", "sweep"),
+    "cpsim.prediction.advise": ("advise",),
+    "cpsim.prediction.predict": ("predict", "predict_many", "sweep"),
+    "cpsim.case.load": ("grid", "load_scenario", "load_scenarios"),
+    "cpsim.case.resolve": ("cluster_of", "workload_of"),
     "cpsim.prediction.results": ("Advice", "Candidate", "Infeasible", "Prediction"),
-    "cpsim.case.scenario": ("Scenario", "grid", "load_scenario", "load_scenarios"),
+    "cpsim.case.scenario": ("Scenario",),
     "cpsim.schedule.builder": ("Builder",),
     "cpsim.schedule.schedule": ("Kind", "Schedule"),
     "cpsim.sim.fast": ("simulate",),
@@ -74,6 +80,7 @@ __all__ = [
     "Work",
     "Workload",
     "advise",
+    "cluster_of",
     "grid",
     "load_cluster",
     "load_scenario",
@@ -85,6 +92,7 @@ __all__ = [
     "simulate_reference",
     "sweep",
     "validate",
+    "workload_of",
 ]
 
 

@@ -6,7 +6,7 @@ from cpsim.runtime.interrupts import end_at_once
 def run() -> None:
     """Entry point; an interrupt ends the imports, too, which take longest of a short command."""
     end_at_once()
-    from cpsim.cli.commands import main
+    from cpsim.cli.app import main
 
     main()
 

@@ -8,6 +8,9 @@ CpsimError (ValueError)     anything a user can cause; the message is one line: 
 └── ScheduleError           a schedule that breaks its own rules
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class CpsimError(ValueError):
     """Base of every error that a user can cause."""
@@ -31,3 +34,17 @@ class ProfileError(CpsimError):
 
 class ScheduleError(CpsimError):
     """A schedule that breaks its own rules; the message shows rank, stream and op."""
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """``did you mean 'x'?``, or the whole list where nothing is near."""
+    known = list(names)
+    lower = {entry.lower(): entry for entry in known}
+    found = get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
+    return f"did you mean {lower[found[0]]!r}?" if found else f"expected one of {', '.join(known)}"
+
+
+def shown(value: object) -> str:
+    """A value in an error message: its ``repr``, one line, 60 characters at most."""
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

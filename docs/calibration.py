@@ -20,7 +20,7 @@ import numpy as np
 
 from cpsim.calibrate.fit import fit_profile, folds, large_model
 from cpsim.calibrate.measurement import Measurements, Point, load
-from cpsim.calibrate.recipes import DATA, measurements
+from cpsim.calibrate.recipes import measurements, points_file, runs_file
 from cpsim.calibrate.residuals import model_of, residuals, usable
 from cpsim.models.profile import Profile, load_profile, save_profile
 from cpsim.prediction.compare import compare, errors_of, predict_runs
@@ -38,8 +38,8 @@ from cpsim.real.measure.shapes import (
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "calibration.md"
-RUNS = ROOT / "validation" / "runs" / "h200.jsonl"
-REAL, REAL_RUNS = DATA / "h200x2-calibration.jsonl", ROOT / "validation" / "calibration" / "h200x2-runs.jsonl"
+RUNS = runs_file("h200.jsonl")
+REAL, REAL_RUNS = points_file("h200x2-calibration.jsonl"), runs_file("calibrated.jsonl")
 """A calibration of two GPUs, and runs on the same machine right after it."""
 MINUTES = (1, 2, 5, 10)
 NUM_GPUS = 4
@@ -276,7 +276,7 @@ INTRODUCTION = f"""# Error against minutes of calibration
 
 This page is written by `python docs/calibration.py`. It replays what `cpsim calibrate` would have measured on four
 H200 in 1, 2, 5 and 10 minutes, fits a profile to each, and says how wrong it is: on points that no fit saw (a random
-fifth of the committed ones, of at least 1k tokens or 1 MiB) and on the real runs of `validation/runs/h200.jsonl` of
+fifth of the committed ones, of at least 1k tokens or 1 MiB) and on the real runs of `data/runs/h200.jsonl` of
 1 ms or more. `all` is fitted to everything that profile `h200` is made from, without that fifth and without the
 studies of masks, of other head dimensions, of FlashInfer and of layers.
 
@@ -294,7 +294,7 @@ in what other people's code costs them. So one row adds such calls on three othe
 REAL_ONE = """## A real one
 
 `cpsim calibrate --minutes 9` on two H200, and all 64 cases of the validation set for two GPUs run on the same machine
-right after it (`validation/calibration`). Mean errors of the runs of 1 ms or more, with the profile of these minutes
+right after it (`data/runs/h200x2-1122i`). Mean errors of the runs of 1 ms or more, with the profile of these minutes
 and with the one that ships, to which its attention calls belong, too.
 """
 
@@ -302,7 +302,7 @@ and with the one that ships, to which its attention calls belong, too.
 def inputs() -> str:
     """Fingerprint of the files that the page is made from."""
     crc = 0
-    for path in (*(DATA / name for name in sorted(measured_files())), RUNS, REAL_RUNS):
+    for path in (*(points_file(name) for name in sorted(measured_files())), RUNS, REAL_RUNS):
         crc = zlib.crc32(path.read_bytes(), crc)
     return f"{crc:08x}"
 

@@ -25,7 +25,7 @@ def reference() -> str:
         sys.executable,
         "-m",
         "typer",
-        "cpsim.cli.commands",
+        "cpsim.cli.app",
         "utils",
         "docs",
         "--name",

@@ -1,8 +1,8 @@
-"""Writes the network of preset h200-2x2-sockets, and of the three pairs of H100 in validation/runs, from the committed
+"""Writes the network of preset h200-2x2-sockets, and of the three pairs of H100 in data/runs, from the committed
 measurements of emulated nodes.
 
     torchrun --nproc-per-node 4 -m cpsim.real.measure.network --emulate-nodes 2 --minutes 1.4 \
-        --out cpsim/calibrate/data/h200x4-sockets.jsonl
+        --out data/points/h200/h200x4-sockets.jsonl
     python docs/fabric.py
 """
 
@@ -15,20 +15,19 @@ from pathlib import Path
 
 from cpsim.calibrate.fabric import fit_fabric
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA
+from cpsim.calibrate.recipes import DATA, runs_file
 from cpsim.case.cluster import Fabric
 
 ROOT = Path(__file__).parent.parent
-RUNS = ROOT / "validation" / "runs"
 CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
-MEASURED = sorted(DATA.glob("h200x4-sockets*.jsonl"))
+MEASURED = sorted((DATA / "points").rglob("h200x4-sockets*.jsonl"))
 PRESET = "h200-2x2-sockets"
 PAIRS = {
     "h100-2x1-sockets": "h100x2-sockets.jsonl",
     "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl",
     "h100-2x1-sockets-3": "h100x2-sockets-[56].jsonl",
 }
-"""Cluster files of `validation/runs`, and what was measured on that machine: sockets differ between machines."""
+"""Cluster files of `data/runs`, and what was measured on that machine: sockets differ between machines."""
 
 
 def network(files: Iterable[Path]) -> Fabric:
@@ -49,12 +48,12 @@ def with_fabric(text: str) -> str:
 
 def pair(name: str) -> str:
     """The cluster file of a pair with the network of its machine."""
-    made = network(sorted(DATA.glob(PAIRS[name])))
-    cluster = json.loads((RUNS / f"{name}.json").read_text(encoding="utf-8"))
+    made = network(sorted((DATA / "points").rglob(PAIRS[name])))
+    cluster = json.loads(runs_file(f"{name}.json").read_text(encoding="utf-8"))
     return json.dumps(cluster | {"fabric": dataclasses.asdict(made)}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
     for name in PAIRS:
-        (RUNS / f"{name}.json").write_text(pair(name), encoding="utf-8")
+        runs_file(f"{name}.json").write_text(pair(name), encoding="utf-8")
     CLUSTERS.write_text(with_fabric(CLUSTERS.read_text(encoding="utf-8")), encoding="utf-8")

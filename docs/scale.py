@@ -27,11 +27,14 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.scenario import Scenario
+from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
-from cpsim.models.price import Pricing
-from cpsim.prediction.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES, Case
-from cpsim.prediction.predict import look_up, predict
+from cpsim.models.price import price
+from cpsim.prediction.case import Case, resolve
+from cpsim.prediction.passes import DRAWN_GPUS, KNOWN_PLACES, MOST_PLACES
+from cpsim.prediction.predict import predict
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.work import free_work, waits
@@ -98,19 +101,19 @@ def zigzag(case: Case) -> Schedule:
 
 def stages(gpus: int) -> dict[str, float]:
     """Seconds of every stage of a zigzag ring's forward pass, and its ops."""
-    case = look_up(scenario("zigzag_ring", gpus, "fwd"))
-    pricing = Pricing(
+    case = resolve(scenario("zigzag_ring", gpus, "fwd"))
+    pricing = Conditions(
         cluster=case.cluster, profile=case.profile, kernel="fa4", head_dim=128, dtype="bf16", protocol="synced"
     )
     schedule = zigzag(case)
-    priced = pricing.price(schedule)
+    priced = price(schedule, pricing)
     work, free = priced.work, free_work(priced.work.duration_s, priced.work.release_s)
     timeline = simulate(schedule, work)
     ones = np.ones(NUM_DRAWS)
     factors = np.ones((len(GROUPS), NUM_DRAWS))
     jobs: dict[str, Callable[[], object]] = {
         "plan": lambda: zigzag(case),
-        "price": lambda: pricing.price(schedule),
+        "price": lambda: price(schedule, pricing),
         "simulate": lambda: simulate(schedule, work),
         "constant": lambda: simulate(schedule, free),
         "draws": lambda: makespans(timeline, work, priced.group, factors, ones, ones),
@@ -120,7 +123,7 @@ def stages(gpus: int) -> dict[str, float]:
 
 def touched_bytes() -> dict[str, float]:
     """Bytes that the engines read or write at least once for an op of a zigzag ring on 96 GPUs."""
-    schedule = zigzag(look_up(scenario("zigzag_ring", 96, "fwd")))
+    schedule = zigzag(resolve(scenario("zigzag_ring", 96, "fwd")))
     num, lanes = len(schedule), len(schedule.lane_rank)
     flows = 2 * int((np.diff(schedule.lane_start) == 2).sum())
     before = len(waits(schedule, np.zeros(num, np.bool_))[1])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
+from cpsim.case.scenario import Scenario
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
 from cpsim.prediction.runs import PassRun, Run
 from cpsim.schedule.schedule import Kind
@@ -25,7 +27,7 @@ NOTE = "network between nodes: published figures of <others> & co, not measured 
 
 def timeline(scenario: Scenario, pass_: str) -> Timeline:
     """Ops as early as lanes and dependencies allow, with durations from their area and bytes."""
-    schedule = plan(scenario.strategy, scenario.workload(), scenario.resolve_cluster(), pass_, scenario.knobs)
+    schedule = plan(scenario.strategy, workload_of(scenario), cluster_of(scenario), pass_, scenario.knobs)
     area = np.where(
         np.isin(schedule.kind, (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)),
         schedule.tiles.area[schedule.tile],

@@ -8,7 +8,8 @@ import sys
 import torch
 from ranks import fork_ranks
 
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import workload_of
 from cpsim.real.run import attention
 from cpsim.real.run.node import end_process
 from cpsim.strategies import sharding
@@ -17,7 +18,7 @@ from cpsim.strategies.ring.grid import make_grid
 
 def tokens_of(scenario, rank, size):
     """Tokens of a rank in the order in which the implementations hold them."""
-    lengths = scenario.workload().documents if "document" in scenario.mask_name else (scenario.num_tokens,)
+    lengths = workload_of(scenario).documents if "document" in scenario.mask_name else (scenario.num_tokens,)
     bounds = torch.tensor([0, *lengths]).cumsum(0)
     knobs = {"layout": "zigzag" if scenario.implementation == "torch" else "contiguous", **scenario.knobs}
     if scenario.strategy == "usp":
@@ -44,7 +45,7 @@ def dense(scenario):
     shape = scenario.num_tokens, scenario.head_dim
     heads = scenario.heads, scenario.kv_heads, scenario.kv_heads, scenario.heads
     q, k, v, dout = (torch.randn(shape[0], h, shape[1], dtype=torch.float64) for h in heads)
-    lengths = scenario.workload().documents if "document" in scenario.mask_name else (scenario.num_tokens,)
+    lengths = workload_of(scenario).documents if "document" in scenario.mask_name else (scenario.num_tokens,)
     call = attention.prepare(lengths, lengths, causal="causal" in scenario.mask_name, device="cpu")
     out, lse = attention.forward("math", q, k, v, call)
     return [q, k, v, dout], [out, *attention.backward("math", dout, q, k, v, out, lse, call)]

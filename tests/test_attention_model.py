@@ -7,9 +7,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from targets import check
 
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA, measurements
+from cpsim.calibrate.recipes import DATA, measurements, points_file
 from cpsim.calibrate.residuals import large, residuals
 from cpsim.masks.blocks import BANDS, CELLS, RUNS, Visits, visits
 from cpsim.masks.shapes import mask_slices
@@ -195,8 +196,8 @@ def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_ar
 @pytest.mark.parametrize("file", ["h200.json", "h200-2.json"])
 @pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_on_a_gpu(pass_, file):
-    """Nothing is fitted to these points: cpsim.real.measure.holds, on two machines."""
-    found = json.loads((DATA / "holds" / file).read_text())
+    """Nothing is fitted to these points: studies.probes.holds, on two machines."""
+    found = json.loads((DATA / "points" / "h200" / "holds" / file).read_text())
     params = load_profile("h200").attention_params(found["kernel"], pass_)
     hold_s = np.maximum(np.array(found["holds_us"]) - found["ahead_us"], 0) * 1e-6
     num, errors, without = len(hold_s), [], []
@@ -210,9 +211,9 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
         errors.append(np.abs(seconds / seconds[0] / measured - 1))
         without.append(np.abs(1 / measured - 1))
     assert np.shape(errors) == (18, num)
-    assert np.mean(errors) <= 0.024
-    assert np.max(errors) <= 0.15
     assert np.mean(without) >= 2 * np.mean(errors)
+    check(f"holds {pass_}, mean", np.mean(errors))
+    check(f"holds {pass_}, worst", np.max(errors))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +227,7 @@ def test_attention_of_few_waves_beside_held_sms_takes_as_much_longer_as_it_did_o
 )
 def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kernel, pass_, mean, p95):
     assert "h200-documents.jsonl" not in {m.source for m in measurements("h200")}
-    points = load(DATA / "h200-documents.jsonl").of("attention")
+    points = load(points_file("h200-documents.jsonl")).of("attention")
     points = [p for p in points if (p["kernel"], p["pass"]) == (kernel, pass_)]
     errors = np.array([abs(row.error) for row in residuals(load_profile("h200"), points) if large(row.point)])
     assert len(errors) >= 150
@@ -245,7 +246,7 @@ def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kern
 def test_random_calls_of_more_machines_that_no_fit_saw_are_predicted(file, number, bars):
     """Forward and backward: many documents, and calls of all families that ran after the last change of the model."""
     assert file not in {m.source for m in measurements("h200")}
-    rows = residuals(load_profile("h200"), load(DATA / file).of("attention"))
+    rows = residuals(load_profile("h200"), load(points_file(file)).of("attention"))
     for kernel, each in bars.items():
         for pass_, most in zip(("fwd", "bwd"), each, strict=True):
             errors = [abs(r.error) for r in rows if r.model == f"attention {pass_} {kernel}" and large(r.point)]
@@ -255,7 +256,7 @@ def test_random_calls_of_more_machines_that_no_fit_saw_are_predicted(file, numbe
 
 def test_forward_calls_of_flash_attention_2_may_take_another_time_in_another_process():
     """Of those that are predicted worst; others take what they took."""
-    again, first = load(DATA / "h200-repeated.jsonl").of("attention"), {}
+    again, first = load(points_file("h200-repeated.jsonl")).of("attention"), {}
     for file in measurements("h200"):
         points = [p for p in file.of("attention") if p["kernel"] in ("fa2", "sdpa_flash") and not p.get("rested")]
         first |= {what(p): np.median(p["samples_s"]) for p in points}
@@ -274,7 +275,9 @@ def what(point):
 
 def counters():
     """Of every call, what a GPU's counters say."""
-    _, *rows = map(json.loads, (DATA / "counters" / "h200.jsonl").read_text(encoding="utf-8").splitlines())
+    _, *rows = map(
+        json.loads, (DATA / "points" / "h200" / "counters" / "h200.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return rows
 
 
@@ -304,7 +307,7 @@ def test_grids_and_blocks_on_an_sm_are_those_that_a_gpu_launches():
 def test_rows_of_cudnns_backward_pass_come_in_pairs_at_head_dimension_256_only():
     """Calls that no fit saw: 33 rows of 4 heads are 132 blocks and take as many SMs two waves, 66 of 2 heads one."""
     assert "h200-waves.jsonl" not in {m.source for m in measurements("h200")}
-    points = [p for p in load(DATA / "h200-waves.jsonl").of("attention") if p["family"] == "waves"]
+    points = [p for p in load(points_file("h200-waves.jsonl")).of("attention") if p["family"] == "waves"]
     points = [p for p in points if p["kernel"] == "cudnn" and p["pass"] == "bwd"]
     seconds = {(p["head_dim"], p["k_lens"][0], p["num_heads"]): np.median(p["samples_s"]) for p in points}
     for (dim, keys, heads), measured in seconds.items():
@@ -319,7 +322,7 @@ def test_rows_of_cudnns_backward_pass_come_in_pairs_at_head_dimension_256_only()
 
 def test_what_h200_tells_of_flexattention_at_head_dimension_64_predicts_masks_on_h100():
     """Backward it takes several times as long under bands as at 128."""
-    points = load(DATA / "h100-head-dim-64-masked.jsonl").of("attention")
+    points = load(points_file("h100-head-dim-64-masked.jsonl")).of("attention")
     errors = np.array([abs(row.error) for row in residuals(load_profile("h200"), points)])
     assert len(errors) == 18
     assert errors.mean() <= 0.06
@@ -367,7 +370,7 @@ def test_the_longest_of_the_last_blocks_runs_on_by_itself():
 @pytest.mark.parametrize("gpu", ["h100", "h200"])
 def test_first_blocks_share_sms_as_they_did_on_a_gpu(gpu):
     """Counted in the order of first blocks; the foremost SMs come in either order, and calls start at any group."""
-    runs = json.loads((DATA / f"placement/{gpu}.json").read_text())["runs"]
+    runs = json.loads((DATA / "points" / gpu / "placement" / f"{gpu}.json").read_text())["runs"]
     alike = [run for run in runs if run["blocks"].startswith("equal")]
     assert {run["num_blocks"] for run in alike} >= {100, 132, 140, 152, 176, 200, 264}
     for run in alike:

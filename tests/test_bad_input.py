@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from cpsim.case.scenario import Scenario, load_scenario, load_scenarios, scenario_from
+from cpsim.case.load import load_scenario, load_scenarios, scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, ScenarioError
 
 GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
@@ -161,7 +163,7 @@ def test_missing_file_and_folder_are_one_line(tmp_path):
 )
 def test_impossible_cluster_is_one_line(change, match):
     with pytest.raises(CpsimError) as caught:
-        scenario_from(GOOD | change).resolve_cluster()
+        cluster_of(scenario_from(GOOD | change))
     assert_one_line(caught.value, match)
 
 
@@ -174,5 +176,5 @@ def test_impossible_cluster_is_one_line(change, match):
 )
 def test_workload_that_cannot_be_made_is_one_line(change, match):
     with pytest.raises(CpsimError) as caught:
-        scenario_from(GOOD | change).workload().slices()
+        workload_of(scenario_from(GOOD | change)).slices()
     assert_one_line(caught.value, match)

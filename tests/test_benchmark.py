@@ -14,12 +14,15 @@ import pytest
 from scripts import load_script
 
 from cpsim.case.cluster import load_cluster
-from cpsim.case.scenario import Scenario, load_scenario, scenario_from
+from cpsim.case.load import load_scenario, scenario_from
+from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
+from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
-from cpsim.models.price import Pricing
+from cpsim.models.price import price
 from cpsim.models.profile import load_profile
-from cpsim.prediction.predict import advise, predict, predict_many
+from cpsim.prediction.advise import advise
+from cpsim.prediction.predict import predict, predict_many
 from cpsim.prediction.sweep import load_sweep, run_sweep
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.schedule.schedule import Kind
@@ -55,7 +58,7 @@ def zigzag(pass_):
 
 def pricing(cluster=CLUSTER):
     case = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16", "protocol": "synced"}
-    return Pricing(cluster=cluster, profile=load_profile("h200"), **case)
+    return Conditions(cluster=cluster, profile=load_profile("h200"), **case)
 
 
 def ops(gpus):
@@ -74,14 +77,14 @@ def test_plan(benchmark):
 @pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
 def test_price(benchmark):
     planned, prices = [zigzag(p) for p in ("fwd", "bwd")], pricing()
-    priced = benchmark(lambda: [prices.price(s) for s in planned])
+    priced = benchmark(lambda: [price(s, prices) for s in planned])
     assert sum(len(p.work.duration_s) for p in priced) == sum(ops(GPUS))
 
 
 @pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
 def test_simulate_with_shared_links_and_interference(benchmark):
     planned, prices = [zigzag(p) for p in ("fwd", "bwd")], pricing()
-    works = [prices.price(s).work for s in planned]
+    works = [price(s, prices).work for s in planned]
     lines = benchmark(lambda: [simulate(s, w) for s, w in zip(planned, works, strict=True)])
     assert sum(len(line.end_s) for line in lines) == sum(ops(GPUS))
 
@@ -89,7 +92,7 @@ def test_simulate_with_shared_links_and_interference(benchmark):
 @pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
 def test_plan_and_simulate(benchmark):
     prices = pricing()
-    works = [prices.price(zigzag(p)).work for p in ("fwd", "bwd")]
+    works = [price(zigzag(p), prices).work for p in ("fwd", "bwd")]
     lines = benchmark(lambda: [simulate(zigzag(p), w) for p, w in zip(("fwd", "bwd"), works, strict=True)])
     assert sum(len(line.end_s) for line in lines) == sum(ops(GPUS))
 
@@ -97,7 +100,7 @@ def test_plan_and_simulate(benchmark):
 @pytest.mark.benchmark(group="96-rank zigzag ring, forward and backward")
 def test_two_hundred_draws(benchmark):
     schedule = zigzag("fwd")
-    priced = pricing().price(schedule)
+    priced = price(schedule, pricing())
     timeline, ones = simulate(schedule, priced.work), np.ones(200)
     factors = np.ones((len(GROUPS), len(ones)))
     found = benchmark(lambda: makespans(timeline, priced.work, priced.group, factors, ones, ones))
@@ -110,7 +113,7 @@ def test_plan_price_and_simulate_forward(benchmark):
 
     def whole():
         schedule = zigzag("fwd")
-        return simulate(schedule, prices.price(schedule).work)
+        return simulate(schedule, price(schedule, prices).work)
 
     assert len(benchmark(whole).end_s) == ops(GPUS)[0]
 
@@ -143,7 +146,7 @@ def test_a_sweep_into_parquet(benchmark, tmp_path):
 
 
 def constant(schedule):
-    work = pricing().price(schedule).work
+    work = price(schedule, pricing()).work
     return free_work(work.duration_s, work.release_s)
 
 
@@ -167,7 +170,7 @@ def test_reference_engine(benchmark):
 def test_engines_with_sharing(benchmark, engine):
     cluster = CLUSTER.with_gpus(16)
     schedule = plan("zigzag_ring", workload(16), cluster, "fwd", {})
-    work = pricing(cluster).price(schedule).work
+    work = price(schedule, pricing(cluster)).work
     assert len(benchmark(lambda: engine(schedule, work)).end_s) == ops(16)[0]
 
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from cpsim.calibrate.fit_host import fit_elementwise
 from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA
+from cpsim.calibrate.recipes import points_file
 from cpsim.calibrate.residuals import measured
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.models.cache import share_cached, shares_cached
 from cpsim.models.elementwise import ElementwiseParams, elementwise_seconds
 from cpsim.models.profile import load_profile
@@ -46,7 +47,7 @@ def test_half_of_a_cache_is_kept_and_nothing_of_what_came_a_whole_cache_before()
 
 def shares_of_merges(tokens_per_gpu, cache_bytes=60 * MB):
     scenario = scenario_from(CASE | {"tokens_per_gpu": tokens_per_gpu})
-    schedule = plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), "fwd")
+    schedule = plan_scenario(scenario, workload_of(scenario), cluster_of(scenario), "fwd")
     return shares_cached(schedule, cache_bytes)[schedule.kind == Kind.MERGE]
 
 
@@ -60,7 +61,7 @@ def test_a_merge_finds_the_partial_result_before_it_and_of_short_sequences_the_s
 
 def test_nothing_is_held_before_it_is_touched():
     scenario = scenario_from(CASE | {"tokens_per_gpu": 512, "strategy": "ulysses"})
-    schedule = plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), "fwd")
+    schedule = plan_scenario(scenario, workload_of(scenario), cluster_of(scenario), "fwd")
     first = schedule.kind == Kind.COPY
     assert shares_cached(schedule, 60 * MB)[np.argmax(first)] == 0
 
@@ -96,7 +97,7 @@ def test_kernels_of_an_h200_are_told_by_what_its_cache_holds(gain, mean, worst):
     h200 = load_profile("h200").elementwise
     errors = []
     for kind in ("copy", "accumulate", "merge"):
-        mine = [p for p in load(DATA / "h200-cached.jsonl").of("cached") if p["kind"] == kind]
+        mine = [p for p in load(points_file("h200-cached.jsonl")).of("cached") if p["kind"] == kind]
         held = share_cached([p["reused"] for p in mine], h200.cache_bytes)
         nbytes = np.array([p["nbytes"] for p in mine]) * (1 - (h200.cache_gain if gain is None else gain) * held)
         latency, bandwidth = latency_and_bandwidth(nbytes, measured(mine))
@@ -111,7 +112,7 @@ def test_the_few_points_of_a_calibration_tell_the_cache_as_all_do():
     from cpsim.real.measure.cached import FEW_SIZES, parameters
 
     few = [parameters(*size) for size in FEW_SIZES]
-    measured_points = load(DATA / "h200-cached.jsonl").of("cached")
+    measured_points = load(points_file("h200-cached.jsonl")).of("cached")
     chosen = [p for p in measured_points if {name: p[name] for name in few[0]} in few]
     assert len(chosen) >= len(few) - 1  # one moves more than all points do
     others = [p | {"op": "elementwise"} for p in chosen]

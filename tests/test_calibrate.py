@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ from refits import drift
 
 from cpsim.calibrate import fit, fit_attention, fit_host, measurement, profile
 from cpsim.calibrate.fit_network import errors_of_slowdowns
-from cpsim.calibrate.recipes import measurements, stand_in
+from cpsim.calibrate.recipes import DATA, measurements, points_file, stand_in
 from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary, usable, visits_of
 from cpsim.errors import ProfileError
 from cpsim.masks.blocks import visits
@@ -20,8 +19,6 @@ from cpsim.models.attention.discrepancy import NONE
 from cpsim.models.attention.kernels import ANATOMY, anatomy_at
 from cpsim.models.profile import from_json, load_profile, shipped_profiles, to_json
 from cpsim.real.measure.shapes import Shape, draw_masked, extremes_first, informative_order
-
-DATA = Path(measurement.__file__).parent / "data"
 
 
 def one_line(excinfo) -> str:
@@ -75,7 +72,7 @@ def test_a_profile_describes_the_committed_measurements(name):
 
 def test_a_second_machine_run_of_the_network_is_predicted_within_20_percent():
     """Never fitted: there matrix products ran between the operations, so that clocks were lower."""
-    points = measurement.load(DATA / "h200x4-network-hot.jsonl").points
+    points = measurement.load(points_file("h200x4-network-hot.jsonl")).points
     rows = [row for row in residuals(load_profile("h200"), points) if large(row.point)]
     for row in summary(rows):
         assert row["mean_absolute"] <= 0.2, row
@@ -84,7 +81,7 @@ def test_a_second_machine_run_of_the_network_is_predicted_within_20_percent():
 def test_the_fit_recovers_known_parameters_from_noise():
     rng = np.random.default_rng(7)
     truth = dataclasses.replace(load_profile("h200").attention["fa4", "fwd"], discrepancy=NONE)
-    source = [m for m in measurement.load(DATA / "h200-kernels-0.jsonl").of("attention") if m["pass"] == "fwd"]
+    source = [m for m in measurement.load(points_file("h200-kernels-0.jsonl")).of("attention") if m["pass"] == "fwd"]
     points = [p for p in source if p["kernel"] == "fa4"]
     exact = predicted_attention(truth, points)
     noisy = [
@@ -120,7 +117,7 @@ def test_few_calls_at_a_head_dimension_rest_on_a_gpu_alike():
     )
     pool = [
         p
-        for p in measurement.load(DATA / "h200-head-dim-64-2.jsonl").of("attention")
+        for p in measurement.load(points_file("h200-head-dim-64-2.jsonl")).of("attention")
         if (p["kernel"], p["pass"]) == ("cudnn", "bwd")
     ]
     exact = predicted_attention(truth, pool).tolist()
@@ -140,7 +137,7 @@ def test_a_kernel_rests_on_a_gpu_alike_where_few_calls_tell():
     truth = dataclasses.replace(
         theirs, pair_s=1.1 * theirs.pair_s, traffic_s_per_byte=1.4 * theirs.traffic_s_per_byte, head_dims=()
     )
-    file = measurement.load(DATA / "h200-kernels-0.jsonl")
+    file = measurement.load(points_file("h200-kernels-0.jsonl"))
     pool = [p for p in file.of("attention") if (p["kernel"], p["pass"]) == key]
     exact = predicted_attention(truth, pool).tolist()
     points, errors = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)], {}
@@ -157,7 +154,7 @@ def test_calls_tell_under_which_masks_blocks_share_sms_evenly(even):
     params = dataclasses.replace(load_profile("h200").attention["sdpa_flash", "fwd"].at(64), discrepancy=NONE)
     uneven = dataclasses.replace(params, older_share=0.57, older_share_full=0.57)
     truth = dataclasses.replace(uneven, **{even: 0.5})
-    pool = [p for p in measurement.load(DATA / "h200-head-dim-64-4.jsonl").of("attention") if p["pass"] == "fwd"]
+    pool = [p for p in measurement.load(points_file("h200-head-dim-64-4.jsonl")).of("attention") if p["pass"] == "fwd"]
     exact = predicted_attention(truth, pool).tolist()
     points = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)]
     assert fit_attention._best_shares(uneven, points) == truth
@@ -165,7 +162,7 @@ def test_calls_tell_under_which_masks_blocks_share_sms_evenly(even):
 
 
 def test_a_kernel_with_a_handful_of_calls_is_left_out():
-    points = measurement.load(DATA / "h100-masked-blocks-math.jsonl").of("attention")
+    points = measurement.load(points_file("h100-masked-blocks-math.jsonl")).of("attention")
     assert {p["kernel"] for p in points} == {"fa4_sparse", "sdpa_math"}
     assert {p["kernel"] for p in fit_attention.with_enough_calls(points, None)} == {"sdpa_math"}
     with pytest.raises(ProfileError, match="needs 6 calls of a kernel and pass, got 5"):
@@ -206,7 +203,9 @@ def test_a_memory_bound_kernel_is_never_held_out_whole():
 
 
 def test_what_is_held_out_does_not_depend_on_the_order_of_points_nor_on_other_files():
-    points = [p for name in ("h200x4-network", "h200-layers") for p in measurement.load(DATA / f"{name}.jsonl").points]
+    points = [
+        p for name in ("h200x4-network", "h200-layers") for p in measurement.load(points_file(f"{name}.jsonl")).points
+    ]
     points = [p for p in points if usable(p)]
     np.testing.assert_array_equal(fit.folds(points[::-1])[::-1], fit.folds(points))
     is_network = np.array([p["op"] in ("collective", "transfer") for p in points])
@@ -216,7 +215,7 @@ def test_what_is_held_out_does_not_depend_on_the_order_of_points_nor_on_other_fi
 
 
 def test_ranks_of_one_file_are_gpus_whose_spread_counts():
-    m, profile = measurement.load(DATA / "h200-kernels-0.jsonl"), load_profile("h200")
+    m, profile = measurement.load(points_file("h200-kernels-0.jsonl")), load_profile("h200")
     points = [p for p in m.points if p["op"] == "attention" and (p["kernel"], p["pass"]) == ("fa4", "bwd")]
     spread = {}
     for slower in (1.0, 1.1):
@@ -364,9 +363,9 @@ def test_times_of_kernels_are_read_as_between_events_of_a_host_with_one_gpu(tmp_
 def test_events_cost_what_headers_say_and_memory_bound_kernels_of_all_hosts_then_take_alike():
     one, several = measurement.EVENTS_S
     for name, seconds in (("h100-graphs-1", one), ("h100x2-graphs-1", several), ("h100x2-graphs-2", several)):
-        assert measurement.load(DATA / f"{name}.jsonl").header["events_s"] == pytest.approx(seconds, rel=0.03)
+        assert measurement.load(points_file(f"{name}.jsonl")).header["events_s"] == pytest.approx(seconds, rel=0.03)
     alone, beside = (
-        fit_host.fit_elementwise(measurement.load(DATA / f"{name}.jsonl").points, None).latency_s
+        fit_host.fit_elementwise(measurement.load(points_file(f"{name}.jsonl")).points, None).latency_s
         for name in ("h200-kernels-single", "h200-kernels-0")
     )
     assert len(alone) >= 5
@@ -377,7 +376,7 @@ def test_head_dimensions_that_only_a_gpu_alike_was_measured_with_change_a_kernel
     base = load_profile("h200").attention_params("cudnn", "fwd")
     points = [
         p
-        for p in measurement.load(DATA / "h100-kernels-4.jsonl").points
+        for p in measurement.load(points_file("h100-kernels-4.jsonl")).points
         if p["op"] == "attention" and (p["kernel"], p["pass"]) == ("cudnn", "fwd")
     ][:40]
     fitted = fit_attention.fit_kernel(("cudnn", "fwd"), points, 132, alike=base)
@@ -389,8 +388,8 @@ def test_head_dimensions_that_only_a_gpu_alike_was_measured_with_change_a_kernel
 
 
 def test_a_shape_that_was_measured_twice_is_held_out_twice():
-    names = sorted(path.name for path in DATA.glob("h100-kernels*.jsonl"))
-    points = [p for name in names for p in measurement.load(DATA / name).points if p["op"] == "attention"]
+    names = sorted(path.name for path in (DATA / "points").rglob("h100-kernels*.jsonl"))
+    points = [p for name in names for p in measurement.load(points_file(name)).points if p["op"] == "attention"]
     seen = {}
     for p, fold in zip(points, fit.folds(points), strict=True):
         shape = (tuple(p["q_lens"]), tuple(p["k_lens"]), p["num_heads"], p["num_kv_heads"], p["causal"], p["varlen"])
@@ -408,7 +407,7 @@ def in_order_of_calibrate(points) -> list[int]:
 @pytest.mark.parametrize("key", [("fa2", "bwd"), ("cudnn", "bwd")])
 def test_thirty_calls_of_h100_tell_more_near_h200_than_alone_and_than_h200_does(key):
     """Held out: all other calls of the three machines."""
-    files = [measurement.load(DATA / f"h100-kernels-{i}.jsonl").of("attention") for i in (2, 3, 4)]
+    files = [measurement.load(points_file(f"h100-kernels-{i}.jsonl")).of("attention") for i in (2, 3, 4)]
     pool = [p for points in files for p in points if (p["kernel"], p["pass"]) == key]
     order, theirs = in_order_of_calibrate(pool), load_profile("h200").attention[key]
     first, unseen = ([pool[i] for i in part] for part in (order[:30], order[30:]))
@@ -423,7 +422,7 @@ def test_thirty_calls_of_h100_tell_more_near_h200_than_alone_and_than_h200_does(
 @pytest.mark.parametrize("key", [("fa4", "fwd"), ("fa4", "bwd"), ("fa2", "fwd"), ("fa2", "bwd")])
 def test_the_first_points_in_the_order_of_calibrate_tell_more_than_as_many_random_ones(key):
     """Held out: all calls measured on another GPU."""
-    files = [measurement.load(DATA / f"h200-kernels-{gpu}.jsonl").of("attention") for gpu in range(4)]
+    files = [measurement.load(points_file(f"h200-kernels-{gpu}.jsonl")).of("attention") for gpu in range(4)]
     *pool, unseen = ([p for p in points if (p["kernel"], p["pass"]) == key] for points in files)
     pool, num = [p for points in pool for p in points], 30
 
@@ -603,7 +602,7 @@ def test_broken_measurements_are_refused_in_one_line(tmp_path, text, says):
 
 
 def test_fitting_needs_kernels_of_one_gpu_and_a_network():
-    h100 = measurement.load(DATA / "h100-kernels.jsonl")
+    h100 = measurement.load(points_file("h100-kernels.jsonl"))
     with pytest.raises(ProfileError, match="collective points"):
         fit.fit_profile([h100])
     with pytest.raises(ProfileError, match="one GPU type"):
@@ -614,7 +613,7 @@ def test_fitting_needs_kernels_of_one_gpu_and_a_network():
 
 
 def test_every_measurement_file_records_where_it_comes_from():
-    for path in DATA.glob("*.jsonl"):
+    for path in sorted((DATA / "points").rglob("*.jsonl")):
         header = measurement.load(path).header
         for key in ("gpu", "num_gpus", "driver", "cuda", "nccl", "torch", "kernels", "date", "commit", "command"):
             assert header[key], (path.name, key)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from cpsim.cli.commands import main
+from cpsim.cli.app import main
 from cpsim.masks.names import MASK_NAMES
 from cpsim.prediction.support import KERNELS
 from cpsim.strategies import STRATEGIES
@@ -40,14 +40,19 @@ COMMANDS = [
 
 def cpsim(*arguments, status=0):
     """Run a command in this process and return its stdout, or its stderr where it is to fail."""
+    return called(main, "cpsim", *arguments, status=status)
+
+
+def called(entry, name, *arguments, status=0):
+    """What an entry point prints on stdout, or on stderr where it is to fail."""
     out, err = io.StringIO(), io.StringIO()
     with (
-        mock.patch.object(sys, "argv", ["cpsim", *map(str, arguments)]),
+        mock.patch.object(sys, "argv", [name, *map(str, arguments)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
         pytest.raises(SystemExit) as ended,
     ):
-        main()
+        entry()
     assert ended.value.code == status, err.getvalue()
     return out.getvalue() if status == 0 else err.getvalue()
 
@@ -161,7 +166,7 @@ def test_a_process_says_and_returns_what_a_call_does(cases):
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
 def test_a_command_s_matrix_products_start_no_threads_that_would_take_cores_from_its_other_processes():
     code = (
-        "import os, sys; from cpsim.cli.commands import main; sys.argv = ['cpsim', 'strategies', '--json']\n"
+        "import os, sys; from cpsim.cli.app import main; sys.argv = ['cpsim', 'strategies', '--json']\n"
         "try: main()\nexcept SystemExit: pass\n"
         "import numpy as np; a = np.ones((600, 600)); a @ a; print(len(os.listdir('/proc/self/task')))"
     )

@@ -10,7 +10,7 @@ from test_cli import cpsim, one_line
 from test_report import needs_chromium, opened
 from test_runs import CASE, HEADER, pass_run, written
 
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.prediction.compare import Predicted, compare, errors_of, group_key, load_predictions
 from cpsim.prediction.runs import Run
 from cpsim.report.comparison import comparison_record, comparison_view

@@ -1,4 +1,4 @@
-"""docs/dcp.md is what its script makes of the committed record, and its bars hold."""
+"""studies/dcp/README.md is what its script makes of the committed record, and its bars hold."""
 
 import json
 
@@ -8,13 +8,13 @@ from scripts import load_script
 
 @pytest.fixture(scope="module")
 def docs():
-    return load_script("docs/dcp.py")
+    return load_script("studies/dcp/page.py")
 
 
 def test_the_page_has_the_committed_reproduction(docs):
     page, record = docs.PAGE.read_text(), json.loads(docs.REPRODUCED.read_text())
     for line in docs.reproduced(record):
-        assert line in page, "run python docs/dcp.py"
+        assert line in page, "run python studies/dcp/page.py"
     for line in docs.REMAINS:
         assert line in page
     assert docs.FIGURE.read_text().startswith("<svg")

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from cpsim.errors import ScenarioError
 from cpsim.models.attention.kernels import attention_seconds
-from cpsim.models.attention.shards import planner_kernel
 from cpsim.models.profile import load_profile
+from cpsim.prediction.step.planner_kernel import planner_kernel
 from cpsim.strategies.distca.batches import iteration, sample
 from cpsim.strategies.distca.greedy import latency
 from cpsim.strategies.distca.items import lay_out, tasks_of

@@ -7,10 +7,13 @@ import pytest
 from test_benchmark import pricing, workload
 
 from cpsim.case.cluster import load_cluster
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.models.cost_models import GROUPS
-from cpsim.prediction.predict import look_up, predict
-from cpsim.prediction.uncertainty import NUM_DRAWS, Draws
+from cpsim.models.price import price
+from cpsim.models.uncertainty import NUM_DRAWS
+from cpsim.prediction.case import resolve
+from cpsim.prediction.passes import run_pass
+from cpsim.prediction.predict import draws_for, predict
 from cpsim.schedule.work import free_work
 from cpsim.sim.draws import BATCH, makespans
 from cpsim.sim.fast import simulate
@@ -21,7 +24,7 @@ CLUSTER = load_cluster("dgx-h200").with_gpus(16)
 
 def simulated(strategy, pass_, constant=False):
     schedule = plan(strategy, workload(16), CLUSTER, pass_, {})
-    priced = pricing(CLUSTER).price(schedule)
+    priced = price(schedule, pricing(CLUSTER))
     work = free_work(priced.work.duration_s, priced.work.release_s) if constant else priced.work
     return schedule, replace(priced, work=work), simulate(schedule, work)
 
@@ -66,8 +69,19 @@ def test_an_interval_is_that_of_the_draws_of_both_passes():
     both = predict(asked)
     assert len(both.draws_s) == NUM_DRAWS
     assert both.time_s_low == np.quantile(both.draws_s, 0.05) < both.time_s < both.time_s_high
-    case = look_up(asked)
-    draws = Draws(asked, case.cluster, case.profile)
+    case = resolve(asked)
+    draws = draws_for(case, [run_pass(case, pass_) for pass_ in ("fwd", "bwd")])
     along = draws.along(both.parts_s) * draws.noise()
     assert np.corrcoef(along, both.draws_s)[0, 1] > 0.9
     assert np.mean(both.draws_s) >= np.mean(along)  # a maximum of several paths
+
+
+def test_strategies_that_come_to_one_schedule_tie():
+    """A zigzag ring around Ulysses groups of one GPU is a zigzag ring: same time, same draws."""
+    fields = {"gpus": 8, "cluster": "dgx-h200", "tokens_per_gpu": 4096, "heads": 32, "kv_heads": 8}
+    ring, usp = (
+        predict(scenario_from(fields | {"strategy": strategy, "knobs": knobs}))
+        for strategy, knobs in (("zigzag_ring", {}), ("usp", {"ulysses": 1}))
+    )
+    assert ring.time_s == usp.time_s
+    assert ring.draws_s == usp.draws_s

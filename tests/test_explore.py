@@ -22,10 +22,12 @@ from test_cli import cpsim as command
 pytest.importorskip("dash")
 
 from cpsim.case.cluster import load_cluster
-from cpsim.case.scenario import load_scenario, scenario_from
+from cpsim.case.load import load_scenario, scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.errors import ScenarioError
 from cpsim.explore import answers, controls, views
-from cpsim.prediction.predict import advise, predict
+from cpsim.prediction.advise import advise
+from cpsim.prediction.predict import predict
 from cpsim.prediction.runs import runs_in
 from cpsim.report.figures import PALETTE, ink_on
 from cpsim.report.frontier import best_in, cells, frontier, known_knobs
@@ -56,8 +58,8 @@ def scenario_of(tmp_path, **changes):
 def test_controls_say_what_a_scenario_says(fields, tmp_path):
     asked = scenario_from({key: value for key, value in (CASE | fields).items() if value is not None})
     found = controls.scenario_of(controls.state_of(asked), controls.controls(asked), tmp_path)
-    assert found.workload() == asked.workload()
-    assert found.resolve_cluster() == asked.resolve_cluster()
+    assert workload_of(found) == workload_of(asked)
+    assert cluster_of(found) == cluster_of(asked)
     assert (found.kernel, found.profile) == (asked.kernel, asked.profile)
 
 
@@ -235,7 +237,7 @@ def test_csv_holds_columns():
 def test_links_to_measured_cases_tell_them_apart_and_those_of_this_machine_are_unfolded():
     here = scenario_from(MEASURED)
     known = controls.controls(here)
-    runs = [SimpleNamespace(scenario=run.scenario) for run in runs_in(ROOT / "validation" / "runs")]
+    runs = [SimpleNamespace(scenario=run.scenario) for run in runs_in(ROOT / "data" / "runs")]
     below = views._with_links(View(), here, runs, known).below
     links = re.findall(r'<a href="([^"]+)">([^<]+)</a>', below)
     assert len(links) > 50

@@ -9,11 +9,13 @@ from scripts import load_script
 
 from cpsim.calibrate.fabric import Network, fit_fabric, seconds
 from cpsim.calibrate.measurement import Measurements, load
+from cpsim.calibrate.recipes import runs_file
 from cpsim.case.cluster import presets
 from cpsim.errors import ProfileError
 from cpsim.masks.slices import RangeSets, slices_of
 from cpsim.masks.tiles import Tiles
-from cpsim.models.price import Pricing
+from cpsim.models.conditions import Conditions
+from cpsim.models.price import price
 from cpsim.models.profile import load_profile
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Kind
@@ -109,7 +111,7 @@ def test_the_model_of_the_fit_is_the_one_that_prices_ops(name, num_nics, proxy):
     builder.add(kind, *zip(map(np.array, lanes), streams, strict=True), nbytes=2**28)
     schedule = builder.build()
     shape = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16", "protocol": "streamed"}
-    pricing = Pricing(cluster=cluster, profile=load_profile("h200"), **shape)
+    pricing = Conditions(cluster=cluster, profile=load_profile("h200"), **shape)
     shared = {"num_nodes": 2, "gpus_per_node": 2, "nbytes": 2**28, "kind": name}
     if kind == Kind.TRANSFER:
         point = shared | {"flows": FLOWS[name]}
@@ -117,7 +119,7 @@ def test_the_model_of_the_fit_is_the_one_that_prices_ops(name, num_nics, proxy):
         ranks = np.array(lanes[0])
         point = shared | {"kind": kind.name.lower(), "num_ranks": ranks.shape[1], "num_groups": len(ranks)}
     want = seconds(point, Network(*rates.values(), proxy or np.inf), num_nics)
-    assert simulate(schedule, pricing.price(schedule).work).makespan_s == pytest.approx(want, rel=0.01)
+    assert simulate(schedule, price(schedule, pricing).work).makespan_s == pytest.approx(want, rel=0.01)
 
 
 def test_too_few_points_are_one_line():
@@ -139,7 +141,7 @@ def test_the_preset_is_what_the_committed_measurement_says():
 def test_networks_of_pairs_are_what_the_measurements_of_their_machines_say():
     module = docs()
     for name in module.PAIRS:
-        assert module.pair(name) == (module.RUNS / f"{name}.json").read_text(), "run python docs/fabric.py"
+        assert module.pair(name) == runs_file(f"{name}.json").read_text(), "run python docs/fabric.py"
 
 
 def test_the_preset_is_replaced_and_nothing_else(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cpsim.calibrate.fit_layers import fit_layers
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA
+from cpsim.calibrate.recipes import points_file
 from cpsim.case.cluster import load_cluster
 from cpsim.models.gemm import FITTED, GemmParams, gemm_seconds
 from cpsim.models.profile import load_profile
@@ -97,7 +97,7 @@ def test_products_of_an_h200_that_were_not_fitted_are_within_3_percent_on_averag
 
 
 def test_the_three_products_of_a_linear_layer_take_alike():
-    measured = load(DATA / "h200-layers.jsonl").of("gemm")
+    measured = load(points_file("h200-layers.jsonl")).of("gemm")
     assert {p["kind"] for p in measured} == {"forward", "dgrad", "wgrad"}
     rate = {
         kind: np.median(

@@ -10,8 +10,8 @@ import pytest
 from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, workload
 
 from cpsim import predict
-from cpsim.case.scenario import scenario_from
-from cpsim.cli.commands import _runnable
+from cpsim.case.load import scenario_from
+from cpsim.cli.app import _runnable
 from cpsim.errors import InfeasibleError
 from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.profile import load_profile
@@ -26,8 +26,8 @@ every_pass = pytest.mark.parametrize("pass_", ALL_PASSES)
 RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-attn", "torch", "yunchang"))
 INTERNEVO, TE_THD = (IMPLEMENTATIONS[n] for n in ("internevo", "transformer-engine-thd"))
 LONGCA, MAGI, TE = HELD = [IMPLEMENTATIONS[n] for n in ("longca-bench", "magi-attention", "transformer-engine")]
-MERGES = Path(__file__).parents[1] / "validation" / "merges" / "h200.jsonl"
-"""Of cpsim.real.measure.profile_merges."""
+MERGES = Path(__file__).parents[1] / "data" / "points" / "h200" / "merges.jsonl"
+"""Of studies.probes.profile_merges."""
 
 
 @every_pass

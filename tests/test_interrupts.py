@@ -25,19 +25,19 @@ def many(tmp_path):
 @pytest.mark.parametrize(
     ("command", "seconds", "send"),
     [
-        (lambda folder: ["predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.killpg),
-        (lambda folder: ["predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.kill),
-        (lambda folder: ["sweep", many(folder), "--jobs", "2", "--out", folder / "out"], 4, os.killpg),
-        (lambda _: ["reproduce", "longca-96", "--jobs", "2"], 4, os.killpg),
-        (lambda _: ["advise", "--step", EXAMPLES / "llama3-8b-step-64gpu.yaml"], 4, os.killpg),
-        (lambda _: ["advise", EXAMPLES / "llama3-8b-96gpu.yaml"], 0.4, os.killpg),
-        (lambda _: ["explore", "--port", "0"], 3, os.killpg),
+        (lambda folder: ["cpsim", "predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.killpg),
+        (lambda folder: ["cpsim", "predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.kill),
+        (lambda folder: ["cpsim", "sweep", many(folder), "--jobs", "2", "--out", folder / "out"], 4, os.killpg),
+        (lambda _: ["studies", "longca-96", "--jobs", "2"], 4, os.killpg),
+        (lambda _: ["cpsim", "advise", "--step", EXAMPLES / "llama3-8b-step-64gpu.yaml"], 4, os.killpg),
+        (lambda _: ["cpsim", "advise", EXAMPLES / "llama3-8b-96gpu.yaml"], 0.4, os.killpg),
+        (lambda _: ["cpsim", "explore", "--port", "0"], 3, os.killpg),
     ],
-    ids=["predict", "sent to it alone", "sweep", "reproduce", "advise --step", "during imports", "explore"],
+    ids=["predict", "sent to it alone", "sweep", "studies", "advise --step", "during imports", "explore"],
 )
 def test_an_interrupt_ends_a_command_and_its_processes_at_once(command, seconds, send, tmp_path):
     with subprocess.Popen(
-        [sys.executable, "-m", "cpsim", *map(str, command(tmp_path))],
+        [sys.executable, "-m", *map(str, command(tmp_path))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -78,7 +78,10 @@ def test_who_stops_early_waits_for_none_of_the_rest():
 def test_a_launch_ends_with_an_interrupt_of_which_it_hears_once(tmp_path):
     heard = tmp_path / "heard"
     launched = f'sleep 60 & trap "echo once >> {heard}; kill $!; exit" TERM INT; touch {heard}; wait'
-    waits = f"from cpsim.cli.launch import _status; _status(['sh', '-c', {launched!r}], {{}})"
+    waits = (
+        "from cpsim.cli.launch import _status; from cpsim.runtime.interrupts import unwinding\n"
+        f"with unwinding(): _status(['sh', '-c', {launched!r}], {{}})"
+    )
     with subprocess.Popen([sys.executable, "-c", waits], stderr=subprocess.PIPE, start_new_session=True) as running:
         while not heard.exists():
             time.sleep(0.1)

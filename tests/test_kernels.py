@@ -2,21 +2,20 @@
 
 import json
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
 from test_cli import cpsim, one_line
 
 from cpsim.calibrate import measurement
+from cpsim.calibrate.recipes import points_file
 from cpsim.calibrate.residuals import flops
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError, InfeasibleError
 from cpsim.models.profile import load_profile
 from cpsim.prediction.kernel_tables import EXAMPLE, peak_bytes, speeds, support
 from cpsim.prediction.predict import predict
 
-DATA = Path(measurement.__file__).parent / "data"
 CASE = {"strategy": "none", "gpus": 1, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
 
 
@@ -38,7 +37,7 @@ def test_the_matrix_says_what_predictions_do(entry):
 
 
 def test_rates_are_those_of_the_committed_measurements():
-    points = measurement.load(DATA / "h200-kernels-0.jsonl").of("attention")
+    points = measurement.load(points_file("h200-kernels-0.jsonl")).of("attention")
     long = [p for p in points if len(p["q_lens"]) == 1 and p["q_lens"] == p["k_lens"] and p["q_lens"][0] > 16000]
     assert len(long) > 20
     found = cache(lambda heads, kv_heads, tokens: speeds(load_profile("h200"), heads, kv_heads, 128, [tokens]))
@@ -58,7 +57,7 @@ def test_memory_counts_what_a_call_holds():
 
 
 def test_memory_is_what_was_measured():
-    points = [p for gpu in ("h200", "h100") for p in measurement.load(DATA / f"{gpu}-memory.jsonl").of("memory")]
+    points = [p for gpu in ("h200", "h100") for p in measurement.load(points_file(f"{gpu}-memory.jsonl")).of("memory")]
     assert {p["kernel"] for p in points} >= {"fa4", "fa2", "cudnn", "sdpa_flash", "flex", "sdpa_math"}
     for p in points:
         shape = p["num_heads"], p["num_kv_heads"], p["head_dim"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_cli import cpsim, one_line
 
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.cli import launch
 from cpsim.cli.launch import Options
 

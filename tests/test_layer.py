@@ -10,13 +10,17 @@ from layer_cases import EVEN, LAYERS, MODEL
 from ranks import run_script
 from scripts import load_script
 
-from cpsim.case.scenario import load_scenarios, scenario_from
+from cpsim.case.load import load_scenarios, scenario_from
+from cpsim.case.resolve import cluster_of, model_of, workload_of
 from cpsim.errors import InfeasibleError, ScenarioError, ScheduleError
 from cpsim.models.gemm import gemm_seconds
+from cpsim.models.price import price
 from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
+from cpsim.prediction.advise import advise
+from cpsim.prediction.case import resolve
 from cpsim.prediction.passes import least_memory
-from cpsim.prediction.predict import advise, look_up, predict, predict_many
+from cpsim.prediction.predict import predict, predict_many
 from cpsim.prediction.results import Prediction
 from cpsim.prediction.runs import case_key
 from cpsim.prediction.step.layer import Gemm, Ops, Sweep
@@ -80,8 +84,8 @@ def test_every_dependency_between_a_layer_and_its_attention_is_needed(strategy, 
 def test_a_layer_consists_of_the_ops_of_a_training_step(pass_):
     """Of a GPU without tensor parallelism; values are copied with the rotation of queries and keys."""
     scenario = scenario_from({**CASE, "strategy": "per_sequence"})
-    found = plan_scenario(scenario, scenario.workload(), scenario.resolve_cluster(), pass_)
-    model, tokens = scenario.dimensions(), 65536 // 4
+    found = plan_scenario(scenario, workload_of(scenario), cluster_of(scenario), pass_)
+    model, tokens = model_of(scenario), 65536 // 4
     ops = Ops(model, 1, tokens)
     wanted = ops.forward() if pass_ == "fwd" else ops.backward()
     products = [(op.m, op.n, op.k) for op in wanted if isinstance(op, Gemm)]
@@ -94,12 +98,12 @@ def test_a_layer_consists_of_the_ops_of_a_training_step(pass_):
 
 def test_products_take_what_was_fitted_to_them_on_the_slowest_gpu():
     scenario = scenario_from({**CASE, "strategy": "distca"})
-    case, profile = look_up(scenario), load_profile("h200")
+    case, profile = resolve(scenario), load_profile("h200")
     found = plan_scenario(scenario, case.workload, case.cluster, "bwd")
-    price = case.pricing().price(found)
+    priced = price(found, case.conditions())
     op, m, n, k = found.products.T
     alone = gemm_seconds(profile.layers.gemm, m, n, k) * (1 + profile.sigma["run to run"] * expected_maximum(4))
-    gain = alone - price.work.duration_s[op]
+    gain = alone - priced.work.duration_s[op]
     assert (gain >= 0).all()
     assert gain.max() <= profile.host.captured_gain_s["fwd"] * 1.001
     assert predict(scenario).parts_s["matrix products"] > 0.5 * predict(scenario).time_s
@@ -142,9 +146,9 @@ def test_advice_ranks_strategies_by_the_time_of_the_whole_layer():
 
 @pytest.mark.parametrize(("gpus", "number"), [(2, 40), (4, 52)])
 def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted(gpus, number):
-    path = HERE.parent / "validation" / f"distca-layer-{gpus}.jsonl"
-    wanted = load_script("validation/distca_layer.py").text(gpus)
-    assert path.read_text() == wanted, "run python validation/distca_layer.py"
+    path = HERE.parent / "data" / "cases" / f"distca-layer-{gpus}.jsonl"
+    wanted = load_script("data/cases/distca_layer.py").text(gpus)
+    assert path.read_text() == wanted, "run python data/cases/distca_layer.py"
     scenarios = list(load_scenarios(path))
     assert len(scenarios) == len({case_key(s) for s in scenarios}) == number
     found = predict_many(scenarios[::5], jobs=1)

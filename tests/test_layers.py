@@ -31,7 +31,7 @@ ROOMS = (
 """A room imports itself and rooms above it in this list; those of one line do not import each other."""
 FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
 IN_ROOT = {"__init__", "__main__", "errors", "units"}
-TORCH = {"torch", "flash_attn"}
+WITH_GPUS = {"torch", "flash_attn", "triton", "cupy"}
 OUTSIDE = {"studies", "tests"}
 SLOW = {"torch", "flash_attn", "simpy", "plotly", "scipy", "numba", "pandas"}
 
@@ -90,7 +90,7 @@ def test_only_the_executor_imports_torch_and_nobody_imports_the_executor_studies
         for path in MODULES.values()
         for name in sorted(imported(path))
         if name.split(".")[0] in OUTSIDE
-        or (room_of(path) != "real" and (name.split(".")[0] in TORCH or name.startswith("cpsim.real")))
+        or (room_of(path) != "real" and (name.split(".")[0] in WITH_GPUS or name.startswith("cpsim.real")))
     ]
     assert not wrong, "\n".join(wrong)
 

@@ -7,10 +7,10 @@ import pytest
 from cases import PLAIN_MASKS
 from typer.testing import CliRunner
 
-from cpsim.cli.commands import app
-from cpsim.report.longca_96 import study_html, study_lines, study_view, throughput_rows
-from cpsim.reproduce.longca_96 import GPUS, MECHANISMS, OURS, THEIRS, points, rows_of, run, sample_documents
-from cpsim.reproduce.longca_findings import REASONS, findings
+from studies.__main__ import app
+from studies.longca.findings import REASONS, findings
+from studies.longca.report import study_html, study_lines, study_view, throughput_rows
+from studies.longca.reproduce import GPUS, MECHANISMS, OURS, THEIRS, points, rows_of, run, sample_documents
 
 REPLAYED = {
     8: (41, 4, 69, 22.7, 0.203, 0.117, 0.334),
@@ -97,9 +97,9 @@ def test_lines_hold_every_case_with_its_time_or_reason(study):
 
 
 def test_the_command_prints_tables_and_writes_lines_and_a_page(study, tmp_path, monkeypatch):
-    monkeypatch.setattr("cpsim.reproduce.longca_96.run", lambda **_: study)
+    monkeypatch.setattr("studies.longca.reproduce.run", lambda **_: study)
     lines, page = tmp_path / "cases.jsonl", tmp_path / "study.html"
-    command = ["reproduce", "longca-96", "--out", str(lines), "--html", str(page)]
+    command = ["longca-96", "--out", str(lines), "--html", str(page)]
     shown = CliRunner().invoke(app, command, catch_exceptions=False)
     assert shown.exit_code == 0
     assert all(words in shown.stdout for words in ("CAUSAL DOCUMENT, backward", "best of all", "Why not:"))

@@ -7,11 +7,14 @@ import pytest
 import yaml
 
 from cpsim.case.cluster import Fault, load_cluster, presets
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import ScenarioError
 from cpsim.models.network.links import Links
+from cpsim.models.price import price
 from cpsim.models.profile import load_profile
-from cpsim.prediction.predict import advise, look_up, predict
+from cpsim.prediction.advise import advise
+from cpsim.prediction.case import resolve
+from cpsim.prediction.predict import predict
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
 from cpsim.strategies import plan
@@ -126,9 +129,9 @@ def test_engines_agree_where_leaves_fill(tmp_path):
     )
     assert tight.time_s > 1.2 * free.time_s
     timeline = tight.timelines["fwd"]
-    case = look_up(tight.scenario)
+    case = resolve(tight.scenario)
     schedule = plan("ulysses", case.workload, case.cluster, "fwd", {})
-    work = case.pricing().price(schedule).work
+    work = price(schedule, case.conditions()).work
     np.testing.assert_array_equal(simulate(schedule, work).end_s, timeline.end_s)
     np.testing.assert_allclose(simulate_reference(schedule, work).end_s, timeline.end_s, rtol=1e-9)
 

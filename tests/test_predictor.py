@@ -12,8 +12,9 @@ from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ProfileError, ScenarioError
 from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
+from cpsim.prediction.advise import advise
 from cpsim.prediction.passes import least_memory
-from cpsim.prediction.predict import advise, predict, predict_many
+from cpsim.prediction.predict import predict, predict_many
 from cpsim.prediction.results import Infeasible, Prediction
 from cpsim.runtime.processes import mapped
 from cpsim.strategies import STRATEGIES, plan
@@ -94,7 +95,7 @@ def test_a_case_too_large_for_this_machine_is_one_line_and_loses_no_other(monkey
     def full(case, *_):
         raise MemoryError if case.scenario.gpus == 4 else InfeasibleError("other")
 
-    monkeypatch.setattr("cpsim.prediction.predict._predict", full)
+    monkeypatch.setattr("cpsim.prediction.predict.prediction_of", full)
     large, other = predict_many([scenario(gpus=4), scenario(gpus=2)], jobs=1)
     assert "this machine's memory" in str(large)
     assert other.reason == "other"

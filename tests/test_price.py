@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from cpsim.case.cluster import load_cluster
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.masks.tiles import sequences
 from cpsim.models.attention.calls import attention_op_seconds
+from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.feasible import copied_heads
 from cpsim.models.network.collective import channels, collective_seconds, transfer_seconds
@@ -18,11 +19,11 @@ from cpsim.models.network.communication import Communication
 from cpsim.models.network.holds import held_sms
 from cpsim.models.network.links import Links
 from cpsim.models.network.pressure import Messages
-from cpsim.models.price import Pricing
+from cpsim.models.price import price
 from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
+from cpsim.prediction.case import resolve
 from cpsim.prediction.passes import run_ranks
-from cpsim.prediction.predict import look_up
 from cpsim.schedule.schedule import Kind
 from cpsim.sim.fast import simulate
 from cpsim.sim.reference import simulate_reference
@@ -38,13 +39,13 @@ def workload(gpus=4, tokens=4096, mask="causal", documents=None, **changes):
 def pricing(gpus=4, cluster="dgx-h200", kernel="fa4", **changes):
     where = load_cluster(cluster).with_gpus(gpus)
     case = {"head_dim": 128, "dtype": "bf16", "protocol": "synced", "profile": load_profile("h200"), **changes}
-    return Pricing(cluster=where, kernel=kernel, **case)
+    return Conditions(cluster=where, kernel=kernel, **case)
 
 
 def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None, tokens=4096, **changes):
     prices = pricing(gpus, **changes)
     schedule = plan(name, workload(gpus, tokens, mask=mask, documents=documents), prices.cluster, pass_, knobs or {})
-    return schedule, prices.price(schedule)
+    return schedule, price(schedule, prices)
 
 
 @pytest.mark.parametrize(("profile", "name"), [("b200", "ring"), ("h200", "striped_ring")])
@@ -60,7 +61,7 @@ def test_a_slower_network_never_makes_a_pass_faster(profile, name):
         )
         here = dataclasses.replace(prices, cluster=dataclasses.replace(prices.cluster, fabric=faster))
         schedule = plan(name, workload(32, 8192), here.cluster, "bwd", {})
-        seconds.append(simulate(schedule, here.price(schedule).work).makespan_s)
+        seconds.append(simulate(schedule, price(schedule, here).work).makespan_s)
     assert max(np.array(seconds[1:]) / np.minimum.accumulate(seconds)[:-1]) < 1.015
 
 
@@ -124,7 +125,7 @@ def test_an_oversubscribed_network_slows_what_leaves_the_node():
     tight = dataclasses.replace(free, cluster=dataclasses.replace(free.cluster, fabric=fabric))
     schedule = plan("allgather", workload(16), free.cluster, "fwd", {})
     op = int(np.flatnonzero(schedule.kind == Kind.ALL_GATHER)[0])
-    assert tight.price(schedule).work.duration_s[op] > 2 * free.price(schedule).work.duration_s[op]
+    assert price(schedule, tight).work.duration_s[op] > 2 * price(schedule, free).work.duration_s[op]
 
 
 def test_a_kernel_that_was_not_measured_is_named_with_those_that_were():
@@ -314,7 +315,7 @@ def launched(pass_="fwd", host=None, **launches):
     prices = pricing(2, profile=dataclasses.replace(profile, host=dataclasses.replace(profile.host, **host or {})))
     prices = dataclasses.replace(prices, launches={k: (name,) for k, name in launches.items()})
     schedule = plan("ring", workload(2), prices.cluster, pass_, {}, RING_FLASH_ATTN)
-    return schedule, prices.price(schedule).work.release_s
+    return schedule, price(schedule, prices).work.release_s
 
 
 def test_code_communicates_no_earlier_than_where_its_first_message_was_measured_and_later_if_more_runs_before():
@@ -342,7 +343,7 @@ def test_ops_of_a_captured_program_that_follow_another_stream_take_longer():
     quick = dataclasses.replace(slow, host=dataclasses.replace(host, graph_cross_s=0.0))
     schedule = plan("ulysses", workload(), load_cluster("dgx-h200").with_gpus(4), "fwd", {})
     times = [
-        dataclasses.replace(pricing(captured=True), profile=profile).price(schedule).work.duration_s
+        price(schedule, dataclasses.replace(pricing(captured=True), profile=profile)).work.duration_s
         for profile in (slow, quick)
     ]
     follows = [Kind.ALL_TO_ALL, Kind.ATTENTION, Kind.ALL_TO_ALL, Kind.COPY]
@@ -358,7 +359,7 @@ def test_kernels_of_a_stream_do_not_pay_for_events_around_them():
 
     def durations(**gains):
         host = dataclasses.replace(profile.host, streamed_gain_s=none | gains)
-        return pricing(2, profile=dataclasses.replace(profile, host=host)).price(schedule).work.duration_s
+        return price(schedule, pricing(2, profile=dataclasses.replace(profile, host=host))).work.duration_s
 
     for name, kind in (("fwd", Kind.ATTENTION), ("memory-bound", Kind.MERGE), ("message", Kind.TRANSFER)):
         saved, of_kind = durations() - durations(**{name: 1e-6}), schedule.kind == kind
@@ -381,10 +382,10 @@ def test_a_varlen_call_of_one_sequence_does_not_split_its_keys(name, mask, varle
     """Of few queries and one head; a dense call has more blocks than that."""
     case = {"gpus": 16, "tokens": 65536, "heads": 1, "kv_heads": 1, "cluster": "dgx-h200", "kernel": "fa2"}
     case |= {"strategy": name, "mask": mask, "implementation": "ring-flash-attn"}
-    mine = look_up(scenario_from(case)).pricing()
+    mine = resolve(scenario_from(case)).conditions()
     schedule = plan("allgather", workload(16, 4096, num_heads=1, num_kv_heads=1), mine.cluster, "fwd", {})
     last = np.flatnonzero(schedule.kind == Kind.ATTENTION)[-1]
-    dense, theirs = (p.price(schedule).work.duration_s[last] for p in (dataclasses.replace(mine, varlen=False), mine))
+    dense, theirs = (price(schedule, p).work.duration_s[last] for p in (dataclasses.replace(mine, varlen=False), mine))
     assert (theirs > 2.5 * dense) == varlen
 
 
@@ -392,7 +393,7 @@ def test_hosts_that_read_from_their_gpus_are_never_ahead():
     case = {"gpus": 2, "tokens": 4096, "heads": 8, "kv_heads": 8, "cluster": "h200-4", "kernel": "fa2"}
     case |= {"documents": [1024, 3072], "implementation": "ring-flash-attn", "strategy": "zigzag_ring"}
     for mask, ahead in (("causal", True), ("causal_document", False)):
-        mine = [look_up(scenario_from(case | {"mask": mask, "protocol": p})) for p in ("synced", "streamed")]
+        mine = [resolve(scenario_from(case | {"mask": mask, "protocol": p})) for p in ("synced", "streamed")]
         synced, streamed = (run_ranks(m, "fwd", [0])[0].makespan_s for m in mine)
         assert (streamed < 0.9 * synced) == ahead
 

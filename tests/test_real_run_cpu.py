@@ -13,7 +13,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cpsim.case.cluster import presets  # noqa: E402
-from cpsim.case.scenario import scenario_from  # noqa: E402
+from cpsim.case.load import scenario_from  # noqa: E402
+from cpsim.case.resolve import cluster_of, workload_of  # noqa: E402
 from cpsim.errors import CpsimError  # noqa: E402
 from cpsim.prediction.runs import load_runs  # noqa: E402
 from cpsim.real.run.__main__ import select  # noqa: E402
@@ -133,7 +134,7 @@ def test_a_trace_has_the_ops_of_the_schedule_on_every_rank(cases, tmp_path):
     for rank in range(2):
         seen = Counter(event["name"] for event in events if event["ph"] == "X" and event["pid"] == MEASURED + rank)
         for pass_ in ("fwd", "bwd"):
-            schedule = plan("zigzag_ring", scenario.workload(), scenario.resolve_cluster(), pass_, {})
+            schedule = plan("zigzag_ring", workload_of(scenario), cluster_of(scenario), pass_, {})
             assert {op.name for op in schedule.project(rank)} <= set(seen)
     names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0, measured", "rank 1, measured"]

@@ -12,7 +12,7 @@ import handmade
 import pytest
 from rich.console import Console
 
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import ScenarioError
 from cpsim.prediction.predict import predict
 from cpsim.prediction.results import Infeasible

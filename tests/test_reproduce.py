@@ -6,12 +6,13 @@ from functools import cache
 from statistics import mean
 
 import pytest
-from test_cli import cpsim, one_line
+from test_cli import called, one_line
 from typer.testing import CliRunner
 
 from cpsim.case.cluster import load_cluster
-from cpsim.cli.commands import app
-from cpsim.reproduce.magi_h100 import (
+from cpsim.cli.entry import run_app
+from studies.__main__ import app
+from studies.magi.reproduce import (
     READING_ERROR,
     fit,
     grouped,
@@ -23,6 +24,10 @@ from cpsim.reproduce.magi_h100 import (
 )
 
 STUDIES = "magi-h100", "longca-96", "dcp", "distca"
+
+
+def studies(*arguments, status=0):
+    return called(lambda: run_app(app, "python -m studies"), "studies", *arguments, status=status)
 
 
 @cache
@@ -82,8 +87,8 @@ def test_tau_counts_pairs_and_leaves_out_those_that_cannot_be_told_apart():
 
 def test_the_command_writes_rows_and_scores(tmp_path, monkeypatch):
     rows, out = predicted(), tmp_path / "magi.json"
-    monkeypatch.setattr("cpsim.reproduce.magi_h100.reproduce", lambda **_: rows)
-    shown = CliRunner().invoke(app, ["reproduce", "magi-h100", "--jobs", "1", "--out", str(out)])
+    monkeypatch.setattr("studies.magi.reproduce.reproduce", lambda **_: rows)
+    shown = CliRunner().invoke(app, ["magi-h100", "--jobs", "1", "--out", str(out)])
     assert shown.exit_code == 0
     assert "32 and 64 GPUs" in shown.stdout
     record = json.loads(out.read_text())
@@ -92,15 +97,15 @@ def test_the_command_writes_rows_and_scores(tmp_path, monkeypatch):
 
 
 def test_an_unknown_study_is_an_error_that_names_the_known_ones():
-    error = one_line(cpsim("reproduce", "magi", status=2))
-    assert "reproduce: expected magi-h100, longca-96, dcp or distca, got 'magi'" in error
-    assert "Missing command. See `cpsim reproduce --help`" in one_line(cpsim("reproduce", status=2))
+    error = one_line(studies("magi", status=2))
+    assert "studies: expected magi-h100, longca-96, dcp or distca, got 'magi'" in error
+    assert studies() == studies("--help")
 
 
 @pytest.mark.parametrize("study", STUDIES)
 def test_every_study_has_help_and_json(study):
-    assert f" {study} " in cpsim("reproduce", "--help")
-    assert "--json" in cpsim("reproduce", study, "--help")
+    assert f" {study} " in studies("--help")
+    assert "--json" in studies(study, "--help")
 
 
 @pytest.mark.parametrize(
@@ -113,8 +118,8 @@ def test_every_study_has_help_and_json(study):
     ],
 )
 def test_an_option_of_another_study_is_refused(study, option):
-    error = one_line(cpsim("reproduce", study, option, "7", status=2))
-    assert re.search(rf"No such option:? '?{option}'?.* See `cpsim reproduce {study} --help`", error), error
+    error = one_line(studies(study, option, "7", status=2))
+    assert re.search(rf"No such option:? '?{option}'?.* See `python -m studies {study} --help`", error), error
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,6 @@ def test_an_option_of_another_study_is_refused(study, option):
     ],
 )
 def test_an_option_that_a_flag_would_drop_is_refused(study, flag, option):
-    error = one_line(cpsim("reproduce", study, flag, *option, status=2))
-    assert f"reproduce: {flag} " in error
+    error = one_line(studies(study, flag, *option, status=2))
+    assert f"studies: {flag} " in error
     assert f"leave {option[0]} out" in error

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from targets import check
 
 from cpsim.calibrate.measurement import load
 from cpsim.errors import CpsimError
@@ -12,11 +13,11 @@ from cpsim.masks.blocks import visits
 from cpsim.masks.slices import UNBOUNDED, Slices
 from cpsim.models.attention.kernels import calls, listed_calls
 from cpsim.models.profile import load_profile
-from cpsim.report.dcp import dcp_record, dcp_view
-from cpsim.reproduce import DATA
-from cpsim.reproduce.dcp import (
+from studies.dcp.report import dcp_record, dcp_view
+from studies.dcp.reproduce import (
     CODES,
     FILLED,
+    FOLDER,
     GPUS,
     PADDED,
     RANGED,
@@ -87,7 +88,7 @@ def test_ranges_of_keys_cost_a_sixth_more_than_flash_attention_2_where_both_run(
 
 
 def ranged_slices(mask, queries, keys, count):
-    """What cpsim.real.measure.ranged asks its sequences for: queries are the last of the keys."""
+    """What studies.probes.ranged asks its sequences for: queries are the last of the keys."""
     at = np.arange(count)
     q0, k0 = at * queries, at * keys
     last = k0 - q0 + keys - queries
@@ -100,20 +101,20 @@ def ranged_slices(mask, queries, keys, count):
     return Slices(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-@pytest.mark.parametrize(("pass_", "mean", "worst"), [("fwd", 0.027, 0.1), ("bwd", 0.05, 0.25)])
-def test_what_ranges_took_on_h200_is_predicted(pass_, mean, worst):
+@pytest.mark.parametrize(("pass_", "worst"), [("fwd", 0.1), ("bwd", 0.25)])
+def test_what_ranges_took_on_h200_is_predicted(pass_, worst):
     """From flash-attn 2's model, its split kernel forward, and one factor; backward sparse masks of 32k keys are worst,
     since every block looks through the ranges of all queries."""
     params, errors = with_ranges(load_profile("h200").attention["fa2", pass_].at(128), pass_), []
-    for p in load(DATA / "fa2-ranges-h200.jsonl").of("ranged"):
+    for p in load(FOLDER / "fa2-ranges-h200.jsonl").of("ranged"):
         sizes, one = (p["block"], p["keys"], p["sequences"]), np.array([1])
         if p["pass_"] == pass_ and p["ranged"]:
             found = visits(ranged_slices(p["mask"], *sizes), sizes[0] * sizes[2], sizes[1] * sizes[2])
             predicted = listed_calls(params, [found], one, one, 128)[0][0]
             errors.append(abs(predicted / np.median(p["samples_s"]) - 1))
     assert len(errors) == 3 * 18
-    assert np.mean(errors) <= mean
     assert np.max(errors) <= worst
+    check(f"DCP's ranges {pass_}, mean", np.mean(errors))
 
 
 def test_ranges_run_the_kernel_of_split_keys_as_fast_as_it_was_measured(tmp_path):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from cpsim.cli.commands import app
 from cpsim.errors import ScenarioError
-from cpsim.reproduce import distca, distca_scale
-from cpsim.reproduce.distca import (
+from studies.__main__ import app
+from studies.distca import reproduce as distca
+from studies.distca import scale as distca_scale
+from studies.distca.reproduce import (
     BARS,
     ITERATIONS,
     RATIO,
@@ -91,9 +92,7 @@ def test_the_command_runs_the_given_list_iteration_by_iteration(tmp_path, monkey
     lengths.write_text(json.dumps([LONGEST] * 100))
     monkeypatch.setattr(distca, "published", lambda: rows_of(LONGEST, 4, "distca", "wlb"))
     monkeypatch.setattr(distca, "ABLATIONS", {"single stream": Choice(streams=1)})
-    shown = CliRunner().invoke(
-        app, ["reproduce", "distca", "--lengths", str(lengths), "--out", str(out), "--jobs", "1"]
-    )
+    shown = CliRunner().invoke(app, ["distca", "--lengths", str(lengths), "--out", str(out), "--jobs", "1"])
     assert shown.exit_code == 0, shown.output
     assert "by iteration" in shown.stdout
     record = json.loads(out.read_text())
@@ -147,6 +146,6 @@ def test_the_command_draws_what_it_predicts(tmp_path, monkeypatch):
         lengths = tmp_path / "lengths.json"
         lengths.write_text(json.dumps([LONGEST] * 200))
         given = options or ["--lengths", str(lengths)]
-        shown = CliRunner().invoke(app, ["reproduce", "distca", "--html", str(page), "--jobs", "1", *given])
+        shown = CliRunner().invoke(app, ["distca", "--html", str(page), "--jobs", "1", *given])
         assert shown.exit_code == 0, shown.output
         assert words in page.read_text()

@@ -8,7 +8,8 @@ import pytest
 
 from cpsim.calibrate import measurement
 from cpsim.case.cluster import load_cluster
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.errors import CpsimError
 from cpsim.prediction.runs import PassRun, Run, Writer, case_key, load_runs
 
@@ -56,7 +57,7 @@ def test_a_time_is_the_sum_of_the_passes_and_memory_their_maximum():
     assert both.rank_time_s == pytest.approx((0.0024, 0.003))
     assert both.peak_memory_bytes == 30
     record = both.to_dict()
-    flops = both.scenario.workload().flops("fwd") * 3.5
+    flops = workload_of(both.scenario).flops("fwd") * 3.5
     assert record["tflops_per_gpu"] == pytest.approx(flops / 2 / 0.003 / 1e12, abs=1e-3)
 
 
@@ -73,7 +74,7 @@ def test_cluster_files_of_runs_are_looked_up_beside_them_and_their_folder_does_n
     cluster = json.loads(json.dumps(load_cluster("h200-4").to_dict())) | {"name": "mine", "gpus_per_node": 2}
     (path.parent / "mine.json").write_text(json.dumps(cluster | {"num_gpus": 2}))
     (found,) = load_runs(path)
-    assert found.scenario.resolve_cluster().gpus_per_node == 2
+    assert cluster_of(found.scenario).gpus_per_node == 2
     assert found.key == case_key(scenario_from(CASE | {"cluster": "elsewhere/mine.json"}))
     assert found.key != case_key(scenario_from(CASE | {"cluster": "yours.json"}))
 

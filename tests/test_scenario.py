@@ -10,14 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsim.case.documents import DISTRIBUTIONS
-from cpsim.case.scenario import (
-    FIELDS,
-    DocumentDraw,
-    Scenario,
-    load_scenario,
-    load_scenarios,
-    scenario_from,
-)
+from cpsim.case.load import load_scenario, load_scenarios, scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
+from cpsim.case.scenario import FIELDS, DocumentDraw, Scenario
 from cpsim.errors import ScenarioError
 from cpsim.masks.names import MASK_NAMES
 from cpsim.prediction.compare import group_key
@@ -53,29 +48,29 @@ def test_names_of_distributions_agree_with_what_exists():
 
 
 def test_without_documents_there_is_one():
-    workload = scenario_from(SMALL).workload()
+    workload = workload_of(scenario_from(SMALL))
     assert workload.documents == (4096,)
     assert (workload.num_heads, workload.num_kv_heads, workload.head_dim) == (8, 2, 128)
 
 
 def test_tokens_per_gpu_count_on_every_gpu():
     fields = {key: value for key, value in SMALL.items() if key != "tokens"} | {"tokens_per_gpu": 1000}
-    assert scenario_from(fields).workload().num_tokens == 4000
+    assert workload_of(scenario_from(fields)).num_tokens == 4000
 
 
 def test_documents_are_taken_or_drawn():
     listed = scenario_from(SMALL | {"documents": [96, 4000], "mask": "causal_document"})
-    assert listed.workload().documents == (96, 4000)
+    assert workload_of(listed).documents == (96, 4000)
     drawn = scenario_from(SMALL | {"documents": {"distribution": "prolong64k", "seed": 3, "max_length": 512}})
-    assert sum(drawn.workload().documents) == 4096
-    assert max(drawn.workload().documents) <= 512
+    assert sum(workload_of(drawn).documents) == 4096
+    assert max(workload_of(drawn).documents) <= 512
 
 
 def test_cluster_has_the_scenario_s_gpus(tmp_path):
-    assert scenario_from(SMALL | {"cluster": "dgx-h100", "gpus": 16}).resolve_cluster().num_nodes == 2
+    assert cluster_of(scenario_from(SMALL | {"cluster": "dgx-h100", "gpus": 16})).num_nodes == 2
     (tmp_path / "mine.yaml").write_text("name: mine\ngpus_per_node: 4\ngpu: h200\nprofile: h200")
     (tmp_path / "case.yaml").write_text(yaml.safe_dump(SMALL | {"cluster": "mine.yaml"}))
-    assert load_scenario(tmp_path / "case.yaml").resolve_cluster().name == "mine"
+    assert cluster_of(load_scenario(tmp_path / "case.yaml")).name == "mine"
 
 
 def test_documents_that_make_no_difference_are_noted():
@@ -86,13 +81,13 @@ def test_documents_that_make_no_difference_are_noted():
 
 @pytest.mark.parametrize("name", MASK_NAMES)
 def test_every_mask_has_a_workload(name):
-    assert scenario_from(SMALL | {"mask": name, "documents": [96, 4000]}).workload().area() > 0
+    assert workload_of(scenario_from(SMALL | {"mask": name, "documents": [96, 4000]})).area() > 0
 
 
 def test_options_reach_the_mask():
     near, far = (scenario_from(SMALL | {"mask": {"name": "lambda", "window": w}}) for w in (100, 200))
-    assert near.workload().mask_options == (("window", 100),)
-    assert near.workload().area() < far.workload().area()
+    assert workload_of(near).mask_options == (("window", 100),)
+    assert workload_of(near).area() < workload_of(far).area()
 
 
 def test_a_default_that_is_written_down_is_the_same_case():
@@ -145,8 +140,8 @@ def test_examples_load(path):
     assert entries
     for scenario in entries:
         assert isinstance(scenario, Scenario), scenario
-        assert scenario.workload().num_tokens == scenario.num_tokens
-        assert scenario.resolve_cluster().num_gpus == scenario.gpus
+        assert workload_of(scenario).num_tokens == scenario.num_tokens
+        assert cluster_of(scenario).num_gpus == scenario.gpus
 
 
 def test_the_main_example_is_the_reference_case():

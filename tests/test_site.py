@@ -11,7 +11,7 @@ from test_layers import modules
 from typer.main import get_command
 
 import cpsim
-from cpsim.cli.commands import app
+from cpsim.cli.app import app
 
 pytest.importorskip("mkdocs")
 
@@ -63,7 +63,7 @@ def read(path):
 
 def test_the_site_builds_and_loads_nothing_from_elsewhere(site):
     pages = sorted(site.rglob("*.html"))
-    assert len(pages) >= 16
+    assert len(pages) >= 12
     for path in pages:
         loaded = read(path).found
         assert len(loaded) > 3, path
@@ -85,9 +85,10 @@ def test_the_models_page_has_formulas_and_sources(site):
     text = "".join(read(site / "models" / "index.html").text)
     assert "seconds = call + max(waves * (step_s * steps + tile_s), traffic / bandwidth)" in text
     assert text.count("Reference:") >= 4
-    models = {path.stem for path in modules() if path.parent.name == "models"}
-    wanted = {"attention", "collective", "elementwise", "gemm", "host", "interference", "power"}
-    assert wanted <= models
+    named = set(re.findall(r"^::: cpsim\.([\w.]+)", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), re.M))
+    models = {".".join(path.relative_to(ROOT / "cpsim").with_suffix("").parts) for path in modules()}
+    assert len(named) >= 8
+    assert named <= models
 
 
 def test_commands_in_the_documentation_exist():

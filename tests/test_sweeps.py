@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError, ScenarioError
 from cpsim.prediction.predict import predict
 from cpsim.prediction.sweep import PART, SWEEP_FILE, Grid, load_sweep, run_sweep

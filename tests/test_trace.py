@@ -11,7 +11,7 @@ import trace_format
 from browser import CHROMIUM, DRIVER
 from test_cli import EXAMPLES, cpsim, one_line
 
-from cpsim.case.scenario import load_scenario
+from cpsim.case.load import load_scenario
 from cpsim.prediction.predict import predict
 from cpsim.report.link_use import link_use
 from cpsim.report.trace import write_prediction

@@ -20,7 +20,7 @@ TPS = (1, 2, 4, 8)
 BOTH = pytest.mark.parametrize("name", MODELS)
 BY_TP = pytest.mark.parametrize("tp", TPS)
 MEASURED = {
-    gpu: [point for path in sorted(DATA.glob(f"{gpu}-layers*.jsonl")) for point in load(path).of("layer")]
+    gpu: [point for path in sorted((DATA / "points").rglob(f"{gpu}-layers*.jsonl")) for point in load(path).of("layer")]
     for gpu in ("h200", "h100")
 }
 LAYERS = [

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from test_cli import cpsim, one_line
 
+from cpsim.case.load import scenario_from
 from cpsim.case.model import MODELS
 from cpsim.case.parallel import Parallel
-from cpsim.case.scenario import ParallelSection, scenario_from
+from cpsim.case.resolve import cluster_of, model_of, parallel_of
+from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.profile import load_profile
 from cpsim.prediction.predict import predict
@@ -36,7 +38,7 @@ def step(**changes):
     """The simulated step of STEP with changes; those to `parallel` go on top of its own."""
     changes["parallel"] = STEP["parallel"] | changes.get("parallel", {})
     scenario = scenario_from(STEP | changes)
-    case = StepCase(scenario, scenario.resolve_cluster(), load_profile("h200"))
+    case = StepCase(scenario, cluster_of(scenario), load_profile("h200"))
     return case.simulate(case.parallel(), scenario.strategy, scenario.knobs)
 
 
@@ -54,7 +56,7 @@ def test_attention_of_a_step_takes_as_long_as_it_does_alone(implementation, stra
     documents = [65536] if mask == "causal" else [1024] * 64
     how = {"implementation": implementation, "strategy": strategy, "mask": mask, "cluster": "dgx-h200", "kernel": "fa2"}
     scenario = scenario_from(STEP | how | {"gpus": 4, "tokens": 65536, "documents": documents, "parallel": {"cp": 4}})
-    case = StepCase(scenario, scenario.resolve_cluster(), load_profile("h200"))
+    case = StepCase(scenario, cluster_of(scenario), load_profile("h200"))
     (found,) = case.model(case.parallel(), strategy, {}).attention.of([tuple(documents)])
     for pass_, parts in zip(("fwd", "bwd"), found.parts, strict=True):
         alone = predict(
@@ -151,7 +153,7 @@ def test_context_parallelism_shares_a_long_document():
 
 def test_one_rank_takes_as_long_by_tasks_as_by_its_schedule():
     scenario = scenario_from(STEP)
-    case = StepCase(scenario, scenario.resolve_cluster(), load_profile("h200"))
+    case = StepCase(scenario, cluster_of(scenario), load_profile("h200"))
     documents = (20000, 12000, 768)
     attention = case.model(case.parallel(), "none", {}).attention
     fast, slow = attention.of([documents])[0], attention._simulated(documents)
@@ -203,7 +205,7 @@ def test_what_cannot_run_is_one_line(changes, match):
 
 def test_degrees_must_multiply_to_the_gpus():
     with pytest.raises(ScenarioError, match="tp x pp x cp x dp = 32 GPUs, got 4 x 1 x 3 x 2"):
-        ParallelSection(tp=4, cp=3).parallel(32, 1)
+        parallel_of(ParallelSection(tp=4, cp=3), 32, 1)
 
 
 def test_a_prediction_of_a_step_has_an_interval_and_says_what_it_rests_on():
@@ -217,7 +219,7 @@ def test_a_prediction_of_a_step_has_an_interval_and_says_what_it_rests_on():
 def test_a_step_survives_a_round_trip(model):
     scenario = scenario_from(STEP | {"model": model})
     assert scenario_from(json.loads(json.dumps(scenario.to_dict()))) == scenario
-    assert scenario.heads == scenario.dimensions().heads
+    assert scenario.heads == model_of(scenario).heads
 
 
 def test_a_profile_without_layers_says_how_to_measure_them():
@@ -240,7 +242,7 @@ def test_advice_ranks_by_time_and_keeps_what_is_fixed(advice):
 
 
 def test_advice_fits_into_memory_with_the_least_recomputation(advice):
-    limit = advice.scenario.resolve_cluster().gpu.memory_bytes
+    limit = cluster_of(advice.scenario).gpu.memory_bytes
     assert all(one.step.peak_memory_bytes <= limit for one in advice.candidates)
     assert advice.candidates[0].parallel.recompute == "none"
 

@@ -1,54 +1,83 @@
-"""The profiles that come with cpsim, and how each is made from the measurements of this repository."""
+"""How the profiles that come with cpsim are made from the measurements of this repository.
+
+``data/manifest.yaml`` says what every file is, which fits read it, and what they leave out.
+"""
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
+import yaml
+
 from cpsim.calibrate.fit import fit_profile
-from cpsim.calibrate.measurement import Measurements, load
+from cpsim.calibrate.measurement import Measurements, Point, load
 from cpsim.errors import ProfileError
 from cpsim.models.profile import FOLDER, Profile, load_profile, save_profile
 from cpsim.models.standin import StandIn
 
-DATA: Final = Path(__file__).parent / "data"
+DATA: Final = Path(__file__).parents[2] / "data"
+"""Measurements and runs; part of the repository, not of the installed package."""
 
 
-def recipes() -> dict[str, dict[str, Any]]:
-    """By profile, in the order in which they can be made: patterns of its measurement `files`, and what stands in.
-
-    Of files under `only` no more than points of one op count, since others have the rest. Of `h200-sweeps-2` there is
-    TorchScript's merge alone, which had been measured on tensors laid out otherwise. Kinds of ops and
-    kernels under `without` do not count: reductions of layers in later files of a GPU, since they are compiled for the
-    rows that they first meet and take from half as long to three times as long as in another process; five calls of
-    fa4_sparse in `h100-masked-blocks-math`, from which others of them are predicted 11 % off.
+@cache
+def manifest() -> dict[str, dict[str, Any]]:
+    """What every file is: ``profiles``, ``points`` and ``runs``; of the last two by path below ``DATA``.
 
     Raises:
         ProfileError: measurements are not installed with cpsim.
     """
-    path = DATA / "profiles.json"
+    path = DATA / "manifest.yaml"
     if not path.exists():
         raise ProfileError(f"{DATA}: expected measurements, which are not installed with cpsim; run this in a clone")
-    return dict(json.loads(path.read_text(encoding="utf-8")))
+    return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+
+
+def points_file(name: str) -> Path:
+    """The measurement file of a name.
+
+    Raises:
+        ProfileError: there is none, or several.
+    """
+    return _only("points", name)
+
+
+def runs_file(name: str) -> Path:
+    """The file of real runs of a name; raises as ``points_file`` does."""
+    return _only("runs", name)
+
+
+def _only(kind: str, name: str) -> Path:
+    found = [DATA / path for path in manifest()[kind] if Path(path).name == name]
+    if len(found) != 1:
+        raise ProfileError(
+            f"{name}: expected one file of this name under {kind} of data/manifest.yaml, got {len(found)}"
+        )
+    return found[0]
 
 
 def measurements(name: str) -> list[Measurements]:
-    """What a profile is fitted to."""
-    recipe, chosen = recipes()[name], []
-    for pattern in recipe["files"]:
-        op = recipe.get("only", {}).get(pattern)
-        for file in (load(path) for path in sorted(DATA.glob(pattern))):
-            without = recipe.get("without", {}).get(file.source, ())
-            points = (p for p in file.points if op in (None, p["op"]) and p.get("kind", p.get("kernel")) not in without)
-            chosen.append(replace(file, points=tuple(points)))
+    """What a profile is fitted to: chosen points of chosen files."""
+    chosen = []
+    for path, about in manifest()["points"].items():
+        if name in about.get("fits", {}):
+            file = load(DATA / path)
+            points = tuple(p for p in file.points if reads(about, name, p))
+            chosen.append(replace(file, points=points))
     return chosen
+
+
+def reads(about: dict[str, Any], name: str, point: Point) -> bool:
+    """Whether the fit of a profile reads a point of a file, by the file's entry in the manifest."""
+    only, without = about["fits"][name], about.get("without", {}).get(name, ())
+    return only in ("all", point["op"]) and point.get("kind", point.get("kernel")) not in without
 
 
 def stand_in(name: str, folder: Path = FOLDER) -> StandIn | None:
     """What stands in for parts of a profile, if anything; by default as shipped."""
-    recipe = recipes()[name]
+    recipe = manifest()["profiles"][name]
     if "base" not in recipe:
         return None
     ratios = {key: recipe[key] for key in ("memory_ratio", "network_ratio", "sm_ratio") if key in recipe}

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cpsim.case.files import SCHEMA, explain, nearest, read_documents, take_schema
-from cpsim.errors import ScenarioError
+from cpsim.case.files import SCHEMA, explain, read_documents, take_schema
+from cpsim.errors import ScenarioError, nearest
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 

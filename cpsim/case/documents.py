@@ -11,8 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.files import nearest
-from cpsim.errors import ScenarioError
+from cpsim.errors import ScenarioError, nearest
 
 MAX_DOCUMENTS: Final = 10_000_000
 """More documents than this in one batch are refused: a mistake rather than a case."""

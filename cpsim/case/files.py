@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpsim.errors import ScenarioError
+from cpsim.errors import ScenarioError, nearest, shown
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -127,20 +126,6 @@ def take_schema(value: Any, what: str) -> dict[str, Any]:
                 f"this cpsim reads schema {SCHEMA} only: update cpsim for newer files"
             )
     return {key: entry for key, entry in value.items() if key not in ("schema", "version")}
-
-
-def nearest(name: object, names: Iterable[str]) -> str:
-    """``did you mean 'x'?``, or the whole list where nothing is near."""
-    known = list(names)
-    lower = {entry.lower(): entry for entry in known}
-    found = get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
-    return f"did you mean {lower[found[0]]!r}?" if found else f"expected one of {', '.join(known)}"
-
-
-def shown(value: object) -> str:
-    """A value in an error message: its ``repr``, one line, 60 characters at most."""
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def explain(error: ValidationError, fields: Iterable[str]) -> str:

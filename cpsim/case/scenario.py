@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import product
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from cpsim.case.cluster import Cluster, load_cluster, presets
-from cpsim.case.documents import draw_documents
-from cpsim.case.files import explain, nearest, read_documents, shown, take_schema
-from cpsim.case.model import MODELS, Model
-from cpsim.case.parallel import Gradients, Parallel, PipelineSchedule, Recompute
-from cpsim.case.workload import Workload
-from cpsim.errors import ScenarioError
-from cpsim.masks.names import MASK_NAMES, Options, read_mask
+from cpsim.case.files import explain
+from cpsim.case.model import MODELS
+from cpsim.case.parallel import Gradients, PipelineSchedule, Recompute
+from cpsim.errors import nearest, shown
+from cpsim.masks.names import Options, read_mask
 
 Strategy = Literal[
     "none",
@@ -105,32 +100,6 @@ class ParallelSection(BaseModel):
     schedule: PipelineSchedule = "1f1b"
     gradients: Gradients = "overlapped"
     optimizer: bool = True
-
-    def parallel(self, gpus: int, sequences: int) -> Parallel:
-        """All degrees, those left out as plain as can be: 1, and nothing computed again.
-
-        Args:
-            gpus: of the step; data parallelism takes what the other degrees leave.
-            sequences: of the step, one for every microbatch where microbatches are left out.
-
-        Raises:
-            ScenarioError: the degrees do not multiply to the GPUs.
-        """
-        tp, pp, cp = self.tp or 1, self.pp or 1, self.cp or 1
-        dp = self.dp or max(1, gpus // (tp * pp * cp))
-        if tp * pp * cp * dp != gpus:
-            raise ScenarioError(f"parallel: expected tp x pp x cp x dp = {gpus} GPUs, got {tp} x {pp} x {cp} x {dp}")
-        return Parallel(
-            tp=tp,
-            pp=pp,
-            dp=dp,
-            cp=cp,
-            microbatches=self.microbatches or max(1, sequences // dp),
-            recompute=self.recompute or "none",
-            schedule=self.schedule,
-            gradients=self.gradients,
-            optimizer=self.optimizer,
-        )
 
 
 class ModelSection(BaseModel):
@@ -312,59 +281,6 @@ class Scenario(BaseModel):
         if self.context is not None and self.num_tokens % self.context:
             raise ValueError(f"context: expected a divisor of {self.num_tokens} tokens, got {self.context}")
 
-    def dimensions(self) -> Model:
-        """The model of a training step."""
-        assert self.model is not None
-        return MODELS[self.model] if isinstance(self.model, str) else Model(**self.model.model_dump())
-
-    def flops(self, workload: Workload) -> float:
-        """Model FLOP of all passes on all GPUs: attention, and the matrix products of a layer."""
-        total = sum(workload.flops(pass_) for pass_ in self.passes)
-        if self.part is None:
-            return total
-        products = sum(inner * outer for inner, outer in self.dimensions().linears(1).values())
-        return total + sum(2 if pass_ == "fwd" else 4 for pass_ in self.passes) * products * self.num_tokens
-
-    def workload(self) -> Workload:
-        """The attention problem, its documents drawn.
-
-        Raises:
-            ScenarioError: the bounds of the draw make no sense.
-        """
-        match self.documents:
-            case DocumentDraw() as draw:
-                bounds = {"max_length": draw.max_length, "min_length": draw.min_length}
-                documents = draw_documents(draw.distribution, self.num_tokens, draw.seed, **bounds)  # type: ignore[arg-type]
-            case None:
-                documents = (self.num_tokens,)
-            case lengths:
-                documents = lengths
-        return Workload(
-            documents=documents,
-            mask=self.mask_name,
-            mask_options=self.mask_options,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-        )
-
-    def notes(self) -> tuple[str, ...]:
-        """What a reader must know about this case: inputs that make no difference."""
-        name = self.mask_name
-        if self.documents is None or MASK_NAMES[name].documents != "ignored":
-            return ()
-        instead = f"; see mask {name}_document" if f"{name}_document" in MASK_NAMES else ""
-        return (f"documents: ignored, since mask {name} reaches across them{instead}",)
-
-    def resolve_cluster(self) -> Cluster:
-        """The cluster with this scenario's number of GPUs in use.
-
-        Raises:
-            ScenarioError: neither a preset nor a valid file, or the GPUs do not fill its nodes.
-        """
-        return load_cluster(self.cluster).with_gpus(self.gpus)
-
     def to_dict(self) -> dict[str, Any]:
         """Fields by their names in the file, ready for JSON; absent ones are left out."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
@@ -388,123 +304,3 @@ def _draw(value: Mapping[Any, Any]) -> DocumentDraw:
         return DocumentDraw.model_validate(value)
     except ValidationError as error:
         raise ValueError(explain(error, DocumentDraw.model_fields)) from None
-
-
-def scenario_from(data: Mapping[str, Any]) -> Scenario:
-    """A scenario from the fields of a file.
-
-    Raises:
-        ScenarioError: one line that names the field, what was expected, what came and how to mend it.
-    """
-    fields = take_schema(data, "scenario")
-    _refuse_grid(fields)
-    try:
-        return Scenario.model_validate(fields)
-    except ValidationError as error:
-        raise ScenarioError(explain(error, FIELDS)) from None
-
-
-def _refuse_grid(fields: Mapping[str, Any]) -> None:
-    """Lists of values to try, for which there is ``cpsim sweep``."""
-    if "grid" in fields:
-        raise ScenarioError("grid: expected one scenario, got a grid of them; ask `cpsim sweep`")
-    for name in FIELDS:
-        value, one_is_nested = fields.get(name), name in ("documents", "knobs")
-        if isinstance(value, list) and (not one_is_nested or any(isinstance(one, list | Mapping) for one in value)):
-            tried = "`cpsim sweep` tries lists that stand under grid"
-            raise ScenarioError(f"{name}: expected one value, got the list {shown(value)}; {tried}")
-
-
-Asked = Scenario | Mapping[str, Any] | str | Path
-"""A case as people give it: a scenario, the fields of one, or the file that holds one."""
-
-
-def as_scenario(case: Asked) -> Scenario:
-    """The scenario of a case.
-
-    Raises:
-        ScenarioError: the fields or the file do not describe one.
-    """
-    match case:
-        case Scenario():
-            return case
-        case str() | Path():
-            return load_scenario(case)
-        case fields:
-            return scenario_from(fields)
-
-
-def grid(case: Asked, over: Mapping[str, Sequence[Any]]) -> list[Scenario | ScenarioError]:
-    """Every combination of values of some fields, the last field fastest; the other fields are those of the case.
-
-    Args:
-        case: gives the fields that do not vary. ``tokens`` replaces ``tokens_per_gpu`` and the other way round.
-        over: field names and their values.
-
-    Returns:
-        one entry per combination; an error where the combination makes no sense, so that none is lost.
-
-    Examples:
-        >>> case = {"gpus": 4, "cluster": "h200-4", "tokens": 8192, "heads": 32, "kv_heads": 8}
-        >>> [(s.gpus, s.strategy) for s in grid(case, {"gpus": [2, 4], "strategy": ["ring", "ulysses"]})]
-        [(2, 'ring'), (2, 'ulysses'), (4, 'ring'), (4, 'ulysses')]
-    """
-    said_once = {"tokens": "tokens_per_gpu", "tokens_per_gpu": "tokens"}
-    replaced = {said_once[name] for name in over if name in said_once}
-    fields = {name: value for name, value in as_scenario(case).to_dict().items() if name not in replaced}
-    cases: list[Scenario | ScenarioError] = []
-    for values in product(*over.values()):
-        try:
-            cases.append(scenario_from(fields | dict(zip(over, values, strict=True))))
-        except ScenarioError as error:
-            cases.append(error)
-    return cases
-
-
-def load_scenario(path: str | Path) -> Scenario:
-    """The one scenario of a YAML or JSON file; cluster and profile files are looked up beside it.
-
-    Raises:
-        ScenarioError: the file is unreadable, holds several scenarios or an invalid one.
-    """
-    entries = list(load_scenarios(path))
-    if len(entries) != 1:
-        raise ScenarioError(f"{path}: expected one scenario, got {len(entries)}; use `cpsim sweep` for many")
-    if isinstance(entries[0], ScenarioError):
-        raise entries[0]
-    return entries[0]
-
-
-def load_scenarios(path: str | Path) -> Iterator[Scenario | ScenarioError]:
-    """The scenarios of a file, in order; what is wrong with one is an entry and does not lose the others.
-
-    Args:
-        path: JSON Lines (``.jsonl``, ``.ndjson``), or YAML or JSON with one scenario or a list of them.
-
-    Returns:
-        One entry per line or item; errors name the line or item.
-
-    Raises:
-        ScenarioError: the file as a whole cannot be read.
-    """
-    file = Path(path)
-    return (scenario_of(place, value, file.parent) for place, value in read_documents(file))
-
-
-def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenario | ScenarioError:
-    """An entry of a file in a folder, where cluster and profile files are looked up; or what is wrong with it."""
-    if isinstance(value, ScenarioError):
-        return value
-    try:
-        scenario = scenario_from(value)
-    except ScenarioError as error:
-        return ScenarioError(f"{place}: {error}")
-    beside = {name: _beside(getattr(scenario, name), folder) for name in ("cluster", "profile")}
-    return scenario.model_copy(update=beside)
-
-
-def _beside(name: str | None, folder: Path) -> str | None:
-    """A file name relative to the folder of the scenario, where there is such a file."""
-    if name is None or name in presets() or not (folder / name).is_file():
-        return name
-    return str(folder / name)

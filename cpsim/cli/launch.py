@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Timer
 from typing import Any, Final
 
+from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 
@@ -176,4 +177,4 @@ def _processes(count: int, restarts: int) -> list[str]:
 
 def _needs(scenario: Scenario) -> tuple[int, int]:
     """GPUs and nodes of a case; a launch serves one such pair."""
-    return scenario.gpus, scenario.resolve_cluster().num_nodes
+    return scenario.gpus, cluster_of(scenario).num_nodes

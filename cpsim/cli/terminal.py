@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,10 +18,14 @@ from cpsim.errors import CpsimError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from cpsim.models.profile import Profile
     from cpsim.runtime.processes import Progress
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
+Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
+OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
+RunFolder = Annotated[Path | None, typer.Option(help="Folder of run files to set predictions beside.")]
 
 
 def check_writable(*paths: Path | None) -> None:
@@ -98,3 +103,14 @@ def part_bars(minutes: float) -> Iterator[Callable[[str, int, int], None]]:
 
     with bar:
         yield update
+
+
+def print_profiles(shown: Sequence[Profile], as_json: bool) -> None:
+    from cpsim.report.records import profile_record
+    from cpsim.report.tables import profile_view
+
+    if as_json:
+        print(json.dumps([profile_record(profile) for profile in shown], indent=1))
+        return
+    for profile in shown:
+        console().print(profile_view(profile))

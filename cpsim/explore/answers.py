@@ -14,9 +14,11 @@ from multiprocessing import get_context
 from threading import Lock
 from typing import Any, Final, Generic, TypeVar
 
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.scenario import Scenario
 from cpsim.models.profile import load_profile, shipped_profiles
-from cpsim.prediction.predict import Tried, predict, rank, try_way, ways
+from cpsim.prediction.advise import Evaluated, candidates_of, evaluate, rank
+from cpsim.prediction.predict import predict
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction, knobs_json
 from cpsim.prediction.runs import case_key
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
@@ -149,16 +151,16 @@ class Answers:
 
     def _tried(
         self, scenario: Scenario, page: str, strategy: str | None, patience_s: float
-    ) -> tuple[list[Tried], list[Job[Any]], tuple[str, ...]]:
+    ) -> tuple[list[Evaluated], list[Job[Any]], tuple[str, ...]]:
         """What was tried so far, the jobs that try it, and what is left out."""
-        asked = ways(scenario)
-        job: Job[Tried] = self._job(page, "ranking", scenario, asked, lambda way: (try_way, way), self._soonest)
-        planned: dict[str, Job[Tried]] = {}
+        asked = candidates_of(scenario)
+        job: Job[Evaluated] = self._job(page, "ranking", scenario, asked, lambda way: (evaluate, way), self._soonest)
+        planned: dict[str, Job[Evaluated]] = {}
         left_out = [str(way.scenario.strategy) for way in asked if isinstance(way, Infeasible)]
         for name in left_out:
             named = scenario.model_copy(update={"strategy": name})
             if name == strategy or _key("planned", named) in self._jobs:
-                planned[name] = self._job(page, "planned", named, ways(named), None, self._soonest)
+                planned[name] = self._job(page, "planned", named, candidates_of(named), None, self._soonest)
         jobs = [job, *planned.values()]
         _, missing = wait([piece for job in jobs for piece in job.pieces], timeout=patience_s)
         while missing and all(isinstance(tried, Infeasible) for tried in job.done):
@@ -192,7 +194,7 @@ class Answers:
                     self._details.popitem(last=False)
         return found
 
-    def _remember(self, scenario: Scenario, job: Job[Tried]) -> None:
+    def _remember(self, scenario: Scenario, job: Job[Evaluated]) -> None:
         """What was the best, and how long everything took: for the order of the next case, and how long it may take."""
         self._order = [_way(candidate.scenario) for candidate in rank(scenario, job.done).candidates[:FIRST]]
         for tried, seconds in (piece.result() for piece in job.pieces):
@@ -234,7 +236,7 @@ class Answers:
 
     def _begun(self, item: Any, call: Callable[[Any], tuple[Any, ...]] | None) -> Future[Any]:
         if call is None:
-            return self._planner.submit(_timed, try_way, item)
+            return self._planner.submit(_timed, evaluate, item)
         return self._pool.submit(_timed, _without_timelines, *call(item))
 
     def _drop_unfinished(self, page: str, what: str) -> None:
@@ -255,7 +257,7 @@ def _largest(cell: Scenario) -> tuple[int, float]:
     return -cell.gpus, -cell.num_tokens
 
 
-def _scenario(tried: Scenario | Tried) -> Scenario:
+def _scenario(tried: Scenario | Evaluated) -> Scenario:
     match tried:
         case Scenario():
             return tried
@@ -294,12 +296,12 @@ def load_costs() -> None:
     """Loads what every case needs, and the profiles among which a page chooses."""
     for name in shipped_profiles():
         load_profile(name)
-    ways(scenario_from(WARM))
+    candidates_of(scenario_from(WARM))
 
 
 def warm_up() -> None:
     """Loads costs and engines, and compiles what is not compiled."""
-    from cpsim.prediction.predict import advise
+    from cpsim.prediction.advise import advise
 
     load_costs()
     advise(WARM)

@@ -10,9 +10,10 @@ from typing import Any, Final, get_args
 
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.documents import DISTRIBUTIONS
-from cpsim.case.files import nearest, shown
-from cpsim.case.scenario import Kernel, Scenario, Strategy, scenario_from
-from cpsim.errors import ScenarioError
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of
+from cpsim.case.scenario import Kernel, Scenario, Strategy
+from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.masks.names import MASK_NAMES
 from cpsim.report.views import TITLES
 from cpsim.units import number_or_text
@@ -90,7 +91,7 @@ def state_of(scenario: Scenario) -> dict[str, Any]:
     return {
         "tokens_per_gpu": scenario.num_tokens // scenario.gpus,
         "gpus": scenario.gpus,
-        "nodes": scenario.resolve_cluster().num_nodes,
+        "nodes": cluster_of(scenario).num_nodes,
         "cluster": scenario.cluster,
         "network": "1",
         "profile": scenario.profile or OWN_PROFILE,
@@ -135,7 +136,7 @@ def scenario_of(state: State, known: Sequence[Control], folder: Path) -> Scenari
     if state["profile"] != OWN_PROFILE:
         fields["profile"] = state["profile"]
     scenario = scenario_from(fields)
-    scenario.resolve_cluster()
+    cluster_of(scenario)
     return scenario
 
 

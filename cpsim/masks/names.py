@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from cpsim.case.files import nearest, shown
+from cpsim.errors import nearest, shown
 
 Value = int | float | str
 Options = tuple[tuple[str, Value], ...]

@@ -9,8 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.case.files import nearest
-from cpsim.errors import ScenarioError
+from cpsim.errors import ScenarioError, nearest
 from cpsim.masks.names import MASK_NAMES, Options, Value, read_options
 from cpsim.masks.slices import UNBOUNDED, Ints, Slices
 

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from cpsim.case.cluster import presets
 from cpsim.case.files import read_documents
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, ProfileError
 from cpsim.prediction.results import Infeasible, Prediction
 from cpsim.prediction.runs import FORMAT, Run, case_key
@@ -187,7 +189,7 @@ def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison
 def _other_gpu(run: Run) -> str:
     """Why a run says nothing about the GPU of its cluster; empty where it does."""
     try:
-        cluster, where = run.scenario.resolve_cluster(), str(run.header.get("gpu", ""))
+        cluster, where = cluster_of(run.scenario), str(run.header.get("gpu", ""))
     except CpsimError as error:
         return f"run: {error}"
     known = {preset.gpu.name for preset in presets().values()}

@@ -20,25 +20,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
 from cpsim.errors import OutOfMemoryError
 from cpsim.models.attention.calls import working_memory
 from cpsim.models.cost_models import GROUPS
-from cpsim.models.price import Priced, Pricing
-from cpsim.models.profile import Profile
-from cpsim.prediction.uncertainty import NUM_DRAWS, Draws
-from cpsim.schedule.schedule import Pass, Planning
+from cpsim.models.price import Priced, price
+from cpsim.models.uncertainty import NUM_DRAWS, Draws
+from cpsim.prediction.case import Case
+from cpsim.schedule.schedule import Pass, Planning, Schedule
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
 from cpsim.sim.timeline import Timeline
-from cpsim.strategies.others import CPSIM, Implementation, implementation
+from cpsim.strategies.others import CPSIM
 from cpsim.strategies.sizes import Sizes
 from cpsim.strategies.steps.layer import plan_scenario
 from cpsim.strategies.usp import ulysses_degree
 
 DRAWN_GPUS: Final = 256
-"""GPUs up to which all are simulated, so that all can be drawn."""
+"""Simulate every GPU up to this many; fold Ulysses groups above."""
 MOST_PLACES: Final = 512
 """Places of a ring up to which all its steps are simulated."""
 KNOWN_PLACES: Final = (128, 192, 256)
@@ -46,47 +45,42 @@ KNOWN_PLACES: Final = (128, 192, 256)
 RINGS: Final = ("ring", "zigzag_ring", "striped_ring")
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A scenario with everything looked up that its passes share."""
-
-    scenario: Scenario
-    workload: Workload
-    cluster: Cluster
-    profile: Profile
-
-    @property
-    def code(self) -> Implementation:
-        return implementation(self.scenario.implementation)
-
-    def pricing(self) -> Pricing:
-        scenario = self.scenario
-        return Pricing.of(
-            self.code, scenario.strategy, self.workload, self.cluster, self.profile, scenario.kernel, scenario.protocol
-        )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What a prediction adds up over its passes."""
+    """Result of one simulated pass."""
 
     time_s: float
     parts_s: Mapping[str, float]
-    """By cost model, on the critical path."""
+    """Seconds on the critical path by cost model."""
     exposed_s: float
     sent: NDArray[np.float64]
     """Bytes that leave every rank, ``[ranks]``; of a continued ring those of the rank that sends most, ``[1]``."""
     memory_bytes: int
     notes: tuple[str, ...]
     planning: Planning
-    draws_s: NDArray[np.float64]
-    """The time with every draw of the cost models' errors, ``[NUM_DRAWS]``."""
-    timeline: Timeline | None
-    """None of a continued ring."""
+    simulated: tuple[tuple[Timeline, Priced], ...]
+    """The simulation that it is read from; of a continued ring the two rings that give the line."""
+    beyond: float = 0.0
+    """How far a continued ring lies behind the longer of the two, in distances between them."""
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """None of a continued ring."""
+        return self.simulated[0][0] if len(self.simulated) == 1 else None
+
+    @property
+    def schedules(self) -> tuple[Schedule, ...]:
+        """Schedules that were simulated."""
+        return tuple(timeline.schedule for timeline, _ in self.simulated)
+
+    def makespans(self, draws: Draws) -> NDArray[np.float64]:
+        """The time with every draw of the cost models' errors, ``[NUM_DRAWS]``."""
+        drawn = [_drawn(timeline, priced, draws) for timeline, priced in self.simulated]
+        return drawn[-1] + (drawn[-1] - drawn[0]) * self.beyond
 
 
-def run_pass(case: Case, pass_: Pass, draws: Draws) -> PassResult:
-    """Plan, price and simulate one pass, once for all draws.
+def run_pass(case: Case, pass_: Pass) -> PassResult:
+    """Plans, prices and simulates one pass.
 
     Raises:
         InfeasibleError: the strategy cannot run it, or it does not fit into memory (``OutOfMemoryError``).
@@ -94,8 +88,8 @@ def run_pass(case: Case, pass_: Pass, draws: Draws) -> PassResult:
     """
     copies = _copies(case)
     if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
-        return _continued(case, pass_, draws, copies)
-    return _simulated(case, pass_, draws, copies, case.cluster.num_gpus)
+        return _continued(case, pass_, copies)
+    return _simulated(case, pass_, copies, case.cluster.num_gpus)
 
 
 def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:
@@ -114,13 +108,13 @@ def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | Non
         ProfileError: the profile lacks what it needs.
     """
     schedule = plan_scenario(case.scenario, case.workload, case.cluster, pass_, case.code)
-    alone, pricing = [schedule.computation(rank) for rank in ranks], case.pricing()
+    alone, given = [schedule.computation(rank) for rank in ranks], case.conditions()
     if lead_s is not None:
         host = case.profile.host
         pauses = dict(host.pause_s) | {"streamed": host.pause_s["streamed"] + lead_s - host.lead_s}
         host = replace(host, lead_s=lead_s, pause_s=pauses)
-        pricing = replace(pricing, profile=replace(case.profile, host=host))
-    return [simulate(mine, pricing.price(mine).work) for mine in alone]
+        given = replace(given, profile=replace(case.profile, host=host))
+    return [simulate(mine, price(mine, given).work) for mine in alone]
 
 
 def _copies(case: Case) -> int:
@@ -135,7 +129,7 @@ def _copies(case: Case) -> int:
     return degree if 1 < degree < cluster.num_gpus and cluster.can_fold(degree) else 1
 
 
-def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int) -> PassResult:
+def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int) -> PassResult:
     """A pass of a case whose GPUs stand for ``num_gpus``."""
     scenario, cluster = case.scenario, case.cluster
     if copies > 1:
@@ -145,7 +139,7 @@ def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = int((schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)).max())
     _check_memory(memory, cluster)
-    priced = replace(case.pricing(), cluster=cluster, alike=num_gpus / cluster.num_gpus).price(schedule)
+    priced = price(schedule, replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus))
     timeline = simulate(schedule, priced.work)
     notes = (f"{copies} GPUs of a node do the same each time: one of them is simulated",) if copies > 1 else ()
     return PassResult(
@@ -156,8 +150,7 @@ def _simulated(case: Case, pass_: Pass, draws: Draws, copies: int, num_gpus: int
         memory_bytes=memory,
         notes=(*notes, *priced.notes),
         planning=schedule.planning,
-        draws_s=_drawn(timeline, priced, draws),
-        timeline=timeline,
+        simulated=((timeline, priced),),
     )
 
 
@@ -195,17 +188,16 @@ def _continues(case: Case, copies: int) -> bool:
     return alike and whole and ring and case.code is CPSIM and case.scenario.part is None
 
 
-def _continued(case: Case, pass_: Pass, draws: Draws, copies: int) -> PassResult:
+def _continued(case: Case, pass_: Pass, copies: int) -> PassResult:
     """A long ring from shorter ones: every number lies on the line through those of the two longest of them."""
     cluster, unit = case.cluster, case.cluster.gpus_per_node // copies  # places of a node
     sizes = [-(-known // unit) * unit * copies for known in KNOWN_PLACES]
-    found = [_simulated(_smaller(case, size), pass_, draws, copies, cluster.num_gpus) for size in sizes]
+    found = [_simulated(_smaller(case, size), pass_, copies, cluster.num_gpus) for size in sizes]
 
-    def along(shorter: NDArray[np.float64], longer: NDArray[np.float64]) -> NDArray[np.float64]:
-        return longer + (longer - shorter) * ((cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1]))
+    beyond = (cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1])
 
     def continued(shorter: float, longer: float) -> float:
-        return max(0.0, float(along(np.asarray(shorter), np.asarray(longer))))
+        return max(0.0, longer + (longer - shorter) * beyond)
 
     slope = (found[1].time_s - found[0].time_s) / (sizes[1] - sizes[0])
     expected = found[1].time_s + slope * (sizes[2] - sizes[1])
@@ -224,8 +216,8 @@ def _continued(case: Case, pass_: Pass, draws: Draws, copies: int) -> PassResult
         memory_bytes=last[1].memory_bytes,
         notes=(note, *last[1].notes),
         planning=last[1].planning,
-        draws_s=along(last[0].draws_s, last[1].draws_s),
-        timeline=None,
+        simulated=(*last[0].simulated, *last[1].simulated),
+        beyond=beyond,
     )
 
 

@@ -16,7 +16,9 @@ from statistics import median
 from typing import Any, TextIO
 
 from cpsim.case.files import read_documents
-from cpsim.case.scenario import Scenario, scenario_of
+from cpsim.case.load import scenario_of
+from cpsim.case.resolve import flops_of, workload_of
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, ProfileError
 
 SCHEMA = 1
@@ -39,7 +41,7 @@ class PassRun:
     clock: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """SM clock [Hz], temperature [degrees Celsius] and power [W] of every rank, right after the last iteration."""
     after_gap_s: tuple[float, ...] = ()
-    """Iterations of older runs that do not count; see validation/recut.py."""
+    """Iterations of older runs that do not count."""
     attention_s: tuple[float, ...] = ()
     """Every rank's attention kernels alone, one after another, median [s]; where the executor knows them."""
 
@@ -87,7 +89,7 @@ class Run:
         asked = {"scenario": self.scenario.to_dict()}
         if self.error is not None:
             return asked | {"error": self.error}
-        total, flops = self.time_s, self.scenario.flops(self.scenario.workload())
+        total, flops = self.time_s, flops_of(self.scenario, workload_of(self.scenario))
         return asked | {
             "time_s": round(total, 9),
             "tflops_per_gpu": round(flops / self.scenario.gpus / total / 1e12, 3),
@@ -134,7 +136,7 @@ def holds_runs(path: Path) -> bool:
 
 
 def runs_in(folder: Path | None) -> list[Run]:
-    """Runs that could be measured, of all run files of a folder; none of no folder.
+    """Runs that could be measured, of all run files below a folder; none of no folder.
 
     Raises:
         ProfileError: it is no folder, or a run file is broken.
@@ -143,7 +145,7 @@ def runs_in(folder: Path | None) -> list[Run]:
         return []
     if not folder.is_dir():
         raise ProfileError(f"runs: {folder}: expected a folder of run files")
-    files = [path for path in sorted(folder.glob("*.jsonl")) if holds_runs(path)]
+    files = [path for path in sorted(folder.rglob("*.jsonl")) if holds_runs(path)]
     return [run for path in files for run in load_runs(path) if run.error is None]
 
 

@@ -14,10 +14,11 @@ from typing import Any, Final
 import numpy as np
 
 from cpsim.case.parallel import Parallel, Recompute
+from cpsim.case.resolve import model_of, parallel_of
 from cpsim.case.scenario import ParallelSection, Scenario
 from cpsim.errors import InfeasibleError, OutOfMemoryError, ScenarioError
-from cpsim.prediction.passes import Case
-from cpsim.prediction.predict import look_up, step_prediction
+from cpsim.prediction.case import Case, resolve
+from cpsim.prediction.predict import step_prediction
 from cpsim.prediction.results import Prediction
 from cpsim.prediction.step.step import Step, deal
 from cpsim.prediction.steps import StepCase
@@ -78,7 +79,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
         raise ScenarioError("model: advise --step needs a model, e.g. model: llama3-8b; or leave --step out")
     if scenario.part is not None:
         raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
-    case = look_up(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
+    case = resolve(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
     steps, search = StepCase(scenario, case.cluster, case.profile), list(_layouts(scenario, case))
     found: list[tuple[Parallel, Prediction, Step]] = []
     infeasible: dict[str, str] = {}
@@ -120,7 +121,7 @@ def _divisors(number: int) -> list[int]:
 
 def _layouts(scenario: Scenario, case: Case) -> Iterator[Parallel]:
     """All ways to cut that the scenario leaves open, without recomputation unless it asks for some."""
-    section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, scenario.dimensions()
+    section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
     stages = [pp for pp in _divisors(model.layers) if pp <= MAX_STAGES]
     for tp in [section.tp] if section.tp else _divisors(case.cluster.gpus_per_node):
@@ -128,7 +129,7 @@ def _layouts(scenario: Scenario, case: Case) -> Iterator[Parallel]:
             for cp in [section.cp] if section.cp else _divisors(gpus // (tp * pp)):
                 fixed = section.model_copy(update={"tp": tp, "pp": pp, "cp": cp})
                 try:
-                    parallel = fixed.parallel(gpus, sequences)
+                    parallel = parallel_of(fixed, gpus, sequences)
                 except ScenarioError:
                     continue
                 if sequences % (parallel.dp * parallel.microbatches) == 0 or scenario.context is None:
@@ -141,7 +142,7 @@ def _try(
     """Simulates one way to cut with the least recomputation that fits into memory."""
     section = case.scenario.parallel or ParallelSection()
     if (parallel.tp, parallel.cp) not in chosen:
-        parallel.check(case.scenario.dimensions(), case.cluster)
+        parallel.check(model_of(case.scenario), case.cluster)
         chosen[parallel.tp, parallel.cp] = _choice(parallel, steps)
     strategy, knobs = chosen[parallel.tp, parallel.cp]
     kinds = (section.recompute,) if section.recompute else RECOMPUTE

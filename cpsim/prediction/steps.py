@@ -8,7 +8,8 @@ from typing import Any
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
-from cpsim.case.scenario import ParallelSection, Scenario
+from cpsim.case.resolve import model_of, parallel_of, workload_of
+from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.profile import Profile
 from cpsim.prediction.step.attention import PASSES, Attention
@@ -34,7 +35,7 @@ class StepCase:
 
     def parallel(self) -> Parallel:
         """How the scenario cuts the step; what it leaves out is as plain as can be."""
-        return (self.scenario.parallel or ParallelSection()).parallel(self.scenario.gpus, self.num_sequences)
+        return parallel_of(self.scenario.parallel, self.scenario.gpus, self.num_sequences)
 
     def sequences(self, parallel: Parallel) -> list[tuple[int, ...]]:
         """Documents of every packed sequence.
@@ -50,7 +51,7 @@ class StepCase:
             )
         context = self.scenario.context or tokens // places
         if context not in self._sequences:
-            self._sequences[context] = cut(self.scenario.workload().documents, context)
+            self._sequences[context] = cut(workload_of(self.scenario).documents, context)
         return self._sequences[context]
 
     def model(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> StepModel:
@@ -59,7 +60,7 @@ class StepCase:
         Raises:
             InfeasibleError: the model or the cluster cannot be cut like this.
         """
-        model, scenario = self.scenario.dimensions(), self.scenario
+        model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items()))

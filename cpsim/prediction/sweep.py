@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from cpsim.case.files import explain, nearest, read_documents
-from cpsim.case.scenario import FIELDS, Scenario, scenario_of
-from cpsim.errors import CpsimError, ScenarioError
+from cpsim.case.files import explain, read_documents
+from cpsim.case.load import scenario_of
+from cpsim.case.scenario import FIELDS, Scenario
+from cpsim.errors import CpsimError, ScenarioError, nearest
 from cpsim.prediction.predict import predict
 from cpsim.prediction.results import NO_CASE, NUMBERS
 from cpsim.runtime.processes import Progress, spread

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cpsim.case.resolve import cluster_of
 from cpsim.prediction.compare import LONG_S, Choice, Comparison, Pair, errors_of, grouped
 from cpsim.report.tables import table
 from cpsim.report.words import interval_text, mask_text, ms_text, percent_text, signed_percent, strategy_label
@@ -43,7 +44,7 @@ def who_text(scenario: Scenario) -> str:
 
 def short_case(scenario: Scenario) -> str:
     """The rest of a case in a few words."""
-    cluster = scenario.resolve_cluster()
+    cluster = cluster_of(scenario)
     words = [
         f"{format_count(scenario.num_tokens // scenario.gpus)} x {scenario.gpus}",
         mask_text(scenario),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import MAX_TOKENS, Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.report.lengths import MIN_TOKENS_PER_GPU, best_of_strategies, scaled_documents
@@ -57,7 +58,7 @@ def cells(scenario: Scenario) -> list[Scenario]:
 
     Lengths are those of the case times ``LENGTHS``, rounded so that every number of GPUs divides them.
     """
-    cluster = scenario.resolve_cluster()
+    cluster = cluster_of(scenario)
     node = cluster.gpus_per_node
     counts = [count * node for count in NODES] if cluster.fabric else [2, node // 2, node]
     gpus = sorted({count for count in (*counts, scenario.gpus) if count > 1})
@@ -91,7 +92,8 @@ def best_in(scenario: Scenario, known: Mapping[str, Knobs]) -> Cell:
         scenario: one of ``cells``.
         known: ``known_knobs`` of the map's case; strategies that it names are tried first.
     """
-    from cpsim.prediction.predict import predict, strategies_to_try
+    from cpsim.prediction.advise import strategies_to_try
+    from cpsim.prediction.predict import predict
 
     best = Cell(gpus=scenario.gpus, tokens=scenario.num_tokens)
     names = [name for name in strategies_to_try(scenario) if name not in SLOW]
@@ -120,7 +122,7 @@ def predict_cells(advice: Advice, progress: Progress | None = None) -> list[Cell
 
 
 def _tries(scenario: Scenario, name: str, known: Mapping[str, Knobs]) -> Iterator[Knobs]:
-    from cpsim.prediction.predict import settings
+    from cpsim.prediction.advise import settings
 
     if name in known:
         yield known[name]

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from cpsim.case.resolve import cluster_of
 from cpsim.report.link_use import link_use
 from cpsim.schedule.schedule import COMMUNICATION_KINDS
 
@@ -124,7 +125,7 @@ def _arrows(rows: list[Any], origin: float) -> Iterator[Event]:
 
 
 def _counters(prediction: Prediction, origin: float) -> Iterator[Event]:
-    cluster = prediction.scenario.resolve_cluster()
+    cluster = cluster_of(prediction.scenario)
     named: set[int] = set()
     for begin, _, timeline in _passes(prediction):
         for where, used in link_use(timeline, cluster.gpus_per_node).items():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.prediction.compare import compare, group_key, predict_runs
 from cpsim.report import figures, memory, shards
 from cpsim.report.frontier import MAP_CAPTION, cell_columns, cells, frontier
@@ -128,7 +129,7 @@ def memory_use(advice: Advice, chosen: Candidate) -> View:
         f"Below: the buffers of {strategy_label(chosen.scenario)} on its fullest GPU; all are there for the whole pass."
     )
     return View(
-        plots=(memory.peaks(advice, advice.scenario.resolve_cluster().gpu.memory_bytes), memory.buffers(chosen)),
+        plots=(memory.peaks(advice, cluster_of(advice.scenario).gpu.memory_bytes), memory.buffers(chosen)),
         caption=caption,
         columns=lambda: memory.buffer_columns(chosen),
         chosen=chosen,
@@ -137,7 +138,7 @@ def memory_use(advice: Advice, chosen: Candidate) -> View:
 
 def mask(scenario: Scenario, chosen: Candidate, ranks: Sequence[int]) -> View:
     """The mask as a picture, with who holds which queries and keys."""
-    workload, schedule = scenario.workload(), chosen.forward.timelines["fwd"].schedule
+    workload, schedule = workload_of(scenario), chosen.forward.timelines["fwd"].schedule
     ranks = ranks or figures.shown_ranks(chosen)
     return View(
         plots=(shards.shards(workload, schedule, ranks),),

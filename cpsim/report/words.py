@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cpsim.case.resolve import model_of
 from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def model_text(scenario: Scenario) -> str:
     """The model of a training step by name, or by size."""
     if isinstance(scenario.model, str):
         return scenario.model
-    return f"a model of {scenario.dimensions().parameters() / 1e9:.3g} billion parameters"
+    return f"a model of {model_of(scenario).parameters() / 1e9:.3g} billion parameters"
 
 
 def mask_text(scenario: Scenario) -> str:

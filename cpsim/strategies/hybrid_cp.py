@@ -34,8 +34,8 @@ from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation
 from cpsim.strategies.ring.grid import Grid, make_grid
 from cpsim.strategies.ring.held import HeldRing, as_run
 from cpsim.strategies.ring.loop import Ring
-from cpsim.strategies.ring.ring import Cut, emit_rings, tiled, turned
-from cpsim.strategies.ring.steps import Steps
+from cpsim.strategies.ring.ring import emit_rings, tiled, turned
+from cpsim.strategies.ring.steps import Cut, Steps
 
 SLACK: Final = 1.05
 """Work of a rank over the mean that is not worth a larger subgroup, as Megatron-LM's ``delta``."""

@@ -203,7 +203,7 @@ def second_blocks(n: int, num_sms: int) -> Ints:
 def homes(n: int, num_sms: int) -> Ints:
     """SM of each of the first n <= 2 x SMs blocks of a call, as an H100 and an H200 place them.
 
-    Read from %smid (cpsim/real/measure/placement.py, cpsim/calibrate/data/placement). SMs are counted in the order in
+    Read from %smid (studies/probes/placement.py, data/points/*/placement). SMs are counted in the order in
     which they get their first block, which starts at another group of SMs from call to call; 2i and 2i + 1 are one TPC.
     Where blocks fill all room, the foremost SMs take their second ones early; fewer are spread over TPCs.
     """

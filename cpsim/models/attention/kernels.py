@@ -14,7 +14,7 @@ point, with several the varlen one, as `cpsim.real.run.attention` does.
   and those that follow meet again. Which blocks meet is what an H100 does where there are few waves of them.
 * The code for cut tiles, for checked ones and for all others does not stay in an SM's cache where its two blocks are at
   different parts of it: rows of causal documents of a few hundred tokens wait for instructions, unless other tiles hide
-  that, as counters of an H200 show (cpsim/real/measure/counters.py). Without a mask there are fewer parts and no waits.
+  that, as counters of an H200 show (studies/probes/counters.py). Without a mask there are fewer parts and no waits.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
   those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
@@ -269,7 +269,7 @@ _TILES: dict[tuple[str, str], dict[int, tuple[int, int, int]]] = {
 }
 """Tiles (tile_q_causal, tile_q_full, tile_k) where they differ from those of head dimension 128."""
 _ROWS_TOGETHER = {("cudnn", "bwd", 256): 2}
-"""33 rows of 4 heads take 132 SMs two waves, 66 of 2 one (cpsim/calibrate/data/h200-waves.jsonl)."""
+"""33 rows of 4 heads take 132 SMs two waves, 66 of 2 one (data/points/h200/h200-waves.jsonl)."""
 
 
 def working_bytes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -30,13 +30,25 @@ _COLLECTIVE_NAMES: Final = {
 }
 
 
+NO_FLOWS: Final = Flows(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
+
+
+@dataclass(frozen=True, slots=True)
+class MessageCosts:
+    """What n ops that communicate cost alone."""
+
+    op: Ints
+    seconds: Floats
+    group: Int8
+    """Index into ``GROUPS`` of every op's cost model."""
+    flows: Flows
+    notes: tuple[str, ...] = ()
+    """Sizes that were not measured."""
+
+
 @dataclass(frozen=True, slots=True)
 class Communication:
-    """Prices of communication on a cluster.
-
-    Of a schedule they go into arrays of all its ops: seconds into ``duration``, indices of cost models into ``group``;
-    ``notes`` get what was not measured.
-    """
+    """Prices of communication on a cluster."""
 
     cluster: Cluster
     profile: Profile
@@ -74,54 +86,52 @@ class Communication:
         between = fabric.latency_s + far / rate_per_rank
         return max(inside, between), near, far, between >= inside
 
-    def transfers(
-        self,
-        schedule: Schedule,
-        messages: Messages,
-        links: Links,
-        duration: Floats,
-        group: Int8,
-        notes: dict[str, None],
-    ) -> Flows:
-        """Of messages between two ranks, inside nodes and between them."""
+    def transfers(self, schedule: Schedule, messages: Messages, links: Links) -> MessageCosts:
+        """Messages between two ranks, inside nodes and between them."""
         ops, nbytes = messages.op, messages.nbytes
         first = schedule.lane_start[ops]
         source = schedule.lane_rank[first].astype(np.int64)
         target = schedule.lane_rank[first + 1].astype(np.int64)
         crosses = links.crosses(source, target)
-        near, far = np.flatnonzero(~crosses), np.flatnonzero(crosses)
-        seconds = transfer_seconds(self.profile.collective, *messages.kinds, self.messages)
-        duration[ops[near]] = seconds[messages.alike[near]]
-        group[ops] = np.where(crosses, GROUPS.index("transfer between nodes"), GROUPS.index("transfer"))
-        fabric = self.cluster.fabric
-        if fabric is not None and len(far):
-            duration[ops[far]] = fabric.latency_s + nbytes[far] / fabric.flow_bandwidth_bytes_per_s
-        notes.update(dict.fromkeys(self.profile.transfer_notes(nbytes[near])))
-        return links.transfers(ops, source, target, nbytes)
+        seconds = transfer_seconds(self.profile.collective, *messages.kinds, self.messages)[messages.alike]
+        if self.cluster.fabric is not None:
+            fabric = self.cluster.fabric
+            seconds = np.where(crosses, fabric.latency_s + nbytes / fabric.flow_bandwidth_bytes_per_s, seconds)
+        group = np.where(crosses, GROUPS.index("transfer between nodes"), GROUPS.index("transfer")).astype(np.int8)
+        notes = self.profile.transfer_notes(nbytes[~crosses])
+        return MessageCosts(ops, seconds, group, links.transfers(ops, source, target, nbytes), tuple(notes))
 
-    def collectives(
-        self, schedule: Schedule, links: Links, duration: Floats, group: Int8, notes: dict[str, None]
-    ) -> list[Flows]:
-        """Of all collectives, those whose ranks send each other unequal parts included."""
+    def collectives(self, schedule: Schedule, links: Links) -> list[MessageCosts]:
+        """All collectives, those whose ranks send each other unequal parts included."""
         even = is_one_of(schedule.kind, COLLECTIVE_KINDS)
         if not even.any():
             return []
-        uneven = np.unique(schedule.routes[:, 0]).tolist()
-        largest: dict[int, float] = {}
-        flows = [self._routed(schedule, op, links, duration, group, largest) for op in uneven]
-        for most, size in largest.items():
-            notes.update(dict.fromkeys(self.profile.collective_notes("all_to_all", size, most)))
+        uneven = np.unique(schedule.routes[:, 0])
+        found = self._all_routed(schedule, uneven.tolist(), links)
         even[uneven] = False
         for kind, nbytes, nodes, ops, ranks in self._alike(schedule, np.flatnonzero(even)):
             num_ranks = ranks.shape[1] * schedule.copies
             seconds, near, far, between = self.collective(kind, float(nbytes), num_ranks, nodes)
             name, size = _COLLECTIVE_NAMES[kind], num_ranks // nodes
-            notes.update(dict.fromkeys(self.profile.collective_notes(name, nbytes, size)))
-            duration[ops] = seconds
-            group[ops] = GROUPS.index("collective between nodes" if between else "collective")
-            if num_ranks > 1:
-                flows.append(links.collectives(ops, ranks, near, far, kind == Kind.ALL_TO_ALL))
-        return flows
+            notes = tuple(self.profile.collective_notes(name, nbytes, size))
+            flows = NO_FLOWS if num_ranks == 1 else links.collectives(ops, ranks, near, far, kind == Kind.ALL_TO_ALL)
+            group = np.full(len(ops), GROUPS.index("collective between nodes" if between else "collective"), np.int8)
+            found.append(MessageCosts(ops, np.full(len(ops), seconds), group, flows, notes))
+        return found
+
+    def _all_routed(self, schedule: Schedule, ops: list[int], links: Links) -> list[MessageCosts]:
+        """All-to-alls of unequal parts; notes, which are those of the largest by number of GPUs, with the last one."""
+        largest: dict[int, float] = {}
+        found = []
+        for op in ops:
+            costs, most, size = self._routed(schedule, op, links)
+            found.append(costs)
+            if most:
+                largest[most] = max(size, largest.get(most, 0.0))
+        notes = [
+            note for most, size in largest.items() for note in self.profile.collective_notes("all_to_all", size, most)
+        ]
+        return [*found[:-1], replace(found[-1], notes=tuple(notes))] if found else []
 
     def _alike(self, schedule: Schedule, ops: Ints) -> Iterator[tuple[Kind, int, int, Ints, Ints]]:
         """Collectives that cost the same: kind, bytes and nodes, the ops and their ranks ``[n, g]``; the first one's
@@ -137,31 +147,31 @@ class Communication:
             ranks = schedule.lane_rank[start[mine][:, None] + np.arange(width)].astype(np.int64)
             yield Kind(kind), nbytes, spanned, ops[mine], ranks
 
-    def _routed(
-        self, schedule: Schedule, op: int, links: Links, duration: Floats, group: Int8, largest: dict[int, float]
-    ) -> Flows:
+    def _routed(self, schedule: Schedule, op: int, links: Links) -> tuple[MessageCosts, int, float]:
         """An uneven all-to-all: as long as an even one whose ranks send what the busiest rank sends or receives inside
-        its node, or as the busiest NIC or uplink takes. ``largest`` gets the size of the one inside nodes, by GPUs."""
+        its node, or as the busiest NIC or uplink takes.
+
+        Returns:
+            its costs; the GPUs and the bytes of the even one inside a node, 0 where there is none.
+        """
         mine = slice(*np.searchsorted(schedule.routes[:, 0], [op, op + 1]).tolist())
         source, target = schedule.routes[mine, 1:].T.astype(np.int64)
         leaves = source != target
         source, target, nbytes = source[leaves], target[leaves], schedule.route_nbytes[mine][leaves].astype(np.float64)
         near = ~links.crosses(source, target)
-        flows, seconds = links.routed(op, source, target, nbytes), 0.0
+        flows, seconds, most, size, name = links.routed(op, source, target, nbytes), 0.0, 0, 0.0, "collective"
         if near.any():
             ranks = schedule.lane_rank[schedule.lane_start[op] : schedule.lane_start[op + 1]].astype(np.int64)
             most = int(np.unique(self.cluster.node_of(ranks), return_counts=True)[1].max())
             wire = max(np.bincount(end[near], nbytes[near]).max() for end in (source, target))
             size = wire * most / (most - 1)
             seconds = float(collective_seconds(self.profile.collective, "all_to_all", np.array([size]), most)[0])
-            largest[most] = max(size, largest.get(most, 0.0))
         fabric = self.cluster.fabric
         if fabric is not None and not near.all():
             outside = flows.link >= 2 * self.cluster.num_gpus
             rate = links.capacity_bytes_per_s()[flows.link[outside]]
             between = fabric.latency_s + float((flows.nbytes[outside] / rate).max())
-            group[op] = GROUPS.index("collective between nodes" if between >= seconds else "collective")
-            duration[op] = max(seconds, between)
-        else:
-            group[op], duration[op] = GROUPS.index("collective"), seconds
-        return flows
+            name = "collective between nodes" if between >= seconds else "collective"
+            seconds = max(seconds, between)
+        group = np.array([GROUPS.index(name)], np.int8)
+        return MessageCosts(np.array([op]), np.array([seconds]), group, flows), most, size

@@ -19,7 +19,8 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
 from cpsim.case.workload import Workload
 from cpsim.models.attention.kernels import clocked_seconds
-from cpsim.models.price import Pricing
+from cpsim.models.price import price
+from cpsim.prediction.conditions import conditions
 from cpsim.prediction.step.costs import Parts
 from cpsim.prediction.step.memory import Tensors
 from cpsim.sim.fast import simulate
@@ -149,12 +150,12 @@ class Attention:
     def _simulated(self, documents: tuple[int, ...]) -> Attended:
         """The strategy's schedule on the ranks of the group."""
         workload, parts, exchange, sent, notes = self.workload(documents), [], 0, 0.0, dict[str, None]()
-        pricing = Pricing.of(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
+        under = conditions(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
         tensors = Tensors(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
         own = tensors.qkv + tensors.out + tensors.lse
         for pass_, given in zip(PASSES, (own, own + tensors.qkv + tensors.out), strict=True):
             schedule = plan(self.strategy, workload, self.cluster, pass_, self.knobs, self.code)  # type: ignore[arg-type]
-            priced = pricing.price(schedule)
+            priced = price(schedule, under)
             timeline = simulate(schedule, priced.work)
             parts.append(priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s))
             exchange = max(exchange, int(schedule.memory().max()) - given)

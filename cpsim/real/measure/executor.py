@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from cpsim.calibrate.measurement import LOAD_BYTES, Writer
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import InfeasibleError
 from cpsim.real.others.cpsim import make
 from cpsim.real.run import attention, elementwise

@@ -34,7 +34,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor
 
 from cpsim.calibrate.measurement import ROUNDS, Writer
-from cpsim.case.scenario import scenario_from
+from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError
 from cpsim.real.measure.kernels import Bench
 from cpsim.real.others import make as make_runner

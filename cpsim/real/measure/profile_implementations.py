@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 4 -m cpsim.real.measure.profile_implementations --out DIR
     torchrun --nproc-per-node 2 -m cpsim.real.measure.profile_implementations --cases cases.jsonl --out DIR
-    python -m cpsim.real.measure.profile_implementations --alone validation/ranks/cases-others.jsonl --out DIR
+    python -m cpsim.real.measure.profile_implementations --alone data/cases/ranks-others.jsonl --out DIR
 
 The second profiles a file's cases, our executor's, too, whose kernels a graph launches; the third a file's cases of any
 number of GPUs on one: the rank in the middle, alone (`cpsim.real.measure.alone`). Writes
@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from cpsim.case.scenario import Scenario, load_scenarios, scenario_from
+from cpsim.case.load import load_scenarios, scenario_from
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.real.others import make
 from cpsim.real.run.iterations import iteration

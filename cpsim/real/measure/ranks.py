@@ -1,6 +1,6 @@
 """What single ranks of many compute, measured on one GPU: a program, ours or somebody else's, without communication.
 
-    python -m cpsim.real.measure.ranks validation/ranks/cases.jsonl --out validation/ranks/h200.jsonl
+    python -m cpsim.real.measure.ranks data/cases/ranks-1.jsonl --out data/runs/MACHINE/ranks-h200.jsonl
 
 Takes cases of any number of GPUs, and of each the first rank, the last and the one in the middle, pass by pass. All
 work on random tensors of the real sizes; what would have arrived is there. Times are those of `streamed` iterations.
@@ -22,7 +22,8 @@ from typing import TypeVar
 import torch
 
 from cpsim.calibrate.measurement import Writer
-from cpsim.case.scenario import Scenario, load_scenarios
+from cpsim.case.load import load_scenarios
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.real.others import make
 from cpsim.real.others.autograd import AutogradRunner

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import ScenarioError
 from cpsim.real.run.node import Node
@@ -77,7 +78,7 @@ def check(scenario: Scenario, node: Node, knobs: Mapping[str, Any]) -> None:
     facts = implementation(scenario.implementation)
     if node.cuda:
         facts.check_kernel(scenario.kernel)
-    facts.check(str(scenario.strategy), scenario.workload(), node.size, scenario.knobs)
+    facts.check(str(scenario.strategy), workload_of(scenario), node.size, scenario.knobs)
 
 
 def shards(scenario: Scenario, node: Node) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from statistics import median
 
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.models.feasible import check_calls
 from cpsim.real.run.executor import Executor
@@ -40,7 +41,7 @@ def make(scenario: Scenario, pass_: Pass, node: Node) -> ScheduleRunner:
     Raises:
         InfeasibleError: the strategy or the kernel cannot run the case.
     """
-    workload, cluster = scenario.workload(), scenario.resolve_cluster()
+    workload, cluster = workload_of(scenario), cluster_of(scenario)
     schedule = plan_scenario(scenario, workload, cluster, pass_)
     if node.cuda:
         check_calls(scenario.kernel, workload.dtype, workload.head_dim, schedule)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.real.others.autograd import AutogradRunner, check, forget_compiled, shards
 from cpsim.real.run.node import Node
@@ -58,7 +59,7 @@ def _offsets(scenario: Scenario, parts: int, device: torch.device | str) -> tupl
 
 
 def _documents(scenario: Scenario) -> tuple[int, ...]:
-    return scenario.workload().documents if "document" in scenario.mask_name else (scenario.num_tokens,)
+    return workload_of(scenario).documents if "document" in scenario.mask_name else (scenario.num_tokens,)
 
 
 def _dense(package: Any, scenario: Scenario) -> Attend:

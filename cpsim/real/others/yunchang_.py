@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.real.others.autograd import AutogradRunner, check, forget_compiled, shards
 from cpsim.real.run.node import Node
@@ -51,8 +52,8 @@ def _hybrid(scenario: Scenario, node: Node, knobs: dict[str, Any]) -> Callable[.
     placement = str(knobs["placement"])
     degree = ulysses_degree(
         "usp",
-        scenario.workload(),
-        scenario.resolve_cluster(),
+        workload_of(scenario),
+        cluster_of(scenario),
         knobs["ulysses"],
         placement,
         implementation(scenario.implementation),

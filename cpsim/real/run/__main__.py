@@ -30,7 +30,9 @@ from typing import Any, Final, NoReturn, TypeVar
 import torch
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.scenario import Scenario, load_scenarios, scenario_from
+from cpsim.case.load import load_scenarios, scenario_from
+from cpsim.case.resolve import cluster_of
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.prediction.runs import Run, Writer, case_key, load_runs
 from cpsim.real.run import attention
@@ -225,7 +227,7 @@ def _refusal(scenario: Scenario, node: Node, num_nodes: int) -> str:
     if scenario.gpus != node.size:
         return f"gpus: needs {scenario.gpus}, this launch has {node.size}; `cpsim run` launches for every number"
     try:
-        cluster: Cluster = scenario.resolve_cluster()
+        cluster: Cluster = cluster_of(scenario)
     except CpsimError as error:
         return str(error)
     machines = node.size // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -13,7 +13,9 @@ from collections.abc import Mapping
 
 import torch
 
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import workload_of
+from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
 from cpsim.real.others.cpsim import make
@@ -115,7 +117,7 @@ def main() -> int:
             "pass": "fwd",
         }
         base |= {"documents": list(DOCUMENTS)} if mask.endswith("document") else {}
-        given = dense(scenario_from(base | {"strategy": "ring", "kernel": "fa2"}).workload(), node.device)
+        given = dense(workload_of(scenario_from(base | {"strategy": "ring", "kernel": "fa2"})), node.device)
         for kernel in args.kernels.split(","):
             for strategy, knobs in (case for case in CASES if case[0] in args.strategies.split(",")):
                 scenario = scenario_from(base | {"strategy": strategy, "knobs": knobs, "kernel": kernel})

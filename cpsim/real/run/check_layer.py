@@ -15,8 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import silu
 
+from cpsim.case.load import scenario_from
 from cpsim.case.model import Model
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.resolve import workload_of
+from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
 from cpsim.real.others.cpsim import make
 from cpsim.real.run.executor import EAGER_RUNS
@@ -137,7 +139,7 @@ def main() -> int:
         "mask": "causal_document",
         "kernel": "fa2",
     }
-    workload = replace(scenario_from({**fields, "strategy": "distca"}).workload(), dtype="bf16")
+    workload = replace(workload_of(scenario_from({**fields, "strategy": "distca"})), dtype="bf16")
     wanted = dense(workload, MODEL, torch.float32, node.device)
     for strategy, knobs in CASES:
         scenario = scenario_from({**fields, "strategy": strategy, "knobs": knobs})

@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 
 from cpsim.case.workload import Workload
-from cpsim.real.run import layer_calls
 from cpsim.real.run.lowering import Lowering
 from cpsim.real.run.node import Node
 from cpsim.real.run.program import Program, computations
-from cpsim.real.run.storage import PLANES, Ints, Layout, Memory, Part, Walk, lay_out
+from cpsim.real.run.storage import PLANES, Ints, Memory, Walk
+from cpsim.real.run.tensors import bind
 from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.transformer import WEIGHTS
 
-DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 EAGER_RUNS: Final = 3
 """Runs before the CUDA graph is captured."""
 
@@ -53,17 +52,9 @@ class Executor:
         traced: bool = False,
         laid_out: tuple[Memory, Walk] | None = None,
     ) -> None:
-        self.places, walk = laid_out or lay_out(schedule, workload)
-        workload = workload.by_group(schedule.head_groups)
-        self.schedule, self.workload, self.node, self.kernel = schedule, workload, node, kernel
-        dtype = DTYPES[workload.dtype]
-        wide = torch.promote_types(dtype, torch.float32)
-        memory = torch.zeros(int(self.places.nbytes[node.rank]), dtype=torch.uint8, device=node.device)
-        self.narrow = memory.view(dtype).view(-1, workload.head_dim)
-        self.wide = memory.view(wide).view(-1, workload.head_dim)
-        self.lse: dict[int, Tensor] = {}
-        """Log-sum-exp [H, T] of every buffer that holds ``out``."""
-        calls = Lowering(self, walk).calls()
+        self.tensors, walk = bind(schedule, workload, node, kernel, laid_out)
+        self.schedule, self.workload, self.node, self.kernel = schedule, self.tensors.workload, node, kernel
+        calls = Lowering(self.tensors, walk).calls()
         self.program = Program(node, computations(calls) if node.alone else calls, traced)
         if node.cuda:
             self.program.rehearse()
@@ -106,14 +97,14 @@ class Executor:
         for buffer, block in s.inputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
-            tensor, rows, head, count = self.places.block(block)
+            tensor, rows, head, count = self.tensors.places.block(block)
             tokens = torch.from_numpy(s.tokens(rows))
             held = _by_group(given[tensor], s.head_groups)[tokens][:, head : head + count]
             for i, plane in enumerate(PLANES[tensor]):
-                (part,) = self.places.inputs[buffer].parts(plane)
-                self.view(part).copy_(held[..., i * dim : (i + 1) * dim])
+                (part,) = self.tensors.places.inputs[buffer].parts(plane)
+                self.tensors.view(part).copy_(held[..., i * dim : (i + 1) * dim])
             if tensor == "out":
-                self.lse[buffer].copy_(held[..., dim].T)
+                self.tensors.lse[buffer].copy_(held[..., dim].T)
 
     def fill(self, seed: int) -> None:
         """Fills the inputs with random values of the sizes that real ones have; log-sum-exps fit the mask.
@@ -125,21 +116,21 @@ class Executor:
         # scores of normal queries and keys are normal, too: the mean of exp(score) is exp(1 / 2)
         expected = torch.from_numpy(np.log(np.maximum(_visible(self.workload), 1)) + 0.5)
         if self.node.alone:
-            self.narrow.normal_(generator=random)
-            for lse in self.lse.values():
+            self.tensors.narrow.normal_(generator=random)
+            for lse in self.tensors.lse.values():
                 lse.fill_(float(expected.mean()))
         for buffer, block in self.schedule.inputs.tolist():
             if self.schedule.buffer_rank[buffer] != self.node.rank:
                 continue
-            tensor, rows, *_ = self.places.block(block)
+            tensor, rows, *_ = self.tensors.places.block(block)
             for plane in PLANES[tensor]:
-                for part in self.places.inputs[buffer].parts(plane):
-                    view = self.view(part)
+                for part in self.tensors.places.inputs[buffer].parts(plane):
+                    view = self.tensors.view(part)
                     view.copy_(torch.randn(view.shape, generator=random, device=view.device, dtype=view.dtype))
                     if tensor in WEIGHTS and len(view) > 1:  # results are as large as what they come from
                         view.mul_(view[0].numel() ** -0.5)
             if tensor == "out":
-                self.lse[buffer].copy_(expected[self.schedule.tokens(rows)])
+                self.tensors.lse[buffer].copy_(expected[self.schedule.tokens(rows)])
 
     def results(self) -> Iterator[tuple[str, Ints, slice, Tensor]]:
         """Every output block: tensor, tokens, heads and values ``[tokens, heads, width]`` as in `load`."""
@@ -147,10 +138,14 @@ class Executor:
         for buffer, block in s.outputs.tolist():
             if s.buffer_rank[buffer] != self.node.rank:
                 continue
-            tensor, rows, head, count = self.places.block(block)
-            planes = [self.view(p) for plane in PLANES[tensor] for p in self.places.layouts[buffer].parts(plane)]
+            tensor, rows, head, count = self.tensors.places.block(block)
+            planes = [
+                self.tensors.view(p)
+                for plane in PLANES[tensor]
+                for p in self.tensors.places.layouts[buffer].parts(plane)
+            ]
             if tensor == "out":
-                planes.append(self.lse[buffer].T[..., None].to(planes[0].dtype))
+                planes.append(self.tensors.lse[buffer].T[..., None].to(planes[0].dtype))
             values = torch.cat(planes, dim=2)
             if s.head_groups == 1:
                 yield tensor, s.tokens(rows), slice(head, head + count), values
@@ -161,34 +156,6 @@ class Executor:
             for g in np.unique(group).tolist():
                 at = head + g // shared * of_group
                 yield tensor, token[group == g], slice(at, at + count), values[torch.from_numpy(group == g)]
-
-    def view(self, part: Part, rows: slice | None = None, heads: tuple[int, int] | None = None) -> Tensor:
-        """[T, H, D] of a part, or of some of its rows and (first head, heads)."""
-        first, count = heads or (part.head, part.num_heads)
-        start, stop = (0, len(part.tokens)) if rows is None else (rows.start, rows.stop)
-        memory, dim = self.wide if part.wide else self.narrow, self.workload.head_dim
-        at = part.at + start * part.stride + first - part.head
-        return memory.as_strided((stop - start, count, dim), (part.stride * dim, dim, 1), at * dim)
-
-    def matrix(self, layout: Layout, tokens: Ints) -> Tensor:
-        """[T, heads * D] of consecutive tokens of a buffer whose rows are whole, all its planes side by side."""
-        (chunk,) = layout.chunks
-        part = chunk.parts[0]
-        first = int(np.flatnonzero(part.tokens == tokens[0])[0])
-        assert np.array_equal(part.tokens[first : first + len(tokens)], tokens)
-        return self.flat(chunk.at + first * part.stride, len(tokens) * part.stride, part.wide).view(len(tokens), -1)
-
-    def angles(self, tokens: Ints) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the rotary positions of some tokens in their documents."""
-        ends = np.cumsum(self.workload.documents)
-        starts = ends - np.array(self.workload.documents)
-        positions = tokens - starts[np.searchsorted(ends, tokens, side="right")]
-        there = torch.from_numpy(positions).to(self.node.device, self.wide.dtype)
-        return layer_calls.angles(there, self.workload.head_dim)
-
-    def flat(self, at: int, num_heads: int, wide: bool) -> Tensor:
-        """A contiguous piece of memory, as communication sees it."""
-        return (self.wide if wide else self.narrow)[at : at + num_heads].view(-1)
 
 
 def _by_group(values: Tensor, head_groups: int) -> Tensor:

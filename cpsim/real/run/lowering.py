@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from cpsim.real.run.storage import (
     seen,
     sequences_of,
 )
+from cpsim.real.run.tensors import RankTensors
 from cpsim.schedule.schedule import (
     ATTENTION_KINDS,
     COLLECTIVE_KINDS,
@@ -42,9 +43,6 @@ from cpsim.schedule.schedule import (
 )
 from cpsim.schedule.transformer import MAKER
 
-if TYPE_CHECKING:
-    from cpsim.real.run.executor import Executor
-
 _NOTHING, _NARROW, _WIDE = range(3)
 """What a row of a result holds while partial results are added to it."""
 
@@ -52,9 +50,9 @@ _NOTHING, _NARROW, _WIDE = range(3)
 class Lowering:
     """Turns the ops of one rank into calls."""
 
-    def __init__(self, executor: Executor, walk: Walk) -> None:
-        self.x, self.s, self.places = executor, executor.schedule, executor.places
-        self.rank, self.device = executor.node.rank, executor.node.device
+    def __init__(self, tensors: RankTensors, walk: Walk) -> None:
+        self.x, self.s, self.places = tensors, tensors.schedule, tensors.places
+        self.rank, self.device = tensors.node.rank, tensors.node.device
         self.unseen: dict[int, Ints] = {}
         """Tokens of every partial result that its kernel call left out: they see no key, or no query sees them."""
         self.state: dict[int, Ints] = {}

@@ -5,7 +5,7 @@ uneven parts, varlen calls of its flash-attn 2, merges. A sequence of such a cal
 padded, with the blocks of keys that it sees, each of which gets gradients of its own (dcp/core/scheduler.py,
 _gen_attn_bw_instr_for_stage): set to zero before the call, copied where they are kept after it, and added up by a
 SumInstr. Inputs are copied into blocks once, a rank's own at first and others when they have come. Copies, merges and
-sums are Triton kernels (dcp/ops/fused_ops.py), timed by cpsim.real.measure.dcp; all work in the working type. Its
+sums are Triton kernels (dcp/ops/fused_ops.py), timed by studies.dcp.measure; all work in the working type. Its
 flash-attn is called as ours is, without PyTorch's wrapper of later versions.
 """
 

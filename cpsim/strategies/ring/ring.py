@@ -13,7 +13,7 @@ Other people's rings follow from facts about their code (cpsim.strategies.others
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Final
 
@@ -25,7 +25,7 @@ from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.slices import Ints, RangeSets, Slices
 from cpsim.masks.stripes import stripe_bounds
-from cpsim.masks.tiles import Tiles, make_tiles
+from cpsim.masks.tiles import make_tiles
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
@@ -33,36 +33,13 @@ from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation, RingCod
 from cpsim.strategies.ring.grid import Grid, make_grid, sources
 from cpsim.strategies.ring.held import HeldRing, as_run, make_ring, runs_whole
 from cpsim.strategies.ring.loop import Ring
-from cpsim.strategies.ring.steps import Steps
+from cpsim.strategies.ring.steps import Cut, Steps
 
 AnyRing = RingCode | HeldRingCode | None
 """Facts about a ring's code; None: ours."""
 LEAST_SHARE: Final = 64
 """Tokens of a document on a rank from which on it is worth trying to cut each of several documents: half a tile of a
 kernel, of which the causal mask leaves another half."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Cut:
-    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, shards]``."""
-
-    sets: RangeSets
-    """Shards (sets 0 to P-1), under zigzag their heads (P to 2P-1), and under zigzag and stripes their tails (last)."""
-    scattered: NDArray[np.bool_]
-    """Shards whose heads and tails are scattered over them and have to be packed for a kernel call, ``[shards]``."""
-    tails: NDArray[np.bool_]
-    """Only tail queries compute: under a causal mask they alone see later ranks' keys."""
-    key_heads: NDArray[np.bool_]
-    """Only head keys are used: under a causal mask no others of earlier ranks are seen."""
-    query_set: Ints
-    key_set: Ints
-    tiles: Tiles
-    tile: Ints
-    """Index of the tile that is computed."""
-    stride: int = 1
-    """Of the order in which sets and tiles count."""
-    first_set: int = 0
-    """Where the sets are among those of a schedule of several cuts."""
 
 
 @lru_cache(maxsize=2)

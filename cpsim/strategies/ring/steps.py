@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.workload import Workload
-from cpsim.masks.slices import Ints
-from cpsim.masks.tiles import sequences
+from cpsim.masks.slices import Ints, RangeSets
+from cpsim.masks.tiles import Tiles, sequences
 from cpsim.schedule.schedule import Mask
 from cpsim.strategies.ring.grid import Grid
 from cpsim.strategies.sizes import Accumulation, Sizes
 
-if TYPE_CHECKING:
-    from cpsim.strategies.ring.ring import Cut
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """Who holds which tokens and computes what, the same forward and backward; arrays are ``[steps, shards]``."""
+
+    sets: RangeSets
+    """Shards (sets 0 to P-1), under zigzag their heads (P to 2P-1), and under zigzag and stripes their tails (last)."""
+    scattered: NDArray[np.bool_]
+    """Shards whose heads and tails are scattered over them and have to be packed for a kernel call, ``[shards]``."""
+    tails: NDArray[np.bool_]
+    """Only tail queries compute: under a causal mask they alone see later ranks' keys."""
+    key_heads: NDArray[np.bool_]
+    """Only head keys are used: under a causal mask no others of earlier ranks are seen."""
+    query_set: Ints
+    key_set: Ints
+    tiles: Tiles
+    tile: Ints
+    """Index of the tile that is computed."""
+    stride: int = 1
+    """Of the order in which sets and tiles count."""
+    first_set: int = 0
+    """Where the sets are among those of a schedule of several cuts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
+from cpsim.case.resolve import model_of
 from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
@@ -50,7 +51,7 @@ def plan_scenario(
         return plan(name, workload, cluster, pass_, scenario.knobs, code)
     if code is not CPSIM:
         raise InfeasibleError(f"implementation: layers are cpsim's own, got {code.name}")
-    return plan_layer(name, workload, scenario.dimensions(), cluster, pass_, scenario.knobs)
+    return plan_layer(name, workload, model_of(scenario), cluster, pass_, scenario.knobs)
 
 
 def plan_layer(name: str, workload: Workload, model: Model, cluster: Cluster, pass_: Pass, knobs: Knobs) -> Schedule:

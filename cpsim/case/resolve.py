@@ -1,0 +1,104 @@
+"""What the fields of a scenario stand for: its workload, cluster and model."""
+
+from __future__ import annotations
+
+from cpsim.case.cluster import Cluster, load_cluster
+from cpsim.case.documents import draw_documents
+from cpsim.case.model import MODELS, Model
+from cpsim.case.parallel import Parallel
+from cpsim.case.scenario import DocumentDraw, ParallelSection, Scenario
+from cpsim.case.workload import Workload
+from cpsim.errors import ScenarioError
+from cpsim.masks.names import MASK_NAMES
+
+
+def workload_of(scenario: Scenario) -> Workload:
+    """The attention problem, its documents drawn.
+
+    Raises:
+        ScenarioError: the bounds of the draw make no sense.
+    """
+    match scenario.documents:
+        case DocumentDraw() as draw:
+            documents = draw_documents(
+                draw.distribution,
+                scenario.num_tokens,
+                draw.seed,
+                max_length=draw.max_length,
+                min_length=draw.min_length,
+            )
+        case None:
+            documents = (scenario.num_tokens,)
+        case lengths:
+            documents = lengths
+    return Workload(
+        documents=documents,
+        mask=scenario.mask_name,
+        mask_options=scenario.mask_options,
+        num_heads=scenario.heads,
+        num_kv_heads=scenario.kv_heads,
+        head_dim=scenario.head_dim,
+        dtype=scenario.dtype,
+    )
+
+
+def cluster_of(scenario: Scenario) -> Cluster:
+    """The cluster with the scenario's number of GPUs in use.
+
+    Raises:
+        ScenarioError: neither a preset nor a valid file, or the GPUs do not fill its nodes.
+    """
+    return load_cluster(scenario.cluster).with_gpus(scenario.gpus)
+
+
+def model_of(scenario: Scenario) -> Model:
+    """The model of a training step or layer."""
+    assert scenario.model is not None
+    return MODELS[scenario.model] if isinstance(scenario.model, str) else Model(**scenario.model.model_dump())
+
+
+def parallel_of(section: ParallelSection | None, gpus: int, sequences: int) -> Parallel:
+    """All degrees of a training step; those left out are 1, and nothing is computed again.
+
+    Args:
+        section: what the scenario says.
+        gpus: of the step; data parallelism takes what the other degrees leave.
+        sequences: of the step, one for every microbatch where microbatches are left out.
+
+    Raises:
+        ScenarioError: the degrees do not multiply to the GPUs.
+    """
+    given = section or ParallelSection()
+    tp, pp, cp = given.tp or 1, given.pp or 1, given.cp or 1
+    dp = given.dp or max(1, gpus // (tp * pp * cp))
+    if tp * pp * cp * dp != gpus:
+        raise ScenarioError(f"parallel: expected tp x pp x cp x dp = {gpus} GPUs, got {tp} x {pp} x {cp} x {dp}")
+    return Parallel(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        cp=cp,
+        microbatches=given.microbatches or max(1, sequences // dp),
+        recompute=given.recompute or "none",
+        schedule=given.schedule,
+        gradients=given.gradients,
+        optimizer=given.optimizer,
+    )
+
+
+def flops_of(scenario: Scenario, workload: Workload) -> float:
+    """Model FLOP of all passes on all GPUs: attention, and the matrix products of a layer."""
+    total = sum(workload.flops(pass_) for pass_ in scenario.passes)
+    if scenario.part is None:
+        return total
+    products = sum(inner * outer for inner, outer in model_of(scenario).linears(1).values())
+    return total + sum(2 if pass_ == "fwd" else 4 for pass_ in scenario.passes) * products * scenario.num_tokens
+
+
+def notes_of(scenario: Scenario) -> tuple[str, ...]:
+    """Inputs of a scenario that make no difference, in words."""
+    name = scenario.mask_name
+    if scenario.documents is None or MASK_NAMES[name].documents != "ignored":
+        return ()
+    instead = f"; see mask {name}_document" if f"{name}_document" in MASK_NAMES else ""
+    return (f"documents: ignored, since mask {name} reaches across them{instead}",)

@@ -1,0 +1,38 @@
+"""The command line: every command is a function of ``ask``, ``measure`` or ``look``."""
+
+from __future__ import annotations
+
+import typer
+
+from cpsim.cli import ask, look, measure
+from cpsim.cli.entry import run_app
+
+app = typer.Typer(
+    help="Predicts which context-parallel attention strategy to run, how long it takes and how sure that is.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (
+    ask.predict,
+    ask.trace,
+    ask.sweep,
+    ask.advise,
+    ask.explore,
+    measure.run,
+    measure.validate,
+    measure.calibrate,
+    measure.fit,
+    measure.import_,
+    measure.fit_fabric,
+    look.profiles,
+    look.clusters,
+    look.kernels,
+    look.strategies,
+    look.mask,
+):
+    app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
+
+
+def main() -> None:
+    """Entry point of ``cpsim``."""
+    run_app(app, "cpsim")

@@ -1,0 +1,149 @@
+"""Commands that list what there is: profiles, clusters, kernels, strategies, masks."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cpsim.cli.terminal import (
+    Json,
+    check_writable,
+    console,
+    print_profiles,
+    refuse,
+    typed,
+)
+from cpsim.errors import CpsimError
+
+if TYPE_CHECKING:
+    from cpsim.case.scenario import Scenario
+    from cpsim.prediction.results import Infeasible, Prediction
+
+    Results = list[Prediction | Infeasible | CpsimError]
+
+
+def profiles(as_json: Json = False) -> None:
+    """List the profiles that come with cpsim: which GPU, from which measurements, how good."""
+    from cpsim.models.profile import load_profile, shipped_profiles
+
+    print_profiles([load_profile(name) for name in shipped_profiles()], as_json)
+
+
+def clusters(as_json: Json = False) -> None:
+    """List the cluster presets and where their network numbers come from."""
+    from cpsim.case.cluster import presets
+
+    if as_json:
+        print(json.dumps([cluster.to_dict() for cluster in presets().values()], indent=1))
+    else:
+        from cpsim.report.tables import clusters_view
+
+        console().print(clusters_view(presets().values()))
+
+
+def kernels(
+    profile: Annotated[list[str] | None, typer.Option(help="Profiles to tabulate; h100 and h200.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
+    kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 8,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
+    as_json: Json = False,
+) -> None:
+    """List attention kernels: masks, passes and types that they take, TFLOP/s and memory by mask and length."""
+    from cpsim.models.profile import load_profile
+    from cpsim.prediction.kernel_tables import speeds, support
+    from cpsim.report.kernels import kernels_record, kernels_view
+
+    chosen = [load_profile(name) for name in profile or ("h100", "h200")]
+    rates = [speed for entry in chosen for speed in speeds(entry, heads, kv_heads, head_dim)]
+    if as_json:
+        print(json.dumps(kernels_record(support(), rates), indent=1))
+    else:
+        console().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
+
+
+def strategies(as_json: Json = False) -> None:
+    """List the strategies that can be simulated today, and their knobs."""
+    from cpsim.report.records import strategy_records
+
+    records = strategy_records()
+    if as_json:
+        print(json.dumps(records, indent=1))
+    else:
+        from cpsim.report.tables import strategies_view
+
+        console().print(strategies_view(records))
+
+
+def mask(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Name of a mask; all are listed where none is given.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Total tokens.")] = 16384,
+    option: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Of the mask; may be repeated.")] = None,
+    documents: Annotated[str | None, typer.Option(help="Lengths, e.g. 100,300, or a distribution.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs to ask strategies for.")] = 4,
+    cluster: Annotated[str, typer.Option(help="A preset or a cluster file.")] = "dgx-h200",
+    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page to this file; it opens offline.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Show a mask: picture, exact area, and which strategies, kernels and implementations can run it."""
+    from cpsim.case.resolve import cluster_of, workload_of
+    from cpsim.report import masks
+
+    check_writable(png, html)
+    if name is None:
+        given = typed(context, "tokens", "option", "documents", "gpus", "cluster", "png", "html")
+        refuse("mask: all masks are listed where none is named", given)
+        records = masks.mask_list()
+        print(json.dumps(records, indent=1)) if as_json else console().print(masks.masks_view())
+        return
+    scenario = _mask_scenario(name, tokens, option or [], documents, gpus, cluster)
+    from cpsim.prediction.support import support
+
+    workload = workload_of(scenario)
+    workload.slices()  # what is wrong with its options is said before anything is written
+    found = support(workload, cluster_of(scenario))
+    if as_json:
+        print(json.dumps(masks.mask_record(workload, found), indent=1))
+    else:
+        console().print(masks.mask_view(workload, found, gpus))
+    if png:
+        masks.write_png(png, workload)
+        print(f"Picture written to {png}", file=sys.stderr)
+    if html:
+        masks.write_html(html, workload, found)
+        print(f"Page written to {html}", file=sys.stderr)
+
+
+def _mask_scenario(
+    name: str, tokens: int, options: list[str], documents: str | None, gpus: int, cluster: str
+) -> Scenario:
+    """The case of a mask; masks of documents get some where none are given."""
+    from cpsim.case.load import scenario_from
+    from cpsim.units import number_or_text
+
+    given: dict[str, Any] = {"name": name}
+    for entry in options:
+        key, equals, value = entry.partition("=")
+        if not equals:
+            raise CpsimError(f"option: expected K=V, e.g. window=1024, got {entry!r}")
+        given[key] = number_or_text(value)
+    if documents is None and name.endswith("_document"):
+        documents = "prolong64k"
+    fields: dict[str, Any] = {
+        "gpus": gpus,
+        "cluster": cluster,
+        "tokens": tokens,
+        "mask": given,
+        "heads": 32,
+        "kv_heads": 8,
+    }
+    if documents:
+        lengths = [number_or_text(part) for part in documents.split(",")]
+        drawn = isinstance(lengths[0], str)
+        fields["documents"] = {"distribution": documents} if drawn else lengths
+    return scenario_from(fields)

@@ -1,0 +1,46 @@
+"""What a schedule is priced under: a machine, a kernel, and how its code launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cpsim.case.cluster import Cluster
+from cpsim.case.workload import BYTES_PER_ELEMENT
+from cpsim.models.profile import Profile
+
+Protocol = Literal["synced", "streamed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """Everything beside the schedule that its costs depend on."""
+
+    cluster: Cluster
+    profile: Profile
+    kernel: str
+    head_dim: int
+    dtype: str
+    protocol: Protocol
+    launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By kind of op, names of host measurements where launches cost otherwise; see ``strategies.others``."""
+    sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By kind of op, names of measurements of memory-bound kernels that differ from ours."""
+    captured: bool = False
+    """All ops of a rank are one CUDA graph, launched at once."""
+    unbatched: bool = False
+    """Every two ranks that send to each other have a process group of their own."""
+    messages: int = 1
+    """Number of messages that a transfer is sent as, one after the other."""
+    varlen: bool = False
+    """Kernels are told the lengths of their sequences even where there is only one."""
+    reads: bool = False
+    """Hosts wait for their GPUs when an iteration starts."""
+    alike: float = 1.0
+    """Number of GPUs that each simulated one stands for: waiting for the slowest is waiting for all of them."""
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one token."""
+        return self.head_dim * BYTES_PER_ELEMENT[self.dtype]

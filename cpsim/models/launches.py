@@ -1,0 +1,135 @@
+"""When hosts have launched the ops of a schedule, and what the events between which kernels were measured add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.models.conditions import Conditions
+from cpsim.models.spread import expected_maximum
+from cpsim.runtime.compiled import compiled, unsigned
+from cpsim.schedule.schedule import (
+    ATTENTION_KINDS,
+    COMMUNICATION_KINDS,
+    MEMORY_BOUND_KINDS,
+    Kind,
+    Pass,
+    Schedule,
+    is_one_of,
+)
+
+Floats = NDArray[np.float64]
+
+EDGES: Final = ("entry", "begin", "exit")
+"""What a call into other people's code costs the host beside its launches; see ``Implementation.launches``."""
+
+
+def launch_notes(kinds: Sequence[Kind], pass_: Pass, given: Conditions) -> tuple[str, ...]:
+    """Launches of other people's code that nobody has measured."""
+    notes = []
+    for kind in (*EDGES, *(kind.name.lower() for kind in kinds)):
+        names = _names(given, kind, pass_)
+        if names and given.profile.host.measured(names) is None:
+            instead = "left out" if kind in EDGES else "taken from another"
+            notes.append(f"host: launch of {names[-1]} not measured, {instead}")
+    return tuple(notes)
+
+
+def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given: Conditions) -> Floats:
+    """When every op has been launched [s], ``[N]``: hosts launch their ranks' ops in list order, a captured program at
+    once.
+
+    An iteration lasts until the host has returned, as far as the last op of a rank shows it.
+    """
+    host = given.profile.host
+    lead = host.lead_s if given.protocol == "streamed" and not given.reads else 0.0
+    if given.captured:  # processes get their graphs started more or less soon, and sooner or later wait for the last
+        last = given.profile.sigma["graph"] * expected_maximum(round(schedule.num_ranks * given.alike))
+        started = max(host.graph_s * float(np.exp(last)) - lead, host.graph_queued_s)
+        return np.full(len(schedule), started + host.cold_start_s)
+    per_kind = np.zeros((2, len(Kind)))
+    for (i, first), kind in product(enumerate((False, True)), kinds):
+        name = kind.name.lower()
+        per_kind[i, kind] = host.seconds(name, given.kernel, _names(given, name, pass_, first))
+    # A batched send and receive is one call: half of it belongs to each of the two transfers.
+    calls = np.array([2 if kind == Kind.TRANSFER else 1 for kind in Kind])
+    talks = is_one_of(np.arange(len(Kind), dtype=np.int8), COMMUNICATION_KINDS)
+    edges = np.array([host.measured(_names(given, edge, pass_)) or 0.0 for edge in EDGES])
+    starts, ranks, ops = unsigned(schedule.lane_start, schedule.lane_rank, schedule.kind)
+    return np.asarray(_launched(starts, ranks, ops, schedule.num_ranks, per_kind / calls, calls, talks, edges, lead))
+
+
+def without_events(schedule: Schedule, seconds: Floats, given: Conditions) -> Floats:
+    """Seconds of ops without the events between which they were measured; where they are captured, with the waits of
+    one stream for another.
+
+    An op takes at least half of what was measured.
+    """
+    gain = np.array([_gain_s(kind, given) for kind in Kind])[schedule.kind]
+    alone: Floats = seconds - np.minimum(gain, seconds / 2)
+    if not given.captured:
+        return alone
+    crossing = _crossings(
+        schedule.lane_start, schedule.lane_rank, schedule.lane_stream, schedule.dep_start, schedule.dep
+    )
+    return np.asarray(alone + crossing * given.profile.host.graph_cross_s)
+
+
+def _gain_s(kind: Kind, given: Conditions) -> float:
+    """What the events add between which ops of a kind were measured [s]."""
+    host = given.profile.host
+    gains = host.captured_gain_s if given.captured else host.streamed_gain_s
+    if kind in COMMUNICATION_KINDS:
+        return gains["message"]
+    if kind in MEMORY_BOUND_KINDS:
+        return gains["memory-bound"]
+    pass_ = "bwd" if kind == Kind.ATTENTION_BACKWARD else "fwd"
+    return gains.get(f"{given.kernel} {pass_}" if kind in ATTENTION_KINDS else pass_, gains[pass_])
+
+
+def _names(given: Conditions, kind: str, pass_: str, first: bool = False) -> list[str]:
+    """Names of host measurements for other people's launches of a kind, or for the first of them."""
+    names = [n.replace("{pass}", pass_).replace("{kernel}", given.kernel) for n in given.launches.get(kind, ())]
+    ends = (f" in {pass_} first", f" in {pass_}", " first", "") if first else (f" in {pass_}", "")
+    return [name + end for name in names for end in ends]
+
+
+@compiled()
+def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ignore[no-untyped-def]
+    """Whether each op follows an op of another stream of one of its ranks."""
+    found = np.zeros(len(lane_start) - 1)
+    for op in range(len(found)):
+        for d in dep[dep_start[op] : dep_start[op + 1]]:
+            for there in range(lane_start[d], lane_start[d + 1]):
+                for here in range(lane_start[op], lane_start[op + 1]):
+                    if lane_rank[here] == lane_rank[there] and lane_stream[here] != lane_stream[there]:
+                        found[op] = 1.0
+    return found
+
+
+@compiled()
+def _launched(lane_start, lane_rank, kind, num_ranks, cost, calls, talks, edges, lead):  # type: ignore[no-untyped-def]
+    """When the hosts of all its ranks have launched every op, ``[N]``; see ``release_times``."""
+    clock, begun, last = np.zeros(num_ranks), np.full(num_ranks, np.inf), np.full(num_ranks, -1)
+    at, done = np.zeros(len(lane_rank)), np.zeros((num_ranks, len(calls)), np.int64)
+    for op in range(len(kind)):
+        what = kind[op]
+        for lane in range(lane_start[op], lane_start[op + 1]):
+            rank = lane_rank[lane]
+            if talks[what]:
+                begun[rank] = min(begun[rank], clock[rank])
+            clock[rank] += cost[int(done[rank, what] < calls[what]), what]
+            done[rank, what] += 1
+            at[lane], last[rank] = clock[rank], lane
+    entry, begin, end = edges
+    late, launched = np.maximum(entry, begin - begun), np.zeros(len(kind))
+    for op in range(len(kind)):
+        for lane in range(lane_start[op], lane_start[op + 1]):
+            rank = lane_rank[lane]
+            after = at[lane] + late[rank] + (end if lane == last[rank] else 0.0)
+            launched[op] = max(launched[op], after - lead)
+    return launched

@@ -1,0 +1,158 @@
+"""Attention at the clock that every GPU settles at, and as slow as on the slowest GPU that others wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.masks.slices import Ints
+from cpsim.models.conditions import Conditions
+from cpsim.models.power import settled_seconds
+from cpsim.models.spread import expected_maximum
+from cpsim.runtime.compiled import compiled, unsigned
+from cpsim.schedule.schedule import COLLECTIVE_KINDS, COMMUNICATION_KINDS, STREAMS, Kind, Pass, Schedule, is_one_of
+from cpsim.schedule.work import earliest, waits
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+_IS_ARRIVAL: Final = np.array([stream in ("recv", "grad_recv", "outer_recv") for stream in STREAMS])
+"""Receive half of a batched send and receive: its kernel is counted on the send side."""
+_POWER_OF: Final = {
+    **dict.fromkeys(Kind, "memory-bound"),
+    Kind.TRANSFER: "transfer",
+    **dict.fromkeys(COLLECTIVE_KINDS, "collective"),
+    **dict.fromkeys((Kind.ATTENTION, Kind.ATTENTION_BACKWARD, Kind.BARRIER), "none"),
+    Kind.GEMM: "products",
+}
+"""What ops draw power as, beside the attention whose clock it sets."""
+_LIMITED: Final = {"products": 1.0}
+"""Large products draw what the power limit allows."""
+SETTLED_AFTER: Final = 8
+SETTLED: Final = 1e-3
+"""Rounds at most, and the relative change of an iteration's time, after which clocks are settled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Seconds of every op at the clock of its GPU, and when each would run if nothing slowed another; ``[N]``."""
+
+    duration_s: Floats
+    start_s: Floats
+    """At the full clock."""
+    end_s: Floats
+
+
+def settle(
+    schedule: Schedule,
+    pass_: Pass,
+    endless_s: Floats,
+    full_clock_s: Floats,
+    release_s: Floats,
+    eager: Bools,
+    paced: Bools,
+    given: Conditions,
+) -> Settled:
+    """The clock that every GPU settles at, from what runs on it in an iteration and between two.
+
+    Messages draw what their bytes do at the rate of a port, whatever paces them. A GPU is idle as long as the slowed
+    iteration leaves it; where others are what takes long, it may make up for its clock.
+
+    Args:
+        schedule: N ops of one pass.
+        pass_: forward or backward.
+        endless_s: seconds of every op; of attention those of an endless run, ``[N]``.
+        full_clock_s: seconds of attention ops at the full clock, ``[N]``.
+        release_s: when hosts have launched every op, ``[N]``.
+        eager: transfers that leave before their receiver is there, ``[N]``.
+        paced: ops that the network between nodes paces, ``[N]``.
+        given: machine, kernel and code.
+    """
+    attends = attention_ops(schedule)
+    quick = endless_s.copy()
+    quick[attends] = full_clock_s[attends]
+    before = waits(schedule, eager)
+    start, end, _ = earliest(*before, quick, release_s)
+    if not len(attends):
+        return Settled(endless_s, start, end)
+    duration, full = endless_s.copy(), full_clock_s[attends]
+    drawn = _drawn(schedule, endless_s, paced, given)
+    ranks = ranks_of(schedule, attends)
+    power = given.profile.attention_params(given.kernel, pass_).busy_power
+    endless, pause = endless_s[attends], given.profile.host.pause_s[given.protocol]
+    period = np.full(schedule.num_ranks, end.max())
+    for _ in range(SETTLED_AFTER):
+        duration[attends] = settled_seconds(full, endless, ranks, drawn, period + pause, power)
+        slowed = np.bincount(ranks, duration[attends] - full, schedule.num_ranks)
+        known, period = period, float(earliest(*before, duration, release_s)[1].max()) - slowed
+        if np.allclose(known, period, rtol=SETTLED):
+            break
+    return Settled(duration, start, end)
+
+
+def _drawn(schedule: Schedule, seconds: Floats, paced: Bools, given: Conditions) -> Floats:
+    """Seconds times load of everything but attention on every rank, relative to what the power limit allows."""
+    loads = _LIMITED | dict(given.profile.load)
+    load = np.array([loads.get(_POWER_OF[kind], 0.0) for kind in Kind])
+    drawn, drawing = np.zeros(schedule.num_ranks), seconds.copy()
+    by_bytes = paced | (schedule.kind == Kind.TRANSFER)
+    drawing[by_bytes] = np.minimum(drawing, schedule.nbytes / given.profile.collective.port_bytes_per_s)[by_bytes]
+    lane_start, lane_rank, stream = unsigned(schedule.lane_start, schedule.lane_rank, schedule.lane_stream)
+    _add_drawn(drawn, load, schedule.kind, drawing, lane_start, lane_rank, stream)
+    return drawn
+
+
+def slowest_of_many(schedule: Schedule, pass_: Pass, seconds: Floats, given: Conditions) -> Floats:
+    """Seconds with attention as slow as on the slowest of the GPUs that have most of it: all wait for it in the end.
+
+    GPUs of one type differ, and so does every call from the next; over the calls of a pass that partly cancels.
+    """
+    attends = attention_ops(schedule)
+    if not len(attends):
+        return seconds
+    ranks = schedule.lane_rank[schedule.lane_start[attends]]
+    mine = seconds[attends]
+    busy = np.bincount(ranks, mine, schedule.num_ranks)
+    differs = mine * given.profile.attention_params(given.kernel, pass_).spread(mine)
+    of_calls = np.sqrt(np.bincount(ranks, differs**2, schedule.num_ranks))[busy.argmax()] / busy.max()
+    spread = float(np.hypot(given.profile.between_gpus(given.kernel, pass_), of_calls))
+    most = round(int((busy >= busy.max() * (1 - 2 * spread)).sum()) * given.alike)
+    slower = seconds.copy()
+    slower[attends] *= 1 + spread * expected_maximum(most)
+    return slower
+
+
+def with_faults(schedule: Schedule, seconds: Floats, given: Conditions) -> Floats:
+    """Seconds with kernels of faulty GPUs as slow as these are; messages follow the rates of links."""
+    slow = [fault for fault in given.cluster.faults if fault.part == "gpu"]
+    if not slow:
+        return seconds
+    rate = np.ones(schedule.num_ranks)
+    for fault in slow:
+        rate[fault.number] *= fault.rate
+    kernels = ~is_one_of(schedule.kind, (*COMMUNICATION_KINDS, Kind.BARRIER))
+    slower = seconds.copy()
+    slower[kernels] /= rate[schedule.lane_rank[schedule.lane_start[:-1][kernels]]]
+    return slower
+
+
+def attention_ops(schedule: Schedule) -> Ints:
+    """Indices of the attention ops."""
+    return np.flatnonzero(is_one_of(schedule.kind, (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)))
+
+
+def ranks_of(schedule: Schedule, ops: Ints) -> Ints:
+    """The rank of each op of one rank."""
+    return schedule.lane_rank[schedule.lane_start[ops]].astype(np.int64)
+
+
+@compiled()
+def _add_drawn(drawn, load, kind, duration, lane_start, lane_rank, lane_stream):  # type: ignore[no-untyped-def]
+    """Add what ops draw to what their ranks do."""
+    for op in range(len(kind)):
+        for entry in range(lane_start[op], lane_start[op + 1]):
+            if not _IS_ARRIVAL[lane_stream[entry]]:
+                drawn[lane_rank[entry]] += load[kind[op]] * duration[op]

@@ -1,0 +1,78 @@
+"""A case: a scenario with everything looked up that its predictions need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from cpsim.case.cluster import Cluster
+from cpsim.case.resolve import cluster_of, workload_of
+from cpsim.case.scenario import Scenario
+from cpsim.case.workload import Workload
+from cpsim.errors import ScenarioError
+from cpsim.models.conditions import Conditions
+from cpsim.models.profile import Profile, load_profile
+from cpsim.models.standin import DATA_SHEET, from_data_sheet
+from cpsim.prediction.conditions import conditions
+from cpsim.strategies import STRATEGIES
+from cpsim.strategies.others import Implementation, implementation
+
+SHEET_BASE: Final = "h200"
+"""The profile that is scaled for GPUs that nobody has measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A scenario and what its names stand for."""
+
+    scenario: Scenario
+    workload: Workload
+    cluster: Cluster
+    profile: Profile
+
+    @property
+    def code(self) -> Implementation:
+        """Whose code runs the strategy."""
+        return implementation(self.scenario.implementation)
+
+    def conditions(self) -> Conditions:
+        """What its schedules are priced under."""
+        scenario = self.scenario
+        return conditions(
+            self.code,
+            scenario.strategy,
+            self.workload,
+            self.cluster,
+            self.profile,
+            scenario.kernel,
+            scenario.protocol,
+        )
+
+
+def resolve(scenario: Scenario) -> Case:
+    """The case that a scenario describes.
+
+    Raises:
+        ScenarioError: it has no strategy, or asks for something that is not there.
+        ProfileError: there are no costs for its GPU.
+    """
+    if scenario.strategy is None:
+        raise ScenarioError(
+            f"strategy: expected one of {', '.join(STRATEGIES)}, got no strategy; name one, or ask `cpsim advise`"
+        )
+    implementation(scenario.implementation)
+    cluster = cluster_of(scenario)
+    name = scenario.profile or cluster.profile
+    if name is None:
+        raise ScenarioError(
+            f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; name the profile of a "
+            f"machine to assume, e.g. profile: h200, or {DATA_SHEET} for {SHEET_BASE}'s scaled by data sheets"
+        )
+    special = cluster.faults or (cluster.fabric and cluster.fabric.spine_oversubscription > 1)
+    if special and scenario.model is not None and scenario.part is None:
+        raise ScenarioError(
+            f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
+            "model, since the step model would ignore them: leave them, or the model, out"
+        )
+    profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
+    return Case(scenario, workload_of(scenario), cluster, profile)

@@ -1,0 +1,121 @@
+"""DCP's published bars beside predicted ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cpsim.report.tables import table
+from cpsim.report.words import signed_percent
+from studies.dcp.reproduce import Row, SpeedUp, mean_error, solver, speed_ups, without_outliers
+
+
+def dcp_view(rows: Sequence[Row], lengths: str, variant: str, worst: int) -> RenderableType:
+    """Bars, worst first; errors by code; speed-ups over the fastest baseline, worst first; the summary."""
+    bars = table(
+        ("row", "left"),
+        ("mask", "left"),
+        ("pass", "left"),
+        ("lengths", "right"),
+        ("published ms", "right"),
+        ("predicted", "right"),
+        ("error", "right"),
+    )
+    for row in sorted(rows, key=lambda row: -abs(row.error))[:worst]:
+        bars.add_row(
+            row.row + " (outlier)" * row.outlier,
+            row.mask,
+            row.pass_,
+            f"x {row.scale:g}",
+            f"{row.published_s * 1e3:.2f}",
+            f"{row.predicted_s * 1e3:.2f}",
+            signed_percent(row.error),
+        )
+    return Group(
+        bars, Text(), _by_code(rows), Text(), _speed_ups(speed_ups(rows)), Text(), Text(basis(lengths, variant))
+    )
+
+
+def basis(lengths: str, variant: str) -> str:
+    """What all predictions rest on, in words."""
+    return (
+        f"document lengths: drawn from {lengths}, since those of LongDataCollections are not published; "
+        f"DCP plans as {variant}, with {solver()}"
+    )
+
+
+def _by_code(rows: Sequence[Row]) -> RenderableType:
+    made = table(("row", "left"), ("pass", "left"), ("bars", "right"), ("mean error", "right"), ("signed", "right"))
+    for name, pass_ in dict.fromkeys((row.row, row.pass_) for row in rows):
+        errors = [row.error for row in rows if (row.row, row.pass_) == (name, pass_) and not row.outlier]
+        made.add_row(
+            name, pass_, str(len(errors)), f"{100 * mean(map(abs, errors)):.0f} %", signed_percent(mean(errors))
+        )
+    return made
+
+
+def _speed_ups(found: Sequence[SpeedUp]) -> RenderableType:
+    made = table(
+        ("DCP over the fastest baseline", "left"),
+        ("lengths", "right"),
+        ("published", "right"),
+        ("predicted", "right"),
+        ("error", "right"),
+        ("same one faster", "left"),
+    )
+    for s in sorted(found, key=lambda s: -abs(s.error)):
+        made.add_row(
+            s.mask + " (outlier)" * s.outlier,
+            f"x {s.scale:g}",
+            f"{s.published:.2f}",
+            f"{s.predicted:.2f}",
+            signed_percent(s.error),
+            ("yes" if s.agrees else "no") if s.decided else "",
+        )
+    agree = [s.agrees for s in found if s.decided]
+    summary = f"mean error of speed-ups {100 * mean_error(found):.0f} %; {sum(agree)} of {len(agree)} agree"
+    if (steady := without_outliers(found)) and len(steady) < len(found):
+        summary += f"; mean error without outliers of the published run {100 * mean_error(steady):.0f} %"
+    return Group(made, Text(summary))
+
+
+def dcp_record(rows: Sequence[Row], lengths: str, variant: str, batches: int) -> dict[str, Any]:
+    """The same for machines."""
+    found = speed_ups(rows)
+    steady = without_outliers(found)
+    return {
+        "lengths": lengths,
+        "variant": variant,
+        "solver": solver(),
+        "batches": batches,
+        "rows": [
+            {
+                "row": row.row,
+                "mask": row.mask,
+                "pass": row.pass_,
+                "length_scale": row.scale,
+                "published_ms": row.published_s * 1e3,
+                "predicted_ms": round(row.predicted_s * 1e3, 3),
+                "outlier": row.outlier,
+            }
+            for row in rows
+        ],
+        "speed_ups": [
+            {
+                "mask": s.mask,
+                "length_scale": s.scale,
+                "published": round(s.published, 3),
+                "predicted": round(s.predicted, 3),
+                "outlier": s.outlier,
+            }
+            for s in found
+        ],
+        "speed_up_mean_error": round(mean_error(found), 4),
+        "speed_up_mean_error_without_outliers": round(mean_error(steady), 4) if steady else None,
+        "same_one_faster": sum(s.agrees for s in found if s.decided),
+        "decided": sum(s.decided for s in found),
+    }

@@ -1,0 +1,417 @@
+"""DistCA's 34B runs on 256 H200, system by system: ``python -m studies distca``.
+
+As measured: 34B, TP 8, one pipeline stage, FlashAttention-2, MLP recomputed; forward and backward of 30 iterations of
+ProLong, without gradients' sums and optimizer. Three systems have the same sequences: ``distca`` with its released
+scheduler in two nano-batches; ``wlb``, documents packed by work and each cut over its context-parallel group; and
+``per_sequence``, sequences in order, each replica's cut as one buffer. Groups of both gather keys and values first.
+
+The original list of document lengths is not shipped: another one with the published histogram stands in for it, so that
+single iterations differ from the measured ones, and only means can be compared. ``read_lengths`` reads the original.
+
+Reference: DistCA (arXiv 2510.18121), sections 4 and 6; hao-ai-lab/DistCA at 2afd219, records of experiments.
+Differs: packing and unpacking around exchanges, the host and the allocator cost nothing; memory of ``distca`` is not
+checked, though no exchange needs more than DistCA's buffers of 2 GB (1.3 GB at most); documents are not padded to
+lengths that kernels like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import mean
+from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.case.cluster import load_cluster
+from cpsim.case.files import parse_json, read_text
+from cpsim.case.load import scenario_from
+from cpsim.errors import CpsimError, ScenarioError
+from cpsim.masks.slices import Ints
+from cpsim.models.profile import load_profile
+from cpsim.prediction.step.attention import PASSES, Attended
+from cpsim.prediction.step.layer import BF16, FP32, Ops
+from cpsim.prediction.step.placed import Placed, gathered, ping_pong
+from cpsim.prediction.step.step import StepModel
+from cpsim.prediction.steps import StepCase
+from cpsim.runtime.processes import Progress, mapped
+from cpsim.schedule.schedule import Kind
+from cpsim.strategies.distca.batches import Packed, iteration, sample
+from cpsim.strategies.distca.greedy import released
+from cpsim.strategies.distca.packing import BREAKPOINTS, head_tail, per_sequence, wlb_limit, wlb_pack
+from cpsim.strategies.distca.tasks import Tasks, TokenBytes, dispatch
+from cpsim.units import MS_PER_S
+from studies import published_lines
+
+FOLDER = Path(__file__).parent
+
+Floats = NDArray[np.float64]
+System = Literal["distca", "wlb", "per_sequence"]
+
+CLUSTER: Final = "dgx-h200"
+GPUS: Final = 256
+TP: Final = 8
+MODEL: Final = "llama-34b"
+KERNEL: Final = "fa2"
+DATASET: Final = "prolong"
+ITERATIONS: Final = 30
+TOLERANCE: Final = 0.05
+"""Of the scheduler: the default of its code."""
+RATIO: Final = "best wlb / distca"
+BARS: Final = {"distca": 0.08, "wlb": 0.08, RATIO: 0.04}
+"""Mean errors that predictions are to stay within."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published run."""
+
+    context: int
+    """Tokens of a sequence, MaxDocLen."""
+    sequences: int
+    """Of an iteration."""
+    system: System
+    cp: int
+    published_s: tuple[float, ...]
+    """Of every iteration."""
+    predicted_s: tuple[float, ...] = ()
+    """The same; iterations are the published ones where the list of documents is."""
+
+    @property
+    def setting(self) -> tuple[int, int]:
+        """What systems are compared at: context and sequences."""
+        return self.context, self.sequences
+
+    @property
+    def error(self) -> float:
+        """Predicted over published mean time, less one."""
+        return mean(self.predicted_s) / mean(self.published_s) - 1
+
+    @property
+    def iteration_error(self) -> float:
+        """Mean over iterations of absolute errors."""
+        return mean(abs(ours / theirs - 1) for ours, theirs in zip(self.predicted_s, self.published_s, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ratio:
+    """The best ``wlb`` over ``distca``."""
+
+    context: int
+    sequences: int
+    published: float
+    predicted: float
+    published_cp: int
+    """Of the best ``wlb``."""
+    predicted_cp: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over published ratio, less one."""
+        return self.predicted / self.published - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How ``distca`` runs; the defaults are what was measured."""
+
+    tolerance: float = TOLERANCE
+    """Of the mean work."""
+    streams: Literal[0, 1, 2] = 2
+    """Exchanges beside computation (2), after it (1), or free (0)."""
+
+
+ABLATIONS: Final = {
+    "exchanges free": Choice(streams=0),
+    "single stream": Choice(streams=1),
+    **{f"tolerance {tolerance:g}": Choice(tolerance=tolerance) for tolerance in (0.0, 0.1, 0.2, 0.5)},
+}
+
+
+@cache
+def published() -> tuple[Row, ...]:
+    """All runs."""
+    return tuple(
+        Row(
+            context=int(line["context"]),
+            sequences=int(line["sequences"]),
+            system=line["system"],  # type: ignore[arg-type]
+            cp=int(line["cp"]),
+            published_s=tuple(float(ms) / MS_PER_S for ms in line["times_ms"].split()),
+        )
+        for line in published_lines(FOLDER / "distca-34b.csv")
+    )
+
+
+def read_lengths(path: Path) -> Ints:
+    """Document lengths of a data set in the order of its list [tokens], as in DistCA's ``dist_prolong.json``.
+
+    Raises:
+        ScenarioError: the file is no list of positive integers.
+    """
+    lengths = parse_json(read_text(path), str(path))
+    if not isinstance(lengths, list) or not lengths or not all(type(n) is int and n > 0 for n in lengths):
+        raise ScenarioError(f"{path}: expected a list of document lengths in tokens, positive integers")
+    return np.array(lengths, np.int64)
+
+
+def step_model(row: Row) -> StepModel:
+    """34B on 256 GPUs, cut as the run has it; attention is placed by planners."""
+    return cut_model(MODEL, GPUS, row.context, row.sequences, cp=row.cp)
+
+
+def cut_model(
+    model: str, gpus: int, context: int, sequences: int, *, cp: int = 1, pp: int = 1, microbatches: int = 1
+) -> StepModel:
+    """A model on some GPUs as DistCA's experiments run it; replicas take what the other degrees leave.
+
+    Raises:
+        ScenarioError, InfeasibleError: the degrees do not fit.
+    """
+    parallel = {
+        "tp": TP,
+        "cp": cp,
+        "pp": pp,
+        "microbatches": microbatches,
+        "recompute": "mlp",
+        "gradients": "none",
+        "optimizer": False,
+    }
+    strategy = "none" if cp == 1 else "allgather"
+    scenario = scenario_from(
+        {
+            "model": model,
+            "context": context,
+            "tokens": context * sequences,
+            "gpus": gpus,
+            "cluster": CLUSTER,
+            "mask": "causal_document",
+            "kernel": KERNEL,
+            "strategy": strategy,
+            "parallel": parallel,
+        }
+    )
+    cluster = load_cluster(CLUSTER).with_gpus(gpus)
+    case = StepCase(scenario, cluster, load_profile(str(cluster.profile)))
+    return case.model(case.parallel(), strategy, {})
+
+
+def gathered_attention(step: StepModel, tasks: Tasks) -> Attended:
+    """Attention of a layer of one replica, which gathers K, then V, and scatters their gradients likewise."""
+    attention, cp = step.attention, step.parallel.cp
+    placed = _placed(tasks, cp)
+    nbytes = BF16 * int(tasks.tokens.sum()) * step.model.kv_heads // TP * step.model.head_dim
+    talks = [step.collective(attention.cluster, kind, nbytes) for kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER)]
+    exchange = talks[0][0], np.array([2 * seconds for _, seconds in talks])
+    return gathered(placed, attention.profile, attention.kernel, step.model, TP, exchange, attention.slowest)
+
+
+def baseline_seconds(step: StepModel, system: System, nano_batches: Sequence[Ints]) -> float:
+    """One iteration of ``wlb`` or ``per_sequence``, which have all sequences in one microbatch.
+
+    Args:
+        step: the run.
+        system: how documents reach replicas and ranks.
+        nano_batches: documents of each [tokens]; replicas of ``per_sequence`` divide them evenly.
+    """
+    documents, dp = np.concatenate(nano_batches), step.parallel.dp
+    if system == "wlb":
+        return wlb_seconds(step, documents, BREAKPOINTS["34b"])
+    group = (np.cumsum(documents) - 1) * dp // int(documents.sum())
+    return _gathered_seconds(step, documents, group, per_sequence)
+
+
+def wlb_seconds(step: StepModel, documents: Ints, breakpoint_: int) -> float:
+    """One iteration of ``wlb``; where there are several microbatches, documents are packed into all of them at once, by
+    work alone (see ``wlb_limit``).
+
+    Args:
+        step: the run.
+        documents: of the iteration [tokens].
+        breakpoint_: of the model, see ``BREAKPOINTS``.
+    """
+    dp, microbatches = step.parallel.dp, step.parallel.microbatches
+    limit = wlb_limit(int(documents.sum()) // microbatches // 2, 1, dp, microbatches)
+    return _gathered_seconds(step, documents, wlb_pack(documents, dp * microbatches, limit, breakpoint_), head_tail)
+
+
+def _gathered_seconds(step: StepModel, documents: Ints, group: Ints, place: Callable[[Ints, int], Tasks]) -> float:
+    """An iteration whose documents are in groups: replica by replica of a microbatch, microbatch by microbatch."""
+    parallel = step.parallel
+    parts = [documents[group == i] for i in range(parallel.dp * parallel.microbatches)]
+    batch = [parts[replica :: parallel.dp] for replica in range(parallel.dp)]
+    attended = [[gathered_attention(step, place(part, parallel.cp)) for part in replica] for replica in batch]
+    return step.simulate([[tuple(part.tolist()) for part in replica] for replica in batch], attended).time_s
+
+
+def distca_seconds(step: StepModel, nano_batches: Sequence[Ints], choice: Choice) -> float:
+    """One iteration of ``distca`` without pipeline: all replicas serve each other's attention.
+
+    Args:
+        step: the run; every replica is a server.
+        nano_batches: documents of both [tokens].
+        choice: how it runs.
+    """
+    return pooled_seconds(step, [nano_batches], choice)
+
+
+def pooled_seconds(step: StepModel, microbatches: Sequence[Sequence[Ints]], choice: Choice) -> float:
+    """One iteration of ``distca``: in every tick of a same-phase pipeline all stages of all replicas, idle ones too,
+    serve the attention of the microbatches that are on the way.
+
+    Documents of a tick lie on all servers one after the other, also where stages are idle.
+
+    Args:
+        step: the run; every stage of every replica is a server.
+        microbatches: documents of both nano-batches of each, of all replicas [tokens].
+        choice: how it runs.
+
+    Reference: DistCA (arXiv 2510.18121), section 4.4 and figure 8.
+    """
+    parallel, total = step.parallel, 0.0
+    ops = Ops(step.model, TP, int(microbatches[0][0].sum()) // parallel.dp)
+    ends = [step.costs.seconds(end()) for end in (ops.embedding, ops.embedding_backward, ops.loss, ops.loss_backward)]
+    first, last = (sum(ends[i].values()) + sum(ends[i + 1].values()) for i in (0, 2))
+    end = len(microbatches[0]) * (first + last if parallel.pp == 1 else max(first, last))
+    for tick in range(len(microbatches) + parallel.pp - 1):
+        window = microbatches[max(0, tick - parallel.pp + 1) : tick + 1]
+        layer = _served_layer(step, ops, [np.concatenate(nano) for nano in zip(*window, strict=True)], choice)
+        total += step.model.layers // parallel.pp * layer + end
+    return total
+
+
+def _served_layer(step: StepModel, ops: Ops, nano_batches: Sequence[Ints], choice: Choice) -> float:
+    """Seconds of a layer, forward and backward, whose attention all servers share.
+
+    An exchange takes as long as the busiest server's NIC sends or receives, as the cluster has it.
+    """
+    model, attention = step.model, step.attention
+    servers = step.parallel.dp * step.parallel.pp
+    head = BF16 * model.head_dim
+    sizes = TokenBytes(q=head * model.heads // TP, kv=2 * head * model.kv_heads // TP, lse=FP32 * model.heads // TP)
+    plans = [released(documents, servers, sizes, choice.tolerance) for documents in nano_batches]
+    busiest = [_placed(p, servers).seconds(attention.profile, KERNEL, model, TP).max(axis=1) for p in plans]
+    attends = np.stack(busiest, axis=1) * np.array([[attention.slowest[pass_]] for pass_ in PASSES])
+    fabric = step.parallel.group(step.cluster, servers).fabric
+    assert fabric is not None
+    rate = fabric.uplink_bandwidth_bytes_per_s
+    exchanges = fabric.latency_s + np.stack([dispatch(plan, servers, sizes).busiest() for plan in plans]) / rate
+    beside = exchanges if choice.streams == 2 else np.zeros_like(exchanges)
+    layer = ping_pong(ops, step.costs, step.parallel.recompute, attends, beside, "collective between nodes")
+    after = float(exchanges.sum()) if choice.streams == 1 else 0.0
+    return float(np.sum(layer)) + after
+
+
+def _placed(tasks: Tasks, ranks: int) -> Placed:
+    return Placed(num_ranks=ranks, rank=tasks.server, q_len=tasks.tokens, kv_len=tasks.kv)
+
+
+def _seconds(item: tuple[Row, Choice, Packed], iterations: int) -> tuple[float, ...]:
+    """Of every iteration of one run."""
+    row, choice, packed = item
+    step = step_model(row)
+    batches = [iteration(packed, i, row.sequences // 2) for i in range(iterations)]
+    try:
+        if row.system == "distca":
+            return tuple(distca_seconds(step, batch, choice) for batch in batches)
+        return tuple(baseline_seconds(step, row.system, batch) for batch in batches)
+    except CpsimError as error:
+        raise CpsimError(f"reproduce: {row.system}, {row.context} tokens, cp {row.cp}: {error}") from None
+
+
+def reproduce(
+    rows: Sequence[Row] | None = None,
+    lengths: Ints | None = None,
+    iterations: int = ITERATIONS,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Runs with their predictions.
+
+    Args:
+        rows: that are wanted; None is all.
+        lengths: the original list of documents [tokens]; None takes what stands in for it.
+        iterations: the first ones, that predictions and published times are of.
+        jobs: processes; None uses all cores.
+        progress: called with (done, total) runs.
+
+    Raises:
+        CpsimError: one cannot run, or the list has too few documents.
+    """
+    chosen = published() if rows is None else rows
+    times = _times([(row, Choice()) for row in chosen], lengths, iterations, jobs, progress)
+    return [
+        replace(row, published_s=row.published_s[:iterations], predicted_s=found)
+        for row, found in zip(chosen, times, strict=True)
+    ]
+
+
+def ablations(
+    rows: Sequence[Row],
+    lengths: Ints | None = None,
+    iterations: int = ITERATIONS,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, list[float]]:
+    """Predicted time of ``distca`` at every other choice, over that as measured, by setting in the order of rows.
+
+    Args:
+        rows: with predictions of the same list and iterations.
+        lengths, iterations, jobs, progress: see ``reproduce``.
+    """
+    runs = [row for row in rows if row.system == "distca"]
+    items = [(row, choice) for choice in ABLATIONS.values() for row in runs]
+    times = iter(_times(items, lengths, iterations, jobs, progress))
+    return {name: [mean(next(times)) / mean(row.predicted_s) for row in runs] for name in ABLATIONS}
+
+
+def _times(
+    items: Sequence[tuple[Row, Choice]],
+    lengths: Ints | None,
+    iterations: int,
+    jobs: int | None,
+    progress: Progress | None,
+) -> list[tuple[float, ...]]:
+    """Seconds of every iteration of every item."""
+    packed = {context: sample(DATASET, context, lengths=lengths) for context in {row.context for row, _ in items}}
+    given = [(row, choice, packed[row.context]) for row, choice in items]
+    return mapped(partial(_seconds, iterations=iterations), given, jobs, progress)
+
+
+def ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """Of every setting that has both systems."""
+    found = []
+    for context, sequences in dict.fromkeys(row.setting for row in rows):
+        here = [row for row in rows if row.setting == (context, sequences)]
+        wlb, distca = ([row for row in here if row.system == name] for name in ("wlb", "distca"))
+        if not wlb or not distca:
+            continue
+        theirs, ours = (min(wlb, key=lambda row: mean(getattr(row, of))) for of in ("published_s", "predicted_s"))
+        found.append(
+            Ratio(
+                context=context,
+                sequences=sequences,
+                published_cp=theirs.cp,
+                predicted_cp=ours.cp,
+                published=mean(theirs.published_s) / mean(distca[0].published_s),
+                predicted=mean(ours.predicted_s) / mean(distca[0].predicted_s),
+            )
+        )
+    return found
+
+
+def mean_error(found: Sequence[Row] | Sequence[Ratio]) -> float:
+    """Mean of absolute errors."""
+    return mean(abs(one.error) for one in found)
+
+
+def mean_errors(rows: Sequence[Row]) -> dict[str, float]:
+    """Of every system, and of the ratio of both that have a bar."""
+    by_name: dict[str, list[Row]] = {}
+    for row in rows:
+        by_name.setdefault(row.system, []).append(row)
+    of_systems, found = {name: mean_error(own) for name, own in by_name.items()}, ratios(rows)
+    return of_systems | ({RATIO: mean_error(found)} if found else {})

@@ -1,14 +1,17 @@
-"""Who may import whom, and what ``import cpsim`` must not load."""
+"""Who may import whom, what lies where, and what ``import cpsim`` must not load."""
 
 import ast
 import json
+import re
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "cpsim"
 
 ROOMS = (
     ("errors",),
@@ -23,86 +26,99 @@ ROOMS = (
     ("explore",),
     ("cli",),
     ("real",),
+    ("__init__", "__main__"),
 )
-"""Rooms of the package, each of which imports only those above it; rooms of one line do not know each other."""
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-ON_TOP = ("__init__", "__main__")
-SLOW = {"torch", "flash_attn", "simpy", "plotly", "scipy", "numba", "pandas"}
+"""A room imports itself and rooms above it in this list; those of one line do not import each other."""
+FLOOR = {room: floor for floor, rooms in enumerate(ROOMS) for room in rooms}
+IN_ROOT = {"__init__", "__main__", "errors", "units"}
 WITH_GPUS = {"torch", "flash_attn", "triton", "cupy"}
+OUTSIDE = {"studies", "tests"}
+SLOW = {"torch", "flash_attn", "simpy", "plotly", "scipy", "numba", "pandas"}
 
 
-def modules():
-    return sorted((ROOT / "cpsim").rglob("*.py"))
+def name_of(path):
+    """Dotted name of a module, e.g. ``cpsim.masks.shapes``; of an ``__init__.py`` that of its folder."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PACKAGES = [path for path in MODULES.values() if path.name == "__init__.py" and path.parent != PACKAGE]
+
+
+def short(path):
+    return str(path.relative_to(ROOT))
 
 
 def room_of(path):
-    return path.relative_to(ROOT / "cpsim").with_suffix("").parts[0]
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
 def imported(path):
-    """Absolute names of all imports of a file, also those inside functions."""
-    names = []
+    """Absolute names of all modules that a file imports, also inside functions; names within them are left out."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            names.extend(alias.name for alias in node.names)
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names.extend([f"{node.module}.{alias.name}" for alias in node.names])
+            within = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {name if name in MODULES else str(node.module) for name in within}
     return names
 
 
-def test_nothing_but_errors_and_units_lies_in_the_root_of_the_package():
-    assert {p.stem for p in (ROOT / "cpsim").glob("*.py")} == {*ON_TOP, "errors", "units"}
+def target_of(name):
+    """The room that an imported module of cpsim lies in."""
+    return [*name.split("."), "__init__"][1]
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports_go_down_the_rooms(path):
-    room = room_of(path)
-    for name in imported(path):
-        first, _, rest = name.partition(".")
-        assert first not in {"studies", "tests"}, f"{path} imports {name}"
-        assert first not in WITH_GPUS or room == "real", f"{path} imports {name}"
-        if first == "cpsim" and rest:
-            other = rest.split(".")[0]
-            if room in ON_TOP:
-                assert other != "real", f"{path} imports {name}"
-            elif other != room:
-                assert LEVEL[other] < LEVEL[room], f"{path} imports {name}"
+def test_a_module_imports_its_own_room_and_rooms_above_it():
+    unknown = sorted({room_of(path) for path in MODULES.values()} - set(FLOOR))
+    assert not unknown, f"give them a place in ROOMS: {unknown}"
+    wrong = [
+        f"{short(path)} imports {name}"
+        for path in MODULES.values()
+        for name in sorted(imported(path) & set(MODULES))
+        if target_of(name) != room_of(path) and FLOOR[target_of(name)] >= FLOOR[room_of(path)]
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-def module_name(path):
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+def test_only_the_executor_imports_torch_and_nobody_imports_the_executor_studies_or_tests():
+    wrong = [
+        f"{short(path)} imports {name}"
+        for path in MODULES.values()
+        for name in sorted(imported(path))
+        if name.split(".")[0] in OUTSIDE
+        or (room_of(path) != "real" and (name.split(".")[0] in WITH_GPUS or name.startswith("cpsim.real")))
+    ]
+    assert not wrong, "\n".join(wrong)
 
 
-def needs():
-    """The modules of the package that each module imports when it is imported itself."""
-    known = {module_name(path) for path in modules()}
-    found = {}
-    for path in modules():
-        names = [f"{node.module}.{alias.name}" for node in at_import(path) for alias in node.names]
-        owners = {name if name in known else name.rpartition(".")[0] for name in names}
-        found[module_name(path)] = (owners & known) - {module_name(path)}
-    return found
+def test_no_modules_import_each_other_in_a_circle():
+    graph = {name: imported(path) & set(MODULES) - {name} for name, path in MODULES.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
 
 
-def at_import(path):
-    """Import statements of a module that run when it is imported."""
-    waiting, found = [ast.parse(path.read_text(encoding="utf-8"))], []
-    while waiting:
-        for node in ast.iter_child_nodes(waiting.pop()):
-            if isinstance(node, ast.ImportFrom):
-                found.append(node)
-            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-                waiting.append(node)
-    return found
+def test_only_few_modules_lie_in_the_root():
+    assert {path.stem for path in PACKAGE.glob("*.py")} == IN_ROOT
 
 
-def test_no_modules_import_each_other():
-    waiting = needs()
-    while waiting:
-        free = {name for name, below in waiting.items() if not below & waiting.keys()}
-        assert free, f"a circle among {sorted(waiting)}"
-        waiting = {name: below for name, below in waiting.items() if name not in free}
+def test_no_room_is_called_like_a_folder_of_the_repository():
+    """But ``data``: what ships lies in the package, measurements and runs in the repository."""
+    rooms, folders = ({path.name for path in place.iterdir() if path.is_dir()} for place in (PACKAGE, ROOT))
+    assert rooms & folders <= {"data", "__pycache__"}
+
+
+@pytest.mark.parametrize("path", PACKAGES, ids=short)
+def test_a_room_says_what_belongs_there_and_which_tests_cover_it(path):
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    tests = re.findall(r"tests/\w+\.py", text)
+    assert tests, "name its tests"
+    assert all((ROOT / name).exists() for name in tests), tests
 
 
 def fresh(code):

@@ -1,4 +1,7 @@
-"""Whose code runs a scenario: one module per implementation, each with `make(scenario, pass_, node) -> Runner`."""
+"""Whose code runs a scenario: one module per implementation, each with `make(scenario, pass_, node) -> Runner`.
+
+Another framework is an adapter here. Covered by tests/test_real_implementations_cpu.py.
+"""
 
 from __future__ import annotations
 

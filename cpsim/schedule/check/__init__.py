@@ -24,6 +24,8 @@ gradients that an all-to-all brings together wait side by side and are added by 
 
 Not checked: bytes against closed forms (tests do), traffic of merges and copies, the shapes of training-
 step ops.
+
+A new rule of schedules is checked here. Covered by tests/test_validate.py.
 """
 
 from __future__ import annotations

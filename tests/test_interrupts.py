@@ -78,7 +78,10 @@ def test_who_stops_early_waits_for_none_of_the_rest():
 def test_a_launch_ends_with_an_interrupt_of_which_it_hears_once(tmp_path):
     heard = tmp_path / "heard"
     launched = f'sleep 60 & trap "echo once >> {heard}; kill $!; exit" TERM INT; touch {heard}; wait'
-    waits = f"from cpsim.cli.launch import _status; _status(['sh', '-c', {launched!r}], {{}})"
+    waits = f"""from cpsim.cli.launch import _status
+from cpsim.runtime.interrupts import unwinding
+with unwinding():
+    _status(['sh', '-c', {launched!r}], {{}})"""
     with subprocess.Popen([sys.executable, "-c", waits], stderr=subprocess.PIPE, start_new_session=True) as running:
         while not heard.exists():
             time.sleep(0.1)

@@ -18,7 +18,7 @@ from cpsim.errors import CpsimError
 from cpsim.explore.answers import Answers, load_costs
 from cpsim.explore.app import make_app
 from cpsim.prediction.runs import runs_in
-from cpsim.runtime.interrupts import unheard
+from cpsim.runtime.interrupts import ignore_sigint
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -48,7 +48,7 @@ def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterato
     """
     measured = runs_in(runs)
     with TemporaryDirectory(prefix="cpsim-explore-") as folder:
-        with unheard():
+        with ignore_sigint():
             answers = Answers()
         try:
             app = make_app(start, measured, answers, Path(folder)).server

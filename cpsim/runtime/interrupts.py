@@ -36,8 +36,8 @@ def unwinding() -> Iterator[None]:
 
 
 @contextmanager
-def unheard() -> Iterator[None]:
-    """An interrupt does nothing within, nor ever to programs that are started within."""
+def ignore_sigint() -> Iterator[None]:
+    """Ignore SIGINT here and in child processes started here."""
     with _answered_by(signal.SIG_IGN):
         yield
 

@@ -119,15 +119,15 @@ def published() -> tuple[Interim, ...]:
     return tuple(
         Interim(
             setting=Setting(
-                data=line["dataset"],
-                model=line["model"],
+                data=line["dataset"],  # type: ignore[arg-type]
+                model=line["model"],  # type: ignore[arg-type]
                 gpus=int(line["gpus"]),
-                context=int(line["context"]),  # type: ignore[arg-type]
+                context=int(line["context"]),
                 sequences=int(line["sequences"]),
                 stages=STAGES,
             ),
-            system=line["system"],
-            published_s=float(line["mean_ms"]) / MS_PER_S,  # type: ignore[arg-type]
+            system=line["system"],  # type: ignore[arg-type]
+            published_s=float(line["mean_ms"]) / MS_PER_S,
         )
         for line in published_lines("distca-interim.csv")
     )

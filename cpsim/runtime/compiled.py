@@ -25,6 +25,7 @@ from llvmlite import ir
 from numba.core import cgutils, config, event, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 from numba.core.registry import CPUDispatcher
+from numba.core.types.misc import unliteral
 from numba.extending import intrinsic
 from numba.misc.appdirs import AppDirs
 from numpy.typing import NDArray
@@ -172,18 +173,23 @@ _notice: Final = _Notice()
 class Engine(CPUDispatcher):  # type: ignore[misc]
     """A function that is compiled for each combination of argument types that it is called with, unless it is kept."""
 
+    _cache: Any
+
     def get_call_template(self, args: Any, kws: Any) -> Any:
         """For a call by compiled code. An integer is one type, whether the caller writes it as a constant or not:
         numba's own dispatchers compile a function again for every constant.
         """
-        named = {name: types.unliteral(kind) for name, kind in kws.items()}
-        return super().get_call_template(tuple(map(types.unliteral, args)), named)
+        named = {name: unliteral(kind) for name, kind in kws.items()}
+        return super().get_call_template(tuple(map(unliteral, args)), named)
 
     def compile(self, sig: Any) -> Any:
         """Machine code of one combination of types. Of several processes that want it one compiles, the others wait."""
         if isinstance(self._cache, NullCache) and folder():
             self._cache = _Cache(self.py_func)
-        with _alone(f"{self.__module__}.{self.__qualname__}"), event.install_listener("numba:compile", _notice):
+        with (
+            _alone(f"{self.py_func.__module__}.{self.py_func.__qualname__}"),
+            event.install_listener("numba:compile", _notice),
+        ):
             return super().compile(sig)
 
 
@@ -215,9 +221,7 @@ def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]  # 
         kind, index_type = signature.args
         position = context.cast(builder, given[1], index_type, types.intp)
         made = context.make_array(kind)(context, builder, given[0])
-        item = cgutils.get_item_pointer(  # type: ignore[no-untyped-call]
-            context, builder, kind, made, [position], wraparound=False
-        )
+        item = cgutils.get_item_pointer(context, builder, kind, made, [position], wraparound=False)
         address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         wanted = ir.FunctionType(ir.VoidType(), [address, number, number, number])
         call = builder.module.declare_intrinsic("llvm.prefetch", [address], wanted)

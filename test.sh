@@ -1,7 +1,13 @@
 #!/bin/sh
-# Sets up and passes the tests: style, types, then everything, benchmarks and the report in Chromium included.
+# Sets up and passes the tests: style, types and behaviour, the report in Chromium included.
+#   ./test.sh [--all] [arguments of pytest]     --all: what is slow, and benchmarks, too
 set -eu
 cd "$(dirname "$0")"
+marks="not slow and not benchmark"
+if [ "${1-}" = --all ]; then
+    marks=
+    shift
+fi
 
 # Two cores: the browser comes and the engines are compiled, once for all processes, while packages are unpacked.
 browser=
@@ -17,9 +23,10 @@ export OMP_NUM_THREADS=1 # two processes on two cores: none starts threads of it
 .venv/bin/python -m cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null &
 compiled=$!
 install '.[dev,others]' torch==2.13.0
+.venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy
 wait $compiled
 [ -z "$browser" ] || wait $browser ||
     echo "chromium could not be installed: the tests that open the report are skipped" >&2
-.venv/bin/python -m pytest -n 2 --dist worksteal -m "" "$@"
+.venv/bin/python -m pytest -n 2 --dist worksteal -m "$marks" "$@"

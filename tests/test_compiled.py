@@ -1,7 +1,10 @@
+import os
 import subprocess
 import sys
 
 import pytest
+
+from cpsim.runtime import compiled
 
 HELPER = "from cpsim.runtime.compiled import compiled\n\n@compiled()\ndef helper(x):\n    return 2 * x\n"
 CALLER = """from cpsim.runtime.compiled import compiled
@@ -23,10 +26,37 @@ print(caller(5), sum(caller.stats.cache_hits.values()))
 """
 
 
+FILES = {"own_helper": HELPER, "own_constants": "ADDED = 1\n", "own_caller": CALLER}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return written(tmp_path / "sources")
+
+
+def written(folder):
+    folder.mkdir()
+    for name, text in FILES.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+def started(folder, run=RUN):
+    """A process whose machine code is kept beside the folder of sources."""
+    kept = {**os.environ, "NUMBA_CACHE_DIR": str(folder.parent / "kept")}
+    command = [sys.executable, "-B", "-c", run, str(folder)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=kept)
+
+
 def result(folder):
     """What the caller returns in a new process, and whether its machine code was kept."""
-    done = subprocess.run([sys.executable, "-B", "-c", RUN, str(folder)], capture_output=True, text=True, check=True)
-    value, hits = done.stdout.split()
+    return answer(started(folder))
+
+
+def answer(process):
+    said, errors = process.communicate()
+    assert process.returncode == 0, errors
+    value, hits = said.split()
     return int(value), hits == "1"
 
 
@@ -34,11 +64,48 @@ def result(folder):
     ("changed", "text", "expected"),
     [("own_helper", HELPER.replace("2 * x", "3 * x"), 16), ("own_constants", "ADDED = 7\n", 17)],
 )
-def test_machine_code_is_kept_until_what_it_holds_of_other_files_changes(tmp_path, changed, text, expected):
-    for name, first in (("own_helper", HELPER), ("own_constants", "ADDED = 1\n"), ("own_caller", CALLER)):
-        (tmp_path / f"{name}.py").write_text(first)
-    assert result(tmp_path) == (11, False)
-    assert result(tmp_path) == (11, True)
-    (tmp_path / f"{changed}.py").write_text(text)
-    assert result(tmp_path) == (expected, False)
-    assert result(tmp_path) == (expected, True)
+def test_machine_code_is_kept_until_what_it_holds_of_other_files_changes(folder, changed, text, expected):
+    assert result(folder) == (11, False)
+    assert result(folder) == (11, True)
+    (folder / f"{changed}.py").write_text(text)
+    assert result(folder) == (expected, False)
+    assert result(folder) == (expected, True)
+
+
+def test_machine_code_outlasts_another_installation_of_the_same_sources(folder):
+    assert result(folder) == (11, False)
+    assert result(written(folder.with_name("installed"))) == (11, True)
+
+
+def test_of_processes_that_start_together_one_compiles(folder):
+    together = [started(folder) for _ in range(3)]
+    assert sorted(answer(process)[1] for process in together) == [False, True, True]
+
+
+def test_without_a_folder_to_keep_it_in_machine_code_is_made_for_the_process(folder):
+    (folder.parent / "kept").write_text("a file, not a folder")
+    assert result(folder) == (11, False)
+    assert result(folder) == (11, False)
+
+
+def test_a_constant_argument_is_no_specialisation_of_its_own(monkeypatch):
+    monkeypatch.setattr(compiled, "folder", lambda: None)
+
+    @compiled.compiled()
+    def helper(x):
+        return x + 1
+
+    @compiled.compiled()
+    def caller(x):
+        return helper(x) + helper(3) + helper(4)
+
+    assert caller(2) == 3 + 4 + 5
+    assert len(helper.signatures) == 1
+
+
+@pytest.mark.parametrize(("patience", "told"), [((0.0, 0.0), 1), ((60.0, 60.0), 0)])
+def test_compiling_for_long_is_said_once_on_stderr(folder, patience, told):
+    run = f"from cpsim.runtime import compiled\ncompiled.TOLD_AFTER_S = {patience}\n{RUN}"
+    process = started(folder, run)
+    assert process.communicate()[1].count("cpsim: compiling") == told
+    assert started(folder, run).communicate()[1] == ""

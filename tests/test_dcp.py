@@ -183,7 +183,7 @@ def test_greedy_stands_in_for_a_solver_that_is_not_installed(monkeypatch):
         plan_blocks(blocks, (1, 4), RATES, Settings(variant="paper", solver=s), 0) for s in ("kahypar", "greedy")
     )
     assert (found.worker == own.worker).all()
-    assert found.solver == "greedy, since kahypar is not installed (pip install 'cpsim[dcp]')"
+    assert found.solver == "greedy, since kahypar is not installed (pip install '.[dcp]')"
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])

@@ -62,7 +62,7 @@ def local_gpus(command: str) -> list[str]:
         CpsimError: torch is missing or broken.
     """
     if find_spec("torch") is None:
-        raise CpsimError(f"{command}: PyTorch is missing in this Python; install it, e.g. pip install 'cpsim[real]'")
+        raise CpsimError(f"{command}: PyTorch is missing in this Python; install it, e.g. pip install '.[real]'")
     names = "from torch import cuda; print(*map(cuda.get_device_name, range(cuda.device_count())), sep='\\n')"
     asked = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=False)
     if asked.returncode:

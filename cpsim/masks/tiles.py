@@ -502,9 +502,28 @@ def _keys_grow(rows, first, end):  # type: ignore[no-untyped-def]
 
 
 @compiled()
+def _ascending(values):  # type: ignore[no-untyped-def]
+    """Indices of values in ascending order, equal ones as they come; numba takes seconds to compile NumPy's sorts."""
+    order, merged, width = np.arange(len(values)), np.empty(len(values), np.int64), 1
+    while width < len(values):
+        for first in range(0, len(values), 2 * width):
+            left, middle, end = first, min(first + width, len(values)), min(first + 2 * width, len(values))
+            right = middle
+            for at in range(first, end):
+                if right == end or (left < middle and values[order[left]] <= values[order[right]]):
+                    merged[at] = order[left]
+                    left += 1
+                else:
+                    merged[at] = order[right]
+                    right += 1
+        order, merged, width = merged, order, 2 * width
+    return order
+
+
+@compiled()
 def _sorted_keys(of_tile):  # type: ignore[no-untyped-def]
     """First keys of all slices of a tile in ascending order, and how far the keys of the slices up to each reach."""
-    order = np.argsort(of_tile[:, 3], kind="mergesort")
+    order = _ascending(of_tile[:, 3])
     start, end = np.empty(len(order), np.int32), np.empty(len(order), np.int32)
     for i, row in enumerate(order):
         start[i], end[i] = of_tile[row, 3], max(of_tile[row, 4], end[i - 1] if i else 0)
@@ -543,11 +562,13 @@ def _are_stairs(rows, row_area, first, end, more):  # type: ignore[no-untyped-de
 @compiled()
 def _of_several_rows(rows, first, end, bands, out, count):  # type: ignore[no-untyped-def]
     """One sequence for every range of queries that the same slices of several mask rows cover."""
-    order = first + np.argsort(rows[first:end, 1], kind="mergesort")
-    edges = np.unique(np.concatenate((rows[first:end, 1], rows[first:end, 2])))
+    order, bounds = first + _ascending(rows[first:end, 1]), np.concatenate((rows[first:end, 1], rows[first:end, 2]))
+    edges = bounds[_ascending(bounds)]
     active, num_active, later = np.empty(end - first, np.int64), 0, 0
     for edge in range(len(edges) - 1):
         q0, q1 = edges[edge], edges[edge + 1]
+        if q0 == q1:
+            continue
         kept = 0
         for i in range(num_active):
             if rows[active[i], 2] > q0:

@@ -295,4 +295,4 @@ def failures(folder: Path, most: int) -> list[str]:
 
 def _need(package: str, extra: str) -> None:
     if find_spec(package) is None:
-        raise CpsimError(f"sweep: package {package} is missing; install it with: pip install 'cpsim[{extra}]'")
+        raise CpsimError(f"sweep: package {package} is missing; install it with: pip install '.[{extra}]'")

@@ -1,23 +1,59 @@
-"""How inner functions are compiled that run millions of times.
+"""How inner functions are compiled that run millions of times, and where their machine code is kept.
 
-Machine code is kept beside the sources. numba alone would take it for current until the file that a function is in
-changes, but it also holds what the function takes from other files: helpers, and constants of the module.
+Machine code lies in the user's cache folder, named by a digest of all that it holds: the sources of the function's
+module and of its helpers' modules, and constants. So it outlasts a new installation of the same sources, and an edit of
+any of them compiles what it concerns again.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
+
+import multiprocessing
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Final
+from types import FunctionType
+from typing import IO, Any, Final
 
+import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit
-from numba.core import cgutils, types
-from numba.core.caching import CacheImpl
-from numba.core.dispatcher import Dispatcher
+from numba.core import cgutils, config, event, types
+from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
+from numba.core.registry import CPUDispatcher
+from numba.core.types.misc import unliteral
 from numba.extending import intrinsic
+from numba.misc.appdirs import AppDirs
 from numpy.typing import NDArray
+
+try:
+    import fcntl
+except ImportError:  # Windows, where processes that start together compile the same
+    fcntl = None  # type: ignore[assignment]
+
+TOLD_AFTER_S: Final = 1.0, 3.0
+"""Seconds of compiling after which stderr is told of it: where it is a terminal, and elsewhere."""
+WAIT_S: Final = 60.0
+"""How long to wait for another process that compiles the same, which may have been stopped."""
+
+
+@cache
+def folder() -> Path | None:
+    """Where machine code is kept: ``NUMBA_CACHE_DIR``, or the user's cache folder (``XDG_CACHE_HOME``), or none if
+    neither can be written to.
+    """
+    versions = f"{sys.implementation.cache_tag}-numba-{numba.__version__}-numpy-{np.__version__}"
+    path = Path(config.CACHE_DIR or AppDirs("cpsim", False).user_cache_dir, versions)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError:
+        return None
+    return path
 
 
 @cache
@@ -25,44 +61,148 @@ def _content(file: str) -> str:
     return sha256(Path(file).read_bytes()).hexdigest()
 
 
-def frozen(names: Mapping[str, Any]) -> list[Any]:
-    """What machine code of a module holds of the world: constants, and all of the modules whose helpers it calls.
+_frozen: Final[dict[str, str]] = {}
+
+
+def frozen(names: Mapping[str, Any]) -> str:
+    """A digest of what machine code of a module holds: its source and constants, and those of its helpers' modules.
 
     Args:
-        names: globals of the module.
+        names: globals of a module that is fully imported.
     """
-    held: list[Any] = [_content(names["__file__"])]
-    for name, value in names.items():
-        if isinstance(value, Dispatcher) and (helper := value.py_func.__globals__) is not names:
-            held.append((name, frozen(helper)))
-        elif isinstance(value, bool | int | float | str | tuple) and not name.startswith("__"):
-            held.append((name, value))
-        elif isinstance(value, np.ndarray):
-            held.append((name, value.dtype.str, value.shape, value.tobytes()))
-    return held
+    file = names["__file__"]
+    if file not in _frozen:
+        held: list[Any] = [_content(__file__), _content(file)]
+        for name, value in sorted(names.items()):
+            if isinstance(value, CPUDispatcher) and (helper := value.py_func.__globals__) is not names:
+                held.append((name, frozen(helper)))
+            elif isinstance(value, bool | int | float | str | tuple) and not name.startswith("__"):
+                held.append((name, value))
+            elif isinstance(value, np.ndarray):
+                held.append((name, value.dtype.str, value.shape, value.tobytes()))
+        _frozen[file] = sha256(repr(held).encode()).hexdigest()
+    return _frozen[file]
 
 
-def _stamped(locator: Any) -> Any:
-    """A place for machine code of this package, which is current while all that it holds stays as it is."""
+class _Place:
+    """Of one function; what numba calls a locator."""
 
-    class Stamped(locator):  # type: ignore[misc]
-        @classmethod
-        def from_function(cls, function: Any, file: str) -> Any:
-            made = super().from_function(function, file) if function.__module__.startswith("cpsim.") else None
-            if made is not None:
-                made.stamp = sha256(repr((_content(__file__), frozen(function.__globals__))).encode()).hexdigest()
-            return made
+    def __init__(self, function: FunctionType) -> None:
+        self.digest = frozen(function.__globals__)[:16]
 
-        def get_source_stamp(self) -> str:
-            return str(self.stamp)
+    @classmethod
+    def from_function(cls, function: FunctionType, _file: str) -> _Place | None:
+        return cls(function) if folder() else None
 
-    return Stamped
+    def ensure_cache_path(self) -> None: ...
+
+    def get_cache_path(self) -> str:
+        return str(folder())
+
+    def get_source_stamp(self) -> str:
+        return self.digest
+
+    def get_disambiguator(self) -> str:
+        return self.digest
 
 
-CacheImpl._locator_classes = [*map(_stamped, CacheImpl._locator_classes), *CacheImpl._locator_classes]
+class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
+    _locator_classes = (_Place,)
 
-compiled: Final = partial(njit, cache=True)
-bare: Final = partial(njit, cache=True, nogil=True, error_model="numpy", _nrt=False)
+
+class _Cache(FunctionCache):  # type: ignore[misc]
+    _impl_class = _Kept
+
+
+@cache
+def _locks() -> IO[bytes] | None:
+    """A file each of whose bytes stands for a function; who compiles one has locked its byte."""
+    where = folder()
+    return (where / "locks").open("ab") if where and fcntl else None
+
+
+@contextmanager
+def _alone(name: str) -> Iterator[None]:
+    """No other process is within for the same name, unless one has been for long."""
+    file, byte = _locks(), int(sha256(name.encode()).hexdigest()[:7], 16)
+    if file is None:
+        yield
+        return
+    until = time.monotonic() + WAIT_S
+    while time.monotonic() < until:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+        except BlockingIOError:
+            time.sleep(0.02)
+        except OSError:  # of a file system without locks
+            break
+        else:
+            break
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)
+
+
+class _Notice(event.Listener):  # type: ignore[misc]
+    """Tells stderr once that compiling takes a while; processes of a pool leave it to their parent."""
+
+    def __init__(self) -> None:
+        self.depth, self.begun, self.spent, self.told = 0, 0.0, 0.0, False
+
+    def on_start(self, _event: Any) -> None:
+        now = time.monotonic()
+        if not self.depth:
+            self.begun = now
+        self.depth += 1
+        patience = TOLD_AFTER_S[not sys.stderr.isatty()]
+        if not self.told and self.spent + now - self.begun > patience and multiprocessing.parent_process() is None:
+            self.told = True
+            print("cpsim: compiling its engines, once for this machine (up to a minute) ...", file=sys.stderr)
+
+    def on_end(self, _event: Any) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.spent += time.monotonic() - self.begun
+
+
+_notice: Final = _Notice()
+
+
+class Engine(CPUDispatcher):  # type: ignore[misc]
+    """A function that is compiled for each combination of argument types that it is called with, unless it is kept."""
+
+    _cache: Any
+
+    def get_call_template(self, args: Any, kws: Any) -> Any:
+        """For a call by compiled code. An integer is one type, whether the caller writes it as a constant or not:
+        numba's own dispatchers compile a function again for every constant.
+        """
+        named = {name: unliteral(kind) for name, kind in kws.items()}
+        return super().get_call_template(tuple(map(unliteral, args)), named)
+
+    def compile(self, sig: Any) -> Any:
+        """Machine code of one combination of types. Of several processes that want it one compiles, the others wait."""
+        if isinstance(self._cache, NullCache) and folder():
+            self._cache = _Cache(self.py_func)
+        with (
+            _alone(f"{self.py_func.__module__}.{self.py_func.__qualname__}"),
+            event.install_listener("numba:compile", _notice),
+        ):
+            return super().compile(sig)
+
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """A decorator like ``numba.njit``.
+
+    Args:
+        options: of ``numba.njit``.
+    """
+    return partial(Engine, targetoptions={"nopython": True, "boundscheck": None, **options})
+
+
+bare: Final = partial(compiled, nogil=True, error_model="numpy", _nrt=False)
 """Without counting references to arrays, which no such function makes or keeps. With counts every call of a helper
 costs two atomic increments for each array that it is given, which was two thirds of the event engine's time."""
 inlined: Final = partial(bare, inline="always")
@@ -81,9 +221,7 @@ def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]  # 
         kind, index_type = signature.args
         position = context.cast(builder, given[1], index_type, types.intp)
         made = context.make_array(kind)(context, builder, given[0])
-        item = cgutils.get_item_pointer(  # type: ignore[no-untyped-call]
-            context, builder, kind, made, [position], wraparound=False
-        )
+        item = cgutils.get_item_pointer(context, builder, kind, made, [position], wraparound=False)
         address, number = ir.IntType(8).as_pointer(), ir.IntType(32)
         wanted = ir.FunctionType(ir.VoidType(), [address, number, number, number])
         call = builder.module.declare_intrinsic("llvm.prefetch", [address], wanted)

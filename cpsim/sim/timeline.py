@@ -86,10 +86,10 @@ def _uncovered(start, end, talks, host_bound, finish):  # type: ignore[no-untype
     gaps, count, covered_to = np.zeros((len(compute) + 1, 2)), 0, 0.0
     for i in compute[np.argsort(start[compute])]:
         if start[i] > covered_to and not host_bound[i]:
-            gaps[count] = covered_to, start[i]
+            gaps[count, 0], gaps[count, 1] = covered_to, start[i]
             count += 1
         covered_to = max(covered_to, end[i])
     if finish > covered_to:
-        gaps[count] = covered_to, finish
+        gaps[count, 0], gaps[count, 1] = covered_to, finish
         count += 1
     return gaps[:count]

@@ -129,21 +129,22 @@ def _placed(
     bounds, sizes = sharding.documents_of(mask, workload.num_tokens), subgroup_sizes(cluster.num_gpus)
     work = np.diff(np.concatenate(([0], np.cumsum(mask.areas())))[np.searchsorted(mask.q_start, bounds)])
     least = np.searchsorted(sizes[:-1] * tokens_per_rank, np.diff(bounds))
-    level, group = _place(work.astype(np.float64), least, sizes, cluster.gpus_per_node, slack)
+    usual, order = np.searchsorted(sizes, cluster.gpus_per_node, side="right"), np.argsort(-work, kind="stable")
+    level, group = _place(work.astype(np.float64), order, least, sizes, usual, slack)
     return bounds, sizes[level], group
 
 
 @compiled()
-def _place(work, least, sizes, widest, slack):  # type: ignore[no-untyped-def]
-    """Index of the size, and number, of the subgroup of every document: the heaviest first, each to the smallest size
-    at which the busiest rank of some subgroup stays within the mean work, else to where that is least; no larger than
-    ``widest`` unless it has to be."""
+def _place(work, order, least, sizes, usual, slack):  # type: ignore[no-untyped-def]
+    """Index of the size, and number, of the subgroup of every document, in ``order``: each to the smallest size at
+    which the busiest rank of some subgroup stays within the mean work, else to where that is least; to one of the
+    first ``usual`` sizes unless it has to be larger."""
     num_ranks = sizes[-1]
     load, limit = np.zeros(num_ranks), slack * work.sum() / num_ranks
     level, group = np.zeros(len(work), np.int64), np.zeros(len(work), np.int64)
-    for d in np.argsort(-work, kind="mergesort"):
+    for d in order:
         lowest = np.inf
-        for i in range(least[d], max(least[d] + 1, np.searchsorted(sizes, widest, side="right"))):
+        for i in range(least[d], max(least[d] + 1, usual)):
             for g in range(num_ranks // sizes[i]):
                 busiest = load[g * sizes[i] : (g + 1) * sizes[i]].max() + work[d] / sizes[i]
                 if busiest < lowest:
@@ -151,7 +152,8 @@ def _place(work, least, sizes, widest, slack):  # type: ignore[no-untyped-def]
             if lowest <= limit:
                 break
         size = sizes[level[d]]
-        load[group[d] * size : (group[d] + 1) * size] += work[d] / size
+        for rank in range(group[d] * size, (group[d] + 1) * size):
+            load[rank] += work[d] / size
     return level, group
 
 

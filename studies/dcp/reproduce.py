@@ -334,7 +334,7 @@ def speed_ups(rows: Sequence[Row]) -> list[SpeedUp]:
 
 def solver() -> str:
     """Who partitions hypergraphs: as in the benchmark, or what stands in for it."""
-    missing = f"greedy, since {SOLVER} is not installed (pip install 'cpsim[dcp]')"
+    missing = f"greedy, since {SOLVER} is not installed (pip install '.[dcp]')"
     return SOLVER if find_spec(SOLVER) else missing
 
 

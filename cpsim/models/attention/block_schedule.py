@@ -144,12 +144,20 @@ def overlap(idle: float, work: float, alone: float) -> float:
 
 
 @compiled()
+def copy(source: Floats, target: Floats) -> None:
+    """`target[:] = source`, [2, 2], for which numba compiles seconds of checks."""
+    for slot in range(2):
+        for part in range(2):
+            target[slot, part] = source[slot, part]
+
+
+@compiled()
 def next_end(now: Floats, older: int, alone: float, share: float, then: Floats) -> float:
     """Seconds until a block of an SM ends; `now` and `then` are the idle and tile seconds left of both, [2, 2].
 
     While both are at their tiles they get 2 `alone` times as much done as one would, `share` of it in the older block.
     """
-    then[:] = now
+    copy(now, then)
     time, rate = 0.0, np.ones(2)
     while True:
         both = then[0, 0] == 0.0 and then[1, 0] == 0.0 and then[0, 1] > 0.0 and then[1, 1] > 0.0
@@ -210,7 +218,8 @@ def homes(n: int, num_sms: int) -> Ints:
     sm = np.empty(n, np.int64)
     if n < 2 * num_sms:
         first = min(n, num_sms)
-        sm[:first] = np.arange(first)
+        for i in range(first):
+            sm[i] = i
         i = first
         for tpc, num in enumerate(second_blocks(n, num_sms)):
             for k in range(num):
@@ -272,7 +281,7 @@ def pairs(
     older, now, state = np.zeros(num_sms, np.int64), np.zeros((2, 2)), seed
     due = np.empty(num_sms)
     for sm in range(num_sms):
-        now[:] = then[sm]
+        copy(then[sm], now)
         state = state * 1103515245 + 12345 & 0x7FFFFFFF
         due[sm] = next_end(now, 0, alone, share, then[sm]) if sm < ours else hold_s
         due[sm] += MOMENT_S * (state >> 8) / 2**23
@@ -288,14 +297,15 @@ def pairs(
             sift_down(order, due)
             continue
         num[sm] = 1
-        now[:] = then[sm]
+        copy(then[sm], now)
         free = 1 if now[0].any() else 0
         older[sm] = 1 - free
         if queued < n and not now[free].any():
             now[free, 0], now[free, 1] = idle[queued], work[queued]
             queued += 1
         if queued < n and not now[1 - free].any():
-            older[sm], then[sm], due[sm] = free, now, at + 1e-9
+            older[sm], due[sm] = free, at + 1e-9
+            copy(now, then[sm])
         else:
             due[sm] = at + next_end(now, older[sm], alone, share, then[sm])
         state = state * 1103515245 + 12345 & 0x7FFFFFFF

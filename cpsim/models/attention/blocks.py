@@ -178,7 +178,8 @@ def _replay(  # type: ignore[no-untyped-def]
         all_idle, all_work = sum_of_runs(idle, number, n), sum_of_runs(work, number, n)
         together = all_idle + all_work * slow
         alone = (all_idle + all_work) / together
-        idle[:n] += work[:n] * slow
+        for run in range(n):
+            idle[run] += work[run] * slow
         makespan = queue(idle, number, n, repeats, g.slots, left, 2 * held, hold_s)
         return makespan - left.max() + finish(left, g.num_sms, alone)
     idles, works = every_block(idle, number, n, repeats), every_block(work, number, n, repeats)
@@ -240,7 +241,8 @@ def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ig
             idle[n], work[n] = t.idle if tiles else g.block_decode_s, tile * tiles
             n += 1
     for head in range(1, heads):
-        idle[head * n : (head + 1) * n], work[head * n : (head + 1) * n] = idle[:n], work[:n]
+        for i in range(n):
+            idle[head * n + i], work[head * n + i] = idle[i], work[i]
     return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, share, 1, held, hold_s)
 
 
@@ -498,9 +500,10 @@ def price(  # type: ignore[no-untyped-def]
             same = key[0] == q and key[1] == k and key[2] == kind
             if same and key[3] == num_heads[op] and key[4] == num_kv_heads[op]:
                 seconds[op], slower[op] = seconds[known_op[slot]], slower[known_op[slot]]
-                looks[op] = looks[known_op[slot]]
+                for i in range(looks.shape[1]):
+                    looks[op, i] = looks[known_op[slot], i]
                 continue
-            known[slot] = (q, k, kind, num_heads[op], num_kv_heads[op])
+            key[0], key[1], key[2], key[3], key[4] = q, k, kind, num_heads[op], num_kv_heads[op]
             known_op[slot] = op
         seconds[op], slower[op] = _call(
             g,

@@ -67,7 +67,8 @@ def _by_lane(op, lane_start, lane_rank, lane_stream, start_s, num_lanes):  # typ
             lanes[end, i] = lane_rank[first + end] * len(STREAMS) + lane_stream[first]
             begin[end, lanes[end, i] + 1] += 1
     for lane in range(num_lanes):
-        begin[:, lane + 1] += begin[:, lane]
+        for end in range(2):
+            begin[end, lane + 1] += begin[end, lane]
     filled, found = begin.copy(), np.empty((2, len(op)), np.int64)
     for end in range(2):
         for i in range(len(op)):

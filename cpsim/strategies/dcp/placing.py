@@ -77,7 +77,7 @@ def _by_level(blocks: Blocks, shape: tuple[int, int], settings: Settings, rng: n
         of_gpu = _partition(inside, gpus, settings.eps_intra, settings.variant, solver, rng)
         home[data], worker[chosen] = node * gpus + of_gpu.data, node * gpus + of_gpu.work
     if solver != settings.solver:
-        solver = f"greedy, since {settings.solver} is not installed (pip install 'cpsim[dcp]')"
+        solver = f"greedy, since {settings.solver} is not installed (pip install '.[dcp]')"
     return Placement(home, worker, solver)
 
 

@@ -146,6 +146,12 @@ def _best_move(tasks, count, giver, load, longest, below, most, wary, kernel, ta
 
 
 @compiled()
+def _copy(source, target):  # type: ignore[no-untyped-def]
+    for i in range(len(source)):
+        target[i] = source[i]
+
+
+@compiled()
 def _balance(tasks, num_servers, tolerance, kernel, tail, nbytes, own, reach):  # type: ignore[no-untyped-def]
     count, work, stuck = len(tasks), np.zeros(num_servers), np.zeros(num_servers, np.bool_)
     longest = np.zeros(num_servers, np.int64)
@@ -155,7 +161,10 @@ def _balance(tasks, num_servers, tolerance, kernel, tail, nbytes, own, reach):  
     for _ in range(MOVES * num_servers):
         load = work + tail * longest
         mean = load.mean()
-        giver = np.argmax(np.where(stuck, 0.0, load))
+        giver = 0
+        for server in range(1, num_servers):
+            if (0.0 if stuck[server] else load[server]) > (0.0 if stuck[giver] else load[giver]):
+                giver = server
         if stuck[giver] or load[giver] <= (1 + tolerance) * mean:
             break
         for below, most, wary in ((1.0, 1 + tolerance / 2, True), (1 + tolerance / 2, 1 + tolerance, False)):
@@ -171,7 +180,7 @@ def _balance(tasks, num_servers, tolerance, kernel, tail, nbytes, own, reach):  
             tasks = np.concatenate((tasks, np.empty_like(tasks)))
         task, new = tasks[i], tasks[count]
         work[giver] -= cost(kernel, task[FIRST], task[TOKENS])
-        new[:] = task
+        _copy(task, new)
         new[SERVER], new[TOKENS] = server, queries
         new[FIRST] += (task[TOKENS] - queries) * from_end
         task[FIRST] += queries * (not from_end)
@@ -184,7 +193,7 @@ def _balance(tasks, num_servers, tolerance, kernel, tail, nbytes, own, reach):  
         for rank in (giver, server):
             longest[rank] = reach[:, rank].max()
         if task[TOKENS] == 0:
-            task[:] = new
+            _copy(new, task)
         else:
             count += 1
     return count, tasks

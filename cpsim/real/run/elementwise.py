@@ -104,7 +104,8 @@ def sum_rows(narrow_ND: Tensor, wide_ND: Tensor, tables: Sum, columns: Columns |
     assert columns is None or len(columns.source) <= count
     base = wide_ND if tables.source_wide else narrow_ND
     if not narrow_ND.is_cuda:
-        total = sum(_take(base, source, tables.width) for source in tables.source)
+        first, *others = (_take(base, source, tables.width) for source in tables.source)
+        total = sum(others, first)
         for memory, old in zip((narrow_ND, wide_ND), tables.old, strict=True):
             total = total if old is None else total + _take(memory, old, tables.width)
         for memory, target in zip((narrow_ND, wide_ND), tables.target, strict=True):

@@ -46,7 +46,7 @@ def lower(kind: LayerKind, given: Sequence[Tensor], made: Sequence[Tensor], *, a
         case "add":
             return lambda: torch.add(given[0], given[1], out=made[0])
         case "rms_norm_bwd":
-            return lambda: _rms_norm_bwd(*given, *made, adds)
+            return lambda: _rms_norm_bwd(*given, *made, adds=adds)
         case "rms_norm":
             return lambda: _rms_norm(*given, *made)
         case "swiglu":
@@ -92,7 +92,7 @@ def _rms_norm(x_TC: Tensor, weight_1C: Tensor, out_TC: Tensor) -> None:
 
 
 def _rms_norm_bwd(
-    dout_TC: Tensor, x_TC: Tensor, weight_1C: Tensor, dx_TC: Tensor, dweight_1C: Tensor, adds: bool
+    dout_TC: Tensor, x_TC: Tensor, weight_1C: Tensor, dx_TC: Tensor, dweight_1C: Tensor, *, adds: bool
 ) -> None:
     if not x_TC.is_cuda:
         dx, dweight = layer_ops.rms_norm_bwd(dout_TC, x_TC, weight_1C[0])

@@ -257,7 +257,7 @@ def explore(
 ) -> None:
     """Open a local page in which a case can be changed: ranking, map, timeline, memory, mask, real runs."""
     if find_spec("dash") is None:
-        raise CpsimError("explore: needs Dash, which is not installed; pip install 'cpsim[explore]'")
+        raise CpsimError("explore: needs Dash, which is not installed; pip install '.[explore]'")
     from cpsim.case.load import load_scenario, scenario_from
     from cpsim.explore.server import serving
 

@@ -34,7 +34,9 @@ def join(rank: int, size: int, device: torch.device) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    dist.batch_isend_irecv, dist.all_to_all_single, dist.all_gather_into_tensor = _exchange, _receive, _receive
+    stand_ins = {"batch_isend_irecv": _exchange, "all_to_all_single": _receive, "all_gather_into_tensor": _receive}
+    for name, stand_in in stand_ins.items():
+        setattr(dist, name, stand_in)
     if device.type == "cuda":  # the allocator hands it out again
         torch.randn(RANDOM_BYTES // 2, dtype=torch.bfloat16, device=device)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -51,15 +52,17 @@ def measure(writer: Writer, kind: str, tokens: int, num_sets: int, device: torch
     writer.add("cached", samples, **parameters(kind, tokens, num_sets), **rows)
 
 
+def repeat(op: Callable[[], object], num: int) -> None:
+    """So many calls, one after the other."""
+    for _ in range(num):
+        op()
+
+
 def in_a_row(op: Callable[[], object], device: torch.device, *, captured: bool) -> float:
     """Seconds of one of many calls in a stream or in a graph: what more of them take longer."""
     times = {}
     for num in (FEW, MANY):
-
-        def launch(num: int = num) -> None:
-            for _ in range(num):
-                op()
-
+        launch: Callable[[], None] = partial(repeat, op, num)
         if captured and device.type == "cuda":
             torch.cuda.synchronize(device)
             graph = torch.cuda.CUDAGraph()

@@ -44,6 +44,7 @@ from cpsim.real.measure.shapes import (
     extremes_first,
     informative_order,
 )
+from cpsim.real.run import attention
 from cpsim.real.run.node import end_process
 from cpsim.schedule.schedule import Pass
 
@@ -104,7 +105,7 @@ class Calibration:
         header = None
         if node.rank == 0 and not begun:
             header = network.network_provenance(node, command, commit)
-            header["kernels"] = {kernel: kernels_of.attention.kernel_version(kernel) for kernel in kernels}
+            header["kernels"] = {kernel: attention.kernel_version(kernel) for kernel in kernels}
         shared = TimedWriter(file, header)
         node.writer = shared if node.rank == 0 else None
         self.bench = Bench(TimedWriter(file, None, rank=node.rank), node.device)

@@ -50,7 +50,7 @@ def launch_times(node: Node, kernels: tuple[str, ...]) -> dict[str, list[float]]
     found: dict[str, list[float]] = {}
     for kernel in kernels:
         for strategy, knobs in CASES:
-            for pass_ in ("fwd", "bwd"):
+            for pass_ in PASSES:
                 scenario = scenario_from(
                     {
                         "strategy": strategy,
@@ -67,7 +67,7 @@ def launch_times(node: Node, kernels: tuple[str, ...]) -> dict[str, list[float]]
                     }
                 )
                 try:
-                    program = make(scenario, pass_, node).executor.program  # type: ignore[arg-type]
+                    program = make(scenario, pass_, node).executor.program
                 except InfeasibleError:
                     continue
                 for i in range(ITERATIONS + 5):
@@ -102,7 +102,7 @@ def memory_bound(
     def table(offset: int) -> torch.Tensor:
         return torch.from_numpy((steps + offset).astype(np.int32)).to(device)
 
-    lse = [torch.randn(HEADS, tokens, device=device) for _ in range(2)]
+    lse = torch.randn(HEADS, tokens, device=device), torch.randn(HEADS, tokens, device=device)
     column = torch.arange(tokens, dtype=torch.int32, device=device)
     ops: list[Callable[[], object]] = []
     for i in range(num_sets):
@@ -114,7 +114,7 @@ def memory_bound(
             merge = elementwise.Merge(
                 num_heads=HEADS, part=first, part_column=column, old=old, target=target, column=column
             )
-            ops.append(lambda t=merge: elementwise.merge_rows(narrow, wide, *lse, t))
+            ops.append(partial(elementwise.merge_rows, narrow, wide, *lse, merge))
             continue
         width, source, target_rows = HEADS, first, second
         if kind == "copy_heads":  # as around an all-to-all: 4 ranks' heads of a token go to 4 places
@@ -131,7 +131,7 @@ def memory_bound(
             old=(None, acc if kind == "accumulate" else None),
             target=(None, acc) if wide_target else (target_rows, None),
         )
-        ops.append(lambda t=tables: elementwise.sum_rows(narrow, wide, t))
+        ops.append(partial(elementwise.sum_rows, narrow, wide, tables))
     turn = iter(range(10**9))
     return lambda: ops[next(turn) % num_sets](), moved_bytes(kind, tokens)
 
@@ -226,12 +226,13 @@ def measure_graph(node: Node, tokens: int, pass_: Pass, kernel: str = GRAPH_KERN
     """
     if not node.cuda:
         return {}
-    shape = {"device": node.device, "dtype": torch.bfloat16}
-    q, k, v, dout, got = (torch.randn(tokens, GRAPH_HEADS, DIM, **shape) for _ in range(5))
+    random = partial(torch.randn, tokens, GRAPH_HEADS, DIM, device=node.device, dtype=torch.bfloat16)
+    q, k, v, dout, got = (random() for _ in range(5))
     call = attention.prepare((tokens,), (tokens,), causal=True, device=node.device)
-    attend = partial(attention.forward, kernel, q, k, v, call)
+    attend: Callable[[], object] = partial(attention.forward, kernel, q, k, v, call)
     if pass_ == "bwd":
-        attend = partial(attention.backward, kernel, dout, q, k, v, *attend(), call)
+        out, lse = attention.forward(kernel, q, k, v, call)
+        attend = partial(attention.backward, kernel, dout, q, k, v, out, lse, call)
     group, side = node.group(tuple(range(node.size)), "comm"), torch.cuda.Stream(priority=-1)
     peers = (node.rank + 1) % node.size, (node.rank - 1) % node.size
 
@@ -247,12 +248,17 @@ def measure_graph(node: Node, tokens: int, pass_: Pass, kernel: str = GRAPH_KERN
             exchange()
         main.wait_stream(side)
 
-    rounds = {"one": [attend], "many": [attend] * (1 + GRAPH_ROUNDS), "both": [attend] + [aside, attend] * GRAPH_ROUNDS}
+    def evicted() -> None:
+        node.evict()
+        keep_waiting(node)
+
+    one = [attend]
+    rounds = {"one": one, "many": one * (1 + GRAPH_ROUNDS), "both": one + [aside, attend] * GRAPH_ROUNDS}
     found = {"attention_s": node.samples(attend), "message_s": node.samples(exchange)}
     found |= {f"{name}_s": _replayed(node, calls) for name, calls in rounds.items()}
-    found["held_s"] = _replayed(node, [attend], partial(keep_waiting, node))
-    found["evicted_s"] = _replayed(node, [attend], lambda: (node.evict(), keep_waiting(node)))
-    rounds["both"] = [attend] + [exchange, attend] * GRAPH_ROUNDS  # NCCL has a stream of its own
+    found["held_s"] = _replayed(node, one, partial(keep_waiting, node))
+    found["evicted_s"] = _replayed(node, one, evicted)
+    rounds["both"] = one + [exchange, attend] * GRAPH_ROUNDS  # NCCL has a stream of its own
     ahead = partial(keep_waiting, node, STREAMED_LEAD_S)
     return found | {f"streamed_{name}_s": _launched(node, calls, ahead) for name, calls in rounds.items()}
 

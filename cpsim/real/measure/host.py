@@ -21,11 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 from unittest.mock import patch
 
 import torch
@@ -108,18 +109,18 @@ def quiet(x: dict[str, Tensor]) -> dict[str, Call]:
 def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
     """A Function's forward, its backward, and four Functions in a row."""
     leaves = [x[name].detach().requires_grad_() for name in ("q", "k", "v")]
-    settings = (0.0, 0.1, True, (-1, -1), None, False, False, None)
+    settings, function = (0.0, 0.1, True, (-1, -1), None, False, False, None), cast(Any, _Pass)
     ask = partial(torch.autograd.grad, inputs=leaves[:1], grad_outputs=x["dout"], retain_graph=True)
 
-    def chain() -> Tensor:
+    def chain() -> object:
         out = leaves[0]
         for _ in range(4):
-            out = _Pass.apply(out, *leaves[1:], *settings)
+            out = function.apply(out, *leaves[1:], *settings)
         return out
 
-    once, often = _Pass.apply(*leaves, *settings), chain()
+    once, often = function.apply(*leaves, *settings), chain()
     return {
-        "autograd fwd": lambda: _Pass.apply(*leaves, *settings),
+        "autograd fwd": lambda: function.apply(*leaves, *settings),
         "autograd bwd": lambda: ask(once),
         "autograd chain fwd of 4": chain,
         "autograd chain bwd of 4": lambda: ask(often),
@@ -173,9 +174,10 @@ def entries(x: dict[str, Tensor], node: Node) -> dict[str, list[float]]:
             return dout
 
     leaf, dout = x["q"].detach().requires_grad_(), x["dout"]
-    out = Marked.apply(leaf)
+    function: Any = Marked
+    out = function.apply(leaf)
     back = partial(torch.autograd.grad, out, leaf, dout, retain_graph=True)
-    for pass_, call in (("fwd", lambda: Marked.apply(leaf)), ("bwd", back)):
+    for pass_, call in (("fwd", lambda: function.apply(leaf)), ("bwd", back)):
         found[f"autograd entry {pass_}"], found[f"autograd exit {pass_}"] = edges(node, call, first, last)
     return found
 
@@ -241,18 +243,19 @@ def silenced(implementation: str, first: list[float], last: list[float]) -> Iter
     done = SimpleNamespace(wait=lambda: None)
     names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
     with ExitStack() as stack:
-        change = lambda owner, name, new: stack.enter_context(patch.object(owner, name, new))  # noqa: E731
+
+        def change(owner: object, name: str, new: object) -> None:
+            stack.enter_context(patch.object(owner, name, new))
+
         for name in names:
             change(dist, name, noted(lambda *_args, **_kwargs: done))
         if implementation == "torch":
-            import torch.distributed.tensor.experimental._context_parallel._attention as module
-
+            rings = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
             for name in ("_templated_ring_attention", "_templated_ring_attention_backward"):
-                change(module, name, noted(cache_of_one(getattr(module, name))))
+                change(rings, name, noted(cache_of_one(getattr(rings, name))))
         elif implementation == "yunchang":
-            import yunchang.comm.all_to_all as module
-
-            change(module, "all_to_all_4D", noted(module.all_to_all_4D))
+            exchange = import_module("yunchang.comm.all_to_all")
+            change(exchange, "all_to_all_4D", noted(exchange.all_to_all_4D))
         else:
             from cpsim.real.others.ring_flash import package
 
@@ -334,7 +337,8 @@ def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
     def gather() -> None:
         dist.all_gather_into_tensor(into[0], k, async_op=True).wait()
 
-    permute = functional_collectives.permute_tensor
+    functional: Any = functional_collectives  # without types: results are asynchronous, groups may be missing
+    permute = functional.permute_tensor
     order = [*range(1, node.size), 0]
     return {
         "transfer_of_two": batch,
@@ -342,7 +346,7 @@ def communication(x: dict[str, Tensor], node: Node) -> dict[str, Call]:
         "sync_all_to_all": lambda: dist.all_to_all_single(heads, x["q"]),
         "sync_reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty_like(k), into[0]),
         "permute_tensor": lambda: permute(both, order, dist.group.WORLD).wait(),  # as its rotaters wait
-        "all_gather_tensor": lambda: functional_collectives.all_gather_tensor(both, 0, dist.group.WORLD).wait(),
+        "all_gather_tensor": lambda: functional.all_gather_tensor(both, 0, dist.group.WORLD).wait(),
     }
 
 
@@ -444,8 +448,8 @@ def measure(node: Node, writer: Writer | None) -> None:
         ("in bwd", inner, in_backward),
     ):
         samples = [time_all(list(chosen.values()), node) for _ in range(40)][10:]
-        for (kind, which), times in zip(chosen, zip(*samples, strict=True), strict=True):
-            write(writer, kind, which, place, times)
+        for (kind, which), column in zip(chosen, zip(*samples, strict=True), strict=True):
+            write(writer, kind, which, place, column)
         for step in STEPS:
             several = {key: call for key, call in chosen.items() if (key[1] or key[0]) in step}
             samples = [time_all([*several.values()] * ROUNDS, node) for _ in range(30)][10:]
@@ -481,7 +485,8 @@ def in_backward(calls: Sequence[Call], node: Node) -> list[float]:
             return dout
 
     x = torch.zeros(1, device=node.device, requires_grad=True)
-    out = Inside.apply(x)
+    function: Any = Inside
+    out = function.apply(x)
     node.synchronize()
     dist.barrier()
     node.synchronize()

@@ -36,6 +36,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -162,7 +163,7 @@ class Bench:
         gaps = [end.elapsed_time(start) / 1e3 for end, start in zip(events[1][:-1], events[0][1:], strict=True)]
         return [a.elapsed_time(b) / 1e3 for a, b in zip(*events, strict=True)], statistics.median(gaps)
 
-    def point(self, op: str, measure: Callable[[], list[float]], **parameters: object) -> None:
+    def point(self, op: str, measure: Callable[[], list[float]], **parameters: Any) -> None:
         """Writes the samples of one point, or the error that it ended with."""
         try:
             samples = measure()
@@ -220,29 +221,32 @@ def both_passes(kernel: str, shape: Shape, device: torch.device) -> dict[str, Ca
 def measure_attention(bench: Bench, kernel: str, shape: Shape, rested: bool = False) -> None:
     """Forward and backward of one shape, separately; inputs rotate where they would fit in the cache."""
     timed = bench.rested if rested else bench.samples
-    parameters = {"kernel": kernel, **shape.parameters(), **({"rested": True} if rested else {})}
+    parameters: dict[str, Any] = {"kernel": kernel, **shape.parameters(), **({"rested": True} if rested else {})}
     elements = sum(shape.q_lens) * shape.num_heads + sum(shape.k_lens) * shape.num_kv_heads
     num_sets = int(np.clip(math.ceil(L2_BYTES / (4 * shape.head_dim * elements)), 1, 4)) if bench.cuda else 1
 
-    def make() -> list[tuple[torch.Tensor, ...]]:
-        sets = []
-        for _ in range(num_sets):
-            x = tensors(shape, bench.device)
-            out, lse = attention.forward(kernel, x["q"], x["k"], x["v"], call)
-            sets.append((x["dout"], x["q"], x["k"], x["v"], out, lse))
-        return sets
-
     call = call_of(shape, bench.device)
-    made: list[tuple[torch.Tensor, ...]] = []
+    made: list[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]] = []
 
     def forward() -> list[float]:
-        made.extend(make())
-        rotation = itertools.cycle(made)
-        return timed(lambda: attention.forward(kernel, *next(rotation)[1:4], call))
+        given = [tensors(shape, bench.device) for _ in range(num_sets)]
+        made.extend([(x, *attention.forward(kernel, x["q"], x["k"], x["v"], call)) for x in given])
+        rotation = itertools.cycle([(x["q"], x["k"], x["v"]) for x in given])
+
+        def op() -> object:
+            q, k, v = next(rotation)
+            return attention.forward(kernel, q, k, v, call)
+
+        return timed(op)
 
     def backward() -> list[float]:
-        rotation = itertools.cycle(made)
-        return timed(lambda: attention.backward(kernel, *next(rotation), call))
+        rotation = itertools.cycle([(x["dout"], x["q"], x["k"], x["v"], out, lse) for x, out, lse in made])
+
+        def op() -> object:
+            dout, q, k, v, out, lse = next(rotation)
+            return attention.backward(kernel, dout, q, k, v, out, lse, call)
+
+        return timed(op)
 
     bench.point("attention", forward, **{"pass": "fwd"}, **parameters)
     if made and kernel not in attention.RECTANGLES:
@@ -255,13 +259,13 @@ def measure_memory(bench: Bench, kernel: str, shape: Shape) -> None:
     given = x["q"], x["k"], x["v"]
     out, lse = attention.forward(kernel, *given, call)
     attention.backward(kernel, x["dout"], *given, out, lse, call)
-    calls = {
+    calls: dict[str, tuple[tuple[torch.Tensor, ...], Callable[[], object]]] = {
         "fwd": (given, partial(attention.forward, kernel, *given, call)),
         "bwd": ((*x.values(), out, lse), partial(attention.backward, kernel, x["dout"], *given, out, lse, call)),
     }
     for pass_, (inputs, op) in calls.items():
         nbytes = sum(t.nbytes for t in inputs) + (peak_bytes(op, bench.device) if bench.cuda else 0)
-        parameters = {"kernel": kernel, "pass": pass_, **shape.parameters(), "peak_bytes": nbytes}
+        parameters: dict[str, Any] = {"kernel": kernel, "pass": pass_, **shape.parameters(), "peak_bytes": nbytes}
         bench.writer.add("memory", **parameters)
 
 
@@ -304,8 +308,12 @@ def measure_pauses(bench: Bench, kernels: Sequence[str]) -> None:
 
 def checks(head_dim: int) -> list[Shape]:
     """Calls of every entry point."""
-    heads = {"num_heads": 4, "num_kv_heads": 1, "head_dim": head_dim}
-    lens = (((384,), (384,), True), ((300,), (600,), False), ((200, 130), (333, 130), True))
+    heads: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 1, "head_dim": head_dim}
+    lens: tuple[tuple[tuple[int, ...], tuple[int, ...], bool], ...] = (
+        ((384,), (384,), True),
+        ((300,), (600,), False),
+        ((200, 130), (333, 130), True),
+    )
     return [
         Shape(family="check", causal=causal, varlen=len(q) > 1, q_lens=q, k_lens=k, **heads) for q, k, causal in lens
     ]
@@ -313,7 +321,7 @@ def checks(head_dim: int) -> list[Shape]:
 
 def masked_checks(head_dim: int) -> list[Shape]:
     """Calls of every way to decide about a pair, with lengths that blocks divide and others."""
-    cases = (
+    cases: tuple[tuple[str, dict[str, float]], ...] = (
         ("causal_document", {}),
         ("lambda", {"window": 100}),
         ("block_sparse", {"block": 64}),
@@ -340,12 +348,13 @@ def masked_checks(head_dim: int) -> list[Shape]:
 def relative_errors(kernel: str, shape: Shape, device: torch.device) -> list[float]:
     """Of outputs, log-sum-exps and gradients of a call, against plain attention in fp32."""
     x, call = tensors(shape, device), call_of(shape, device)
-    got = attention.forward(kernel, x["q"], x["k"], x["v"], call)
+    got: tuple[torch.Tensor, ...] = attention.forward(kernel, x["q"], x["k"], x["v"], call)
     wide = {name: t.float() for name, t in x.items()}
-    want = attention.forward("math", wide["q"], wide["k"], wide["v"], call)
+    want: tuple[torch.Tensor, ...] = attention.forward("math", wide["q"], wide["k"], wide["v"], call)
     if kernel not in attention.RECTANGLES:
-        got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], *got, call)
-        want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], *want, call)
+        (out, lse), (wide_out, wide_lse) = got, want
+        got += attention.backward(kernel, x["dout"], x["q"], x["k"], x["v"], out, lse, call)
+        want += attention.backward("math", wide["dout"], wide["q"], wide["k"], wide["v"], wide_out, wide_lse, call)
     return [float((g.float() - w).norm() / w.norm()) for g, w in zip(got, want, strict=True)]
 
 
@@ -479,7 +488,7 @@ def measure_elementwise(bench: Bench, rng: np.random.Generator, num: int) -> Non
     for kind in kinds:
         n = int(np.exp(rng.uniform(np.log(2**15), np.log(2**27 if bench.cuda else 2**17))))
         op, nbytes = elementwise_ops(kind, n, bench.device)
-        bench.point("elementwise", lambda op=op: bench.samples(op), kind=kind, nbytes=nbytes)
+        bench.point("elementwise", partial(bench.samples, op), kind=kind, nbytes=nbytes)
 
 
 def listed(path: Path | None) -> list[tuple[str, Shape]]:
@@ -489,7 +498,7 @@ def listed(path: Path | None) -> list[tuple[str, Shape]]:
     shapes = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        lens = {name: tuple(row.pop(name, ())) for name in ("q_lens", "k_lens", "documents")}
+        lens: dict[str, Any] = {name: tuple(row.pop(name, ())) for name in ("q_lens", "k_lens", "documents")}
         lens |= {name: tuple(map(tuple, row.pop(name, ()))) for name in ("q_ranges", "k_ranges")}
         shapes.append((row.pop("kernel"), Shape(**row, **lens)))
     return shapes
@@ -511,7 +520,12 @@ def measure_host(bench: Bench, kernels: list[str]) -> None:
         ops |= {f"{kernel}_{name}_{'varlen' if shape.varlen else 'dense'}": op for name, op in passes.items()}
     if bench.cuda:
         event, stream = torch.cuda.Event(), torch.cuda.current_stream()
-        ops["event"] = lambda: (event.record(), stream.wait_event(event))
+
+        def pass_event() -> None:
+            event.record()
+            stream.wait_event(event)
+
+        ops["event"] = pass_event
 
     def measure(op: Callable[[], object]) -> list[float]:
         for _ in range(num // 2):
@@ -519,7 +533,7 @@ def measure_host(bench: Bench, kernels: list[str]) -> None:
         return [host_seconds(op, num, bench.device) for _ in range(num)]
 
     for kind, op in ops.items():
-        bench.point("host", lambda op=op: measure(op), kind=kind)
+        bench.point("host", partial(measure, op), kind=kind)
 
 
 def measure_sustained(bench: Bench, kernel: str, num_tokens: int, which: str, seconds: float) -> None:

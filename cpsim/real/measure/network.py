@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,12 @@ def transfers(
     return launch
 
 
+def mine(launch: Launch | None) -> Launch:
+    """The launch of a rank that takes part."""
+    assert launch is not None
+    return launch
+
+
 def ring(ranks: tuple[int, ...], step: int = 1) -> list[tuple[int, int]]:
     """Every rank to the next one."""
     return [(r, ranks[(i + step) % len(ranks)]) for i, r in enumerate(ranks)]
@@ -220,7 +227,7 @@ def measure_between_nodes(node: Network, rng: np.random.Generator, deadline: flo
         if name:
             group, num_groups = groups[name]
             launch = collective(node, kind, nbytes, group)
-            parameters = {"num_ranks": len(group.ranks), "num_groups": num_groups}
+            parameters: dict[str, Any] = {"num_ranks": len(group.ranks), "num_groups": num_groups}
         else:
             launch = transfers(node, flows[kind], nbytes, world)
             parameters = {"flows": flows[kind]}
@@ -258,18 +265,18 @@ def compute_loads(node: Network, kernels: Sequence[tuple[str, int, int]] = ()) -
         call = attention.prepare(lengths, lengths, causal=False, device=node.device)
         q, k, v, dout = random(32), random(8), random(8), random(32)
         try:
-            args = (dout, q, k, v, *attention.forward(kernel, q, k, v, call))
+            out, lse = attention.forward(kernel, q, k, v, call)
         except Exception as error:
             print(f"{kernel}: {error}", flush=True)
             continue
         name = f"{kernel}_{{}}_{tokens}" + (f"/{documents}" if documents > 1 else "")
-        loads[name.format("fwd")] = lambda k=kernel, a=args, c=call: attention.forward(k, *a[1:4], c)
-        loads[name.format("bwd")] = lambda k=kernel, a=args, c=call: attention.backward(k, *a, c)
+        loads[name.format("fwd")] = partial(attention.forward, kernel, q, k, v, call)
+        loads[name.format("bwd")] = partial(attention.backward, kernel, dout, q, k, v, out, lse, call)
     tokens = 8192 if node.cuda else 64
     acc = torch.randn(tokens, 32, 128, device=node.device)
     part = torch.randn(tokens, 32, 128, device=node.device, dtype=dtype)
-    lse = [torch.randn(32, tokens, device=node.device) for _ in range(2)]
-    loads["merge"] = lambda: elementwise.merge(acc, lse[0], part, lse[1], acc)
+    acc_lse, part_lse = (torch.randn(32, tokens, device=node.device) for _ in range(2))
+    loads["merge"] = lambda: elementwise.merge(acc, acc_lse, part, part_lse, acc)
     copy = torch.empty_like(part)
     loads["copy"] = lambda: copy.copy_(part)
     return loads
@@ -490,11 +497,11 @@ def measure_interference(node: Network, deadline: float) -> None:
     mb = 2**20 if node.cuda else 2**8
 
     def communications(group: Group) -> dict[str, Launch]:
-        made: dict[str, Launch] = {"ring_128": transfers(node, ring(ranks), 128 * mb, group)}
-        return made | {f"{kind}_256": collective(node, kind, 256 * mb, group) for kind in COLLECTIVES[:3]}
+        made = {"ring_128": mine(transfers(node, ring(ranks), 128 * mb, group))}
+        return made | {f"{kind}_256": mine(collective(node, kind, 256 * mb, group)) for kind in COLLECTIVES[:3]}
 
     loads, first, second, slow = compute_loads(node), *map(communications, (urgent, other, normal))
-    second["ring_back_128"] = transfers(node, ring(ranks, -1), 128 * mb, other)
+    second["ring_back_128"] = mine(transfers(node, ring(ranks, -1), 128 * mb, other))
     cases: list[tuple[tuple[str, str], tuple[Launch, Launch], dict[str, Any]]] = []
     for a, b in (
         ("ring_128", "ring_128"),
@@ -517,9 +524,9 @@ def measure_interference(node: Network, deadline: float) -> None:
 def measure_host(node: Network) -> None:
     """Wall seconds to launch each kind of communication and to wait for it on another stream."""
     group = node.groups[node.size]
-    ops = {kind: collective(node, kind, 2**16, group) for kind in COLLECTIVES}
-    ops["transfer_pair"] = transfers(node, ring(group.ranks), 2**16, group)
-    ops["unbatched_transfer_pair"] = transfers(node, ring(group.ranks), 2**16, group, batched=False)
+    ops = {kind: mine(collective(node, kind, 2**16, group)) for kind in COLLECTIVES}
+    ops["transfer_pair"] = mine(transfers(node, ring(group.ranks), 2**16, group))
+    ops["unbatched_transfer_pair"] = mine(transfers(node, ring(group.ranks), 2**16, group, batched=False))
     for kind, op in ops.items():
         try:
             for _ in range(5):

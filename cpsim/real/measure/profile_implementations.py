@@ -37,7 +37,7 @@ from cpsim.real.run.node import Node, end_process
 from cpsim.real.run.runner import Runner
 from cpsim.schedule.schedule import Pass
 
-CASES = (
+CASES: tuple[tuple[str, str, str, dict[str, Any], str], ...] = (
     ("ring-flash-attn", "fa2", "zigzag_ring", {}, "causal"),
     ("ring-flash-attn", "fa2", "ring", {}, "full"),
     ("ring-flash-attn", "fa2", "ring", {}, "causal"),

@@ -27,7 +27,8 @@ from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.real.others import make
 from cpsim.real.others.autograd import AutogradRunner
-from cpsim.real.run import attention, explain
+from cpsim.real.run import attention
+from cpsim.real.run.failures import explain
 from cpsim.real.run.iterations import LEAD_S, time_pass
 from cpsim.real.run.node import Node, end_process
 from cpsim.real.run.timing import command_line, packages, provenance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -59,7 +60,7 @@ class Shape:
         """FLOP of the forward pass on the exact mask area."""
         return 4.0 * self.area() * self.num_heads * self.head_dim
 
-    def parameters(self) -> dict[str, object]:
+    def parameters(self) -> dict[str, Any]:
         """As measurement files describe a call."""
         named = {"mask": self.mask, "options": dict(self.options), "area": self.area()} if self.mask else {}
         share = {name: getattr(self, name) for name in ("documents", "q_ranges", "k_ranges") if self.documents}
@@ -181,11 +182,11 @@ def _masked(rng: np.random.Generator, name: str, whole_blocks: bool) -> Shape:
     step = 1 if num_heads == 64 and rng.random() < 0.25 and not whole_blocks else 128
     sparse = name.endswith("block_sparse")
     total = max(step, round(float(np.exp(rng.uniform(np.log(8192 if sparse else 1024), np.log(65536)))) / step) * step)
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "varlen": False}
+    heads: dict[str, Any] = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "varlen": False}
     if name == "rectangle":
         q = max(step, round(total / 2 ** rng.uniform(0, 5) / step) * step)
         return Shape(family=name, q_lens=(q,), k_lens=(total,), causal=bool(rng.random() < 0.5), **heads)
-    lens = (total,)
+    lens: tuple[int, ...] = (total,)
     if "document" in name or (rng.random() < 0.3 and not sparse):
         lens = tuple(_documents(rng, total, _log_uniform(rng, 256, total / 2)))
     options: dict[str, float] = {}
@@ -230,7 +231,7 @@ def _share(rng: np.random.Generator, shape: Shape) -> Shape:
 
 def listed_masks() -> list[Shape]:
     """What LongCA-bench and MagiAttention print of FlexAttention: full and causal, block-sparse at 16k; 64:8 heads."""
-    heads = {"num_heads": 64, "num_kv_heads": 8, "causal": False, "varlen": False}
+    heads: dict[str, Any] = {"num_heads": 64, "num_kv_heads": 8, "causal": False, "varlen": False}
     shapes = [
         Shape(family=mask, mask=mask, q_lens=(n,), k_lens=(n,), **heads)
         for n in (8192, 1024, 16384, 4096, 32768, 2048)

@@ -21,6 +21,11 @@ from cpsim.real.others.autograd import AutogradRunner, check, forget_compiled, s
 from cpsim.real.run.node import Node
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+_KNOBS: dict[str, dict[str, Any]] = {
+    "zigzag_ring": {"zigzag": "document"},
+    "allgather": {"layout": "contiguous", "heads_per_gather": None},
+}
+"""Knobs of the strategies, with their defaults."""
 _NAMES = {"ring": "ring", "zigzag_ring": "zigzag_ring", "striped_ring": "stripe"}
 
 
@@ -30,9 +35,9 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     Raises:
         InfeasibleError: the package cannot run the case.
     """
-    defaults = {"zigzag_ring": {"zigzag": "document"}, "allgather": {"layout": "contiguous", "heads_per_gather": None}}
-    knobs = {**defaults.get(str(scenario.strategy), {}), **scenario.knobs}
-    check(scenario, node, defaults.get(str(scenario.strategy), {}))
+    defaults = _KNOBS.get(str(scenario.strategy), {})
+    knobs = {**defaults, **scenario.knobs}
+    check(scenario, node, defaults)
     code, inputs = package(), shards(scenario, node)
     forget_compiled(code.utils._update_out_and_lse)
     if scenario.strategy == "allgather":

@@ -34,11 +34,10 @@ def attend(kernel: str, causal: bool, mesh: DeviceMesh) -> Callable[[Tensor, Ten
     backend = _BACKENDS.get(kernel, SDPBackend.FLASH_ATTENTION)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[2] != k.shape[2]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel(backend):
-            out = functional.scaled_dot_product_attention(
-                *heads_first, is_causal=causal, enable_gqa=q.shape[2] != k.shape[2]
-            )
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         return out.transpose(1, 2)
 
     return call

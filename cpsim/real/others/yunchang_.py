@@ -26,10 +26,10 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     Raises:
         InfeasibleError: the package cannot run the case.
     """
-    usp = {"ulysses": None, "ring": "zigzag", "zigzag": "document", "placement": "head_first"}
-    defaults = usp if scenario.strategy == "usp" else {"head_groups": 1}
+    usp: dict[str, Any] = {"ulysses": None, "ring": "zigzag", "zigzag": "document", "placement": "head_first"}
+    defaults: dict[str, Any] = usp if scenario.strategy == "usp" else {"head_groups": 1}
     check(scenario, node, defaults)
-    attention = _hybrid(scenario, node, usp | scenario.knobs) if scenario.strategy == "usp" else _ulysses()
+    attention = _hybrid(scenario, node, {**usp, **scenario.knobs}) if scenario.strategy == "usp" else _ulysses()
     causal = scenario.mask_name == "causal"
     inputs = [x[None] for x in shards(scenario, node)]
     return AutogradRunner(lambda q, k, v: attention(q, k, v, causal=causal), inputs, pass_)

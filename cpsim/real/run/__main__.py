@@ -16,16 +16,14 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -34,71 +32,17 @@ from cpsim.case.load import load_scenarios, scenario_from
 from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
-from cpsim.prediction.runs import Run, Writer, case_key, load_runs
+from cpsim.prediction.runs import PassRun, Run, Writer, case_key, load_runs
 from cpsim.real.run import attention
+from cpsim.real.run.failures import FRESH, Broken, CaseFailed, Watch, explain, marker_of, take_marker
 from cpsim.real.run.iterations import time_pass
 from cpsim.real.run.node import Node, end_process
 from cpsim.real.run.runner import Runner
 from cpsim.real.run.timing import command_line, packages, provenance
 from cpsim.schedule.schedule import Pass
 
-GRACE_S: Final = 10.0
-"""How long a rank that failed waits for the others to notice."""
-FRESH: Final = 75
-"""Exit code that asks for fresh processes (EX_TEMPFAIL)."""
-
 T = TypeVar("T")
 Make = Callable[..., Runner]
-
-
-class CaseFailed(Exception):
-    """All ranks failed alike; the message is the reason."""
-
-
-class Broken(Exception):
-    """Ranks that cannot go on together; the message is the reason."""
-
-
-class Watch:
-    """Ends this process where a case hangs, and leaves word in a marker file."""
-
-    def __init__(self, marker: Path, limit_s: float) -> None:
-        self.marker, self._limit_s = marker, limit_s
-        self._timer: threading.Timer | None = None
-        self._scenario: dict[str, Any] = {}
-
-    def start(self, scenario: Scenario, rank: int) -> None:
-        """Watches a case."""
-        self._scenario = scenario.to_dict()
-        if rank == 0:
-            self._mark("a process died")
-        self._arm(self._limit_s, f"took more than {self._limit_s:g} s, or hung")
-
-    def hurry(self, reason: str) -> None:
-        """This rank failed: the others have to notice soon, or they hang."""
-        self._arm(GRACE_S, reason)
-
-    def stop(self) -> None:
-        """The case is over."""
-        if self._timer:
-            self._timer.cancel()
-        self._timer = None
-
-    def _arm(self, seconds: float, reason: str) -> None:
-        self.stop()
-        self._timer = threading.Timer(seconds, self._give_up, [reason])
-        self._timer.daemon = True
-        self._timer.start()
-
-    def _give_up(self, reason: str) -> None:
-        self._mark(reason)
-        print(f"cpsim.real.run: {reason}; fresh processes are needed", file=sys.stderr, flush=True)
-        os._exit(FRESH)
-
-    def _mark(self, reason: str) -> None:
-        whole = self.marker.with_suffix(f".{os.getpid()}")
-        whole.write_text(json.dumps({"scenario": self._scenario, "error": reason}), encoding="utf-8")
-        whole.replace(self.marker)
 
 
 class Launch:
@@ -126,7 +70,7 @@ class Launch:
         self._watch.start(scenario, self.node.rank)
         broken = ""
         try:
-            passes = {pass_: self._pass(scenario, pass_) for pass_ in scenario.passes}
+            passes = {str(pass_): self._pass(scenario, pass_) for pass_ in scenario.passes}
             result = Run(scenario=scenario, passes=passes)
         except CaseFailed as reason:
             result = Run(scenario=scenario, error=str(reason))
@@ -142,7 +86,7 @@ class Launch:
             raise Broken(broken)
         return result
 
-    def _pass(self, scenario: Scenario, pass_: Pass) -> Any:
+    def _pass(self, scenario: Scenario, pass_: Pass) -> PassRun:
         made: list[Runner] = []
         self.together(lambda: made.append(self._make(scenario, pass_, self.node)))
         run = time_pass(made.pop(), self.node, self.together, scenario.protocol, self._seconds)
@@ -183,31 +127,6 @@ class Launch:
         if self.node.cuda:
             self.node.synchronize()
             torch.cuda.empty_cache()
-
-
-def marker_of(out: Path) -> Path:
-    """The marker beside a file of runs."""
-    return out.with_suffix(".running")
-
-
-def explain(error: Exception) -> str:
-    """An exception in one line of at most 300 characters."""
-    text = " ".join(str(error).split())
-    if isinstance(error, CpsimError):
-        return text[:300]
-    if isinstance(error, torch.cuda.OutOfMemoryError):
-        return f"out of memory: {text}"[:300]
-    return f"{type(error).__name__}: {text}"[:300]
-
-
-def take_marker(path: Path) -> Run | None:
-    """The case at which earlier processes ended, if any, with what is known of its end; removes the marker."""
-    try:
-        left = json.loads(path.read_text(encoding="utf-8"))
-        path.unlink()
-        return Run(scenario=scenario_from(left["scenario"]), error=left["error"])
-    except (OSError, ValueError, KeyError):  # none, or cut off
-        return None
 
 
 def select(scenarios: Sequence[Scenario], node: Node, num_nodes: int, seed: int) -> tuple[list[Scenario], list[Run]]:
@@ -291,9 +210,12 @@ def main(argv: Sequence[str] | None = None, make: Make | None = None) -> NoRetur
 
 
 def _main(args: argparse.Namespace, make: Make | None) -> int:
-    scenarios, broken = [], []
+    scenarios, broken = list[Scenario](), list[CpsimError]()
     for entry in load_scenarios(args.cases):
-        (broken if isinstance(entry, CpsimError) else scenarios).append(entry)
+        if isinstance(entry, CpsimError):
+            broken.append(entry)
+        else:
+            scenarios.append(entry)
     if make is None:
         from cpsim.real.others import make as chosen
 

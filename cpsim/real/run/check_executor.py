@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -22,9 +23,11 @@ from cpsim.real.others.cpsim import make
 from cpsim.real.run import attention
 from cpsim.real.run.executor import EAGER_RUNS
 from cpsim.real.run.node import Node, end_process
+from cpsim.schedule.schedule import Pass
 
 WORST = 3e-2
-CASES = (
+PASSES: tuple[Pass, ...] = ("fwd", "bwd")
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("hybrid_cp", {"tokens_per_rank": 700}),
     ("magi", {"chunk": 128}),
     ("magi", {"chunk": 128, "stages": 1}),
@@ -81,9 +84,9 @@ def dense(workload: Workload, device: torch.device) -> dict[str, torch.Tensor]:
     }
 
 
-def error(scenario: Scenario, pass_: str, node: Node, given: dict[str, torch.Tensor]) -> float:
+def error(scenario: Scenario, pass_: Pass, node: Node, given: dict[str, torch.Tensor]) -> float:
     """Largest difference of this rank's results from dense attention, relative to the largest value."""
-    executor = make(scenario, pass_, node).executor  # type: ignore[arg-type]
+    executor = make(scenario, pass_, node).executor
     executor.load(given)
     worst = 0.0
     for _ in range(EAGER_RUNS + 2):  # the last ones replay the CUDA graph
@@ -105,7 +108,7 @@ def main() -> int:
     failed = 0
     node = Node(cpu=args.cpu)  # its groups end with the process: captured programs still hold them
     for mask in args.masks.split(","):
-        base = {
+        base: dict[str, Any] = {
             "gpus": node.size,
             "cluster": "h200-4" if node.size <= 4 else "dgx-h200",
             "tokens": 2048,
@@ -121,7 +124,7 @@ def main() -> int:
         for kernel in args.kernels.split(","):
             for strategy, knobs in (case for case in CASES if case[0] in args.strategies.split(",")):
                 scenario = scenario_from(base | {"strategy": strategy, "knobs": knobs, "kernel": kernel})
-                for pass_ in ("fwd", "bwd"):
+                for pass_ in PASSES:
                     try:
                         worst = max(node.gather(error(scenario, pass_, node, given)))
                     except InfeasibleError:

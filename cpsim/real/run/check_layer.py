@@ -9,6 +9,7 @@ Prints the largest error of every case and pass relative to the largest value of
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from cpsim.strategies.steps.layer import weights
 WORST = 3e-2
 MODEL = Model(layers=1, hidden=1024, heads=8, kv_heads=2, head_dim=128, ffn=1536, vocab=96)
 DOCUMENTS = (1024, 64, 32, 416, 256, 256)
-CASES = (
+CASES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("distca", {}),
     ("distca", {"nano_batches": 3, "variant": "released"}),
     ("per_sequence", {}),

@@ -55,8 +55,9 @@ def compile_free(
     with torch.no_grad(), config.patch(assume_aligned_inputs=all(x.data_ptr() % ALIGNMENT == 0 for x in example)):
         with mode:
             graph = make_fx(run)(*fakes)
-        compiled: Callable[..., tuple[Tensor, ...]] = compile_fx(graph, fakes)
-    return compiled
+        compiled: Any = compile_fx(graph, fakes)
+    function: Callable[..., tuple[Tensor, ...]] = compiled
+    return function
 
 
 def fake_of(x: Tensor, free: set[int], mode: Any, name: str) -> Tensor:
@@ -69,7 +70,7 @@ def fake_of(x: Tensor, free: set[int], mode: Any, name: str) -> Tensor:
     from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
 
     sizes = [DimDynamic.DYNAMIC if d in free and n > 1 else DimDynamic.STATIC for d, n in enumerate(x.shape)]
-    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     fake: Tensor = mode.from_tensor(x, source=ConstantSource(name), symbolic_context=context)
     if x.dim() < 4 or not x.is_floating_point():
         return fake

@@ -10,6 +10,7 @@ D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -71,10 +72,12 @@ class Pointwise(Function):
     """A memory-bound op of `layer_ops` that keeps its inputs."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, op_bwd: Any, *inputs: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, op: Callable[..., Tensor], op_bwd: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*inputs)
         ctx.op_bwd = op_bwd
-        return op(*inputs)  # type: ignore[no-any-return]
+        return op(*inputs)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
@@ -86,9 +89,9 @@ class Rotary(Function):
     """Rotates queries and keys of all heads."""
 
     @staticmethod
-    def forward(ctx: Any, op: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, op: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.op, ctx.angles = op, (cos, sin)
-        return op(x, cos, sin)  # type: ignore[no-any-return]
+        return op(x, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
@@ -101,14 +104,22 @@ class Attention(Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: str, call: attention.Call, *qkv: Tensor) -> Tensor:
-        out, lse = attention.forward(kernel, *qkv, call)
-        ctx.save_for_backward(*qkv, out, lse)
+        q, k, v = qkv
+        out, lse = attention.forward(kernel, q, k, v, call)
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.kernel, ctx.call = kernel, call
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
-        return None, None, *attention.backward(ctx.kernel, dout.contiguous(), *ctx.saved_tensors, ctx.call)
+        q, k, v, out, lse = ctx.saved_tensors
+        return None, None, *attention.backward(ctx.kernel, dout.contiguous(), q, k, v, out, lse, ctx.call)
+
+
+def apply(function: Any, *inputs: object) -> Tensor:
+    """Result of an autograd function, whose own ``apply`` has no types."""
+    made: Tensor = function.apply(*inputs)
+    return made
 
 
 class Layer:
@@ -146,7 +157,8 @@ class Layer:
             recompute: of RECOMPUTE.
         """
         if recompute == "full":
-            return self._again(self._layer, x_SC, call, angles, "none")
+            out: Tensor = self._again(self._layer, x_SC, call, angles, "none")
+            return out
         return self._layer(x_SC, call, angles, recompute)
 
     def _again(self, f: Any, *inputs: Any) -> Any:
@@ -155,21 +167,22 @@ class Layer:
 
     def _layer(self, x: Tensor, call: attention.Call, angles: tuple[Tensor, Tensor], recompute: str) -> Tensor:
         x = x + self._attend(x, call, angles)
-        return x + (self._again(self._mlp, x) if recompute == "mlp" else self._mlp(x))
+        mlp: Tensor = self._again(self._mlp, x) if recompute == "mlp" else self._mlp(x)
+        return x + mlp
 
     def _norm(self, x: Tensor, which: int) -> Tensor:
         ops = self.op("rms_norm"), self.op("rms_norm_bwd")
-        return Pointwise.apply(*ops, x, self.norms[which])  # type: ignore[no-any-return]
+        return apply(Pointwise, *ops, x, self.norms[which])
 
     def _attend(self, x: Tensor, call: attention.Call, angles: tuple[Tensor, Tensor]) -> Tensor:
         m, heads, kv = self.model, self.model.heads // self.tp, self.model.kv_heads // self.tp
-        qkv = Column.apply(self._norm(x, 0), self.linear["qkv"], self.tp)
+        qkv = apply(Column, self._norm(x, 0), self.linear["qkv"], self.tp)
         q, k, v = qkv.view(len(qkv), heads + 2 * kv, m.head_dim).split((heads, kv, kv), 1)
-        q, k = (Rotary.apply(self.op("rotary"), part, *angles) for part in (q, k))
-        out = Attention.apply(self.kernel, call, q, k, v.contiguous())
-        return Row.apply(out.flatten(1), self.linear["proj"], self.tp)  # type: ignore[no-any-return]
+        q, k = (apply(Rotary, self.op("rotary"), part, *angles) for part in (q, k))
+        out = apply(Attention, self.kernel, call, q, k, v.contiguous())
+        return apply(Row, out.flatten(1), self.linear["proj"], self.tp)
 
     def _mlp(self, x: Tensor) -> Tensor:
-        inner = Column.apply(self._norm(x, 1), self.linear["gate_up"], self.tp)
-        inner = Pointwise.apply(self.op("swiglu"), self.op("swiglu_bwd"), inner)
-        return Row.apply(inner, self.linear["down"], self.tp)  # type: ignore[no-any-return]
+        inner = apply(Column, self._norm(x, 1), self.linear["gate_up"], self.tp)
+        inner = apply(Pointwise, self.op("swiglu"), self.op("swiglu_bwd"), inner)
+        return apply(Row, inner, self.linear["down"], self.tp)

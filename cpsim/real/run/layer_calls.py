@@ -7,6 +7,7 @@ Legend of tensor suffixes: T tokens, C elements of a token, H heads, D head dime
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -15,11 +16,10 @@ from cpsim.errors import InfeasibleError
 from cpsim.real.run import layer_ops
 from cpsim.schedule.transformer import LayerKind
 
-try:
+with suppress(ImportError):  # CPU builds of PyTorch come without Triton
     import triton
-    import triton.language as tl
-except ImportError:  # CPU builds of PyTorch come without Triton
-    triton = None
+
+    from cpsim.real.run import triton_layer
 
 Launch = Callable[[], object]
 NORM_BLOCKS = 528
@@ -46,7 +46,7 @@ def lower(kind: LayerKind, given: Sequence[Tensor], made: Sequence[Tensor], *, a
         case "add":
             return lambda: torch.add(given[0], given[1], out=made[0])
         case "rms_norm_bwd":
-            return lambda: _rms_norm_bwd(*given, *made, adds)
+            return lambda: _rms_norm_bwd(*given, *made, adds=adds)
         case "rms_norm":
             return lambda: _rms_norm(*given, *made)
         case "swiglu":
@@ -86,13 +86,13 @@ def _rms_norm(x_TC: Tensor, weight_1C: Tensor, out_TC: Tensor) -> None:
         out_TC.copy_(layer_ops.rms_norm(x_TC, weight_1C[0]))
         return
     columns = x_TC.shape[1]
-    _norm_kernel[(len(x_TC),)](
+    triton_layer.norm_kernel[(len(x_TC),)](
         x_TC, weight_1C, out_TC, layer_ops.EPS, columns, triton.next_power_of_2(columns), num_warps=8
     )
 
 
 def _rms_norm_bwd(
-    dout_TC: Tensor, x_TC: Tensor, weight_1C: Tensor, dx_TC: Tensor, dweight_1C: Tensor, adds: bool
+    dout_TC: Tensor, x_TC: Tensor, weight_1C: Tensor, dx_TC: Tensor, dweight_1C: Tensor, *, adds: bool
 ) -> None:
     if not x_TC.is_cuda:
         dx, dweight = layer_ops.rms_norm_bwd(dout_TC, x_TC, weight_1C[0])
@@ -103,7 +103,7 @@ def _rms_norm_bwd(
     rows = triton.cdiv(tokens, NORM_BLOCKS)
     blocks = triton.cdiv(tokens, rows)
     partial = torch.empty(blocks, columns, dtype=torch.float32, device=x_TC.device)
-    _norm_bwd_kernel[(blocks,)](
+    triton_layer.norm_bwd_kernel[(blocks,)](
         dout_TC,
         x_TC,
         weight_1C,
@@ -125,7 +125,7 @@ def _swiglu(gate_up_TC: Tensor, out_TC: Tensor) -> None:
         out_TC.copy_(layer_ops.swiglu(gate_up_TC))
         return
     tokens, columns = out_TC.shape
-    _swiglu_kernel[(tokens, triton.cdiv(columns, 2048))](gate_up_TC, out_TC, columns, 2048)
+    triton_layer.swiglu_kernel[(tokens, triton.cdiv(columns, 2048))](gate_up_TC, out_TC, columns, 2048)
 
 
 def _swiglu_bwd(dout_TC: Tensor, gate_up_TC: Tensor, dgate_up_TC: Tensor) -> None:
@@ -133,7 +133,9 @@ def _swiglu_bwd(dout_TC: Tensor, gate_up_TC: Tensor, dgate_up_TC: Tensor) -> Non
         dgate_up_TC.copy_(layer_ops.swiglu_bwd(dout_TC, gate_up_TC))
         return
     tokens, columns = dout_TC.shape
-    _swiglu_bwd_kernel[(tokens, triton.cdiv(columns, 2048))](dout_TC, gate_up_TC, dgate_up_TC, columns, 2048)
+    triton_layer.swiglu_bwd_kernel[(tokens, triton.cdiv(columns, 2048))](
+        dout_TC, gate_up_TC, dgate_up_TC, columns, 2048
+    )
 
 
 def _rotary(
@@ -144,7 +146,7 @@ def _rotary(
     q_heads = q_TC.shape[1] // (2 * half)
     if joint_TC.is_cuda:
         block = triton.next_power_of_2(q_heads + 2 * kv_heads)
-        _rotary_kernel[(len(joint_TC),)](
+        triton_layer.rotary_kernel[(len(joint_TC),)](
             joint_TC, q_TC, kv_TC, cos_TD, sin_TD, q_heads, kv_heads, half, block, back, num_warps=8
         )
         return
@@ -156,94 +158,3 @@ def _rotary(
         into.copy_(layer_ops.rotary(source, cos_TD, sin))
     one, other = joint[:, q_heads + kv_heads :], kv[:, kv_heads:]
     (one if back else other).copy_(other if back else one)
-
-
-if triton is not None:
-
-    @triton.jit
-    def _norm_kernel(x, weight, out, eps, columns: tl.constexpr, block: tl.constexpr):
-        row = tl.program_id(0).to(tl.int64) * columns
-        at = tl.arange(0, block)
-        inside = at < columns
-        values = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(values * values, 0) / columns + eps)
-        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row + at, (values * scale * w).to(out.dtype.element_ty), mask=inside)
-
-    @triton.jit
-    def _norm_bwd_kernel(dout, x, weight, dx, partial, tokens, rows, eps, columns: tl.constexpr, block: tl.constexpr):
-        at = tl.arange(0, block)
-        inside = at < columns
-        w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        total = tl.zeros((block,), tl.float32)
-        first = tl.program_id(0).to(tl.int64) * rows * columns
-        for i in range(tl.minimum(rows, tokens - tl.program_id(0) * rows)):
-            row = first + i * columns + at
-            values = tl.load(x + row, mask=inside, other=0.0).to(tl.float32)
-            grad = tl.load(dout + row, mask=inside, other=0.0).to(tl.float32)
-            scale = tl.rsqrt(tl.sum(values * values, 0) / columns + eps)
-            unit, inner = values * scale, grad * w
-            made = scale * (inner - unit * (tl.sum(inner * unit, 0) / columns))
-            tl.store(dx + row, made.to(dx.dtype.element_ty), mask=inside)
-            total += grad * unit
-        tl.store(partial + tl.program_id(0).to(tl.int64) * columns + at, total, mask=inside)
-
-    @triton.jit
-    def _swiglu_kernel(gate_up, out, columns: tl.constexpr, block: tl.constexpr):
-        row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-        inside = at < columns
-        gate = tl.load(gate_up + row * 2 * columns + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + (row * 2 + 1) * columns + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(out + row * columns + at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inside)
-
-    @triton.jit
-    def _swiglu_bwd_kernel(dout, gate_up, made, columns: tl.constexpr, block: tl.constexpr):
-        row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
-        inside = at < columns
-        gate = tl.load(gate_up + row * 2 * columns + at, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(gate_up + (row * 2 + 1) * columns + at, mask=inside, other=0.0).to(tl.float32)
-        grad = tl.load(dout + row * columns + at, mask=inside, other=0.0).to(tl.float32)
-        sigmoid = tl.sigmoid(gate)
-        dgate = grad * up * sigmoid * (1 + gate * (1 - sigmoid))
-        tl.store(made + row * 2 * columns + at, dgate.to(made.dtype.element_ty), mask=inside)
-        dup = grad * gate * sigmoid
-        tl.store(made + (row * 2 + 1) * columns + at, dup.to(made.dtype.element_ty), mask=inside)
-
-    @triton.jit
-    def _rotary_kernel(
-        joint,
-        q,
-        kv,
-        cos,
-        sin,
-        q_heads: tl.constexpr,
-        kv_heads: tl.constexpr,
-        half: tl.constexpr,
-        block: tl.constexpr,
-        back: tl.constexpr,
-    ):
-        row = tl.program_id(0).to(tl.int64)
-        head, d = tl.arange(0, block)[:, None], tl.arange(0, half)[None, :]
-        heads: tl.constexpr = q_heads + 2 * kv_heads
-        is_query, turns = head < q_heads, head < q_heads + kv_heads
-        inside = (head < heads) & (d < half)
-        c = tl.where(turns, tl.load(cos + row * half + d), 1.0)
-        s = tl.where(turns, tl.load(sin + row * half + d), 0.0)
-        whole = joint + (row * heads + head) * 2 * half + d
-        queries = q + (row * q_heads + head) * 2 * half + d
-        keys = kv + (row * 2 * kv_heads + head - q_heads) * 2 * half + d
-        if back:
-            low = tl.load(queries, mask=is_query, other=0.0) + tl.load(keys, mask=inside & ~is_query, other=0.0)
-            high = tl.load(queries + half, mask=is_query, other=0.0)
-            high += tl.load(keys + half, mask=inside & ~is_query, other=0.0)
-            low, high = low.to(tl.float32), high.to(tl.float32)
-            tl.store(whole, (low * c + high * s).to(joint.dtype.element_ty), mask=inside)
-            tl.store(whole + half, (high * c - low * s).to(joint.dtype.element_ty), mask=inside)
-        else:
-            low = tl.load(whole, mask=inside, other=0.0).to(tl.float32)
-            high = tl.load(whole + half, mask=inside, other=0.0).to(tl.float32)
-            one, two = (low * c - high * s).to(q.dtype.element_ty), (high * c + low * s).to(q.dtype.element_ty)
-            tl.store(queries, one, mask=is_query)
-            tl.store(queries + half, two, mask=is_query)
-            tl.store(keys, one, mask=inside & ~is_query)
-            tl.store(keys + half, two, mask=inside & ~is_query)

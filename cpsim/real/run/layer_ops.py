@@ -85,7 +85,8 @@ def embedding(weight_VC: Tensor, words_T: Tensor) -> Tensor:
 
 def embedding_bwd(dout_TC: Tensor, words_T: Tensor, weight_VC: Tensor) -> Tensor:
     """Gradient of the embedding."""
-    return torch.ops.aten.embedding_dense_backward(dout_TC, words_T, len(weight_VC), -1, False)
+    grad: Tensor = torch.ops.aten.embedding_dense_backward(dout_TC, words_T, len(weight_VC), -1, False)
+    return grad
 
 
 def adam(param_N: Tensor, narrow_N: Tensor, grad_N: Tensor, first_N: Tensor, second_N: Tensor) -> None:

@@ -94,4 +94,4 @@ def _sees_bands(
     return (low[kind] <= offset) & (offset <= high[kind]) | (low_2[kind] <= offset) & (offset <= high_2[kind])
 
 
-_RULES = {RUNS: _sees_run, CELLS: _sees_cell, BANDS: _sees_bands}
+_RULES: dict[int, Callable[..., Tensor]] = {RUNS: _sees_run, CELLS: _sees_cell, BANDS: _sees_bands}

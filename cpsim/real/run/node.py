@@ -6,10 +6,12 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Self
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from cpsim.errors import CpsimError
 from cpsim.real.measure import alone
@@ -40,8 +42,8 @@ class Node:
         self._one_machine = os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ["WORLD_SIZE"]
         if self._one_machine and os.path.exists("/sys/class/net/lo"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine: never ask for its name in the network
-        store, rank, size = next(dist.rendezvous("env://"))
-        fresh = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)  # not what the dead wrote
+        store, rank, size = next(rendezvous("env://"))
+        fresh = PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)  # not what the dead wrote
         dist.init_process_group(
             "nccl" if self.cuda else "gloo",
             store=fresh,
@@ -61,7 +63,7 @@ class Node:
         """Whether runners leave out all communication, see `stand_for`."""
         self._groups: dict[tuple[tuple[int, ...], str], Any] = {}
 
-    def __enter__(self) -> Node:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:

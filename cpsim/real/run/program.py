@@ -47,10 +47,10 @@ class Program:
             last = {lanes[j]: j for j in sorted(needed)}  # a lane runs in order: its latest call is enough
             waits.append(sorted(last.values()))
         ends = {lane: i for i, lane in enumerate(lanes) if lane != "compute"}
-        needed = {j for w in waits for j in w} | set(ends.values())
-        self.events = [torch.cuda.Event() if i in needed else None for i in range(len(calls))]
-        self.waits = [[self.events[j] for j in w] for w in waits]
-        self.ends = [self.events[i] for i in ends.values()]
+        waited = {i: torch.cuda.Event() for i in sorted({j for w in waits for j in w} | set(ends.values()))}
+        self.events = [waited.get(i) for i in range(len(calls))]
+        self.waits = [[waited[j] for j in w] for w in waits]
+        self.ends = [waited[i] for i in ends.values()]
         self.start = torch.cuda.Event()
 
     def rehearse(self) -> None:

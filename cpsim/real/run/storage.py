@@ -302,7 +302,7 @@ class Memory:
 
     def _targets(self, op: int) -> dict[int, list[Access]]:
         """What a collective leaves on every rank."""
-        s, by_rank = self.schedule, {}
+        s, by_rank = self.schedule, dict[int, list[Access]]()
         for a in range(s.access_start[op], s.access_start[op + 1]):
             if s.access_mode[a] != READ:
                 access = self._access(a)

@@ -73,10 +73,10 @@ def time_ops(op: Callable[[], object], num: int, device: torch.device) -> list[f
         return times
     starts = [torch.cuda.Event(enable_timing=True) for _ in range(num)]
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(num)]
-    for start, end in zip(starts, ends, strict=True):
-        start.record()
+    for before, after in zip(starts, ends, strict=True):
+        before.record()
         op()
-        end.record()
+        after.record()
     torch.cuda.synchronize(device)
     return [start.elapsed_time(end) / 1e3 for start, end in zip(starts, ends, strict=True)]
 

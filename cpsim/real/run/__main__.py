@@ -28,7 +28,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.load import load_scenarios, scenario_from
+from cpsim.case.load import load_scenarios
 from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError

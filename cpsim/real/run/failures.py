@@ -11,7 +11,8 @@ from typing import Any, Final
 
 import torch
 
-from cpsim.case.scenario import Scenario, scenario_from
+from cpsim.case.load import scenario_from
+from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
 from cpsim.prediction.runs import Run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -120,7 +119,7 @@ class Lowering:
                 if target.mode != UPDATE and self.s.kind[i] not in ATTENTION_KINDS:
                     continue  # sums of nothing
                 source = target if target.mode != UPDATE else next(a for a in accesses if a.mode == READ)
-                unseen = self._unseen_by(*made_by[source.buffer]) if source.buffer in made_by else []
+                unseen: Ints | list[int] = self._unseen_by(*made_by[source.buffer]) if source.buffer in made_by else []
                 rows = _rows_of(target, np.setdiff1d(target.tokens, unseen))
                 self.left[target.buffer][rows] += 1
         for buffer in np.flatnonzero(self.s.buffer_rank == self.rank).tolist():
@@ -285,7 +284,10 @@ class Lowering:
         rows = {t: self._rows_or_span(_rows_of(a, a.tokens)) for t, a in given.items()}
         queries, keys = given["q"].tokens, given["kv"].tokens
         mask = local_slices(
-            self.s.tiles, int(self.s.tile[op.index]), partial(np.searchsorted, queries), partial(np.searchsorted, keys)
+            self.s.tiles,
+            int(self.s.tile[op.index]),
+            lambda tokens: np.searchsorted(queries, tokens),
+            lambda tokens: np.searchsorted(keys, tokens),
         )
         return given, rows, attention.prepare_mask(mask, len(queries), len(keys), device=self.device)
 

@@ -24,7 +24,7 @@ from cpsim.models.attention.kernels import (
     calls,
     listed_calls,
 )
-from cpsim.models.attention.tiles import floor_sum, parts_fetched, tile_rows, tiles_of_row
+from cpsim.models.attention.tiles import floor_sum, tile_rows, tiles_of_row
 from cpsim.models.profile import load_profile
 
 KERNELS = sorted(load_profile("h200").attention)
@@ -66,35 +66,6 @@ def test_tile_counts_equal_brute_force_on_the_mask(backward, causal):
         assert [
             tiles_of_row(i, q, k, causal, tile_q, tile_k, packed, backward) for i in range(len(per_row))
         ] == per_row.tolist()
-
-
-def test_parts_of_code_are_counted_by_the_tiles_that_rows_have_before_those_that_the_mask_cuts():
-    rng = np.random.default_rng(3)
-    for _ in range(200):
-        q, extra, tile_k = (int(x) for x in rng.integers([1, 0, 1], [900, 500, 3]))
-        tile_q, tile_k = 128, 64 * tile_k
-        rows = range(tile_rows(q, q + extra, True, tile_q, tile_k, 1, False)[0])
-        tiles = [tiles_of_row(row, q, q + extra, True, tile_q, tile_k, 1, False) for row in rows]
-        more = [min(max(n - tile_q // tile_k, 0), 2) for n in tiles]
-        assert parts_fetched(q, q + extra, tile_q, tile_k) == sum(more)
-
-
-def test_only_causal_documents_of_a_few_hundred_tokens_wait_for_instructions():
-    """Not shorter ones, whose rows run one part of the code, nor longer ones, nor the first blocks of all SMs."""
-    fitted = load_profile("h200").attention["sdpa_flash", "fwd"]
-
-    def slower(tokens, documents, causal, heads=32):
-        lengths = np.full(documents, tokens)
-        shape = np.array([0, documents]), lengths, lengths, np.full(documents, causal), *np.full((2, 1), heads)
-        with_, without = (
-            float(attention_seconds(params, *shape, 128, np.array([True]))[0])
-            for params in (dataclasses.replace(fitted, fetch_s=s, discrepancy=NONE) for s in (fitted.fetch_s, 0.0))
-        )
-        return with_ / without
-
-    assert slower(384, 40, True) > 1.15
-    assert slower(128, 120, True) == slower(384, 40, False) == slower(384, 2, True, heads=40) == 1.0
-    assert slower(4096, 8, True) < 1.01
 
 
 @pytest.mark.parametrize("key", KERNELS)
@@ -186,7 +157,7 @@ def test_blocks_that_find_their_slots_held_wait_for_whichever_is_free_first():
 
 def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_are():
     def end(num, held, hold_s):
-        return pairs(np.zeros(num), np.full(num, 6.0), num, 4, 0.6, 0.5, 1, held, hold_s)
+        return pairs(np.zeros(num), np.full(num, 6.0), num, 4, 0.6, 1, held, hold_s)
 
     assert end(6, 1, 1e3) == pytest.approx(end(6, 0, 0.0)) == pytest.approx(10.0)
     assert end(8, 1, 3.0) == pytest.approx(3.0 + 10.0, abs=1e-3)
@@ -274,16 +245,6 @@ def counters():
     return rows
 
 
-def test_a_gpus_counters_say_that_rows_of_causal_documents_wait_for_instructions_where_they_are_short():
-    """Not shorter ones, which run fewer parts of the code, nor longer ones, nor without a mask."""
-    documents = [row for row in counters() if row["varlen"]]
-    waiting = {(row["kernel"], row["causal"], row["tokens"]): row["no_instruction"] for row in documents}
-    short = {key for key in waiting if key[1] and key[2] in (320, 512)}
-    assert len(waiting) == 20
-    assert min(waiting[key] for key in short) >= 0.24
-    assert max(waiting[key] for key in waiting.keys() - short if key[2] != 1024) <= 0.04
-
-
 def test_grids_and_blocks_on_an_sm_are_those_that_a_gpu_launches():
     rows = [row for row in counters() if "splitkv" not in row["name"]]
     assert len(rows) == 40
@@ -326,9 +287,9 @@ def test_what_h200_tells_of_flexattention_at_head_dimension_64_predicts_masks_on
 
 
 def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():
-    def end(blocks, num_sms=1, alone=0.6, share=0.5):
+    def end(blocks, num_sms=1, alone=0.6):
         idle, work = np.array(blocks, float).T.copy()
-        return pairs(idle, work, len(idle), num_sms, alone, share, 1)
+        return pairs(idle, work, len(idle), num_sms, alone, 1)
 
     assert end([(1, 6)]) == pytest.approx(7)
     assert end([(1, 6), (1, 6)]) == pytest.approx(1 + 6 / 0.6)
@@ -337,14 +298,9 @@ def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhea
     assert end([(1, 6)] * 2, num_sms=2) == pytest.approx(7)
 
 
-def test_the_older_block_of_an_sm_gets_more_done_so_that_the_third_one_starts_earlier():
+def test_equal_blocks_of_an_sm_end_together_and_the_third_one_has_it_to_itself():
     idle, work = np.zeros(3), np.full(3, 6.0)
-    even, uneven = (pairs(idle, work, 3, 1, 0.6, share, 1) for share in (0.5, 0.75))
-    assert even == pytest.approx(6 / 0.6 + 6, rel=1e-6)  # the third block has the SM to itself
-    first = 6 / (1.2 * 0.75)
-    second = first + (6 - first * 1.2 * 0.25) / (1.2 * 0.75)
-    assert uneven == pytest.approx(second + 6 - (second - first) * 1.2 * 0.25, rel=1e-6)
-    assert uneven < even
+    assert pairs(idle, work, 3, 1, 0.6, 1) == pytest.approx(6 / 0.6 + 6, rel=1e-6)
 
 
 def test_blocks_out_of_step_are_slowed_between_not_at_all_and_fully():
@@ -357,7 +313,7 @@ def test_the_longest_of_the_last_blocks_runs_on_by_itself():
     left = np.array([0.0] * 7 + [10.0])
     assert finish(left, 4, 0.6) == pytest.approx(6.0)
     then = np.zeros((2, 2))
-    assert next_end(np.zeros((2, 2)), 0, 0.6, 0.5, then) == math.inf
+    assert next_end(np.zeros((2, 2)), 0.6, then) == math.inf
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from refits import drift
 
-from cpsim.calibrate import fit, fit_attention, fit_host, measurement, profile
+from cpsim.calibrate import fit, fit_attention, fit_host, measurement
 from cpsim.calibrate.fit_network import errors_of_slowdowns
-from cpsim.calibrate.recipes import DATA, measurements, points_file, stand_in
+from cpsim.calibrate.recipes import DATA, manifest, measurements, points_file, stand_in
 from cpsim.calibrate.residuals import large, measured, predicted_attention, residuals, summary, usable, visits_of
 from cpsim.errors import ProfileError
 from cpsim.masks.blocks import visits
 from cpsim.masks.slices import dense_mask
+from cpsim.models import profile
 from cpsim.models.attention.blocks import FEATURES, correction
 from cpsim.models.attention.discrepancy import NONE
 from cpsim.models.attention.kernels import ANATOMY, anatomy_at
@@ -147,18 +148,6 @@ def test_a_kernel_rests_on_a_gpu_alike_where_few_calls_tell():
     assert errors["alike"] < min(0.01, 0.5 * errors["alone"]), errors
     other = fit_attention.fit_kernel(key, [p | {"head_dim": 64} for p in points[:24]], truth.num_sms, alike=theirs)
     assert other.head_dim == 64  # nothing was measured at the head dimension that theirs tells most of
-
-
-@pytest.mark.parametrize("even", fit_attention.SHARES)
-def test_calls_tell_under_which_masks_blocks_share_sms_evenly(even):
-    params = dataclasses.replace(load_profile("h200").attention["sdpa_flash", "fwd"].at(64), discrepancy=NONE)
-    uneven = dataclasses.replace(params, older_share=0.57, older_share_full=0.57)
-    truth = dataclasses.replace(uneven, **{even: 0.5})
-    pool = [p for p in measurement.load(points_file("h200-head-dim-64-4.jsonl")).of("attention") if p["pass"] == "fwd"]
-    exact = predicted_attention(truth, pool).tolist()
-    points = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)]
-    assert fit_attention._best_shares(uneven, points) == truth
-    assert fit_attention.fit_few(points, truth, {even: 0.05, "pair_s": 0.05}) == truth
 
 
 def test_a_kernel_with_a_handful_of_calls_is_left_out():
@@ -497,33 +486,36 @@ def test_other_head_dimensions_and_kernels_of_one_pass_survive_a_round_trip():
     assert from_json(json.loads(to_json(profile_)), "test").attention == attention
 
 
-def test_older_profiles_have_one_share_and_factor_for_all_masks_and_do_not_say_how_much_calls_differ():
-    data = json.loads(to_json(load_profile("h200")))
-    for params in data["attention"].values():
-        for name in ("older_share_full", "unaligned_full_factor", "calls_s", "calls_spread"):
-            params.pop(name, None)
-        for name in ("aligns_keys", "aligns_queries"):
-            params["anatomy"].pop(name, None)
-    older = from_json(data, "older").attention
-    params = older["fa2", "fwd"]
-    assert params.older_share_full == params.older_share > 0.5
-    assert older["cudnn", "bwd"].unaligned_full_factor == older["cudnn", "bwd"].unaligned_factor > 1
-    assert older["cudnn", "bwd"].anatomy.aligns_keys
-    assert not older["fa4", "bwd"].anatomy.aligns_keys
-    assert params.spread(np.array([1e-3])) == 0
-
-
-def test_older_profiles_with_covariances_of_parameters_are_read_without():
-    text = to_json(load_profile("a100"))
-    older = json.loads(text) | {"covariance": {"attention fwd fa2": {"names": ["pair_s"], "covariance": [[1e-6]]}}}
-    assert to_json(from_json(older, "older")) == text
-
-
 def test_every_shipped_profile_round_trips():
     assert shipped_profiles() == ["a100", "b200", "h100", "h100-fa3", "h200"]
     for name in shipped_profiles():
         text = (profile.FOLDER / f"{name}.json").read_text()
-        assert to_json(from_json(json.loads(text), name)) == text
+        base = json.loads(text).get("base")
+        assert base == manifest()["profiles"][name].get("base")
+        assert to_json(load_profile(name), load_profile(base) if base else None) == text
+
+
+def test_a_profile_takes_from_its_base_what_it_does_not_give(tmp_path):
+    base, host = load_profile("a100"), dataclasses.replace(load_profile("a100").host, graph_s=1e-3)
+    few = dict([*base.attention.items()][:1])
+    path = tmp_path / "other.json"
+    profile.save_profile(dataclasses.replace(base, name="other", host=host, attention=few), path, base)
+    assert json.loads(path.read_text()).keys() == {"attention", "base", "format", "host", "name", "schema"}
+    assert load_profile(path) == dataclasses.replace(base, name="other", host=host)
+
+
+def test_a_base_that_is_missing_is_named(tmp_path):
+    profile.save_profile(load_profile("a100"), path := tmp_path / "other.json")
+    path.write_text(path.read_text().replace('"format"', '"base": "none-such",\n "format"'))
+    with pytest.raises(ProfileError, match="expected its base 'none-such' beside it or among"):
+        load_profile(path)
+
+
+def test_a_profile_of_an_older_version_says_what_to_do(tmp_path):
+    path = tmp_path / "old.json"
+    path.write_text(json.dumps({"format": "cpsim-profile", "schema": profile.SCHEMA - 1}))
+    with pytest.raises(ProfileError, match="this version reads 4; make it again with `cpsim fit`"):
+        load_profile(path)
 
 
 def test_the_h100_profile_says_where_its_network_comes_from():
@@ -700,15 +692,6 @@ def test_every_kind_of_op_has_a_launch_time():
     host = load_profile("h200").host
     for kind in Kind:
         assert 5e-6 < host.seconds(kind.name.lower(), "fa4") < 3e-4
-
-
-def test_gains_of_older_profiles_are_those_of_all_kernels():
-    older = json.loads(to_json(load_profile("h200")))
-    older["host"] |= {"captured_gain_s": 3e-6, "captured_message_gain_s": 1e-6}
-    del older["host"]["streamed_gain_s"]
-    host = from_json(older, "older").host
-    assert host.captured_gain_s == {"fwd": 3e-6, "bwd": 3e-6, "memory-bound": 3e-6, "message": 1e-6}
-    assert host.streamed_gain_s == fit_host.NO_GAINS
 
 
 def test_a_profile_has_measured_what_its_own_points_say_and_not_what_its_base_has():

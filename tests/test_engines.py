@@ -70,8 +70,7 @@ def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
         for _ in range(len(schedule))
     ]
     classes = draw(st.lists(st.integers(0, 2), min_size=len(schedule), max_size=len(schedule)))
-    factors = draw(st.lists(st.sampled_from([1.0, 1.1, 2.0]), min_size=18, max_size=18))
-    slowdown, waiting = np.array(factors).reshape(2, 3, 3)
+    factors = draw(st.lists(st.sampled_from([1.0, 1.1, 2.0]), min_size=9, max_size=9))
     return schedule, dataclasses.replace(
         work,
         flow_start=np.concatenate(([0], np.cumsum([len(f) for f in flows]))),
@@ -79,8 +78,7 @@ def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
         flow_bytes=np.array([nbytes for f in flows for nbytes in f.values()], np.float64),
         link_bytes_per_s=np.array(draw(st.lists(rates, min_size=num_links, max_size=num_links))),
         pressure=np.array(classes, np.int8),
-        slowdown=slowdown,
-        waiting=waiting,
+        slowdown=np.array(factors).reshape(3, 3),
     )
 
 
@@ -105,7 +103,7 @@ def test_fast_engine_equals_the_reference_where_links_are_shared(case):
 def test_event_engine_without_sharing_equals_max_plus(case):
     schedule, work = case
     free = dataclasses.replace(free_work(work.duration_s, work.release_s), eager=work.eager)
-    unshared = dataclasses.replace(free, slowdown=np.array([[1.0, 1.0], [2.0, 1.0]]), waiting=np.ones((2, 2)))
+    unshared = dataclasses.replace(free, slowdown=np.array([[1.0, 1.0], [2.0, 1.0]]))
     np.testing.assert_allclose(simulate(schedule, unshared).end_s, simulate(schedule, free).end_s, rtol=1e-12)
 
 
@@ -196,26 +194,9 @@ def test_interference_slows_both_sides_only_while_both_run():
         free_work(np.array([1.0, 3.0]), np.zeros(2)),
         pressure=np.array([0, 1], np.int8),
         slowdown=np.array([[1.0, 1.25], [2.0, 1.0]]),
-        waiting=np.ones((2, 2)),
     )
     for engine in (simulate, simulate_reference):
         np.testing.assert_allclose(engine(schedule, work).end_s, [1.25, 1.25 + 3.0 - 1.25 / 2])
-
-
-def test_a_communication_slows_the_rank_on_which_it_waits_for_another():
-    lanes = [[(0, 0)], [(1, 0)], [(0, 1), (1, 1)]]  # computations of two ranks; the exchange waits for the second's
-    schedule = schedule_of(2, lanes, [[], [], [1]])
-    work = dataclasses.replace(
-        free_work(np.array([6.0, 2.0, 1.0]), np.array([0.0, 0.0, 0.5])),
-        pressure=np.array([0, 0, 1], np.int8),
-        slowdown=np.array([[1.0, 2.0], [1.0, 1.0]]),
-        waiting=np.array([[1.0, 1.25], [1.0, 1.0]]),
-    )
-    # full speed until the launch at 0.5, then 1 / 1.25 until the exchange starts at 2, then half until 3
-    for engine in (simulate, simulate_reference):
-        line = engine(schedule, work)
-        np.testing.assert_allclose(line.start_s, [0.0, 0.0, 2.0])
-        np.testing.assert_allclose(line.end_s, [3.0 + 6.0 - 0.5 - 1.5 / 1.25 - 0.5, 2.0, 3.0])
 
 
 def _relay(eager: bool) -> tuple[Schedule, Work]:

@@ -378,7 +378,6 @@ def _grade(gpu: str, networks: Sequence[Measurements]) -> str:
 
 def _source(m: Measurements, gpu: str) -> dict[str, Any]:
     use = "network, host launches of communication, interference" if m.of("collective") else "launches, power, copies"
-    use = "interference" if m.of("waiting") else use
     use = "kernels" if m.of("attention") else use
     use = "matrix products and memory-bound ops of layers" if m.of("gemm") else use
     use = "everything" if m.of("attention") and m.of("collective") else use

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -20,11 +19,9 @@ from cpsim.models.attention.blocks import correction
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
 from cpsim.models.attention.kernels import (
     ANATOMY,
-    EVEN_SHARE,
     FITTED,
     NAIVE,
     PER_PAIR,
-    SHARES,
     AttentionParams,
     anatomy_at,
 )
@@ -66,16 +63,11 @@ _START = {
     "query_pair_s": 1.6e-10,
     "query_cut_share": 0.2,
     "unaligned_query_cut_share": 0.7,
-    "older_share": 0.57,
-    "older_share_full": 0.57,
-    "fetch_s": 5e-6,
 }
 _BOUNDS = {
     "busy_threshold": (0.3, 1.0),
     "busy_power": (1e-3, 1.5),
     "alone_factor": (0.5, 1.0),
-    "older_share": (0.5, 0.8),
-    "older_share_full": (0.5, 0.8),
     "unaligned_factor": (0.8, 2.0),
     "unaligned_full_factor": (0.8, 2.0),
     "odd_factor": (1.0, 2.0),
@@ -83,10 +75,7 @@ _BOUNDS = {
     "banded_factor": (1.0, 2.5),
     "query_cut_share": (1e-3, 1.5),
     "unaligned_query_cut_share": (1e-3, 1.5),
-    "fetch_s": (3e-6, 3e-5),
 }
-"""Where ``fetch_s`` is shorter nothing waits for instructions, and no derivative tells."""
-
 
 OF_QUERIES = ("query_pair_s", "query_cut_share", "unaligned_query_cut_share")
 """What there is where other blocks than those that own keys compute scores, too: those that own queries."""
@@ -137,7 +126,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
                 "unaligned_banded_pair_s": 3.6e-10,
                 "unaligned_factor": 1.3,
             }
-    two_blocks = {"split_pair_s", "split_call_s", "alone_factor", "fetch_s", *SHARES}
+    two_blocks = {"split_pair_s", "split_call_s", "alone_factor"}
     unused = two_blocks if not (flash2 and forward) else set()
     unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
     unused |= {"unaligned_factor"} if naive or not (anatomy.aligns_keys or lists) else set()
@@ -152,7 +141,7 @@ def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
     if naive:
         unused |= {"block_causal_s", "busy_power"}
     for name in unused:
-        start[name] = {"factor": 1.0, "share": 0.5}.get(name.rpartition("_")[2], 0.0)
+        start[name] = 1.0 if name.endswith("factor") else 0.0
     fixed = {"busy_threshold"} if naive else set()
     return tuple(name for name in FITTED if name not in unused | fixed), start
 
@@ -170,7 +159,7 @@ is compiled by itself and may have few points."""
 SPARSE_FITTED = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
 HEAD_DIM_FITTED = dict.fromkeys(
-    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", "fetch_s", *OF_CODE), 0.05
+    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", *OF_CODE), 0.05
 ) | dict.fromkeys(OF_LISTED, VARIANT_PRIOR)
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
@@ -308,8 +297,6 @@ def _near(
     theirs = alike.at(dim)
     start = replace(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
-        older_share=theirs.older_share,
-        older_share_full=theirs.older_share_full,
         discrepancy=theirs.discrepancy,
     )
     if not points:
@@ -330,23 +317,7 @@ def _alone(key: tuple[str, str], params: AttentionParams, dim: int, points: Sequ
         name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in _free(*key)[0] if name in HEAD_DIM_FITTED or many
     }
     made = fit_few(points, _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim)), priors)
-    if (shared := _best_shares(made, points)) != made:
-        made = fit_few(points, shared, priors)
     return _with_discrepancy(made, points)
-
-
-def _best_shares(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
-    """The same, or with blocks that share SMs evenly, under a mask or without: what the points are nearest to.
-
-    No derivative tells: blocks end together or they do not.
-    """
-
-    def error(made: AttentionParams) -> float:
-        left_over = np.log(predicted_attention(made, points) / measured(points))
-        return float(np.abs(left_over - np.median(left_over)).mean())
-
-    choices = itertools.product((params.older_share, EVEN_SHARE), (params.older_share_full, EVEN_SHARE))
-    return min((replace(params, older_share=a, older_share_full=b) for a, b in choices), key=error)
 
 
 def _at_head_dim(
@@ -370,8 +341,7 @@ def fit_few(
     `steps` as in STEPS; with a narrow one alone, a flat optimum far from the start is left to how processors round.
     """
     times = measured(points)
-    even = {name for name in SHARES if getattr(start, name) == EVEN_SHARE}  # and so they stay
-    names = tuple(name for name in priors if getattr(start, name) > 0 and name not in even)
+    names = tuple(name for name in priors if getattr(start, name) > 0)
     prior = np.array([priors[name] for name in names])
     first = np.log([getattr(start, name) for name in names])
 
@@ -383,7 +353,7 @@ def fit_few(
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior * (x - first)])
 
-    bounded = ("alone_factor", *SHARES)  # two blocks on an SM make no sense beyond
+    bounded = ("alone_factor",)  # two blocks on an SM make no sense beyond
     low, high = np.array([np.log(_BOUNDS[name]) if name in bounded else (-np.inf, np.inf) for name in names]).T
     with np.errstate(invalid="ignore"):  # steps to where nothing is finite are taken back
         return build(descend(error, first.clip(low + 1e-6, high - 1e-6), (low, high), steps, 60))

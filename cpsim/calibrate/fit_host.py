@@ -7,13 +7,11 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from cpsim.calibrate.fit_layers import latency_and_bandwidth
 from cpsim.calibrate.measurement import LOAD_BYTES, ROUNDS, Measurements, Point
 from cpsim.calibrate.residuals import measured
 from cpsim.errors import ProfileError
-from cpsim.models.cache import share_cached
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
 from cpsim.models.standin import StandIn
@@ -23,8 +21,6 @@ Floats = NDArray[np.float64]
 NO_GAINS: Final[Mapping[str, float]] = {"fwd": 0.0, "bwd": 0.0, "memory-bound": 0.0, "message": 0.0}
 FIRST_CALL: Final = ("sdpa_flash", "fwd")
 """Kernel and pass in graphs that every process measured, and older ones did not name."""
-MOST_GAIN = 0.95
-"""Of a cache: share of the time that what it holds can save."""
 DISTURBED = 2.0
 """See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
 
@@ -41,35 +37,7 @@ def fit_elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elemen
         mine = [p for p in points if p["kind"] == kind]
         nbytes = np.array([p["nbytes"] for p in mine], float)
         latency[kind], bandwidth[kind] = latency_and_bandwidth(nbytes, measured(mine))
-    cache_bytes, gain = _fit_cache([p for p in chosen if p["op"] == "cached"], stand_in)
-    return ElementwiseParams(
-        latency_s=latency, bandwidth_bytes_per_s=bandwidth, cache_bytes=cache_bytes, cache_gain=gain
-    )
-
-
-def _fit_cache(points: Sequence[Point], stand_in: StandIn | None) -> tuple[float, float]:
-    """Bytes of the L2 cache and what it saves, least squares of log time; by default those of what stands in.
-
-    Every kind has a latency and a bandwidth of its own here: these kernels may have run on another machine.
-    """
-    if not points:
-        if stand_in is None:
-            return 0.0, 0.0
-        return stand_in.profile.elementwise.cache_bytes, stand_in.profile.elementwise.cache_gain
-    kinds, kind = np.unique([p["kind"] for p in points], return_inverse=True)
-    nbytes, reused = (np.array([p[name] for p in points], float) for name in ("nbytes", "reused"))
-    seconds = measured(points)
-
-    def error(x: Floats) -> Floats:
-        latency, bandwidth = np.exp(x[2:]).reshape(2, -1)
-        slow = 1 - x[1] * share_cached(reused, np.exp(x[0]))
-        return np.asarray(np.log((latency[kind] + nbytes / bandwidth[kind] * slow) / seconds))
-
-    start = [np.log(5e7), 0.5, *np.log([4e-6] * len(kinds)), *np.log([4e12] * len(kinds))]
-    least, most = np.full((2, len(start)), [[-np.inf], [np.inf]])
-    least[1], most[1] = 0.0, MOST_GAIN
-    found = least_squares(error, start, bounds=(least, most), loss="soft_l1", f_scale=0.05, diff_step=1e-3).x
-    return float(np.exp(found[0])), float(found[1])
+    return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
 
 def fit_host(

@@ -123,7 +123,7 @@ def _port(points: Sequence[Point], num_ranks: int) -> float:
 
 
 def fit_interference(points: Sequence[Point]) -> InterferenceParams:
-    """Slowdowns from overlaps and from communications that wait, of all shapes together.
+    """Slowdowns from overlaps, of all shapes together.
 
     How much a computation is slowed is seen both where it lies inside a communication and where a communication lies
     inside it; a communication's slowdown only where it lies inside.
@@ -136,7 +136,6 @@ def fit_interference(points: Sequence[Point]) -> InterferenceParams:
     return InterferenceParams(
         computation=factors(computation),
         communication=factors(communication),
-        waiting=factors(_waits([p for p in points if p["op"] == "waiting"])),
     )
 
 
@@ -179,16 +178,6 @@ def overlaps(points: Sequence[Point]) -> tuple[Spans, Spans]:
                 lost = together[i] - alone[i]
                 store.setdefault(name, {}).setdefault(other, []).append((beside, lost))
     return computation, communication
-
-
-def _waits(points: Sequence[Point]) -> Spans:
-    """What computations lose beside communications that wait."""
-    store: Spans = {}
-    for p in points:
-        name, other = _names(p)
-        alone, beside = (float(np.median(p[f"a_{how}_s"])) for how in ("alone", "beside"))
-        store.setdefault(name, {}).setdefault(other, []).append((beside, beside - alone))
-    return store
 
 
 def _names(p: Point) -> tuple[str, str]:

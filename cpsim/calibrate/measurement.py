@@ -24,7 +24,6 @@ of the processes until it was written) and the parameters of its op:
     transfer      kind, num_ranks, nbytes (per message)
     fabric        between (emulated) nodes: kind, nbytes, num_nodes, gpus_per_node, and flows or num_ranks, num_groups
     overlap       a computation and a communication, alone and together, one inside the other
-    waiting       a computation alone and beside a communication that waits for rank 0 all the time
     interference  two endless streams of ops, alone and together
     sustained     one kernel over seconds of load
     check         relative error of a kernel against plain fp32 attention
@@ -227,5 +226,5 @@ def _check_point(path: Path, number: int, point: dict[str, Any]) -> None:
     samples = point.get("samples_s")
     if not isinstance(samples, list) or not all(isinstance(s, int | float) and 0 <= s < 3600 for s in samples):
         raise ProfileError(f"{path}:{number}: 'samples_s' must be a list of seconds, at least 0")
-    if point["op"] not in ("error", "check", "interference", "overlap", "waiting", "memory") and not samples:
+    if point["op"] not in ("error", "check", "interference", "overlap", "memory") and not samples:
         raise ProfileError(f"{path}:{number}: {point['op']} point without samples")

@@ -86,6 +86,7 @@ def stand_in(name: str, folder: Path = FOLDER) -> StandIn | None:
 
 def make(name: str, folder: Path) -> Profile:
     """Fits one profile and writes it to a folder, which holds the profile that stands in for parts of it, if any."""
-    profile = fit_profile(measurements(name), name, stand_in(name, folder))
-    save_profile(profile, folder / f"{name}.json")
+    base = stand_in(name, folder)
+    profile = fit_profile(measurements(name), name, base)
+    save_profile(profile, folder / f"{name}.json", base.profile if base else None)
     return profile

@@ -12,7 +12,6 @@ from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import sequences
 from cpsim.models.attention.calls import attention_op_seconds, head_shapes
 from cpsim.models.attention.kernels import AttentionParams
-from cpsim.models.cache import share_cached, shares_cached, touched_bytes
 from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
@@ -65,7 +64,6 @@ class _Kernels:
     def costs(self) -> KernelCosts:
         schedule = self.schedule
         endless, full = np.zeros(len(schedule)), np.zeros(len(schedule))
-        cached = self._cached()
         group = np.full(len(schedule), GROUPS.index("memory-bound"), np.int8)
         for kind in schedule.kinds():
             if kind in COMMUNICATION_KINDS:
@@ -79,7 +77,7 @@ class _Kernels:
                 endless[ops], group[ops] = self._layer_ops(ops)
             elif kind in _MEMORY_NAMES:
                 name = self._memory_bound(kind)
-                endless[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops], cached[ops])
+                endless[ops] = elementwise_seconds(self.profile.elementwise, name, schedule.nbytes[ops])
             elif kind == Kind.GEMM:
                 endless[ops] = self._products()
                 group[ops] = GROUPS.index("matrix products")
@@ -87,12 +85,6 @@ class _Kernels:
 
     def _note(self, *notes: str) -> None:
         self.notes.update(dict.fromkeys(notes))
-
-    def _cached(self) -> Floats:
-        """Share of what memory-bound ops touch that the L2 cache holds, ``[N]``; other people's kernels are measured
-        as they run one after the other."""
-        size = self.profile.elementwise.cache_bytes
-        return shares_cached(self.schedule, size) if size and not self.given.sweeps else np.zeros(len(self.schedule))
 
     def _attention(self, ops: Ints, pass_: Pass) -> tuple[Floats, Floats]:
         """Seconds without a pause, at the clock that the power limit then leaves, and at the full clock."""
@@ -124,12 +116,9 @@ class _Kernels:
             strided = "copy"
             self._note("copies of strided rows: not measured, taken as copies")
         head_bytes = 2 * self.given.head_bytes
-        # a result waits for its copy while the rest of the call, and then of the copy, touches what else there is
-        reused = (touched_bytes(self.schedule)[ops] + (side_by_side + apart) * head_bytes) / 2
-        cached = share_cached(reused, costs.cache_bytes) / 2  # what is read; what is written is not there
         seconds = side_by_side / costs.bandwidth_bytes_per_s["copy"] + apart / costs.bandwidth_bytes_per_s[strided]
         launch = self.profile.host.captured_kernel_s or costs.latency_s["copy"]
-        return np.asarray(copies * launch + seconds * head_bytes * (1 - costs.cache_gain * cached))
+        return np.asarray(copies * launch + seconds * head_bytes)
 
     def _products(self) -> Floats:
         """Seconds of all matrix products, as slow as on the slowest GPU."""

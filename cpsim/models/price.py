@@ -88,7 +88,6 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
         link_bytes_per_s=capacity,
         pressure=pressure,
         slowdown=slowdown,
-        waiting=given.profile.interference.waits(given.kernel, names),
         eager=base.eager,
     )
     return Priced(work, base.group, base.notes)

@@ -1,7 +1,8 @@
 """The profile: every cost model's parameters for one GPU type, with errors, validity and provenance.
 
-Loads without scipy. Only this module knows the file format (JSON, integer `schema`). What it does not know in a file it
-leaves alone, such as `covariance`, which older ones have.
+Loads without scipy. Only this module knows the file format: JSON with an integer `schema`. A file may name another
+profile as its `base`, beside it or shipped, whose parts it then has where it gives none of its own; attention kernels
+add to those of the base.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from cpsim.models.host import HostParams
 from cpsim.models.network.collective import CollectiveParams, Curve
 from cpsim.models.network.interference import InterferenceParams
 
-SCHEMA = 3
+SCHEMA = 4
 FOLDER = Path(__file__).parent.with_name("data") / "profiles"
 
 
@@ -170,21 +171,45 @@ def _load(name: str) -> Profile:
         path = Path(name)
     if not path.exists():
         raise ProfileError(f"no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file")
+    return from_json(_with_base(_read(path), path), str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Parsed JSON of a profile file of this version."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ProfileError(f"{path}: cannot read this profile ({error}); is the file cut off?") from error
-    return from_json(data, str(path))
+    _check_format(data, str(path))
+    return dict(data)
 
 
-def from_json(data: Any, source: str) -> Profile:
-    """A profile from parsed JSON; `source` is named in errors."""
+def _check_format(data: Any, source: str) -> None:
     if not isinstance(data, dict) or data.get("format") != "cpsim-profile":
         raise ProfileError(f"{source}: expected format 'cpsim-profile'; is this a profile file?")
     if data.get("schema") != SCHEMA:
         older = isinstance(data.get("schema"), int) and data["schema"] < SCHEMA
         mend = "make it again with `cpsim fit`" if older else "update cpsim"
         raise ProfileError(f"{source}: schema {data.get('schema')!r}, this version reads {SCHEMA}; {mend}")
+
+
+def _with_base(data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A profile's data with the parts of its base that it gives none of its own of."""
+    if "base" not in data:
+        return data
+    places = (path.with_name(f"{data['base']}.json"), FOLDER / f"{data['base']}.json")
+    base = next((place for place in places if place.exists() and place != path), None)
+    if base is None:
+        raise ProfileError(f"{path}: expected its base {data['base']!r} beside it or among {shipped_profiles()}")
+    theirs = _read(base)
+    if "base" in theirs:
+        raise ProfileError(f"{path}: its base {base} has a base itself; expected one that stands alone")
+    return {**theirs, **data, "attention": {**theirs["attention"], **data.get("attention", {})}}
+
+
+def from_json(data: Any, source: str) -> Profile:
+    """A profile from parsed JSON without a base; `source` is named in errors."""
+    _check_format(data, source)
     try:
         profile = _build(data)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -223,7 +248,7 @@ def _build(data: dict[str, Any]) -> Profile:
         attention=attention,
         collective=collective,
         elementwise=ElementwiseParams(**data["elementwise"]),
-        host=_host_params(data["host"]),
+        host=HostParams(**data["host"]),
         interference=InterferenceParams(**data["interference"]),
         load={k: float(v) for k, v in data["load"].items()},
         sigma={k: float(v) for k, v in data["sigma"].items()},
@@ -234,32 +259,18 @@ def _build(data: dict[str, Any]) -> Profile:
     )
 
 
-def _host_params(value: dict[str, Any]) -> HostParams:
-    """Older files have one gain of all kernels, and one of messages."""
-    value = dict(value)
-    for how in ("captured", "streamed"):
-        message, gain = value.pop(f"{how}_message_gain_s", 0.0), value.get(f"{how}_gain_s", 0.0)
-        if not isinstance(gain, dict):
-            value[f"{how}_gain_s"] = dict.fromkeys(("fwd", "bwd", "memory-bound"), gain) | {"message": message}
-    return HostParams(**value)
-
-
 def _layer_costs(value: dict[str, Any]) -> LayerCosts:
     return LayerCosts(gemm=GemmParams(**value["gemm"]), ops=ElementwiseParams(**value["ops"]))
 
 
 def _attention_params(value: dict[str, Any]) -> AttentionParams:
-    """Older files have one share and one factor for all masks, and the latter wherever any length is not whole."""
-    one = {"older_share": "older_share_full", "unaligned_factor": "unaligned_full_factor"}
-    older = {full: value[name] for name, full in one.items() if name in value}
-    slows = "unaligned_full_factor" not in value and older.get("unaligned_full_factor", 1.0) != 1.0
     rest = {
-        "anatomy": Anatomy(**{"aligns_keys": slows, "aligns_queries": slows, **value["anatomy"]}),
+        "anatomy": Anatomy(**value["anatomy"]),
         "discrepancy": _discrepancy(value["discrepancy"]),
         "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
         **{name: tuple(map(float, value.get(name, ()))) for name in ("calls_s", "calls_spread")},
     }
-    return AttentionParams(**{**older, **value, **rest})
+    return AttentionParams(**{**value, **rest})
 
 
 def _discrepancy(value: dict[str, Any]) -> Discrepancy:
@@ -281,8 +292,18 @@ def _numbers(value: Any, where: str = "profile") -> Iterable[tuple[str, float]]:
         yield where, float(value)
 
 
-def to_json(profile: Profile) -> str:
-    """The profile as a JSON text, the same for equal profiles."""
+def to_json(profile: Profile, base: Profile | None = None) -> str:
+    """The profile as a JSON text, the same for equal profiles, without what it shares with its `base`."""
+    data = _data(profile)
+    if base is not None:
+        theirs = _data(base)
+        kernels = {key: value for key, value in data["attention"].items() if theirs["attention"].get(key) != value}
+        own = {key: value for key, value in data.items() if key not in theirs or theirs[key] != value}
+        data = {"schema": SCHEMA, "format": data["format"], "base": base.name, **own, "attention": kernels}
+    return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _data(profile: Profile) -> dict[str, Any]:
     data: dict[str, Any] = {"schema": SCHEMA, "format": "cpsim-profile"}
     for field in dataclasses.fields(profile):
         value = getattr(profile, field.name)
@@ -292,7 +313,7 @@ def to_json(profile: Profile) -> str:
             value = dataclasses.asdict(value)
         if value is not None:
             data[field.name] = value
-    return json.dumps(_rounded(data), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    return dict(_rounded(data))
 
 
 def _attention_data(params: AttentionParams) -> dict[str, Any]:
@@ -316,6 +337,6 @@ def _rounded(value: Any) -> Any:
     return value
 
 
-def save_profile(profile: Profile, path: str | Path) -> None:
-    """Writes a profile file."""
-    Path(path).write_text(to_json(profile), encoding="utf-8")
+def save_profile(profile: Profile, path: str | Path, base: Profile | None = None) -> None:
+    """Writes a profile file; with a `base`, which has to lie beside it or be a shipped one, only what differs."""
+    Path(path).write_text(to_json(profile, base), encoding="utf-8")

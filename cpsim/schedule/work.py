@@ -26,8 +26,6 @@ class Work:
 
     * Interference: classes of ops that run on one of its ranks beside it each take a share ``1 - 1 / slowdown[a, b]``
       of its speed, a its own pressure class; on the rank where most is taken, but 0.1 always remains.
-    * Waiting: an op of several ranks that has not started, though on one of them the hosts have launched it and what it
-      waits for there has ended, takes ``1 - 1 / waiting[a, b]`` on that rank, unless its class runs there as well.
     * Sharing: it moves ``flow_bytes`` over links while it runs, so at speed s it takes ``s * bytes / d`` of a link's
       rate. Links are shared max-min fairly: the byte rates of all ops (each measured on the link where it moves
       most) rise together until a link is full or an op runs at its own limit.
@@ -49,15 +47,13 @@ class Work:
     """Pressure class, ``[N]``."""
     slowdown: Floats
     """At least 1, ``[C, C]``."""
-    waiting: Floats
-    """Likewise, by ops that wait for other ranks."""
     eager: Bools
     """Transfers that leave their sender before the receiver is there, ``[N]``: see ``waits``."""
 
     @property
     def constant(self) -> bool:
         """Every op runs at full speed whatever else runs."""
-        return len(self.flow_link) == 0 and bool(np.all(self.slowdown == 1.0) and np.all(self.waiting == 1.0))
+        return len(self.flow_link) == 0 and bool(np.all(self.slowdown == 1.0))
 
 
 def free_work(duration_s: Floats, release_s: Floats) -> Work:
@@ -71,7 +67,6 @@ def free_work(duration_s: Floats, release_s: Floats) -> Work:
         link_bytes_per_s=np.zeros(0),
         pressure=np.zeros(len(duration_s), np.int8),
         slowdown=np.ones((1, 1)),
-        waiting=np.ones((1, 1)),
         eager=np.zeros(len(duration_s), np.bool_),
     )
 

@@ -27,6 +27,6 @@ def simulate(schedule: Schedule, work: Work) -> Timeline:
         return Timeline(schedule, start, end, cause)
     start, end, cause = run(first, before, schedule, work)
     if np.isnan(end).any():
-        waiting = int(np.flatnonzero(np.isnan(end))[0])
-        raise ScheduleError(f"deadlock: this op never starts: {schedule.op(waiting)}")
+        held_up = int(np.flatnonzero(np.isnan(end))[0])
+        raise ScheduleError(f"deadlock: this op never starts: {schedule.op(held_up)}")
     return Timeline(schedule, start, end, cause)

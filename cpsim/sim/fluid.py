@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from cpsim.masks.slices import Ints
 from cpsim.runtime.compiled import bare, compiled, inlined, prefetch, unsigned
 from cpsim.schedule.schedule import STREAMS, Int32, Schedule
-from cpsim.schedule.work import LEAST_SPEED, Floats, Work, has
+from cpsim.schedule.work import LEAST_SPEED, Floats, Work
 from cpsim.sim.heap import pop, set_key
 
-# One record per op, lane entry, flow, rank and link. Flows of a link are doubly linked: `head` is the first one, then
+# One record per op, flow, rank and link. Flows of a link are doubly linked: `head` is the first one, then
 # `following`; -1 ends a list. Sets that are emptied after every instant are arrays, [0] the number of members and then
 # the members, beside a flag in their records.
 
@@ -45,27 +45,13 @@ OP: Final = np.dtype(
 """One cache line. ``left``: seconds of work at full speed as of ``since``; ``limit``: speed if links were infinitely
 fast; ``pending``: predecessors still waited for; ``place``: in the heap. Entries of an op end where those of the next
 one begin, so there is one record more than ops."""
-LANE: Final = np.dtype([("rank", "u4"), ("pending", "i4")], align=True)
-"""``pending``: predecessors on its rank still waited for, `NEVER` in ops that never wait for other ranks, `WAITS` while
-its op does so here."""
-NEVER, WAITS = -1, -2
 FLOW: Final = np.dtype(
     [("link", "u4"), ("op", "u4"), ("following", "i4"), ("preceding", "i4"), ("rate", "f8")], align=True
 )
 """``rate``: bytes a second at full speed."""
-RANK: Final = np.dtype(
-    [
-        ("running", "i4"),
-        ("marked", "i4"),
-        ("present", "i8"),
-        ("waiting", "i8"),
-        ("was_present", "i8"),
-        ("was_waiting", "i8"),
-    ],
-    align=True,
-)
-"""``running``: how many ops; ``present``: these in two bits per pressure class: none, one, several; ``waiting``: one
-bit, some or none; ``was_``: the same at the end of the instant before."""
+RANK: Final = np.dtype([("running", "i4"), ("marked", "i4"), ("present", "i8"), ("was_present", "i8")], align=True)
+"""``running``: how many ops; ``present``: these in two bits per pressure class: none, one, several;
+``was_present``: what it was at the end of the instant before."""
 LINK: Final = np.dtype(
     [
         ("head", "i4"),
@@ -95,45 +81,41 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
         start, end and cause, ``[N]`` each, as in ``Timeline``; the end of an op that never starts is NaN.
     """
     num_ops, num_ranks = len(schedule), schedule.num_ranks
-    ops, lanes = _records(num_ops + 1, OP), _records(len(schedule.lane_rank), LANE)
-    flows, after = _records(len(work.flow_link), FLOW), np.empty(len(before), np.uint32)
-    shares = _shares(work.slowdown), 1.0 - 1.0 / work.waiting
-    first, before = unsigned(first, before)
+    ops, flows = _records(num_ops + 1, OP), _records(len(work.flow_link), FLOW)
+    after, shares = np.empty(len(before), np.uint32), _shares(work.slowdown)
+    first, before, lane_rank = unsigned(first, before, schedule.lane_rank)
     _fill_records(
         ops,
-        lanes,
         flows,
         schedule.lane_start,
-        schedule.lane_rank,
+        len(lane_rank),
         work.flow_start,
         work.flow_link,
         work.flow_bytes,
         first,
-        before,
         _successors(first, before, after),
         work.duration_s,
         work.release_s,
         work.pressure,
-        bool(np.any(shares[1] > 0)),
     )
     ranks, links = np.zeros(num_ranks, RANK), np.zeros(len(work.link_bytes_per_s), LINK)
     links["head"], links["capacity"] = -1, work.link_bytes_per_s
     start, end, cause = np.empty(num_ops), np.full(num_ops, np.nan), np.arange(num_ops, dtype=np.int32)
     _run(
         ops,
-        lanes,
+        lane_rank,
         flows,
         ranks,
         links,
         after,
         work.duration_s,
         work.flow_bytes,
-        *shares,
+        shares,
         start,
         end,
         cause,
         ops["place"],
-        *_scratch(num_ops, num_ranks, len(links), len(shares[0])),
+        *_scratch(num_ops, num_ranks, len(links), len(shares)),
     )
     return start, end, cause
 
@@ -147,51 +129,40 @@ def _records(count: int, dtype: np.dtype[Any]) -> NDArray[Any]:
 
 def _scratch(num_ops: int, num_ranks: int, num_links: int, num_classes: int) -> tuple[NDArray[Any], ...]:
     """What ``_run`` works with: a heap of ops and their keys; the ops that run on every rank, the latest one last,
-    counts of these and of waiting ops by rank and class, and limits by rank and class; the most bytes of ops over one
-    link; a stack of ops that start now; and sets: ops, a group's ops, ranks, links, a group's links."""
+    their number and limits by rank and class; the most bytes of ops over one link; a stack of ops that start now; and
+    sets: ops, a group's ops, ranks, links, a group's links."""
     sets = [np.empty(size + 1, np.uint32) for size in (num_ops, num_ops, num_ops, num_ranks, num_links, num_links)]
     heap, key, widest = np.empty(num_ops + 1, np.uint32), np.empty(num_ops + 1), np.empty(num_ops)
     for members in (heap, *sets):
         members[0] = 0
-    beside, counts = np.empty((num_ranks, len(STREAMS)), np.uint32), np.zeros((2, num_ranks, num_classes), np.int32)
+    beside, counts = np.empty((num_ranks, len(STREAMS)), np.uint32), np.zeros((num_ranks, num_classes), np.int32)
     return heap, key, beside, counts, np.zeros((num_ranks, num_classes)), widest, *sets
 
 
 @bare()
 def _fill_records(  # type: ignore[no-untyped-def]
     ops,
-    lanes,
     flows,
     lane_start,
-    lane_rank,
+    num_lanes,
     flow_start,
     flow_link,
     flow_bytes,
     first,
-    before,
     after_start,
     duration,
     release,
     pressure,
-    disturbs,
 ):
-    """Ops, their lane entries and flows; ``disturbs``: some class of ops does so while it waits for other ranks."""
+    """Ops and their flows."""
     end = ops[len(duration)]
-    end.first_lane, end.first_flow, end.first_after = len(lanes), len(flows), len(before)
+    end.first_lane, end.first_flow, end.first_after = num_lanes, len(flows), first[len(duration)]
     for op in range(len(duration)):
         ops[op].release, ops[op].left = release[op], duration[op]
         ops[op].since = ops[op].speed = ops[op].limit = 0.0
         ops[op].first_lane, ops[op].first_flow, ops[op].first_after = lane_start[op], flow_start[op], after_start[op]
         ops[op].pending, ops[op].pressure = first[op + 1] - first[op], pressure[op]
         ops[op].running = ops[op].marked = ops[op].grouped = ops[op].place = 0
-        waits = False
-        for entry in range(lane_start[op] + 1, lane_start[op + 1]):
-            waits |= disturbs and lane_rank[entry] != lane_rank[entry - 1]
-        for entry in range(lane_start[op], lane_start[op + 1]):
-            rank, pending = lane_rank[entry], 0 if waits else NEVER
-            for at in range(first[op], first[op + 1] if waits else first[op]):
-                pending += has(lane_rank, lane_start, before[at], rank)
-            lanes[entry].rank, lanes[entry].pending = rank, pending
         for entry in range(flow_start[op], flow_start[op + 1]):
             flows[entry].link, flows[entry].op = flow_link[entry], op
             flows[entry].rate = flow_bytes[entry] / duration[op]
@@ -213,14 +184,6 @@ def _successors(first, before, after):  # type: ignore[no-untyped-def]
     return start
 
 
-@inlined()
-def _runs_on(ops, lanes, op, rank):  # type: ignore[no-untyped-def]
-    found = False
-    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        found = found or lanes[entry].rank == rank
-    return found
-
-
 @compiled(nogil=True, error_model="numpy")
 def _shares(slowdown):  # type: ignore[no-untyped-def]
     """What running ops take of an op's speed, ``[class of the op, what is present on its rank, itself included]``."""
@@ -232,18 +195,6 @@ def _shares(slowdown):  # type: ignore[no-untyped-def]
                 if (present >> (2 * other)) & 3 > (other == own):
                     table[own, present] += 1.0 - 1.0 / slowdown[own, other]
     return table
-
-
-@inlined()
-def _limit(running, waiting, own, present, waits):  # type: ignore[no-untyped-def]
-    """Speed of an op of class ``own`` beside what is present on its rank and what waits there."""
-    left = 1.0 - running[own, present]
-    other = 0
-    while waits >> other:
-        if (waits >> other) & 1 and (present >> (2 * other)) & 3 == 0:
-            left -= waiting[own, other]
-        other += 1
-    return max(left, LEAST_SPEED)
 
 
 @inlined()
@@ -285,15 +236,14 @@ def _leave(lists, which, entries, entry):  # type: ignore[no-untyped-def]
 @bare()
 def _run(  # type: ignore[no-untyped-def]
     ops,
-    lanes,
+    lane_rank,
     flows,
     ranks,
     links,
     after,
     duration,
     flow_bytes,
-    running,
-    waiting,
+    shares,
     start,
     end,
     cause,
@@ -312,10 +262,10 @@ def _run(  # type: ignore[no-untyped-def]
     group_links,
 ):
     ahead = AHEAD * len(ranks)
-    lanes_ahead, flows_ahead = ahead * len(lanes) // len(ops), ahead * len(flows) // len(ops)
+    lanes_ahead, flows_ahead = ahead * len(lane_rank) // len(ops), ahead * len(flows) // len(ops)
     after_ahead = ahead * len(after) // len(ops)
     for op in range(len(end)):
-        if ops[op].pending == 0 or _is_ready_somewhere(ops, lanes, op):
+        if ops[op].pending == 0:
             set_key(heap, place, key, op, ops[op].release)
     while heap[0] > 0:
         now = key[1]
@@ -325,31 +275,27 @@ def _run(  # type: ignore[no-untyped-def]
                 ready[0] -= 1
             else:
                 op = pop(heap, place, key)
-            if ops[op].pending > 0:
-                _begin_waiting(ops, lanes, ranks, op, counts, new_ranks)
-                continue
             starts, lasts = not ops[op].running, ops[op].running or ops[op].left > 0
             if starts:
-                _end_waiting(ops, lanes, ranks, op, counts, new_ranks)
                 start[op] = ops[op].since = now
                 prefetch(ops, op + ahead)
-                prefetch(lanes, ops[op].first_lane + lanes_ahead)
+                prefetch(lane_rank, ops[op].first_lane + lanes_ahead)
                 prefetch(flows, ops[op].first_flow + flows_ahead)
                 prefetch(after, ops[op].first_after + after_ahead)
             if lasts:
                 _enter_or_leave(
-                    ops, lanes, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
+                    ops, lane_rank, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
                 )
             if not (starts and lasts):
                 end[op] = now
-                _release_followers(ops, lanes, ranks, after, heap, place, key, ready, cause, counts, new_ranks, op, now)
-        _review_ranks(ops, ranks, running, waiting, beside, limits, new_ops, new_ranks)
+                _release_followers(ops, after, heap, place, key, ready, cause, op, now)
+        _review_ranks(ops, ranks, shares, beside, limits, new_ops, new_ranks)
         _review_links(ops, flows, links, new_ops, new_links)
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
             limit = 1.0
             for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-                limit = min(limit, limits[lanes[entry].rank, ops[op].pressure])
+                limit = min(limit, limits[lane_rank[entry], ops[op].pressure])
             ops[op].limit = limit
         for i in range(1, new_ops[0] + 1):
             op = new_ops[i]
@@ -390,7 +336,7 @@ def _take_out(members, member, count):  # type: ignore[no-untyped-def]
 
 @inlined()
 def _enter_or_leave(  # type: ignore[no-untyped-def]
-    ops, lanes, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
+    ops, lane_rank, flows, ranks, links, op, starts, beside, counts, new_ops, new_ranks, new_links
 ):
     """Enter an op among those running on its ranks and links, or take it out; note what has to be reviewed."""
     ops[op].running = starts
@@ -398,10 +344,10 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
     if starts:
         _mark(ops, new_ops, op)
     for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        rank = lanes[entry].rank
-        counts[0, rank, pressure] += change
+        rank = lane_rank[entry]
+        counts[rank, pressure] += change
         ranks[rank].present &= ~(3 << 2 * pressure)
-        ranks[rank].present |= min(counts[0, rank, pressure], 2) << 2 * pressure
+        ranks[rank].present |= min(counts[rank, pressure], 2) << 2 * pressure
         if starts:
             beside[rank, ranks[rank].running] = op
         else:
@@ -418,75 +364,34 @@ def _enter_or_leave(  # type: ignore[no-untyped-def]
 
 
 @inlined()
-def _is_ready_somewhere(ops, lanes, op):  # type: ignore[no-untyped-def]
-    """Whether an op that may wait for other ranks waits for nothing on one of its ranks."""
-    ready = False
-    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        ready = ready or lanes[entry].pending == 0
-    return ready
-
-
-@inlined()
-def _begin_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
-    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        if lanes[entry].pending == 0:
-            rank, lanes[entry].pending = lanes[entry].rank, WAITS
-            counts[1, rank, ops[op].pressure] += 1
-            ranks[rank].waiting |= 1 << ops[op].pressure
-            _mark(ranks, new_ranks, rank)
-
-
-@inlined()
-def _end_waiting(ops, lanes, ranks, op, counts, new_ranks):  # type: ignore[no-untyped-def]
-    for entry in range(ops[op].first_lane, ops[op + 1].first_lane):
-        if lanes[entry].pending == WAITS:
-            rank, lanes[entry].pending = lanes[entry].rank, 0
-            counts[1, rank, ops[op].pressure] -= 1
-            if counts[1, rank, ops[op].pressure] == 0:
-                ranks[rank].waiting &= ~(1 << ops[op].pressure)
-            _mark(ranks, new_ranks, rank)
-
-
-@inlined()
-def _release_followers(  # type: ignore[no-untyped-def]
-    ops, lanes, ranks, after, heap, place, key, ready, cause, counts, new_ranks, op, now
-):
-    """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it.
-
-    One that still waits for other ranks is launched where it waits for nothing.
-    """
+def _release_followers(ops, after, heap, place, key, ready, cause, op, now):  # type: ignore[no-untyped-def]
+    """Whoever waited for nothing else than the end of ``op`` starts as soon as its host has launched it."""
     for entry in range(ops[op].first_after, ops[op + 1].first_after):
         follower = after[entry]
         ops[follower].pending -= 1
-        for at in range(ops[follower].first_lane, ops[follower + 1].first_lane):
-            if lanes[at].pending > 0 and _runs_on(ops, lanes, op, lanes[at].rank):
-                lanes[at].pending -= 1
         if ops[follower].pending == 0 and ops[follower].release <= now:
             cause[follower] = op
-            if ops[follower].place == 0:  # not launched at this instant
-                ready[0] += 1
-                ready[ready[0]] = follower
-        elif ops[follower].pending == 0 or (ops[follower].release > now and _is_ready_somewhere(ops, lanes, follower)):
+            ready[0] += 1
+            ready[ready[0]] = follower
+        elif ops[follower].pending == 0:
             set_key(heap, place, key, follower, ops[follower].release)
-        else:
-            _begin_waiting(ops, lanes, ranks, follower, counts, new_ranks)
 
 
 @inlined()
-def _review_ranks(ops, ranks, running, waiting, beside, limits, new_ops, new_ranks):  # type: ignore[no-untyped-def]
-    """Limits of what runs on ranks where other classes of ops run or wait than before; mark the ops whose limit there
+def _review_ranks(ops, ranks, shares, beside, limits, new_ops, new_ranks):  # type: ignore[no-untyped-def]
+    """Limits of what runs on ranks where other classes of ops run than before; mark the ops whose limit there
     changes."""
     for i in range(1, new_ranks[0] + 1):
         rank = new_ranks[i]
         ranks[rank].marked = 0
-        present, waits = ranks[rank].present, ranks[rank].waiting
-        if present == ranks[rank].was_present and waits == ranks[rank].was_waiting:
+        present = ranks[rank].present
+        if present == ranks[rank].was_present:
             continue
-        ranks[rank].was_present, ranks[rank].was_waiting = present, waits
+        ranks[rank].was_present = present
         changed, own = 0, 0
         while present >> (2 * own):
             if (present >> (2 * own)) & 3:
-                limit = _limit(running, waiting, own, present, waits)
+                limit = max(1.0 - shares[own, present], LEAST_SPEED)
                 changed |= (limit != limits[rank, own]) << own
                 limits[rank, own] = limit
             own += 1

@@ -28,20 +28,9 @@ def simulate_reference(schedule: Schedule, work: Work) -> Timeline:
     done = [env.event() for _ in range(num_ops)]
     floor = None if work.constant else _Floor(env, schedule, work)
 
-    def arrive(entry: int, op: int) -> Generator[Any, Any, None]:
-        """The op waits on one rank, should it not start on all of them."""
-        rank = schedule.lane_rank[entry]
-        here = [done[p] for p in before[first[op] : first[op + 1]].tolist() if rank in schedule.ranks_of(p)]
-        yield env.all_of([env.timeout(work.release_s[op]), *here])
-        assert floor is not None
-        floor.wait(op, int(rank))
-
     def run(op: int) -> Generator[Any, Any, None]:
         waits_for = before[first[op] : first[op + 1]].tolist()
         launched = env.timeout(work.release_s[op])
-        if floor is not None and len(set(schedule.ranks_of(op))) > 1:
-            for entry in range(schedule.lane_start[op], schedule.lane_start[op + 1]):
-                env.process(arrive(entry, op))
         yield env.all_of([launched, *(done[p] for p in waits_for)])
         start[op] = env.now
         if waits_for:
@@ -55,8 +44,8 @@ def simulate_reference(schedule: Schedule, work: Work) -> Timeline:
     try:
         env.run(until=env.all_of(processes))
     except RuntimeError as stuck:
-        waiting = next(op for op in range(num_ops) if not done[op].triggered)
-        raise ScheduleError(f"deadlock: this op never starts: {schedule.op(waiting)}") from stuck
+        held_up = next(op for op in range(num_ops) if not done[op].triggered)
+        raise ScheduleError(f"deadlock: this op never starts: {schedule.op(held_up)}") from stuck
     return Timeline(schedule, start, end, cause)
 
 
@@ -68,30 +57,15 @@ class _Floor:
         self.left: dict[int, float] = {}
         """Seconds of work at full speed that every running op has left."""
         self.exits: dict[int, simpy.Event] = {}
-        self.started: set[int] = set()
-        self.waiting: dict[int, set[int]] = {}
-        """Ops that wait on every rank."""
         self.changed = env.event()
         env.process(self._supervise())
 
     def enter(self, op: int) -> simpy.Event:
         """Start an op; the event returned occurs at its end."""
         self.left[op], self.exits[op] = float(self.work.duration_s[op]), self.env.event()
-        self.started.add(op)
-        for rank in self.schedule.ranks_of(op):
-            self.waiting.get(rank, set()).discard(op)
-        self._change()
-        return self.exits[op]
-
-    def wait(self, op: int, rank: int) -> None:
-        """An op that has not started waits on a rank."""
-        if op not in self.started:
-            self.waiting.setdefault(rank, set()).add(op)
-            self._change()
-
-    def _change(self) -> None:
         if not self.changed.triggered:
             self.changed.succeed()
+        return self.exits[op]
 
     def _supervise(self) -> Generator[Any, Any, None]:
         while True:
@@ -116,17 +90,15 @@ class _Floor:
         for op in running:
             for rank in self.schedule.ranks_of(op):
                 present.setdefault(rank, []).append(op)
-        limit = {op: min(self._left(op, rank, present[rank]) for rank in self.schedule.ranks_of(op)) for op in running}
+        limit = {op: min(self._left(op, present[rank]) for rank in self.schedule.ranks_of(op)) for op in running}
         return share_fairly(running, limit, self.work)
 
-    def _left(self, op: int, rank: int, present: list[int]) -> float:
+    def _left(self, op: int, present: list[int]) -> float:
         """Speed of an op beside others on one rank."""
         own, pressure = self.work.pressure[op], self.work.pressure
         running = {int(pressure[o]) for o in present if o != op}
-        waiting = {int(pressure[o]) for o in self.waiting.get(rank, ())} - {int(pressure[o]) for o in present}
-        factors = [self.work.slowdown[own, c] for c in sorted(running)]
-        factors += [self.work.waiting[own, c] for c in sorted(waiting)]
-        return max(1.0 - sum(1.0 - 1.0 / float(factor) for factor in factors), LEAST_SPEED)
+        taken = sum(1.0 - 1.0 / float(self.work.slowdown[own, c]) for c in sorted(running))
+        return max(1.0 - taken, LEAST_SPEED)
 
 
 def share_fairly(running: list[int], limit: dict[int, float], work: Work) -> dict[int, float]:

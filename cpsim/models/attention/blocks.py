@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpsim.masks.blocks import BANDS, BLOCK, CELLS
 from cpsim.models.attention.block_schedule import every_block, finish, overlap, pairs, queue, sum_of_runs
-from cpsim.models.attention.tiles import l2_group, num_splits, parts_fetched, split_tile, tile_rows, tiles_of_row
+from cpsim.models.attention.tiles import l2_group, num_splits, split_tile, tile_rows, tiles_of_row
 from cpsim.models.power import slowdown
 from cpsim.runtime.compiled import compiled
 
@@ -29,7 +29,7 @@ those without."""
 KNOWN = 4093
 """Prices of single-sequence calls that are remembered; prime, because lengths are multiples of powers of 2."""
 HIDING = 4.0
-"""How well the main kernel's loads of keys and instructions hide behind its tiles: exponent of a smooth maximum."""
+"""How well the main kernel's loads of keys hide behind its tiles: exponent of a smooth maximum."""
 HIDING_ENDS = 1.2
 """The same for queries and outputs, which a block moves before and after its tiles: hardly."""
 TABLE_ABOVE = 256
@@ -153,7 +153,6 @@ def _replay(  # type: ignore[no-untyped-def]
     tile_q,
     empties,
     slow,
-    share,
     held,
     hold_s,
     idle,
@@ -185,7 +184,7 @@ def _replay(  # type: ignore[no-untyped-def]
     idles, works = every_block(idle, number, n, repeats), every_block(work, number, n, repeats)
     mean, seeds = 0.0, min(max(SEEDS, SEEDS * PAIRED_WAVES * g.slots // launched), MOST_SEEDS)
     for seed in range(seeds):
-        mean += pairs(idles, works, len(idles), g.num_sms, g.alone_factor, share, seed + 1, held, hold_s) / seeds
+        mean += pairs(idles, works, len(idles), g.num_sms, g.alone_factor, seed + 1, held, hold_s) / seeds
     return mean
 
 
@@ -224,7 +223,7 @@ def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
+def _split(g, t, s, heads, splits, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
     """Makespan of flash-attn 2's split kernel: tiles of 64 queries, a block for every row and split."""
     tile_k = split_tile(g.head_dim)
     rows, columns = (s.queries + 63) // 64, (s.keys + tile_k - 1) // tile_k
@@ -243,7 +242,7 @@ def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ig
     for head in range(1, heads):
         for i in range(n):
             idle[head * n + i], work[head * n + i] = idle[i], work[i]
-    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, share, 1, held, hold_s)
+    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, 1, held, hold_s)
 
 
 @compiled()
@@ -283,18 +282,6 @@ def _prelude(g, s, num_heads, varlen):  # type: ignore[no-untyped-def]
 def hidden(seconds: float, others: float, how_well: float) -> float:
     """Seconds of what hides others behind it: their smooth maximum."""
     return float((seconds**how_well + others**how_well) ** (1.0 / how_well))
-
-
-@compiled()
-def _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makespan):  # type: ignore[no-untyped-def]
-    """Seconds that a causal varlen call waits for instructions."""
-    if num_blocks <= g.slots:  # the first blocks are in step and share what is fetched
-        return 0.0
-    parts = 0
-    for i in range(begin, end):
-        parts += parts_fetched(q_len[i], k_len[i], tile_q, g.tile_k) if causal[i] else 0
-    fetch = g.fetch_s * heads * parts / g.num_sms
-    return (hidden(makespan, fetch, HIDING) - makespan) * (1.0 - g.slots / num_blocks)
 
 
 @compiled()
@@ -347,7 +334,6 @@ def _in_order(  # type: ignore[no-untyped-def]
     tile_q,
     varlen,
     masked,
-    share,
     held,
     hold_s,
     empty,
@@ -375,7 +361,6 @@ def _in_order(  # type: ignore[no-untyped-def]
             tile_q,
             empties,
             slow,
-            share,
             held,
             hold_s,
             scratch[0],
@@ -394,8 +379,6 @@ def _in_order(  # type: ignore[no-untyped-def]
         makespan = _many_waves(g, paired, s, heads, latest)
     if not follow:
         makespan += empty * per_empty / g.slots
-    if g.fetch_s > 0.0 and varlen and masked:
-        makespan += _waits(g, q_len, k_len, causal, begin, end, heads, tile_q, num_blocks, makespan)
     return makespan
 
 
@@ -412,7 +395,6 @@ def _call(  # type: ignore[no-untyped-def]
     heads = num_kv_heads if g.packs_heads else num_heads
     tile_q = g.tile_q_causal if masked else g.tile_q_full
     t, per_empty = _times(g, shared, masked, varlen, end - begin, tile_q)
-    share = g.older_share if masked else g.older_share_full
     s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
     if s.num == 0:
         return 0.0, 1.0
@@ -424,7 +406,7 @@ def _call(  # type: ignore[no-untyped-def]
         tile_k = split_tile(g.head_dim)
         splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + tile_k - 1) // tile_k)
     if splits > 1:
-        makespan = _split(g, t, s, heads, splits, share, held, hold_s, scratch[0], scratch[1])
+        makespan = _split(g, t, s, heads, splits, held, hold_s, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim
         extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
     else:
@@ -443,7 +425,6 @@ def _call(  # type: ignore[no-untyped-def]
             tile_q,
             varlen,
             masked,
-            share,
             held,
             hold_s,
             empty,
@@ -596,7 +577,7 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
         once, idle = np.ones(n, np.int64), np.full(n, g.block_s)
         idles = every_block(idle, once, n, repeats)
         works = every_block((cost[:n] - idle) * g.alone_factor, once, n, repeats)
-        makespan = pairs(idles, works, n * repeats, g.num_sms, g.alone_factor, g.older_share, 1)
+        makespan = pairs(idles, works, n * repeats, g.num_sms, g.alone_factor, 1)
     else:
         last = min(repeats, max(1, REPLAYED_WAVES * g.slots // n))
         before = cost[:n].sum() * (repeats - last) / g.slots

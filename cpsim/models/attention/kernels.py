@@ -12,9 +12,6 @@ point, with several the varlen one, as `cpsim.real.run.attention` does.
 * Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles, the
   younger block's more, or both alike, which depends on how the kernel was compiled: equal blocks then end together,
   and those that follow meet again. Which blocks meet is what an H100 does where there are few waves of them.
-* The code for cut tiles, for checked ones and for all others does not stay in an SM's cache where its two blocks are at
-  different parts of it: rows of causal documents of a few hundred tokens wait for instructions, unless other tiles hide
-  that, as counters of an H200 show (studies/probes/counters.py). Without a mask there are fewer parts and no waits.
 * Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
   those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
 * The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
@@ -311,10 +308,6 @@ def anatomy_at(kernel: str, pass_: str, head_dim: int) -> Anatomy:
     return replace(anatomy, tile_q_causal=tiles[0], tile_q_full=tiles[1], tile_k=tiles[2])
 
 
-EVEN_SHARE = 0.5
-"""Of two blocks of an SM that get equally much done: equal ones end together, and what follows them is paired, too."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
     """One kernel and pass on one GPU type: its anatomy and the fitted times, all in seconds of one thread block."""
@@ -381,12 +374,6 @@ class AttentionParams:
     """The same where lengths are no multiples of the tile sizes."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
-    fetch_s: float = 0.0
-    """Least time of an SM for each part of code that the rows of a causal varlen call run after that for cut tiles."""
-    older_share: float = EVEN_SHARE
-    """Of what two blocks on an SM get done at their tiles under a causal mask, the part of the one that came first."""
-    older_share_full: float = EVEN_SHARE
-    """The same without a mask: other compiled code."""
     calls_s: tuple[float, ...] = ()
     """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
     calls_spread: tuple[float, ...] = ()
@@ -413,8 +400,6 @@ class AttentionParams:
 
 
 FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
-SHARES = ("older_share", "older_share_full")
-"""What tells how two blocks share an SM: no times."""
 PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
 """Those that grow with the head dimension; deciding about a pair does not."""
 

@@ -70,19 +70,6 @@ def tiles_of_row(row: int, q: int, k: int, causal: bool, tile_q: int, tile_k: in
 
 
 @compiled()
-def parts_fetched(q: int, k: int, tile_q: int, tile_k: int) -> int:
-    """Parts of code that the tile rows of a causal sequence run after that for tiles which the mask can cut: one for
-    the tile before those, whose bounds are checked, too, and one for all others."""
-    q, parts = min(q, k), 0
-    for more in range(2):
-        keys = ((tile_q + tile_k - 1) // tile_k + more) * tile_k
-        unseeing = max(0, keys - (k - q))  # queries before the first that sees more
-        if q > unseeing:
-            parts += (q + tile_q - 1) // tile_q - unseeing // tile_q
-    return parts
-
-
-@compiled()
 def l2_group(heads: int, k: int, head_dim: float) -> int:
     """Heads whose keys and values fit the L2 cache together, a power of two."""
     group = 1

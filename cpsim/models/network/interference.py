@@ -8,7 +8,7 @@ attention kernel runs also waits for that kernel's last blocks to be scheduled; 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,6 @@ class InterferenceParams:
     """By computation (`fa4 fwd`, `memory-bound`) and communication: of the computation."""
     communication: Mapping[str, Mapping[str, float]]
     """By the same: of the communication."""
-    waiting: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """By the same: of the computation, while the communication waits for another rank. Empty where not measured."""
 
     def slowdown(self, kernel: str, classes: Sequence[str]) -> Floats:
         """Matrix [C, C] of slowdowns of class a while class b runs on the same GPU.
@@ -56,11 +54,6 @@ class InterferenceParams:
                 matrix[i, j] *= _factor(running, communication, {0: 1.0})
                 matrix[j, i] *= _factor(moving, communication, {})
         return matrix
-
-    def waits(self, kernel: str, classes: Sequence[str]) -> Floats:
-        """Matrix [C, C] of slowdowns of class a while class b waits for another rank; arguments as of ``slowdown``."""
-        named = [_of(self.waiting, work, kernel) for work in classes]
-        return np.array([[_factor(factors, other, {0: 1.0}) for other in classes] for factors in named])
 
 
 def _of(factors: Mapping[str, Mapping[str, float]], work: str, kernel: str) -> Mapping[str, float]:

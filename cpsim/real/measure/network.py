@@ -37,7 +37,6 @@ from cpsim.real.run.timing import hold, host_seconds, provenance, soak, time_ops
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 MEMORY_BOUND = ("merge", "copy")
-WAITING_S = 3e-3
 """Computation beside a communication that waits."""
 LEAD_S = 3e-5
 """By which a communication starts before the computation that it disturbs."""
@@ -459,37 +458,6 @@ class Overlap:
             )
 
 
-def measure_waiting(node: Network, deadline: float) -> None:
-    """What a communication kernel costs the computation beside it while it waits for rank 0, which comes late.
-
-    Nothing moves meanwhile, but its thread blocks hold their SMs. Points are of op `waiting`: seconds of a run of
-    compute ops on rank 1, to which rank 0 sends in a ring, alone and beside the communication that waits all the time.
-    """
-    overlap = Overlap(node, (("fa4", 4096, 1), ("fa2", 4096, 1)) if node.cuda else ())
-    late = node.rank == 0
-    sizes = (64, 512, 1, 8) if node.cuda else (4,)
-    kinds = ("ring", "all_to_all", "all_gather", "reduce_scatter")
-    for units, kind, a in itertools.product(sizes, kinds, overlap.loads):
-        if node.late(deadline):
-            break
-        op = overlap.communication(kind, units)
-        per_op = node.maximum([min(time_ops(overlap.loads[a], 4, node.device))])[0]
-        count = int(np.clip(round(WAITING_S / per_op), 1, 200))
-
-        def lately(op: Launch | None = op, seconds: float = 2 * count * per_op) -> None:
-            hold(seconds, node.device)
-            if op is not None:
-                op()
-
-        compute = (overlap.loads[a], count) if node.rank == 1 else None
-        runs = (None, lately if late else op)  # the mean over ranks is that of one rank
-        alone, both = ([s * node.size for s in overlapped(node, compute, b, overlap.streams, 10)[0]] for b in runs)
-        parameters = {"a": a, "b": kind, "nbytes": units * overlap.unit, "num_ranks": node.size, "a_count": count}
-        node.add("waiting", [], **parameters, a_alone_s=alone, a_beside_s=both)
-        if node.rank == 0:
-            print(f"waiting {a:14s} {kind:12s} {units:4d}: x{np.median(both) / np.median(alone):.3f}", flush=True)
-
-
 def measure_interference(node: Network, deadline: float) -> None:
     """Endless streams of computation and communication, at both stream priorities; two communications at once."""
     ranks = tuple(range(node.size))
@@ -601,8 +569,6 @@ def measure_inside(node: Network, parts: str, seed: int, started: float, seconds
         measure_network(node, np.random.default_rng(seed), started + seconds * 0.4)
     if "overlap" in parts:
         measure_overlap(node, started + seconds * 0.75)
-    if "waiting" in parts:
-        measure_waiting(node, started + seconds)
     if "loops" in parts:
         measure_interference(node, started + seconds)
 

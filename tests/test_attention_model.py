@@ -16,19 +16,13 @@ from cpsim.masks.blocks import BANDS, CELLS, RUNS, Visits, visits
 from cpsim.masks.shapes import mask_slices
 from cpsim.models.attention.block_schedule import STEPS, finish, homes, next_end, overlap, pairs, queue, sum_of_runs
 from cpsim.models.attention.discrepancy import NONE
-from cpsim.models.attention.kernels import (
-    ANATOMY,
-    AttentionParams,
-    anatomy_at,
-    attention_seconds,
-    calls,
-    listed_calls,
-)
+from cpsim.models.attention.kernels import KERNELS, anatomy_at
+from cpsim.models.attention.params import AttentionParams, attention_seconds, calls, listed_calls
 from cpsim.models.attention.tiles import floor_sum, tile_rows, tiles_of_row
 from cpsim.models.profile import load_profile
 
-KERNELS = sorted(load_profile("h200").attention)
-SKIPPING = [key for key in KERNELS if ANATOMY[key].tile_q_causal]
+MEASURED = sorted(load_profile("h200").attention)
+SKIPPING = [key for key in MEASURED if not KERNELS[key].anatomy.holds_scores]
 """Those that do not compute what a mask hides."""
 
 
@@ -68,7 +62,7 @@ def test_tile_counts_equal_brute_force_on_the_mask(backward, causal):
         ] == per_row.tolist()
 
 
-@pytest.mark.parametrize("key", KERNELS)
+@pytest.mark.parametrize("key", MEASURED)
 def test_cost_grows_with_the_sequence(key):
     sizes = 1024 * 2 ** np.arange(8)
     for causal in (False, True):
@@ -84,7 +78,7 @@ def test_a_causal_call_costs_less_than_a_full_one_and_more_than_half_of_it(key):
     assert 0.48 * full < causal < 0.75 * full
 
 
-@pytest.mark.parametrize("key", KERNELS)
+@pytest.mark.parametrize("key", MEASURED)
 def test_more_heads_cost_more(key):
     times = [price(key, 8192, 8192, True, heads=4 * n, kv_heads=n) for n in (1, 2, 4, 8)]
     assert np.all(np.diff(times) > 0)
@@ -418,7 +412,7 @@ def test_backward_moves_whole_tiles_of_accumulators():
     assert nbytes(65) > 1.4 * nbytes(64)
 
 
-@pytest.mark.parametrize("key", [key for key in SKIPPING if key[1] == "bwd" and not ANATOMY[key].lists_blocks])
+@pytest.mark.parametrize("key", [key for key in SKIPPING if key[1] == "bwd" and not KERNELS[key].anatomy.lists_blocks])
 def test_backward_of_short_documents_is_bound_by_memory(key):
     params = load_profile("h200").attention[key]
     lengths = np.full(400, 64)
@@ -493,9 +487,7 @@ def test_code_that_checks_bounds_is_for_lengths_that_are_not_whole_tiles(kernel,
 
 def listing(kernel, pass_, **times):
     """A kernel that lists blocks, with round times and without traffic and power limit."""
-    zeros = {f.name: 0.0 for f in dataclasses.fields(AttentionParams) if f.type == "float"}
-    ones = dict.fromkeys(("busy_threshold", "alone_factor", "unaligned_factor", "unaligned_celled_factor"), 1.0)
-    return AttentionParams(anatomy=ANATOMY[kernel, pass_], num_sms=7, head_dim=128, **(zeros | ones | times))
+    return AttentionParams(anatomy=KERNELS[kernel, pass_].anatomy, num_sms=7, head_dim=128, **times)
 
 
 def scheduled(blocks, num_sms=7):

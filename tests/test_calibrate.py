@@ -17,7 +17,7 @@ from cpsim.masks.slices import dense_mask
 from cpsim.models import profile
 from cpsim.models.attention.blocks import FEATURES, correction
 from cpsim.models.attention.discrepancy import NONE
-from cpsim.models.attention.kernels import ANATOMY, anatomy_at
+from cpsim.models.attention.kernels import KERNELS, anatomy_at
 from cpsim.models.profile import from_json, load_profile, shipped_profiles, to_json
 from cpsim.real.measure.shapes import Shape, draw_masked, extremes_first, informative_order
 
@@ -480,7 +480,7 @@ def test_other_head_dimensions_and_kernels_of_one_pass_survive_a_round_trip():
     params = shipped.attention["fa4", "fwd"]
     changed = {"head_dim": 64, "discrepancy": NONE, "head_dims": ()}
     small = dataclasses.replace(params, anatomy=anatomy_at("fa4", "fwd", 64), **changed)
-    sparse = dataclasses.replace(small, anatomy=ANATOMY["flashinfer", "fwd"])
+    sparse = dataclasses.replace(small, anatomy=KERNELS["flashinfer", "fwd"].anatomy)
     attention = {("fa4", "fwd"): dataclasses.replace(params, head_dims=(small,)), ("flashinfer", "fwd"): sparse}
     profile_ = dataclasses.replace(shipped, attention=attention)
     assert from_json(json.loads(to_json(profile_)), "test").attention == attention

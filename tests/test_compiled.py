@@ -77,6 +77,13 @@ def test_machine_code_outlasts_another_installation_of_the_same_sources(folder):
     assert result(written(folder.with_name("installed"))) == (11, True)
 
 
+def test_kept_machine_code_that_cannot_be_read_is_made_again(folder):
+    assert result(folder) == (11, False)
+    for index in (folder.parent / "kept").rglob("*.nbi"):
+        index.write_bytes(index.read_bytes()[:-20])
+    assert [result(folder), result(folder)] == [(11, False), (11, True)]
+
+
 def test_of_processes_that_start_together_one_compiles(folder):
     together = [started(folder) for _ in range(3)]
     assert sorted(answer(process)[1] for process in together) == [False, True, True]

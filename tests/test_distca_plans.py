@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsim.errors import ScenarioError
-from cpsim.models.attention.kernels import attention_seconds
+from cpsim.models.attention.params import attention_seconds
 from cpsim.models.profile import load_profile
 from cpsim.prediction.step.planner_kernel import planner_kernel
 from cpsim.strategies.distca.batches import iteration, sample

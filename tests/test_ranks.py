@@ -14,7 +14,7 @@ from cpsim.calibrate.measurement import load
 from cpsim.calibrate.recipes import manifest, points_file, runs_file
 from cpsim.case.load import scenario_from
 from cpsim.case.resolve import cluster_of, workload_of
-from cpsim.models.attention.kernels import attention_seconds
+from cpsim.models.attention.params import attention_seconds
 from cpsim.models.profile import load_profile
 from cpsim.schedule.schedule import COMMUNICATION_KINDS, Kind
 from cpsim.strategies.steps.layer import plan_scenario

@@ -11,7 +11,7 @@ from cpsim.calibrate.measurement import load
 from cpsim.errors import CpsimError
 from cpsim.masks.blocks import visits
 from cpsim.masks.slices import UNBOUNDED, Slices
-from cpsim.models.attention.kernels import calls, listed_calls
+from cpsim.models.attention.params import calls, listed_calls
 from cpsim.models.profile import load_profile
 from studies.dcp.report import dcp_record, dcp_view
 from studies.dcp.reproduce import (

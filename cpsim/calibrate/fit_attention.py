@@ -17,14 +17,8 @@ from cpsim.errors import ProfileError
 from cpsim.masks.blocks import BANDS, CELLS, RUNS
 from cpsim.models.attention.blocks import correction
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
-from cpsim.models.attention.kernels import (
-    ANATOMY,
-    FITTED,
-    NAIVE,
-    PER_PAIR,
-    AttentionParams,
-    anatomy_at,
-)
+from cpsim.models.attention.kernels import KERNELS, anatomy_at
+from cpsim.models.attention.params import FITTED, PER_PAIR, AttentionParams
 from cpsim.models.standin import StandIn
 from cpsim.runtime.processes import mapped
 
@@ -33,37 +27,6 @@ Floats = NDArray[np.float64]
 FEWEST_CALLS = 6
 """Fewer calls of a kernel and pass without a stand-in give no model of it."""
 
-_START = {
-    "pair_s": 1e-10,
-    "block_s": 3e-6,
-    "block_shared_s": 1e-6,
-    "block_causal_s": 3e-7,
-    "block_varlen_s": 3e-7,
-    "block_decode_s": 2e-7,
-    "call_s": 5e-6,
-    "call_varlen_s": 2e-6,
-    "traffic_s_per_byte": 2.8e-13,
-    "busy_threshold": 0.8,
-    "busy_power": 0.4,
-    "alone_factor": 0.58,
-    "split_pair_s": 3.8e-10,
-    "split_call_s": 2e-6,
-    "unaligned_factor": 1.02,
-    "unaligned_full_factor": 1.02,
-    "odd_factor": 1.02,
-    "unaligned_celled_factor": 1.2,
-    "partial_pair_s": 2.5e-11,
-    "celled_pair_s": 1.6e-10,
-    "banded_pair_s": 2.5e-9,
-    "unaligned_partial_pair_s": 1e-10,
-    "unaligned_celled_pair_s": 3e-10,
-    "unaligned_banded_pair_s": 2.8e-9,
-    "banded_factor": 1.3,
-    "block_banded_s": 2e-5,
-    "query_pair_s": 1.6e-10,
-    "query_cut_share": 0.2,
-    "unaligned_query_cut_share": 0.7,
-}
 _BOUNDS = {
     "busy_threshold": (0.3, 1.0),
     "busy_power": (1e-3, 1.5),
@@ -76,10 +39,7 @@ _BOUNDS = {
     "query_cut_share": (1e-3, 1.5),
     "unaligned_query_cut_share": (1e-3, 1.5),
 }
-
-OF_QUERIES = ("query_pair_s", "query_cut_share", "unaligned_query_cut_share")
-"""What there is where other blocks than those that own keys compute scores, too: those that own queries."""
-OF_RULE = {
+PARAMS_BY_RULE = {
     "celled_pair_s": CELLS,
     "unaligned_celled_pair_s": CELLS,
     "unaligned_celled_factor": CELLS,
@@ -88,79 +48,34 @@ OF_RULE = {
     "banded_factor": BANDS,
     "block_banded_s": BANDS,
 }
-"""What only calls tell whose pairs are decided by this rule."""
-OF_LISTED = ("partial_pair_s", "unaligned_partial_pair_s", *OF_RULE, *OF_QUERIES)
-"""What there is where a function decides about pairs in blocks of a list."""
+"""Parameters that only calls tell whose pairs are decided by this rule."""
+PARAMS_BY_PAIR = (
+    "partial_pair_s",
+    "unaligned_partial_pair_s",
+    *PARAMS_BY_RULE,
+    "query_pair_s",
+    "query_cut_share",
+    "unaligned_query_cut_share",
+)
+"""Parameters of kernels whose function decides about pairs in listed blocks."""
 
 
-def _free(kernel: str, pass_: str) -> tuple[tuple[str, ...], dict[str, float]]:
-    """Names to fit and where all parameters start; what is not fitted has no effect."""
-    flash2, forward = kernel in ("fa2", "sdpa_flash"), pass_ == "fwd"
-    anatomy, naive = ANATOMY[kernel, pass_], kernel in NAIVE
-    lists = anatomy.lists_blocks
-    start = dict(_START)
-    start["pair_s"] *= (1.0 if forward else 2.2) * ((3.4 if forward else 2.2) if flash2 else 1.0)
-    if kernel == "math":  # on a CPU, which has no power limit that a call would meet
-        start |= {
-            "pair_s": 2e-8,
-            "block_s": 2e-6,
-            "block_shared_s": 1e-6,
-            "block_varlen_s": 1e-5,
-            "call_s": 3e-4,
-            "call_varlen_s": 1e-5,
-            "traffic_s_per_byte": 1e-10,
-            "busy_threshold": 1.0,
-        }
-    if flash2:
-        start |= {"busy_threshold": 0.85, "busy_power": 0.13}
-        if forward:
-            start |= {"block_causal_s": 4e-6, "block_s": 2e-6, "block_decode_s": 1.5e-7}
-            start |= {"call_s": 4e-6, "call_varlen_s": 1e-6}
-    if lists:
-        start["pair_s"] *= 1.7
-        if not forward:
-            start |= {
-                "banded_pair_s": 6e-10,
-                "unaligned_partial_pair_s": 1.8e-10,
-                "unaligned_celled_pair_s": 1.8e-10,
-                "unaligned_banded_pair_s": 3.6e-10,
-                "unaligned_factor": 1.3,
-            }
-    two_blocks = {"split_pair_s", "split_call_s", "alone_factor"}
-    unused = two_blocks if not (flash2 and forward) else set()
-    unused |= {"block_varlen_s", "block_decode_s", "call_varlen_s"} if kernel == "cudnn" or lists else set()
-    unused |= {"unaligned_factor"} if naive or not (anatomy.aligns_keys or lists) else set()
-    unused |= {"unaligned_full_factor"} if kernel == "math" or lists or not anatomy.aligns_keys else set()
-    unused |= {"odd_factor"} if kernel != "sdpa_math" else set()
-    unused |= {"block_causal_s"} if lists else set()
-    unused |= {"block_shared_s"} if lists and (forward or kernel != "flex") else set()
-    not_here = OF_QUERIES if forward else ("unaligned_celled_factor", "block_banded_s")
-    unused |= set(not_here if kernel == "flex" else OF_LISTED)
-    if anatomy.gathers_keys:  # neither causal nor dense
-        unused |= {"block_causal_s", "block_varlen_s", "call_varlen_s"}
-    if naive:
-        unused |= {"block_causal_s", "busy_power"}
-    for name in unused:
-        start[name] = 1.0 if name.endswith("factor") else 0.0
-    fixed = {"busy_threshold"} if naive else set()
-    return tuple(name for name in FITTED if name not in unused | fixed), start
-
-
-OF_CODE = ("unaligned_factor", "unaligned_full_factor", "odd_factor")
-"""How variants of a kernel's code compare. GPUs alike run the same, so that few calls of one need not tell again."""
+PARAMS_OF_CODE = ("unaligned_factor", "unaligned_full_factor", "odd_factor")
+"""How variants of a kernel's code compare: shared by GPUs with the same number of SMs, and not fitted again to few
+calls."""
 STEPS = (0.5, 0.25, 0.12, 0.06, 0.25, 0.12, 0.06)
 """Differences of logarithms for derivatives: replays of blocks jump a little, so wide ones come first, to see past
 that, and once more from where narrow ones ended."""
-SPARSE = 20
+MIN_POINTS_FULL_FIT = 20
 """Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
 VARIANT_PRIOR = 0.01
 """Weight that holds the logarithms of parameters of single ways to decide about pairs near where a fit starts: each way
 is compiled by itself and may have few points."""
-SPARSE_FITTED = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
+FITTED_TO_FEW = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
 HEAD_DIM_FITTED = dict.fromkeys(
-    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", *OF_CODE), 0.05
-) | dict.fromkeys(OF_LISTED, VARIANT_PRIOR)
+    ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", *PARAMS_OF_CODE), 0.05
+) | dict.fromkeys(PARAMS_BY_PAIR, VARIANT_PRIOR)
 """The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
 128."""
@@ -175,6 +90,11 @@ QUARTILES = 1.349
 """Between those of a normal distribution, in standard deviations."""
 
 
+def fitted_names(key: tuple[str, str]) -> tuple[str, ...]:
+    """Parameters that calls of a kernel and pass tell, in the order of `AttentionParams`."""
+    return tuple(name for name in FITTED if name in KERNELS[key].start)
+
+
 def fit_attention(
     points: Sequence[Point], num_sms: int, stand_in: StandIn | None
 ) -> dict[tuple[str, str], AttentionParams]:
@@ -182,12 +102,12 @@ def fit_attention(
     points = [p for p in points if p["op"] == "attention"]
     keys = sorted({(p["kernel"], p["pass"]) for p in points})
     for key in keys:
-        if key not in ANATOMY:
-            raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(ANATOMY)}")
+        if key not in KERNELS:
+            raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(KERNELS)}")
     groups = [[p for p in points if (p["kernel"], p["pass"]) == key] for key in keys]
     alike = [stand_in.alike(key, num_sms) if stand_in else None for key in keys]
     starts = [
-        stand_in.start(key, num_sms) if stand_in and theirs is None and len(mine) < SPARSE else None
+        stand_in.start(key, num_sms) if stand_in and theirs is None and len(mine) < MIN_POINTS_FULL_FIT else None
         for key, mine, theirs in zip(keys, groups, alike, strict=True)
     ]
     calls = list(zip(keys, groups, [num_sms] * len(keys), starts, alike, strict=True))
@@ -212,7 +132,7 @@ def fit_kernel(
     change as there; what the model leaves over is nearly the same.
     """
     if sparse is not None:
-        return fit_few(points, sparse, SPARSE_FITTED, STEPS[1:4])
+        return fit_few(points, sparse, FITTED_TO_FEW, STEPS[1:4])
     (commonest, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     alike = alike if alike is not None and any(p["head_dim"] == alike.head_dim for p in points) else None
     head_dim = int(commonest) if alike is None else alike.head_dim
@@ -229,19 +149,16 @@ def fit_kernel(
 
 def _fit_all(key: tuple[str, str], points: Sequence[Point], head_dim: int, num_sms: int) -> AttentionParams:
     """All parameters that points of one head dimension tell, from values that any GPU's are near."""
-    names, start = _free(*key)
-    rules = {rule_of(p) for p in points}
-    for name in names:
-        if OF_RULE.get(name, RUNS) not in rules | {RUNS}:
-            names, start = tuple(n for n in names if n != name), start | {name: float(name.endswith("factor"))}
+    rules, start = {rule_of(p) for p in points} | {RUNS}, KERNELS[key].start
+    names = tuple(name for name in fitted_names(key) if PARAMS_BY_RULE.get(name, RUNS) in rules)
     times = measured(points)
 
     def build(x: Floats) -> AttentionParams:
-        values = start | dict(zip(names, np.exp(x).tolist(), strict=True))
-        return AttentionParams(anatomy=ANATOMY[key], num_sms=num_sms, head_dim=head_dim, **values)
+        values = dict(zip(names, np.exp(x).tolist(), strict=True))
+        return AttentionParams(anatomy=KERNELS[key].anatomy, num_sms=num_sms, head_dim=head_dim, **values)
 
     first = np.log([start[name] for name in names])
-    kept = np.array([name in OF_LISTED for name in names])
+    kept = np.array([name in PARAMS_BY_PAIR for name in names])
 
     def error(x: Floats) -> Floats:
         prior = VARIANT_PRIOR * (x - first)[kept]
@@ -307,14 +224,14 @@ def _near(
 
 def _near_priors(key: tuple[str, str]) -> dict[str, float]:
     """What is fitted of a kernel near a GPU alike, and weights that hold it there."""
-    return {name: NEAR for name in _free(*key)[0] if name not in OF_CODE}
+    return {name: NEAR for name in fitted_names(key) if name not in PARAMS_OF_CODE}
 
 
 def _alone(key: tuple[str, str], params: AttentionParams, dim: int, points: Sequence[Point]) -> AttentionParams:
     """A kernel at another head dimension, to which pairs are proportional but for what the points tell."""
     many = len(points) >= MANY
     priors = {
-        name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in _free(*key)[0] if name in HEAD_DIM_FITTED or many
+        name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in fitted_names(key) if name in HEAD_DIM_FITTED or many
     }
     made = fit_few(points, _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim)), priors)
     return _with_discrepancy(made, points)
@@ -368,11 +285,11 @@ LENGTHS = (1.5, 1.5, 1.5, 1.0, 3.0, 3.0, 3.0, 0.4, 0.3, 1.0, 1.0)
 """Prior scales of blocks.FEATURES, by what they mean: octaves of waves, tiles, unevenness, causal, ..."""
 DISCREPANCY = 0.05
 """Prior standard deviation of what the model leaves over."""
-KIN = 0.02
+SIGMA_ACROSS_GPUS = 0.02
 """Standard deviation of the same on a GPU alike from it here."""
 SUPPORT = 300
 """Support points of a discrepancy."""
-TRUSTED = 0.25
+MAX_RESIDUAL = 0.25
 """Larger leftovers count as this: a single call does not speak for its neighbours."""
 
 
@@ -381,15 +298,15 @@ def fit_discrepancy(features: Floats, left_over: Floats, theirs: Discrepancy = N
 
     Noise and a common factor of the length scales maximise the marginal likelihood; support points are chosen
     greedily where the process is least certain (pivoted Cholesky decomposition). What is left over on a GPU alike is
-    observed here, too, at its support points, within `KIN`.
+    observed here, too, at its support points, within `SIGMA_ACROSS_GPUS`.
     """
     support, *rest = theirs.arrays()
     own, features = len(left_over), np.concatenate([features, support])
-    y = np.append(left_over, [correction(look, support, *rest) for look in support]).clip(-TRUSTED, TRUSTED)
+    y = np.append(left_over, [correction(look, support, *rest) for look in support]).clip(-MAX_RESIDUAL, MAX_RESIDUAL)
 
     def counts(noise: float) -> Floats:
         """What an observation counts beside one of this GPU."""
-        return np.where(np.arange(len(y)) < own, 1.0, (noise / KIN) ** 2)
+        return np.where(np.arange(len(y)) < own, 1.0, (noise / SIGMA_ACROSS_GPUS) ** 2)
 
     def likelihood(noise: float, factor: float) -> float:
         matrix = _kernel_matrix(features, features, factor) + np.diag(noise**2 / counts(noise))
@@ -426,7 +343,7 @@ def _kernel_matrix(a: Floats, b: Floats, factor: float) -> Floats:
 
 def rule_of(point: Point) -> int | None:
     """How pairs of partial blocks are decided in a call of a kernel that lists blocks, if it has such blocks."""
-    if not ANATOMY[point["kernel"], point["pass"]].lists_blocks:
+    if not KERNELS[point["kernel"], point["pass"]].anatomy.lists_blocks:
         return None
     return visits_of(point).partial_rule()
 

@@ -23,7 +23,7 @@ from typing import Any, Final
 from cpsim.calibrate.measurement import Point
 from cpsim.case.cluster import presets
 from cpsim.errors import ProfileError
-from cpsim.models.attention.kernels import ANATOMY
+from cpsim.models.attention.kernels import KERNELS
 
 _RANK: Final = re.compile(
     r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]+\]\s+(.+?)\s*$"
@@ -248,7 +248,7 @@ def _long_enough(points: Sequence[Point]) -> list[Point]:
 def _unknown(row: dict[str, str]) -> str:
     """Why a row becomes no point; empty where it does."""
     mask = row["mask"].removesuffix("_mask")
-    if (row["kernel"], row["pass"]) not in ANATOMY:
+    if (row["kernel"], row["pass"]) not in KERNELS:
         return f"kernel {row['kernel']} {row['pass']} has no model"
     if mask not in _MASKS:
         return f"mask {row['mask']} without a model"

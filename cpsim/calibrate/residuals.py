@@ -17,7 +17,7 @@ from cpsim.masks.shapes import mask_slices
 from cpsim.masks.slices import Slices
 from cpsim.masks.tiles import share_of
 from cpsim.models.attention.blocks import FEATURES
-from cpsim.models.attention.kernels import AttentionParams, calls, listed_calls
+from cpsim.models.attention.params import AttentionParams, calls, listed_calls
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
 from cpsim.models.network.collective import collective_seconds, transfer_seconds

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import sequences
 from cpsim.models.attention.calls import attention_op_seconds, head_shapes
-from cpsim.models.attention.kernels import AttentionParams
+from cpsim.models.attention.params import AttentionParams
 from cpsim.models.conditions import Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds

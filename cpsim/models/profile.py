@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from cpsim.errors import InfeasibleError, ProfileError
-from cpsim.models.attention.discrepancy import Discrepancy
-from cpsim.models.attention.kernels import Anatomy, AttentionParams
+from cpsim.models.attention.anatomy import Anatomy
+from cpsim.models.attention.discrepancy import NONE, Discrepancy
+from cpsim.models.attention.params import AttentionParams
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
 from cpsim.models.host import HostParams
@@ -266,7 +267,7 @@ def _layer_costs(value: dict[str, Any]) -> LayerCosts:
 def _attention_params(value: dict[str, Any]) -> AttentionParams:
     rest = {
         "anatomy": Anatomy(**value["anatomy"]),
-        "discrepancy": _discrepancy(value["discrepancy"]),
+        "discrepancy": _discrepancy(value["discrepancy"]) if "discrepancy" in value else NONE,
         "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
         **{name: tuple(map(float, value.get(name, ()))) for name in ("calls_s", "calls_spread")},
     }
@@ -317,11 +318,11 @@ def _data(profile: Profile) -> dict[str, Any]:
 
 
 def _attention_data(params: AttentionParams) -> dict[str, Any]:
-    """Parameters as JSON has them: numbers and flags that only some kernels have are left out of the others."""
+    """Parameters as JSON has them, without those at their defaults."""
     data = dataclasses.asdict(params) | {"head_dims": [_attention_data(other) for other in params.head_dims]}
     for owner, values in ((params, data), (params.anatomy, data["anatomy"])):
         for field in dataclasses.fields(owner):
-            if field.default in (0.0, False, ()) and not values[field.name]:
+            if field.default == getattr(owner, field.name):
                 del values[field.name]
     return data
 

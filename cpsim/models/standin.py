@@ -8,7 +8,7 @@ from typing import Final
 
 from cpsim.case.cluster import Gpu, presets
 from cpsim.models.attention.discrepancy import NONE
-from cpsim.models.attention.kernels import PER_PAIR, AttentionParams
+from cpsim.models.attention.params import PER_PAIR, AttentionParams
 from cpsim.models.elementwise import OF_SMS, ElementwiseParams
 from cpsim.models.network.collective import CollectiveParams, Curve
 from cpsim.models.profile import LayerCosts, Profile

@@ -14,7 +14,7 @@ from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.masks.names import MASK_NAMES, Value
 from cpsim.models.attention.calls import attention_op_seconds
-from cpsim.models.attention.kernels import ANATOMY, NAIVE, working_bytes
+from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
 from cpsim.models.feasible import DTYPES, limits_of, refusal, tile_visits
 from cpsim.models.profile import Profile, load_profile, shipped_profiles
 from cpsim.models.standin import ALIKE
@@ -72,12 +72,12 @@ class Speed:
 def support() -> list[Support]:
     """Every kernel that a scenario may name, those with a model first."""
     profiles = [load_profile(name) for name in shipped_profiles()]
-    modelled = {kernel for kernel, _ in ANATOMY}
+    modelled = {kernel for kernel, _ in KERNELS}
     return [
         Support(
             kernel=kernel,
             profiles=tuple(p.name for p in profiles if (kernel, "fwd") in p.attention),
-            passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in ANATOMY),
+            passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in KERNELS),
             dtypes=limits_of(kernel).dtypes if kernel in modelled else (),
             head_dim=_head_dims(kernel, profiles) if kernel in modelled else "",
             masks={mask: _why_not(kernel, mask, profiles) for mask in MASK_NAMES},
@@ -99,13 +99,13 @@ def _head_dims(kernel: str, profiles: Sequence[Profile]) -> str:
 
 def _why_not(kernel: str, mask: str, profiles: Sequence[Profile]) -> str:
     """Why calls of a kernel under a mask cannot be priced: it does not run them, or no profile has measured them."""
-    if (kernel, "fwd") not in ANATOMY:
+    if (kernel, "fwd") not in KERNELS:
         return "nobody has measured this kernel: it has no model"
     case = Workload(documents=EXAMPLE, mask=mask, num_heads=8, num_kv_heads=2, head_dim=128, dtype="bf16")
     schedule = plan("none", case, presets()["h200-4"].with_gpus(1), "fwd", {})
     reason = refusal(kernel, case.dtype, case.head_dim, schedule)
     having = [p for p in profiles if (kernel, "fwd") in p.attention]
-    if reason or not having or not ANATOMY[kernel, "fwd"].lists_blocks:
+    if reason or not having or not KERNELS[kernel, "fwd"].anatomy.lists_blocks:
         return reason
     masks = tile_visits(schedule, np.flatnonzero(schedule.kind == Kind.ATTENTION), case.head_dim * 2)
     reasons = []
@@ -123,7 +123,7 @@ def partly(kernel: str) -> str:
         return f"from published figures of single documents; several documents as {ALIKE[kernel]} has them"
     if not limits_of(kernel).backward:
         return "forward only"
-    if (kernel, "fwd") not in ANATOMY or limits_of(kernel).unequal_causal:
+    if (kernel, "fwd") not in KERNELS or limits_of(kernel).unequal_causal:
         return ""
     return "causal only with as many queries as keys: no gathered keys, no causal tails"
 

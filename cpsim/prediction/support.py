@@ -9,13 +9,13 @@ from typing import Final
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
-from cpsim.models.attention.kernels import ANATOMY
+from cpsim.models.attention import kernels as table
 from cpsim.models.feasible import refusal
 from cpsim.schedule.schedule import Schedule
 from cpsim.strategies import STRATEGIES, plan
 from cpsim.strategies.others import CPSIM, IMPLEMENTATIONS, Implementation
 
-KERNELS: Final = tuple(dict.fromkeys(kernel for kernel, _ in ANATOMY))
+KERNELS: Final = tuple(dict.fromkeys(kernel for kernel, _ in table.KERNELS))
 """Kernels with a cost model."""
 OTHERS: Final = tuple(code for code in IMPLEMENTATIONS.values() if code is not CPSIM)
 

@@ -8,6 +8,7 @@ any of them compiles what it concerns again.
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import sys
 import tempfile
 import time
@@ -112,6 +113,14 @@ class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
 
 class _Cache(FunctionCache):  # type: ignore[misc]
     _impl_class = _Kept
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Machine code that is kept, or None; a file whose argument types are gone or that is cut off is emptied."""
+        try:
+            return super().load_overload(sig, target_context)
+        except (AttributeError, ImportError, EOFError, pickle.UnpicklingError):
+            self.flush()
+            return None
 
 
 @cache

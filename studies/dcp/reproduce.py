@@ -30,7 +30,8 @@ from cpsim.case.documents import load_bins
 from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
-from cpsim.models.attention.kernels import AttentionParams, flash2_ranges
+from cpsim.models.attention.anatomy import flash2_ranges
+from cpsim.models.attention.params import AttentionParams
 from cpsim.models.profile import load_profile, save_profile
 from cpsim.prediction.predict import predict_many
 from cpsim.prediction.results import Infeasible, Prediction

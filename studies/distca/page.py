@@ -14,7 +14,7 @@ from statistics import mean
 
 import numpy as np
 
-from cpsim.models.attention.kernels import attention_seconds
+from cpsim.models.attention.params import attention_seconds
 from cpsim.models.profile import load_profile
 from cpsim.prediction.step.planner_kernel import planner_kernel
 from cpsim.strategies.distca.batches import iteration, sample

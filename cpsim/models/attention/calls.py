@@ -13,15 +13,8 @@ from cpsim.case.workload import BYTES_PER_ELEMENT
 from cpsim.masks.blocks import Visits
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import CAUSAL, Sequences, Tiles, sequences
-from cpsim.models.attention.kernels import (
-    ANATOMY,
-    NAIVE,
-    AttentionParams,
-    calls,
-    clocked_seconds,
-    listed_calls,
-    working_bytes,
-)
+from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
+from cpsim.models.attention.params import AttentionParams, calls, clocked_seconds, listed_calls
 from cpsim.models.feasible import dense_sequences, gathered_sequences, limits_of, tile_visits
 from cpsim.runtime.compiled import bare, compiled
 from cpsim.schedule.schedule import ATTENTION_KINDS, Kind, Schedule, is_one_of
@@ -201,7 +194,7 @@ def working_memory(schedule: Schedule, kernel: str, head_dim: int) -> Ints:
     most = np.zeros(schedule.num_ranks, np.int64)
     for kind, pass_ in ((Kind.ATTENTION, "fwd"), (Kind.ATTENTION_BACKWARD, "bwd")):
         ops = np.flatnonzero(schedule.kind == kind)
-        if (kernel, pass_) not in ANATOMY or kernel in NAIVE or not len(ops):
+        if (kernel, pass_) not in KERNELS or kernel in NAIVE or not len(ops):
             continue
         found, tile = sequences(schedule.tiles), schedule.tile[ops]
         heads, kv_heads = schedule.heads[ops, 1], schedule.heads[ops, 3]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.masks.slices import Ints
-from cpsim.models.attention.kernels import AttentionParams
+from cpsim.models.attention.params import AttentionParams
 from cpsim.models.network.pressure import Messages
 from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import STREAMS, Schedule

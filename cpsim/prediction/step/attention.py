@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
 from cpsim.case.workload import Workload
-from cpsim.models.attention.kernels import clocked_seconds
+from cpsim.models.attention.params import clocked_seconds
 from cpsim.models.price import price
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.step.costs import Parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cpsim.errors import InfeasibleError
-from cpsim.models.attention.kernels import AttentionParams
+from cpsim.models.attention.params import AttentionParams
 from cpsim.strategies.distca.kernel import TAIL, TAIL_IN_ORDER, Kernel
 
 

@@ -1,0 +1,189 @@
+"""What the sources of attention kernels say of their tiles, thread blocks and launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Anatomy:
+    """What a kernel's source says about one pass; nothing here is fitted."""
+
+    backward: bool
+    """Whether a block owns a tile row of keys and walks over queries."""
+    tile_q_causal: int
+    """Query rows of a tile under a causal mask [tokens, or tokens x packed heads]; 0: a call computes everything and
+    masks it afterwards."""
+    tile_q_full: int
+    """The same without a mask."""
+    tile_k: int
+    """Key rows of a tile [tokens]."""
+    packs_heads: bool
+    """Whether query heads that share keys fill one tile row together."""
+    heads_outermost: bool
+    """Launch order: all sequences of one head first (True) or all heads of one sequence."""
+    heavy_first: bool
+    """Whether a causal call launches its longest rows first, across heads that fit the L2 cache."""
+    blocks_per_sm: int
+    """Thread blocks that one SM holds."""
+    splits_keys: bool
+    """Whether a dense call with few blocks splits the keys (flash-attn 2, num_splits_heuristic)."""
+    grid_of_longest: bool
+    """Whether a varlen call launches as many blocks for each sequence as the longest one needs."""
+    accumulates_kv: bool
+    """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
+    lists_blocks: bool = False
+    """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
+    aligns_keys: bool = False
+    """Whether calls whose keys are whole tiles run code of their own, without checks of bounds."""
+    aligns_queries: bool = False
+    """Whether queries must be whole tiles, too, and the call a dense one."""
+    gathers_keys: bool = False
+    """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
+    rows_together: int = 1
+    """Tile rows of a head come in groups of so many, the last of which may have rows without keys of their own."""
+    keeps_maxima: bool = False
+    """Whether a forward call allocates the largest score of every row, in fp32, beside its results."""
+
+    @property
+    def holds_scores(self) -> bool:
+        """Whether all scores of a call lie in memory at once: naive attention."""
+        return self.tile_q_causal == 0
+
+
+def flash2(backward: bool) -> Anatomy:
+    return Anatomy(
+        backward=backward,
+        tile_q_causal=64 if backward else 128,
+        tile_q_full=64 if backward else 128,
+        tile_k=128 if backward else 64,
+        packs_heads=False,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1 if backward else 2,
+        splits_keys=not backward,
+        grid_of_longest=True,
+        accumulates_kv=False,
+        aligns_keys=backward,
+        aligns_queries=backward,
+    )
+
+
+def flash4(backward: bool) -> Anatomy:
+    return Anatomy(
+        backward=backward,
+        tile_q_causal=64 if backward else 128,
+        tile_q_full=80 if backward else 128,
+        tile_k=128,
+        packs_heads=not backward,
+        heads_outermost=False,
+        heavy_first=not backward,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=True,
+    )
+
+
+def cudnn(backward: bool) -> Anatomy:
+    return Anatomy(
+        backward=backward,
+        tile_q_causal=64 if backward else 128,
+        tile_q_full=64 if backward else 128,
+        tile_k=128,
+        packs_heads=False,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=True,
+        accumulates_kv=False,
+        aligns_keys=True,
+    )
+
+
+def math(backward: bool) -> Anatomy:
+    """Plain PyTorch: matrix products of one sequence after another, and passes over all scores.
+
+    Its tiles are what the loads of matrix products need to be aligned: 8 elements, or 16 bytes. Rows of scores are as
+    long as there are keys, so that queries do not count.
+    """
+    return Anatomy(
+        backward=backward,
+        tile_q_causal=0,
+        tile_q_full=8,
+        tile_k=8,
+        packs_heads=False,
+        heads_outermost=False,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=False,
+        aligns_keys=True,
+    )
+
+
+def flex(backward: bool) -> Anatomy:
+    """The Triton kernels of PyTorch's FlexAttention with its default sizes for head dimension 128.
+
+    Backward, some blocks own keys, for all heads that share them, and then others own queries.
+    """
+    return Anatomy(
+        backward=backward,
+        tile_q_causal=128,
+        tile_q_full=128,
+        tile_k=128,
+        packs_heads=backward,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=False,
+        lists_blocks=True,
+        keeps_maxima=not backward,
+    )
+
+
+def flash4_sparse(backward: bool) -> Anatomy:
+    """flash-attn 4 with lists of blocks; backward, blocks own keys for one head."""
+    return replace(
+        flex(backward),
+        packs_heads=not backward,
+        heads_outermost=False,
+        accumulates_kv=True,
+        keeps_maxima=False,
+    )
+
+
+def flashinfer(packs_heads: bool, tile_k: int) -> Anatomy:
+    """FlashInfer's block-sparse kernels: every row of blocks is a sequence on gathered keys; no backward pass."""
+    return Anatomy(
+        backward=False,
+        tile_q_causal=128,
+        tile_q_full=128,
+        tile_k=tile_k,
+        packs_heads=packs_heads,
+        heads_outermost=True,
+        heavy_first=False,
+        blocks_per_sm=1,
+        splits_keys=False,
+        grid_of_longest=False,
+        accumulates_kv=False,
+        gathers_keys=True,
+    )
+
+
+def flash2_ranges(backward: bool) -> Anatomy:
+    """flash-attn 2.6.3 with up to two ranges of keys for every query, DCP's kernel.
+
+    Forward it always runs the kernel that splits keys, in one split, so that nothing combines parts: a block of 64
+    queries walks over tiles of 128 keys from the first that it sees to the last, and skips those between its two
+    ranges. Backward a block of 128 keys walks over all queries from the first that sees one of them to the last.
+
+    Reference: chenyu-jiang/flash-attention, branch bblock at a786cd0 (csrc/flash_attn: flash_api.cpp, run_mha_fwd;
+    src/flash_fwd_kernel.h, compute_attn_1rowblock_splitkv; src/flash_bwd_kernel.h, compute_dq_dk_dv_1colblock).
+    """
+    listed = replace(flash2(backward), splits_keys=False, lists_blocks=True)
+    return listed if backward else replace(listed, tile_q_causal=64, tile_q_full=64, tile_k=128)

@@ -1,0 +1,290 @@
+"""Attention kernels: the tiles that a kernel really visits, its thread blocks in waves over the SMs, its power limit.
+
+One call is one kernel launch over one or more sequences. A call with one sequence uses the kernel's dense entry
+point, with several the varlen one, as `cpsim.real.run.attention` does.
+
+    seconds = (call + traffic / bandwidth + makespan(blocks) * slowdown(busy)) / exp(discrepancy)
+
+* A thread block owns one tile row (forward: queries, backward: keys) of one head and walks over the tiles of its row
+  that the mask does not empty; tiles cut by the mask or by a sequence's end cost a whole tile. Heads that share keys
+  are packed into one tile row by some kernels.
+* Blocks start in launch order as SMs become free: up to 48 waves are replayed, more are summed with their tail.
+* Two blocks on one SM (flash-attention 2, forward) hide each other's overhead, but slow each other's tiles, the
+  younger block's more, or both alike, which depends on how the kernel was compiled: equal blocks then end together,
+  and those that follow meet again. Which blocks meet is what an H100 does where there are few waves of them.
+* Backward adds memory-bound passes: the products of out and dout, the fp32 accumulator of dq, and with shared heads
+  those of dk and dv. Accumulators are passed over in whole tiles, so that short sequences move mostly padding.
+* The main kernel itself cannot run faster than its own memory traffic, which matters to calls of short sequences.
+  Loads of keys hide behind tiles; queries and outputs, which move when a block has no tiles, hardly do.
+* Split keys launch a second kernel that combines the parts.
+* Code that checks bounds is compiled apart, for a causal mask and for none. cuDNN needs it where keys are not whole
+  tiles, flash-attention 2 where queries are not either, and in varlen calls; the matrix products of naive attention
+  load scores by 16 bytes where keys are multiples of 8, and one by one where they are odd.
+* Kernels that list blocks visit those of 128 x 128 tokens that the mask touches, whatever its shape. Deciding pair by
+  pair in blocks that it cuts takes time, which depends on how the kernel was compiled: for runs of keys, rectangles or
+  bands, and with or without checks of bounds. Backward, both who owns keys and who owns queries compute the scores.
+* FlashInfer takes every row of blocks of a mask of rectangles as a sequence on keys gathered one by one.
+* Other head dimensions have tiles and a few times of their own where points say so, of masks that cut blocks above all.
+* Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
+  SMs spend on tiles) passes a threshold.
+
+Reference: Dao, FlashAttention-2 (2023), section 3.3 (work partitioning); tile sizes and launch orders as in the
+sources of flash-attention 2.8.3, flash-attn-4 4.0.0b36, FlashInfer 0.6.4 and PyTorch 2.11's FlexAttention, compute
+capability 9.0.
+Differs: cuDNN's tiles are not public; its anatomy is the one that fits best. flash-attention 3 has not been measured
+here: flash-attn-4 for this architecture descends from it and lends its anatomy.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.masks.blocks import Visits, sequence_slices, visits
+from cpsim.models.attention.anatomy import Anatomy
+from cpsim.models.attention.blocks import FEATURES, price, price_listed
+from cpsim.models.attention.discrepancy import NONE, Discrepancy
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams:
+    """One kernel and pass on one GPU type: its anatomy and the fitted times, all in seconds of one thread block.
+
+    A time that a kernel does not have is 0 and a factor 1, the defaults.
+    """
+
+    anatomy: Anatomy
+    num_sms: int
+    head_dim: int
+    """Measured head dimension; those without points of their own scale traffic and tiles in proportion."""
+    pair_s: float
+    """Per (query, key) pair of a visited tile."""
+    block_s: float = 0.0
+    """Per block: prologue and epilogue."""
+    block_shared_s: float = 0.0
+    """Per block more, where query heads share keys; of listed blocks that own keys, for each of their query heads."""
+    block_causal_s: float = 0.0
+    """Per block more, under a causal mask; tile time, which a second block on the SM slows."""
+    block_varlen_s: float = 0.0
+    """Per block more, in a varlen call."""
+    block_decode_s: float = 0.0
+    """Per block and 32 sequences more, in a varlen call (finding its sequence), or per launched block without work."""
+    call_s: float = 0.0
+    """Per call: launches on the GPU, pipeline fill."""
+    call_varlen_s: float = 0.0
+    """Per varlen call more."""
+    traffic_s_per_byte: float = 0.0
+    """Memory-bound passes around the main kernel."""
+    busy_threshold: float = 1.0
+    """Busy fraction at which the power limit sets in."""
+    busy_power: float = 0.0
+    """Time grows with (busy / threshold) to this power above it."""
+    alone_factor: float = 1.0
+    """Time of a block that has its SM to itself, relative to one that shares it."""
+    split_pair_s: float = 0.0
+    """Per pair where keys are split."""
+    split_call_s: float = 0.0
+    """Per call more where keys are split: the kernel that combines the parts."""
+    unaligned_factor: float = 1.0
+    """Slowdown of code that checks bounds, which lengths that are no multiples of the tile sizes need, under a causal
+    mask; of listed blocks under any, backward of those that own keys."""
+    unaligned_full_factor: float = 1.0
+    """The same without a mask."""
+    odd_factor: float = 1.0
+    """Slowdown more of an odd number of keys, whose scores naive attention loads one by one."""
+    unaligned_celled_factor: float = 1.0
+    """Slowdown more there of a kernel that can decide by rectangles."""
+    partial_pair_s: float = 0.0
+    """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
+    keys."""
+    celled_pair_s: float = 0.0
+    """The same where rectangles decide."""
+    banded_pair_s: float = 0.0
+    """The same where bands in rectangles decide."""
+    unaligned_partial_pair_s: float = 0.0
+    unaligned_celled_pair_s: float = 0.0
+    unaligned_banded_pair_s: float = 0.0
+    """The same three where lengths are no multiples of the tile sizes."""
+    banded_factor: float = 1.0
+    """Slowdown of full and cut blocks alike in a kernel that can decide by bands; backward, of those that own keys."""
+    block_banded_s: float = 0.0
+    """Per thread block more in such a kernel."""
+    query_cut_share: float = 0.0
+    """Of what cut blocks take more, what they take where a backward block owns queries."""
+    unaligned_query_cut_share: float = 0.0
+    """The same where lengths are no multiples of the tile sizes."""
+    query_pair_s: float = 0.0
+    """Per pair of a listed block that a backward block owning queries visits."""
+    calls_s: tuple[float, ...] = ()
+    """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
+    calls_spread: tuple[float, ...] = ()
+    """Standard deviation, relative, of the time of equal calls on one GPU."""
+    discrepancy: Discrepancy = NONE
+    """What the times above leave over."""
+    head_dims: tuple[AttentionParams, ...] = ()
+    """The same kernel at other measured head dimensions, ascending."""
+
+    def at(self, head_dim: int) -> AttentionParams:
+        """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
+        measured = sorted((self, *self.head_dims), key=lambda params: params.head_dim)
+        return next((params for params in measured if params.head_dim >= head_dim), measured[-1])
+
+    def spread(self, seconds: Floats) -> Floats:
+        """Standard deviation, relative, between equal calls on one GPU that take so long; 0 where it is not known."""
+        if not self.calls_s:
+            return np.zeros(len(seconds))
+        return np.interp(np.log(np.maximum(seconds, self.calls_s[0])), np.log(self.calls_s), self.calls_spread)
+
+    def everywhere(self, change: Callable[[AttentionParams], AttentionParams]) -> AttentionParams:
+        """The same change made at every measured head dimension."""
+        return replace(change(self), head_dims=tuple(map(change, self.head_dims)))
+
+
+FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
+PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
+"""Those that grow with the head dimension; deciding about a pair does not."""
+
+
+def attention_seconds(
+    params: AttentionParams,
+    op_start: Ints,
+    q_len: Ints,
+    k_len: Ints,
+    causal: Bools,
+    num_heads: Ints,
+    num_kv_heads: Ints,
+    head_dim: int,
+    varlen: Bools | None = None,
+) -> Floats:
+    """Seconds of N kernel calls of one kernel and pass.
+
+    Args:
+        params: of that kernel and pass.
+        op_start: [N+1] offsets of each call's sequences.
+        q_len: [M] queries of each sequence, tokens.
+        k_len: [M] keys of each sequence, tokens; at least q_len under a causal mask.
+        causal: [M] whether the mask is causal, aligned to the bottom right; otherwise full. One call is causal if
+            any of its sequences is.
+        num_heads: [N] query heads.
+        num_kv_heads: [N] key and value heads.
+        head_dim: of queries, keys and values.
+        varlen: [N] whether the call is told the lengths of its sequences; by default where it has several.
+
+    Returns:
+        [N] seconds; 0 for calls without work.
+    """
+    varlen = np.diff(op_start) > 1 if varlen is None else varlen
+    return calls(params, op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen)[0]
+
+
+def clocked_seconds(
+    params: AttentionParams,
+    op_start: Ints,
+    q_len: Ints,
+    k_len: Ints,
+    causal: Bools,
+    num_heads: Ints,
+    num_kv_heads: Ints,
+    head_dim: int,
+    varlen: bool = False,
+) -> tuple[Floats, Floats]:
+    """As `attention_seconds`: [N] seconds of calls without a pause, which the power limit slows, and without it.
+
+    With ``varlen`` calls of one sequence are varlen ones, too.
+
+    The second leaves the whole call as much faster as its tiles are at the full clock; calls short enough for their
+    overhead to matter do not meet the limit.
+    """
+    arguments = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, (np.diff(op_start) > 1) | varlen
+    seconds, _, slower = calls(params, *arguments)
+    return seconds, seconds / slower
+
+
+def calls(
+    params: AttentionParams,
+    op_start: Ints,
+    q_len: Ints,
+    k_len: Ints,
+    causal: Bools,
+    num_heads: Ints,
+    num_kv_heads: Ints,
+    head_dim: int,
+    varlen: Bools,
+    held: Ints | None = None,
+    hold_s: Floats | None = None,
+) -> tuple[Floats, Floats, Floats]:
+    """As `attention_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
+
+    Something else, such as a kernel of NCCL's, may hold `held` SMs [N] for the first `hold_s` [N] of each call.
+    """
+    params = params.at(head_dim)
+    if params.anatomy.lists_blocks:
+        masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
+        return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
+    seconds, features, slower = price(
+        _compiled(params, head_dim),
+        params.discrepancy.arrays(),
+        np.asarray(op_start, np.int64),
+        np.asarray(q_len, np.int64),
+        np.asarray(k_len, np.int64),
+        np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0),
+        np.ascontiguousarray(num_heads, np.int64),
+        np.ascontiguousarray(num_kv_heads, np.int64),
+        np.asarray(varlen, np.bool_),
+        np.zeros(len(varlen), np.int64) if held is None else held,
+        np.zeros(len(varlen)) if hold_s is None else hold_s,
+    )
+    return seconds, features, slower
+
+
+def _sequence_visits(q_len: Ints, k_len: Ints, causal: Bools) -> Visits:
+    return visits(sequence_slices(q_len, k_len, causal), int(q_len.sum()), int(k_len.sum()))
+
+
+def listed_calls(
+    params: AttentionParams, masks: Sequence[Visits], num_heads: Ints, num_kv_heads: Ints, head_dim: int
+) -> tuple[Floats, Floats, Floats]:
+    """As `calls`, of N calls of a kernel that lists blocks: what each one visits, and its heads [N]."""
+    params = params.at(head_dim)
+    g, discrepancy = _compiled(params, head_dim), params.discrepancy.arrays()
+    looks = np.zeros((len(masks), len(FEATURES)))
+    found = np.ones((2, len(masks)))
+    for i, mask in enumerate(masks):
+        found[:, i] = price_listed(
+            g,
+            discrepancy,
+            mask.of_queries,
+            mask.of_keys,
+            mask.num_q,
+            mask.num_k,
+            mask.rule,
+            int(num_heads[i]),
+            int(num_kv_heads[i]),
+            looks[i],
+        )
+    return found[0], looks, found[1]
+
+
+_OF_ANATOMY = tuple(f.name for f in fields(Anatomy))
+Compiled = namedtuple("Compiled", (*_OF_ANATOMY, "num_sms", "slots", "head_dim", *FITTED))  # type: ignore[misc]
+"""Everything about a kernel that compiled code reads; times per pair are those of the head dimension."""
+
+
+def _compiled(params: AttentionParams, head_dim: int) -> Any:
+    scale = head_dim / params.head_dim
+    values: dict[str, Any] = {name: getattr(params.anatomy, name) for name in _OF_ANATOMY}
+    values |= {name: float(getattr(params, name)) for name in FITTED}
+    for name in PER_PAIR:
+        values[name] *= scale
+    values |= {"num_sms": params.num_sms, "slots": params.num_sms * params.anatomy.blocks_per_sm}
+    return Compiled(**values, head_dim=float(head_dim))  # type: ignore[call-arg]

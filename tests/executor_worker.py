@@ -1,7 +1,7 @@
 """What tests/test_executor.py runs: strategies, masks and passes on forked processes, against dense attention.
 
-One process plans every case, lays out its memory and computes it densely; its forks are the ranks. Four of them run
-every strategy with every mask; other numbers run every strategy with some masks and every mask with some strategies.
+One process plans every case, lays out its memory and computes it densely; its forks are the ranks. They run every
+strategy with some masks and every mask with some strategies; with "all", every strategy with every mask.
 """
 
 import sys
@@ -35,18 +35,18 @@ def problems(num_ranks):
         yield f"causal_document {documents}", workload("causal_document", documents, dtype="fp64"), rings
 
 
-SHARE = {1: 1, 2: 3, 3: 3, 4: 1, 8: 6}
-"""By ranks: one of so many strategies runs with each mask, in turn."""
+SHARE, SHARE_OF_ALL = 5, {8: 4}
+"""One of so many strategies runs with each mask, in turn; where all are asked for, by ranks."""
 
 
-def planned(num_ranks):
+def planned(num_ranks, every):
     """(name, kernel, launches, schedule, workload, its memory, dense tensors) of what this number of ranks can run.
 
     A second launch uses the buffers of the first again.
     """
     for turn, (case, problem, strategies) in enumerate(problems(num_ranks)):
         dense, both = tensors(problem), num_ranks == 2 and case in FLEX
-        share = 1 if both else SHARE[num_ranks]
+        share = SHARE_OF_ALL.get(num_ranks, 1) if every else SHARE
         launches = 2 if num_ranks < 4 or (num_ranks == 4 and problem.mask in PLAIN_MASKS) else 1
         for strategy, knobs in strategies[turn % share :: share]:
             for pass_ in ALL_PASSES:
@@ -83,13 +83,13 @@ def rank_main(node, _, cases):
             raise AssertionError(f"{name}, rank {node.rank}") from error
 
 
-def main(num_ranks):
+def main(num_ranks, every):
     torch.set_num_threads(1)
-    cases = list(planned(num_ranks))
+    cases = list(planned(num_ranks, every))
     fork_ranks(rank_main, num_ranks, cases)
     print(len({name for name, *_ in cases}))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), "all" in sys.argv[2:])
     end_process()

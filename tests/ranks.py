@@ -9,13 +9,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 
 
-def run_script(name, argument, timeout_s, ahead=()):
+def run_script(name, *arguments, timeout_s, ahead=()):
     """Runs a script of this folder, with folders whose modules come before installed ones, and gives the number that
     it prints last."""
     paths = os.pathsep.join(map(str, (HERE.parent, HERE, *ahead)))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
     done = subprocess.run(
-        [sys.executable, str(HERE / name), str(argument)],
+        [sys.executable, str(HERE / name), *map(str, arguments)],
         capture_output=True,
         text=True,
         env=environment,

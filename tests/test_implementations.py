@@ -11,7 +11,7 @@ from cases import ALL_MASKS, ALL_PASSES, HEADS, OTHERS, PLAIN_MASKS, cluster, wo
 
 from cpsim import predict
 from cpsim.case.load import scenario_from
-from cpsim.cli.app import _runnable
+from cpsim.cli.measure import _runnable
 from cpsim.errors import InfeasibleError
 from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.profile import load_profile

@@ -43,7 +43,7 @@ def test_import_is_fast_and_loads_no_heavy_package():
     assert statistics.median(float(run[0]) for run in runs) < 0.3
 
 
-@pytest.mark.parametrize(("module", "least"), [(cpsim.prediction.predict, 8), (cpsim.case.scenario, 2)])
+@pytest.mark.parametrize(("module", "least"), [(cpsim.prediction.predict, 8), (cpsim.case.load, 1)])
 def test_examples_in_docstrings_are_true(module, least):
     failed, attempted = doctest.testmod(module)
     assert failed == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cpsim.case.documents import DISTRIBUTIONS
 from cpsim.case.load import load_scenario, load_scenarios, scenario_from
-from cpsim.case.resolve import cluster_of, workload_of
+from cpsim.case.resolve import cluster_of, notes_of, workload_of
 from cpsim.case.scenario import FIELDS, DocumentDraw, Scenario
 from cpsim.errors import ScenarioError
 from cpsim.masks.names import MASK_NAMES
@@ -75,8 +75,8 @@ def test_cluster_has_the_scenario_s_gpus(tmp_path):
 
 def test_documents_that_make_no_difference_are_noted():
     documents = {"documents": [96, 4000]}
-    assert "ignored, since mask causal" in scenario_from(SMALL | documents).notes()[0]
-    assert scenario_from(SMALL | documents | {"mask": "causal_document"}).notes() == ()
+    assert "ignored, since mask causal" in notes_of(scenario_from(SMALL | documents))[0]
+    assert notes_of(scenario_from(SMALL | documents | {"mask": "causal_document"})) == ()
 
 
 @pytest.mark.parametrize("name", MASK_NAMES)

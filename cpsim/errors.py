@@ -8,7 +8,7 @@ CpsimError (ValueError)     anything a user can cause; the message is one line: 
 └── ScheduleError           a schedule that breaks its own rules
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 
@@ -34,6 +34,23 @@ class ProfileError(CpsimError):
 
 class ScheduleError(CpsimError):
     """A schedule that breaks its own rules; the message shows rank, stream and op."""
+
+
+def check_name(field: str, name: object, names: Iterable[str]) -> None:
+    """Whether a field names one of those.
+
+    Raises:
+        ScenarioError: it does not; lists them.
+    """
+    if name not in (known := list(names)):
+        raise ScenarioError(unknown_name(field, name, known))
+
+
+def unknown_name(field: str, name: object, known: Sequence[str]) -> str:
+    """What is wrong with a field that names none of those that are known."""
+    names = ", ".join(known)
+    hint = nearest(name, known)
+    return f"{field}: expected {names}; got {shown(name)}" + (f"; {hint}" if hint.startswith("did") else "")
 
 
 def nearest(name: object, names: Iterable[str]) -> str:

@@ -40,7 +40,7 @@ from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.work import free_work, waits
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
-from cpsim.sim.fluid import FLOW, LANE, OP
+from cpsim.sim.fluid import FLOW, OP
 from cpsim.strategies import STRATEGIES, plan
 
 DOCS = Path(__file__).parent
@@ -129,7 +129,7 @@ def touched_bytes() -> dict[str, float]:
     before = len(waits(schedule, np.zeros(num, np.bool_))[1])
     results, costs = 8 + 8 + 4, 8 + 8  # start, end and cause; duration and release
     graph = 8 + 4 * before / num
-    fluid = OP.itemsize + (LANE.itemsize * lanes + FLOW.itemsize * flows + 4 * before) / num + costs + results
+    fluid = OP.itemsize + (4 * lanes + FLOW.itemsize * flows + 4 * before) / num + costs + results
     return {"simulate": fluid, "constant": graph + costs + results}
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
+from studies import code  # noqa: F401  (adds its implementations to those that scenarios may name)
+
 
 def published_lines(path: Path) -> list[dict[str, str]]:
     """Lines of a published table by the names of its columns; comments, which say where it is from, are left out."""

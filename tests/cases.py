@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import studies  # noqa: F401  (adds implementations)
 from cpsim.case.cluster import presets
 from cpsim.case.workload import Workload
 from cpsim.masks.names import MASK_NAMES

@@ -15,9 +15,13 @@ import random
 import sys
 from collections import Counter, defaultdict
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import cpsim
+
+with suppress(ImportError):  # of older versions, which have it all in the package
+    import studies.code  # noqa: F401
 
 SEED = 41
 COUNT = 2000

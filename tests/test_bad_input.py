@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from cpsim import advise, predict
 from cpsim.case.load import load_scenario, load_scenarios, scenario_from
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.case.scenario import Scenario
@@ -14,7 +15,6 @@ GOOD = {"strategy": "ring", "gpus": 4, "cluster": "h200-4", "tokens": 4096, "hea
 BAD_FIELDS = {
     "unknown field": ({"gpu": 4}, "gpu: unknown field; did you mean 'gpus'"),
     "field of another tool": ({"num_heads": 4}, "num_heads: unknown field; did you mean 'heads'"),
-    "unknown strategy": ({"strategy": "zigzag"}, "did you mean 'zigzag_ring'"),
     "unknown mask": ({"mask": "casual"}, "mask: 'casual' is unknown; did you mean 'causal'"),
     "mask without a name": ({"mask": {"window": 3}}, "mask: expected a name"),
     "option of a mask without options": ({"mask": {"name": "causal", "window": 3}}, "'causal' takes no parameters"),
@@ -22,7 +22,6 @@ BAD_FIELDS = {
     "option of a mask out of range": ({"mask": {"name": "lambda", "window": 0}}, "mask: lambda: window: expected a"),
     "option of a mask that is infinite": ({"mask": {"name": "block_sparse", "density": float("inf")}}, "from 0 to 1"),
     "nested option of a mask": ({"mask": {"name": "lambda", "window": {"a": 1}}}, "window: expected a whole number"),
-    "unknown kernel": ({"kernel": "fa5"}, "kernel: expected fa2, fa3, fa4"),
     "unknown pass": ({"pass": "forward"}, "pass: expected fwd, bwd, fwd_bwd; got 'forward'"),
     "unknown protocol": ({"protocol": "async"}, "protocol: expected synced, streamed"),
     "unknown dtype": ({"dtype": "bfloat16"}, "dtype: expected bf16"),
@@ -71,6 +70,13 @@ BAD_LINES = {
 }
 
 
+BAD_NAMES = {
+    "strategy": ("zigzag", "did you mean 'zigzag_ring'"),
+    "kernel": ("fa5", "kernel: expected fa2, "),
+    "implementation": ("toarch", "implementation: expected cpsim, ring-flash-attn, yunchang, torch"),
+}
+
+
 def assert_one_line(error, match):
     text = str(error)
     assert isinstance(error, ScenarioError)
@@ -84,6 +90,15 @@ def assert_one_line(error, match):
 def test_bad_field_is_one_line(change, match):
     with pytest.raises(ScenarioError) as caught:
         scenario_from(GOOD | change)
+    assert_one_line(caught.value, match)
+
+
+@pytest.mark.parametrize("field", BAD_NAMES)
+@pytest.mark.parametrize("ask", [predict, advise])
+def test_a_name_that_nothing_has_is_one_line(ask, field):
+    name, match = BAD_NAMES[field]
+    with pytest.raises(ScenarioError) as caught:
+        ask(GOOD | {field: name})
     assert_one_line(caught.value, match)
 
 

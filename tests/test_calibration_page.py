@@ -1,4 +1,4 @@
-"""The page of calibrations belongs to the committed files, and its replay to what calibrating does."""
+"""What calibrations of so many minutes are worth: the replay of committed files does what calibrating does."""
 
 from itertools import pairwise
 
@@ -14,14 +14,6 @@ def docs():
 @pytest.fixture(scope="module")
 def files(docs):
     return docs.measured_files()
-
-
-def test_the_page_is_that_of_the_committed_files(docs, files):
-    page = docs.PAGE.read_text()
-    assert docs.inputs() in page, "run python docs/calibration.py"
-    assert page.startswith(docs.INTRODUCTION)
-    for label, measured in docs.head(files).items():
-        assert f"\n| {label} | {' | '.join(measured)} | " in page
 
 
 def test_costs_of_points_add_up_to_what_their_files_took(docs, files):

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from unittest import mock
 
@@ -178,12 +177,6 @@ def test_a_command_s_matrix_products_start_no_threads_that_would_take_cores_from
         assert int(said.splitlines()[-1]) == threads
 
 
-def test_help_starts_fast():
-    started = time.perf_counter()
-    process("--help")
-    assert time.perf_counter() - started < 1.5  # 0.2 s on an idle machine
-
-
 def test_predictions_come_in_order_and_bad_lines_stop_nothing(cases, tmp_path):
     path = cases(GOOD, GOOD | {"gpu": 3}, "{", GOOD | {"implementation": "distca"}, GOOD | {"pass": "fwd"})
     out = tmp_path / "predictions.jsonl"
@@ -193,7 +186,7 @@ def test_predictions_come_in_order_and_bad_lines_stop_nothing(cases, tmp_path):
     assert first["time_s_low"] <= first["time_s"] <= first["time_s_high"]
     assert "line 2: gpu: unknown field; did you mean 'gpus'" in unknown["error"]
     assert "line 3: not valid JSON" in broken["error"]
-    assert "not available yet" in unbuilt["error"]
+    assert "implementation: expected cpsim, ring-flash-attn" in unbuilt["error"]
     assert last["time_s"] < first["time_s"]
     assert last["scenario"]["pass"] == "fwd"
 

@@ -380,7 +380,8 @@ def test_code_that_was_only_read_is_left_out_of_real_runs(tmp_path, capsys):
     codes = "magi-attention", "torch"
     file.write_text("".join(json.dumps(fields | {"implementation": code}) + "\n" for code in codes))
     assert [s.implementation for s in _runnable(file, 2, 1, cpu=True)] == ["torch"]
-    assert "implementation: magi-attention can be predicted, not run; use cpsim" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "implementation: expected cpsim, ring-flash-attn, yunchang, torch; got 'magi-attention'" in said
 
 
 def test_every_strategy_of_ours_has_the_code_argument_or_is_nobody_elses():

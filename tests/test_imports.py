@@ -313,7 +313,7 @@ def test_pairs_of_split_keys_take_as_much_longer_as_all_on_a_gpu_of_which_few_ca
 def test_few_points_fit_few_parameters_near_the_kernel_that_stands_in():
     points = [p for p in load(PUBLISHED / "h100-fa3.jsonl").points if p["pass"] == "fwd"]
     start = StandIn(profile=load_profile("h100")).start(("fa3", "fwd"), 132)
-    made = fit_attention.fit_few(points, start, fit_attention.SPARSE_FITTED)
+    made = fit_attention.fit_few(points, start, fit_attention.FITTED_TO_FEW)
     assert made.traffic_s_per_byte == start.traffic_s_per_byte
     errors = np.log(predicted_attention(made, points) / [p["samples_s"][0] for p in points])
     assert np.abs(errors).mean() < 0.03

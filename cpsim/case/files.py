@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpsim.errors import ScenarioError, nearest, shown
+from cpsim.errors import ScenarioError, nearest, shown, unknown_name
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -148,7 +148,7 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
             message = f"{where}: missing; add it"
         case "literal_error":
             names = re.findall(r"'([^']*)'", str(first["ctx"]["expected"]))
-            message = f"{where}: expected {', '.join(names)}; got {got}; {nearest(first['input'], names)}"
+            message = unknown_name(where, first["input"], names)
         case "value_error":
             message = ": ".join(filter(None, [where, str(first["ctx"]["error"])]))
         case _:

@@ -15,55 +15,6 @@ from cpsim.case.parallel import Gradients, PipelineSchedule, Recompute
 from cpsim.errors import nearest, shown
 from cpsim.masks.names import Options, read_mask
 
-Strategy = Literal[
-    "none",
-    "ulysses",
-    "ring",
-    "zigzag_ring",
-    "striped_ring",
-    "allgather",
-    "usp",
-    "loongtrain",
-    "magi",
-    "hybrid_cp",
-    "dcp",
-    "distca",
-    "wlb",
-    "per_sequence",
-]
-Implementation = Literal[
-    "cpsim",
-    "ring-flash-attn",
-    "yunchang",
-    "torch",
-    "longca-bench",
-    "magi-attention",
-    "transformer-engine",
-    "transformer-engine-thd",
-    "internevo",
-    "dcp",
-    "distca",
-]
-Kernel = Literal[
-    "fa2",
-    "fa3",
-    "fa4",
-    "cudnn",
-    "sdpa_flash",
-    "sdpa_math",
-    "math",
-    "flex",
-    "fa4_sparse",
-    "flash_mask",
-    "ffa",
-    "fa2_ranges",
-    "fa2_sparse",
-    "vsa",
-    "triton_vsa",
-    "flashinfer",
-    "flashinfer_fa2",
-]
-
 MAX_TOKENS: Final = 10**9
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
@@ -121,12 +72,12 @@ class Scenario(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
-    strategy: Strategy | None = None
+    strategy: str | None = None
     """None leaves the choice to ``advise``."""
     knobs: Mapping[str, Any] = Field(default_factory=dict)
     """The strategy's own settings, e.g. ``{"ulysses": 8}``."""
-    implementation: Implementation = "cpsim"
-    kernel: Kernel = "fa4"
+    implementation: str = "cpsim"
+    kernel: str = "fa4"
     gpus: Annotated[int, Field(ge=1, le=1_000_000)]
     cluster: Annotated[str, Field(min_length=1, max_length=1000)]
     """Preset name or path of a cluster file."""

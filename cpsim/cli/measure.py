@@ -23,7 +23,7 @@ from cpsim.cli.terminal import (
     refuse,
     typed,
 )
-from cpsim.errors import CpsimError
+from cpsim.errors import CpsimError, check_name
 from cpsim.runtime.interrupts import unwinding
 
 if TYPE_CHECKING:
@@ -110,15 +110,16 @@ def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scen
     """The scenarios that this machine can run; the others are named on stderr."""
     from cpsim.case.load import load_scenarios
     from cpsim.case.resolve import cluster_of
-    from cpsim.strategies.others import implementation
+    from cpsim.prediction.case import check_names
+    from cpsim.strategies.others import RUN_HERE
 
     found: list[Scenario] = []
     for scenario in load_scenarios(file):
         try:
             if isinstance(scenario, CpsimError):
                 raise scenario
-            if implementation(scenario.implementation).predicted_only:
-                raise CpsimError(f"implementation: {scenario.implementation} can be predicted, not run; use cpsim")
+            check_names(scenario)
+            check_name("implementation", scenario.implementation, [code.name for code in RUN_HERE])
             nodes = cluster_of(scenario).num_nodes
             if scenario.gpus > num_gpus:
                 raise CpsimError(f"gpus: needs {scenario.gpus}, {num_gpus} may be used here")

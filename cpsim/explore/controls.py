@@ -6,16 +6,18 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.documents import DISTRIBUTIONS
 from cpsim.case.load import scenario_from
 from cpsim.case.resolve import cluster_of
-from cpsim.case.scenario import Kernel, Scenario, Strategy
+from cpsim.case.scenario import Scenario
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.masks.names import MASK_NAMES
+from cpsim.models.feasible import kernel_names
 from cpsim.report.views import TITLES
+from cpsim.strategies import STRATEGIES
 from cpsim.units import number_or_text
 
 State = Mapping[str, Any]
@@ -66,8 +68,8 @@ def controls(start: Scenario) -> tuple[Control, ...]:
         Control(name="heads", label="heads", is_number=True),
         Control(name="kv_heads", label="key-value heads", is_number=True),
         Control(name="head_dim", label="head dimension", is_number=True),
-        Control(name="kernel", label="kernel", choices=get_args(Kernel)),
-        Control(name="strategy", label="strategy shown", choices=(BEST, *get_args(Strategy))),
+        Control(name="kernel", label="kernel", choices=kernel_names()),
+        Control(name="strategy", label="strategy shown", choices=(BEST, *STRATEGIES)),
         Control(name="ranks", label="ranks shown", hint="e.g. 0, 1, 48; empty: a few"),
     )
 

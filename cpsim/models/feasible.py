@@ -14,6 +14,7 @@ from cpsim.errors import InfeasibleError
 from cpsim.masks.blocks import BLOCK, Visits, row_sequences, sequence_slices, table_of, visits
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
+from cpsim.models.attention.kernels import KERNELS
 from cpsim.schedule.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
 
 DTYPES: Final = ("bf16", "fp16")
@@ -60,6 +61,11 @@ LIMITS: Final = {
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
 ``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
+
+
+def kernel_names() -> tuple[str, ...]:
+    """Names of the kernels that are known, those with a model first."""
+    return tuple(dict.fromkeys((*(kernel for kernel, _ in KERNELS), *LIMITS)))
 
 
 def limits_of(kernel: str) -> Limits:

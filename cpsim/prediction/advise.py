@@ -10,7 +10,7 @@ import numpy as np
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.prediction.case import Case, resolve
+from cpsim.prediction.case import Case, check_names, resolve
 from cpsim.prediction.predict import TOO_LARGE, prediction_of
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
 from cpsim.runtime.processes import Progress
@@ -80,10 +80,11 @@ def strategies_to_try(scenario: Scenario) -> list[str]:
     """Names of the strategies that ``advise`` tries.
 
     Raises:
-        ScenarioError: the scenario is a training step, or its implementation is unknown.
+        ScenarioError: the scenario is a training step, or names something unknown.
     """
     if scenario.model is not None and scenario.part is None:
         raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
+    check_names(scenario)
     theirs = implementation(scenario.implementation).strategies
     if scenario.strategy is not None:
         return [scenario.strategy]

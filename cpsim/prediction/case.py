@@ -9,13 +9,14 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
-from cpsim.errors import ScenarioError
+from cpsim.errors import ScenarioError, check_name
 from cpsim.models.conditions import Conditions
+from cpsim.models.feasible import kernel_names
 from cpsim.models.profile import Profile, load_profile
 from cpsim.models.standin import DATA_SHEET, from_data_sheet
 from cpsim.prediction.conditions import conditions
 from cpsim.strategies import STRATEGIES
-from cpsim.strategies.others import Implementation, implementation
+from cpsim.strategies.others import IMPLEMENTATIONS, Implementation, implementation
 
 SHEET_BASE: Final = "h200"
 """The profile that is scaled for GPUs that nobody has measured."""
@@ -49,6 +50,18 @@ class Case:
         )
 
 
+def check_names(scenario: Scenario) -> None:
+    """Whether strategy, implementation and kernel of a scenario are known.
+
+    Raises:
+        ScenarioError: one is not; lists those that are.
+    """
+    if scenario.strategy is not None:
+        check_name("strategy", scenario.strategy, STRATEGIES)
+    check_name("implementation", scenario.implementation, IMPLEMENTATIONS)
+    check_name("kernel", scenario.kernel, kernel_names())
+
+
 def resolve(scenario: Scenario) -> Case:
     """The case that a scenario describes.
 
@@ -56,11 +69,11 @@ def resolve(scenario: Scenario) -> Case:
         ScenarioError: it has no strategy, or asks for something that is not there.
         ProfileError: there are no costs for its GPU.
     """
+    check_names(scenario)
     if scenario.strategy is None:
         raise ScenarioError(
             f"strategy: expected one of {', '.join(STRATEGIES)}, got no strategy; name one, or ask `cpsim advise`"
         )
-    implementation(scenario.implementation)
     cluster = cluster_of(scenario)
     name = scenario.profile or cluster.profile
     if name is None:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, get_args
+from typing import Final, Literal
 
 import numpy as np
 
 from cpsim.case.cluster import presets
-from cpsim.case.scenario import Kernel
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ProfileError
 from cpsim.masks.names import MASK_NAMES, Value
 from cpsim.models.attention.calls import attention_op_seconds
 from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
-from cpsim.models.feasible import DTYPES, limits_of, refusal, tile_visits
+from cpsim.models.feasible import DTYPES, kernel_names, limits_of, refusal, tile_visits
 from cpsim.models.profile import Profile, load_profile, shipped_profiles
 from cpsim.models.standin import ALIKE
 from cpsim.schedule.schedule import Kind
@@ -82,7 +81,7 @@ def support() -> list[Support]:
             head_dim=_head_dims(kernel, profiles) if kernel in modelled else "",
             masks={mask: _why_not(kernel, mask, profiles) for mask in MASK_NAMES},
         )
-        for kernel in sorted(get_args(Kernel), key=lambda kernel: kernel not in modelled)
+        for kernel in kernel_names()
     ]
 
 

@@ -13,11 +13,11 @@ from cpsim.models.attention import kernels as table
 from cpsim.models.feasible import refusal
 from cpsim.schedule.schedule import Schedule
 from cpsim.strategies import STRATEGIES, plan
-from cpsim.strategies.others import CPSIM, IMPLEMENTATIONS, Implementation
+from cpsim.strategies.others import CPSIM, RUN_HERE, Implementation
 
 KERNELS: Final = tuple(dict.fromkeys(kernel for kernel, _ in table.KERNELS))
 """Kernels with a cost model."""
-OTHERS: Final = tuple(code for code in IMPLEMENTATIONS.values() if code is not CPSIM)
+OTHERS: Final = tuple(code for code in RUN_HERE if code is not CPSIM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,7 @@ def profile_record(profile: Profile) -> dict[str, Any]:
 def strategy_records() -> list[dict[str, Any]]:
     """What ``cpsim strategies`` lists: the first line of each planner's text, its knobs, and whose code runs it."""
     from cpsim.strategies import STRATEGIES
-    from cpsim.strategies.others import IMPLEMENTATIONS
+    from cpsim.strategies.others import RUN_HERE
 
     return [
         {
@@ -89,9 +89,7 @@ def strategy_records() -> list[dict[str, Any]]:
                 for parameter in inspect.signature(strategy.plan).parameters.values()
                 if parameter.kind is parameter.KEYWORD_ONLY
             ],
-            "implementations": [
-                code.name for code in IMPLEMENTATIONS.values() if code.strategies is None or name in code.strategies
-            ],
+            "implementations": [code.name for code in RUN_HERE if code.strategies is None or name in code.strategies],
         }
         for name, strategy in STRATEGIES.items()
     ]

@@ -2,7 +2,8 @@
 
 Planners read a row of ``IMPLEMENTATIONS`` where an implementation differs from our executor; the schedule of a case
 is then that implementation's own. Every fact is read in the source or seen in a profile, none is fitted. ``facts`` has
-the words, and a file for each code base what it does. A new framework is such a file and a row of ``IMPLEMENTATIONS``.
+the words, and a file for each code base what it does. A new framework is such a file and a row of ``IMPLEMENTATIONS``;
+one that cannot run here is a row that a study adds.
 Covered by tests/test_implementations.py.
 """
 
@@ -10,8 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cpsim.errors import ScenarioError
-from cpsim.strategies.others.dcp import DCP
+from cpsim.errors import check_name
 from cpsim.strategies.others.facts import (
     DENSE,
     DOCUMENTS,
@@ -26,17 +26,15 @@ from cpsim.strategies.others.facts import (
     UlyssesCode,
     WrapperCode,
 )
-from cpsim.strategies.others.internevo import INTERNEVO
-from cpsim.strategies.others.longca_bench import LONGCA_BENCH, MAGI_ATTENTION
 from cpsim.strategies.others.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
 from cpsim.strategies.others.torch_cp import TORCH
-from cpsim.strategies.others.transformer_engine import TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_THD
 
 __all__ = [
     "CPSIM",
     "DENSE",
     "DOCUMENTS",
     "IMPLEMENTATIONS",
+    "RUN_HERE",
     "GatherCode",
     "HalvesCode",
     "HeldRingCode",
@@ -52,21 +50,10 @@ __all__ = [
 
 CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
 
-IMPLEMENTATIONS: Final[dict[str, Implementation]] = {
-    i.name: i
-    for i in (
-        CPSIM,
-        RING_FLASH_ATTN,
-        YUNCHANG,
-        TORCH,
-        LONGCA_BENCH,
-        MAGI_ATTENTION,
-        TRANSFORMER_ENGINE,
-        TRANSFORMER_ENGINE_THD,
-        INTERNEVO,
-        DCP,
-    )
-}
+RUN_HERE: Final = (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH)
+"""Code that `cpsim run` runs."""
+IMPLEMENTATIONS: Final[dict[str, Implementation]] = {code.name: code for code in RUN_HERE}
+"""By name; studies add what they read in code that cannot run here."""
 
 
 def implementation(name: str) -> Implementation:
@@ -75,7 +62,5 @@ def implementation(name: str) -> Implementation:
     Raises:
         ScenarioError: nobody has read that code yet.
     """
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(IMPLEMENTATIONS)
-        raise ScenarioError(f"implementation: {name!r} is not available yet; available are {known}")
+    check_name("implementation", name, IMPLEMENTATIONS)
     return IMPLEMENTATIONS[name]

@@ -332,8 +332,6 @@ class Implementation:
     ``exit`` after its last launch. ``{pass}`` and ``{kernel}`` are filled in."""
     sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
-    predicted_only: bool = False
-    """No adapter runs it: it was read, and its packages are not to be had."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
     pads: bool = False

@@ -35,5 +35,4 @@ DCP: Final = Implementation(
     },
     sweeps=_TRITON,
     paged=True,
-    predicted_only=True,
 )

@@ -106,7 +106,6 @@ TRANSFORMER_ENGINE: Final = Implementation(
         "reduce_scatter": ("sync_reduce_scatter",),
     },
     sweeps=EAGER_SWEEPS | {"merge": ("merge",)},
-    predicted_only=True,
     unbatched=True,
 )
 

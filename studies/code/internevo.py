@@ -66,6 +66,5 @@ INTERNEVO: Final = Implementation(
         "all_to_all": ("seq_all_to_all", "sync_all_to_all"),
     },
     sweeps=EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
-    predicted_only=True,
     messages=2,  # RingComm.send_recv of keys, then of values
 )

@@ -112,7 +112,6 @@ LONGCA_BENCH: Final = Implementation(
     projections=ProjectionCode(width=1024, inputs=True),
     launches=_LAUNCHES,
     sweeps=_SWEEPS,
-    predicted_only=True,
     pads=True,  # shard.py, get_cu_seqlens_padded
     unbatched=True,
 )

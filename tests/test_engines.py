@@ -12,7 +12,7 @@ from cpsim.case.workload import Workload
 from cpsim.errors import ScheduleError
 from cpsim.masks.names import MASK_NAMES
 from cpsim.masks.slices import RangeSets, slices_of
-from cpsim.masks.tiles import Tiles
+from cpsim.masks.tiles import ListedTiles
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import STREAMS, Kind, Schedule
 from cpsim.schedule.work import Work, free_work, waits
@@ -21,7 +21,7 @@ from cpsim.sim.heap import pop, set_key
 from cpsim.sim.reference import share_fairly, simulate_reference
 from cpsim.strategies import STRATEGIES, plan
 
-NO_TILES = Tiles(
+NO_TILES = ListedTiles(
     np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), np.zeros(1, np.int64), slices_of([])
 )
 NO_SETS = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))

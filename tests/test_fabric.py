@@ -13,7 +13,7 @@ from cpsim.calibrate.recipes import runs_file
 from cpsim.case.cluster import presets
 from cpsim.errors import ProfileError
 from cpsim.masks.slices import RangeSets, slices_of
-from cpsim.masks.tiles import Tiles
+from cpsim.masks.tiles import ListedTiles
 from cpsim.models.conditions import Conditions
 from cpsim.models.price import price
 from cpsim.models.profile import load_profile
@@ -106,7 +106,9 @@ def test_the_model_of_the_fit_is_the_one_that_prices_ops(name, num_nics, proxy):
     streams = ("send", "recv") if kind == Kind.TRANSFER else ("comm",)
     sets = RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64))
     no_pairs = np.zeros(1, np.int64)
-    tiles = Tiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), no_pairs, slices_of([]))
+    tiles = ListedTiles(
+        np.zeros(2, np.int64), np.zeros((0, 5), np.int32), np.zeros(0, np.int64), no_pairs, slices_of([])
+    )
     builder = Builder(4, sets, tiles)
     builder.add(kind, *zip(map(np.array, lanes), streams, strict=True), nbytes=2**28)
     schedule = builder.build()

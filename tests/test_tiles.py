@@ -11,7 +11,7 @@ from cpsim.masks import tiles as tiles_module
 from cpsim.masks.shapes import mask_slices
 from cpsim.masks.slices import UNBOUNDED, RangeSets, dense_mask
 from cpsim.masks.stripes import stripe_bounds, striped
-from cpsim.masks.tiles import Tiles, _is_between, _sorted_keys, join_tiles, make_tiles, sequences, share_of
+from cpsim.masks.tiles import ListedTiles, _is_between, _sorted_keys, join_tiles, make_tiles, sequences, share_of
 from cpsim.strategies import sharding
 
 
@@ -81,7 +81,7 @@ COLUMNS = ("start", "q_len", "k_len", "area", "flags")
 
 def of_slices(listed):
     """Sequences of tiles as their slices give them, however they were made."""
-    return sequences(Tiles(listed.start, listed.rows, listed.row_area, listed.area, listed.mask))
+    return sequences(ListedTiles(listed.start, listed.rows, listed.row_area, listed.area, listed.mask))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -89,7 +89,7 @@ def of_slices(listed):
 def test_tiles_whose_slices_find_no_room_are_the_same(monkeypatch, mask, sets, room):
     query, key = (np.array(side) for side in zip(*np.ndindex(len(sets), len(sets)), strict=True))
     kept = make_tiles(mask, sets, query, key)
-    monkeypatch.setattr(tiles_module, "ROOM", room)
+    monkeypatch.setattr(tiles_module, "MAX_STORED_SLICES", room)
     unlisted = make_tiles(mask, sets, query, key)
     monkeypatch.undo()
     for name in COLUMNS:
@@ -147,13 +147,13 @@ def test_queries_that_see_other_keys_are_no_rectangle_though_areas_agree():
     """A tile need not be a product of two sets: two blocks of queries, each with two blocks of keys of its own."""
     mask, sets = mask_slices("full", (32,)), RangeSets(np.arange(5), np.arange(32).reshape(4, 8)[:, [0, 7]] + [0, 1])
     parts = make_tiles(mask, sets, [0, 0, 1, 1], [0, 1, 2, 3])
-    joined = Tiles(np.array([0, 0, 4]), parts.rows, parts.row_area, np.array([0, 256]), mask)
+    joined = ListedTiles(np.array([0, 0, 4]), parts.rows, parts.row_area, np.array([0, 256]), mask)
     found = sequences(joined)
     assert (found.q_len.tolist(), found.k_len.tolist()) == ([8, 8], [16, 16])
     assert found.one_call[1]
     assert found.in_place[1]
     apart = make_tiles(mask, sets, [0, 0, 1, 1], [0, 2, 1, 3])
-    mixed = sequences(Tiles(np.array([0, 0, 4]), apart.rows, apart.row_area, np.array([0, 256]), mask))
+    mixed = sequences(ListedTiles(np.array([0, 0, 4]), apart.rows, apart.row_area, np.array([0, 256]), mask))
     assert (mixed.q_len.tolist(), mixed.k_len.tolist()) == ([8, 8], [16, 16])
     assert not mixed.in_place[1]
 

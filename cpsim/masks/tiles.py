@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -14,13 +14,12 @@ from cpsim.masks.slices import Ints, RangeSets, Slices, restrict, slice_area, sl
 from cpsim.masks.stripes import MANY, slices_of_stripes, stripe_table, striped
 from cpsim.runtime.compiled import bare, compiled
 
-FEW: Final = 64
+MAX_LINEAR_SCAN: Final = 64
 """Slices of a mask row, up to which they are compared with all of their tile one by one."""
-ROOM: Final = 1 << 21
+MAX_STORED_SLICES: Final = 1 << 21
 """Slices that tiles keep; of more than these, tiles know the sequences that they make alone."""
 
 
-@dataclass(frozen=True, eq=False)
 class Tiles:
     """Parts of the mask for many (query set) x (key set) products; tile 0 is empty.
 
@@ -36,19 +35,30 @@ class Tiles:
     """Unmasked pairs of every tile, ``int64[num_tiles]``."""
     mask: Slices
     """What the mask rows are rows of."""
-    calls: Sequences | None = field(default=None, init=False)
+    calls: Sequences | None
     """What ``sequences`` answers, where it is known."""
 
 
-class _Unlisted(Tiles):
+@dataclass(frozen=True, eq=False)
+class ListedTiles(Tiles):
+    """Tiles whose slices are there."""
+
+    start: Ints
+    rows: NDArray[np.int32]
+    row_area: Ints
+    area: Ints
+    mask: Slices
+    calls: Sequences | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class UnlistedTiles(Tiles):
     """Tiles of so many slices that these are listed when somebody asks for them, which predictions seldom do."""
 
     parts: tuple[Tiles | Products, ...]
     """What their tiles follow each other in."""
-
-    def __init__(self, parts: Sequence[Tiles | Products], area: Ints, calls: Sequences) -> None:
-        for name, value in (("parts", tuple(parts)), ("area", area), ("calls", calls)):
-            object.__setattr__(self, name, value)
+    area: Ints
+    calls: Sequences
 
     @cached_property
     def _listed(self) -> Tiles:
@@ -181,8 +191,8 @@ class Products:
         return _listed(np.concatenate(([0], start)), rows, areas, mask)
 
 
-def _listed(start: Ints, rows: NDArray[np.int32], areas: Ints, mask: Slices) -> Tiles:
-    return Tiles(start, rows, areas, np.asarray(_totals(start, areas), np.int64), mask)
+def _listed(start: Ints, rows: NDArray[np.int32], areas: Ints, mask: Slices) -> ListedTiles:
+    return ListedTiles(start, rows, areas, np.asarray(_totals(start, areas), np.int64), mask)
 
 
 def make_tiles(
@@ -208,7 +218,7 @@ def make_tiles(
     most = int(num_ranges[query].sum() + num_ranges[key].sum() + 4 * len(query) + len(mask))  # nearly always enough
     if stripes is not None:
         most = max(most, min(len(query) * len(mask), MANY))
-    room = min(most, ROOM)
+    room = min(most, MAX_STORED_SLICES)
     start, made, area = (np.zeros(len(query) + 1 + extra, np.int64) for extra in (1, 1, 0))
     while True:  # memory that is not written costs nothing
         rows, areas = np.empty((room, 5), np.int32), np.empty(room, np.int64)
@@ -219,13 +229,8 @@ def make_tiles(
         room, most = max(room, longest), max(most, count)
     calls = _made(made, out, count)
     if wraps or stripes is not None:
-        return _Unlisted((Products(mask, sets, query, key, stripes),), area, calls)
-    return _knowing(Tiles(start, rows[:used], areas[:used], area, mask), calls)
-
-
-def _knowing(tiles: Tiles, calls: Sequences) -> Tiles:
-    object.__setattr__(tiles, "calls", calls)
-    return tiles
+        return UnlistedTiles((Products(mask, sets, query, key, stripes),), area, calls)
+    return ListedTiles(start, rows[:used], areas[:used], area, mask, calls)
 
 
 def join_tiles(tables: Sequence[Tiles]) -> Tiles:
@@ -233,14 +238,14 @@ def join_tiles(tables: Sequence[Tiles]) -> Tiles:
     known = [sequences(table) for table in tables]
     columns = ([getattr(calls, name) for calls in known] for name in ("q_len", "k_len", "area", "flags"))
     calls = Sequences(_joined_start([calls.start for calls in known]), *map(np.concatenate, columns))
-    if any(isinstance(table, _Unlisted) for table in tables):
+    if any(isinstance(table, UnlistedTiles) for table in tables):
         area = np.concatenate(([0], *(table.area[1:] for table in tables)))
-        parts = [part for table in tables for part in (table.parts if isinstance(table, _Unlisted) else (table,))]
-        return _Unlisted(parts, area, calls)
-    return _knowing(_joined(tables), calls)
+        parts = [part for table in tables for part in (table.parts if isinstance(table, UnlistedTiles) else (table,))]
+        return UnlistedTiles(tuple(parts), area, calls)
+    return replace(_joined(tables), calls=calls)
 
 
-def _joined(tables: Sequence[Tiles]) -> Tiles:
+def _joined(tables: Sequence[Tiles]) -> ListedTiles:
     start = _joined_start([table.start for table in tables])
     rows, areas = (np.concatenate([getattr(table, name) for table in tables]) for name in ("rows", "row_area"))
     return _listed(start, rows, areas, tables[0].mask)
@@ -376,7 +381,10 @@ def _of_tile(rows, row_area, first, last, bands, out, count):  # type: ignore[no
     """Sequences of the slices of one tile; the number of sequences so far."""
     out[4][0] = 0
     tile, sorted_keys = (first, last), (out[0][0][:0], out[0][1][:0])
-    if last - first > FEW and (rows[first : last - FEW, 0] == rows[first + FEW : last, 0]).any():
+    if (
+        last - first > MAX_LINEAR_SCAN
+        and (rows[first : last - MAX_LINEAR_SCAN, 0] == rows[first + MAX_LINEAR_SCAN : last, 0]).any()
+    ):
         sorted_keys = _sorted_keys(rows[first:last])
     while first < last:
         first, end, count = _of_single_rows(rows, row_area, first, tile, bands, sorted_keys, out, count)

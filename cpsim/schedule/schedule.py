@@ -137,7 +137,7 @@ class Planning:
         return max(0.0, self.seconds / self.share - attention_s)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Schedule:
     """Columns of N ops; see the module's text for their meaning. Arrays are read-only.
 
@@ -199,8 +199,6 @@ class Schedule:
     copies: int = 1
     """Ranks that each one stands for, which do the same with other heads: such a schedule is to be priced and
     simulated, not executed."""
-    before: dict[bytes, tuple[Ints, Int32]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """What ``cpsim.schedule.work.waits`` has found, by which transfers are eager."""
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,6 +72,10 @@ def free_work(duration_s: Floats, release_s: Floats) -> Work:
     )
 
 
+_WAITS: Final[WeakKeyDictionary[Schedule, dict[bytes, tuple[Ints, Int32]]]] = WeakKeyDictionary()
+"""What ``waits`` has found, by which transfers are eager: engines and draws ask for it again."""
+
+
 def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
     """Ops that must have ended before each op starts: its dependencies, the op before it on each of its lanes, and what
     the other half of a rank's launch waits for on that rank (`partners`).
@@ -83,8 +88,8 @@ def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
     Returns:
         CSR ``start[N + 1]`` and ``op[X]``; an op can occur twice.
     """
-    key = eager.tobytes()
-    if key not in schedule.before:
+    key, found = eager.tobytes(), _WAITS.setdefault(schedule, {})
+    if key not in found:
         s, num_lanes = schedule, int(schedule.num_ranks) * len(STREAMS)
         lane_start, rank, stream, dep_start, dep = unsigned(
             s.lane_start, s.lane_rank, s.lane_stream, s.dep_start, s.dep
@@ -95,8 +100,8 @@ def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
             first, before = _launched(first, before, partner, s.lane_start, s.lane_rank)
             if eager.any():
                 first, before = _sent(first, before, eager, partner, s.lane_start, s.lane_rank)
-        schedule.before[key] = first, before
-    return schedule.before[key]
+        found[key] = first, before
+    return found[key]
 
 
 @inlined()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.masks.slices import Ints, RangeSets, Slices, restrict, sets_of
-from cpsim.masks.tiles import Tiles, join_tiles, sequences
+from cpsim.masks.tiles import ListedTiles, Tiles, join_tiles, sequences
 from cpsim.strategies.dcp.blocks import Blocks, Bools, first_of_nodes
 
 
@@ -182,4 +182,4 @@ def _tiles(mask: Slices, parts: tuple[Ints, NDArray[np.int32], Ints], tile_of: I
     order = np.lexsort((rows[:, 3], rows[:, 1], rows[:, 0], tile))
     start = np.concatenate(([0], np.searchsorted(tile[order], np.arange(num_tiles + 1))))
     area = np.bincount(tile, areas, num_tiles).astype(np.int64)
-    return Tiles(start, rows[order], areas[order], np.concatenate(([0], area)), mask)
+    return ListedTiles(start, rows[order], areas[order], np.concatenate(([0], area)), mask)

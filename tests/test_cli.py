@@ -245,7 +245,7 @@ def test_fit_remakes_a_profile_from_its_measurements(tmp_path):
 
 def test_fit_all_makes_the_profiles_of_the_manifest_in_its_order(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr(recipes, "make", lambda name, folder: made.append((name, folder)) or load_profile(name))
+    monkeypatch.setattr(recipes, "make_profile", lambda name, folder: made.append((name, folder)) or load_profile(name))
     assert "h200" in cpsim("fit", "--all", "--out", tmp_path / "profiles")
     assert made == [(name, tmp_path / "profiles") for name in recipes.manifest()["profiles"]]
 

@@ -24,7 +24,7 @@ def test_every_schedule_gives_dense_attention_and_its_gradients_on_gloo(num_rank
     assert run_script("executor_worker.py", num_ranks, "all", timeout_s=900) > 300
 
 
-class Unheard:
+class SilentNode:
     """A rank whose messages go nowhere."""
 
     cuda, alone, device = False, False, torch.device("cpu")
@@ -52,7 +52,7 @@ def test_all_ranks_of_an_exchange_agree_whether_it_is_even(strategy, monkeypatch
             schedule = plan(strategy, problem, cases.cluster(4, 2), "fwd", knobs)
             for rank in range(4):
                 count = {}
-                Executor(schedule, problem, Unheard(rank), "math").program.run()
+                Executor(schedule, problem, SilentNode(rank), "math").program.run()
             assert seen
             assert all(len(said) == 1 for said in seen.values()), (mask, knobs)
             seen.clear()

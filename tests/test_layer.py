@@ -23,7 +23,7 @@ from cpsim.prediction.passes import least_memory
 from cpsim.prediction.predict import predict, predict_many
 from cpsim.prediction.results import Prediction
 from cpsim.prediction.runs import case_key
-from cpsim.prediction.step.layer import Gemm, Ops, Sweep
+from cpsim.prediction.step.layer import ElementwisePass, Gemm, Ops
 from cpsim.prediction.step_advice import advise_step
 from cpsim.schedule.check import validate
 from cpsim.schedule.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, Kind
@@ -93,7 +93,9 @@ def test_a_layer_consists_of_the_ops_of_a_training_step(pass_):
     assert sorted(mine) == sorted(products)
     swept = [o.nbytes for o in found.project(0) if o.kind == Kind.ELEMENTWISE]
     values = 4 * tokens * model.kv_heads * model.head_dim
-    assert sorted(swept) == sorted(op.nbytes + values * (op.kind == "rotary") for op in wanted if isinstance(op, Sweep))
+    assert sorted(swept) == sorted(
+        op.nbytes + values * (op.kind == "rotary") for op in wanted if isinstance(op, ElementwisePass)
+    )
 
 
 def test_products_take_what_was_fitted_to_them_on_the_slowest_gpu():

@@ -10,7 +10,7 @@ from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.profile import load_profile
 from cpsim.prediction.step.attention import task_seconds
 from cpsim.prediction.step.costs import Costs
-from cpsim.prediction.step.layer import BF16, Collective, Gemm, Ops, Sweep, flops, sent_bytes
+from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import Tensors
 from cpsim.schedule.transformer import MAKER, PRODUCTS
 
@@ -124,7 +124,7 @@ def test_times_of_measured_layers_which_nothing_was_fitted_to_are_within_10_perc
 def test_every_memory_bound_op_of_a_step_was_measured():
     ops = Ops(MODELS["llama3-8b"], 2, TOKENS)
     run = [*ops.forward(), *ops.backward(), *ops.loss(), *ops.loss_backward(), *ops.embedding()]
-    used = {op.kind for op in [*run, *ops.embedding_backward()] if isinstance(op, Sweep)} | {"adam", "norm"}
+    used = {op.kind for op in [*run, *ops.embedding_backward()] if isinstance(op, ElementwisePass)} | {"adam", "norm"}
     for gpu in MEASURED:
         measured = set(load_profile(gpu).layers.ops.latency_s)
         assert used == {kind for kind in measured if not kind.endswith(" in place")}

@@ -73,7 +73,7 @@ class Network(NamedTuple):
     """What is fitted; rates in bytes/s, one direction."""
 
     latency_s: float
-    """Of one message."""
+    """Latency of one message, seconds."""
     flow_rate: float
     nic_rate: float
     proxy_rate: float

@@ -76,13 +76,13 @@ FITTED_TO_FEW = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"),
 HEAD_DIM_FITTED = dict.fromkeys(
     ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", *PARAMS_OF_CODE), 0.05
 ) | dict.fromkeys(PARAMS_BY_PAIR, VARIANT_PRIOR)
-"""The same for those that change with the head dimension, other than in proportion: FlexAttention's backward pass at 64
-is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them as at
-128."""
+"""Parameters that change with the head dimension other than in proportion, and their weights: FlexAttention's backward
+pass at 64 is compiled for tiles whose registers do not hold what bands need, and takes several times as long under them
+as at 128."""
 HEAD_DIM_REST, MANY = 0.05, 100
-"""The same for all others, where there are so many calls."""
+"""The weight of all other parameters, and the number of calls from which they are fitted, too."""
 NEAR = 0.15
-"""The same for parameters near those of a GPU alike."""
+"""The weight of parameters near those of a GPU with as many SMs."""
 SPREAD_SAMPLES, SPREAD_POINTS, SPREAD_GROUPS = 5, 30, 8
 """How much equal calls differ is told by points of at least so many samples, in groups of at least so many points; and
 at most so many groups."""
@@ -187,7 +187,7 @@ def spread_of_calls(points: Sequence[Point]) -> tuple[tuple[float, ...], tuple[f
 
 
 def _with_discrepancy(params: AttentionParams, points: Sequence[Point], theirs: Discrepancy = NONE) -> AttentionParams:
-    """The same with a model of what its physics leave over of these points, log(predicted / measured)."""
+    """Parameters with a model of what their physics leave over of these points, log(predicted / measured)."""
     predicted, features = predicted_calls(replace(params, discrepancy=NONE), points)
     left_over = np.log(predicted / measured(points))
     return replace(params, discrepancy=fit_discrepancy(features, left_over, theirs))

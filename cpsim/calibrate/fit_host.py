@@ -156,13 +156,13 @@ def graph_call(point: Point) -> float:
 
 
 def graph_start(point: Point) -> float:
-    """Of a `graph` point: seconds from a graph's launch to its first kernel."""
+    """Seconds, of a `graph` point, from the launch to its first kernel."""
     return float(np.median(point["samples_s"])) - graph_call(point)
 
 
 def graph_gains(point: Point) -> tuple[float, float]:
-    """Of a `graph` point: what events around a kernel add; and what those around a message add, less what kernels lose
-    before and after it."""
+    """Seconds that, by a `graph` point, events around a kernel add; and what those around a message add, less what
+    kernels lose before and after it."""
     one, both, attention, message = (
         float(np.median(point[name])) for name in ("samples_s", "both_s", "attention_s", "message_s")
     )
@@ -171,8 +171,8 @@ def graph_gains(point: Point) -> tuple[float, float]:
 
 
 def stream_gains(point: Point) -> tuple[float, float]:
-    """Of a `graph` point whose calls a host launched one by one, too: what events around a kernel add, and what those
-    around a message add, less what kernels lose before and after it."""
+    """Seconds that, by a `graph` point whose calls a host also launched one by one, events around a kernel add, and
+    what those around a message add, less what kernels lose before and after it."""
     one, many, both, attention, message = (
         float(np.median(point[name]))
         for name in ("streamed_one_s", "streamed_many_s", "streamed_both_s", "attention_s", "message_s")

@@ -22,7 +22,7 @@ _START: Final = {"flop_s": 1.9e-13, "tile_s": 1.5e-6, "call_s": 3e-6, "tail_shar
 _BOUNDS: Final = {"tail_share": (1e-2, 1.0)}
 LATENCY_S: Final = 4e-6
 PULL: Final = 0.1
-"""Of a memory-bound op where points do not tell, and how strongly it draws: as a point of 1 / PULL times the noise."""
+"""Weight of the prior of a memory-bound op: it counts as a point of 1 / PULL times the noise."""
 
 
 def fit_layers(points: Sequence[Point], num_sms: int, copies: ElementwiseParams) -> LayerCosts | None:

@@ -50,7 +50,7 @@ SCHEMA = 1
 ROUNDS = 4
 """Host calls `in steps` are timed so many times over; their samples are in the order of the rounds."""
 LOAD_BYTES: Final = 2**27
-"""Of the messages of a GPU's load, whose power is measured."""
+"""Size of the messages of a GPU's load, whose power is measured."""
 EVENTS_S: Final = (1.25e-6, 2.96e-6)
 """Between two CUDA events that the GPU meets one after the other, on a host with one GPU and on one with several: what
 headers of `h100-graphs-1.jsonl` and `h100x2-graphs-1.jsonl` say, which stand for all files without `events_s`."""

@@ -84,7 +84,7 @@ def stand_in(name: str, folder: Path = FOLDER) -> StandIn | None:
     return StandIn(profile=load_profile(folder / f"{recipe['base']}.json"), **ratios)
 
 
-def make(name: str, folder: Path) -> Profile:
+def make_profile(name: str, folder: Path) -> Profile:
     """Fits one profile and writes it to a folder, which holds the profile that stands in for parts of it, if any."""
     base = stand_in(name, folder)
     profile = fit_profile(measurements(name), name, base)

@@ -52,7 +52,7 @@ class Fabric:
     the network is sockets. None where NICs read and write memory by themselves; messages then share the NICs like
     collectives."""
     latency_s: Annotated[float, Field(ge=0, le=1)]
-    """Of one message between nodes, the call's overhead included."""
+    """Latency of one message between nodes, the call's overhead included; seconds."""
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """A node's uplink carries nics_per_node * nic_bandwidth / oversubscription."""
     nodes_per_leaf: Count | None = None
@@ -65,7 +65,7 @@ class Fabric:
     sigma_log: Annotated[float, Field(gt=0, le=3)]
     """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
     flow_sigma_log: Annotated[float, Field(gt=0, le=3)]
-    """The same of point-to-point flows."""
+    """Standard deviation of the logarithm of the rate of point-to-point flows."""
     grade: Literal["measured here", "published", "data sheet"]
     """Where the numbers come from; predictions that rest on them say so."""
     source: Annotated[str, Field(min_length=1)]
@@ -180,7 +180,7 @@ class Cluster:
         )
 
     def with_gpus(self, num_gpus: int) -> Cluster:
-        """The same cluster with another number of GPUs in use.
+        """This cluster with another number of GPUs in use.
 
         Raises:
             ScenarioError: they do not fill nodes, or a fault is not of a part in use.

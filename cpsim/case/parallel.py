@@ -34,7 +34,7 @@ class Parallel:
     cp: int
     """Context-parallel ranks."""
     microbatches: int
-    """Of a replica in a step."""
+    """Microbatches of one replica in a step."""
     recompute: Recompute
     """Activations that are computed again in the backward pass: none, those of the MLP, or all of a layer."""
     schedule: PipelineSchedule

@@ -46,7 +46,7 @@ class ParallelSection(BaseModel):
     """None is what the other degrees leave."""
     cp: Degree | None = None
     microbatches: Degree | None = None
-    """Of a replica; None is one for every sequence of the replica."""
+    """Microbatches of one replica; None is one for every sequence of the replica."""
     recompute: Recompute | None = None
     schedule: PipelineSchedule = "1f1b"
     gradients: Gradients = "overlapped"
@@ -97,13 +97,15 @@ class Scenario(BaseModel):
     pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
     protocol: Literal["synced", "streamed"] = "synced"
     model: Literal["llama3-8b", "llama-34b", "llama3-70b"] | ModelSection | None = None
-    """Of a whole training step: a name or dimensions, which give heads and head_dim; None is attention alone."""
+    """The model of a whole training step: a name or dimensions, which give heads and head_dim; None is attention
+    alone."""
     context: Tokens | None = None
-    """Of a training step: tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
+    """In a training step, tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
     parallel: ParallelSection | None = None
-    """Of a training step: how it is cut."""
+    """How a training step is cut."""
     part: Literal["layer"] | None = None
-    """Of a model: one layer with the strategy's attention on all GPUs, weights whole on each; None is a step."""
+    """With a model, what of it to predict: one layer with the strategy's attention on all GPUs, weights whole on each;
+    None is a step."""
 
     @property
     def num_tokens(self) -> int:

@@ -55,7 +55,7 @@ class Workload:
         return self.head_groups * (sum(self.documents) + sum(self.padding))
 
     def by_group(self, head_groups: int) -> Workload:
-        """The same problem with heads in groups, one group's tokens after the other's: token t of group g is token
+        """This problem with heads in groups, one group's tokens after the other's: token t of group g is token
         ``g * num_tokens + t``, and heads are those of one group. Groups that share a key-value head see the keys of the
         first of them.
         """

@@ -47,7 +47,7 @@ class Options:
     seconds: float = 0.5
     """Iterations to measure of every pass [s]."""
     commit: str = ""
-    """Of the tree, where git is missing."""
+    """Commit of the working tree, where git is missing."""
     resume: bool = False
     trace: Path | None = None
 

@@ -276,10 +276,10 @@ def fit(
 
 
 def _fit_all(folder: Path, as_json: bool) -> None:
-    from cpsim.calibrate.recipes import make, manifest
+    from cpsim.calibrate.recipes import make_profile, manifest
 
     folder.mkdir(parents=True, exist_ok=True)
-    print_profiles([make(name, folder) for name in manifest()["profiles"]], as_json)
+    print_profiles([make_profile(name, folder) for name in manifest()["profiles"]], as_json)
 
 
 def _write_cluster(path: Path, files: Sequence[Measurements], profile: Profile, profile_file: Path) -> None:

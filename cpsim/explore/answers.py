@@ -69,7 +69,7 @@ class Known:
     chosen: Candidate | None = None
     """The strategy whose details are shown, with its timelines."""
     cells: tuple[Cell, ...] = ()
-    """Of the map, where it was asked for."""
+    """Cells of the map, where it was asked for."""
     left_out: tuple[str, ...] = ()
     """Strategies that nobody has asked for, and that are not tried unless somebody does."""
     done: int

@@ -91,7 +91,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
             pieces = [found.done, found.total]
             if ctx.triggered_id == "more" and answered and answered["pieces"] == pieces:
                 return _same(**_answered(serial, pieces))
-            view = views.make(state, found, runs, known)
+            view = views.make_view(state, found, runs, known)
         except CpsimError as error:
             return _same(error=str(error), done=1, total=1, **_answered(serial, [1, 1]))
         return {"error": "", **_answered(serial, pieces), **_said(found, view, str(state.get("theme")))}
@@ -99,7 +99,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
     def download(_csv: int, _scenario: int, state: Values) -> dict[str, Any]:
         try:
             found = answer(state, 60)
-            view = views.make(state, found, runs, known)
+            view = views.make_view(state, found, runs, known)
         except CpsimError:
             raise PreventUpdate from None
         if ctx.triggered_id == "csv":

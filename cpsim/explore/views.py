@@ -25,7 +25,7 @@ PLOTS: Final = ("plot", "plot-2")
 """Places for figures; a view fills as many as it needs."""
 
 
-def make(state: State, known: Known, runs: Sequence[Run], controls: Sequence[Control]) -> View:
+def make_view(state: State, known: Known, runs: Sequence[Run], controls: Sequence[Control]) -> View:
     """The view that the page is at.
 
     Raises:

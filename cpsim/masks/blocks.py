@@ -33,12 +33,12 @@ class Visits:
     of_queries: Ints
     """Partial and full blocks of every row of queries, ``int64[query blocks, 2]``."""
     of_keys: Ints
-    """The same of every row of keys, ``int64[key blocks, 2]``."""
+    """Partial and full blocks of every row of keys, ``int64[key blocks, 2]``."""
     rule: int
     """How pairs of partial blocks are decided: RUNS, CELLS or BANDS."""
 
     def partial_rule(self) -> int | None:
-        """The same; None where there are no partial blocks."""
+        """How pairs of partial blocks are decided; None where there are no partial blocks."""
         return self.rule if self.of_queries[:, 0].any() else None
 
 

@@ -110,12 +110,14 @@ class Sequences:
 
     @property
     def one_call(self) -> NDArray[np.bool_]:
-        """Of every tile: all sequences are regular, and all causal or all full, so one varlen call can run them."""
+        """Whether, in every tile, all sequences are regular, and all causal or all full, so one varlen call can run
+        them."""
         return self._of_tiles[2]
 
     @property
     def in_place(self) -> NDArray[np.bool_]:
-        """Of every tile: sequences read keys that lie side by side, and no key twice, so that keys need no packing."""
+        """Whether, in every tile, sequences read keys that lie side by side, and no key twice, so that keys need no
+        packing."""
         return self._of_tiles[3]
 
     def queries(self) -> Ints:
@@ -252,7 +254,7 @@ def _joined(tables: Sequence[Tiles]) -> ListedTiles:
 
 
 def _joined_start(starts: Sequence[Ints]) -> Ints:
-    """Of tiles whose entries follow those of the tables before them."""
+    """Offsets of tiles whose entries follow those of the tables before them."""
     before = np.concatenate(([0], np.cumsum([start[-1] for start in starts])))
     return np.concatenate(([0, 0], *(start[2:] + first for start, first in zip(starts, before[:-1], strict=True))))
 

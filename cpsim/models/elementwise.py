@@ -21,7 +21,7 @@ class ElementwiseParams:
 
     latency_s: Mapping[str, float]
     bandwidth_bytes_per_s: Mapping[str, float]
-    """Of bytes read plus written, on operands that the cache does not hold."""
+    """Bytes read plus written in a second, on operands that the L2 cache does not hold."""
 
 
 def elementwise_seconds(params: ElementwiseParams, kind: str, nbytes: ArrayLike) -> Floats:

@@ -37,9 +37,9 @@ class Limits:
     any_mask: bool = False
     """Masks of any shape, keys in any order."""
     whole_blocks: bool = False
-    """Of those only masks of whole blocks of 128 x 128 tokens."""
+    """With any_mask: only masks of whole blocks of 128 x 128 tokens."""
     rectangles: bool = False
-    """Of those only masks of whole rectangles, of any sizes."""
+    """With any_mask: only masks of whole rectangles, of any sizes."""
     backward: bool = True
     max_head_dim: int = 256
     """1024 is the most that a scenario has."""

@@ -48,9 +48,9 @@ class GemmParams:
     call_s: float
     """Per call: launch on the GPU, pipeline fill."""
     tail_share: float
-    """Of the idle part of the last wave, what it costs: 1 at a fixed clock, 0 where power alone counts."""
+    """What the idle part of the last wave costs: 1 at a fixed clock, 0 where power alone counts."""
     traffic_s_per_byte: float
-    """Of operands and result."""
+    """Seconds per byte of operands and result."""
 
 
 FITTED: Final = ("flop_s", "tile_s", "call_s", "tail_share")

@@ -25,11 +25,12 @@ class HostParams:
     graph_s: float
     """From the launch of a CUDA graph to the start of its first kernel, the GPU idle."""
     graph_queued_s: float = 0.0
-    """The same from when the GPU gets to a graph that was launched before."""
+    """Seconds from a graph's launch to its first kernel, counted from when the GPU gets to a graph that was launched
+    before."""
     cold_start_s: float = 0.0
     """What the first kernel of a graph takes longer where the cache holds nothing of use, operands apart."""
     graph_cross_s: float = 0.0
-    """What an op of a CUDA graph takes more where it follows an op of another stream."""
+    """Extra seconds for a dependency across streams in a captured graph."""
     captured_kernel_s: float = 0.0
     """What a kernel takes in a CUDA graph that does next to nothing."""
     captured_gain_s: Mapping[str, float]
@@ -37,7 +38,7 @@ class HostParams:
     and pass, as in `cudnn fwd`, and by pass where a kernel was not measured (`fwd`, also of other products);
     `memory-bound` kernels; a `message`, less what it costs kernels before and after it."""
     streamed_gain_s: Mapping[str, float]
-    """The same of ops that are launched one by one into a stream, by a host that is ahead."""
+    """What events around ops add that are launched one by one into a stream, by a host that is ahead."""
     pause_s: Mapping[str, float]
     """By protocol: from the end of one iteration to the start of the next."""
 

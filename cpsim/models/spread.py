@@ -11,5 +11,6 @@ from statistics import NormalDist
 
 @cache
 def expected_maximum(num: int) -> float:
-    """Of so many independent normal variables, in standard deviations above their mean; within 0.02 or so."""
+    """Expected maximum of so many independent normal variables, in standard deviations above their mean; within 0.02 or
+    so."""
     return NormalDist().inv_cdf((num - 0.375) / (num + 0.25)) if num > 1 else 0.0

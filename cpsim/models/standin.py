@@ -34,7 +34,7 @@ class StandIn:
     memory_ratio: float = 1.0
     """Memory bandwidth of this GPU over that of the profile's."""
     network_ratio: float = 1.0
-    """The same for its NVLink port."""
+    """Bandwidth of this GPU's NVLink port over that of the profile's."""
     sm_ratio: float = 1.0
     """SMs times clock of this GPU over those of the profile's."""
 
@@ -71,7 +71,8 @@ class StandIn:
         return self.profile.layers if self.kernels(gpu) else None
 
     def start(self, key: tuple[str, str], num_sms: int) -> AttentionParams | None:
-        """Where a fit to few points of one kernel and pass starts: the kernel itself or its next of kin."""
+        """Where a fit to few points of one kernel and pass starts: the kernel itself or one that descends from the same
+        code."""
         kernel, pass_ = key
         theirs = self.profile.attention.get((ALIKE.get(kernel, kernel), pass_))
         if theirs is None:
@@ -79,7 +80,7 @@ class StandIn:
         return theirs.everywhere(lambda params: replace(_moved(params, num_sms, self.memory_ratio), discrepancy=NONE))
 
     def alike(self, key: tuple[str, str], num_sms: int) -> AttentionParams | None:
-        """The same kernel and pass on a GPU with as many SMs, where it is the same code and takes nearly as long."""
+        """This kernel and pass on a GPU with as many SMs, where it is the same code and takes nearly as long."""
         theirs = self.profile.attention.get(key)
         return theirs if theirs is not None and theirs.num_sms == num_sms else None
 

@@ -38,7 +38,7 @@ NUM_DOCUMENTS: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Support:
+class KernelSupport:
     """What a kernel can be called with."""
 
     kernel: str
@@ -68,12 +68,12 @@ class Speed:
     """Sizes outside of what was measured."""
 
 
-def support() -> list[Support]:
+def support() -> list[KernelSupport]:
     """Every kernel that a scenario may name, those with a model first."""
     profiles = [load_profile(name) for name in shipped_profiles()]
     modelled = {kernel for kernel, _ in KERNELS}
     return [
-        Support(
+        KernelSupport(
             kernel=kernel,
             profiles=tuple(p.name for p in profiles if (kernel, "fwd") in p.attention),
             passes=tuple(pass_ for pass_ in ("fwd", "bwd") if (kernel, pass_) in KERNELS),

@@ -21,7 +21,7 @@ OTHERS: Final = tuple(code for code in RUN_HERE if code is not CPSIM)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Support:
+class StrategySupport:
     """What can run one strategy; every reason is one line, and "" where there is none: it can."""
 
     strategy: str
@@ -38,16 +38,16 @@ class Support:
         return not self.plan and bool(self.others) and all(self.others.values())
 
 
-def support(workload: Workload, cluster: Cluster) -> tuple[Support, ...]:
+def support(workload: Workload, cluster: Cluster) -> tuple[StrategySupport, ...]:
     """One entry per strategy, forward, with any of the knobs that are worth trying; ``none`` on one GPU."""
     return tuple(_support(name, workload, cluster.with_gpus(1) if name == "none" else cluster) for name in STRATEGIES)
 
 
-def _support(name: str, workload: Workload, cluster: Cluster) -> Support:
+def _support(name: str, workload: Workload, cluster: Cluster) -> StrategySupport:
     found = list(_plans(name, workload, cluster))
     schedules = [entry for entry in found if isinstance(entry, Schedule)]
     reasons = [entry for entry in found if isinstance(entry, str)]
-    return Support(
+    return StrategySupport(
         strategy=name,
         plan="" if schedules else reasons[0],
         kernels={

@@ -64,13 +64,13 @@ class Grid(BaseModel):
         return prod(len(values) for values in self.grid.values())
 
     def numbers(self) -> Sequence[int]:
-        """Of the combinations that are wanted."""
+        """Numbers of the combinations that are wanted."""
         if self.sample is None or self.sample.count >= len(self):
             return range(len(self))
         return sorted(random.Random(self.sample.seed).sample(range(len(self)), self.sample.count))
 
     def fields(self, number: int) -> dict[str, Any]:
-        """Of one combination; the last field of the grid changes first."""
+        """Fields of one combination; the last field of the grid changes first."""
         chosen = {}
         for name, values in reversed(self.grid.items()):
             number, at = divmod(number, len(values))
@@ -87,7 +87,7 @@ class Sweep:
     """A grid, or (place, fields) of every scenario of a list."""
 
     def numbers(self) -> Sequence[int]:
-        """Of all scenarios."""
+        """Numbers of all scenarios."""
         return self.entries.numbers() if isinstance(self.entries, Grid) else range(len(self.entries))
 
     def entry(self, number: int) -> tuple[str, Any]:
@@ -97,7 +97,7 @@ class Sweep:
         return self.entries[number]
 
     def digest(self) -> str:
-        """The same for equal sweeps only."""
+        """A digest that only equal sweeps share."""
         entries = self.entries.model_dump() if isinstance(self.entries, Grid) else [e for _, e in self.entries]
         return sha256(json.dumps(entries, default=str).encode()).hexdigest()
 
@@ -190,7 +190,7 @@ def _rows(tasks: list[Task], jobs: int | None, scheduler: str | None) -> Iterato
 
 
 def _on_dask(tasks: list[Task], scheduler: str) -> Iterator[list[dict[str, Any]]]:
-    """The same on a Dask cluster, which runs the tasks of workers that die again."""
+    """Rows of tasks that run on a Dask cluster, which runs the tasks of workers that die again."""
     _need("distributed", "dask")
     from distributed import Client, as_completed
 

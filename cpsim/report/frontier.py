@@ -45,7 +45,7 @@ class Cell:
 
     gpus: int
     tokens: int
-    """Of the whole sequence."""
+    """Tokens of the whole sequence."""
     strategy: str = ""
     """Empty where none can run."""
     knobs: str = ""
@@ -54,7 +54,7 @@ class Cell:
 
 
 def cells(scenario: Scenario) -> list[Scenario]:
-    """The same case at other lengths and on other numbers of GPUs, as far as its cluster has them.
+    """This case at other lengths and on other numbers of GPUs, as far as its cluster has them.
 
     Lengths are those of the case times ``LENGTHS``, rounded so that every number of GPUs divides them.
     """

@@ -9,12 +9,12 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from cpsim.prediction.kernel_tables import MASKS, NUM_DOCUMENTS, Speed, Support, partly
+from cpsim.prediction.kernel_tables import MASKS, NUM_DOCUMENTS, KernelSupport, Speed, partly
 from cpsim.report.tables import table
 from cpsim.units import format_bytes, format_count
 
 
-def kernels_record(support: Sequence[Support], speeds: Sequence[Speed]) -> dict[str, Any]:
+def kernels_record(support: Sequence[KernelSupport], speeds: Sequence[Speed]) -> dict[str, Any]:
     """Both tables, ready for JSON."""
     return {
         "kernels": [asdict(entry) | {"partly": partly(entry.kernel)} for entry in support],
@@ -22,7 +22,7 @@ def kernels_record(support: Sequence[Support], speeds: Sequence[Speed]) -> dict[
     }
 
 
-def kernels_view(support: Sequence[Support], speeds: Sequence[Speed], heads: str) -> RenderableType:
+def kernels_view(support: Sequence[KernelSupport], speeds: Sequence[Speed], heads: str) -> RenderableType:
     """The matrix of what can be called, why not, then TFLOP/s forward / backward by mask and length."""
     parts: list[RenderableType] = [_matrix(support), Text(), *_reasons(support)]
     for name in dict.fromkeys(speed.profile for speed in speeds):
@@ -33,7 +33,7 @@ def kernels_view(support: Sequence[Support], speeds: Sequence[Speed], heads: str
     return Group(*parts, _memory(speeds))
 
 
-def _matrix(support: Sequence[Support]) -> RenderableType:
+def _matrix(support: Sequence[KernelSupport]) -> RenderableType:
     made = table(
         ("kernel", "left"),
         *((mask, "left") for mask in MASKS),
@@ -50,7 +50,7 @@ def _matrix(support: Sequence[Support]) -> RenderableType:
     return made
 
 
-def _reasons(support: Sequence[Support]) -> list[RenderableType]:
+def _reasons(support: Sequence[KernelSupport]) -> list[RenderableType]:
     lines = []
     for entry in (entry for entry in support if entry.passes):
         own = {reason for mask, reason in entry.masks.items() if mask in MASKS} | {partly(entry.kernel)}
@@ -63,7 +63,7 @@ def _reasons(support: Sequence[Support]) -> list[RenderableType]:
     return [Text(line, style="dim") for line in lines]
 
 
-def _head_dims(support: Sequence[Support]) -> list[str]:
+def _head_dims(support: Sequence[KernelSupport]) -> list[str]:
     """Kernels by what is known of their head dimensions."""
     shipped = [entry for entry in support if entry.profiles]
     return [

@@ -18,7 +18,7 @@ MIN_TOKENS_PER_GPU: Final = 256
 
 
 def at_length(scenario: Scenario, factor: float) -> Scenario | None:
-    """The same case with ``factor`` times the tokens on every GPU, or None where that makes no sense.
+    """This case with ``factor`` times the tokens on every GPU, or None where that makes no sense.
 
     Drawn documents are drawn anew with the same seed; given ones are all scaled.
     """

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from cpsim.masks.names import MASK_NAMES
 from cpsim.masks.slices import coarse_mask
-from cpsim.prediction.support import KERNELS, OTHERS, Support
+from cpsim.prediction.support import KERNELS, OTHERS, StrategySupport
 from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
@@ -35,7 +35,7 @@ RAISED: Final = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 COLUMNS: Final = ("strategy", "plan", *KERNELS, *(code.name for code in OTHERS))
 
 
-def mask_record(workload: Workload, support: Sequence[Support]) -> dict[str, Any]:
+def mask_record(workload: Workload, support: Sequence[StrategySupport]) -> dict[str, Any]:
     """What ``cpsim mask`` tells, as a mapping; reasons are empty where the answer is yes."""
     slices, total = workload.slices(), workload.num_tokens
     return {
@@ -78,7 +78,7 @@ def masks_view() -> RenderableType:
     return made
 
 
-def mask_view(workload: Workload, support: Sequence[Support], gpus: int) -> RenderableType:
+def mask_view(workload: Workload, support: Sequence[StrategySupport], gpus: int) -> RenderableType:
     """Meaning, picture, numbers, and who can run it with numbered reasons."""
     reasons: dict[str, int] = {}
     matrix = _matrix(support, reasons)
@@ -127,7 +127,7 @@ def _picture(workload: Workload) -> Text:
     return Text("\n".join("  " + "".join(SHADES[s] * 2 for s in row) for row in shade.tolist()))
 
 
-def _matrix(support: Sequence[Support], reasons: dict[str, int]) -> RenderableType:
+def _matrix(support: Sequence[StrategySupport], reasons: dict[str, int]) -> RenderableType:
     """Strategies, the kernels and codes that run them, and those that do not; ``reasons`` receives what numbers mean.
 
     Lists, not a column for every kernel and code: these would not fit into 80 columns.
@@ -142,7 +142,7 @@ def _matrix(support: Sequence[Support], reasons: dict[str, int]) -> RenderableTy
     return made
 
 
-def _answers(support: Sequence[Support], reasons: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
+def _answers(support: Sequence[StrategySupport], reasons: dict[str, int]) -> Iterator[tuple[str, dict[str, int]]]:
     """Strategies and, by column where there is something to run, 0 if it runs or else the number of the reason."""
 
     def number(column: str, reason: str) -> int:
@@ -154,7 +154,7 @@ def _answers(support: Sequence[Support], reasons: dict[str, int]) -> Iterator[tu
         yield s.strategy, {column: number(column, told[column]) for column in COLUMNS if column in told}
 
 
-def _rows(support: Sequence[Support], reasons: dict[str, int]) -> list[list[str]]:
+def _rows(support: Sequence[StrategySupport], reasons: dict[str, int]) -> list[list[str]]:
     """Cells of ``COLUMNS``: yes, no with the number of its reason, or - where there is nothing to run."""
 
     def cell(why: int | None) -> str:
@@ -189,7 +189,7 @@ def write_png(path: Path, workload: Workload) -> None:
     image.save(path, format="PNG")
 
 
-def write_html(path: Path, workload: Workload, support: Sequence[Support]) -> None:
+def write_html(path: Path, workload: Workload, support: Sequence[StrategySupport]) -> None:
     """A page with the mask and what can run it; it opens offline."""
     import plotly.graph_objects as go
 

@@ -86,7 +86,7 @@ def frozen(names: Mapping[str, Any]) -> str:
 
 
 class _Place:
-    """Of one function; what numba calls a locator."""
+    """Where the machine code of one function is kept; what numba calls a locator."""
 
     def __init__(self, function: FunctionType) -> None:
         self.digest = frozen(function.__globals__)[:16]
@@ -215,7 +215,7 @@ bare: Final = partial(compiled, nogil=True, error_model="numpy", _nrt=False)
 """Without counting references to arrays, which no such function makes or keeps. With counts every call of a helper
 costs two atomic increments for each array that it is given, which was two thirds of the event engine's time."""
 inlined: Final = partial(bare, inline="always")
-"""The same for a helper that becomes part of its callers."""
+"""Like ``bare``, for a helper that becomes part of its callers."""
 
 
 def unsigned(*indices: NDArray[Any]) -> list[NDArray[Any]]:
@@ -242,4 +242,4 @@ def _prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]  # 
 
 
 prefetch: Final[Any] = intrinsic(_prefetch)
-"""Of (array, index): begin to fetch from memory what the array has there, which may be beyond its end."""
+"""``prefetch(array, index)`` begins to fetch an element from memory; the index may be beyond the array's end."""

@@ -36,7 +36,7 @@ class LayerOp:
 
     kind: LayerKind
     reads: tuple[str, ...]
-    """Of a product: what has the rows of the result, or of ``wgrad`` the gradient, first."""
+    """Tensors that it reads: a product first what has the rows of its result, ``wgrad`` first the gradient."""
     writes: tuple[str, ...]
     """The last one of ``wgrad`` and ``rms_norm_bwd`` is a gradient of weights, summed over tokens."""
 

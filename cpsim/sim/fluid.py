@@ -326,7 +326,7 @@ def _run(  # type: ignore[no-untyped-def]
 
 @inlined()
 def _take_out(members, member, count):  # type: ignore[no-untyped-def]
-    """Of the first ``count`` members, which keep their order."""
+    """Take a member out of the first ``count``, which keep their order."""
     at = 0
     while members[at] != member:
         at += 1

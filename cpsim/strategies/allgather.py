@@ -219,9 +219,9 @@ class _Cut:
     sets: RangeSets
     """Shards, all tokens of those who gather together, and the keys that each rank sees."""
     tiles: Tiles
-    """Of shards x all tokens of those who gather together."""
+    """Tiles of shards x all tokens of those who gather together."""
     group: Ints
-    """Of every rank: consecutive ranks gather together."""
+    """Group of every rank: consecutive ranks gather together."""
     ordered: bool
     """Whether gathered shards lie in the order of tokens."""
 

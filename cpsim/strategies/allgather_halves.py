@@ -162,5 +162,5 @@ class _Halves:
 
 
 def _together(access: Access) -> Access:
-    """The same for one collective of all ranks."""
+    """This access, for one collective of all ranks."""
     return access[0][None, :], access[1][None, :]

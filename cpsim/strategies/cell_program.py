@@ -67,7 +67,7 @@ class CellProgram:
         sizes = Sizes(workload)
         q, kv, lse = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads), sizes.lse(workload.num_heads)
         self.nbytes = {"q": q, "out": q + lse, "dout": q, "dq": q, "kv": kv, "dkv": kv}
-        """Of a token of every tensor."""
+        """Bytes of one token of every tensor."""
         self.rows = {
             "out": (q, sizes.accumulator(q), lse),
             "dq": (q, sizes.accumulator(q), 0),

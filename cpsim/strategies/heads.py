@@ -46,7 +46,7 @@ class Trip:
     """Where it arrives, and where it lies in the end, if there is a sweep after."""
 
     by_document: tuple[int, int] = (0, 0)
-    """Sweeps of every document in front of the sweep before, and of the one after."""
+    """RowKernels of every document in front of the sweep before, and of the one after."""
     packed: bool = False
     """Keys and values travel together."""
 
@@ -90,7 +90,7 @@ class HeadExchange:
         self.group[groups], self.member[groups] = np.indices(groups.shape)
         self.tokens, self.num_groups = workload.num_tokens // (num_ranks * copies), head_groups
         self.shares = np.asarray(workload.documents) / sum(workload.documents)
-        """Of all tokens, ``[documents]``."""
+        """Share of all tokens of every document, ``[documents]``."""
         self.group_heads = workload.num_heads // degree // head_groups
         self.group_kv_heads = max(1, workload.num_kv_heads // degree) // head_groups
         self.replicas = max(1, degree // workload.num_kv_heads)
@@ -98,11 +98,11 @@ class HeadExchange:
         self.q_bytes = self.sizes.query(workload.num_heads) // head_groups
         """One token of Q, O, dO or dQ, all ranks' heads of one group."""
         self.lse_bytes = self.sizes.lse(self.group_heads) * degree
-        """The same of the log-sum-exp."""
+        """One token of the log-sum-exp, all ranks' heads of one group."""
         self.kv_bytes = self.sizes.kv(self.group_kv_heads) * degree
         """One token of K and V of one group, replicas included."""
         self.own_kv_bytes = self.kv_bytes // self.replicas
-        """The same without replicas: what a rank holds of its own tokens."""
+        """One token of K and V of one group without replicas, as a rank holds its own tokens."""
         self.all_heads, self.kv_heads = (0, workload.num_heads), workload.num_kv_heads
 
     def heads(self, group: int = 0) -> Ints:
@@ -281,7 +281,7 @@ class HeadExchange:
         return after
 
     def documents(self, nbytes: int, sweeps: int, after: Ints) -> None:
-        """Sweep a tensor document by document, so many times each."""
+        """RowKernel a tensor document by document, so many times each."""
         for share in self.shares.tolist() if sweeps else ():
             for _ in range(sweeps):
                 self.copy(2 * round(nbytes * share), [], [], after, kind=Kind.ELEMENTWISE)

@@ -31,7 +31,7 @@ from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation
-from cpsim.strategies.ring.grid import Grid, make_grid
+from cpsim.strategies.ring.grid import RingGrid, make_grid
 from cpsim.strategies.ring.held import HeldRing, as_run
 from cpsim.strategies.ring.loop import Ring
 from cpsim.strategies.ring.ring import emit_rings, tiled, turned
@@ -158,7 +158,9 @@ def _place(work, order, least, sizes, usual, slack):  # type: ignore[no-untyped-
 
 
 @lru_cache(maxsize=2)
-def _rings(workload: Workload, cluster: Cluster, tokens_per_rank: int, rounds: bool = False) -> list[tuple[Grid, Cut]]:
+def _rings(
+    workload: Workload, cluster: Cluster, tokens_per_rank: int, rounds: bool = False
+) -> list[tuple[RingGrid, Cut]]:
     """The rings of every size of subgroup that has documents, the largest first; all have one table of tiles.
 
     With ``rounds`` there are several of a size, with one document of every subgroup each, and none is widened.

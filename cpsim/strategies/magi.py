@@ -83,7 +83,8 @@ def plan_magi(
 
 
 def _default_chunks(own: int) -> int:
-    """Of a rank: as few as the benchmark's length allows, at least four, or up to twice as many if those divide."""
+    """Chunks of a rank: as few as the benchmark's length allows, at least four, or up to twice as many if those
+    divide."""
     fewest = min(own, max(4, -(-own // CHUNK)))
     return next((count for count in range(fewest, 2 * fewest) if own % count == 0), fewest)
 
@@ -103,9 +104,9 @@ class _Shares:
     moved: Ints
     """Tokens that every rank sends to every rank, each as often as somebody fetches it, ``[stages, ranks, ranks]``."""
     far: Ints
-    """The same between nodes that relay: to the rank at the same place."""
+    """Tokens sent between nodes that relay: to the rank at the same place."""
     near: Ints
-    """The same inside these nodes, relayed ones included, those that the relay keeps for itself, too."""
+    """Tokens sent inside these nodes, relayed ones included, those that the relay keeps for itself, too."""
 
 
 @lru_cache(maxsize=2)

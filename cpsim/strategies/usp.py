@@ -22,7 +22,7 @@ from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.heads import HeadExchange, check_heads
 from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation, UlyssesCode
-from cpsim.strategies.ring.grid import PLACEMENTS, Grid, make_grid
+from cpsim.strategies.ring.grid import PLACEMENTS, RingGrid, make_grid
 from cpsim.strategies.ring.held import as_run, make_ring, runs_whole
 from cpsim.strategies.ring.ring import AnyRing, cut, plan_rings
 from cpsim.strategies.ring.steps import Steps
@@ -102,7 +102,7 @@ def usp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, obj
 
 
 def loongtrain_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, object]]:
-    """The same where a ring has several inner rings; else a double ring of all ranks."""
+    """Knobs of ``usp`` where a ring has several inner rings; else a double ring of all ranks."""
     found: list[Mapping[str, object]] = []
     for d in _degrees_worth_trying(workload, cluster):
         for placement in PLACEMENTS:
@@ -188,7 +188,9 @@ def _chunks(ring: str, zigzag: str) -> str:
     return zigzag if ring == "zigzag" else "contiguous"
 
 
-def _plan(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implementation, facts: AnyRing) -> Schedule:
+def _plan(
+    workload: Workload, grid: RingGrid, pass_: Pass, chunks: str, code: Implementation, facts: AnyRing
+) -> Schedule:
     """``facts``: of the ring that the code runs."""
     if grid.num_parts == 1:
         return plan_rings(workload, grid, pass_, chunks, facts)
@@ -201,7 +203,7 @@ def _plan(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: Implem
 class _Hybrid:
     """One schedule of all-to-alls around rings under construction."""
 
-    def __init__(self, workload: Workload, grid: Grid, chunks: str, facts: AnyRing) -> None:
+    def __init__(self, workload: Workload, grid: RingGrid, chunks: str, facts: AnyRing) -> None:
         shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards, not runs_whole(workload, facts))
         pieces = sharding.split(sharding.part(shards.sets, 0, grid.num_places), grid.num_parts)
         own = len(shards.sets) + grid.place * grid.num_parts + grid.part

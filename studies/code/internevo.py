@@ -22,15 +22,15 @@ from cpsim.strategies.others.facts import (
     EAGER_SWEEPS,
     FLASH_ATTN,
     Implementation,
+    RowKernel,
     Support,
-    Sweep,
     UlyssesCode,
 )
 from cpsim.strategies.others.ring_flash_attn import RING
 
-_LSE: Final = (Sweep("lse", 0, 2),)
-_HALF: Final = Sweep("k", 2, 0)
-_UNPACK: Final = (Sweep("kv", 1, 0), _HALF)  # gradient of kv[:, :, i]: zeros, and a copy into them
+_LSE: Final = (RowKernel("lse", 0, 2),)
+_HALF: Final = RowKernel("k", 2, 0)
+_UNPACK: Final = (RowKernel("kv", 1, 0), _HALF)  # gradient of kv[:, :, i]: zeros, and a copy into them
 _RING: Final = replace(
     RING,
     groups=True,
@@ -42,7 +42,7 @@ _RING: Final = replace(
     read_tails=_LSE,
     leave={
         "fwd": (BACK,),
-        "bwd": (BACK, BACK_K, BACK_K, *_UNPACK * 2, Sweep("kv", 3, 0, kind=Kind.ACCUMULATE)),
+        "bwd": (BACK, BACK_K, BACK_K, *_UNPACK * 2, RowKernel("kv", 3, 0, kind=Kind.ACCUMULATE)),
     },
 )
 

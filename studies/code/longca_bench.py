@@ -21,8 +21,8 @@ from cpsim.strategies.others.facts import (
     HeldRingCode,
     Implementation,
     ProjectionCode,
+    RowKernel,
     Support,
-    Sweep,
     UlyssesCode,
     WrapperCode,
 )
@@ -30,41 +30,41 @@ from cpsim.strategies.others.facts import (
 # Expanded gathers and scatters, as slow as permutes. From PyTorch 2.8 on gathers are as fast as copies (measured by
 # cpsim.real.measure.host --sweeps); NGC 25.02, which MagiAttention's examples name, has 2.7, its benchmark's image is
 # newer.
-_GATHER_Q: Final = Sweep("q", 2, 0, kind=STRIDED)
-_GATHER_K: Final = Sweep("k", 2, 0, kind=STRIDED)
-_SCATTER_Q: Final = (Sweep("q", 1, 0), Sweep("q", 2, 0, kind=STRIDED))  # zeros, scatter_
-_SCATTER_K: Final = (Sweep("k", 1, 0), Sweep("k", 2, 0, kind=STRIDED))
-_LSE: Final = Sweep("lse", 0, 2)
+_GATHER_Q: Final = RowKernel("q", 2, 0, kind=STRIDED)
+_GATHER_K: Final = RowKernel("k", 2, 0, kind=STRIDED)
+_SCATTER_Q: Final = (RowKernel("q", 1, 0), RowKernel("q", 2, 0, kind=STRIDED))  # zeros, scatter_
+_SCATTER_K: Final = (RowKernel("k", 1, 0), RowKernel("k", 2, 0, kind=STRIDED))
+_LSE: Final = RowKernel("lse", 0, 2)
 _WRAPPER: Final = WrapperCode(  # _fa3_varlen_forward and _fa3_varlen_backward
     before={
         "fwd": (_GATHER_Q, _GATHER_K, _GATHER_K),
         "bwd": (_GATHER_Q, _GATHER_K, _GATHER_K, _GATHER_Q, _GATHER_Q, _LSE),
     },
-    after={"fwd": (*_SCATTER_Q, Sweep("lse", 0, 1), _LSE), "bwd": (*_SCATTER_Q, *_SCATTER_K, *_SCATTER_K)},
+    after={"fwd": (*_SCATTER_Q, RowKernel("lse", 0, 1), _LSE), "bwd": (*_SCATTER_Q, *_SCATTER_K, *_SCATTER_K)},
 )
-_HALF_Q, _HALF_KV = Sweep("q", 2, 0), Sweep("kv", 2, 0)  # thd_read_half_tensor
-_JOIN: Final = Sweep("kv", 2, 0)
-_OUT: Final = Sweep("q", 3, 0, kind=Kind.MERGE)  # thd_out_correction
+_HALF_Q, _HALF_KV = RowKernel("q", 2, 0), RowKernel("kv", 2, 0)  # thd_read_half_tensor
+_JOIN: Final = RowKernel("kv", 2, 0)
+_OUT: Final = RowKernel("q", 3, 0, kind=Kind.MERGE)  # thd_out_correction
 _RING: Final = HeldRingCode(  # FA3RingAttnFunc
     wrapper=_WRAPPER,
-    enter={"fwd": (_JOIN,), "bwd": (Sweep("lse", 0, 2, "tails"), _JOIN)},
+    enter={"fwd": (_JOIN,), "bwd": (RowKernel("lse", 0, 2, "tails"), _JOIN)},
     tails={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q, _HALF_Q)},
     key_heads={"fwd": (_HALF_KV,), "bwd": (_HALF_KV,)},
-    first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2)),  # zeros, clone
-    sum_lse=(Sweep("lse", 0, 3),) * 6,  # flash_attn_fwd_softmax_lse_correction, fp32
+    first_lse=(RowKernel("q", 1, 0), RowKernel("lse", 0, 2)),  # zeros, clone
+    sum_lse=(RowKernel("lse", 0, 3),) * 6,  # flash_attn_fwd_softmax_lse_correction, fp32
     first_out=_OUT,
     sum_out=_OUT,
-    first_dq=Sweep("q", 2, 0),
-    sum_dq=Sweep("q", 3, 0, kind=Kind.ACCUMULATE),
+    first_dq=RowKernel("q", 2, 0),
+    sum_dq=RowKernel("q", 3, 0, kind=Kind.ACCUMULATE),
     join_dkv=(_JOIN,),
     first_dkv=(_JOIN,),
-    sum_dkv=(Sweep("kv", 3, 0, kind=Kind.ACCUMULATE),),
+    sum_dkv=(RowKernel("kv", 3, 0, kind=Kind.ACCUMULATE),),
     turns=True,
 )
 _FP64_RING: Final = replace(
     _RING,
-    first_lse=(Sweep("q", 1, 0), Sweep("lse", 0, 2), Sweep("lse", 0, 3)),
-    sum_lse=(Sweep("lse", 0, 6),) * 6,
+    first_lse=(RowKernel("q", 1, 0), RowKernel("lse", 0, 2), RowKernel("lse", 0, 3)),
+    sum_lse=(RowKernel("lse", 0, 6),) * 6,
     in_loop=True,
 )
 _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the output's only after it
@@ -77,9 +77,9 @@ _ALLGATHER: Final = HalvesCode(  # FA3RingAGAttnFunc
     wrapper=_WRAPPER,
     enter={"fwd": (_HALF_Q,), "bwd": (_HALF_Q, _HALF_Q)},
     order=_GATHER_K,
-    leave=Sweep("q", 2, 0),  # thd_grad_correction, copying
-    zero=Sweep("k", 1, 0),
-    sum=Sweep("k", 3, 0, kind=Kind.ACCUMULATE),
+    leave=RowKernel("q", 2, 0),  # thd_grad_correction, copying
+    zero=RowKernel("k", 1, 0),
+    sum=RowKernel("k", 3, 0, kind=Kind.ACCUMULATE),
 )
 _MASKS: Final = DENSE + DOCUMENTS
 _SUPPORT: Final = {

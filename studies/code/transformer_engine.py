@@ -30,24 +30,24 @@ from cpsim.strategies.others.facts import (
     HalvesCode,
     HeldRingCode,
     Implementation,
+    RowKernel,
     Support,
-    Sweep,
     UlyssesCode,
     WrapperCode,
 )
 
-_HALF_Q, _HALF_K = Sweep("q", 2, 0), Sweep("k", 2, 0)
-_ADD, _ADD_K = Sweep("q", 3, 0, kind=Kind.ACCUMULATE), Sweep("k", 3, 0, kind=Kind.ACCUMULATE)
-_JOIN, _CLONE = Sweep("kv", 2, 0), Sweep("lse", 0, 2)
-_MERGE: Final = Sweep("q", 3, 0, kind=Kind.MERGE)
+_HALF_Q, _HALF_K = RowKernel("q", 2, 0), RowKernel("k", 2, 0)
+_ADD, _ADD_K = RowKernel("q", 3, 0, kind=Kind.ACCUMULATE), RowKernel("k", 3, 0, kind=Kind.ACCUMULATE)
+_JOIN, _CLONE = RowKernel("kv", 2, 0), RowKernel("lse", 0, 2)
+_MERGE: Final = RowKernel("q", 3, 0, kind=Kind.MERGE)
 _RING: Final = HeldRingCode(  # AttnFuncWithCPAndKVP2P, BSHD; torch.compile makes one kernel of every correction
-    enter={"fwd": (_JOIN,), "bwd": (Sweep("lse", 0, 2, "tails"), _JOIN)},
+    enter={"fwd": (_JOIN,), "bwd": (RowKernel("lse", 0, 2, "tails"), _JOIN)},
     first_lse=(_CLONE,),
-    sum_lse=(Sweep("lse", 0, 3),),
-    first_out=Sweep("q", 2, 0, kind=Kind.MERGE),
+    sum_lse=(RowKernel("lse", 0, 3),),
+    first_out=RowKernel("q", 2, 0, kind=Kind.MERGE),
     sum_out=_MERGE,
     in_loop=True,
-    first_dq=Sweep("q", 2, 0),
+    first_dq=RowKernel("q", 2, 0),
     sum_dq=_ADD,
     join_dkv=(),
     first_dkv=(_HALF_K, _HALF_K),
@@ -55,7 +55,7 @@ _RING: Final = HeldRingCode(  # AttnFuncWithCPAndKVP2P, BSHD; torch.compile make
     turns=True,
     batches_pairs=True,  # on GPUs before Blackwell
 )
-_TINY: Final = Sweep("lse", 0, 0)
+_TINY: Final = RowKernel("lse", 0, 0)
 _RING_THD: Final = replace(
     _RING,
     enter={"fwd": (_TINY, _TINY, _JOIN), "bwd": _RING.enter["bwd"]},
@@ -64,7 +64,7 @@ _RING_THD: Final = replace(
     ),
     tails={"fwd": (_HALF_Q,), "bwd": (_HALF_Q,) * 3},  # thd_read_half_tensor
     key_heads={"fwd": (_HALF_K, _HALF_K), "bwd": (_HALF_K, _HALF_K)},
-    first_lse=(_CLONE, Sweep("q", 1, 0)),  # and zeros, to which thd_out_correction adds
+    first_lse=(_CLONE, RowKernel("q", 1, 0)),  # and zeros, to which thd_out_correction adds
     first_out=_MERGE,
 )
 
@@ -88,9 +88,9 @@ TRANSFORMER_ENGINE: Final = Implementation(
         there={"fwd": 2, "bwd": 2}, back={"fwd": 2, "bwd": 2}, overlaps=True, outputs_again=True
     ),
     allgather=HalvesCode(  # AttnFuncWithCPAndKVAllGather
-        order=Sweep("k", 2, 0, kind=STRIDED),  # index_select
-        leave=Sweep("q", 2, 0),
-        zero=Sweep("k", 1, 0),
+        order=RowKernel("k", 2, 0, kind=STRIDED),  # index_select
+        leave=RowKernel("q", 2, 0),
+        zero=RowKernel("k", 1, 0),
         sum=_ADD_K,
         sums_seen=True,
     ),
@@ -109,26 +109,26 @@ TRANSFORMER_ENGINE: Final = Implementation(
     unbatched=True,
 )
 
-_HALF_KV: Final = Sweep("kv", 2, 0)  # both in one kernel, since they are one tensor
+_HALF_KV: Final = RowKernel("kv", 2, 0)  # both in one kernel, since they are one tensor
 _FORK_RING: Final = replace(  # AttnFuncWithCPAndKVP2P of the fork, THD and flash-attn
     _RING_THD,
     enter={
         # Contiguous keys and values (FlashAttention.forward; callers give views of one tensor); lengths of a shard, on
         # the host, too; chunk ids; the last of these lengths, read twice; both in one message.
-        "fwd": (Sweep("k", 2, 0), Sweep("k", 2, 0), *(_TINY,) * 8, _JOIN),
+        "fwd": (RowKernel("k", 2, 0), RowKernel("k", 2, 0), *(_TINY,) * 8, _JOIN),
         # thd_read_second_half_lse, which zeroes first; chunk ids; the last length.
-        "bwd": (Sweep("lse", 0, 1, "tails"), Sweep("lse", 0, 2, "tails"), *(_TINY,) * 3, _JOIN),
+        "bwd": (RowKernel("lse", 0, 1, "tails"), RowKernel("lse", 0, 2, "tails"), *(_TINY,) * 3, _JOIN),
     },
     wrapper=WrapperCode(  # lengths of a step; zeros for gradients of queries
-        before={"fwd": (_TINY, _TINY), "bwd": (Sweep("q", 1, 0),)}, after={"fwd": (), "bwd": ()}
+        before={"fwd": (_TINY, _TINY), "bwd": (RowKernel("q", 1, 0),)}, after={"fwd": (), "bwd": ()}
     ),
     key_heads={"fwd": (_HALF_KV,), "bwd": (_HALF_KV,)},
-    first_lse=(_CLONE, Sweep("lse", 0, 3), Sweep("q", 1, 0)),  # to fp64
-    sum_lse=(Sweep("lse", 0, 5),),  # flash_attn_fwd_softmax_lse_correction or thd_second_half_lse_correction, fp64
+    first_lse=(_CLONE, RowKernel("lse", 0, 3), RowKernel("q", 1, 0)),  # to fp64
+    sum_lse=(RowKernel("lse", 0, 5),),  # flash_attn_fwd_softmax_lse_correction or thd_second_half_lse_correction, fp64
     first_dkv=(_JOIN,),
-    sum_dkv=(Sweep("kv", 3, 0, kind=Kind.ACCUMULATE),),
+    sum_dkv=(RowKernel("kv", 3, 0, kind=Kind.ACCUMULATE),),
     whole_steps=True,  # the benchmark's mask type is not a causal one then, and its ranges are of whole shards
-    leave={"fwd": (Sweep("lse", 0, 3),), "bwd": (_JOIN, _TINY, _TINY)},  # to fp32; gradients into a padded tensor
+    leave={"fwd": (RowKernel("lse", 0, 3),), "bwd": (_JOIN, _TINY, _TINY)},  # to fp32; gradients into a padded tensor
 )
 
 TRANSFORMER_ENGINE_THD: Final = replace(

@@ -15,7 +15,7 @@ class Anatomy:
     """Query rows of a tile under a causal mask [tokens, or tokens x packed heads]; 0: a call computes everything and
     masks it afterwards."""
     tile_q_full: int
-    """The same without a mask."""
+    """Query rows of a tile without a mask."""
     tile_k: int
     """Key rows of a tile [tokens]."""
     packs_heads: bool

@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 STEPS = 2048
 """Time steps of a replay in which slots are counted."""
 CARRY_BITS, TOGETHER = 52, 1024
-"""Of fractions of such a step as integers, and how many blocks may add theirs to one at once."""
+"""Bits of fractions of a time step as integers, and how many blocks may add theirs to one at once."""
 MOMENT_S = 1e-7
 """Ends of blocks that are so close come in any order."""
 PAIRINGS = 8

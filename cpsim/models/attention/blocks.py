@@ -31,7 +31,7 @@ KNOWN = 4093
 HIDING = 4.0
 """How well the main kernel's loads of keys hide behind its tiles: exponent of a smooth maximum."""
 HIDING_ENDS = 1.2
-"""The same for queries and outputs, which a block moves before and after its tiles: hardly."""
+"""How well loads of queries and outputs hide, which a block moves before and after its tiles: hardly."""
 TABLE_ABOVE = 256
 """Sequences above which flash-attn-4 looks a block's sequence up in a table, at the same price (interface.py)."""
 SEEDS, MOST_SEEDS = 4, 16
@@ -41,10 +41,10 @@ SEEDS, MOST_SEEDS = 4, 16
 Sums = namedtuple(
     "Sums", "num rows longest_row tiles most least queries keys whole_queries masked aligned odd idle work"
 )
-"""Of one call: sequences with work, tile rows of one head, those of the longest sequence, tiles of one head and of its
-longest and shortest row, tokens, queries rounded up to tiles, three flags, idle and tile seconds of one head."""
+"""Sums over one call: sequences with work, tile rows of one head, those of the longest sequence, tiles of one head and
+of its longest and shortest row, tokens, queries rounded up to tiles, three flags, idle and tile seconds of one head."""
 Times = namedtuple("Times", "idle cut tile")
-"""Of a block: seconds without tiles, those of two tiles or more that the mask cuts, and of one tile by itself."""
+"""Seconds of a thread block: its overhead without tiles, what two or more tiles that the mask cuts add, one tile."""
 FEATURES = (
     "waves",
     "tiles",

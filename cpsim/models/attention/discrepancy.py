@@ -26,7 +26,7 @@ class Discrepancy:
     support: tuple[tuple[float, ...], ...]
     """Features of each support point."""
     weights: tuple[float, ...]
-    """Of each support point."""
+    """Weight of each support point."""
 
     def arrays(self) -> tuple[Floats, Floats, Floats]:
         """Support [M, FEATURES], weights [M] and lengths [FEATURES]."""

@@ -30,7 +30,7 @@ class KernelPass:
     tiles: Mapping[int, Tiles] = field(default_factory=dict)
     """By head dimension, where they differ from those of 128."""
     rows_together: Mapping[int, int] = field(default_factory=dict)
-    """Of the anatomy at other head dimensions, where it differs."""
+    """By head dimension, `rows_together` of the anatomy where it is not 1."""
 
 
 _ALL: Final = {
@@ -89,7 +89,7 @@ _PAIR_BY_PAIR: Final = {
     "unaligned_banded_pair_s": 2.8e-9,
     "banded_factor": 1.3,
 }
-"""Of a kernel whose function decides pair by pair in blocks that a mask cuts."""
+"""Parameters of a kernel whose function decides pair by pair in blocks that a mask cuts."""
 _GATHERED: Final = _ALL | {"block_shared_s": 1e-6, "block_decode_s": 2e-7}
 
 KERNELS: Final = {

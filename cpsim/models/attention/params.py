@@ -99,7 +99,7 @@ class AttentionParams:
     """Slowdown of code that checks bounds, which lengths that are no multiples of the tile sizes need, under a causal
     mask; of listed blocks under any, backward of those that own keys."""
     unaligned_full_factor: float = 1.0
-    """The same without a mask."""
+    """Slowdown of code that checks bounds, without a mask."""
     odd_factor: float = 1.0
     """Slowdown more of an odd number of keys, whose scores naive attention loads one by one."""
     unaligned_celled_factor: float = 1.0
@@ -108,21 +108,21 @@ class AttentionParams:
     """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
     keys."""
     celled_pair_s: float = 0.0
-    """The same where rectangles decide."""
+    """Seconds more per pair in a listed block that the mask cuts, where rectangles decide."""
     banded_pair_s: float = 0.0
-    """The same where bands in rectangles decide."""
+    """Seconds more per pair in a listed block that the mask cuts, where bands in rectangles decide."""
     unaligned_partial_pair_s: float = 0.0
     unaligned_celled_pair_s: float = 0.0
     unaligned_banded_pair_s: float = 0.0
-    """The same three where lengths are no multiples of the tile sizes."""
+    """These three where lengths are no multiples of the tile sizes."""
     banded_factor: float = 1.0
     """Slowdown of full and cut blocks alike in a kernel that can decide by bands; backward, of those that own keys."""
     block_banded_s: float = 0.0
     """Per thread block more in such a kernel."""
     query_cut_share: float = 0.0
-    """Of what cut blocks take more, what they take where a backward block owns queries."""
+    """Share of what cut blocks take more that they take where a backward thread block owns queries."""
     unaligned_query_cut_share: float = 0.0
-    """The same where lengths are no multiples of the tile sizes."""
+    """This share where lengths are no multiples of the tile sizes."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
     calls_s: tuple[float, ...] = ()
@@ -132,7 +132,7 @@ class AttentionParams:
     discrepancy: Discrepancy = NONE
     """What the times above leave over."""
     head_dims: tuple[AttentionParams, ...] = ()
-    """The same kernel at other measured head dimensions, ascending."""
+    """This kernel at other measured head dimensions, ascending."""
 
     def at(self, head_dim: int) -> AttentionParams:
         """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
@@ -146,7 +146,7 @@ class AttentionParams:
         return np.interp(np.log(np.maximum(seconds, self.calls_s[0])), np.log(self.calls_s), self.calls_spread)
 
     def everywhere(self, change: Callable[[AttentionParams], AttentionParams]) -> AttentionParams:
-        """The same change made at every measured head dimension."""
+        """These parameters with a change made at every measured head dimension."""
         return replace(change(self), head_dims=tuple(map(change, self.head_dims)))
 
 

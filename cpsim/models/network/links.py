@@ -41,7 +41,7 @@ class Links:
     port_bytes_per_s: float
     """One NVLink port, one direction."""
     num_streams: int = 1
-    """Of a rank: each has a communicator of its own, and that a proxy thread."""
+    """Streams of a rank: each has a communicator of its own, and that a proxy thread."""
 
     @property
     def _sizes(self) -> tuple[int, int, int, int]:
@@ -79,7 +79,7 @@ class Links:
         return self.cluster.fabric is not None and self.cluster.fabric.proxy_bandwidth_bytes_per_s is not None
 
     def on_streams(self, flows: Flows, stream: Ints) -> Flows:
-        """The same flows, which pass the proxy threads of the first stream, through those of their own: of every op,
+        """These flows, which pass the proxy threads of the first stream, through those of their own: of every op,
         ``[ops]``."""
         if not self._proxies:
             return flows

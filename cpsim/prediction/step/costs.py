@@ -16,7 +16,7 @@ from cpsim.models.gemm import gemm_seconds
 from cpsim.models.network.collective import collective_seconds
 from cpsim.models.network.pressure import LIKE_PRODUCTS
 from cpsim.models.spread import expected_maximum
-from cpsim.prediction.step.layer import Collective, Gemm, Op, Sweep
+from cpsim.prediction.step.layer import Collective, ElementwisePass, Gemm, Op
 
 if TYPE_CHECKING:
     from cpsim.models.profile import LayerCosts, Profile
@@ -33,7 +33,7 @@ class Costs:
     profile: Profile
     tp: int
     num_gpus: int
-    """Of the step: sooner or later all wait for the slowest."""
+    """GPUs of the step: sooner or later all wait for the slowest."""
     _known: dict[Op, Parts] = field(default_factory=dict)
 
     @property
@@ -79,7 +79,7 @@ class Costs:
         match op:
             case Gemm():
                 return self._product(op)
-            case Sweep():
+            case ElementwisePass():
                 seconds = float(elementwise_seconds(self.layers.ops, op.kind, op.nbytes))
                 return {"elementwise of layers": seconds}
             case Collective():

@@ -40,7 +40,7 @@ class Gemm:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class ElementwisePass:
     """A memory-bound op."""
 
     kind: str
@@ -56,7 +56,7 @@ class Collective:
     nbytes: int
 
 
-Op = Gemm | Sweep | Collective
+Op = Gemm | ElementwisePass | Collective
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Ops:
     model: Model
     tp: int
     tokens: int
-    """Of the microbatch on this context-parallel rank; each of `tp` ranks has its shard of them."""
+    """Tokens of the microbatch on this context-parallel rank; each of `tp` ranks has its shard of them."""
 
     def forward(self) -> list[Op]:
         """A layer without attention."""
@@ -111,7 +111,7 @@ class Ops:
         """Backward of `embedding`."""
         zeros = BF16 * self.model.vocab // self.tp * self.model.hidden
         nbytes = OP_BYTES["embedding_bwd"] * self.tokens * self.model.hidden + zeros
-        return [*self._gather(), Sweep("embedding_bwd", nbytes)]
+        return [*self._gather(), ElementwisePass("embedding_bwd", nbytes)]
 
     def loss(self) -> list[Op]:
         """Forward of the last stage: norm, logits of this rank's words, cross entropy."""
@@ -174,8 +174,8 @@ class Ops:
         return [*self._gather(), *products]
 
 
-def _sweep(kind: str, elements: int) -> Sweep:
-    return Sweep(kind, OP_BYTES[kind] * elements)
+def _sweep(kind: str, elements: int) -> ElementwisePass:
+    return ElementwisePass(kind, OP_BYTES[kind] * elements)
 
 
 def flops(ops: Iterable[Op]) -> float:

@@ -18,11 +18,11 @@ from cpsim.case.parallel import Parallel
 from cpsim.prediction.step.layer import BF16, FP32
 
 STATES = 3 * FP32
-"""Of a parameter: AdamW's master copy and both moments."""
+"""Bytes of a parameter's optimizer state: AdamW's master copy and both moments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class StageMemory:
     """Bytes on each rank of a stage."""
 
     weights: int
@@ -82,7 +82,7 @@ class Tensors:
 
     @property
     def logits(self) -> int:
-        """Of this rank's words."""
+        """Bytes of the logits of this rank's words."""
         return BF16 * self.tokens * self.model.vocab // self.tp
 
     def kept(self, recompute: str) -> int:
@@ -112,7 +112,9 @@ class Tensors:
         return self.shard + again + max(down, swiglu, up, attention)
 
 
-def stage_memory(model: Model, parallel: Parallel, tokens: int, stage: int, exchange: int = 0, more: int = 0) -> Memory:
+def stage_memory(
+    model: Model, parallel: Parallel, tokens: int, stage: int, exchange: int = 0, more: int = 0
+) -> StageMemory:
     """Peak memory of one stage.
 
     Args:
@@ -132,7 +134,7 @@ def stage_memory(model: Model, parallel: Parallel, tokens: int, stage: int, exch
     more = 0 if parallel.recompute == "full" else more
     kept = layers * (tensors.kept(parallel.recompute) + more) + (2 * tensors.shard + 3 * tensors.logits if last else 0)
     working = tensors.working(parallel.recompute) + exchange
-    return Memory(
+    return StageMemory(
         weights=BF16 * parameters,
         gradients=FP32 * parameters,
         optimizer=-(-STATES * parameters // parallel.replicas) if parallel.optimizer else 0,

@@ -21,8 +21,8 @@ from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
 from cpsim.prediction.step.attention import Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
-from cpsim.prediction.step.layer import BF16, FP32, Ops, Sweep, flops, sent_bytes
-from cpsim.prediction.step.memory import Memory, stage_memory
+from cpsim.prediction.step.layer import BF16, FP32, ElementwisePass, Ops, flops, sent_bytes
+from cpsim.prediction.step.memory import StageMemory, stage_memory
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -41,10 +41,10 @@ class Step:
     """Seconds by cost model along the critical path, which `time_s` consists of."""
     busy: Parts
     """Seconds by cost model that the mean GPU spends in its own passes."""
-    memory: tuple[Memory, ...]
-    """Of every stage."""
+    memory: tuple[StageMemory, ...]
+    """Memory of every pipeline stage."""
     flops: float
-    """Of all GPUs: matrix products and exact mask area, forward and backward, nothing counted twice."""
+    """FLOP of all GPUs: matrix products and exact mask area, forward and backward, nothing counted twice."""
     sent: float
     """Bytes that the busiest GPU sends."""
     imbalance: float
@@ -53,7 +53,7 @@ class Step:
 
     @property
     def idle_share(self) -> float:
-        """Of the time that a GPU waits for others, on average."""
+        """Share of the time that a GPU waits for others, on average."""
         return max(0.0, 1.0 - sum(self.busy.values()) / self.time_s)
 
     @property
@@ -72,7 +72,7 @@ class StepModel:
     costs: Costs
     attention: Attention
 
-    def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[Memory, ...]:
+    def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[StageMemory, ...]:
         """Peak memory of every stage, for the largest microbatch; without attention's own where that is not known."""
         tokens = max(self._tokens(documents) for replica in batch for documents in replica)
         ends = [(one.exchange, one.kept) for replica in attended for one in replica] or [(0, 0)]
@@ -122,10 +122,10 @@ class StepModel:
         )
 
     def _tokens(self, documents: Sequence[int]) -> int:
-        """Of a microbatch on a context-parallel rank."""
+        """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
 
-    def _check_memory(self, memory: Sequence[Memory]) -> None:
+    def _check_memory(self, memory: Sequence[StageMemory]) -> None:
         stage = max(range(len(memory)), key=lambda s: memory[s].total)
         needed, gpu = memory[stage].total, self.cluster.gpu
         if needed > gpu.memory_bytes:
@@ -208,7 +208,7 @@ class StepModel:
             parts.append({where: exposed})
         if self.parallel.optimizer:
             mine = -(-parameters // replicas)
-            sweeps = [Sweep(kind, OP_BYTES[kind] * mine) for kind in ("norm", "adam")]
+            sweeps = [ElementwisePass(kind, OP_BYTES[kind] * mine) for kind in ("norm", "adam")]
             where, exposed = self.collective(group, Kind.ALL_GATHER, memory.weights)
             parts += [self.costs.seconds(sweeps), {where: exposed}]
         return np.asarray(stacked(parts).sum(axis=0))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 RANDOM_BYTES: Final = 32 << 30
-"""Of GPU memory that random numbers fill."""
+"""GPU memory that random numbers fill."""
 _POOL: Final[dict[tuple[torch.dtype, torch.device], Tensor]] = {}
 """Random numbers of every type, as many as the largest tensor has that was received."""
 

@@ -51,7 +51,7 @@ from cpsim.schedule.schedule import Pass
 NUM_SIZES = 33
 """Sizes of every kind of collective and transfer: two ends and five halvings."""
 STEP_TOKENS = 4096
-"""Of the attention kernels that communication overlaps."""
+"""Tokens of the attention kernels that communication overlaps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Part:
 
     @property
     def share(self) -> float:
-        """Of the time; parts without one are short and always done."""
+        """Share of the time; parts without one are short and always done."""
         return SHARES.get(self.name, 0.0)
 
 

@@ -383,7 +383,7 @@ def aten_flash(x: dict[str, Tensor]) -> dict[str, Call]:
 
 
 def aten_cudnn(x: dict[str, Tensor]) -> dict[str, Call]:
-    """The same with cuDNN's kernels."""
+    """Calls of attention in ATen with cuDNN's kernels."""
     ops = torch.ops.aten
     q, k, v, dout = (heads_first(x[name]) for name in ("q", "k", "v", "dout"))
     forward = partial(ops._scaled_dot_product_cudnn_attention.default, q, k, v, None, True, 0.0, True)
@@ -471,7 +471,7 @@ def write(writer: Writer | None, kind: str, which: str, place: str, times: Seque
 
 
 def in_backward(calls: Sequence[Call], node: Node) -> list[float]:
-    """The same as in turns, on autograd's thread."""
+    """Seconds of calls made in turns, on autograd's thread."""
     times: list[float] = []
 
     class Inside(torch.autograd.Function):

@@ -85,7 +85,7 @@ DENSE_ONLY = ("cudnn", "sdpa_math")
 MEMORY_LENGTHS = (1024, 4096, 16384, 65536)
 """Tokens of full calls of 64:8 heads whose peak memory is measured."""
 BUSY_SHARES = (0.95, 0.87, 0.79, 0.7, 0.6)
-"""Of the time, where a kernel pauses between two calls."""
+"""Shares of the time that a kernel runs, where it pauses between two calls."""
 SETTLED_S = 0.4
 """After so long the power limit has made up its mind."""
 RESTED_FLOPS = 2e12
@@ -346,7 +346,7 @@ def masked_checks(head_dim: int) -> list[Shape]:
 
 
 def relative_errors(kernel: str, shape: Shape, device: torch.device) -> list[float]:
-    """Of outputs, log-sum-exps and gradients of a call, against plain attention in fp32."""
+    """Relative errors of outputs, log-sum-exps and gradients of a call, against plain attention in fp32."""
     x, call = tensors(shape, device), call_of(shape, device)
     got: tuple[torch.Tensor, ...] = attention.forward(kernel, x["q"], x["k"], x["v"], call)
     wide = {name: t.float() for name, t in x.items()}

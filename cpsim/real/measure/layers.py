@@ -36,11 +36,11 @@ from cpsim.strategies.steps.layer import weights, widths
 TINY = Model(layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=96)
 TPS = (1, 2, 4, 8)
 MAX_FLOPS, MAX_BYTES = 2e13, 3e9
-"""Of a product, and of an op's traffic."""
+"""Largest product and largest traffic of an op."""
 COMPILED_BYTES = 1e9
 """Traffic of the call that an op is compiled for."""
 SHARES = {"gemm": 0.5, "layer_op": 0.38, "layer": 0.12}
-"""Of the time."""
+"""Shares of the time."""
 LAYERS = (
     ("llama3-8b", 1, 8192),
     ("llama-34b", 8, 65536),

@@ -15,7 +15,7 @@ from cpsim.strategies.allgather import seen_keys
 
 HEADS = ((32, 8), (64, 8), (8, 2), (4, 1), (16, 4), (8, 1), (8, 8), (32, 32), (1, 1))
 HEADS_OF_4 = ((32, 8), (64, 16), (8, 2), (4, 1))
-"""Of other head dimensions: one ratio of heads, because flash-attn 4 is compiled for each."""
+"""Query and key heads at other head dimensions: one ratio of heads, because flash-attn 4 is compiled for each."""
 _HEAD_WEIGHTS = np.array((6, 5, 3, 4, 2, 2, 2, 1, 1)) / 26
 HEAD_DIM = 128
 
@@ -35,9 +35,10 @@ class Shape:
     mask: str = ""
     """A name, over documents of `q_lens` tokens; without one, sequences are full or causal."""
     options: Mapping[str, float] = field(default_factory=dict, hash=False)
-    """Of the mask."""
+    """Options of the mask."""
     documents: tuple[int, ...] = ()
-    """Of a mask of which the call is a share; `q_lens` and `k_lens` then count the queries and keys of the share."""
+    """Documents of a mask of which the call is a share; `q_lens` and `k_lens` then count the queries and keys of the
+    share."""
     q_ranges: tuple[tuple[int, int], ...] = ()
     k_ranges: tuple[tuple[int, int], ...] = ()
     """Tokens of the share."""
@@ -141,7 +142,7 @@ MASKED = {
 }
 """Weights of masks, and of rectangles as all-gathers and rings make them."""
 DRAWS = 500
-"""Of masks until one is small enough."""
+"""Draws of masks until one is small enough."""
 
 
 def draw_masked(
@@ -273,7 +274,7 @@ def informative_order(shapes: Sequence[Shape]) -> list[int]:
 
 
 _WEIGHTS = np.array([1.0, 1.0, 1.0, 0.7, 2.0, 2.0, 0.7, 1.0])
-"""Of queries, keys, heads, sharing, causal, varlen, documents and their unevenness, in octaves."""
+"""Weights of queries, keys, heads, sharing, causal, varlen, documents and their unevenness, in octaves."""
 
 
 def _features(shape: Shape) -> list[float]:
@@ -284,7 +285,7 @@ def _features(shape: Shape) -> list[float]:
 
 
 ROUNDS = (0.35, 1.0)
-"""Of a calibration: shares of the time at which each round ends."""
+"""Rounds of a calibration: shares of the time at which each round ends."""
 SHARES = {
     "memory-bound kernels": 0.08,
     "collectives and transfers": 0.25,
@@ -293,7 +294,7 @@ SHARES = {
     "attention kernels": 0.4,
     "other people's code": 0.05,
 }
-"""Of a round's time, by part; what a part does not need goes to those after it."""
+"""Shares of a round's time, by part; what a part does not need goes to those after it."""
 LEAST_CALLS, LEAST_SIZES = 8, 10
 """Calls of every kernel and GPU, and sizes of every kind of message, that are measured however short the time."""
 RESTED_EVERY = 6

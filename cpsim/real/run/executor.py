@@ -18,7 +18,7 @@ from cpsim.case.workload import Workload
 from cpsim.real.run.lowering import Lowering
 from cpsim.real.run.node import Node
 from cpsim.real.run.program import Program, computations
-from cpsim.real.run.storage import PLANES, Ints, Memory, Walk
+from cpsim.real.run.storage import PLANES, Ints, RankMemory, Walk
 from cpsim.real.run.tensors import bind
 from cpsim.schedule.schedule import Schedule
 from cpsim.schedule.transformer import WEIGHTS
@@ -50,7 +50,7 @@ class Executor:
         kernel: str,
         *,
         traced: bool = False,
-        laid_out: tuple[Memory, Walk] | None = None,
+        laid_out: tuple[RankMemory, Walk] | None = None,
     ) -> None:
         self.tensors, walk = bind(schedule, workload, node, kernel, laid_out)
         self.schedule, self.workload, self.node, self.kernel = schedule, self.tensors.workload, node, kernel

@@ -160,7 +160,7 @@ class Lowering:
         return queries, keys
 
     def _sequences_of(self, tile: int) -> list[KernelSequence]:
-        """The same on every call: an op's tile is asked for its results and for its call."""
+        """Sequences of a tile, remembered: an op's tile is asked for its results and for its call."""
         if tile not in self._sequences:
             self._sequences[tile] = sequences_of(self.s, tile)
         return self._sequences[tile]

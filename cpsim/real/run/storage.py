@@ -143,7 +143,7 @@ Walk = list[tuple[int, list[Access]]]
 
 
 @dataclass(slots=True)
-class Memory:
+class RankMemory:
     """Walks through a schedule in list order and keeps every buffer's layout; see ``accesses``."""
 
     schedule: Schedule
@@ -310,9 +310,9 @@ class Memory:
         return by_rank
 
 
-def lay_out(schedule: Schedule, workload: Workload) -> tuple[Memory, Walk]:
+def lay_out(schedule: Schedule, workload: Workload) -> tuple[RankMemory, Walk]:
     """The memory of all ranks, and every op with its accesses in it."""
-    memory = Memory(schedule, workload.by_group(schedule.head_groups))
+    memory = RankMemory(schedule, workload.by_group(schedule.head_groups))
     return memory, list(memory.accesses())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cpsim.case.workload import Workload
 from cpsim.real.run import layer_calls
 from cpsim.real.run.node import Node
-from cpsim.real.run.storage import Ints, Layout, Memory, Part, Walk, lay_out
+from cpsim.real.run.storage import Ints, Layout, Part, RankMemory, Walk, lay_out
 from cpsim.schedule.schedule import Schedule
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -27,12 +27,12 @@ class RankTensors:
     """The workload by groups of heads, as the schedule counts its tokens."""
     node: Node
     kernel: str
-    places: Memory
+    places: RankMemory
     """Where every block lies."""
     narrow: Tensor
     """The memory as rows of heads in the working type."""
     wide: Tensor
-    """The same memory in the type of sums."""
+    """This memory as values of the type of sums."""
     lse: dict[int, Tensor] = field(default_factory=dict)
     """Log-sum-exp [H, T] of every buffer that holds ``out``."""
 
@@ -66,7 +66,7 @@ class RankTensors:
 
 
 def bind(
-    schedule: Schedule, workload: Workload, node: Node, kernel: str, laid_out: tuple[Memory, Walk] | None = None
+    schedule: Schedule, workload: Workload, node: Node, kernel: str, laid_out: tuple[RankMemory, Walk] | None = None
 ) -> tuple[RankTensors, Walk]:
     """Memory for a schedule on this rank, and the walk through its accesses that laid it out.
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 from cpsim.case.workload import Workload
 from cpsim.errors import ScheduleError
 from cpsim.schedule.check.coverage import check_coverage, check_heads, check_tiles
-from cpsim.schedule.check.memory import Memory
+from cpsim.schedule.check.memory import MemoryUse
 from cpsim.schedule.check.ordering import check_order
 from cpsim.schedule.check.structure import check_columns, check_lanes
 from cpsim.schedule.schedule import Pass, Schedule
@@ -55,7 +55,7 @@ def validate(schedule: Schedule, workload: Workload, pass_: Pass) -> None:
     check_tiles(schedule, mask)
     check_heads(schedule, workload, pass_)
     check_coverage(schedule, mask, workload.num_heads)
-    check_order(schedule, Memory(schedule, workload, pass_).run())
+    check_order(schedule, MemoryUse(schedule, workload, pass_).run())
     wanted, got = workload.flops(pass_), schedule.flops(workload.head_dim)
     if got != wanted:
         raise ScheduleError(f"FLOP: expected {wanted:.0f}, got {got:.0f}")

@@ -46,7 +46,7 @@ class _Access(NamedTuple):
     heads: slice
 
 
-class Memory:
+class MemoryUse:
     """All buffers of all ranks, and the symbolic execution of every op on them."""
 
     def __init__(self, schedule: Schedule, workload: Workload, pass_: Pass) -> None:

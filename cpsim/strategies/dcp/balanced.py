@@ -30,13 +30,13 @@ RESULT: Final = 4
 TRIES: Final = 1000
 """Swaps that are tried for every token block."""
 EVENER: Final = 0.2
-"""Of ``eps``: how even computation is tried to be, too, where it decides the time."""
+"""Share of ``eps``: how even computation is tried to be, too, where it decides the time."""
 AIM: Final = 0.98
-"""Of ``eps``: where computation begins to have a price, which leaves a little beyond."""
+"""Share of ``eps``: where computation begins to have a price, which leaves a little beyond."""
 SWEEPS: Final = 3
 """Over bundles of one size, at most."""
 PRICE: Final = (300.0, 100.0, 1e6)
-"""Of a share of computation too much, in squares of all keys and values: when homes are swapped, when computation
+"""Price of a share of computation too much, in squares of all keys and values: when homes are swapped, when computation
 moves, and when that must fit."""
 
 
@@ -237,7 +237,7 @@ class _Search:
         return [_grouped(query // q, key // k, part) for q, k in sizes for part in (np.zeros_like(group), group)]
 
     def price(self, part: _Part, factor: float) -> float:
-        """Of the square of a load beyond the cap, in bytes squared."""
+        """Price of the square of a load beyond the cap, in bytes squared."""
         share = float(self.keys.sum()) * part.num_parts / (self.shape[0] * self.shape[1])
         return factor * share**2
 

@@ -33,7 +33,7 @@ class Blocks:
     """n token blocks, in the order of their tokens, and C computation blocks, ordered by group, query and key."""
 
     document: Ints
-    """Of every token block, ``[n]``."""
+    """Document of every token block, ``[n]``."""
     first: Ints
     """First token, ``[n]``."""
     tokens: Ints
@@ -50,11 +50,11 @@ class Blocks:
     groups_per_kv: int
     """Head groups, one after the other, that share keys: those of the first of them."""
     q_bytes: int
-    """Of Q, and of O, dO and dQ, of one token and head group."""
+    """Bytes of Q, and of O, dO and dQ, of one token and head group."""
     kv_bytes: int
-    """Of K and V together, and of dK and dV."""
+    """Bytes of K and V together, and of dK and dV."""
     lse_bytes: int
-    """Of the log-sum-exp."""
+    """Bytes of the log-sum-exp."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -71,7 +71,7 @@ class Blocks:
         return 3 * self.q_bytes + self.lse_bytes, self.q_bytes
 
     def key_bytes(self, pass_: Pass) -> tuple[int, int]:
-        """The same of keys and values; backward their gradients go back."""
+        """Bytes of one token and head group that a rank without the keys gets, and of gradients that it gives back."""
         return self.kv_bytes, self.kv_bytes * (pass_ == "bwd")
 
     @property
@@ -86,7 +86,8 @@ class Blocks:
 
     @property
     def units(self) -> Ints:
-        """The same, those of keys numbered after all those of queries, ``2 * n * groups`` in all."""
+        """Units of the queries and keys of every computation block, those of keys numbered after all those of queries,
+        ``2 * n * groups`` in all."""
         return np.asarray(self.sides + np.array([[0], [len(self) * self.num_groups]]))
 
     def unit_bytes(self, query: int, key: int) -> Ints:

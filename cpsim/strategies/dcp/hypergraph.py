@@ -35,7 +35,7 @@ class Level:
 
     @property
     def tokens(self) -> Ints:
-        """Of every token block, ``[D]``."""
+        """Tokens of every token block, ``[D]``."""
         return self.blocks.tokens[self.data]
 
     @property

@@ -24,7 +24,7 @@ class Plan:
     blocks: Blocks
     placement: Placement
     stage: Mapping[Pass, Ints]
-    """Of every computation block, ``[C]``."""
+    """Stage of every computation block, ``[C]``."""
     seconds: float
     """That planning took, on one core of this machine."""
 

@@ -22,7 +22,7 @@ from cpsim.strategies.dcp.blocks import Blocks, Bools, Floats, Placement
 MOMENTS: Final = 24
 """At which a stage may end."""
 STAGE_S: Final = 100e-6
-"""Of a stage more: latency of a network and launches."""
+"""What one more stage takes: latency of a network and launches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Rates:
     """What planning needs to know of a machine."""
 
     flops_per_s: float
-    """Of attention, on one GPU."""
+    """FLOP/s of attention on one GPU."""
     port_bytes_per_s: float
-    """Of a GPU's NVLink, in one direction."""
+    """Rate of a GPU's NVLink, in one direction."""
     node_bytes_per_s: float
-    """Of a node's network, in one direction."""
+    """Rate of a node's network, in one direction."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Rates:

@@ -25,7 +25,7 @@ LONG: Final = 64 * 1024
 ROUNDED: Final = 16
 """Documents are rounded up to multiples of this many tokens."""
 NUM_DOCUMENTS: Final = {"pretrain": 99_519, "prolong": 77_932}
-"""Of the original lists."""
+"""Documents of the original lists."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class Packed:
     """Documents in sequences, in the order of the stream."""
 
     lengths: Ints
-    """Of every document or piece of one [tokens], ``[D]``."""
+    """Tokens of every document or piece of one, ``[D]``."""
     start: Ints
     """First document of every sequence, ``[S + 1]``."""
 

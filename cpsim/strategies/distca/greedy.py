@@ -98,7 +98,7 @@ def _released(items, ends, surplus, recipients, threshold, q_bytes, kv_bytes):  
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grid:
+class TimeTable:
     """Measured latencies of core attention: some queries after some context, both multiples of a kernel's tile."""
 
     queries: Floats
@@ -120,7 +120,7 @@ class Grid:
 
 
 def as_in_paper(
-    documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: float, grid: Grid, offset: Ints | int = 0
+    documents: Ints, num_servers: int, sizes: TokenBytes, tolerance: float, grid: TimeTable, offset: Ints | int = 0
 ) -> Tasks:
     """The paper's scheduler: work is measured latency, parts are multiples of 128 tokens, an item is charged the keys
     that it needs. Stops where servers are within the tolerance, or no move takes work off any more.

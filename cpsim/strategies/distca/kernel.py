@@ -82,10 +82,11 @@ def flash_attention_4(backward: bool, heads: int, kv_heads: int) -> Kernel:
 
 
 TAIL: Final = 0.4
-"""Of the time of a forward call's longest block, what the call takes beyond its share of all blocks: replaying blocks
-(``cpsim.models.attention.blocks``) of servers with Pretrain's and ProLong's documents gives 0.36 to 0.47 for fa2."""
+"""Share of the time of a forward call's longest thread block that the call takes beyond its share of all blocks:
+replaying blocks (``cpsim.models.attention.blocks``) of servers with Pretrain's and ProLong's documents gives 0.36 to
+0.47 for fa2."""
 TAIL_IN_ORDER: Final = 0.3
-"""The same where a kernel launches its longest blocks first: 0.19 to 0.34 for fa4."""
+"""This share where a kernel launches its longest blocks first: 0.19 to 0.34 for fa4."""
 
 
 @compiled()

@@ -10,7 +10,7 @@ import numpy as np
 from cpsim.errors import ScenarioError
 from cpsim.masks.slices import Ints
 from cpsim.strategies.distca.balanced import balanced
-from cpsim.strategies.distca.greedy import Grid, as_in_paper, released
+from cpsim.strategies.distca.greedy import TimeTable, as_in_paper, released
 from cpsim.strategies.distca.kernel import Kernel
 from cpsim.strategies.distca.tasks import Tasks, TokenBytes
 
@@ -54,10 +54,10 @@ def schedule(
 
 
 @lru_cache(maxsize=8)
-def profiled(kernel: Kernel) -> Grid:
+def profiled(kernel: Kernel) -> TimeTable:
     """A profiler's grid of a kernel: 128 to 48K queries after 0 to 768K tokens of context, two lengths an octave."""
     lengths = 128 * np.outer(2 ** np.arange(13), [2, 3]).ravel() // 2
     queries, context = lengths[: 2 * 9], np.append(0, lengths)
     first, tokens = np.broadcast_arrays(context, queries[:, None])
     seconds = kernel.cost(first.ravel(), tokens.ravel()).reshape(first.shape)
-    return Grid(queries.astype(np.float64), context.astype(np.float64), seconds)
+    return TimeTable(queries.astype(np.float64), context.astype(np.float64), seconds)

@@ -112,7 +112,7 @@ def _plan(workload: Workload, ranks: int, pass_: Pass, variant: Variant, toleran
 
 
 def _served_by_last(tasks: Tasks, ranks: int, servers: int) -> Tasks:
-    """The same tasks on the last ranks, cut where their tokens, which lie on the other ranks in order, change home."""
+    """These tasks on the last ranks, cut where their tokens, which lie on the other ranks in order, change home."""
     others, low, high = ranks - servers, int(tasks.first.min()), int(tasks.kv.max())
     cuts = low + np.arange(1, others) * (high - low) // others
     edges = np.unique(np.concatenate([tasks.first, tasks.kv, cuts]))

@@ -69,7 +69,7 @@ Rows = Literal["part", "whole", "tails"]
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class RowKernel:
     """One kernel of PyTorch's own that passes over rows of a tensor."""
 
     tensor: Tensor
@@ -77,7 +77,7 @@ class Sweep:
     narrow: int
     """How often each element is read or written in the working type."""
     wide: int
-    """The same in fp32."""
+    """How often each element is read or written in fp32."""
     rows: Rows = "part"
     """Rows of the partial result, of the rank's shard, or of its tails."""
     kind: Kind = Kind.COPY
@@ -93,18 +93,18 @@ class Sweep:
         return np.asarray(rows) * heads * (1 if self.tensor == "lse" else w.head_dim) * width
 
 
-Sweeps = tuple[Sweep, ...]
+RowKernels = tuple[RowKernel, ...]
 WIDE_BYTES: Final = 4
 MIXED, STRIDED = Kind.ACCUMULATE, Kind.ELEMENTWISE
-CAST: Final = Sweep("q", 1, 1, kind=MIXED)
-CAST_K: Final = Sweep("k", 1, 1, kind=MIXED)
-ADD: Final = Sweep("q", 1, 2, kind=MIXED)
-ADD_K: Final = Sweep("k", 1, 2, kind=MIXED)
-BACK: Final = Sweep("q", 1, 1, "whole")
+CAST: Final = RowKernel("q", 1, 1, kind=MIXED)
+CAST_K: Final = RowKernel("k", 1, 1, kind=MIXED)
+ADD: Final = RowKernel("q", 1, 2, kind=MIXED)
+ADD_K: Final = RowKernel("k", 1, 2, kind=MIXED)
+BACK: Final = RowKernel("q", 1, 1, "whole")
 """A result cast to the working type."""
-BACK_K: Final = Sweep("k", 1, 1)
-LSE: Final = (Sweep("lse", 0, 3),)
-EAGER_MERGE: Final = (CAST, *LSE * 2, *(Sweep("q", 0, 3),) * 3, *LSE * 3)
+BACK_K: Final = RowKernel("k", 1, 1)
+LSE: Final = (RowKernel("lse", 0, 3),)
+EAGER_MERGE: Final = (CAST, *LSE * 2, *(RowKernel("q", 0, 3),) * 3, *LSE * 3)
 """A partial output merged op by op, as ring-flash-attn's ``_update_out_and_lse`` writes it."""
 
 
@@ -128,58 +128,59 @@ class RingCode:
     batch: bool = False
     """Documents are rows of a batch, so that heads and tails of a shard are views, and nothing packs them."""
     narrows: bool = False
-    """Of several inner rings, gradients are cast after the first one, and summed and sent in the working type."""
+    """Where there are several inner rings, gradients are cast after the first one, and summed and sent in the working
+    type."""
     queries_last: bool = False
     """Gradients of queries are summed after those of keys and values are on their way."""
     copies: int = 1
     """fp32 outputs alive at a time: two where a merge makes a new one."""
-    enter: Mapping[Pass, Sweeps]
+    enter: Mapping[Pass, RowKernels]
     """Before the first step."""
-    leave: Mapping[Pass, Sweeps]
+    leave: Mapping[Pass, RowKernels]
     """After the last step: results in the working type; the first of them is that of the queries."""
     per_document: Mapping[Pass, int] = field(default_factory=dict)
     """Launches and reads of the host before the first step, for every document."""
-    send: Sweeps = ()
+    send: RowKernels = ()
     """Before keys and values are sent."""
-    pack: Sweeps = ()
+    pack: RowKernels = ()
     """After key heads have been packed."""
-    read: Sweeps = ()
+    read: RowKernels = ()
     """Backward, before a kernel of a rank whose output has been joined of heads and tails."""
-    read_tails: Sweeps = ()
-    """The same where it reads tail queries."""
-    first: Sweeps
+    read_tails: RowKernels = ()
+    """What it does first where it reads tail queries."""
+    first: RowKernels
     """After the first partial output."""
-    merge: Sweeps
+    merge: RowKernels
     """After a partial output of all rows."""
-    merge_tails: Sweeps
+    merge_tails: RowKernels
     """After a partial output of the tail rows."""
-    merges_unfused: tuple[Sweeps, Sweeps] | None = None
-    """The same two where TorchScript does not fuse them: that of tail rows on a rank that has merged all rows twice.
+    merges_unfused: tuple[RowKernels, RowKernels] | None = None
+    """These two where TorchScript does not fuse them: that of tail rows on a rank that has merged all rows twice.
     None: it fuses all."""
     shapes_change: bool = False
     """Every call has other shapes, so that TorchScript fuses none of tail rows on a rank that merges all rows, too, and
     none of all rows where a rank merges two or more of both."""
-    first_dq: Sweeps = (CAST,)
-    sum_dq: Sweeps = (ADD,)
-    sum_dq_tails: Sweeps = (ADD,)
-    idle_dq: Sweeps = ()
+    first_dq: RowKernels = (CAST,)
+    sum_dq: RowKernels = (ADD,)
+    sum_dq_tails: RowKernels = (ADD,)
+    idle_dq: RowKernels = ()
     """In a step without a kernel."""
-    first_dkv: Sweeps = (CAST_K, CAST_K)
-    sum_dkv: Sweeps = (ADD_K, ADD_K)
-    sum_dkv_heads: Sweeps = (ADD_K, ADD_K)
+    first_dkv: RowKernels = (CAST_K, CAST_K)
+    sum_dkv: RowKernels = (ADD_K, ADD_K)
+    sum_dkv_heads: RowKernels = (ADD_K, ADD_K)
     """After a kernel that read head keys only."""
-    idle_dkv: Sweeps = ()
-    send_dkv: Sweeps = ()
+    idle_dkv: RowKernels = ()
+    send_dkv: RowKernels = ()
     """Before gradients of keys and values are sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrapperCode:
-    """Sweeps around every call of a kernel, whether they are of use or not."""
+    """Row kernels around every call of a kernel, whether they are of use or not."""
 
-    before: Mapping[Pass, Sweeps]
+    before: Mapping[Pass, RowKernels]
     """Over the rows that it reads."""
-    after: Mapping[Pass, Sweeps]
+    after: Mapping[Pass, RowKernels]
     """Over those that it writes."""
 
 
@@ -192,29 +193,29 @@ class HeldRingCode:
     """
 
     wrapper: WrapperCode | None = None
-    enter: Mapping[Pass, Sweeps]
+    enter: Mapping[Pass, RowKernels]
     """Before the first step: keys and values in one message; rows of ``tails`` where a rank computes them."""
-    tails: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
+    tails: Mapping[Pass, RowKernels] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
     """Before a kernel that reads tail queries."""
-    key_heads: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
+    key_heads: Mapping[Pass, RowKernels] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
     """Before a kernel that reads head keys only."""
-    first_lse: Sweeps
+    first_lse: RowKernels
     """For the first partial output, and what outputs are merged into."""
-    sum_lse: Sweeps
+    sum_lse: RowKernels
     """For every other one."""
-    first_out: Sweep
+    first_out: RowKernel
     """For the first partial output, after the last step."""
-    sum_out: Sweep
+    sum_out: RowKernel
     """For every other one."""
     in_loop: bool = False
     """Log-sum-exps are merged step by step, on two streams in turns, so that transfers wait for the kernels of the
     step before the last; two kernels still run one after the other, since each fills the GPU."""
-    first_dq: Sweep
-    sum_dq: Sweep
-    join_dkv: Sweeps
+    first_dq: RowKernel
+    sum_dq: RowKernel
+    join_dkv: RowKernels
     """Gradients of keys and values into one message."""
-    first_dkv: Sweeps
-    sum_dkv: Sweeps
+    first_dkv: RowKernels
+    sum_dkv: RowKernels
     turns: bool
     """Backward runs against the forward direction, from the keys that a rank holds at the end of it, and gradients
     travel in one message with keys; otherwise it runs as forward does, gradients have messages and lanes of their own,
@@ -223,7 +224,7 @@ class HeldRingCode:
     """A ring of two sends in both directions at once."""
     whole_steps: bool = False
     """Under other than causal masks every step is of whole shards, whether queries see its keys or not."""
-    leave: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
+    leave: Mapping[Pass, RowKernels] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
     """After the last step; forward, before outputs are merged."""
 
 
@@ -233,15 +234,15 @@ class HalvesCode:
 
     wrapper: WrapperCode | None = None
     """Over all keys, whichever the kernel reads."""
-    enter: Mapping[Pass, Sweeps] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
+    enter: Mapping[Pass, RowKernels] = field(default_factory=lambda: {"fwd": (), "bwd": ()})
     """Before a kernel, over its half."""
-    order: Sweep
+    order: RowKernel
     """Puts gathered keys, and gradients before they are scattered, in order."""
-    leave: Sweep
+    leave: RowKernel
     """Puts a half of a result where it belongs."""
-    zero: Sweep
+    zero: RowKernel
     """An accumulator of gradients of keys, or of values."""
-    sum: Sweep
+    sum: RowKernel
     """Adds a half's gradients to it."""
     sums_seen: bool = False
     """Over the keys that the half sees; otherwise over all keys."""
@@ -253,9 +254,9 @@ class UlyssesCode:
     orders it by rank, and every kernel waits for the all-to-all before it."""
 
     there: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 1, "bwd": 1})
-    """Sweeps of a tensor on its way to its heads: before the all-to-all, and the second one after it."""
+    """Row kernels of a tensor on its way to its heads: before the all-to-all, and the second one after it."""
     back: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 2, "bwd": 2})
-    """The same on its way back."""
+    """Row kernels of a result on its way back: before the all-to-all, and the second one after it."""
     wrapper: WrapperCode | None = None
     alone: bool = False
     """Groups may be all ranks, with rings of one, and rings may be all ranks."""
@@ -268,9 +269,9 @@ class UlyssesCode:
     lists: bool = False
     """The sweep before an all-to-all is one for every rank of the group."""
     there_by_document: int = 0
-    """Sweeps of every document of a tensor that has arrived, one after the other, before the last sweep of all."""
+    """Row kernels of every document of a tensor that has arrived, one after the other, before the last one of all."""
     back_by_document: int = 0
-    """The same before the first sweep of a tensor on its way back."""
+    """Row kernels of every document of a tensor on its way back, before the first one of all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +279,7 @@ class GatherCode:
     """How somebody's all-gather differs from ours: keys and values are gathered apart, each group's after a sweep that
     takes its heads out, and gradients are summed in the working type, in tensors that are zeroed before."""
 
-    leave: Sweeps
+    leave: RowKernels
     """Forward, after the last group."""
 
 
@@ -337,10 +338,10 @@ class Implementation:
     pads: bool = False
     """See ``padded``."""
     messages: int = 1
-    """Of every batch of a ring: keys and values, or their gradients, as one or as two, which NCCL sends one after the
-    other on the channels of one."""
+    """Messages of every batch of a ring: keys and values, or their gradients, as one or as two, which NCCL sends one
+    after the other on the channels of one."""
     paged: bool = False
-    """Of ``dcp``: kernels of any mask read inputs through tables of blocks, where these were copied once; every block
+    """In ``dcp``, kernels of any mask read inputs through tables of blocks, where these were copied once; every block
     of computation has gradients of its keys for each of its query heads, which are copied and summed; sums and merges
     are in the working type."""
     unbatched: bool = False

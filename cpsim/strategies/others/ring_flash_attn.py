@@ -22,16 +22,19 @@ from cpsim.strategies.others.facts import (
     GatherCode,
     Implementation,
     RingCode,
+    RowKernel,
     Support,
-    Sweep,
     UlyssesCode,
 )
 
-_FUSED: Final = (Sweep("q", 1, 2, kind=Kind.MERGE), *LSE * 3)  # utils.py, _update_out_and_lse: TorchScript fuses one
-_JOIN: Final = (Sweep("q", 0, 2), Sweep("lse", 0, 2))  # out[slice_], lse[slice_] = ...
+_FUSED: Final = (
+    RowKernel("q", 1, 2, kind=Kind.MERGE),
+    *LSE * 3,
+)  # utils.py, _update_out_and_lse: TorchScript fuses one
+_JOIN: Final = (RowKernel("q", 0, 2), RowKernel("lse", 0, 2))  # out[slice_], lse[slice_] = ...
 RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, forward and backward
     copies=2,
-    enter={"fwd": (), "bwd": (Sweep("lse", 0, 2, "tails"),)},  # softmax_lse1
+    enter={"fwd": (), "bwd": (RowKernel("lse", 0, 2, "tails"),)},  # softmax_lse1
     first=(CAST,),  # utils.py, update_out_and_lse
     merge=_FUSED,
     merge_tails=(*_FUSED, *_JOIN),  # the same, with slice_
@@ -42,20 +45,29 @@ RING: Final = RingCode(  # ring_flash_attn.py and zigzag_ring_flash_attn.py, for
 _RING_STRIPED: Final = replace(  # stripe_flash_attn.py
     RING,
     enter={"fwd": (), "bwd": ()},
-    read_tails=(Sweep("lse", 0, 2),),  # softmax_lse_1, made in every such step
+    read_tails=(RowKernel("lse", 0, 2),),  # softmax_lse_1, made in every such step
 )
-_TINY: Final = Sweep("lse", 0, 0)
+_TINY: Final = RowKernel("lse", 0, 0)
 """A launch, or a few bytes to or from the host: index masks live on the CPU."""
-_PUT: Final = (_TINY, Sweep("q", 0, 2, kind=STRIDED))  # x[half_index] = ...
-_PUT_K: Final = (_TINY, Sweep("k", 0, 2), ADD_K, _TINY, Sweep("k", 0, 2, kind=STRIDED))
+_PUT: Final = (_TINY, RowKernel("q", 0, 2, kind=STRIDED))  # x[half_index] = ...
+_PUT_K: Final = (_TINY, RowKernel("k", 0, 2), ADD_K, _TINY, RowKernel("k", 0, 2, kind=STRIDED))
 _RING_VARLEN: Final = replace(  # zigzag_ring_flash_attn_varlen.py, several documents
     RING,
     enter={"fwd": (_TINY,) * 6, "bwd": (_TINY,) * 6},  # get_half_index, get_half_lse, cu_seqlens // 2
     merges_unfused=None,  # x[half_index] is a tensor of its own
     per_document={"fwd": 8, "bwd": 3},
     pack=(_TINY,) * 3,
-    merge_tails=(*_FUSED, _TINY, Sweep("q", 0, 2), _TINY, Sweep("lse", 0, 2), *_PUT, _TINY, Sweep("lse", 0, 2)),
-    sum_dq_tails=(ADD, _TINY, Sweep("q", 0, 2), *_PUT),
+    merge_tails=(
+        *_FUSED,
+        _TINY,
+        RowKernel("q", 0, 2),
+        _TINY,
+        RowKernel("lse", 0, 2),
+        *_PUT,
+        _TINY,
+        RowKernel("lse", 0, 2),
+    ),
+    sum_dq_tails=(ADD, _TINY, RowKernel("q", 0, 2), *_PUT),
     sum_dkv_heads=(*_PUT_K, *_PUT_K),
 )
 
@@ -80,7 +92,7 @@ RING_FLASH_ATTN: Final = Implementation(
     ring=RING,
     zigzag_documents=_RING_VARLEN,
     striped=_RING_STRIPED,
-    allgather=GatherCode(leave=(Sweep("q", 2, 0), Sweep("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
+    allgather=GatherCode(leave=(RowKernel("q", 2, 0), RowKernel("lse", 0, 2))),  # torch.cat(out_list), (lse_list)
     launches=FLASH_ATTN
     | {
         "begin": ("ring-flash-attn begin {pass}",),

@@ -17,32 +17,34 @@ from cpsim.strategies.others.facts import (
     STRIDED,
     Implementation,
     RingCode,
+    RowKernel,
     Support,
-    Sweep,
 )
 
-_ZEROS: Final = (Sweep("q", 0, 1), Sweep("k", 0, 1), Sweep("k", 0, 1))
-_CONTIGUOUS: Final = (Sweep("k", 2, 0, kind=STRIDED),) * 2
-_JOIN: Final = Sweep("q", 0, 2, "whole", STRIDED)  # _partial_update
-_HALF_K: Final = (ADD_K, Sweep("k", 0, 2, "whole", STRIDED))
+_ZEROS: Final = (RowKernel("q", 0, 1), RowKernel("k", 0, 1), RowKernel("k", 0, 1))
+_CONTIGUOUS: Final = (RowKernel("k", 2, 0, kind=STRIDED),) * 2
+_JOIN: Final = RowKernel("q", 0, 2, "whole", STRIDED)  # _partial_update
+_HALF_K: Final = (ADD_K, RowKernel("k", 0, 2, "whole", STRIDED))
 _RING: Final = RingCode(  # _templated_ring_attention and _templated_ring_attention_backward
     queries_last=True,
     copies=3,
     enter={"fwd": _CONTIGUOUS, "bwd": (*_ZEROS, *_CONTIGUOUS)},
-    send=(Sweep("kv", 2, 0),),
-    read=(Sweep("q", 2, 0, kind=STRIDED),),  # _flash_attention_backward wants tokens first, a join leaves heads first
-    read_tails=(Sweep("lse", 0, 2), Sweep("q", 2, 0, kind=STRIDED)),
+    send=(RowKernel("kv", 2, 0),),
+    read=(
+        RowKernel("q", 2, 0, kind=STRIDED),
+    ),  # _flash_attention_backward wants tokens first, a join leaves heads first
+    read_tails=(RowKernel("lse", 0, 2), RowKernel("q", 2, 0, kind=STRIDED)),
     first=(CAST,),
     merge=EAGER_MERGE,  # _SDPAMerger, step and _merge_one
-    merge_tails=(*EAGER_MERGE, Sweep("lse", 0, 2, "whole"), _JOIN),
-    leave={"fwd": (BACK,), "bwd": (BACK, Sweep("kv", 1, 1))},
+    merge_tails=(*EAGER_MERGE, RowKernel("lse", 0, 2, "whole"), _JOIN),
+    leave={"fwd": (BACK,), "bwd": (BACK, RowKernel("kv", 1, 1))},
     first_dq=(ADD,),
     sum_dq_tails=(ADD, _JOIN),
-    idle_dq=(Sweep("q", 0, 3, "whole"),),
-    first_dkv=(ADD_K, ADD_K, *(Sweep("k", 0, 2, kind=STRIDED),) * 2),  # flatten
+    idle_dq=(RowKernel("q", 0, 3, "whole"),),
+    first_dkv=(ADD_K, ADD_K, *(RowKernel("k", 0, 2, kind=STRIDED),) * 2),  # flatten
     sum_dkv_heads=(*_HALF_K, *_HALF_K),
-    idle_dkv=(*_ZEROS, Sweep("k", 0, 3, "whole"), Sweep("k", 0, 3, "whole")),
-    send_dkv=(Sweep("kv", 0, 2, "whole"),),
+    idle_dkv=(*_ZEROS, RowKernel("k", 0, 3, "whole"), RowKernel("k", 0, 3, "whole")),
+    send_dkv=(RowKernel("kv", 0, 2, "whole"),),
 )
 
 TORCH: Final = Implementation(

@@ -1,4 +1,4 @@
-"""Sweeps of other people's code on every rank, and kernels that are wrapped in them."""
+"""RowKernels of other people's code on every rank, and kernels that are wrapped in them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cpsim.case.workload import Workload
 from cpsim.masks.slices import Ints
 from cpsim.schedule.builder import Access, Builder
 from cpsim.schedule.schedule import Kind, Pass
-from cpsim.strategies.others import Sweep, WrapperCode
+from cpsim.strategies.others import RowKernel, WrapperCode
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Sweeper:
     replicas: int = 1
     """Copies of every key-value head in the group."""
 
-    def nbytes(self, sweep: Sweep, q_rows: Ints | int, k_rows: Ints | int) -> Ints:
+    def nbytes(self, sweep: RowKernel, q_rows: Ints | int, k_rows: Ints | int) -> Ints:
         """Bytes of a sweep over rows of queries or of keys, in their shape."""
         of_keys = sweep.tensor in ("k", "kv")
         rows = np.asarray(k_rows) * self.replicas if of_keys else q_rows
@@ -32,7 +32,7 @@ class Sweeper:
 
     def sweep(
         self,
-        sweeps: Sequence[Sweep],
+        sweeps: Sequence[RowKernel],
         ranks: Ints,
         q_rows: Ints | int,
         k_rows: Ints | int,

@@ -11,7 +11,7 @@ from cpsim.masks.slices import Ints
 from cpsim.schedule.builder import NOTHING, Access, Builder
 from cpsim.schedule.schedule import Int8, Kind, Mask, Pass
 from cpsim.strategies import sharding
-from cpsim.strategies.others import RingCode, Sweep, Sweeps
+from cpsim.strategies.others import RingCode, RowKernel, RowKernels
 from cpsim.strategies.ring.steps import Steps, Where
 
 
@@ -145,11 +145,11 @@ class Theirs(Ours):
         return last
 
     def joins(self) -> list[Slot]:
-        """Sweeps that bring keys and values together."""
+        """RowKernels that bring keys and values together."""
         return self._slots((self.steps.moves, self.facts.send, self.steps.k_rows))
 
     def unpacked(self) -> list[Slot]:
-        """Sweeps that go with the packing of key heads."""
+        """RowKernels that go with the packing of key heads."""
         x = self.steps
         return self._slots((x.packs, self.facts.pack, x.k_rows)) if x.scattered.any() else []
 
@@ -177,7 +177,7 @@ class Theirs(Ours):
         return np.asarray(tails & (whole.cumsum(axis=0) > 1))
 
     def gradients(self, wire: bool) -> GradientSlots:
-        """Sweeps of each kind."""
+        """RowKernels of each kind."""
         del wire
         x, facts = self.steps, self.facts
         later, whole, idle = x.active & (x.number > 0), ~x.key_heads, ~x.active
@@ -226,7 +226,7 @@ class Theirs(Ours):
         first, *others = (self._swept(sweep, self.steps.tokens) for sweep in self.facts.leave[pass_])
         return [first], others if has_keys else []
 
-    def _slots(self, *cases: tuple[Mask, Sweeps, Ints]) -> list[Slot]:
+    def _slots(self, *cases: tuple[Mask, RowKernels, Ints]) -> list[Slot]:
         """Slots of sweeps: case by case the steps where they run, and rows of the partial result."""
         made = []
         shape = self.steps.active.shape
@@ -239,19 +239,19 @@ class Theirs(Ours):
             made.append(Slot(np.logical_or.reduce([where for where, _, _ in here]), nbytes, kinds))
         return made
 
-    def _swept(self, sweep: Sweep, part: Ints) -> Ints:
+    def _swept(self, sweep: RowKernel, part: Ints) -> Ints:
         """Bytes of a sweep over a rank's heads, in the shape of the rows of a partial result."""
         rows = {"part": part, "whole": self.steps.tokens, "tails": self.steps.tail_rows}[sweep.rows]
         return sweep.nbytes(rows, self.steps.workload) // self.steps.grid.num_parts
 
 
-def narrow(sweeps: Sweeps) -> Sweeps:
-    """The same sums in the working type."""
+def narrow(sweeps: RowKernels) -> RowKernels:
+    """These sums in the working type."""
     return tuple(replace(sweep, narrow=sweep.narrow + sweep.wide, wide=0) for sweep in sweeps)
 
 
 def emit_sweeps(b: Builder, slots: Sequence[Slot]) -> None:
-    """Sweeps that do a part of what other ops say."""
+    """RowKernels that do a part of what other ops say."""
     for slot in slots:
         kinds, nbytes = (np.broadcast_to(x, slot.where.shape) for x in (slot.kinds, slot.nbytes))
         for kind in np.unique(kinds[slot.where]).tolist():

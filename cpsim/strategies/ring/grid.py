@@ -35,7 +35,7 @@ class Track:
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class RingGrid:
     """Every rank has a place in one ring and computes one part of the heads; what follows from that is kept."""
 
     ranks: Ints
@@ -43,9 +43,9 @@ class Grid:
     inner: int
     """Places of an inner ring: keys and values circle there before they move on to the next inner ring."""
     place: Ints
-    """Of every rank, ``[ranks]``."""
+    """Place of every rank in its ring, ``[ranks]``."""
     ring: Ints
-    """Of every rank, ``[ranks]``."""
+    """Ring of every rank, ``[ranks]``."""
     backwards: bool = False
     """Keys travel from each place to the one before it, from where a round in the other direction leaves them."""
     apart: bool = False
@@ -75,7 +75,7 @@ class Grid:
 
     @property
     def shard(self) -> Ints:
-        """Of every rank, ``[ranks]``."""
+        """Shard of every rank, ``[ranks]``."""
         return np.arange(self.ranks.size) if self.apart else self.place
 
     def at(self, place: Ints) -> Ints:
@@ -130,7 +130,7 @@ def make_grid(
     inner: int | None = None,
     apart: bool = False,
     copies: int = 1,
-) -> Grid:
+) -> RingGrid:
     """``num_ranks / parts`` places times ``parts``.
 
     Args:
@@ -145,7 +145,7 @@ def make_grid(
     grid = ranks.reshape(places, parts) if placement == "head_first" else ranks.reshape(parts, places).T
     place, ring = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
     place[grid], ring[grid] = np.indices(grid.shape)
-    return Grid(grid, inner or places, place, ring, apart=apart, copies=copies)
+    return RingGrid(grid, inner or places, place, ring, apart=apart, copies=copies)
 
 
 def sources(places: int, inner: int | None = None, backwards: bool = False) -> Ints:

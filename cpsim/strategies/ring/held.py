@@ -16,13 +16,16 @@ from cpsim.case.workload import Workload
 from cpsim.masks.slices import Ints
 from cpsim.schedule.builder import NOTHING, Access, Builder
 from cpsim.schedule.schedule import UPDATE, WRITE, Int32, Kind, Mask, Pass
-from cpsim.strategies.others import HeldRingCode, RingCode, Sweep, Sweeps
+from cpsim.strategies.others import HeldRingCode, RingCode, RowKernel, RowKernels
 from cpsim.strategies.others.wrapped import Sweeper
-from cpsim.strategies.ring.grid import Grid
+from cpsim.strategies.ring.grid import RingGrid
 from cpsim.strategies.ring.loop import Ring, RingTensors
 from cpsim.strategies.ring.steps import Steps
 
-_MADE: Final = {"fwd": (Sweep("q", 1, 0), Sweep("lse", 0, 1)), "bwd": (Sweep("q", 1, 0), Sweep("kv", 1, 0))}
+_MADE: Final = {
+    "fwd": (RowKernel("q", 1, 0), RowKernel("lse", 0, 1)),
+    "bwd": (RowKernel("q", 1, 0), RowKernel("kv", 1, 0)),
+}
 """What a kernel writes that has nothing to compute."""
 
 
@@ -148,7 +151,7 @@ class HeldRing(RingTensors):
         self.holder[0] = kv[0]
 
     def leave(self, pass_: Pass) -> None:
-        """Sweeps after the last step."""
+        """RowKernels after the last step."""
         if self.facts.leave[pass_]:
             rows = self.x.tokens[self.ranks]
             self.mark(self.ranks, self.sweeper.sweep(self.facts.leave[pass_], self.ranks, rows, rows))
@@ -186,8 +189,8 @@ class HeldRing(RingTensors):
             self.mark(r, done)
         self.idle(s, (*(facts.wrapper.before[pass_] if facts.wrapper else ()), *_MADE[pass_]))
 
-    def idle(self, s: int, sweeps: Sweeps) -> None:
-        """Sweeps of a step on ranks whose queries see none of its keys, where the code does not know that."""
+    def idle(self, s: int, sweeps: RowKernels) -> None:
+        """RowKernels of a step on ranks whose queries see none of its keys, where the code does not know that."""
         x, r = self.x, np.flatnonzero(~self.x.active[s] & (self.x.longest > 0))
         if self.whole and sweeps and len(r):
             self.mark(r, self.sweeper.sweep(sweeps, r, x.q_rows[s, r], x.k_rows[s, r], step=s))
@@ -197,7 +200,7 @@ class HeldRing(RingTensors):
         s: int,
         where: Mask,
         kind: Kind,
-        sweeps: Sweeps,
+        sweeps: RowKernels,
         partial: Int32,
         total: Access,
         mode: int,
@@ -226,7 +229,7 @@ class HeldRing(RingTensors):
     def add_up(
         self,
         s: int,
-        sweeps: tuple[Sweeps, Sweeps],
+        sweeps: tuple[RowKernels, RowKernels],
         made: Access,
         whole: Mask,
         total: Access,
@@ -370,7 +373,7 @@ def runs_whole(workload: Workload, facts: RingCode | HeldRingCode | None) -> boo
     return isinstance(facts, HeldRingCode) and facts.whole_steps and workload.mask not in ("causal", "causal_document")
 
 
-def as_run(grid: Grid, pass_: Pass, facts: RingCode | HeldRingCode | None) -> Grid:
+def as_run(grid: RingGrid, pass_: Pass, facts: RingCode | HeldRingCode | None) -> RingGrid:
     """The grid with the direction of a pass."""
     turns = isinstance(facts, HeldRingCode) and facts.turns and pass_ == "bwd"
     return replace(grid, backwards=True) if turns else grid

@@ -36,7 +36,7 @@ class RingTensors:
         return tensor[0], tensor[1][self.x.own]
 
     def held(self, tensor: Access) -> Access:
-        """The same of ranks whose rings have tokens."""
+        """This access of the ranks whose rings have tokens."""
         there = self.x.longest > 0
         return tensor[0][there], tensor[1][self.x.own[there]]
 
@@ -47,7 +47,7 @@ class RingTensors:
         return made
 
     def result(self, tensor: str, width: int, extra: int = 0, *, summed: bool = True, output: bool = True) -> Access:
-        """The same of a result, with its fp32 accumulator where partial results are summed in place."""
+        """Buffers of a result, with its fp32 accumulator where partial results are summed in place."""
         summing = self.summing(width) if summed else 0
         name = tensor if output else f"{tensor} of group"
         made = self.b.buffers(name, self.x.tokens * (width + extra + summing)), self.blocks(tensor)
@@ -164,7 +164,7 @@ class Ring(RingTensors):
         return casts[0] if len(casts) > 1 else _last(attends, g.dq[0]), casts[-1] if casts else came[0]
 
     def every(self, access: Access) -> Int32:
-        """The same buffer of a rank in every step, ``[steps, ranks]``."""
+        """Buffer of a rank, equal in every step, ``[steps, ranks]``."""
         return np.broadcast_to(access[0], self.x.active.shape)
 
     def target(self, partial: Int32, result: Access) -> Int32:
@@ -420,7 +420,7 @@ class Ring(RingTensors):
         return packed
 
     def feed_gathered(self, kv: Access, sends: Ints, launched: list[Ints]) -> tuple[Access, list[Ints]]:
-        """The same with one all-gather, launched in the first step, where there is one ring."""
+        """Keys and values brought by one all-gather, launched in the first step, where there is one ring."""
         b, x, everyone = self.b, self.x, self.ranks[None, :]
         nbytes = x.workload.num_tokens * x.kv_bytes
         whole = b.buffers("kv of all", np.full(x.num_ranks, nbytes))

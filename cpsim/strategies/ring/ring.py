@@ -30,7 +30,7 @@ from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.others import CPSIM, HeldRingCode, Implementation, RingCode
-from cpsim.strategies.ring.grid import Grid, make_grid, sources
+from cpsim.strategies.ring.grid import RingGrid, make_grid, sources
 from cpsim.strategies.ring.held import HeldRing, as_run, make_ring, runs_whole
 from cpsim.strategies.ring.loop import Ring
 from cpsim.strategies.ring.steps import Cut, Steps
@@ -59,7 +59,7 @@ def cut(
         num_ranks: of one ring.
         chunks: one of the names above.
         inner: ranks of an inner ring, see ``make_grid``.
-        backwards: the direction of the ring, see ``Grid``.
+        backwards: the direction of the ring, see ``RingGrid``.
         halves: where no query sees a later key, only the halves of a shard that have work are computed with.
     """
     if backwards:
@@ -100,7 +100,7 @@ def tiled(
 
 
 def turned(cut: Cut) -> Cut:
-    """The same tiles in the order of a ring that runs backwards, see ``Grid``: the last step's keys come first."""
+    """These tiles in the order of a ring that runs backwards, see ``RingGrid``: the last step's keys come first."""
     columns = ("tails", "key_heads", "query_set", "key_set", "tile")
     return replace(cut, **{name: getattr(cut, name)[::-1] for name in columns})
 
@@ -162,7 +162,7 @@ def plan_cut(workload: Workload, cluster: Cluster, pass_: Pass, chunks: str, cod
     return plan_rings(workload, make_grid(cluster.num_gpus), pass_, chunks, code)
 
 
-def plan_rings(workload: Workload, grid: Grid, pass_: Pass, chunks: str, code: AnyRing) -> Schedule:
+def plan_rings(workload: Workload, grid: RingGrid, pass_: Pass, chunks: str, code: AnyRing) -> Schedule:
     """Rings of a grid whose ranks hold the tokens and heads that they compute on."""
     grid = as_run(grid, pass_, code)
     shards = cut(workload, grid.num_places, chunks, grid.inner, grid.backwards, not runs_whole(workload, code))

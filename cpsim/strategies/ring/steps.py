@@ -12,7 +12,7 @@ from cpsim.case.workload import Workload
 from cpsim.masks.slices import Ints, RangeSets
 from cpsim.masks.tiles import Tiles, sequences
 from cpsim.schedule.schedule import Mask
-from cpsim.strategies.ring.grid import Grid
+from cpsim.strategies.ring.grid import RingGrid
 from cpsim.strategies.sizes import Accumulation, Sizes
 
 
@@ -34,7 +34,7 @@ class Cut:
     tile: Ints
     """Index of the tile that is computed."""
     stride: int = 1
-    """Of the order in which sets and tiles count."""
+    """Stride of the order in which sets and tiles count."""
     first_set: int = 0
     """Where the sets are among those of a schedule of several cuts."""
 
@@ -69,7 +69,7 @@ class Steps:
     Every tensor has a block for every part of the heads and set of the cut, and one of all tokens if it ``gathers``.
     """
 
-    def __init__(self, workload: Workload, cut: Cut, grid: Grid, gathers: bool = False) -> None:
+    def __init__(self, workload: Workload, cut: Cut, grid: RingGrid, gathers: bool = False) -> None:
         at, shards = grid.shard, grid.num_shards
         self.workload, self.grid, self.cut, self.num_ranks = workload, grid, cut, len(at)
         self.ranks, self.number = np.arange(len(at)), np.arange(grid.num_places)[:, None]
@@ -84,7 +84,7 @@ class Steps:
         """Key heads are packed for the kernel."""
         tokens = cut.sets.num_tokens()
         self.shard_tokens, self.tokens, self.tail_rows = tokens[:shards], tokens[at], tokens[at - shards]
-        """Of every shard; of every rank, ``[ranks]``; and of the rank's tails."""
+        """Tokens of every shard; of every rank, ``[ranks]``; and of the rank's tails."""
         self.longest = self.shard_tokens[self.source].max(axis=0)
         """Tokens of the longest shard of every rank's ring, ``[ranks]``; rings without tokens do nothing."""
         self.head_rows = tokens[shards : 2 * shards]
@@ -109,7 +109,7 @@ class Steps:
         """Where a tensor's blocks of a rank's shard, and of its tails, are among all of its blocks; ``[ranks]``."""
         self.of_queries, self.of_keys = first_set + query_set, first_set + key_set
         self.of_source = first_set + self.source
-        """The same of what a kernel computes on, and of the shard that its keys are from."""
+        """Sets of what a kernel computes on, and of the shard that its keys are from."""
         heads, kv_heads = workload.num_heads // grid.num_parts, max(1, workload.num_kv_heads // grid.num_parts)
         first = grid.part * heads
         first_kv = first * workload.num_kv_heads // workload.num_heads

@@ -116,7 +116,7 @@ def placed(made: Tensor, into: Tensor | None) -> Tensor:
 
 
 def all_placed(made: Grads, into: Grads | None) -> Grads:
-    """The same of three gradients."""
+    """Three gradients, where the caller wants them."""
     if into is None:
         return made
     dq, dk, dv = (placed(m, i) for m, i in zip(made, into, strict=True))

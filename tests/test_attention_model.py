@@ -422,6 +422,7 @@ def test_backward_of_short_documents_is_bound_by_memory(key):
     assert least < seconds < 4 * least
 
 
+@pytest.mark.benchmark
 def test_ten_thousand_calls_of_a_ring_take_milliseconds():
     """At most 2 ms on an idle core; 20 ms are asserted because test machines are shared."""
     import time

@@ -408,7 +408,9 @@ def test_thirty_calls_of_h100_tell_more_near_h200_than_alone_and_than_h200_does(
     assert near < 0.9 * min(alone, error(theirs)), (near, alone, error(theirs))
 
 
-@pytest.mark.parametrize("key", [("fa4", "fwd"), ("fa4", "bwd"), ("fa2", "fwd"), ("fa2", "bwd")])
+@pytest.mark.parametrize(
+    "key", [("fa4", "fwd"), ("fa4", "bwd"), *(pytest.param(("fa2", p), marks=pytest.mark.slow) for p in ("fwd", "bwd"))]
+)
 def test_the_first_points_in_the_order_of_calibrate_tell_more_than_as_many_random_ones(key):
     """Held out: all calls measured on another GPU."""
     files = [measurement.load(points_file(f"h200-kernels-{gpu}.jsonl")).of("attention") for gpu in range(4)]

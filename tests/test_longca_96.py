@@ -38,6 +38,7 @@ def test_samples_are_those_of_the_benchmark(gpus):
     assert found == pytest.approx((area, smallest, largest), abs=0.0006)
 
 
+@pytest.mark.slow
 def test_the_grid_has_every_mask_sample_and_mechanism_and_dense_masks_once():
     found = points()
     assert len(found) == len(GPUS) * (2 + 2 * 30)

@@ -53,6 +53,7 @@ def test_packs_are_those_of_the_benchmark(gpus, documents, area):
     assert mean(sum(n**2 for n in pack) / tokens**2 for pack in packs(gpus)) == pytest.approx(area, rel=0.005)
 
 
+@pytest.mark.slow
 def test_rows_of_the_benchmark_are_predicted():
     """Nothing was fitted to those of 32 and 64 GPUs."""
     scores = summary(predicted())
@@ -60,16 +61,19 @@ def test_rows_of_the_benchmark_are_predicted():
     check("MagiAttention's benchmark, mean", scores["all"].mean_absolute)
 
 
+@pytest.mark.slow
 def test_every_strategy_is_predicted_on_every_mask():
     scores = grouped(predicted(), lambda r: (r.strategy, r.mask)).values()
     check("MagiAttention's benchmark, worst strategy and mask, mean", max(score.mean_absolute for score in scores))
 
 
+@pytest.mark.slow
 def test_strategies_are_ordered_as_published():
     assert mean(rank_correlations(predicted()).values()) > 0.8
     assert mean(rank_correlations(predicted(), 2 * READING_ERROR).values()) > 0.84
 
 
+@pytest.mark.slow
 def test_the_network_of_the_preset_is_what_the_fit_finds():
     """From rows of 8 and 16 GPUs alone; it also agrees with 39.7 GB/s, measured on another cluster (dgx-h200)."""
     fabric = load_cluster("magi-h100").fabric
@@ -87,6 +91,7 @@ def test_tau_counts_pairs_and_leaves_out_those_that_cannot_be_told_apart():
     assert rank_correlations(rows, 6.0)[row.panel] == 1.0
 
 
+@pytest.mark.slow
 def test_the_command_writes_rows_and_scores(tmp_path, monkeypatch):
     rows, out = predicted(), tmp_path / "magi.json"
     monkeypatch.setattr("studies.magi.reproduce.reproduce", lambda **_: rows)

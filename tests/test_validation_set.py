@@ -102,6 +102,7 @@ def test_the_set_is_varied():
     assert sum(count >= 2 for count in choices.values()) >= 30
 
 
+@pytest.mark.slow
 def test_our_executor_can_run_all_of_its_cases():
     ours = [s for name in ("cases.jsonl", "emulated.jsonl") for s in scenarios(name) if s.implementation == "cpsim"]
     results = predict_many(ours, jobs=2)

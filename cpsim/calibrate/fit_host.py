@@ -140,12 +140,12 @@ def called(point: Point) -> tuple[str, str]:
 
 
 def _on_one_gpu(points: Sequence[Point]) -> Sequence[Point]:
-    """Those of hosts with one GPU, if there are such: no rank waits for another there."""
+    """Points of hosts with one GPU, if there are such: no rank waits for another there."""
     return [p for p in points if p["num_gpus"] == 1] or points
 
 
 def _between_gpus(points: Sequence[Point]) -> Sequence[Point]:
-    """Those of several GPUs, if there are such: on one a message goes to the GPU itself."""
+    """Points of several GPUs, if there are such: on one a message goes to the GPU itself."""
     return [p for p in points if p["num_gpus"] > 1] or points
 
 

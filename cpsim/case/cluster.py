@@ -112,7 +112,7 @@ class Cluster:
     notes: str = ""
     faults: tuple[Fault, ...] = ()
     copies: Annotated[int, Field(ge=1, le=1)] = 1
-    """GPUs that each one stands for: 1 but in what ``folded`` makes, which no file describes."""
+    """Replication factor of a folded cluster; always 1 in files."""
 
     def __post_init__(self) -> None:
         if self.num_gpus <= self.gpus_per_node:

@@ -25,7 +25,7 @@ class Workload:
     mask: str
     """A key of ``cpsim.masks.names.MASK_NAMES``."""
     mask_options: Options = ()
-    """Those that are no defaults."""
+    """Options of the mask that differ from its defaults."""
     num_heads: int
     num_kv_heads: int
     """A divisor of ``num_heads``."""

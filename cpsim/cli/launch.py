@@ -166,7 +166,7 @@ def _started(command: Sequence[str], **how: Any) -> Iterator[subprocess.Popen[st
 
 
 def _environment(options: Options) -> dict[str, str]:
-    """That of the processes: on a CPU each has one thread, whether there are several or not."""
+    """Environment of the processes: on a CPU each has one thread, whether there are several or not."""
     return {**os.environ, **({"OMP_NUM_THREADS": "1"} if options.cpu else {})}
 
 

@@ -38,7 +38,7 @@ class Conditions:
     reads: bool = False
     """Hosts wait for their GPUs when an iteration starts."""
     alike: float = 1.0
-    """Number of GPUs that each simulated one stands for: waiting for the slowest is waiting for all of them."""
+    """Replication factor of a folded schedule: GPUs for each simulated one, the slowest of which decides."""
 
     @property
     def head_bytes(self) -> int:

@@ -118,7 +118,7 @@ def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | Non
 
 
 def _copies(case: Case) -> int:
-    """GPUs that one stands for: a whole Ulysses group of consecutive GPUs of a node, where there are many GPUs."""
+    """Replication factor: the size of a Ulysses group of consecutive GPUs of a node, where there are many GPUs."""
     scenario, cluster, knobs = case.scenario, case.cluster, case.scenario.knobs
     folds = scenario.strategy in ("usp", "loongtrain") and knobs.get("placement", "head_first") == "head_first"
     ours = case.code is CPSIM and scenario.part is None

@@ -197,8 +197,8 @@ class Schedule:
     """``[X, 4]`` of (op, m, n, k), ordered by op: matrix products [m, k] x [k, n]."""
     planning: Planning = Planning()
     copies: int = 1
-    """Ranks that each one stands for, which do the same with other heads: such a schedule is to be priced and
-    simulated, not executed."""
+    """Replication factor of a folded schedule: ranks that do the same with other heads, of which one is there. It is
+    priced and simulated, not executed."""
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -70,7 +70,7 @@ class HeadExchange:
         own: token set of every rank's own tokens, ``[ranks]``; all have equally many.
         whole: token set of all tokens of every rank's group, ``[ranks]``.
         head_groups: parts into which a rank's heads are cut.
-        copies: members of a group that each rank stands for.
+        copies: members of a group for each rank that is there.
     """
 
     def __init__(

@@ -152,7 +152,7 @@ class AttentionParams:
 
 FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
 PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
-"""Those that grow with the head dimension; deciding about a pair does not."""
+"""Parameters that grow with the head dimension; deciding about a pair does not."""
 
 
 def attention_seconds(

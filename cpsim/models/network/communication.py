@@ -53,7 +53,7 @@ class Communication:
     cluster: Cluster
     profile: Profile
     messages: int = 1
-    """That a transfer is sent as, one after the other."""
+    """Number of messages that a transfer is sent as, one after the other."""
 
     def collective(self, kind: Kind, nbytes: float, num_ranks: int, num_nodes: int) -> tuple[float, float, float, bool]:
         """Seconds, bytes per rank over NVLink, bytes per rank between nodes, whether the latter decide.

@@ -34,9 +34,9 @@ class InterferenceParams:
     """
 
     computation: Mapping[str, Mapping[str, float]]
-    """By computation (`fa4 fwd`, `memory-bound`) and communication: of the computation."""
+    """Slowdown of the computation, by computation (`fa4 fwd`, `memory-bound`) and communication."""
     communication: Mapping[str, Mapping[str, float]]
-    """By the same: of the communication."""
+    """Slowdown of the communication, by computation and communication."""
 
     def slowdown(self, kernel: str, classes: Sequence[str]) -> Floats:
         """Matrix [C, C] of slowdowns of class a while class b runs on the same GPU.

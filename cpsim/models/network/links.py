@@ -236,7 +236,7 @@ def as_columns(flows: list[Flows], num_ops: int) -> tuple[Ints, Int32, Floats]:
 
 @compiled()
 def _by_op(op, link, nbytes, num_ops):  # type: ignore[no-untyped-def]
-    """Those of positive size, ordered by op and otherwise as they were."""
+    """Flows of positive size, ordered by op and otherwise as they were."""
     start = np.zeros(num_ops + 1, np.int64)
     for i in range(len(op)):
         start[op[i] + 1] += nbytes[i] > 0

@@ -45,7 +45,7 @@ class Messages:
 
     @classmethod
     def of(cls, schedule: Schedule, cluster: Cluster, unbatched: bool, in_batch: int) -> Messages:
-        """Those of a schedule; ``unbatched``: every two ranks have a process group of their own.
+        """Messages of a schedule; ``unbatched``: every two ranks have a process group of their own.
 
         A transfer is sent as ``in_batch`` messages, one after the other.
         """

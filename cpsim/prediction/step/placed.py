@@ -34,7 +34,7 @@ class Placed:
 
     num_ranks: int
     rank: Ints
-    """That computes each task, ``[N]``, ascending."""
+    """Rank that computes each task, ``[N]``, ascending."""
     q_len: Ints
     """Query tokens, ``[N]``."""
     kv_len: Ints

@@ -42,7 +42,7 @@ HEADS, DIM = 32, 128
 GRAPH_TOKENS, GRAPH_HEADS, GRAPH_ROUNDS, GRAPH_KERNEL = (1024, 1536, 2048, 3072, 4096), 8, 8, "sdpa_flash"
 PASSES: tuple[Pass, ...] = ("fwd", "bwd")
 STREAMED_LEAD_S = 5e-3
-"""That hosts have to launch a row of calls and messages one by one."""
+"""Seconds that hosts have to launch a row of calls and messages one by one."""
 
 
 def launch_times(node: Node, kernels: tuple[str, ...]) -> dict[str, list[float]]:

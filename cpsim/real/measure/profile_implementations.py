@@ -169,7 +169,7 @@ class Marked:
         self._runner = runner
 
     def prepare(self) -> None:
-        """That of the runner."""
+        """As the runner prepares."""
         self._runner.prepare()
 
     def launch(self) -> None:

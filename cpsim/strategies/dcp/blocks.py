@@ -105,7 +105,7 @@ class Placement:
     worker: Ints
     """Rank of every computation block, ``[C]``."""
     solver: str = ""
-    """Who found it, in words."""
+    """Solver that found it, in words."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

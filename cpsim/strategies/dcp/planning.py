@@ -26,7 +26,7 @@ class Plan:
     stage: Mapping[Pass, Ints]
     """Stage of every computation block, ``[C]``."""
     seconds: float
-    """That planning took, on one core of this machine."""
+    """Seconds that planning took on one core of this machine."""
 
 
 def plan_case(

@@ -25,7 +25,7 @@ class Fetch:
     near: Bools
     """Cells that arrive from a rank of the same node."""
     source: Ints
-    """That rank, ``[ranks, cells]``."""
+    """Rank that it comes from, ``[ranks, cells]``."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -202,7 +202,7 @@ class _Dcp(CellProgram):
         self.used = [need.any(axis=0) for need in needs]
         """Cells whose queries, and whose keys, a rank computes with."""
         self.away = [used & ~self.own for used in self.used]
-        """Those of other ranks."""
+        """Cells that it uses of other ranks."""
         self.held = [[self.given(tensors, own)] for tensors, own in zip(SIDES[pass_], self.owned, strict=True)]
 
     @property

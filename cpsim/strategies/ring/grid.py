@@ -51,7 +51,7 @@ class RingGrid:
     apart: bool = False
     """Rings have tokens of their own, and every rank computes all heads."""
     copies: int = 1
-    """Ranks of a Ulysses group that each rank stands for."""
+    """Replication factor: ranks of a Ulysses group, of which one is there."""
 
     @property
     def num_places(self) -> int:
@@ -139,7 +139,7 @@ def make_grid(
         placement: ``head_first``: Ulysses groups are consecutive ranks; ``context_first``: rings are.
         inner: places of an inner ring, a divisor of the places; None: all of them.
         apart: rings have tokens of their own.
-        copies: ranks of a Ulysses group that each rank stands for; ``parts`` counts those that are there.
+        copies: ranks of a Ulysses group, of which one is there; ``parts`` counts those that are there.
     """
     places, ranks = num_ranks // parts, np.arange(num_ranks)
     grid = ranks.reshape(places, parts) if placement == "head_first" else ranks.reshape(parts, places).T

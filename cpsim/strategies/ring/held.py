@@ -36,7 +36,7 @@ class HeldRing(RingTensors):
         super().__init__(b, steps)
         self.facts, self.places, self.whole = facts, steps.grid.num_places, runs_whole(steps.workload, facts)
         self.ranks = np.flatnonzero(steps.longest)
-        """Those whose rings have tokens."""
+        """Ranks whose rings have tokens."""
         self.sweeper = Sweeper(b, steps.workload, steps.grid.num_parts)
         self.most = steps.longest * steps.kv_bytes
         """Bytes of the largest shard of keys and values of a rank's ring."""

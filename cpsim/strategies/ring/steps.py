@@ -49,7 +49,7 @@ class Where:
 
     @classmethod
     def true(cls, mask: Mask) -> Where:
-        """Those of a mask ``[steps, ranks]``."""
+        """Places where a mask is True, ``[steps, ranks]``."""
         flat = np.flatnonzero(mask)
         return cls(*np.divmod(flat, mask.shape[1]), flat)
 

@@ -43,7 +43,7 @@ class PassRun:
     clock: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """SM clock [Hz], temperature [degrees Celsius] and power [W] of every rank, right after the last iteration."""
     after_gap_s: tuple[float, ...] = ()
-    """Iterations of older runs that do not count."""
+    """Iterations after a gap between warm-up and measurement; they do not count."""
     attention_s: tuple[float, ...] = ()
     """Every rank's attention kernels alone, one after another, median [s]; where the executor knows them."""
 

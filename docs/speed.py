@@ -1,7 +1,7 @@
 """Writes the README's tables from the shipped profiles, the committed real runs and docs/speed.json.
 
     pytest -m benchmark tests/test_benchmark.py -p no:xdist --benchmark-json=raw.json
-    python docs/tables.py raw.json
+    python docs/speed.py raw.json
 
 With the file of a benchmark run it first cuts that down to docs/speed.json; without, it only writes the tables.
 """

@@ -7,7 +7,6 @@ from html.parser import HTMLParser
 
 import pytest
 from scripts import ROOT
-from test_layers import MODULES
 from typer.main import get_command
 
 import cpsim
@@ -86,7 +85,9 @@ def test_the_models_page_has_formulas_and_sources(site):
     assert "seconds = call + max(waves * (step_s * steps + tile_s), traffic / bandwidth)" in text
     assert text.count("Reference:") >= 4
     named = set(re.findall(r"^::: cpsim\.([\w.]+)", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), re.M))
-    models = {name.removeprefix("cpsim.") for name in MODULES}
+    models = {
+        ".".join(path.relative_to(ROOT / "cpsim").with_suffix("").parts) for path in (ROOT / "cpsim").rglob("*.py")
+    }
     assert len(named) >= 8
     assert named <= models
 
@@ -107,3 +108,15 @@ def test_commands_in_the_documentation_exist():
         assert len(names) == 1, line
         known = {"--help"}.union(*((*one.opts, *one.secondary_opts) for one in COMMANDS[names[0]].params))
         assert all(word in known for word in line.split() if word.startswith("--")), line
+
+
+def test_every_page_is_in_the_navigation_and_every_picture_is_shown():
+    docs = ROOT / "docs"
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = set(re.findall(r": (\S+\.(?:md|html))$", nav, re.M))
+    pages = {path.name for path in docs.glob("*.md")} | {"runs.html", "commands.md"}
+    assert listed == pages
+    texts = "".join(path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *docs.glob("*.md")])
+    pictures = [path for kind in ("svg", "png") for path in docs.rglob(f"*.{kind}")]
+    assert len(pictures) > 10
+    assert not [path.name for path in pictures if path.relative_to(docs).as_posix() not in texts]

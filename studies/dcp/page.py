@@ -257,7 +257,7 @@ def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[s
             "## On GPUs",
             "",
             "Forward and backward of 32 query and 8 key-value heads, FlexAttention, blocks of 1024: what real runs "
-            "took ([validation.md](validation.md) sets the predictions beside them).",
+            "took ([docs/runs.html](../../docs/runs.html) sets predictions beside runs).",
             "",
             *on_gpus(),
             "",

@@ -23,7 +23,7 @@ from cpsim.strategies.dcp.staging import stage_blocks
 from cpsim.strategies.dcp.strategy import COMPUTATIONS, default_block, default_groups
 from cpsim.strategies.dcp.timing import Rates
 from cpsim.strategies.others import CPSIM
-from cpsim.strategies.others.dcp import DCP
+from studies.code.dcp import DCP
 
 GPUS = cluster(1).gpus_per_node
 

@@ -1,8 +1,8 @@
 """The profile: every cost model's parameters for one GPU type, with errors, validity and provenance.
 
 Loads without scipy. Only this module knows the file format: JSON with an integer `schema`. A file may name another
-profile as its `base`, beside it or shipped, whose parts it then has where it gives none of its own; attention kernels
-add to those of the base.
+profile as its `base`, beside it or shipped, whose parts it then has where it gives none of its own; so has an attention
+kernel that says "base" instead of its parameters.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from cpsim.models.network.collective import CollectiveParams, Curve
 from cpsim.models.network.interference import InterferenceParams
 
 SCHEMA = 4
+BASE = "base"
+"""What an attention kernel says that is the base's."""
 FOLDER = Path(__file__).parent.with_name("data") / "profiles"
 
 
@@ -205,7 +207,8 @@ def _with_base(data: dict[str, Any], path: Path) -> dict[str, Any]:
     theirs = _read(base)
     if "base" in theirs:
         raise ProfileError(f"{path}: its base {base} has a base itself; expected one that stands alone")
-    return {**theirs, **data, "attention": {**theirs["attention"], **data.get("attention", {})}}
+    own = {k: theirs["attention"].get(k) if v == BASE else v for k, v in data.get("attention", {}).items()}
+    return {**theirs, **data, "attention": own}
 
 
 def from_json(data: Any, source: str) -> Profile:
@@ -298,7 +301,7 @@ def to_json(profile: Profile, base: Profile | None = None) -> str:
     data = _data(profile)
     if base is not None:
         theirs = _data(base)
-        kernels = {key: value for key, value in data["attention"].items() if theirs["attention"].get(key) != value}
+        kernels = {k: BASE if theirs["attention"].get(k) == v else v for k, v in data["attention"].items()}
         own = {key: value for key, value in data.items() if key not in theirs or theirs[key] != value}
         data = {"schema": SCHEMA, "format": data["format"], "base": base.name, **own, "attention": kernels}
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"

@@ -315,8 +315,8 @@ def sweep_lines(found: dict[str, Any], cores: int) -> list[str]:
         "",
         f"`cpsim sweep` predicts {found['scenarios']:,} mixed scenarios on {cores} cores and writes Parquet",
         "(`python docs/scale.py --sweep`). They combine all strategies but `dcp`; causal and full masks, with and",
-        f"without documents; passes; 2 to 96 GPUs; and 1k to 16k tokens per GPU. {found['predicted']:,} of them can run. The "
-        "sweep takes",
+        "without documents; passes; 2 to 96 GPUs; and 1k to 16k tokens per GPU. "
+        f"{found['predicted']:,} of them can run. The sweep takes",
         f"{found['seconds']:.0f} s of wall time, start-up included, at a load average of {found['load_average']}: "
         f"{each * 1e3:.1f} ms per scenario, or {processor * 1e3:.1f} ms of processor",
         f"time. The largest process needs {found['peak_bytes'] / 2**20:,.0f} MiB. In proportion, {WANTED:,} such "

@@ -1,8 +1,8 @@
-"""Writes docs/calibration.md: how errors fall with the minutes of a calibration, replayed from committed measurements.
+"""Writes docs/calibration.md: how errors fall with the minutes of a calibration, replayed from committed points.
 
     python docs/calibration.py
 
-Some minutes on two cores: eight profiles are fitted, and each predicts runs.
+Takes some minutes on two cores: it fits eight profiles, and predicts runs with each.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ MINUTES = (1, 2, 5, 10)
 NUM_GPUS = 4
 KERNELS = ("fa4", "fa2", "cudnn", "sdpa_flash")
 OTHER_STUDIES = ("h200-masked", "h200-head-dim", "h200-flashinfer", "h200-layers")
-"""How names begin of those of the profile's files that the runs do not touch."""
+"""Prefixes of the names of the profile's files that no run depends on."""
 HOSTS = tuple(f"h200x4-host-{n}.jsonl" for n in (1, 2, 3, 4))
-"""Of four machines: what other people's code costs the host."""
+"""Host time of other people's code on four machines."""
 OF_MANY_HOSTS = "10, 4 hosts"
 NINE, SHIPPED = "nine minutes", "`h200`"
 BAR = 1.2
 
 START_S, LAUNCHES_S, OTHERS_S, POINT_S, COMPILE_S = 25.0, 18.0, 15.0, 0.03, 2.0
-"""Assumed: processes and NCCL; launches of the host; calls that other people's code makes; tensors and launches of a
-short point; flash-attn 4 for each pass, mask, ratio of heads and entry point."""
+"""Assumed seconds: start of processes and NCCL; host launches; calls of other people's code; tensors and launches of a
+short point; compilation of flash-attn 4, once for each pass, mask, ratio of heads and entry point."""
 
 Queues = dict[str, list[list["Task"]]]
-"""By part of a calibration: tasks in their order, of every GPU, or in one queue where all GPUs work on each."""
+"""Tasks in order, by part of a calibration: a queue for every GPU, or one queue where all GPUs work together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Task:
 
     seconds: float
     source: str
-    """Their file."""
+    """File that holds the points."""
     points: tuple[Point, ...]
 
 
@@ -82,7 +82,7 @@ class Row:
 
 
 def timed_seconds(point: Point) -> float:
-    """What `cpsim.real.measure.kernels` takes for a point: soaking, rounds and samples, or rests."""
+    """Seconds that `cpsim.real.measure.kernels` takes for a point: warm-up, rounds and samples, or rests."""
     t, num = float(np.median(point["samples_s"])), len(point["samples_s"])
     if point.get("rested"):
         return POINT_S + num * (max(3e-3, 4 * t) + 1e-3 + t) + 4 * t
@@ -91,12 +91,12 @@ def timed_seconds(point: Point) -> float:
 
 
 def network_seconds(point: Point) -> float:
-    """The same for a collective or transfer."""
+    """Seconds that measuring a collective or transfer takes."""
     return POINT_S + 0.011 + 23 * (float(np.median(point["samples_s"])) + 1e-4)
 
 
 def queues(files: Mapping[str, Measurements]) -> Queues:
-    """What the files hold of a calibration's points, in its order."""
+    """The points of a calibration that the files hold, in the order of a calibration."""
     network, executor, kernels = (files[f"h200{name}.jsonl"] for name in ("x4-network", "x4-executor", "-kernels-0"))
     overlaps, power, others = (files[f"h200x4-{name}.jsonl"] for name in ("overlap", "power", "host-4"))
     graphs = [p for p in executor.of("host") if p["kind"].startswith(("graph", "pause"))]
@@ -132,7 +132,7 @@ def queues(files: Mapping[str, Measurements]) -> Queues:
 
 
 def by_size(points: Iterable[Point], names: Sequence[str]) -> list[Point]:
-    """All kinds in turn, each by the size nearest to the next place of `extremes_first`."""
+    """Points of all kinds in turn; within a kind, by the size nearest to the next place of `extremes_first`."""
     kinds: dict[tuple[Any, ...], list[Point]] = {}
     for p in points:
         kinds.setdefault(tuple(p[name] for name in names), []).append(p)
@@ -148,7 +148,7 @@ def by_size(points: Iterable[Point], names: Sequence[str]) -> list[Point]:
 
 
 def attention_queue(files: Mapping[str, Measurements], gpu: int) -> list[Task]:
-    """Of one GPU: the kernels in turn, each through its shapes in the order in which they inform."""
+    """Attention tasks of one GPU: kernels in turn, the most informative shapes first."""
     shares = []
     for kernel in KERNELS:
         calls, rested = (in_order(files[f"h200-{name}-{gpu}.jsonl"], kernel) for name in ("kernels", "rested"))
@@ -177,8 +177,8 @@ def in_order(measured: Measurements, kernel: str) -> list[Task]:
 
 
 def replay(parts: Queues, minutes: float) -> tuple[list[Task], float]:
-    """What a calibration of so many minutes measures, as `cpsim.real.measure.calibrate` shares its time, and the
-    seconds it takes.
+    """What a calibration of some minutes measures, with time shared as in `cpsim.real.measure.calibrate`, and the
+    seconds that it takes.
     """
     messages = [p for task in parts["collectives and transfers"][0] for p in task.points]
     least = {
@@ -203,17 +203,17 @@ def replay(parts: Queues, minutes: float) -> tuple[list[Task], float]:
     return taken, clock
 
 
-# --- what it is worth ---
+# --- how good the profiles are ---
 
 
 def measured_files() -> dict[str, Measurements]:
-    """The files behind profile h200 that say something about the runs, by name."""
+    """The files of profile h200 that the runs depend on, by name."""
     files = sorted(measurements("h200"), key=lambda m: m.source)
     return {m.source: m for m in files if not m.source.startswith(OTHER_STUDIES)}
 
 
 def split(files: Mapping[str, Measurements]) -> tuple[dict[str, Measurements], list[Point]]:
-    """The files without a random fifth of their points, and of that fifth those that the accuracy bars count."""
+    """The files without a random fifth of their points, and the points of that fifth that count for accuracy."""
     points = [p for m in files.values() for p in m.points if usable(p) and model_of(p)]
     held = [p for p, fold in zip(points, folds(points), strict=True) if fold == 0]
     away = {id(p) for p in held}
@@ -223,7 +223,7 @@ def split(files: Mapping[str, Measurements]) -> tuple[dict[str, Measurements], l
 
 
 def calibrations(left: Mapping[str, Measurements]) -> dict[str, tuple[tuple[str, ...], list[Measurements]]]:
-    """By label: what was measured, in words, and the measurements."""
+    """By label: columns that say what was measured, and the measurements."""
     parts, found = queues(left), {}
     for minutes in MINUTES:
         tasks, seconds = replay(parts, minutes)
@@ -240,7 +240,7 @@ def calibrations(left: Mapping[str, Measurements]) -> dict[str, tuple[tuple[str,
 
 
 def words(measured: Sequence[Measurements], minutes: str) -> tuple[str, ...]:
-    """Minutes taken, and points of every kind."""
+    """Cells of a row: minutes taken, and numbers of points by kind."""
     ops = Counter(p["op"] for m in measured for p in m.points)
     counts = ops["attention"], ops["collective"] + ops["transfer"], ops["overlap"]
     return (minutes, *map(str, counts))
@@ -275,28 +275,29 @@ def run_errors(profile: Profile, paths: Sequence[Path]) -> dict[str, float]:
 
 INTRODUCTION = f"""# Error against minutes of calibration
 
-This page is written by `python docs/calibration.py`. It replays what `cpsim calibrate` would have measured on four
-H200 in 1, 2, 5 and 10 minutes, fits a profile to each, and says how wrong it is: on points that no fit saw (a random
-fifth of the committed ones, of at least 1k tokens or 1 MiB) and on the real runs of `h200.jsonl` and `h200-b.jsonl` of
-1 ms or more. `all` is fitted to everything that profile `h200` is made from, without that fifth and without the
-studies of masks, of other head dimensions, of FlashInfer and of layers.
+Written by `python docs/calibration.py`. The script replays what `cpsim calibrate` would have measured on four H200
+in 1, 2, 5 and 10 minutes, fits a profile to each, and reports two kinds of error: on points that no fit saw (a random
+fifth of the committed points, those of at least 1k tokens or 1 MiB), and on the real runs of `h200.jsonl` and
+`h200-b.jsonl` that take 1 ms or more. Row `all` is fitted to every measurement of profile `h200`
+outside that fifth, except those of other masks, other head dimensions, FlashInfer and layers.
 
-The points come from the committed files, which were not measured in the order of a calibration: that order is applied
-to them (the most informative first, the kernels in turn, shares of the time by part, two rounds). What a point costs is
-what the rules of its measurement take: soaking, rounds, samples or rests, as its own times say. Summed over a file of
-attention points this gives what the file took within 10 %. Assumed are {START_S:g} s to start, {LAUNCHES_S:g} s for
-host launches, {OTHERS_S:g} s for the calls of other people's code, {POINT_S:g} s for tensors and launches of a short
-point, and {COMPILE_S:g} s whenever flash-attn 4 meets a new variant. A real calibration has more points in store than
-the files hold, and would go on where `taken` ends early.
+The committed files were not measured in the order of a calibration, so the replay puts their points into that order:
+the most informative first, kernels in turn, a share of the time for each part, two rounds. The cost of a point follows
+from the way it is measured (warm-up, rounds, samples or rests) and from its own times. Summed over a file of attention
+points, these costs agree with the time that the file took within 10 %. Some costs are assumed: {START_S:g} s to start,
+{LAUNCHES_S:g} s for host launches, {OTHERS_S:g} s for calls of other people's code,
+{POINT_S:g} s for tensors and launches of a short point, and {COMPILE_S:g} s for every variant that flash-attn 4
+compiles. A real calibration can draw more points than the files hold; it would go on measuring where `taken` is less
+than `minutes`.
 
-A calibration times the host that it runs on; the runs of the validation set are of several machines, whose hosts differ
-in what other people's code costs them. So one row adds such calls on three other machines.
+A calibration times only its own host, but the runs come from several machines, whose hosts need different times for
+other people's code. Row `{OF_MANY_HOSTS}` therefore adds such calls from three more machines.
 """
-REAL_ONE = """## A real one
+REAL_ONE = """## A real calibration
 
-`cpsim calibrate --minutes 9` on two H200, and all 64 cases of the validation set for two GPUs run on the same machine
-right after it (`data/runs/h200x2-1122i`). Mean errors of the runs of 1 ms or more, with the profile of these minutes
-and with the one that ships, to which its attention calls belong, too.
+`cpsim calibrate --minutes 9` ran on two H200, and right after it, on the same machine, all 64 cases of the validation
+set for two GPUs (`data/runs/h200x2-1122i/calibrated.jsonl`). The table has mean errors of the runs that take 1 ms or
+more, with the profile of these nine minutes and with profile `h200`, which is also fitted to their attention calls.
 """
 
 
@@ -314,7 +315,7 @@ def head(files: Mapping[str, Measurements]) -> dict[str, tuple[str, ...]]:
 
 
 def table(columns: Sequence[str], rows: Mapping[str, Row]) -> str:
-    """Everything about every calibration."""
+    """A Markdown table with a row for every calibration."""
     lines = [[*columns, *next(iter(rows.values())).errors]]
     lines += [["---"] * len(lines[0])]
     lines += [[name, *row.measured, *(f"{error:.1%}" for error in row.errors.values())] for name, row in rows.items()]
@@ -322,13 +323,13 @@ def table(columns: Sequence[str], rows: Mapping[str, Row]) -> str:
 
 
 def verdict(labels: Iterable[str], rows: Mapping[str, Row], everything: str) -> str:
-    """Whether some calibrations are as good as they should be beside that of everything."""
+    """Errors of some calibrations over those of the calibration with all points, as a Markdown list."""
     lines = []
     for label in labels:
         ratios = {who: rows[label].errors[who] / rows[everything].errors[who] for who in WHO}
         judged = (f"{who} {ratio:.2f} ({'met' if ratio <= BAR else 'not met'})" for who, ratio in ratios.items())
         lines.append(f"* {label}: {', '.join(judged)}\n")
-    return f"Bar: at most {BAR:g} times the error of {everything}.\n\n" + "".join(lines)
+    return f"Errors relative to those of {everything}; the goal is at most {BAR:g}:\n\n" + "".join(lines)
 
 
 def page() -> str:
@@ -352,7 +353,7 @@ def page() -> str:
 
 
 def real_profiles() -> dict[str, Profile]:
-    """Of the real calibration, and the one that ships."""
+    """Profiles of the real calibration and of cpsim, by label."""
     return {NINE: fit_profile([load(REAL)], "own", check=False), SHIPPED: load_profile("h200")}
 
 

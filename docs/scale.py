@@ -1,11 +1,12 @@
-"""Writes docs/scale.md, our own speed, from docs/scale.json; with --measure it measures that first, in some minutes.
+"""Writes docs/scale.md, cpsim's own speed, from the measurement in docs/scale.json.
 
-    python docs/scale.py --measure
-    python docs/scale.py --sweep
+    python docs/scale.py              # the page only
+    python docs/scale.py --measure    # measure everything first; some minutes
+    python docs/scale.py --sweep      # measure only the sweep first
 
-Every number is the median of processor time, in one process on one core, after warm-up, so that neither compiling nor
-other programs count; memory is the peak of a process of its own, start-up included. The sweep, which --sweep measures
-alone, is `cpsim sweep` on all cores, start-up included.
+Times are medians of processor time, in one process on one core, after warm-up, so that neither compilation nor other
+programs count. Memory is the peak of a separate process, start-up included. The sweep is `cpsim sweep` on all cores,
+start-up included.
 """
 
 from __future__ import annotations
@@ -64,8 +65,7 @@ LARGE = (
 )
 NUM_DRAWS = 200
 SWEPT, WANTED = 5040, 100_000
-"""Scenarios of the sweep that is measured, every combination of the mix three times; and of the one that is asked for.
-"""
+"""Scenarios of the measured sweep, every combination of the mix three times, and of the one it is extrapolated to."""
 
 
 def scenario(strategy: str, gpus: int, pass_: str) -> Scenario:
@@ -84,7 +84,7 @@ def scenario(strategy: str, gpus: int, pass_: str) -> Scenario:
 
 
 def seconds(work: Callable[[], object], least_s: float = 0.3) -> float:
-    """Median processor time of at least five calls, or of so many as take a while."""
+    """Median processor time of a call [s], over at least five calls and at least ``least_s`` in all (at most 200)."""
     work()
     taken: list[float] = []
     while len(taken) < 5 or (sum(taken) < least_s and len(taken) < 200):
@@ -100,7 +100,7 @@ def zigzag(case: Case) -> Schedule:
 
 
 def stages(gpus: int) -> dict[str, float]:
-    """Seconds of every stage of a zigzag ring's forward pass, and its ops."""
+    """Seconds of every stage of a zigzag ring's forward pass, and its number of ops."""
     case = resolve(scenario("zigzag_ring", gpus, "fwd"))
     pricing = Conditions(
         cluster=case.cluster, profile=case.profile, kernel="fa4", head_dim=128, dtype="bf16", protocol="synced"
@@ -136,7 +136,7 @@ def touched_bytes() -> dict[str, float]:
 def mixed_scenarios(count: int) -> list[Scenario]:
     """Strategies x masks x passes x 2 to 96 GPUs x 1k to 16k tokens per GPU, documents included, in turn.
 
-    Not dcp, whose planning of a batch takes seconds by itself.
+    ``dcp`` is left out, since planning one batch takes seconds.
     """
     names = [name for name in STRATEGIES if name not in ("none", "dcp")]
     gpus, tokens = (2, 4, 8, 16, 32, 64, 96), (1024, 2048, 4096, 8192, 16384)
@@ -179,20 +179,20 @@ def swept(count: int) -> dict[str, float]:
 
 
 def sweep() -> dict[str, float]:
-    """The same, measured in a process of its own, whose children are those of the sweep."""
+    """What ``swept`` returns, measured in a fresh process, so that all its children belong to the sweep."""
     done = subprocess.run([sys.executable, __file__, "--swept"], check=True, capture_output=True, text=True)
     return dict(json.loads(done.stdout))
 
 
 def memory_bandwidth() -> float:
-    """Bytes a second, read and written, of a copy that no cache holds."""
+    """Bytes read and written per second by a copy too large for any cache."""
     source = np.ones(1 << 25)
     target = np.empty_like(source)
     return 2 * source.nbytes / seconds(lambda: np.copyto(target, source))
 
 
 def large(strategy: str, gpus: int, pass_: str) -> dict[str, float]:
-    """One prediction after a small one, in this process."""
+    """Seconds and peak memory of one prediction in this process, after a smaller one as warm-up."""
     predict(scenario(strategy, 512 if gpus > DRAWN_GPUS else 16, pass_))
     taken = seconds(lambda: predict(scenario(strategy, gpus, pass_)), 0.0)
     return {"seconds": taken, "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
@@ -229,14 +229,14 @@ def _processor() -> str:
 
 
 def exponent(data: dict[str, Any], *stages: str) -> float:
-    """Of the growth of stages' time with ops, fitted from 32 ranks on, where start-up no longer shows."""
+    """Exponent of the time of stages against ops, fitted from 32 ranks up, where start-up no longer shows."""
     rows = [row for gpus, row in data["stages"].items() if int(gpus) >= 32]
     taken = [sum(row[stage] for stage in stages) for row in rows]
     return float(np.polyfit(np.log([row["ops"] for row in rows]), np.log(taken), 1)[0])
 
 
 def stage_row(data: dict[str, Any], stage: str) -> str:
-    """A stage at 96 ranks."""
+    """One row of the table: a stage at 96 ranks."""
     at, touched = data["stages"]["96"], data["touched_bytes"].get(stage)
     cells = [NAMES[stage], f"{at[stage] * 1e3:.2f} ms", f"{at['ops'] / at[stage] / 1e6:.1f} M"]
     cells += [f"{exponent(data, stage):.2f}"]
@@ -252,28 +252,28 @@ def page(data: dict[str, Any]) -> str:
     lines = [
         "# How fast cpsim is",
         "",
-        f"Measured {data['date']} on one core ({data['machine']}, Python {data['python']}); remade by",
-        f"`{data['command']}`. Medians of processor time after warm-up; {data['load_average']} processes wanted the "
-        f"machine's {data['cores']} cores",
-        "meanwhile (1 is this one alone), and shared caches slow all.",
+        f"Measured {data['date']} on one core ({data['machine']}, Python {data['python']}) by",
+        f"`{data['command']}`. Times are medians of processor time after warm-up. The load average of the",
+        f"machine's {data['cores']} cores was {data['load_average']} (1 is this process alone); other processes share "
+        "its caches and slow it.",
         "",
         "## Operations a second",
         "",
-        f"Zigzag ring on 96 GPUs, forward: {at['ops']:,} ops. Growth is the exponent of time against ops, fitted",
-        f"over 32 to {RANKS[-1]} ranks (1 is linear). The floor is the time in which the memory moves what an op",
-        f"touches once ({data['memory_bytes_per_s'] / 1e9:.1f} GB/s here).",
+        f"The forward pass of a zigzag ring on 96 GPUs has {at['ops']:,} ops. Growth is the exponent of time against",
+        f"ops, fitted over 32 to {RANKS[-1]} ranks (1 is linear). The floor is the time that this machine's memory, at",
+        f"{data['memory_bytes_per_s'] / 1e9:.1f} GB/s, takes to move every byte that the stage touches once.",
         "",
-        "| stage | time | ops a second | growth | bytes an op | floor | times the floor |",
+        "| stage | time | ops per second | growth | bytes per op | floor | time / floor |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *(stage_row(data, stage) for stage in STAGES),
         "",
-        f"Planned, priced and simulated with shared links: {sum(at[stage] for stage in whole) * 1e3:.1f} ms, growth "
-        f"{exponent(data, *whole):.2f}. {NUM_DRAWS} draws cost",
-        f"{at['draws'] / at['simulate']:.1f} times one simulation.",
+        f"Planning, pricing and simulating with shared links take {sum(at[stage] for stage in whole) * 1e3:.1f} ms "
+        f"together, growth {exponent(data, *whole):.2f}.",
+        f"{NUM_DRAWS} draws take {at['draws'] / at['simulate']:.1f} times as long as one simulation.",
         "",
         "## Growth",
         "",
-        "Zigzag ring, forward; milliseconds.",
+        "Milliseconds for the forward pass of a zigzag ring.",
         "",
         f"| ranks | ops | {' | '.join(NAMES[stage] for stage in STAGES)} |",
         f"| --- | --- | {' | '.join('---' for _ in STAGES)} |",
@@ -284,8 +284,8 @@ def page(data: dict[str, Any]) -> str:
         "",
         "## Large machines",
         "",
-        "Whole predictions, intervals included, 8k tokens a GPU. Peak memory is that of the process for both passes,",
-        "Python and compiled code included.",
+        "Whole predictions, intervals included, with 8k tokens per GPU. Peak memory is that of the process that",
+        "predicts both passes, Python and compiled code included.",
         "",
         "| strategy | GPUs | forward | forward and backward | peak memory |",
         "| --- | --- | --- | --- | --- |",
@@ -297,9 +297,10 @@ def page(data: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        f"Above {DRAWN_GPUS} GPUs one GPU of a Ulysses group stands for all, which is exact. Rings of more than",
-        f"{MOST_PLACES} places continue the line through rings of {KNOWN_PLACES[1]} and {KNOWN_PLACES[2]}, which is",
-        "not, and predictions say so; `tests/test_large_machines.py` holds both against all steps of all ranks.",
+        f"Above {DRAWN_GPUS} GPUs, one GPU of each Ulysses group is simulated for all of them, which is exact. Rings",
+        f"of more than {MOST_PLACES} places are extrapolated from rings of {KNOWN_PLACES[1]} and {KNOWN_PLACES[2]}, "
+        "which is not exact; predictions say so.",
+        "`tests/test_large_machines.py` compares both with full simulations.",
         "",
         *sweep_lines(data["sweep"], data["cores"]),
     ]
@@ -307,26 +308,26 @@ def page(data: dict[str, Any]) -> str:
 
 
 def sweep_lines(found: dict[str, Any], cores: int) -> list[str]:
-    """The sweep in words."""
+    """The section on sweeps."""
     each, processor = found["seconds"] / found["scenarios"], found["processor_seconds"] / found["scenarios"]
     return [
         "## Sweeps",
         "",
-        f"`cpsim sweep` of {found['scenarios']:,} mixed scenarios into Parquet on {cores} cores",
-        "(`python docs/scale.py --sweep`): all strategies but `dcp` x causal and full masks, documents or none,",
-        "x passes x 2 to 96 GPUs x 1k to 16k tokens a GPU. Of these",
-        f"{found['predicted']:,} can run. {found['seconds']:.0f} s by the clock, start-up included, while "
-        f"{found['load_average']} processes wanted the cores:",
-        f"{each * 1e3:.1f} ms a scenario, {processor * 1e3:.1f} ms of processor time. The largest process took "
-        f"{found['peak_bytes'] / 2**20:,.0f} MiB.",
-        f"{WANTED:,} such scenarios, extrapolated in proportion: {each * WANTED / 60:.0f} minutes; with the cores to "
-        f"itself, {processor * WANTED / cores / 60:.0f}.",
+        f"`cpsim sweep` predicts {found['scenarios']:,} mixed scenarios on {cores} cores and writes Parquet",
+        "(`python docs/scale.py --sweep`). They combine all strategies but `dcp`; causal and full masks, with and",
+        "without documents; passes; 2 to 96 GPUs; and 1k to 16k tokens per GPU. "
+        f"{found['predicted']:,} of them can run. The sweep takes",
+        f"{found['seconds']:.0f} s of wall time, start-up included, at a load average of {found['load_average']}: "
+        f"{each * 1e3:.1f} ms per scenario, or {processor * 1e3:.1f} ms of processor",
+        f"time. The largest process needs {found['peak_bytes'] / 2**20:,.0f} MiB. In proportion, {WANTED:,} such "
+        f"scenarios take {each * WANTED / 60:.0f} minutes,",
+        f"and {processor * WANTED / cores / 60:.0f} on otherwise idle cores.",
     ]
 
 
 def main() -> None:
-    """The page, or one large prediction or the sweep in a process of its own."""
-    keep_freed_memory()  # as all processes of cpsim's do
+    """Writes the page; with --large or --swept, prints one measurement made in this process."""
+    keep_freed_memory()  # as every process of cpsim does
     if sys.argv[1:2] == ["--large"]:
         print(json.dumps(large(sys.argv[2], int(sys.argv[3]), sys.argv[4])))
         return

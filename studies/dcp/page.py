@@ -1,11 +1,10 @@
-"""Writes studies/dcp/README.md and studies/dcp/dcp.svg: what the planners of DCP move and how even they are, and what
-became of DCP's published bars.
+"""Writes studies/dcp/README.md and dcp.svg: bytes and balance of DCP's planners, and its published bars predicted.
 
     pip install '.[dcp]'
     python -m studies dcp --batches 50 --out studies/dcp/dcp-reproduced.json
     python studies/dcp/page.py
 
-Some minutes on one core. Bytes and balance are counted, times are those of planning on the machine that wrote the page.
+Takes some minutes on one core. Bytes and balance are counted; planning times are those of the machine that runs it.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ BLOCK = 1024
 STUDIED = ("causal", "lambda", "causal_blockwise", "shared_question")
 ONE = (131072,)
 EPS = (0.02, 0.05, 0.1, 0.2, 0.4)
-"""Imbalance that is allowed; the paper's first level gets four times as much, as by default."""
+"""Values of ``eps_intra``; ``eps_inter`` is four times as much, as by default."""
 PANEL = 420, 280
-"""Width and height of a panel of the figure."""
+"""Width and height of a panel of the figure [pixels]."""
 WIDEST = 1.8
-"""Imbalance at its right edge."""
+"""Imbalance at the right edge of a panel."""
 COLOURS = {"paper": "#d1495b", "released": "#edae49", "cpsim": "#00798c", "zigzag": "#555555"}
 
 
@@ -61,9 +60,9 @@ class Point:
     imbalance: float
     token_spread: int
     busiest_node_mb: float
-    """Sent or received."""
+    """Most bytes that one node sends or receives [MB]."""
     seconds: float
-    """That planning took."""
+    """Planning time [s]."""
 
 
 def workload(mask: str, documents: Sequence[int]) -> Workload:
@@ -74,7 +73,7 @@ def workload(mask: str, documents: Sequence[int]) -> Workload:
 
 
 def measured(blocks: Blocks, placement: Placement, variant: str, eps: float, seconds: float) -> Point:
-    """Count what a placement does forward."""
+    """Bytes and balance of a placement in a forward pass."""
     quality = judge(blocks, placement, RANKS, SHAPE[1], "fwd")
     far = quality.between_nodes.reshape(SHAPE * 2).sum(axis=(1, 3)) / 1e6
     busiest = max(far.sum(axis=0).max(), far.sum(axis=1).max())
@@ -105,17 +104,17 @@ def zigzag(mask: str, documents: Sequence[int]) -> Point:
 
 
 def studies() -> Iterator[tuple[str, str, Sequence[int]]]:
-    """Mask, what is packed, and documents."""
+    """Mask, name of the documents, and their lengths."""
     for mask in STUDIED:
         yield mask, "one document", ONE
         yield mask, "a batch", batches(1.0)[0]
 
 
 def table(rows: Sequence[tuple[str, str, Point, Sequence[Point]]]) -> list[str]:
-    """Every variant at its default imbalance beside the zigzag."""
+    """Rows for every variant at its default imbalance, and for the zigzag."""
     lines = [
-        "| mask | tokens are of | variant | between nodes | of a zigzag's | busiest node | compute, most over mean | "
-        "tokens of a rank, most less fewest | planning |",
+        "| mask | tokens of | variant | between nodes | relative to zigzag | busiest node | compute, max / mean | "
+        "tokens per rank, max - min | planning |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for mask, what, other, points in rows:
@@ -140,13 +139,13 @@ def figure(panels: Sequence[tuple[str, Point, Sequence[Point]]]) -> str:
     for i, (name, colour) in enumerate(COLOURS.items()):
         x, y = 60 + 110 * i, height - 12
         parts.append(f'<circle cx="{x}" cy="{y - 4}" r="4" fill="{colour}"/><text x="{x + 10}" y="{y}">{name}</text>')
-    axes = "x: compute, most over mean; y: MB between nodes, forward"
+    axes = "x: compute, max / mean; y: MB between nodes, forward"
     parts.append(f'<text x="{width - 20}" y="{height - 12}" text-anchor="end">{axes}</text></svg>')
     return "\n".join(parts) + "\n"
 
 
 def panel(mask: str, points: Sequence[Point], left: int, top: int) -> Iterator[str]:
-    """One mask; what is further right than the axis is left out."""
+    """The panel of one mask; points beyond its right edge are left out."""
     width, height = PANEL[0] - 72, PANEL[1] - 70
     most_y = 1.1 * max(p.between_nodes_mb for p in points)
     yield f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#bbb"/>'
@@ -163,9 +162,9 @@ def panel(mask: str, points: Sequence[Point], left: int, top: int) -> Iterator[s
 
 
 def reproduced(record: dict[str, Any]) -> list[str]:
-    """What became of the published speed-ups, worst first, and of the bars by code."""
+    """Tables of speed-ups, worst first, and of errors by code."""
     lines = [
-        "| DCP over the fastest baseline | lengths | published | predicted | error |",
+        "| speed-up of DCP over the fastest baseline | lengths | published | predicted | error |",
         "| --- | --- | --- | --- | --- |",
     ]
     ratios = sorted(record["speed_ups"], key=lambda s: -abs(s["predicted"] / s["published"] - 1))
@@ -175,7 +174,7 @@ def reproduced(record: dict[str, Any]) -> list[str]:
         for s in ratios
     ]
     bars = [row for row in record["rows"] if not row["outlier"]]
-    lines += ["", "| bars | pass | number | mean error | signed |", "| --- | --- | --- | --- | --- |"]
+    lines += ["", "| code | pass | bars | mean error | bias |", "| --- | --- | --- | --- | --- |"]
     for name, pass_ in dict.fromkeys((row["row"], row["pass"]) for row in bars):
         errors = np.array(
             [r["predicted_ms"] / r["published_ms"] - 1 for r in bars if (r["row"], r["pass"]) == (name, pass_)]
@@ -187,7 +186,7 @@ def reproduced(record: dict[str, Any]) -> list[str]:
 
 
 def on_gpus() -> list[str]:
-    """Rows of real runs with FlexAttention: plans of two variants beside the best of the other strategies."""
+    """A table of real runs with FlexAttention: two variants of DCP and the fastest other strategy."""
     times: dict[tuple[str, int, str], dict[str, float]] = {}
     for run in (run for file in RUNS for run in load_runs(file) if run.error is None):
         s = run.scenario
@@ -195,7 +194,7 @@ def on_gpus() -> list[str]:
         name = f"dcp {s.knobs.get('variant', 'cpsim')}" if s.strategy == "dcp" else str(s.strategy)
         times.setdefault((network, s.num_tokens, str(s.mask)), {})[name] = run.time_s
     lines = [
-        "| H200 | tokens | mask | variant cpsim | variant paper | best of others | times as fast as it |",
+        "| H200 GPUs | tokens | mask | dcp `cpsim` | dcp `paper` | fastest other | speed-up of dcp `cpsim` |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for (network, tokens, mask), found in sorted(times.items()):
@@ -212,9 +211,9 @@ def on_gpus() -> list[str]:
 
 
 def main() -> None:
-    """Plan, count, write."""
+    """Writes the page and its figure."""
     if not find_spec("mtkahypar"):
-        sys.exit("studies/dcp/page.py compares plans of Mt-KaHyPar: expected package mtkahypar; pip install '.[dcp]'")
+        sys.exit("studies/dcp/page.py: expected package mtkahypar, which makes the plans; pip install '.[dcp]'")
     rows, panels = [], []
     for mask, what, documents in studies():
         blocks, other = cut(workload(mask, documents), BLOCK, 2), zigzag(mask, documents)
@@ -230,48 +229,48 @@ def main() -> None:
 
 
 def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[str, Any]) -> str:
-    """The whole page."""
+    """The page as Markdown."""
     agree, decided = record["same_one_faster"], record["decided"]
     return "\n".join(
         [
-            "# DCP's planners, and DCP's published bars",
+            "# DCP's planners and published benchmark",
             "",
-            "Written by `studies/dcp/page.py`, which says how.",
+            "Written by `python studies/dcp/page.py`, which needs `pip install '.[dcp]'`.",
             "",
-            "## What plans move, and how even they are",
+            "## Bytes and balance of plans",
             "",
-            f"131,072 tokens on 4 nodes of 8 GPUs, 8 query and 2 key-value heads of dimension 128, blocks of {BLOCK}. "
-            "Bytes are those of a forward pass, exactly: inputs once to every node that needs them, results from every "
-            "rank that has some. A zigzag is one that moves only what its queries see. `paper` and `released` are "
-            "partitioned by Mt-KaHyPar with `eps_inter` 0.4 and `eps_intra` 0.1, the paper's; `cpsim` has `eps_intra` "
-            f"0.1. The batch has {len(batches(1.0)[0])} documents, drawn from {LENGTHS}. In batches the zigzag is of "
-            "every document.",
+            "131,072 tokens, as one document or a batch, on 4 nodes of 8 GPUs; 8 query and 2 key-value heads of "
+            f"dimension 128; blocks of {BLOCK} tokens. The batch has {len(batches(1.0)[0])} documents, drawn from "
+            f"`{LENGTHS}`. Bytes are exact counts for a forward pass: inputs move once to every node that needs them, "
+            "results once from every rank that has some. Variants `paper` and `released` partition with Mt-KaHyPar "
+            "and the paper's `eps_inter` 0.4 and `eps_intra` 0.1; `cpsim` has `eps_intra` 0.1. For comparison, "
+            "`zigzag` cuts every document into zigzag shards and moves only what their queries see.",
             "",
             *table(rows),
             "",
-            "Bytes against balance, one document; every point is a plan with another `eps`, "
-            f"{', '.join(map(str, EPS))}; further right than a panel are plans that are less even still:",
+            "Bytes against balance for one document. Every point is a plan with another `eps_intra`: "
+            f"{', '.join(map(str, EPS))}. Plans less balanced than the right edge of a panel are not shown.",
             "",
             "![Bytes between nodes against imbalance of computation, for every variant](dcp.svg)",
             "",
             "## On GPUs",
             "",
-            "Forward and backward of 32 query and 8 key-value heads, FlexAttention, blocks of 1024: what real runs "
-            "took ([docs/runs.html](../../docs/runs.html) sets predictions beside runs).",
+            "Measured times of a forward and a backward pass: 32 query and 8 key-value heads, FlexAttention, blocks of "
+            "1024. [docs/runs.html](../../docs/runs.html) compares such runs with predictions.",
             "",
             *on_gpus(),
             "",
             "## DCP's micro-benchmark",
             "",
-            f"`python -m studies dcp --batches {record['batches']}`: 32 A100 (`p4de`), {record['batches']} batches for "
-            "every factor of lengths, which are drawn "
-            f"from {record['lengths']}, since those of LongDataCollections are not published. DCP plans as "
-            f"{record['variant']}, with {record['solver']}. Mean error of the speed-ups "
-            f"{100 * record['speed_up_mean_error']:.0f} %, "
-            f"{100 * record['speed_up_mean_error_without_outliers']:.0f} % without the one that rests on an outlier of "
-            "the published run (27.5 ms for a forward pass; it takes 8 ms with lengths half as long, 6 with twice); "
-            f"in {agree} of {decided} cases that the published run decides, the same one is faster. Nothing was fitted "
-            "to these bars.",
+            f"`python -m studies dcp --batches {record['batches']}` predicts DCP's published micro-benchmark on 32 "
+            f"A100 (cluster `p4de`), with {record['batches']} batches for every scale of document lengths. The "
+            f"lengths of LongDataCollections are not published, so lengths are drawn from `{record['lengths']}`. DCP "
+            f"plans with variant `{record['variant']}` and solver {record['solver']}. The mean error of DCP's "
+            f"speed-up over the fastest baseline is {100 * record['speed_up_mean_error']:.0f} %, and "
+            f"{100 * record['speed_up_mean_error_without_outliers']:.0f} % without the case that rests on an outlier "
+            "of the published run: a forward pass of 27.5 ms, although lengths half as long take 8 ms and twice as "
+            f"long 6 ms. In {agree} of the {decided} cases whose published speed-up differs from 1 by more than 10 %, "
+            "the prediction agrees on which is faster, DCP or the baseline. Nothing was fitted to these bars.",
             "",
             *reproduced(record),
             "",
@@ -282,34 +281,33 @@ def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[s
 
 
 REMAINS = (
-    "What is missing, as far as it can be told:",
+    "What the predictions assume or leave out, as far as known:",
     "",
-    "* One flow between two GPUs of different nodes gets the share of a NIC that it gets on H200 nodes, 0.56. With "
-    "a whole NIC, the preset's rule before, rings were 26 to 40 % too fast here: that told where to look, but the "
-    "share is not fitted to these bars.",
-    "* Transformer Engine's fork puts tensors in order document by document around its all-to-alls, for which its bars "
-    "grow with documents here, too. Under sparse masks its published forward pass takes 7 to 12 ms longer than under "
-    "the causal one, whatever the mask, and its backward pass 1 to 4 ms: not known why, since the commits of the fork "
-    "that know ranges were not found.",
-    "* LoongTrain runs as InternEvo does, its hosts as fast as those of H200 nodes, which are newer than p4de's; its "
-    "forward pass waits for them.",
-    "* DCP's executor is priced by its own parts: its Triton kernels, of 128 elements a program, were timed on H200, "
-    "where they take a fifth of the memory's bandwidth, and so were their launches from Python "
-    "([measurements](../data/points/h200/h200-dcp-1.jsonl)); on A100 they follow SMs and clocks. Its hosts are as "
-    "fast as those of H200 nodes, its Triton was older, and an exchange of 32 GPUs costs the host what one of 4 does.",
-    "* Its flash-attn 2 is priced as its source says: forward the kernel of split keys, 64 queries by 128 keys, "
-    "backward with the gradients of keys that every block of computation and query head has for itself. What ranges "
-    "cost, since all tiles are masked with them, was measured on H200 with and without "
-    "([measurements](../studies/dcp/fa2-ranges-h200.jsonl)): a pair takes "
-    f"{slower_with_ranges('fwd'):.2f} times as long forward and {slower_with_ranges('bwd'):.2f} times backward. Not "
-    "priced: tails of documents are padded to whole blocks, and of more than two partial outputs merges spill "
-    "registers. The branch that was measured, `dcp`, is not to be had; `bblock`, whose functions take the same "
-    "arguments, was read, built and timed.",
-    "* DCP is predicted too slow where documents are short: tokens and work that are folded into one weight then leave "
-    "work several times uneven (the table above). DCP's own code does so, too, with the documents that are drawn here; "
-    "those of the published run are probably longer.",
-    "* LoongTrain's rows at x 0.5 rest on one long document, to which it pads all others of a batch.",
-    "* Lengths decide how much attention there is; `--lengths` draws them from another corpus.",
+    "* Between nodes, one flow from GPU to GPU gets 0.56 of a NIC, as on H200 nodes. Rings that came out 26 to 40 % "
+    "too fast with a whole NIC prompted this choice, but the share is not fitted to these bars.",
+    "* Transformer Engine's fork reorders tensors document by document around its all-to-alls, so that its bars grow "
+    "with the number of documents; they do so in predictions, too. Under sparse masks its published forward pass takes "
+    "7 to 12 ms longer than under the causal mask, whatever the mask, and its backward pass 1 to 4 ms longer. The "
+    "reason is not known: the commits of the fork that support ranges were not found.",
+    "* LoongTrain is predicted as InternEvo runs it. Hosts are taken to be as fast as those of H200 nodes, which are "
+    "newer than p4de's, and its forward pass waits for the host.",
+    "* DCP's executor is priced by its own parts. Its Triton kernels, with 128 elements per program, and their "
+    "launches from Python were timed on H200, where the kernels reach a fifth of the memory bandwidth "
+    "([measurements](../../data/points/h200/h200-dcp-1.jsonl)); for A100 they are scaled by SMs and clock. Assumed: "
+    "hosts are as fast as those of H200 nodes, its older Triton makes no difference, and an exchange among 32 GPUs "
+    "costs the host as much as one among 4.",
+    "* DCP's flash-attn 2 is priced as its source says: forward as the split-key kernel with tiles of 64 queries by "
+    "128 keys, backward with separate gradients of keys for every computation block and query head. With ranges the "
+    "kernel masks every tile; measured on H200 with and without ranges ([measurements](fa2-ranges-h200.jsonl)), a "
+    f"pair takes {slower_with_ranges('fwd'):.2f} times as long forward and {slower_with_ranges('bwd'):.2f} times as "
+    "long backward. Not priced: the padding of document tails to whole blocks, and register spills in merges of more "
+    "than two partial outputs. The branch that DCP measured, `dcp`, is not available; `bblock`, whose functions take "
+    "the same arguments, was read, built and timed instead.",
+    "* DCP is predicted too slow where documents are short: its planner folds tokens and work into one weight, which "
+    "leaves work several times uneven (first table). DCP's own code does the same with the documents drawn here; those "
+    "of the published run are probably longer.",
+    "* LoongTrain's rows at x 0.5 rest on one long document, to whose length it pads all others of the batch.",
+    "* The lengths decide how much attention there is; `--lengths` draws them from another corpus.",
 )
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Writes studies/distca/README.md: how even DistCA's schedulers leave servers and what they move, on both data sets.
+"""Writes studies/distca/README.md: how DistCA's schedulers balance servers, and how many bytes they move.
 
     python studies/distca/page.py
 
-Servers are tensor-parallel groups of 8 H200 with 64K tokens of each of two nano-batches; kernels are flash-attn 2, as
-in DistCA's runs, priced by the shipped profile. Lengths are drawn from stand-ins for the original lists.
+A server is a tensor-parallel group of 8 H200 with 64K tokens of each of two nano-batches. Attention is flash-attn 2, as
+in DistCA's runs, priced by profile ``h200``. Document lengths are drawn from stand-ins for the original lists.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ K = 1024
 SERVERS = 32
 TOKENS = 64 * K
 HEADS = {"8b": 4, "34b": 8}
-"""Query heads of one server's GPU; there is one key-value head of dimension 128."""
+"""Query heads on one GPU of a server; it has one key-value head, of dimension 128."""
 CASES = [(data, model, context) for data in ("pretrain", "prolong") for model in HEADS for context in (128, 512)]
 PLANNERS = (("released", 0.05), ("released", 0.02), ("paper", 0.05), ("cpsim", 0.05), ("cpsim", 0.02))
 ITERATIONS = 3
@@ -34,16 +34,16 @@ ITERATIONS = 3
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Means over nano-batches, forward and backward together."""
+    """Means over nano-batches; forward and backward passes are added."""
 
     slowest_ms: float
-    """Attention of a layer on the slowest server."""
+    """Attention time of one layer on the slowest server [ms]."""
     uneven: float
-    """That over the mean of all servers."""
+    """Time of the slowest server over the mean of all servers."""
     moved_gb: float
-    """Between all servers."""
+    """Bytes between all servers [GB]."""
     busiest_mb: float
-    """Most that one server's GPU sends or receives in the four exchanges."""
+    """Most bytes that one GPU sends or receives in the four exchanges [MB]."""
 
 
 def judged(data: str, model: str, context: int, planner: tuple[str, float], iterations: int = ITERATIONS) -> Result:
@@ -58,7 +58,7 @@ def judged(data: str, model: str, context: int, planner: tuple[str, float], iter
 
 
 def _pass(documents, heads, sizes, planner, pass_):  # type: ignore[no-untyped-def]
-    """Seconds of the slowest server and on average, bytes moved, and bytes of the busiest."""
+    """Seconds of the slowest server and of the mean, bytes moved, and bytes of the busiest GPU."""
     params, (variant, tolerance) = load_profile("h200").attention_params("fa2", pass_), planner
     tasks = schedule(
         documents, SERVERS, sizes, planner_kernel(params, heads, 1, 128), variant=variant, tolerance=tolerance
@@ -81,14 +81,14 @@ def _pass(documents, heads, sizes, planner, pass_):  # type: ignore[no-untyped-d
 
 
 def row(case: tuple[str, str, int], results: list[Result]) -> str:
-    """A line of the table."""
+    """One row of the table."""
     data, model, context = case
     cells = [f"{r.slowest_ms:.1f} ({r.uneven:.3f}), {r.moved_gb:.2f} GB, {r.busiest_mb:.0f} MB" for r in results]
     return f"| {data} | {model} | {context}K | " + " | ".join(cells) + " |"
 
 
 def gains(table: list[list[Result]]) -> list[str]:
-    """Every scheduler against the first: time of the slowest server and bytes, on average over the table."""
+    """Rows that compare every scheduler with the first; means over the table."""
     lines = []
     for i, (variant, tolerance) in enumerate(PLANNERS[1:], start=1):
         time, moved, busiest = (
@@ -108,21 +108,25 @@ def main() -> None:
             [
                 "# DistCA's schedulers",
                 "",
-                f"Written by `python studies/distca/page.py`. {SERVERS} servers of 8 H200 (tensor parallelism), "
-                f"{TOKENS // K}K tokens of a nano-batch on each, {ITERATIONS} iterations of two nano-batches; "
-                "flash-attn 2, priced by "
-                "the shipped profile. Names end with the tolerance. Cells: attention of one layer and nano-batch on "
-                "the slowest server, forward and backward, ms (over the mean of servers); bytes between all servers; "
-                "the most that one GPU sends or receives in the four exchanges. Document lengths are stand-ins: they "
-                "agree with the published lists in distribution.",
+                f"Written by `python studies/distca/page.py`. Schedulers are compared on {SERVERS} attention servers, "
+                f"each a tensor-parallel group of 8 H200 with {TOKENS // K}K tokens of every nano-batch. A row is the "
+                f"mean of {ITERATIONS} iterations of two nano-batches. Attention is flash-attn 2, priced by profile "
+                "`h200`. Document lengths are drawn from stand-ins that have the distribution of DistCA's lists.",
+                "",
+                "Columns are schedulers, by variant and tolerance. A cell holds",
+                "",
+                "* the attention time of one layer and nano-batch on the slowest server, forward and backward [ms], "
+                "and in brackets its ratio to the mean of all servers;",
+                "* the bytes that move between servers;",
+                "* the most bytes that one GPU sends or receives in the four exchanges.",
                 "",
                 "| data | model | context | " + " | ".join(names) + " |",
                 "| --- | --- | --- |" + " --- |" * len(names),
                 *(row(case, results) for case, results in zip(CASES, table, strict=True)),
                 "",
-                f"Against {names[0]}, the released code with its default, mean of the rows:",
+                f"Relative to `{names[0]}`, the default of the released code; means over the rows above:",
                 "",
-                "| scheduler | slowest server | bytes | busiest GPU |",
+                "| scheduler | time of the slowest server | bytes moved | bytes of the busiest GPU |",
                 "| --- | --- | --- | --- |",
                 *gains(table),
                 "",

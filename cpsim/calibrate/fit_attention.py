@@ -316,7 +316,7 @@ MAX_RESIDUAL = 0.25
 
 
 def fit_discrepancy(features: Floats, left_over: Floats, theirs: Discrepancy = NONE) -> Discrepancy:
-    """A sparse Gaussian process of `left_over` [N] over `features` [N, FEATURES]; see models/discrepancy.py.
+    """A sparse Gaussian process of `left_over` [N] over `features` [N, FEATURES]; see models/attention/discrepancy.py.
 
     Noise and a common factor of the length scales maximise the marginal likelihood; support points are chosen
     greedily where the process is least certain (pivoted Cholesky decomposition). What is left over on a GPU alike is

@@ -25,7 +25,7 @@ class Conditions:
     protocol: Protocol
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, names of host measurements where launches cost otherwise; see ``strategies.others``."""
-    sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    row_kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, names of measurements of memory-bound kernels that differ from ours."""
     captured: bool = False
     """All ops of a rank are one CUDA graph, launched at once."""

@@ -154,7 +154,7 @@ class _Kernels:
 
     def _memory_bound(self, kind: Kind) -> str:
         """Name of the measured kernel that a memory-bound op costs as much as."""
-        names = self.given.sweeps.get(kind.name.lower(), ())
+        names = self.given.row_kernels.get(kind.name.lower(), ())
         for name in names:
             if name in self.profile.elementwise.latency_s:
                 if name != names[0]:

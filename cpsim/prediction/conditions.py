@@ -28,7 +28,7 @@ def conditions(
         dtype=workload.dtype,
         protocol=protocol,
         launches=code.launches,
-        sweeps=code.sweeps,
+        row_kernels=code.row_kernels,
         captured=code.captured,
         unbatched=code.unbatched,
         messages=code.messages,

@@ -163,8 +163,8 @@ class _AllGather:
                 writes=[self._part(out, "out", g)],
             )
             gather.read_by(g, done)
-        for sweep in self.code.leave if self.code else ():
-            b.add(sweep.kind, (self.ranks, "compute"), nbytes=sweep.nbytes(self.tokens, self.workload))
+        for row_kernel in self.code.leave if self.code else ():
+            b.add(row_kernel.kind, (self.ranks, "compute"), nbytes=row_kernel.nbytes(self.tokens, self.workload))
         return b.build()
 
     def backward(self) -> Schedule:

@@ -15,7 +15,7 @@ from cpsim.schedule.builder import Access, Builder
 from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.others import HalvesCode
-from cpsim.strategies.others.wrapped import Sweeper
+from cpsim.strategies.others.wrapped import RowKernelEmitter
 from cpsim.strategies.sizes import Sizes
 
 
@@ -36,7 +36,7 @@ class _Halves:
         tiles = make_tiles(mask, sets, parts, np.full(2 * num_ranks, self.whole))
         self.code, self.workload, self.ranks = code, workload, np.arange(num_ranks)
         self.b, self.total = Builder(num_ranks, sets, tiles, narrow_sums=True), workload.num_tokens
-        self.sweeper, self.parts = Sweeper(self.b, workload), parts
+        self.emitter, self.parts = RowKernelEmitter(self.b, workload), parts
         self.seen = sequences(tiles).keys()[1:].reshape(2, num_ranks)
         """Keys that a half's queries see, ``[2, ranks]``."""
         self.tokens, sizes = sets.num_tokens(), Sizes(workload)
@@ -64,11 +64,11 @@ class _Halves:
         b.output(*dkv)
         keys, arrived = self.gather()
         partial, full = (self.of_all("dkv", name) for name in ("dkv partial", "dkv of all"))
-        self.sweeper.sweep((code.zero, code.zero), self.ranks, 0, self.total)
+        self.emitter.emit((code.zero, code.zero), self.ranks, 0, self.total)
         for half in range(2):
             made = [self.half(dq, "dq", half), partial]
             self.attend("bwd", half, arrived, [(a, tensor) for tensor, a in given.items()], keys, made)
-            nbytes = self.sweeper.nbytes(code.sum, 0, self.seen[half] if code.sums_seen else self.total)
+            nbytes = self.emitter.nbytes(code.sum, 0, self.seen[half] if code.sums_seen else self.total)
             for i in range(2):  # dk, dv
                 reads, total = ([access] * i for access in (partial, full))
                 b.add(
@@ -82,7 +82,7 @@ class _Halves:
                     updates=total if half == 1 else (),
                 )
         for i in range(2):
-            ordered = self.sweeper.sweep((code.order,), self.ranks, 0, self.total, step=2)
+            ordered = self.emitter.emit((code.order,), self.ranks, 0, self.total, step=2)
             done = b.add(
                 Kind.REDUCE_SCATTER,
                 (self.ranks[None, :], "comm"),
@@ -110,7 +110,7 @@ class _Halves:
                 writes=[_together(whole)] * i,
             )
             arrived = [done.repeat(len(self.ranks))]
-            after = self.sweeper.sweep((self.code.order,), self.ranks, 0, self.total, arrived)
+            after = self.emitter.emit((self.code.order,), self.ranks, 0, self.total, arrived)
         return whole, after
 
     def attend(
@@ -126,8 +126,8 @@ class _Halves:
         mine = slice(half * len(self.ranks), (half + 1) * len(self.ranks))
         rows = self.tokens[self.parts[mine]]
         if self.code.enter[pass_]:
-            arrived = self.sweeper.sweep(self.code.enter[pass_], self.ranks, rows, 0, [arrived], half)
-        self.sweeper.attend(
+            arrived = self.emitter.emit(self.code.enter[pass_], self.ranks, rows, 0, [arrived], half)
+        self.emitter.attend(
             self.code.wrapper,
             pass_,
             self.ranks,
@@ -140,7 +140,7 @@ class _Halves:
             reads=[*(self.half(access, tensor, half) for access, tensor in given), keys],
             writes=made,
         )
-        self.sweeper.sweep((self.code.leave,), self.ranks, rows, 0, step=half)
+        self.emitter.emit((self.code.leave,), self.ranks, rows, 0, step=half)
 
     def shard(self, tensor: str, width: int) -> Access:
         """Every rank's own tokens."""

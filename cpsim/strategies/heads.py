@@ -41,12 +41,12 @@ class Trip:
     tensor: str
     nbytes: int
     before: list[Bundle]
-    """Where it is, and where it lies ordered by rank, if there is a sweep before."""
+    """Where it is, and where it lies ordered by rank, if there is a row kernel before."""
     then: list[Bundle]
-    """Where it arrives, and where it lies in the end, if there is a sweep after."""
+    """Where it arrives, and where it lies in the end, if there is a row kernel after."""
 
     by_document: tuple[int, int] = (0, 0)
-    """RowKernels of every document in front of the sweep before, and of the one after."""
+    """Number of row kernels of every document in front of the row kernel before, and in front of the one after."""
     packed: bool = False
     """Keys and values travel together."""
 
@@ -265,11 +265,11 @@ class HeadExchange:
             ready = after
             self.documents(part.nbytes, part.by_document[0], after)
             if len(part.before) == 2:
-                sweeps = self.degree if code.lists else 1
-                for _ in range(sweeps - 1):
-                    self.copy(2 * part.nbytes // sweeps, [], [], after, kind=Kind.ELEMENTWISE)
+                num_kernels = self.degree if code.lists else 1
+                for _ in range(num_kernels - 1):
+                    self.copy(2 * part.nbytes // num_kernels, [], [], after, kind=Kind.ELEMENTWISE)
                 ready = self.copy(
-                    2 * part.nbytes // sweeps, part.before[0], part.before[1], after, kind=Kind.ELEMENTWISE
+                    2 * part.nbytes // num_kernels, part.before[0], part.before[1], after, kind=Kind.ELEMENTWISE
                 )
             moved = self.exchange(part.nbytes, part.before[-1], part.then[0], ready)
             if code.overlaps:
@@ -280,10 +280,10 @@ class HeadExchange:
             after = self._order(part, moved)
         return after
 
-    def documents(self, nbytes: int, sweeps: int, after: Ints) -> None:
-        """RowKernel a tensor document by document, so many times each."""
-        for share in self.shares.tolist() if sweeps else ():
-            for _ in range(sweeps):
+    def documents(self, nbytes: int, num_kernels: int, after: Ints) -> None:
+        """Emit so many row kernels for every document of a tensor."""
+        for share in self.shares.tolist() if num_kernels else ():
+            for _ in range(num_kernels):
                 self.copy(2 * round(nbytes * share), [], [], after, kind=Kind.ELEMENTWISE)
 
     def _order(self, part: Trip, after: Ints) -> Ints:

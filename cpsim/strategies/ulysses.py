@@ -22,7 +22,7 @@ from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
 from cpsim.strategies.heads import Bundle, HeadExchange, check_heads
 from cpsim.strategies.others import CPSIM, Implementation, UlyssesCode
-from cpsim.strategies.others.wrapped import Sweeper
+from cpsim.strategies.others.wrapped import RowKernelEmitter
 
 
 def plan_ulysses(
@@ -140,7 +140,7 @@ class _Ulysses:
         results = {t: x.of_all(t, (t,), x.bytes_of(t))[0] for t in made}
         x.call()
         tokens = np.full(len(self.ranks), x.tokens)
-        after = Sweeper(b, self.workload, replicas=x.replicas).attend(
+        after = RowKernelEmitter(b, self.workload, replicas=x.replicas).attend(
             code.wrapper,
             pass_,
             self.ranks,

@@ -33,6 +33,6 @@ DCP: Final = Implementation(
         "attention_backward": ("fa2 bwd",),
         "all_to_all": ("sync_all_to_all",),
     },
-    sweeps=_TRITON,
+    row_kernels=_TRITON,
     paged=True,
 )

@@ -19,7 +19,7 @@ from cpsim.schedule.schedule import Kind
 from cpsim.strategies.others.facts import (
     BACK,
     BACK_K,
-    EAGER_SWEEPS,
+    EAGER_ROW_KERNELS,
     FLASH_ATTN,
     Implementation,
     RowKernel,
@@ -65,6 +65,6 @@ INTERNEVO: Final = Implementation(
         "transfer": ("transfer_of_two",),
         "all_to_all": ("seq_all_to_all", "sync_all_to_all"),
     },
-    sweeps=EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
+    row_kernels=EAGER_ROW_KERNELS | {"merge": ("jit_merge", "merge")},
     messages=2,  # RingComm.send_recv of keys, then of values
 )

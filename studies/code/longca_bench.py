@@ -15,7 +15,7 @@ from cpsim.strategies.others.facts import (
     DENSE,
     DOCUMENTS,
     EAGER,
-    EAGER_SWEEPS,
+    EAGER_ROW_KERNELS,
     STRIDED,
     HalvesCode,
     HeldRingCode,
@@ -98,7 +98,7 @@ _LAUNCHES: Final = EAGER | {
     "all_gather": ("async_all_gather",),
     "reduce_scatter": ("sync_reduce_scatter",),
 }
-_SWEEPS: Final = EAGER_SWEEPS | {"merge": ("merge",)}
+_ROW_KERNELS: Final = EAGER_ROW_KERNELS | {"merge": ("merge",)}
 
 LONGCA_BENCH: Final = Implementation(
     name="longca-bench",
@@ -111,7 +111,7 @@ LONGCA_BENCH: Final = Implementation(
     allgather=_ALLGATHER,
     projections=ProjectionCode(width=1024, inputs=True),
     launches=_LAUNCHES,
-    sweeps=_SWEEPS,
+    row_kernels=_ROW_KERNELS,
     pads=True,  # shard.py, get_cu_seqlens_padded
     unbatched=True,
 )

@@ -25,7 +25,7 @@ from cpsim.strategies.others.facts import (
     DENSE,
     DOCUMENTS,
     EAGER,
-    EAGER_SWEEPS,
+    EAGER_ROW_KERNELS,
     STRIDED,
     HalvesCode,
     HeldRingCode,
@@ -105,7 +105,7 @@ TRANSFORMER_ENGINE: Final = Implementation(
         "all_gather": ("async_all_gather",),
         "reduce_scatter": ("sync_reduce_scatter",),
     },
-    sweeps=EAGER_SWEEPS | {"merge": ("merge",)},
+    row_kernels=EAGER_ROW_KERNELS | {"merge": ("merge",)},
     unbatched=True,
 )
 

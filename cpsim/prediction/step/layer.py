@@ -91,12 +91,12 @@ class Ops:
     def mlp(self) -> list[Op]:
         """Forward: norm, gate and up, SwiGLU, down."""
         inner = self.model.ffn // self.tp * self.tokens
-        return [self._norm(), *self._column("gate_up"), _sweep("swiglu", inner), *self._row("down")]
+        return [self._norm(), *self._column("gate_up"), _elementwise("swiglu", inner), *self._row("down")]
 
     def after_attention_backward(self) -> list[Op]:
         """Backward of `after_attention`."""
         inner = self.model.ffn // self.tp * self.tokens
-        mlp = [*self._row_backward("down"), _sweep("swiglu_bwd", inner), *self._column_backward("gate_up")]
+        mlp = [*self._row_backward("down"), _elementwise("swiglu_bwd", inner), *self._column_backward("gate_up")]
         return [*mlp, self._norm(backward=True), self._add(), *self._row_backward("proj")]
 
     def before_attention_backward(self) -> list[Op]:
@@ -105,7 +105,7 @@ class Ops:
 
     def embedding(self) -> list[Op]:
         """Forward of the first stage: rows of this rank's words, summed over the ranks."""
-        return [_sweep("embedding", self.tokens * self.model.hidden), *self._scatter()]
+        return [_elementwise("embedding", self.tokens * self.model.hidden), *self._scatter()]
 
     def embedding_backward(self) -> list[Op]:
         """Backward of `embedding`."""
@@ -118,26 +118,26 @@ class Ops:
         shared: list[Op] = [Collective("all_reduce", FP32 * self.tokens)] * 3 if self.tp > 1 else []
         words = self.model.vocab // self.tp
         logits = Gemm("forward", self.tokens, words, self.model.hidden)
-        return [self._norm(), *self._gather(), logits, _sweep("cross_entropy", self.tokens * words), *shared]
+        return [self._norm(), *self._gather(), logits, _elementwise("cross_entropy", self.tokens * words), *shared]
 
     def loss_backward(self) -> list[Op]:
         """Backward of `loss`."""
         words = self.model.vocab // self.tp
-        sweep = _sweep("cross_entropy_bwd", self.tokens * words)
-        return [sweep, *self._products_backward(self.model.hidden, words), self._norm(backward=True)]
+        loss = _elementwise("cross_entropy_bwd", self.tokens * words)
+        return [loss, *self._products_backward(self.model.hidden, words), self._norm(backward=True)]
 
     def _shard(self) -> int:
         return self.tokens // self.tp * self.model.hidden
 
     def _norm(self, *, backward: bool = False) -> Op:
-        return _sweep("rms_norm_bwd" if backward else "rms_norm", self._shard())
+        return _elementwise("rms_norm_bwd" if backward else "rms_norm", self._shard())
 
     def _add(self) -> Op:
-        return _sweep("add", self._shard())
+        return _elementwise("add", self._shard())
 
     def _rotary(self) -> Op:
         heads = (self.model.heads + self.model.kv_heads) // self.tp
-        return _sweep("rotary", self.tokens * heads * self.model.head_dim)
+        return _elementwise("rotary", self.tokens * heads * self.model.head_dim)
 
     def _whole(self) -> int:
         """Bytes of the hidden state of all tokens."""
@@ -174,7 +174,7 @@ class Ops:
         return [*self._gather(), *products]
 
 
-def _sweep(kind: str, elements: int) -> ElementwisePass:
+def _elementwise(kind: str, elements: int) -> ElementwisePass:
     return ElementwisePass(kind, OP_BYTES[kind] * elements)
 
 

@@ -208,9 +208,9 @@ class StepModel:
             parts.append({where: exposed})
         if self.parallel.optimizer:
             mine = -(-parameters // replicas)
-            sweeps = [ElementwisePass(kind, OP_BYTES[kind] * mine) for kind in ("norm", "adam")]
+            ops = [ElementwisePass(kind, OP_BYTES[kind] * mine) for kind in ("norm", "adam")]
             where, exposed = self.collective(group, Kind.ALL_GATHER, memory.weights)
-            parts += [self.costs.seconds(sweeps), {where: exposed}]
+            parts += [self.costs.seconds(ops), {where: exposed}]
         return np.asarray(stacked(parts).sum(axis=0))
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:

@@ -1,8 +1,9 @@
 """The words in which facts about other people's code are put.
 
-Their code runs on PyTorch's eager ops, so between two attention kernels it launches *sweeps*: kernels that pass over a
-tensor once to cast, add, concatenate or copy it. Each is an op of the schedule, one launch of the host. The first
-sweep of a place carries what it does to buffers; those that follow it there do a part of the same work.
+Their code runs on PyTorch's eager ops, so between two attention kernels it launches *row kernels*: kernels that pass
+over the rows of a tensor once to cast, add, concatenate or copy them. Each is an op of the schedule, one launch of the
+host. The first row kernel of a place carries what it does to buffers; those that follow it there do a part of the same
+work.
 """
 
 from __future__ import annotations
@@ -250,8 +251,8 @@ class HalvesCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UlyssesCode:
-    """How somebody's Ulysses differs from ours: queries, keys and values travel one by one, each after a sweep that
-    orders it by rank, and every kernel waits for the all-to-all before it."""
+    """How somebody's Ulysses differs from ours: queries, keys and values travel one by one, each after a row kernel
+    that orders it by rank, and every kernel waits for the all-to-all before it."""
 
     there: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 1, "bwd": 1})
     """Row kernels of a tensor on its way to its heads: before the all-to-all, and the second one after it."""
@@ -261,13 +262,13 @@ class UlyssesCode:
     alone: bool = False
     """Groups may be all ranks, with rings of one, and rings may be all ranks."""
     overlaps: bool = False
-    """All is one function, and tensors are swept while others travel; two sweeps each, on any way."""
+    """All is one function, and row kernels pass over tensors while others travel; two for each, on any way."""
     outputs_again: bool = False
     """Around rings, outputs of the forward pass travel in the backward pass, too, as they are kept where they ended."""
     packed: bool = False
     """Keys and values are one tensor."""
     lists: bool = False
-    """The sweep before an all-to-all is one for every rank of the group."""
+    """The row kernel before an all-to-all is one for every rank of the group."""
     there_by_document: int = 0
     """Row kernels of every document of a tensor that has arrived, one after the other, before the last one of all."""
     back_by_document: int = 0
@@ -276,8 +277,8 @@ class UlyssesCode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatherCode:
-    """How somebody's all-gather differs from ours: keys and values are gathered apart, each group's after a sweep that
-    takes its heads out, and gradients are summed in the working type, in tensors that are zeroed before."""
+    """How somebody's all-gather differs from ours: keys and values are gathered apart, each group's after a row
+    kernel that takes its heads out, and gradients are summed in the working type, in tensors that are zeroed before."""
 
     leave: RowKernels
     """Forward, after the last group."""
@@ -331,7 +332,7 @@ class Implementation:
     kinds cost what ours do. ``barrier`` is a call into the code. What an iteration costs besides, when the host comes
     from waiting: ``entry`` until a Function runs, ``begin`` until the code first communicates, if that is later,
     ``exit`` after its last launch. ``{pass}`` and ``{kernel}`` are filled in."""
-    sweeps: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    row_kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
@@ -403,7 +404,7 @@ class Implementation:
 
 
 EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise", "merge"), ("eager",))
-EAGER_SWEEPS: Final = {
+EAGER_ROW_KERNELS: Final = {
     "accumulate": ("mixed", "accumulate"),
     "elementwise": ("strided", "transpose"),
     "merge": ("mixed", "accumulate"),

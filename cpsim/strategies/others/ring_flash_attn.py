@@ -15,7 +15,7 @@ from cpsim.strategies.others.facts import (
     DENSE,
     DOCUMENTS,
     EAGER_MERGE,
-    EAGER_SWEEPS,
+    EAGER_ROW_KERNELS,
     FLASH_ATTN,
     LSE,
     STRIDED,
@@ -101,7 +101,7 @@ RING_FLASH_ATTN: Final = Implementation(
         "all_gather": ("async_all_gather",),
         "reduce_scatter": ("sync_reduce_scatter",),
     },
-    sweeps=EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
+    row_kernels=EAGER_ROW_KERNELS | {"merge": ("jit_merge", "merge")},
     messages=2,  # RingComm.send_recv_kv
 )
 
@@ -127,6 +127,6 @@ YUNCHANG: Final = Implementation(
         "merge": ("jit_merge",),
         "transfer": ("transfer_of_two",),
     },
-    sweeps=EAGER_SWEEPS | {"merge": ("jit_merge", "merge")},
+    row_kernels=EAGER_ROW_KERNELS | {"merge": ("jit_merge", "merge")},
     messages=2,  # RingComm.send_recv_kv
 )

@@ -13,7 +13,7 @@ from cpsim.strategies.others.facts import (
     DENSE,
     EAGER,
     EAGER_MERGE,
-    EAGER_SWEEPS,
+    EAGER_ROW_KERNELS,
     STRIDED,
     Implementation,
     RingCode,
@@ -69,5 +69,5 @@ TORCH: Final = Implementation(
         "transfer": ("permute_tensor",),
         "all_gather": ("all_gather_tensor",),
     },
-    sweeps=EAGER_SWEEPS,
+    row_kernels=EAGER_ROW_KERNELS,
 )

@@ -103,7 +103,7 @@ class Ours:
         return np.full(x.grid.num_places, x.sizes.accumulator(x.kv_bytes))
 
     def casts(self, pass_: Pass, has_keys: bool) -> tuple[list[Ints], list[Ints]]:
-        """Bytes of the sweeps that make results of sums: those of queries, and of gradients that came home."""
+        """Bytes of the row kernels that make results of sums: those of queries, and of gradients that came home."""
         del pass_
         x = self.steps
         return [], [x.tokens * (x.sizes.accumulator(x.kv_bytes) + x.kv_bytes)] if has_keys else []
@@ -134,27 +134,27 @@ class Theirs(Ours):
         return self.b.buffers(f"{tensor} sum", nbytes), result[1]
 
     def enter(self, pass_: Pass, ready: Ints) -> Ints:
-        """A call into the code and its first sweeps."""
+        """A call into the code and its first row kernels."""
         x, lanes = self.steps, (self.steps.ranks, "compute")
         last = self.b.add(Kind.BARRIER, lanes, deps=[ready])
         documents = len(sharding.documents_of(x.workload.slices(), x.workload.num_tokens)) - 1
         for _ in range(self.facts.per_document.get(pass_, 0) * documents):
             last = self.b.add(Kind.COPY, lanes)
-        for sweep in self.facts.enter[pass_]:
-            last = self.b.add(sweep.kind, lanes, nbytes=self._swept(sweep, x.tokens))
+        for row_kernel in self.facts.enter[pass_]:
+            last = self.b.add(row_kernel.kind, lanes, nbytes=self._nbytes(row_kernel, x.tokens))
         return last
 
     def joins(self) -> list[Slot]:
-        """RowKernels that bring keys and values together."""
+        """Row kernels that bring keys and values together."""
         return self._slots((self.steps.moves, self.facts.send, self.steps.k_rows))
 
     def unpacked(self) -> list[Slot]:
-        """RowKernels that go with the packing of key heads."""
+        """Row kernels that go with the packing of key heads."""
         x = self.steps
         return self._slots((x.packs, self.facts.pack, x.k_rows)) if x.scattered.any() else []
 
     def merges(self) -> list[Slot]:
-        """A cast, or a merge of several sweeps."""
+        """A cast, or a merge of several row kernels."""
         x, facts = self.steps, self.facts
         whole, tails = x.sums & ~x.tails, x.sums & x.tails
         unfused = self._unfused(whole, tails)
@@ -177,7 +177,7 @@ class Theirs(Ours):
         return np.asarray(tails & (whole.cumsum(axis=0) > 1))
 
     def gradients(self, wire: bool) -> GradientSlots:
-        """RowKernels of each kind."""
+        """Row kernels of each kind."""
         del wire
         x, facts = self.steps, self.facts
         later, whole, idle = x.active & (x.number > 0), ~x.key_heads, ~x.active
@@ -223,35 +223,35 @@ class Theirs(Ours):
 
     def casts(self, pass_: Pass, has_keys: bool) -> tuple[list[Ints], list[Ints]]:
         """Every result from its fp32 sum."""
-        first, *others = (self._swept(sweep, self.steps.tokens) for sweep in self.facts.leave[pass_])
+        first, *others = (self._nbytes(row_kernel, self.steps.tokens) for row_kernel in self.facts.leave[pass_])
         return [first], others if has_keys else []
 
     def _slots(self, *cases: tuple[Mask, RowKernels, Ints]) -> list[Slot]:
-        """Slots of sweeps: case by case the steps where they run, and rows of the partial result."""
+        """Slots of row kernels: case by case the steps where they run, and rows of the partial result."""
         made = []
         shape = self.steps.active.shape
-        for i in range(max(len(sweeps) for _, sweeps, _ in cases)):
-            here = [(where, sweeps[i], rows) for where, sweeps, rows in cases if i < len(sweeps)]
+        for i in range(max(len(row_kernels) for _, row_kernels, _ in cases)):
+            here = [(where, row_kernels[i], rows) for where, row_kernels, rows in cases if i < len(row_kernels)]
             kinds, nbytes = np.zeros(shape, np.int8), np.zeros(shape, np.int64)
-            for where, sweep, rows in here:
-                kinds[where] = sweep.kind
-                nbytes += np.where(where, self._swept(sweep, rows), 0)
+            for where, row_kernel, rows in here:
+                kinds[where] = row_kernel.kind
+                nbytes += np.where(where, self._nbytes(row_kernel, rows), 0)
             made.append(Slot(np.logical_or.reduce([where for where, _, _ in here]), nbytes, kinds))
         return made
 
-    def _swept(self, sweep: RowKernel, part: Ints) -> Ints:
-        """Bytes of a sweep over a rank's heads, in the shape of the rows of a partial result."""
-        rows = {"part": part, "whole": self.steps.tokens, "tails": self.steps.tail_rows}[sweep.rows]
-        return sweep.nbytes(rows, self.steps.workload) // self.steps.grid.num_parts
+    def _nbytes(self, row_kernel: RowKernel, part: Ints) -> Ints:
+        """Bytes of a row kernel over a rank's heads, in the shape of the rows of a partial result."""
+        rows = {"part": part, "whole": self.steps.tokens, "tails": self.steps.tail_rows}[row_kernel.rows]
+        return row_kernel.nbytes(rows, self.steps.workload) // self.steps.grid.num_parts
 
 
-def narrow(sweeps: RowKernels) -> RowKernels:
+def narrow(row_kernels: RowKernels) -> RowKernels:
     """These sums in the working type."""
-    return tuple(replace(sweep, narrow=sweep.narrow + sweep.wide, wide=0) for sweep in sweeps)
+    return tuple(replace(row_kernel, narrow=row_kernel.narrow + row_kernel.wide, wide=0) for row_kernel in row_kernels)
 
 
-def emit_sweeps(b: Builder, slots: Sequence[Slot]) -> None:
-    """RowKernels that do a part of what other ops say."""
+def emit_row_kernels(b: Builder, slots: Sequence[Slot]) -> None:
+    """Row kernels that do a part of what other ops say."""
     for slot in slots:
         kinds, nbytes = (np.broadcast_to(x, slot.where.shape) for x in (slot.kinds, slot.nbytes))
         for kind in np.unique(kinds[slot.where]).tolist():

@@ -17,7 +17,7 @@ from cpsim.masks.slices import Ints
 from cpsim.schedule.builder import NOTHING, Access, Builder
 from cpsim.schedule.schedule import UPDATE, WRITE, Int32, Kind, Mask, Pass
 from cpsim.strategies.others import HeldRingCode, RingCode, RowKernel, RowKernels
-from cpsim.strategies.others.wrapped import Sweeper
+from cpsim.strategies.others.wrapped import RowKernelEmitter
 from cpsim.strategies.ring.grid import RingGrid
 from cpsim.strategies.ring.loop import Ring, RingTensors
 from cpsim.strategies.ring.steps import Steps
@@ -37,7 +37,7 @@ class HeldRing(RingTensors):
         self.facts, self.places, self.whole = facts, steps.grid.num_places, runs_whole(steps.workload, facts)
         self.ranks = np.flatnonzero(steps.longest)
         """Ranks whose rings have tokens."""
-        self.sweeper = Sweeper(b, steps.workload, steps.grid.num_parts)
+        self.emitter = RowKernelEmitter(b, steps.workload, steps.grid.num_parts)
         self.most = steps.longest * steps.kv_bytes
         """Bytes of the largest shard of keys and values of a rank's ring."""
         self.kernels: deque[Ints] = deque()
@@ -73,11 +73,11 @@ class HeldRing(RingTensors):
             self.correct_lse(s)
         self.leave("fwd")
         for s, partial in enumerate(partials):
-            sweep, kind, mode = (
+            row_kernel, kind, mode = (
                 (facts.sum_out, facts.sum_out.kind, UPDATE) if s else (facts.first_out, Kind.ACCUMULATE, WRITE)
             )
-            self.add(s, x.active[s], kind, (sweep,), partial, (out[0], out[1][x.of_queries[s]]), mode)
-            self.idle(s, (sweep,))
+            self.add(s, x.active[s], kind, (row_kernel,), partial, (out[0], out[1][x.of_queries[s]]), mode)
+            self.idle(s, (row_kernel,))
         return self.kernels[-1]
 
     def backward(self, given: Sequence[Access], kv: Access, dq: Access, dkv: Access) -> tuple[Ints, Ints]:
@@ -100,7 +100,7 @@ class HeldRing(RingTensors):
             self.add_up(s, sums, made[0], ~x.tails[s], (dq[0], dq[1][x.own]), x.tokens * x.q_bytes)
             self.idle(s, sums[1] if s else ())
             if facts.join_dkv:
-                joined = self.sweeper.sweep(facts.join_dkv, self.ranks, 0, x.k_rows[s, self.ranks], step=s)
+                joined = self.emitter.emit(facts.join_dkv, self.ranks, 0, x.k_rows[s, self.ranks], step=s)
                 self.mark(self.ranks, joined)
             changes, total = (facts.first_dkv, facts.sum_dkv), (self.totals[s], dkv[1][x.of_source[s]])
             self.add_up(s, changes, made[1], ~x.key_heads[s], total, self.most, self.gradients_came)
@@ -113,11 +113,11 @@ class HeldRing(RingTensors):
 
     def correct_lse(self, s: int) -> None:
         """Merge log-sum-exps of a step."""
-        rows, sweeps = self.x.q_rows[s, self.ranks], self.facts.sum_lse if s else self.facts.first_lse
-        self.mark(self.ranks, self.sweeper.sweep(sweeps, self.ranks, rows, 0, step=s))
+        rows, row_kernels = self.x.q_rows[s, self.ranks], self.facts.sum_lse if s else self.facts.first_lse
+        self.mark(self.ranks, self.emitter.emit(row_kernels, self.ranks, rows, 0, step=s))
 
     def alone(self, pass_: Pass) -> None:
-        """Kernels of ranks that have all tokens of their documents: one call, without sweeps."""
+        """Kernels of ranks that have all tokens of their documents: one call, without row kernels."""
         x, r = self.x, self.ranks
         widths = {"q": x.q_bytes, "kv": x.kv_bytes, "out": x.q_bytes + x.lse_bytes, "dout": x.q_bytes}
         inputs, kind = (("q", "kv"), Kind.ATTENTION) if pass_ == "fwd" else (tuple(widths), Kind.ATTENTION_BACKWARD)
@@ -139,22 +139,22 @@ class HeldRing(RingTensors):
         return [pair[s % 2] for s in range(self.places)]
 
     def enter(self, pass_: Pass, kv: Access, turns: int) -> None:
-        """The call and its first sweeps; transfers wait for kernels of ``turns`` steps ago."""
+        """The call and its first row kernels; transfers wait for kernels of ``turns`` steps ago."""
         x, entered = self.x, np.full(self.x.num_ranks, NOTHING)
         entered[self.ranks] = self.b.add(Kind.BARRIER, (self.ranks, "compute"), deps=[self.ready[self.ranks]])
-        for sweep in self.facts.enter[pass_]:
+        for row_kernel in self.facts.enter[pass_]:
             r, rows = self.ranks, x.tokens
-            if sweep.rows == "tails":
+            if row_kernel.rows == "tails":
                 r, rows = r[x.tails[:, r].any(axis=0)], x.tail_rows
-            entered[r] = self.sweeper.sweep((sweep,), r, rows[r], rows[r])
+            entered[r] = self.emitter.emit((row_kernel,), r, rows[r], rows[r])
         self.kernels = deque([entered] * turns, maxlen=turns)
         self.holder[0] = kv[0]
 
     def leave(self, pass_: Pass) -> None:
-        """RowKernels after the last step."""
+        """Row kernels after the last step."""
         if self.facts.leave[pass_]:
             rows = self.x.tokens[self.ranks]
-            self.mark(self.ranks, self.sweeper.sweep(self.facts.leave[pass_], self.ranks, rows, rows))
+            self.mark(self.ranks, self.emitter.emit(self.facts.leave[pass_], self.ranks, rows, rows))
 
     def mark(self, ranks: Ints, ops: Ints) -> None:
         """These ops are now the last ones of their ranks."""
@@ -166,14 +166,14 @@ class HeldRing(RingTensors):
         """The kernels of a step and what surrounds them."""
         x, facts = self.x, self.facts
         self.kernels.append(self.kernels[-1])
-        for where, sweeps in ((x.tails[s], facts.tails[pass_]), (x.key_heads[s], facts.key_heads[pass_])):
+        for where, row_kernels in ((x.tails[s], facts.tails[pass_]), (x.key_heads[s], facts.key_heads[pass_])):
             r = np.flatnonzero(where & x.active[s])
-            if len(r) and sweeps:
-                self.sweeper.sweep(sweeps, r, x.q_rows[s, r], x.k_rows[s, r], [d[r] for d in self.came[s]], s)
+            if len(r) and row_kernels:
+                self.emitter.emit(row_kernels, r, x.q_rows[s, r], x.k_rows[s, r], [d[r] for d in self.came[s]], s)
         r = np.flatnonzero(x.active[s])
         if len(r):
             access = [*reads, (self.holder[s], keys[x.of_keys[s]])]
-            done = self.sweeper.attend(
+            done = self.emitter.attend(
                 facts.wrapper,
                 pass_,
                 r,
@@ -189,24 +189,24 @@ class HeldRing(RingTensors):
             self.mark(r, done)
         self.idle(s, (*(facts.wrapper.before[pass_] if facts.wrapper else ()), *_MADE[pass_]))
 
-    def idle(self, s: int, sweeps: RowKernels) -> None:
-        """RowKernels of a step on ranks whose queries see none of its keys, where the code does not know that."""
+    def idle(self, s: int, row_kernels: RowKernels) -> None:
+        """Row kernels of a step on ranks whose queries see none of its keys, where the code does not know that."""
         x, r = self.x, np.flatnonzero(~self.x.active[s] & (self.x.longest > 0))
-        if self.whole and sweeps and len(r):
-            self.mark(r, self.sweeper.sweep(sweeps, r, x.q_rows[s, r], x.k_rows[s, r], step=s))
+        if self.whole and row_kernels and len(r):
+            self.mark(r, self.emitter.emit(row_kernels, r, x.q_rows[s, r], x.k_rows[s, r], step=s))
 
     def add(
         self,
         s: int,
         where: Mask,
         kind: Kind,
-        sweeps: RowKernels,
+        row_kernels: RowKernels,
         partial: Int32,
         total: Access,
         mode: int,
         deps: Sequence[Ints] = (),
     ) -> None:
-        """Copy (``WRITE``) or add (``UPDATE``) a partial result on some ranks, by one sweep or more."""
+        """Copy (``WRITE``) or add (``UPDATE``) a partial result on some ranks, by one row kernel or more."""
         x, r = self.x, np.flatnonzero(where)
         if not len(r):
             return
@@ -217,19 +217,19 @@ class HeldRing(RingTensors):
             step=s,
             heads=x.heads[r],
             deps=[d[r] for d in deps],
-            nbytes=self.sweeper.nbytes(sweeps[0], x.q_rows[s, r], x.k_rows[s, r]),
+            nbytes=self.emitter.nbytes(row_kernels[0], x.q_rows[s, r], x.k_rows[s, r]),
             reads=[(partial[r], total[1][r])],
             writes=result if mode == WRITE else (),
             updates=result if mode == UPDATE else (),
         )
-        if sweeps[1:]:
-            done = self.sweeper.sweep(sweeps[1:], r, x.q_rows[s, r], x.k_rows[s, r], step=s)
+        if row_kernels[1:]:
+            done = self.emitter.emit(row_kernels[1:], r, x.q_rows[s, r], x.k_rows[s, r], step=s)
         self.mark(r, done)
 
     def add_up(
         self,
         s: int,
-        sweeps: tuple[RowKernels, RowKernels],
+        row_kernels: tuple[RowKernels, RowKernels],
         made: Access,
         whole: Mask,
         total: Access,
@@ -240,13 +240,13 @@ class HeldRing(RingTensors):
 
         Args:
             s: the step.
-            sweeps: those that copy, those that add.
+            row_kernels: those that copy, those that add.
             made: the partial result.
             whole: where it covers the total's whole block.
             total, nbytes: what it is added to, and how big that is.
             deps: what brought the total.
         """
-        active, (copies, adds) = self.x.active[s], sweeps
+        active, (copies, adds) = self.x.active[s], row_kernels
         part = (total[0], made[1])
         first = active & whole & (s == 0)
         zeros = self.ranks[~(active & whole)[self.ranks]] if s == 0 else self.ranks[:0]

@@ -11,7 +11,7 @@ from cpsim.masks.slices import Ints
 from cpsim.schedule.builder import NOTHING, Access, Builder
 from cpsim.schedule.schedule import READ, UPDATE, WRITE, Int32, Kind, Mask, Pass
 from cpsim.strategies.others import RingCode
-from cpsim.strategies.ring.code import Ours, Slot, Theirs, emit_sweeps
+from cpsim.strategies.ring.code import Ours, Slot, Theirs, emit_row_kernels
 from cpsim.strategies.ring.steps import Steps, Where
 
 
@@ -88,7 +88,7 @@ class Ring(RingTensors):
         packs, unpacks, attends, merges = Slot(x.packs), code.unpacked(), Slot(x.active), code.merges()
         self.order(joins, ahead, [packs], unpacks, [attends], behind, merges)
         sends = joined(ahead, behind)
-        emit_sweeps(b, [*joins, *unpacks])
+        emit_row_kernels(b, [*joins, *unpacks])
         launched = self.launched(entered, [*joins, attends, *merges], sends)
         keys, ready = self.feed(kv, sends, packs.at, attends.at, launched)
         here, made = Where.true(x.active), out[1][x.of_queries]
@@ -133,7 +133,7 @@ class Ring(RingTensors):
         after = [*last, g.dq] if code.queries_last else [g.dq, *last]
         self.order(joins, ahead, [packs], unpacks, g.reads, [attends], behind, *after)
         sends = joined(ahead, behind)
-        emit_sweeps(b, [*joins, *unpacks, *g.reads, *g.joins])
+        emit_row_kernels(b, [*joins, *unpacks, *g.reads, *g.joins])
         kernels = [*joins, *g.reads, attends, *g.dq, *g.dkv, *g.joins]
         launched = self.launched(entered, kernels, sends)
         if code.one_stream and wire and launched:
@@ -250,7 +250,7 @@ class Ring(RingTensors):
 
         Args:
             kinds: of the ops that copy a first result, and that sum later ones.
-            slots: the first one does so, the others are sweeps that go with it.
+            slots: the first one does so, the others are row kernels that go with it.
             cases: where a first result is copied, and where a later one is summed; ``[steps, ranks]``.
             partial: buffers of the partial results, ``[ranks]``.
             totals, blocks: buffers of the accumulators and what they hold, ``[steps, ranks]``.
@@ -282,7 +282,7 @@ class Ring(RingTensors):
                 writes=summed if mode == WRITE else (),
                 updates=summed if mode == UPDATE else (),
             )
-        emit_sweeps(self.b, slots[1:])
+        emit_row_kernels(self.b, slots[1:])
 
     def leave(
         self,
@@ -310,9 +310,9 @@ class Ring(RingTensors):
         jobs = [((total[0], result), queries, [] if self.code.queries_last else came)] if queries else []
         jobs += [] if home is None else [(home, keys, came)]
         done, r = [], np.flatnonzero(self.x.longest)
-        for (source, made), sweeps, deps in jobs:
+        for (source, made), sizes, deps in jobs:
             own = made[0][r], made[1][self.x.own[r]]
-            for i, nbytes in enumerate(sweeps):
+            for i, nbytes in enumerate(sizes):
                 cast = self.b.add(
                     Kind.COPY,
                     (r, "compute"),

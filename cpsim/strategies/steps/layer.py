@@ -231,7 +231,7 @@ class _Layer:
             row[: len(others)] = others
         for i, op in enumerate(ops):
             given = [deps] if i == 0 and deps.size else []
-            emit = self._product if op.kind in PRODUCTS else self._sweep
+            emit = self._product if op.kind in PRODUCTS else self._elementwise
             last[who] = emit(op, part, who, given)
         return last
 
@@ -284,7 +284,7 @@ class _Layer:
         known[who] = True
         return done
 
-    def _sweep(self, op: LayerOp, part: int, who: Ints, deps: Sequence[Ints]) -> Ints:
+    def _elementwise(self, op: LayerOp, part: int, who: Ints, deps: Sequence[Ints]) -> Ints:
         """A memory-bound op."""
         tokens = self.tokens[part, who]
         elements = sum(self._row_bytes(name) for name in op.writes if "w " not in name) * self.head_dim // self.element

@@ -519,6 +519,21 @@ def test_a_profile_takes_from_its_base_what_it_does_not_give(tmp_path):
     assert load_profile(path) == dataclasses.replace(base, name="other", host=host)
 
 
+def test_a_value_that_rounds_to_its_default_is_left_out_at_once():
+    shipped = load_profile("h200")
+    params = dataclasses.replace(shipped.attention["fa4", "fwd"], busy_threshold=1 - 1e-9)
+    text = to_json(dataclasses.replace(shipped, attention={("fa4", "fwd"): params}))
+    assert to_json(from_json(json.loads(text), "test")) == text
+
+
+def test_a_profile_without_layers_takes_none_from_its_base(tmp_path):
+    base, path = load_profile("h200"), tmp_path / "other.json"
+    without = dataclasses.replace(base, name="other", layers=None)
+    profile.save_profile(without, path, base)
+    assert base.layers is not None
+    assert load_profile(path) == without
+
+
 def test_a_base_that_is_missing_is_named(tmp_path):
     profile.save_profile(load_profile("a100"), path := tmp_path / "other.json")
     path.write_text(path.read_text().replace('"format"', '"base": "none-such",\n "format"'))

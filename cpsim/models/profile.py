@@ -257,7 +257,7 @@ def _build(data: dict[str, Any]) -> Profile:
         valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
         held_out=tuple(data["held_out"]),
         provenance=tuple(data["provenance"]),
-        layers=_layer_costs(data["layers"]) if "layers" in data else None,
+        layers=_layer_costs(data["layers"]) if data.get("layers") is not None else None,
     )
 
 
@@ -300,7 +300,7 @@ def to_json(profile: Profile, base: Profile | None = None) -> str:
     if base is not None:
         theirs = _data(base)
         kernels = {k: BASE if theirs["attention"].get(k) == v else v for k, v in data["attention"].items()}
-        own = {key: value for key, value in data.items() if key not in theirs or theirs[key] != value}
+        own = {key: data.get(key) for key in theirs | data if data.get(key) != theirs.get(key)}  # None: it has none
         data = {"schema": SCHEMA, "format": data["format"], "base": base.name, **own, "attention": kernels}
     return json.dumps(data, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
@@ -323,7 +323,7 @@ def _attention_data(params: AttentionParams) -> dict[str, Any]:
     data = dataclasses.asdict(params) | {"head_dims": [_attention_data(other) for other in params.head_dims]}
     for owner, values in ((params, data), (params.anatomy, data["anatomy"])):
         for field in dataclasses.fields(owner):
-            if field.default == getattr(owner, field.name):
+            if _rounded(field.default) == _rounded(getattr(owner, field.name)):  # as it would be read again
                 del values[field.name]
     return data
 

@@ -7,10 +7,10 @@ of the processes until it was written) and the parameters of its op:
                   `rested` where the GPU rested before every call, so that the clock was the full one, or `pause_s`,
                   the idle time between two calls; where the mask is another, its name, options and area, and q_lens
                   are its documents
-    memory        the same, and peak_bytes: inputs of a call and all that is allocated until it ends
+    memory        as attention, and peak_bytes: inputs of a call and all that is allocated until it ends
     elementwise   kind, nbytes (read and written)
-    cached        the same, on what the cache may hold: reused, bytes touched from one use of a byte to the next;
-                  stream_s and graph_s, seconds of one of many in a row
+    cached        as elementwise, on what the cache may hold: reused, bytes touched from one use of a byte to the next;
+                  stream_s and graph_s, seconds of one of many in a row, which tell what events add to a kernel
     gemm          kind (forward, dgrad or wgrad of a linear layer), m, n, k: a product [m, k] x [k, n] in bf16
     layer_op      a memory-bound op of transformer layers: kind, variant, width (elements of a row), nbytes
     layer         forward and backward pass of one layer of one tensor-parallel rank: model, tp, q_lens, kernel,

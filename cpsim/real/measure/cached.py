@@ -30,7 +30,7 @@ TOKENS = (128, 256, 512, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 SETS = (1, 2, 4, 8, 16)
 LARGEST = 4e8
 FEW_SIZES = tuple(product(("copy", "merge"), (1024, 2048, 4096), (1, 2, 4)))
-"""Kind, tokens and sets of few points that tell the cache: on H200 within 3 % of what all do."""
+"""Kind, tokens and sets of few points, for a calibration of minutes."""
 ROUNDS, LEAD_S = 8, 4e-3
 FEW, MANY = 8, 40
 

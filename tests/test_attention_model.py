@@ -151,7 +151,7 @@ def test_blocks_that_find_their_slots_held_wait_for_whichever_is_free_first():
 
 def test_pairs_of_blocks_begin_on_sms_that_are_free_and_take_others_when_they_are():
     def end(num, held, hold_s):
-        return pairs(np.zeros(num), np.full(num, 6.0), num, 4, 0.6, 1, held, hold_s)
+        return pairs(np.zeros(num), np.full(num, 6.0), num, 4, 0.6, 0.5, 1, held, hold_s)
 
     assert end(6, 1, 1e3) == pytest.approx(end(6, 0, 0.0)) == pytest.approx(10.0)
     assert end(8, 1, 3.0) == pytest.approx(3.0 + 10.0, abs=1e-3)
@@ -281,9 +281,9 @@ def test_what_h200_tells_of_flexattention_at_head_dimension_64_predicts_masks_on
 
 
 def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhead():
-    def end(blocks, num_sms=1, alone=0.6):
+    def end(blocks, num_sms=1, alone=0.6, share=0.5):
         idle, work = np.array(blocks, float).T.copy()
-        return pairs(idle, work, len(idle), num_sms, alone, 1)
+        return pairs(idle, work, len(idle), num_sms, alone, share, 1)
 
     assert end([(1, 6)]) == pytest.approx(7)
     assert end([(1, 6), (1, 6)]) == pytest.approx(1 + 6 / 0.6)
@@ -292,9 +292,14 @@ def test_two_blocks_on_an_sm_slow_each_others_tiles_and_hide_each_others_overhea
     assert end([(1, 6)] * 2, num_sms=2) == pytest.approx(7)
 
 
-def test_equal_blocks_of_an_sm_end_together_and_the_third_one_has_it_to_itself():
+def test_the_older_block_of_an_sm_gets_more_done_so_that_the_third_one_starts_earlier():
     idle, work = np.zeros(3), np.full(3, 6.0)
-    assert pairs(idle, work, 3, 1, 0.6, 1) == pytest.approx(6 / 0.6 + 6, rel=1e-6)
+    even, uneven = (pairs(idle, work, 3, 1, 0.6, share, 1) for share in (0.5, 0.75))
+    assert even == pytest.approx(6 / 0.6 + 6, rel=1e-6)  # the third block has the SM to itself
+    first = 6 / (1.2 * 0.75)
+    second = first + (6 - first * 1.2 * 0.25) / (1.2 * 0.75)
+    assert uneven == pytest.approx(second + 6 - (second - first) * 1.2 * 0.25, rel=1e-6)
+    assert uneven < even
 
 
 def test_blocks_out_of_step_are_slowed_between_not_at_all_and_fully():
@@ -307,7 +312,7 @@ def test_the_longest_of_the_last_blocks_runs_on_by_itself():
     left = np.array([0.0] * 7 + [10.0])
     assert finish(left, 4, 0.6) == pytest.approx(6.0)
     then = np.zeros((2, 2))
-    assert next_end(np.zeros((2, 2)), 0.6, then) == math.inf
+    assert next_end(np.zeros((2, 2)), 0, 0.6, 0.5, then) == math.inf
 
 
 @pytest.mark.parametrize("gpu", ["h100", "h200"])

@@ -150,6 +150,18 @@ def test_a_kernel_rests_on_a_gpu_alike_where_few_calls_tell():
     assert other.head_dim == 64  # nothing was measured at the head dimension that theirs tells most of
 
 
+@pytest.mark.parametrize("even", fit_attention.SHARES)
+def test_calls_tell_under_which_masks_blocks_share_sms_evenly(even):
+    params = dataclasses.replace(load_profile("h200").attention["sdpa_flash", "fwd"].at(64), discrepancy=NONE)
+    uneven = dataclasses.replace(params, older_share=0.57, older_share_full=0.57)
+    truth = dataclasses.replace(uneven, **{even: 0.5})
+    pool = [p for p in measurement.load(points_file("h200-head-dim-64-4.jsonl")).of("attention") if p["pass"] == "fwd"]
+    exact = predicted_attention(truth, pool).tolist()
+    points = [p | {"samples_s": [t]} for p, t in zip(pool, exact, strict=True)]
+    assert fit_attention._best_shares(uneven, points) == truth
+    assert fit_attention.fit_few(points, truth, {even: 0.05, "pair_s": 0.05}) == truth
+
+
 def test_a_kernel_with_a_handful_of_calls_is_left_out():
     points = measurement.load(points_file("h100-masked-blocks-math.jsonl")).of("attention")
     assert {p["kernel"] for p in points} == {"fa4_sparse", "sdpa_math"}

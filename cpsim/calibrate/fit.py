@@ -9,7 +9,6 @@ average, single calls 14 %, with errors that are as large on average.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import zlib
 from collections import Counter
@@ -126,7 +125,7 @@ def fit_profile(
     speeds = [float(np.log(speed)) for speed in host_speeds(measurements).values()]
     sigma |= {"host": float(np.std(speeds, ddof=1))} if len(speeds) > 1 else {}
     held_out = tuple(row | {"covered": covered[row["model"]]} for row in summary(rows))
-    profile = dataclasses.replace(profile, held_out=held_out, sigma=sigma)
+    profile = replace(profile, held_out=held_out, sigma=sigma)
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
 
 

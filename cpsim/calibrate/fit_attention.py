@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from cpsim.masks.blocks import BANDS, CELLS, RUNS
 from cpsim.models.attention.blocks import correction
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
 from cpsim.models.attention.kernels import KERNELS, anatomy_at
-from cpsim.models.attention.params import FITTED, PER_PAIR, AttentionParams
+from cpsim.models.attention.params import EVEN_SHARE, FITTED, PER_PAIR, SHARES, AttentionParams
 from cpsim.models.standin import StandIn
 from cpsim.runtime.processes import mapped
 
@@ -31,6 +32,8 @@ _BOUNDS = {
     "busy_threshold": (0.3, 1.0),
     "busy_power": (1e-3, 1.5),
     "alone_factor": (0.5, 1.0),
+    "older_share": (0.5, 0.8),
+    "older_share_full": (0.5, 0.8),
     "unaligned_factor": (0.8, 2.0),
     "unaligned_full_factor": (0.8, 2.0),
     "odd_factor": (1.0, 2.0),
@@ -214,6 +217,8 @@ def _near(
     theirs = alike.at(dim)
     start = replace(
         _at_head_dim(key, params, dim, _changes(alike, theirs)),
+        older_share=theirs.older_share,
+        older_share_full=theirs.older_share_full,
         discrepancy=theirs.discrepancy,
     )
     if not points:
@@ -234,7 +239,23 @@ def _alone(key: tuple[str, str], params: AttentionParams, dim: int, points: Sequ
         name: HEAD_DIM_FITTED.get(name, HEAD_DIM_REST) for name in fitted_names(key) if name in HEAD_DIM_FITTED or many
     }
     made = fit_few(points, _at_head_dim(key, params, dim, dict.fromkeys(PER_PAIR, dim / params.head_dim)), priors)
+    if (shared := _best_shares(made, points)) != made:
+        made = fit_few(points, shared, priors)
     return _with_discrepancy(made, points)
+
+
+def _best_shares(params: AttentionParams, points: Sequence[Point]) -> AttentionParams:
+    """These parameters, or with blocks that share SMs evenly, under a mask or without: what the points are nearest to.
+
+    No derivative tells: blocks end together or they do not.
+    """
+
+    def error(made: AttentionParams) -> float:
+        left_over = np.log(predicted_attention(made, points) / measured(points))
+        return float(np.abs(left_over - np.median(left_over)).mean())
+
+    choices = itertools.product((params.older_share, EVEN_SHARE), (params.older_share_full, EVEN_SHARE))
+    return min((replace(params, older_share=a, older_share_full=b) for a, b in choices), key=error)
 
 
 def _at_head_dim(
@@ -258,7 +279,8 @@ def fit_few(
     `steps` as in STEPS; with a narrow one alone, a flat optimum far from the start is left to how processors round.
     """
     times = measured(points)
-    names = tuple(name for name in priors if getattr(start, name) > 0)
+    even = {name for name in SHARES if getattr(start, name) == EVEN_SHARE}  # and so they stay
+    names = tuple(name for name in priors if getattr(start, name) > 0 and name not in even)
     prior = np.array([priors[name] for name in names])
     first = np.log([getattr(start, name) for name in names])
 
@@ -270,7 +292,7 @@ def fit_few(
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior * (x - first)])
 
-    bounded = ("alone_factor",)  # two blocks on an SM make no sense beyond
+    bounded = ("alone_factor", *SHARES)  # two blocks on an SM make no sense beyond
     low, high = np.array([np.log(_BOUNDS[name]) if name in bounded else (-np.inf, np.inf) for name in names]).T
     with np.errstate(invalid="ignore"):  # steps to where nothing is finite are taken back
         return build(descend(error, first.clip(low + 1e-6, high - 1e-6), (low, high), steps, 60))
@@ -294,7 +316,7 @@ MAX_RESIDUAL = 0.25
 
 
 def fit_discrepancy(features: Floats, left_over: Floats, theirs: Discrepancy = NONE) -> Discrepancy:
-    """A sparse Gaussian process of `left_over` [N] over `features` [N, FEATURES]; see models/discrepancy.py.
+    """A sparse Gaussian process of `left_over` [N] over `features` [N, FEATURES]; see models/attention/discrepancy.py.
 
     Noise and a common factor of the length scales maximise the marginal likelihood; support points are chosen
     greedily where the process is least certain (pivoted Cholesky decomposition). What is left over on a GPU alike is

@@ -94,7 +94,9 @@ def _write_trace(path: Path, prediction: Prediction) -> None:
 def trace(
     file: OneScenario,
     out: Annotated[Path, typer.Option(help="Write the trace to this file; .json, or compressed .json.gz.")],
-    strategy: Annotated[str | None, typer.Option(help="What to trace, where FILE names no strategy; the best.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="Strategy to trace; by default that of FILE, or else the best.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Write a trace for Perfetto: every rank and stream, arrows between ranks, what links carry."""
@@ -184,7 +186,9 @@ def advise(
     file: OneScenario,
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a report to this file; it opens offline.")] = None,
-    step: Annotated[bool, typer.Option("--step", help="Cut a whole training step: tp, pp, dp, cp, strategy.")] = False,
+    step: Annotated[
+        bool, typer.Option("--step", help="Rank ways to cut a training step: tp, pp, dp, cp, strategy.")
+    ] = False,
     runs: RunFolder = None,
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""

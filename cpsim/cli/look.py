@@ -21,9 +21,6 @@ from cpsim.errors import CpsimError
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
-    from cpsim.prediction.results import Infeasible, Prediction
-
-    Results = list[Prediction | Infeasible | CpsimError]
 
 
 def profiles(as_json: Json = False) -> None:
@@ -46,7 +43,7 @@ def clusters(as_json: Json = False) -> None:
 
 
 def kernels(
-    profile: Annotated[list[str] | None, typer.Option(help="Profiles to tabulate; h100 and h200.")] = None,
+    profile: Annotated[list[str] | None, typer.Option(help="Profile to tabulate; may be repeated.")] = None,
     heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, help="Key and value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 128,
@@ -66,7 +63,7 @@ def kernels(
 
 
 def strategies(as_json: Json = False) -> None:
-    """List the strategies that can be simulated today, and their knobs."""
+    """List the strategies and their knobs."""
     from cpsim.report.records import strategy_records
 
     records = strategy_records()
@@ -82,7 +79,9 @@ def mask(
     context: typer.Context,
     name: Annotated[str | None, typer.Argument(help="Name of a mask; all are listed where none is given.")] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Total tokens.")] = 16384,
-    option: Annotated[list[str] | None, typer.Option(metavar="K=V", help="Of the mask; may be repeated.")] = None,
+    option: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="Option of the mask; may be repeated.")
+    ] = None,
     documents: Annotated[str | None, typer.Option(help="Lengths, e.g. 100,300, or a distribution.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="GPUs to ask strategies for.")] = 4,
     cluster: Annotated[str, typer.Option(help="A preset or a cluster file.")] = "dgx-h200",

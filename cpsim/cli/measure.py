@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from cpsim.calibrate.measurement import Measurements
     from cpsim.case.scenario import Scenario
     from cpsim.models.profile import Profile
-    from cpsim.prediction.results import Infeasible, Prediction
-
-    Results = list[Prediction | Infeasible | CpsimError]
 
 KERNELS = "fa4,fa2,cudnn,sdpa_flash"
 Base = Annotated[str | None, typer.Option(help="A profile that gives what was not measured.")]
@@ -66,8 +63,8 @@ def run(
     emulate_nodes: Annotated[int, typer.Option(min=1, help="Nodes that this machine plays, linked by sockets.")] = 1,
     minutes: Annotated[float | None, typer.Option(min=0, help="Start no case after so many minutes.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="Iterations to measure of every pass, in seconds.")] = 0.5,
-    seed: Annotated[int, typer.Option(help="Of the order of the cases.")] = 1,
-    resume: Annotated[bool, typer.Option(help="Go on: leave out cases that the file holds.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of the order in which cases run.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on: leave out cases that the file holds.")] = False,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the one scenario instead.")] = None,
     commit: Annotated[str, typer.Option(help="Commit of the code, where git is missing.")] = "",
     as_json: Json = False,
@@ -147,7 +144,9 @@ def _show_runs(out: Path, as_json: bool) -> None:
 
 
 def validate(
-    files: Annotated[list[Path], typer.Argument(help="Runs, and predictions; without predictions they are made now.")],
+    files: Annotated[
+        list[Path], typer.Argument(help="Files of runs, and of predictions; without these, runs are predicted now.")
+    ],
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file; it opens offline.")] = None,
     cases: Annotated[int, typer.Option(min=0, help="Cases to list, worst first.")] = 20,
@@ -182,14 +181,14 @@ def validate(
 
 
 def calibrate(
-    name: Annotated[str, typer.Option(help="Of the files to write, of the profile and of the cluster.")] = "mine",
+    name: Annotated[str, typer.Option(help="Name of the profile and the cluster, and of their files.")] = "mine",
     out: Annotated[Path, typer.Option(help="Write to this folder.")] = Path(),
     minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, start-up included.")] = 10.0,
     kernels: Annotated[str, typer.Option(help="Attention kernels; those missing are left out.")] = KERNELS,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to use; all where not given.")] = None,
     cpu: Annotated[int | None, typer.Option(min=1, help="Processes on the CPU instead: a try without GPUs.")] = None,
     base: Base = None,
-    resume: Annotated[bool, typer.Option(help="Go on: leave out points that the file holds.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on: leave out points that the file holds.")] = False,
     commit: Annotated[str, typer.Option(help="Commit of the code, where git is missing.")] = "",
     as_json: Json = False,
 ) -> None:
@@ -300,7 +299,7 @@ def import_(
     gpu: Annotated[str | None, typer.Option(help="GPU of a table, where it has no column or several.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads of a table without that column.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many as query heads.")] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="The same for the head dimension.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, help="Head dimension of a table without that column.")] = 128,
     num_sms: Annotated[int | None, typer.Option(min=1, help="SMs of a GPU that no preset has.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -331,7 +330,7 @@ def fit_fabric(
     ],
     cluster: Annotated[str, typer.Option(help="The cluster whose network this is: a preset or a file.")],
     out: Annotated[Path | None, typer.Option(help="Write the cluster with this network to this file.")] = None,
-    sockets: Annotated[bool, typer.Option(help="The network is sockets, without NICs that read memory.")] = False,
+    sockets: Annotated[bool, typer.Option("--sockets", help="The network is sockets, without RDMA.")] = False,
     as_json: Json = False,
 ) -> None:
     """Fit the network between nodes, for a cluster file that scenarios can name."""

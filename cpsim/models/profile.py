@@ -196,17 +196,15 @@ def _check_format(data: Any, source: str) -> None:
         raise ProfileError(f"{source}: schema {data.get('schema')!r}, this version reads {SCHEMA}; {mend}")
 
 
-def _with_base(data: dict[str, Any], path: Path) -> dict[str, Any]:
+def _with_base(data: dict[str, Any], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A profile's data with the parts of its base that it gives none of its own of."""
     if "base" not in data:
         return data
     places = (path.with_name(f"{data['base']}.json"), FOLDER / f"{data['base']}.json")
-    base = next((place for place in places if place.exists() and place != path), None)
+    base = next((place for place in places if place.exists() and place not in (path, *seen)), None)
     if base is None:
         raise ProfileError(f"{path}: expected its base {data['base']!r} beside it or among {shipped_profiles()}")
-    theirs = _read(base)
-    if "base" in theirs:
-        raise ProfileError(f"{path}: its base {base} has a base itself; expected one that stands alone")
+    theirs = _with_base(_read(base), base, (path, *seen))
     own = {k: theirs["attention"].get(k) if v == BASE else v for k, v in data.get("attention", {}).items()}
     return {**theirs, **data, "attention": own}
 

@@ -10,7 +10,7 @@ import numpy as np
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
-from cpsim.prediction.case import Case, check_names, resolve
+from cpsim.prediction.case import check_names, resolve
 from cpsim.prediction.predict import TOO_LARGE, prediction_of
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
 from cpsim.runtime.processes import Progress
@@ -158,15 +158,12 @@ def settings(scenario: Scenario) -> Sequence[Knobs]:
     Raises:
         InfeasibleError: none is; the message says why.
     """
-    return _knobs(str(scenario.strategy), resolve(scenario))
-
-
-def _knobs(name: str, case: Case) -> Sequence[Knobs]:
-    if case.scenario.knobs:
-        return (case.scenario.knobs,)
+    case = resolve(scenario)
+    if scenario.knobs:
+        return (scenario.knobs,)
     if case.code.strategies is not None:
         return ({},)
-    return STRATEGIES[name].knobs(case.workload, case.cluster)
+    return STRATEGIES[str(scenario.strategy)].knobs(case.workload, case.cluster)
 
 
 def _rank(found: Sequence[tuple[Prediction, Prediction]]) -> tuple[Candidate, ...]:

@@ -33,8 +33,8 @@ same ops without messages; nothing is fitted to these times. An error is predict
 Not all of these times were unseen when the models took their present form. `ranks-1.jsonl` showed that short merges and
 copies find their operands in the L2 cache, which is not modelled (see DESIGN.md), and `ranks-2.jsonl` was in view when
 the wait of a result for its copy was settled. When first predicted, the passes of `ranks-1`, `-2` and `-3` were off by
-1.4, 1.3 and 1.1 % on average, by 15 % at worst in `ranks-1`. Kernels have since been priced without what events cost on hosts with
-several GPUs, which makes these passes 0.7 % shorter on average; the cause of that difference is not measured.
+1.4, 1.3 and 1.1 % on average, by 15 % at worst in `ranks-1`. Kernels have since been priced without what events cost on
+hosts with several GPUs, which makes these passes 0.7 % shorter on average; the cause is not measured.
 
 `ranks-others.jsonl` is in other people's code, whose process groups do nothing (`cpsim.real.measure.alone`). When first
 predicted it was 6.1 % off on average, 81 % at worst. A profile showed the causes: varlen calls of single sequences do

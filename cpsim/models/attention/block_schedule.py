@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 STEPS = 2048
 """Time steps of a replay in which slots are counted."""
 CARRY_BITS, TOGETHER = 52, 1024
-"""Bits of fractions of a time step as integers, and how many blocks may add theirs to one at once."""
+"""Of fractions of such a step as integers, and how many blocks may add theirs to one at once."""
 MOMENT_S = 1e-7
 """Ends of blocks that are so close come in any order."""
 PAIRINGS = 8
@@ -152,22 +152,23 @@ def copy(source: Floats, target: Floats) -> None:
 
 
 @compiled()
-def next_end(now: Floats, alone: float, then: Floats) -> float:
+def next_end(now: Floats, older: int, alone: float, share: float, then: Floats) -> float:
     """Seconds until a block of an SM ends; `now` and `then` are the idle and tile seconds left of both, [2, 2].
 
-    While both are at their tiles, each gets `alone` times as much done as it would by itself.
+    While both are at their tiles they get 2 `alone` times as much done as one would, `share` of it in the older block.
     """
     copy(now, then)
-    time = 0.0
+    time, rate = 0.0, np.ones(2)
     while True:
         both = then[0, 0] == 0.0 and then[1, 0] == 0.0 and then[0, 1] > 0.0 and then[1, 1] > 0.0
-        rate = alone if both else 1.0
+        rate[older] = 2.0 * alone * share if both else 1.0
+        rate[1 - older] = 2.0 * alone * (1.0 - share) if both else 1.0
         step = np.inf
         for slot in range(2):
             if then[slot, 0] > 0.0:
                 step = min(step, then[slot, 0])
             elif then[slot, 1] > 0.0:
-                step = min(step, then[slot, 1] / rate)
+                step = min(step, then[slot, 1] / rate[slot])
         if step == np.inf:
             return step
         time += step
@@ -179,7 +180,7 @@ def next_end(now: Floats, alone: float, then: Floats) -> float:
                     then[slot, 0] = 0.0
                     ended |= then[slot, 1] == 0.0
             elif then[slot, 1] > 0.0:
-                then[slot, 1] = max(0.0, then[slot, 1] - step * rate)
+                then[slot, 1] = max(0.0, then[slot, 1] - step * rate[slot])
                 if then[slot, 1] < 1e-13:
                     then[slot, 1] = 0.0
                     ended = True
@@ -260,6 +261,7 @@ def pairs(
     n: int,
     num_sms: int,
     alone: float,
+    share: float,
     seed: int,
     held: int = 0,
     hold_s: float = 0.0,
@@ -276,12 +278,12 @@ def pairs(
     for i, sm in enumerate(homes(queued, ours)):
         then[sm, num[sm], 0], then[sm, num[sm], 1] = idle[i], work[i]
         num[sm] += 1
-    now, state = np.zeros((2, 2)), seed
+    older, now, state = np.zeros(num_sms, np.int64), np.zeros((2, 2)), seed
     due = np.empty(num_sms)
     for sm in range(num_sms):
         copy(then[sm], now)
         state = state * 1103515245 + 12345 & 0x7FFFFFFF
-        due[sm] = next_end(now, alone, then[sm]) if sm < ours else hold_s
+        due[sm] = next_end(now, 0, alone, share, then[sm]) if sm < ours else hold_s
         due[sm] += MOMENT_S * (state >> 8) / 2**23
     order = np.argsort(due)
     at, end = 0.0, 0.0
@@ -297,14 +299,15 @@ def pairs(
         num[sm] = 1
         copy(then[sm], now)
         free = 1 if now[0].any() else 0
+        older[sm] = 1 - free
         if queued < n and not now[free].any():
             now[free, 0], now[free, 1] = idle[queued], work[queued]
             queued += 1
         if queued < n and not now[1 - free].any():
-            due[sm] = at + 1e-9
+            older[sm], due[sm] = free, at + 1e-9
             copy(now, then[sm])
         else:
-            due[sm] = at + next_end(now, alone, then[sm])
+            due[sm] = at + next_end(now, older[sm], alone, share, then[sm])
         state = state * 1103515245 + 12345 & 0x7FFFFFFF
         due[sm] += MOMENT_S * (state >> 8) / 2**23
         sift_down(order, due)

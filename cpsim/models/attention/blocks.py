@@ -153,6 +153,7 @@ def _replay(  # type: ignore[no-untyped-def]
     tile_q,
     empties,
     slow,
+    share,
     held,
     hold_s,
     idle,
@@ -184,7 +185,7 @@ def _replay(  # type: ignore[no-untyped-def]
     idles, works = every_block(idle, number, n, repeats), every_block(work, number, n, repeats)
     mean, seeds = 0.0, min(max(SEEDS, SEEDS * PAIRED_WAVES * g.slots // launched), MOST_SEEDS)
     for seed in range(seeds):
-        mean += pairs(idles, works, len(idles), g.num_sms, g.alone_factor, seed + 1, held, hold_s) / seeds
+        mean += pairs(idles, works, len(idles), g.num_sms, g.alone_factor, share, seed + 1, held, hold_s) / seeds
     return mean
 
 
@@ -223,7 +224,7 @@ def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _split(g, t, s, heads, splits, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
+def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
     """Makespan of flash-attn 2's split kernel: tiles of 64 queries, a block for every row and split."""
     tile_k = split_tile(g.head_dim)
     rows, columns = (s.queries + 63) // 64, (s.keys + tile_k - 1) // tile_k
@@ -242,7 +243,7 @@ def _split(g, t, s, heads, splits, held, hold_s, idle, work):  # type: ignore[no
     for head in range(1, heads):
         for i in range(n):
             idle[head * n + i], work[head * n + i] = idle[i], work[i]
-    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, 1, held, hold_s)
+    return pairs(idle, work, n * heads, g.num_sms, g.alone_factor, share, 1, held, hold_s)
 
 
 @compiled()
@@ -334,6 +335,7 @@ def _in_order(  # type: ignore[no-untyped-def]
     tile_q,
     varlen,
     masked,
+    share,
     held,
     hold_s,
     empty,
@@ -361,6 +363,7 @@ def _in_order(  # type: ignore[no-untyped-def]
             tile_q,
             empties,
             slow,
+            share,
             held,
             hold_s,
             scratch[0],
@@ -395,6 +398,7 @@ def _call(  # type: ignore[no-untyped-def]
     heads = num_kv_heads if g.packs_heads else num_heads
     tile_q = g.tile_q_causal if masked else g.tile_q_full
     t, per_empty = _times(g, shared, masked, varlen, end - begin, tile_q)
+    share = g.older_share if masked else g.older_share_full
     s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
     if s.num == 0:
         return 0.0, 1.0
@@ -406,7 +410,7 @@ def _call(  # type: ignore[no-untyped-def]
         tile_k = split_tile(g.head_dim)
         splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + tile_k - 1) // tile_k)
     if splits > 1:
-        makespan = _split(g, t, s, heads, splits, held, hold_s, scratch[0], scratch[1])
+        makespan = _split(g, t, s, heads, splits, share, held, hold_s, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim
         extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
     else:
@@ -425,6 +429,7 @@ def _call(  # type: ignore[no-untyped-def]
             tile_q,
             varlen,
             masked,
+            share,
             held,
             hold_s,
             empty,
@@ -577,7 +582,7 @@ def price_listed(g, discrepancy, of_queries, of_keys, num_q, num_k, rule, num_he
         once, idle = np.ones(n, np.int64), np.full(n, g.block_s)
         idles = every_block(idle, once, n, repeats)
         works = every_block((cost[:n] - idle) * g.alone_factor, once, n, repeats)
-        makespan = pairs(idles, works, n * repeats, g.num_sms, g.alone_factor, 1)
+        makespan = pairs(idles, works, n * repeats, g.num_sms, g.alone_factor, g.older_share, 1)
     else:
         last = min(repeats, max(1, REPLAYED_WAVES * g.slots // n))
         before = cost[:n].sum() * (repeats - last) / g.slots

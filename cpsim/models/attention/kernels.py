@@ -58,6 +58,8 @@ _FLASH2_FORWARD: Final = _FLASH2 | {
     "alone_factor": 0.58,
     "split_pair_s": 3.8e-10,
     "split_call_s": 2e-6,
+    "older_share": 0.57,
+    "older_share_full": 0.57,
 }
 _FLASH2_BACKWARD: Final = _FLASH2 | _CHECKED | {"pair_s": 4.84e-10}
 _FLASH2_TILES: Final = {64: (128, 128, 128), 256: (64, 64, 64)}

@@ -56,6 +56,11 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
+EVEN_SHARE = 0.5
+"""Share of each of two thread blocks of an SM that get equally much done: equal ones end together, and what follows
+them is paired, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
     """One kernel and pass on one GPU type: its anatomy and the fitted times, all in seconds of one thread block.
@@ -125,6 +130,10 @@ class AttentionParams:
     """This share where lengths are no multiples of the tile sizes."""
     query_pair_s: float = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
+    older_share: float = EVEN_SHARE
+    """Share of the older of two thread blocks on an SM in what both get done at their tiles, under a causal mask."""
+    older_share_full: float = EVEN_SHARE
+    """This share without a mask: other compiled code."""
     calls_s: tuple[float, ...] = ()
     """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
     calls_spread: tuple[float, ...] = ()
@@ -151,6 +160,8 @@ class AttentionParams:
 
 
 FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
+SHARES = ("older_share", "older_share_full")
+"""Parameters that say how two thread blocks share an SM: no times."""
 PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")
 """Parameters that grow with the head dimension; deciding about a pair does not."""
 

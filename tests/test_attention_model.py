@@ -193,23 +193,26 @@ def test_calls_of_many_documents_on_a_machine_that_no_fit_saw_are_predicted(kern
     check(f"many documents, {kernel} {pass_}, 95 of 100", np.quantile(errors, 0.95))
 
 
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
 @pytest.mark.parametrize(
-    ("file", "number", "bars"),
+    ("file", "number", "kernel"),
     [
-        ("h200-documents-2.jsonl", 130, {"fa2": (0.024, 0.01), "sdpa_flash": (0.024, 0.01)}),
-        ("h200-unseen.jsonl", 70, {"fa2": (0.024, 0.011), "cudnn": (0.03, 0.016), "sdpa_flash": (0.024, 0.011)}),
-        ("h200-unseen-256.jsonl", 50, {"cudnn": (0.014, 0.015), "sdpa_flash": (0.022, 0.01)}),
+        ("h200-documents-2.jsonl", 130, "fa2"),
+        ("h200-documents-2.jsonl", 130, "sdpa_flash"),
+        ("h200-unseen.jsonl", 70, "fa2"),
+        ("h200-unseen.jsonl", 70, "cudnn"),
+        ("h200-unseen.jsonl", 70, "sdpa_flash"),
+        ("h200-unseen-256.jsonl", 50, "cudnn"),
+        ("h200-unseen-256.jsonl", 50, "sdpa_flash"),
     ],
 )
-def test_random_calls_of_more_machines_that_no_fit_saw_are_predicted(file, number, bars):
+def test_random_calls_of_more_machines_that_no_fit_saw_are_predicted(file, number, kernel, pass_):
     """Forward and backward: many documents, and calls of all families that ran after the last change of the model."""
     assert file not in {m.source for m in measurements("h200")}
     rows = residuals(load_profile("h200"), load(points_file(file)).of("attention"))
-    for kernel, each in bars.items():
-        for pass_, most in zip(("fwd", "bwd"), each, strict=True):
-            errors = [abs(r.error) for r in rows if r.model == f"attention {pass_} {kernel}" and large(r.point)]
-            assert len(errors) >= number
-            assert np.mean(errors) <= most
+    errors = [abs(r.error) for r in rows if r.model == f"attention {pass_} {kernel}" and large(r.point)]
+    assert len(errors) >= number
+    check(f"{file.removesuffix('.jsonl')}, {kernel} {pass_}, mean", np.mean(errors))
 
 
 def test_forward_calls_of_flash_attention_2_may_take_another_time_in_another_process():

@@ -83,7 +83,7 @@ def shared_cases(draw: st.DrawFn) -> tuple[Schedule, Work]:
 
 
 @given(free_cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_fast_engine_equals_the_reference_bit_for_bit_at_constant_rates(case):
     fast, reference = simulate(*case), simulate_reference(*case)
     assert np.array_equal(fast.start_s, reference.start_s)
@@ -91,7 +91,7 @@ def test_fast_engine_equals_the_reference_bit_for_bit_at_constant_rates(case):
 
 
 @given(shared_cases())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_fast_engine_equals_the_reference_where_links_are_shared(case):
     fast, reference = simulate(*case), simulate_reference(*case)
     np.testing.assert_allclose(fast.start_s, reference.start_s, rtol=1e-9, atol=1e-15)
@@ -99,7 +99,7 @@ def test_fast_engine_equals_the_reference_where_links_are_shared(case):
 
 
 @given(shared_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_event_engine_without_sharing_equals_max_plus(case):
     schedule, work = case
     free = dataclasses.replace(free_work(work.duration_s, work.release_s), eager=work.eager)
@@ -108,7 +108,7 @@ def test_event_engine_without_sharing_equals_max_plus(case):
 
 
 @given(shared_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_op_waits_for_its_predecessors_and_its_host(case):
     schedule, work = case
     line = simulate(schedule, work)
@@ -120,7 +120,7 @@ def test_every_op_waits_for_its_predecessors_and_its_host(case):
 
 
 @given(free_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_makespan_lies_between_the_busiest_lane_and_the_sum_of_all(case):
     schedule, work = case
     line = simulate(schedule, work)
@@ -131,7 +131,7 @@ def test_makespan_lies_between_the_busiest_lane_and_the_sum_of_all(case):
 
 
 @given(free_cases(), st.integers(0, 10**6))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_lengthening_an_op_never_shortens_the_makespan(case, which):
     schedule, work = case
     longer = work.duration_s.copy()
@@ -141,7 +141,7 @@ def test_lengthening_an_op_never_shortens_the_makespan(case, which):
 
 
 @given(shared_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_critical_path_is_a_chain_that_ends_with_the_last_op(case):
     line = simulate(*case)
     path = line.critical_path()
@@ -150,7 +150,7 @@ def test_critical_path_is_a_chain_that_ends_with_the_last_op(case):
 
 
 @given(shared_cases())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_shares_are_max_min_fair(case):
     """The certificate: links hold, and what is below its own limit is on a full link where nobody gets more."""
     _, work = case

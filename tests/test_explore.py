@@ -170,6 +170,7 @@ def test_a_page_drops_what_it_no_longer_looks_at_and_nobody_else_s(asked):
     assert ask(asked, first, "one").is_complete
 
 
+@pytest.mark.slow
 def test_a_map_begins_when_the_ranking_is_whole(asked):
     scenario = scenario_from(CASE | {"tokens_per_gpu": 1536})
     begun = ask(asked, scenario, view="map", patience_s=0)
@@ -454,6 +455,7 @@ def test_downloads_are_the_view_s_data_and_a_scenario_that_predicts_the_same(pag
     assert predict(load_scenario(page.downloads / "scenario.yaml").model_copy(update={"strategy": "ring"})).time_s > 0
 
 
+@pytest.mark.slow
 @pytest.mark.chromium
 @needs_chromium
 def test_what_was_left_out_is_offered_planned_in_the_background_and_in_the_link(page):

@@ -43,6 +43,7 @@ def test_entries_agree_with_the_headers_of_their_files(name):
         assert name.split("/")[1] == about["machine"]
 
 
+@pytest.mark.slow
 def test_what_fits_leave_out_is_there_and_explained():
     left_out = {name: about for name, about in FILES.items() if "without" in about}
     assert left_out

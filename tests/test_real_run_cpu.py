@@ -88,6 +88,7 @@ def test_a_case_that_fails_is_recorded_and_the_others_go_on(cases, tmp_path):
     assert not out.with_suffix(".running").exists()
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_while_others_wait_for_it_ends_the_processes(cases, tmp_path):
     out = tmp_path / "runs.jsonl"
     log = torchrun("tests/fake_run.py", cases(*failing("one")), "--out", out, "--cpu", "--limit", 60, restarts=1)

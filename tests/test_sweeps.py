@@ -158,6 +158,7 @@ def test_a_mistake_of_ours_is_recorded_and_stops_nothing(tmp_path, monkeypatch):
     assert all("internal error: ZeroDivisionError" in row["error"] for row in rows_of(tmp_path / "out"))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_dask_cluster_that_loses_a_worker_answers_everything_once(tmp_path):
     from distributed import LocalCluster

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 import studies  # noqa: F401  (adds implementations)
 from cpsim.case.cluster import presets
 from cpsim.case.workload import Workload
@@ -117,3 +119,8 @@ def workload(mask="causal", documents="one", heads="gqa", **changes):
         "dtype": "bf16",
     }
     return Workload(**(fields | changes))
+
+
+def one_in(every, cases):
+    """Cases, tuples of arguments, of which only one of so many runs where slow tests do not."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % every > 0)) for i, case in enumerate(cases)]

@@ -22,10 +22,12 @@ HELD = "not understood"
 FEW = "profile a100 rests on few published calls and on ratios of data sheets"
 FEW_WAVES = "calls of 0.07 to 0.15 ms, whose blocks fill few waves, are priced 3 to 6 % too fast"
 RINGS = "on 8 GPUs, ring_p2p is published at 66 to 80 % of the predicted rate: not understood"
+SPLIT = "they follow the split kernel of flash-attn 2, of which single short calls are off by as much"
+CACHE = "what merges of short documents find in the L2 cache is not modelled"
 TARGETS = {
     "runs, ours, 1 ms or more, mean": Target(0.02),
     "runs, ours, shorter, mean": Target(0.05),
-    "runs, ours, by strategy, signed": Target(0.021),
+    "runs, ours, by strategy, signed": Target(0.021, CACHE),
     "ranks, mean": Target(0.015),
     "ranks, shorter than 1 ms, mean": Target(0.02),
     "ranks, later, mean": Target(0.02),
@@ -68,7 +70,9 @@ TARGETS = {
     "A100, flash-attn 2's table, mean": Target(0.035, FEW),
     "A100, flash-attn 2's table, worst": Target(0.11, FEW),
     "DCP's ranges fwd, mean": Target(0.025, EVENTS),
+    "DCP's ranges fwd, worst": Target(0.1, SPLIT),
     "DCP's ranges bwd, mean": Target(0.05),
+    "DCP's ranges bwd, worst": Target(0.25),
 }
 
 

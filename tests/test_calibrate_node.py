@@ -72,6 +72,7 @@ def test_a_calibrated_node_predicts_runs_and_validates(node):
     assert all(0.1 < case["predicted_s"] / case["measured_s"] < 10 for case in compared["cases"])
 
 
+@pytest.mark.slow
 def test_an_interrupted_calibration_goes_on_with_the_points_that_are_missing(node):
     path = node / "again.jsonl"
     whole = (node / "mine.jsonl").read_text().splitlines()

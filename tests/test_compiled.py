@@ -62,7 +62,10 @@ def answer(process):
 
 @pytest.mark.parametrize(
     ("changed", "text", "expected"),
-    [("own_helper", HELPER.replace("2 * x", "3 * x"), 16), ("own_constants", "ADDED = 7\n", 17)],
+    [
+        ("own_helper", HELPER.replace("2 * x", "3 * x"), 16),
+        pytest.param("own_constants", "ADDED = 7\n", 17, marks=pytest.mark.slow),
+    ],
 )
 def test_machine_code_is_kept_until_what_it_holds_of_other_files_changes(folder, changed, text, expected):
     assert result(folder) == (11, False)

@@ -27,9 +27,14 @@ def many(tmp_path):
     ("command", "seconds", "send"),
     [
         (lambda folder: ["cpsim", "predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.killpg),
-        (lambda folder: ["cpsim", "predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"], 4, os.kill),
+        pytest.param(
+            lambda folder: ["cpsim", "predict", many(folder), "--jobs", "2", "--out", folder / "out.jsonl"],
+            4,
+            os.kill,
+            marks=pytest.mark.slow,
+        ),
         (lambda folder: ["cpsim", "sweep", many(folder), "--jobs", "2", "--out", folder / "out"], 4, os.killpg),
-        (lambda _: ["studies", "longca-96", "--jobs", "2"], 4, os.killpg),
+        pytest.param(lambda _: ["studies", "longca-96", "--jobs", "2"], 4, os.killpg, marks=pytest.mark.slow),
         (lambda _: ["cpsim", "advise", "--step", EXAMPLES / "llama3-8b-step-64gpu.yaml"], 4, os.killpg),
         (lambda _: ["cpsim", "advise", EXAMPLES / "llama3-8b-96gpu.yaml"], 0.4, os.killpg),
         (lambda _: ["cpsim", "explore", "--port", "0"], 3, os.killpg),

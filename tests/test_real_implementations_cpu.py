@@ -55,7 +55,9 @@ def scenarios(name, num_ranks):
         yield {**common, "strategy": strategy, "knobs": knobs, "mask": mask}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "yunchang")) for name in CASES]
+)
 def test_outputs_and_gradients_are_those_of_dense_attention(name, tmp_path):
     if importlib.util.find_spec(PACKAGES[name]) is None:
         pytest.skip(f"{name} is not installed")

@@ -101,8 +101,8 @@ def ranged_slices(mask, queries, keys, count):
     return Slices(*(np.concatenate(column) for column in zip(*columns, strict=True)))
 
 
-@pytest.mark.parametrize(("pass_", "worst"), [("fwd", 0.1), ("bwd", 0.25)])
-def test_what_ranges_took_on_h200_is_predicted(pass_, worst):
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+def test_what_ranges_took_on_h200_is_predicted(pass_):
     """From flash-attn 2's model, its split kernel forward, and one factor; backward sparse masks of 32k keys are worst,
     since every block looks through the ranges of all queries."""
     params, errors = with_ranges(load_profile("h200").attention["fa2", pass_].at(128), pass_), []
@@ -113,8 +113,8 @@ def test_what_ranges_took_on_h200_is_predicted(pass_, worst):
             predicted = listed_calls(params, [found], one, one, 128)[0][0]
             errors.append(abs(predicted / np.median(p["samples_s"]) - 1))
     assert len(errors) == 3 * 18
-    assert np.max(errors) <= worst
     check(f"DCP's ranges {pass_}, mean", np.mean(errors))
+    check(f"DCP's ranges {pass_}, worst", np.max(errors))
 
 
 def test_ranges_run_the_kernel_of_split_keys_as_fast_as_it_was_measured(tmp_path):

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.runtime.interrupts import leave_to_parent
@@ -51,10 +51,13 @@ def spread(work: Callable[[Item], Result], items: Sequence[Item], jobs: int | No
 
 def stop(pool: ProcessPoolExecutor) -> None:
     """Ends the processes of a pool, whatever they are at, and drops what is not begun."""
-    workers = list((pool._processes or {}).values())
+    workers: list[Any] = list((pool._processes or {}).values())
+    manager: Any = pool._executor_manager_thread
     pool.shutdown(wait=False, cancel_futures=True)
     for worker in workers:
         worker.terminate()
+    if manager is not None:  # which closes a pipe that the end of the interpreter would write to
+        manager.join(timeout=5.0)
 
 
 def begin_worker() -> None:

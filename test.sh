@@ -25,8 +25,10 @@ compiled=$!
 install '.[dev,others]' torch==2.13.0
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-.venv/bin/mypy
+.venv/bin/mypy &
+types=$!
 wait $compiled
 [ -z "$browser" ] || wait $browser ||
     echo "chromium could not be installed: the tests that open the report are skipped" >&2
 .venv/bin/python -m pytest -n 2 --dist worksteal -m "$marks" "$@"
+wait $types

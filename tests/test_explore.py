@@ -183,6 +183,7 @@ def test_a_map_begins_when_the_ranking_is_whole(asked):
     assert list(whole.cells) == [best_in(cell, known) for cell in cells(scenario)]
 
 
+@pytest.mark.slow
 def test_what_is_left_out_is_planned_where_somebody_asks(asked):
     """``hybrid_cp`` of one document is left out as ``dcp`` is where its planning takes seconds, and is quick."""
     scenario = scenario_from(CASE | {"tokens_per_gpu": 2560})

@@ -36,6 +36,7 @@ def test_the_matrix_says_what_predictions_do(entry):
             predict(case)
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_committed_measurements():
     points = measurement.load(points_file("h200-kernels-0.jsonl")).of("attention")
     long = [p for p in points if len(p["q_lens"]) == 1 and p["q_lens"] == p["k_lens"] and p["q_lens"][0] > 16000]

@@ -8,7 +8,7 @@ from scripts import ROOT
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
-SLOW = ("02", "03", "04")
+SLOW = ("02", "03", "04", "05")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

@@ -96,6 +96,7 @@ def test_a_rank_that_fails_while_others_wait_for_it_ends_the_processes(cases, tm
     assert run.error in ("RuntimeError: one fails alone", "rank 1: RuntimeError: one fails alone"), log
 
 
+@pytest.mark.slow
 def test_runs_stop_when_the_time_is_over_and_go_on_later(cases, tmp_path):
     out = tmp_path / "runs.jsonl"
     asked = cases({"gpus": 1}, {"gpus": 1, "tokens": 128})
@@ -127,6 +128,7 @@ def test_cpsim_run_launches_for_every_number_of_processes(cases, tmp_path):
     assert "measured on cpu" in processes("-m", "cpsim", "validate", out)
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_ops_of_the_schedule_on_every_rank(cases, tmp_path):
     path = tmp_path / "trace.json"
     processes("-m", "cpsim", "run", cases({}), "--cpu", 2, "--trace", path)

@@ -101,6 +101,7 @@ def test_the_command_runs_the_given_list_iteration_by_iteration(tmp_path, monkey
     assert set(record["mean_errors"]) == {"distca", "wlb", RATIO}
 
 
+@pytest.mark.slow
 def test_interim_runs_are_predicted_with_the_fastest_plan_of_two_stages():
     runs = [run for run in distca_scale.published() if run.setting.model == "34b" and run.setting.data == "pretrain"]
     found = {run.system: run for run in distca_scale.reproduce(runs, jobs=1)}

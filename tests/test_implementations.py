@@ -22,7 +22,7 @@ from cpsim.strategies.others import CPSIM, IMPLEMENTATIONS, HeldRingCode
 
 IDS = [f"{code.name}-{name}-{'-'.join(map(str, knobs.values()))}" for code, name, knobs in OTHERS]
 every_other = pytest.mark.parametrize(("code", "name", "knobs"), OTHERS, ids=IDS)
-some_others = pytest.mark.parametrize(("code", "name", "knobs"), one_in(2, OTHERS), ids=IDS)
+some_others = pytest.mark.parametrize(("code", "name", "knobs"), one_in(3, OTHERS), ids=IDS)
 every_pass = pytest.mark.parametrize("pass_", ALL_PASSES)
 RING_FLASH_ATTN, TORCH, YUNCHANG = (IMPLEMENTATIONS[n] for n in ("ring-flash-attn", "torch", "yunchang"))
 INTERNEVO, TE_THD = (IMPLEMENTATIONS[n] for n in ("internevo", "transformer-engine-thd"))

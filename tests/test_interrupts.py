@@ -35,7 +35,12 @@ def many(tmp_path):
         ),
         (lambda folder: ["cpsim", "sweep", many(folder), "--jobs", "2", "--out", folder / "out"], 4, os.killpg),
         pytest.param(lambda _: ["studies", "longca-96", "--jobs", "2"], 4, os.killpg, marks=pytest.mark.slow),
-        (lambda _: ["cpsim", "advise", "--step", EXAMPLES / "llama3-8b-step-64gpu.yaml"], 4, os.killpg),
+        pytest.param(
+            lambda _: ["cpsim", "advise", "--step", EXAMPLES / "llama3-8b-step-64gpu.yaml"],
+            4,
+            os.killpg,
+            marks=pytest.mark.slow,
+        ),
         (lambda _: ["cpsim", "advise", EXAMPLES / "llama3-8b-96gpu.yaml"], 0.4, os.killpg),
         (lambda _: ["cpsim", "explore", "--port", "0"], 3, os.killpg),
     ],

@@ -123,7 +123,7 @@ DEPENDENT = [
 
 
 @pytest.mark.parametrize("pass_", ALL_PASSES)
-@pytest.mark.parametrize(("name", "knobs", "num_ranks"), one_in(2, DEPENDENT))
+@pytest.mark.parametrize(("name", "knobs", "num_ranks"), one_in(3, DEPENDENT))
 def test_every_dependency_is_needed_and_its_loss_is_a_race(name, knobs, pass_, num_ranks):
     count = 0
     for mask in ("causal", "causal_document"):
@@ -163,7 +163,7 @@ def test_every_access_is_needed(name, knobs, pass_):
 
 
 @pytest.mark.parametrize("pass_", ALL_PASSES)
-@pytest.mark.parametrize(("name", "knobs"), one_in(2, SOURCES))
+@pytest.mark.parametrize(("name", "knobs"), one_in(3, SOURCES))
 def test_any_access_to_another_buffer_of_the_rank_is_found(name, knobs, pass_):
     schedule = good(name, pass_, few(name), needy(name), **knobs)
     rng = np.random.default_rng(0)

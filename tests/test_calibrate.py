@@ -635,10 +635,10 @@ def test_fitting_needs_kernels_of_one_gpu_and_a_network():
 
 
 def test_every_measurement_file_records_where_it_comes_from():
-    for path in (DATA / name for name, about in manifest()["points"].items() if about.get("fits")):
+    files = [path for path in sorted((DATA / "points").glob("h?00/*.jsonl")) if path.name != "merges.jsonl"]
+    assert len(files) > 100
+    for path in files:  # but published ones, and what a profiler and counters say, which is no measurement of times
         header = measurement.load(path).header
-        if header.get("published"):
-            continue  # which says its source there
         for key in ("gpu", "num_gpus", "driver", "cuda", "nccl", "torch", "kernels", "date", "commit", "command"):
             assert header[key], (path.name, key)
 

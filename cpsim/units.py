@@ -9,13 +9,16 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
-from cpsim.errors import shown
+from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, Strict
+from pydantic_core import CoreSchema, core_schema
 
-if TYPE_CHECKING:
-    from pydantic import GetCoreSchemaHandler
-    from pydantic_core import CoreSchema
+from cpsim.errors import ProfileError, shown
+
+CLOSED: Final = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How pydantic reads the classes of files: no other fields; quantities and flags refuse other types themselves."""
+Flag = Annotated[bool, Strict()]
 
 MS_PER_S: Final = 1e3
 
@@ -80,8 +83,6 @@ class Quantity:
         return f"; units are read, too: '{_EXAMPLES[self.unit]}'" if self.unit in _EXAMPLES else ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        from pydantic_core import core_schema
-
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
 
@@ -89,9 +90,23 @@ Seconds = Annotated[float, Quantity("s", 0, 1e4)]
 """A time of a kernel, message, launch or iteration."""
 Rate = Annotated[float, Quantity("bytes/s", 1e5, 1e16)]
 """Of a link, one port or all of a node, or of a memory: 1 Gbit Ethernet is 1e8, NVLink 5 is 1e12, a memory 1e13."""
+SecondsPerByte = Annotated[float, Quantity("s per byte", 0, 1e-6)]
 Share = Annotated[float, Quantity("", 0, 1)]
 Factor = Annotated[float, Quantity("", 1e-3, 1e3)]
 """A time or rate relative to another."""
+
+
+T = TypeVar("T")
+
+
+class Entries(dict[str, T]):
+    """What a file says by name; a name that it lacks is what is wrong with the file."""
+
+    def __missing__(self, name: str) -> T:
+        raise ProfileError(f"the profile lacks {shown(name)}, which this needs; it has {shown([*self])}")
+
+
+ByName = Annotated[Mapping[str, T], AfterValidator(Entries)]
 
 
 def format_bytes(nbytes: float) -> str:

@@ -147,5 +147,5 @@ def whole_number(text: str) -> int:
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
-def _problem(event: Event, text: str) -> yaml.MarkedYAMLError:
+def _problem(event: Any, text: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=text, problem_mark=event.start_mark)

@@ -156,10 +156,11 @@ def _left_out(folder: Path) -> set[Path]:
     manifest = folder.parent / "manifest.yaml"
     if not manifest.exists():
         return set()
-    match read_document(manifest):
-        case {"runs": {**entries}}:
-            return {folder.parent / name for name, about in entries.items() if "left_out" in about}
-    return set()
+    found = read_document(manifest)
+    entries = found.get("runs") if isinstance(found, dict) else None
+    if not isinstance(entries, dict):  # somebody else's manifest
+        return set()
+    return {folder.parent / str(name) for name, about in entries.items() if "left_out" in (about or ())}
 
 
 def load_runs(path: str | Path) -> list[Run]:

@@ -52,7 +52,7 @@ class Curve:
     __pydantic_config__: ClassVar[ConfigDict] = CLOSED
 
     nbytes: tuple[Annotated[float, Quantity("bytes", 1, 1e15)], ...]
-    """Knots, increasing."""
+    """Knots, never decreasing."""
     seconds: tuple[Annotated[float, Quantity("s", 1e-9, 1e4)], ...]
     """At the knots, never decreasing."""
 
@@ -61,8 +61,8 @@ class Curve:
             raise ValueError(f"expected as many sizes as times, got {len(self.nbytes)} and {len(self.seconds)}")
         for name, knots, unit in (("sizes", self.nbytes, "bytes"), ("times", self.seconds, "s")):
             for before, knot in pairwise(knots):
-                if knot < before or (knot == before and name == "sizes"):
-                    raise ValueError(f"expected {name} that grow, got {knot:g} {unit} after {before:g}")
+                if knot < before:
+                    raise ValueError(f"expected {name} that never fall, got {knot:g} {unit} after {before:g}")
 
     def __call__(self, nbytes: ArrayLike) -> Floats:
         """Seconds for each size; above the last knot the bandwidth of the last knot holds."""

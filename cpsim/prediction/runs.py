@@ -13,16 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
 from cpsim.case.files import read_document, read_documents, read_lines
 from cpsim.case.load import scenario_of
 from cpsim.case.resolve import flops_of, workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError, ProfileError, ScenarioError
+from cpsim.errors import CpsimError, ProfileError, ScenarioError, shown
+from cpsim.units import Quantity
 
 SCHEMA = 1
 FORMAT = "cpsim-runs"
+_TIME: Final = Quantity("seconds", 1e-9, 3600)
+_SIZE: Final = Quantity("byte", 0, 1e16)
+"""0 on a CPU."""
+_CLOCK: Final = Quantity("", -300, 1e13)
+"""Clock [Hz], temperature [degrees Celsius] and power [W] of every rank."""
 _HEADER_KEYS = ("gpu", "num_gpus", "torch", "date", "commit", "command")
 
 
@@ -190,12 +196,17 @@ def load_runs(path: str | Path) -> list[Run]:
 
 def _header(place: str, line: dict[str, Any]) -> dict[str, Any]:
     if line["format"] != FORMAT:
-        raise ProfileError(f"{place}: expected format '{FORMAT}', got {line['format']!r}; is this a file of real runs?")
+        raise ProfileError(
+            f"{place}: expected format '{FORMAT}', got {shown(line['format'])}; is this a file of real runs?"
+        )
     if line.get("schema") != SCHEMA:
-        raise ProfileError(f"{place}: schema {line.get('schema')!r}, this version reads {SCHEMA}; update cpsim")
+        raise ProfileError(f"{place}: schema {shown(line.get('schema'))}, this version reads {SCHEMA}; update cpsim")
     missing = [key for key in _HEADER_KEYS if key not in line]
     if missing:
         raise ProfileError(f"{place}: header lacks {', '.join(missing)}")
+    for key in _HEADER_KEYS:
+        if not isinstance(line[key], int if key == "num_gpus" else str):
+            raise ProfileError(f"{place}: {key}: expected what `cpsim run` writes, got {shown(line[key])}")
     return {key: value for key, value in line.items() if key not in ("format", "schema")}
 
 
@@ -224,13 +235,24 @@ def _pass_run(place: str, entry: Any, num_ranks: int) -> PassRun:
     except (TypeError, AttributeError):
         names = ", ".join(PassRun.__dataclass_fields__)
         raise ProfileError(f"{place}: expected {names}; is the file from another version?") from None
-    for name in ("samples_s", "rank_time_s", "warmup_s"):
-        values = getattr(run, name)
-        if not isinstance(values, tuple) or not all(isinstance(v, int | float) and 0 < v < 3600 for v in values):
-            raise ProfileError(f"{place}: {name} must be a list of seconds, above 0")
+    for name in ("samples_s", "rank_time_s", "warmup_s", "after_gap_s", "attention_s"):
+        if not _all_are(getattr(run, name), _TIME):
+            raise ProfileError(f"{place}: {name} must be a list of seconds, above 0, at most {_TIME.high:g}")
+    if not _all_are((run.peak_memory_bytes,), _SIZE):
+        raise ProfileError(f"{place}: peak_memory_bytes must be bytes, got {shown(run.peak_memory_bytes)}")
+    if not isinstance(run.clock, dict) or not all(_all_are(values, _CLOCK) for values in run.clock.values()):
+        raise ProfileError(f"{place}: clock must be lists of numbers by name, got {shown(run.clock)}")
     if not run.samples_s or len(run.rank_time_s) != num_ranks:
         raise ProfileError(f"{place}: expected samples and one rank_time_s for each of {num_ranks} ranks")
     return run
+
+
+def _all_are(values: object, quantity: Quantity) -> bool:
+    """Whether values are a list of numbers, each one that exists."""
+    try:
+        return isinstance(values, list | tuple) and all(quantity.read(v) is v for v in values)
+    except ValueError:
+        return False
 
 
 def _pass_record(run: PassRun) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cpsim.case.files import SCHEMA, explain, read_document, take_schema
+from cpsim.case.files import SCHEMA, explain, is_file, read_document, take_schema
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.units import Quantity, Rate
 
@@ -229,7 +229,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     if name_or_path in presets():
         return presets()[name_or_path]
     path = Path(name_or_path)
-    if not path.is_file():
+    if not is_file(path):
         raise ScenarioError(
             f"cluster: {shown(name_or_path)} is neither a preset nor a file; {nearest(name_or_path, presets())}"
         )
@@ -240,7 +240,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     beside = path.parent / (cluster.profile or "")
-    return replace(cluster, profile=str(beside)) if beside.is_file() else cluster
+    return replace(cluster, profile=str(beside)) if is_file(beside) else cluster
 
 
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -226,6 +226,32 @@ def take_schema(value: Any, what: str) -> dict[str, Any]:
     return {key: entry for key, entry in value.items() if key not in ("schema", "version")}
 
 
+_WORDS: Final = {
+    "a valid integer": "a whole number",
+    "a valid dictionary": "a mapping",
+    "a valid boolean": "true or false",
+    "String should have ": "",
+}
+
+
+def _as_whole(problem: Mapping[str, Any]) -> str:
+    """How to write a whole number that is there as another kind of value, such as 1e6 or '1_000'."""
+    value = problem["input"]
+    if problem["type"] == "int_type" and isinstance(value, str) and len(value) < 30:
+        digits = re.sub(r"(?<=\d)[_,](?=\d)", "", value)
+        return f"; write {digits}" if digits.isdecimal() else ""
+    whole = isinstance(value, float) and abs(value) < 1e18 and value.is_integer()
+    return f"; write {int(value)}" if whole and problem["type"] == "int_type" else ""
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; no, where nothing can have that name."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def explain(error: ValidationError, fields: Iterable[str]) -> str:
     """The first problem of a validation in one line: field, expected, got, how to mend it.
 
@@ -251,8 +277,9 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
             message = ": ".join(filter(None, [where, str(first["ctx"]["error"])]))
         case _:
             expected = first["msg"].removeprefix("Input should be ")
-            expected = expected.replace("a valid integer", "a whole number").replace("a valid dictionary", "a mapping")
-            message = f"{where}: expected {expected}, got {got}"
+            for theirs, ours in _WORDS.items():
+                expected = expected.replace(theirs, ours)
+            message = f"{where}: expected {expected}, got {got}{_as_whole(first)}"
     more = len(problems) - 1
     suffix = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""
     return message + suffix

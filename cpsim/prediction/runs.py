@@ -15,13 +15,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TextIO
 
-import yaml
-
-from cpsim.case.files import read_documents
+from cpsim.case.files import read_document, read_documents, read_lines
 from cpsim.case.load import scenario_of
 from cpsim.case.resolve import flops_of, workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError, ProfileError
+from cpsim.errors import CpsimError, ProfileError, ScenarioError
 
 SCHEMA = 1
 FORMAT = "cpsim-runs"
@@ -131,10 +129,10 @@ class Writer:
 def holds_runs(path: Path) -> bool:
     """Whether a file is one of runs, by its first line; False where it cannot be read."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return f'"{FORMAT}"' in file.readline()
-    except (OSError, UnicodeDecodeError):
+        _, first = next(read_lines(path), (1, ""))
+    except ScenarioError:
         return False
+    return isinstance(first, str) and f'"{FORMAT}"' in first
 
 
 def runs_in(folder: Path | None) -> list[Run]:
@@ -158,8 +156,11 @@ def _left_out(folder: Path) -> set[Path]:
     manifest = folder.parent / "manifest.yaml"
     if not manifest.exists():
         return set()
-    entries = yaml.safe_load(manifest.read_text(encoding="utf-8"))["runs"]
-    return {folder.parent / name for name, about in entries.items() if "left_out" in about}
+    found = read_document(manifest)
+    entries = found.get("runs") if isinstance(found, dict) else None
+    if not isinstance(entries, dict):  # somebody else's manifest
+        return set()
+    return {folder.parent / str(name) for name, about in entries.items() if "left_out" in (about or ())}
 
 
 def load_runs(path: str | Path) -> list[Run]:

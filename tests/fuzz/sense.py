@@ -46,7 +46,7 @@ PROFILE: Rules = {
     r"(elementwise|layers\.ops)\.latency_s\..*": (0, 1),
     r"host\.(launch_s\..*|event_s|graph_s|cold_start_s|pause_s\..*|lead_s)": (0, 10),
     r"sigma\..*": (0, 10),
-    r"valid\..*": (0, 1e15),
+    r"valid\..*": (0, 1e18),
     r"layers\.gemm\.(flop_s|tile_s|call_s|traffic_s_per_byte)": (0, 1),
 }
 POINT: Rules = {

@@ -45,6 +45,7 @@ from pathlib import Path
 from typing import Any, Final, TextIO
 
 from cpsim.errors import ProfileError
+from cpsim.runtime.files import write
 
 SCHEMA = 1
 ROUNDS = 4
@@ -162,7 +163,7 @@ def check_machine(path: Path, gpu: str, num_gpus: int) -> None:
 def cut_broken_end(path: Path) -> None:
     """Takes away a last line that an interrupted run did not write to its end."""
     whole = path.read_bytes()
-    path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    write(path, whole[: whole.rfind(b"\n") + 1])
 
 
 def load(path: str | Path) -> Measurements:

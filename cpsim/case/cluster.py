@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.files import SCHEMA, explain, read_documents, take_schema
 from cpsim.errors import ScenarioError, nearest
+from cpsim.runtime.files import noted, while_unchanged
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -216,7 +218,7 @@ def presets() -> dict[str, Cluster]:
     return {cluster.name: cluster for cluster in clusters}
 
 
-@cache
+@while_unchanged
 def load_cluster(name_or_path: str) -> Cluster:
     """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
 
@@ -228,8 +230,8 @@ def load_cluster(name_or_path: str) -> Cluster:
     """
     if name_or_path in presets():
         return presets()[name_or_path]
-    path = Path(name_or_path)
-    if not path.is_file():
+    path = noted(Path(name_or_path))
+    if not os.path.isfile(path):
         raise ScenarioError(
             f"cluster: {name_or_path!r} is neither a preset nor a file; {nearest(name_or_path, presets())}"
         )
@@ -240,8 +242,8 @@ def load_cluster(name_or_path: str) -> Cluster:
         cluster = _cluster(_with_known_gpu(take_schema(entries[0][1], "cluster")))
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
-    beside = path.parent / (cluster.profile or "")
-    return replace(cluster, profile=str(beside)) if beside.is_file() else cluster
+    beside = noted(path.parent / (cluster.profile or ""))
+    return replace(cluster, profile=str(beside)) if os.path.isfile(beside) else cluster
 
 
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:

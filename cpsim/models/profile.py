@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from cpsim.models.gemm import GemmParams
 from cpsim.models.host import HostParams
 from cpsim.models.network.collective import CollectiveParams, Curve
 from cpsim.models.network.interference import InterferenceParams
+from cpsim.runtime.files import noted, while_unchanged, write
 
 SCHEMA = 4
 BASE = "base"
@@ -167,12 +168,12 @@ def load_profile(name_or_path: str | Path) -> Profile:
     return _load(str(name_or_path))
 
 
-@lru_cache(maxsize=32)
+@while_unchanged
 def _load(name: str) -> Profile:
-    path = FOLDER / f"{name}.json"
-    if not path.exists():
-        path = Path(name)
-    if not path.exists():
+    path = noted(FOLDER / f"{name}.json")
+    if not os.path.exists(path):
+        path = noted(Path(name))
+    if not os.path.exists(path):
         raise ProfileError(f"no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file")
     return from_json(_with_base(_read(path), path), str(path))
 
@@ -201,7 +202,7 @@ def _with_base(data: dict[str, Any], path: Path, seen: tuple[Path, ...] = ()) ->
     if "base" not in data:
         return data
     places = (path.with_name(f"{data['base']}.json"), FOLDER / f"{data['base']}.json")
-    base = next((place for place in places if place.exists() and place not in (path, *seen)), None)
+    base = next((place for place in places if os.path.exists(noted(place)) and place not in (path, *seen)), None)
     if base is None:
         raise ProfileError(f"{path}: expected its base {data['base']!r} beside it or among {shipped_profiles()}")
     theirs = _with_base(_read(base), base, (path, *seen))
@@ -341,4 +342,4 @@ def _rounded(value: Any) -> Any:
 
 def save_profile(profile: Profile, path: str | Path, base: Profile | None = None) -> None:
     """Writes a profile file; with a `base`, which has to lie beside it or be a shipped one, only what differs."""
-    Path(path).write_text(to_json(profile, base), encoding="utf-8")
+    write(Path(path), to_json(profile, base))

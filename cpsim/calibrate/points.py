@@ -64,6 +64,13 @@ def _mapping(value: Any) -> Any:
     return value
 
 
+def _whole(quantity: Quantity, value: Any) -> Any:
+    number = quantity.read(value)
+    if number % 1:
+        raise ValueError(f"expected a whole number, got {shown(value)}")
+    return number
+
+
 def _numbers(quantity: Quantity, value: Any) -> Any:
     """One number, or any list of numbers."""
     return [_numbers(quantity, entry) for entry in value] if isinstance(value, list) else quantity.read(value)
@@ -91,6 +98,8 @@ _SCALARS: Final[Mapping[str, Quantity]] = {
     "temperature_c": Quantity("degrees Celsius", -300, 1e5),
     "power_w": Quantity("W", 0, 1e7),
 }
+_WHOLE: Final = (_COUNT, _NUMBER, _ELEMENTS)
+"""What there are no parts of."""
 _LISTS: Final[Mapping[str, Quantity]] = {
     **dict.fromkeys(("q_lens", "k_lens", "documents"), Quantity("tokens", 1, 1e10)),
     **dict.fromkeys(("q_ranges", "k_ranges"), _TOKENS),
@@ -116,7 +125,7 @@ _MORE_TEXTS: Final = (
 )
 
 FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
-    **{name: quantity.read for name, quantity in _SCALARS.items()},
+    **{name: partial(_whole, quantity) if quantity in _WHOLE else quantity.read for name, quantity in _SCALARS.items()},
     **{name: partial(_list, quantity) for name, quantity in _LISTS.items()},
     **dict.fromkeys((*_TEXTS, *_MORE_TEXTS), _text),
     **dict.fromkeys(("causal", "varlen", "rested"), _flag),
@@ -153,6 +162,10 @@ def read_point(point: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{name}: missing; a point of op {op} has {', '.join(NEEDED[op])}")
     if op == "fabric" and "flows" not in found and not {"num_ranks", "num_groups"} <= found.keys():
         raise ValueError("flows: missing; a point of op fabric has flows, or num_ranks and num_groups")
+    if any(not isinstance(flow, list) or list(map(type, flow)) != [int, int] for flow in found.get("flows", ())):
+        raise ValueError(f"flows: expected pairs of ranks, from and to, got {shown(found['flows'])}")
+    if op == "fabric" and found.get("num_ranks", 0) % found["num_nodes"]:
+        raise ValueError(f"num_ranks: expected a multiple of num_nodes = {found['num_nodes']}, got {found['num_ranks']}")
     if "num_kv_heads" in found and found.get("num_heads", 0) % found["num_kv_heads"]:
         raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {found['num_kv_heads']}")
     if "k_lens" in found and len(found["k_lens"]) != len(found.get("q_lens", ())):

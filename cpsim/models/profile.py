@@ -176,12 +176,14 @@ class Profile:
 
     def collective_notes(self, kind: str, nbytes: float, num_ranks: int) -> tuple[str, ...]:
         """What about a collective inside a node lies outside of the measured range."""
-        high, ranks = self.valid[f"collective {kind}"][1], max(self.collective.curves[kind])
+        high, ranks = self.valid[f"collective {kind}"][1], self.collective.curves[kind]
         notes = []
         if nbytes > high:
             notes.append(f"{kind} of {nbytes / 1e6:.0f} MB, measured up to {high / 1e6:.0f}")
-        if num_ranks > ranks:
-            notes.append(f"{kind} among {num_ranks} GPUs of a node, measured up to {ranks}")
+        if num_ranks > max(ranks):
+            notes.append(f"{kind} among {num_ranks} GPUs of a node, measured up to {max(ranks)}")
+        if num_ranks < min(ranks):
+            notes.append(f"{kind} among {num_ranks} GPUs of a node, measured from {min(ranks)}")
         return tuple(notes)
 
 

@@ -96,8 +96,8 @@ def wire_bytes(kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
 def collective_seconds(params: CollectiveParams, kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
     """Seconds of a collective inside a node.
 
-    Group sizes between measured ones are interpolated at equal wire bytes; larger ones keep the wire bytes' time of
-    the largest measured group and add a latency per rank.
+    Group sizes between measured ones are interpolated at equal wire bytes; smaller ones take the wire bytes' time of the
+    smallest measured group, and larger ones that of the largest with a latency per rank.
 
     Args:
         params: measured curves.
@@ -116,6 +116,8 @@ def collective_seconds(params: CollectiveParams, kind: str, nbytes: ArrayLike, n
         return curves[num_ranks](wire)
     if num_ranks > measured[-1]:
         return np.asarray(curves[measured[-1]](wire) + params.hop_s[kind] * (num_ranks - measured[-1]))
+    if num_ranks < measured[0]:
+        return curves[measured[0]](wire)
     below = max(n for n in measured if n < num_ranks)
     above = min(n for n in measured if n > num_ranks)
     share = (num_ranks - below) / (above - below)

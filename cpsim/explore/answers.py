@@ -263,7 +263,7 @@ def _scenario(tried: Scenario | Evaluated) -> Scenario:
             return tried
         case Infeasible():
             return tried.scenario
-        case forward, _:
+        case forward, _, _:
             return forward.scenario
 
 
@@ -279,8 +279,8 @@ def _timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
 def _without_timelines(work: Callable[..., Any], *arguments: Any) -> Any:
     """An answer that is light to send."""
     match work(*arguments):
-        case Prediction() as forward, Prediction() as backward:
-            return replace(forward, timelines={}), replace(backward, timelines={})
+        case (Prediction(), Prediction(), Prediction()) as predictions:
+            return tuple(replace(one, timelines={}) for one in predictions)
         case result:
             return result
 

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from test_cli import EXAMPLES, GOOD, one_line
+from test_interrupts import hear
 
 from cpsim.runtime.streams import NARROWEST, WIDEST, prepare
 
@@ -171,7 +172,8 @@ def test_a_command_on_a_terminal_ends_with_a_visible_cursor(number, tmp_path):
     case = tmp_path / "cases.jsonl"
     case.write_text((json.dumps(GOOD) + "\n") * 20_000)
     parent, child = pty.openpty()
-    with subprocess.Popen([*COMMAND, "predict", str(case), "--jobs", "2"], stdout=child, stderr=child) as running:
+    command = [*COMMAND, "predict", str(case), "--jobs", "2"]
+    with subprocess.Popen(command, stdout=child, stderr=child, preexec_fn=hear) as running:
         os.close(child)
         said = b""
         while b"Predicting" not in said:

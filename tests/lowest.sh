@@ -12,5 +12,6 @@ install() { "$own/bin/uv" pip install --quiet --python "$own/bin/python" "$@"; }
 install --resolution lowest-direct --requirements pyproject.toml --extra sweep --extra dask --extra explore
 install 'pytest>=8' 'hypothesis>=6.100' 'setuptools>=70.1'
 export PYTHONPATH="$PWD" OMP_NUM_THREADS=1
-[ $# -gt 0 ] || set -- -q tests/test_cli.py tests/test_sweeps.py tests/test_cluster.py tests/test_report.py tests/test_trace.py
+[ $# -gt 0 ] || set -- -q tests/test_cli.py tests/test_sweeps.py tests/test_terminal.py tests/test_report.py tests/test_trace.py \
+    tests/test_calibrate.py tests/test_explore.py tests/test_compiled.py
 "$own/bin/python" -m pytest -o filterwarnings=default -o addopts= -p no:cacheprovider -m "not slow and not benchmark" "$@"

@@ -53,8 +53,12 @@ def _status(app: typer.Typer, name: str) -> int:
         return _fail(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:  # the reader, e.g. `head`, has had enough
+    except BrokenPipeError:
         return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # Click and Rich exit then
+            return 0
+        raise
     except MemoryError:
         return _fail("expected a case that fits into this machine's memory; give fewer tokens, documents or GPUs")
     except OSError as error:

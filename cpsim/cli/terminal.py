@@ -62,12 +62,7 @@ def console() -> Console:
     """Console on stdout; 100 columns where stdout is no terminal and ``COLUMNS`` does not say how many."""
     from rich.console import Console
 
-    class Piped(Console):
-        def on_broken_pipe(self) -> None:
-            """The error is for who runs the command."""
-            raise BrokenPipeError from None
-
-    return Piped() if sys.stdout.isatty() else Piped(width=int(os.environ.get("COLUMNS", "100")))
+    return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", "100")))
 
 
 @contextmanager

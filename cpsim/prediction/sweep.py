@@ -201,7 +201,7 @@ def run_sweep(
         with alone_in(folder, tell):
             return _predict_rest(_opened(sweep, folder, jobs, resume, tell), jobs, scheduler, progress)
     except BlockingIOError as error:
-        raise CpsimError(f"{folder}: {error.strerror} wait for it, or choose another --out") from None
+        raise CpsimError(f"{folder}: {error.strerror}; wait for it, or choose another --out") from None
     except OSError as error:
         why = f"{error.filename or folder}: {error.strerror or error}"
         raise MachineError(f"{why}; what was written before is kept: mend it and go on with --resume") from None

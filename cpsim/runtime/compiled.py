@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -49,7 +48,7 @@ WAIT_S: Final = 60.0
 @cache
 def folder() -> Path | None:
     """Where machine code is kept: ``NUMBA_CACHE_DIR``, or the user's cache folder (``XDG_CACHE_HOME``), or none if
-    that cannot be written to.
+    there is no such folder and none can be made. One that cannot be written to, or is full, is read from.
     """
     versions = f"{sys.implementation.cache_tag}-numba-{numba.__version__}-numpy-{np.__version__}"
     path = Path(config.CACHE_DIR or AppDirs("cpsim", False).user_cache_dir)
@@ -58,8 +57,6 @@ def folder() -> Path | None:
         return None
     try:
         (path / versions).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path / versions) as file:
-            file.write(b"#")
     except (OSError, ValueError) as error:
         _tell_uncached(path, getattr(error, "strerror", None) or str(error))
         return None

@@ -121,7 +121,11 @@ def one_by_one(
 @contextmanager
 def _pool(workers: int) -> Iterator[ProcessPoolExecutor]:
     """Processes, which end with what is done within, however that ends."""
-    with ProcessPoolExecutor(workers, initializer=begin_worker) as pool:
+    try:
+        made = ProcessPoolExecutor(workers, initializer=begin_worker)
+    except OSError as error:
+        raise MachineError(f"this machine starts no more processes: {error.strerror}; try --jobs 1") from None
+    with made as pool:
         try:
             yield pool
         except BaseException:

@@ -27,7 +27,7 @@ def prepare() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
         if isinstance(stream := getattr(sys, name), TextIOWrapper) and number:
             stream.reconfigure(errors="replace")
-    if asked := os.environ.get("COLUMNS"):
+    if (asked := os.environ.get("COLUMNS")) is not None:
         if asked.isdecimal() and int(asked):
             os.environ["COLUMNS"] = str(min(max(int(asked), NARROWEST), WIDEST))
         else:

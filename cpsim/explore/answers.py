@@ -22,7 +22,7 @@ from cpsim.errors import CpsimError
 from cpsim.models.profile import load_profile, shipped_profiles
 from cpsim.prediction.advise import Evaluated, advise, candidates_of, evaluate, rank
 from cpsim.prediction.predict import TOO_LARGE, predict
-from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction, knobs_json
+from cpsim.prediction.results import Advice, Candidate, Infeasible, knobs_json
 from cpsim.prediction.runs import case_key
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
 from cpsim.runtime.workers import Budget, Busy, OverBudget, Question, Workers
@@ -143,7 +143,7 @@ class Known:
     """Cells of the map, where it was asked for."""
     left_out: tuple[str, ...] = ()
     """Strategies that nobody has asked for, and that are not tried unless somebody does."""
-    dropped: tuple[str, ...] = ()
+    dropped: str = ""
     """What is over the budget of an answer, and why."""
     done: int
     """Pieces that are there."""
@@ -216,7 +216,8 @@ class Answers:
         until = time.monotonic() + patience_s
         ranking, planned, left_out = self._tried(scenario, page, strategy, until)
         jobs: list[Job[Any]] = [ranking, *planned.values()]
-        tried, dropped = self._evaluated(scenario, ranking, planned)
+        tried = self._evaluated(scenario, ranking, planned)
+        dropped = {str(i.scenario.strategy): i.reason for i in tried if isinstance(i, Infeasible) and is_dropped(i)}
         advice = rank(scenario, tried)
         whole = all(job.is_complete for job in jobs)
         chosen = None
@@ -228,8 +229,8 @@ class Answers:
             jobs.append(self._map(advice, page, until))
             jobs[-1].wait(until, lambda: False)
             shown = jobs[-1].done
-            missing = sum(isinstance(cell, OverBudget) for _, cell, _ in jobs[-1].answers())
-            dropped += [f"{missing} cells of the map"] * bool(missing)
+            missing = [str(cell) for _, cell, _ in jobs[-1].answers() if isinstance(cell, OverBudget)]
+            dropped |= {f"{len(missing)} cells of the map": dropped_text(missing[0])} if missing else {}
         elif chosen and ranking.is_complete:
             jobs.append(self._details(chosen, page, until, draw))
             jobs[-1].wait(max(until, time.monotonic() + FIRST_S), lambda: False)
@@ -240,7 +241,7 @@ class Answers:
             chosen=shown[0] if chosen and shown else None,
             cells=tuple(shown) if view == "map" else (),
             left_out=left_out,
-            dropped=tuple(dropped),
+            dropped=f"{', '.join(dropped)} {next(iter(dropped.values()))}" if dropped else "",
             done=sum(piece.done() for job in jobs for piece in job.pieces if job.items is not None),
             total=len(pieces) + later,
         )
@@ -268,24 +269,20 @@ class Answers:
 
     def _evaluated(
         self, scenario: Scenario, ranking: Job[Evaluated], planned: dict[str, Job[Evaluated]]
-    ) -> tuple[list[Evaluated], list[str]]:
-        """What was tried so far, and the names of what was dropped; each of these is tried, too: in vain."""
+    ) -> list[Evaluated]:
+        """What was tried so far, be it in vain."""
         tried: list[Evaluated] = []
-        dropped: dict[str, None] = {}
         for job in (ranking, *(job for job in planned.values() if job.is_complete)):
             for way, answer, _ in job.answers():
                 if isinstance(way, Infeasible) and way.scenario.strategy in planned:
                     continue
-                answer = _in_words(way, answer)
-                tried.append(answer)
-                if isinstance(answer, Infeasible) and answer.reason.startswith(DROPPED):
-                    dropped[str(answer.scenario.strategy)] = None
+                tried.append(_in_words(way, answer))
         for name, job in planned.items():
             if not job.is_complete:
                 named = scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"})
                 job.answers()  # raises what is wrong with it
                 tried.append(Infeasible(scenario=named, reason=PLANNING))
-        return tried, list(dropped)
+        return tried
 
     def _map(self, advice: Advice, page: str, until: float) -> Job[Cell]:
         """The map around the case of a whole recommendation."""
@@ -399,9 +396,14 @@ class Answers:
             self._workers.drop(job.pieces)
 
     def _leave(self, page: str, what: str, but: str) -> None:
-        """The page no longer looks at its earlier questions, or at those of one kind; what nobody looks at is dropped."""
+        """The page no longer looks at its earlier questions, or at those of a kind; what nobody looks at is dropped."""
         for key, job in list(self._jobs.items()):
-            if page in job.pages and not job.has_ended and key != but and key.startswith(what.split()[0] if what else ""):
+            if (
+                page in job.pages
+                and not job.has_ended
+                and key != but
+                and key.startswith(what.split()[0] if what else "")
+            ):
                 job.pages.discard(page)
                 if not job.pages:
                     job.question.wanted_until = -math.inf
@@ -412,11 +414,18 @@ class Answers:
 DROPPED: Final = "dropped: "
 
 
-def dropped_text(why: Exception) -> str:
+def is_dropped(one: Infeasible) -> bool:
+    """Whether this is no answer, but one that would cost too much."""
+    return one.reason.startswith(DROPPED)
+
+
+def dropped_text(why: Exception | str) -> str:
     """Why an answer, or a part of it, was dropped, and how to get it."""
     if isinstance(why, Busy):
         return f"{DROPPED}{why}"
-    return f"{DROPPED}{why}, the most that the page spends on one answer; `cpsim advise` of the scenario file has no limit"
+    return (
+        f"{DROPPED}{why}, the most that the page spends on one answer; `cpsim advise` of the scenario file has no limit"
+    )
 
 
 def _in_words(way: Any, answer: Evaluated | OverBudget) -> Evaluated:

@@ -8,6 +8,7 @@ processes that are at it are killed.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import pickle
@@ -38,8 +39,9 @@ SLICE_S: Final = 0.15
 TICK_S: Final = 0.05
 """How often running tasks are looked at [s]."""
 FREE_S: Final = 2.0
-"""Work that an asker may have had lately before others go first [s of one core]; it counts half after ``HALF_LIFE_S``."""
+"""Work that an asker may have had lately before others go first [s of one core]."""
 HALF_LIFE_S: Final = 5.0
+"""After so long, work counts half [s]."""
 MOST_WAITING: Final = 64
 """Questions that may wait at once."""
 MOST_ASKERS: Final = 1024
@@ -119,7 +121,7 @@ class _Asker:
     at: float = 0.0
 
     def used(self, now: float) -> float:
-        return self.used_s * 0.5 ** ((now - self.at) / HALF_LIFE_S)
+        return self.used_s * math.exp2((self.at - now) / HALF_LIFE_S)
 
 
 class Workers:
@@ -237,7 +239,8 @@ class Workers:
                 self._kill(worker)
                 _fail(task, OverBudget(_too_large(self._budget.nbytes)))
             elif (
-                question.spent_s + cpu > self._budget.cpu_s or question.wall_s + wall > 4 * self._budget.cpu_s * self._num
+                question.spent_s + cpu > self._budget.cpu_s
+                or question.wall_s + wall > 4 * self._budget.cpu_s * self._num
             ):
                 self._give_up(question, OverBudget(f"it took more than {self._budget.cpu_s:g} s of work"))
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from itertools import count
 from multiprocessing.connection import Connection, wait
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final
 
@@ -34,8 +35,11 @@ try:
 except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
-SLICE_S: Final = 0.15
-"""Time for which a task keeps its process from others that wait [s]."""
+SLICE_S: Final = 0.2
+"""CPU time for which a task keeps its process from others that wait [s]; where nothing can be set aside any more, it
+begins again after ``LOST_S``."""
+LOST_S: Final = 0.5
+"""CPU time that may be lost by killing a task which begins again later [s]."""
 TICK_S: Final = 0.05
 """How often running tasks are looked at [s]."""
 FREE_S: Final = 2.0
@@ -50,6 +54,8 @@ NICE: Final = 5
 """Processes give way to whoever asked, e.g. a browser, ..."""
 NICE_ASIDE: Final = 19
 """... and those set aside to all others."""
+SPARE: Final = 2
+"""Processes that are kept ready to take the place of others."""
 TRIM_BYTES: Final = 1 << 30
 """A process that holds more than this after a task is replaced."""
 
@@ -147,14 +153,19 @@ class Workers:
         self._bell.setblocking(False)
         self._rung.setblocking(False)
         self._closed = self.is_ready = False
+        self._born: deque[_Worker | None] = deque()
+        self._expected: SimpleQueue[None] = SimpleQueue()
         # What follows belongs to the thread that manages.
         self._waiting: list[_Task] = []
+        self._num_unborn = 0
+        self._spare: list[_Worker] = []
         self._active: list[_Worker] = []
         self._aside: list[_Worker] = []
         self._askers: dict[str, _Asker] = {}
         self._count = count()
         self._thread = Thread(target=self._manage, daemon=True)
         self._thread.start()
+        Thread(target=self._bear, daemon=True).start()
 
     def submit(self, question: Question, work: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Work of a question, which may begin at once; its future is never running, so that it can be cancelled."""
@@ -175,12 +186,17 @@ class Workers:
         self._closed = True
         self._ring()
         self._thread.join(timeout=5.0)
-        for worker in (*self._active, *self._aside):
+        self._expected.put(None)
+        for worker in (*filter(None, self._born), *self._everyone()):
+            _end(worker)
             worker.process.join(timeout=1.0)
 
     def _ring(self) -> None:
         with suppress(OSError):  # it rings already, or is closed
             self._bell.send(b"!")
+
+    def _everyone(self) -> list[_Worker]:
+        return [*self._active, *self._aside, *self._spare]
 
     def _manage(self) -> None:
         while not self._closed:
@@ -188,20 +204,16 @@ class Workers:
             self._watch()
             self._make_room()
             self._hand_out()
-            everyone = [*self._active, *self._aside]
+            everyone = self._everyone()
             is_busy = self._waiting or any(worker.task for worker in everyone)
-            pipes = [worker.pipe for worker in everyone]
-            ready = wait([self._rung, *pipes], TICK_S if is_busy else None)
+            ready = wait([self._rung, *(worker.pipe for worker in everyone)], TICK_S if is_busy else None)
             for worker in everyone:
                 if worker.pipe in ready:
                     self._hear(worker)
             if self._rung in ready:
                 with suppress(OSError):
                     self._rung.recv(4096)
-        for worker in (*self._active, *self._aside):
-            worker.process.kill()
-            worker.pipe.close()
-        for task in (*self._waiting, *self._given, *(w.task for w in (*self._active, *self._aside) if w.task)):
+        for task in (*self._waiting, *self._given, *(worker.task for worker in self._everyone() if worker.task)):
             task.future.cancel()
         self._bell.close()
         self._rung.close()
@@ -261,12 +273,13 @@ class Workers:
         free = self._num - sum(worker.task is not None for worker in self._active)
         wants = sorted({task.question for task in self._waiting if not task.question.is_long}, key=self._turn)
         for question in wants[max(0, free) :]:
+            has_room = len(self._aside) < self._num and hasattr(os, "setpriority")
             holding = [
                 worker
                 for worker in self._active
                 if worker.task
                 and worker.task.question is not question
-                and now - worker.begun > SLICE_S
+                and worker.spent()[0] > (SLICE_S if has_room else LOST_S)
                 and self._rank(worker.task.question, now) >= self._rank(question, now)
             ]
             if not holding:
@@ -274,7 +287,7 @@ class Workers:
             worker = min(holding, key=lambda one: one.begun)
             assert worker.task is not None
             worker.task.question.is_long = True
-            if len(self._aside) < self._num and hasattr(os, "setpriority"):
+            if has_room:
                 self._set_aside(worker)
             else:
                 self._waiting.append(worker.task)
@@ -289,21 +302,54 @@ class Workers:
 
     def _hand_out(self) -> None:
         """Tasks whose turn it is, to processes that are free."""
-        while len(self._active) < self._num:
-            self._active.append(self._start())
+        self._staff(self._active, self._num)
         self._waiting.sort(key=lambda task: (self._turn(task.question)[0], task.index, self._turn(task.question)[1]))
         for worker in self._active:
-            if self._waiting and worker.is_ready and worker.task is None:
+            if self._waiting and worker.task is None:
                 self._give(worker, self._waiting.pop(0))
         long = [task for task in self._waiting if task.question.is_long]
-        while len(self._aside) < min(len(long), self._num) and hasattr(os, "setpriority"):
-            self._set_aside(self._start())
-        for worker in [one for one in self._aside if one.is_ready and one.task is None]:
+        if hasattr(os, "setpriority"):
+            self._staff(self._aside, min(len(long), self._num))
+        for worker in [one for one in self._aside if one.task is None]:
             if long:
                 self._waiting.remove(long[0])
                 self._give(worker, long.pop(0))
             else:
                 self._kill(worker)
+
+    def _staff(self, group: list[_Worker], num: int) -> None:
+        """Fills a group up with processes that are ready, and has others started, without waiting for them."""
+        while self._born:
+            self._num_unborn -= 1
+            born = self._born.popleft()
+            self._spare += [born] if born else []
+        ready = [worker for worker in self._spare if worker.is_ready]
+        while len(group) < num and ready:
+            worker = ready.pop()
+            self._spare.remove(worker)
+            if group is self._aside:
+                self._set_aside(worker)
+            else:
+                group.append(worker)
+        while len(self._spare) + self._num_unborn < SPARE + max(0, num - len(group)):
+            self._num_unborn += 1
+            self._expected.put(None)
+
+    def _bear(self) -> None:
+        """Starts processes in a thread of its own, since each takes hundredths of a second, and the first one more."""
+        while True:
+            self._expected.get()
+            if self._closed:
+                return
+            worker = None
+            try:
+                worker = self._start()
+            except (OSError, EOFError):  # the system has no room for one more now
+                time.sleep(TICK_S)
+            if self._closed and worker:
+                _end(worker)
+            self._born.append(worker)
+            self._ring()
 
     def _give(self, worker: _Worker, task: _Task) -> None:
         worker.task, worker.begun = task, time.monotonic()
@@ -356,9 +402,8 @@ class Workers:
         if worker.task:
             self._charge(worker)
             worker.task = None
-        worker.process.kill()
-        worker.pipe.close()
-        for group in (self._active, self._aside):
+        _end(worker)
+        for group in (self._active, self._aside, self._spare):
             if worker in group:
                 group.remove(worker)
 
@@ -383,6 +428,11 @@ class Workers:
 
     def _turn(self, question: Question) -> tuple[tuple[bool, int], int]:
         return self._rank(question, time.monotonic()), self._asker(question.asker).first
+
+
+def _end(worker: _Worker) -> None:
+    worker.process.kill()
+    worker.pipe.close()
 
 
 def _fail(task: _Task, reason: Exception) -> None:

@@ -8,12 +8,21 @@ CpsimError (ValueError)     anything a user can cause; the message is one line: 
 └── ScheduleError           a schedule that breaks its own rules
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from typing import Final
+
+QUOTED: Final = 60
+"""Characters of an input that a message quotes."""
+LONGEST: Final = 2000
+"""Characters of a message."""
 
 
 class CpsimError(ValueError):
-    """Base of every error that a user can cause."""
+    """Base of every error that a user can cause; its message is one line that any terminal shows as it is."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(cut(plain(message), LONGEST))
 
 
 class ScenarioError(CpsimError):
@@ -33,7 +42,10 @@ class ProfileError(CpsimError):
 
 
 class ScheduleError(CpsimError):
-    """A schedule that breaks its own rules; the message shows rank, stream and op."""
+    """A schedule that breaks its own rules; the message shows rank, stream and op, and ops beside it on more lines."""
+
+    def __init__(self, message: str = "") -> None:
+        ValueError.__init__(self, message)
 
 
 def check_name(field: str, name: object, names: Iterable[str]) -> None:
@@ -57,11 +69,51 @@ def nearest(name: object, names: Iterable[str]) -> str:
     """``did you mean 'x'?``, or the whole list where nothing is near."""
     known = list(names)
     lower = {entry.lower(): entry for entry in known}
-    found = get_close_matches(str(name).lower(), lower, n=1, cutoff=0.5)
+    asked = name[:QUOTED] if isinstance(name, str) else shown(name)
+    found = get_close_matches(asked.lower(), lower, n=1, cutoff=0.5)
     return f"did you mean {lower[found[0]]!r}?" if found else f"expected one of {', '.join(known)}"
 
 
 def shown(value: object) -> str:
-    """A value in an error message: its ``repr``, one line, 60 characters at most."""
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """A value in an error message: the beginning of its ``repr``, however large it is, on one line."""
+    if value is None:
+        return "nothing"
+    text = ""
+    for piece in _pieces(value):
+        text += piece
+        if len(text) > QUOTED:
+            break
+    return cut(plain(text), QUOTED)
+
+
+def _pieces(value: object) -> Iterator[str]:
+    """A value's ``repr`` piece by piece; of long texts the beginning, of endless numbers how long they are."""
+    match value:
+        case str():
+            yield repr(value[: QUOTED + 1])
+        case int() if value.bit_length() > 4 * QUOTED:  # Python refuses to write out thousands of digits
+            yield f"a number of {int(value.bit_length() * 0.30103) + 1} digits"
+        case list() | tuple() | Mapping():
+            opened, closed = "()" if isinstance(value, tuple) else "[]" if isinstance(value, list) else "{}"
+            for i, entry in enumerate(value):
+                yield ", " if i else opened
+                yield from _pieces(entry)
+                if isinstance(value, Mapping):
+                    yield ": "
+                    yield from _pieces(value[entry])
+            yield closed if value else opened + closed
+        case _:
+            yield repr(value)
+
+
+def cut(text: str, length: int) -> str:
+    """The text, or its beginning and an ellipsis where it is longer."""
+    return text if len(text) <= length else text[: length - 3] + "..."
+
+
+def plain(text: str) -> str:
+    """The text on one line; characters that control a terminal or cannot be encoded become escapes like ``\\x1b``."""
+    line = " ".join(text.split())
+    if line.isprintable():
+        return line
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in line)

@@ -344,7 +344,10 @@ def test_times_of_kernels_are_read_as_between_events_of_a_host_with_one_gpu(tmp_
     def read(op="attention", **header):
         given = {"format": "cpsim-measurement", "schema": 1, "gpu": "NVIDIA H200", "clock_source": "CUDA events"}
         given |= dict.fromkeys(("torch", "date", "commit", "command"), "") | header
-        point = {"op": op, "samples_s": [2e-5, 4e-5], "attention_s": [3e-5], "kind": "ring"}
+        shape = {"kernel": "fa4", "pass": "fwd", "num_heads": 8, "num_kv_heads": 8, "head_dim": 128, "causal": True}
+        graph = {"tokens": 1024, "rounds": 8, "many_s": [1e-4], "both_s": [1e-4], "message_s": [1e-5]}
+        point = {**shape, **graph, "varlen": False, "q_lens": [1024], "k_lens": [1024], "num_ranks": 2, "nbytes": 2**20}
+        point |= {"op": op, "samples_s": [2e-5, 4e-5], "attention_s": [3e-5], "kind": "ring"}
         (tmp_path / "m.jsonl").write_text(json.dumps(given) + "\n" + json.dumps(point) + "\n")
         return measurement.load(tmp_path / "m.jsonl").points[0]
 
@@ -604,7 +607,7 @@ def test_an_unknown_profile_lists_the_shipped_ones():
     ("text", "says"),
     [
         ("", "empty"),
-        ('{"schema":1,"format":"cpsim-measure', "not JSON"),
+        ('{"schema":1,"format":"cpsim-measure', "not valid JSON"),
         ('{"schema":7,"format":"cpsim-measurement"}', "schema 7"),
         ('{"schema":1}', "measurement file"),
         ('{"schema":1,"format":"cpsim-measurement","gpu":"x"}', "lacks"),

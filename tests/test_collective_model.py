@@ -1,9 +1,11 @@
 """Network model: nccl-tests' definitions, monotone curves, group sizes beyond the measured ones."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from cpsim.calibrate.fit_network import fit_curve
+from cpsim.calibrate.fit_network import fit_collective, fit_curve
 from cpsim.models.network.collective import (
     COLLECTIVES,
     Curve,
@@ -15,6 +17,7 @@ from cpsim.models.network.collective import (
     wire_bytes,
 )
 from cpsim.models.profile import load_profile
+from cpsim.models.standin import StandIn
 
 
 def test_wire_bytes_follow_nccl_tests():
@@ -43,6 +46,25 @@ def test_eight_ranks_keep_the_bus_bandwidth_of_four(kind):
 
 def test_one_rank_needs_no_time():
     assert collective_seconds(load_profile("h200").collective, "all_gather", [1e6, 1e9], 1).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_fewer_ranks_than_were_measured_keep_the_bus_bandwidth_of_the_fewest(kind):
+    network = load_profile("h200").collective
+    only_four = replace(network, curves={name: {4: by[4]} for name, by in network.curves.items()})
+    two, four = (float(wire_bytes(kind, 4e9, n)) / float(collective_seconds(only_four, kind, 4e9, n)) for n in (2, 4))
+    assert two == pytest.approx(four, rel=0.01)
+    notes = replace(load_profile("h200"), collective=only_four).collective_notes(kind, 1e6, 2)
+    assert notes == (f"{kind} among 2 GPUs of a node, measured from 4",)
+
+
+def test_messages_alone_tell_the_port():
+    points = [
+        {"op": "transfer", "kind": "ring", "num_ranks": 8, "nbytes": n, "samples_s": [1e-5 + n / 3e11]}
+        for n in (2**k for k in range(12, 31))
+    ]
+    port = fit_collective(points, points, StandIn(profile=load_profile("h200"))).port_bytes_per_s
+    assert port == pytest.approx(3e11, rel=0.01)
 
 
 def test_transfers_never_get_cheaper_with_size():

@@ -87,8 +87,17 @@ class Visitor:
         assert status == 200, (status, said[:200])
         return json.loads(said)["response"], seconds
 
+    def first(self, seconds=60, **changes):
+        """Seconds until a first strategy is recommended, which asking for more may take."""
+        state, begun = self.state(**changes), time.perf_counter()
+        said, _ = self.ask(state)
+        while not said.get("lead", {}).get("children", "").startswith("Run "):
+            assert time.perf_counter() < begun + seconds, said
+            said, _ = self.ask(state, more=True, answered=said["answered"]["data"])
+        return time.perf_counter() - begun
+
     def settle(self, seconds=60, **changes):
-        """Asks until the answer is whole, as the page does; the last answer that said something, and the first's time."""
+        """Asks until the answer is whole, as the page does; the last that said something, and the first's time [s]."""
         state, end = self.state(**changes), time.monotonic() + seconds
         said, first = self.ask(state)
         last = said

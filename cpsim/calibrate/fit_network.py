@@ -103,9 +103,12 @@ def _hop_seconds(curves: Mapping[int, Curve]) -> float:
 
 
 def _port(points: Sequence[Point], num_ranks: int) -> float:
-    """Highest wire rate of one port in one direction that any operation or pair of them reached."""
-    rates = [0.0]
+    """Highest wire rate of one port in one direction that any operation or pair of them reached; messages of rings tell
+    it where nothing else was measured."""
+    rates, messages = [0.0], [0.0]
     for p in points:
+        if p["op"] == "transfer" and p["kind"] == "ring":
+            messages.append(float(p["nbytes"]) / float(np.median(p["samples_s"])))
         if p["op"] == "collective" and usable(p):
             rates.append(float(wire_bytes(p["kind"], p["nbytes"], p["num_ranks"])) / float(np.median(p["samples_s"])))
         if p["op"] == "interference" and all(p[side].rsplit("_", 1)[-1].isdigit() for side in "ab"):
@@ -119,7 +122,7 @@ def _port(points: Sequence[Point], num_ranks: int) -> float:
                 rate += int(size) * 2**20 * share / float(np.median(together)) if together else 0.0
             else:
                 rates.append(rate)
-    return max(rates)
+    return max(rates) or max(messages)
 
 
 def fit_interference(points: Sequence[Point]) -> InterferenceParams:

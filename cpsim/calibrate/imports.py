@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import csv
 import datetime
-import io
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +20,22 @@ from pathlib import Path
 from typing import Any, Final
 
 from cpsim.calibrate.measurement import Point
+from cpsim.calibrate.points import read_point
 from cpsim.case.cluster import presets
-from cpsim.errors import ProfileError
+from cpsim.case.files import as_profile_error, read_text
+from cpsim.errors import ProfileError, cut, shown
 from cpsim.models.attention.kernels import KERNELS
+from cpsim.units import Quantity, number_or_text
 
 _RANK: Final = re.compile(
     r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]+\]\s+(.+?)\s*$"
 )
 _ROW: Final = re.compile(r"\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+(.+)$")
+LONGEST_LINE: Final = 1000
+"""Characters of a line; no row is longer."""
+_TIME: Final = Quantity("seconds", 1e-9, 1e4)
+_SIZE: Final = Quantity("byte", 1, 1e16)
+_GIGABYTES: Final = Quantity("GB/s", 0, 1e6)
 _TESTS: Final = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
@@ -42,6 +49,7 @@ _TESTS: Final = {
 class Rank:
     """One line of a log's list of ranks."""
 
+    line: int
     number: int
     group: int
     host: str
@@ -49,13 +57,27 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """What a row says of calls out of place, or in place."""
+
+    time_s: float | None
+    """None where it was not measured."""
+    algorithm: float
+    """Bandwidth [GB/s]: size over time."""
+    bus: float
+    """Bandwidth of the busiest port [GB/s]."""
+    checked: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One size."""
 
+    line: int
     nbytes: int
     redop: str
-    cells: tuple[str, ...]
-    """Time in microseconds, algorithm and bus bandwidth in GB/s, wrong values: out of place, then in place."""
+    out: Place
+    inside: Place
 
 
 @dataclass(slots=True)
@@ -63,6 +85,8 @@ class Test:
     """One test of a log."""
 
     name: str
+    per_process: int = 1
+    """GPUs of a process, by the line about threads."""
     ranks: list[Rank] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
 
@@ -71,7 +95,8 @@ def read_nccl_log(path: Path) -> tuple[dict[str, Any], list[Point]]:
     """GPU and number of GPUs, and the points of a log.
 
     Raises:
-        ProfileError: no rows, no list of ranks, another test, or a test whose name the log does not tell.
+        ProfileError: no rows, no list of ranks, another test, a test whose name the log does not tell, ranks that are
+            missing, or rows that cannot be.
     """
     text = _text(path)
     tests = [test for test in _tests(text, path) if test.rows]
@@ -80,8 +105,8 @@ def read_nccl_log(path: Path) -> tuple[dict[str, Any], list[Point]]:
     points = [point for test in tests for point in _points(test, path)]
     gpus = sorted({rank.gpu for test in tests for rank in test.ranks})
     if len(gpus) != 1:
-        raise ProfileError(f"{path}: expected GPUs of one type, got {', '.join(gpus)}")
-    version = re.search(r"nccl-library=(\d+)|NCCL version ([\d.]+)", text)
+        raise ProfileError(f"{path}: expected GPUs of one type, got {shown(gpus)}")
+    version = re.search(r"nccl-library=(\d{1,9})\b|NCCL version ([\d.]{1,20})", text)
     nccl = next((v for v in version.groups() if v), "") if version else ""
     if nccl.isdigit():
         nccl = f"{int(nccl) // 10000}.{int(nccl) // 100 % 100}.{int(nccl) % 100}"
@@ -91,31 +116,54 @@ def read_nccl_log(path: Path) -> tuple[dict[str, Any], list[Point]]:
 def _tests(text: str, path: Path) -> Iterator[Test]:
     """Tests in the order of the log; a line about threads or a list of ranks begins one."""
     named, test = path.name, None
-    for line in text.splitlines():
+    for number, line in enumerate(text.split("\n"), start=1):
+        if len(line) > LONGEST_LINE:
+            continue
         if mention := re.search(r"(\w+)_perf\b", line):
             named = mention[0]
         rank, row = _RANK.search(line), _ROW.match(line)
         if "nThread" in line or (rank and test and test.rows):
             if test:
                 yield test
-            test = Test(named)
+            threads = re.search(r"nThread\s+(\d{1,6})\s+nGpus\s+(\d{1,6})", line)
+            test = Test(named, max(1, int(threads[1]) * int(threads[2])) if threads else 1)
         if rank:
             test = test or Test(named)
             test.name = named
-            test.ranks.append(Rank(int(rank[1]), int(rank[2] or 0), rank[3], rank[4]))
+            test.ranks.append(Rank(number, int(rank[1]), int(rank[2] or 0), rank[3], rank[4]))
         elif row and not line.lstrip().startswith("#"):
             if test is None or not test.ranks:
                 raise ProfileError(f"{path}: rows without a list of ranks ('# Rank 0 Pid ...'); give the whole log")
-            test.rows.append(_row(row, path))
+            try:
+                test.rows.append(_row(row, number))
+            except ValueError as error:
+                raise ProfileError(f"{path} line {number}: {error}: {shown(' '.join(line.split()))}") from None
     if test:
         yield test
 
 
-def _row(found: re.Match[str], path: Path) -> Row:
-    cells = tuple(found[6].split())
+def _row(found: re.Match[str], line: int) -> Row:
+    cells = found[6].split()
     if len(cells) != 8:
-        raise ProfileError(f"{path}: expected 8 columns after the root, got {len(cells)}: {found[0].strip()[:80]}")
-    return Row(int(found[1]), found[4], cells)
+        raise ValueError(f"expected 8 columns after the root, got {len(cells)}")
+    nbytes = int(found[1])
+    return Row(line, nbytes, found[4], *(_place(cells[i : i + 4], nbytes) for i in (0, 4)))
+
+
+def _place(cells: Sequence[str], nbytes: int) -> Place:
+    """One half of a row: time [us], algorithm and bus bandwidth [GB/s], wrong values.
+
+    Raises:
+        ValueError: it is not what a GPU can have measured.
+    """
+    if cells[0] == "N/A" or nbytes == 0:
+        return Place(None, 0.0, 0.0, False)
+    time_s = _TIME.read(float(cells[0]) * 1e-6)
+    algorithm, bus = (_GIGABYTES.read(float(cell)) for cell in cells[1:3])
+    by_time = _SIZE.read(nbytes) / time_s / 1e9
+    if abs(by_time - algorithm) > 0.01 + 0.02 * algorithm:
+        raise ValueError(f"expected the size over the time, {by_time:.4g} GB/s, as algbw, got {algorithm:g}")
+    return Place(time_s, algorithm, bus, cells[3] != "N/A")
 
 
 def _kind(test: Test, path: Path) -> str:
@@ -124,19 +172,65 @@ def _kind(test: Test, path: Path) -> str:
     if named:
         return named[0]
     row = max(test.rows, key=lambda row: row.nbytes)
-    algorithm, bus, unchecked = float(row.cells[1]), float(row.cells[2]), [row.cells[i] == "N/A" for i in (3, 7)]
+    algorithm, bus = row.out.algorithm, row.out.bus
     whole = algorithm > 1 and bus > 0.995 * algorithm
     if algorithm > 1 and row.redop != "none":
         return "all_reduce" if whole else "reduce_scatter"
     if whole:
         return "sendrecv"
-    if algorithm > 1 and not unchecked[0]:
-        return "all_to_all" if unchecked[1] else "all_gather"
+    if algorithm > 1 and row.out.checked:
+        return "all_gather" if row.inside.checked else "all_to_all"
     names = ", ".join(f"{name}_perf" for name in _TESTS)
     raise ProfileError(f"{path}: which test is this? put its name into the name of the file: {names}")
 
 
+def _check_ranks(test: Test, path: Path) -> None:
+    """Whether the list of ranks is whole: counted from 0, through all groups or in each of them.
+
+    Raises:
+        ProfileError: one is missing or listed twice.
+    """
+    groups = [[rank for rank in test.ranks if rank.group == group] for group in {rank.group for rank in test.ranks}]
+    gap = _gap(test.ranks)
+    if gap and (len(groups) == 1 or any(map(_gap, groups))):
+        expected, rank = gap
+        raise ProfileError(
+            f"{path} line {rank.line}: expected rank {expected} next, got rank {rank.number}; give the whole log of a "
+            f"run with all its ranks"
+        )
+    if len(test.ranks) % test.per_process:
+        raise ProfileError(
+            f"{path} line {test.ranks[-1].line}: expected a multiple of {test.per_process} ranks, nThread x nGpus, "
+            f"got {len(test.ranks)}; give the whole log"
+        )
+
+
+def _gap(ranks: Sequence[Rank]) -> tuple[int, Rank] | None:
+    """The first number, counted from 0, that no rank has, and the rank that comes instead; None where there is none."""
+    in_order = sorted(ranks, key=lambda rank: rank.number)
+    return next(((number, rank) for number, rank in enumerate(in_order) if rank.number != number), None)
+
+
+def _check_bus(test: Test, kind: str, num_ranks: int, path: Path) -> None:
+    """Whether bus bandwidths are those of so many ranks.
+
+    Reference: NVIDIA nccl-tests, doc/PERFORMANCE.md (bus bandwidth).
+
+    Raises:
+        ProfileError: they are not, so that ranks are missing in the list.
+    """
+    factor = 1.0 if kind == "sendrecv" else (2 if kind == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
+    for row in test.rows:
+        expected = factor * row.out.algorithm
+        if row.out.time_s is not None and abs(row.out.bus - expected) > 0.01 + 1e-3 * expected:
+            raise ProfileError(
+                f"{path} line {row.line}: expected a bus bandwidth of {expected:.2f} GB/s for {kind} of {num_ranks} "
+                f"ranks, got {row.out.bus:g}; are ranks missing in the list?"
+            )
+
+
 def _points(test: Test, path: Path) -> Iterator[Point]:
+    _check_ranks(test, path)
     groups: dict[int, list[Rank]] = {}
     for rank in test.ranks:
         groups.setdefault(rank.group, []).append(rank)
@@ -144,12 +238,15 @@ def _points(test: Test, path: Path) -> Iterator[Point]:
     per_node, sizes = len(test.ranks) // len(hosts), {len(group) for group in groups.values()}
     spans = {len({rank.host for rank in group}) for group in groups.values()}
     if len(sizes) > 1 or len(spans) > 1 or any([r.host for r in test.ranks].count(h) != per_node for h in hosts):
-        raise ProfileError(f"{path}: expected equal nodes and equal groups, got {len(test.ranks)} ranks on {hosts}")
+        raise ProfileError(
+            f"{path}: expected equal nodes and equal groups, got {len(test.ranks)} ranks on {shown(hosts)}"
+        )
     num_ranks, nodes = sizes.pop(), spans.pop()
     ring = [[i, (i + 1) % num_ranks] for i in range(num_ranks)]
     if nodes not in (1, len(hosts)):
         raise ProfileError(f"{path}: expected groups on one node or on all {len(hosts)}, got {nodes}")
     kind = _kind(test, path)
+    _check_bus(test, kind, num_ranks, path)
     if kind == "sendrecv":
         shared: Point = {"op": "transfer", "kind": "ring", "num_ranks": num_ranks}
     else:
@@ -158,9 +255,10 @@ def _points(test: Test, path: Path) -> Iterator[Point]:
         shared |= {"op": "fabric", "num_nodes": nodes, "gpus_per_node": per_node}
         shared |= {"flows": ring} if kind == "sendrecv" else {"num_groups": len(groups)}
     for row in test.rows:
-        micros = row.cells[4 if kind == "all_reduce" and row.cells[4] != "N/A" else 0]
-        if row.nbytes and micros != "N/A" and float(micros) > 0:
-            yield {**shared, "nbytes": row.nbytes, "samples_s": [round(float(micros) * 1e-6, 10)]}
+        in_place = kind == "all_reduce" and row.inside.time_s is not None
+        time_s = row.inside.time_s if in_place else row.out.time_s
+        if time_s is not None:
+            yield {**shared, "nbytes": row.nbytes, "samples_s": [round(time_s, 10)]}
 
 
 # --- tables of kernels ---
@@ -173,6 +271,8 @@ _COLUMNS: Final = {
     "tflop_per_s": "tflops",
     "tflops_per_s": "tflops",
 }
+_DURATION: Final = Quantity("s", 1e-9, 1e4)
+_RATE: Final = Quantity("FLOP/s", 1e6, 1e19)
 _NEEDED: Final = ("kernel", "pass", "mask", "tokens")
 _MASKS: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
 
@@ -198,21 +298,18 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
     """
-    lines = _text(path).splitlines()
-    source = " ".join(line.lstrip("# ").strip() for line in lines if line.startswith("#"))
-    rows = list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
-    table = [{_COLUMNS.get(name, name): value for name, value in row.items()} for row in rows]
-    missing = [name for name in _NEEDED if not table or name not in table[0]]
-    if missing or not {"tflops", "ms"} & table[0].keys():
+    source, table = _rows(path)
+    missing = [name for name in _NEEDED if not table or name not in table[0][1]]
+    if missing or not {"tflops", "ms"} & table[0][1].keys():
         wanted = ", ".join([*_NEEDED, "tflops (or ms)"])
         raise ProfileError(f"{path}: expected columns {wanted}, got no {', '.join(missing or ['tflops'])}")
-    gpus = {row.get("gpu") or given.gpu for row in table}
+    gpus = {row.get("gpu") or given.gpu for _, row in table}
     gpu = given.gpu or (gpus.pop() if len(gpus) == 1 else None)
     if gpu is None:
-        raise ProfileError(f"{path}: which GPU? give --gpu, e.g. {' or '.join(sorted(map(str, gpus)))}")
+        raise ProfileError(f"{path}: which GPU? give --gpu, e.g. {shown(' or '.join(sorted(map(str, gpus))))}")
     points: list[Point] = []
     left: dict[str, int] = {}
-    for number, row in enumerate(table, 1):
+    for number, row in table:
         if row.get("gpu", gpu) != gpu:
             continue
         reason = _unknown(row)
@@ -220,14 +317,39 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
             left[reason] = left.get(reason, 0) + 1
             continue
         try:
-            points.append(_kernel_point(row, given))
-        except (TypeError, ValueError) as error:
-            raise ProfileError(f"{path}: row {number}: {error}; expected numbers, got {row}") from None
+            points.append(read_point(_kernel_point(row, given)))
+        except ValueError as error:
+            raise ProfileError(f"{path} line {number}: {error}") from None
     header = {"gpu": gpu, "num_gpus": 1, "num_sms": _num_sms(gpu, given), "published": source or path.name}
     kept = _long_enough(points)
     if len(kept) < len(points):
         left["near the shortest of their kernel, so that launches may decide"] = len(points) - len(kept)
     return header, kept, [f"{count} rows: {reason}" for reason, count in left.items()]
+
+
+def _rows(path: Path) -> tuple[str, list[tuple[int, dict[str, str]]]]:
+    """What comments of a table say, and its rows by names of columns, with the numbers of their lines."""
+    lines = [(number, line) for number, line in enumerate(_text(path).split("\n"), start=1) if line.strip()]
+    source = " ".join(line.lstrip("# ").strip() for _, line in lines if line.startswith("#"))
+    kept = [(number, line) for number, line in lines if not line.startswith("#")]
+    reader, table = csv.reader(line for _, line in kept), []
+    names: list[str] = []
+    try:
+        for cells in reader:
+            number = kept[reader.line_num - 1][0]
+            if not names:
+                names = [_COLUMNS.get(name.strip(), name.strip()) for name in cells]
+                if len(set(names)) < len(names):
+                    raise ProfileError(f"{path} line {number}: expected every column once, got {shown(cells)}")
+            elif len(cells) != len(names):
+                raise ProfileError(
+                    f"{path} line {number}: expected {len(names)} cells, got {len(cells)}: {shown(cells)}"
+                )
+            else:
+                table.append((number, dict(zip(names, map(str.strip, cells), strict=True))))
+    except csv.Error as error:
+        raise ProfileError(f"{path} line {reader.line_num}: {error}") from None
+    return source, table
 
 
 LAUNCH_S: Final = 1e-3
@@ -256,17 +378,20 @@ def _unknown(row: dict[str, str]) -> str:
 
 
 def _kernel_point(row: dict[str, str], given: Table) -> Point:
-    heads = int(row.get("heads") or given.heads or 0)
-    kv_heads, dim = int(row.get("kv_heads") or given.kv_heads or heads), int(row.get("head_dim") or given.head_dim)
+    heads = _whole(row, "heads", given.heads or 0)
     if heads < 1:
         raise ValueError("how many heads? add a column or give --heads")
+    kv_heads, dim = _whole(row, "kv_heads", given.kv_heads or heads), _whole(row, "head_dim", given.head_dim)
     tokens = row["tokens"].lower()
-    total = int(tokens.removesuffix("k")) * (1024 if tokens.endswith("k") else 1)
-    lens = [int(n) for n in row["documents"].split()] if row.get("documents") else [total]
+    total = _count(tokens.removesuffix("k"), "tokens") * (1024 if tokens.endswith("k") else 1)
+    lens = [_count(n, "documents") for n in row["documents"].split()] if row.get("documents") else [total]
     causal = _MASKS[row["mask"].removesuffix("_mask")]
     area = sum(n * (n + 1) / 2 if causal else n * n for n in lens)
     flop = 4 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
-    seconds = float(row["ms"]) / 1e3 if "ms" in row else flop / (float(row["tflops"]) * 1e12)
+    if "ms" in row:
+        seconds = _number(row, "ms", "ms", _DURATION, 1e-3)
+    else:
+        seconds = flop / _number(row, "tflops", "TFLOP/s", _RATE, 1e12)
     return {
         "op": "attention",
         "kernel": row["kernel"],
@@ -283,11 +408,31 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     }
 
 
+def _count(text: str, name: str) -> int:
+    if not (text.isdecimal() and len(text) < 12):
+        raise ValueError(f"{name}: expected a whole number, got {shown(text)}")
+    return int(text)
+
+
+def _whole(row: dict[str, str], name: str, otherwise: int) -> int:
+    return _count(row[name], name) if row.get(name) else otherwise
+
+
+def _number(row: dict[str, str], name: str, unit: str, quantity: Quantity, factor: float) -> float:
+    """A cell in SI units: a number of its column's unit, or with a unit of its own."""
+    value = number_or_text(row[name])
+    try:
+        return quantity.read(value if isinstance(value, str) else value * factor)
+    except (ValueError, OverflowError):
+        limits = f"{quantity.low / factor:g} to {quantity.high / factor:g} {unit}"
+        raise ValueError(f"{name}: expected numbers of {limits}, got {shown(row[name])}") from None
+
+
 def _num_sms(gpu: str, given: Table) -> int:
     known = {cluster.gpu.name: cluster.gpu.num_sms for cluster in presets().values()}
     count = given.num_sms or next((count for name, count in known.items() if name in gpu.lower()), None)
     if count is None:
-        raise ProfileError(f"how many SMs has {gpu}? give --num-sms; known are {', '.join(known)}")
+        raise ProfileError(f"how many SMs has {cut(gpu, 60)}? give --num-sms; known are {', '.join(known)}")
     return count
 
 
@@ -320,7 +465,5 @@ def import_files(paths: Sequence[Path], given: Table, command: str) -> tuple[dic
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path}: cannot be read: {error}") from error
+    with as_profile_error():
+        return read_text(path)

@@ -39,12 +39,14 @@ of events had cost what it does on a host with one: `events_s` of its header, or
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TextIO
 
-from cpsim.errors import ProfileError
+from cpsim.calibrate.points import read_fields, read_point
+from cpsim.case.files import as_profile_error, parse_json, read_lines
+from cpsim.errors import CpsimError, ProfileError, shown
 
 SCHEMA = 1
 ROUNDS = 4
@@ -149,7 +151,8 @@ def check_machine(path: Path, gpu: str, num_gpus: int) -> None:
     Raises:
         ProfileError: another GPU, or another number of them.
     """
-    first = path.read_text(encoding="utf-8").partition("\n")[0]
+    with as_profile_error():
+        first = next((line for _, line in read_lines(path)), "")
     if not first:
         return
     _check_header(path, header := _parse(path, 1, first))
@@ -172,18 +175,15 @@ def load(path: str | Path) -> Measurements:
         ProfileError: one line that names the file, the line and what is wrong with it.
     """
     path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{path}: cannot read this measurement file: {error}") from error
-    rows = [_parse(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    with as_profile_error():
+        rows = [(number, _parse(path, number, line)) for number, line in _written(path)]
     if not rows:
         raise ProfileError(f"{path}: empty measurement file; expected a header line and points")
-    header, *points = rows
+    (_, header), *points = rows
     _check_header(path, header)
-    for number, point in enumerate(points, 2):
-        _check_point(path, number, point)
-    return Measurements(source=path.name, header=header, points=tuple(_as_on_one_gpu(p, header) for p in points))
+    read = [_checked_point(path, number, point) for number, point in points]
+    header = _fields(path, 1, read_fields, header)
+    return Measurements(source=path.name, header=header, points=tuple(_as_on_one_gpu(p, header) for p in read))
 
 
 def _as_on_one_gpu(point: Point, header: Mapping[str, Any]) -> Point:
@@ -200,11 +200,16 @@ def _as_on_one_gpu(point: Point, header: Mapping[str, Any]) -> Point:
     return {**point, timed: [max(s - more_s, s / 2) for s in point[timed]], **of_graph}
 
 
-def _parse(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ProfileError(f"{path}:{number}: not JSON ({error.msg}); is the file cut off?") from error
+def _written(path: Path) -> Iterator[tuple[int, str | CpsimError]]:
+    """Lines that are not empty, with their numbers."""
+    return ((number, line) for number, line in read_lines(path) if isinstance(line, CpsimError) or line.strip())
+
+
+def _parse(path: Path, number: int, line: str | CpsimError) -> dict[str, Any]:
+    if isinstance(line, CpsimError):
+        raise ProfileError(str(line))
+    with as_profile_error("; is the file cut off?"):
+        row = parse_json(line, f"{path}:{number}")
     if not isinstance(row, dict):
         raise ProfileError(f"{path}:{number}: expected a JSON object, got {type(row).__name__}")
     return row
@@ -214,17 +219,27 @@ def _check_header(path: Path, header: dict[str, Any]) -> None:
     if header.get("format") != "cpsim-measurement":
         raise ProfileError(f"{path}:1: expected a header with format 'cpsim-measurement'; is this a measurement file?")
     if header.get("schema") != SCHEMA:
-        raise ProfileError(f"{path}:1: schema {header.get('schema')!r}, this version reads {SCHEMA}; update cpsim")
+        raise ProfileError(f"{path}:1: schema {shown(header.get('schema'))}, this version reads {SCHEMA}; update cpsim")
     missing = [key for key in _HEADER_KEYS if key not in header]
     if missing:
         raise ProfileError(f"{path}:1: header lacks {', '.join(missing)}")
 
 
-def _check_point(path: Path, number: int, point: dict[str, Any]) -> None:
+def _fields(
+    path: Path, number: int, read: Callable[[dict[str, Any]], dict[str, Any]], row: dict[str, Any]
+) -> dict[str, Any]:
+    try:
+        return read(row)
+    except ValueError as error:
+        raise ProfileError(f"{path}:{number}: {error}") from None
+
+
+def _checked_point(path: Path, number: int, point: dict[str, Any]) -> Point:
     if not isinstance(point.get("op"), str):
         raise ProfileError(f"{path}:{number}: point without 'op'")
     samples = point.get("samples_s")
     if not isinstance(samples, list) or not all(isinstance(s, int | float) and 0 <= s < 3600 for s in samples):
         raise ProfileError(f"{path}:{number}: 'samples_s' must be a list of seconds, at least 0")
     if point["op"] not in ("error", "check", "interference", "overlap", "memory") and not samples:
-        raise ProfileError(f"{path}:{number}: {point['op']} point without samples")
+        raise ProfileError(f"{path}:{number}: {shown(point['op'])} point without samples")
+    return _fields(path, number, read_point, point)

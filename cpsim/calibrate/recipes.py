@@ -10,10 +10,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-import yaml
-
 from cpsim.calibrate.fit import fit_profile
 from cpsim.calibrate.measurement import Measurements, Point, load
+from cpsim.case.files import read_document
 from cpsim.errors import ProfileError
 from cpsim.models.profile import FOLDER, Profile, load_profile, save_profile
 from cpsim.models.standin import StandIn
@@ -32,7 +31,7 @@ def manifest() -> dict[str, dict[str, Any]]:
     path = DATA / "manifest.yaml"
     if not path.exists():
         raise ProfileError(f"{DATA}: expected measurements, which are not installed with cpsim; run this in a clone")
-    return dict(yaml.safe_load(path.read_text(encoding="utf-8")))
+    return dict(read_document(path))
 
 
 def points_file(name: str) -> Path:

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cpsim.case.files import SCHEMA, explain, read_documents, take_schema
-from cpsim.errors import ScenarioError, nearest
+from cpsim.case.files import SCHEMA, explain, is_file, read_document, take_schema
+from cpsim.errors import ScenarioError, nearest, shown
+from cpsim.units import Quantity, Rate
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
-Rate = Annotated[float, Field(gt=0, le=1e18)]
 Name = Annotated[str, Field(min_length=1, max_length=100)]
 
 
@@ -29,9 +29,9 @@ class Gpu:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: Name
-    memory_bytes: Annotated[int, Field(ge=1, le=10**14)]
+    memory_bytes: Annotated[int, Quantity("bytes", 1e6, 1e15)]
     num_sms: Count
-    peak_flops_per_s: Rate
+    peak_flops_per_s: Annotated[float, Quantity("FLOP/s", 1e6, 1e19)]
     """Dense bf16 tensor-core peak."""
     memory_bandwidth_bytes_per_s: Rate
 
@@ -51,7 +51,7 @@ class Fabric:
     """What one rank's thread copies of a stream's messages (transfers, all-to-alls), sent and received together, where
     the network is sockets. None where NICs read and write memory by themselves; messages then share the NICs like
     collectives."""
-    latency_s: Annotated[float, Field(ge=0, le=1)]
+    latency_s: Annotated[float, Quantity("s", 0, 1)]
     """Latency of one message between nodes, the call's overhead included; seconds."""
     oversubscription: Annotated[float, Field(ge=1, le=1000)] = 1.0
     """A node's uplink carries nics_per_node * nic_bandwidth / oversubscription."""
@@ -229,19 +229,18 @@ def load_cluster(name_or_path: str) -> Cluster:
     if name_or_path in presets():
         return presets()[name_or_path]
     path = Path(name_or_path)
-    if not path.is_file():
+    if not is_file(path):
         raise ScenarioError(
-            f"cluster: {name_or_path!r} is neither a preset nor a file; {nearest(name_or_path, presets())}"
+            f"cluster: {shown(name_or_path)} is neither a preset nor a file; {nearest(name_or_path, presets())}"
         )
-    entries = read_documents(path)
-    if len(entries) != 1 or isinstance(entries[0][1], ScenarioError):
-        raise ScenarioError(f"cluster: {path}: expected one cluster in YAML or JSON, got {len(entries)} entries")
     try:
-        cluster = _cluster(_with_known_gpu(take_schema(entries[0][1], "cluster")))
+        if isinstance(fields := read_document(path), list):
+            raise ScenarioError(f"expected one cluster, got a list of {len(fields)}")
+        cluster = _cluster(_with_known_gpu(take_schema(fields, "cluster")))
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     beside = path.parent / (cluster.profile or "")
-    return replace(cluster, profile=str(beside)) if beside.is_file() else cluster
+    return replace(cluster, profile=str(beside)) if is_file(beside) else cluster
 
 
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +248,7 @@ def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
         return data
     known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
     if data["gpu"] not in known:
-        raise ScenarioError(f"gpu: {data['gpu']!r} is unknown; {nearest(data['gpu'], known)}")
+        raise ScenarioError(f"gpu: {shown(data['gpu'])} is unknown; {nearest(data['gpu'], known)}")
     return data | {"gpu": asdict(known[data["gpu"]])}
 
 

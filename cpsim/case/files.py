@@ -1,35 +1,104 @@
-"""Files that people write: strict reading of YAML and JSON, and one-line errors that say how to mend them."""
+"""Files that people write: the one place that reads them, strictly, with one-line errors that say how to mend them.
+
+A file is read as UTF-8, with or without a byte order mark. Pipes, devices and whatever is too large for its kind are
+refused before they are read.
+"""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
-from functools import cache
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
-from cpsim.errors import ScenarioError, nearest, shown, unknown_name
+from cpsim.errors import CpsimError, ProfileError, ScenarioError, cut, nearest, shown, unknown_name
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 SCHEMA = 1
 """Schema of the scenario and cluster files that this version reads."""
+MAX_BYTES: Final = 200_000_000
+"""Largest file that is read line by line."""
+MAX_DOCUMENT_BYTES: Final = 20_000_000
+"""Longest line, and largest file that is one document."""
+MAX_DEPTH: Final = 64
+"""Levels of lists and mappings."""
+BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+_CONTROL: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Characters that move a terminal's cursor, turn its text round or cannot be encoded; tabs and new lines are none."""
 
 
 def read_text(path: Path) -> str:
-    """Text of a file.
+    """Text of a file that is one document.
 
     Raises:
-        ScenarioError: it is missing, a folder, unreadable or not UTF-8.
+        ScenarioError: it is missing, no file, too large or not UTF-8.
     """
+    with _opened(path, MAX_DOCUMENT_BYTES) as file:
+        return _decoded(file.read(MAX_DOCUMENT_BYTES + 1), str(path))
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, str | ScenarioError]]:
+    """Lines of a file with their numbers, read one by one; an error where a line is not UTF-8.
+
+    Raises:
+        ScenarioError: the file is missing, no file or too large.
+    """
+    with _opened(path, MAX_BYTES) as file:
+        number = 0
+        while line := file.readline(MAX_DOCUMENT_BYTES + 1):
+            number += 1
+            if len(line) > MAX_DOCUMENT_BYTES:
+                raise ScenarioError(
+                    f"{path} line {number}: expected at most {MAX_DOCUMENT_BYTES // 10**6} MB, got more"
+                )
+            try:
+                yield number, _decoded(line.rstrip(b"\r\n"), f"{path} line {number}")
+            except ScenarioError as error:
+                yield number, error
+
+
+@contextmanager
+def _opened(path: Path, most: int) -> Iterator[BinaryIO]:
+    """A file of at most so many bytes; what is none, e.g. a pipe, is not opened, which might wait for ever."""
     try:
-        return path.read_text(encoding="utf-8")
+        about = path.stat()
+        if not S_ISREG(about.st_mode):
+            got = "a folder" if S_ISDIR(about.st_mode) else "a pipe or device; write its content into a file first"
+            raise ScenarioError(f"{path}: cannot be read: expected a file, got {got}")
+        if about.st_size > most:
+            size = f"{about.st_size / 1e6:.0f} MB; cut it into several"
+            raise ScenarioError(f"{path}: cannot be read: expected at most {most // 10**6} MB, got {size}")
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
         raise ScenarioError(f"{path}: cannot be read: {error.strerror or error}; check the path") from None
-    except UnicodeDecodeError:
-        raise ScenarioError(f"{path}: expected UTF-8 text (YAML, JSON or JSON Lines), got binary data") from None
+
+
+def _decoded(data: bytes, place: str) -> str:
+    try:
+        return data.removeprefix(BYTE_ORDER_MARK).decode("utf-8")
+    except UnicodeDecodeError as error:
+        before = data[: error.start]
+        line, column = before.count(b"\n") + 1, error.start - before.rfind(b"\n")
+        where = f"byte 0x{data[error.start]:02x} at column {column}" + (f" of line {line}" if line > 1 else "")
+        raise ScenarioError(f"{place}: expected UTF-8 text, got {where}; save it as UTF-8") from None
+
+
+@contextmanager
+def as_profile_error(after: str = "") -> Iterator[None]:
+    """What is wrong with a file is wrong with a measurement or profile; text `after` says what may have happened."""
+    try:
+        yield
+    except ProfileError:
+        raise
+    except CpsimError as error:
+        raise ProfileError(f"{error}{after}") from None
 
 
 def read_documents(path: Path) -> list[tuple[str, Any | ScenarioError]]:
@@ -41,73 +110,102 @@ def read_documents(path: Path) -> list[tuple[str, Any | ScenarioError]]:
     Returns:
         (place, value) pairs; the value is an error where a line is not JSON.
     """
-    text = read_text(path)
     if path.suffix in (".jsonl", ".ndjson"):
-        numbered = enumerate(text.split("\n"), start=1)
-        return [(f"{path} line {i}", _line(line, f"{path} line {i}")) for i, line in numbered if line.strip()]
-    value = parse_json(text, str(path)) if path.suffix == ".json" else parse_yaml(text, str(path))
+        return [(place, value) for place, value in read_json_lines(path)]
+    value = read_document(path)
     if isinstance(value, list):
         return [(f"{path} item {i}", item) for i, item in enumerate(value, start=1)]
     return [(str(path), value)]
 
 
-def _line(text: str, place: str) -> Any | ScenarioError:
-    try:
-        return parse_json(text, place)
-    except ScenarioError as error:
-        return error
+def read_document(path: Path) -> Any:
+    """The value that a whole file holds, as JSON or YAML by its name."""
+    parse = parse_json if path.suffix == ".json" else parse_yaml
+    return parse(read_text(path), str(path))
+
+
+def read_json_lines(path: Path) -> Iterator[tuple[str, Any | ScenarioError]]:
+    """Place and value of every line that is not empty; the value is an error where it is not JSON."""
+    for number, line in read_lines(path):
+        place = f"{path} line {number}"
+        if isinstance(line, ScenarioError):
+            yield place, line
+        elif line.strip():
+            try:
+                yield place, parse_json(line, place)
+            except ScenarioError as error:
+                yield place, error
 
 
 def parse_json(text: str, place: str) -> Any:
     """JSON without duplicate keys."""
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return _checked(json.loads(text, object_pairs_hook=_unique), place)
     except json.JSONDecodeError as error:
         where = f"column {error.colno}" if error.lineno == 1 else f"line {error.lineno}, column {error.colno}"
         raise ScenarioError(f"{place}: not valid JSON: {error.msg} at {where}") from None
-    except (ValueError, RecursionError) as error:  # duplicates, endless integers, endless nesting
-        raise ScenarioError(f"{place}: not valid JSON: {_one_line(str(error))}") from None
+    except RecursionError:
+        raise ScenarioError(f"{place}: not valid JSON: {_TOO_DEEP}") from None
+    except ScenarioError:
+        raise
+    except ValueError as error:  # duplicates; integers of thousands of digits
+        why = "expected numbers of a few digits, got one of thousands" if "int_max_str" in str(error) else error
+        raise ScenarioError(f"{place}: not valid JSON: {why}") from None
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     mapping = dict(pairs)
     if len(mapping) < len(pairs):
-        twice = next(key for i, (key, _) in enumerate(pairs) if key in dict(pairs[:i]))
-        raise ValueError(f"{twice} is given twice; keep one")
+        twice, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"{cut(twice, 60)} is given twice; keep one")
     return mapping
 
 
 def parse_yaml(text: str, place: str) -> Any:
-    """YAML (safe subset) without duplicate keys; ``1e9`` is a number, as in YAML 1.2."""
+    """YAML 1.2 without duplicate keys; see ``cpsim.case.yaml12``."""
     import yaml
+
+    from cpsim.case import yaml12
 
     try:
-        return yaml.load(text, _yaml_loader())
+        return _checked(yaml12.load(text), place)
     except yaml.MarkedYAMLError as error:
         line = f" at line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        problem = _one_line(error.problem or "unreadable")
-        raise ScenarioError(f"{place}: not valid YAML: {problem}{line}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # impossible dates, endless nesting
-        raise ScenarioError(f"{place}: not valid YAML: {_one_line(str(error))}") from None
+        raise ScenarioError(f"{place}: not valid YAML: {cut(error.problem or 'unreadable', 200)}{line}") from None
+    except ScenarioError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # characters that YAML does not know, endless numbers
+        raise ScenarioError(f"{place}: not valid YAML: {error}") from None
 
 
-@cache
-def _yaml_loader() -> Any:
-    import yaml
+_TOO_DEEP: Final = f"expected at most {MAX_DEPTH} levels of lists and mappings, got more"
 
-    class Loader(yaml.SafeLoader):
-        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-            seen: set[Any] = set()
-            for key, _ in node.value:
-                if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                    problem = f"{key.value} is given twice; keep one"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-                seen.add(key.value if isinstance(key, yaml.ScalarNode) else key)
-            return super().construct_mapping(node, deep)
 
-    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
-    return Loader
+_LOOKED_AT: Final = frozenset((str, list, dict))
+
+
+def _checked(value: Any, place: str) -> Any:
+    """A value of a few levels whose texts any terminal shows as they are.
+
+    Raises:
+        ScenarioError: it is another.
+    """
+    level, depth = [one for one in [value] if type(one) in _LOOKED_AT], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ScenarioError(f"{place}: {_TOO_DEEP}")
+        deeper: list[Any] = []
+        for entry in level:
+            if type(entry) is str:
+                if not entry.isprintable() and (found := _CONTROL.search(entry)):
+                    around = entry[max(0, found.start() - 20) : found.start() + 20]
+                    raise ScenarioError(f"{place}: expected text without control characters, got {shown(around)}")
+            elif type(entry) is dict:
+                deeper += [one for pair in entry.items() for one in pair if type(one) in _LOOKED_AT]
+            else:
+                deeper += [one for one in entry if type(one) in _LOOKED_AT]
+        level, depth = deeper, depth + 1
+    return value
 
 
 def take_schema(value: Any, what: str) -> dict[str, Any]:
@@ -128,6 +226,32 @@ def take_schema(value: Any, what: str) -> dict[str, Any]:
     return {key: entry for key, entry in value.items() if key not in ("schema", "version")}
 
 
+_WORDS: Final = {
+    "a valid integer": "a whole number",
+    "a valid dictionary": "a mapping",
+    "a valid boolean": "true or false",
+    "String should have ": "",
+}
+
+
+def _as_whole(problem: Mapping[str, Any]) -> str:
+    """How to write a whole number that is there as another kind of value, such as 1e6 or '1_000'."""
+    value = problem["input"]
+    if problem["type"] == "int_type" and isinstance(value, str) and len(value) < 30:
+        digits = re.sub(r"(?<=\d)[_,](?=\d)", "", value)
+        return f"; write {digits}" if digits.isdecimal() else ""
+    whole = isinstance(value, float) and abs(value) < 1e18 and value.is_integer()
+    return f"; write {int(value)}" if whole and problem["type"] == "int_type" else ""
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; no, where nothing can have that name."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def explain(error: ValidationError, fields: Iterable[str]) -> str:
     """The first problem of a validation in one line: field, expected, got, how to mend it.
 
@@ -137,7 +261,7 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
     """
     problems = sorted(error.errors(include_url=False), key=lambda entry: entry["type"].startswith("missing"))
     first = problems[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = ".".join(cut(str(part), 60) for part in first["loc"])
     got = shown(first["input"])
     match first["type"]:
         case "extra_forbidden" | "unexpected_keyword_argument" if len(first["loc"]) == 1:
@@ -153,12 +277,9 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
             message = ": ".join(filter(None, [where, str(first["ctx"]["error"])]))
         case _:
             expected = first["msg"].removeprefix("Input should be ")
-            expected = expected.replace("a valid integer", "a whole number").replace("a valid dictionary", "a mapping")
-            message = f"{where}: expected {expected}, got {got}"
+            for theirs, ours in _WORDS.items():
+                expected = expected.replace(theirs, ours)
+            message = f"{where}: expected {expected}, got {got}{_as_whole(first)}"
     more = len(problems) - 1
     suffix = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""
-    return _one_line(message) + suffix
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return message + suffix

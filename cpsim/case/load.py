@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cpsim.case.cluster import presets
-from cpsim.case.files import explain, read_documents, take_schema
+from cpsim.case.files import explain, is_file, read_documents, take_schema
 from cpsim.case.scenario import FIELDS, Scenario
 from cpsim.errors import ScenarioError, shown
 
@@ -130,6 +130,6 @@ def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenari
 
 def _beside(name: str | None, folder: Path) -> str | None:
     """A file name relative to the folder of the scenario, where there is such a file."""
-    if name is None or name in presets() or not (folder / name).is_file():
+    if name is None or name in presets() or not is_file(folder / name):
         return name
     return str(folder / name)

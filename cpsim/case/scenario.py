@@ -16,6 +16,7 @@ from cpsim.errors import nearest, shown
 from cpsim.masks.names import Options, read_mask
 
 MAX_TOKENS: Final = 10**9
+Name = Annotated[str, Field(max_length=60)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
@@ -72,12 +73,12 @@ class Scenario(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, populate_by_name=True)
 
-    strategy: str | None = None
+    strategy: Name | None = None
     """None leaves the choice to ``advise``."""
     knobs: Mapping[str, Any] = Field(default_factory=dict)
     """The strategy's own settings, e.g. ``{"ulysses": 8}``."""
-    implementation: str = "cpsim"
-    kernel: str = "fa4"
+    implementation: Name = "cpsim"
+    kernel: Name = "fa4"
     gpus: Annotated[int, Field(ge=1, le=1_000_000)]
     cluster: Annotated[str, Field(min_length=1, max_length=1000)]
     """Preset name or path of a cluster file."""
@@ -190,7 +191,9 @@ class Scenario(BaseModel):
             if isinstance(entry, float) and not math.isfinite(entry):
                 raise ValueError(f"{key}: expected a finite number, got {entry}")
             if not isinstance(entry, str | int | float):
-                raise ValueError(f"{key}: expected a number, a name or true/false, got {shown(entry)}")
+                raise ValueError(f"{shown(key)}: expected a number, a name or true/false, got {shown(entry)}")
+            if len(key) > 60 or (len(entry) > 60 if isinstance(entry, str) else abs(entry) > 10**18):
+                raise ValueError(f"{shown(key)}: expected a shorter name or a smaller number, got {shown(entry)}")
         return value
 
     @model_validator(mode="after")

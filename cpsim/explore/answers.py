@@ -470,10 +470,13 @@ def _timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
 def _evaluate(way: Scenario | Infeasible, most: int) -> Evaluated:
     """A way that was tried; with its timelines where they are no larger than that [bytes]."""
     tried = evaluate(way)
-    if isinstance(tried, Infeasible) or (most and len(pickle.dumps(tried)) <= most):
+    if isinstance(tried, Infeasible):
         return tried
-    forward, backward = tried
-    return replace(forward, timelines={}), replace(backward, timelines={})
+    forward, backward, both = tried
+    both = replace(both, timelines={})
+    if most and len(pickle.dumps((forward, backward))) <= most:
+        return forward, backward, both
+    return replace(forward, timelines={}), replace(backward, timelines={}), both
 
 
 def _drawn(candidate: Candidate, draw: Callable[[Candidate], T]) -> T:

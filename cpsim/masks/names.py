@@ -162,7 +162,7 @@ def read_mask(value: object) -> tuple[str, Options]:
     if not isinstance(name, str):
         raise ValueError(f"expected a name or a mapping with a name, e.g. causal, got {shown(value)}")
     if name not in MASK_NAMES:
-        raise ValueError(f"{name!r} is unknown; {nearest(name, MASK_NAMES)}")
+        raise ValueError(f"{shown(name)} is unknown; {nearest(name, MASK_NAMES)}")
     given = {key: entry for key, entry in value.items() if key != "name"} if isinstance(value, Mapping) else {}
     return name, read_options(name, given)
 
@@ -176,9 +176,9 @@ def read_options(name: str, given: Mapping[str, object]) -> Options:
     known = MASK_NAMES[name].options
     for key, entry in given.items():
         if not known:
-            raise ValueError(f"{name!r} takes no parameters, got {', '.join(map(str, given))}; remove them")
+            raise ValueError(f"{shown(name)} takes no parameters, got {shown(list(given))}; remove them")
         if key not in known:
-            raise ValueError(f"{name} has no option {key!r}; {nearest(key, known)}")
+            raise ValueError(f"{name} has no option {shown(key)}; {nearest(key, known)}")
         try:
             known[key].check(entry)
         except ValueError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict
+
+from cpsim.units import CLOSED, ByName, Rate, Seconds
 
 Floats = NDArray[np.float64]
 
@@ -19,8 +22,10 @@ on H200 copies reach 0.84 TB/s, a fifth of what others do."""
 class ElementwiseParams:
     """By kind."""
 
-    latency_s: Mapping[str, float]
-    bandwidth_bytes_per_s: Mapping[str, float]
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    latency_s: ByName[Seconds]
+    bandwidth_bytes_per_s: ByName[Rate]
     """Bytes read plus written in a second, on operands that the L2 cache does not hold."""
 
 

@@ -19,10 +19,13 @@ Differs: cuBLAS's heuristics are not public; the best of the choices below stand
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict
+
+from cpsim.units import CLOSED, Quantity, Seconds, SecondsPerByte, Share
 
 Floats = NDArray[np.float64]
 
@@ -40,16 +43,18 @@ SUM_BYTES: Final = 4
 class GemmParams:
     """One GPU type; times in seconds."""
 
-    num_sms: int
-    flop_s: float
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    num_sms: Annotated[int, Quantity("SMs", 1, 1e5)]
+    flop_s: Annotated[float, Quantity("s per FLOP", 1e-17, 1e-6)]
     """Per FLOP of one SM, at the clock of a GPU that does nothing else."""
-    tile_s: float
+    tile_s: Seconds
     """Per tile: prologue and epilogue, as far as no other tile hides them."""
-    call_s: float
+    call_s: Seconds
     """Per call: launch on the GPU, pipeline fill."""
-    tail_share: float
+    tail_share: Share
     """What the idle part of the last wave costs: 1 at a fixed clock, 0 where power alone counts."""
-    traffic_s_per_byte: float
+    traffic_s_per_byte: SecondsPerByte
     """Seconds per byte of operands and result."""
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict
+
+from cpsim.units import CLOSED, ByName, Quantity, Seconds
 
 ATTENTION = {"attention": "fwd", "attention_backward": "bwd"}
 COPIES = {"elementwise": "copy", "barrier": "all_reduce"}
@@ -14,32 +19,34 @@ COPIES = {"elementwise": "copy", "barrier": "all_reduce"}
 class HostParams:
     """Launch times of one machine, each op in its own Python call."""
 
-    launch_s: Mapping[str, float]
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    launch_s: ByName[Seconds]
     """By kind of op: merge, accumulate, copy, transfer (a send and a receive, batched), the collectives; and by
     kernel and pass: `fa4 fwd`."""
-    event_s: float
+    event_s: Seconds
     """Recording an event and waiting for it on another stream, once per op."""
-    lead_s: float
+    lead_s: Seconds
     """How far the host is ahead of the GPU when a streamed iteration starts. Not measured: 1 ms is what the 256 MB
     all-reduce takes that such benchmarks put before every iteration."""
-    graph_s: float
+    graph_s: Seconds
     """From the launch of a CUDA graph to the start of its first kernel, the GPU idle."""
-    graph_queued_s: float = 0.0
+    graph_queued_s: Seconds = 0.0
     """Seconds from a graph's launch to its first kernel, counted from when the GPU gets to a graph that was launched
     before."""
-    cold_start_s: float = 0.0
+    cold_start_s: Seconds = 0.0
     """What the first kernel of a graph takes longer where the cache holds nothing of use, operands apart."""
-    graph_cross_s: float = 0.0
+    graph_cross_s: Seconds = 0.0
     """Extra seconds for a dependency across streams in a captured graph."""
-    captured_kernel_s: float = 0.0
+    captured_kernel_s: Seconds = 0.0
     """What a kernel takes in a CUDA graph that does next to nothing."""
-    captured_gain_s: Mapping[str, float]
+    captured_gain_s: ByName[Annotated[float, Quantity("s", -1, 1)]]
     """What two events around an op add to its measured time, which ops of a CUDA graph do not pay: attention by kernel
     and pass, as in `cudnn fwd`, and by pass where a kernel was not measured (`fwd`, also of other products);
     `memory-bound` kernels; a `message`, less what it costs kernels before and after it."""
-    streamed_gain_s: Mapping[str, float]
+    streamed_gain_s: ByName[Annotated[float, Quantity("s", -1, 1)]]
     """What events around ops add that are launched one by one into a stream, by a host that is ahead."""
-    pause_s: Mapping[str, float]
+    pause_s: ByName[Seconds]
     """By protocol: from the end of one iteration to the start of the next."""
 
     def measured(self, names: Sequence[str]) -> float | None:

@@ -11,32 +11,62 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
-from cpsim.errors import InfeasibleError, ProfileError
-from cpsim.models.attention.anatomy import Anatomy
-from cpsim.models.attention.discrepancy import NONE, Discrepancy
+from cpsim.case.files import as_profile_error, explain, parse_json, read_text
+from cpsim.errors import InfeasibleError, ProfileError, shown
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
 from cpsim.models.host import HostParams
-from cpsim.models.network.collective import CollectiveParams, Curve
+from cpsim.models.network.collective import CollectiveParams
 from cpsim.models.network.interference import InterferenceParams
+from cpsim.units import CLOSED, ByName, Quantity
 
 SCHEMA = 4
 BASE = "base"
 """What an attention kernel says that is the base's."""
 FOLDER = Path(__file__).parent.with_name("data") / "profiles"
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+def _kernel_and_pass(value: Any) -> Any:
+    """The names `kernel pass` of files as pairs."""
+    if isinstance(value, dict) and not all(isinstance(key, str) and len(key.split(" ")) == 2 for key in value):
+        raise ValueError("expected a kernel and a pass as names, e.g. 'fa4 fwd'")
+    return {tuple(key.split(" ")): params for key, params in value.items()} if isinstance(value, dict) else value
+
+
+ERRORS = ("points", "mean_absolute", "p95", "worst", "bias", "rms", "covered")
+LOGARITHM = Quantity("", -1e6, 1e6)
+Extent = Annotated[float, Quantity("tokens or bytes", 0, 1e18)]
+
+
+def _error_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    if set(row) != {"model", *ERRORS} or not isinstance(row["model"], str):
+        raise ValueError(f"expected model, {', '.join(ERRORS)}, got {shown(list(row))}")
+    for name in ERRORS:
+        LOGARITHM.read(row[name])
+    return row
+
+
+def _range(value: tuple[float, float]) -> tuple[float, float]:
+    if value[0] > value[1]:
+        raise ValueError(f"expected the smaller end first, got {list(value)}")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCosts:
     """What layers of a transformer consist of besides attention."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
 
     gemm: GemmParams
     ops: ElementwiseParams
@@ -47,27 +77,29 @@ class LayerCosts:
 class Profile:
     """Fitted cost models of one GPU type."""
 
-    name: str
-    gpu: str
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    name: Name
+    gpu: Name
     """As the driver names it."""
     grade: str
     """How far to trust it, in words."""
-    attention: Mapping[tuple[str, str], AttentionParams]
+    attention: Annotated[Mapping[tuple[str, str], AttentionParams], BeforeValidator(_kernel_and_pass)]
     """By (kernel, pass)."""
     collective: CollectiveParams
     elementwise: ElementwiseParams
     host: HostParams
     interference: InterferenceParams
-    load: Mapping[str, float]
+    load: ByName[Annotated[float, Quantity("", 0, 1e3)]]
     """Power that ops draw above an idle GPU's, relative to what its limit allows: `memory-bound`, `collective`, and
     `transfer` at the rate of a port."""
-    sigma: Mapping[str, float]
+    sigma: ByName[Annotated[float, Quantity("", 0, 10)]]
     """Relative (log) standard deviation of held-out errors by cost model: `attention fwd fa4`, `collective`,
     `collective all_gather`, `transfer`, `memory-bound`, `host`, `run to run`; and the spread between GPUs of one type
     (`attention fwd fa4 between GPUs`)."""
-    valid: Mapping[str, tuple[float, float]]
+    valid: ByName[Annotated[tuple[Extent, Extent], AfterValidator(_range)]]
     """Measured range by cost model: query and key tokens of a call (attention), bytes (others)."""
-    held_out: tuple[Mapping[str, Any], ...]
+    held_out: tuple[Annotated[Mapping[str, Any], AfterValidator(_error_row)], ...]
     """Errors on points that were not fitted, relative, logarithmic: model, points, mean_absolute, p95, worst, bias,
     rms, and covered, the share inside the 90 % interval that other such points give."""
     provenance: tuple[Mapping[str, Any], ...]
@@ -144,12 +176,14 @@ class Profile:
 
     def collective_notes(self, kind: str, nbytes: float, num_ranks: int) -> tuple[str, ...]:
         """What about a collective inside a node lies outside of the measured range."""
-        high, ranks = self.valid[f"collective {kind}"][1], max(self.collective.curves[kind])
+        high, ranks = self.valid[f"collective {kind}"][1], self.collective.curves[kind]
         notes = []
         if nbytes > high:
             notes.append(f"{kind} of {nbytes / 1e6:.0f} MB, measured up to {high / 1e6:.0f}")
-        if num_ranks > ranks:
-            notes.append(f"{kind} among {num_ranks} GPUs of a node, measured up to {ranks}")
+        if num_ranks > max(ranks):
+            notes.append(f"{kind} among {num_ranks} GPUs of a node, measured up to {max(ranks)}")
+        if num_ranks < min(ranks):
+            notes.append(f"{kind} among {num_ranks} GPUs of a node, measured from {min(ranks)}")
         return tuple(notes)
 
 
@@ -170,19 +204,20 @@ def load_profile(name_or_path: str | Path) -> Profile:
 @lru_cache(maxsize=32)
 def _load(name: str) -> Profile:
     path = FOLDER / f"{name}.json"
-    if not path.exists():
-        path = Path(name)
-    if not path.exists():
-        raise ProfileError(f"no profile {name!r}; shipped are {', '.join(shipped_profiles())}, or give a file")
-    return from_json(_with_base(_read(path), path), str(path))
+    try:
+        path = path if path.exists() else Path(name)
+        known = path.exists()
+    except (OSError, ValueError):  # longer than names of files are, or with characters that they cannot have
+        known = False
+    if not known:
+        raise ProfileError(f"no profile {shown(name)}; shipped are {', '.join(shipped_profiles())}, or give a file")
+    return from_json(whole_data(path), str(path))
 
 
 def _read(path: Path) -> dict[str, Any]:
     """Parsed JSON of a profile file of this version."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ProfileError(f"{path}: cannot read this profile ({error}); is the file cut off?") from error
+    with as_profile_error("; is the file cut off?"):
+        data = parse_json(read_text(path), str(path))
     _check_format(data, str(path))
     return dict(data)
 
@@ -190,108 +225,67 @@ def _read(path: Path) -> dict[str, Any]:
 def _check_format(data: Any, source: str) -> None:
     if not isinstance(data, dict) or data.get("format") != "cpsim-profile":
         raise ProfileError(f"{source}: expected format 'cpsim-profile'; is this a profile file?")
-    if data.get("schema") != SCHEMA:
-        older = isinstance(data.get("schema"), int) and data["schema"] < SCHEMA
-        mend = "make it again with `cpsim fit`" if older else "update cpsim"
-        raise ProfileError(f"{source}: schema {data.get('schema')!r}, this version reads {SCHEMA}; {mend}")
+    schema = data.get("schema")
+    if type(schema) is not int or schema != SCHEMA:
+        mend = "make it again with `cpsim fit`" if type(schema) is int and schema < SCHEMA else "update cpsim"
+        raise ProfileError(f"{source}: schema {shown(schema)}, this version reads {SCHEMA}; {mend}")
 
 
-def _with_base(data: dict[str, Any], path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A profile's data with the parts of its base that it gives none of its own of."""
+def whole_data(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Parsed JSON of a profile file with the parts of its base that it gives none of its own of.
+
+    Raises:
+        ProfileError: it or its base cannot be read.
+    """
+    data = _read(path)
     if "base" not in data:
         return data
-    places = (path.with_name(f"{data['base']}.json"), FOLDER / f"{data['base']}.json")
+    name, kernels = data.pop("base"), data.get("attention", {})
+    if not isinstance(name, str) or Path(name).name != name or not isinstance(kernels, dict):
+        raise ProfileError(f"{path}: expected the name of a base, and kernels of its own, got base {shown(name)}")
+    places = (path.with_name(f"{name}.json"), FOLDER / f"{name}.json")
     base = next((place for place in places if place.exists() and place not in (path, *seen)), None)
     if base is None:
-        raise ProfileError(f"{path}: expected its base {data['base']!r} beside it or among {shipped_profiles()}")
-    theirs = _with_base(_read(base), base, (path, *seen))
-    own = {k: theirs["attention"].get(k) if v == BASE else v for k, v in data.get("attention", {}).items()}
+        raise ProfileError(f"{path}: expected its base {shown(name)} beside it or among {shipped_profiles()}")
+    theirs = whole_data(base, (path, *seen))
+    missing = [kernel for kernel, own in kernels.items() if own == BASE and kernel not in theirs["attention"]]
+    if missing:
+        raise ProfileError(f"{path}: attention: its base {shown(name)} has no kernel {shown(missing[0])}")
+    own = {kernel: theirs["attention"][kernel] if own == BASE else own for kernel, own in kernels.items()}
     return {**theirs, **data, "attention": own}
 
 
 def from_json(data: Any, source: str) -> Profile:
     """A profile from parsed JSON without a base; `source` is named in errors."""
     _check_format(data, source)
+    fields = {name: value for name, value in data.items() if name not in ("format", "schema")}
     try:
-        profile = _build(data)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ProfileError(f"{source}: broken profile: {type(error).__name__}: {error}") from error
-    for where, number in _numbers(data):
-        if not np.isfinite(number):
-            raise ProfileError(f"{source}: {where} is {number}, expected a finite number")
-    for key, params in profile.attention.items():
-        if len(params.calls_s) != len(params.calls_spread):
-            raise ProfileError(f"{source}: attention {' '.join(key)} needs as many calls_s as calls_spread")
-        if params.pair_s <= 0 or params.num_sms < 1:
-            raise ProfileError(f"{source}: attention {' '.join(key)} needs positive pair_s and num_sms")
+        profile = _adapter().validate_python(fields)
+        for where, number in _numbers(profile.provenance, "provenance"):
+            if not np.isfinite(number):
+                raise ValueError(f"{where}: expected a finite number, got {number}")
+    except ValidationError as error:
+        raise ProfileError(f"{source}: {explain(error, Profile.__dataclass_fields__)}") from None
+    except ValueError as error:
+        raise ProfileError(f"{source}: {error}") from None
     return profile
 
 
-def _build(data: dict[str, Any]) -> Profile:
-    attention = {}
-    for key, value in data["attention"].items():
-        kernel, pass_ = key.split(" ")
-        attention[kernel, pass_] = _attention_params(value)
-
-    def curve(value: dict[str, list[float]]) -> Curve:
-        return Curve(nbytes=tuple(map(float, value["nbytes"])), seconds=tuple(map(float, value["seconds"])))
-
-    network = data["collective"]
-    collective = CollectiveParams(
-        curves={k: {int(n): curve(c) for n, c in by.items()} for k, by in network["curves"].items()},
-        hop_s={k: float(v) for k, v in network["hop_s"].items()},
-        rings={int(n): curve(c) for n, c in network["rings"].items()},
-        port_bytes_per_s=float(network["port_bytes_per_s"]),
-    )
-    return Profile(
-        name=str(data["name"]),
-        gpu=str(data["gpu"]),
-        grade=str(data["grade"]),
-        attention=attention,
-        collective=collective,
-        elementwise=ElementwiseParams(**data["elementwise"]),
-        host=HostParams(**data["host"]),
-        interference=InterferenceParams(**data["interference"]),
-        load={k: float(v) for k, v in data["load"].items()},
-        sigma={k: float(v) for k, v in data["sigma"].items()},
-        valid={k: (float(low), float(high)) for k, (low, high) in data["valid"].items()},
-        held_out=tuple(data["held_out"]),
-        provenance=tuple(data["provenance"]),
-        layers=_layer_costs(data["layers"]) if data.get("layers") is not None else None,
-    )
+@cache
+def _adapter() -> TypeAdapter[Profile]:
+    return TypeAdapter(Profile)
 
 
-def _layer_costs(value: dict[str, Any]) -> LayerCosts:
-    return LayerCosts(gemm=GemmParams(**value["gemm"]), ops=ElementwiseParams(**value["ops"]))
-
-
-def _attention_params(value: dict[str, Any]) -> AttentionParams:
-    rest = {
-        "anatomy": Anatomy(**value["anatomy"]),
-        "discrepancy": _discrepancy(value["discrepancy"]) if "discrepancy" in value else NONE,
-        "head_dims": tuple(map(_attention_params, value.get("head_dims", ()))),
-        **{name: tuple(map(float, value.get(name, ()))) for name in ("calls_s", "calls_spread")},
-    }
-    return AttentionParams(**{**value, **rest})
-
-
-def _discrepancy(value: dict[str, Any]) -> Discrepancy:
-    support = tuple(tuple(map(float, row)) for row in value["support"])
-    found = Discrepancy(lengths=tuple(value["lengths"]), support=support, weights=tuple(value["weights"]))
-    found.arrays()  # refuses other numbers of features or points
-    return found
-
-
-def _numbers(value: Any, where: str = "profile") -> Iterable[tuple[str, float]]:
+def _numbers(value: Any, where: str) -> Iterable[tuple[str, float]]:
     """Every number in parsed JSON, with its place."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _numbers(item, f"{where}.{key}")
-    elif isinstance(value, list):
+    elif isinstance(value, list | tuple):
         for i, item in enumerate(value):
             yield from _numbers(item, f"{where}[{i}]")
-    elif isinstance(value, int | float):
-        yield where, float(value)
+    elif isinstance(value, float):
+        yield where, value
 
 
 def to_json(profile: Profile, base: Profile | None = None) -> str:

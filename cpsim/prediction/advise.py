@@ -11,7 +11,7 @@ from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.prediction.case import check_names, resolve
-from cpsim.prediction.predict import TOO_LARGE, prediction_of
+from cpsim.prediction.predict import TOO_LARGE, prediction_of, predictions_of
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
 from cpsim.runtime.processes import Progress
 from cpsim.strategies import STRATEGIES, Knobs
@@ -54,8 +54,8 @@ def advise(case: ScenarioLike, progress: Progress | None = None) -> Advice:
     return replace(advice, notes=(*advice.notes, *dict.fromkeys(_sensitivity(advice.candidates))))
 
 
-Evaluated = tuple[Prediction, Prediction] | Infeasible
-"""Forward and backward pass of a candidate, or why it cannot run."""
+Evaluated = tuple[Prediction, Prediction, Prediction] | Infeasible
+"""Forward pass, backward pass and both of a candidate, or why it cannot run."""
 
 
 def candidates_of(scenario: Scenario) -> list[Scenario | Infeasible]:
@@ -102,21 +102,18 @@ def evaluate(way: Scenario | Infeasible) -> Evaluated:
         return way
     case = resolve(way)
     try:
-        forward, backward = (
-            prediction_of(replace(case, scenario=way.model_copy(update={"pass_": pass_}))) for pass_ in ("fwd", "bwd")
-        )
+        return predictions_of(case)
     except InfeasibleError as reason:
         return Infeasible(scenario=way, reason=str(reason))
     except MemoryError:
         return Infeasible(scenario=way, reason=TOO_LARGE)
-    return forward, backward
 
 
 def rank(scenario: Scenario, tried: Sequence[Evaluated]) -> Advice:
     """The recommendation that follows from what was tried so far; notes on what faults of a cluster cost are left to
     ``advise``."""
     found = [one for one in tried if not isinstance(one, Infeasible)]
-    notes = dict.fromkeys(note for pair in found for prediction in pair for note in prediction.notes)
+    notes = dict.fromkeys(note for _, _, both in found for note in both.notes)
     if scenario.pass_ != "fwd_bwd":
         notes[f"ranked by both passes together; pass {scenario.pass_} alone is what `cpsim predict` tells"] = None
     return Advice(
@@ -135,16 +132,17 @@ def _sensitivity(candidates: Sequence[Candidate]) -> Iterator[str]:
     if not case.cluster.faults:
         return
     healthy = replace(case, cluster=replace(case.cluster, faults=()))
-    without = [
-        sum(prediction_of(replace(healthy, scenario=p.scenario)).time_s for p in (c.forward, c.backward))
-        for c in candidates
-    ]
+    without = [prediction_of(replace(healthy, scenario=_whole(c.scenario))).time_s for c in candidates]
     yield "slower by faults: " + ", ".join(
         f"{_name(c)} {c.total_s / seconds - 1:.0%}" for c, seconds in zip(candidates, without, strict=True)
     )
     best = candidates[int(np.argmin(without))]
     also = "also" if best is candidates[0] else "instead"
     yield f"without faults {also} the best: {_name(best)}"
+
+
+def _whole(scenario: Scenario) -> Scenario:
+    return scenario.model_copy(update={"pass_": "fwd_bwd"})
 
 
 def _name(candidate: Candidate) -> str:
@@ -166,25 +164,24 @@ def settings(scenario: Scenario) -> Sequence[Knobs]:
     return STRATEGIES[str(scenario.strategy)].knobs(case.workload, case.cluster)
 
 
-def _rank(found: Sequence[tuple[Prediction, Prediction]]) -> tuple[Candidate, ...]:
+def _rank(found: Sequence[tuple[Prediction, Prediction, Prediction]]) -> tuple[Candidate, ...]:
     if not found:
         return ()
-    draws = np.array([np.add(f.draws_s, b.draws_s) for f, b in found])
+    draws = np.array([both.draws_s for _, _, both in found])
     best = draws == draws.min(axis=0)
     wins = (best / best.sum(axis=0)).mean(axis=1)  # equal ones share
-    flops = sum(one.tflops_per_gpu * one.time_s for one in found[0])  # of every candidate: the case's
     candidates = [
         Candidate(
             forward=forward,
             backward=backward,
-            total_s=forward.time_s + backward.time_s,
-            total_s_low=float(np.quantile(drawn, 0.05)),
-            total_s_high=float(np.quantile(drawn, 0.95)),
-            tflops_per_gpu=flops / (forward.time_s + backward.time_s),
-            exposed_share=(forward.exposed_comm_s + backward.exposed_comm_s) / (forward.time_s + backward.time_s),
-            peak_memory_bytes=max(forward.peak_memory_bytes, backward.peak_memory_bytes),
+            total_s=both.time_s,
+            total_s_low=both.time_s_low,
+            total_s_high=both.time_s_high,
+            tflops_per_gpu=both.tflops_per_gpu,
+            exposed_share=both.exposed_comm_s / both.time_s,
+            peak_memory_bytes=both.peak_memory_bytes,
             probability_best=float(won),
         )
-        for (forward, backward), drawn, won in zip(found, draws, wins, strict=True)
+        for (forward, backward, both), won in zip(found, wins, strict=True)
     ]
     return tuple(sorted(candidates, key=lambda c: c.total_s))

@@ -31,6 +31,9 @@ LONG_S: Final = 1e-3
 TIE: Final = 0.01
 """Measured times no further apart are a tie: two runs of one case differ by as much (docs/validation.md)."""
 
+MAX_S: Final = 1e9
+"""No prediction is longer."""
+
 TIMES: Final = ("time_s", "time_s_low", "time_s_high")
 
 T = TypeVar("T")
@@ -242,10 +245,13 @@ def _read(place: str, line: dict[str, Any]) -> Predicted:
         raise ProfileError(f"{place}: scenario: {error}") from None
     if "error" in line:
         return Predicted(scenario=scenario, error=str(line["error"]))
-    times = {name: line.get(name) for name in TIMES}
-    wrong = [name for name, value in times.items() if not isinstance(value, int | float) or not value > 0]
-    if wrong:
-        raise ProfileError(f"{place}: {wrong[0]} must be seconds, above 0; is this a file of `cpsim predict --out`?")
-    planning = float(line.get("parts_s", {}).get("planning", 0.0))
-    time_s, low, high = (float(line[name]) - planning for name in TIMES)
+    parts = line.get("parts_s", {})
+    planning = _seconds(place, "planning", parts.get("planning", 0.0) if isinstance(parts, dict) else None)
+    time_s, low, high = (_seconds(place, name, line.get(name), above=planning) - planning for name in TIMES)
     return Predicted(scenario=scenario, time_s=time_s, time_s_low=low, time_s_high=high)
+
+
+def _seconds(place: str, name: str, value: object, above: float = -1.0) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and above < value <= MAX_S:
+        return float(value)
+    raise ProfileError(f"{place}: {name} must be seconds, above 0; is this a file of `cpsim predict --out`?")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -23,6 +23,7 @@ from cpsim.prediction.step.costs import PARTS
 from cpsim.prediction.step.step import Step
 from cpsim.prediction.steps import StepCase
 from cpsim.runtime.processes import Progress, mapped
+from cpsim.schedule.schedule import Pass
 
 TOO_LARGE: Final = "expected a schedule that fits into this machine's memory; give fewer documents or GPUs"
 CHUNK: Final = 8
@@ -154,10 +155,31 @@ def prediction_of(case: Case) -> Prediction:
         InfeasibleError: the strategy cannot run it; the message says why.
         ProfileError: there are no costs for its kernel.
     """
-    scenario, cluster = case.scenario, case.cluster
-    case.code.check_kernel(scenario.kernel)
-    passes = {pass_: run_pass(case, pass_) for pass_ in scenario.passes}
-    done = list(passes.values())
+    return _of_passes(case, _run(case))
+
+
+def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:
+    """The predictions of the forward pass, of the backward pass, and of both together: each is what ``prediction_of``
+    tells of it alone.
+
+    Raises:
+        InfeasibleError, ProfileError: as ``prediction_of``.
+    """
+    forward, backward, both = (
+        replace(case, scenario=case.scenario.model_copy(update={"pass_": pass_})) for pass_ in ("fwd", "bwd", "fwd_bwd")
+    )
+    passes = _run(both)
+    first, second = ({name: passes[name]} for name in both.scenario.passes)
+    return _of_passes(forward, first), _of_passes(backward, second), _of_passes(both, passes)
+
+
+def _run(case: Case) -> dict[Pass, PassResult]:
+    case.code.check_kernel(case.scenario.kernel)
+    return {pass_: run_pass(case, pass_) for pass_ in case.scenario.passes}
+
+
+def _of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
+    scenario, cluster, done = case.scenario, case.cluster, list(passes.values())
     drawn = draws_for(case, done)
     planning, busy = done[-1].planning, sum(p.time_s for p in done)
     late = planning.exposed_s(busy)

@@ -13,18 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any, TextIO
+from typing import Any, Final, TextIO
 
-import yaml
-
-from cpsim.case.files import read_documents
+from cpsim.case.files import read_document, read_documents, read_lines
 from cpsim.case.load import scenario_of
 from cpsim.case.resolve import flops_of, workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError, ProfileError
+from cpsim.errors import CpsimError, ProfileError, ScenarioError, shown
+from cpsim.units import Quantity
 
 SCHEMA = 1
 FORMAT = "cpsim-runs"
+_TIME: Final = Quantity("seconds", 1e-9, 3600)
+_SIZE: Final = Quantity("byte", 0, 1e16)
+"""0 on a CPU."""
+_CLOCK: Final = Quantity("", -300, 1e13)
+"""Clock [Hz], temperature [degrees Celsius] and power [W] of every rank."""
 _HEADER_KEYS = ("gpu", "num_gpus", "torch", "date", "commit", "command")
 
 
@@ -131,10 +135,10 @@ class Writer:
 def holds_runs(path: Path) -> bool:
     """Whether a file is one of runs, by its first line; False where it cannot be read."""
     try:
-        with path.open(encoding="utf-8") as file:
-            return f'"{FORMAT}"' in file.readline()
-    except (OSError, UnicodeDecodeError):
+        _, first = next(read_lines(path), (1, ""))
+    except ScenarioError:
         return False
+    return isinstance(first, str) and f'"{FORMAT}"' in first
 
 
 def runs_in(folder: Path | None) -> list[Run]:
@@ -158,8 +162,11 @@ def _left_out(folder: Path) -> set[Path]:
     manifest = folder.parent / "manifest.yaml"
     if not manifest.exists():
         return set()
-    entries = yaml.safe_load(manifest.read_text(encoding="utf-8"))["runs"]
-    return {folder.parent / name for name, about in entries.items() if "left_out" in about}
+    found = read_document(manifest)
+    entries = found.get("runs") if isinstance(found, dict) else None
+    if not isinstance(entries, dict):  # somebody else's manifest
+        return set()
+    return {folder.parent / str(name) for name, about in entries.items() if "left_out" in (about or ())}
 
 
 def load_runs(path: str | Path) -> list[Run]:
@@ -189,12 +196,17 @@ def load_runs(path: str | Path) -> list[Run]:
 
 def _header(place: str, line: dict[str, Any]) -> dict[str, Any]:
     if line["format"] != FORMAT:
-        raise ProfileError(f"{place}: expected format '{FORMAT}', got {line['format']!r}; is this a file of real runs?")
+        raise ProfileError(
+            f"{place}: expected format '{FORMAT}', got {shown(line['format'])}; is this a file of real runs?"
+        )
     if line.get("schema") != SCHEMA:
-        raise ProfileError(f"{place}: schema {line.get('schema')!r}, this version reads {SCHEMA}; update cpsim")
+        raise ProfileError(f"{place}: schema {shown(line.get('schema'))}, this version reads {SCHEMA}; update cpsim")
     missing = [key for key in _HEADER_KEYS if key not in line]
     if missing:
         raise ProfileError(f"{place}: header lacks {', '.join(missing)}")
+    for key in _HEADER_KEYS:
+        if not isinstance(line[key], int if key == "num_gpus" else str):
+            raise ProfileError(f"{place}: {key}: expected what `cpsim run` writes, got {shown(line[key])}")
     return {key: value for key, value in line.items() if key not in ("format", "schema")}
 
 
@@ -223,13 +235,24 @@ def _pass_run(place: str, entry: Any, num_ranks: int) -> PassRun:
     except (TypeError, AttributeError):
         names = ", ".join(PassRun.__dataclass_fields__)
         raise ProfileError(f"{place}: expected {names}; is the file from another version?") from None
-    for name in ("samples_s", "rank_time_s", "warmup_s"):
-        values = getattr(run, name)
-        if not isinstance(values, tuple) or not all(isinstance(v, int | float) and 0 < v < 3600 for v in values):
-            raise ProfileError(f"{place}: {name} must be a list of seconds, above 0")
+    for name in ("samples_s", "rank_time_s", "warmup_s", "after_gap_s", "attention_s"):
+        if not _all_are(getattr(run, name), _TIME):
+            raise ProfileError(f"{place}: {name} must be a list of seconds, above 0, at most {_TIME.high:g}")
+    if not _all_are((run.peak_memory_bytes,), _SIZE):
+        raise ProfileError(f"{place}: peak_memory_bytes must be bytes, got {shown(run.peak_memory_bytes)}")
+    if not isinstance(run.clock, dict) or not all(_all_are(values, _CLOCK) for values in run.clock.values()):
+        raise ProfileError(f"{place}: clock must be lists of numbers by name, got {shown(run.clock)}")
     if not run.samples_s or len(run.rank_time_s) != num_ranks:
         raise ProfileError(f"{place}: expected samples and one rank_time_s for each of {num_ranks} ranks")
     return run
+
+
+def _all_are(values: object, quantity: Quantity) -> bool:
+    """Whether values are a list of numbers, each one that exists."""
+    try:
+        return isinstance(values, list | tuple) and all(quantity.read(v) is v for v in values)
+    except ValueError:
+        return False
 
 
 def _pass_record(run: PassRun) -> dict[str, Any]:

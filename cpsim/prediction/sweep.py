@@ -17,9 +17,9 @@ from hashlib import sha256
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cpsim.case.files import explain, read_documents
 from cpsim.case.load import scenario_of
@@ -36,6 +36,9 @@ PART: Final = 64
 """Scenarios of a part at most: what a process loses when it is killed."""
 PARTS_PER_WORKER: Final = 16
 """Parts of a small sweep are smaller, so that workers end at the same time."""
+MAX_SCENARIOS: Final = 100_000_000
+MAX_NUMBER: Final = 2**63 - 1
+"""Numbers of scenarios are columns of Parquet files."""
 SWEEP_FILE: Final = "_sweep.json"
 """What a folder holds; readers of Parquet skip names with an underscore."""
 AS_JSON: Final = ("knobs", "mask", "documents")
@@ -46,7 +49,7 @@ COUNTS: Final = tuple(name for name, none in NO_CASE.items() if none == 0)
 class _Sample(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    count: Annotated[int, Field(ge=1, le=100_000_000)]
+    count: Annotated[int, Field(ge=1, le=MAX_SCENARIOS)]
     seed: Annotated[int, Field(ge=0)] = 0
 
 
@@ -59,18 +62,31 @@ class Grid(BaseModel):
     grid: dict[str, Annotated[list[Any], Field(min_length=1)]]
     sample: _Sample | None = None
 
-    def __len__(self) -> int:
-        """Combinations, of which a sample may take some."""
+    @property
+    def combinations(self) -> int:
+        """All combinations, of which a sample may take some."""
         return prod(len(values) for values in self.grid.values())
 
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        if self.sample is None and self.combinations > MAX_SCENARIOS:
+            most = f"expected at most {MAX_SCENARIOS:,} combinations, got {self.combinations:.3g}"
+            raise ValueError(f"grid: {most}; ask for some of them, e.g. sample: {{count: 1000}}")
+        return self
+
     def numbers(self) -> Sequence[int]:
-        """Numbers of the combinations that are wanted."""
-        if self.sample is None or self.sample.count >= len(self):
-            return range(len(self))
-        return sorted(random.Random(self.sample.seed).sample(range(len(self)), self.sample.count))
+        """Numbers of the combinations that are wanted; of the draws, where there are more combinations than numbers."""
+        count, sample = self.combinations, self.sample
+        if sample is None or sample.count >= count:
+            return range(count)
+        if count > MAX_NUMBER:
+            return range(sample.count)
+        return sorted(random.Random(sample.seed).sample(range(count), sample.count))
 
     def fields(self, number: int) -> dict[str, Any]:
         """Fields of one combination; the last field of the grid changes first."""
+        if self.sample is not None and self.combinations > MAX_NUMBER:
+            number = random.Random(f"{self.sample.seed} {number}").randrange(self.combinations)
         chosen = {}
         for name, values in reversed(self.grid.items()):
             number, at = divmod(number, len(values))

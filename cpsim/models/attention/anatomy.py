@@ -3,46 +3,53 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+from pydantic import ConfigDict
+
+from cpsim.units import CLOSED, Flag, Quantity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Anatomy:
     """What a kernel's source says about one pass; nothing here is fitted."""
 
-    backward: bool
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    backward: Flag
     """Whether a block owns a tile row of keys and walks over queries."""
-    tile_q_causal: int
+    tile_q_causal: Annotated[int, Quantity("rows", 0, 1e5)]
     """Query rows of a tile under a causal mask [tokens, or tokens x packed heads]; 0: a call computes everything and
     masks it afterwards."""
-    tile_q_full: int
+    tile_q_full: Annotated[int, Quantity("rows", 1, 1e5)]
     """Query rows of a tile without a mask."""
-    tile_k: int
+    tile_k: Annotated[int, Quantity("rows", 1, 1e5)]
     """Key rows of a tile [tokens]."""
-    packs_heads: bool
+    packs_heads: Flag
     """Whether query heads that share keys fill one tile row together."""
-    heads_outermost: bool
+    heads_outermost: Flag
     """Launch order: all sequences of one head first (True) or all heads of one sequence."""
-    heavy_first: bool
+    heavy_first: Flag
     """Whether a causal call launches its longest rows first, across heads that fit the L2 cache."""
-    blocks_per_sm: int
+    blocks_per_sm: Annotated[int, Quantity("blocks", 1, 1e3)]
     """Thread blocks that one SM holds."""
-    splits_keys: bool
+    splits_keys: Flag
     """Whether a dense call with few blocks splits the keys (flash-attn 2, num_splits_heuristic)."""
-    grid_of_longest: bool
+    grid_of_longest: Flag
     """Whether a varlen call launches as many blocks for each sequence as the longest one needs."""
-    accumulates_kv: bool
+    accumulates_kv: Flag
     """Whether shared heads accumulate dk and dv in fp32 (True), or write them per query head (False)."""
-    lists_blocks: bool = False
+    lists_blocks: Flag = False
     """Whether a block walks over a list of the blocks of 128 x 128 tokens that the mask, of any shape, touches."""
-    aligns_keys: bool = False
+    aligns_keys: Flag = False
     """Whether calls whose keys are whole tiles run code of their own, without checks of bounds."""
-    aligns_queries: bool = False
+    aligns_queries: Flag = False
     """Whether queries must be whole tiles, too, and the call a dense one."""
-    gathers_keys: bool = False
+    gathers_keys: Flag = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
-    rows_together: int = 1
+    rows_together: Annotated[int, Quantity("rows", 1, 1e3)] = 1
     """Tile rows of a head come in groups of so many, the last of which may have rows without keys of their own."""
-    keeps_maxima: bool = False
+    keeps_maxima: Flag = False
     """Whether a forward call allocates the largest score of every row, in fp32, beside its results."""
 
     @property

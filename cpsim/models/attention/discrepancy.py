@@ -8,11 +8,14 @@ Quinonero-Candela and Rasmussen 2005): radial kernels around them, so that it is
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, Field
 
 from cpsim.models.attention.blocks import FEATURES
+from cpsim.units import CLOSED
 
 Floats = NDArray[np.float64]
 
@@ -21,12 +24,19 @@ Floats = NDArray[np.float64]
 class Discrepancy:
     """Sum of weights times exp(-distance^2 / 2), to be subtracted from the logarithm of a prediction."""
 
-    lengths: tuple[float, ...]
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    lengths: tuple[Annotated[float, Field(gt=1e-4, lt=1e4)], ...]
     """Scale of each of FEATURES in a distance."""
-    support: tuple[tuple[float, ...], ...]
+    support: tuple[tuple[Annotated[float, Field(gt=-1e4, lt=1e4)], ...], ...]
     """Features of each support point."""
-    weights: tuple[float, ...]
+    weights: tuple[Annotated[float, Field(gt=-10, lt=10)], ...]
     """Weight of each support point."""
+
+    def __post_init__(self) -> None:
+        widths = {len(self.lengths), *map(len, self.support)}
+        if widths != {len(FEATURES)} or len(self.support) != len(self.weights):
+            raise ValueError(f"expected {len(FEATURES)} features of each of {len(self.weights)} points")
 
     def arrays(self) -> tuple[Floats, Floats, Floats]:
         """Support [M, FEATURES], weights [M] and lengths [FEATURES]."""

@@ -41,21 +41,24 @@ from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
-from typing import Any
+from typing import Annotated, Any, ClassVar, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict
 
 from cpsim.masks.blocks import Visits, sequence_slices, visits
 from cpsim.models.attention.anatomy import Anatomy
 from cpsim.models.attention.blocks import FEATURES, price, price_listed
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
+from cpsim.units import CLOSED, Factor, Quantity, Seconds, SecondsPerByte
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
+PairSeconds = Annotated[float, Quantity("s per pair", 0, 1e-3)]
 EVEN_SHARE = 0.5
 """Share of each of two thread blocks of an SM that get equally much done: equal ones end together, and what follows
 them is paired, too."""
@@ -68,80 +71,88 @@ class AttentionParams:
     A time that a kernel does not have is 0 and a factor 1, the defaults.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
     anatomy: Anatomy
-    num_sms: int
-    head_dim: int
+    num_sms: Annotated[int, Quantity("SMs", 1, 1e5)]
+    head_dim: Annotated[int, Quantity("elements", 1, 1e5)]
     """Measured head dimension; those without points of their own scale traffic and tiles in proportion."""
-    pair_s: float
+    pair_s: Annotated[float, Quantity("s per pair", 1e-14, 1e-3)]
     """Per (query, key) pair of a visited tile."""
-    block_s: float = 0.0
+    block_s: Seconds = 0.0
     """Per block: prologue and epilogue."""
-    block_shared_s: float = 0.0
+    block_shared_s: Seconds = 0.0
     """Per block more, where query heads share keys; of listed blocks that own keys, for each of their query heads."""
-    block_causal_s: float = 0.0
+    block_causal_s: Seconds = 0.0
     """Per block more, under a causal mask; tile time, which a second block on the SM slows."""
-    block_varlen_s: float = 0.0
+    block_varlen_s: Seconds = 0.0
     """Per block more, in a varlen call."""
-    block_decode_s: float = 0.0
+    block_decode_s: Seconds = 0.0
     """Per block and 32 sequences more, in a varlen call (finding its sequence), or per launched block without work."""
-    call_s: float = 0.0
+    call_s: Seconds = 0.0
     """Per call: launches on the GPU, pipeline fill."""
-    call_varlen_s: float = 0.0
+    call_varlen_s: Seconds = 0.0
     """Per varlen call more."""
-    traffic_s_per_byte: float = 0.0
+    traffic_s_per_byte: SecondsPerByte = 0.0
     """Memory-bound passes around the main kernel."""
-    busy_threshold: float = 1.0
+    busy_threshold: Factor = 1.0
     """Busy fraction at which the power limit sets in."""
-    busy_power: float = 0.0
+    busy_power: Annotated[float, Quantity("", 0, 1e3)] = 0.0
     """Time grows with (busy / threshold) to this power above it."""
-    alone_factor: float = 1.0
+    alone_factor: Factor = 1.0
     """Time of a block that has its SM to itself, relative to one that shares it."""
-    split_pair_s: float = 0.0
+    split_pair_s: PairSeconds = 0.0
     """Per pair where keys are split."""
-    split_call_s: float = 0.0
+    split_call_s: Seconds = 0.0
     """Per call more where keys are split: the kernel that combines the parts."""
-    unaligned_factor: float = 1.0
+    unaligned_factor: Factor = 1.0
     """Slowdown of code that checks bounds, which lengths that are no multiples of the tile sizes need, under a causal
     mask; of listed blocks under any, backward of those that own keys."""
-    unaligned_full_factor: float = 1.0
+    unaligned_full_factor: Factor = 1.0
     """Slowdown of code that checks bounds, without a mask."""
-    odd_factor: float = 1.0
+    odd_factor: Factor = 1.0
     """Slowdown more of an odd number of keys, whose scores naive attention loads one by one."""
-    unaligned_celled_factor: float = 1.0
+    unaligned_celled_factor: Factor = 1.0
     """Slowdown more there of a kernel that can decide by rectangles."""
-    partial_pair_s: float = 0.0
+    partial_pair_s: PairSeconds = 0.0
     """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
     keys."""
-    celled_pair_s: float = 0.0
+    celled_pair_s: PairSeconds = 0.0
     """Seconds more per pair in a listed block that the mask cuts, where rectangles decide."""
-    banded_pair_s: float = 0.0
+    banded_pair_s: PairSeconds = 0.0
     """Seconds more per pair in a listed block that the mask cuts, where bands in rectangles decide."""
-    unaligned_partial_pair_s: float = 0.0
-    unaligned_celled_pair_s: float = 0.0
-    unaligned_banded_pair_s: float = 0.0
+    unaligned_partial_pair_s: PairSeconds = 0.0
+    unaligned_celled_pair_s: PairSeconds = 0.0
+    unaligned_banded_pair_s: PairSeconds = 0.0
     """These three where lengths are no multiples of the tile sizes."""
-    banded_factor: float = 1.0
+    banded_factor: Factor = 1.0
     """Slowdown of full and cut blocks alike in a kernel that can decide by bands; backward, of those that own keys."""
-    block_banded_s: float = 0.0
+    block_banded_s: Seconds = 0.0
     """Per thread block more in such a kernel."""
-    query_cut_share: float = 0.0
+    query_cut_share: Annotated[float, Quantity("", 0, 1e3)] = 0.0
     """Share of what cut blocks take more that they take where a backward thread block owns queries."""
-    unaligned_query_cut_share: float = 0.0
+    unaligned_query_cut_share: Annotated[float, Quantity("", 0, 1e3)] = 0.0
     """This share where lengths are no multiples of the tile sizes."""
-    query_pair_s: float = 0.0
+    query_pair_s: PairSeconds = 0.0
     """Per pair of a listed block that a backward block owning queries visits."""
-    older_share: float = EVEN_SHARE
+    older_share: Annotated[float, Quantity("", 0.01, 0.99)] = EVEN_SHARE
     """Share of the older of two thread blocks on an SM in what both get done at their tiles, under a causal mask."""
-    older_share_full: float = EVEN_SHARE
+    older_share_full: Annotated[float, Quantity("", 0.01, 0.99)] = EVEN_SHARE
     """This share without a mask: other compiled code."""
-    calls_s: tuple[float, ...] = ()
+    calls_s: tuple[Annotated[float, Quantity("s", 1e-9, 1e4)], ...] = ()
     """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
-    calls_spread: tuple[float, ...] = ()
+    calls_spread: tuple[Annotated[float, Quantity("", 0, 10)], ...] = ()
     """Standard deviation, relative, of the time of equal calls on one GPU."""
     discrepancy: Discrepancy = NONE
     """What the times above leave over."""
     head_dims: tuple[AttentionParams, ...] = ()
     """This kernel at other measured head dimensions, ascending."""
+
+    def __post_init__(self) -> None:
+        if len(self.calls_s) != len(self.calls_spread):
+            raise ValueError("needs as many calls_s as calls_spread")
+        if list(self.calls_s) != sorted(self.calls_s):
+            raise ValueError("needs calls_s that grow")
 
     def at(self, head_dim: int) -> AttentionParams:
         """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
@@ -159,7 +170,7 @@ class AttentionParams:
         return replace(change(self), head_dims=tuple(map(change, self.head_dims)))
 
 
-FITTED = tuple(f.name for f in fields(AttentionParams) if f.type == "float")
+FITTED = tuple(name for name, kind in get_type_hints(AttentionParams).items() if kind is float)
 SHARES = ("older_share", "older_share_full")
 """Parameters that say how two thread blocks share an SM: no times."""
 PER_PAIR = ("pair_s", "split_pair_s", "query_pair_s")

@@ -19,15 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from itertools import pairwise
+from typing import Annotated, ClassVar, Final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from pydantic import ConfigDict, Field
+
+from cpsim.units import CLOSED, ByName, Quantity, Rate, Seconds
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+Number = Annotated[int, Field(ge=1, le=1_000_000)]
+"""Of ranks or channels; a text in files."""
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce")
 MAX_CHANNELS: Final = 32
 """For messages over NVLink."""
@@ -43,10 +49,20 @@ CHANNEL_BUFFER_BYTES: Final = 2**22
 class Curve:
     """Seconds against bytes, straight between knots in log-log; constant below the first knot."""
 
-    nbytes: tuple[float, ...]
-    """Knots, increasing."""
-    seconds: tuple[float, ...]
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    nbytes: tuple[Annotated[float, Quantity("bytes", 1, 1e15)], ...]
+    """Knots, never decreasing."""
+    seconds: tuple[Annotated[float, Quantity("s", 1e-9, 1e4)], ...]
     """At the knots, never decreasing."""
+
+    def __post_init__(self) -> None:
+        if not self.nbytes or len(self.nbytes) != len(self.seconds):
+            raise ValueError(f"expected as many sizes as times, got {len(self.nbytes)} and {len(self.seconds)}")
+        for name, knots, unit in (("sizes", self.nbytes, "bytes"), ("times", self.seconds, "s")):
+            for before, knot in pairwise(knots):
+                if knot < before:
+                    raise ValueError(f"expected {name} that never fall, got {knot:g} {unit} after {before:g}")
 
     def __call__(self, nbytes: ArrayLike) -> Floats:
         """Seconds for each size; above the last knot the bandwidth of the last knot holds."""
@@ -59,13 +75,15 @@ class Curve:
 class CollectiveParams:
     """Measured curves of one node type."""
 
-    curves: Mapping[str, Mapping[int, Curve]]
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    curves: ByName[Annotated[Mapping[Number, Curve], Field(min_length=1)]]
     """By collective and number of ranks, against wire bytes."""
-    hop_s: Mapping[str, float]
+    hop_s: ByName[Seconds]
     """By collective: latency of one rank more than were measured."""
-    rings: Mapping[int, Curve]
+    rings: Annotated[Mapping[Number, Curve], Field(min_length=1)]
     """By NCCL channels, against message bytes: every rank sends to the next and receives from the previous at once."""
-    port_bytes_per_s: float
+    port_bytes_per_s: Rate
     """What one GPU's NVLink port carries in each direction, however many operations share it."""
 
 
@@ -78,8 +96,8 @@ def wire_bytes(kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
 def collective_seconds(params: CollectiveParams, kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
     """Seconds of a collective inside a node.
 
-    Group sizes between measured ones are interpolated at equal wire bytes; larger ones keep the wire bytes' time of
-    the largest measured group and add a latency per rank.
+    Group sizes between measured ones are interpolated at equal wire bytes; smaller ones take the wire bytes' time of the
+    smallest measured group, and larger ones that of the largest with a latency per rank.
 
     Args:
         params: measured curves.
@@ -98,6 +116,8 @@ def collective_seconds(params: CollectiveParams, kind: str, nbytes: ArrayLike, n
         return curves[num_ranks](wire)
     if num_ranks > measured[-1]:
         return np.asarray(curves[measured[-1]](wire) + params.hop_s[kind] * (num_ranks - measured[-1]))
+    if num_ranks < measured[0]:
+        return curves[measured[0]](wire)
     below = max(n for n in measured if n < num_ranks)
     above = min(n for n in measured if n > num_ranks)
     share = (num_ranks - below) / (above - below)

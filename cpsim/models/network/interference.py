@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict
+
+from cpsim.units import CLOSED, Quantity
 
 Floats = NDArray[np.float64]
+Slowdown = Annotated[float, Quantity("", 0.5, 1e3)]
 
 LIKE = {
     "cudnn": "fa4",
@@ -33,9 +38,11 @@ class InterferenceParams:
     Communication is named as a collective (`all_gather`) or as a transfer and its channels (`transfer 8`).
     """
 
-    computation: Mapping[str, Mapping[str, float]]
+    __pydantic_config__: ClassVar[ConfigDict] = CLOSED
+
+    computation: Mapping[str, Mapping[str, Slowdown]]
     """Slowdown of the computation, by computation (`fa4 fwd`, `memory-bound`) and communication."""
-    communication: Mapping[str, Mapping[str, float]]
+    communication: Mapping[str, Mapping[str, Slowdown]]
     """Slowdown of the communication, by computation and communication."""
 
     def slowdown(self, kernel: str, classes: Sequence[str]) -> Floats:

@@ -252,6 +252,7 @@ class Answers:
         """The jobs that try strategies, those that were asked for by name apart, and what is left out."""
         self._move(page, _key("ranking", scenario))
         job: Job[Evaluated] = self._job(page, "ranking", scenario, until, _ranking_piece, self._soonest, candidates_of)
+        was_listed = job.items is not None  # a page asks for more
         first = max(until, time.monotonic() + FIRST_S)
         job.wait(first, lambda: job.items is not None)
         planned: dict[str, Job[Evaluated]] = {}
@@ -260,9 +261,14 @@ class Answers:
             named = scenario.model_copy(update={"strategy": name})
             if name == strategy or _key("planned", named) in self._jobs:
                 planned[name] = self._job(page, "planned", named, until, _planned_piece, self._soonest, candidates_of)
+
+        def has_first() -> bool:
+            return any(not isinstance(one, Infeasible) for one in job.done)
+
+        had_nothing = was_listed and not has_first()
         for one in (job, *planned.values()):
-            one.wait(until, lambda: False)
-        job.wait(first, lambda: any(not isinstance(one, Infeasible) for one in job.done))
+            one.wait(until, lambda: had_nothing and has_first())
+        job.wait(first, has_first)
         if job.is_complete:
             self._remember(scenario, job)
         return job, planned, tuple(name for name in left_out if name not in planned)

@@ -462,17 +462,19 @@ def _serve(pipe: Connection, nbytes: int, warm: str) -> None:
         os.nice(NICE)
     import_module(warm)
     _limit_memory(nbytes)
-    pipe.send(None)
-    while True:
-        try:
+    with suppress(EOFError, OSError):  # nobody waits any more
+        pipe.send(None)
+        while True:
             work, arguments = pipe.recv()
-        except EOFError:
-            return
-        try:
-            said = pickle.dumps((True, work(*arguments)), pickle.HIGHEST_PROTOCOL)
-        except Exception as error:
-            said = pickle.dumps((False, error if isinstance(error, CpsimError | MemoryError) else _unexpected(error)))
-        pipe.send_bytes(said)
+            pipe.send_bytes(_done(work, arguments))
+
+
+def _done(work: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    """Whether work succeeded, and its result or its error."""
+    try:
+        return pickle.dumps((True, work(*arguments)), pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        return pickle.dumps((False, error if isinstance(error, CpsimError | MemoryError) else _unexpected(error)))
 
 
 def _unexpected(error: Exception) -> RuntimeError:

@@ -271,7 +271,9 @@ def _advise_step(file: Path, as_json: bool) -> None:
 def explore(
     file: Annotated[Path | None, typer.Argument(metavar="[FILE]", help="One scenario to begin with.")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8050,
-    host: Annotated[str, typer.Option(help="Address to listen on; only requests to it are answered.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; beyond this machine, the link has a token.")
+    ] = "127.0.0.1",
     runs: RunFolder = None,
 ) -> None:
     """Open a local page in which a case can be changed: ranking, map, timeline, memory, mask, real runs."""
@@ -282,7 +284,7 @@ def explore(
 
     start = load_scenario(file) if file else scenario_from(EXPLORED)
     with unwinding(), serving(start, runs or _shipped_runs(), host, port) as server:
-        say(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C")
+        say(f"Explore at {server.link} and stop with Ctrl+C")
         server.serve_forever()
     raise typer.Exit(INTERRUPTED)  # nothing else ends it
 

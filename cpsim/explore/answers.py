@@ -1,33 +1,50 @@
-"""Answers as they come: every case is computed once, strategy by strategy, in processes that are warm."""
+"""Answers as they come: every case is computed once, strategy by strategy, in processes that are warm.
+
+A page has one question at a time, and each question a budget; see ``cpsim.runtime.workers``.
+"""
 
 from __future__ import annotations
 
 import math
 import os
+import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, replace
-from functools import cached_property
-from multiprocessing import get_context
-from threading import Lock
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from threading import Condition, Lock
 from typing import Any, Final, Generic, TypeVar
 
 from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
+from cpsim.errors import CpsimError
 from cpsim.models.profile import load_profile, shipped_profiles
-from cpsim.prediction.advise import Evaluated, candidates_of, evaluate, rank
-from cpsim.prediction.predict import predict
-from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction, knobs_json
+from cpsim.prediction.advise import Evaluated, advise, candidates_of, evaluate, rank
+from cpsim.prediction.predict import TOO_LARGE, predict
+from cpsim.prediction.results import Advice, Candidate, Infeasible, knobs_json
 from cpsim.prediction.runs import case_key
 from cpsim.report.frontier import Cell, best_in, cells, known_knobs
-from cpsim.runtime.processes import begin_worker, stop
+from cpsim.runtime.workers import Budget, Busy, OverBudget, Question, Workers
 
 T = TypeVar("T")
-KEPT: Final = 32
-"""Cases whose answers are kept."""
+KEPT: Final = 128
+"""Answers that are kept."""
+KEPT_WAYS: Final = 2048
+"""Strategies with their knobs whose time is remembered."""
+PAGES: Final = 1024
+"""Pages whose question is remembered."""
 WORKERS: Final = max(2, min(6, os.cpu_count() or 1))
+BUDGET_S: Final = 60.0
+"""What one answer may cost [s of one core]."""
+BUDGET_BYTES: Final = 4 << 30
+"""Memory of one process, where that of the machine is enough for all [bytes]."""
+WANTED_S: Final = 10.0
+"""A page that has not asked for so long is gone, and its answer is dropped; pages ask for more three times a second."""
+FIRST_S: Final = 0.3
+"""How long an answer waits for its first strategy, or for the details of one."""
+LIGHT_BYTES: Final = 32 << 20
+"""Timelines that may be sent from process to process [bytes]."""
 FIRST: Final = 4
 """Strategies that were the best in the case before, and are tried first; of the others those that take longest are
 tried first, lest one process is left with them at the end."""
@@ -39,26 +56,80 @@ DETAILED: Final = ("timeline", "memory", "mask")
 PLANNING: Final = "being planned, which takes seconds; its row comes when it is done"
 
 
-@dataclass(frozen=True, slots=True)
+class Dropped(CpsimError):
+    """An answer that is over its budget; says what that is and how to get the answer."""
+
+
+@dataclass(eq=False, slots=True)
 class Job(Generic[T]):
     """Pieces of one answer, as far as they are done; each with the seconds that it took."""
 
-    page: str
-    """Who asks: a page, which looks at one case at a time."""
-    pieces: tuple[Future[tuple[T, float]], ...] = ()
+    question: Question
+    pages: set[str]
+    """Who looks at it."""
+    items: Sequence[Any] | None = None
+    """What the pieces are about; None as long as that is being listed."""
+    pieces: tuple[Future[Any], ...] = ()
+    """Of all items, in their order; the list itself as long as there is none."""
+    changed: Condition = field(default_factory=Condition)
+    """Notified when a piece is done."""
 
     @property
     def done(self) -> list[T]:
-        """Pieces that are there, in order.
+        """Pieces that are there, in order; of those that are over budget nothing is.
 
         Raises:
             CpsimError: what a piece raised.
         """
-        return [piece.result()[0] for piece in self.pieces if piece.done() and not piece.cancelled()]
+        return [answer for _, answer, _ in self.answers() if not isinstance(answer, OverBudget)]
+
+    def answers(self) -> list[tuple[Any, T | OverBudget, float]]:
+        """Items with their answers, or why they were dropped, and the seconds that they took.
+
+        Raises:
+            CpsimError: what a piece raised; ``Dropped`` where that is all there is.
+        """
+        items, pieces = self.items, self.pieces
+        found: list[tuple[Any, T | OverBudget, float]] = []
+        for i, piece in enumerate(pieces):
+            if not piece.done() or piece.cancelled():
+                continue
+            error = piece.exception()
+            if isinstance(error, Busy) or (error and items is None):
+                raise Dropped(dropped_text(error)) if isinstance(error, OverBudget) else error
+            if isinstance(error, OverBudget):
+                assert items is not None
+                found.append((items[i], error, 0.0))
+            elif items is not None:
+                result, seconds = piece.result()
+                found.append((items[i], result, seconds))
+        return found
 
     @property
     def is_complete(self) -> bool:
-        return all(piece.done() for piece in self.pieces)
+        return self.items is not None and all(piece.done() for piece in self.pieces)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more comes, be it that it could not be listed."""
+        listing = self.items is None and not any(p.done() and (p.cancelled() or p.exception()) for p in self.pieces)
+        return not listing and all(piece.done() for piece in self.pieces)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it has to be asked again: it was dropped for its page's or other pages' sake."""
+        return any(p.done() and (p.cancelled() or isinstance(p.exception(), Busy)) for p in self.pieces)
+
+    def wait(self, until: float, enough: Callable[[], bool]) -> None:
+        """Waits until there is enough, everything, or no time left."""
+        with self.changed:
+            while not (self.has_ended or enough()) and (left := until - time.monotonic()) > 0:
+                self.changed.wait(left)
+
+    def tell(self, _piece: Future[Any] | None = None) -> None:
+        """Wakes who waits."""
+        with self.changed:
+            self.changed.notify_all()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +137,14 @@ class Known:
     """What is known of what a page asks."""
 
     advice: Advice
-    chosen: Candidate | None = None
-    """The strategy whose details are shown, with its timelines."""
+    chosen: Any = None
+    """What was made of the strategy whose details are shown, with its timelines; None where it is not there."""
     cells: tuple[Cell, ...] = ()
     """Cells of the map, where it was asked for."""
     left_out: tuple[str, ...] = ()
     """Strategies that nobody has asked for, and that are not tried unless somebody does."""
+    dropped: str = ""
+    """What is over the budget of an answer, and why."""
     done: int
     """Pieces that are there."""
     total: int
@@ -81,171 +154,293 @@ class Known:
         return self.done == self.total
 
 
+def as_it_is(candidate: Candidate) -> Candidate:
+    """Nothing is made of a candidate."""
+    return candidate
+
+
 class Answers:
     """Recommendations, maps and timelines of cases, computed once; safe to use from several threads."""
 
-    def __init__(self, workers: int = WORKERS) -> None:
-        self._pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_begin)
-        self._warm = [self._pool.submit(warm_up) for _ in range(workers)]
+    def __init__(self, workers: int = WORKERS, cpu_s: float = BUDGET_S) -> None:
+        """
+        Args:
+            workers: processes that work at once.
+            cpu_s: what one answer may cost [s of one core].
+        """
+        budget = Budget(cpu_s=cpu_s, nbytes=min(BUDGET_BYTES, _memory_bytes() // (4 * workers)))
+        self._workers = Workers(workers, budget, "cpsim.explore.warm")
+        self._num_workers = workers
         self._lock = Lock()
         self._jobs: OrderedDict[str, Job[Any]] = OrderedDict()
-        self._details: OrderedDict[str, Candidate] = OrderedDict()
+        self._at: OrderedDict[str, str] = OrderedDict()
         self._order: list[str] = []
-        self._seconds: dict[str, float] = {}
-        self._workers = workers
+        self._seconds: OrderedDict[str, float] = OrderedDict()
         self.expected_s = math.inf
         """Seconds until a ranking is whole, if it takes as long as the last."""
 
-    @cached_property
-    def _planner(self) -> ProcessPoolExecutor:
-        """A process of its own for strategies that are left out of rankings, because planning takes seconds."""
-        return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)
-
     def close(self) -> None:
         """Ends the processes; what is not done is dropped."""
-        for pool in (self._pool, self.__dict__.get("_planner")):
-            if pool:
-                stop(pool)
+        self._workers.close()
 
     @property
     def is_warm(self) -> bool:
         """Whether costs are loaded and engines compiled, which takes minutes once after an installation."""
-        return all(one.done() for one in self._warm)
+        return self._workers.is_ready
 
-    def ask(self, scenario: Scenario, page: str, view: str, strategy: str | None, patience_s: float) -> Known:
-        """What is known after a short wait, with at least one strategy in it.
+    def ask(
+        self,
+        scenario: Scenario,
+        page: str,
+        view: str,
+        strategy: str | None,
+        patience_s: float,
+        draw: Callable[[Candidate], Any] = as_it_is,
+    ) -> Known:
+        """What is known after a short wait.
 
         Args:
             scenario: the case, without a strategy.
             page: who asks.
-            view: ``map`` is computed where it is asked for, once the ranking is whole; ``timeline``, ``memory`` and
-                ``mask`` show details of a strategy.
+            view: ``map`` is computed where it is asked for, once the ranking is whole; so are details of a strategy
+                for ``timeline``, ``memory`` and ``mask``.
             strategy: whose details are shown, None for the best. One that is left out of rankings, because planning
                 takes seconds, is planned in the background.
             patience_s: how long the answer may wait to be whole.
+            draw: what to make of the strategy whose details are shown, in the process that has its timelines.
 
         Raises:
             ScenarioError, ProfileError: the case cannot be answered.
+            Dropped: it is over the budget of an answer.
         """
         until = time.monotonic() + patience_s
-        tried, jobs, left_out = self._tried(scenario, page, strategy, patience_s)
+        ranking, planned, left_out = self._tried(scenario, page, strategy, until)
+        jobs: list[Job[Any]] = [ranking, *planned.values()]
+        tried = self._evaluated(scenario, ranking, planned)
+        dropped = {str(i.scenario.strategy): i.reason for i in tried if isinstance(i, Infeasible) and is_dropped(i)}
         advice = rank(scenario, tried)
         whole = all(job.is_complete for job in jobs)
-        found: list[Cell] = []
-        if view == "map" and whole:
-            jobs.append(self._map(advice, page))
-            wait(jobs[-1].pieces, timeout=max(0.0, until - time.monotonic()))
-            found = jobs[-1].done
         chosen = None
         if view in DETAILED:
             chosen = next((c for c in advice.candidates if strategy in (None, c.scenario.strategy)), None)
+        later = not whole and (view == "map" or (view in DETAILED and strategy not in planned))
+        shown: list[Any] = []
+        if view == "map" and whole:
+            jobs.append(self._map(advice, page, until))
+            jobs[-1].wait(until, lambda: False)
+            shown = jobs[-1].done
+            missing = [str(cell) for _, cell, _ in jobs[-1].answers() if isinstance(cell, OverBudget)]
+            dropped |= {f"{len(missing)} cells of the map": dropped_text(missing[0])} if missing else {}
+        elif chosen and ranking.is_complete:
+            jobs.append(self._details(chosen, page, until, draw))
+            jobs[-1].wait(max(until, time.monotonic() + FIRST_S), lambda: False)
+            shown = [self._result(jobs[-1])] if jobs[-1].is_complete else []
         pieces = [piece for job in jobs for piece in job.pieces]
         return Known(
             advice=advice,
-            chosen=chosen and self._detailed(chosen),
-            cells=tuple(found),
+            chosen=shown[0] if chosen and shown else None,
+            cells=tuple(shown) if view == "map" else (),
             left_out=left_out,
-            done=sum(piece.done() for piece in pieces),
-            total=len(pieces) + (view == "map" and not whole),
+            dropped=f"{', '.join(dropped)} {next(iter(dropped.values()))}" if dropped else "",
+            done=sum(piece.done() for job in jobs for piece in job.pieces if job.items is not None),
+            total=len(pieces) + later,
         )
 
     def _tried(
-        self, scenario: Scenario, page: str, strategy: str | None, patience_s: float
-    ) -> tuple[list[Evaluated], list[Job[Any]], tuple[str, ...]]:
-        """What was tried so far, the jobs that try it, and what is left out."""
-        asked = candidates_of(scenario)
-        job: Job[Evaluated] = self._job(page, "ranking", scenario, asked, lambda way: (evaluate, way), self._soonest)
+        self, scenario: Scenario, page: str, strategy: str | None, until: float
+    ) -> tuple[Job[Evaluated], dict[str, Job[Evaluated]], tuple[str, ...]]:
+        """The jobs that try strategies, those that were asked for by name apart, and what is left out."""
+        self._move(page, _key("ranking", scenario))
+        job: Job[Evaluated] = self._job(page, "ranking", scenario, until, _ranking_piece, self._soonest, candidates_of)
+        was_listed = job.items is not None  # a page asks for more
+        first = max(until, time.monotonic() + FIRST_S)
+        job.wait(first, lambda: job.items is not None)
         planned: dict[str, Job[Evaluated]] = {}
-        left_out = [str(way.scenario.strategy) for way in asked if isinstance(way, Infeasible)]
+        left_out = [str(way.scenario.strategy) for way in job.items or () if isinstance(way, Infeasible)]
         for name in left_out:
             named = scenario.model_copy(update={"strategy": name})
             if name == strategy or _key("planned", named) in self._jobs:
-                planned[name] = self._job(page, "planned", named, candidates_of(named), None, self._soonest)
-        jobs = [job, *planned.values()]
-        _, missing = wait([piece for job in jobs for piece in job.pieces], timeout=patience_s)
-        while missing and all(isinstance(tried, Infeasible) for tried in job.done):
-            _, missing = wait(missing, return_when=FIRST_COMPLETED)
+                planned[name] = self._job(page, "planned", named, until, _planned_piece, self._soonest, candidates_of)
+
+        def has_first() -> bool:
+            return any(not isinstance(one, Infeasible) for one in job.done)
+
+        had_nothing = was_listed and not has_first()
+        for one in (job, *planned.values()):
+            one.wait(until, lambda: had_nothing and has_first())
+        job.wait(first, has_first)
         if job.is_complete:
             self._remember(scenario, job)
-        tried = [one for one in job.done if not (isinstance(one, Infeasible) and one.scenario.strategy in planned)]
-        for name, of_name in planned.items():
-            named = scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"})
-            tried += of_name.done if of_name.is_complete else [Infeasible(scenario=named, reason=PLANNING)]
-        return tried, jobs, tuple(name for name in left_out if name not in planned)
+        return job, planned, tuple(name for name in left_out if name not in planned)
 
-    def _map(self, advice: Advice, page: str) -> Job[Cell]:
+    def _evaluated(
+        self, scenario: Scenario, ranking: Job[Evaluated], planned: dict[str, Job[Evaluated]]
+    ) -> list[Evaluated]:
+        """What was tried so far, be it in vain."""
+        tried: list[Evaluated] = []
+        for job in (ranking, *(job for job in planned.values() if job.is_complete)):
+            for way, answer, _ in job.answers():
+                if isinstance(way, Infeasible) and way.scenario.strategy in planned:
+                    continue
+                tried.append(_in_words(way, answer))
+        for name, job in planned.items():
+            if not job.is_complete:
+                named = scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"})
+                job.answers()  # raises what is wrong with it
+                tried.append(Infeasible(scenario=named, reason=PLANNING))
+        return tried
+
+    def _map(self, advice: Advice, page: str, until: float) -> Job[Cell]:
         """The map around the case of a whole recommendation."""
         known = known_knobs(advice)
-        asked = cells(advice.scenario)
-        return self._job(page, "map", advice.scenario, asked, lambda cell: (best_in, cell, known), _largest)
+        return self._job(page, "map", advice.scenario, until, lambda cell: (best_in, cell, known), _largest, cells)
 
-    def _detailed(self, candidate: Candidate) -> Candidate:
-        """The candidate with the timelines of both passes."""
-        if candidate.forward.timelines:
-            return candidate
-        key = _key("details", candidate.scenario)
-        found = self._details.get(key)
-        if found is None:
-            forward, backward = predict(candidate.forward.scenario), predict(candidate.backward.scenario)
-            found = replace(candidate, forward=forward, backward=backward)
-            with self._lock:
-                self._details[key] = found
-                while len(self._details) > 4:  # timelines are large
-                    self._details.popitem(last=False)
-        return found
+    def _details(self, candidate: Candidate, page: str, until: float, draw: Callable[[Candidate], Any]) -> Job[Any]:
+        """What ``draw`` makes of the candidate with the timelines of both passes."""
+        what = f"details {draw!r}"
+        return self._job(
+            page, what, candidate.scenario, until, lambda one: (_drawn, one, draw), lambda _: (0, 0), (candidate,)
+        )
+
+    def _result(self, job: Job[T]) -> T:
+        """That of a job with one piece.
+
+        Raises:
+            Dropped: it is over the budget of an answer.
+        """
+        [(_, answer, _)] = job.answers()
+        if isinstance(answer, OverBudget):
+            raise Dropped(dropped_text(answer))
+        return answer
 
     def _remember(self, scenario: Scenario, job: Job[Evaluated]) -> None:
         """What was the best, and how long everything took: for the order of the next case, and how long it may take."""
-        self._order = [_way(candidate.scenario) for candidate in rank(scenario, job.done).candidates[:FIRST]]
-        for tried, seconds in (piece.result() for piece in job.pieces):
-            self._seconds[_way(_scenario(tried))] = seconds
-        self.expected_s = sum(piece.result()[1] for piece in job.pieces) / self._workers
+        answers = job.answers()
+        tried = [answer for _, answer, _ in answers if not isinstance(answer, OverBudget)]
+        self._order = [_way(candidate.scenario) for candidate in rank(scenario, tried).candidates[:FIRST]]
+        with self._lock:
+            for way, _, seconds in answers:
+                self._seconds[_way(_scenario(way))] = seconds
+            while len(self._seconds) > KEPT_WAYS:
+                self._seconds.popitem(last=False)
+        self.expected_s = sum(seconds for _, _, seconds in answers) / self._num_workers
 
     def _soonest(self, way: Scenario | Infeasible) -> tuple[int, float]:
         """Sorts what was the best in the last case first, then what takes long; in a first case what often is best."""
         scenario = _scenario(way)
-        if _way(scenario) in self._order:
-            return 0, self._order.index(_way(scenario))
+        order, taken = self._order, self._seconds.get(_way(scenario))
+        if _way(scenario) in order:
+            return 0, order.index(_way(scenario))
         often = [*LIKELY, str(scenario.strategy)].index(str(scenario.strategy))
-        return 1, -self._seconds[_way(scenario)] if _way(scenario) in self._seconds else often
+        return 1, -taken if taken is not None else often
+
+    def _move(self, page: str, key: str) -> None:
+        """The page looks at this case, and no longer at another."""
+        with self._lock:
+            before = self._at.pop(page, None)
+            self._at[page] = key
+            while len(self._at) > PAGES:
+                self._at.popitem(last=False)
+            if before != key:
+                self._leave(page, "", key)
 
     def _job(
         self,
         page: str,
         what: str,
         scenario: Scenario,
-        items: Sequence[Any],
-        call: Callable[[Any], tuple[Any, ...]] | None,
+        until: float,
+        call: Callable[[Any], tuple[Any, ...]],
         first: Callable[[Any], tuple[int, float]],
+        items: Callable[[Scenario], Sequence[Any]] | Sequence[Any],
     ) -> Job[Any]:
         """What a page asks, begun where it is new, in the order of ``first``; pieces are in that of items.
 
-        Without a ``call`` the items are ways that the planner tries, and that come with their timelines.
+        Args:
+            page, what, scenario: who asks, and what.
+            until: when the page stops waiting.
+            call: the work of one item: a function and its arguments.
+            first: sorts items.
+            items: what lists them, which is work, too; or the items.
         """
         key = _key(what, scenario)
         with self._lock:
-            if key not in self._jobs:
-                self._drop_unfinished(page, what)
-                order = sorted(range(len(items)), key=lambda i: first(items[i]))
-                begun = {i: self._begun(items[i], call) for i in order}
-                self._jobs[key] = Job(page, tuple(begun[i] for i in range(len(items))))
-                while len(self._jobs) > KEPT:
-                    self._jobs.popitem(last=False)
-            self._jobs.move_to_end(key)
-            return self._jobs[key]
+            job = self._jobs.get(key)
+            if job is None or job.is_lost:
+                self._leave(page, what, key)
+                job = self._jobs[key] = Job(Question(page), {page})
+                if callable(items):
+                    listing = self._workers.submit(job.question, _timed, items, scenario)
+                    job.pieces = (listing,)
+                    begun = job
+                    listing.add_done_callback(lambda done: self._listed(begun, done, call, first))
+                else:
+                    self._begin(job, items, call, first)
+                for old in [k for k, one in self._jobs.items() if one.has_ended][: max(0, len(self._jobs) - KEPT)]:
+                    del self._jobs[old]
+            if not job.has_ended:
+                job.pages.add(page)
+            job.question.wanted_until = max(until, time.monotonic()) + WANTED_S
+            if key in self._jobs:
+                self._jobs.move_to_end(key)
+            return job
 
-    def _begun(self, item: Any, call: Callable[[Any], tuple[Any, ...]] | None) -> Future[Any]:
-        if call is None:
-            return self._planner.submit(_timed, evaluate, item)
-        return self._pool.submit(_timed, _without_timelines, *call(item))
+    def _listed(self, job: Job[Any], listing: Future[Any], call: Any, first: Any) -> None:
+        """Begins the pieces of a job whose items are known now."""
+        if not listing.cancelled() and listing.exception() is None:
+            self._begin(job, listing.result()[0], call, first)
+        job.tell()
 
-    def _drop_unfinished(self, page: str, what: str) -> None:
-        """The page no longer looks at its earlier questions; a ranking drops maps and what is being planned, too."""
+    def _begin(self, job: Job[Any], items: Sequence[Any], call: Any, first: Any) -> None:
+        order = sorted(range(len(items)), key=lambda i: first(items[i]))
+        begun = {i: self._workers.submit(job.question, _timed, *call(items[i])) for i in order}
+        job.pieces = tuple(begun[i] for i in range(len(items)))
+        job.items = items
+        for piece in job.pieces:
+            piece.add_done_callback(job.tell)
+        if job.question.wanted_until < time.monotonic():  # it was left while it was listed
+            self._workers.drop(job.pieces)
+
+    def _leave(self, page: str, what: str, but: str) -> None:
+        """The page no longer looks at its earlier questions, or at those of a kind; what nobody looks at is dropped."""
         for key, job in list(self._jobs.items()):
-            if job.page == page and not job.is_complete and (what == "ranking" or key.startswith(what)):
-                for piece in job.pieces:
-                    piece.cancel()
-                del self._jobs[key]
+            if (
+                page in job.pages
+                and not job.has_ended
+                and key != but
+                and key.startswith(what.split()[0] if what else "")
+            ):
+                job.pages.discard(page)
+                if not job.pages:
+                    job.question.wanted_until = -math.inf
+                    self._workers.drop(job.pieces)
+                    del self._jobs[key]
+
+
+DROPPED: Final = "dropped: "
+
+
+def is_dropped(one: Infeasible) -> bool:
+    """Whether this is no answer, but one that would cost too much."""
+    return one.reason.startswith(DROPPED)
+
+
+def dropped_text(why: Exception | str) -> str:
+    """Why an answer, or a part of it, was dropped, and how to get it."""
+    if isinstance(why, Busy):
+        return f"{DROPPED}{why}"
+    return (
+        f"{DROPPED}{why}, the most that the page spends on one answer; `cpsim advise` of the scenario file has no limit"
+    )
+
+
+def _in_words(way: Any, answer: Evaluated | OverBudget) -> Evaluated:
+    """An answer, or why there is none."""
+    if isinstance(answer, Infeasible) and answer.reason == TOO_LARGE:
+        answer = OverBudget("it needs more memory than it may have")
+    if isinstance(answer, OverBudget):
+        return Infeasible(scenario=_scenario(way), reason=dropped_text(answer))
+    return answer
 
 
 def _key(what: str, scenario: Scenario) -> str:
@@ -257,18 +452,20 @@ def _largest(cell: Scenario) -> tuple[int, float]:
     return -cell.gpus, -cell.num_tokens
 
 
-def _scenario(tried: Scenario | Evaluated) -> Scenario:
-    match tried:
-        case Scenario():
-            return tried
-        case Infeasible():
-            return tried.scenario
-        case forward, _, _:
-            return forward.scenario
+def _scenario(way: Scenario | Infeasible) -> Scenario:
+    return way if isinstance(way, Scenario) else way.scenario
 
 
 def _way(scenario: Scenario) -> str:
     return f"{scenario.strategy} {knobs_json(scenario)}"
+
+
+def _ranking_piece(way: Scenario | Infeasible) -> tuple[Any, ...]:
+    return _evaluate, way, 0
+
+
+def _planned_piece(way: Scenario | Infeasible) -> tuple[Any, ...]:
+    return _evaluate, way, LIGHT_BYTES
 
 
 def _timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
@@ -276,20 +473,32 @@ def _timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
     return work(*arguments), time.perf_counter() - begun
 
 
-def _without_timelines(work: Callable[..., Any], *arguments: Any) -> Any:
-    """An answer that is light to send."""
-    match work(*arguments):
-        case (Prediction(), Prediction(), Prediction()) as predictions:
-            return tuple(replace(one, timelines={}) for one in predictions)
-        case result:
-            return result
+def _evaluate(way: Scenario | Infeasible, most: int) -> Evaluated:
+    """A way that was tried; with its timelines where they are no larger than that [bytes]."""
+    tried = evaluate(way)
+    if isinstance(tried, Infeasible):
+        return tried
+    forward, backward, both = tried
+    both = replace(both, timelines={})
+    if most and len(pickle.dumps((forward, backward))) <= most:
+        return forward, backward, both
+    return replace(forward, timelines={}), replace(backward, timelines={}), both
 
 
-def _begin() -> None:
-    """A process of a pool that gives way to the browser."""
-    begin_worker()
-    if hasattr(os, "nice"):
-        os.nice(5)
+def _drawn(candidate: Candidate, draw: Callable[[Candidate], T]) -> T:
+    """What is made of a candidate with the timelines of both passes."""
+    if not candidate.forward.timelines:
+        forward, backward = predict(candidate.forward.scenario), predict(candidate.backward.scenario)
+        candidate = replace(candidate, forward=forward, backward=backward)
+    return draw(candidate)
+
+
+def _memory_bytes() -> int:
+    """Memory of this machine; where it does not say, much."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return BUDGET_BYTES * 4 * WORKERS
 
 
 def load_costs() -> None:
@@ -301,8 +510,8 @@ def load_costs() -> None:
 
 def warm_up() -> None:
     """Loads costs and engines, and compiles what is not compiled."""
-    from cpsim.prediction.advise import advise
-
     load_costs()
-    advise(WARM)
-    advise({**WARM, "mask": "causal_document", "documents": {"distribution": "prolong64k"}})
+    documents = {"mask": "causal_document", "documents": {"distribution": "prolong64k"}}
+    for changes in ({}, documents, {"gpus": 8, "mask": "full"}):
+        best = advise({**WARM, **changes}).candidates[0]
+        predict(best.forward.scenario)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,8 +16,17 @@ from dash.exceptions import PreventUpdate
 from cpsim.case.cluster import presets
 from cpsim.errors import CpsimError
 from cpsim.explore import views
-from cpsim.explore.answers import Answers
-from cpsim.explore.controls import VIEWS, Control, controls, scenario_of, shown_strategy, state_of
+from cpsim.explore.answers import DETAILED, Answers, Dropped
+from cpsim.explore.controls import (
+    VIEWS,
+    Control,
+    controls,
+    given_ranks,
+    scenario_of,
+    shown_strategy,
+    state_of,
+)
+from cpsim.explore.door import Turns, check, page_of
 from cpsim.prediction.standalone import standalone
 from cpsim.report.page import TEMPLATES
 from cpsim.report.views import TITLES
@@ -37,6 +47,8 @@ WHOLE_S: Final = 0.4
 """How long it waits where it is expected to be whole sooner: to draw it twice would take longer."""
 MORE_S: Final = 0.3
 """How long a page that asks for more waits; it asks again as long as its answer is not whole."""
+WHOLE_FILE_S: Final = 60.0
+"""How long a file waits for a whole answer."""
 LOADING: Final = "Loading costs and engines; after an installation they are compiled first, which takes minutes."
 STEPPED: Final = ("nodes", "seed")
 """Numbers that make sense one up or down; what is typed elsewhere is said by Enter, or by leaving the field."""
@@ -77,34 +89,57 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
     def first_s() -> float:
         return WHOLE_S if answers.expected_s < 0.75 * WHOLE_S else FIRST_S
 
-    def answer(state: Values, patience_s: float) -> Known:
-        asked = str(state.get("page")), str(state.get("view")), shown_strategy(state)
-        return answers.ask(scenario_of(state, known, folder), *asked, patience_s)
+    def answer(state: Values, patience_s: float, draw: Callable[..., Any]) -> Known:
+        scenario, view = scenario_of(state, known, folder), str(state.get("view"))
+        ranks = tuple(given_ranks(state, scenario.gpus)) if view in DETAILED else ()
+        asked = page_of(state), view, shown_strategy(state), patience_s
+        try:
+            return answers.ask(scenario, *asked, partial(draw, view, ranks))
+        except Dropped as error:
+            raise Dropped(f"{case_text(scenario)}: {error}") from None
 
-    def show(state: Values, _more: Any, answered: Values | None) -> dict[str, Any]:
+    turns = Turns()
+
+    def show(state: Any, _more: Any, answered: Any) -> dict[str, Any]:
+        with turns.of(state):
+            check(isinstance(answered, dict | None))
+            return shown(state, answered)
+
+    def shown(state: Values, answered: Values | None) -> dict[str, Any]:
         serial = state.get("serial")
         if not answers.is_warm:
             time.sleep(MORE_S)
             return _same(lead=LOADING, **_answered(serial, [0, 1]))
         try:
-            found = answer(state, MORE_S if ctx.triggered_id == "more" else first_s())
+            found = answer(state, MORE_S if ctx.triggered_id == "more" else first_s(), views.drawn)
             pieces = [found.done, found.total]
-            if ctx.triggered_id == "more" and answered and answered["pieces"] == pieces:
+            if ctx.triggered_id == "more" and answered and answered.get("pieces") == pieces:
                 return _same(**_answered(serial, pieces))
             view = views.make_view(state, found, runs, known)
         except CpsimError as error:
             return _same(error=str(error), done=1, total=1, **_answered(serial, [1, 1]))
         return {"error": "", **_answered(serial, pieces), **_said(found, view, str(state.get("theme")))}
 
-    def download(_csv: int, _scenario: int, state: Values) -> dict[str, Any]:
+    def download(_csv: Any, _scenario: Any, state: Any) -> dict[str, Any]:
+        with turns.of(state):
+            return file_of(state)
+
+    def file_of(state: Values) -> dict[str, Any]:
+        name = str(state.get("view"))
         try:
-            found = answer(state, 60)
+            if ctx.triggered_id == "csv" and name in DETAILED:
+                return _file(f"cpsim-{name}.csv", answer(state, WHOLE_FILE_S, views.data_of).chosen or "")
+            found = answer(state, WHOLE_FILE_S, views.drawn)
             view = views.make_view(state, found, runs, known)
+            if ctx.triggered_id == "csv":
+                return _file(f"cpsim-{name}.csv", views.csv_text(view.columns()))
+            return scenario_file(views.chosen_case(found.advice, view))
+        except Dropped:  # whose scenario the command line answers
+            if ctx.triggered_id == "csv":
+                raise PreventUpdate from None
+            return scenario_file(scenario_of(state, known, folder))
         except CpsimError:
             raise PreventUpdate from None
-        if ctx.triggered_id == "csv":
-            return _file(f"cpsim-{state.get('view')}.csv", views.csv_text(view.columns()))
-        return scenario_file(views.chosen_case(found.advice, view))
 
     app.callback(
         output=_places(),
@@ -153,9 +188,8 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
     missing = len(views.PLOTS) - len(made)
     heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
     asked = found.advice.scenario
-    whole = "" if found.is_complete else f" So far: {found.done} of {found.total} answers."
     return {
-        "lead": recommendation(found.advice) + whole,
+        "lead": _lead(found),
         "case": f"{case_text(asked)}; {documents_text(asked)}",
         "done": found.done,
         "total": found.total,
@@ -164,6 +198,17 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
         "plots": made + [no_update] * missing,
         "shown": heights + [{"display": "none"}] * missing,
     }
+
+
+def _lead(found: Known) -> str:
+    """The recommendation, how far it is, and what is left out of it."""
+    words = recommendation(found.advice)
+    if not found.advice.candidates and not found.is_complete:
+        words = "No strategy has an answer yet."
+    elif not found.advice.candidates and found.dropped:
+        words = "No answer: what could run this case costs more than the page spends."
+    so_far = "" if found.is_complete else f" So far: {found.done} of {found.total} answers."
+    return words + so_far + (f" Without {found.dropped}." if found.dropped else "")
 
 
 def _themed(figure: Figure, theme: str) -> Figure:

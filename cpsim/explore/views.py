@@ -10,15 +10,17 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlencode
 
-from cpsim.explore.controls import Control, State, given_ranks, shown_strategy, state_of
-from cpsim.report import views
+from cpsim.case.resolve import cluster_of
+from cpsim.explore.controls import Control, State, shown_strategy, state_of
+from cpsim.prediction.results import Advice
+from cpsim.report import memory, views
 from cpsim.report.views import View
 from cpsim.report.words import case_text, documents_text
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
     from cpsim.explore.answers import Known
-    from cpsim.prediction.results import Advice, Candidate, Column
+    from cpsim.prediction.results import Candidate, Column
     from cpsim.prediction.runs import Run
 
 PLOTS: Final = ("plot", "plot-2")
@@ -40,10 +42,32 @@ def make_view(state: State, known: Known, runs: Sequence[Run], controls: Sequenc
         case "timeline" | "memory" | "mask" as name:
             if known.chosen is None:
                 return View(caption=_why_not(state, advice))
-            return _of_one(name, advice, known.chosen, given_ranks(state, advice.scenario.gpus))
+            view: View = known.chosen
+            if name == "memory":
+                limit = cluster_of(advice.scenario).gpu.memory_bytes
+                view = replace(view, plots=(memory.peaks(advice, limit), *view.plots[1:]))
+            return view
         case _:
             ranking = views.ranking(advice)
             return replace(ranking, below=_offers(known) + ranking.below)
+
+
+def drawn(name: str, ranks: Sequence[int], chosen: Candidate) -> View:
+    """A view of one strategy, ready to be sent from one process to another: without its data and timelines.
+
+    Args:
+        name: of ``cpsim.explore.answers.DETAILED``.
+        ranks: those to show; a few that matter where there are none.
+        chosen: the strategy, with its timelines.
+    """
+    forward, backward = (replace(one, timelines={}) for one in (chosen.forward, chosen.backward))
+    view = _of_one(name, chosen, ranks)
+    return replace(view, columns=dict, chosen=replace(chosen, forward=forward, backward=backward))
+
+
+def data_of(name: str, ranks: Sequence[int], chosen: Candidate) -> str:
+    """The data of the same view as CSV."""
+    return csv_text(_of_one(name, chosen, ranks).columns())
 
 
 def csv_text(columns: Mapping[str, Column]) -> str:
@@ -74,10 +98,13 @@ def _offers(known: Known) -> str:
     return f'<p class="muted">Not tried unless you ask, for the reasons below: {words}</p>' if words else ""
 
 
-def _of_one(name: str, advice: Advice, chosen: Candidate, ranks: Sequence[int]) -> View:
+def _of_one(name: str, chosen: Candidate, ranks: Sequence[int]) -> View:
+    """The view as far as one strategy knows it: peaks of memory are its own alone."""
     if name == "timeline":
         return views.timeline(chosen, ranks)
-    return views.mask(advice.scenario, chosen, ranks) if name == "mask" else views.memory_use(advice, chosen)
+    if name == "mask":
+        return views.mask(chosen.scenario, chosen, ranks)
+    return views.memory_use(Advice(scenario=chosen.scenario, candidates=(chosen,), infeasible=(), notes=()), chosen)
 
 
 def _why_not(state: State, advice: Advice) -> str:

@@ -165,7 +165,9 @@ def read_point(point: Mapping[str, Any]) -> dict[str, Any]:
     if any(not isinstance(flow, list) or list(map(type, flow)) != [int, int] for flow in found.get("flows", ())):
         raise ValueError(f"flows: expected pairs of ranks, from and to, got {shown(found['flows'])}")
     if op == "fabric" and found.get("num_ranks", 0) % found["num_nodes"]:
-        raise ValueError(f"num_ranks: expected a multiple of num_nodes = {found['num_nodes']}, got {found['num_ranks']}")
+        raise ValueError(
+            f"num_ranks: expected a multiple of num_nodes = {found['num_nodes']}, got {found['num_ranks']}"
+        )
     if "num_kv_heads" in found and found.get("num_heads", 0) % found["num_kv_heads"]:
         raise ValueError(f"num_kv_heads: expected a divisor of num_heads, got {found['num_kv_heads']}")
     if "k_lens" in found and len(found["k_lens"]) != len(found.get("q_lens", ())):

@@ -24,7 +24,7 @@ MACHINE_RATE: Bounds = (1e5, 1e16)
 
 CLUSTER: Rules = {
     r"num_gpus|gpus_per_node|fabric\.nics_per_node|fabric\.nodes_per_leaf": (1, 1e6),
-    r"gpu\.memory_bytes": (1e7, 1e14),
+    r"gpu\.memory_bytes": (1e7, 1e15),
     r"gpu\.num_sms": (1, 1e5),
     r"gpu\.peak_flops_per_s": (1e10, 1e19),
     r".*bandwidth_bytes_per_s": MACHINE_RATE,
@@ -166,7 +166,7 @@ def odd_runs(tree: Any) -> str:
 def odd_log(text: str) -> str:
     """What is wrong with a log of nccl-tests: times that are none, or ranks that are missing."""
     ranks = [int(n) for n in re.findall(r"^#\s+Rank\s+(\d+)", text, re.MULTILINE)]
-    if sorted(ranks) != list(range(len(ranks))):
+    if set(ranks) != set(range(max(ranks, default=-1) + 1)):
         return "ranks are missing"
     for line in text.splitlines():
         cells = line.split()

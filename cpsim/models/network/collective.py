@@ -96,8 +96,8 @@ def wire_bytes(kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
 def collective_seconds(params: CollectiveParams, kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
     """Seconds of a collective inside a node.
 
-    Group sizes between measured ones are interpolated at equal wire bytes; smaller ones take the wire bytes' time of the
-    smallest measured group, and larger ones that of the largest with a latency per rank.
+    Group sizes between measured ones are interpolated at equal wire bytes; smaller ones take the wire bytes' time of
+    the smallest measured group, and larger ones that of the largest with a latency per rank.
 
     Args:
         params: measured curves.

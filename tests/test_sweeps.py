@@ -190,5 +190,5 @@ def test_an_address_where_nothing_answers_is_one_clear_line(tmp_path):
 def test_the_example_is_a_sample_of_its_grid():
     sweep = load_sweep(Path("examples/sweeps/96gpu.yaml"))
     assert len(sweep.numbers()) == 40
-    assert len(sweep.entries) == 160
+    assert sweep.entries.combinations == 160
     assert scenario_from(sweep.entry(sweep.numbers()[0])[1]).cluster == "dgx-h200"

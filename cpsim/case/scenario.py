@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cpsim.case.files import explain
 from cpsim.case.model import MODELS
 from cpsim.case.parallel import Gradients, PipelineSchedule, Recompute
-from cpsim.errors import nearest, shown
+from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
 MAX_TOKENS: Final = 10**9
@@ -191,9 +191,9 @@ class Scenario(BaseModel):
             if isinstance(entry, float) and not math.isfinite(entry):
                 raise ValueError(f"{key}: expected a finite number, got {entry}")
             if not isinstance(entry, str | int | float):
-                raise ValueError(f"{shown(key)}: expected a number, a name or true/false, got {shown(entry)}")
+                raise ValueError(f"{cut(key, 60)}: expected a number, a name or true/false, got {shown(entry)}")
             if len(key) > 60 or (len(entry) > 60 if isinstance(entry, str) else abs(entry) > 10**18):
-                raise ValueError(f"{shown(key)}: expected a shorter name or a smaller number, got {shown(entry)}")
+                raise ValueError(f"{cut(key, 60)}: expected a shorter name or a smaller number, got {shown(entry)}")
         return value
 
     @model_validator(mode="after")

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import yaml
 from dash import ClientsideFunction, Dash, Input, Output, State, ctx, dcc, html, no_update
 from dash.exceptions import PreventUpdate
 
@@ -18,6 +17,7 @@ from cpsim.errors import CpsimError
 from cpsim.explore import views
 from cpsim.explore.answers import Answers
 from cpsim.explore.controls import VIEWS, Control, controls, scenario_of, shown_strategy, state_of
+from cpsim.prediction.standalone import standalone
 from cpsim.report.page import TEMPLATES
 from cpsim.report.views import TITLES
 from cpsim.report.words import case_text, documents_text, recommendation
@@ -173,21 +173,15 @@ def _themed(figure: Figure, theme: str) -> Figure:
 
 
 def scenario_file(scenario: Scenario) -> dict[str, Any]:
-    """The file that `cpsim advise` and `cpsim predict` read; with the file of its cluster where it has its own."""
-    fields = scenario.to_dict()
-    cluster = Path(scenario.cluster)
-    if scenario.cluster in presets():
-        return _file("scenario.yaml", _yaml(fields))
+    """The file that `cpsim advise` and `cpsim predict` read, anywhere: packed with a cluster and profile of its own."""
+    files = standalone(scenario)
+    if len(files) == 1:
+        return _file(*next(iter(files.items())))
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        archive.writestr("scenario.yaml", _yaml(fields | {"cluster": cluster.name}))
-        archive.writestr(cluster.name, cluster.read_text(encoding="utf-8"))
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
     return dict(dcc.send_bytes(packed.getvalue(), "scenario.zip"))
-
-
-def _yaml(fields: Mapping[str, Any]) -> str:
-    left_out = {name: value for name, value in fields.items() if value not in ({}, None)}
-    return str(yaml.safe_dump(left_out, sort_keys=False))
 
 
 def _file(name: str, text: str) -> dict[str, Any]:

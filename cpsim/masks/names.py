@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from cpsim.errors import nearest, shown
+from cpsim.errors import cut, nearest, shown
 
 Value = int | float | str
 Options = tuple[tuple[str, Value], ...]
@@ -176,7 +176,9 @@ def read_options(name: str, given: Mapping[str, object]) -> Options:
     known = MASK_NAMES[name].options
     for key, entry in given.items():
         if not known:
-            raise ValueError(f"{shown(name)} takes no parameters, got {shown(list(given))}; remove them")
+            raise ValueError(
+                f"{shown(name)} takes no parameters, got {cut(', '.join(map(str, given)), 60)}; remove them"
+            )
         if key not in known:
             raise ValueError(f"{name} has no option {shown(key)}; {nearest(key, known)}")
         try:

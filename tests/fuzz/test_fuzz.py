@@ -1,7 +1,8 @@
 """Broken files of every kind: each is one line on stderr or a sane answer; no traceback, no hang, nothing absurd.
 
 Every time the same few examples, and 2,000 scenarios and 2,000 other files where slow tests run, too. Hours on demand
-with new examples: `CPSIM_FUZZ_HOURS=2 pytest tests/fuzz -k broken`; a failure prints the file and its command.
+with new examples: `CPSIM_FUZZ_HOURS=2 pytest tests/fuzz -k "broken or large"`; a failure names the file, its mistakes
+and the command.
 """
 
 import json
@@ -23,6 +24,8 @@ from mutations import YAML_NUMBERS, as_lines, damaged, enlarged, mutated, reword
 from sense import wrong
 
 HOURS = float(os.environ.get("CPSIM_FUZZ_HOURS", "0"))
+PROPERTIES = 2 * (len(KINDS) + 3)
+"""Among which hours are divided: kinds, options, batches and sizes, each with few and with many examples."""
 FEW = {"scenario": 50, "measurement": 4, "fabric": 10, "grid": 10, "runs": 10}
 """Examples of a kind that is slow, or of which there is much to try."""
 MANY = {"scenario": 2000, "measurement": 100, "fabric": 150, "grid": 150}
@@ -38,7 +41,7 @@ def run_examples(example: Callable[[Random], None], examples: int) -> None:
     if not HOURS:
         settings(max_examples=examples, derandomize=True, **how)(given(draws)(example))()
         return
-    end = time.monotonic() + 3600 * HOURS / len(KINDS)
+    end = time.monotonic() + 3600 * HOURS / PROPERTIES
     while time.monotonic() < end:
         seed(random.getrandbits(64))(settings(max_examples=200, **how)(given(draws)(example)))()
 

@@ -4,6 +4,7 @@ CpsimError (ValueError)     anything a user can cause; the message is one line: 
 ├── ScenarioError           a scenario, cluster or document file that cannot be understood
 ├── InfeasibleError         a strategy that cannot run the case; the message is the reason
 │   └── OutOfMemoryError    because it needs more memory than a GPU has
+├── MachineError            the machine fails, not the case: a scheduler or process that died
 ├── ProfileError            a measurement or profile file that cannot be used
 └── ScheduleError           a schedule that breaks its own rules
 """
@@ -35,6 +36,10 @@ class InfeasibleError(CpsimError):
 
 class OutOfMemoryError(InfeasibleError):
     """The case needs more memory than a GPU has."""
+
+
+class MachineError(CpsimError):
+    """The machine that predicts fails, not the case: a scheduler or process died. Asking again may succeed."""
 
 
 class ProfileError(CpsimError):

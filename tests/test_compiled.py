@@ -1,4 +1,5 @@
 import os
+import resource
 import subprocess
 import sys
 
@@ -80,10 +81,13 @@ def test_machine_code_outlasts_another_installation_of_the_same_sources(folder):
     assert result(written(folder.with_name("installed"))) == (11, True)
 
 
-def test_kept_machine_code_that_cannot_be_read_is_made_again(folder):
+def test_kept_machine_code_that_is_not_whole_is_made_again(folder):
     assert result(folder) == (11, False)
-    for index in (folder.parent / "kept").rglob("*.nbi"):
-        index.write_bytes(index.read_bytes()[:-20])
+    first, second, third = (folder.parent / "kept").rglob("*.nbc")
+    first.write_bytes(first.read_bytes()[:-20])
+    second.write_bytes(b"")
+    whole = third.read_bytes()
+    third.write_bytes(whole[:-999] + bytes([whole[-999] ^ 1]) + whole[-998:])
     assert [result(folder), result(folder)] == [(11, False), (11, True)]
 
 
@@ -95,6 +99,49 @@ def test_of_processes_that_start_together_one_compiles(folder):
 def test_without_a_folder_to_keep_it_in_machine_code_is_made_for_the_process(folder):
     (folder.parent / "kept").write_text("a file, not a folder")
     assert result(folder) == (11, False)
+    assert result(folder) == (11, False)
+
+
+PLACES = {
+    "a file": ({"NUMBA_CACHE_DIR": __file__}, "Not a directory"),
+    "a file of the user's": ({"XDG_CACHE_HOME": __file__}, "Not a directory"),
+    "nowhere": ({"XDG_CACHE_HOME": "/proc/cache"}, "No such file or directory"),
+    "a home that is missing": ({"HOME": "/proc/me"}, "No such file or directory"),
+    "no home": ({"HOME": "~"}, "the user has no home"),
+    "a full disk": ({"NUMBA_CACHE_DIR": "/dev/full"}, "Not a directory"),
+}
+
+
+@pytest.mark.parametrize(("place", "why"), PLACES.values(), ids=PLACES)
+def test_where_machine_code_cannot_be_kept_is_said_once(place, why, monkeypatch, capsys):
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(compiled.config, "CACHE_DIR", place.get("NUMBA_CACHE_DIR", ""))
+    monkeypatch.setattr(compiled, "_told", set())
+    assert [compiled.folder.__wrapped__() for _ in range(2)] == [None, None]
+    said = capsys.readouterr().err
+    assert said.startswith(f"cpsim: {next(iter(place.values()))}")
+    assert why in said
+    assert "set NUMBA_CACHE_DIR" in said
+    assert said.count("\n") == 1
+
+
+def full():
+    """Files may have so many bytes only."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+
+
+def test_where_there_is_no_room_for_it_machine_code_is_made_for_the_process(folder):
+    kept = folder.parent / "kept"
+    command, environment = [sys.executable, "-B", "-c", RUN, str(folder)], {**os.environ, "NUMBA_CACHE_DIR": str(kept)}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment, preexec_fn=full)
+    assert done.stdout.split() == ["11", "0"]
+    assert done.stderr.startswith(f"cpsim: {kept}")
+    assert "File too large" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert {path.name for path in kept.rglob("*") if path.is_file()} == {"locks"}
     assert result(folder) == (11, False)
 
 

@@ -23,6 +23,11 @@ def many(tmp_path):
     return path
 
 
+def hear():
+    """Before a command starts: it hears of interrupts, whether these tests do or not."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(
     ("command", "seconds", "send"),
     [
@@ -53,6 +58,7 @@ def test_an_interrupt_ends_a_command_and_its_processes_at_once(command, seconds,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hear,
     ) as running:
         time.sleep(seconds)
         assert running.poll() is None, "it ended before it could be interrupted"
@@ -94,7 +100,9 @@ def test_a_launch_ends_with_an_interrupt_of_which_it_hears_once(tmp_path):
         "from cpsim.cli.launch import _status; from cpsim.runtime.interrupts import unwinding\n"
         f"with unwinding(): _status(['sh', '-c', {launched!r}], {{}})"
     )
-    with subprocess.Popen([sys.executable, "-c", waits], stderr=subprocess.PIPE, start_new_session=True) as running:
+    with subprocess.Popen(
+        [sys.executable, "-c", waits], stderr=subprocess.PIPE, start_new_session=True, preexec_fn=hear
+    ) as running:
         while not heard.exists():
             time.sleep(0.1)
         os.killpg(running.pid, signal.SIGINT)

@@ -42,5 +42,11 @@ def test_it_holds_all_sources_and_what_they_read_but_no_measurements(wheel):
     assert not [name for name in names if "calibrate/data" in name or "tests/" in name]
 
 
+@pytest.mark.slow
+def test_the_oldest_versions_that_it_allows_are_enough():
+    done = subprocess.run([ROOT / "tests" / "lowest.sh"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
 def test_it_is_smaller_than_two_megabytes(wheel):
     assert wheel.stat().st_size < 2e6

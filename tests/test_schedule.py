@@ -1,5 +1,7 @@
 """The columnar schedule as people and ranks see it."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 from cases import ALL_PASSES, ALL_STRATEGIES, cluster, workload
@@ -69,7 +71,7 @@ def test_text_says_everything_about_an_op():
 
 def test_columns_cannot_be_changed():
     schedule = next(schedules())
-    columns = [getattr(schedule, name) for name in Schedule.__slots__]
+    columns = [getattr(schedule, column.name) for column in fields(Schedule)]
     assert all(not c.flags.writeable for c in columns if isinstance(c, np.ndarray))
 
 

@@ -1,22 +1,28 @@
 """Sweeps: grids and samples, what a kill leaves, bad scenarios, and a Dask cluster that loses a worker."""
 
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
-from cpsim.errors import CpsimError, ScenarioError
-from cpsim.prediction.predict import predict
+from cpsim.errors import CpsimError, MachineError, ScenarioError
+from cpsim.models.profile import load_profile, to_json
+from cpsim.prediction.predict import predict, predict_many
 from cpsim.prediction.sweep import PART, SWEEP_FILE, Grid, load_sweep, run_sweep
+from cpsim.runtime import files
 
 BASE = {"cluster": "dgx-h200", "heads": 32, "kv_heads": 8, "pass": "fwd"}
 GRID = {"strategy": ["usp", "zigzag_ring"], "gpus": [8, 12, 16], "tokens_per_gpu": [1024, 2048]}
@@ -114,6 +120,258 @@ def _children(pid):
         return [int(child) for child in file.read().split()]
 
 
+def test_two_sweeps_never_write_to_one_folder(tmp_path):
+    path, out = file_of(tmp_path, LONG), tmp_path / "out"
+    first = subprocess.Popen(command(path, out, "--jobs", "2"), stdout=subprocess.DEVNULL)
+    while not (out / SWEEP_FILE).exists():
+        assert first.poll() is None
+        time.sleep(0.01)
+    first.send_signal(signal.SIGSTOP)
+    for more in ((), ("--resume",)):
+        second = subprocess.run(command(path, out, *more), capture_output=True, text=True)
+        assert second.returncode == 2
+        assert second.stderr.count("\n") == 1
+        assert f"process {first.pid} on " in second.stderr
+        assert "writes there; wait for it, or choose another --out" in second.stderr
+    first.send_signal(signal.SIGCONT)
+    assert first.wait() == 0
+    assert [row["number"] for row in rows_of(out)] == list(range(400))
+
+
+def test_sweeps_that_nothing_keeps_apart_write_the_same(tmp_path, monkeypatch):
+    """As on a file system without locks."""
+    sweep, out, told = load_sweep(file_of(tmp_path)), tmp_path / "out", []
+
+    def unsupported(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("cpsim.runtime.files.fcntl.lockf", unsupported)
+
+    def meanwhile(done, _):
+        if done == 1:
+            run_sweep(sweep, out, jobs=1, resume=True)
+
+    run_sweep(sweep, out, jobs=1, progress=meanwhile, tell=told.append)
+    assert told == [f"{out}: its file system has no locks; see to it that nobody else writes there"]
+    run_sweep(sweep, tmp_path / "alone", jobs=1)
+    assert rows_of(out) == rows_of(tmp_path / "alone")
+
+
+@pytest.fixture
+def with_files(tmp_path):
+    """A sweep over a preset, a cluster file that names a profile file, which has a base, and a model's."""
+    profile = json.loads(to_json(replace(load_profile("h200"), name="mine"), load_profile("h200")))
+    (tmp_path / "mine.json").write_text(json.dumps(profile | {"base": "theirs"}))
+    (tmp_path / "theirs.json").write_text(to_json(replace(load_profile("h200"), name="theirs")))
+    cluster = load_cluster("dgx-h200").to_dict() | {"name": "own", "profile": "mine.json"}
+    (tmp_path / "own.json").write_text(json.dumps(cluster))
+    base = {"heads": 32, "kv_heads": 8, "pass": "fwd", "strategy": "usp"}
+    grid = {"gpus": [16, 32], "tokens_per_gpu": [1024, 2048], "cluster": ["dgx-h200", "own.json"]}
+    path = tmp_path / "grid.yaml"
+    path.write_text(yaml.safe_dump({"base": base, "grid": grid}, sort_keys=False))
+    return path
+
+
+def changed(path, field, value):
+    """Writes a JSON file with another value, at a place like a.b."""
+    fields = inner = json.loads(path.read_text())
+    *above, last = field.split(".")
+    for name in above:
+        inner = inner[name]
+    inner[last] = value(inner.get(last))
+    path.write_text(json.dumps(fields))
+
+
+CHANGES = {
+    "cluster": ("own.json", "fabric.latency_s", lambda seconds: 2 * seconds),
+    "profile": ("mine.json", "grade", lambda _: "measured elsewhere"),
+    "base of a profile": ("theirs.json", "collective.port_bytes_per_s", lambda rate: rate / 2),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_rows_that_rest_on_files_that_have_changed_are_predicted_again(name, with_files, tmp_path):
+    sweep, out, told = load_sweep(with_files), tmp_path / "out", []
+    run_sweep(sweep, out, jobs=1)
+    before = rows_of(out)
+    assert run_sweep(sweep, out, jobs=1, resume=True, tell=told.append).num_again == 0
+    assert told == []
+    file, field, value = CHANGES[name]
+    changed(tmp_path / file, field, value)
+    with pytest.raises(CpsimError, match=r"holds 8 of 8 scenarios; go on with --resume"):
+        run_sweep(sweep, out, jobs=1)
+    done = run_sweep(sweep, out, jobs=1, resume=True, tell=told.append)
+    assert (done.num_again, done.num_predicted, done.lost) == (4, 8, {})
+    assert told == [f"{out}: 4 of 8 rows are predicted again: cpsim, or files that they rest on, have changed"]
+    run_sweep(sweep, tmp_path / "new", jobs=1)
+    after = rows_of(out)
+    assert after == rows_of(tmp_path / "new")
+    assert after[::2] == before[::2]
+    assert all(one != other for one, other in zip(after[1::2], before[1::2], strict=True))
+
+
+def test_rows_of_another_cpsim_are_predicted_again(tmp_path, monkeypatch):
+    sweep, out = load_sweep(file_of(tmp_path)), tmp_path / "out"
+    run_sweep(sweep, out, jobs=1)
+    monkeypatch.setattr("cpsim.prediction.basis._cpsim", lambda: "newer")
+    assert run_sweep(sweep, out, jobs=1, resume=True).num_again == 12
+    assert run_sweep(sweep, out, jobs=1, resume=True).num_again == 0
+
+
+def test_a_broken_file_makes_errors_of_its_own_rows_until_it_is_mended(with_files, tmp_path):
+    whole = (tmp_path / "mine.json").read_text()
+    (tmp_path / "mine.json").write_text(whole[:-100])
+    sweep, out = load_sweep(with_files), tmp_path / "out"
+    assert run_sweep(sweep, out, jobs=1).num_predicted == 4
+    assert [row["error"] is None for row in rows_of(out)] == [True, False] * 4
+    (tmp_path / "mine.json").write_text(whole)
+    done = run_sweep(sweep, out, jobs=1, resume=True)
+    assert (done.num_again, done.num_predicted) == (4, 8)
+
+
+def test_a_file_that_changes_during_a_sweep_is_said_and_mended_by_the_next(with_files, tmp_path):
+    sweep, out = load_sweep(with_files), tmp_path / "out"
+    done = run_sweep(
+        sweep,
+        out,
+        jobs=1,
+        progress=lambda done, _: done == 5 and changed(tmp_path / "own.json", *CHANGES["cluster"][1:]),
+    )
+    assert 0 < len(done.lost) < 4
+    assert set(done.lost.values()) == {"the files that it rests on are others here and now"}
+    assert run_sweep(sweep, out, jobs=1, resume=True).num_again == len(done.lost)
+    run_sweep(sweep, tmp_path / "new", jobs=1)
+    assert rows_of(out) == rows_of(tmp_path / "new")
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 7, 12])
+def test_a_disk_that_gets_full_loses_nothing_that_was_written(written, tmp_path, monkeypatch):
+    """At the start, in the middle and at the end; the folder's own file comes first."""
+    sweep, out = load_sweep(file_of(tmp_path)), tmp_path / "out"
+    room = iter(range(written))
+
+    def put(path, data, mode, put=files._put):
+        if next(room, None) is None:
+            put(path, data[: len(data) // 2], mode)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put(path, data, mode)
+
+    with monkeypatch.context() as full:
+        full.setattr(files, "_put", put)
+        with pytest.raises(
+            MachineError, match=r"No space left on device; .* is kept: mend it and go on with --resume$"
+        ):
+            run_sweep(sweep, out, jobs=1)
+    assert not list(out.glob(".*"))
+    assert len(list(out.glob("part-*"))) == max(0, written - 1)
+    kept = rows_of(out) if written > 1 else []
+    assert run_sweep(sweep, out, jobs=1, resume=written > 1).num_again == 0
+    run_sweep(sweep, tmp_path / "new", jobs=1)
+    assert rows_of(out) == rows_of(tmp_path / "new")
+    assert [row for row in rows_of(out) if row in kept] == kept
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1(tmp_path):
+    path, out = file_of(tmp_path), tmp_path / "out"
+    limited = ["bash", "-c", 'ulimit -f 4; "$@"', "-", *command(path, out, "--jobs", "1")]
+    done = subprocess.run(limited, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"cpsim: {out}/part-")
+    assert "File too large; what was written before is kept" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert run_sweep(load_sweep(path), out, jobs=1).num_predicted == 8
+
+
+BREAKS = {
+    "an empty index": (lambda out: (out / SWEEP_FILE).write_text(""), 0),
+    "an index that is cut off": (lambda out: (out / SWEEP_FILE).write_text('{"schema": 2, "di'), 0),
+    "no index": (lambda out: (out / SWEEP_FILE).unlink(), 0),
+    "an empty part": (lambda out: part_of(out).write_bytes(b""), 1),
+    "a part that is cut off": (lambda out: part_of(out).write_bytes(part_of(out).read_bytes()[:-50]), 1),
+    "a part with a wrong bit": (lambda out: part_of(out).write_bytes(flipped(part_of(out).read_bytes())), 1),
+    "a part of something else": (lambda out: pq.write_table(pa.table({"number": [3]}), part_of(out)), 1),
+}
+
+
+def part_of(out):
+    return sorted(out.glob("part-*"))[3]
+
+
+def flipped(whole):
+    """Bits of some pages of a Parquet file."""
+    return whole[:1000] + bytes(byte ^ 1 for byte in whole[1000:1100]) + whole[1100:]
+
+
+@pytest.mark.parametrize(("broken", "num_unreadable"), BREAKS.values(), ids=BREAKS)
+def test_what_is_broken_in_a_folder_is_set_aside_and_made_again(broken, num_unreadable, tmp_path):
+    sweep, out, told = load_sweep(file_of(tmp_path)), tmp_path / "out", []
+    run_sweep(sweep, out, jobs=1)
+    whole, index = rows_of(out), (out / SWEEP_FILE).read_text()
+    broken(out)
+    done = run_sweep(sweep, out, jobs=1, resume=True, tell=told.append)
+    assert (done.num_scenarios, done.num_predicted, done.lost) == (12, 8, {})
+    assert rows_of(out) == whole
+    assert (out / SWEEP_FILE).read_text() == index
+    assert len(told) == len(list(out.glob("_unreadable-*"))) == num_unreadable
+
+
+def test_a_worker_that_is_killed_costs_a_line_and_no_scenario(tmp_path):
+    path, out = file_of(tmp_path, LONG | {"gpus": [4, 8, 16]}), tmp_path / "out"
+    with subprocess.Popen(command(path, out, "--jobs", "2"), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as running:
+        while not list(out.glob("part-*")):
+            assert running.poll() is None
+            time.sleep(0.01)
+        running.send_signal(signal.SIGSTOP)  # so that it is not done before it notices
+        os.kill(_children(running.pid)[0], signal.SIGKILL)
+        running.send_signal(signal.SIGCONT)
+        said, errors = running.communicate()
+    assert running.returncode == 0
+    assert errors == b"cpsim: a process died, perhaps for lack of memory; what it had is tried again, alone\n"
+    assert json.loads(said)["num_predicted"] == 1200
+    assert [row["number"] for row in rows_of(out)] == list(range(1200))
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_scenario_that_kills_its_process_loses_no_other(tmp_path, monkeypatch, capsys):
+    sweep, out = load_sweep(file_of(tmp_path)), tmp_path / "out"
+
+    def deadly(scenario):
+        if scenario.gpus == 16 and scenario.tokens_per_gpu == 2048:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ScenarioError("fine")
+
+    monkeypatch.setattr("cpsim.prediction.predict._predict_scenario", deadly)
+    done = run_sweep(sweep, out, jobs=2)
+    assert sorted(done.lost) == [9, 11]
+    assert "a process died of it, alone, too" in done.lost[9]
+    assert {row["number"] for row in rows_of(out)} == set(range(12)) - {9, 11}
+    assert "tried again, alone" in capsys.readouterr().err
+    asked = [scenario_from(sweep.entry(number)[1]) for number in range(12)]
+    found = predict_many(asked * 2, jobs=2)
+    assert [n % 12 for n, answer in enumerate(found) if isinstance(answer, MachineError)] == [9, 11] * 2
+    assert len(found) == 24
+
+
+def test_being_told_to_end_leaves_a_folder_that_can_go_on_and_no_process(tmp_path):
+    path, out = file_of(tmp_path, LONG), tmp_path / "out"
+    with subprocess.Popen(command(path, out, "--jobs", "2"), stderr=subprocess.PIPE) as running:
+        while len(list(out.glob("part-*"))) < 3:
+            assert running.poll() is None
+            time.sleep(0.01)
+        children = _children(running.pid)
+        running.terminate()
+        assert running.communicate() == (None, b"")
+    assert running.returncode == 128 + signal.SIGTERM
+    for _ in range(100):
+        if not any(os.path.exists(f"/proc/{pid}") for pid in children):
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("processes outlive the sweep")
+    assert run_sweep(load_sweep(path), out, jobs=2, resume=True).num_predicted == 400
+    assert [row["number"] for row in rows_of(out)] == list(range(400))
+
+
 def test_a_folder_of_another_sweep_is_not_touched(tmp_path):
     out = tmp_path / "out"
     run_sweep(load_sweep(file_of(tmp_path)), out, jobs=1)
@@ -153,7 +411,7 @@ def test_a_grid_that_is_wrong_as_a_whole_is_one_clear_line(tmp_path, content, wh
 
 
 def test_a_mistake_of_ours_is_recorded_and_stops_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpsim.prediction.sweep.predict", lambda _: 1 // 0)
+    monkeypatch.setattr("cpsim.prediction.predict._predict_scenario", lambda _: 1 // 0)
     assert run_sweep(load_sweep(file_of(tmp_path)), tmp_path / "out", jobs=1).num_predicted == 0
     assert all("internal error: ZeroDivisionError" in row["error"] for row in rows_of(tmp_path / "out"))
 
@@ -182,9 +440,49 @@ def test_a_dask_cluster_that_loses_a_worker_answers_everything_once(tmp_path):
     assert rows_of(out)[7]["time_s"] == alone.time_s
 
 
-def test_an_address_where_nothing_answers_is_one_clear_line(tmp_path):
-    with pytest.raises(CpsimError, match="expected the address of a Dask scheduler, got 'nowhere'"):
-        run_sweep(load_sweep(file_of(tmp_path)), tmp_path / "out", scheduler="nowhere")
+@pytest.mark.slow
+def test_a_scheduler_that_dies_is_one_line_and_what_was_done_is_kept(tmp_path):
+    path, out = file_of(tmp_path, LONG), tmp_path / "out"
+    start = (
+        "from distributed import LocalCluster as C; c = C(n_workers=1, threads_per_worker=1, dashboard_address=None)"
+    )
+    code = (
+        f"if __name__ == '__main__':\n {start}\n print(c.scheduler_address, flush=True)\n import time; time.sleep(600)"
+    )
+    (tmp_path / "cluster.py").write_text(code)
+    with subprocess.Popen([sys.executable, tmp_path / "cluster.py"], stdout=subprocess.PIPE, text=True) as cluster:
+        address = cluster.stdout.readline().strip()
+        asked = command(path, out, "--scheduler", address)
+        with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+            while len(list(out.glob("part-*"))) < 3:
+                assert running.poll() is None
+                time.sleep(0.01)
+            cluster.kill()
+            said = running.communicate(timeout=90)
+    assert running.returncode == 1
+    assert said[0] == ""
+    assert said[1].startswith(f"cpsim: scheduler {address}: ")
+    assert said[1].count("\n") == 1
+    assert run_sweep(load_sweep(path), out, jobs=2, resume=True).num_predicted == 400
+    assert [row["number"] for row in rows_of(out)] == list(range(400))
+
+
+@pytest.mark.parametrize(
+    ("address", "status"),
+    [
+        ("nowhere", 2),
+        ("foo://127.0.0.1:8786", 2),
+        ("tcp://127.0.0.1:x", 2),
+        pytest.param("127.0.0.1:1", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_an_address_where_nothing_answers_is_one_clear_line(address, status, tmp_path):
+    asked = command(file_of(tmp_path), tmp_path / "out", "--scheduler", address)
+    done = subprocess.run(asked, capture_output=True, text=True)
+    assert done.returncode == status
+    assert f"scheduler: expected the address of a Dask scheduler, got {address!r}" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert run_sweep(load_sweep(file_of(tmp_path)), tmp_path / "out", jobs=1).num_predicted == 8
 
 
 def test_the_example_is_a_sample_of_its_grid():

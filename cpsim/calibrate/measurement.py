@@ -47,6 +47,7 @@ from typing import Any, Final, TextIO
 from cpsim.calibrate.points import read_fields, read_point
 from cpsim.case.files import as_profile_error, parse_json, read_lines
 from cpsim.errors import CpsimError, ProfileError, shown
+from cpsim.runtime.files import write
 
 SCHEMA = 1
 ROUNDS = 4
@@ -165,7 +166,7 @@ def check_machine(path: Path, gpu: str, num_gpus: int) -> None:
 def cut_broken_end(path: Path) -> None:
     """Takes away a last line that an interrupted run did not write to its end."""
     whole = path.read_bytes()
-    path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+    write(path, whole[: whole.rfind(b"\n") + 1])
 
 
 def load(path: str | Path) -> Measurements:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -12,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cpsim.case.files import SCHEMA, explain, is_file, read_document, take_schema
+from cpsim.case.files import SCHEMA, explain, read_document, take_schema
 from cpsim.errors import ScenarioError, nearest, shown
+from cpsim.runtime.files import noted, while_unchanged
 from cpsim.units import Quantity, Rate
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -216,7 +218,7 @@ def presets() -> dict[str, Cluster]:
     return {cluster.name: cluster for cluster in clusters}
 
 
-@cache
+@while_unchanged
 def load_cluster(name_or_path: str) -> Cluster:
     """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
 
@@ -228,8 +230,8 @@ def load_cluster(name_or_path: str) -> Cluster:
     """
     if name_or_path in presets():
         return presets()[name_or_path]
-    path = Path(name_or_path)
-    if not is_file(path):
+    path = noted(Path(name_or_path))
+    if not os.path.isfile(path):
         raise ScenarioError(
             f"cluster: {shown(name_or_path)} is neither a preset nor a file; {nearest(name_or_path, presets())}"
         )
@@ -239,8 +241,8 @@ def load_cluster(name_or_path: str) -> Cluster:
         cluster = _cluster(_with_known_gpu(take_schema(fields, "cluster")))
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
-    beside = path.parent / (cluster.profile or "")
-    return replace(cluster, profile=str(beside)) if is_file(beside) else cluster
+    beside = noted(path.parent / (cluster.profile or ""))
+    return replace(cluster, profile=str(beside)) if os.path.isfile(beside) else cluster
 
 
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:

@@ -244,14 +244,6 @@ def _as_whole(problem: Mapping[str, Any]) -> str:
     return f"; write {int(value)}" if whole and problem["type"] == "int_type" else ""
 
 
-def is_file(path: Path) -> bool:
-    """Whether there is such a file; no, where nothing can have that name."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
 def explain(error: ValidationError, fields: Iterable[str]) -> str:
     """The first problem of a validation in one line: field, expected, got, how to mend it.
 

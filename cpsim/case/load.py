@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cpsim.case.cluster import presets
-from cpsim.case.files import explain, is_file, read_documents, take_schema
+from cpsim.case.files import explain, read_documents, take_schema
 from cpsim.case.scenario import FIELDS, Scenario
 from cpsim.errors import ScenarioError, shown
 
@@ -124,12 +125,12 @@ def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenari
         scenario = scenario_from(value)
     except ScenarioError as error:
         return ScenarioError(f"{place}: {error}")
-    beside = {name: _beside(getattr(scenario, name), folder) for name in ("cluster", "profile")}
-    return scenario.model_copy(update=beside)
+    found = {name: beside(getattr(scenario, name), folder) for name in ("cluster", "profile")}
+    return scenario.model_copy(update=found)
 
 
-def _beside(name: str | None, folder: Path) -> str | None:
+def beside(name: str | None, folder: Path) -> str | None:
     """A file name relative to the folder of the scenario, where there is such a file."""
-    if name is None or name in presets() or not is_file(folder / name):
+    if name is None or name in presets() or not os.path.isfile(folder / name):
         return name
     return str(folder / name)

@@ -24,8 +24,10 @@ from cpsim.cli.terminal import (
     progress_bar,
     refuse,
 )
-from cpsim.errors import CpsimError
+from cpsim.errors import CpsimError, MachineError
+from cpsim.runtime.files import write
 from cpsim.runtime.interrupts import INTERRUPTED, unwinding
+from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -59,7 +61,7 @@ def predict(
     if trace:
         _trace_results(trace, results)
     if out:
-        out.write_text(_lines(scenarios, results), encoding="utf-8")
+        write(out, _lines(scenarios, results))
     if as_json:
         sys.stdout.write(_lines(scenarios, results))
     elif not out:
@@ -76,7 +78,7 @@ def _trace_results(path: Path, results: Results) -> None:
         raise CpsimError(f"trace: expected one scenario, got {len(results)}; give it a file of its own")
     if isinstance(results[0], Prediction):
         _write_trace(path, results[0])
-        print(f"Trace written to {path}; open it in ui.perfetto.dev", file=sys.stderr)
+        say(f"Trace written to {path}; open it in ui.perfetto.dev")
 
 
 def _write_trace(path: Path, prediction: Prediction) -> None:
@@ -153,9 +155,22 @@ def sweep(
         raise CpsimError(f"{out}: expected a folder, or a name in a folder that exists")
     started, asked = time.monotonic(), load_sweep(file)
     with progress_bar("Predicting") as progress:
-        done = run_sweep(asked, out, jobs=jobs, scheduler=scheduler, resume=resume, progress=progress)
+        done = run_sweep(
+            asked,
+            out,
+            jobs=jobs,
+            scheduler=scheduler,
+            resume=resume,
+            progress=progress,
+            tell=lambda why: say(f"cpsim: {why}"),
+        )
     _say_swept(done.num_scenarios, done.num_predicted, time.monotonic() - started, out, as_json)
-    _print_failures(failures(out, 20), done.num_scenarios - done.num_predicted, done.num_scenarios)
+    num_failed = done.num_scenarios - done.num_predicted
+    _print_failures(failures(out, 20) if num_failed else [], num_failed, done.num_scenarios)
+    if done.lost:
+        number, why = next(iter(done.lost.items()))
+        rest = f" (and {len(done.lost) - 1:,} more)" if len(done.lost) > 1 else ""
+        raise MachineError(f"sweep: scenario {number}{rest} has no row to rely on: {why}; go on with --resume")
     if done.num_predicted == 0:
         raise typer.Exit(USER_ERROR)
 
@@ -164,7 +179,7 @@ def _sweep_lines(file: Path, out: Path, as_json: bool, jobs: int | None) -> None
     check_writable(out)
     started = time.monotonic()
     scenarios, results = _predict_file(file, jobs)
-    out.write_text(_lines(scenarios, results), encoding="utf-8")
+    write(out, _lines(scenarios, results))
     summary = _summary(results, time.monotonic() - started)
     _say_swept(summary["num_scenarios"], summary["num_predicted"], summary["duration_s"], out, as_json)
     _report_failures(results)
@@ -230,7 +245,7 @@ def _write_report(html: Path, advice: Advice, measured: list[Run]) -> None:
     with progress_bar("Mapping lengths and GPUs") as progress:
         best = predict_cells(advice, progress)
     write_report(html, advice, lengths, best, measured)
-    print(f"Report written to {html}", file=sys.stderr)
+    say(f"Report written to {html}")
 
 
 def _shipped_runs() -> Path | None:
@@ -267,7 +282,7 @@ def explore(
 
     start = load_scenario(file) if file else scenario_from(EXPLORED)
     with unwinding(), serving(start, runs or _shipped_runs(), host, port) as server:
-        print(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C", file=sys.stderr, flush=True)
+        say(f"Explore at http://{host}:{server.server_port}/ and stop with Ctrl+C")
         server.serve_forever()
     raise typer.Exit(INTERRUPTED)  # nothing else ends it
 
@@ -310,6 +325,6 @@ def _report_failures(results: Results) -> None:
 
 def _print_failures(lines: Sequence[str], num_failed: int, num_asked: int) -> None:
     for line in lines[:20]:
-        print(f"cpsim: {line}", file=sys.stderr)
+        say(f"cpsim: {line}")
     if num_failed and num_asked > 1:
-        print(f"cpsim: {num_failed:,} of {num_asked:,} scenarios have no prediction", file=sys.stderr)
+        say(f"cpsim: {num_failed:,} of {num_asked:,} scenarios have no prediction")

@@ -2,49 +2,75 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
 import typer
 
-from cpsim.errors import CpsimError
+from cpsim.errors import CpsimError, MachineError
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.runtime.interrupts import INTERRUPTED
+from cpsim.runtime.streams import prepare, say, silence
 
+MACHINE_ERROR = 1
+"""Exit code where not what was asked is wrong, but the machine: its disk, a scheduler."""
 USER_ERROR = 2
+NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""What can be wrong with stdout."""
 
 
 def run_app(app: typer.Typer, name: str) -> None:
-    """Runs a command line: user errors are one line on stderr and exit code 2.
+    """Runs a command line: user errors are one line on stderr and exit code 2, those of the machine exit code 1.
+
+    A reader of stdout that has had enough, e.g. ``head``, is no error.
 
     Args:
         app: its commands.
         name: what the user typed to start it.
     """
+    prepare()
     keep_freed_memory()
     if "OMP_NUM_THREADS" not in os.environ:  # matrices are small, and threads that wait take cores from other processes
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    status = _status(app, name)
     try:
-        status = app(sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False)
-    except CpsimError as error:
-        status = _fail(str(error))
-    except KeyboardInterrupt:
-        status = INTERRUPTED
-    except BrokenPipeError:  # the reader, e.g. `head`, has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = 0
-    except MemoryError:
-        status = _fail("expected a case that fits into this machine's memory; give fewer tokens, documents or GPUs")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        silence("stdout")
     except OSError as error:
-        status = _fail(f"{error.filename or 'output'}: {error.strerror or error}")
+        silence("stdout")
+        status = status or _fail(f"output: {error.strerror}", MACHINE_ERROR)
+    sys.exit(status)
+
+
+def _status(app: typer.Typer, name: str) -> int:
+    try:
+        return app(sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False) or 0
+    except MachineError as error:
+        return _fail(str(error), MACHINE_ERROR)
+    except CpsimError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return 0
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # Click and Rich exit then
+            return 0
+        raise
+    except MemoryError:
+        return _fail("expected a case that fits into this machine's memory; give fewer tokens, documents or GPUs")
+    except OSError as error:
+        what = error.filename or ("output" if error.errno in NO_OUTPUT else "this machine")
+        return _fail(f"{what}: {error.strerror or error}", MACHINE_ERROR)
     except Exception as error:
         if not hasattr(error, "format_message"):  # not a wrong option or argument: our own mistake
             raise
         asked = getattr(getattr(error, "ctx", None), "command_path", name)
-        status = _fail(f"{error.format_message()} See `{asked} --help`.") if error.format_message() else USER_ERROR
-    sys.exit(status or 0)
+        return _fail(f"{error.format_message()} See `{asked} --help`.") if error.format_message() else USER_ERROR
 
 
-def _fail(message: str) -> int:
-    print(f"cpsim: {' '.join(message.split())}", file=sys.stderr)
-    return USER_ERROR
+def _fail(message: str, status: int = USER_ERROR) -> int:
+    say(f"cpsim: {' '.join(message.split())}")
+    return status

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +17,7 @@ from cpsim.cli.terminal import (
     typed,
 )
 from cpsim.errors import CpsimError
+from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -112,10 +112,10 @@ def mask(
         console().print(masks.mask_view(workload, found, gpus))
     if png:
         masks.write_png(png, workload)
-        print(f"Picture written to {png}", file=sys.stderr)
+        say(f"Picture written to {png}")
     if html:
         masks.write_html(html, workload, found)
-        print(f"Page written to {html}", file=sys.stderr)
+        say(f"Page written to {html}")
 
 
 def _mask_scenario(

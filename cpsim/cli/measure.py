@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,9 @@ from cpsim.cli.terminal import (
     typed,
 )
 from cpsim.errors import CpsimError, check_name
+from cpsim.runtime.files import write
 from cpsim.runtime.interrupts import unwinding
+from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
     from cpsim.calibrate.measurement import Measurements
@@ -124,7 +127,7 @@ def _runnable(file: Path, num_gpus: int, num_nodes: int, cpu: bool) -> list[Scen
                 raise CpsimError(f"cluster: {scenario.cluster} has {nodes} nodes here; say --emulate-nodes {nodes}")
             found.append(scenario)
         except CpsimError as error:
-            print(f"cpsim: left out: {error}", file=sys.stderr)
+            say(f"cpsim: left out: {error}")
     if not found:
         raise CpsimError(f"{file}: expected at least one scenario that can run here, got none")
     return found
@@ -140,7 +143,7 @@ def _show_runs(out: Path, as_json: bool) -> None:
     else:
         print(f"{len(runs) - len(failed)} of {len(runs)} runs measured, written to {out}")
     for run in failed[:20]:
-        print(f"cpsim: {run.scenario.implementation} {run.scenario.strategy}: {run.error}", file=sys.stderr)
+        say(f"cpsim: {run.scenario.implementation} {run.scenario.strategy}: {run.error}")
 
 
 def validate(
@@ -170,14 +173,14 @@ def validate(
         console().print(comparison_view(comparison, cases))
     left = left_out(comparison)
     for line in left[:20]:
-        print(f"cpsim: not compared: {line}", file=sys.stderr)
+        say(f"cpsim: not compared: {line}")
     if len(left) > 20:
-        print(f"cpsim: and {len(left) - 20} more that could not be compared", file=sys.stderr)
+        say(f"cpsim: and {len(left) - 20} more that could not be compared")
     if html:
         from cpsim.report.comparison_html import write_comparison
 
         write_comparison(html, comparison)
-        print(f"Page written to {html}", file=sys.stderr)
+        say(f"Page written to {html}")
 
 
 def calibrate(
@@ -226,9 +229,9 @@ def _fit_node(measured: Path, base: str | None, as_json: bool) -> None:
     again += ["--cluster", cluster.name]
     if find_spec("scipy") is None:
         raise CpsimError(f"calibrate: measured; the fit needs SciPy, which is missing here: {shlex.join(again)}")
-    print(f"Fitting {len(points.points)} points: {shlex.join(again)}", file=sys.stderr)
+    say(f"Fitting {len(points.points)} points: {shlex.join(again)}")
     fit(profile, [measured], cluster=cluster, base=base, as_json=as_json)
-    print(f"Written: {measured}, {profile} and {cluster}, which scenarios name", file=sys.stderr)
+    say(f"Written: {measured}, {profile} and {cluster}, which scenarios name")
 
 
 def fit(
@@ -290,7 +293,7 @@ def _write_cluster(path: Path, files: Sequence[Measurements], profile: Profile, 
     same_folder = profile_file.resolve().parent == path.resolve().parent
     node = described(measured, profile, profile_file.name if same_folder else str(profile_file.resolve()))
     fields = {name: value for name, value in node.to_dict().items() if value is not None and name != "num_gpus"}
-    path.write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+    write(path, yaml.safe_dump(fields, sort_keys=False))
 
 
 def import_(
@@ -310,10 +313,11 @@ def import_(
     check_writable(out)
     given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
     header, points, left = import_files(files, given, _said())
-    with out.open("w", encoding="utf-8") as file:
-        writer = Writer(file, header)
-        for point in points:
-            writer.add(**point)
+    lines = StringIO()
+    writer = Writer(lines, header)
+    for point in points:
+        writer.add(**point)
+    write(out, lines.getvalue())
     kinds = {op: sum(point["op"] == op for point in points) for op in sorted({point["op"] for point in points})}
     if as_json:
         print(json.dumps({"gpu": header["gpu"], "points": kinds, "left_out": left, "out": str(out)}))
@@ -321,7 +325,7 @@ def import_(
         counts = ", ".join(f"{count} {op}" for op, count in kinds.items())
         print(f"{header['gpu']}: points {counts}, written to {out}")
     for line in left:
-        print(f"cpsim: left out: {line}", file=sys.stderr)
+        say(f"cpsim: left out: {line}")
 
 
 def fit_fabric(
@@ -347,7 +351,7 @@ def fit_fabric(
     whole = replace(known, fabric=fitted([load(file) for file in files], likely, sockets))
     if out:
         whole = replace(whole, name=out.stem)
-        out.write_text(json.dumps(whole.to_dict(), indent=1) + "\n", encoding="utf-8")
+        write(out, json.dumps(whole.to_dict(), indent=1) + "\n")
     if as_json:
         print(json.dumps(whole.to_dict(), indent=1))
     else:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from cpsim.models.profile import Profile
     from cpsim.runtime.processes import Progress
 
+LONGEST_NAME = 255
+"""Bytes of a file's name that file systems take."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
@@ -30,9 +32,12 @@ RunFolder = Annotated[Path | None, typer.Option(help="Folder of run files to set
 
 def check_writable(*paths: Path | None) -> None:
     """Refuse outputs that cannot be written before any work is done."""
-    for path in paths:
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+    for path in filter(None, paths):
+        there = path if os.path.exists(path) else path.parent
+        if os.path.isdir(path) or not os.path.isdir(path.parent) or len(os.fsencode(path.name)) > LONGEST_NAME:
             raise CpsimError(f"{path}: cannot be written: expected a file name in a folder that exists")
+        if not os.access(there, os.W_OK):
+            raise CpsimError(f"{path}: cannot be written: {there} is read-only; expected one that you may write to")
 
 
 def refuse(why: str, given: Mapping[str, object]) -> None:
@@ -54,7 +59,7 @@ def typed(context: typer.Context, *names: str) -> dict[str, bool]:
 
 
 def console() -> Console:
-    """Console on stdout; 100 columns where stdout is no terminal."""
+    """Console on stdout; 100 columns where stdout is no terminal and ``COLUMNS`` does not say how many."""
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=int(os.environ.get("COLUMNS", "100")))
@@ -74,7 +79,7 @@ def progress_bar(label: str) -> Iterator[Progress]:
 
     def update(done: int, total: int) -> None:
         bar.update(task, completed=done, total=total)
-        if sys.stderr.isatty() and time.monotonic() - started > 1 and not bar.live.is_started:
+        if sys.stderr and sys.stderr.isatty() and time.monotonic() - started > 1 and not bar.live.is_started:
             bar.start()
 
     try:

@@ -17,6 +17,7 @@ from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.masks.names import MASK_NAMES
 from cpsim.models.feasible import kernel_names
 from cpsim.report.views import TITLES
+from cpsim.runtime.files import write
 from cpsim.strategies import STRATEGIES
 from cpsim.units import number_or_text
 
@@ -194,7 +195,7 @@ def _cluster(state: State, folder: Path) -> str:
         raise ScenarioError(f"network: {cluster.name} is one machine, without a network between nodes; leave it at 1")
     path = folder / f"{Path(name).stem}-network-x{factor}.json"
     if not path.exists():
-        path.write_text(json.dumps(_with_network(name, float(factor)).to_dict(), indent=1) + "\n", encoding="utf-8")
+        write(path, json.dumps(_with_network(name, float(factor)).to_dict(), indent=1) + "\n")
     return str(path)
 
 

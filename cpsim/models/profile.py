@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -27,6 +28,7 @@ from cpsim.models.gemm import GemmParams
 from cpsim.models.host import HostParams
 from cpsim.models.network.collective import CollectiveParams
 from cpsim.models.network.interference import InterferenceParams
+from cpsim.runtime.files import noted, while_unchanged, write
 from cpsim.units import CLOSED, ByName, Quantity
 
 SCHEMA = 4
@@ -201,15 +203,12 @@ def load_profile(name_or_path: str | Path) -> Profile:
     return _load(str(name_or_path))
 
 
-@lru_cache(maxsize=32)
+@while_unchanged
 def _load(name: str) -> Profile:
-    path = FOLDER / f"{name}.json"
-    try:
-        path = path if path.exists() else Path(name)
-        known = path.exists()
-    except (OSError, ValueError):  # longer than names of files are, or with characters that they cannot have
-        known = False
-    if not known:
+    path = noted(FOLDER / f"{name}.json")
+    if not os.path.exists(path):
+        path = noted(Path(name))
+    if not os.path.exists(path):
         raise ProfileError(f"no profile {shown(name)}; shipped are {', '.join(shipped_profiles())}, or give a file")
     return from_json(whole_data(path), str(path))
 
@@ -244,7 +243,7 @@ def whole_data(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(name, str) or Path(name).name != name or not isinstance(kernels, dict):
         raise ProfileError(f"{path}: expected the name of a base, and kernels of its own, got base {shown(name)}")
     places = (path.with_name(f"{name}.json"), FOLDER / f"{name}.json")
-    base = next((place for place in places if place.exists() and place not in (path, *seen)), None)
+    base = next((place for place in places if os.path.exists(noted(place)) and place not in (path, *seen)), None)
     if base is None:
         raise ProfileError(f"{path}: expected its base {shown(name)} beside it or among {shipped_profiles()}")
     theirs = whole_data(base, (path, *seen))
@@ -335,4 +334,4 @@ def _rounded(value: Any) -> Any:
 
 def save_profile(profile: Profile, path: str | Path, base: Profile | None = None) -> None:
     """Writes a profile file; with a `base`, which has to lie beside it or be a shipped one, only what differs."""
-    Path(path).write_text(to_json(profile, base), encoding="utf-8")
+    write(Path(path), to_json(profile, base))

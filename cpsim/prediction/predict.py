@@ -13,7 +13,7 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.resolve import flops_of, notes_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError, InfeasibleError
+from cpsim.errors import CpsimError, InfeasibleError, MachineError
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.uncertainty import Draws, draws_of, seed_of
 from cpsim.prediction.case import Case, resolve
@@ -22,7 +22,7 @@ from cpsim.prediction.results import Column, Infeasible, Prediction, prediction_
 from cpsim.prediction.step.costs import PARTS
 from cpsim.prediction.step.step import Step
 from cpsim.prediction.steps import StepCase
-from cpsim.runtime.processes import Progress, mapped
+from cpsim.runtime.processes import DIED, Progress, mapped, one_by_one
 from cpsim.schedule.schedule import Pass
 
 TOO_LARGE: Final = "expected a schedule that fits into this machine's memory; give fewer documents or GPUs"
@@ -81,7 +81,7 @@ def predict_many(
         if progress:
             progress(min(done * CHUNK, len(scenarios)), len(scenarios))
 
-    results = mapped(_stripped if several else _chunk, chunks, jobs, count)
+    results = mapped(_stripped if several else _chunk, chunks, jobs, count, _died)
     return [entry for chunk in results for entry in chunk]
 
 
@@ -124,7 +124,12 @@ def _or_error(case: ScenarioLike | CpsimError) -> Scenario | CpsimError:
 
 
 def _chunk(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
-    return [_try(s) for s in scenarios]
+    return [attempt(s) for s in scenarios]
+
+
+def _died(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
+    """Answers to scenarios one of which ends the process that predicts it."""
+    return one_by_one(_stripped, scenarios, lambda _: MachineError(DIED))
 
 
 def _stripped(scenarios: Sequence[Scenario | CpsimError]) -> list[Prediction | Infeasible | CpsimError]:
@@ -135,7 +140,8 @@ def _without_timelines(result: Prediction | Infeasible | CpsimError) -> Predicti
     return replace(result, timelines={}) if isinstance(result, Prediction) else result
 
 
-def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimError:
+def attempt(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimError:
+    """The answer to one scenario of many, or what is wrong with it: nothing that happens to one loses the others."""
     if isinstance(scenario, CpsimError):
         return scenario
     try:
@@ -146,6 +152,10 @@ def _try(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimErro
         return error
     except MemoryError:
         return CpsimError(TOO_LARGE)
+    except OSError as error:
+        return MachineError(f"{error.filename or 'this machine'}: {error.strerror or error}")
+    except Exception as error:  # a mistake of ours
+        return CpsimError(f"internal error: {type(error).__name__}: {error}")
 
 
 def prediction_of(case: Case) -> Prediction:

@@ -2,19 +2,25 @@
 
 A sweep is a file of scenarios, or a grid: ``base`` has the fields that all scenarios share, ``grid`` a list of values
 for each of the others, and ``sample`` asks for some of all combinations. Scenarios are numbered. Every part of the
-folder holds some of them, is written whole or not at all, and is never written again: what it holds is done.
+folder holds certain ones of them, and for each a digest of what its prediction rests on: what is missing, cannot be
+read or rests on something that has changed is predicted, and its part written whole or not at all. So two sweeps that
+nothing keeps apart write the same.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
+from io import BytesIO
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self
@@ -24,16 +30,18 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cpsim.case.files import explain, read_documents
 from cpsim.case.load import scenario_of
 from cpsim.case.scenario import FIELDS, Scenario
-from cpsim.errors import CpsimError, ScenarioError, nearest
-from cpsim.prediction.predict import predict
-from cpsim.prediction.results import NO_CASE, NUMBERS
-from cpsim.runtime.processes import Progress, spread
+from cpsim.errors import CpsimError, MachineError, ScenarioError, nearest
+from cpsim.prediction.basis import basis_of
+from cpsim.prediction.predict import attempt
+from cpsim.prediction.results import NO_CASE, NUMBERS, Infeasible
+from cpsim.runtime.files import HELD, alone_in, write
+from cpsim.runtime.processes import DIED, Progress, one_by_one, spread
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 PART: Final = 64
-"""Scenarios of a part at most: what a process loses when it is killed."""
+"""Scenarios of a part at most: what is lost when everything is killed."""
 PARTS_PER_WORKER: Final = 16
 """Parts of a small sweep are smaller, so that workers end at the same time."""
 MAX_SCENARIOS: Final = 100_000_000
@@ -41,6 +49,12 @@ MAX_NUMBER: Final = 2**63 - 1
 """Numbers of scenarios are columns of Parquet files."""
 SWEEP_FILE: Final = "_sweep.json"
 """What a folder holds; readers of Parquet skip names with an underscore."""
+SCHEMA: Final = 2
+"""Of that file, and of what parts say of themselves."""
+ASIDE: Final = "_unreadable-"
+"""How names of parts begin that nothing could be made of."""
+NOTE: Final = b"cpsim"
+"""Under which a Parquet file says what the folder's file does, and what each of its rows rests on."""
 AS_JSON: Final = ("knobs", "mask", "documents")
 TEXTS: Final = tuple(name for name, none in NO_CASE.items() if none == "" and name not in AS_JSON)
 COUNTS: Final = tuple(name for name, none in NO_CASE.items() if none == 0)
@@ -139,12 +153,20 @@ def load_sweep(path: Path) -> Sweep:
     return Sweep(file=path, entries=grid)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Outcome:
     """How a sweep went, earlier runs of it included."""
 
     num_scenarios: int
-    num_predicted: int
+    num_predicted: int = 0
+    num_again: int = 0
+    """Rows that were predicted again, because what they rest on has changed."""
+    lost: dict[int, str] = field(default_factory=dict)
+    """Scenarios that have no row, or one that does not hold any more, and why; ``resume`` tries them again."""
+
+
+Entry = tuple[int, str, Any]
+"""Number, place and fields of a scenario."""
 
 
 def run_sweep(
@@ -155,77 +177,170 @@ def run_sweep(
     scheduler: str | None = None,
     resume: bool = False,
     progress: Progress | None = None,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Outcome:
     """Predict all scenarios of a sweep that a folder does not hold yet.
 
     Args:
         sweep: what to predict.
-        folder: of Parquet files, one row for every scenario; see ``columns``.
+        folder: of Parquet files, one row for every scenario; see ``columns``. One sweep at a time may write there.
         jobs: processes of this machine; None: all cores.
         scheduler: address of a Dask cluster that is used instead.
         resume: go on with what the folder holds.
         progress: called with (done, total), earlier runs included.
+        tell: called with lines on what is done again, and why.
 
     Raises:
-        CpsimError: a package is missing, the folder holds something else, or a process died; what was done is kept.
+        MachineError: the disk is full or the scheduler died; what was done is kept.
+        CpsimError: a package is missing, the folder holds something else, or another sweep writes there.
     """
     _need("pyarrow", "sweep")
-    done = _opened(sweep, folder, resume)
-    numbers = sweep.numbers()
-    left = [number for number in numbers if number not in done]
-    workers = jobs or os.cpu_count() or 1
-    size = max(1, min(PART, len(left) // (workers * PARTS_PER_WORKER)))
-    parts = [[(n, *sweep.entry(n)) for n in left[i : i + size]] for i in range(0, len(left), size)]
-    random.Random(0).shuffle(parts)  # so that the time that remains follows from the time that has passed
-    tasks = [(str(sweep.file.parent), part) for part in parts]
-    count = len(done)
-    if progress:
-        progress(count, len(numbers))
-    for rows in _rows(tasks, jobs, scheduler):
-        _write(rows, folder)
-        count += len(rows)
-        if progress:
-            progress(count, len(numbers))
-    return Outcome(len(numbers), _num_predicted(folder))
-
-
-Task = tuple[str, list[tuple[int, str, Any]]]
-"""Folder of the sweep's file; number, place and fields of every scenario."""
-
-
-def _rows(tasks: list[Task], jobs: int | None, scheduler: str | None) -> Iterator[list[dict[str, Any]]]:
-    """Rows of all tasks, as they come."""
-    if scheduler is not None:
-        yield from _on_dask(tasks, scheduler)
-        return
     try:
-        yield from (rows for _, rows in spread(predicted_rows, tasks, jobs))
-    except BrokenProcessPool:
-        why = "sweep: a process died, perhaps for lack of memory; go on with --resume and fewer --jobs"
-        raise CpsimError(why) from None
+        _check_ours(folder)
+        folder.mkdir(exist_ok=True)
+        with alone_in(folder, tell):
+            return _predict_rest(_opened(sweep, folder, jobs, resume, tell), jobs, scheduler, progress)
+    except BlockingIOError as error:
+        raise CpsimError(f"{folder}: {error.strerror}; wait for it, or choose another --out") from None
+    except OSError as error:
+        why = f"{error.filename or folder}: {error.strerror or error}"
+        raise MachineError(f"{why}; what was written before is kept: mend it and go on with --resume") from None
 
 
-def _on_dask(tasks: list[Task], scheduler: str) -> Iterator[list[dict[str, Any]]]:
-    """Rows of tasks that run on a Dask cluster, which runs the tasks of workers that die again."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Opened:
+    """A folder of a sweep, which nobody else writes to."""
+
+    sweep: Sweep
+    folder: Path
+    about: Mapping[str, Any]
+    """What the folder's file says."""
+    held: dict[int, set[int]]
+    """Scenarios whose rows are there to stay, by the first number of their part."""
+    unfinished: dict[int, pa.Table]
+    """Such rows of parts that lack others."""
+    num_predicted: int
+    """Rows to stay that are predictions."""
+    num_again: int
+    """Rows that do not hold any more."""
+
+    def add(self, first: int, rows: list[dict[str, Any]]) -> None:
+        """Writes a part with rows that it lacked."""
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        bases = {row["number"]: row["basis"] for row in rows}
+        table = pa.Table.from_pylist([{k: v for k, v in row.items() if k != "basis"} for row in rows], schema=columns())
+        if first in self.unfinished:
+            bases |= _bases(self.unfinished[first])
+            table = pa.concat_tables([self.unfinished[first].replace_schema_metadata(None), table])
+        table = table.sort_by("number")
+        note = json.dumps({**self.about, "basis": [bases[number] for number in table["number"].to_pylist()]})
+        file = BytesIO()
+        pq.write_table(table.replace_schema_metadata({NOTE: note}), file, write_page_checksum=True)
+        write(self.folder / f"part-{first:010d}.parquet", file.getvalue())
+
+
+def _predict_rest(opened: _Opened, jobs: int | None, scheduler: str | None, progress: Progress | None) -> Outcome:
+    """Predicts and writes what a folder lacks."""
+    sweep, held = opened.sweep, opened.held
+    missing = {first: [n for n in part if n not in held.get(first, ())] for first, part in _plan(sweep, opened.about)}
+    left = [(first, numbers) for first, numbers in missing.items() if numbers]
+    random.Random(0).shuffle(left)  # so that the time that remains follows from the time that has passed
+    chunks = [[(number, *sweep.entry(number)) for number in numbers] for _, numbers in left]
+    done = Outcome(num_scenarios=len(sweep.numbers()), num_predicted=opened.num_predicted, num_again=opened.num_again)
+    count = sum(map(len, held.values()))
+    written: dict[int, str] = {}
+    if progress:
+        progress(count, done.num_scenarios)
+    for i, rows in _rows(partial(predicted_rows, sweep.file.parent), chunks, jobs, scheduler):
+        done.lost |= {row["number"]: row["lost"] for row in rows if "lost" in row}
+        kept = [row for row in rows if "lost" not in row]
+        if kept:
+            opened.add(left[i][0], kept)
+        written |= {row["number"]: row["basis"] for row in kept}
+        done.num_predicted += sum("error" not in row for row in kept)
+        count += len(kept)
+        if progress:
+            progress(count, done.num_scenarios)
+    changed = "the files that it rests on are others here and now"
+    done.lost |= {number: changed for number, basis in written.items() if basis != _basis(sweep, number)}
+    return done
+
+
+def _plan(sweep: Sweep, about: Mapping[str, Any]) -> Iterator[tuple[int, Sequence[int]]]:
+    """The first number of every part, and all."""
+    numbers, size = sweep.numbers(), about["part"]
+    return ((numbers[i], numbers[i : i + size]) for i in range(0, len(numbers), size))
+
+
+def _basis(sweep: Sweep, number: int) -> str:
+    """What a scenario's prediction rests on now."""
+    return basis_of(sweep.entry(number)[1], sweep.file.parent)
+
+
+Work = Callable[[list[Entry]], list[dict[str, Any]]]
+
+
+def _rows(
+    work: Work, chunks: list[list[Entry]], jobs: int | None, scheduler: str | None
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Indices and rows of all chunks, as they come."""
+    if scheduler is not None:
+        return _on_dask(work, chunks, scheduler)
+    lost = partial(one_by_one, work, lost=lambda entry: {"number": entry[0], "lost": DIED})
+    return spread(work, chunks, jobs, lost)
+
+
+def _on_dask(work: Work, chunks: list[list[Entry]], scheduler: str) -> Iterator[tuple[int, list[dict[str, Any]]]]:
+    """Rows of chunks that a Dask cluster predicts, which tries those of workers that die again."""
     _need("distributed", "dask")
     from distributed import Client, as_completed
 
+    expected = f"scheduler: expected the address of a Dask scheduler, got {scheduler!r}"
+    with _unlogged():
+        try:
+            client = Client(scheduler, timeout="10s")  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise CpsimError(f"{expected}: {error}") from None
+        except Exception as error:
+            raise MachineError(f"{expected}, where nothing answers ({error or type(error).__name__})") from None
+        try:
+            waiting = {future: i for i, future in enumerate(client.map(work, chunks, pure=False))}
+            for future in as_completed(waiting):  # type: ignore[no-untyped-call]
+                yield waiting[future], future.result()
+                future.release()
+        except (Exception, CancelledError) as error:
+            why = f"scheduler {scheduler}: {error or type(error).__name__}"
+            raise MachineError(f"{why}; what was written before is kept: go on with --resume") from None
+        finally:
+            with suppress(Exception):
+                client.close(timeout="2s")  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _unlogged() -> Iterator[None]:
+    """Libraries say nothing by themselves within."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
-        client = Client(scheduler, timeout="10s")  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as error:
-        why = f"scheduler: expected the address of a Dask scheduler, got {scheduler!r}, where nothing answers ({error})"
-        raise CpsimError(why) from None
-    with client:
-        waiting = client.map(predicted_rows, tasks, pure=False)
-        for future in as_completed(waiting):  # type: ignore[no-untyped-call]
-            yield future.result()
-            future.release()
+        yield
+    finally:
+        logging.disable(before)
 
 
-def predicted_rows(task: Task) -> list[dict[str, Any]]:
-    """One row for every scenario of a task; what is wrong with one is its ``error``."""
-    folder, entries = task
-    return [{"number": number, **_row(scenario_of(place, value, Path(folder)))} for number, place, value in entries]
+def predicted_rows(folder: Path, entries: list[Entry]) -> list[dict[str, Any]]:
+    """One row for every scenario; what is wrong with one is its ``error``, what the machine lacks for it ``lost``.
+
+    Args:
+        folder: of the sweep's file.
+        entries: what to predict.
+    """
+    rows = []
+    for number, place, value in entries:
+        basis = basis_of(value, folder)  # before files are read: who changes them meanwhile makes the row old
+        rows.append({"number": number, "basis": basis, **_row(scenario_of(place, value, folder))})
+    return rows
 
 
 def _row(asked: Scenario | ScenarioError) -> dict[str, Any]:
@@ -235,14 +350,16 @@ def _row(asked: Scenario | ScenarioError) -> dict[str, Any]:
     row = {name: fields.get(name) for name in (*TEXTS, *COUNTS)} | {"tokens": asked.num_tokens}
     row |= {name: json.dumps(fields[name]) for name in AS_JSON if name in fields}
     row |= {"scenario": json.dumps(fields)}
-    try:
-        found = predict(asked)
-    except CpsimError as error:
-        return row | {"error": str(error)}
-    except Exception as error:  # a mistake of ours in one scenario is no reason to lose the others
-        return row | {"error": f"internal error: {type(error).__name__}: {error}"}
-    row |= {name: getattr(found, name) for name in NUMBERS}
-    return row | {"parts_s": list(found.parts_s.items()), "notes": list(found.notes)}
+    match attempt(asked):
+        case MachineError() as error:
+            return {"lost": str(error)}
+        case Infeasible() as found:
+            return row | {"error": found.reason}
+        case CpsimError() as error:
+            return row | {"error": str(error)}
+        case found:
+            row |= {name: getattr(found, name) for name in NUMBERS}
+            return row | {"parts_s": list(found.parts_s.items()), "notes": list(found.notes)}
 
 
 def columns() -> pa.Schema:
@@ -255,52 +372,111 @@ def columns() -> pa.Schema:
     return pa.schema(found | {"parts_s": pa.map_(text, real), "notes": pa.list_(text)})
 
 
-def _write(rows: list[dict[str, Any]], folder: Path) -> None:
-    """A part of its own, whole or not at all."""
+def _check_ours(folder: Path) -> None:
+    """Whether a folder, where there is one, holds nothing that no sweep writes."""
+    if not folder.exists():
+        return
+    names = {path.name for path in folder.iterdir()}
+    foreign = {name for name in names if not name.startswith((".", "_part-", "part-", ASIDE))} - {SWEEP_FILE, HELD}
+    if foreign:
+        raise CpsimError(f"{folder}: expected a new folder or one of this sweep, got another; choose another --out")
+
+
+def _opened(sweep: Sweep, folder: Path, jobs: int | None, resume: bool, tell: Callable[[str], None]) -> _Opened:
+    """What a folder holds of a sweep; begins it where it holds nothing."""
+    parts, digest, total = _parts(folder), sweep.digest(), len(sweep.numbers())
+    size = max(1, min(PART, total // ((jobs or os.cpu_count() or 1) * PARTS_PER_WORKER)))
+    new = {"schema": SCHEMA, "file": str(sweep.file), "scenarios": total, "digest": digest, "part": size}
+    index = _read_index(folder)
+    said = index or next((_note(table) for table in map(_read_part, parts) if table is not None), new)
+    about = {key: said.get(key) for key in new}
+    if (about["schema"], about["digest"]) != (SCHEMA, digest):
+        raise CpsimError(f"{folder}: expected a new folder or one of this sweep, got another; choose another --out")
+    plan, unreadable, num_rows = dict(_plan(sweep, about)), [], 0
+    held, unfinished, num_predicted = {}, {}, 0
+    for path in parts:
+        table = _read_part(path)
+        numbers = [] if table is None else table["number"].to_pylist()
+        if table is None or numbers != sorted(set(numbers) & set(plan.get(_first(path), ()))):
+            unreadable.append(path)
+            continue
+        bases = _bases(table)
+        current = table.filter([bases[number] == _basis(sweep, number) for number in numbers])
+        num_rows += len(table)
+        num_predicted += current["error"].null_count
+        held[_first(path)] = set(current["number"].to_pylist())
+        if 0 < len(current) < len(plan[_first(path)]):
+            unfinished[_first(path)] = current
+    num_again = num_rows - sum(map(len, held.values()))
+    if num_rows and not resume:
+        raise CpsimError(f"{folder}: holds {num_rows} of {total} scenarios; go on with --resume")
+    if unreadable:
+        tell(f"{folder}: {len(unreadable)} parts cannot be read: renamed to {ASIDE}..., and predicted again")
+    if num_again:
+        why = "cpsim, or files that they rest on, have changed"
+        tell(f"{folder}: {num_again} of {num_rows} rows are predicted again: {why}")
+    for path in unreadable:
+        path.replace(path.with_name(f"{ASIDE}{path.name}"))
+    if index is None:
+        write(folder / SWEEP_FILE, json.dumps(about) + "\n")
+    return _Opened(
+        sweep=sweep,
+        folder=folder,
+        about=about,
+        held=held,
+        unfinished=unfinished,
+        num_predicted=num_predicted,
+        num_again=num_again,
+    )
+
+
+def _read_index(folder: Path) -> dict[str, Any] | None:
+    """What a folder's file says of it; None where there is none, or one that was not written to its end."""
+    try:
+        said = json.loads((folder / SWEEP_FILE).read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return said if isinstance(said, dict) and "digest" in said else None
+
+
+def _read_part(path: Path) -> pa.Table | None:
+    """A part, or None where it is not whole or not of this version."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    name = f"part-{rows[0]['number']:010d}.parquet"
-    unfinished = folder / f"_{name}"
-    pq.write_table(pa.Table.from_pylist(rows, schema=columns()), unfinished)
-    unfinished.replace(folder / name)
+    content = path.read_bytes()
+    try:
+        table = pq.ParquetFile(pa.BufferReader(content), page_checksum_verification=True).read()
+        return table if len(_bases(table)) == len(table) and table.schema.equals(columns()) else None
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError):
+        return None
 
 
-def _opened(sweep: Sweep, folder: Path, resume: bool) -> set[int]:
-    """Numbers of the scenarios that a folder holds; makes the folder where there is none."""
-    import pyarrow.parquet as pq
+def _note(table: pa.Table) -> dict[str, Any]:
+    """What a part says of its sweep and rows."""
+    return dict(json.loads(table.schema.metadata[NOTE]))
 
-    about = {"file": str(sweep.file), "scenarios": len(sweep.numbers()), "digest": sweep.digest()}
-    note = folder / SWEEP_FILE
-    if not folder.exists():
-        folder.mkdir()
-    if not any(folder.iterdir()):
-        note.write_text(json.dumps(about) + "\n", encoding="utf-8")
-        return set()
-    if not note.is_file() or json.loads(note.read_text(encoding="utf-8"))["digest"] != about["digest"]:
-        raise CpsimError(f"{folder}: expected a new folder or one of this sweep, got another; choose another --out")
-    held = [pq.read_table(part, columns=["number"])["number"].to_pylist() for part in _parts(folder)]
-    done = {number for numbers in held for number in numbers}
-    if not resume:
-        raise CpsimError(f"{folder}: holds {len(done)} of {about['scenarios']} scenarios; go on with --resume")
-    return done
+
+def _bases(table: pa.Table) -> dict[int, str]:
+    """What every row of a part rests on."""
+    return dict(zip(table["number"].to_pylist(), _note(table)["basis"], strict=True))
 
 
 def _parts(folder: Path) -> list[Path]:
     return sorted(folder.glob("part-*.parquet"))
 
 
-def _num_predicted(folder: Path) -> int:
-    import pyarrow.parquet as pq
-
-    return sum(pq.read_table(part, columns=["error"])["error"].null_count for part in _parts(folder))
+def _first(part: Path) -> int:
+    """The number in a part's name; -1 where that is none."""
+    text = part.stem.removeprefix("part-")
+    return int(text) if text.isdecimal() else -1
 
 
 def failures(folder: Path, most: int) -> list[str]:
     """The first errors of a sweep, with the numbers of their scenarios."""
     import pyarrow.parquet as pq
 
-    found = []
+    found: list[str] = []
     for part in _parts(folder):
         table = pq.read_table(part, columns=["number", "error"])
         found += [f"scenario {row['number']}: {row['error']}" for row in table.to_pylist() if row["error"] is not None]

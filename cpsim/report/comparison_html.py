@@ -26,6 +26,7 @@ from cpsim.report.comparison import (
 )
 from cpsim.report.figures import PALETTE, styled
 from cpsim.report.page import figure, page, table
+from cpsim.runtime.files import write
 from cpsim.units import MS_PER_S
 
 SYMBOLS: Final = {"cpsim": "circle", "ring-flash-attn": "diamond", "yunchang": "square", "torch": "triangle-up"}
@@ -33,7 +34,7 @@ SYMBOLS: Final = {"cpsim": "circle", "ring-flash-attn": "diamond", "yunchang": "
 
 def write_comparison(path: Path, comparison: Comparison) -> None:
     """Write the page."""
-    path.write_text(comparison_html(comparison), encoding="utf-8")
+    write(path, comparison_html(comparison))
 
 
 def comparison_html(comparison: Comparison) -> str:

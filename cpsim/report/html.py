@@ -12,6 +12,7 @@ from cpsim.report.frontier import Cell
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.page import figure, page, table
 from cpsim.report.words import case_text, documents_text, knobs_text, recommendation
+from cpsim.runtime.files import write
 
 if TYPE_CHECKING:
     from cpsim.prediction.results import Advice, Prediction
@@ -33,7 +34,7 @@ def write_report(
         best: the map of best strategies around the case; none leaves it out.
         runs: real runs, among which those of the case are looked for; none leaves them out.
     """
-    path.write_text(report_html(advice, lengths, best, runs), encoding="utf-8")
+    write(path, report_html(advice, lengths, best, runs))
 
 
 def report_html(

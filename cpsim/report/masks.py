@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from html import escape
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,6 +19,7 @@ from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
 from cpsim.report.words import knobs_text
+from cpsim.runtime.files import write
 from cpsim.units import format_count
 
 if TYPE_CHECKING:
@@ -186,7 +188,9 @@ def write_png(path: Path, workload: Workload) -> None:
     draw.text((margin, 8), title(workload), fill=(17, 24, 39), font_size=14)
     note = f"{workload.num_tokens:,} tokens, density {area:.4g}; queries down, keys to the right"
     draw.text((margin, 29), note, fill=(107, 114, 128), font_size=12)
-    image.save(path, format="PNG")
+    file = BytesIO()
+    image.save(file, format="PNG")
+    write(path, file.getvalue())
 
 
 def write_html(path: Path, workload: Workload, support: Sequence[StrategySupport]) -> None:
@@ -222,4 +226,4 @@ def write_html(path: Path, workload: Workload, support: Sequence[StrategySupport
         answers,
         f"<ol class=muted>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ol>",
     ]
-    path.write_text(page(f"cpsim: mask {workload.mask}", sections, with_plots=True), encoding="utf-8")
+    write(path, page(f"cpsim: mask {workload.mask}", sections, with_plots=True))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cpsim.case.resolve import cluster_of
 from cpsim.report.link_use import link_use
+from cpsim.runtime.files import write
 from cpsim.schedule.schedule import COMMUNICATION_KINDS
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def write_prediction(path: Path, prediction: Prediction) -> None:
 
 def _write(path: Path, events: list[Event]) -> None:
     text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events}).encode()
-    path.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
+    write(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 def _passes(prediction: Prediction) -> Iterator[tuple[float, str, Any]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,10 +25,14 @@ from llvmlite import ir
 from numba.core import cgutils, config, event, types
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, NullCache
 from numba.core.registry import CPUDispatcher
+from numba.core.serialize import dumps
 from numba.core.types.misc import unliteral
 from numba.extending import intrinsic
 from numba.misc.appdirs import AppDirs
 from numpy.typing import NDArray
+
+from cpsim.runtime.files import write
+from cpsim.runtime.streams import say
 
 try:
     import fcntl
@@ -45,16 +48,31 @@ WAIT_S: Final = 60.0
 @cache
 def folder() -> Path | None:
     """Where machine code is kept: ``NUMBA_CACHE_DIR``, or the user's cache folder (``XDG_CACHE_HOME``), or none if
-    neither can be written to.
+    there is no such folder and none can be made. One that cannot be written to, or is full, is read from.
     """
     versions = f"{sys.implementation.cache_tag}-numba-{numba.__version__}-numpy-{np.__version__}"
-    path = Path(config.CACHE_DIR or AppDirs("cpsim", False).user_cache_dir, versions)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=path).close()
-    except OSError:
+    path = Path(config.CACHE_DIR or AppDirs("cpsim", False).user_cache_dir)
+    if not config.CACHE_DIR and not path.is_absolute():  # nobody knows the user's home
+        _tell_uncached(path, "the user has no home")
         return None
-    return path
+    try:
+        (path / versions).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        _tell_uncached(path, getattr(error, "strerror", None) or str(error))
+        return None
+    return path / versions
+
+
+_told: Final[set[Path]] = set()
+
+
+def _tell_uncached(path: Path, why: str) -> None:
+    """Say once, for all processes of a pool, that machine code cannot be kept."""
+    first = multiprocessing.parent_process() is None or multiprocessing.current_process().name.endswith("Process-1")
+    if first and path not in _told:
+        again = "every process compiles cpsim's engines again (up to a minute)"
+        say(f"cpsim: {path}: {why}: {again}; set NUMBA_CACHE_DIR to a folder that can be written to")
+    _told.add(path)
 
 
 @cache
@@ -111,23 +129,65 @@ class _Kept(CompileResultCacheImpl):  # type: ignore[misc]
     _locator_classes = (_Place,)
 
 
+class _Files:
+    """The machine code of one function, a file for each combination of types; what numba calls a cache file.
+
+    A file begins with a digest of the rest: machine code that is not whole must never run.
+    """
+
+    def __init__(self, where: Path, name: str) -> None:
+        self.where, self.name = where, name
+
+    def file(self, key: object) -> Path:
+        """Of a combination of types."""
+        return self.where / f"{self.name}.{sha256(repr(key).encode()).hexdigest()[:16]}.nbc"
+
+    def load(self, key: object) -> Any:
+        """What is kept, or None."""
+        whole = self.file(key).read_bytes()
+        if sha256(whole[32:]).digest() != whole[:32]:
+            return None
+        kept, data = pickle.loads(whole[32:])
+        return data if kept == key else None
+
+    def save(self, key: object, data: object) -> None:
+        """Keeps it."""
+        content: bytes = dumps((key, data))
+        write(self.file(key), sha256(content).digest() + content)
+
+
 class _Cache(FunctionCache):  # type: ignore[misc]
     _impl_class = _Kept
 
+    def __init__(self, function: FunctionType) -> None:
+        super().__init__(function)
+        self._cache_file = _Files(Path(self._cache_path), self._impl.filename_base)
+
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Machine code that is kept, or None; a file whose argument types are gone or that is cut off is emptied."""
+        """Machine code that is kept, or None: where there is none, where it is broken or its argument types are gone.
+
+        Whatever is wrong with it, it is made and kept again.
+        """
         try:
             return super().load_overload(sig, target_context)
-        except (AttributeError, ImportError, EOFError, pickle.UnpicklingError):
-            self.flush()
+        except Exception:
             return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keeps machine code, where there is room for it."""
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _tell_uncached(Path(self._cache_path), error.strerror or str(error))
 
 
 @cache
 def _locks() -> IO[bytes] | None:
     """A file each of whose bytes stands for a function; who compiles one has locked its byte."""
     where = folder()
-    return (where / "locks").open("ab") if where and fcntl else None
+    with suppress(OSError):
+        return (where / "locks").open("ab") if where and fcntl else None
+    return None
 
 
 @contextmanager
@@ -165,10 +225,10 @@ class _Notice(event.Listener):  # type: ignore[misc]
         if not self.depth:
             self.begun = now
         self.depth += 1
-        patience = TOLD_AFTER_S[not sys.stderr.isatty()]
+        patience = TOLD_AFTER_S[not (sys.stderr and sys.stderr.isatty())]
         if not self.told and self.spent + now - self.begun > patience and multiprocessing.parent_process() is None:
             self.told = True
-            print("cpsim: compiling its engines, once for this machine (up to a minute) ...", file=sys.stderr)
+            say("cpsim: compiling its engines, once for this machine (up to a minute) ...")
 
     def on_end(self, _event: Any) -> None:
         self.depth -= 1

@@ -1,4 +1,4 @@
-"""What Ctrl-C does: a command ends at once, without a traceback, whatever it is in."""
+"""What Ctrl-C and being told to end do: a command ends at once, without a traceback, whatever it is in."""
 
 from __future__ import annotations
 
@@ -8,53 +8,69 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 INTERRUPTED: Final = 130
 """Exit code that shells know: 128 and the signal's number."""
 _SHOW_CURSOR: Final = b"\x1b[?25h\n"
+Handler = Callable[[int, FrameType | None], Any] | int
 
 
 def end_at_once() -> None:
-    """From now on an interrupt ends this process, and those that work for it, with code 130.
+    """From now on an interrupt, or being told to end, ends this process and those that work for it: code 130, or 143.
 
     Not by an exception: of those in compiled code, callbacks and pools some become tracebacks, others wait for work.
     """
-    signal.signal(signal.SIGINT, _end)
+    _answer(signal.SIGINT, _end)
+    _answer(signal.SIGTERM, _end)
 
 
 def leave_to_parent() -> None:
     """From now on an interrupt does nothing to this process: who asked it to work ends it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """An interrupt is Python's exception within: for what has to end other programs or remove folders."""
-    with _answered_by(signal.default_int_handler):
+    """Interrupts are Python's exceptions within: for what has to end other programs or remove folders."""
+    before = _answer(signal.SIGINT, signal.default_int_handler), _answer(signal.SIGTERM, _leave)
+    try:
         yield
+    finally:
+        _answer(signal.SIGINT, before[0])
+        _answer(signal.SIGTERM, before[1])
 
 
 @contextmanager
 def ignore_sigint() -> Iterator[None]:
     """Ignore SIGINT here and in child processes started here."""
-    with _answered_by(signal.SIG_IGN):
-        yield
-
-
-@contextmanager
-def _answered_by(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, handler)
+    before = _answer(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
+def _answer(number: signal.Signals, handler: Handler) -> Handler:
+    """Sets what a signal does, and returns what it did; one that whoever started this process ignores stays ignored,
+    as with ``nohup``.
+    """
+    before = signal.getsignal(number) or signal.SIG_DFL
+    if before != signal.SIG_IGN:
+        signal.signal(number, handler)
+    return before
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    del frame
+    sys.exit(128 + number)
+
+
 def _end(number: int, frame: FrameType | None) -> None:
-    del number, frame
-    if sys.stderr.isatty():  # which a progress bar may have without a cursor
+    del frame
+    if sys.stderr and sys.stderr.isatty():  # which a progress bar may have without a cursor
         os.write(sys.stderr.fileno(), _SHOW_CURSOR)
     for worker in getattr(sys.modules.get("multiprocessing"), "active_children", list)():
         worker.kill()
-    os._exit(INTERRUPTED)
+    os._exit(128 + number)

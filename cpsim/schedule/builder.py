@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from math import prod
 from typing import Any, Final
 
@@ -290,8 +290,8 @@ class Builder:
             copies=self.copies,
             products=products[np.argsort(products[:, 0], kind="stable")],
         )
-        for name in Schedule.__slots__:
-            value = getattr(schedule, name)
+        for column in fields(Schedule):
+            value = getattr(schedule, column.name)
             if isinstance(value, np.ndarray):
                 value.flags.writeable = False
         return schedule

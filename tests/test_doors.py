@@ -150,6 +150,9 @@ def test_what_a_profile_lacks_is_one_line_when_it_is_needed(tmp_path):
 
 HEADER = {"schema": 1, "format": "cpsim-measurement", "num_gpus": 1}
 HEADER |= dict.fromkeys(("gpu", "torch", "date", "commit", "command"), "")
+FABRIC = {"op": "fabric", "num_nodes": 2, "gpus_per_node": 2}
+ATTENTION = {"op": "attention", "kernel": "fa3", "pass": "fwd", "num_heads": 8, "num_kv_heads": 8, "head_dim": 128}
+ATTENTION |= {"causal": True, "varlen": False, "q_lens": [65536], "k_lens": [65536]}
 POINT = {"op": "collective", "kind": "all_gather", "num_ranks": 4, "nbytes": 2**20, "samples_s": [1e-4, 2e-4]}
 
 
@@ -165,6 +168,16 @@ POINT = {"op": "collective", "kind": "all_gather", "num_ranks": 4, "nbytes": 2**
         ({"kind": 3}, "kind: expected a text, got 3"),
         ({"at_s": -1}, "at_s: expected 0 to 1e+07 s, got -1"),
         ({"op": "attention"}, "missing; a point of op attention has kernel"),
+        (
+            {"kind": "all_gathr"},
+            "kind: expected all_gather, reduce_scatter, all_to_all, all_reduce; got 'all_gathr'; did",
+        ),
+        ({"num_ranks": 2.5}, "num_ranks: expected a whole number, got 2.5"),
+        ({"nbytes": 10**15, "samples_s": [1e-9]}, "samples_s: expected at most 1e+16 bytes/s, got 1e+24 bytes/s from"),
+        (FABRIC | {"num_nodes": 3, "num_groups": 1}, "num_ranks: expected a multiple of num_nodes = 3, got 4"),
+        (FABRIC | {"flows": [[0, 1], [2]]}, "flows: expected pairs of ranks, from and to, got [[0, 1], [2]]"),
+        (ATTENTION | {"pass": "forward"}, "pass: expected fwd, bwd; got 'forward'"),
+        (ATTENTION | {"samples_s": [1e-9]}, "samples_s: expected at most 1e+19 FLOP/s, got 1.76e+22 FLOP/s"),
     ],
 )
 def test_what_nobody_can_have_measured_is_refused_with_its_line(change, says, tmp_path):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cpsim.calibrate.descent import descend
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured, pause_of, predicted_attention, predicted_calls, visits_of
-from cpsim.errors import ProfileError
+from cpsim.errors import ProfileError, nearest, shown
 from cpsim.masks.blocks import BANDS, CELLS, RUNS
 from cpsim.models.attention.blocks import correction
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
@@ -106,7 +106,8 @@ def fit_attention(
     keys = sorted({(p["kernel"], p["pass"]) for p in points})
     for key in keys:
         if key not in KERNELS:
-            raise ProfileError(f"no model for attention kernel {' '.join(key)}; known are {sorted(KERNELS)}")
+            known = nearest(" ".join(key), map(" ".join, sorted(KERNELS)))
+            raise ProfileError(f"no model for attention kernel {shown(' '.join(key))}; {known}")
     groups = [[p for p in points if (p["kernel"], p["pass"]) == key] for key in keys]
     alike = [stand_in.alike(key, num_sms) if stand_in else None for key in keys]
     starts = [

@@ -23,7 +23,7 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.points import read_point
 from cpsim.case.cluster import presets
 from cpsim.case.files import as_profile_error, read_text
-from cpsim.errors import ProfileError, cut, shown
+from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
 from cpsim.models.attention.kernels import KERNELS
 from cpsim.units import Quantity, number_or_text
 
@@ -371,9 +371,9 @@ def _unknown(row: dict[str, str]) -> str:
     """Why a row becomes no point; empty where it does."""
     mask = row["mask"].removesuffix("_mask")
     if (row["kernel"], row["pass"]) not in KERNELS:
-        return f"kernel {row['kernel']} {row['pass']} has no model"
+        return plain(cut(f"kernel {row['kernel']} {row['pass']}", QUOTED)) + " has no model"
     if mask not in _MASKS:
-        return f"mask {row['mask']} without a model"
+        return plain(cut(f"mask {row['mask']}", QUOTED)) + " without a model"
     return "documents without their lengths" if mask.endswith("document") and not row.get("documents") else ""
 
 

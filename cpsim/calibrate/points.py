@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Final
 
-from cpsim.errors import shown
+from cpsim.errors import shown, unknown_name
+from cpsim.models.network.collective import COLLECTIVES
 from cpsim.units import Quantity
 
 _TIME: Final = Quantity("s", 1e-9, 1e4)
@@ -20,6 +21,9 @@ _TOKENS: Final = Quantity("tokens", 0, 1e10)
 _COUNT: Final = Quantity("", 1, 1e7)
 _NUMBER: Final = Quantity("", 0, 1e7)
 _ELEMENTS: Final = Quantity("elements", 1, 1e10)
+
+_FLOPS: Final = Quantity("FLOP/s", 0, 1e19)
+_BANDWIDTH: Final = Quantity("bytes/s", 0, 1e16)
 
 _SHAPE: Final = ("kernel", "num_heads", "num_kv_heads", "head_dim", "causal", "varlen", "q_lens", "k_lens")
 NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -160,6 +164,9 @@ def read_point(point: Mapping[str, Any]) -> dict[str, Any]:
     for name in NEEDED.get(op, ()):
         if name not in found:
             raise ValueError(f"{name}: missing; a point of op {op} has {', '.join(NEEDED[op])}")
+    for name, known in _choices(found).items():
+        if found.get(name, known[0]) not in known:
+            raise ValueError(unknown_name(name, found[name], known))
     if op == "fabric" and "flows" not in found and not {"num_ranks", "num_groups"} <= found.keys():
         raise ValueError("flows: missing; a point of op fabric has flows, or num_ranks and num_groups")
     if any(not isinstance(flow, list) or list(map(type, flow)) != [int, int] for flow in found.get("flows", ())):
@@ -174,4 +181,26 @@ def read_point(point: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"k_lens: expected as many as q_lens, got {len(found['k_lens'])}")
     if "q_lens" in found and not found["q_lens"]:
         raise ValueError("q_lens: expected at least one length, got none")
+    _check_rate(found)
     return found
+
+
+def _choices(point: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    """Fields of a point that are one of a few names."""
+    collective = point["op"] == "collective" or (point["op"] == "fabric" and "flows" not in point)
+    return {"pass": ("fwd", "bwd")} | ({"kind": COLLECTIVES} if collective else {})
+
+
+def _check_rate(point: Mapping[str, Any]) -> None:
+    """Whether the shortest sample of a point leaves time for its work."""
+    if not point.get("samples_s"):
+        return
+    if point["op"] == "attention":
+        pairs = sum(q * k for q, k in zip(point["q_lens"], point["k_lens"], strict=True))
+        work, rate = 4.0 * point["num_heads"] * point["head_dim"] * pairs, _FLOPS
+    else:
+        work, rate = float(point.get("nbytes", 0)), _BANDWIDTH
+    fastest = min(point["samples_s"])
+    if work > rate.high * fastest:
+        reached = f"{work / fastest:.3g} {rate.unit}"
+        raise ValueError(f"samples_s: expected at most {rate.high:g} {rate.unit}, got {reached} from {fastest:g} s")

@@ -193,7 +193,7 @@ def regime_of(point: Point) -> str:
             rested = " rested" if pause_of(point) > 0 else ""
             if "mask" in point:
                 return f"{'share of ' if 'documents' in point else ''}{point['mask']}{rested}"
-            return f"{point['family']} {'causal' if point['causal'] else 'full'}{rested}"
+            return f"{point.get('family', '')} {'causal' if point['causal'] else 'full'}{rested}".lstrip()
         case "elementwise" | "layer_op":
             return str(point["kind"])
         case "gemm":

@@ -249,9 +249,11 @@ OPTIONS: list[Command] = [
 ]
 """Valid command lines that write no file, for broken words."""
 RING = {**SMALL, "strategy": "ring", "tokens": 4096}
+MILLION = {"gpus": 10**6, "tokens": 10**9, "cluster": "dgx-h200"}
+MANY_LAYERS = {"layers": 10_000, "hidden": 1024, "heads": 8, "kv_heads": 2, "ffn": 1024, "vocab": 1000}
 SIZES: dict[str, dict[str, Any]] = {
-    "a million GPUs": {"gpus": 10**6, "tokens": 10**9, "strategy": "ring", "cluster": "dgx-h200"},
-    "a million GPUs, any strategy": {"gpus": 10**6, "tokens": 10**9, "cluster": "dgx-h200"},
+    "a million GPUs": MILLION,
+    "a million GPUs, any strategy": {**MILLION, "strategy": None},
     "a trillion tokens": {"tokens": 10**12},
     "ten million documents": {
         "tokens": 80_000_000,
@@ -259,23 +261,27 @@ SIZES: dict[str, dict[str, Any]] = {
         "mask": "causal_document",
     },
     "a knob of one token": {
+        **MILLION,
         "gpus": 64,
-        "cluster": "dgx-h200",
         "tokens": 6_400_000,
         "strategy": "hybrid_cp",
         "knobs": {"tokens_per_rank": 1},
     },
-    "blocks of one token": {
-        "tokens": 40_000_000,
-        "mask": {"name": "block_sparse", "block": 1},
-    },
+    "blocks of one token": {"tokens": 40_000_000, "mask": {"name": "block_sparse", "block": 1}},
     "ten thousand stages": {
-        "gpus": 100_000,
-        "cluster": "dgx-h200",
-        "tokens": 10**8,
+        **MILLION,
+        "gpus": 160_000,
         "strategy": "none",
-        "model": {"layers": 10_000, "hidden": 1024, "heads": 8, "kv_heads": 2, "ffn": 1024, "vocab": 1000},
-        "parallel": {"pp": 10_000, "dp": 10, "microbatches": 10_000},
+        "model": MANY_LAYERS,
+        "parallel": {"pp": 10_000, "dp": 16, "microbatches": 10_000},
+    },
+    "a step on a million GPUs": {
+        **MILLION,
+        "strategy": "none",
+        "heads": 64,
+        "kv_heads": 8,
+        "model": "llama3-70b",
+        "parallel": {"tp": 8, "pp": 10, "dp": 12_500},
     },
 }
-"""Changes of RING that make it absurdly large: nobody has the time or the memory to plan these here."""
+"""Changes of RING that make it absurdly large: some have an answer at once, the others are refused at once."""

@@ -130,6 +130,32 @@ def reworded(rng: Random, words: list[str]) -> tuple[list[str], str]:
     return words, f"word {at}"
 
 
+def enlarged(rng: Random, scenario: Tree) -> tuple[Tree, list[str]]:
+    """A scenario with some numbers many times as large, or as small, as they were; and which."""
+    tree, said = _copy(scenario), []
+    if "tokens" in tree and rng.random() < 0.5:
+        tree["documents"] = {"distribution": "pile", "seed": 1, "max_length": 2 ** rng.randrange(14)}
+        tree["mask"] = rng.choice(["causal_document", "shared_question_document", "full_sliding_window"])
+    if rng.random() < 0.2:
+        name, option = rng.choice([("block_sparse", "block"), ("variable_block_sparse", "block"), ("lambda", "window")])
+        tree["mask"] = {"name": name, option: 2 ** rng.randrange(10), **({"min_block": 1} if name[0] == "v" else {})}
+    if rng.random() < 0.5:
+        tree |= {"cluster": "dgx-h200", "gpus": 8 * 2 ** rng.randrange(14), "tokens": 2 ** rng.randrange(10, 30)}
+        tree |= {"tokens_per_gpu": None}
+        said.append(f"{tree['tokens']} tokens on {tree['gpus']} GPUs")
+    places = [
+        (section, name)
+        for section in (tree, tree.get("knobs"), tree.get("parallel"), tree.get("model"), tree.get("mask"))
+        if isinstance(section, dict)
+        for name, value in section.items()
+        if type(value) is int
+    ]
+    for section, name in rng.sample(places, min(len(places), rng.choice([1, 1, 2, 3]))):
+        section[name] = rng.choice([1, 2, *[section[name] * 2 ** rng.randrange(1, 20)] * 4])
+        said.append(f"{name} = {section[name]}")
+    return tree, said
+
+
 # --- texts ---
 
 FRAGMENTS = [

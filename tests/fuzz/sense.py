@@ -24,14 +24,14 @@ MACHINE_RATE: Bounds = (1e5, 1e16)
 
 CLUSTER: Rules = {
     r"num_gpus|gpus_per_node|fabric\.nics_per_node|fabric\.nodes_per_leaf": (1, 1e6),
-    r"gpu\.memory_bytes": (1e7, 1e14),
+    r"gpu\.memory_bytes": (1e7, 1e15),
     r"gpu\.num_sms": (1, 1e5),
     r"gpu\.peak_flops_per_s": (1e10, 1e19),
     r".*bandwidth_bytes_per_s": MACHINE_RATE,
     r"fabric\.latency_s": (0, 1),
     r"fabric\.(flow_)?sigma_log": (1e-12, 3),
     r"fabric\.(spine_)?oversubscription": (1, 1e3),
-    r"faults\[\d+\]\.rate": (1e-12, 1),
+    r"faults\[\d+\]\.rate": (1e-6, 1),
 }
 PROFILE: Rules = {
     r"attention\..*\.(pair|banded_pair|celled_pair)_s": (1e-14, 1e-6),
@@ -41,7 +41,7 @@ PROFILE: Rules = {
     r"attention\..*\.anatomy\.(tile_\w+|blocks_per_sm)": (1, 1e5),
     r"collective\.(curves|rings)\..*\.nbytes\[\d+\]": (1, 1e15),
     r"collective\.(curves|rings)\..*\.seconds\[\d+\]": (1e-9, 1e5),
-    r"collective\.hop_s\..*": (0, 1),
+    r"collective\.hop_s\..*": (0, 1e3),
     r".*bytes_per_s": MACHINE_RATE,
     r"(elementwise|layers\.ops)\.latency_s\..*": (0, 1),
     r"host\.(launch_s\..*|event_s|graph_s|cold_start_s|pause_s\..*|lead_s)": (0, 10),
@@ -165,8 +165,8 @@ def odd_runs(tree: Any) -> str:
 
 def odd_log(text: str) -> str:
     """What is wrong with a log of nccl-tests: times that are none, or ranks that are missing."""
-    ranks = [int(n) for n in re.findall(r"^#\s+Rank\s+(\d+)", text, re.MULTILINE)]
-    if sorted(ranks) != list(range(len(ranks))):
+    ranks = {int(n) for n in re.findall(r"^#\s+Rank\s+(\d+)", text, re.MULTILINE)}
+    if ranks and max(ranks) >= len(ranks):
         return "ranks are missing"
     for line in text.splitlines():
         cells = line.split()

@@ -14,6 +14,7 @@ import typer
 
 from cpsim.cli.entry import USER_ERROR
 from cpsim.cli.terminal import (
+    Force,
     Jobs,
     Json,
     OneScenario,
@@ -54,8 +55,10 @@ def predict(
     as_json: Json = False,
     jobs: Jobs = None,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace of the one scenario, for Perfetto.")] = None,
+    force: Force = False,
 ) -> None:
     """Predict the time of every scenario in FILE; one bad line never stops the others."""
+    del force  # its callback has done it
     check_writable(out, trace)
     scenarios, results = _predict_file(file, jobs)
     if trace:
@@ -100,8 +103,10 @@ def trace(
         str | None, typer.Option(help="Strategy to trace; by default that of FILE, or else the best.")
     ] = None,
     as_json: Json = False,
+    force: Force = False,
 ) -> None:
     """Write a trace for Perfetto: every rank and stream, arrows between ranks, what links carry."""
+    del force  # its callback has done it
     from cpsim.case.load import as_scenario, load_scenario
     from cpsim.prediction.predict import predict as ask
 
@@ -142,8 +147,10 @@ def sweep(
     jobs: Jobs = None,
     scheduler: Annotated[str | None, typer.Option(help="Address of a Dask cluster to use instead of cores.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with what the folder holds.")] = False,
+    force: Force = False,
 ) -> None:
     """Predict many scenarios, or all combinations of a grid, and say how it went."""
+    del force  # its callback has done it
     if out.suffix == ".jsonl":
         if scheduler or resume:
             raise CpsimError(f"{out}: --scheduler and --resume need a folder of Parquet files; leave .jsonl out")
@@ -205,8 +212,10 @@ def advise(
         bool, typer.Option("--step", help="Rank ways to cut a training step: tp, pp, dp, cp, strategy.")
     ] = False,
     runs: RunFolder = None,
+    force: Force = False,
 ) -> None:
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
+    del force  # its callback has done it
     if step:
         refuse("advise: training steps have no page", {"--html": html, "--runs": runs})
         _advise_step(file, as_json)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cpsim.errors import CpsimError
+from cpsim.runtime.limits import FORCE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,6 +26,17 @@ LONGEST_NAME = 255
 """Bytes of a file's name that file systems take."""
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
+
+
+def _forced(value: bool) -> bool:
+    if value:
+        os.environ[FORCE] = "1"
+    return value
+
+
+Force = Annotated[
+    bool, typer.Option("--force", callback=_forced, help="Predict however long it takes and however large it is.")
+]
 Scenarios = Annotated[Path, typer.Argument(metavar="FILE", help="Scenarios: YAML, JSON, or JSON Lines.")]
 OneScenario = Annotated[Path, typer.Argument(metavar="FILE", help="One scenario: YAML or JSON.")]
 RunFolder = Annotated[Path | None, typer.Option(help="Folder of run files to set predictions beside.")]

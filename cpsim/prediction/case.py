@@ -15,6 +15,7 @@ from cpsim.models.feasible import kernel_names
 from cpsim.models.profile import Profile, load_profile
 from cpsim.models.standin import DATA_SHEET, from_data_sheet
 from cpsim.prediction.conditions import conditions
+from cpsim.prediction.size import check_size
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import IMPLEMENTATIONS, Implementation, implementation
 
@@ -67,6 +68,7 @@ def resolve(scenario: Scenario) -> Case:
 
     Raises:
         ScenarioError: it has no strategy, or asks for something that is not there.
+        InfeasibleError: it would take too long to predict.
         ProfileError: there are no costs for its GPU.
     """
     check_names(scenario)
@@ -75,6 +77,7 @@ def resolve(scenario: Scenario) -> Case:
             f"strategy: expected one of {', '.join(STRATEGIES)}, got no strategy; name one, or ask `cpsim advise`"
         )
     cluster = cluster_of(scenario)
+    check_size(scenario, cluster)
     name = scenario.profile or cluster.profile
     if name is None:
         raise ScenarioError(

@@ -211,19 +211,14 @@ def test_numbers_of_yaml_are_read_as_yaml_1_2_does_or_refused(text, values):
     assert answer.status == 2 or json.loads(answer.out)["scenario"]["tokens"] in values
 
 
-UNGUARDED = {"a million GPUs, any strategy", "ten million documents", "blocks of one token", "ten thousand stages"}
-"""Sizes that are planned before anybody asks how long that takes."""
-unguarded = pytest.mark.skip(reason="sizes are not estimated before they are planned")
-
-
-@pytest.mark.parametrize("size", [pytest.param(size, marks=unguarded if size in UNGUARDED else ()) for size in SIZES])
+@pytest.mark.parametrize("size", SIZES)
 def test_absurd_sizes_are_answered_or_refused_at_once(size):
     with open(name := f"{next(NUMBERS)}.json", "w") as file:
         json.dump(RING | SIZES[size], file)
     for command in (["predict"], ["advise"], ["advise", "--step"]):
         begun = time.process_time()
-        checked([*command, name, "--json"], [size])
-        assert time.process_time() - begun < 3, command
+        answer = checked([*command, name, "--json"], [size])
+        assert time.process_time() - begun < (3 if answer.status else 10), command
 
 
 def check_large(rng: Random) -> None:
@@ -233,7 +228,6 @@ def check_large(rng: Random) -> None:
     checked([rng.choice(["predict", "predict", "advise"]), name, "--json"], mistakes)
 
 
-@unguarded
 @pytest.mark.parametrize("examples", [10, pytest.param(300, marks=pytest.mark.slow)])
 def test_large_cases_are_answered_or_refused_within_limits(examples):
     run_examples(check_large, examples)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import studies  # noqa: F401  (adds implementations)
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
 from cpsim.models.profile import load_profile

@@ -82,7 +82,7 @@ def plan(
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
     whose = () if code is CPSIM else (code,)
     schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)
-    if code is CPSIM and cluster.num_gpus == 1:
+    if code is CPSIM and cluster.all_gpus == 1:
         return plan_single(workload, cluster, pass_)  # nobody to exchange anything with
     if code.projections is None or pass_ == "fwd":
         return schedule

@@ -147,19 +147,19 @@ def test_work_over_its_budget_ends_and_the_next_is_done(workers):
 
 
 def test_short_work_does_not_wait_for_long_work_of_another(workers):
-    long = workers.submit(Question("one"), busy, 0.45)
+    long = workers.submit(Question("one"), busy, 0.3)
     short = [workers.submit(Question("two"), busy, 0.01) for _ in range(2)]
     assert [one.result(10) for one in short] == [0.01, 0.01]
     assert not long.done()
-    assert long.result(10) == 0.45
+    assert long.result(10) == 0.3
 
 
 def test_work_that_nobody_wants_any_more_ends(workers):
-    unwanted = workers.submit(Question("one"), busy, 0.45)
+    unwanted = workers.submit(Question("one"), busy, 0.3)
     time.sleep(0.05)
     workers.drop([unwanted])
     assert unwanted.cancelled()
-    forgotten = workers.submit(Question("two", wanted_until=time.monotonic() - 1), busy, 0.45)
+    forgotten = workers.submit(Question("two", wanted_until=time.monotonic() - 1), busy, 0.3)
     assert workers.submit(Question("three"), busy, 0.01).result(10) == 0.01
     assert forgotten.cancelled()
 

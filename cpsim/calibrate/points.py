@@ -107,7 +107,7 @@ _WHOLE: Final = (_COUNT, _NUMBER, _ELEMENTS)
 _LISTS: Final[Mapping[str, Quantity]] = {
     **dict.fromkeys(("q_lens", "k_lens", "documents"), Quantity("tokens", 1, 1e10)),
     **dict.fromkeys(("q_ranges", "k_ranges"), _TOKENS),
-    **dict.fromkeys(("samples_s", "times_s", "attention_s", "many_s", "both_s", "message_s", "held_s"), _TIME),
+    **dict.fromkeys(("samples_s", "times_s", "many_s", "both_s", "message_s", "held_s"), _TIME),
     **dict.fromkeys(("evicted_s", "streamed_one_s", "streamed_many_s", "streamed_both_s"), _TIME),
     **dict.fromkeys((f"{one}_{how}_s" for one in "ab" for how in ("alone", "together")), _TIME),
     "watts": Quantity("W", 0, 1e7),
@@ -135,6 +135,7 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("causal", "varlen", "rested"), _flag),
     **dict.fromkeys(("options", "sizes"), _mapping),
     "sm_clock_hz": partial(_numbers, _CLOCK),
+    "attention_s": partial(_numbers, _TIME),  # of a rank, or samples
 }
 """Reads the value of a field; raises ValueError where it cannot be."""
 

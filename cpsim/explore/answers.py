@@ -252,7 +252,6 @@ class Answers:
         """The jobs that try strategies, those that were asked for by name apart, and what is left out."""
         self._move(page, _key("ranking", scenario))
         job: Job[Evaluated] = self._job(page, "ranking", scenario, until, _ranking_piece, self._soonest, candidates_of)
-        was_listed = job.items is not None  # a page asks for more
         first = max(until, time.monotonic() + FIRST_S)
         job.wait(first, lambda: job.items is not None)
         planned: dict[str, Job[Evaluated]] = {}
@@ -265,9 +264,8 @@ class Answers:
         def has_first() -> bool:
             return any(not isinstance(one, Infeasible) for one in job.done)
 
-        had_nothing = was_listed and not has_first()
         for one in (job, *planned.values()):
-            one.wait(until, lambda: had_nothing and has_first())
+            one.wait(until, lambda: False)
         job.wait(first, has_first)
         if job.is_complete:
             self._remember(scenario, job)

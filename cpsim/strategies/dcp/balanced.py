@@ -59,11 +59,11 @@ def place(blocks: Blocks, shape: tuple[int, int], rates: Rates, eps: float, num_
         both = [blocks.query] if np.array_equal(anchor, blocks.query) else [blocks.query, anchor]
         starts += [(home, goes_with, swaps) for goes_with in both for swaps in (True, False)]
     found = [_Search(blocks, anchor, shape, eps, seed).run(home, swaps) for home, anchor, swaps in starts]
-    cost = [_cost(blocks, placement, shape, rates, eps, num_stages) for placement in found]
-    best = min(range(len(found)), key=cost.__getitem__)
+    costs = [cost(blocks, placement, shape, rates, eps, num_stages) for placement in found]
+    best = min(range(len(found)), key=costs.__getitem__)
     home, anchor, swaps = starts[best]
     evener = _Search(blocks, anchor, shape, eps * EVENER, seed).run(home, swaps)
-    return evener if _cost(blocks, evener, shape, rates, eps, num_stages) < cost[best] else found[best]
+    return evener if cost(blocks, evener, shape, rates, eps, num_stages) < costs[best] else found[best]
 
 
 def even_fill(tokens: Ints, num_ranks: int, order: Ints) -> Ints:
@@ -111,7 +111,7 @@ def _anchors(b: Blocks, home: Ints) -> Ints:
     return np.where((saved > spent)[b.query], b.key, b.query)
 
 
-def _cost(
+def cost(
     blocks: Blocks, placement: Placement, shape: tuple[int, int], rates: Rates, eps: float, num_stages: int
 ) -> tuple[float, float]:
     """Computation beyond what a rank may have, in whole percents, and seconds of both passes."""

@@ -64,11 +64,16 @@ class Blocks:
         """C."""
         return len(self.area)
 
-    def longest_first(self) -> tuple[Blocks, Ints, Ints]:
-        """These blocks with the longest documents first, and where every token block, ``[n]``, and computation block,
-        ``[C]``, then is."""
-        length = np.bincount(self.document, self.tokens)
-        rank = np.argsort(np.lexsort((np.arange(len(length)), -length)))
+    def by_node(self, num_nodes: int) -> tuple[Blocks, Ints, Ints]:
+        """These blocks with documents in another order: each, the longest first, beside those of the node that has the
+        fewest tokens. And where every token block, ``[n]``, and computation block, ``[C]``, then is."""
+        length = np.bincount(self.document, self.tokens).astype(np.int64)
+        longest = np.argsort(-length, kind="stable")
+        node, held = np.zeros(len(length), np.int64), np.zeros(num_nodes, np.int64)
+        for document in longest.tolist():
+            node[document] = held.argmin()
+            held[node[document]] += length[document]
+        rank = np.argsort(np.lexsort((np.argsort(longest), node)))
         order = np.lexsort((np.arange(len(self)), rank[self.document]))
         at = np.argsort(order)
         query, key = at[self.query], at[self.key]

@@ -39,8 +39,6 @@ from cpsim.strategies.others import CPSIM, Implementation
 
 BLOCKS: Final = (512, 4096)
 """Tokens of a block by default: a quarter of a rank's, but from the one to the other."""
-TILE: Final = 128
-"""Tokens that such a quarter is rounded up to multiples of."""
 COMPUTATIONS: Final = 20_000
 """Computation blocks that larger token blocks and fewer head groups keep to by default, so that planning takes
 seconds."""
@@ -71,8 +69,7 @@ def plan_dcp(
         workload, cluster, pass_: the case.
         code: whose implementation.
         variant: ``cpsim``, ``paper`` or ``released`` (what its code does instead).
-        block: tokens of a block; default: a quarter of a rank's in multiples of 128, from 512 to 4096, and a rank's
-            where it has fewer.
+        block: tokens of a block; default: a quarter of a rank's, from 512 to 4096, and a rank's where it has fewer.
         head_groups: groups of heads that are placed apart, up to as many as there are heads; default: as many as there
             are key-value heads, or fewer where that makes more than ``COMPUTATIONS`` computation blocks.
         eps_inter, eps_intra: work of a node, and of a GPU in its node, over the mean, at most, less 1.
@@ -129,11 +126,12 @@ def dcp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, obj
 
 
 def default_block(workload: Workload, num_ranks: int) -> int:
-    """A quarter of a rank's tokens, in whole tiles of a kernel, within ``BLOCKS``, or more where many blocks see many;
-    of ranks with fewer tokens, as many as they have."""
-    own = max(1, workload.num_tokens // num_ranks)
-    size = min(own, BLOCKS[1], max(BLOCKS[0], -(-own // (4 * TILE)) * TILE))
-    while 2 * size <= min(own, BLOCKS[1]) and _computations(workload, size) > COMPUTATIONS:
+    """A quarter of a rank's tokens as a power of two within ``BLOCKS``, or more where many blocks see many; of ranks
+    with fewer tokens, as many as they have."""
+    tokens = workload.num_tokens
+    whole, quarter = (1 << max(0, (tokens // parts).bit_length() - 1) for parts in (num_ranks, 4 * num_ranks))
+    size = min(BLOCKS[1], max(quarter, min(BLOCKS[0], whole)))
+    while 2 * size <= min(whole, BLOCKS[1]) and _computations(workload, size) > COMPUTATIONS:
         size *= 2
     return size
 

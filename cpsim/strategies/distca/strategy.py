@@ -14,7 +14,7 @@ the same; the backward pass has a plan of its own; a document that two nano-batc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -30,10 +30,9 @@ from cpsim.strategies import sharding
 from cpsim.strategies.allgather import seen_keys
 from cpsim.strategies.cell_program import SIDES, CellProgram, Held, Wanted
 from cpsim.strategies.dcp.program import given, routes
-from cpsim.strategies.dcp.timing import Rates
-from cpsim.strategies.distca.kernel import Floats, Kernel, flash_attention_4
+from cpsim.strategies.distca.kernel import Floats, flash_attention_4
 from cpsim.strategies.distca.planning import Variant, schedule
-from cpsim.strategies.distca.tasks import Tasks, TokenBytes, dispatch, make_tasks
+from cpsim.strategies.distca.tasks import Tasks, TokenBytes, make_tasks
 from cpsim.strategies.sharding import cells_of, edges_of
 from cpsim.strategies.sizes import Sizes
 
@@ -85,70 +84,31 @@ def plan_distca(
         raise InfeasibleError("distca runs on 2 GPUs or more, got 1; use none")
     if workload.num_tokens < ranks * nano_batches:
         raise InfeasibleError(f"distca needs a token for every GPU and nano-batch, got {workload.num_tokens}")
-    plans = _plan(workload, cluster, servers, pass_, variant, tolerance, nano_batches)
+    plans = _plan(workload, servers or ranks, pass_, variant, tolerance, nano_batches)
     if servers:
         plans = [_served_by_last(tasks, ranks, servers) for tasks in plans]
     emitted = _DistCA(workload, _cells(workload, plans, ranks), pass_, barriers)
     return emitted.forward() if pass_ == "fwd" else emitted.backward()
 
 
-def _plan(
-    workload: Workload, cluster: Cluster, servers: int, pass_: Pass, variant: Variant, tolerance: float, count: int
-) -> list[Tasks]:
-    """Tasks of every nano-batch; queries are counted from the first token of all, which a document's first one numbers.
-
-    Variant ``cpsim`` may lay documents out in another order than that of the batch: the shortest first, the longest
-    first, or these in turn, whichever takes the least time by ``_seconds``.
-    """
+def _plan(workload: Workload, ranks: int, pass_: Pass, variant: Variant, tolerance: float, count: int) -> list[Tasks]:
+    """Tasks of every nano-batch. A document's number is its first token, and queries are counted from that of all."""
     documents = sharding.documents_of(workload.slices(), workload.num_tokens)
     sizes, heads = Sizes(workload), (workload.num_heads, workload.num_kv_heads)
     of_token = TokenBytes(q=sizes.query(heads[0]), kv=sizes.kv(heads[1]), lse=sizes.lse(heads[0]))
     kernel = flash_attention_4(pass_ == "bwd", *heads)
-    ranks, lengths = servers or cluster.num_gpus, np.diff(documents)
-
-    def planned(order: Ints) -> list[Tasks]:
-        ends = np.cumsum(lengths[order])
-        starts, bounds = ends - lengths[order], np.arange(count + 1) * workload.num_tokens // count
-        plans = []
-        for low, high in pairwise(bounds.tolist()):
-            first, last = np.clip([starts, ends], low, high)
-            there = np.flatnonzero(first < last)
-            offset = (first - starts)[there]
-            tasks = schedule(
-                (last - first)[there], ranks, of_token, kernel, variant=variant, tolerance=tolerance, offset=offset
-            )
-            plans.append(replace(tasks, document=order[there][tasks.document]))
-        return plans
-
-    orders = [np.arange(len(lengths))]
-    if variant == "cpsim" and not servers:
-        orders += _by_length(lengths)
-    tried = [planned(order) for order in orders]
-    best = min(tried, key=lambda plans: _seconds(plans, workload, cluster, kernel, of_token))
-    return [replace(t, document=documents[t.document], first=documents[t.document] + t.first) for t in best]
-
-
-def _by_length(lengths: Ints) -> list[Ints]:
-    """Documents from the shortest to the longest, the other way round, and alternately from both ends."""
-    rising = np.argsort(lengths, kind="stable")
-    in_turn = np.stack([rising[::-1], rising], axis=1).ravel()[: len(rising)]
-    return [rising, rising[::-1], in_turn]
-
-
-def _seconds(
-    plans: Sequence[Tasks], workload: Workload, cluster: Cluster, kernel: Kernel, of_token: TokenBytes
-) -> float:
-    """Time of nano-batches, of which each one's exchanges hide behind the computation of another."""
-    rates, ranks = Rates.of(cluster), cluster.num_gpus
-    per_pair = (10 if kernel.backward else 4) * workload.head_dim * workload.num_heads / rates.flops_per_s
-    port = rates.port_bytes_per_s
-    if cluster.num_nodes > 1:
-        port = min(port, rates.node_bytes_per_s / cluster.gpus_per_node)
-    busy = np.array([kernel.loads(tasks, ranks).max() for tasks in plans]) * per_pair
-    moved = np.array([dispatch(tasks, ranks, of_token).busiest() for tasks in plans]) / port
-    come, go = moved[:, 2:].T if kernel.backward else moved[:, :2].T
-    beside = np.append(come[1:], 0) + np.append(0, go[:-1])
-    return float(come[0] + np.maximum(busy, beside).sum() + go[-1])
+    starts, bounds = documents[:-1], np.arange(count + 1) * workload.num_tokens // count
+    plans = []
+    for low, high in pairwise(bounds.tolist()):
+        first, last = np.clip([starts, documents[1:]], low, high)
+        there = np.flatnonzero(first < last)
+        offset = (first - starts)[there]
+        tasks = schedule(
+            (last - first)[there], ranks, of_token, kernel, variant=variant, tolerance=tolerance, offset=offset
+        )
+        document = starts[there][tasks.document]
+        plans.append(Tasks(tasks.home, tasks.server, document, document + tasks.first, tasks.tokens))
+    return plans
 
 
 def _served_by_last(tasks: Tasks, ranks: int, servers: int) -> Tasks:

@@ -1,0 +1,71 @@
+"""Sizes are told before anything is planned: what is absurd is refused at once, and what people ask for is not."""
+
+import time
+
+import pytest
+
+from cpsim.case.cluster import load_cluster
+from cpsim.case.load import scenario_from
+from cpsim.errors import InfeasibleError
+from cpsim.prediction.predict import predict
+from cpsim.prediction.size import MOST_BYTES, MOST_S, size_of
+from cpsim.runtime.limits import FORCE
+
+FIELDS = {"gpus": 64, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8, "strategy": "ring"}
+DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {
+            "documents": {"distribution": "pile", "max_length": 8},
+            "mask": "causal_document",
+            "tokens_per_gpu": 2 * 10**6,
+        },
+        {"gpus": 100_000, **DRAWN},
+        {"gpus": 1_000_000, "tokens_per_gpu": 512, "strategy": "distca"},
+        {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex"},
+        {
+            "model": {"layers": 10_000, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 1024, "vocab": 1000},
+            "heads": 8,
+            "strategy": "none",
+            "gpus": 100_000,
+            "tokens_per_gpu": 1000,
+            "parallel": {"pp": 10_000, "dp": 10, "microbatches": 10_000},
+        },
+    ],
+)
+def test_absurd_sizes_are_refused_at_once_with_what_they_would_take(changes):
+    begun = time.process_time()
+    with pytest.raises(
+        InfeasibleError, match=r"too large to predict: it would take about .* GB on one core; use fewer"
+    ):
+        predict(FIELDS | changes)
+    assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpus": 1024, **DRAWN},
+        {"gpus": 512, "strategy": "usp", **DRAWN},
+        {"gpus": 256, "strategy": "zigzag_ring", **DRAWN},
+        {"gpus": 16_384, "strategy": "usp"},
+        {"gpus": 1024, "strategy": "distca", **DRAWN},
+        {"gpus": 4096, "strategy": "allgather"},
+    ],
+)
+def test_what_is_asked_of_large_clusters_is_not_refused(changes):
+    size = size_of(scenario_from(FIELDS | changes), load_cluster("dgx-h200"))
+    assert size.seconds < MOST_S / 2
+    assert size.nbytes < MOST_BYTES / 2
+
+
+def test_a_user_may_insist(monkeypatch):
+    asked = FIELDS | {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex", "gpus": 4, "tokens_per_gpu": 1024}
+    monkeypatch.setattr("cpsim.prediction.size.MOST_S", 0.1)
+    with pytest.raises(InfeasibleError, match="--force"):
+        predict(asked)
+    monkeypatch.setenv(FORCE, "1")
+    assert predict(asked | {"mask": "causal"}).time_s > 0

@@ -111,6 +111,15 @@ def _pieces(value: object) -> Iterator[str]:
             yield repr(value)
 
 
+def described(error: Exception) -> str:
+    """An error that nobody expected: its type, the beginning of its words, and where it was raised, on one line."""
+    place = error.__traceback__
+    while place and place.tb_next:
+        place = place.tb_next
+    where = f" ({place.tb_frame.f_code.co_filename}:{place.tb_lineno})" if place else ""
+    return f"{type(error).__name__}: {plain(str(error))[:200]}{where}"
+
+
 def cut(text: str, length: int) -> str:
     """The text, or its beginning and an ellipsis where it is longer."""
     return text if len(text) <= length else text[: length - 3] + "..."

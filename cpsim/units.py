@@ -90,6 +90,8 @@ Seconds = Annotated[float, Quantity("s", 0, 1e4)]
 """A time of a kernel, message, launch or iteration."""
 Rate = Annotated[float, Quantity("bytes/s", 1e5, 1e16)]
 """Of a link, one port or all of a node, or of a memory: 1 Gbit Ethernet is 1e8, NVLink 5 is 1e12, a memory 1e13."""
+MEASURED_S: Final = Quantity("s", 1e-9, 1e4)
+"""A time that was measured, which is never 0."""
 SecondsPerByte = Annotated[float, Quantity("s per byte", 0, 1e-6)]
 Share = Annotated[float, Quantity("", 0, 1)]
 Factor = Annotated[float, Quantity("", 1e-3, 1e3)]

@@ -12,6 +12,7 @@ from cpsim.prediction.size import MOST_BYTES, MOST_S, size_of
 from cpsim.runtime.limits import FORCE
 
 FIELDS = {"gpus": 64, "cluster": "dgx-h200", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8, "strategy": "ring"}
+TINY = {"mask": "causal_document", "documents": {"distribution": "pile", "max_length": 8}}
 DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}}
 
 
@@ -69,3 +70,26 @@ def test_a_user_may_insist(monkeypatch):
         predict(asked)
     monkeypatch.setenv(FORCE, "1")
     assert predict(asked | {"mask": "causal"}).time_s > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpus": 512},
+        {"gpus": 512, "strategy": "hybrid_cp"},
+        {"gpus": 256, "strategy": "zigzag_ring", **DRAWN},
+        {"gpus": 256, "strategy": "striped_ring", **DRAWN},
+        {"gpus": 8, "tokens_per_gpu": 10**6, "strategy": "distca", **TINY},
+        {"gpus": 1024, "strategy": "distca", "tokens_per_gpu": 512},
+    ],
+)
+def test_sizes_are_what_predictions_take(changes):
+    """Within a factor of five for both passes of what is not small; the constants are from these cases."""
+    predict(FIELDS)
+    expected = size_of(scenario_from(FIELDS | changes), load_cluster("dgx-h200")).seconds
+    begun = time.process_time()
+    predict(FIELDS | changes)
+    taken = time.process_time() - begun
+    print(f"{changes}: {taken:.1f} s, expected {expected:.1f}")
+    assert expected / 5 < taken < 5 * expected

@@ -25,7 +25,7 @@ from cpsim.case.cluster import presets
 from cpsim.case.files import as_profile_error, read_text
 from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
 from cpsim.models.attention.kernels import KERNELS
-from cpsim.units import Quantity, number_or_text
+from cpsim.units import MEASURED_S, Quantity, number_or_text
 
 _RANK: Final = re.compile(
     r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]+\]\s+(.+?)\s*$"
@@ -271,7 +271,6 @@ _COLUMNS: Final = {
     "tflop_per_s": "tflops",
     "tflops_per_s": "tflops",
 }
-_DURATION: Final = Quantity("s", 1e-9, 1e4)
 _RATE: Final = Quantity("FLOP/s", 1e6, 1e19)
 _NEEDED: Final = ("kernel", "pass", "mask", "tokens")
 _MASKS: Final = {"full": False, "causal": True, "full_document": False, "causal_document": True}
@@ -389,7 +388,7 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
     area = sum(n * (n + 1) / 2 if causal else n * n for n in lens)
     flop = 4 * area * heads * dim * (2.5 if row["pass"] == "bwd" else 1.0)
     if "ms" in row:
-        seconds = _number(row, "ms", "ms", _DURATION, 1e-3)
+        seconds = _number(row, "ms", "ms", MEASURED_S, 1e-3)
     else:
         seconds = flop / _number(row, "tflops", "TFLOP/s", _RATE, 1e12)
     return {

@@ -11,9 +11,8 @@ from typing import Any, Final
 
 from cpsim.errors import shown, unknown_name
 from cpsim.models.network.collective import COLLECTIVES
-from cpsim.units import Quantity
+from cpsim.units import MEASURED_S, Quantity
 
-_TIME: Final = Quantity("s", 1e-9, 1e4)
 _CLOCK: Final = Quantity("Hz", 0, 1e13)
 """0 where no clock could be read."""
 _SIZE: Final = Quantity("bytes", 1, 1e16)
@@ -107,9 +106,9 @@ _WHOLE: Final = (_COUNT, _NUMBER, _ELEMENTS)
 _LISTS: Final[Mapping[str, Quantity]] = {
     **dict.fromkeys(("q_lens", "k_lens", "documents"), Quantity("tokens", 1, 1e10)),
     **dict.fromkeys(("q_ranges", "k_ranges"), _TOKENS),
-    **dict.fromkeys(("samples_s", "times_s", "many_s", "both_s", "message_s", "held_s"), _TIME),
-    **dict.fromkeys(("evicted_s", "streamed_one_s", "streamed_many_s", "streamed_both_s"), _TIME),
-    **dict.fromkeys((f"{one}_{how}_s" for one in "ab" for how in ("alone", "together")), _TIME),
+    **dict.fromkeys(("samples_s", "times_s", "many_s", "both_s", "message_s", "held_s"), MEASURED_S),
+    **dict.fromkeys(("evicted_s", "streamed_one_s", "streamed_many_s", "streamed_both_s"), MEASURED_S),
+    **dict.fromkeys((f"{one}_{how}_s" for one in "ab" for how in ("alone", "together")), MEASURED_S),
     "watts": Quantity("W", 0, 1e7),
     "flows": _NUMBER,
     "relative_errors": Quantity("", 0, 1e6),
@@ -135,7 +134,7 @@ FIELDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("causal", "varlen", "rested"), _flag),
     **dict.fromkeys(("options", "sizes"), _mapping),
     "sm_clock_hz": partial(_numbers, _CLOCK),
-    "attention_s": partial(_numbers, _TIME),  # of a rank, or samples
+    "attention_s": partial(_numbers, MEASURED_S),  # of a rank, or samples
 }
 """Reads the value of a field; raises ValueError where it cannot be."""
 

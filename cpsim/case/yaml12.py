@@ -25,8 +25,8 @@ from yaml.events import (
     SequenceStartEvent,
 )
 
-MAX_DEPTH: Final = 64
-"""Levels of lists and mappings."""
+from cpsim.case.files import MAX_DEPTH
+
 MAX_VALUES: Final = 500_000
 """Values of a document; what an alias stands for counts again."""
 MAX_DIGITS: Final = 40

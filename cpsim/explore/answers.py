@@ -427,9 +427,8 @@ def dropped_text(why: Exception | str) -> str:
     """Why an answer, or a part of it, was dropped, and how to get it."""
     if isinstance(why, Busy):
         return f"{DROPPED}{why}"
-    return (
-        f"{DROPPED}{why}, the most that the page spends on one answer; `cpsim advise` of the scenario file has no limit"
-    )
+    instead = "`cpsim advise` of the scenario file takes longer, and as long as it likes with --force"
+    return f"{DROPPED}{why}, the most that the page spends on one answer; {instead}"
 
 
 def _in_words(way: Any, answer: Evaluated | OverBudget) -> Evaluated:

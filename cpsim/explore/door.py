@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,6 +15,9 @@ from urllib.parse import urlencode, urlsplit
 from dash.exceptions import DashException, PreventUpdate
 from flask import Response, abort, redirect, request
 from werkzeug.exceptions import HTTPException
+
+from cpsim.errors import described
+from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
     from dash import Dash
@@ -168,12 +170,7 @@ def _answer_to(error: Exception) -> Any:
 
 
 def _say(error: Exception) -> None:
-    place = error.__traceback__
-    while place and place.tb_next:
-        place = place.tb_next
-    where = f" ({place.tb_frame.f_code.co_filename}:{place.tb_lineno})" if place else ""
-    words = " ".join(str(error).split())[:200]
-    print(f"cpsim: explore: {type(error).__name__}: {words!r}{where}; please report this", file=sys.stderr, flush=True)
+    say(f"cpsim: explore: {described(error)}; please report this")
 
 
 def _host(address: str) -> str | None:

@@ -132,17 +132,14 @@ def _sensitivity(candidates: Sequence[Candidate]) -> Iterator[str]:
     if not case.cluster.faults:
         return
     healthy = replace(case, cluster=replace(case.cluster, faults=()))
-    without = [prediction_of(replace(healthy, scenario=_whole(c.scenario))).time_s for c in candidates]
+    whole = (c.scenario.model_copy(update={"pass_": "fwd_bwd"}) for c in candidates)
+    without = [prediction_of(replace(healthy, scenario=scenario)).time_s for scenario in whole]
     yield "slower by faults: " + ", ".join(
         f"{_name(c)} {c.total_s / seconds - 1:.0%}" for c, seconds in zip(candidates, without, strict=True)
     )
     best = candidates[int(np.argmin(without))]
     also = "also" if best is candidates[0] else "instead"
     yield f"without faults {also} the best: {_name(best)}"
-
-
-def _whole(scenario: Scenario) -> Scenario:
-    return scenario.model_copy(update={"pass_": "fwd_bwd"})
 
 
 def _name(candidate: Candidate) -> str:

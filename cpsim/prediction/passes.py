@@ -27,6 +27,7 @@ from cpsim.models.cost_models import GROUPS
 from cpsim.models.price import Priced, price
 from cpsim.models.uncertainty import NUM_DRAWS, Draws
 from cpsim.prediction.case import Case
+from cpsim.prediction.size import DRAWN_GPUS, MOST_PLACES, RINGS
 from cpsim.schedule.schedule import Pass, Planning, Schedule
 from cpsim.sim.draws import makespans
 from cpsim.sim.fast import simulate
@@ -36,13 +37,8 @@ from cpsim.strategies.sizes import Sizes
 from cpsim.strategies.steps.layer import plan_scenario
 from cpsim.strategies.usp import ulysses_degree
 
-DRAWN_GPUS: Final = 256
-"""Simulate every GPU up to this many; fold Ulysses groups above."""
-MOST_PLACES: Final = 512
-"""Places of a ring up to which all its steps are simulated."""
 KNOWN_PLACES: Final = (128, 192, 256)
 """Places, or somewhat more, of the rings that longer ones continue."""
-RINGS: Final = ("ring", "zigzag_ring", "striped_ring")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

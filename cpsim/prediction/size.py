@@ -1,8 +1,8 @@
 """How long a prediction would take and how much memory it would need, told from the scenario alone.
 
 What takes long is planned and simulated for every pair of a GPU and a step of its ring, or another GPU that it
-exchanges with, and again for every document that is cut for all GPUs. The constants are measured on one core: rings of
-512 places, 9,000 documents on 64 GPUs and a million documents on 8.
+exchanges with, and again for every document that is cut for all GPUs. The constants are measured on one core;
+``pytest -m slow tests/test_size.py -s`` prints estimates beside what predictions take.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.documents import load_bins
-from cpsim.case.scenario import DocumentDraw, Scenario
+from cpsim.case.scenario import DocumentDraw, ParallelSection, Scenario
 from cpsim.errors import InfeasibleError
 from cpsim.masks.names import MASK_NAMES
 from cpsim.runtime.limits import FORCE
@@ -25,15 +25,18 @@ PAIR_S, PAIR_BYTES = 7e-6, 1.7e3
 """Of a GPU and a step, or another GPU: 262,144 of them take 1.8 s and 0.46 GB."""
 DOCUMENT_S, DOCUMENT_BYTES = 2.5e-5, 1e3
 """Of a document: a million of them take ``distca`` 23 s and 0.9 GB."""
-PIECE_S, PIECE_BYTES = 5e-7, 25.0
+PIECE_S, PIECE_BYTES = 3e-7, 25.0
 """Of a document on a pair, where every GPU has a part of every document."""
 CUTTING: Final = ("zigzag_ring", "striped_ring", "usp", "loongtrain", "hybrid_cp", "wlb")
 """Strategies that cut every document into parts for all GPUs."""
-KNOWN_PLACES: Final = 512
-"""Longer rings of one document continue shorter ones, see ``cpsim.prediction.passes``."""
+DRAWN_GPUS: Final = 256
+"""Every GPU is simulated up to this many; above, Ulysses groups are folded."""
+MOST_PLACES: Final = 512
+"""Places of a ring up to which all its steps are simulated."""
+RINGS: Final = ("ring", "zigzag_ring", "striped_ring")
 CELL_S, CELL_BYTES = 1e-7, 60.0
 """Of a pair of blocks of a block-sparse mask."""
-SPARSE: Final = ("none", "ulysses", "allgather", "wlb", "per_sequence")
+SPARSE: Final = ("allgather", "wlb", "per_sequence")
 """Strategies of collectives: ops grow with the GPUs, not with their square."""
 STEP_S, STEP_BYTES = 2e-5, 500.0
 """Of a microbatch on a stage of a training step."""
@@ -55,17 +58,13 @@ class Size:
 
 def size_of(scenario: Scenario, cluster: Cluster) -> Size:
     """What predicting a scenario with a strategy takes."""
-    step = scenario.model is not None and scenario.part is None
-    pairs, documents = float(_pairs(scenario, cluster)), _documents(scenario)
-    if step:
-        cut = scenario.parallel
+    pairs, documents = _pairs(scenario, cluster), _documents(scenario)
+    if scenario.model is not None and scenario.part is None:
+        cut = scenario.parallel or ParallelSection()
         sequences = scenario.num_tokens // scenario.context if scenario.context else 1
-        stages = (cut.pp if cut else None) or 1
-        replicas = (cut.dp if cut else None) or 1
-        microbatches = max((cut.microbatches if cut else None) or 1, sequences // replicas)
-        work = float(stages * microbatches + sequences)
-        cp = (cut.cp if cut else None) or 1
-        return Size(STEP_S * work + PAIR_S * cp * cp * (1 + documents / 10), STEP_BYTES * work + PAIR_BYTES * cp * cp)
+        microbatches = max(cut.microbatches or 1, sequences // (cut.dp or 1))
+        work, pairs = (cut.pp or 1) * microbatches + sequences, (cut.cp or 1) ** 2
+        return Size(STEP_S * work + PAIR_S * pairs * (1 + documents / 10), STEP_BYTES * work + PAIR_BYTES * pairs)
     cells = _cells(scenario)
     pieces = pairs * documents if scenario.strategy in CUTTING else 0.0
     return Size(
@@ -90,17 +89,22 @@ def check_size(scenario: Scenario, cluster: Cluster) -> None:
 
 def _pairs(scenario: Scenario, cluster: Cluster) -> int:
     """GPUs times the steps, or other GPUs, of each."""
-    gpus, strategy = scenario.gpus, scenario.strategy
+    gpus, strategy, knobs = scenario.gpus, scenario.strategy, scenario.knobs
+    if strategy in ("none", "ulysses"):  # which refuse more GPUs than they can use
+        return gpus
     if strategy in SPARSE:
         return gpus * 8
+    places, rows = gpus, gpus
     if strategy in ("usp", "loongtrain"):
-        given = scenario.knobs.get("ulysses")
+        given = knobs.get("ulysses")
         degree = given if isinstance(given, int) and given > 0 else min(scenario.heads, cluster.gpus_per_node, gpus)
-        gpus = max(1, gpus // degree)
+        places = max(1, gpus // degree)
+        if gpus > DRAWN_GPUS and knobs.get("placement", "head_first") == "head_first":
+            rows = places
     one = scenario.documents is None and scenario.mask_name in ("full", "causal")
-    if one and gpus > KNOWN_PLACES and strategy in ("ring", "zigzag_ring", "striped_ring", "usp"):
-        gpus = KNOWN_PLACES
-    return gpus * gpus
+    if one and (strategy in RINGS or (strategy == "usp" and rows < gpus)):
+        return min(places, MOST_PLACES) * min(rows, MOST_PLACES)
+    return rows * places
 
 
 def _documents(scenario: Scenario) -> float:

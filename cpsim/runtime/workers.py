@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Final
 
-from cpsim.errors import CpsimError
+from cpsim.errors import CpsimError, described
 from cpsim.runtime.processes import begin_worker
 
 try:
@@ -73,7 +73,8 @@ class Budget:
     """What one question may cost."""
 
     cpu_s: float
-    """Work of all its tasks [s of one core]; four times as long may pass while they run."""
+    """Work of all its tasks [s of one core]; four times as long may pass while they run, and longer where others keep
+    the cores from those that are set aside."""
     nbytes: int
     """Memory of one process [bytes]."""
 
@@ -250,11 +251,10 @@ class Workers:
             elif nbytes > self._budget.nbytes:
                 self._kill(worker)
                 _fail(task, OverBudget(_too_large(self._budget.nbytes)))
-            elif (
-                question.spent_s + cpu > self._budget.cpu_s
-                or question.wall_s + wall > 4 * self._budget.cpu_s * self._num
-            ):
+            elif question.spent_s + cpu > self._budget.cpu_s:
                 self._give_up(question, OverBudget(f"it took more than {self._budget.cpu_s:g} s of work"))
+            elif worker in self._active and question.wall_s + wall > (longest := 4 * self._budget.cpu_s * self._num):
+                self._give_up(question, OverBudget(f"it took longer than {longest:g} s"))
 
     def _give_up(self, question: Question, reason: OverBudget) -> None:
         """Drops all that a question still needs."""
@@ -474,16 +474,8 @@ def _done(work: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
         return pickle.dumps((True, work(*arguments)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        return pickle.dumps((False, error if isinstance(error, CpsimError | MemoryError) else _unexpected(error)))
-
-
-def _unexpected(error: Exception) -> RuntimeError:
-    """An error as one line that can be sent and says where it comes from."""
-    place = error.__traceback__
-    while place and place.tb_next:
-        place = place.tb_next
-    where = f" ({place.tb_frame.f_code.co_filename}:{place.tb_lineno})" if place else ""
-    return RuntimeError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}{where}")
+        known = isinstance(error, CpsimError | MemoryError)
+        return pickle.dumps((False, error if known else RuntimeError(described(error))))
 
 
 def _limit_memory(nbytes: int) -> None:

@@ -82,8 +82,8 @@ def plan(
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
     whose = () if code is CPSIM else (code,)
     schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)
-    if code is CPSIM and cluster.all_gpus == 1:
-        return plan_single(workload, cluster, pass_)  # nobody to exchange anything with
+    if code is CPSIM and cluster.all_gpus == 1:  # nobody to exchange anything with; the planner has checked its knobs
+        return plan_single(workload, cluster, pass_)
     if code.projections is None or pass_ == "fwd":
         return schedule
     return followed_by(schedule, code.projections.ops(workload, cluster.num_gpus))

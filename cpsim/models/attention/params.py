@@ -51,7 +51,7 @@ from cpsim.masks.blocks import Visits, sequence_slices, visits
 from cpsim.models.attention.anatomy import Anatomy
 from cpsim.models.attention.blocks import FEATURES, price, price_listed
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
-from cpsim.units import CLOSED, Factor, Quantity, Seconds, SecondsPerByte
+from cpsim.units import CLOSED, MEASURED_S, Factor, Quantity, Seconds, SecondsPerByte
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -139,7 +139,7 @@ class AttentionParams:
     """Share of the older of two thread blocks on an SM in what both get done at their tiles, under a causal mask."""
     older_share_full: Annotated[float, Quantity("", 0.01, 0.99)] = EVEN_SHARE
     """This share without a mask: other compiled code."""
-    calls_s: tuple[Annotated[float, Quantity("s", 1e-9, 1e4)], ...] = ()
+    calls_s: tuple[Annotated[float, MEASURED_S], ...] = ()
     """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
     calls_spread: tuple[Annotated[float, Quantity("", 0, 10)], ...] = ()
     """Standard deviation, relative, of the time of equal calls on one GPU."""

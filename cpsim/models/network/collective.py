@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import ConfigDict, Field
 
-from cpsim.units import CLOSED, ByName, Quantity, Rate, Seconds
+from cpsim.units import CLOSED, MEASURED_S, ByName, Quantity, Rate, Seconds
 
 Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
@@ -53,7 +53,7 @@ class Curve:
 
     nbytes: tuple[Annotated[float, Quantity("bytes", 1, 1e15)], ...]
     """Knots, never decreasing."""
-    seconds: tuple[Annotated[float, Quantity("s", 1e-9, 1e4)], ...]
+    seconds: tuple[Annotated[float, MEASURED_S], ...]
     """At the knots, never decreasing."""
 
     def __post_init__(self) -> None:

@@ -20,14 +20,12 @@ from cpsim.strategies.dcp.staging import stage_blocks
 from cpsim.strategies.dcp.timing import Rates
 
 PLANNING_S: Final = {
-    "cpsim": (2.2e-3, 0.42, 0.67),
-    "paper": (4.1e-4, 0.66, 0.58),
-    "released": (3.4e-4, 0.68, 0.58),
+    "cpsim": (2.2e-3, 0.38, 0.74),
+    "paper": (4.1e-4, 0.63, 0.62),
+    "released": (3.3e-4, 0.65, 0.62),
 }
 """Of every variant: seconds, and the powers of computation blocks and ranks, as ``python -m studies.dcp.planning`` fits
 them."""
-
-
 CLEARLY: Final = 0.97
 """Share of a plan's estimated time below which another one is taken."""
 

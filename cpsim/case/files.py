@@ -16,6 +16,7 @@ from stat import S_ISDIR, S_ISREG
 from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
 from cpsim.errors import CpsimError, ProfileError, ScenarioError, cut, nearest, shown, unknown_name
+from cpsim.runtime.limits import MAX_DEPTH
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -26,8 +27,6 @@ MAX_BYTES: Final = 200_000_000
 """Largest file that is read line by line."""
 MAX_DOCUMENT_BYTES: Final = 20_000_000
 """Longest line, and largest file that is one document."""
-MAX_DEPTH: Final = 64
-"""Levels of lists and mappings."""
 BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 _CONTROL: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that move a terminal's cursor, turn its text round or cannot be encoded; tabs and new lines are none."""

@@ -25,7 +25,7 @@ from yaml.events import (
     SequenceStartEvent,
 )
 
-from cpsim.case.files import MAX_DEPTH
+from cpsim.runtime.limits import MAX_DEPTH
 
 MAX_VALUES: Final = 500_000
 """Values of a document; what an alias stands for counts again."""

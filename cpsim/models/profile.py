@@ -184,7 +184,7 @@ class Profile:
             notes.append(f"{kind} of {nbytes / 1e6:.0f} MB, measured up to {high / 1e6:.0f}")
         if num_ranks > max(ranks):
             notes.append(f"{kind} among {num_ranks} GPUs of a node, measured up to {max(ranks)}")
-        if num_ranks < min(ranks):
+        if 1 < num_ranks < min(ranks):
             notes.append(f"{kind} among {num_ranks} GPUs of a node, measured from {min(ranks)}")
         return tuple(notes)
 

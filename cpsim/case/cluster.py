@@ -64,9 +64,9 @@ class Fabric:
     rails: bool = False
     """Rail-optimised: the NICs of equal place share leaf switches, and NCCL hands what is for a GPU of another place
     to the GPU of that place on its own node (PXN)."""
-    sigma_log: Annotated[float, Field(gt=0, le=3)]
+    sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
     """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
-    flow_sigma_log: Annotated[float, Field(gt=0, le=3)]
+    flow_sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
     """Standard deviation of the logarithm of the rate of point-to-point flows."""
     grade: Literal["measured here", "published", "data sheet"]
     """Where the numbers come from; predictions that rest on them say so."""

@@ -8,7 +8,7 @@ import sys
 
 import typer
 
-from cpsim.errors import CpsimError, MachineError
+from cpsim.errors import CpsimError, MachineError, cut, plain
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.runtime.interrupts import INTERRUPTED
 from cpsim.runtime.streams import prepare, say, silence
@@ -16,6 +16,8 @@ from cpsim.runtime.streams import prepare, say, silence
 MACHINE_ERROR = 1
 """Exit code where not what was asked is wrong, but the machine: its disk, a scheduler."""
 USER_ERROR = 2
+LONGEST_WORDS = 240
+"""Characters of what is wrong with options, which quotes them whole."""
 NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """What can be wrong with stdout."""
 
@@ -68,7 +70,8 @@ def _status(app: typer.Typer, name: str) -> int:
         if not hasattr(error, "format_message"):  # not a wrong option or argument: our own mistake
             raise
         asked = getattr(getattr(error, "ctx", None), "command_path", name)
-        return _fail(f"{error.format_message()} See `{asked} --help`.") if error.format_message() else USER_ERROR
+        words = cut(plain(error.format_message()), LONGEST_WORDS)
+        return _fail(f"{words} See `{asked} --help`.") if words else USER_ERROR
 
 
 def _fail(message: str, status: int = USER_ERROR) -> int:

@@ -71,6 +71,8 @@ _CAUSAL_SLIDING: Final = {"window": Option(1024, "keys before a query's own", lo
 _PREFIX: Final = {"prefix": Option(None, "tokens that see each other"), "seed": _SEED}
 _DENSITY: Final = Option(0.2, "share of key blocks that a query block sees", low=0.0, high=1.0)
 
+LONGEST: Final = 30
+"""Characters of a name that is unknown that a message quotes; no mask has more."""
 MASK_NAMES: Final[dict[str, MaskName]] = {
     "full": MaskName("every query sees every key", "LongCA-bench", "ignored"),
     "causal": MaskName("every query sees its own and earlier keys", "LongCA-bench, DCP", "ignored"),
@@ -162,7 +164,7 @@ def read_mask(value: object) -> tuple[str, Options]:
     if not isinstance(name, str):
         raise ValueError(f"expected a name or a mapping with a name, e.g. causal, got {shown(value)}")
     if name not in MASK_NAMES:
-        raise ValueError(f"{shown(name)} is unknown; {nearest(name, MASK_NAMES)}")
+        raise ValueError(f"{cut(shown(name), LONGEST)} is unknown; {nearest(name, MASK_NAMES)}")
     given = {key: entry for key, entry in value.items() if key != "name"} if isinstance(value, Mapping) else {}
     return name, read_options(name, given)
 

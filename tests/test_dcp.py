@@ -286,7 +286,7 @@ def test_wrong_knobs_say_what_is_possible(knobs, message):
 
 
 def test_fewer_blocks_than_ranks_are_refused_with_a_size_that_fits():
-    with pytest.raises(InfeasibleError, match="got 2 of 32 tokens for 8 ranks; use block: 4"):
+    with pytest.raises(InfeasibleError, match="got 2 of 32 tokens for 8 ranks; use block: 6"):
         plan("dcp", workload(), cluster(8), "fwd", {"block": 32})
 
 

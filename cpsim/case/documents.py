@@ -1,17 +1,19 @@
-"""Document lengths drawn from published distributions."""
+"""Document lengths drawn from published distributions, and the order of the documents of a batch."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.errors import ScenarioError, nearest
+from cpsim.errors import ScenarioError, nearest, shown
 
 MAX_DOCUMENTS: Final = 10_000_000
 """More documents than this in one batch are refused: a mistake rather than a case."""
@@ -26,6 +28,13 @@ _SECTIONS: Final = {
 }
 DISTRIBUTIONS: Final = tuple(_SECTIONS)
 """Names of the shipped distributions."""
+
+Order = Literal["given", "alternating", "shortest_first"]
+"""Of the documents of a batch: as they come; the longest, the shortest, the longest of the others, and so on; the
+shortest first."""
+ORDERS: Final[dict[str, Order]] = {"dcp": "alternating", "distca": "shortest_first"}
+"""Strategies that choose the order themselves, since any GPU may compute any document: so it does not matter which one a
+data loader had. Those of the papers take documents as they come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,3 +133,29 @@ def draw_documents(
     count = int(np.searchsorted(ends, num_tokens)) + 1
     every[count - 1] -= ends[count - 1] - num_tokens
     return tuple(every[:count].tolist())
+
+
+def order_of(strategy: str | None, knobs: Mapping[str, object]) -> Order:
+    """The order in which a strategy takes the documents of a batch: that of knob ``order``, or its own.
+
+    Raises:
+        ScenarioError: the knob has no such value.
+    """
+    if strategy not in ORDERS:
+        return "given"
+    own = ORDERS[strategy] if knobs.get("variant", "cpsim") == "cpsim" else "given"
+    order = knobs.get("order", own)
+    if order not in get_args(Order):
+        raise ScenarioError(f"knobs.order: expected one of {', '.join(get_args(Order))}, got {shown(order)}")
+    return order  # type: ignore[return-value]
+
+
+def in_order(documents: tuple[int, ...], order: Order) -> tuple[int, ...]:
+    """These lengths [tokens] in an order, see ``Order``."""
+    if order == "given":
+        return documents
+    ascending = sorted(documents)
+    if order == "shortest_first":
+        return tuple(ascending)
+    pairs = zip(reversed(ascending), ascending, strict=True)
+    return tuple(chain(*pairs))[: len(ascending)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cpsim.case.cluster import Cluster, load_cluster
-from cpsim.case.documents import draw_documents
+from cpsim.case.documents import draw_documents, in_order, order_of
 from cpsim.case.model import MODELS, Model
 from cpsim.case.parallel import Parallel
 from cpsim.case.scenario import DocumentDraw, ParallelSection, Scenario
@@ -13,10 +13,10 @@ from cpsim.masks.names import MASK_NAMES
 
 
 def workload_of(scenario: Scenario) -> Workload:
-    """The attention problem, its documents drawn.
+    """The attention problem, its documents drawn, in the order in which the strategy takes them.
 
     Raises:
-        ScenarioError: the bounds of the draw make no sense.
+        ScenarioError: the bounds of the draw make no sense, or there is no such order.
     """
     match scenario.documents:
         case DocumentDraw() as draw:
@@ -31,6 +31,11 @@ def workload_of(scenario: Scenario) -> Workload:
             documents = (scenario.num_tokens,)
         case lengths:
             documents = lengths
+    order = order_of(scenario.strategy, scenario.knobs)
+    if scenario.part is None and scenario.model is not None:
+        order = "given"  # of a step, each microbatch has its own
+    if order != "given" and MASK_NAMES[scenario.mask_name].documents == "apart":
+        documents = in_order(documents, order)
     return Workload(
         documents=documents,
         mask=scenario.mask_name,

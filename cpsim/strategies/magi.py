@@ -83,10 +83,8 @@ def plan_magi(
 
 
 def _default_chunks(own: int) -> int:
-    """Chunks of a rank: as few as the benchmark's length allows, at least four, or up to twice as many if those
-    divide."""
-    fewest = min(own, max(4, -(-own // CHUNK)))
-    return next((count for count in range(fewest, 2 * fewest) if own % count == 0), fewest)
+    """Chunks of a rank: as few as the benchmark's length allows, at least four."""
+    return min(own, max(4, -(-own // CHUNK)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

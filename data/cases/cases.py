@@ -470,9 +470,23 @@ def each(asked: Case, ways: Sequence[Case], implementation: str = "cpsim") -> It
     return ({**way, "implementation": implementation, **asked} for way in ways)
 
 
-def text(cases: Iterator[Case]) -> str:
+def stated(case: Case) -> Case:
+    """A case with the knobs of its planner, which it keeps when defaults change."""
+    own = case.get("tokens_per_gpu") or case.get("tokens", 0) // case["gpus"]
+    knobs: Case = {}
+    if case["strategy"] == "dcp":
+        whole, quarter = (1 << max(0, (own // parts).bit_length() - 1) for parts in (1, 4))
+        knobs = {"order": "given", "block": min(4 * K, max(quarter, min(512, whole)))}
+    elif case["strategy"] == "magi":
+        fewest = min(own, max(4, -(-own // (2 * K))))
+        chunks = next((count for count in range(fewest, 2 * fewest) if own % count == 0), None)
+        knobs = {"chunk": own // chunks} if chunks else {}
+    return {**case, "knobs": knobs | case.get("knobs", {})} if knobs else case
+
+
+def text(cases: Iterable[Case]) -> str:
     """JSON Lines, each case once."""
-    return "".join(dict.fromkeys(json.dumps(case) + "\n" for case in cases))
+    return "".join(dict.fromkeys(json.dumps(stated(case)) + "\n" for case in cases))
 
 
 def files() -> dict[Path, str]:

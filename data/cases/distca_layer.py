@@ -20,9 +20,9 @@ from cpsim.case.documents import draw_documents
 
 K = 1024
 TOKENS = (32 * K, 64 * K, 128 * K, 256 * K)
-STRATEGIES: tuple[dict[str, Any], ...] = ({"strategy": "distca"}, {"strategy": "per_sequence"}, {"strategy": "wlb"})
+STRATEGIES: tuple[dict[str, Any], ...] = ({"strategy": "distca", "knobs": {"order": "given"}}, {"strategy": "per_sequence"}, {"strategy": "wlb"})
 TWO_GROUPS = {"strategy": "wlb", "knobs": {"cp": 2}}
-SINGLE_STREAM = {"strategy": "distca", "knobs": {"nano_batches": 1}}
+SINGLE_STREAM = {"strategy": "distca", "knobs": {"order": "given", "nano_batches": 1}}
 
 
 def rounded(lengths: np.ndarray[Any, np.dtype[np.int64]]) -> list[int]:

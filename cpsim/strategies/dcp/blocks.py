@@ -9,7 +9,7 @@ Reference: DCP (arXiv 2510.10620), sections 4.1 and 4.2.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -63,32 +63,6 @@ class Blocks:
     def computations(self) -> int:
         """C."""
         return len(self.area)
-
-    def by_node(self, num_nodes: int) -> tuple[Blocks, Ints, Ints]:
-        """These blocks with documents in another order: each, the longest first, beside those of the node that has the
-        fewest tokens. And where every token block, ``[n]``, and computation block, ``[C]``, then is."""
-        length = np.bincount(self.document, self.tokens).astype(np.int64)
-        longest = np.argsort(-length, kind="stable")
-        node, held = np.zeros(len(length), np.int64), np.zeros(num_nodes, np.int64)
-        for document in longest.tolist():
-            node[document] = held.argmin()
-            held[node[document]] += length[document]
-        rank = np.argsort(np.lexsort((np.argsort(longest), node)))
-        order = np.lexsort((np.arange(len(self)), rank[self.document]))
-        at = np.argsort(order)
-        query, key = at[self.query], at[self.key]
-        chosen = np.lexsort((key, query, self.group))
-        moved = replace(
-            self,
-            document=rank[self.document[order]],
-            first=self.first[order],
-            tokens=self.tokens[order],
-            query=query[chosen],
-            key=key[chosen],
-            group=self.group[chosen],
-            area=self.area[chosen],
-        )
-        return moved, at, np.argsort(chosen)
 
     def query_bytes(self, pass_: Pass) -> tuple[int, int]:
         """Bytes of one token and head group that a rank without the queries gets, and that it gives back."""

@@ -13,7 +13,6 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
 from cpsim.masks.slices import Ints
 from cpsim.schedule.schedule import Pass
-from cpsim.strategies.dcp.balanced import cost
 from cpsim.strategies.dcp.blocks import Blocks, Placement, cut
 from cpsim.strategies.dcp.placing import Settings, plan_blocks
 from cpsim.strategies.dcp.staging import stage_blocks
@@ -26,8 +25,6 @@ PLANNING_S: Final = {
 }
 """Of every variant: seconds, and the powers of computation blocks and ranks, as ``python -m studies.dcp.planning`` fits
 them."""
-CLEARLY: Final = 0.97
-"""Share of a plan's estimated time below which another one is taken."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,21 +64,8 @@ def _planned(
 
 
 def planned(blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: Settings, seed: int) -> Plan:
-    """Where blocks are and when they run; see ``plan_blocks`` and ``stage_blocks``.
-
-    Variant ``cpsim`` also plans a batch with the documents of a node together (``Blocks.by_node``), and takes that plan
-    where it is clearly faster (``CLEARLY``), so that the order of documents decides less.
-    """
+    """Where blocks are and when they run; see ``plan_blocks`` and ``stage_blocks``."""
     placement = plan_blocks(blocks, shape, rates, settings, seed)
-    ordered, at, computed_at = blocks.by_node(shape[0])
-    if settings.variant == "cpsim" and (np.diff(at) < 0).any():
-        other = plan_blocks(ordered, shape, rates, settings, seed)
-        other = Placement(other.home[at], other.worker[computed_at], other.solver)
-        (beyond, seconds), (other_beyond, other_seconds) = (
-            cost(blocks, one, shape, rates, settings.eps_intra, settings.stages) for one in (placement, other)
-        )
-        if (other_beyond, other_seconds) < (beyond, CLEARLY * seconds):
-            placement = other
     passes: tuple[Pass, Pass] = ("fwd", "bwd")
     stage = {pass_: stage_blocks(blocks, placement, shape, rates, settings, pass_) for pass_ in passes}
     return Plan(blocks, placement, stage, estimated_s(blocks.computations, shape[0] * shape[1], settings.variant))

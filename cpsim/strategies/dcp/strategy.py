@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpsim.case.cluster import Cluster
+from cpsim.case.documents import Order
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.slices import Ints
@@ -39,6 +40,8 @@ from cpsim.strategies.others import CPSIM, Implementation
 
 BLOCKS: Final = (512, 4096)
 """Tokens of a block by default: a quarter of a rank's, but from the one to the other."""
+GRAIN: Final = 128
+"""Tokens that larger default blocks are multiples of: a tile of a kernel."""
 COMPUTATIONS: Final = 20_000
 """Computation blocks that larger token blocks and fewer head groups keep to by default, so that planning takes
 seconds."""
@@ -53,6 +56,7 @@ def plan_dcp(
     code: Implementation = CPSIM,
     *,
     variant: str = "cpsim",
+    order: Order | None = None,
     block: int | None = None,
     head_groups: int | None = None,
     eps_inter: float = 0.4,
@@ -69,6 +73,7 @@ def plan_dcp(
         workload, cluster, pass_: the case.
         code: whose implementation.
         variant: ``cpsim``, ``paper`` or ``released`` (what its code does instead).
+        order: that of the documents, which the workload has already, see ``cpsim.case.documents``.
         block: tokens of a block; default: a quarter of a rank's, from 512 to 4096, and a rank's where it has fewer.
         head_groups: groups of heads that are placed apart, up to as many as there are heads; default: as many as there
             are key-value heads, or fewer where that makes more than ``COMPUTATIONS`` computation blocks.
@@ -83,6 +88,7 @@ def plan_dcp(
         ScenarioError: a knob has no such value.
         InfeasibleError: there are fewer blocks than ranks, or head groups do not divide the key-value heads.
     """
+    del order
     settings = Settings(variant=variant, eps_inter=eps_inter, eps_intra=eps_intra, stages=stages, solver=solver)
     counts = {"block": block, "head_groups": head_groups, "layers": layers, "planners": planners, "seed": seed}
     for name, value in counts.items():
@@ -126,11 +132,11 @@ def dcp_knobs(workload: Workload, cluster: Cluster) -> Sequence[Mapping[str, obj
 
 
 def default_block(workload: Workload, num_ranks: int) -> int:
-    """A quarter of a rank's tokens as a power of two within ``BLOCKS``, or more where many blocks see many; of ranks
-    with fewer tokens, as many as they have."""
-    tokens = workload.num_tokens
-    whole, quarter = (1 << max(0, (tokens // parts).bit_length() - 1) for parts in (num_ranks, 4 * num_ranks))
-    size = min(BLOCKS[1], max(quarter, min(BLOCKS[0], whole)))
+    """A quarter of a rank's tokens, a multiple of ``GRAIN`` within ``BLOCKS``, or more where many blocks see many; of
+    ranks with fewer tokens, as many as they have."""
+    whole = workload.num_tokens // num_ranks
+    quarter = -(-whole // (4 * GRAIN)) * GRAIN
+    size = min(BLOCKS[1], whole, max(quarter, BLOCKS[0]))
     while 2 * size <= min(whole, BLOCKS[1]) and _computations(workload, size) > COMPUTATIONS:
         size *= 2
     return size

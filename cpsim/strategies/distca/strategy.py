@@ -20,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from cpsim.case.cluster import Cluster
+from cpsim.case.documents import Order
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.slices import Ints, RangeSets, Slices, sets_of
@@ -46,6 +47,7 @@ def plan_distca(
     pass_: Pass,
     *,
     variant: Variant = "cpsim",
+    order: Order | None = None,
     tolerance: float = 0.05,
     nano_batches: int = NANO_BATCHES,
     servers: int = 0,
@@ -62,6 +64,7 @@ def plan_distca(
     Args:
         workload, cluster, pass_: the case.
         variant: the scheduler: ``cpsim``, ``paper`` or ``released`` (what DistCA's code does instead).
+        order: that of the documents, which the workload has already, see ``cpsim.case.documents``.
         tolerance: of the mean work.
         nano_batches: parts of equally many tokens, one computed while the others travel.
         servers: the last so many GPUs hold no tokens and compute all attention; 0: every GPU does both.
@@ -71,6 +74,7 @@ def plan_distca(
         ScenarioError: a knob has no such value.
         InfeasibleError: there is one GPU, or fewer tokens than parts.
     """
+    del order
     if type(nano_batches) is not int or nano_batches < 1:
         raise ScenarioError(f"knobs.nano_batches: expected a positive integer, got {nano_batches!r}")
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool):

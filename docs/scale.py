@@ -104,7 +104,7 @@ def stages(gpus: int) -> dict[str, float]:
     """Seconds of every stage of a zigzag ring's forward pass, and its number of ops."""
     case = resolve(scenario("zigzag_ring", gpus, "fwd"))
     pricing = Conditions(
-        cluster=case.cluster, profile=case.profile, kernel="fa4", head_dim=128, dtype="bf16", protocol="synced"
+        cluster=case.cluster, profile=case.profile, kernel="fa4", head_dim=128, dtype="bf16"
     )
     schedule = zigzag(case)
     priced = price(schedule, pricing)

@@ -57,7 +57,7 @@ def zigzag(pass_):
 
 
 def pricing(cluster=CLUSTER):
-    case = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16", "protocol": "synced"}
+    case = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16"}
     return Conditions(cluster=cluster, profile=load_profile("h200"), **case)
 
 

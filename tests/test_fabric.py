@@ -112,7 +112,7 @@ def test_the_model_of_the_fit_is_the_one_that_prices_ops(name, num_nics, proxy):
     builder = Builder(4, sets, tiles)
     builder.add(kind, *zip(map(np.array, lanes), streams, strict=True), nbytes=2**28)
     schedule = builder.build()
-    shape = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16", "protocol": "streamed"}
+    shape = {"kernel": "fa4", "head_dim": 128, "dtype": "bf16", "ahead_s": np.inf}
     pricing = Conditions(cluster=cluster, profile=load_profile("h200"), **shape)
     shared = {"num_nodes": 2, "gpus_per_node": 2, "nbytes": 2**28, "kind": name}
     if kind == Kind.TRANSFER:

@@ -35,7 +35,8 @@ def scenario(**changes):
 
 def test_forward_and_backward_add_up():
     both, forward, backward = (predict(scenario(**{"pass": p})) for p in ("fwd_bwd", "fwd", "bwd"))
-    assert both.time_s == pytest.approx(forward.time_s + backward.time_s, rel=1e-12)
+    apart = forward.time_s + backward.time_s  # in one window the second is launched while the first runs
+    assert 0.99 * apart < both.time_s <= apart
     assert both.exposed_comm_s == pytest.approx(forward.exposed_comm_s + backward.exposed_comm_s, rel=1e-12)
     assert both.bytes_sent_per_gpu == forward.bytes_sent_per_gpu + backward.bytes_sent_per_gpu
 
@@ -74,7 +75,8 @@ def test_small_cases_of_eager_code_wait_for_their_hosts():
 def test_a_captured_program_is_launched_once():
     host, case = load_profile("h200").host, scenario(tokens_per_gpu=256)
     last = np.exp(load_profile("h200").sigma["graph"] * expected_maximum(case.gpus))  # of all ranks, in either pass
-    assert predict(case).parts_s["host"] == pytest.approx(2 * (host.graph_s * last + host.cold_start_s), rel=0.01)
+    each = host.graph_s * last + host.cold_start_s, host.graph_queued_s + host.cold_start_s  # the second is queued
+    assert predict(case).parts_s["host"] == pytest.approx(sum(each), rel=0.01)
     streamed = predict(scenario(tokens_per_gpu=256, protocol="streamed", pass_="fwd"))
     assert streamed.parts_s["host"] == pytest.approx(host.graph_queued_s + host.cold_start_s, rel=0.01)
 

@@ -38,7 +38,7 @@ def workload(gpus=4, tokens=4096, mask="causal", documents=None, **changes):
 
 def pricing(gpus=4, cluster="dgx-h200", kernel="fa4", **changes):
     where = load_cluster(cluster).with_gpus(gpus)
-    case = {"head_dim": 128, "dtype": "bf16", "protocol": "synced", "profile": load_profile("h200"), **changes}
+    case = {"head_dim": 128, "dtype": "bf16", "profile": load_profile("h200"), **changes}
     return Conditions(cluster=where, kernel=kernel, **case)
 
 
@@ -51,7 +51,7 @@ def priced(name, gpus=4, pass_="fwd", knobs=None, mask="causal", documents=None,
 @pytest.mark.parametrize(("profile", "name"), [("b200", "ring"), ("h200", "striped_ring")])
 def test_a_slower_network_never_makes_a_pass_faster(profile, name):
     """Messages that wait for it draw no more, and a GPU whose clock falls may take the time that others leave it."""
-    prices, seconds = pricing(32, kernel="cudnn", profile=load_profile(profile), protocol="streamed"), []
+    prices, seconds = pricing(32, kernel="cudnn", profile=load_profile(profile), ahead_s=np.inf), []
     for speed in (0.85, 0.9, 0.95, 1.0, 1.1, 2.0, 100.0):
         fabric = prices.cluster.fabric
         faster = dataclasses.replace(
@@ -161,8 +161,9 @@ def test_a_head_dim_between_measured_ones_is_noted():
 
 def test_streamed_hosts_run_ahead():
     _, synced = priced("zigzag_ring")
-    _, streamed = priced("zigzag_ring", protocol="streamed")
+    _, streamed = priced("zigzag_ring", ahead_s=1e-3)
     assert streamed.work.release_s.max() < synced.work.release_s.max()
+    assert priced("zigzag_ring", ahead_s=np.inf)[1].work.release_s.max() == 0
 
 
 def test_messages_are_priced_by_the_ranks_of_their_process_group():

@@ -21,6 +21,8 @@ Floats = NDArray[np.float64]
 NO_GAINS: Final[Mapping[str, float]] = {"fwd": 0.0, "bwd": 0.0, "memory-bound": 0.0, "message": 0.0}
 FIRST_CALL: Final = ("sdpa_flash", "fwd")
 """Kernel and pass in graphs that every process measured, and older ones did not name."""
+PAUSES: Final = {"pause_synced": "synced", "pause_streamed": "held", "pause_held": "held"}
+"""Pauses between iterations by what measurements call them."""
 DISTURBED = 2.0
 """See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
 
@@ -59,7 +61,7 @@ def fit_host(
         return stand_in.profile.host
     launch = median_launches(points)
     graphs = {kind: launch.pop(kind) for kind in list(launch) if kind.startswith("graph")}
-    pauses = {kind.split("_")[1]: launch.pop(kind) for kind in list(launch) if kind.startswith("pause")}
+    pauses = {PAUSES[kind]: launch.pop(kind) for kind in list(launch) if kind in PAUSES}
     if stand_in:
         launch = {**stand_in.profile.host.launch_s, **launch}
     graph_s = cross_s = each = 0.0
@@ -85,7 +87,6 @@ def fit_host(
     return HostParams(
         launch_s=launch,
         event_s=launch.pop("event", 0.0),
-        lead_s=1e-3,
         graph_s=graph_s,
         graph_queued_s=float(np.median(queued or 0.0)),
         cold_start_s=float(np.median(cold or 0.0)),
@@ -93,7 +94,7 @@ def fit_host(
         captured_kernel_s=each,
         captured_gain_s=captured_gain,
         streamed_gain_s=streamed_gain,
-        pause_s={"synced": 0.0, "streamed": 0.0} | pauses,
+        pause_s=dict.fromkeys(PAUSES.values(), 0.0) | pauses,
     )
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import BYTES_PER_ELEMENT
 from cpsim.models.profile import Profile
-
-Protocol = Literal["synced", "streamed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +19,10 @@ class Conditions:
     kernel: str
     head_dim: int
     dtype: str
-    protocol: Protocol
+    ahead_s: float = 0.0
+    """How far hosts are ahead of their GPUs when an iteration starts [s]; infinite in a steady state."""
+    pause_s: float = 0.0
+    """How long GPUs are idle between two iterations [s]."""
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, names of host measurements where launches cost otherwise; see ``strategies.others``."""
     row_kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

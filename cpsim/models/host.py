@@ -11,6 +11,8 @@ from pydantic import ConfigDict
 from cpsim.units import CLOSED, ByName, Quantity, Seconds
 
 ATTENTION = {"attention": "fwd", "attention_backward": "bwd"}
+HELD_S = 1e-3
+"""How long GPUs wait for hosts in the pauses that are called `held`."""
 COPIES = {"elementwise": "copy", "barrier": "all_reduce"}
 """Kinds of ops that are launched as another kind is."""
 
@@ -26,9 +28,6 @@ class HostParams:
     kernel and pass: `fa4 fwd`."""
     event_s: Seconds
     """Recording an event and waiting for it on another stream, once per op."""
-    lead_s: Seconds
-    """How far the host is ahead of the GPU when a streamed iteration starts. Not measured: 1 ms is what the 256 MB
-    all-reduce takes that such benchmarks put before every iteration."""
     graph_s: Seconds
     """From the launch of a CUDA graph to the start of its first kernel, the GPU idle."""
     graph_queued_s: Seconds = 0.0
@@ -47,7 +46,7 @@ class HostParams:
     streamed_gain_s: ByName[Annotated[float, Quantity("s", -1, 1)]]
     """What events around ops add that are launched one by one into a stream, by a host that is ahead."""
     pause_s: ByName[Seconds]
-    """By protocol: from the end of one iteration to the start of the next."""
+    """From the end of one iteration to the start of the next: `synced`, and `held` where GPUs wait for hosts first."""
 
     def measured(self, names: Sequence[str]) -> float | None:
         """Seconds of the first of some launches that has been measured."""

@@ -39,18 +39,18 @@ def launch_notes(kinds: Sequence[Kind], pass_: Pass, given: Conditions) -> tuple
     return tuple(notes)
 
 
-def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given: Conditions) -> Floats:
-    """When every op has been launched [s], ``[N]``: hosts launch their ranks' ops in list order, a captured program at
-    once.
+def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given: Conditions) -> tuple[Floats, float]:
+    """When every op has been launched [s], ``[N]``, and how long the slowest host takes for all of them [s].
 
-    An iteration lasts until the host has returned, as far as the last op of a rank shows it.
+    Hosts launch their ranks' ops in list order, a captured program at once. An iteration lasts until the host has
+    returned, as far as the last op of a rank shows it.
     """
     host = given.profile.host
-    lead = host.lead_s if given.protocol == "streamed" and not given.reads else 0.0
+    ahead = 0.0 if given.reads else given.ahead_s
     if given.captured:  # processes get their graphs started more or less soon, and sooner or later wait for the last
         last = given.profile.sigma["graph"] * expected_maximum(round(schedule.num_ranks * given.alike))
-        started = max(host.graph_s * float(np.exp(last)) - lead, host.graph_queued_s)
-        return np.full(len(schedule), started + host.cold_start_s)
+        begun = host.graph_s * float(np.exp(last))
+        return np.full(len(schedule), max(begun - ahead, host.graph_queued_s) + host.cold_start_s), begun
     per_kind = np.zeros((2, len(Kind)))
     for (i, first), kind in product(enumerate((False, True)), kinds):
         name = kind.name.lower()
@@ -60,7 +60,8 @@ def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given:
     talks = is_one_of(np.arange(len(Kind), dtype=np.int8), COMMUNICATION_KINDS)
     edges = np.array([host.measured(_names(given, edge, pass_)) or 0.0 for edge in EDGES])
     starts, ranks, ops = unsigned(schedule.lane_start, schedule.lane_rank, schedule.kind)
-    return np.asarray(_launched(starts, ranks, ops, schedule.num_ranks, per_kind / calls, calls, talks, edges, lead))
+    launched = np.asarray(_launched(starts, ranks, ops, schedule.num_ranks, per_kind / calls, calls, talks, edges))
+    return np.maximum(launched - ahead, 0.0), float(launched.max(initial=0.0))
 
 
 def without_events(schedule: Schedule, seconds: Floats, given: Conditions) -> Floats:
@@ -112,7 +113,7 @@ def _crossings(lane_start, lane_rank, lane_stream, dep_start, dep):  # type: ign
 
 
 @compiled()
-def _launched(lane_start, lane_rank, kind, num_ranks, cost, calls, talks, edges, lead):  # type: ignore[no-untyped-def]
+def _launched(lane_start, lane_rank, kind, num_ranks, cost, calls, talks, edges):  # type: ignore[no-untyped-def]
     """When the hosts of all its ranks have launched every op, ``[N]``; see ``release_times``."""
     clock, begun, last = np.zeros(num_ranks), np.full(num_ranks, np.inf), np.full(num_ranks, -1)
     at, done = np.zeros(len(lane_rank)), np.zeros((num_ranks, len(calls)), np.int64)
@@ -131,5 +132,5 @@ def _launched(lane_start, lane_rank, kind, num_ranks, cost, calls, talks, edges,
         for lane in range(lane_start[op], lane_start[op + 1]):
             rank = lane_rank[lane]
             after = at[lane] + late[rank] + (end if lane == last[rank] else 0.0)
-            launched[op] = max(launched[op], after - lead)
+            launched[op] = max(launched[op], after)
     return launched

@@ -42,6 +42,8 @@ class Priced:
     work: Work
     group: Int8
     """Index into ``GROUPS`` of every op's cost model, ``[N]``."""
+    host_s: float
+    """How long the slowest host takes to launch everything [s]."""
     notes: tuple[str, ...]
     """Sizes outside of what was measured."""
 
@@ -90,7 +92,7 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
         slowdown=slowdown,
         eager=base.eager,
     )
-    return Priced(work, base.group, base.notes)
+    return Priced(work, base.group, base.host_s, base.notes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +105,7 @@ class _BaseCosts:
     """Seconds of attention at the full clock."""
     group: Int8
     release_s: Floats
+    host_s: float
     eager: Bools
     paced: Bools
     messages: Messages
@@ -126,6 +129,7 @@ def _base_costs(schedule: Schedule, pass_: Pass, given: Conditions) -> _BaseCost
         endless[cost.op], group[cost.op] = cost.seconds, cost.group
         flows.append(links.on_streams(cost.flows, stream))
         notes.update(dict.fromkeys(cost.notes))
+    release, host_s = release_times(schedule, kinds, pass_, given)
     paced = _PACED[group]
     eager = np.zeros(len(schedule), np.bool_)
     fits = fits_buffers(*messages.kinds, given.messages)[messages.alike]
@@ -134,7 +138,8 @@ def _base_costs(schedule: Schedule, pass_: Pass, given: Conditions) -> _BaseCost
         endless_s=without_events(schedule, endless, given),
         full_clock_s=without_events(schedule, kernels.full_clock_s, given),
         group=group,
-        release_s=release_times(schedule, kinds, pass_, given),
+        release_s=release,
+        host_s=host_s,
         eager=eager,
         paced=paced,
         messages=messages,

@@ -82,10 +82,10 @@ def settle(
     drawn = _drawn(schedule, endless_s, paced, given)
     ranks = ranks_of(schedule, attends)
     power = given.profile.attention_params(given.kernel, pass_).busy_power
-    endless, pause = endless_s[attends], given.profile.host.pause_s[given.protocol]
+    endless = endless_s[attends]
     period = np.full(schedule.num_ranks, end.max())
     for _ in range(SETTLED_AFTER):
-        duration[attends] = settled_seconds(full, endless, ranks, drawn, period + pause, power)
+        duration[attends] = settled_seconds(full, endless, ranks, drawn, period + given.pause_s, power)
         slowed = np.bincount(ranks, duration[attends] - full, schedule.num_ranks)
         known, period = period, float(earliest(*before, duration, release_s)[1].max()) - slowed
         if np.allclose(known, period, rtol=SETTLED):

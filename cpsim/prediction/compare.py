@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import numpy as np
+
 from cpsim.case.cluster import presets
 from cpsim.case.files import read_documents
 from cpsim.case.load import scenario_from
@@ -48,6 +50,8 @@ class Predicted:
     time_s_low: float = 0.0
     time_s_high: float = 0.0
     error: str | None = None
+    is_apart: bool = False
+    """Forward and backward, each alone; otherwise both in one window."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,11 +172,11 @@ def group_key(scenario: Scenario) -> str:
 
 def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison:
     """Join by case; of several predictions of a case the last counts, of several runs each."""
-    by_key = {case_key(entry.scenario): entry for entry in predictions}
+    by_key = {(case_key(entry.scenario), entry.is_apart): entry for entry in predictions}
     pairs, failed, unmatched = [], [], []
     used = set()
     for run in runs:
-        found = by_key.get(run.key)
+        found = by_key.get((run.key, run.is_apart)) or by_key.get((run.key, False))
         used.add(run.key)
         if run.error is not None:
             failed.append((run.scenario, f"run: {run.error}"))
@@ -184,7 +188,7 @@ def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison
             failed.append((run.scenario, f"prediction: {found.error}"))
         else:
             pairs.append(Pair(predicted=found, run=run))
-    unmatched += [(p.scenario, "predicted, not measured") for key, p in by_key.items() if key not in used]
+    unmatched += [(p.scenario, "predicted, not measured") for (key, _), p in by_key.items() if key not in used]
     pairs.sort(key=lambda pair: -abs(pair.error))
     return Comparison(pairs=tuple(pairs), failed=tuple(failed), unmatched=tuple(unmatched))
 
@@ -204,19 +208,37 @@ def _other_gpu(run: Run) -> str:
 
 
 def predict_runs(runs: Sequence[Run], progress: Progress | None = None, jobs: int | None = None) -> list[Predicted]:
-    """Predictions of the cases that were measured, on several processes; on all cores where ``jobs`` is None."""
+    """Predictions of the cases that were measured, on several processes; on all cores where ``jobs`` is None.
+
+    Passes that were timed apart are predicted apart.
+    """
     from cpsim.prediction.predict import predict_many
 
-    scenarios = list({run.key: run.scenario for run in runs if run.error is None}.values())
-    results = predict_many(scenarios, jobs, progress)
-    return [_predicted(scenario, result) for scenario, result in zip(scenarios, results, strict=True)]
+    cases = {(run.key, run.is_apart): run.scenario for run in runs if run.error is None}
+    asked = [
+        [s.model_copy(update={"pass_": pass_}) for pass_ in s.passes] if is_apart else [s]
+        for (_, is_apart), s in cases.items()
+    ]
+    found = iter(predict_many([one for several in asked for one in several], jobs, progress))
+    return [
+        _predicted(scenario, [next(found) for _ in several], is_apart)
+        for ((_, is_apart), scenario), several in zip(cases.items(), asked, strict=True)
+    ]
 
 
-def _predicted(scenario: Scenario, result: Prediction | Infeasible | CpsimError) -> Predicted:
-    if isinstance(result, Prediction):
-        times = {name: getattr(result, name) - result.parts_s.get("planning", 0.0) for name in TIMES}
-        return Predicted(scenario=scenario, **times)
-    return Predicted(scenario=scenario, error=result.reason if isinstance(result, Infeasible) else str(result))
+def _predicted(
+    scenario: Scenario, results: Sequence[Prediction | Infeasible | CpsimError], is_apart: bool
+) -> Predicted:
+    """A case's prediction from those of its windows."""
+    for result in results:
+        if not isinstance(result, Prediction):
+            reason = result.reason if isinstance(result, Infeasible) else str(result)
+            return Predicted(scenario=scenario, error=reason, is_apart=is_apart)
+    windows = [result for result in results if isinstance(result, Prediction)]
+    planning = sum(window.parts_s.get("planning", 0.0) for window in windows)
+    low, high = np.quantile(np.sum([window.draws_s for window in windows], axis=0) - planning, (0.05, 0.95)).tolist()
+    seconds = sum(window.time_s for window in windows) - planning
+    return Predicted(scenario=scenario, time_s=seconds, time_s_low=low, time_s_high=high, is_apart=is_apart)
 
 
 def load_predictions(path: Path) -> list[Predicted]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from math import inf
+from typing import Literal
+
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
-from cpsim.models.conditions import Conditions, Protocol
+from cpsim.models.conditions import Conditions
 from cpsim.models.profile import Profile
 from cpsim.strategies.others import Implementation
 
@@ -16,9 +19,13 @@ def conditions(
     cluster: Cluster,
     profile: Profile,
     kernel: str,
-    protocol: Protocol,
+    protocol: Literal["synced", "streamed"],
 ) -> Conditions:
-    """What a code's ops are priced under, by the facts of it that hold for a strategy and a workload's mask."""
+    """What a code's ops are priced under, by the facts of it that hold for a strategy and a workload's mask.
+
+    Synced, hosts wait for their GPUs before every iteration. Streamed, iterations run back to back, so that hosts are
+    ahead as far as they can be, and GPUs never idle but for them.
+    """
     support = code.support(strategy)
     return Conditions(
         cluster=cluster,
@@ -26,7 +33,8 @@ def conditions(
         kernel=kernel,
         head_dim=workload.head_dim,
         dtype=workload.dtype,
-        protocol=protocol,
+        ahead_s=0.0 if protocol == "synced" else inf,
+        pause_s=profile.host.pause_s["synced"] if protocol == "synced" else 0.0,
         launches=code.launches,
         row_kernels=code.row_kernels,
         captured=code.captured,

@@ -24,6 +24,7 @@ from cpsim.case.workload import Workload
 from cpsim.errors import OutOfMemoryError
 from cpsim.models.attention.calls import working_memory
 from cpsim.models.cost_models import GROUPS
+from cpsim.models.host import HELD_S
 from cpsim.models.price import Priced, price
 from cpsim.models.uncertainty import NUM_DRAWS, Draws
 from cpsim.prediction.case import Case
@@ -46,6 +47,8 @@ class PassResult:
     """Result of one simulated pass."""
 
     time_s: float
+    host_s: float
+    """How long the slowest host takes to launch everything."""
     parts_s: Mapping[str, float]
     """Seconds on the critical path by cost model."""
     exposed_s: float
@@ -75,8 +78,13 @@ class PassResult:
         return drawn[-1] + (drawn[-1] - drawn[0]) * self.beyond
 
 
-def run_pass(case: Case, pass_: Pass) -> PassResult:
+def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0) -> PassResult:
     """Plans, prices and simulates one pass.
+
+    Args:
+        case: the case.
+        pass_: forward or backward.
+        ahead_s: how far hosts are ahead when it starts, where the protocol has them wait [s].
 
     Raises:
         InfeasibleError: the strategy cannot run it, or it does not fit into memory (``OutOfMemoryError``).
@@ -84,8 +92,8 @@ def run_pass(case: Case, pass_: Pass) -> PassResult:
     """
     copies = _copies(case)
     if case.cluster.num_gpus // copies > MOST_PLACES and _continues(case, copies):
-        return _continued(case, pass_, copies)
-    return _simulated(case, pass_, copies, case.cluster.num_gpus)
+        return _continued(case, pass_, copies, ahead_s)
+    return _simulated(case, pass_, copies, case.cluster.num_gpus, ahead_s)
 
 
 def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | None = None) -> list[Timeline]:
@@ -97,7 +105,8 @@ def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | Non
         case: the case.
         pass_: forward or backward.
         ranks: which.
-        lead_s: how far the host is ahead of the GPU when a streamed iteration starts [s]; by default the profile's.
+        lead_s: how long GPUs were kept waiting for their hosts before every iteration [s]; by default as the scenario's
+            protocol says.
 
     Raises:
         InfeasibleError: the strategy cannot run it.
@@ -106,10 +115,7 @@ def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | Non
     schedule = plan_scenario(case.scenario, case.workload, case.cluster, pass_, case.code)
     alone, given = [schedule.computation(rank) for rank in ranks], case.conditions()
     if lead_s is not None:
-        host = case.profile.host
-        pauses = dict(host.pause_s) | {"streamed": host.pause_s["streamed"] + lead_s - host.lead_s}
-        host = replace(host, lead_s=lead_s, pause_s=pauses)
-        given = replace(given, profile=replace(case.profile, host=host))
+        given = replace(given, ahead_s=lead_s, pause_s=case.profile.host.pause_s["held"] + lead_s - HELD_S)
     return [simulate(mine, price(mine, given).work) for mine in alone]
 
 
@@ -125,7 +131,7 @@ def _copies(case: Case) -> int:
     return degree if 1 < degree < cluster.num_gpus and cluster.can_fold(degree) else 1
 
 
-def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int) -> PassResult:
+def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: float = 0.0) -> PassResult:
     """A pass of a case whose GPUs stand for ``num_gpus``."""
     scenario, cluster = case.scenario, case.cluster
     if copies > 1:
@@ -135,11 +141,13 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int) -> PassResul
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
     memory = int((schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)).max())
     _check_memory(memory, cluster)
-    priced = price(schedule, replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus))
+    given = replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus)
+    priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
     timeline = simulate(schedule, priced.work)
     notes = (f"{copies} GPUs of a node do the same each time: one of them is simulated",) if copies > 1 else ()
     return PassResult(
         time_s=timeline.makespan_s,
+        host_s=priced.host_s,
         parts_s=priced.parts(timeline.critical_path(), timeline.start_s, timeline.end_s),
         exposed_s=timeline.exposed_communication_s(),
         sent=schedule.bytes_sent(),
@@ -184,11 +192,11 @@ def _continues(case: Case, copies: int) -> bool:
     return alike and whole and ring and case.code is CPSIM and case.scenario.part is None
 
 
-def _continued(case: Case, pass_: Pass, copies: int) -> PassResult:
+def _continued(case: Case, pass_: Pass, copies: int, ahead_s: float = 0.0) -> PassResult:
     """A long ring from shorter ones: every number lies on the line through those of the two longest of them."""
     cluster, unit = case.cluster, case.cluster.gpus_per_node // copies  # places of a node
     sizes = [-(-known // unit) * unit * copies for known in KNOWN_PLACES]
-    found = [_simulated(_smaller(case, size), pass_, copies, cluster.num_gpus) for size in sizes]
+    found = [_simulated(_smaller(case, size), pass_, copies, cluster.num_gpus, ahead_s) for size in sizes]
 
     beyond = (cluster.num_gpus - sizes[2]) / (sizes[2] - sizes[1])
 
@@ -206,6 +214,7 @@ def _continued(case: Case, pass_: Pass, copies: int) -> PassResult:
     last = found[1:]
     return PassResult(
         time_s=continued(last[0].time_s, last[1].time_s),
+        host_s=continued(last[0].host_s, last[1].host_s),
         parts_s={name: continued(last[0].parts_s[name], last[1].parts_s[name]) for name in last[0].parts_s},
         exposed_s=continued(last[0].exposed_s, last[1].exposed_s),
         sent=np.array([continued(float(last[0].sent.max()), float(last[1].sent.max()))]),

@@ -169,8 +169,7 @@ def prediction_of(case: Case) -> Prediction:
 
 
 def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:
-    """The predictions of the forward pass, of the backward pass, and of both together: each is what ``prediction_of``
-    tells of it alone.
+    """The predictions of the forward pass alone, of the backward pass as it follows, and of both in one window.
 
     Raises:
         InfeasibleError, ProfileError: as ``prediction_of``.
@@ -184,17 +183,28 @@ def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:
 
 
 def _run(case: Case) -> dict[Pass, PassResult]:
+    """Passes in one window: hosts launch the second as soon as they have launched the first."""
     case.code.check_kernel(case.scenario.kernel)
-    return {pass_: run_pass(case, pass_) for pass_ in case.scenario.passes}
+    done, ahead = dict[Pass, PassResult](), 0.0
+    for pass_ in case.scenario.passes:
+        done[pass_] = run_pass(case, pass_, ahead)
+        ahead = max(0.0, done[pass_].time_s - done[pass_].host_s)
+    return done
 
 
 def _of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
     scenario, cluster, done = case.scenario, case.cluster, list(passes.values())
     drawn = draws_for(case, done)
-    planning, busy = done[-1].planning, sum(p.time_s for p in done)
+    parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS}
+    planning, busy, host = done[-1].planning, sum(p.time_s for p in done), 0.0
+    if scenario.protocol == "streamed":  # in a steady state the slower of GPUs, with their network, and hosts decides
+        host = sum(p.host_s for p in done)
+        parts["host"] += max(0.0, host - busy)
+        busy = max(busy, host)
     late = planning.exposed_s(busy)
-    draws = np.sum([p.makespans(drawn) for p in done], axis=0) * drawn.noise() + late
-    parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS} | {"planning": late}
+    makespans = np.maximum(np.sum([p.makespans(drawn) for p in done], axis=0), host * drawn.factor("host"))
+    draws = makespans * drawn.noise() + late
+    parts["planning"] = late
     notes = (
         *_grades(case),
         *notes_of(scenario),

@@ -58,10 +58,16 @@ class Run:
 
     scenario: Scenario
     passes: Mapping[str, PassRun] = field(default_factory=dict)
-    """By ``"fwd"`` and ``"bwd"``; both where the scenario asks for both, none where there is an error."""
+    """By name. Of a scenario that asks for both passes either ``"fwd_bwd"``, both in one window, or ``"fwd"`` and
+    ``"bwd"``, each timed apart; none where there is an error."""
     error: str | None = None
     header: Mapping[str, Any] = field(default_factory=dict)
     """Provenance of the launch: gpu, num_gpus, driver, cuda, nccl, torch, kernels, date, commit, command, ..."""
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether forward and backward were timed apart, each from hosts and GPUs that had nothing to do."""
+        return len(self.passes) > 1
 
     @property
     def samples_s(self) -> tuple[float, ...]:
@@ -219,7 +225,7 @@ def _run(place: str, line: dict[str, Any], header: Mapping[str, Any], folder: Pa
     if "error" in line:
         return Run(scenario=scenario, error=str(line["error"]), header=header)
     passes = line.get("passes")
-    if not isinstance(passes, dict) or tuple(passes) != scenario.passes:
+    if not isinstance(passes, dict) or tuple(passes) not in (scenario.passes, (scenario.pass_,)):
         raise ProfileError(f"{place}: expected passes {', '.join(scenario.passes)}, or an error")
     return Run(
         scenario=scenario,

@@ -15,6 +15,7 @@ from cpsim.calibrate.measurement import load
 from cpsim.calibrate.recipes import DATA
 from cpsim.case.load import load_scenarios, scenario_from
 from cpsim.case.scenario import Scenario
+from cpsim.models.host import HELD_S
 from cpsim.prediction.case import resolve
 from cpsim.prediction.passes import run_ranks
 
@@ -66,7 +67,7 @@ def ranks(path: Path) -> list[Rank]:
     """All ranks of a file with their predictions."""
     points: dict[tuple[str, str, float | None], list[tuple[int, float]]] = {}
     for point in load(path).of("rank"):
-        key = json.dumps(point["scenario"], sort_keys=True), point["pass"], point.get("lead_s")
+        key = json.dumps(point["scenario"], sort_keys=True), point["pass"], point.get("lead_s", HELD_S)
         points.setdefault(key, []).append((point["rank"], median(point["samples_s"])))
     found = []
     for (text, pass_, lead_s), measured in points.items():

@@ -162,7 +162,7 @@ class Calibration:
         yield Task(point_key("host", kind="graph_chain_16"), graphs)
         for call in product(executor.GRAPH_TOKENS if node.cuda else (), executor.PASSES):
             yield Task(point_key("graph", **executor.graph_parameters(*call)), partial(captured, *call))
-        for protocol in ("synced", "streamed"):
+        for protocol in ("synced", "held"):
             yield Task(point_key("host", kind=f"pause_{protocol}"), partial(pauses, protocol))
 
     def others(self) -> Iterator[Task]:

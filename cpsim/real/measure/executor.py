@@ -398,7 +398,7 @@ def main() -> None:
         command = f"torchrun -m cpsim.real.measure.executor --parts {args.parts} --graphs {args.graphs}"
         header = provenance(node.device, node.size, versions, command, args.commit)
         times = node.gather((launch_times(node, kernels) if "launches" in args.parts else {}) | graph_times(node))
-        pauses = {f"pause_{protocol}": pause(node, protocol) for protocol in ("synced", "streamed")}
+        pauses = {f"pause_{protocol}": pause(node, protocol) for protocol in ("synced", "held")}
         calls = product(GRAPH_TOKENS if node.cuda else (), PASSES, args.graphs.split(","))
         captured = [(graph_parameters(*call), measure_graph(node, *call)) for call in calls]
         writer = None

@@ -3,7 +3,7 @@
     python -m cpsim.real.measure.ranks data/cases/ranks-1.jsonl --out data/runs/MACHINE/ranks-h200.jsonl
 
 Takes cases of any number of GPUs, and of each the first rank, the last and the one in the middle, pass by pass. All
-work on random tensors of the real sizes; what would have arrived is there. Times are those of `streamed` iterations.
+work on random tensors of the real sizes; what would have arrived is there. Times are those of `held` iterations.
 `cpsim.prediction.passes.run_ranks` predicts them. Nothing is fitted to the result.
 """
 
@@ -25,11 +25,12 @@ from cpsim.calibrate.measurement import Writer
 from cpsim.case.load import load_scenarios
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError
+from cpsim.models.host import HELD_S
 from cpsim.real.others import make
 from cpsim.real.others.autograd import AutogradRunner
 from cpsim.real.run import attention
 from cpsim.real.run.failures import explain
-from cpsim.real.run.iterations import LEAD_S, time_pass
+from cpsim.real.run.iterations import time_pass
 from cpsim.real.run.node import Node, end_process
 from cpsim.real.run.timing import command_line, packages, provenance
 from cpsim.schedule.schedule import Pass
@@ -48,7 +49,7 @@ def measure(scenario: Scenario, pass_: Pass, rank: int, node: Node, writer: Writ
     try:
         node.stand_for(rank, scenario.gpus)
         runner = make(scenario, pass_, node)
-        run = time_pass(runner, node, _alone, "streamed", args.seconds, args.lead)
+        run = time_pass(runner, node, _alone, "held", args.seconds, args.lead)
         finite = not isinstance(runner, AutogradRunner) or runner.is_finite()
     except Exception as error:
         writer.add("error", failed="rank", message=explain(error), **which)
@@ -73,7 +74,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="file to write")
     parser.add_argument("--cpu", action="store_true", help="the CPU even where there is a GPU")
     parser.add_argument("--seconds", type=float, default=0.1, help="iterations to measure of every pass [s]")
-    parser.add_argument("--lead", type=float, default=LEAD_S, help="time that the host has to launch ahead [s]")
+    parser.add_argument("--lead", type=float, default=HELD_S, help="time that the host has to launch ahead [s]")
     parser.add_argument("--skip", type=int, default=0, help="cases to pass over, from the first: those already run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no case after so many minutes")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")

@@ -12,13 +12,12 @@ from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError
 from cpsim.real.run.node import Node
 from cpsim.real.run.runner import Runner
-from cpsim.schedule.schedule import Pass
 
 MODULES: Final = {"cpsim": "cpsim", "ring-flash-attn": "ring_flash", "yunchang": "yunchang_", "torch": "torch_cp"}
 
 
-def make(scenario: Scenario, pass_: Pass, node: Node) -> Runner:
-    """One pass of a scenario on this rank, in the code that the scenario names.
+def make(scenario: Scenario, pass_: str, node: Node) -> Runner:
+    """One pass of a scenario, or `fwd_bwd`, on this rank, in the code that the scenario names.
 
     Raises:
         InfeasibleError: that code cannot run the case, or is not installed; says why.

@@ -28,7 +28,7 @@ class AutogradRunner:
         Args:
             attend: the function.
             inputs: this rank's queries, keys and values.
-            pass_: `fwd` or `bwd`.
+            pass_: `fwd`, `bwd`, or `fwd_bwd`, one after the other.
         """
         self.attend, self.pass_ = attend, pass_
         self.inputs = [x.requires_grad_() for x in inputs]
@@ -42,14 +42,14 @@ class AutogradRunner:
             self.out = self.attend(*self.inputs)
 
     def launch(self) -> None:
-        """Forward, or backward only."""
-        if self.pass_ == "fwd":
+        """Forward, backward, or both."""
+        if self.pass_ != "bwd":
             self.out = None  # its memory is used again
             self.out = self.attend(*self.inputs)
-        else:
+        if self.pass_ != "fwd":
             self.grads = ()
             assert self.out is not None
-            self.grads = torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
+            self.grads = torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=self.pass_ == "bwd")
 
     def is_finite(self) -> bool:
         """Whether all results are numbers; on random memory in place of other ranks' tensors they may not be."""

@@ -3,12 +3,17 @@
 Protocols, as scenarios name them:
 
     synced     all GPUs are idle and all hosts start at one moment, so the launches of the hosts count
-    streamed   the same, then every GPU is kept waiting for `LEAD_S` and meets the others on the device: the hosts
-               launch ahead, as they do in a training step
+    streamed   iterations run back to back, and nobody waits for anybody but through the work itself: the steady state
 
-Inputs are not in the L2 cache when an iteration starts, as for kernels that are measured alone. The time of an
-iteration is that from a CUDA event on the current stream right before the launch until one right
-after it (on a CPU: wall clock), of the slowest rank.
+and one more, which no scenario has:
+
+    held       as synced, then every GPU is kept waiting for a while and meets the others on the device, so that hosts
+               launch ahead
+
+Inputs are not in the L2 cache when a synced iteration starts, as for kernels that are measured alone. Its time is that
+from a CUDA event on the current stream right before the launch until one right after it (on a CPU: wall clock), of the
+slowest rank. Streamed iterations are timed in rounds of `ROUND`, from the event before the first to that behind the
+last; the first rounds, in which hosts get ahead, do not count.
 
 Warm-up: as in a training job the clock has come down to what the power limit allows, which takes tens of
 milliseconds of load. So at least `WARMUP` iterations and `SOAK_S` of them, then as many again until the median of the
@@ -21,18 +26,22 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import median
 from typing import Any, Final, Protocol, TypeVar
 
 import torch
 
+from cpsim.models.host import HELD_S
 from cpsim.prediction.runs import PassRun
 from cpsim.real.run.node import Node
 from cpsim.real.run.runner import KnowsAttention, Runner
 from cpsim.real.run.timing import Clock, hold
 
-LEAD_S: Final = 1e-3
-"""What a profile's `host.lead_s` describes."""
+ROUND: Final = 5
+"""Streamed iterations that are timed together."""
+LEADING: Final = 2
+"""Rounds in which hosts get ahead."""
 WARMUP: Final = 5
 SOAK_S: Final = 0.25
 WARMUP_S: Final = 0.8
@@ -51,7 +60,7 @@ class Together(Protocol):
 
 
 def time_pass(
-    runner: Runner, node: Node, together: Together, protocol: str, seconds: float, lead_s: float = LEAD_S
+    runner: Runner, node: Node, together: Together, protocol: str, seconds: float, lead_s: float = HELD_S
 ) -> PassRun:
     """Warms a runner up and measures it.
 
@@ -59,14 +68,17 @@ def time_pass(
         runner: ready to be launched.
         node: this rank.
         together: exchanges results and failures of the ranks.
-        protocol: `synced` or `streamed`.
-        seconds: measured iterations to aim for, at least 5 and at most 50 of them.
-        lead_s: how long GPUs wait for the hosts before a streamed iteration [s].
+        protocol: `synced`, `streamed` or `held`.
+        seconds: measured iterations to aim for, at least 5 and at most 50 of them, or rounds of streamed ones.
+        lead_s: how long GPUs are held [s].
     """
 
     def batch(num: int) -> list[tuple[float, ...]]:
         """Seconds of `num` iterations: one tuple of all ranks' times for each."""
-        ranks = together(lambda: [iteration(runner, node, protocol, lead_s) for _ in range(num)])
+        if protocol == "streamed":
+            ranks = together(lambda: stream(runner, node, num))
+        else:
+            ranks = together(lambda: [iteration(runner, node, protocol, lead_s) for _ in range(num)])
         return list(zip(*ranks, strict=True))
 
     if node.cuda:  # at first ops are launched one by one; what a captured program allocates is not counted again
@@ -95,13 +107,13 @@ def time_pass(
     )
 
 
-def keep_waiting(node: Node, lead_s: float = LEAD_S) -> None:
+def keep_waiting(node: Node, lead_s: float = HELD_S) -> None:
     """Every GPU waits for so long, and for the others, while hosts launch what follows."""
     hold(lead_s, node.device)
     node.barrier()
 
 
-def iteration(runner: Runner, node: Node, protocol: str, lead_s: float = LEAD_S) -> float:
+def iteration(runner: Runner, node: Node, protocol: str, lead_s: float = HELD_S) -> float:
     """Seconds of one iteration on this rank."""
     runner.prepare()
     node.evict()
@@ -110,7 +122,7 @@ def iteration(runner: Runner, node: Node, protocol: str, lead_s: float = LEAD_S)
         start = time.perf_counter()
         runner.launch()
         return time.perf_counter() - start
-    if protocol == "streamed":
+    if protocol == "held":
         keep_waiting(node, lead_s)
     events: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
@@ -118,6 +130,24 @@ def iteration(runner: Runner, node: Node, protocol: str, lead_s: float = LEAD_S)
     events[1].record()
     node.synchronize()
     return float(events[0].elapsed_time(events[1])) / 1e3
+
+
+def stream(runner: Runner, node: Node, num: int) -> list[float]:
+    """Seconds of an iteration on this rank, one after the other without a pause: means of so many rounds."""
+    runner.prepare()
+    node.meet()
+    marks: list[Any] = []
+    for i in range((LEADING + num) * ROUND + 1):
+        if i % ROUND == 0:
+            marks.append(time.perf_counter())
+            if node.cuda:
+                marks[-1] = torch.cuda.Event(enable_timing=True)
+                marks[-1].record()
+        if i < (LEADING + num) * ROUND:
+            runner.launch()
+    node.synchronize()
+    between = (b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
+    return [seconds / ROUND for seconds in between][LEADING:]
 
 
 def _is_warm(seconds: list[float], soak: float) -> bool:

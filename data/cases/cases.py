@@ -6,7 +6,8 @@ random, on two H100), two-h100-2-short.jsonl (the few tokens among the latter), 
 of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl, one-h200-layers.jsonl, one-h200-2.jsonl, -3, -4 and
 -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and one-h200-layers-2.jsonl (calls of attention and whole layers drawn at
 random, on one GPU; those of one-h200-5 of any number of tokens), ranks-1.jsonl, -2, -3 and -others (problems of 2
-to 96 GPUs, drawn at random, of which single ranks are measured on one GPU) and the folder eight (one run on eight H200
+to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), windows-h100.jsonl and windows-h200.jsonl
+(other people's code on two GPUs, iterations back to back and apart) and the folder eight (one run on eight H200
 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python data/cases/cases.py
@@ -305,6 +306,25 @@ def single_ranks_of_others(seed: int) -> Iterator[Case]:
             yield from each(asked | cluster, (way,), implementation)
 
 
+def windows_of_others(cluster: str, seed: int) -> Iterator[Case]:
+    """Other people's code on two GPUs, 1.5K to 32K tokens on each: both passes in one window, synced and back to back,
+    and the forward pass alone."""
+    gather: Case = {"strategy": "allgather", "knobs": {"heads_per_gather": 2}}
+    cases = [
+        {**way, "implementation": implementation, "kernel": kernel, "tokens_per_gpu": tokens, "mask": "causal"}
+        for tokens in (1536, 3072, 6144, 12288, 32 * K)
+        for implementation, kernel, way in (
+            *(("ring-flash-attn", "fa2", way) for way in (RING, ZIGZAG, STRIPED, gather)),
+            ("yunchang", "fa2", ULYSSES),
+            ("torch", "sdpa_flash", ZIGZAG),
+            ("torch", "cudnn", GATHER_ZIGZAG),
+        )
+    ]
+    shape: Case = {"gpus": 2, "cluster": cluster, "heads": 32, "kv_heads": 8}
+    windows: tuple[Case, ...] = ({"protocol": "synced"}, {"protocol": "streamed"}, {"protocol": "streamed", "pass": "fwd"})
+    return (case | shape | window for case in in_turn(cases, seed) for window in windows)
+
+
 def in_turn(cases: list[Case], seed: int) -> list[Case]:
     """Shuffled, so that those at the front are of all sorts."""
     return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
@@ -515,6 +535,8 @@ def files() -> dict[Path, str]:
         FOLDER / "one-h200-4.jsonl": text(one_gpu("h200-4", 21)),
         FOLDER / "one-h200-5.jsonl": text(one_gpu("h200-4", 25, multiple=1)),
         FOLDER / "eight" / "cases.jsonl": text(eight()),
+        FOLDER / "windows-h100.jsonl": text(windows_of_others("dgx-h100", 41)),
+        FOLDER / "windows-h200.jsonl": text(windows_of_others("h200-4", 41)),
         FOLDER / "ranks-1.jsonl": text(single_ranks(26)),
         FOLDER / "ranks-others.jsonl": text(in_turn(list(single_ranks_of_others(28)), 28)),
         FOLDER / "ranks-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),

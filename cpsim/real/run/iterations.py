@@ -85,11 +85,13 @@ def time_pass(
         torch.cuda.reset_peak_memory_stats(node.device)
     gc.collect()  # now: in a gap before the measured iterations the clock would recover
     warmup = [max(times) for times in batch(WARMUP)]
-    soak = SOAK_S if node.cuda else 0.0
+    of_sample = ROUND if protocol == "streamed" else 1
+    soak = SOAK_S / of_sample if node.cuda else 0.0
     while not _is_warm(warmup, soak):
         left = (soak - sum(warmup[1:])) / median(warmup[1:])
         warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
-    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
+    wanted = round(seconds / (of_sample * median(warmup[-WARMUP:])))
+    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, wanted))
     gc.disable()  # a collection amid the launches would count as theirs
     try:
         samples = batch(num)

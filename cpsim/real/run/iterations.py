@@ -12,8 +12,8 @@ and one more, which no scenario has:
 
 Inputs are not in the L2 cache when a synced iteration starts, as for kernels that are measured alone. Its time is that
 from a CUDA event on the current stream right before the launch until one right after it (on a CPU: wall clock), of the
-slowest rank. Streamed iterations are timed in rounds of `ROUND`, from the event before the first to that behind the
-last; the first rounds, in which hosts get ahead, do not count.
+slowest rank. Of streamed iterations it is that from one event to the next; the first ones, in which hosts get ahead, do
+not count.
 
 Warm-up: as in a training job the clock has come down to what the power limit allows, which takes tens of
 milliseconds of load. So at least `WARMUP` iterations and `SOAK_S` of them, then as many again until the median of the
@@ -38,10 +38,8 @@ from cpsim.real.run.node import Node
 from cpsim.real.run.runner import KnowsAttention, Runner
 from cpsim.real.run.timing import Clock, hold
 
-ROUND: Final = 5
-"""Streamed iterations that are timed together."""
-LEADING: Final = 2
-"""Rounds in which hosts get ahead."""
+LEADING: Final = 5
+"""Streamed iterations in which hosts get ahead."""
 WARMUP: Final = 5
 SOAK_S: Final = 0.25
 WARMUP_S: Final = 0.8
@@ -69,7 +67,7 @@ def time_pass(
         node: this rank.
         together: exchanges results and failures of the ranks.
         protocol: `synced`, `streamed` or `held`.
-        seconds: measured iterations to aim for, at least 5 and at most 50 of them, or rounds of streamed ones.
+        seconds: measured iterations to aim for, at least 5 and at most 50 of them.
         lead_s: how long GPUs are held [s].
     """
 
@@ -85,13 +83,11 @@ def time_pass(
         torch.cuda.reset_peak_memory_stats(node.device)
     gc.collect()  # now: in a gap before the measured iterations the clock would recover
     warmup = [max(times) for times in batch(WARMUP)]
-    of_sample = ROUND if protocol == "streamed" else 1
-    soak = SOAK_S / of_sample if node.cuda else 0.0
+    soak = SOAK_S if node.cuda else 0.0
     while not _is_warm(warmup, soak):
         left = (soak - sum(warmup[1:])) / median(warmup[1:])
         warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
-    wanted = round(seconds / (of_sample * median(warmup[-WARMUP:])))
-    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, wanted))
+    num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
     gc.disable()  # a collection amid the launches would count as theirs
     try:
         samples = batch(num)
@@ -135,21 +131,20 @@ def iteration(runner: Runner, node: Node, protocol: str, lead_s: float = HELD_S)
 
 
 def stream(runner: Runner, node: Node, num: int) -> list[float]:
-    """Seconds of an iteration on this rank, one after the other without a pause: means of so many rounds."""
+    """Seconds of iterations on this rank, one after the other without a pause."""
     runner.prepare()
     node.meet()
     marks: list[Any] = []
-    for i in range((LEADING + num) * ROUND + 1):
-        if i % ROUND == 0:
+    for i in range(LEADING + num + 1):
+        if node.cuda:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
             marks.append(time.perf_counter())
-            if node.cuda:
-                marks[-1] = torch.cuda.Event(enable_timing=True)
-                marks[-1].record()
-        if i < (LEADING + num) * ROUND:
+        if i < LEADING + num:
             runner.launch()
     node.synchronize()
-    between = (b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3 for a, b in pairwise(marks))
-    return [seconds / ROUND for seconds in between][LEADING:]
+    return [a.elapsed_time(b) / 1e3 if node.cuda else b - a for a, b in pairwise(marks)][LEADING:]
 
 
 def _is_warm(seconds: list[float], soak: float) -> bool:

@@ -103,9 +103,7 @@ def zigzag(case: Case) -> Schedule:
 def stages(gpus: int) -> dict[str, float]:
     """Seconds of every stage of a zigzag ring's forward pass, and its number of ops."""
     case = resolve(scenario("zigzag_ring", gpus, "fwd"))
-    pricing = Conditions(
-        cluster=case.cluster, profile=case.profile, kernel="fa4", head_dim=128, dtype="bf16"
-    )
+    pricing = Conditions(cluster=case.cluster, profile=case.profile, kernel="fa4", head_dim=128, dtype="bf16")
     schedule = zigzag(case)
     priced = price(schedule, pricing)
     work, free = priced.work, free_work(priced.work.duration_s, priced.work.release_s)

@@ -28,7 +28,7 @@ from cpsim.calibrate.fit_host import (
     fit_load,
     graph_start,
     host_paces,
-    host_speeds,
+    host_spread,
     in_steps,
     on_mean_host,
 )
@@ -122,8 +122,7 @@ def fit_profile(
     profile = build(points)
     models = {row.model for row in rows} or set(filter(None, map(model_of, points)))
     sigma = _sigma(rows, models, _run_to_run(profile, kernels)) | _spreads(everything) | _between_gpus(profile, kernels)
-    speeds = [float(np.log(speed)) for speed in host_speeds(measurements).values()]
-    sigma |= {"host": float(np.std(speeds, ddof=1))} if len(speeds) > 1 else {}
+    sigma |= dict(zip(("host", "host thread"), host_spread(measurements), strict=True))
     held_out = tuple(row | {"covered": covered[row["model"]]} for row in summary(rows))
     profile = replace(profile, held_out=held_out, sigma=sigma)
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
@@ -155,7 +154,9 @@ def _completed(
     lent = {key: ends for key, ends in theirs.valid.items() if not key.startswith(others)}
     borrowed = [part for part, missing in parts.items() if missing]
     models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {
-        m for m in theirs.sigma if not m.startswith("attention") and m not in ("run to run", "host", "graph")
+        m
+        for m in theirs.sigma
+        if not m.startswith("attention") and m not in ("run to run", "host", "host thread", "graph")
     }
     if profile.interference.computation:
         models -= {"interference"}
@@ -272,7 +273,7 @@ def _sigma(rows: Sequence[Residual], models: set[str], run_to_run: float) -> dic
         return float(np.quantile(errors, 0.9)) / 1.645 if errors else 0.05
 
     sigma = {model: spread(model) for model in sorted(models | {"collective"})}
-    return sigma | {"host": 0.2, "run to run": run_to_run}  # assumed, where one machine's was measured
+    return sigma | {"run to run": run_to_run}
 
 
 def _covered(by_fold: Sequence[Sequence[Residual]]) -> dict[str, float]:

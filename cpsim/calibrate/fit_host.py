@@ -13,7 +13,7 @@ from cpsim.calibrate.measurement import LOAD_BYTES, ROUNDS, Measurements, Point
 from cpsim.calibrate.residuals import measured
 from cpsim.errors import ProfileError
 from cpsim.models.elementwise import ElementwiseParams
-from cpsim.models.host import HostParams
+from cpsim.models.host import WARM, HostParams
 from cpsim.models.standin import StandIn
 
 Floats = NDArray[np.float64]
@@ -23,6 +23,9 @@ FIRST_CALL: Final = ("sdpa_flash", "fwd")
 """Kernel and pass in graphs that every process measured, and older ones did not name."""
 PAUSES: Final = {"pause_synced": "synced", "pause_streamed": "held", "pause_held": "held"}
 """Pauses between iterations by what measurements call them."""
+FEWEST_HOSTS: Final = 4
+"""Machines from which on their spread is known."""
+ASSUMED_SPREAD: Final = (0.2, 0.15)
 DISTURBED = 2.0
 """See `host_paces`: above what hosts differ by, and below what one took while it was seen to be disturbed."""
 
@@ -110,8 +113,8 @@ def median_launches(points: Sequence[Point]) -> dict[str, float]:
         elif kind == "transfer_pair":
             kind = "transfer"
         elif " begin " in kind or " end " in kind:  # such as torch sdpa_flash begin fwd
-            code, *_, edge, pass_ = kind.split()
-            kind = f"{code} {edge} {pass_}"
+            code, *_, edge, pass_ = kind.removesuffix(WARM).split()
+            kind = f"{code} {edge} {pass_}{WARM * kind.endswith(WARM)}"
         times = point["samples_s"]
         if in_steps(point):
             samples.setdefault(f"{kind} first", []).append(float(np.median(times[::ROUNDS])))
@@ -218,6 +221,8 @@ def on_mean_host(m: Measurements, stepped: Container[str], paces: Sequence[float
         if p["op"] == "host":
             if p.get("place") == "in a row" or (p["kind"] in stepped and not in_steps(p)):
                 continue
+            if str(p.get("place", "")).startswith("in loops"):
+                continue
             p = p | {"samples_s": [s / pace for s in p["samples_s"]]}
         yield p
 
@@ -264,6 +269,36 @@ def _steps(m: Measurements) -> list[dict[tuple[str, str], float]]:
         last = is_eager
         found.append(step if in_step else {})
     return found
+
+
+PHASES: Final = ("in turns", "in bwd", "in steps", "in steps in bwd")
+"""Places of calls that one thread makes within seconds."""
+
+
+def host_spread(measurements: Sequence[Measurements]) -> tuple[float, float]:
+    """Standard deviations of the logarithm of how long launches take: from machine to machine, and from thread to thread
+    and second to second of one machine, whose cores share caches, clocks and execution units with whatever else runs.
+    """
+    taken: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
+    for m in measurements:
+        for p in m.of("host"):
+            if p.get("place") in PHASES:
+                mine = taken.setdefault((m.source, p["place"]), {})
+                mine[p["kind"], p["which"]] = float(np.log(np.median(p["samples_s"])))
+    of_call: dict[tuple[str, str, str], list[float]] = {}
+    for (_, place), calls in taken.items():
+        for call, log in calls.items():
+            of_call.setdefault((place, *call), []).append(log)
+    usual = {call: float(np.mean(logs)) for call, logs in of_call.items()}
+    phases: dict[str, list[float]] = {}
+    for (source, place), calls in taken.items():
+        phases.setdefault(source, []).append(float(np.mean([log - usual[place, *call] for call, log in calls.items()])))
+    several = [mine for mine in phases.values() if len(mine) > 1]
+    if len(several) < FEWEST_HOSTS:
+        return ASSUMED_SPREAD
+    within = float(np.mean([np.var(mine, ddof=1) for mine in several]))
+    between = float(np.var([np.mean(mine) for mine in several], ddof=1)) - within / float(np.mean([*map(len, several)]))
+    return max(between, 0.0) ** 0.5, within**0.5
 
 
 def host_speeds(measurements: Sequence[Measurements]) -> dict[str, float]:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.models.conditions import Conditions
+from cpsim.models.host import WARM
 from cpsim.models.spread import expected_maximum
 from cpsim.runtime.compiled import compiled, unsigned
 from cpsim.schedule.schedule import (
@@ -43,13 +44,13 @@ def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given:
     """When every op has been launched [s], ``[N]``, and how long the slowest host takes for all of them [s].
 
     Hosts launch their ranks' ops in list order, a captured program at once. An iteration lasts until the host has
-    returned, as far as the last op of a rank shows it.
+    returned, as far as the last op of a rank shows it. Threads differ in speed, and ranks wait for the slowest.
     """
     host = given.profile.host
     ahead = 0.0 if given.reads else given.ahead_s
+    slowest = expected_maximum(round(schedule.num_ranks * given.alike))
     if given.captured:  # processes get their graphs started more or less soon, and sooner or later wait for the last
-        last = given.profile.sigma["graph"] * expected_maximum(round(schedule.num_ranks * given.alike))
-        begun = host.graph_s * float(np.exp(last))
+        begun = host.graph_s * float(np.exp(given.profile.sigma["graph"] * slowest))
         return np.full(len(schedule), max(begun - ahead, host.graph_queued_s) + host.cold_start_s), begun
     per_kind = np.zeros((2, len(Kind)))
     for (i, first), kind in product(enumerate((False, True)), kinds):
@@ -58,9 +59,13 @@ def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given:
     # A batched send and receive is one call: half of it belongs to each of the two transfers.
     calls = np.array([2 if kind == Kind.TRANSFER else 1 for kind in Kind])
     talks = is_one_of(np.arange(len(Kind), dtype=np.int8), COMMUNICATION_KINDS)
-    edges = np.array([host.measured(_names(given, edge, pass_)) or 0.0 for edge in EDGES])
+    warm = (WARM, "") if np.isinf(ahead) else ("",)
+    edges = np.array(
+        [host.measured([name + end for end in warm for name in _names(given, edge, pass_)]) or 0.0 for edge in EDGES]
+    )
     starts, ranks, ops = unsigned(schedule.lane_start, schedule.lane_rank, schedule.kind)
     launched = np.asarray(_launched(starts, ranks, ops, schedule.num_ranks, per_kind / calls, calls, talks, edges))
+    launched *= float(np.exp(given.profile.sigma["host thread"] * slowest))
     return np.maximum(launched - ahead, 0.0), float(launched.max(initial=0.0))
 
 

@@ -91,8 +91,10 @@ def draws_of(
             sigma[name] = fabric.sigma_log if fabric else 0.0
         elif name.startswith("attention"):
             sigma[name] = float(profile.sigma.get(f"{name} {kernel}", 0.0))  # of a kernel that lacks the pass
+        elif name == "host" and not captured:
+            sigma[name] = float(np.hypot(profile.sigma["host"], profile.sigma["host thread"]))
         else:
-            sigma[name] = float(profile.sigma["graph" if name == "host" and captured else name])
+            sigma[name] = float(profile.sigma["graph" if name == "host" else name])
     return Draws(sigma, names, tuple(seed))
 
 

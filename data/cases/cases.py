@@ -321,7 +321,11 @@ def windows_of_others(cluster: str, seed: int) -> Iterator[Case]:
         )
     ]
     shape: Case = {"gpus": 2, "cluster": cluster, "heads": 32, "kv_heads": 8}
-    windows: tuple[Case, ...] = ({"protocol": "synced"}, {"protocol": "streamed"}, {"protocol": "streamed", "pass": "fwd"})
+    windows: tuple[Case, ...] = (
+        {"protocol": "synced"},
+        {"protocol": "streamed"},
+        {"protocol": "streamed", "pass": "fwd"},
+    )
     return (case | shape | window for case in in_turn(cases, seed) for window in windows)
 
 

@@ -39,6 +39,7 @@ from cpsim.calibrate.measurement import ROUNDS, Writer
 from cpsim.calibrate.pace import python_seconds
 from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError
+from cpsim.models.host import WARM
 from cpsim.real.measure.kernels import Bench
 from cpsim.real.others import make as make_runner
 from cpsim.real.others.autograd import forget_compiled
@@ -52,8 +53,6 @@ TOKENS = 512 if torch.cuda.is_available() else 8
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ENTRIES = ("_dense", "_varlen")
 PASSES: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
-WARM = " warm"
-"""Ends the names of calls that are made again and again, as in iterations that run back to back."""
 WARMTH = ((False, ""), (True, WARM))
 IDLE_S = 5e-3
 """What the GPU takes for an iteration of some 8k tokens."""

@@ -56,6 +56,7 @@ def prediction(scenario: Scenario, time_s: float = 0.01, with_timelines: bool = 
         draws_s=(time_s,) * 3,
         tflops_per_gpu=412.3,
         exposed_comm_s=time_s * 0.12,
+        host_share=0.0,
         bytes_sent_per_gpu=117e6,
         planning_s=0.0,
         peak_memory_bytes=1_480_000_000,

@@ -276,8 +276,8 @@ PHASES: Final = ("in turns", "in bwd", "in steps", "in steps in bwd")
 
 
 def host_spread(measurements: Sequence[Measurements]) -> tuple[float, float]:
-    """Standard deviations of the logarithm of how long launches take: from machine to machine, and from thread to thread
-    and second to second of one machine, whose cores share caches, clocks and execution units with whatever else runs.
+    """Standard deviations of the logarithm of how long launches take: from machine to machine, and from thread to
+    thread and second to second of one machine, whose cores share caches, clocks and execution units with whatever runs.
     """
     taken: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for m in measurements:

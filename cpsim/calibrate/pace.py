@@ -6,7 +6,11 @@ longer for launches. `cpsim.real.measure.host` times the same loop on machines w
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from statistics import median
 from typing import Final
 
 CALLS: Final = 20_000
@@ -42,3 +46,19 @@ def python_seconds(samples: int = SAMPLES) -> list[float]:
             _call(x, i, None, "q", causal=i % 2 == 0)
         found.append((time.perf_counter() - start) / CALLS)
     return found[1:]
+
+
+def of_processes(count: int) -> list[float]:
+    """Median seconds of one call of the loop in so many processes at once, as hosts of so many GPUs run."""
+    command = [sys.executable, "-m", "cpsim.calibrate.pace"]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    return [float(process.communicate()[0]) for process in running]
+
+
+def usual_processes() -> int:
+    """Processes that keep a machine as busy as the hosts of its GPUs do: up to eight, each with a core to spare."""
+    return max(1, min(8, (os.cpu_count() or 2) // 2))
+
+
+if __name__ == "__main__":
+    print(median(python_seconds()))

@@ -111,6 +111,8 @@ class Cluster:
     """None where there is only one node."""
     profile: Name | None = None
     """Profile whose measurements describe this machine; None where nobody has measured it."""
+    host: Annotated[float, Field(ge=0.1, le=10)] | Name | None = None
+    """How much longer its hosts take to launch than the profile's, or a file of ``cpsim calibrate --host``."""
     notes: str = ""
     faults: tuple[Fault, ...] = ()
     copies: Annotated[int, Field(ge=1, le=1)] = 1
@@ -222,8 +224,8 @@ def presets() -> dict[str, Cluster]:
 def load_cluster(name_or_path: str) -> Cluster:
     """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
 
-    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``, and a
-    profile file is looked up beside it.
+    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``, and files
+    of a profile and a host are looked up beside it.
 
     Raises:
         ScenarioError: neither a preset nor a valid file.
@@ -241,8 +243,10 @@ def load_cluster(name_or_path: str) -> Cluster:
         cluster = _cluster(_with_known_gpu(take_schema(fields, "cluster")))
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
-    beside = noted(path.parent / (cluster.profile or ""))
-    return replace(cluster, profile=str(beside)) if os.path.isfile(beside) else cluster
+    for field in ("profile", "host"):
+        if isinstance(name := getattr(cluster, field), str) and os.path.isfile(beside := noted(path.parent / name)):
+            cluster = replace(cluster, **{field: str(beside)})  # type: ignore[arg-type]
+    return cluster
 
 
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:

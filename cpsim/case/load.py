@@ -88,7 +88,7 @@ def grid(case: ScenarioLike, over: Mapping[str, Sequence[Any]]) -> list[Scenario
 
 
 def load_scenario(path: str | Path) -> Scenario:
-    """The one scenario of a YAML or JSON file; cluster and profile files are looked up beside it.
+    """The one scenario of a YAML or JSON file; files of a cluster, profile and host are looked up beside it.
 
     Raises:
         ScenarioError: the file is unreadable, holds several scenarios or an invalid one.
@@ -125,12 +125,13 @@ def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenari
         scenario = scenario_from(value)
     except ScenarioError as error:
         return ScenarioError(f"{place}: {error}")
-    found = {name: beside(getattr(scenario, name), folder) for name in ("cluster", "profile")}
+    named = {name: getattr(scenario, name) for name in ("cluster", "profile", "host")}
+    found = {name: beside(value, folder) for name, value in named.items() if isinstance(value, str)}
     return scenario.model_copy(update=found)
 
 
-def beside(name: str | None, folder: Path) -> str | None:
+def beside(name: str, folder: Path) -> str:
     """A file name relative to the folder of the scenario, where there is such a file."""
-    if name is None or name in presets() or not os.path.isfile(folder / name):
+    if name in presets() or not os.path.isfile(folder / name):
         return name
     return str(folder / name)

@@ -97,6 +97,9 @@ class Scenario(BaseModel):
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
     protocol: Literal["synced", "streamed"] = "synced"
+    host: float | str | None = None
+    """How much longer launches take than on the profile's hosts, or a file of ``cpsim calibrate --host``; None is what
+    the cluster says, or a host like those that were measured."""
     model: Literal["llama3-8b", "llama-34b", "llama3-70b"] | ModelSection | None = None
     """The model of a whole training step: a name or dimensions, which give heads and head_dim; None is attention
     alone."""
@@ -142,6 +145,14 @@ class Scenario(BaseModel):
             if data.get(name, value) != value:
                 raise ValueError(f"{name}: expected {value}, that of the model, got {shown(data[name])}; leave it out")
         return {**data, **known}
+
+    @field_validator("host", mode="before")
+    @classmethod
+    def _read_host(cls, value: object) -> object:
+        is_factor = isinstance(value, int | float) and not isinstance(value, bool) and 0.1 <= value <= 10
+        if value is None or is_factor or (isinstance(value, str) and 0 < len(value) <= 1000):
+            return float(value) if is_factor else value  # type: ignore[arg-type]
+        raise ValueError(f"expected a factor from 0.1 to 10 or a file of `cpsim calibrate --host`, got {shown(value)}")
 
     @field_validator("model", mode="before")
     @classmethod

@@ -146,6 +146,20 @@ def calibrate(out: Path, options: Options, kernels: str, progress: Callable[[str
                 watch.cancel()
 
 
+def host_pace(out: Path, num_gpus: int) -> None:
+    """Measures how fast this machine's hosts launch, into a host file.
+
+    Raises:
+        CpsimError: the processes ended early; says what they said last.
+    """
+    command = [*_processes(num_gpus, 0), "-m", "cpsim.real.measure.pace", "--out", str(out)]
+    with _started(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        said = (process.communicate()[1] or "").strip().splitlines()
+        if process.returncode:
+            errors = [line for line in said if "Error" in line] or said or ["no reason given"]
+            raise CpsimError(f"calibrate: measuring hosts ended early: {errors[-1]}")
+
+
 def _status(command: Sequence[str], environment: Mapping[str, str]) -> int:
     with _started(command, env=environment) as process:
         return process.wait()

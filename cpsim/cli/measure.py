@@ -184,18 +184,27 @@ def validate(
 
 
 def calibrate(
+    context: typer.Context,
     name: Annotated[str, typer.Option(help="Name of the profile and the cluster, and of their files.")] = "mine",
     out: Annotated[Path, typer.Option(help="Write to this folder.")] = Path(),
     minutes: Annotated[float, typer.Option(min=0.1, help="Time to measure, start-up included.")] = 10.0,
     kernels: Annotated[str, typer.Option(help="Attention kernels; those missing are left out.")] = KERNELS,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to use; all where not given.")] = None,
     cpu: Annotated[int | None, typer.Option(min=1, help="Processes on the CPU instead: a try without GPUs.")] = None,
+    host: Annotated[bool, typer.Option("--host", help="Only how fast hosts launch, in 10 s; GPU or not.")] = False,
     base: Base = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on: leave out points that the file holds.")] = False,
     commit: Annotated[str, typer.Option(help="Commit of the code, where git is missing.")] = "",
     as_json: Json = False,
 ) -> None:
-    """Measure this node: a measurement file, the profile fitted to it, and a cluster file that names it."""
+    """Measure this node: a measurement file, the profile fitted to it, and a cluster file that names it.
+
+    With --host a file for field `host` of scenarios and clusters: how fast this machine launches.
+    """
+    if host:
+        refuse("calibrate: --host takes ten seconds", typed(context, "minutes", "kernels", "base", "resume", "commit"))
+        _calibrate_host(out / f"{name}-host.json", gpus, cpu, as_json)
+        return
     from cpsim.calibrate.measurement import check_machine
     from cpsim.cli.launch import Options
     from cpsim.cli.launch import calibrate as measure
@@ -215,6 +224,35 @@ def calibrate(
         last = (log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["no reason given"])[-1]
         raise CpsimError(f"calibrate: measuring ended early: {last}; see {log}, and go on with --resume")
     _fit_node(measured, base, as_json)
+
+
+def _calibrate_host(path: Path, gpus: int | None, cpu: int | None, as_json: bool) -> None:
+    """Writes a host file; without a GPU what Python alone tells."""
+    from cpsim.calibrate.pace import of_processes, usual_processes
+    from cpsim.cli.launch import host_pace, local_gpus
+    from cpsim.models.host_speed import load_host, on_host, save_host
+    from cpsim.models.profile import load_profile
+
+    check_writable(path)
+    if cpu:
+        refuse("calibrate: --cpu uses no GPUs", {"--gpus": gpus})
+    available = [] if cpu or find_spec("torch") is None else local_gpus("calibrate")
+    if available:
+        count = min(gpus or len(available), len(available))
+        with unwinding():
+            host_pace(path, count)
+    else:
+        save_host(path, "", of_processes(cpu or gpus or usual_processes()), {})
+        say("No GPU was used: the Python part alone tells how fast launches are within some 30 %")
+    found, speeds = load_host(str(path)), {}
+    for name in ("h100", "h200"):
+        profile = load_profile(name)
+        speeds[name] = on_host(profile, str(path)).host.launch_s["copy"] / profile.host.launch_s["copy"]
+    if as_json:
+        print(json.dumps({"out": str(path), "python_s": found.python_s, "factor": speeds}))
+        return
+    words = ", ".join(f"{factor:.2f} times as long as those of profile {name}" for name, factor in speeds.items())
+    print(f"{found.cpu}: launches take {words}\nWritten: {path}; scenarios and clusters name it as host")
 
 
 def _fit_node(measured: Path, base: str | None, as_json: bool) -> None:

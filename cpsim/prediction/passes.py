@@ -74,8 +74,18 @@ class PassResult:
 
     def makespans(self, draws: Draws) -> NDArray[np.float64]:
         """The time with every draw of the cost models' errors, ``[NUM_DRAWS]``."""
-        drawn = [_drawn(timeline, priced, draws) for timeline, priced in self.simulated]
-        return drawn[-1] + (drawn[-1] - drawn[0]) * self.beyond
+        return self._continued([_drawn(timeline, priced, draws) for timeline, priced in self.simulated])
+
+    def with_hosts(self, factors: Sequence[float]) -> NDArray[np.float64]:
+        """The time where hosts take so many times as long for their launches, ``[len(factors)]``."""
+        same, later = np.ones(len(factors)), np.asarray(factors, np.float64)
+        groups = np.ones((len(GROUPS), len(factors)))
+        found = [makespans(timeline, p.work, p.group, groups, same, later) for timeline, p in self.simulated]
+        return self._continued(found)
+
+    def _continued(self, of_rings: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Times from those of the simulations."""
+        return of_rings[-1] + (of_rings[-1] - of_rings[0]) * self.beyond
 
 
 def run_pass(case: Case, pass_: Pass, ahead_s: float = 0.0) -> PassResult:

@@ -24,8 +24,13 @@ from cpsim.prediction.step.step import Step
 from cpsim.prediction.steps import StepCase
 from cpsim.runtime.processes import DIED, Progress, mapped, one_by_one
 from cpsim.schedule.schedule import Pass
+from cpsim.units import MS_PER_S
 
 TOO_LARGE: Final = "expected a schedule that fits into this machine's memory; give fewer documents or GPUs"
+HOST_BOUND: Final = 0.2
+"""Share of the time from which on hosts are spoken of."""
+QUICK_HOST: Final = 1.3
+"""Standard deviations by which a fast host is faster than the mean one: one of ten is."""
 CHUNK: Final = 8
 """Scenarios that a worker process takes at a time."""
 
@@ -201,6 +206,7 @@ def _of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
         host = sum(p.host_s for p in done)
         parts["host"] += max(0.0, host - busy)
         busy = max(busy, host)
+    quick, captured = _on_hosts(case, done, (float(np.exp(-QUICK_HOST * case.profile.sigma["host"])), 0.0))
     late = planning.exposed_s(busy)
     makespans = np.maximum(np.sum([p.makespans(drawn) for p in done], axis=0), host * drawn.factor("host"))
     draws = makespans * drawn.noise() + late
@@ -212,6 +218,7 @@ def _of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
         *(note for p in done for note in p.notes),
         *planning.notes,
         *_network_notes(cluster),
+        *_host_notes(case, busy, quick, captured),
     )
     return Prediction(
         scenario=scenario,
@@ -221,12 +228,35 @@ def _of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
         draws_s=tuple(draws.tolist()),
         tflops_per_gpu=flops_of(scenario, case.workload) / cluster.num_gpus / (busy + late) / 1e12,
         exposed_comm_s=sum(p.exposed_s for p in done),
+        host_share=max(0.0, 1 - captured / busy),
         bytes_sent_per_gpu=float(np.sum([p.sent for p in done], axis=0).max()),
         peak_memory_bytes=max(p.memory_bytes for p in done),
         planning_s=planning.seconds,
         parts_s={name: seconds for name, seconds in parts.items() if seconds > 0},
         notes=tuple(dict.fromkeys(notes)),
         timelines={pass_: p.timeline for pass_, p in passes.items() if p.timeline is not None},
+    )
+
+
+def _on_hosts(case: Case, done: Sequence[PassResult], factors: Sequence[float]) -> list[float]:
+    """Times where hosts take so many times as long for their launches [s]."""
+    times = np.sum([p.with_hosts(factors) for p in done], axis=0)
+    if case.scenario.protocol == "streamed":
+        times = np.maximum(times, sum(p.host_s for p in done) * np.asarray(factors))
+    return list(times.tolist())
+
+
+def _host_notes(case: Case, seconds: float, quick: float, captured: float) -> tuple[str, ...]:
+    """How much of the time hosts decide, and what it would be on a fast one and without launches."""
+    share = 1 - captured / seconds
+    if case.code.captured or share < HOST_BOUND:
+        return ()
+    known = case.scenario.host is not None or case.cluster.host is not None
+    told = "" if known else "; `cpsim calibrate --host` tells how fast this one is"
+    on_fast = "" if known else f"{quick * MS_PER_S:.3g} ms on a fast host, "
+    return (
+        f"host-bound: launches by Python are {share:.0%} of this time; {on_fast}{captured * MS_PER_S:.3g} ms where "
+        f"CUDA graphs launch all at once{told}",
     )
 
 
@@ -259,6 +289,7 @@ def step_prediction(case: Case, step: Step) -> Prediction:
         draws_s=tuple(draws.tolist()),
         tflops_per_gpu=step.flops / scenario.gpus / step.time_s / 1e12,
         exposed_comm_s=sum(seconds for name, seconds in step.parts.items() if name.startswith(("coll", "transfer"))),
+        host_share=step.parts.get("host", 0.0) / step.time_s,
         bytes_sent_per_gpu=step.sent,
         peak_memory_bytes=step.peak_memory_bytes,
         planning_s=0.0,

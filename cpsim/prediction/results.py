@@ -46,6 +46,8 @@ class Prediction:
     """Model FLOP (exact mask area) of the mean rank over ``time_s``, in 1e12 FLOP/s."""
     exposed_comm_s: float
     """Seconds in which the slowest rank communicates or waits for data while computing nothing."""
+    host_share: float
+    """Share of the time that would be saved if nothing had to be launched, 0 to 1."""
     bytes_sent_per_gpu: float
     """Bytes that leave the busiest rank."""
     peak_memory_bytes: int

@@ -115,11 +115,13 @@ class Run:
 def case_key(scenario: Scenario) -> str:
     """Text that is equal for two scenarios that describe the same run.
 
-    Total and local tokens are the same thing said twice, a profile changes predictions only, and of a cluster file the
-    name counts, not the folder.
+    Total and local tokens are the same thing said twice, a profile and a host change predictions only, and of a cluster
+    file the name counts, not the folder.
     """
     fields = scenario.to_dict() | {"tokens": scenario.num_tokens, "cluster": Path(scenario.cluster).name}
-    return json.dumps({k: v for k, v in fields.items() if k not in ("tokens_per_gpu", "profile")}, sort_keys=True)
+    return json.dumps(
+        {k: v for k, v in fields.items() if k not in ("tokens_per_gpu", "profile", "host")}, sort_keys=True
+    )
 
 
 class Writer:

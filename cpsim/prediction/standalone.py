@@ -9,11 +9,13 @@ from typing import Any
 import yaml
 
 from cpsim.case.cluster import load_cluster, presets
+from cpsim.case.files import read_text
 from cpsim.case.scenario import Scenario
 from cpsim.models.profile import FOLDER, shipped_profiles, whole_data
 from cpsim.models.standin import DATA_SHEET
 
 SCENARIO, PROFILE, OF_CLUSTER, CLUSTER = "scenario.yaml", "profile.json", "cluster-profile.json", "cluster.json"
+HOST, HOST_OF_CLUSTER = "host.json", "cluster-host.json"
 
 
 def standalone(scenario: Scenario) -> dict[str, str]:
@@ -35,17 +37,28 @@ def standalone(scenario: Scenario) -> dict[str, str]:
     fields = scenario.to_dict()
     if scenario.profile is not None:
         fields["profile"] = packed(scenario.profile, PROFILE)
+    if isinstance(scenario.host, str):
+        fields["host"], files[HOST] = HOST, read_text(Path(scenario.host))
     if scenario.cluster not in presets():
         cluster = load_cluster(scenario.cluster)
         fields["cluster"] = name = _name(Path(scenario.cluster))
-        files[name] = _json(cluster.to_dict() | {"profile": packed(cluster.profile, OF_CLUSTER)})
+        theirs = {"profile": packed(cluster.profile, OF_CLUSTER)}
+        if isinstance(cluster.host, str):
+            theirs["host"], files[HOST_OF_CLUSTER] = HOST_OF_CLUSTER, read_text(Path(cluster.host))
+        files[name] = _json(cluster.to_dict() | theirs)
     said = {name: value for name, value in fields.items() if value not in ({}, None)}
     return {SCENARIO: yaml.safe_dump(said, sort_keys=False, allow_unicode=True), **files}
 
 
 def _name(path: Path) -> str:
     """The name of a cluster file, which a run and its prediction have in common."""
-    readable = path.suffix in (".yaml", ".yml", ".json") and path.name not in (SCENARIO, PROFILE, OF_CLUSTER)
+    readable = path.suffix in (".yaml", ".yml", ".json") and path.name not in (
+        SCENARIO,
+        PROFILE,
+        OF_CLUSTER,
+        HOST,
+        HOST_OF_CLUSTER,
+    )
     return path.name if readable else CLUSTER
 
 

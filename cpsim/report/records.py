@@ -24,6 +24,7 @@ def prediction_record(asked: Scenario | CpsimError, result: Prediction | Infeasi
             "time_s_high": float(result.time_s_high),
             "tflops_per_gpu": float(result.tflops_per_gpu),
             "exposed_comm_s": float(result.exposed_comm_s),
+            "host_share": round(result.host_share, 6),
             "bytes_sent_per_gpu": float(result.bytes_sent_per_gpu),
             "peak_memory_bytes": int(result.peak_memory_bytes),
             "planning_s": float(result.planning_s),

@@ -422,8 +422,15 @@ def seq_all_to_all(x: dict[str, Tensor]) -> dict[str, Call]:
     return {"seq_all_to_all": lambda: SeqAllToAll4D.apply(dist.group.WORLD, token, 2, 1, False)}
 
 
-def measure(node: Node, writer: Writer | None) -> None:
-    """Every host call in turns, with errors for what is not installed."""
+def measure(node: Node, writer: Writer | None, *, with_edges: bool = True, repeats: int = 30) -> None:
+    """Every host call in turns, with errors for what is not installed.
+
+    Args:
+        node: this rank.
+        writer: where points go; None on ranks that only take part.
+        with_edges: what iterations that start cold pay once, too, and loops.
+        repeats: rounds that count, after a third as many that do not.
+    """
     dtype = torch.bfloat16 if node.cuda else torch.float32
     sizes = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "dout": HEADS}
     x = {name: torch.randn(TOKENS, heads, DIM, device=node.device, dtype=dtype) for name, heads in sizes.items()}
@@ -452,7 +459,8 @@ def measure(node: Node, writer: Writer | None) -> None:
             if writer:
                 writer.add("error", failed="host", kind=name, message=f"{type(error).__name__}: {error}"[:300])
                 print(f"error in {name}: {error}"[:300], flush=True)
-    for kind, times in (entries(x, node) | (package_edges(node) if node.size > 1 else {})).items():
+    found = entries(x, node) | (package_edges(node) if node.size > 1 else {}) if with_edges else {}
+    for kind, times in found.items():
         if writer:
             writer.add("host", times, kind=kind)
             print(f"{kind}: {median(times) * 1e6:.1f} us", flush=True)
@@ -463,15 +471,18 @@ def measure(node: Node, writer: Writer | None) -> None:
         ("in turns", calls, in_turns),
         ("in bwd", inner, in_backward),
     ):
-        samples = [time_all(list(chosen.values()), node) for _ in range(40)][10:]
+        cold = repeats // 3
+        samples = [time_all(list(chosen.values()), node) for _ in range(repeats + cold)][cold:]
         for (kind, which), column in zip(chosen, zip(*samples, strict=True), strict=True):
             write(writer, kind, which, place, column)
         for step in STEPS:
             several = {key: call for key, call in chosen.items() if (key[1] or key[0]) in step}
-            samples = [time_all([*several.values()] * ROUNDS, node) for _ in range(30)][10:]
+            samples = [time_all([*several.values()] * ROUNDS, node) for _ in range(repeats)][cold:]
             for i, (kind, which) in enumerate(several):
                 times = [t for mine in samples for t in mine[i :: len(several)]]
                 write(writer, kind, which, "in steps" if place == "in turns" else "in steps in bwd", times)
+            if not with_edges:
+                continue
             loops = time_all([*several.values()] * LOOPS, node)[LOOPS // 4 * len(several) :]
             for i, (kind, which) in enumerate(several):
                 where = "in loops" if place == "in turns" else "in loops in bwd"

@@ -1,0 +1,195 @@
+"""Hosts: how fast they are is an input, launches decide short iterations, and iterations back to back are steady."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_cli import cpsim, one_line
+
+from cpsim.calibrate import fit_host, pace
+from cpsim.calibrate.measurement import Measurements
+from cpsim.case.load import load_scenario
+from cpsim.models.host_speed import load_host, on_host, save_host
+from cpsim.models.profile import load_profile
+from cpsim.prediction.predict import predict
+from cpsim.prediction.standalone import standalone
+
+EAGER = {
+    "strategy": "zigzag_ring",
+    "implementation": "ring-flash-attn",
+    "kernel": "fa2",
+    "gpus": 2,
+    "cluster": "dgx-h100",
+    "heads": 32,
+    "kv_heads": 8,
+}
+SHORT, LONG = {"tokens_per_gpu": 512}, {"tokens_per_gpu": 32768}
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd", "fwd_bwd"])
+@pytest.mark.parametrize("protocol", ["synced", "streamed"])
+def test_slower_hosts_take_longer_where_they_decide_and_nowhere_else(protocol, pass_):
+    case = EAGER | {"protocol": protocol, "pass": pass_}
+    short = [predict(case | SHORT | {"host": factor}).time_s for factor in (0.5, 1.0, 2.0)]
+    assert short[1] == pytest.approx(2 * short[0], rel=0.1)
+    assert short[2] == pytest.approx(2 * short[1], rel=0.1)
+    long = [predict(case | LONG | {"host": factor}).time_s for factor in (0.5, 2.0)]
+    assert long[1] == pytest.approx(long[0], rel=0.02)
+
+
+def test_a_known_host_has_a_narrower_interval_than_an_unknown_one():
+    known, unknown = predict(EAGER | SHORT | {"host": 1.0}), predict(EAGER | SHORT)
+    assert known.time_s == unknown.time_s
+    assert known.time_s_high / known.time_s_low < 0.8 * unknown.time_s_high / unknown.time_s_low
+
+
+def test_a_steady_iteration_takes_as_long_as_the_slower_of_host_and_gpu():
+    """A GPU that nobody keeps waiting is as fast as with a host that takes no time."""
+    streamed = EAGER | {"protocol": "streamed"}
+    gpu = predict(streamed | LONG | {"host": 0.1}).time_s
+    assert predict(streamed | LONG).time_s == gpu
+    short = predict(streamed | SHORT)
+    assert short.parts_s["host"] > 0.5 * short.time_s
+    assert sum(short.parts_s.values()) == pytest.approx(short.time_s)
+    assert short.host_share > 0.5
+
+
+def test_both_passes_of_a_steady_state_share_the_host():
+    """Where the host is behind in one pass and ahead in the other, one makes up for the other."""
+    fwd, bwd, both = (
+        predict(EAGER | {"tokens_per_gpu": 3072, "protocol": "streamed", "pass": p}).time_s
+        for p in ("fwd", "bwd", "fwd_bwd")
+    )
+    assert max(fwd, bwd) < both <= fwd + bwd
+
+
+def test_the_second_pass_of_a_window_is_launched_while_the_first_runs():
+    case = EAGER | {"tokens_per_gpu": 8192}
+    fwd, bwd, both = (predict(case | {"pass": p}).time_s for p in ("fwd", "bwd", "fwd_bwd"))
+    assert both < fwd + bwd - 1e-4
+
+
+def test_what_is_bound_by_its_host_says_so():
+    noted = [note for note in predict(EAGER | SHORT).notes if note.startswith("host-bound")]
+    assert "on a fast host" in noted[0]
+    assert "calibrate --host" in noted[0]
+    assert not any(note.startswith("host-bound") for note in predict(EAGER | LONG).notes)
+    (known,) = (n for n in predict(EAGER | SHORT | {"host": 2.0}).notes if n.startswith("host-bound"))
+    assert "on a fast host" not in known
+
+
+def test_our_graphs_are_launched_at_once_whatever_the_host():
+    ours = {"strategy": "ring", "gpus": 2, "cluster": "dgx-h100", "heads": 32, "kv_heads": 8, "kernel": "fa2"}
+    times = {predict(ours | SHORT | {"host": factor}).time_s for factor in (0.5, 2.0)}
+    assert len(times) == 1
+
+
+# --- host files ---
+
+
+def test_launches_of_a_host_file_scale_those_of_a_profile(tmp_path):
+    profile = load_profile("h100")
+    for factor in (0.7, 1.6):
+        launches = {name: factor * seconds for name, seconds in profile.host.launch_s.items()}
+        save_host(path := tmp_path / "host.json", "NVIDIA H100", [6e-7, 7e-7], launches)
+        scaled = on_host(profile, str(path))
+        assert scaled.host.launch_s["copy"] == pytest.approx(factor * profile.host.launch_s["copy"], rel=1e-6)
+        assert scaled.sigma["host"] < profile.sigma["host"]
+        assert load_host(str(path)).processes == 2
+
+
+def test_without_launches_the_python_loop_tells_which_host_is_slower(tmp_path):
+    profile, copies = load_profile("h100"), []
+    for name, seconds in (("quick", 5e-7), ("slow", 1e-6)):
+        save_host(path := tmp_path / f"{name}.json", "", [seconds], {})
+        copies.append(on_host(profile, str(path)).host.launch_s["copy"])
+    assert 1.2 < copies[1] / copies[0] < 2
+
+
+def test_host_files_are_looked_up_beside_scenarios_and_clusters_and_travel_with_them(tmp_path):
+    launches = {name: 2 * seconds for name, seconds in load_profile("h100").host.launch_s.items()}
+    save_host(tmp_path / "slow.json", "NVIDIA H100", [7e-7], launches)
+    (tmp_path / "mine.json").write_text(
+        json.dumps({"name": "mine", "gpus_per_node": 2, "gpu": "h100", "profile": "h100", "host": "slow.json"})
+    )
+    fields = EAGER | SHORT
+    (tmp_path / "of-scenario.json").write_text(json.dumps(fields | {"host": "slow.json"}))
+    (tmp_path / "of-cluster.json").write_text(json.dumps(fields | {"cluster": "mine.json"}))
+    expected = predict(fields | {"host": 2.0}).time_s
+    for name in ("of-scenario.json", "of-cluster.json"):
+        scenario = load_scenario(tmp_path / name)
+        assert predict(scenario).time_s == pytest.approx(expected, rel=1e-5)
+        folder = tmp_path / f"packed {name}"
+        folder.mkdir()
+        for file, text in standalone(scenario).items():
+            (folder / file).write_text(text)
+        assert predict(load_scenario(folder / "scenario.yaml")).time_s == predict(scenario).time_s
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("{}", "cpsim calibrate --host"),
+        ('{"format": "cpsim-host", "schema": 9}', "this version reads 1"),
+        ('{"format": "cpsim-host", "schema": 1}', "gpu"),
+        ('{"format": "cpsim-host", "schema": 1, "gpu": "", "cpu": "", "date": "", "processes": 1,', "cut off"),
+    ],
+)
+def test_a_bad_host_file_is_one_line(tmp_path, text, expected):
+    (tmp_path / "host.json").write_text(text)
+    (tmp_path / "case.json").write_text(json.dumps(EAGER | SHORT | {"host": "host.json"}))
+    assert expected in one_line(cpsim("predict", tmp_path / "case.json", status=2))
+
+
+@pytest.mark.parametrize("value", [0, 11, -1, True, "", [1], {"a": 1}])
+def test_a_bad_factor_is_one_line(tmp_path, value):
+    (tmp_path / "case.json").write_text(json.dumps(EAGER | SHORT | {"host": value}))
+    assert "host: expected" in one_line(cpsim("predict", tmp_path / "case.json", status=2))
+
+
+def test_the_host_of_this_machine_is_timed_without_a_gpu(tmp_path):
+    written = cpsim("calibrate", "--host", "--cpu", 1, "--name", "here", "--out", tmp_path, "--json")
+    told = json.loads(written.stdout)
+    assert Path(told["out"]).name == "here-host.json"
+    found = load_host(told["out"])
+    assert found.launch_s == {}
+    assert 1e-8 < found.python_s < 1e-4
+    assert told["factor"]["h100"] == pytest.approx(
+        on_host(load_profile("h100"), told["out"]).host.launch_s["copy"] / load_profile("h100").host.launch_s["copy"]
+    )
+    refused = one_line(cpsim("calibrate", "--host", "--minutes", 3, "--out", tmp_path, status=2))
+    assert "leave --minutes out" in refused
+
+
+def test_the_loop_takes_twice_as_long_for_twice_the_work(monkeypatch):
+    once = min(pace.python_seconds(3))
+    monkeypatch.setattr(pace, "_call", lambda *args, call=pace._call, **kwargs: (call(*args, **kwargs), call(*args)))
+    assert min(pace.python_seconds(3)) > 1.5 * once
+
+
+# --- spread ---
+
+
+def test_the_spread_of_hosts_is_told_apart_from_that_of_their_threads():
+    rng, between, within = np.random.default_rng(3), 0.3, 0.1
+    files = []
+    for i in range(60):
+        machine, points = rng.normal(0, between), []
+        for place in fit_host.PHASES:
+            thread = rng.normal(0, within)
+            points += [
+                {
+                    "op": "host",
+                    "kind": kind,
+                    "which": "",
+                    "place": place,
+                    "samples_s": [usual * np.exp(machine + thread)],
+                }
+                for kind, usual in (("view", 1e-5), ("empty", 2e-5))
+            ]
+        files.append(Measurements(source=f"{i}.jsonl", header={}, points=tuple(points)))
+    found = fit_host.host_spread(files)
+    assert found[0] == pytest.approx(between, rel=0.25)
+    assert found[1] == pytest.approx(within, rel=0.15)
+    assert fit_host.host_spread(files[:2]) == fit_host.ASSUMED_SPREAD

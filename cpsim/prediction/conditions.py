@@ -35,7 +35,7 @@ def conditions(
         dtype=workload.dtype,
         ahead_s=0.0 if protocol == "synced" else inf,
         pause_s=profile.host.pause_s["synced"] if protocol == "synced" else 0.0,
-        launches=code.launches,
+        launches=code.launches if support.launches is None else support.launches,
         row_kernels=code.row_kernels,
         captured=code.captured,
         unbatched=code.unbatched,

@@ -12,15 +12,17 @@ from cpsim.masks.tiles import make_tiles
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Kind, Pass, Schedule
 from cpsim.strategies import sharding
+from cpsim.strategies.others import CPSIM, Implementation
 from cpsim.strategies.sizes import Sizes
 
 
-def plan_single(workload: Workload, cluster: Cluster, pass_: Pass) -> Schedule:
-    """All tokens and heads on one GPU.
+def plan_single(workload: Workload, cluster: Cluster, pass_: Pass, code: Implementation = CPSIM) -> Schedule:
+    """All tokens and heads on one GPU; in whosever code it is one call.
 
     Raises:
         InfeasibleError: there is more than one GPU.
     """
+    del code
     if cluster.num_gpus != 1:
         raise InfeasibleError(f"strategy none runs on 1 GPU, got {cluster.num_gpus}; choose a parallel strategy")
     return plan_apart(workload, pass_, sharding.contiguous(workload.num_tokens, 1))

@@ -7,7 +7,8 @@ of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl, one-h200-la
 -5, one-h100-2.jsonl, one-h100-layers-2.jsonl and one-h200-layers-2.jsonl (calls of attention and whole layers drawn at
 random, on one GPU; those of one-h200-5 of any number of tokens), ranks-1.jsonl, -2, -3 and -others (problems of 2
 to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), windows-h100.jsonl and windows-h200.jsonl
-(other people's code on two GPUs, iterations back to back and apart) and the folder eight (one run on eight H200
+(other people's code on two GPUs, iterations back to back and apart), plain-h100.jsonl and plain-h200.jsonl (the same of
+flash-attn and PyTorch on one GPU) and the folder eight (one run on eight H200
 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python data/cases/cases.py
@@ -329,6 +330,18 @@ def windows_of_others(cluster: str, seed: int) -> Iterator[Case]:
     return (case | shape | window for case in in_turn(cases, seed) for window in windows)
 
 
+def plain_calls(cluster: str, seed: int) -> Iterator[Case]:
+    """flash-attn and PyTorch on one GPU, drawn at random: windows as of other people's code."""
+    rng = np.random.default_rng(seed)
+    for i in range(24):
+        tokens, heads = size_and_heads(rng, 15.5)
+        implementation, kernel = (("flash-attn", "fa2"), ("torch", "sdpa_flash"), ("torch", "cudnn"))[i % 3]
+        mask = str(rng.choice(("causal", "causal", "full")))
+        asked = problem(1, tokens, mask, heads, kernel=kernel) | {"cluster": cluster, "implementation": implementation}
+        for protocol in ("synced", "streamed"):
+            yield {"strategy": "none", **asked, "protocol": protocol}
+
+
 def in_turn(cases: list[Case], seed: int) -> list[Case]:
     """Shuffled, so that those at the front are of all sorts."""
     return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
@@ -541,6 +554,8 @@ def files() -> dict[Path, str]:
         FOLDER / "eight" / "cases.jsonl": text(eight()),
         FOLDER / "windows-h100.jsonl": text(windows_of_others("dgx-h100", 41)),
         FOLDER / "windows-h200.jsonl": text(windows_of_others("h200-4", 41)),
+        FOLDER / "plain-h100.jsonl": text(plain_calls("dgx-h100", 43)),
+        FOLDER / "plain-h200.jsonl": text(plain_calls("h200-4", 43)),
         FOLDER / "ranks-1.jsonl": text(single_ranks(26)),
         FOLDER / "ranks-others.jsonl": text(in_turn(list(single_ranks_of_others(28)), 28)),
         FOLDER / "ranks-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),

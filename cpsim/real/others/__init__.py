@@ -13,7 +13,13 @@ from cpsim.errors import InfeasibleError
 from cpsim.real.run.node import Node
 from cpsim.real.run.runner import Runner
 
-MODULES: Final = {"cpsim": "cpsim", "ring-flash-attn": "ring_flash", "yunchang": "yunchang_", "torch": "torch_cp"}
+MODULES: Final = {
+    "cpsim": "cpsim",
+    "flash-attn": "flash_attn_",
+    "ring-flash-attn": "ring_flash",
+    "torch": "torch_cp",
+    "yunchang": "yunchang_",
+}
 
 
 def make(scenario: Scenario, pass_: str, node: Node) -> Runner:

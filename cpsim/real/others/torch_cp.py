@@ -1,4 +1,4 @@
-"""PyTorch's own context parallel (torch.distributed.tensor.experimental.context_parallel).
+"""PyTorch's own context parallel (torch.distributed.tensor.experimental.context_parallel), and plain calls on one GPU.
 
 Strategies ring and zigzag_ring rotate keys and values by all-to-all; allgather gathers them once and goes through
 the shards as a ring does. Zigzag shards are what PyTorch calls load balancing.
@@ -31,6 +31,11 @@ _BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN
 def attend(kernel: str, causal: bool, mesh: DeviceMesh) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Attention of sharded ``[1, tokens, heads, head_dim]`` tensors on the ranks of a mesh, until another one's."""
     _enter(mesh)
+    return plain(kernel, causal)
+
+
+def plain(kernel: str, causal: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention of ``[1, tokens, heads, head_dim]`` tensors with one of PyTorch's kernels."""
     backend = _BACKENDS.get(kernel, SDPBackend.FLASH_ATTENTION)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -65,12 +70,16 @@ class ContextParallelRunner(AutogradRunner):
         _options().enable_load_balance = self.balanced
 
 
-def make(scenario: Scenario, pass_: str, node: Node) -> ContextParallelRunner:
+def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     """One pass of a scenario on this rank.
 
     Raises:
         InfeasibleError: PyTorch cannot run the case.
     """
+    if scenario.strategy == "none":
+        check(scenario, node, {})
+        call = plain(scenario.kernel, scenario.mask_name == "causal")
+        return AutogradRunner(call, [x[None] for x in shards(scenario, node)], pass_)
     gathers = scenario.strategy == "allgather"
     defaults = {"layout": "zigzag"} if gathers else {"zigzag": "document"} if scenario.strategy == "zigzag_ring" else {}
     check(scenario, node, defaults)

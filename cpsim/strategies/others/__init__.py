@@ -26,6 +26,7 @@ from cpsim.strategies.others.facts import (
     UlyssesCode,
     WrapperCode,
 )
+from cpsim.strategies.others.flash_attn import PLAIN
 from cpsim.strategies.others.ring_flash_attn import RING_FLASH_ATTN, YUNCHANG
 from cpsim.strategies.others.torch_cp import TORCH
 
@@ -50,7 +51,7 @@ __all__ = [
 
 CPSIM: Final = Implementation(name="cpsim", source="this repository", captured=True)
 
-RUN_HERE: Final = (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH)
+RUN_HERE: Final = (CPSIM, RING_FLASH_ATTN, YUNCHANG, TORCH, PLAIN)
 """Code that `cpsim run` runs."""
 IMPLEMENTATIONS: Final[dict[str, Implementation]] = {code.name: code for code in RUN_HERE}
 """By name; studies add what they read in code that cannot run here."""

@@ -41,6 +41,8 @@ class Support:
     """Documents are a batch, all of one length."""
     varlen: tuple[str, ...] = ()
     """Masks under which kernels are told the lengths of their sequences even where there is only one."""
+    launches: Mapping[str, tuple[str, ...]] | None = None
+    """Names of host measurements as the code's, where this strategy is other code; None: the code's."""
     reads: tuple[str, ...] = ()
     """Masks under which the host reads from its GPU before it launches a kernel, so that it is never ahead."""
 
@@ -360,7 +362,7 @@ class Implementation:
             return knobs
         if strategy not in self.strategies:
             raise InfeasibleError(f"{self.name} has no {strategy}; it has {', '.join(self.strategies)}")
-        if num_ranks == 1:
+        if num_ranks == 1 and strategy != "none":
             raise InfeasibleError(f"{strategy} of {self.name} runs on 2 GPUs or more, got 1")
         support = self.strategies[strategy]
         support.check(self.name, strategy, workload, num_ranks)

@@ -1,4 +1,4 @@
-"""PyTorch's context parallel."""
+"""PyTorch's context parallel, and its attention on one GPU."""
 
 from __future__ import annotations
 
@@ -47,10 +47,13 @@ _RING: Final = RingCode(  # _templated_ring_attention and _templated_ring_attent
     send_dkv=(RowKernel("kv", 0, 2, "whole"),),
 )
 
+_ATEN: Final = {"attention": ("aten_{kernel} fwd",), "attention_backward": ("aten_{kernel} bwd",)}
+_ALONE: Final = EAGER | _ATEN | {"entry": ("autograd entry {pass}",), "exit": ("autograd exit {pass}",)}
 TORCH: Final = Implementation(
     name="torch",
-    source="torch 2.11, torch.distributed.tensor.experimental.context_parallel",
+    source="torch 2.11, scaled_dot_product_attention and torch.distributed.tensor.experimental.context_parallel",
     strategies={
+        "none": Support(masks=DENSE, launches=_ALONE),
         "ring": Support(masks=DENSE, chunks=1),
         "zigzag_ring": Support(masks=("causal",), chunks=2),
         "allgather": Support(
@@ -61,9 +64,8 @@ TORCH: Final = Implementation(
     ring=_RING,
     gathered=replace(_RING, gathers=True),
     launches=dict.fromkeys(EAGER, ("torch_eager {pass}", "eager"))
+    | _ATEN
     | {
-        "attention": ("aten_{kernel} fwd",),
-        "attention_backward": ("aten_{kernel} bwd",),
         "barrier": ("torch begin {pass}", "context_parallel {kernel} {pass}"),
         "exit": ("torch end {pass}",),
         "transfer": ("permute_tensor",),

@@ -1,0 +1,36 @@
+"""flash-attn's own functions on one GPU."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from cpsim.case.resolve import workload_of
+from cpsim.case.scenario import Scenario
+from cpsim.real.others.autograd import AutogradRunner, check, shards
+from cpsim.real.run.node import Node
+
+
+def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
+    """One pass of a scenario.
+
+    Raises:
+        InfeasibleError: flash-attn cannot run the case.
+    """
+    check(scenario, node, {})
+    from flash_attn import flash_attn_func, flash_attn_varlen_func
+
+    inputs, causal = shards(scenario, node), scenario.mask_name.startswith("causal")
+    if "document" not in scenario.mask_name:
+        return AutogradRunner(lambda q, k, v: flash_attn_func(q, k, v, causal=causal), [x[None] for x in inputs], pass_)
+    lengths = workload_of(scenario).documents
+    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=node.device)
+    longest = max(lengths)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_varlen_func(q, k, v, offsets, offsets, longest, longest, causal=causal)
+        return out
+
+    return AutogradRunner(packed, inputs, pass_)

@@ -1,0 +1,15 @@
+"""flash-attn itself, on one GPU."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cpsim.strategies.others.facts import DENSE, DOCUMENTS, FLASH_ATTN, Implementation, Support
+
+PLAIN: Final = Implementation(
+    name="flash-attn",
+    source="flash-attn 2.8.3, flash_attn_func and flash_attn_varlen_func",
+    strategies={"none": Support(masks=DENSE + DOCUMENTS, varlen=DOCUMENTS)},
+    kernels=("fa2",),
+    launches=FLASH_ATTN,
+)

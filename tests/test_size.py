@@ -7,7 +7,9 @@ import pytest
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
 from cpsim.errors import InfeasibleError
+from cpsim.prediction.advise import evaluate
 from cpsim.prediction.predict import predict
+from cpsim.prediction.results import Infeasible
 from cpsim.prediction.size import MOST_BYTES, MOST_S, size_of
 from cpsim.runtime.limits import FORCE
 
@@ -61,6 +63,13 @@ def test_what_is_asked_of_large_clusters_is_not_refused(changes):
     size = size_of(scenario_from(FIELDS | changes), load_cluster("dgx-h200"))
     assert size.seconds < MOST_S / 2
     assert size.nbytes < MOST_BYTES / 2
+
+
+def test_one_setting_that_is_too_large_is_no_candidate_and_loses_no_other():
+    asked = {"gpus": 10**6, "tokens_per_gpu": 512, "strategy": "usp", "knobs": {"placement": "context_first"}}
+    found = evaluate(scenario_from(FIELDS | asked))
+    assert isinstance(found, Infeasible)
+    assert "too large to predict" in found.reason
 
 
 def test_a_user_may_insist(monkeypatch):

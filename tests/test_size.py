@@ -29,6 +29,7 @@ DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}
         {"gpus": 100_000, **DRAWN},
         {"gpus": 1_000_000, "tokens_per_gpu": 512, "strategy": "distca"},
         {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex"},
+        {"gpus": 2048, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
         {
             "model": {"layers": 10_000, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 1024, "vocab": 1000},
             "heads": 8,
@@ -91,6 +92,7 @@ def test_a_user_may_insist(monkeypatch):
         {"gpus": 256, "strategy": "striped_ring", **DRAWN},
         {"gpus": 8, "tokens_per_gpu": 10**6, "strategy": "distca", **TINY},
         {"gpus": 1024, "strategy": "distca", "tokens_per_gpu": 512},
+        {"gpus": 128, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
     ],
 )
 def test_sizes_are_what_predictions_take(changes):

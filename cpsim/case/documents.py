@@ -33,8 +33,8 @@ Order = Literal["given", "alternating", "shortest_first"]
 """Of the documents of a batch: as they come; the longest, the shortest, the longest of the others, and so on; the
 shortest first."""
 ORDERS: Final[dict[str, Order]] = {"dcp": "alternating", "distca": "shortest_first"}
-"""Strategies that choose the order themselves, since any GPU may compute any document: so it does not matter which one a
-data loader had. Those of the papers take documents as they come."""
+"""Strategies that choose the order themselves, since any GPU may compute any document: so it does not matter which one
+a data loader had. Those of the papers take documents as they come."""
 
 
 @dataclass(frozen=True, slots=True)

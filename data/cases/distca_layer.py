@@ -20,7 +20,11 @@ from cpsim.case.documents import draw_documents
 
 K = 1024
 TOKENS = (32 * K, 64 * K, 128 * K, 256 * K)
-STRATEGIES: tuple[dict[str, Any], ...] = ({"strategy": "distca", "knobs": {"order": "given"}}, {"strategy": "per_sequence"}, {"strategy": "wlb"})
+STRATEGIES: tuple[dict[str, Any], ...] = (
+    {"strategy": "distca", "knobs": {"order": "given"}},
+    {"strategy": "per_sequence"},
+    {"strategy": "wlb"},
+)
 TWO_GROUPS = {"strategy": "wlb", "knobs": {"cp": 2}}
 SINGLE_STREAM = {"strategy": "distca", "knobs": {"order": "given", "nano_batches": 1}}
 

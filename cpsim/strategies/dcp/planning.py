@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-import numpy as np
-
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
 from cpsim.masks.slices import Ints

@@ -4,7 +4,7 @@ CpsimError (ValueError)     anything a user can cause; the message is one line: 
 ├── ScenarioError           a scenario, cluster or document file that cannot be understood
 ├── InfeasibleError         a strategy that cannot run the case; the message is the reason
 │   └── OutOfMemoryError    because it needs more memory than a GPU has
-├── MachineError            the machine fails, not the case: a scheduler or process that died
+├── MachineError            the machine fails, not the case: a scheduler or process that died, a port in use
 ├── ProfileError            a measurement or profile file that cannot be used
 └── ScheduleError           a schedule that breaks its own rules
 """
@@ -39,7 +39,8 @@ class OutOfMemoryError(InfeasibleError):
 
 
 class MachineError(CpsimError):
-    """The machine that predicts fails, not the case: a scheduler or process died. Asking again may succeed."""
+    """The machine that predicts fails, not the case: a scheduler or process died, a port is in use. Asking again may
+    succeed."""
 
 
 class ProfileError(CpsimError):

@@ -1,5 +1,6 @@
 """The planner of variant ``cpsim``: even tokens, even computation, little traffic, and counts that stay exact."""
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsim.case.cluster import load_cluster
+from cpsim.case.documents import in_order
 from cpsim.strategies import sharding
 from cpsim.strategies.dcp.balanced import even_fill, place
 from cpsim.strategies.dcp.blocks import Placement, cut, judge
@@ -21,6 +23,7 @@ RATES = Rates.of(load_cluster("p4de"))
 TOKENS, BLOCK = 131072, 1024
 LIMITS = {"causal": 1.0, "lambda": 0.6, "causal_blockwise": 0.3, "shared_question": 0.8}
 """Bytes between nodes over those of a zigzag that moves only what is needed, at most."""
+SMALL = in_order((512, 2560, 1024, 4608, 1536, 512, 3584, 2048), "alternating")
 BATCH = (40000, 700, 9000, 30000, 5000, 24, 21348, 25000)
 
 
@@ -47,6 +50,16 @@ def zigzag(blocks):
     chunk = np.searchsorted(chunks.ranges[:, 0], blocks.first, "right", sorter=np.argsort(chunks.ranges[:, 0])) - 1
     home = np.argsort(chunks.ranges[:, 0])[chunk] % (NODES * GPUS)
     return Placement(home, home[blocks.query])
+
+
+def test_small_documents_stay_within_nodes_where_exchanges_between_them_are_late():
+    case = workload("causal_document", SMALL, head_dim=128, num_heads=32, num_kv_heads=8)
+    blocks, rates = cut(case, 512, 8), Rates.of(load_cluster("dgx-h100"))
+    late, same = (
+        judge(blocks, place(blocks, (2, 8), r, 0.1, 4, 0), 16, 8, "fwd").between_nodes.sum()
+        for r in (rates, replace(rates, node_latency_s=0.0))
+    )
+    assert late == 0 < same
 
 
 @pytest.mark.parametrize("mask", LIMITS)

@@ -1,10 +1,19 @@
+import json
+from itertools import permutations
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_cli import cpsim, one_line
 
-from cpsim.case.documents import DISTRIBUTIONS, draw_documents, load_bins
+import cpsim as package
+from cpsim.case.documents import DISTRIBUTIONS, draw_documents, in_order, load_bins
+from cpsim.case.load import scenario_from
 from cpsim.errors import ScenarioError
+
+TWO_NODES = {"gpus": 16, "cluster": "dgx-h100", "tokens_per_gpu": 1024, "heads": 32, "kv_heads": 8}
+PACKED = TWO_NODES | {"mask": "causal_document", "documents": [2048, 6144, 1024, 7168]}
 
 
 @given(st.sampled_from(DISTRIBUTIONS), st.integers(1, 300_000), st.integers(0, 2**40))
@@ -83,3 +92,56 @@ def test_impossible_draws_are_one_line_errors(arguments, match):
     distribution, num_tokens, seed, bounds = arguments
     with pytest.raises(ScenarioError, match=match):
         draw_documents(distribution, num_tokens, seed, **bounds)
+
+
+@pytest.mark.parametrize("strategy", ["dcp", "distca"])
+def test_planners_that_choose_the_order_do_not_see_the_data_loaders(strategy):
+    """To the last bit, intervals included."""
+    found = {
+        (one.time_s, one.draws_s, one.peak_memory_bytes, one.bytes_sent_per_gpu)
+        for lengths in list(permutations(PACKED["documents"]))[::8]
+        for one in [package.predict(PACKED | {"strategy": strategy, "documents": lengths})]
+    }
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "knobs", "mask", "documents"),
+    [
+        ("dcp", {}, "causal_document", (7168, 1024, 6144, 2048)),
+        ("distca", {}, "full_document", (1024, 2048, 6144, 7168)),
+        ("dcp", {"order": "given"}, "causal_document", (2048, 6144, 1024, 7168)),
+        ("distca", {"order": "alternating"}, "causal_document", (7168, 1024, 6144, 2048)),
+        ("dcp", {"variant": "paper"}, "causal_document", (2048, 6144, 1024, 7168)),
+        ("distca", {"variant": "released"}, "causal_document", (2048, 6144, 1024, 7168)),
+        ("magi", {}, "causal_document", (2048, 6144, 1024, 7168)),
+        ("dcp", {}, "shared_question", (7168, 1024, 6144, 2048)),
+        ("dcp", {}, "shared_question_document", (2048, 6144, 1024, 7168)),
+        ("dcp", {}, "causal", (2048, 6144, 1024, 7168)),
+    ],
+)
+def test_documents_are_taken_in_the_order_that_a_strategy_or_its_knob_says(strategy, knobs, mask, documents):
+    scenario = scenario_from(PACKED | {"strategy": strategy, "knobs": knobs, "mask": mask})
+    assert package.workload_of(scenario).documents == documents
+
+
+@given(st.lists(st.integers(1, 9), min_size=1).map(tuple), st.sampled_from(["alternating", "shortest_first"]))
+def test_orders_keep_all_documents_and_forget_how_they_came(lengths, order):
+    assert sorted(in_order(lengths, order)) == sorted(lengths)
+    assert in_order(lengths, order) == in_order(lengths[::-1], order)
+    assert in_order(lengths, "given") == lengths
+
+
+def test_the_order_that_a_knob_says_is_what_is_predicted():
+    alternating = PACKED | {"strategy": "dcp", "documents": [7168, 1024, 6144, 2048]}
+    given = alternating | {"knobs": {"order": "given"}}
+    assert package.predict(given).time_s == package.predict(alternating).time_s
+    longest_last = given | {"documents": PACKED["documents"]}
+    assert package.predict(longest_last).time_s != package.predict(given).time_s
+
+
+@pytest.mark.parametrize("strategy", ["dcp", "distca"])
+def test_an_unknown_order_is_one_line(tmp_path, strategy):
+    (tmp_path / "case.json").write_text(json.dumps(PACKED | {"strategy": strategy, "knobs": {"order": "sideways"}}))
+    said = one_line(cpsim("predict", tmp_path / "case.json", status=2))
+    assert "knobs.order: expected one of given, alternating, shortest_first, got 'sideways'" in said

@@ -221,6 +221,18 @@ def test_no_host_is_not_every_address(host):
     assert "--host: expected an address to listen on, got nothing" in said
 
 
+def test_a_port_in_use_is_the_machines_failure():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = one_line(command("explore", "--port", taken.getsockname()[1], status=1))
+    assert "Address already in use" in said
+    assert said.endswith("; try --port 0\n")
+
+
+def test_an_address_of_another_machine_is_a_mistake():
+    said = one_line(command("explore", "--host", "192.0.2.1", "--port", 0, status=2))
+    assert "try --host 127.0.0.1" in said
+
+
 def test_beyond_this_machine_a_token_is_needed():
     with explorer("--host", "0.0.0.0", warm=False) as (link, _):
         visitor = Visitor(link, "page")

@@ -140,19 +140,19 @@ RULES = {
     # more or less of everything
     "twice the tokens": Rule(scaled(2), ">="),
     "half the tokens": Rule(scaled(0.5), "<="),
-    "two tokens more": Rule(longer, ">=", slack=0.02),
-    "a tile of tokens more": Rule(lambda f: longer(f, 128), ">=", slack=0.02),
+    "two tokens more": Rule(longer, ">="),
+    "a tile of tokens more": Rule(lambda f: longer(f, 128), ">="),
     "twice the heads": Rule(lambda f: f | {"heads": 64, "kv_heads": 16}, ">="),
-    "twice the key-value heads": Rule(lambda f: f | {"kv_heads": 16}, ">=", slack=0.02),
+    "twice the key-value heads": Rule(lambda f: f | {"kv_heads": 16}, ">="),
     "half the head dimension": Rule(lambda f: f | {"head_dim": 64}, "<="),
     "one pass": Rule(lambda f: f | {"pass": "fwd"}, "<="),
     "the other pass": Rule(lambda f: f | {"pass": "bwd"}, "<="),
-    "iterations back to back": Rule(lambda f: f | {"protocol": "streamed"}, "<=", slack=1e-3),
+    "iterations back to back": Rule(lambda f: f | {"protocol": "streamed"}, "<="),
     # masks
     "a full mask": Rule(
         lambda f: f | {"mask": f["mask"].replace("causal", "full")} if "window" not in f["mask"] else None,
         ">=",
-        slack=0.02,
+        slack=1e-3,
     ),
     "documents ignored": Rule(
         lambda f: (
@@ -161,20 +161,16 @@ RULES = {
             else None
         ),
         ">=",
-        slack=0.02,
     ),
     "documents in halves": Rule(
-        of_documents(lambda lengths: [part for n in lengths for part in (n - n // 2, n // 2)]), "<=", slack=0.03
+        of_documents(lambda lengths: [part for n in lengths for part in (n - n // 2, n // 2)]), "<=", slack=0.005
     ),
     "a wider window": Rule(
         lambda f: f | {"mask": {"name": f["mask"], "window": 2048}} if "window" in f["mask"] else None,
         ">=",
-        slack=0.01,
     ),
-    **{
-        f"documents in another order {seed}": Rule(shuffled(seed), "==", (TIME, MEMORY), slack=0.05)
-        for seed in range(2)
-    },
+    "documents in another order": Rule(shuffled(0), "=="),
+    "documents in a third order": Rule(shuffled(1), "=="),
     # machines
     "twice the network": Rule(
         of_nodes, "<=", (TIME,), case=of_fabric(nic_bandwidth_bytes_per_s=2, flow_bandwidth_bytes_per_s=2)
@@ -205,68 +201,64 @@ RULES = {
     ),
     "no strategy on one GPU": Rule(lambda f: f | {"strategy": "none"} if f["gpus"] == 1 else None, "=="),
 }
-RINGS = ("ring", "zigzag_ring", "striped_ring", "hybrid_cp", "usp", "loongtrain")
-CUT = ("zigzag_ring", "hybrid_cp", "usp", "loongtrain", "allgather", "per_sequence", "wlb", "magi", "dcp", "distca")
-PLANNERS = ("dcp", "distca", "magi", "hybrid_cp")
 MORE = ("two tokens more", "a tile of tokens more")
+OTHER_ORDERS = ("documents in another order", "documents in a third order")
 REASONS = (
     (
-        "planners are heuristics: another few tokens, heads or documents may lead to a plan that moves or holds less",
-        PLANNERS,
-        (*MORE, "twice the key-value heads", "documents in halves", "documents ignored", "a full mask"),
-        ALL,
-        0.65,
-    ),
-    (
-        "planners place documents in the order of the batch: it decides what must move",
-        ("dcp", "distca", "magi"),
-        ("documents in another order 0", "documents in another order 1"),
-        (TIME, MEMORY),
-        0.5,
-    ),
-    (
-        "shards are cut from the sequence, so the order of documents decides how work is spread",
-        ("ring", "allgather", "per_sequence"),
-        ("documents in another order 0", "documents in another order 1"),
-        (TIME, MEMORY),
-        0.25,
-    ),
-    (
-        "NCCL gives a message beyond 64 MiB more channels, so that slightly longer ones are faster",
-        RINGS,
+        "NCCL gives a message beyond 64 MiB more channels; a longer kernel runs beside other messages",
         MORE,
-        (TIME,),
-        0.2,
+        {TIME: {"ring": 0.2, "zigzag_ring": 0.15, "striped_ring": 0.1}},
     ),
     (
-        "halves of zigzag shards see different keys under a causal mask: kernels get copies, and partial results",
-        CUT,
-        ("a full mask", "documents ignored"),
-        (MEMORY,),
-        0.3,
+        "planners are heuristics: a few tokens more may lead to a plan that moves or holds less",
+        MORE,
+        {
+            TIME: {"hybrid_cp": 0.1, "magi": 0.05, "distca": 0.15},
+            MEMORY: {"hybrid_cp": 0.2, "magi": 0.05, "distca": 0.1, "dcp": 0.05},
+            BYTES: {"hybrid_cp": 0.45, "magi": 0.25, "dcp": 0.25},
+        },
+    ),
+    (
+        "a GPU with few tokens has one block, so that a document may not fit into a node",
+        ("half the tokens",),
+        {TIME: {"dcp": 0.1}},
+    ),
+    (
+        "shards and chunks are cut from the sequence: its order decides how work is spread over GPUs and in kernels",
+        OTHER_ORDERS,
+        {
+            TIME: {"allgather": 0.15, "per_sequence": 0.15, "ring": 0.1, "magi": 0.1}
+            | dict.fromkeys(("ulysses", "zigzag_ring", "striped_ring", "usp", "loongtrain", "hybrid_cp", "wlb"), 0.05),
+            MEMORY: {"allgather": 0.15, "per_sequence": 0.15, "magi": 0.05},
+            BYTES: {"magi": 0.25},
+        },
+    ),
+    (
+        "parts of a shard see different keys under a causal mask: kernels get copies, and partial results are kept",
+        ("a full mask",),
+        {
+            MEMORY: {"zigzag_ring": 0.15, "usp": 0.1, "loongtrain": 0.1, "hybrid_cp": 0.1, "magi": 0.3}
+            | dict.fromkeys(("allgather", "per_sequence", "wlb"), 0.05)
+        },
+    ),
+    (
+        "so do parts of several documents, and one document is spread evenly",
+        ("documents ignored",),
+        {MEMORY: {"zigzag_ring": 0.15, "usp": 0.1, "loongtrain": 0.1, "hybrid_cp": 0.25}},
     ),
     (
         "what a GPU holds of all keys does not shrink with more GPUs, and they exchange with more others",
-        ("allgather", "per_sequence", "dcp", "distca"),
         ("twice the GPUs for the same tokens",),
-        (MEMORY,),
-        0.3,
-    ),
-    (
-        "a planner looks at rates of the machine, and another plan may turn out slower",
-        ("dcp",),
-        ("twice the network", "half the latency", "a crowded uplink"),
-        (TIME,),
-        0.05,
+        {MEMORY: {"allgather": 0.05, "per_sequence": 0.05, "dcp": 0.25}},
     ),
 )
-"""Why some strategies may break some rules for some numbers, and how far."""
+"""Why strategies may break some rules, and how far for which number: by how much they do over all bases, rounded up."""
 EXCEPT = {
     (rule, strategy, number): slack
-    for _, strategies, rules, numbers, slack in sorted(REASONS, key=lambda reason: reason[-1])
+    for _, rules, numbers in REASONS
     for rule in rules
-    for strategy in strategies
-    for number in numbers
+    for number, slacks in numbers.items()
+    for strategy, slack in slacks.items()
 }
 
 
@@ -287,29 +279,57 @@ def answer(text, rule=None):
     return Answer(found.time_s, found.peak_memory_bytes, found.bytes_sent_per_gpu)
 
 
-def broken(rule, before, after, strategy):
-    """Numbers that break a rule."""
-    _, relation, numbers, slack, _ = RULES[rule]
-    for number in numbers:
-        most = max(slack, EXCEPT.get((rule, strategy, number), 0.0))
+def answers(strategy, fields):
+    """The answer to a case, and every rule that has a meaning for it with the answer after the rule's change."""
+    fields = fields | {"strategy": strategy}
+    before = answer(json.dumps(fields))
+    if before is not None:
+        for rule, (change, *_, case) in RULES.items():
+            changed = change(fields)
+            after = answer(json.dumps(changed), rule if case else None) if changed else None
+            if after is not None:
+                yield rule, before, after
+
+
+def wrong(rule, before, after):
+    """By how much numbers go the wrong way: (number, share)."""
+    for number in RULES[rule].numbers:
         a, b = getattr(before, number), getattr(after, number)
         change = (b - a) / a if a else float(b > 0)
-        if (relation != ">=" and change > most + 1e-9) or (relation != "<=" and change < -most - 1e-9):
-            yield f"{rule}: {number} of {strategy} {a:.6g} -> {b:.6g} ({change:+.1%}), expected {relation}"
+        if RULES[rule].relation == "==":
+            yield number, abs(change)
+        else:
+            yield number, change if RULES[rule].relation == "<=" else -change
 
 
 @pytest.mark.parametrize(("strategy", "number"), one_in(3, [(s, n) for n in range(len(BASES)) for s in STRATEGIES]))
 def test_answers_change_as_their_questions_do(strategy, number):
-    fields, found = BASES[number] | {"strategy": strategy}, []
-    before = answer(json.dumps(fields))
-    if before is None:
+    asked = list(answers(strategy, BASES[number]))
+    if not asked:
         pytest.skip("cannot run")
-    for rule, (change, *_, case) in RULES.items():
-        changed = change(fields)
-        after = answer(json.dumps(changed), rule if case else None) if changed else None
-        if after is not None:
-            found += broken(rule, before, after, strategy)
+    found = [
+        f"{rule}: {what} of {strategy} {getattr(before, what):.6g} -> {getattr(after, what):.6g}, off by {off:.2%}"
+        for rule, before, after in asked
+        for what, off in wrong(rule, before, after)
+        if off > EXCEPT.get((rule, strategy, what), RULES[rule].slack) + 1e-9
+    ]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_exception_is_needed(strategy):
+    needed = dict.fromkeys(((rules, number) for _, rules, numbers in REASONS for number in numbers), 0.0)
+    allowed = {key: EXCEPT.get((key[0][0], strategy, key[1]), 0.0) for key in needed}
+    for fields in BASES:
+        for rule, before, after in answers(strategy, fields):
+            for what, off in wrong(rule, before, after):
+                for key in needed:
+                    if rule in key[0] and what == key[1]:
+                        needed[key] = max(needed[key], off)
+    assert not [
+        (key, needed[key], most) for key, most in allowed.items() if most and not most - 0.05 < needed[key] <= most
+    ]
 
 
 @pytest.mark.parametrize(("strategy", "number"), one_in(4, [(s, n) for n in range(len(BASES)) for s in STRATEGIES]))

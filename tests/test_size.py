@@ -7,7 +7,9 @@ import pytest
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
 from cpsim.errors import InfeasibleError
+from cpsim.prediction.advise import evaluate
 from cpsim.prediction.predict import predict
+from cpsim.prediction.results import Infeasible
 from cpsim.prediction.size import MOST_BYTES, MOST_S, size_of
 from cpsim.runtime.limits import FORCE
 
@@ -27,6 +29,7 @@ DRAWN = {"mask": "causal_document", "documents": {"distribution": "prolong512k"}
         {"gpus": 100_000, **DRAWN},
         {"gpus": 1_000_000, "tokens_per_gpu": 512, "strategy": "distca"},
         {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex"},
+        {"gpus": 2048, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
         {
             "model": {"layers": 10_000, "hidden": 1024, "heads": 8, "kv_heads": 8, "ffn": 1024, "vocab": 1000},
             "heads": 8,
@@ -63,6 +66,13 @@ def test_what_is_asked_of_large_clusters_is_not_refused(changes):
     assert size.nbytes < MOST_BYTES / 2
 
 
+def test_one_setting_that_is_too_large_is_no_candidate_and_loses_no_other():
+    asked = {"gpus": 10**6, "tokens_per_gpu": 512, "strategy": "usp", "knobs": {"placement": "context_first"}}
+    found = evaluate(scenario_from(FIELDS | asked))
+    assert isinstance(found, Infeasible)
+    assert "too large to predict" in found.reason
+
+
 def test_a_user_may_insist(monkeypatch):
     asked = FIELDS | {"mask": {"name": "block_sparse", "block": 1}, "kernel": "flex", "gpus": 4, "tokens_per_gpu": 1024}
     monkeypatch.setattr("cpsim.prediction.size.MOST_S", 0.1)
@@ -82,6 +92,7 @@ def test_a_user_may_insist(monkeypatch):
         {"gpus": 256, "strategy": "striped_ring", **DRAWN},
         {"gpus": 8, "tokens_per_gpu": 10**6, "strategy": "distca", **TINY},
         {"gpus": 1024, "strategy": "distca", "tokens_per_gpu": 512},
+        {"gpus": 128, "tokens_per_gpu": 512, "mask": "shared_question", "kernel": "flex", "strategy": "zigzag_ring"},
     ],
 )
 def test_sizes_are_what_predictions_take(changes):

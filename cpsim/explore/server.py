@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from werkzeug.serving import ThreadedWSGIServer, WSGIRequestHandler
 
-from cpsim.errors import CpsimError, shown
+from cpsim.errors import CpsimError, MachineError, shown
 from cpsim.explore.answers import Answers, load_costs
 from cpsim.explore.app import make_app
 from cpsim.explore.door import LOOPBACK, MOST_BYTES, TOKEN, door_of, keep
@@ -161,7 +161,8 @@ def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterato
         port: 0 takes a free one; the server knows which (``server_port``), and the link to open.
 
     Raises:
-        CpsimError: the address cannot be had, or a run file is broken.
+        CpsimError: this machine has no such address, or a run file is broken.
+        MachineError: the port cannot be had.
     """
     measured = runs_in(runs)
     with _listening(host, port) as listening, TemporaryDirectory(prefix="cpsim-explore-") as folder:
@@ -192,7 +193,8 @@ def _listening(host: str, port: int) -> socket.socket:
     """A socket that listens.
 
     Raises:
-        CpsimError: the address is none, or cannot be had.
+        CpsimError: this machine has no such address.
+        MachineError: it has, but the port cannot be had.
     """
     if not host.strip():
         raise CpsimError("explore: --host: expected an address to listen on, got nothing; leave it out for 127.0.0.1")
@@ -202,7 +204,9 @@ def _listening(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         why = f"explore: cannot listen on {shown(host)} port {port}: {reason}"
-    raise CpsimError(f"{why}; try --port 0" if _is_address(host) else f"{why}; try --host 127.0.0.1")
+    if _is_address(host):
+        raise MachineError(f"{why}; try --port 0")
+    raise CpsimError(f"{why}; try --host 127.0.0.1")
 
 
 def _is_address(host: str) -> bool:

@@ -15,6 +15,7 @@ from cpsim.masks.blocks import BLOCK, Visits, row_sequences, sequence_slices, ta
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
 from cpsim.models.attention.kernels import KERNELS
+from cpsim.runtime.compiled import compiled
 from cpsim.schedule.schedule import ATTENTION_KINDS, READ, WRITE, Kind, Schedule, is_one_of
 
 DTYPES: Final = ("bf16", "fp16")
@@ -98,12 +99,19 @@ def copied_heads(kernel: str, schedule: Schedule, ops: Ints) -> Ints:
 
 def _beside_others(schedule: Schedule, ops: Ints, tensor: str) -> NDArray[np.bool_]:
     """Whether each op has a tensor in a buffer together with another one, ``[A]``."""
-    owner = schedule.op_of_access()
     mine = schedule.block_tensor[schedule.access_block] == schedule.block_tensors.index(tensor)
-    pair = owner * len(schedule.buffer_name) + schedule.access_buffer
-    found = np.zeros(len(schedule), np.bool_)
-    found[owner[mine & np.isin(pair, pair[~mine])]] = True
-    return np.asarray(found[ops], np.bool_)
+    return np.asarray(_shared(ops, schedule.access_start, schedule.access_buffer, mine))
+
+
+@compiled()
+def _shared(ops, access_start, buffer, mine):  # type: ignore[no-untyped-def]
+    """Whether some access of each op that is ``mine`` and one that is not have the same buffer."""
+    found = np.zeros(len(ops), np.bool_)
+    for i in range(len(ops)):
+        for one in range(access_start[ops[i]], access_start[ops[i] + 1]):
+            for other in range(access_start[ops[i]], access_start[ops[i] + 1]):
+                found[i] |= mine[one] and not mine[other] and buffer[one] == buffer[other]
+    return found
 
 
 def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> None:

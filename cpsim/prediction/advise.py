@@ -100,9 +100,8 @@ def evaluate(way: Scenario | Infeasible) -> Evaluated:
     """
     if isinstance(way, Infeasible):
         return way
-    case = resolve(way)
     try:
-        return predictions_of(case)
+        return predictions_of(resolve(way))
     except InfeasibleError as reason:
         return Infeasible(scenario=way, reason=str(reason))
     except MemoryError:

@@ -36,7 +36,7 @@ class _Entries:
             self.chunks.append((unsigned(np.ascontiguousarray(ops))[0], tables))
 
     def close(self, num_ops: int, num_columns: int) -> tuple[Ints, Int32]:
-        """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op.
+        """CSR start ``[num_ops + 1]`` and the columns ``[num_columns, X]``, ordered by op; the chunks are gone.
 
         Entries whose first column is negative are left out.
         """
@@ -49,6 +49,7 @@ class _Entries:
             filled = start.copy()
             for ops, tables in self.chunks:
                 _group(filled, column, ops, tables[0], tables[i])
+        self.chunks.clear()
         return start, grouped
 
 
@@ -236,7 +237,7 @@ class Builder:
         self._routes.append(np.stack([moved[op], source, target, s.route_nbytes[routes]]))
 
     def build(self) -> Schedule:
-        """The finished schedule."""
+        """The finished schedule; what it was collected from is gone."""
         ops = [c[0] for c in self._columns]
         lane_start, (lanes,) = self._lanes.close(self._num_ops, 1)
         dep_start, (deps,) = self._deps.close(self._num_ops, 1)

@@ -100,7 +100,7 @@ def waits(schedule: Schedule, eager: Bools) -> tuple[Ints, Int32]:
             first, before = _launched(first, before, partner, s.lane_start, s.lane_rank)
             if eager.any():
                 first, before = _sent(first, before, eager, partner, s.lane_start, s.lane_rank)
-        found[key] = first, before
+        found[key] = first, before.copy()  # a part of an array that was sized for the worst
     return found[key]
 
 

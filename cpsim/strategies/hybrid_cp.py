@@ -71,8 +71,8 @@ def plan_hybrid_cp(
         ring = Ring(b, Steps(workload, cut, grid), None)
         ring.put_off = casts
         emit_rings(ring, pass_)
-    for cast in casts:
-        cast()
+    while casts:  # rings hold this list and casts hold rings, with all that they are made from
+        casts.pop(0)()
     return b.build()
 
 

@@ -25,7 +25,7 @@ from cpsim.strategies.dcp.planning import estimated_s, planned
 from cpsim.strategies.dcp.timing import Rates
 
 POINTS = Path(__file__).parent / "planning.csv"
-RATES = Rates(flops_per_s=6e14, port_bytes_per_s=4e11, node_bytes_per_s=4e11)
+RATES = Rates(flops_per_s=6e14, port_bytes_per_s=4e11, node_bytes_per_s=4e11, node_latency_s=1e-4)
 SHAPES = ((1, 2), (1, 4), (1, 8), (2, 8), (4, 8), (8, 8))
 MOST = 20_000
 """Computation blocks of a case, at most."""

@@ -211,7 +211,7 @@ def test_numbers_of_yaml_are_read_as_yaml_1_2_does_or_refused(text, values):
     assert answer.status == 2 or json.loads(answer.out)["scenario"]["tokens"] in values
 
 
-SLOW_ANSWER = pytest.mark.xfail(reason="advise answers for four strategies, each of which takes 1.5 s")
+SLOW_ANSWER = pytest.mark.xfail(reason="advise simulates and draws long rings in five ways, each of which takes 1.2 s")
 
 
 @pytest.mark.parametrize(

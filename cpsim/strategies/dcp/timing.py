@@ -35,6 +35,8 @@ class Rates:
     """Rate of a GPU's NVLink, in one direction."""
     node_bytes_per_s: float
     """Rate of a node's network, in one direction."""
+    node_latency_s: float
+    """What an exchange takes longer that reaches other nodes."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Rates:
@@ -45,6 +47,7 @@ class Rates:
             flops_per_s=0.6 * gpu.peak_flops_per_s,
             port_bytes_per_s=port,
             node_bytes_per_s=fabric.uplink_bandwidth_bytes_per_s if fabric else cluster.gpus_per_node * port,
+            node_latency_s=fabric.latency_s if fabric else 0.0,
         )
 
 
@@ -74,6 +77,8 @@ def stage_by_time(
     busy = np.zeros((ranks, MOMENTS + 1))
     np.add.at(busy, (placement.worker, at), flops / rates.flops_per_s)
     ends, seconds = _cut(moments, busy, num_stages)
+    far = needs & (home[:, None] // shape[1] != np.arange(ranks) // shape[1])
+    seconds += rates.node_latency_s * bool(far.any())  # of the first inputs; computation hides that of others
     return np.searchsorted(ends, at), seconds + _results_s(needs, home, back, shape, rates, pass_)
 
 
@@ -154,7 +159,7 @@ def _results_s(needs: Bools, home: Ints, nbytes: Ints, shape: tuple[int, int], r
     node = np.arange(len(moved)) // shape[1]
     far = np.where(node[:, None] != node, moved, 0.0).reshape(shape * 2).sum(axis=(1, 3))
     exchanges = int(given.sum(axis=1).max()) if pass_ == "fwd" else 2 * bool(given.any())
-    return exchanges * STAGE_S + max(
+    return exchanges * (STAGE_S + rates.node_latency_s * bool(far.any())) + max(
         float(np.maximum(sent.sum(axis=0), sent.sum(axis=1)).max() / rate)
         for sent, rate in ((far, rates.node_bytes_per_s), (moved, rates.port_bytes_per_s))
     )

@@ -136,4 +136,5 @@ class Steps:
     def heads_of_parts(self, tensor: str) -> list[tuple[int, int]]:
         """(first head, heads) of every part of the heads."""
         columns = slice(2, 4) if tensor.endswith("kv") else slice(0, 2)
-        return [(first, count) for first, count in self.heads[self.grid.ranks[0], columns].tolist()]
+        owners = self.grid.ranks[0, : self.grid.part.max() + 1]
+        return [(first, count) for first, count in self.heads[owners, columns].tolist()]

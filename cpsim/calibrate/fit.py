@@ -14,7 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,13 @@ from cpsim.models.profile import Profile
 from cpsim.models.standin import StandIn
 
 FOLDS = 5
+EARLY_S: Final = (0.15, 0.6)
+"""Of a run from idle: when the clock has come down and the limiter, which looks at a second or so, has not set in; the
+calls that kernels are fitted to are of this age."""
+LEAST_S, LATE = 1.5, 0.85
+"""Seconds that a run lasts at least to tell what a steady state is, and the share of them after which it is one."""
+ASSUMED_SUSTAINED: Final = 0.02
+"""Deviation of kernels in a steady state, where it was not measured."""
 STANDS_IN = ("elementwise", "host", "collective", "transfer")
 """Ops of another GPU's machines that count where there are none of this one's."""
 FEWEST_OF_GPU, LONG_CALL_S = 5, 3e-4
@@ -111,6 +118,7 @@ def fit_profile(
             held_out=(),
             provenance=tuple(_source(m, gpus[0]) for m in measurements),
             layers=fit_layers(chosen, num_sms, copies),
+            sustained=fit_sustained(everything)[0] or (stand_in.profile.sustained if stand_in else {}),
         )
 
     by_fold: list[list[Residual]] = []
@@ -123,6 +131,7 @@ def fit_profile(
     models = {row.model for row in rows} or set(filter(None, map(model_of, points)))
     sigma = _sigma(rows, models, _run_to_run(profile, kernels)) | _spreads(everything) | _between_gpus(profile, kernels)
     sigma |= dict(zip(("host", "host thread"), host_spread(measurements), strict=True))
+    sigma |= {"sustained": fit_sustained(everything)[1]}
     held_out = tuple(row | {"covered": covered[row["model"]]} for row in summary(rows))
     profile = replace(profile, held_out=held_out, sigma=sigma)
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
@@ -303,6 +312,26 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
         low, high = np.quantile(np.log(launches), (0.25, 0.75))
         spread["graph"] = float(high - low) / QUARTILES
     return spread
+
+
+def fit_sustained(points: Sequence[Point]) -> tuple[dict[str, float], float]:
+    """How much longer kernels take after seconds of load, as ``Profile.sustained`` has it, and its deviation from GPU
+    to GPU and from second to second."""
+    logs: dict[str, list[float]] = {}
+    for p in (p for p in points if p["op"] == "sustained"):
+        at, seconds = np.array(p["times_s"]), np.array(p["samples_s"])
+        early, late = seconds[(at > EARLY_S[0]) & (at <= EARLY_S[1])], seconds[at >= LATE * at.max()]
+        if at.max() >= LEAST_S and len(early):
+            longer = float(np.log(np.median(late) / np.median(early)))
+            logs.setdefault(f"{p['kernel']} {p['pass']}", []).append(longer)
+    if not logs:
+        return {}, ASSUMED_SUSTAINED
+    found = {name: float(np.median(each)) for name, each in sorted(logs.items())}
+    apart = [one - found[name] for name, each in logs.items() for one in each]
+    everything = [one for each in logs.values() for one in each]
+    return found | {"others": float(np.median(everything))}, float(np.std(apart)) if len(
+        apart
+    ) > 1 else ASSUMED_SUSTAINED
 
 
 def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:

@@ -13,7 +13,7 @@ from cpsim.calibrate.measurement import LOAD_BYTES, ROUNDS, Measurements, Point
 from cpsim.calibrate.residuals import measured
 from cpsim.errors import ProfileError
 from cpsim.models.elementwise import ElementwiseParams
-from cpsim.models.host import WARM, HostParams
+from cpsim.models.host import HostParams
 from cpsim.models.standin import StandIn
 
 Floats = NDArray[np.float64]
@@ -113,8 +113,8 @@ def median_launches(points: Sequence[Point]) -> dict[str, float]:
         elif kind == "transfer_pair":
             kind = "transfer"
         elif " begin " in kind or " end " in kind:  # such as torch sdpa_flash begin fwd
-            code, *_, edge, pass_ = kind.removesuffix(WARM).split()
-            kind = f"{code} {edge} {pass_}{WARM * kind.endswith(WARM)}"
+            code, *_, edge, pass_ = kind.split()
+            kind = f"{code} {edge} {pass_}"
         times = point["samples_s"]
         if in_steps(point):
             samples.setdefault(f"{kind} first", []).append(float(np.median(times[::ROUNDS])))
@@ -221,7 +221,7 @@ def on_mean_host(m: Measurements, stepped: Container[str], paces: Sequence[float
         if p["op"] == "host":
             if p.get("place") == "in a row" or (p["kind"] in stepped and not in_steps(p)):
                 continue
-            if str(p.get("place", "")).startswith("in loops"):
+            if str(p.get("place", "")).startswith("in loops") or p["kind"].endswith(" warm"):
                 continue
             p = p | {"samples_s": [s / pace for s in p["samples_s"]]}
         yield p

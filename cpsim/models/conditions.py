@@ -25,6 +25,8 @@ class Conditions:
     """How long GPUs are idle between two iterations [s]."""
     launches: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, names of host measurements where launches cost otherwise; see ``strategies.others``."""
+    views: tuple[int, int] = (0, 0)
+    """Views that hosts take beside every call of an attention kernel, forward and backward."""
     row_kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, names of measurements of memory-bound kernels that differ from ours."""
     captured: bool = False

@@ -11,8 +11,6 @@ from pydantic import ConfigDict
 from cpsim.units import CLOSED, ByName, Quantity, Seconds
 
 ATTENTION = {"attention": "fwd", "attention_backward": "bwd"}
-WARM = " warm"
-"""Ends the names of calls that a host makes again and again without a pause, as where iterations run back to back."""
 HELD_S = 1e-3
 """How long GPUs wait for hosts in the pauses that are called `held`."""
 COPIES = {"elementwise": "copy", "barrier": "all_reduce"}

@@ -32,8 +32,9 @@ PYTHON: Final = "python"
 PYTHON_POWER: Final = 0.4
 """Launches follow the Python loop to this power, over four hosts of two H100 of which both were measured: a launch is a
 driver's work as well, and a loop of seconds catches a core in one of its moods."""
-SIGMA_FACTOR: Final = 0.05
-"""Standard deviation of the logarithm that a factor leaves, other threads and seconds apart; assumed."""
+SIGMA_FACTOR: Final = 0.1
+"""Standard deviation of the logarithm that a factor leaves, other threads and seconds apart: two of one machine, a
+minute apart, were 1.36 and 1.14, of another one 1.20 and 1.10."""
 SIGMA_PYTHON: Final = 0.15
 """The same where only the Python loop was timed; assumed."""
 

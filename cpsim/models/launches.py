@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.models.conditions import Conditions
-from cpsim.models.host import WARM
 from cpsim.models.spread import expected_maximum
 from cpsim.runtime.compiled import compiled, unsigned
 from cpsim.schedule.schedule import (
@@ -56,13 +55,13 @@ def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given:
     for (i, first), kind in product(enumerate((False, True)), kinds):
         name = kind.name.lower()
         per_kind[i, kind] = host.seconds(name, given.kernel, _names(given, name, pass_, first))
+    if any(given.views):
+        view = host.measured(["view in bwd", "view"] if pass_ == "bwd" else ["view"]) or 0.0
+        per_kind[:, list(ATTENTION_KINDS)] += given.views[pass_ == "bwd"] * view
     # A batched send and receive is one call: half of it belongs to each of the two transfers.
     calls = np.array([2 if kind == Kind.TRANSFER else 1 for kind in Kind])
     talks = is_one_of(np.arange(len(Kind), dtype=np.int8), COMMUNICATION_KINDS)
-    warm = (WARM, "") if np.isinf(ahead) else ("",)
-    edges = np.array(
-        [host.measured([name + end for end in warm for name in _names(given, edge, pass_)]) or 0.0 for edge in EDGES]
-    )
+    edges = np.array([host.measured(_names(given, edge, pass_)) or 0.0 for edge in EDGES])
     starts, ranks, ops = unsigned(schedule.lane_start, schedule.lane_rank, schedule.kind)
     launched = np.asarray(_launched(starts, ranks, ops, schedule.num_ranks, per_kind / calls, calls, talks, edges))
     launched *= float(np.exp(given.profile.sigma["host thread"] * slowest))

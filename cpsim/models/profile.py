@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.files import as_profile_error, explain, parse_json, read_text
@@ -31,9 +31,12 @@ from cpsim.models.network.interference import InterferenceParams
 from cpsim.runtime.files import noted, while_unchanged, write
 from cpsim.units import CLOSED, ByName, Quantity
 
+Floats = NDArray[np.float64]
 SCHEMA = 4
 BASE = "base"
 """What an attention kernel says that is the base's."""
+POWER_OF_CLOCK = 2.5
+"""Exponent of the power that busy tensor cores draw at a clock: voltage follows it."""
 FOLDER = Path(__file__).parent.with_name("data") / "profiles"
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 
@@ -108,6 +111,9 @@ class Profile:
     """Header of every measurement file behind it, and what each was used for."""
     layers: LayerCosts | None = None
     """None where nobody measured them."""
+    sustained: ByName[Annotated[float, Quantity("", -1, 1)]] = dataclasses.field(default_factory=dict)
+    """Logarithm of how much longer a kernel takes after seconds at the power limit than in the calls that it was fitted
+    to, which take tenths of a second: `fa2 fwd`, and `others` for those that nobody ran for so long."""
 
     def attention_params(self, kernel: str, pass_: str) -> AttentionParams:
         """Parameters of one kernel and pass (`fwd` or `bwd`).
@@ -120,6 +126,18 @@ class Profile:
         except KeyError:
             known = ", ".join(sorted({k for k, _ in self.attention}))
             raise ProfileError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
+
+    def sustained_factor(self, kernel: str, pass_: str, duty: ArrayLike = 1.0) -> Floats:
+        """How much longer a kernel takes in a steady state.
+
+        Power grows with the clock to the power of 2.5 or so, so that a GPU that idles a little has what it needs.
+
+        Args:
+            kernel, pass_: which.
+            duty: share of the time in which GPUs are busy.
+        """
+        longer = self.sustained.get(f"{kernel} {pass_}", self.sustained.get("others", 0.0))
+        return np.asarray(np.maximum(1.0, np.exp(longer) * np.asarray(duty, np.float64) ** (1 / POWER_OF_CLOCK)))
 
     def attention_notes(
         self, kernel: str, pass_: str, q_len: ArrayLike, k_len: ArrayLike, heads: ArrayLike

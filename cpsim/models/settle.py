@@ -56,7 +56,8 @@ def settle(
     paced: Bools,
     given: Conditions,
 ) -> Settled:
-    """The clock that every GPU settles at, from what runs on it in an iteration and between two.
+    """The clock that every GPU settles at, from what runs on it in an iteration and between two; where iterations run
+    back to back, after seconds of it.
 
     Messages draw what their bytes do at the rate of a port, whatever paces them. A GPU is idle as long as the slowed
     iteration leaves it; where others are what takes long, it may make up for its clock.
@@ -90,6 +91,9 @@ def settle(
         known, period = period, float(earliest(*before, duration, release_s)[1].max()) - slowed
         if np.allclose(known, period, rtol=SETTLED):
             break
+    if np.isinf(given.ahead_s) and not given.reads:
+        busy = (np.bincount(ranks, duration[attends], schedule.num_ranks) + drawn) / np.maximum(known, 1e-12)
+        duration[attends] *= given.profile.sustained_factor(given.kernel, pass_, np.minimum(busy, 1.0))[ranks]
     return Settled(duration, start, end)
 
 

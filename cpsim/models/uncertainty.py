@@ -70,7 +70,14 @@ class Draws:
 
 
 def draws_of(
-    profile: Profile, cluster: Cluster, kernel: str, *, captured: bool, layers: bool, seed: Sequence[int]
+    profile: Profile,
+    cluster: Cluster,
+    kernel: str,
+    *,
+    captured: bool,
+    layers: bool,
+    steady: bool,
+    seed: Sequence[int],
 ) -> Draws:
     """The draws of one prediction.
 
@@ -80,10 +87,11 @@ def draws_of(
         kernel: attention kernel.
         captured: hosts launch CUDA graphs.
         layers: cost models of layers are drawn, too.
+        steady: iterations run back to back, as long as it takes to heat a GPU.
         seed: of the prediction's own errors.
     """
     fabric, names = cluster.fabric, GROUPS if layers else OF_ATTENTION
-    sigma = {NOISE: float(profile.sigma[NOISE])}
+    sigma = {NOISE: float(np.hypot(profile.sigma[NOISE], profile.sigma.get("sustained", 0.0) if steady else 0.0))}
     for name in names:
         if name == "transfer between nodes":
             sigma[name] = fabric.flow_sigma_log if fabric else 0.0

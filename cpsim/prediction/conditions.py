@@ -36,6 +36,7 @@ def conditions(
         ahead_s=0.0 if protocol == "synced" else inf,
         pause_s=profile.host.pause_s["synced"] if protocol == "synced" else 0.0,
         launches=code.launches if support.launches is None else support.launches,
+        views=support.views,
         row_kernels=code.row_kernels,
         captured=code.captured,
         unbatched=code.unbatched,

@@ -269,6 +269,7 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
         case.scenario.kernel,
         captured=case.code.captured,
         layers=case.scenario.model is not None,
+        steady=case.scenario.protocol == "streamed",
         seed=seed_of(words, *(schedule for one in passes for schedule in one.schedules)),
     )
 
@@ -278,7 +279,13 @@ def step_prediction(case: Case, step: Step) -> Prediction:
     scenario = case.scenario
     label = f"{scenario.strategy} {sorted(scenario.knobs.items())} {scenario.kernel} {scenario.parallel}"
     drawn = draws_of(
-        case.profile, case.cluster, scenario.kernel, captured=case.code.captured, layers=True, seed=seed_of(label)
+        case.profile,
+        case.cluster,
+        scenario.kernel,
+        captured=case.code.captured,
+        layers=True,
+        steady=True,
+        seed=seed_of(label),
     )
     draws = drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise()
     return Prediction(

@@ -69,7 +69,7 @@ def task_seconds(
         kv_len: keys of every task, the queries' own positions being the last, ``[M]``.
 
     Returns:
-        ``[2, N]``: forward, backward, at the clock that an endless run keeps.
+        ``[2, N]``: forward, backward, at the clock that an endless run keeps after seconds.
     """
     count, causal = len(start) - 1, np.ones(len(q_len), bool)
     heads, kv_heads = (np.full(count, number // tp) for number in (model.heads, model.kv_heads))
@@ -78,6 +78,7 @@ def task_seconds(
             clocked_seconds(
                 profile.attention_params(kernel, pass_), start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
             )[0]
+            * profile.sustained_factor(kernel, pass_)
             for pass_ in PASSES
         ]
     )

@@ -8,8 +8,7 @@ context-parallel strategy: wall seconds that one call keeps the host busy (`op: 
 memory-bound kernels (`op: elementwise`). How long a call takes depends on what ran between it and the one before, so
 calls that one code makes in a step are timed in turns, `in steps`, `ROUNDS` times over after a barrier, as in a ring
 of so many ranks; the rest once after a barrier, `in turns` among all kinds. Those on the thread of a backward pass have
-points of their own, `... in bwd`. Steps are timed once more, `in loops`, one after the other without a barrier, as
-where iterations run back to back. `python` is the loop of `cpsim.calibrate.pace`.
+points of their own, `... in bwd`. `python` is the loop of `cpsim.calibrate.pace`.
 What an iteration that starts cold pays once are its edges: `begin`, from the call of a package until its code first
 communicates or calls its ring, and `end`, from its ring until the call has returned; `autograd entry` and `exit` are
 those of a Function that does nothing.
@@ -39,7 +38,6 @@ from cpsim.calibrate.measurement import ROUNDS, Writer
 from cpsim.calibrate.pace import python_seconds
 from cpsim.case.load import scenario_from
 from cpsim.errors import CpsimError
-from cpsim.models.host import WARM
 from cpsim.real.measure.kernels import Bench
 from cpsim.real.others import make as make_runner
 from cpsim.real.others.autograd import forget_compiled
@@ -53,11 +51,8 @@ TOKENS = 512 if torch.cuda.is_available() else 8
 HEADS, KV_HEADS, DIM = 32, 8, 128
 ENTRIES = ("_dense", "_varlen")
 PASSES: tuple[Literal["fwd", "bwd"], ...] = ("fwd", "bwd")
-WARMTH = ((False, ""), (True, WARM))
 IDLE_S = 5e-3
 """What the GPU takes for an iteration of some 8k tokens."""
-LOOPS = 60
-"""Times that a step is repeated in a loop, of which the first quarter warms up."""
 STEPS = (
     ("flash_attn_fwd_dense", "jit_merge", "transfer_of_two", "cast", "view"),
     ("flash_attn_bwd_dense", "transfer_of_two", "cast", "add", "view", "empty"),
@@ -133,9 +128,7 @@ def autograd(x: dict[str, Tensor]) -> dict[str, Call]:
     }
 
 
-def edges(
-    node: Node, call: Call, first: list[float], last: list[float], is_warm: bool = False
-) -> tuple[list[float], list[float]]:
+def edges(node: Node, call: Call, first: list[float], last: list[float]) -> tuple[list[float], list[float]]:
     """Seconds from a call until its code does something for the first time, and from the last time until it returns.
 
     All ranks have been idle for `IDLE_S`, in which autograd's thread sleeps, as while a GPU works on an iteration.
@@ -145,16 +138,13 @@ def edges(
         call: what is called.
         first: filled by the call with the times at which its code began to do something.
         last: the same with those at which it had done it.
-        is_warm: ranks are not idle, but make one call after the other.
     """
     before, after = [], []
     for i in range(40):
+        hold(IDLE_S, node.device)
         node.synchronize()
-        if not is_warm:
-            hold(IDLE_S, node.device)
-            node.synchronize()
-            node.evict()
-            node.meet()
+        node.evict()
+        node.meet()
         first.clear()
         last.clear()
         start = time.perf_counter()
@@ -189,9 +179,7 @@ def entries(x: dict[str, Tensor], node: Node) -> dict[str, list[float]]:
     out = function.apply(leaf)
     back = partial(torch.autograd.grad, out, leaf, dout, retain_graph=True)
     for pass_, call in (("fwd", lambda: function.apply(leaf)), ("bwd", back)):
-        for warm, ending in WARMTH:
-            entry, leaving = edges(node, call, first, last, warm)
-            found[f"autograd entry {pass_}{ending}"], found[f"autograd exit {pass_}{ending}"] = entry, leaving
+        found[f"autograd entry {pass_}"], found[f"autograd exit {pass_}"] = edges(node, call, first, last)
     return found
 
 
@@ -231,11 +219,10 @@ def package_edges(node: Node) -> dict[str, list[float]]:
                 with silenced(implementation, first, last):
                     runner.prepare()
                     runner.launch()
-                    both = [(ending, edges(node, runner.launch, first, last, warm)) for warm, ending in WARMTH]
-                for ending, (begin, end) in both:
-                    found[f"{words} begin {pass_}{ending}"] = begin
-                    if implementation == "torch":  # the rest of all others runs inside of a Function
-                        found[f"{words} end {pass_}{ending}"] = end
+                    begin, end = edges(node, runner.launch, first, last)
+                found[f"{words} begin {pass_}"] = begin
+                if implementation == "torch":  # the rest of all others runs inside of a Function
+                    found[f"{words} end {pass_}"] = end
         except (CpsimError, RuntimeError, AssertionError) as error:  # the same on all ranks
             print(f"error in edges of {words}: {error}"[:300], flush=True)
     return found
@@ -428,7 +415,7 @@ def measure(node: Node, writer: Writer | None, *, with_edges: bool = True, repea
     Args:
         node: this rank.
         writer: where points go; None on ranks that only take part.
-        with_edges: what iterations that start cold pay once, too, and loops.
+        with_edges: what iterations that start cold pay once, too.
         repeats: rounds that count, after a third as many that do not.
     """
     dtype = torch.bfloat16 if node.cuda else torch.float32
@@ -481,12 +468,6 @@ def measure(node: Node, writer: Writer | None, *, with_edges: bool = True, repea
             for i, (kind, which) in enumerate(several):
                 times = [t for mine in samples for t in mine[i :: len(several)]]
                 write(writer, kind, which, "in steps" if place == "in turns" else "in steps in bwd", times)
-            if not with_edges:
-                continue
-            loops = time_all([*several.values()] * LOOPS, node)[LOOPS // 4 * len(several) :]
-            for i, (kind, which) in enumerate(several):
-                where = "in loops" if place == "in turns" else "in loops in bwd"
-                write(writer, kind, which, where, loops[i :: len(several)])
 
 
 def write(writer: Writer | None, kind: str, which: str, place: str, times: Sequence[float]) -> None:

@@ -41,6 +41,10 @@ class Support:
     """Documents are a batch, all of one length."""
     varlen: tuple[str, ...] = ()
     """Masks under which kernels are told the lengths of their sequences even where there is only one."""
+    views: tuple[int, int] = (0, 0)
+    """Views of tensors that the code takes beside every call of a kernel, forward and backward: slices, chunks and
+    entries, which launch nothing and cost the host a call each. Where steps differ, the mean of those behind the first.
+    """
     launches: Mapping[str, tuple[str, ...]] | None = None
     """Names of host measurements as the code's, where this strategy is other code; None: the code's."""
     reads: tuple[str, ...] = ()

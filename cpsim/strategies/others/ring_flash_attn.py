@@ -75,17 +75,18 @@ RING_FLASH_ATTN: Final = Implementation(
     name="ring-flash-attn",
     source="ring-flash-attn 0.1.8",
     strategies={
-        "ring": Support(masks=DENSE + DOCUMENTS, chunks=1, varlen=DOCUMENTS),
+        "ring": Support(masks=DENSE + DOCUMENTS, chunks=1, varlen=DOCUMENTS, views=(2, 0)),
         "zigzag_ring": Support(
             masks=("causal", "causal_document"),
             chunks=2,
             knobs={"zigzag": ("document",)},
             varlen=DOCUMENTS,
+            views=(3, 8),
             reads=DOCUMENTS,  # get_half_index: values of cu_seqlens
         ),
-        "striped_ring": Support(masks=("causal",), chunks=1),
+        "striped_ring": Support(masks=("causal",), chunks=1, views=(5, 12)),
         "allgather": Support(
-            masks=DENSE + DOCUMENTS, knobs={"layout": ("contiguous",)}, varlen=DENSE + DOCUMENTS
+            masks=DENSE + DOCUMENTS, knobs={"layout": ("contiguous",)}, varlen=DENSE + DOCUMENTS, views=(9, 18)
         ),  # llama3_flash_attn_varlen.py
     },
     kernels=("fa2",),

@@ -53,7 +53,7 @@ TORCH: Final = Implementation(
     name="torch",
     source="torch 2.11, scaled_dot_product_attention and torch.distributed.tensor.experimental.context_parallel",
     strategies={
-        "none": Support(masks=DENSE, launches=_ALONE),
+        "none": Support(masks=DENSE, views=(4, 0), launches=_ALONE),  # transposes
         "ring": Support(masks=DENSE, chunks=1),
         "zigzag_ring": Support(masks=("causal",), chunks=2),
         "allgather": Support(

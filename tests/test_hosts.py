@@ -98,7 +98,7 @@ def test_views_of_tensors_cost_the_host_as_often_as_the_code_takes_them():
     """ring-flash-attn's all-gather slices every tensor for every group of heads; its plain ring passes them on."""
     profile, found = load_profile("h100"), {}
     for strategy, knobs in (("ring", {}), ("allgather", {"heads_per_gather": 8})):
-        case = EAGER | SHORT | {"strategy": strategy, "knobs": knobs, "pass": "fwd"}
+        case = EAGER | SHORT | {"strategy": strategy, "knobs": knobs, "pass": "fwd", "mask": "full"}
         resolved = resolve(scenario_from(case))
         mine = resolved.conditions()
         plain = replace(mine, views=(0, 0))

@@ -14,7 +14,7 @@ from cpsim.calibrate.measurement import Measurements
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.errors import InfeasibleError
 from cpsim.models.host_speed import load_host, on_host, save_host
-from cpsim.models.launches import release_times
+from cpsim.models.launches import VIEWS_OF_CHUNK, release_times
 from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
 from cpsim.prediction.case import resolve
@@ -106,7 +106,7 @@ def test_views_of_tensors_cost_the_host_as_often_as_the_code_takes_them():
         kinds, calls = schedule.kinds(), int((schedule.kind == Kind.ATTENTION).sum()) / 2
         late, early = (release_times(schedule, kinds, "fwd", given)[1] for given in (mine, plain))
         threads = np.exp(profile.sigma["host thread"] * expected_maximum(2))
-        found[strategy] = (late - early) / (threads * profile.host.launch_s["view"] * calls)
+        found[strategy] = (late - early) / (threads * profile.host.launch_s["view"] / VIEWS_OF_CHUNK * calls)
     assert found["ring"] == pytest.approx(2)
     assert found["allgather"] == pytest.approx(9)
 

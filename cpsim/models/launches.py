@@ -24,6 +24,8 @@ from cpsim.schedule.schedule import (
 
 Floats = NDArray[np.float64]
 
+VIEWS_OF_CHUNK: Final = 2
+"""Views that the measured call, a chunk of two, makes."""
 EDGES: Final = ("entry", "begin", "exit")
 """What a call into other people's code costs the host beside its launches; see ``Implementation.launches``."""
 
@@ -56,7 +58,7 @@ def release_times(schedule: Schedule, kinds: Sequence[Kind], pass_: Pass, given:
         name = kind.name.lower()
         per_kind[i, kind] = host.seconds(name, given.kernel, _names(given, name, pass_, first))
     if any(given.views):
-        view = host.measured(["view in bwd", "view"] if pass_ == "bwd" else ["view"]) or 0.0
+        view = (host.measured(["view in bwd", "view"] if pass_ == "bwd" else ["view"]) or 0.0) / VIEWS_OF_CHUNK
         per_kind[:, list(ATTENTION_KINDS)] += given.views[pass_ == "bwd"] * view
     # A batched send and receive is one call: half of it belongs to each of the two transfers.
     calls = np.array([2 if kind == Kind.TRANSFER else 1 for kind in Kind])

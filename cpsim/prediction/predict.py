@@ -209,7 +209,7 @@ def _of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
     quick, captured = _on_hosts(case, done, (float(np.exp(-QUICK_HOST * case.profile.sigma["host"])), 0.0))
     late = planning.exposed_s(busy)
     makespans = np.maximum(np.sum([p.makespans(drawn) for p in done], axis=0), host * drawn.factor("host"))
-    draws = makespans * drawn.noise() + late
+    draws = drawn.around(busy + late, makespans * drawn.noise() + late)
     parts["planning"] = late
     notes = (
         *_grades(case),
@@ -287,7 +287,7 @@ def step_prediction(case: Case, step: Step) -> Prediction:
         steady=True,
         seed=seed_of(label),
     )
-    draws = drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise()
+    draws = drawn.around(step.time_s, drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise())
     return Prediction(
         scenario=scenario,
         time_s=step.time_s,

@@ -86,7 +86,7 @@ RING_FLASH_ATTN: Final = Implementation(
         ),
         "striped_ring": Support(masks=("causal",), chunks=1, views=(5, 12)),
         "allgather": Support(
-            masks=DENSE + DOCUMENTS, knobs={"layout": ("contiguous",)}, varlen=DENSE + DOCUMENTS, views=(9, 18)
+            masks=DENSE + DOCUMENTS, knobs={"layout": ("contiguous",)}, varlen=DENSE + DOCUMENTS, views=(9, 23)
         ),  # llama3_flash_attn_varlen.py
     },
     kernels=("fa2",),

@@ -1,0 +1,168 @@
+"""Writes docs/machines.md: errors on machines that were not looked at, and how often intervals hold there.
+
+    python docs/machines.py
+
+For every machine of `data/manifest.yaml` that ran something, its own measurements of hosts and of sustained load are
+left out of the profile, its runs are predicted, and the width of intervals is set by the runs of all other machines.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+
+ROOT: Final = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from cpsim.calibrate.fit import current, fit_sustained, usable, with_enough_calls  # noqa: E402
+from cpsim.calibrate.fit_host import fit_elementwise, fit_host, host_spread  # noqa: E402
+from cpsim.calibrate.recipes import DATA, manifest, measurements, stand_in  # noqa: E402
+from cpsim.case.resolve import cluster_of  # noqa: E402
+from cpsim.models.profile import Profile, load_profile, save_profile  # noqa: E402
+from cpsim.models.uncertainty import WIDER  # noqa: E402
+from cpsim.prediction.compare import Pair, compare, grouped, predict_runs  # noqa: E402
+from cpsim.prediction.runs import holds_runs, load_runs  # noqa: E402
+
+PAGE: Final = Path(__file__).with_name("machines.md")
+COVERAGE: Final = 0.9
+HOST_BOUND: Final = 0.15
+"""Half of an interval, in logarithms and before it is widened, from which on a host decides."""
+FEWEST: Final = 8
+"""Runs of a machine that has a row of its own."""
+
+INTRODUCTION: Final = """# On machines that were not looked at
+
+Written by `python docs/machines.py`. Each machine that ran something is left out in turn: what it measured of its own
+host and of kernels under seconds of load is taken out of the profile, and its runs are predicted. Fits of kernels, and
+of the network inside a node, are those of all machines: they are fitted to thousands of single calls, of which one
+machine has few. No parameter is fitted to runs.
+
+Errors are predicted over measured time, less one, of runs on one node; *sign* is their mean. *Half-width* is half of
+the 90 % interval, the median. One number is taken from runs, and moves no estimate: `WIDER` of
+`cpsim/models/uncertainty.py`, by which intervals are wider than the errors of parts make them, in logarithms. *Inside*
+says how many runs of a machine lie in the interval if that number is set by the other machines: {scales}.
+
+*Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`.
+"""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A run of a machine that was left out."""
+
+    machine: str
+    pair: Pair
+
+    @property
+    def _sides(self) -> tuple[float, float]:
+        p = self.pair.predicted
+        return math.log(p.time_s / p.time_s_low) / WIDER, math.log(p.time_s_high / p.time_s) / WIDER
+
+    @property
+    def half_width(self) -> float:
+        """Of the interval before it is widened, in logarithms."""
+        return sum(self._sides) / 2
+
+    @property
+    def score(self) -> float:
+        """How much wider the interval must be to hold the run."""
+        late = math.log(self.pair.run.time_s / self.pair.predicted.time_s)
+        return abs(late) / max(self._sides[late > 0], 1e-9)
+
+    @property
+    def regime(self) -> str:
+        """The row that it belongs to."""
+        scenario, seconds = self.pair.scenario, self.pair.run.time_s
+        steady = ", back to back" * (scenario.protocol == "streamed")
+        if scenario.implementation == "cpsim":
+            return "our executor" + (", shorter than 1 ms" if seconds < 1e-3 else ", 1 ms and more")
+        if self.half_width >= HOST_BOUND:
+            return f"other people's code, host-bound{steady}"
+        return f"other people's code, {'from 10 ms up' if seconds >= 1e-2 else 'shorter than 10 ms'}{steady}"
+
+
+def profile_without(name: str, machine: str) -> Profile:
+    """A shipped profile without what one machine says of hosts and of seconds of load."""
+    shipped, base, points = load_profile(name), stand_in(name), manifest()["points"]
+    of = {Path(path).name: about.get("machine") for path, about in points.items()}
+    others = [m for m in measurements(name) if of[m.source] != machine or not (m.of("host") or m.of("sustained"))]
+    everything = current(others, shipped.gpu)
+    chosen = with_enough_calls([p for p in everything if usable(p)], base)
+    copies = fit_elementwise(chosen, base)
+    host = fit_host(
+        [p for p in chosen if p["op"] == "host"],
+        [p for p in chosen if p["op"] == "graph"],
+        [p for p in chosen if p["op"] == "cached" and "graph_s" in p],
+        copies.latency_s["copy"],
+        base,
+    )
+    launches = {**shipped.host.launch_s, **host.launch_s}  # calls that only this machine timed stay
+    sustained, of_load = fit_sustained(everything)
+    between, within = host_spread(others)
+    return replace(
+        shipped,
+        host=replace(shipped.host, launch_s=launches),
+        sustained=sustained or shipped.sustained,
+        sigma={**shipped.sigma, "host": between, "host thread": within, "sustained": of_load},
+    )
+
+
+def held_out() -> list[Held]:
+    """All runs on one node, each predicted without its machine."""
+    files, found = manifest()["runs"], list[Held]()
+    by_machine = grouped(
+        [name for name, about in files.items() if "left_out" not in about and holds_runs(DATA / name)],
+        lambda name: files[name]["machine"],
+    )
+    with TemporaryDirectory() as folder:
+        for machine, names in by_machine.items():
+            runs = [run for name in names for run in load_runs(DATA / name)]
+            runs = [run for run in runs if run.scenario.part is None and cluster_of(run.scenario).num_nodes == 1]
+            for profile, mine in grouped(runs, lambda run: cluster_of(run.scenario).profile).items():
+                path = Path(folder) / f"{machine}-{profile}.json"
+                save_profile(profile_without(str(profile), machine), path)
+                told = {"profile": str(path)}
+                asked = [replace(run, scenario=run.scenario.model_copy(update=told)) for run in mine]
+                found += [Held(machine, pair) for pair in compare(predict_runs(asked), asked).pairs]
+    return found
+
+
+def scale_of(runs: Sequence[Held]) -> float:
+    """By how much intervals must be wider so that they hold as many runs as they promise."""
+    return float(np.quantile([run.score for run in runs], COVERAGE))
+
+
+def row(name: str, runs: Sequence[Held], scales: dict[str, float]) -> str:
+    """One line of a table."""
+    errors = [run.pair.error for run in runs]
+    inside = mean(run.score <= scales[run.machine] for run in runs)
+    half = median(math.exp(run.half_width * scales[run.machine]) - 1 for run in runs)
+    cells = [f"{mean(map(abs, errors)):.1%}", f"{mean(errors):+.1%}", f"{inside:.0%}", f"{half:.1%}"]
+    return f"| {name} | {len(runs)} | {' | '.join(cells)} |".replace("%", " %")
+
+
+def page(runs: Sequence[Held]) -> str:
+    """The page."""
+    machines = sorted({run.machine for run in runs})
+    scales = {machine: scale_of([run for run in runs if run.machine != machine]) for machine in machines}
+    head = ["| {} | runs | mean error | sign | inside | half-width |", "| --- | --- | --- | --- | --- | --- |"]
+    between = f"{min(scales.values()):.2f} to {max(scales.values()):.2f}, all together {scale_of(runs):.2f}"
+    lines = [INTRODUCTION.format(scales=between), head[0].format("regime"), head[1]]
+    lines += [row(name, mine, scales) for name, mine in sorted(grouped(runs, lambda run: run.regime).items())]
+    theirs = [run for run in runs if run.pair.scenario.implementation != "cpsim"]
+    lines += ["", "## Other people's code, machine by machine", "", head[0].format("machine"), head[1]]
+    by_machine = grouped(theirs, lambda run: run.machine)
+    lines += [row(name, by_machine[name], scales) for name in machines if len(by_machine.get(name, ())) >= FEWEST]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(held_out()), encoding="utf-8")

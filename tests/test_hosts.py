@@ -14,7 +14,7 @@ from cpsim.calibrate.measurement import Measurements
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.errors import InfeasibleError
 from cpsim.models.host_speed import load_host, on_host, save_host
-from cpsim.models.launches import VIEWS_OF_CHUNK, release_times
+from cpsim.models.launches import HOT, release_times
 from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
 from cpsim.prediction.case import resolve
@@ -95,7 +95,8 @@ def test_our_graphs_are_launched_at_once_whatever_the_host():
 
 
 def test_views_of_tensors_cost_the_host_as_often_as_the_code_takes_them():
-    """ring-flash-attn's all-gather slices every tensor for every group of heads; its plain ring passes them on."""
+    """ring-flash-attn's all-gather slices every tensor for every group of heads; its plain ring passes them on. The
+    first of several in a row takes longest."""
     profile, found = load_profile("h100"), {}
     for strategy, knobs in (("ring", {}), ("allgather", {"heads_per_gather": 8})):
         case = EAGER | SHORT | {"strategy": strategy, "knobs": knobs, "pass": "fwd", "mask": "full"}
@@ -106,9 +107,9 @@ def test_views_of_tensors_cost_the_host_as_often_as_the_code_takes_them():
         kinds, calls = schedule.kinds(), int((schedule.kind == Kind.ATTENTION).sum()) / 2
         late, early = (release_times(schedule, kinds, "fwd", given)[1] for given in (mine, plain))
         threads = np.exp(profile.sigma["host thread"] * expected_maximum(2))
-        found[strategy] = (late - early) / (threads * profile.host.launch_s["view"] / VIEWS_OF_CHUNK * calls)
-    assert found["ring"] == pytest.approx(2)
-    assert found["allgather"] == pytest.approx(9)
+        found[strategy] = (late - early) / (threads * profile.host.launch_s["view"] * calls)
+    assert found["ring"] == pytest.approx(1 + HOT)
+    assert found["allgather"] == pytest.approx(1 + 8 * HOT)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +249,7 @@ def test_the_host_of_this_machine_is_timed_without_a_gpu(tmp_path):
 def test_the_loop_takes_twice_as_long_for_twice_the_work(monkeypatch):
     once = min(pace.python_seconds(3))
     monkeypatch.setattr(pace, "_call", lambda *args, call=pace._call, **kwargs: (call(*args, **kwargs), call(*args)))
-    assert min(pace.python_seconds(3)) > 1.5 * once
+    assert min(pace.python_seconds(3)) > 1.3 * once
 
 
 # --- spread ---

@@ -147,7 +147,8 @@ RULES = {
     "half the head dimension": Rule(lambda f: f | {"head_dim": 64}, "<="),
     "one pass": Rule(lambda f: f | {"pass": "fwd"}, "<="),
     "the other pass": Rule(lambda f: f | {"pass": "bwd"}, "<="),
-    "iterations back to back": Rule(lambda f: f | {"protocol": "streamed"}, "<="),
+    # but for the clock, which pauses let recover, and for what hot GPUs take longer
+    "iterations back to back": Rule(lambda f: f | {"protocol": "streamed"}, "<=", slack=0.1),
     # masks
     "a full mask": Rule(
         lambda f: f | {"mask": f["mask"].replace("causal", "full")} if "window" not in f["mask"] else None,
@@ -355,7 +356,7 @@ def test_numbers_of_an_answer_fit_together(strategy, number):
     alone, together = (
         sum(one.time_s - one.parts_s.get("planning", 0.0) for one in some) for some in ((forward, backward), (both,))
     )
-    assert together == pytest.approx(alone)
+    assert 0.98 * alone < together <= alone * (1 + 1e-9)  # the second pass is launched while the first runs
     assert both.bytes_sent_per_gpu <= (forward.bytes_sent_per_gpu + backward.bytes_sent_per_gpu) * (1 + 1e-12)
     assert both.peak_memory_bytes == max(forward.peak_memory_bytes, backward.peak_memory_bytes)
     assert both.tflops_per_gpu * both.time_s * fields["gpus"] * 1e12 == pytest.approx(flops)

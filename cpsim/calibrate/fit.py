@@ -319,7 +319,7 @@ def fit_sustained(points: Sequence[Point]) -> tuple[dict[str, float], float]:
     to GPU and from second to second."""
     logs: dict[str, list[float]] = {}
     for p in (p for p in points if p["op"] == "sustained"):
-        at, seconds = np.array(p["times_s"]), np.array(p["samples_s"])
+        at, seconds = np.array([*p["times_s"], 0.0]), np.array([*p["samples_s"], 0.0])
         early, late = seconds[(at > EARLY_S[0]) & (at <= EARLY_S[1])], seconds[at >= LATE * at.max()]
         if at.max() >= LEAST_S and len(early):
             longer = float(np.log(np.median(late) / np.median(early)))

@@ -14,6 +14,7 @@ from cpsim.calibrate.residuals import measured
 from cpsim.errors import ProfileError
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
+from cpsim.models.host_speed import PYTHON
 from cpsim.models.standin import StandIn
 
 Floats = NDArray[np.float64]
@@ -221,7 +222,7 @@ def on_mean_host(m: Measurements, stepped: Container[str], paces: Sequence[float
         if p["op"] == "host":
             if p.get("place") == "in a row" or (p["kind"] in stepped and not in_steps(p)):
                 continue
-            if str(p.get("place", "")).startswith("in loops") or p["kind"].endswith(" warm"):
+            if str(p.get("place", "")).startswith("in loops") or p["kind"].endswith(" warm") or p["kind"] == PYTHON:
                 continue
             p = p | {"samples_s": [s / pace for s in p["samples_s"]]}
         yield p

@@ -181,6 +181,8 @@ def read_point(point: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"k_lens: expected as many as q_lens, got {len(found['k_lens'])}")
     if "q_lens" in found and not found["q_lens"]:
         raise ValueError("q_lens: expected at least one length, got none")
+    if "times_s" in found and len(found["times_s"]) != len(found.get("samples_s", ())):
+        raise ValueError(f"times_s: expected as many as samples_s, got {len(found['times_s'])}")
     _check_rate(found)
     return found
 

@@ -28,7 +28,9 @@ from cpsim.units import CLOSED, ByName, Quantity, Seconds
 FORMAT: Final = "cpsim-host"
 SCHEMA: Final = 1
 PYTHON: Final = "python"
-"""The Python loop of ``cpsim.calibrate.pace`` among launches."""
+"""The Python loop of ``cpsim.calibrate.pace`` among measured launches."""
+USUAL_PYTHON_S: Final = 7.3e-7
+"""Seconds of one call of it on the mean of these hosts."""
 PYTHON_POWER: Final = 0.4
 """Launches follow the Python loop to this power, over four hosts of two H100 of which both were measured: a launch is a
 driver's work as well, and a loop of seconds catches a core in one of its moods."""
@@ -57,19 +59,13 @@ class HostFile:
     launch_s: ByName[Seconds]
     """Seconds of launches, as a profile names them; empty where there was no GPU."""
 
-    def factor(self, host: HostParams, where: str) -> tuple[float, float]:
-        """How much longer this machine's hosts take than a profile's, and the deviation of its logarithm.
-
-        Raises:
-            ProfileError: they have no launch in common; names the file.
-        """
+    def factor(self, host: HostParams) -> tuple[float, float]:
+        """How much longer this machine's hosts take than a profile's, and the deviation of its logarithm."""
         common = [name for name in self.launch_s if name in host.launch_s and name != PYTHON]
         if common:
             logs = [np.log(self.launch_s[name] / host.launch_s[name]) for name in common]
             return float(np.exp(np.mean(logs))), SIGMA_FACTOR
-        if PYTHON not in host.launch_s:
-            raise ProfileError(f"host: {where}: expected launches that the profile has, too, got none of them")
-        return float(self.python_s / host.launch_s[PYTHON]) ** PYTHON_POWER, SIGMA_PYTHON
+        return float(self.python_s / USUAL_PYTHON_S) ** PYTHON_POWER, SIGMA_PYTHON
 
 
 def on_host(profile: Profile, host: float | str) -> Profile:
@@ -80,10 +76,10 @@ def on_host(profile: Profile, host: float | str) -> Profile:
         host: how much longer they take, or a file of ``cpsim calibrate --host``.
 
     Raises:
-        ProfileError: the file cannot be read, or has nothing to compare.
+        ProfileError: the file cannot be read.
     """
     if isinstance(host, str):
-        factor, sigma = load_host(host).factor(profile.host, host)
+        factor, sigma = load_host(host).factor(profile.host)
     else:
         factor, sigma = host, SIGMA_FACTOR
     scaled = {name: seconds * factor for name, seconds in profile.host.launch_s.items()}

@@ -85,7 +85,7 @@ def draws_of(
     *,
     captured: bool,
     layers: bool,
-    steady: bool,
+    steady: bool = False,
     seed: Sequence[int],
 ) -> Draws:
     """The draws of one prediction.

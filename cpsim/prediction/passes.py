@@ -123,7 +123,8 @@ def run_ranks(case: Case, pass_: Pass, ranks: Sequence[int], lead_s: float | Non
         ProfileError: the profile lacks what it needs.
     """
     schedule = plan_scenario(case.scenario, case.workload, case.cluster, pass_, case.code)
-    alone, given = [schedule.computation(rank) for rank in ranks], case.conditions()
+    alone = [schedule.computation(rank) for rank in ranks]
+    given = replace(case.conditions(), alike=1 / schedule.num_ranks)  # one GPU and its host: no slowest one
     if lead_s is not None:
         given = replace(given, ahead_s=lead_s, pause_s=case.profile.host.pause_s["held"] + lead_s - HELD_S)
     return [simulate(mine, price(mine, given).work) for mine in alone]

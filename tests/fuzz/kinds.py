@@ -111,7 +111,11 @@ def _measurements() -> list[list[dict[str, Any]]]:
     attention = _lines("points/published/h100-fa3.jsonl", lambda i, _: i % 2 == 0)
     network = _lines("points/h200/h200x4-network.jsonl", lambda i, row: i % 20 == 0 and row["op"] != "end")
     kernels = _lines("points/h200/h200-kernels-0.jsonl", lambda i, row: i % 7 == 0 and row["op"] != "attention")
-    others = [{**row, "samples_s": row["samples_s"][:3]} for row in (*network[1:], *kernels[1:])]
+    short = ("samples_s", "times_s")
+    others = [
+        {name: value[:3] if name in short else value for name, value in row.items()}
+        for row in (*network[1:], *kernels[1:])
+    ]
     return [attention, attention + others]
 
 

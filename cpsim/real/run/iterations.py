@@ -42,6 +42,8 @@ LEADING: Final = 5
 """Streamed iterations in which hosts get ahead."""
 WARMUP: Final = 5
 SOAK_S: Final = 0.25
+STEADY_S: Final = 1.5
+"""The same of streamed iterations: the limiter of power looks at a second or so, and first reacts too strongly."""
 WARMUP_S: Final = 0.8
 STABLE: Final = 0.03
 MAX_SOAK: Final = 300
@@ -83,7 +85,7 @@ def time_pass(
         torch.cuda.reset_peak_memory_stats(node.device)
     gc.collect()  # now: in a gap before the measured iterations the clock would recover
     warmup = [max(times) for times in batch(WARMUP)]
-    soak = SOAK_S if node.cuda else 0.0
+    soak = (STEADY_S if protocol == "streamed" else SOAK_S) if node.cuda else 0.0
     while not _is_warm(warmup, soak):
         left = (soak - sum(warmup[1:])) / median(warmup[1:])
         warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
@@ -148,10 +150,10 @@ def stream(runner: Runner, node: Node, num: int) -> list[float]:
 
 
 def _is_warm(seconds: list[float], soak: float) -> bool:
-    if sum(seconds[1:]) > WARMUP_S:
-        return True
     if sum(seconds[1:]) < soak and len(seconds) < MAX_SOAK:
         return False
+    if sum(seconds[1:]) > WARMUP_S:
+        return True
     before, last = median(seconds[-2 * WARMUP : -WARMUP] or [float("inf")]), median(seconds[-WARMUP:])
     return abs(last / before - 1) < STABLE
 

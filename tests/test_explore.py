@@ -162,7 +162,8 @@ def test_a_page_drops_what_it_no_longer_looks_at_and_nobody_else_s(asked):
     kept = list(asked._jobs.values())[-1]
     assert any(piece.cancelled() for piece in dropped.pieces)
     ask(asked, other, "two")
-    assert kept.is_complete
+    with kept.changed:
+        assert kept.changed.wait_for(lambda: kept.is_complete, timeout=30)
     assert not any(piece.cancelled() for piece in kept.pieces)
     assert ask(asked, first, "one").is_complete
 

@@ -53,6 +53,8 @@ FOLDS = 5
 EARLY_S: Final = (0.15, 0.6)
 """Of a run from idle: when the clock has come down and the limiter, which looks at a second or so, has not set in; the
 calls that kernels are fitted to are of this age."""
+NINETIES: Final = 3.29
+"""From the 5th to the 95th percentile, in standard deviations."""
 LEAST_S, LATE = 1.5, 0.85
 """Seconds that a run lasts at least to tell what a steady state is, and the share of them after which it is one."""
 ASSUMED_SUSTAINED: Final = 0.02
@@ -318,20 +320,21 @@ def fit_sustained(points: Sequence[Point]) -> tuple[dict[str, float], float]:
     """How much longer kernels take after seconds of load, as ``Profile.sustained`` has it, and its deviation from GPU
     to GPU and from second to second."""
     logs: dict[str, list[float]] = {}
+    after: dict[str, list[float]] = {}
     for p in (p for p in points if p["op"] == "sustained"):
         at, seconds = np.array([*p["times_s"], 0.0]), np.array([*p["samples_s"], 0.0])
         early, late = seconds[(at > EARLY_S[0]) & (at <= EARLY_S[1])], seconds[at >= LATE * at.max()]
         if at.max() >= LEAST_S and len(early):
-            longer = float(np.log(np.median(late) / np.median(early)))
-            logs.setdefault(f"{p['kernel']} {p['pass']}", []).append(longer)
+            name = f"{p['kernel']} {p['pass']}"
+            logs.setdefault(name, []).append(float(np.log(np.median(late) / np.median(early))))
+            thirds = np.array_split(seconds[at > EARLY_S[1]], 3)  # a run takes longer than a swing of the limiter
+            after.setdefault(name, []).extend(float(np.log(np.median(t) / np.median(early))) for t in thirds if len(t))
     if not logs:
         return {}, ASSUMED_SUSTAINED
     found = {name: float(np.median(each)) for name, each in sorted(logs.items())}
-    apart = [one - found[name] for name, each in logs.items() for one in each]
     everything = [one for each in logs.values() for one in each]
-    return found | {"others": float(np.median(everything))}, float(np.std(apart)) if len(
-        apart
-    ) > 1 else ASSUMED_SUSTAINED
+    low, high = np.quantile([one - found[name] for name, each in after.items() for one in each], (0.05, 0.95))
+    return found | {"others": float(np.median(everything))}, float(high - low) / NINETIES
 
 
 def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:

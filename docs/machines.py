@@ -28,7 +28,7 @@ from cpsim.calibrate.recipes import DATA, manifest, measurements, stand_in  # no
 from cpsim.case.resolve import cluster_of  # noqa: E402
 from cpsim.models.profile import Profile, load_profile, save_profile  # noqa: E402
 from cpsim.models.uncertainty import WIDER  # noqa: E402
-from cpsim.prediction.compare import Pair, compare, grouped, predict_runs  # noqa: E402
+from cpsim.prediction.compare import Comparison, Pair, compare, grouped, predict_runs  # noqa: E402
 from cpsim.prediction.runs import holds_runs, load_runs  # noqa: E402
 
 PAGE: Final = Path(__file__).with_name("machines.md")
@@ -50,7 +50,8 @@ the 90 % interval, the median. One number is taken from runs, and moves no estim
 `cpsim/models/uncertainty.py`, by which intervals are wider than the errors of parts make them, in logarithms. *Inside*
 says how many runs of a machine lie in the interval if that number is set by the other machines: {scales}.
 
-*Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`.
+*Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`. *Regret* is how much
+longer the chosen strategy took than the fastest one.
 """
 
 
@@ -78,15 +79,19 @@ class Held:
         return abs(late) / max(self._sides[late > 0], 1e-9)
 
     @property
+    def steady(self) -> str:
+        """What names of rows end with."""
+        return ", back to back" * (self.pair.scenario.protocol == "streamed")
+
+    @property
     def regime(self) -> str:
         """The row that it belongs to."""
         scenario, seconds = self.pair.scenario, self.pair.run.time_s
-        steady = ", back to back" * (scenario.protocol == "streamed")
         if scenario.implementation == "cpsim":
             return "our executor" + (", shorter than 1 ms" if seconds < 1e-3 else ", 1 ms and more")
         if self.half_width >= HOST_BOUND:
-            return f"other people's code, host-bound{steady}"
-        return f"other people's code, {'from 10 ms up' if seconds >= 1e-2 else 'shorter than 10 ms'}{steady}"
+            return f"other people's code, host-bound{self.steady}"
+        return f"other people's code, {'from 10 ms up' if seconds >= 1e-2 else 'shorter than 10 ms'}{self.steady}"
 
 
 def profile_without(name: str, machine: str) -> Profile:
@@ -161,7 +166,24 @@ def page(runs: Sequence[Held]) -> str:
     lines += ["", "## Other people's code, machine by machine", "", head[0].format("machine"), head[1]]
     by_machine = grouped(theirs, lambda run: run.machine)
     lines += [row(name, by_machine[name], scales) for name in machines if len(by_machine.get(name, ())) >= FEWEST]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", *choices(runs)]) + "\n"
+
+
+def choices(runs: Sequence[Held]) -> list[str]:
+    """How often the strategy that is predicted to be the fastest is, in groups of cases that differ in nothing else."""
+    lines = [
+        "## The best of several strategies",
+        "",
+        "| groups of | groups | right or tied | regret |",
+        "| --- | --- | --- | --- |",
+    ]
+    for name, mine in sorted(grouped(runs, lambda run: run.regime.split(",")[0] + run.steady).items()):
+        of_machine = grouped(mine, lambda run: run.machine).values()
+        found = [c for held in of_machine for c in Comparison(pairs=tuple(h.pair for h in held)).choices()]
+        if found:
+            right, regret = mean(c.is_right or c.is_tied for c in found), mean(c.regret for c in found)
+            lines.append(f"| {name} | {len(found)} | {right:.0%} | {regret:.1%} |".replace("%", " %"))
+    return lines
 
 
 if __name__ == "__main__":

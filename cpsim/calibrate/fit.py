@@ -167,7 +167,7 @@ def _completed(
     models = {f"attention {pass_} {kernel}" for kernel, pass_ in spare} | {
         m
         for m in theirs.sigma
-        if not m.startswith("attention") and m not in ("run to run", "host", "host thread", "graph")
+        if not m.startswith("attention") and m not in ("run to run", "host", "host thread", "sustained", "graph")
     }
     if profile.interference.computation:
         models -= {"interference"}

@@ -363,3 +363,9 @@ def test_its_own_code_computes_the_same_pairs_through_tables():
         assert slices.areas().sum() == schedule.tiles.area[tile]
         assert (slices.q_end.max(), slices.k_end.max()) == (num_q, num_k)
     assert len(np.unique(schedule.tile[ops])) == len(ops)
+
+
+def test_too_many_computation_blocks_are_refused_before_they_are_planned():
+    case = workload("causal", (4096,))
+    with pytest.raises(InfeasibleError, match=r"up to 400000 computation blocks, got \d+; use larger blocks"):
+        plan("dcp", case, cluster(4), "fwd", {"block": 2})

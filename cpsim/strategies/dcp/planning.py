@@ -9,6 +9,7 @@ from typing import Final
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
+from cpsim.errors import InfeasibleError
 from cpsim.masks.slices import Ints
 from cpsim.schedule.schedule import Pass
 from cpsim.strategies.dcp.blocks import Blocks, Placement, cut
@@ -16,6 +17,8 @@ from cpsim.strategies.dcp.placing import Settings, plan_blocks
 from cpsim.strategies.dcp.staging import stage_blocks
 from cpsim.strategies.dcp.timing import Rates
 
+MOST_COMPUTATIONS: Final = 400_000
+"""Computation blocks of one case: planning takes 20 us for each."""
 PLANNING_S: Final = {
     "cpsim": (2.2e-3, 0.38, 0.74),
     "paper": (4.1e-4, 0.63, 0.62),
@@ -43,6 +46,9 @@ def plan_case(
     """Blocks of a workload on a cluster, and the stages of both passes; see ``cut``, ``plan_blocks``, ``stage_blocks``.
 
     The same arguments give the same plan, and the same object as long as it is remembered.
+
+    Raises:
+        InfeasibleError: there are too many blocks to plan.
     """
     shape = cluster.num_nodes, min(cluster.gpus_per_node, cluster.num_gpus)
     return _planned(workload, shape, Rates.of(cluster), block, head_groups, settings, seed)
@@ -58,7 +64,13 @@ def _planned(
     settings: Settings,
     seed: int,
 ) -> Plan:
-    return planned(cut(workload, block, head_groups), shape, rates, settings, seed)
+    blocks = cut(workload, block, head_groups)
+    if blocks.computations > MOST_COMPUTATIONS:
+        raise InfeasibleError(
+            f"dcp plans up to {MOST_COMPUTATIONS} computation blocks, got {blocks.computations}; use larger blocks, or "
+            "fewer head_groups"
+        )
+    return planned(blocks, shape, rates, settings, seed)
 
 
 def planned(blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: Settings, seed: int) -> Plan:

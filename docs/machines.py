@@ -23,7 +23,7 @@ ROOT: Final = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from cpsim.calibrate.fit import current, fit_sustained, usable, with_enough_calls  # noqa: E402
-from cpsim.calibrate.fit_host import fit_elementwise, fit_host, host_spread  # noqa: E402
+from cpsim.calibrate.fit_host import fit_elementwise, fit_hosts, host_spread  # noqa: E402
 from cpsim.calibrate.recipes import DATA, manifest, measurements, stand_in  # noqa: E402
 from cpsim.case.resolve import cluster_of  # noqa: E402
 from cpsim.models.profile import Profile, load_profile, save_profile  # noqa: E402
@@ -101,14 +101,7 @@ def profile_without(name: str, machine: str) -> Profile:
     others = [m for m in measurements(name) if of[m.source] != machine or not (m.of("host") or m.of("sustained"))]
     everything = current(others, shipped.gpu)
     chosen = with_enough_calls([p for p in everything if usable(p)], base)
-    copies = fit_elementwise(chosen, base)
-    host = fit_host(
-        [p for p in chosen if p["op"] == "host"],
-        [p for p in chosen if p["op"] == "graph"],
-        [p for p in chosen if p["op"] == "cached" and "graph_s" in p],
-        copies.latency_s["copy"],
-        base,
-    )
+    host = fit_hosts(chosen, fit_elementwise(chosen, base), base)
     launches = {**shipped.host.launch_s, **host.launch_s}  # calls that only this machine timed stay
     sustained, of_load = fit_sustained(everything)
     between, within = host_spread(others)

@@ -130,10 +130,10 @@ def workers():
 
 
 def test_a_case_whose_strategies_are_too_many_to_list_is_dropped_in_one_line():
-    answers = Answers(workers=1, cpu_s=0.01)
+    answers = Answers(workers=1, cpu_s=0.1)  # ten ticks of a process's clock: on a busy machine, too
     try:
-        with pytest.raises(Dropped, match=r"(more than 0\.01 s of work|longer than 0\.04 s).* `cpsim advise`"):
-            answers.ask(scenario_from(ABSURD), "page", "ranking", None, 60)
+        with pytest.raises(Dropped, match=r"more than 0\.1 s of work.* `cpsim advise`"):
+            answers.ask(scenario_from(ABSURD | {"gpus": 65536}), "page", "ranking", None, 60)
     finally:
         answers.close()
 

@@ -36,8 +36,9 @@ def scenario(**changes):
 def test_forward_and_backward_add_up():
     both, forward, backward = (predict(scenario(**{"pass": p})) for p in ("fwd_bwd", "fwd", "bwd"))
     apart = forward.time_s + backward.time_s  # in one window the second is launched while the first runs
-    assert 0.99 * apart < both.time_s <= apart
-    assert both.exposed_comm_s == pytest.approx(forward.exposed_comm_s + backward.exposed_comm_s, rel=1e-2)
+    assert 0.998 * apart < both.time_s <= apart
+    exposed = forward.exposed_comm_s + backward.exposed_comm_s
+    assert 0.999 * exposed < both.exposed_comm_s <= exposed
     assert both.bytes_sent_per_gpu == forward.bytes_sent_per_gpu + backward.bytes_sent_per_gpu
 
 

@@ -46,6 +46,17 @@ def fit_elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elemen
     return ElementwiseParams(latency_s=latency, bandwidth_bytes_per_s=bandwidth)
 
 
+def fit_hosts(chosen: Sequence[Point], copies: ElementwiseParams, stand_in: StandIn | None) -> HostParams:
+    """``fit_host`` of what points of all kinds say of hosts."""
+    return fit_host(
+        [p for p in chosen if p["op"] == "host"],
+        [p for p in chosen if p["op"] == "graph"],
+        [p for p in chosen if p["op"] == "cached" and "graph_s" in p],
+        copies.latency_s["copy"],
+        stand_in,
+    )
+
+
 def fit_host(
     points: Sequence[Point],
     captured: Sequence[Point],
@@ -276,10 +287,8 @@ PHASES: Final = ("in turns", "in bwd", "in steps", "in steps in bwd")
 """Places of calls that one thread makes within seconds."""
 
 
-def host_spread(measurements: Sequence[Measurements]) -> tuple[float, float]:
-    """Standard deviations of the logarithm of how long launches take: from machine to machine, and from thread to
-    thread and second to second of one machine, whose cores share caches, clocks and execution units with whatever runs.
-    """
+def host_phases(measurements: Sequence[Measurements]) -> dict[str, list[float]]:
+    """Of every file, the logarithm of how long launches took over the mean of all files, once for each phase."""
     taken: dict[tuple[str, str], dict[tuple[str, str], float]] = {}
     for m in measurements:
         for p in m.of("host"):
@@ -294,7 +303,14 @@ def host_spread(measurements: Sequence[Measurements]) -> tuple[float, float]:
     phases: dict[str, list[float]] = {}
     for (source, place), calls in taken.items():
         phases.setdefault(source, []).append(float(np.mean([log - usual[place, *call] for call, log in calls.items()])))
-    several = [mine for mine in phases.values() if len(mine) > 1]
+    return phases
+
+
+def host_spread(measurements: Sequence[Measurements]) -> tuple[float, float]:
+    """Standard deviations of the logarithm of how long launches take: from machine to machine, and from thread to
+    thread and second to second of one machine, whose cores share caches, clocks and execution units with whatever runs.
+    """
+    several = [mine for mine in host_phases(measurements).values() if len(mine) > 1]
     if len(several) < FEWEST_HOSTS:
         return ASSUMED_SPREAD
     within = float(np.mean([np.var(mine, ddof=1) for mine in several]))

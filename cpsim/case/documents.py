@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.errors import ScenarioError, nearest, shown
+from cpsim.masks.names import MASK_NAMES
 
 MAX_DOCUMENTS: Final = 10_000_000
 """More documents than this in one batch are refused: a mistake rather than a case."""
@@ -148,6 +149,18 @@ def order_of(strategy: str | None, knobs: Mapping[str, object]) -> Order:
     if order not in get_args(Order):
         raise ScenarioError(f"knobs.order: expected one of {', '.join(get_args(Order))}, got {shown(order)}")
     return order  # type: ignore[return-value]
+
+
+def as_taken(
+    documents: tuple[int, ...], mask: str, strategy: str | None, knobs: Mapping[str, object]
+) -> tuple[int, ...]:
+    """Lengths [tokens] in the order in which a strategy takes them; given, where the mask relates documents.
+
+    Raises:
+        ScenarioError: knob ``order`` has no such value.
+    """
+    order = order_of(strategy, knobs)
+    return in_order(documents, order) if MASK_NAMES[mask].documents == "apart" else documents
 
 
 def in_order(documents: tuple[int, ...], order: Order) -> tuple[int, ...]:

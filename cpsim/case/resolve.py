@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cpsim.case.cluster import Cluster, load_cluster
-from cpsim.case.documents import draw_documents, in_order, order_of
+from cpsim.case.documents import as_taken, draw_documents
 from cpsim.case.model import MODELS, Model
 from cpsim.case.parallel import Parallel
 from cpsim.case.scenario import DocumentDraw, ParallelSection, Scenario
@@ -31,11 +31,8 @@ def workload_of(scenario: Scenario) -> Workload:
             documents = (scenario.num_tokens,)
         case lengths:
             documents = lengths
-    order = order_of(scenario.strategy, scenario.knobs)
-    if scenario.part is None and scenario.model is not None:
-        order = "given"  # of a step, each microbatch has its own
-    if order != "given" and MASK_NAMES[scenario.mask_name].documents == "apart":
-        documents = in_order(documents, order)
+    if scenario.model is None or scenario.part is not None:  # of a step, each microbatch has an order of its own
+        documents = as_taken(documents, scenario.mask_name, scenario.strategy, scenario.knobs)
     return Workload(
         documents=documents,
         mask=scenario.mask_name,

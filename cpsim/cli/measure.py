@@ -234,7 +234,7 @@ def _calibrate_host(path: Path, gpus: int | None, cpu: int | None, as_json: bool
     """Writes a host file; without a GPU what Python alone tells."""
     from cpsim.calibrate.pace import of_processes, usual_processes
     from cpsim.cli.launch import host_pace, local_gpus
-    from cpsim.models.host_speed import load_host, on_host, save_host
+    from cpsim.models.host_speed import load_host, save_host
     from cpsim.models.profile import load_profile
 
     check_writable(path)
@@ -248,10 +248,8 @@ def _calibrate_host(path: Path, gpus: int | None, cpu: int | None, as_json: bool
     else:
         save_host(path, "", of_processes(cpu or gpus or usual_processes()), {})
         say("No GPU was used: the Python part alone tells how fast launches are within some 30 %")
-    found, speeds = load_host(str(path)), {}
-    for name in ("h100", "h200"):
-        profile = load_profile(name)
-        speeds[name] = on_host(profile, str(path)).host.launch_s["copy"] / profile.host.launch_s["copy"]
+    found = load_host(str(path))
+    speeds = {name: found.factor(load_profile(name).host)[0] for name in ("h100", "h200")}
     if as_json:
         print(json.dumps({"out": str(path), "python_s": found.python_s, "factor": speeds}))
         return

@@ -30,13 +30,13 @@ SCHEMA: Final = 1
 PYTHON: Final = "python"
 """The Python loop of ``cpsim.calibrate.pace`` among measured launches."""
 USUAL_PYTHON_S: Final = 7.3e-7
-"""Seconds of one call of it on the mean of these hosts."""
+"""Seconds of one call of it where launches take what a profile says; assumed, like the power."""
 PYTHON_POWER: Final = 0.4
-"""Launches follow the Python loop to this power, over four hosts of two H100 of which both were measured: a launch is a
-driver's work as well, and a loop of seconds catches a core in one of its moods."""
+"""Launches follow the Python loop to this power: a launch is a driver's work as well. Assumed; the four hosts of which
+both were measured give 0.24, with a standard error of 0.11 (``python -m studies.windows.speed``)."""
 SIGMA_FACTOR: Final = 0.1
 """Standard deviation of the logarithm that a factor leaves, other threads and seconds apart: two of one machine, a
-minute apart, were 1.36 and 1.14, of another one 1.20 and 1.10."""
+minute apart, were 1.25 and 1.05, of other machines 1.11 and 1.02, 1.00 and 0.94 (the same command)."""
 SIGMA_PYTHON: Final = 0.15
 """The same where only the Python loop was timed; assumed."""
 

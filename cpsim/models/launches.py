@@ -25,7 +25,8 @@ from cpsim.schedule.schedule import (
 Floats = NDArray[np.float64]
 
 HOT: Final = 0.15
-"""Of what a view takes that follows other calls, what one takes that follows another view: 1.6 of some 11 us."""
+"""Of what a view takes that follows other calls, what one takes that follows another view: 1.6 of some 10 us
+(``python -m studies.windows.speed``)."""
 EDGES: Final = ("entry", "begin", "exit")
 """What a call into other people's code costs the host beside its launches; see ``Implementation.launches``."""
 

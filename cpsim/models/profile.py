@@ -36,7 +36,7 @@ SCHEMA = 4
 BASE = "base"
 """What an attention kernel says that is the base's."""
 POWER_OF_CLOCK = 2.5
-"""Exponent of the power that busy tensor cores draw at a clock: voltage follows it."""
+"""Exponent of the power that busy tensor cores draw at a clock, as voltage follows it; assumed."""
 FOLDER = Path(__file__).parent.with_name("data") / "profiles"
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 

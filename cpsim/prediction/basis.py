@@ -32,15 +32,13 @@ def basis_of(fields: Any, folder: Path) -> str:
         folder: of the file that they are from, where names are looked up.
     """
     named = fields if isinstance(fields, Mapping) else {}
-    cluster, profile, host = (
-        beside(name, folder) if isinstance(name := named.get(key), str) else None for key in _LOOKED_UP
-    )
+    cluster, profile = (beside(name, folder) if isinstance(name := named.get(key), str) else None for key in _LOOKED_UP)
     texts = {text for text in _texts(named) if len(text) <= LONGEST_NAME}
     files = [(text, _content(path)) for text in sorted(texts) if (path := _file(text, folder)) is not None]
-    return sha256(repr((_cpsim(), _resolved(cluster, profile, host), files)).encode()).hexdigest()[:32]
+    return sha256(repr((_cpsim(), _resolved(cluster, profile), files)).encode()).hexdigest()[:32]
 
 
-_LOOKED_UP: Final = ("cluster", "profile", "host")
+_LOOKED_UP: Final = ("cluster", "profile")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -68,18 +66,17 @@ def _content(path: Path) -> str:
 
 
 @while_unchanged
-def _resolved(cluster: str | None, profile: str | None, host: str | None) -> str:
-    """A digest of a cluster, the profile that prices it and a host's speed, or of what is wrong with them."""
+def _resolved(cluster: str | None, profile: str | None) -> str:
+    """A digest of a cluster, its host's speed and the profile that prices it, or of what is wrong with them."""
     found: list[object] = []
     try:
         if cluster is not None:
             found.append(known := load_cluster(cluster))
             profile = profile or known.profile
-            host = host or (known.host if isinstance(known.host, str) else None)
+            if isinstance(known.host, str):
+                found.append(load_host(known.host))
         if profile not in (None, DATA_SHEET):
             found.append(load_profile(str(profile)))
-        if host is not None:
-            found.append(load_host(host))
     except (CpsimError, OSError) as error:
         found.append(error)
     return sha256(repr(found).encode()).hexdigest()

@@ -44,7 +44,7 @@ PROFILE: Rules = {
     r"collective\.hop_s\..*": (0, 1e3),
     r".*bytes_per_s": MACHINE_RATE,
     r"(elementwise|layers\.ops)\.latency_s\..*": (0, 1),
-    r"host\.(launch_s\..*|event_s|graph_s|cold_start_s|pause_s\..*|warm_s..*)": (0, 10),
+    r"host\.(launch_s\..*|event_s|graph_s|cold_start_s|pause_s\..*)": (0, 10),
     r"sigma\..*": (0, 10),
     r"valid\..*": (0, 1e18),
     r"layers\.gemm\.(flop_s|tile_s|call_s|traffic_s_per_byte)": (0, 1),

@@ -16,10 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.documents import in_order, order_of
+from cpsim.case.documents import as_taken
 from cpsim.case.model import Model
 from cpsim.case.workload import Workload
-from cpsim.masks.names import MASK_NAMES
 from cpsim.models.attention.params import clocked_seconds
 from cpsim.models.price import price
 from cpsim.prediction.conditions import conditions
@@ -118,10 +117,8 @@ class Attention:
 
     def workload(self, documents: tuple[int, ...]) -> Workload:
         """Attention of one microbatch on the group, its documents in the order in which the strategy takes them."""
-        order = order_of(self.strategy, self.knobs)
-        apart = MASK_NAMES[self.mask].documents == "apart"
         return Workload(
-            documents=in_order(documents, order) if apart else documents,
+            documents=as_taken(documents, self.mask, self.strategy, self.knobs),
             mask=self.mask,
             mask_options=self.mask_options,
             num_heads=self.model.heads // self.tp,

@@ -14,15 +14,13 @@ import contextlib
 import io
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from cpsim.calibrate.fit_host import median_launches
+from cpsim.calibrate.fit_host import in_steps, median_launches
 from cpsim.calibrate.measurement import Writer
-from cpsim.calibrate.pace import python_seconds
 from cpsim.models.host_speed import PYTHON, save_host
 from cpsim.real.measure.host import measure
 from cpsim.real.run.node import Node
@@ -45,23 +43,20 @@ class Collected(Writer):
 
 
 def launches(node: Node) -> list[dict[str, float]]:
-    """Seconds of every launch, one dictionary for each round of this rank."""
+    """Seconds of every launch and of the Python loop, one dictionary for each round of this rank."""
     rounds = []
     for _ in range(ROUNDS):
         collected = Collected()
         with contextlib.redirect_stdout(io.StringIO()):
             measure(node, collected, with_edges=False, repeats=REPEATS)
-        stepped = {p["kind"] for p in collected.points if str(p.get("place", "")).startswith("in steps")}
-        chosen = [
-            p for p in collected.points if p["kind"] not in stepped or str(p.get("place", "")).startswith("in steps")
-        ]
-        rounds.append(median_launches(chosen))
+        stepped = {p["kind"] for p in collected.points if in_steps(p)}
+        rounds.append(median_launches([p for p in collected.points if in_steps(p) or p["kind"] not in stepped]))
     return rounds
 
 
 def mean_of(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Geometric means by name."""
-    names = sorted(set.intersection(*map(set, rounds))) if rounds else []
+    names = sorted(set.intersection(*map(set, rounds)))
     return {name: float(np.exp(np.mean([np.log(each[name]) for each in rounds]))) for name in names}
 
 
@@ -71,14 +66,13 @@ def main() -> None:
     parser.add_argument("--cpu", action="store_true", help="to try the script")
     args = parser.parse_args()
     with Node(cpu=args.cpu) as node:
-        mine = launches(node)
-        python = median(python_seconds())
-        every = node.gather((mine, python))
+        every = node.gather(launches(node))
         if node.rank == 0:
-            found = mean_of([each for rounds, _ in every for each in rounds]) if node.cuda else {}
-            found.pop(PYTHON, None)
+            found = mean_of([each for rounds in every for each in rounds])
+            del found[PYTHON]
             gpu = torch.cuda.get_device_name(node.device) if node.cuda else ""
-            save_host(args.out, gpu, [python for _, python in every], found)
+            python = [mean_of(rounds)[PYTHON] for rounds in every]
+            save_host(args.out, gpu, python, found if node.cuda else {})
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -79,6 +80,14 @@ def check(scenario: Scenario, node: Node, knobs: Mapping[str, Any]) -> None:
     if node.cuda:
         facts.check_kernel(scenario.kernel)
     facts.check(str(scenario.strategy), workload_of(scenario), node.size, scenario.knobs)
+
+
+def offsets_of(scenario: Scenario, parts: int, device: torch.device | str) -> tuple[Tensor, int]:
+    """Cumulative document lengths of one of `parts` equal parts, int32, and the longest; of a mask without documents
+    those of all tokens."""
+    documents = workload_of(scenario).documents if "document" in scenario.mask_name else (scenario.num_tokens,)
+    lengths = [n // parts for n in documents]
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths)
 
 
 def shards(scenario: Scenario, node: Node) -> list[Tensor]:

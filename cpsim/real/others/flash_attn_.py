@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
-import torch
 from torch import Tensor
 
-from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.real.others.autograd import AutogradRunner, check, shards
+from cpsim.real.others.autograd import AutogradRunner, check, offsets_of, shards
 from cpsim.real.run.node import Node
 
 
@@ -25,9 +21,7 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     inputs, causal = shards(scenario, node), scenario.mask_name.startswith("causal")
     if "document" not in scenario.mask_name:
         return AutogradRunner(lambda q, k, v: flash_attn_func(q, k, v, causal=causal), [x[None] for x in inputs], pass_)
-    lengths = workload_of(scenario).documents
-    offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=node.device)
-    longest = max(lengths)
+    offsets, longest = offsets_of(scenario, 1, node.device)
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = flash_attn_varlen_func(q, k, v, offsets, offsets, longest, longest, causal=causal)

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.real.others.autograd import AutogradRunner, check, forget_compiled, shards
+from cpsim.real.others.autograd import AutogradRunner, check, forget_compiled, offsets_of, shards
 from cpsim.real.run.node import Node
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -57,16 +54,6 @@ def package() -> Any:
     return ring_flash_attn
 
 
-def _offsets(scenario: Scenario, parts: int, device: torch.device | str) -> tuple[Tensor, int]:
-    """Cumulative document lengths of one of `parts` equal parts, int32, and the longest."""
-    lengths = [n // parts for n in _documents(scenario)]
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device), max(lengths)
-
-
-def _documents(scenario: Scenario) -> tuple[int, ...]:
-    return workload_of(scenario).documents if "document" in scenario.mask_name else (scenario.num_tokens,)
-
-
 def _dense(package: Any, scenario: Scenario) -> Attend:
     function = getattr(package, f"{_NAMES[str(scenario.strategy)]}_flash_attn_func")
     causal = scenario.mask_name == "causal"
@@ -76,13 +63,13 @@ def _dense(package: Any, scenario: Scenario) -> Attend:
 def _varlen(package: Any, scenario: Scenario, node: Node) -> Attend:
     function = getattr(package, f"{_NAMES[str(scenario.strategy)]}_flash_attn_varlen_func")
     causal = scenario.mask_name == "causal_document"
-    offsets, longest = _offsets(scenario, node.size, node.device)
+    offsets, longest = offsets_of(scenario, node.size, node.device)
     return lambda q, k, v: function(q, k, v, offsets, longest, causal=causal)
 
 
 def _gathered(package: Any, scenario: Scenario, node: Node, heads_per_gather: int | None) -> Attend:
     causal = scenario.mask_name in ("causal", "causal_document")
-    offsets, _ = _offsets(scenario, 1, "cpu")  # cut on the CPU: its values are read on the host
+    offsets, _ = offsets_of(scenario, 1, "cpu")  # cut on the CPU: its values are read on the host
     cu_q, cu_k, max_q, max_k, keys = package.llama3_flash_attn_prepare_cu_seqlens(offsets, causal, node.rank, node.size)
     cu_q, cu_k, stride = cu_q.to(node.device), cu_k.to(node.device), heads_per_gather or scenario.kv_heads
     return lambda q, k, v: package.llama3_flash_attn_varlen_func(

@@ -1,0 +1,1 @@
+"""Other people's code in windows, and the hosts that launch it."""

@@ -2,7 +2,7 @@
 
     python -m studies.windows.speed
 
-Three things are printed: how launches follow the Python loop, over the hosts of which both were measured
+Four things are printed: how far hosts differ, and how launches follow the Python loop where both were measured
 (`data/points`); what `cpsim calibrate --host` found on each machine, twice (`studies/windows/hosts`); and, where
 PyTorch is installed, what a view of a tensor takes here among other views.
 """
@@ -22,6 +22,12 @@ from cpsim.models.profile import load_profile
 
 FOLDER = Path(__file__).with_name("hosts")
 VIEWS = 20_000
+
+
+def range_of_hosts(gpu: str) -> tuple[int, float, float]:
+    """Number of hosts, and what launches of the fastest and of the slowest take over the mean."""
+    means = [float(np.exp(np.mean(phases))) for phases in host_phases(measurements(gpu)).values()]
+    return len(means), min(means), max(means)
 
 
 def python_power() -> tuple[int, float, float]:
@@ -49,6 +55,9 @@ def seconds_of_views() -> float:
 
 def main() -> None:
     """Prints all of it."""
+    for gpu in ("h100", "h200"):
+        count, fastest, slowest = range_of_hosts(gpu)
+        print(f"{count} hosts of {gpu}: launches {fastest:.2f} to {slowest:.2f} of the mean's")
     count, power, error = python_power()
     print(f"{count} hosts: launches follow the loop to the power {power:.2f}, standard error {error:.2f}")
     profile = load_profile("h100").host

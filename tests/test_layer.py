@@ -146,10 +146,13 @@ def test_advice_ranks_strategies_by_the_time_of_the_whole_layer():
         advise_step(scenario_from(CASE))
 
 
-@pytest.mark.parametrize(("gpus", "number"), [(2, 40), (4, 52)])
-def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted(gpus, number):
-    path = HERE.parent / "data" / "cases" / f"distca-layer-{gpus}.jsonl"
-    wanted = load_script("data/cases/distca_layer.py").text(gpus)
+@pytest.mark.parametrize(
+    ("name", "gpus", "cluster", "number"),
+    [("distca-layer-2", 2, "h200-4", 40), ("distca-layer-4", 4, "h200-4", 52), ("four/layers", 4, "dgx-h100", 52)],
+)
+def test_cases_for_gpus_are_what_their_script_writes_and_can_be_predicted(name, gpus, cluster, number):
+    path = HERE.parent / "data" / "cases" / f"{name}.jsonl"
+    wanted = load_script("data/cases/distca_layer.py").text(gpus, cluster)
     assert path.read_text() == wanted, "run python data/cases/distca_layer.py"
     scenarios = list(load_scenarios(path))
     assert len(scenarios) == len({case_key(s) for s in scenarios}) == number

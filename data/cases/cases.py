@@ -8,8 +8,9 @@ of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl, one-h200-la
 random, on one GPU; those of one-h200-5 of any number of tokens), ranks-1.jsonl, -2, -3 and -others (problems of 2
 to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), windows-h100.jsonl and windows-h200.jsonl
 (other people's code on two GPUs, iterations back to back and apart), plain-h100.jsonl and plain-h200.jsonl (the same of
-flash-attn and PyTorch on one GPU) and the folder eight (one run on eight H200
-of one host, also as 2 x 4 and 4 x 2 nodes).
+flash-attn and PyTorch on one GPU) and the folders four (one run on four H100 of one host, also as 2 x 2 nodes, with
+layers of DistCA and other people's code in windows) and eight (one run on eight H200 of one host, also as 2 x 4 and
+4 x 2 nodes).
 
     python data/cases/cases.py
 
@@ -20,7 +21,7 @@ ran is in data/runs; data/manifest.yaml has the command of every file there, for
     cpsim run data/cases/emulated.jsonl --seconds 0.3 --emulate-nodes 2 --out runs.jsonl
     python -m cpsim.real.measure.ranks data/cases/ranks-1.jsonl --seconds 0.05 --minutes 8 --out ranks.jsonl
 
-The run on eight GPUs takes ten minutes at most; its predictions are committed before it:
+The runs on four and on eight GPUs take ten minutes at most; their predictions are committed before them:
 
     sh data/cases/eight/predict.sh
     sh data/cases/eight/run.sh OUT
@@ -31,6 +32,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -461,6 +463,39 @@ def pair_of_nodes() -> Iterator[Case]:
         yield from each(problem(2, tokens * K) | nodes, (ULYSSES,), "yunchang")
 
 
+def four() -> Iterator[Case]:
+    """Four GPUs of one host: strategies in our executor, planners of documents on 64K and 128K tokens."""
+    host: Case = {"cluster": "dgx-h100", "kernel": "fa2"}
+    for tokens in (4, 16, 32):
+        yield from each(problem(4, tokens * K) | host, (ULYSSES, RING, ZIGZAG, GATHER_ZIGZAG, USP, LOONGTRAIN))
+    yield from each(problem(4, 8 * K, "full") | host, FLAT)
+    for tokens in (16, 32):
+        documents = problem(4, tokens * K, "causal_document", documents=lengths(4, tokens * K))
+        yield from each(documents | host, (*BY_DOCUMENT, HYBRID, DCP, MAGI))
+
+
+def four_of_others() -> Iterator[Case]:
+    """Other people's code on four GPUs, both passes in one window, synced and back to back."""
+    codes = (
+        *(("ring-flash-attn", "fa2", way) for way in (RING, ZIGZAG, STRIPED, GATHER)),
+        *(("yunchang", "fa2", way) for way in (ULYSSES, USP)),
+        ("torch", "sdpa_flash", ZIGZAG),
+        ("torch", "cudnn", GATHER_ZIGZAG),
+    )
+    for tokens, (code, kernel, way) in product((2, 8, 32), codes):
+        case = {**way, **problem(4, tokens * K), "implementation": code, "kernel": kernel, "cluster": "dgx-h100"}
+        yield from ({**case, "protocol": protocol} for protocol in ("synced", "streamed"))
+
+
+def four_as_nodes() -> Iterator[Case]:
+    """The same GPUs as two nodes, whose sockets are measured just before."""
+    host: Case = {"cluster": "h100-2x2-sockets.json", "kernel": "fa2"}
+    for tokens in (2, 8):
+        yield from each(problem(4, tokens * K) | host, (ULYSSES, ZIGZAG, GATHER_ZIGZAG, USP, LOONGTRAIN))
+    documents = problem(4, 8 * K, "causal_document", documents=lengths(4, 8 * K))
+    yield from each(documents | host, (ZIGZAG, HYBRID, DCP, MAGI))
+
+
 def eight() -> Iterator[Case]:
     """Eight GPUs of one host, with the kernel that everybody's code can use."""
     host: Case = {"cluster": "dgx-h200", "kernel": "fa2"}
@@ -484,15 +519,15 @@ def eight_as_nodes(cluster: str) -> Iterator[Case]:
     yield from each(documents | host, (ZIGZAG, HYBRID))
 
 
-def nodes_of_eight(num_nodes: int) -> Case:
-    """A cluster of eight GPUs whose nodes are linked as those of `h200-2x2-sockets` are."""
+def as_nodes(num_nodes: int, gpus: int, gpu: str) -> Case:
+    """A cluster of so many GPUs of one machine whose nodes are linked as those of `h200-2x2-sockets` are."""
     fabric = load_cluster("h200-2x2-sockets").fabric
     assert fabric is not None
     values = ((f, getattr(fabric, f.name)) for f in dataclasses.fields(fabric))
     linked = {f.name: value for f, value in values if value != f.default}
-    name, notes = f"h200-{num_nodes}x{8 // num_nodes}-sockets", f"{num_nodes} emulated nodes of {8 // num_nodes} GPUs"
-    about = {"name": name, "gpus_per_node": 8 // num_nodes, "gpu": "h200", "profile": "h200", "notes": notes}
-    return about | {"fabric": linked}
+    each = gpus // num_nodes
+    name, notes = f"{gpu}-{num_nodes}x{each}-sockets", f"{num_nodes} emulated nodes of {each} GPUs"
+    return {"name": name, "gpus_per_node": each, "gpu": gpu, "profile": gpu, "notes": notes, "fabric": linked}
 
 
 def everyone(asked: Case) -> Iterator[Case]:
@@ -561,8 +596,15 @@ def files() -> dict[Path, str]:
         FOLDER / "ranks-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),
         FOLDER / "ranks-3.jsonl": text(in_turn([c for c in single_ranks(29) if c["gpus"] <= 16], 29)),
     }
+    found |= {
+        FOLDER / "four" / "cases.jsonl": text(four()),
+        FOLDER / "four" / "others.jsonl": text(in_turn(list(four_of_others()), 44)),
+        FOLDER / "four" / "nodes-2.jsonl": text(four_as_nodes()),
+    }
+    cluster = as_nodes(2, 4, "h100")
+    found[FOLDER / "four" / f"{cluster['name']}.json"] = json.dumps(cluster, indent=1) + "\n"
     for num_nodes in (2, 4):
-        cluster = nodes_of_eight(num_nodes)
+        cluster = as_nodes(num_nodes, 8, "h200")
         found[FOLDER / "eight" / f"{cluster['name']}.json"] = json.dumps(cluster, indent=1) + "\n"
         found[FOLDER / "eight" / f"nodes-{num_nodes}.jsonl"] = text(eight_as_nodes(f"{cluster['name']}.json"))
     return found

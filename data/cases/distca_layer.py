@@ -1,4 +1,5 @@
-"""Writes distca-layer-4.jsonl and -2.jsonl: a Llama-3-8B layer on so many H200, whose attention is distca's or others'.
+"""Writes distca-layer-4.jsonl and -2.jsonl: a Llama-3-8B layer on so many H200, whose attention is distca's or others',
+and four/layers.jsonl: the same on four H100.
 
     python data/cases/distca_layer.py
 
@@ -44,8 +45,8 @@ def documents(tokens: int) -> dict[str, list[int]]:
     return {**{name: rounded(lengths) for name, lengths in drawn.items()}, "one of half": rounded(half)}
 
 
-def text(gpus: int) -> str:
-    """The file for so many GPUs."""
+def text(gpus: int, cluster: str = "h200-4") -> str:
+    """The file for so many GPUs of a cluster."""
     lines = []
     for tokens in TOKENS:
         for name, lengths in documents(tokens).items():
@@ -57,7 +58,7 @@ def text(gpus: int) -> str:
                         "model": "llama3-8b",
                         "part": "layer",
                         "gpus": gpus,
-                        "cluster": "h200-4",
+                        "cluster": cluster,
                         "tokens": tokens,
                         "documents": lengths,
                         "mask": "causal_document",
@@ -71,3 +72,4 @@ def text(gpus: int) -> str:
 if __name__ == "__main__":
     for gpus in (4, 2):
         Path(__file__).with_name(f"distca-layer-{gpus}.jsonl").write_text(text(gpus), encoding="utf-8")
+    (Path(__file__).parent / "four" / "layers.jsonl").write_text(text(4, "dgx-h100"), encoding="utf-8")

@@ -15,12 +15,12 @@ run() {
     launch cpsim.real.run "$cases/$name.jsonl" $cpu --seconds 0.1 --limit 60 --resume --until "$(until_second "$second")" "$@" \
         --out "$out/$name.jsonl" >"$out/$name.log" 2>&1
 }
-sockets() { launch cpsim.real.measure.network $cpu --emulate-nodes 2 --minutes "$1" --out "$out/$2.jsonl" >"$out/$2.log" 2>&1; }
+sockets() { [ -n "$cpu" ] || launch cpsim.real.measure.network --emulate-nodes 2 --minutes "$1" --out "$out/$2.jsonl" >"$out/$2.log" 2>&1; }
 
 [ -n "$cpu" ] || launch cpsim.real.measure.pace --out "$out/host.json" >"$out/host.log" 2>&1
-run others 160
-run layers 270
-run cases 350
+run others 130
+run layers 215
+run cases 285
 sockets 0.5 sockets-before
 mkdir -p "$out/measured"
 cp "$cases/nodes-2.jsonl" "$out/measured"
@@ -28,6 +28,6 @@ python -m cpsim fit-fabric "$out/sockets-before.jsonl" --sockets --cluster "$cas
     --out "$out/measured/h100-2x2-sockets.json" >"$out/fabric.log" 2>&1
 cases=$out/measured
 python -m cpsim predict "$cases/nodes-2.jsonl" --out "$out/measured/predicted-nodes-2.jsonl" >"$out/predict.log" 2>&1
-run nodes-2 470 --emulate-nodes 2
+run nodes-2 395 --emulate-nodes 2
 sockets 0.3 sockets-after
 [ -n "$cpu" ] || launch cpsim.real.measure.pace --out "$out/host-after.json" >"$out/host-after.log" 2>&1

@@ -16,7 +16,8 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
 from cpsim.errors import InfeasibleError
 
-Recompute = Literal["none", "mlp", "full"]
+Recompute = Literal["none", "selective", "mlp", "full", "per_op"]
+Sharding = Literal["none", "zero1", "zero2", "fsdp"]
 PipelineSchedule = Literal["1f1b", "same_phase"]
 Gradients = Literal["none", "exposed", "overlapped"]
 
@@ -36,13 +37,22 @@ class Parallel:
     microbatches: int
     """Microbatches of one replica in a step."""
     recompute: Recompute
-    """Activations that are computed again in the backward pass: none, those of the MLP, or all of a layer."""
+    """Activations that are computed again in the backward pass: none; those of attention's kernel (`selective`), which
+    flash attention has none of; those of the MLP; all of a layer; or all but results of attention and of every second
+    matrix product (`per_op`)."""
     schedule: PipelineSchedule
     """Order of microbatches in pipeline stages: one forward, one backward; or all stages in one phase at a time."""
     gradients: Gradients
     """Summing gradients over replicas: not at all, after the last backward pass, or beside it."""
     optimizer: bool
-    """Whether a step updates the weights, whose optimizer states are spread over replicas, and gathers them."""
+    """Whether a step updates the weights."""
+    sharding: Sharding = "zero1"
+    """What replicas have of the weights: all (`none`); all, but each a part of the optimizer's states (`zero1`), and of
+    gradients (`zero2`); or each a part of everything, gathered layer by layer (`fsdp`)."""
+    replicate: int = 1
+    """Groups of replicas that are sharded each for itself, as hybrid sharding does; 1: one group of all."""
+    loss_chunks: int = 1
+    """Parts in which logits and loss are computed, one after the other."""
 
     @property
     def num_gpus(self) -> int:
@@ -53,6 +63,11 @@ class Parallel:
     def replicas(self) -> int:
         """Ranks that hold the same weights: those of data and context parallelism together."""
         return self.dp * self.cp
+
+    @property
+    def shards(self) -> int:
+        """Replicas that share what is sharded."""
+        return self.replicas // self.replicate
 
     def check(self, model: Model, cluster: Cluster) -> None:
         """Whether the model can be cut like this on that cluster.
@@ -65,6 +80,10 @@ class Parallel:
         for name, number in (("kv_heads", model.kv_heads), ("ffn", model.ffn), ("vocab", model.vocab)):
             if number % self.tp:
                 raise InfeasibleError(f"tp: expected a divisor of {name} = {number}, got {self.tp}")
+        if self.replicas % self.replicate:
+            raise InfeasibleError(
+                f"replicate: expected a divisor of dp x cp = {self.replicas} replicas, got {self.replicate}"
+            )
         if model.layers % self.pp:
             raise InfeasibleError(f"pp: expected a divisor of {model.layers} layers, got {self.pp}")
         self.group(cluster, self.cp)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from cpsim.case.files import explain
 from cpsim.case.model import MODELS
-from cpsim.case.parallel import Gradients, PipelineSchedule, Recompute
+from cpsim.case.parallel import Gradients, PipelineSchedule, Recompute, Sharding
 from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
@@ -52,6 +52,11 @@ class ParallelSection(BaseModel):
     schedule: PipelineSchedule = "1f1b"
     gradients: Gradients = "overlapped"
     optimizer: bool = True
+    sharding: Sharding | None = None
+    """None is what the framework does."""
+    replicate: Degree = 1
+    loss_chunks: Degree | None = None
+    """None is what the framework does."""
 
 
 class ModelSection(BaseModel):
@@ -107,6 +112,10 @@ class Scenario(BaseModel):
     """In a training step, tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
     parallel: ParallelSection | None = None
     """How a training step is cut."""
+    framework: Literal["megatron", "torch", "torchtitan", "huggingface"] | None = None
+    """Whose code runs a training step; None is megatron's."""
+    compile: bool | None = None
+    """Whether a framework that can compiles every layer; None is what it does."""
     part: Literal["layer"] | None = None
     """With a model, what of it to predict: one layer with the strategy's attention on all GPUs, weights whole on each;
     None is a step."""
@@ -234,12 +243,12 @@ class Scenario(BaseModel):
 
     def _check_step(self) -> None:
         if self.model is None:
-            for name in ("context", "parallel", "part"):
+            for name in ("context", "parallel", "part", "framework"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
             return
-        if self.part is not None and (self.context, self.parallel) != (None, None):
-            name = "context" if self.context else "parallel"
+        if self.part is not None and (self.context, self.parallel, self.framework) != (None, None, None):
+            name = "context" if self.context else "parallel" if self.parallel else "framework"
             raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
         if self.part is None and self.pass_ != "fwd_bwd":
             raise ValueError(f"pass: a training step has both, expected fwd_bwd, got {self.pass_}")

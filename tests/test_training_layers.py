@@ -10,8 +10,9 @@ from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.profile import load_profile
 from cpsim.prediction.step.attention import task_seconds
 from cpsim.prediction.step.costs import Costs
+from cpsim.prediction.step.frameworks import MEGATRON, Sizes, megatron_layer
 from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import Tensors
+from cpsim.prediction.step.program import GRADIENT, Node, live_bytes, program
 from cpsim.schedule.transformer import MAKER, PRODUCTS
 
 H200 = load_profile("h200")
@@ -89,12 +90,17 @@ def test_linear_layers_of_34b_take_what_distca_s_runs_imply():
 def test_memory_of_a_measured_layer_is_exact(point):
     """The measured layer allocates the gradients of its weights and gathers its inputs after, not beside, a product."""
     model, sizes = Model(**{name: point[name] for name in Model.__slots__}), point["sizes"]
-    tensors = Tensors(model, point["tp"], sum(point["q_lens"]))
-    kept = tensors.kept(point["recompute"])
-    assert kept + tensors.shard == pytest.approx(sizes["saved_bytes"], rel=1e-3)
-    down = BF16 * np.prod(model.linears(point["tp"])["down"])
-    peak = kept + tensors.working(point["recompute"], asynchronous=False) + down
-    assert peak == pytest.approx(sizes["peak_bytes"], rel=1e-2)
+    whole = Sizes(model, point["tp"], sum(point["q_lens"]))
+    layer = megatron_layer(whole, False, BF16, asynchronous=False)
+    kept, to = (
+        facts.get(point["recompute"], none) for facts, none in ((MEGATRON.kept, layer.kept), (MEGATRON.again_to, ()))
+    )
+    run = program(layer, None, None, 1, kept, again_to=to)
+    given = Node(None, makes={"x 0": whole.shard})
+    between, asked = Node(None, ("x 1",)), Node(None, makes={"dx 1": whole.shard})
+    live = live_bytes([given, *run.forward, between, asked, *run.backward], (GRADIENT,), lambda _: 0, 1)[0]
+    assert live[len(run.forward) + 1] == pytest.approx(sizes["saved_bytes"], rel=1e-3)
+    assert live.max() == pytest.approx(sizes["peak_bytes"], rel=1e-2)
 
 
 def predicted_layer(profile, point):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cpsim.case.cluster import Cluster, load_cluster
 from cpsim.case.documents import as_taken, draw_documents
 from cpsim.case.model import MODELS, Model
-from cpsim.case.parallel import Parallel
+from cpsim.case.parallel import Parallel, Recompute, Sharding
 from cpsim.case.scenario import DocumentDraw, ParallelSection, Scenario
 from cpsim.case.workload import Workload
 from cpsim.errors import ScenarioError
@@ -59,13 +59,21 @@ def model_of(scenario: Scenario) -> Model:
     return MODELS[scenario.model] if isinstance(scenario.model, str) else Model(**scenario.model.model_dump())
 
 
-def parallel_of(section: ParallelSection | None, gpus: int, sequences: int) -> Parallel:
-    """All degrees of a training step; those left out are 1, and nothing is computed again.
+def parallel_of(
+    section: ParallelSection | None,
+    gpus: int,
+    sequences: int,
+    recompute: Recompute = "none",
+    sharding: Sharding = "zero1",
+    loss_chunks: int = 1,
+) -> Parallel:
+    """All degrees of a training step; those left out are 1.
 
     Args:
         section: what the scenario says.
         gpus: of the step; data parallelism takes what the other degrees leave.
         sequences: of the step, one for every microbatch where microbatches are left out.
+        recompute, sharding, loss_chunks: where nothing is said of them.
 
     Raises:
         ScenarioError: the degrees do not multiply to the GPUs.
@@ -81,10 +89,13 @@ def parallel_of(section: ParallelSection | None, gpus: int, sequences: int) -> P
         dp=dp,
         cp=cp,
         microbatches=given.microbatches or max(1, sequences // dp),
-        recompute=given.recompute or "none",
+        recompute=given.recompute or recompute,
         schedule=given.schedule,
         gradients=given.gradients,
         optimizer=given.optimizer,
+        sharding=given.sharding or sharding,
+        replicate=given.replicate,
+        loss_chunks=given.loss_chunks or loss_chunks,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Final
 
 import numpy as np
@@ -288,21 +288,29 @@ def step_prediction(case: Case, step: Step) -> Prediction:
         seed=seed_of(label),
     )
     draws = drawn.around(step.time_s, drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise())
+    tflops = step.flops / scenario.gpus / step.time_s / 1e12
+    too_large = () if step.fits else (step.too_large(),)
     return Prediction(
         scenario=scenario,
         time_s=step.time_s,
         time_s_low=float(np.quantile(draws, 0.05)),
         time_s_high=float(np.quantile(draws, 0.95)),
         draws_s=tuple(draws.tolist()),
-        tflops_per_gpu=step.flops / scenario.gpus / step.time_s / 1e12,
+        tflops_per_gpu=tflops,
         exposed_comm_s=sum(seconds for name, seconds in step.parts.items() if name.startswith(("coll", "transfer"))),
         host_share=step.parts.get("host", 0.0) / step.time_s,
         bytes_sent_per_gpu=step.sent,
         peak_memory_bytes=step.peak_memory_bytes,
         planning_s=0.0,
         parts_s={name: seconds for name, seconds in step.parts.items() if seconds > 0},
-        notes=tuple(dict.fromkeys((*_grades(case), *notes_of(scenario), *step.notes, *_network_notes(case.cluster)))),
+        notes=tuple(
+            dict.fromkeys((*too_large, *_grades(case), *notes_of(scenario), *step.notes, *_network_notes(case.cluster)))
+        ),
         timelines={},
+        memory=asdict(max(step.memory, key=lambda stage: stage.total)),
+        fits=step.fits,
+        tokens_per_s_per_gpu=scenario.num_tokens / scenario.gpus / step.time_s,
+        mfu=tflops * 1e12 / case.cluster.gpu.peak_flops_per_s,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
@@ -61,6 +61,14 @@ class Prediction:
     """What the reader must know: extrapolated sizes, published or data-sheet parameters."""
     timelines: Mapping[str, Timeline]
     """Simulated timeline of every pass, by ``"fwd"`` and ``"bwd"``."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Of a training step: bytes on the fullest rank by kind, of which ``peak_memory_bytes`` is the sum."""
+    fits: bool = True
+    """Whether that is as much as a GPU has. What does not fit has a time all the same."""
+    tokens_per_s_per_gpu: float | None = None
+    """Of a training step."""
+    mfu: float | None = None
+    """Of a training step: ``tflops_per_gpu`` over the GPU's peak."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

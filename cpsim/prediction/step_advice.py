@@ -14,19 +14,20 @@ from typing import Any, Final
 import numpy as np
 
 from cpsim.case.parallel import Parallel, Recompute
-from cpsim.case.resolve import model_of, parallel_of
+from cpsim.case.resolve import model_of
 from cpsim.case.scenario import ParallelSection, Scenario
-from cpsim.errors import InfeasibleError, OutOfMemoryError, ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
 from cpsim.prediction.results import Prediction
+from cpsim.prediction.step.frameworks import Framework
 from cpsim.prediction.step.step import Step, deal
 from cpsim.prediction.steps import StepCase
 from cpsim.runtime.processes import Progress
 from cpsim.strategies import STRATEGIES
 
 MAX_STAGES: Final = 16
-RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "mlp", "full")
+RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "per_op", "mlp", "full")
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
 ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -80,7 +81,8 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     if scenario.part is not None:
         raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
     case = resolve(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
-    steps, search = StepCase(scenario, case.cluster, case.profile), list(_layouts(scenario, case))
+    steps = StepCase(scenario, case.cluster, case.profile)
+    search = list(_layouts(scenario, case, steps.framework))
     found: list[tuple[Parallel, Prediction, Step]] = []
     infeasible: dict[str, str] = {}
     chosen: dict[tuple[int, int], Choice] = {}
@@ -119,17 +121,22 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _layouts(scenario: Scenario, case: Case) -> Iterator[Parallel]:
+def _kinds(framework: Framework) -> tuple[Recompute, ...]:
+    """What a framework can compute again, the least first."""
+    return tuple(kind for kind in RECOMPUTE if kind in framework.recomputes)
+
+
+def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[Parallel]:
     """All ways to cut that the scenario leaves open, without recomputation unless it asks for some."""
     section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
-    stages = [pp for pp in _divisors(model.layers) if pp <= MAX_STAGES]
+    stages = [pp for pp in _divisors(model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
     for tp in [section.tp] if section.tp else _divisors(case.cluster.gpus_per_node):
         for pp in [section.pp] if section.pp else stages:
             for cp in [section.cp] if section.cp else _divisors(gpus // (tp * pp)):
                 fixed = section.model_copy(update={"tp": tp, "pp": pp, "cp": cp})
                 try:
-                    parallel = parallel_of(fixed, gpus, sequences)
+                    parallel = framework.cut(fixed, gpus, sequences)
                 except ScenarioError:
                     continue
                 if sequences % (parallel.dp * parallel.microbatches) == 0 or scenario.context is None:
@@ -145,15 +152,14 @@ def _try(
         parallel.check(model_of(case.scenario), case.cluster)
         chosen[parallel.tp, parallel.cp] = _choice(parallel, steps)
     strategy, knobs = chosen[parallel.tp, parallel.cp]
-    kinds = (section.recompute,) if section.recompute else RECOMPUTE
+    kinds = (section.recompute,) if section.recompute else _kinds(steps.framework)
     for recompute in kinds:
         cut = replace(parallel, recompute=recompute)
-        try:
-            step = steps.simulate(cut, strategy, knobs)
+        step = steps.simulate(cut, strategy, knobs)
+        if step.fits:
             break
-        except OutOfMemoryError:
-            if recompute == kinds[-1]:
-                raise
+    else:
+        raise InfeasibleError(f"{step.too_large()}; it would take {step.time_s:.3g} s")
     full = section.model_copy(
         update={
             "tp": cut.tp,

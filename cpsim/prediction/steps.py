@@ -8,12 +8,13 @@ from typing import Any
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
-from cpsim.case.resolve import model_of, parallel_of, workload_of
+from cpsim.case.resolve import model_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.profile import Profile
 from cpsim.prediction.step.attention import PASSES, Attention
 from cpsim.prediction.step.costs import Costs
+from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies.others import implementation
 
@@ -34,8 +35,13 @@ class StepCase:
         return self.scenario.num_tokens // self.scenario.context if self.scenario.context else 1
 
     def parallel(self) -> Parallel:
-        """How the scenario cuts the step; what it leaves out is as plain as can be."""
-        return parallel_of(self.scenario.parallel, self.scenario.gpus, self.num_sequences)
+        """How the scenario cuts the step; what it leaves out is as its framework has it, or as plain as can be."""
+        return self.framework.cut(self.scenario.parallel, self.scenario.gpus, self.num_sequences)
+
+    @property
+    def framework(self) -> Framework:
+        """Whose code runs it."""
+        return framework(self.scenario.framework or DEFAULT)
 
     def sequences(self, parallel: Parallel) -> list[tuple[int, ...]]:
         """Documents of every packed sequence.
@@ -62,6 +68,7 @@ class StepCase:
         """
         model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
+        self.framework.check(parallel)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items()))
         if parallel.cp == 1 and strategy != "none":
@@ -84,7 +91,13 @@ class StepCase:
                 slowest=slowest,
             )
         return StepModel(
-            model=model, parallel=parallel, cluster=self.cluster, costs=costs, attention=self._attention[key]
+            model=model,
+            parallel=parallel,
+            cluster=self.cluster,
+            costs=costs,
+            attention=self._attention[key],
+            framework=self.framework,
+            compiled=self.framework.compiled(scenario.compile),
         )
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:

@@ -68,10 +68,21 @@ ATTENTION_KINDS: Final = (Kind.ATTENTION, Kind.ATTENTION_BACKWARD)
 COLLECTIVE_KINDS: Final = (Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_TO_ALL, Kind.ALL_REDUCE)
 COMMUNICATION_KINDS: Final = (Kind.TRANSFER, *COLLECTIVE_KINDS)
 MEMORY_BOUND_KINDS: Final = (Kind.MERGE, Kind.ACCUMULATE, Kind.COPY, Kind.ELEMENTWISE)
-STREAMS: Final = ("compute", "send", "recv", "grad_send", "grad_recv", "comm", "outer_send", "outer_recv")
+STREAMS: Final = (
+    "compute",
+    "send",
+    "recv",
+    "grad_send",
+    "grad_recv",
+    "comm",
+    "outer_send",
+    "outer_recv",
+    "gather",
+    "scatter",
+)
 """Streams of a rank. A batched send and receive is one launch on two lanes; gradients travel beside keys and values
 on lanes of their own (a second process group), and so do keys and values between the inner rings of a double ring;
-collectives run on ``comm``."""
+collectives run on ``comm``. Of a training step weights are gathered on ``gather``, gradients summed on ``scatter``."""
 
 READ, WRITE, UPDATE = range(3)
 MODE_NAMES: Final = ("reads", "writes", "updates")

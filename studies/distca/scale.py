@@ -22,7 +22,6 @@ import numpy as np
 
 from cpsim.errors import CpsimError, InfeasibleError, OutOfMemoryError
 from cpsim.masks.slices import Ints
-from cpsim.prediction.step.memory import stage_memory
 from cpsim.prediction.step.step import StepModel
 from cpsim.runtime.processes import Progress, mapped
 from cpsim.strategies.distca.batches import DataSet, Packed, iteration, sample
@@ -186,7 +185,7 @@ def _seconds(setting: Setting, system: str, step: StepModel, nano_batches: Seque
         return wlb_seconds(step, documents, BREAKPOINTS[setting.model])
     tokens, parallel = setting.sequences * setting.context // step.parallel.dp, step.parallel
     stages = range(parallel.pp)
-    most = max(stage_memory(step.model, parallel, tokens // parallel.microbatches, stage).total for stage in stages)
+    most = max(step.stage_memory(tokens // parallel.microbatches, stage).total for stage in stages)
     if most > step.cluster.gpu.memory_bytes:
         raise OutOfMemoryError("distca: out of memory")
     parts = _cut(np.concatenate(nano_batches), 2 * parallel.microbatches)

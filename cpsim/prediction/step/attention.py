@@ -23,7 +23,7 @@ from cpsim.models.attention.params import clocked_seconds
 from cpsim.models.price import price
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.step.costs import Parts
-from cpsim.prediction.step.memory import Tensors
+from cpsim.prediction.step.frameworks import Sizes
 from cpsim.sim.fast import simulate
 from cpsim.strategies import plan
 from cpsim.strategies.others import Implementation
@@ -153,9 +153,10 @@ class Attention:
         """The strategy's schedule on the ranks of the group."""
         workload, parts, exchange, sent, notes = self.workload(documents), [], 0, 0.0, dict[str, None]()
         under = conditions(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
-        tensors = Tensors(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
-        own = tensors.qkv + tensors.out + tensors.lse
-        for pass_, given in zip(PASSES, (own, own + tensors.qkv + tensors.out), strict=True):
+        sizes = Sizes(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
+        qkv = sizes.wide("qkv")
+        own = qkv + sizes.out + sizes.lse
+        for pass_, given in zip(PASSES, (own, own + qkv + sizes.out), strict=True):
             schedule = plan(self.strategy, workload, self.cluster, pass_, self.knobs, self.code)  # type: ignore[arg-type]
             priced = price(schedule, under)
             timeline = simulate(schedule, priced.work)

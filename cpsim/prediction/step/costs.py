@@ -80,8 +80,8 @@ class Costs:
             case Gemm():
                 return self._product(op)
             case ElementwisePass():
-                seconds = float(elementwise_seconds(self.layers.ops, op.kind, op.nbytes))
-                return {"elementwise of layers": seconds}
+                known = self.layers.ops if op.kind in self.layers.ops.latency_s else self.profile.elementwise
+                return {"elementwise of layers": float(elementwise_seconds(known, op.kind, op.nbytes))}
             case Collective():
                 return {"collective": self._collective(op)}
 

@@ -7,8 +7,8 @@ pipeline stages by microbatch, replicas at the end of the step, where gradients 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,17 @@ from numpy.typing import NDArray
 from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
-from cpsim.errors import InfeasibleError, OutOfMemoryError
+from cpsim.errors import InfeasibleError
 from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
-from cpsim.prediction.step.attention import Attended, Attention
+from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
-from cpsim.prediction.step.layer import BF16, FP32, ElementwisePass, Ops, flops, sent_bytes
+from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
+from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import StageMemory, stage_memory
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
+from cpsim.prediction.step.program import LayerCode, Node, Nodes, Program, Shards, program
+from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -43,6 +46,8 @@ class Step:
     """Seconds by cost model that the mean GPU spends in its own passes."""
     memory: tuple[StageMemory, ...]
     """Memory of every pipeline stage."""
+    gpu_bytes: int
+    """Memory of a GPU."""
     flops: float
     """FLOP of all GPUs: matrix products and exact mask area, forward and backward, nothing counted twice."""
     sent: float
@@ -61,24 +66,73 @@ class Step:
         """On the fullest GPU."""
         return max(stage.total for stage in self.memory)
 
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU has that much."""
+        return self.peak_memory_bytes <= self.gpu_bytes
+
+    def too_large(self) -> str:
+        """What a step that does not fit needs, in words."""
+        stage = max(range(len(self.memory)), key=lambda s: self.memory[s].total)
+        at = self.memory[stage]
+        return (
+            f"does not fit: stage {stage} needs {at.total / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB on one GPU "
+            f"({at.activations / 1e9:.1f} activations, {(at.weights + at.gradients + at.optimizer) / 1e9:.1f} weights, "
+            f"gradients and optimizer, {(at.logits + at.working) / 1e9:.1f} logits and what runs)"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepModel:
-    """A model on a cluster, cut in one way."""
+    """A model on a cluster, cut in one way, in one framework's code."""
 
     model: Model
     parallel: Parallel
     cluster: Cluster
     costs: Costs
     attention: Attention
+    framework: Framework = MEGATRON
+    compiled: bool = False
+    _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
+    _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether weights are gathered layer by layer."""
+        return self.parallel.sharding == "fsdp" and self.parallel.shards > 1
+
+    @property
+    def held(self) -> Held:
+        """What is held of every parameter."""
+        return self.framework.held(self.parallel.sharding)
 
     def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[StageMemory, ...]:
         """Peak memory of every stage, for the largest microbatch; without attention's own where that is not known."""
         tokens = max(self._tokens(documents) for replica in batch for documents in replica)
         ends = [(one.exchange, one.kept) for replica in attended for one in replica] or [(0, 0)]
         exchange, kept = (max(sizes) for sizes in zip(*ends, strict=True))
-        stages = range(self.parallel.pp)
-        return tuple(stage_memory(self.model, self.parallel, tokens, stage, exchange, kept) for stage in stages)
+        return tuple(self.stage_memory(tokens, stage, exchange, kept) for stage in range(self.parallel.pp))
+
+    def stage_memory(self, tokens: int, stage: int, exchange: int = 0, kept: int = 0) -> StageMemory:
+        """Peak memory of one stage.
+
+        Args:
+            tokens: of the largest microbatch on a context-parallel rank.
+            stage: 0 is the first.
+            exchange: bytes that attention allocates beyond its inputs and output, gathered keys for example.
+            kept: bytes that attention of a layer keeps beyond its inputs and output.
+        """
+        cut, held = self.parallel, self.held
+        parameters = self._parameters(stage)
+        states = -(-parameters // cut.shards) if cut.sharding != "none" else parameters
+        mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
+        return stage_memory(
+            self._programs(tokens, stage, exchange, kept),
+            self.model.layers // cut.pp,
+            min(cut.microbatches, cut.pp - stage),
+            (held.weight * mine, held.gradient * mine, held.states * states * cut.optimizer),
+            self.sharded,
+        )
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.
@@ -88,13 +142,10 @@ class StepModel:
             attended: attention of every microbatch, where a planner has placed it; None is that of the strategy.
 
         Raises:
-            InfeasibleError: it does not fit into memory (``OutOfMemoryError``), or attention cannot run like this.
+            InfeasibleError: attention cannot run like this.
         """
-        self._check_memory(self.memory(batch))
         if attended is None:
             attended = [self.attention.of(replica) for replica in batch]
-        memory = self.memory(batch, attended)
-        self._check_memory(memory)
         seconds = self._passes(batch, attended)
         tokens = max(self._tokens(documents) for replica in batch for documents in replica)
         hop_s, ops = self._hop_seconds(tokens), Ops(self.model, self.parallel.tp, tokens)
@@ -107,7 +158,8 @@ class StepModel:
             time_s=end,
             parts=dict(zip(PARTS, parts.tolist(), strict=True)),
             busy=dict(zip(PARTS, (seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) + last).tolist(), strict=True)),
-            memory=memory,
+            memory=self.memory(batch, attended),
+            gpu_bytes=self.cluster.gpu.memory_bytes,
             flops=self._flops(batch, attended),
             sent=self._sent(batch, attended),
             imbalance=float(work.max() / work.mean()),
@@ -125,43 +177,99 @@ class StepModel:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
 
-    def _check_memory(self, memory: Sequence[StageMemory]) -> None:
-        stage = max(range(len(memory)), key=lambda s: memory[s].total)
-        needed, gpu = memory[stage].total, self.cluster.gpu
-        if needed > gpu.memory_bytes:
-            raise OutOfMemoryError(
-                f"out of memory: stage {stage} needs {needed / 1e9:.1f} GB on one GPU "
-                f"({memory[stage].activations / 1e9:.1f} of them activations), "
-                f"{gpu.name} has {gpu.memory_bytes / 1e9:.1f} GB"
+    def _parameters(self, stage: int, part: str = "") -> int:
+        """Parameters of a stage on one tensor-parallel rank; or of one part of it, see ``program.program``."""
+        tp, pp = self.parallel.tp, self.parallel.pp
+        words = self.model.vocab // tp * self.model.hidden
+        ends = {"first": words * (stage == 0), "last": words * (stage == pp - 1)}
+        each = self.model.layer_parameters(tp)
+        if not part:
+            return each * (self.model.layers // pp) + sum(ends.values())
+        return ends.get(part, sum(ends.values()) if part == "root" else each)
+
+    def _programs(self, tokens: int, stage: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
+        """The program of a stage by its number of layers."""
+        sizes, code, recompute = Sizes(self.model, self.parallel.tp, tokens), self.framework, self.parallel.recompute
+        layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
+        first = code.first(sizes, self.compiled) if stage == 0 else None
+        last = code.last(sizes, self.compiled) if stage == self.parallel.pp - 1 else None
+        keeps = code.kept.get(recompute, layer.kept)
+        shards = self._shards(stage) if self.sharded else None
+        return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
+
+    def _shards(self, stage: int) -> Shards:
+        """Gathers in the working type, each copied to where ops read it; sums in fp32, from copies, over the replicas
+        that share the weights, and then over groups of replicas."""
+
+        def gather(name: str) -> Nodes:
+            nbytes = BF16 * self._parameters(stage, name.split()[0])
+            whole = Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather")
+            return (whole, Node(ElementwisePass("copy", 2 * nbytes), (f"flat {name}",), {f"weights {name}": nbytes}))
+
+        def scatter(name: str, gradients: Sequence[str]) -> Nodes:
+            parameters = self._parameters(stage, name)
+            copy = ElementwisePass("copy", (BF16 + FP32) * parameters)
+            sums, mine = FP32 * parameters, FP32 * (parameters // self.parallel.shards)
+            again = (Node(Collective("all_reduce", mine), (f"shard {name}",), {}, "scatter"),)
+            return (
+                Node(copy, tuple(gradients), {f"sums {name}": sums}),
+                Node(Collective("reduce_scatter", sums), (f"sums {name}",), {f"shard {name}": mine}, "scatter"),
+                *(again if self.parallel.replicate > 1 else ()),
             )
+
+        return Shards(gather=gather, scatter=scatter, root=self.framework.root)
 
     def _passes(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
         """Seconds of every pass by cost model, ``[2, R, M, P, len(PARTS)]``."""
-        stages, known = self.parallel.pp, dict[int, list[Floats]]()
+        stages = self.parallel.pp
         seconds = np.zeros((2, len(batch), len(batch[0]), stages, len(PARTS)))
+        like = {0: 0, stages - 1: stages - 1}
         for r, replica in enumerate(batch):
             for m, documents in enumerate(replica):
                 tokens = self._tokens(documents)
-                if tokens not in known:
-                    known[tokens] = self._besides(tokens)
-                layer, first, last = known[tokens]
-                forward, backward = stacked(attended[r][m].parts)
-                again = forward if self.parallel.recompute == "full" else 0.0
-                attention = np.stack([forward, backward + again])
-                seconds[:, r, m] = (self.model.layers // stages * (layer + attention))[:, None]
-                seconds[:, r, m, 0] += first
-                seconds[:, r, m, -1] += last
+                for stage in range(stages):
+                    seconds[:, r, m, stage] = self._pass(tokens, like.get(stage, 1), attended[r][m])
         return seconds
 
-    def _besides(self, tokens: int) -> list[Floats]:
-        """Seconds ``[2, len(PARTS)]`` of a layer without attention, and of what first and last stage add."""
-        ops = Ops(self.model, self.parallel.tp, tokens)
-        pairs = (
-            (ops.forward(), ops.again(self.parallel.recompute) + ops.backward()),
-            (ops.embedding(), ops.embedding_backward()),
-            (ops.loss(), ops.loss_backward()),
+    def _pass(self, tokens: int, stage: int, attended: Attended) -> Floats:
+        """Seconds of both passes of a stage by cost model, ``[2, len(PARTS)]``.
+
+        Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
+        """
+        layers, plain = self.model.layers // self.parallel.pp, not (self.sharded or self.framework.launches)
+        key = tokens, stage, None if plain else str(attended.parts)
+        if key not in self._known:
+            parts: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
+            make = self._programs(tokens, stage)
+            self._known[key] = of_layers(make, self._prices(parts), layers)
+        found = self._known[key]
+        if not plain:
+            return found
+        forward, backward = stacked(attended.parts)
+        again = forward * self._layer(tokens)[0]
+        return np.asarray(found + layers * np.stack([forward, backward + again]))
+
+    def _layer(self, tokens: int) -> tuple[bool, float]:
+        """Whether attention of a layer runs again before the backward pass, and bytes that a rank sends to others of
+        its tensor-parallel group in both passes."""
+        if tokens not in self._layers:
+            layer = self._programs(tokens, -1)(1)
+            again = any(node.what == "fwd" for node in layer.backward)
+            nodes = [node for node in (*layer.forward, *layer.backward) if node.stream == "comm"]
+            talks = [node.what for node in nodes if isinstance(node.what, Collective)]
+            self._layers[tokens] = again, sent_bytes(talks, self.parallel.tp)
+        return self._layers[tokens]
+
+    def _prices(self, attention: tuple[Parts, Parts]) -> Prices:
+        group = self.parallel.group(self.cluster, self.parallel.shards)
+        host = self.costs.profile.host
+        return Prices(
+            costs=self.costs,
+            kernel=self.attention.kernel,
+            attention=dict(zip(PASSES, attention, strict=True)),
+            sharded=lambda op: self.collective(group, Kind[op.kind.upper()], op.nbytes),
+            launch_s={stream: host.launch_s[name] for stream, name in self.framework.launches.items()},
         )
-        return [stacked(map(self.costs.seconds, pair)) for pair in pairs]
 
     def _hop_seconds(self, tokens: int) -> float:
         """Activations of a shard to the same rank of the next stage."""
@@ -196,21 +304,23 @@ class StepModel:
 
     def _update(self, stage: int, backward_s: float) -> Floats:
         """Seconds of gradients' sums and of the optimizer on a stage, ``[len(PARTS)]``."""
-        memory = stage_memory(self.model, self.parallel, self.parallel.tp, stage)
-        parameters, replicas = memory.gradients // FP32, self.parallel.replicas
+        cut, held, parameters = self.parallel, self.held, self._parameters(stage)
         parts: list[Parts] = []
-        group = self.parallel.group(self.cluster, replicas)
-        summing = Kind.REDUCE_SCATTER if self.parallel.optimizer else Kind.ALL_REDUCE
-        if self.parallel.gradients != "none":
-            where, exposed = self.collective(group, summing, memory.gradients)
-            if self.parallel.gradients == "overlapped":
-                exposed = max(exposed - backward_s, exposed / (self.model.layers // self.parallel.pp))
+        group = cut.group(self.cluster, cut.replicas)
+        parted = cut.sharding != "none" and cut.optimizer
+        if cut.gradients != "none" and cut.sharding != "fsdp":
+            summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
+            where, exposed = self.collective(group, summing, (held.gradient or held.made_gradient) * parameters)
+            if cut.gradients == "overlapped":
+                exposed = max(exposed - backward_s, exposed / (self.model.layers // cut.pp))
             parts.append({where: exposed})
-        if self.parallel.optimizer:
-            mine = -(-parameters // replicas)
-            ops = [ElementwisePass(kind, OP_BYTES[kind] * mine) for kind in ("norm", "adam")]
-            where, exposed = self.collective(group, Kind.ALL_GATHER, memory.weights)
-            parts += [self.costs.seconds(ops), {where: exposed}]
+        if cut.optimizer:
+            mine = -(-parameters // cut.shards) if parted else parameters
+            norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
+            parts.append(self.costs.seconds([*norm, ElementwisePass("adam", held.optimizer * mine)]))
+            if parted and cut.sharding != "fsdp":
+                where, exposed = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
+                parts.append({where: exposed})
         return np.asarray(stacked(parts).sum(axis=0))
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
@@ -227,14 +337,18 @@ class StepModel:
         for replica, found in zip(batch, attended, strict=True):
             total = 0.0
             for documents, one in zip(replica, found, strict=True):
-                ops = Ops(self.model, tp, self._tokens(documents))
-                layer = ops.forward() + ops.again(self.parallel.recompute) + ops.backward()
-                total += layers * (one.sent + sent_bytes(layer, tp))
+                total += layers * (one.sent + self._layer(self._tokens(documents))[1])
                 total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
             most = max(most, total)
-        memory, share = stage_memory(self.model, self.parallel, tp, 0), 1 - 1 / self.parallel.replicas
-        summed = memory.gradients * (self.parallel.gradients != "none") * (1 if self.parallel.optimizer else 2)
-        return most + share * (summed + memory.weights * self.parallel.optimizer)
+        cut, held = self.parallel, self.held
+        parameters, share = self._parameters(0), 1 - 1 / cut.replicas
+        if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
+            each = 1 - 1 / cut.shards
+            return most + each * parameters * cut.microbatches * (2 * BF16 + FP32)
+        parted = cut.sharding != "none" and cut.optimizer
+        gradients = (held.gradient or held.made_gradient) * parameters
+        summed = gradients * (cut.gradients != "none") * (1 if parted else 2)
+        return most + share * (summed + held.weight * parameters * parted)
 
     def _flops(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         total = 0.0
@@ -244,6 +358,22 @@ class StepModel:
                 pairs = 4.0 * one.area * self.model.heads * self.model.head_dim
                 total += self.model.layers * (3 * flops(ops.forward()) + 3.5 * pairs) + 3 * flops(ops.loss())
         return total
+
+
+def _with_exchange(code: LayerCode, exchange: int, kept: int) -> LayerCode:
+    """A layer whose attention allocates so many bytes beyond its inputs and output, and keeps so many."""
+
+    def more(node: Node) -> Node:
+        if node.what == "fwd":
+            return replace(node, makes={**node.makes, "exchange": exchange, "beside": kept})
+        if node.what == "bwd":
+            return replace(node, reads=(*node.reads, "beside"), makes={**node.makes, "dexchange": exchange})
+        return node
+
+    if not (exchange or kept):
+        return code
+    forward, backward = (tuple(map(more, side)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=code.kept | {"beside"})
 
 
 def deal(sequences: Sequence[tuple[int, ...]], parallel: Parallel) -> Batch:

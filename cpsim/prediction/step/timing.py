@@ -1,0 +1,161 @@
+"""A program as a schedule: what every op costs, and when it runs.
+
+GPUs of a step that do the same are one rank of the schedule. Its ops run on their streams as those of attention do, in
+the same engines: computation loses to communication beside it what was measured. Attention of a layer is one op, whose
+time its own schedule gives. Layers repeat, so that a few are simulated and the rest follow on a line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpsim.masks.slices import RangeSets, Slices
+from cpsim.masks.tiles import ListedTiles
+from cpsim.models.network.pressure import Messages, pressures
+from cpsim.prediction.step.costs import PARTS, Costs, Parts
+from cpsim.prediction.step.layer import Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.program import Node, Program
+from cpsim.schedule.builder import Builder
+from cpsim.schedule.schedule import Kind, Schedule
+from cpsim.schedule.work import Work
+from cpsim.sim.fast import simulate
+from cpsim.sim.timeline import Timeline
+
+Floats = NDArray[np.float64]
+SIMULATED: Final = (3, 4)
+"""Layers of the two programs that longer ones continue."""
+_KINDS: Final = {
+    "fwd": Kind.ATTENTION,
+    "bwd": Kind.ATTENTION_BACKWARD,
+    "all_gather": Kind.ALL_GATHER,
+    "reduce_scatter": Kind.REDUCE_SCATTER,
+    "all_reduce": Kind.ALL_REDUCE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What ops of a program cost."""
+
+    costs: Costs
+    kernel: str
+    attention: Mapping[str, Parts]
+    """Seconds of a layer's attention by pass and cost model."""
+    sharded: Callable[[Collective], tuple[str, float]]
+    """Cost model and seconds of a collective among replicas."""
+    launch_s: Mapping[str, float]
+    """Seconds of one launch of the host, by stream; none where hosts are never late."""
+
+    def parts(self, node: Node) -> Parts:
+        """Seconds of an op by cost model."""
+        match node.what:
+            case None:
+                return {}
+            case str():
+                return self.attention[node.what]
+            case Collective() if node.stream in ("gather", "scatter"):
+                where, seconds = self.sharded(node.what)
+                return {where: seconds}
+            case _:
+                return self.costs.seconds([node.what])
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """A program in time."""
+
+    timeline: Timeline
+    parts: tuple[Parts, ...]
+    """Of every op."""
+    forward: int
+    """Ops of the forward pass, which come first."""
+
+    def seconds(self) -> Floats:
+        """Seconds of both passes by cost model, along the critical path, ``[2, len(PARTS)]``."""
+        path, start, end = self.timeline.critical_path(), self.timeline.start_s, self.timeline.end_s
+        found = np.zeros((2, len(PARTS)))
+        before = 0.0
+        for op in path.tolist():
+            pass_ = int(op >= self.forward)
+            late = start[op] - before
+            if late > 0:
+                found[pass_, PARTS.index("host")] += late
+            alone = 0.0
+            for name, seconds in self.parts[op].items():
+                found[pass_, PARTS.index(name)] += seconds
+                alone += seconds
+            found[pass_, PARTS.index("interference")] += max(0.0, end[op] - start[op] - alone)
+            before = end[op]
+        return found
+
+
+def scheduled(program: Program, prices: Prices) -> Simulated:
+    """Simulates a program."""
+    nodes = [node for node in (*program.forward, *program.backward) if node.what is not None]
+    forward = sum(node.what is not None for node in program.forward)
+    parts = tuple(prices.parts(node) for node in nodes)
+    duration = np.array([sum(each.values()) for each in parts])
+    schedule = _schedule(nodes)
+    paced = np.array([any(name.endswith("between nodes") for name in each) for each in parts], np.bool_)
+    none = np.zeros(0, np.int64)
+    messages = Messages(none, np.zeros(0), none, none, (np.zeros(0), none, none))
+    pressure, names = pressures(schedule, messages, paced)
+    release = np.cumsum([node.calls * prices.launch_s.get(node.stream, 0.0) for node in nodes])
+    work = Work(
+        duration_s=duration,
+        release_s=release if prices.launch_s else np.zeros(len(nodes)),
+        flow_start=np.zeros(len(nodes) + 1, np.int64),
+        flow_link=np.zeros(0, np.int32),
+        flow_bytes=np.zeros(0),
+        link_bytes_per_s=np.zeros(0),
+        pressure=pressure,
+        slowdown=prices.costs.profile.interference.slowdown(prices.kernel, names),
+        eager=np.zeros(len(nodes), np.bool_),
+    )
+    return Simulated(simulate(schedule, work), parts, forward)
+
+
+def _schedule(nodes: Sequence[Node]) -> Schedule:
+    """Ops of one rank. What reads a tensor waits for the op that makes it; NCCL's kernels among tensor-parallel ranks
+    wait for whatever was launched before them."""
+    nothing = np.zeros(0, np.int64)
+    mask = Slices(*(nothing,) * 6)
+    tiles = ListedTiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), nothing, np.zeros(1, np.int64), mask)
+    b = Builder(1, RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64)), tiles)
+    maker: dict[str, int] = {}
+    computed, rank = -1, np.zeros(1, np.int64)
+    for i, node in enumerate(nodes):
+        what = node.what
+        deps = {maker[name] for name in node.reads if name in maker}
+        if node.stream == "comm" and computed >= 0:
+            deps.add(computed)
+        needed = np.array([sorted(deps)], np.int64) if deps else np.full((1, 1), -1)
+        lane = rank, node.stream
+        match what:
+            case Gemm():
+                product = (np.array([what.m]), np.array([what.n]), np.array([what.k]))
+                b.add(Kind.GEMM, lane, product=product, deps=[needed])
+            case ElementwisePass():
+                b.add(Kind.ELEMENTWISE, lane, nbytes=what.nbytes, deps=[needed])
+            case Collective():
+                b.add(_KINDS[what.kind], lane, nbytes=what.nbytes, deps=[needed])
+            case str():
+                b.add(_KINDS[what], lane, deps=[needed])
+        if node.stream == "compute":
+            computed = i
+        maker |= dict.fromkeys(node.makes, i)
+    return b.build()
+
+
+def of_layers(make: Callable[[int], Program], prices: Prices, layers: int) -> Floats:
+    """Seconds of both passes of so many layers by cost model, ``[2, len(PARTS)]``."""
+    few, more = SIMULATED
+    if layers <= more:
+        return scheduled(make(layers), prices).seconds()
+    a, b = (scheduled(make(count), prices).seconds() for count in SIMULATED)
+    return np.asarray(b + (layers - more) * (b - a) / (more - few))

@@ -8,7 +8,8 @@ row of ``FRAMEWORKS``.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final
 
 from cpsim.case.model import Model
@@ -17,7 +18,7 @@ from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
-from cpsim.prediction.step.program import LayerCode, Node, Nodes
+from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
 
 
@@ -107,7 +108,8 @@ class Framework:
     layer: Callable[[Sizes, bool], LayerCode]
     """A layer, of sizes, compiled or not."""
     first: Callable[[Sizes, bool], LayerCode]
-    last: Callable[[Sizes, bool], LayerCode]
+    last: Callable[[Sizes, bool, int], LayerCode]
+    """Of sizes, compiled or not, in so many chunks of the loss."""
     held: Callable[[Sharding], Held]
     kept: Mapping[Recompute, frozenset[str]] = field(default_factory=dict)
     """Tensors of a layer that are kept beside its input, by what is computed again; all where it has no row."""
@@ -116,8 +118,9 @@ class Framework:
     root: bool = False
     """Whether, where weights are sharded, both ends are one part that is gathered once; see ``Shards``."""
     pipelines: bool = False
-    launches: Mapping[str, str] = field(default_factory=dict)
-    """Names of host measurements, by stream; empty: hosts are never late."""
+    launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
+    """Names of host measurements by stream, of layers that are compiled and of those that are not; empty: hosts are
+    never late."""
 
     def cut(self, section: ParallelSection | None, gpus: int, sequences: int) -> Parallel:
         """How a scenario cuts the step, with what this framework does where nothing is said; see ``parallel_of``."""
@@ -280,7 +283,7 @@ def megatron_first(s: Sizes, _compiled: bool) -> LayerCode:
     )
 
 
-def megatron_last(s: Sizes, _compiled: bool) -> LayerCode:
+def megatron_last(s: Sizes, _compiled: bool, _chunks: int = 1) -> LayerCode:
     """Norm, logits of this rank's words, vocabulary-parallel cross entropy in fp32."""
     many, hidden, logits = s.tp > 1, s.tokens // s.tp * s.model.hidden, s.tokens * s.words
     shared = (Node(Collective("all_reduce", FP32 * s.tokens), ("losses",), {"loss": FP32 * s.tokens}, "comm"),) * 3
@@ -320,8 +323,242 @@ MEGATRON: Final = Framework(
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     pipelines=True,
 )
+
+
+def eager(elements: int, each: int, calls: int, *reads: str, **makes: int) -> Node:
+    """Some of PyTorch's pointwise kernels, which pass over so many elements and read and write so many bytes of each."""
+    return Node(ElementwisePass("copy", each * elements), reads, named(makes), calls=calls)
+
+
+def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None = None) -> LayerCode:
+    """A plain layer in PyTorch: seven linear layers, RMSNorm, rotary positions, SDPA and SwiGLU.
+
+    Compiled, pointwise ops are fused, with what autograd's partitioner keeps: inputs of matrix products, and what
+    kernels of attention and norms read. Eager, every op is a kernel. Tensor parallelism is DTensor's, with sequence
+    parallelism: what was gathered is kept, and nothing runs beside communication.
+    """
+    many, model, tokens = s.tp > 1, s.model, s.tokens
+    hidden, inner = tokens // s.tp * model.hidden, s.inner // BF16
+    q, kv = (tokens * heads // s.tp * model.head_dim for heads in (model.heads, model.kv_heads))
+    every = " all" if many else ""
+    norm_of = norm or (lambda source, to: (node("rms_norm", hidden, source, **{to.replace(" ", "_"): s.shard}),))
+
+    def product(n: int, k: int, source: str, to: str) -> Node:
+        return Node(Gemm("forward", tokens, n, k), (source, "weights"), {to: BF16 * tokens * n})
+
+    def back(n: int, k: int, source: str, kept: str, to: str, weight: str) -> Nodes:
+        """Gradients of the input and of the weights of a linear layer."""
+        dgrad = Node(Gemm("dgrad", tokens, k, n), (source, "weights"), {to: BF16 * tokens * k})
+        return (dgrad, Node(Gemm("wgrad", n, k, tokens), (source, kept), {f"{GRADIENT} {weight}": BF16 * n * k}))
+
+    def gather(source: str) -> Nodes:
+        return gathered(s, source, f"{source} all") if many else ()
+
+    def scatter(to: str) -> Nodes:
+        return scattered(s, f"{to} all", to) if many else ()
+
+    def rotary(kind: str, elements: int, source: str, to: str) -> Node:
+        made = {to: BF16 * elements}
+        if compiled:
+            return Node(ElementwisePass("rotary", OP_BYTES["rotary"] * elements), (source,), made)
+        return Node(ElementwisePass("copy", 20 * elements), (source,), made, calls=5 if kind == "fwd" else 7)
+
+    a, g, f, h = q // tokens, kv // tokens, inner // tokens, model.hidden
+    join = partial(node, "add", hidden)
+    if compiled:
+        gates: Nodes = (node("swiglu", inner, "gate", "up", product=s.inner),)
+        gates_back: Nodes = (node("swiglu_bwd", inner, "dproduct", "gate", "up", dgate=s.inner, dup=s.inner),)
+    else:
+        gates = (
+            eager(inner, 4, 1, "gate", silu=s.inner),
+            eager(inner, 6, 1, "silu", "up", product=s.inner),
+        )
+        gates_back = (
+            eager(inner, 6, 1, "dproduct", "up", dsilu=s.inner),
+            eager(inner, 6, 1, "dproduct", "silu", dup=s.inner),
+            eager(inner, 6, 1, "dsilu", "gate", dgate=s.inner),
+        )
+    grads = {"dq": BF16 * q, "dk": BF16 * kv, "dv": BF16 * kv, "dq sums": FP32 * q}
+    grads |= {"dk dv of heads": 2 * BF16 * q} if kv < q else {}
+    sum_of_two = () if compiled else (eager(tokens * h, 6, 1, "dh norm 2", **{"dh_norm" + every.replace(" ", "_"): 0}),)
+    forward = (
+        *norm_of("x", "x norm"),
+        *gather("x norm"),
+        product(a, h, "x norm" + every, "q0"),
+        product(g, h, "x norm" + every, "k0"),
+        product(g, h, "x norm" + every, "v"),
+        rotary("fwd", q, "q0", "q"),
+        rotary("fwd", kv, "k0", "k"),
+        Node("fwd", ("q", "k", "v"), {"out": s.out, "lse": s.lse}),
+        product(h, a, "out", "proj" + every),
+        *scatter("proj"),
+        join("x", "proj", h=s.shard),
+        *norm_of("h", "h norm"),
+        *gather("h norm"),
+        product(f, h, "h norm" + every, "gate"),
+        product(f, h, "h norm" + every, "up"),
+        *gates,
+        product(h, f, "product", "down" + every),
+        *scatter("down"),
+        join("h", "down", y=s.shard),
+    )
+    backward = (
+        *gather("dy"),
+        *back(h, f, "dy" + every, "product", "dproduct", "down"),
+        *gates_back,
+        *back(f, h, "dgate", "h norm" + every, "dh norm" + every, "gate"),
+        *back(f, h, "dup", "h norm" + every, "dh norm 2", "up"),
+        *sum_of_two,
+        *scatter("dh norm"),
+        *norm_back(s, "dh norm", "h", "dh part", compiled, norm is not None, "dh norm 2"),
+        join("dy", "dh part", dh=s.shard),
+        *gather("dh"),
+        *back(h, a, "dh" + every, "out", "dout", "proj"),
+        Node("bwd", ("dout", "q", "k", "v", "out", "lse"), grads),
+        rotary("bwd", q, "dq", "dq0"),
+        rotary("bwd", kv, "dk", "dk0"),
+        *back(a, h, "dq0", "x norm" + every, "dx norm" + every, "q"),
+        *back(g, h, "dk0", "x norm" + every, "dx norm 2", "k"),
+        *back(g, h, "dv", "x norm" + every, "dx norm 3", "v"),
+        *(() if compiled else (eager(tokens * h, 12, 2, "dx norm 2", "dx norm 3"),)),
+        *scatter("dx norm"),
+        *norm_back(s, "dx norm", "x", "dx part", compiled, norm is not None, "dx norm 2", "dx norm 3"),
+        join("dh", "dx part", dx=s.shard),
+    )
+    made = {name for each in forward for name in each.makes}
+    read = {name for each in backward for name in each.reads}
+    return LayerCode(forward=forward, backward=backward, kept=frozenset(made & read))
+
+
+def norm_back(s: Sizes, source: str, kept: str, to: str, compiled: bool, cast: bool, *sums: str) -> Nodes:
+    """Gradient of a norm; of one in fp32 by single ops, ``cast``."""
+    hidden = s.tokens // s.tp * s.model.hidden
+    reads = (source, *(sums if compiled else ()))
+    if not cast:
+        return (node("rms_norm_bwd", hidden, *reads, kept, **{to.replace(" ", "_"): s.shard}),)
+    made = {to.replace(" ", "_"): s.shard, f"{to}_fp32".replace(" ", "_"): 3 * FP32 * hidden}
+    return (eager(hidden, 70, 14, *reads, f"{kept} fp32", f"{kept} cast", **made),)
+
+
+def hugging_face_layer(s: Sizes, compiled: bool) -> LayerCode:
+    """Transformers' Llama layer: as PyTorch's, but norms are computed in fp32 by single ops, which keep their input in
+    fp32, and what it is before the weights of the norm."""
+    hidden = s.tokens // s.tp * s.model.hidden
+
+    def norm(source: str, to: str) -> Nodes:
+        made = {f"{source} fp32": FP32 * hidden, f"{source} cast": BF16 * hidden, to: s.shard}
+        return (Node(ElementwisePass("copy", 36 * hidden), (source,), made, calls=7),)
+
+    return torch_layer(s, compiled) if compiled else torch_layer(s, compiled, norm=norm)
+
+
+def torch_first(s: Sizes, _compiled: bool) -> LayerCode:
+    """Embedding; with tensor parallelism its rows are cut by words, and sums are scattered."""
+    code = megatron_first(s, False)
+    made = {f"{GRADIENT} embedding": BF16 * s.words * s.model.hidden}
+    back = tuple(
+        replace(each, makes=made) if isinstance(each.what, ElementwisePass) else each for each in code.backward
+    )
+    return replace(code, backward=back)
+
+
+def torch_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
+    """Norm, logits, cross entropy in fp32; compiled, from logits in the working type, without tensor parallelism.
+
+    In chunks, logits are there of one at a time, and are made again in the backward pass.
+    """
+    many, model = s.tp > 1, s.model
+    hidden, logits = s.tokens // s.tp * model.hidden, s.tokens * s.words
+    fused, every, held = compiled and not many, " all" if many else "", logits // chunks
+    head = Node(Gemm("forward", s.tokens, s.words, model.hidden), ("z" + every, "weights"), {"logits": BF16 * held})
+    kept: dict[str, int] = {"logits_losses": FP32 * s.tokens} if fused else {"log_logits": FP32 * held}
+    if fused:
+        loss: Nodes = (node("cross_entropy", logits, "logits", **kept),)
+        loss_back: Nodes = (node("cross_entropy_bwd", logits, "logits", "logits losses", dlogits=BF16 * held),)
+    else:
+        loss = (
+            eager(logits, 6, 1, "logits", logits_fp32=FP32 * held),
+            eager(logits, 8, 2, "logits fp32", **kept),
+        )
+        loss_back = (
+            eager(logits, 4, 2, dlog_logits=FP32 * held),
+            eager(logits, 12, 1, "dlog logits", "log logits", dlogits_fp32=FP32 * held),
+            eager(logits, 6, 1, "dlogits fp32", dlogits=BF16 * held),
+        )
+    shared = (Node(Collective("all_reduce", FP32 * s.tokens), (), {"loss": FP32 * s.tokens}, "comm"),) * 3
+    again = (head, *loss) if chunks > 1 else ()
+    names = [name for each in (head, *loss) for name in each.makes]
+    renamed = tuple(
+        each.renamed(lambda name: f"{name} again" if name in names else name) for each in (*again, *loss_back)
+    )
+    backward = renamed if chunks > 1 else loss_back
+    gradient = {f"{GRADIENT} output": BF16 * s.words * model.hidden}
+    return LayerCode(
+        forward=(
+            node("rms_norm", hidden, "x", z=s.shard),
+            *(gathered(s, "z", "z all") if many else ()),
+            head,
+            *loss,
+            *(shared if many else ()),
+        ),
+        backward=(
+            *backward,
+            Node(Gemm("dgrad", s.tokens, model.hidden, s.words), ("dlogits", "weights"), {"dz" + every: s.whole}),
+            Node(Gemm("wgrad", s.words, model.hidden, s.tokens), ("dlogits", "z" + every), gradient),
+            *(scattered(s, "dz all", "dz") if many else ()),
+            node("rms_norm_bwd", hidden, "dz", "x", dx=s.shard),
+        ),
+        kept=frozenset({"z" + every, *(() if chunks > 1 else ("logits",) if fused else ("log logits",))}),
+    )
+
+
+def torch_held(sharding: Sharding) -> Held:
+    """Shards are fp32, and so are their gradients and both moments; whole weights are in the working type with all that
+    goes with them."""
+    if sharding == "fsdp":
+        return Held(weight=FP32, gradient=0, states=2 * FP32, made_gradient=FP32, optimizer=7 * FP32)
+    return Held(weight=BF16, gradient=0, states=2 * BF16, made_gradient=BF16, optimizer=7 * BF16)
+
+
+_NCCL: Final = {"comm": "all_gather_tensor", "gather": "async_all_gather", "scatter": "sync_reduce_scatter"}
+LAUNCHES: Final = {False: {"compute": "eager", **_NCCL}, True: {"compute": "copy", **_NCCL}}
+"""Host measurements of launches: PyTorch's dispatcher; a Triton kernel from Python."""
+PER_OP: Final = frozenset({"q0", "v", "out", "lse", "gate", "down"})
+"""Results of attention and of every second matrix product, the first of them."""
+TORCH: Final = Framework(
+    name="torch",
+    source="torch 2.11: FSDP2, DTensor tensor parallelism, context_parallel, torch.compile of layers",
+    sharding="fsdp",
+    shardings=("none", "fsdp"),
+    compiles=True,
+    layer=torch_layer,
+    first=torch_first,
+    last=torch_last,
+    held=torch_held,
+    kept={"full": frozenset(), "per_op": PER_OP},
+    root=True,
+    launches=LAUNCHES,
+)
+TORCHTITAN: Final = replace(
+    TORCH,
+    name="torchtitan",
+    source="torchtitan of December 2024",
+    recompute="per_op",
+    shardings=("fsdp",),
+    compiles=False,
+    held=lambda sharding: replace(torch_held(sharding), clipped=True),
+    root=False,
+)
+HUGGING_FACE: Final = replace(
+    TORCH,
+    name="huggingface",
+    source="Transformers' LlamaForCausalLM, FSDP2 as accelerate has it",
+    compiles=False,
+    layer=hugging_face_layer,
+    kept={"full": frozenset()},
+)
 DEFAULT: Final = "megatron"
-FRAMEWORKS: Final = {one.name: one for one in (MEGATRON,)}
+FRAMEWORKS: Final = {one.name: one for one in (MEGATRON, TORCH, TORCHTITAN, HUGGING_FACE)}
 
 
 def framework(name: str) -> Framework:

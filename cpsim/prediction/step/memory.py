@@ -47,7 +47,11 @@ class StageMemory:
 
 
 def stage_memory(
-    make: Callable[[int], Program], layers: int, in_flight: int, persistent: tuple[int, int, int], sharded: bool
+    make: Callable[[int], Program],
+    layers: int,
+    in_flight: int,
+    persistent: tuple[int, int, int],
+    stays: tuple[str, ...],
 ) -> StageMemory:
     """Peak memory of one stage.
 
@@ -56,16 +60,16 @@ def stage_memory(
         layers: of the stage.
         in_flight: microbatches whose forward pass has run and whose backward pass has not, at most.
         persistent: bytes of weights, gradients and optimizer states that are there all the time.
-        sharded: whether gradients are scattered to replicas.
+        stays: beginnings of names of tensors that stay until the optimizer's step.
     """
     few, more = 3, 4
     if layers <= more:
         program = make(layers)
-        live = _live(program, sharded)
+        live = _live(program, stays)
         columns, kept = live, live[:, len(program.forward)]
     else:
         small, large = (make(count) for count in (few, more))
-        a, b = _live(small, sharded), _live(large, sharded)
+        a, b = _live(small, stays), _live(large, stays)
         grown = layers - more
         ahead, behind = _repeats(small, large)
         forward_a, forward_b = len(small.forward), len(large.forward)
@@ -93,7 +97,7 @@ def _repeats(small: Program, large: Program) -> tuple[int, int]:
     return len(small.backward) - each, len(small.backward) - each
 
 
-def _live(program: Program, sharded: bool) -> Ints:
+def _live(program: Program, stays: tuple[str, ...]) -> Ints:
     """Bytes of every kind while every op runs, ``[len(KINDS), N]``."""
     made = {name for node in program.forward for name in node.makes}
     later = {name for node in program.backward for name in node.reads}
@@ -109,4 +113,4 @@ def _live(program: Program, sharded: bool) -> Ints:
         return KINDS.index("activations" if name in kept else "working")
 
     nodes = [*program.forward, *program.backward]
-    return live_bytes(nodes, (SHARD,) if sharded else (GRADIENT,), kind, len(KINDS))
+    return live_bytes(nodes, stays, kind, len(KINDS))

@@ -147,6 +147,8 @@ def program(
             ends["weights"] = "weights root"
         once_more = part.again(kept, again_to) if part is code else ()
         made = {tensor for node in once_more for tensor in node.makes}
+        stays = Node(None, tuple(sorted(kept if part is code else part.kept)))  # what is kept lives until now
+        backward += [stays.renamed(_names(name, ends))]
         backward += [node.renamed(_names(name, ends, made)) for node in (*once_more, *part.backward)]
         summed = [f"{t} @{name}" for node in part.backward for t in node.makes if t.startswith(GRADIENT)]
         if shards and shards.own(name):

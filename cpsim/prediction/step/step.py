@@ -25,7 +25,7 @@ from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import StageMemory, stage_memory
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
-from cpsim.prediction.step.program import LayerCode, Node, Nodes, Program, Shards, program
+from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -126,12 +126,13 @@ class StepModel:
         parameters = self._parameters(stage)
         states = -(-parameters // cut.shards) if cut.sharding != "none" else parameters
         mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
+        summed = held.gradient or held.made_gradient * (cut.microbatches > 1)
         return stage_memory(
             self._programs(tokens, stage, exchange, kept),
             self.model.layers // cut.pp,
             min(cut.microbatches, cut.pp - stage),
-            (held.weight * mine, held.gradient * mine, held.states * states * cut.optimizer),
-            self.sharded,
+            (held.weight * mine, summed * mine, held.states * states * cut.optimizer),
+            () if summed else (SHARD,) if self.sharded else (GRADIENT,),
         )
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
@@ -192,7 +193,7 @@ class StepModel:
         sizes, code, recompute = Sizes(self.model, self.parallel.tp, tokens), self.framework, self.parallel.recompute
         layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
         first = code.first(sizes, self.compiled) if stage == 0 else None
-        last = code.last(sizes, self.compiled) if stage == self.parallel.pp - 1 else None
+        last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if stage == self.parallel.pp - 1 else None
         keeps = code.kept.get(recompute, layer.kept)
         shards = self._shards(stage) if self.sharded else None
         return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
@@ -262,13 +263,13 @@ class StepModel:
 
     def _prices(self, attention: tuple[Parts, Parts]) -> Prices:
         group = self.parallel.group(self.cluster, self.parallel.shards)
-        host = self.costs.profile.host
+        host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
         return Prices(
             costs=self.costs,
             kernel=self.attention.kernel,
             attention=dict(zip(PASSES, attention, strict=True)),
             sharded=lambda op: self.collective(group, Kind[op.kind.upper()], op.nbytes),
-            launch_s={stream: host.launch_s[name] for stream, name in self.framework.launches.items()},
+            launch_s={stream: host.launch_s.get(name, 0.0) for stream, name in names.items()},
         )
 
     def _hop_seconds(self, tokens: int) -> float:

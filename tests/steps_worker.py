@@ -24,7 +24,7 @@ def gradients(runner):
     runner.optimizer.zero_grad()
     runner.backward()
     loss = whole(runner.loss)
-    dist.all_reduce(loss, dist.ReduceOp.AVG if dist.get_backend() == "nccl" else dist.ReduceOp.SUM)
+    dist.all_reduce(loss)
     named = runner.inner.named_parameters()
     return loss / dist.get_world_size(), {n.replace("_orig_mod.", ""): whole(p.grad) for n, p in named}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cpsim.case.cluster import Cluster, load_cluster
 from cpsim.case.documents import as_taken, draw_documents
 from cpsim.case.model import MODELS, Model
@@ -100,12 +102,27 @@ def parallel_of(
 
 
 def flops_of(scenario: Scenario, workload: Workload) -> float:
-    """Model FLOP of all passes on all GPUs: attention, and the matrix products of a layer."""
+    """Model FLOP of all passes on all GPUs: attention, the matrix products of a layer, or all of a step."""
+    if scenario.is_step:
+        return _step_flops(scenario, workload)
     total = sum(workload.flops(pass_) for pass_ in scenario.passes)
     if scenario.part is None:
         return total
     products = sum(inner * outer for inner, outer in model_of(scenario).linears(1).values())
     return total + sum(2 if pass_ == "fwd" else 4 for pass_ in scenario.passes) * products * scenario.num_tokens
+
+
+def _step_flops(scenario: Scenario, workload: Workload) -> float:
+    model, tokens = model_of(scenario), scenario.num_tokens
+    parallel = parallel_of(scenario.parallel, scenario.gpus, tokens // (scenario.context or tokens))
+    context = scenario.context or tokens // (parallel.dp * parallel.microbatches)
+    if MASK_NAMES[scenario.mask_name].documents == "ignored":  # sequences do not see each other
+        alone = replace(workload, documents=(context,))
+        attention = tokens // context * sum(alone.flops(pass_) for pass_ in scenario.passes)
+    else:
+        attention = sum(workload.flops(pass_) for pass_ in scenario.passes)
+    products = sum(inner * outer for inner, outer in model.linears(1).values())
+    return model.layers * (attention + 6.0 * products * tokens) + 6.0 * model.hidden * model.vocab * tokens
 
 
 def notes_of(scenario: Scenario) -> tuple[str, ...]:

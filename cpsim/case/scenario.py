@@ -126,6 +126,11 @@ class Scenario(BaseModel):
         return self.tokens if self.tokens is not None else (self.tokens_per_gpu or 0) * self.gpus
 
     @property
+    def is_step(self) -> bool:
+        """Whether the case is a whole training step."""
+        return self.model is not None and self.part is None
+
+    @property
     def passes(self) -> tuple[Literal["fwd", "bwd"], ...]:
         """The passes of the case, in the order in which they run."""
         return ("fwd", "bwd") if self.pass_ == "fwd_bwd" else (self.pass_,)

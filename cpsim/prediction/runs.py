@@ -44,6 +44,9 @@ class PassRun:
     """The slowest rank's time of every iteration before those that count [s]."""
     peak_memory_bytes: int = 0
     """Most bytes allocated on one rank at a time, buffers included; 0 on a CPU."""
+    memory_bytes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Of every rank over iterations that count: most bytes `allocated` and `reserved` by PyTorch, and `used` after
+    them, what the driver says of the whole GPU; absent on a CPU and in files of older versions."""
     clock: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """SM clock [Hz], temperature [degrees Celsius] and power [W] of every rank, right after the last iteration."""
     after_gap_s: tuple[float, ...] = ()
@@ -248,6 +251,9 @@ def _pass_run(place: str, entry: Any, num_ranks: int) -> PassRun:
             raise ProfileError(f"{place}: {name} must be a list of seconds, above 0, at most {_TIME.high:g}")
     if not _all_are((run.peak_memory_bytes,), _SIZE):
         raise ProfileError(f"{place}: peak_memory_bytes must be bytes, got {shown(run.peak_memory_bytes)}")
+    memory = run.memory_bytes
+    if not isinstance(memory, dict) or not all(_all_are(sizes, _SIZE) for sizes in memory.values()):
+        raise ProfileError(f"{place}: memory_bytes must be lists of bytes by name, got {shown(memory)}")
     if not isinstance(run.clock, dict) or not all(_all_are(values, _CLOCK) for values in run.clock.values()):
         raise ProfileError(f"{place}: clock must be lists of numbers by name, got {shown(run.clock)}")
     if not run.samples_s or len(run.rank_time_s) != num_ranks:

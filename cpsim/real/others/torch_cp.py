@@ -67,7 +67,7 @@ class ContextParallelRunner(AutogradRunner):
 
     def _set_options(self) -> None:
         set_rotate_method(self.rotate)
-        _options().enable_load_balance = self.balanced
+        set_balance(self.balanced)
 
 
 def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
@@ -83,10 +83,22 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     gathers = scenario.strategy == "allgather"
     defaults = {"layout": "zigzag"} if gathers else {"zigzag": "document"} if scenario.strategy == "zigzag_ring" else {}
     check(scenario, node, defaults)
-    layout = {**defaults, **scenario.knobs}.get("layout")
-    balanced = scenario.strategy == "zigzag_ring" or layout == "zigzag"
-    rotate = "allgather" if gathers else "alltoall"
+    rotate, balanced = rotation(scenario)
     return ContextParallelRunner(scenario, pass_, node, rotate=rotate, balanced=balanced)
+
+
+def rotation(scenario: Scenario) -> tuple[str, bool]:
+    """How keys and values rotate, and whether shards are zigzag ones."""
+    if scenario.strategy == "allgather":
+        return "allgather", scenario.knobs.get("layout", "zigzag") == "zigzag"
+    return "alltoall", scenario.strategy == "zigzag_ring"
+
+
+def set_balance(balanced: bool) -> None:
+    """From now on shards are zigzag ones, or not."""
+    from torch.distributed.tensor.experimental import _attention
+
+    _attention._cp_options.enable_load_balance = balanced
 
 
 @cache
@@ -105,9 +117,3 @@ def _enter(mesh: DeviceMesh) -> None:
     _context.close()
     some = torch.zeros(2 * mesh.size(), device=mesh.device_type)
     _context.enter_context(context_parallel(mesh, buffers=[some], buffer_seq_dims=[0], no_restore_buffers={some}))
-
-
-def _options() -> Any:
-    from torch.distributed.tensor.experimental import _attention
-
-    return _attention._cp_options

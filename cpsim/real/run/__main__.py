@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 4 -m cpsim.real.run cases.jsonl --out measured.jsonl
 
 runs the cases that need as many GPUs as there are processes; `cpsim run` launches once per number of GPUs. How time
-is taken is said in `cpsim.real.run.iterations`. `fwd_bwd` of other people's code is measured as one window; passes of
-our executor, two CUDA graphs with buffers of their own, are timed apart.
+is taken is said in `cpsim.real.run.iterations`. `fwd_bwd` of other people's code and whole training steps are
+measured as one window; passes of our executor, two CUDA graphs with buffers of their own, are timed apart.
 
 A case that fails is recorded with the reason. Where all ranks fail alike (no memory, no such kernel) the next case
 follows at once. Where only some do, or a case hangs, the ranks no longer agree on what they have sent each other, or
@@ -45,6 +45,12 @@ Make = Callable[..., Runner]
 Window = Literal["fwd", "bwd", "fwd_bwd"]
 
 
+def windows_of(scenario: Scenario) -> tuple[Window, ...]:
+    """What is timed by itself: passes of our executor; both together of other people's code and of whole steps."""
+    apart = scenario.implementation == "cpsim" and not scenario.is_step
+    return scenario.passes if apart else (scenario.pass_,)
+
+
 class Launch:
     """One launch: this rank, its watch, and on rank 0 the file of runs."""
 
@@ -70,8 +76,7 @@ class Launch:
         self._watch.start(scenario, self.node.rank)
         broken = ""
         try:
-            windows = scenario.passes if scenario.implementation == "cpsim" else (scenario.pass_,)
-            passes = {str(window): self._pass(scenario, window) for window in windows}
+            passes = {str(window): self._pass(scenario, window) for window in windows_of(scenario)}
             result = Run(scenario=scenario, passes=passes)
         except CaseFailed as reason:
             result = Run(scenario=scenario, error=str(reason))
@@ -200,7 +205,8 @@ def main(argv: Sequence[str] | None = None, make: Make | None = None) -> NoRetur
 
     Args:
         argv: arguments; those of the process where not given.
-        make: `(scenario, pass_, node) -> Runner`; `cpsim.real.others.make` where not given.
+        make: `(scenario, pass_, node) -> Runner`; that of `cpsim.real.others` or `cpsim.real.steps` where not
+            given.
     """
     args = _arguments(argv)
     try:
@@ -218,9 +224,7 @@ def _main(args: argparse.Namespace, make: Make | None) -> int:
         else:
             scenarios.append(entry)
     if make is None:
-        from cpsim.real.others import make as chosen
-
-        make = chosen
+        make = _make
     with Node(cpu=args.cpu, num_nodes=args.emulate_nodes) as node:
         if args.trace:
             from cpsim.real.run.trace import trace_case
@@ -229,12 +233,18 @@ def _main(args: argparse.Namespace, make: Make | None) -> int:
             if len(cases) != 1:
                 why = f": {others[0].error}" if others else ""
                 raise CpsimError(f"trace: expected one case for {node.size} GPUs, got {len(cases)}{why}")
-            trace_case(cases[0], cases[0].passes, node, make, args.trace)
+            trace_case(cases[0], windows_of(cases[0]), node, make, args.trace)
             return 0
         if node.rank == 0:
             for error in broken:
                 print(f"cpsim.real.run: {error}", file=sys.stderr, flush=True)
         return _run_all(scenarios, node, make, args)
+
+
+def _make(scenario: Scenario, pass_: Window, node: Node) -> Runner:
+    from cpsim.real import others, steps  # these take seconds to import, and need what tests replace
+
+    return steps.make(scenario, node) if scenario.is_step else others.make(scenario, pass_, node)
 
 
 def _run_all(scenarios: Sequence[Scenario], node: Node, make: Make, args: argparse.Namespace) -> int:
@@ -275,6 +285,10 @@ def _say(node: Node, text: str) -> None:
 
 def _label(scenario: Scenario) -> str:
     per_gpu = scenario.num_tokens // scenario.gpus
+    if scenario.is_step:
+        given = scenario.parallel.model_dump(exclude_defaults=True) if scenario.parallel else {}
+        cut = "".join(f" {name}={value}" for name, value in given.items())
+        return f"{scenario.framework or 'megatron'} step{cut} {scenario.kernel} {per_gpu}"
     knobs = "".join(f" {name}={value}" for name, value in scenario.knobs.items())
     return f"{scenario.implementation} {scenario.strategy}{knobs} {scenario.kernel} {scenario.mask_name} {per_gpu}"
 

@@ -89,20 +89,25 @@ def time_pass(
     while not _is_warm(warmup, soak):
         left = (soak - sum(warmup[1:])) / median(warmup[1:])
         warmup += [max(times) for times in batch(min(MAX_SOAK, max(WARMUP, round(left))))]
+    first = _peaks(node)[0]
+    if node.cuda:  # from now on memory is the steady state's: an optimizer has its states
+        torch.cuda.reset_peak_memory_stats(node.device)
     num = min(MAX_ITERATIONS, max(MIN_ITERATIONS, round(seconds / median(warmup[-WARMUP:]))))
     gc.disable()  # a collection amid the launches would count as theirs
     try:
         samples = batch(num)
     finally:
         gc.enable()
-    ends = together(lambda: (_peak_memory(node), Clock(node.local).read() if node.cuda else {}))
+    ends = together(lambda: (_peaks(node), Clock(node.local).read() if node.cuda else {}, first))
+    peaks = zip(*(peak for peak, _, _ in ends), strict=True)
     attention = together(runner.attention_s) if isinstance(runner, KnowsAttention) else []
     return PassRun(
         samples_s=tuple(map(max, samples)),
         rank_time_s=tuple(median(times) for times in zip(*samples, strict=True)),
         warmup_s=tuple(warmup),
-        peak_memory_bytes=max(peak for peak, _ in ends),
-        clock={name: [clock[name] for _, clock in ends] for name in ends[0][1]},
+        peak_memory_bytes=max(max(first, peak[0]) for peak, _, first in ends),
+        memory_bytes=dict(zip(("allocated", "reserved", "used"), peaks, strict=True)) if node.cuda else {},
+        clock={name: [clock[name] for _, clock, _ in ends] for name in ends[0][1]},
         attention_s=tuple(attention),
     )
 
@@ -158,5 +163,12 @@ def _is_warm(seconds: list[float], soak: float) -> bool:
     return abs(last / before - 1) < STABLE
 
 
-def _peak_memory(node: Node) -> int:
-    return int(torch.cuda.max_memory_allocated(node.device)) - node.own_memory_bytes if node.cuda else 0
+def _peaks(node: Node) -> tuple[int, int, int]:
+    """Most bytes allocated and reserved since the last reset, and bytes of the GPU in use as the driver sees them now,
+    each without what measuring needs; 0 on a CPU."""
+    if not node.cuda:
+        return 0, 0, 0
+    free, total = torch.cuda.mem_get_info(node.device)
+    peaks = torch.cuda.max_memory_allocated(node.device), torch.cuda.max_memory_reserved(node.device), total - free
+    allocated, reserved, used = (int(peak) - node.own_memory_bytes for peak in peaks)
+    return allocated, reserved, used

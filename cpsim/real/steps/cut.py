@@ -1,0 +1,132 @@
+"""How a scenario cuts a step, every choice made, and what the frameworks that run here cannot do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend
+
+from cpsim.case.model import Model
+from cpsim.case.parallel import Parallel
+from cpsim.case.resolve import cluster_of, model_of, parallel_of
+from cpsim.case.scenario import ParallelSection, Scenario
+from cpsim.errors import InfeasibleError
+from cpsim.real.run.node import Node
+
+BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+STRATEGIES = ("allgather", "ring", "zigzag_ring")
+"""Those of PyTorch's context parallelism."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """A step of a framework on the processes of this launch."""
+
+    scenario: Scenario
+    model: Model
+    parallel: Parallel
+    compiled: bool
+    """Whether every block and the loss are compiled."""
+    batch: int
+    """Sequences of a microbatch of a replica."""
+    context: int
+    """Tokens of a sequence, those of all context-parallel ranks."""
+    dtype: torch.dtype
+    """Of activations and of the weights in matrix products."""
+    backend: SDPBackend
+    """Attention kernel."""
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether weights are sharded over replicas; they are kept in fp32 then."""
+        return self.parallel.sharding == "fsdp"
+
+    @property
+    def weights_dtype(self) -> torch.dtype:
+        """Of the weights that the optimizer updates."""
+        return torch.float32 if self.is_fsdp else self.dtype
+
+    def mesh(self, node: Node) -> DeviceMesh | None:
+        """Ranks by what weights know: groups of shards, shards, tensor parallelism; axes of one rank are left out."""
+        shards = self.parallel.shards if self.is_fsdp else self.parallel.replicas
+        sizes = {"replicate": self.parallel.replicas // shards, "shard": shards, "tp": self.parallel.tp}
+        kept = {name: n for name, n in sizes.items() if n > 1 or (name == "shard" and self.is_fsdp)}
+        return _mesh(node.device.type, tuple(kept.items())) if kept else None
+
+    def context_mesh(self, node: Node) -> DeviceMesh:
+        """The context-parallel ranks of this one."""
+        sizes = {"dp": self.parallel.dp, "cp": self.parallel.cp, "tp": self.parallel.tp}
+        return _mesh(node.device.type, tuple((name, n) for name, n in sizes.items() if n > 1))["cp"]
+
+
+@cache
+def _mesh(device: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """Made once: one axis has the communicator of all processes, so that cases do not add up their memory."""
+    names, shape = zip(*sizes, strict=True)
+    return init_device_mesh(device, shape, mesh_dim_names=names)
+
+
+def cut_of(scenario: Scenario, node: Node) -> Cut:
+    """All choices of a scenario; what it leaves out is what the framework does.
+
+    Sharding that is left out is FSDP over several replicas and none on one.
+
+    Raises:
+        InfeasibleError: no framework here can run it.
+    """
+    given = scenario.parallel or ParallelSection()
+    sequences = scenario.num_tokens // scenario.context if scenario.context else 1
+    parallel = parallel_of(given, scenario.gpus, sequences)
+    sharding = given.sharding or ("fsdp" if parallel.replicas > 1 else "none")
+    parallel = replace(parallel, sharding=sharding, replicate=given.replicate, loss_chunks=given.loss_chunks or 1)
+    places = parallel.dp * parallel.microbatches
+    context = scenario.context or scenario.num_tokens // places
+    cut = Cut(
+        scenario=scenario,
+        model=model_of(scenario),
+        parallel=parallel,
+        compiled=scenario.framework == "torch" if scenario.compile is None else scenario.compile,
+        batch=scenario.num_tokens // (places * context),
+        context=context,
+        dtype=torch.bfloat16 if node.cuda else torch.float32,
+        backend=BACKENDS.get(scenario.kernel, SDPBackend.FLASH_ATTENTION) if node.cuda else SDPBackend.MATH,
+    )
+    parallel.check(cut.model, cluster_of(scenario))
+    for reason in _reasons(cut):
+        raise InfeasibleError(reason)
+    return cut
+
+
+def _reasons(cut: Cut) -> list[str]:
+    """Why a step cannot run, each in one line."""
+    s, p, m = cut.scenario, cut.parallel, cut.model
+    strategy = s.strategy or ("none" if p.cp == 1 else "allgather")
+    wrong = {
+        f"pp: steps run here without pipeline parallelism, got pp = {p.pp}; use 1": p.pp > 1,
+        f"sharding: expected none or fsdp, got {p.sharding}": p.sharding not in ("none", "fsdp"),
+        f"recompute: expected none, full or per_op, got {p.recompute}": p.recompute not in ("none", "full", "per_op"),
+        f"kernel: expected sdpa_flash, cudnn or fa2, got {s.kernel}": s.kernel not in (*BACKENDS, "fa2"),
+        f"mask: steps run here with causal, got {s.mask_name}": s.mask != "causal",
+        f"tokens: expected a multiple of dp x microbatches x context = {p.dp} x {p.microbatches} x {cut.context}, "
+        f"got {s.num_tokens}": cut.batch * cut.context * p.dp * p.microbatches != s.num_tokens,
+        f"strategy: {strategy} needs several ranks, got cp = 1; use none": p.cp == 1 and strategy != "none",
+        f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy}": p.cp > 1 and strategy not in STRATEGIES,
+        f"tokens: expected sequences that are multiples of 2 x cp x tp = {2 * p.cp * p.tp} tokens, "
+        f"got {cut.context}": p.cp * p.tp > 1 and cut.context % (2 * p.cp * p.tp) != 0,
+        f"replicate: expected sharding fsdp, got {p.sharding}": p.replicate > 1 and not cut.is_fsdp,
+        "sharding: none, with tp and several replicas, cannot be run here; use fsdp": p.tp > 1
+        and p.replicas > 1
+        and not cut.is_fsdp,
+        f"loss_chunks: cannot be run with tp = {p.tp}; use 1": p.loss_chunks > 1 and p.tp > 1,
+        f"loss_chunks: expected a divisor of {cut.context // p.cp} tokens, got {p.loss_chunks}": cut.context
+        // p.cp
+        % p.loss_chunks
+        != 0,
+        f"heads: expected a divisor of them, got tp = {p.tp}": m.heads % p.tp != 0,
+        "optimizer: steps run here with an optimizer and gradients that are summed": not p.optimizer
+        or (p.replicas > 1 and p.gradients == "none"),
+    }
+    return [reason for reason, is_so in wrong.items() if is_so]

@@ -16,7 +16,7 @@ from cpsim.prediction.step.attention import PASSES, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
-from cpsim.strategies.others import implementation
+from cpsim.strategies.others import CPSIM, implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,8 @@ class StepCase:
         if parallel.cp == 1 and strategy != "none":
             raise InfeasibleError(f"cp: strategy {strategy} needs several ranks, got cp = 1; use strategy none")
         if key not in self._attention:
-            code = implementation(scenario.implementation)
+            theirs = parallel.cp > 1 and scenario.implementation == CPSIM.name
+            code = implementation(self.framework.attention if theirs else scenario.implementation)
             code.check_kernel(scenario.kernel)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}
             self._attention[key] = Attention(

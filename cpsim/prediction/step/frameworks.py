@@ -118,6 +118,8 @@ class Framework:
     root: bool = False
     """Whether, where weights are sharded, both ends are one part that is gathered once; see ``Shards``."""
     pipelines: bool = False
+    attention: str = "cpsim"
+    """Whose code context parallelism is, where a scenario does not say."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
     """Names of host measurements by stream, of layers that are compiled and of those that are not; empty: hosts are
     never late."""
@@ -326,7 +328,7 @@ MEGATRON: Final = Framework(
 
 
 def eager(elements: int, each: int, calls: int, *reads: str, **makes: int) -> Node:
-    """Some of PyTorch's pointwise kernels, which pass over so many elements and read and write so many bytes of each."""
+    """Some of PyTorch's pointwise kernels over so many elements, which read and write so many bytes of each."""
     return Node(ElementwisePass("copy", each * elements), reads, named(makes), calls=calls)
 
 
@@ -455,11 +457,9 @@ def hugging_face_layer(s: Sizes, compiled: bool) -> LayerCode:
 def torch_first(s: Sizes, _compiled: bool) -> LayerCode:
     """Embedding; with tensor parallelism its rows are cut by words, and sums are scattered."""
     code = megatron_first(s, False)
+    *talks, back = code.backward
     made = {f"{GRADIENT} embedding": BF16 * s.words * s.model.hidden}
-    back = tuple(
-        replace(each, makes=made) if isinstance(each.what, ElementwisePass) else each for each in code.backward
-    )
-    return replace(code, backward=back)
+    return replace(code, backward=(*talks, replace(back, makes=made)))
 
 
 def torch_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
@@ -537,6 +537,7 @@ TORCH: Final = Framework(
     held=torch_held,
     kept={"full": frozenset(), "per_op": PER_OP},
     root=True,
+    attention="torch",
     launches=LAUNCHES,
 )
 TORCHTITAN: Final = replace(

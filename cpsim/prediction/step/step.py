@@ -99,7 +99,7 @@ class StepModel:
     @property
     def sharded(self) -> bool:
         """Whether weights are gathered layer by layer."""
-        return self.parallel.sharding == "fsdp" and self.parallel.shards > 1
+        return self.parallel.sharding == "fsdp"
 
     @property
     def held(self) -> Held:
@@ -126,7 +126,8 @@ class StepModel:
         parameters = self._parameters(stage)
         states = -(-parameters // cut.shards) if cut.sharding != "none" else parameters
         mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
-        summed = held.gradient or held.made_gradient * (cut.microbatches > 1)
+        buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
+        summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
         return stage_memory(
             self._programs(tokens, stage, exchange, kept),
             self.model.layers // cut.pp,

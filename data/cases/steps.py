@@ -1,0 +1,113 @@
+"""Writes steps-1-h100.jsonl and steps-2-h100.jsonl: whole training steps of few layers on one and on two H100, in plain
+PyTorch (compiled and eager) and in Hugging Face's Transformers.
+
+    python data/cases/steps.py
+
+Dimensions of four models, 2K to 64K tokens on a GPU; with FSDP, tensor and context parallelism on two. Cases are
+shuffled, so that a run that is cut off has some of all kinds. Their predictions are in `studies/steps`.
+
+    cpsim run data/cases/steps-2-h100.jsonl --gpus 2 --seconds 0.3 --out runs.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FOLDER = Path(__file__).parent
+K = 1024
+Case = dict[str, Any]
+
+MODELS: dict[str, Case] = {
+    "llama3-8b": {"layers": 4, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256},
+    "llama3-70b": {"layers": 2, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 128256},
+    "qwen2.5-7b": {"layers": 4, "hidden": 3584, "heads": 28, "kv_heads": 4, "ffn": 18944, "vocab": 152064},
+    "llama3.2-1b": {
+        "layers": 8,
+        "hidden": 2048,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "ffn": 8192,
+        "vocab": 128256,
+    },
+}
+"""Dimensions of published models, with few layers."""
+COMPILED: Case = {"framework": "torch", "compile": True}
+EAGER: Case = {"framework": "torch", "compile": False}
+HUGGING_FACE: Case = {"framework": "huggingface"}
+CHUNKED = 8
+"""Chunks of the loss from 16K tokens on, so that logits fit."""
+
+
+def case(model: Case, tokens: int, code: Case, gpus: int = 1, kernel: str = "sdpa_flash", **parallel: Any) -> Case:
+    """One step; ``tokens`` on a GPU."""
+    if tokens >= 16 * K and parallel.get("tp", 1) == 1 and code is not HUGGING_FACE:
+        parallel["loss_chunks"] = CHUNKED
+    strategy = parallel.pop("strategy", "none")
+    common: Case = {
+        "gpus": gpus,
+        "cluster": "dgx-h100",
+        "kernel": kernel,
+        "tokens": tokens * gpus,
+        "strategy": strategy,
+    }
+    return {"model": model, **code, **common, "mask": "causal", "parallel": parallel}
+
+
+def on_one() -> list[Case]:
+    """One GPU."""
+    found = list[Case]()
+    for model in MODELS.values():
+        for tokens in (2 * K, 8 * K, 32 * K):
+            found.append(case(model, tokens, COMPILED, sharding="none"))
+        found.append(case(model, 8 * K, COMPILED, kernel="cudnn", sharding="none"))
+        found.append(case(model, 8 * K, COMPILED, sharding="none", recompute="per_op"))
+        found.append(case(model, 32 * K, COMPILED, sharding="none", recompute="full"))
+        found.append(case(model, 2 * K, EAGER, sharding="none"))
+        found.append(case(model, 8 * K, EAGER, sharding="none", recompute="full"))
+        found.append(case(model, 2 * K, HUGGING_FACE, sharding="none"))
+        found.append(case(model, 8 * K, HUGGING_FACE, sharding="none", recompute="full"))
+    found.append(case(MODELS["llama3-8b"], 64 * K, COMPILED, sharding="none", recompute="full"))
+    return found
+
+
+def on_two() -> list[Case]:
+    """Two GPUs."""
+    found = list[Case]()
+    for model, tokens in product(MODELS.values(), (4 * K, 16 * K)):
+        found.append(case(model, tokens, COMPILED, 2, sharding="fsdp"))
+        found.append(case(model, tokens, EAGER, 2, sharding="fsdp", recompute="full"))
+        if model["heads"] != 28:
+            found.append(case(model, tokens // 2, COMPILED, 2, sharding="none", tp=2))
+        for strategy in ("allgather", "zigzag_ring"):
+            found.append(case(model, tokens, COMPILED, 2, sharding="fsdp", cp=2, strategy=strategy, recompute="full"))
+    for model in MODELS.values():
+        found.append(case(model, 4 * K, HUGGING_FACE, 2, sharding="fsdp", recompute="full"))
+        found.append(case(model, 4 * K, COMPILED, 2, sharding="none"))
+        found.append(case(model, 8 * K, COMPILED, 2, sharding="fsdp", recompute="per_op", microbatches=2))
+    return found
+
+
+def text(cases: list[Case], seed: int) -> str:
+    """JSON Lines in random order, every fourth case back to back."""
+    order = np.random.default_rng(seed).permutation(len(cases))
+    lines = ({**cases[i], "protocol": "streamed" if n % 4 == 3 else "synced"} for n, i in enumerate(order.tolist()))
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def files() -> dict[Path, str]:
+    """What the set's files hold."""
+    return {
+        FOLDER / "steps-1-h100.jsonl": text(on_one(), 51),
+        FOLDER / "steps-2-h100.jsonl": text(on_two(), 52),
+    }
+
+
+if __name__ == "__main__":
+    for path, content in files().items():
+        path.write_text(content, encoding="utf-8")

@@ -163,7 +163,7 @@ class Framework:
 
 def node(kind: str, elements: int, *reads: str, **makes: int) -> Node:
     """A memory-bound op over so many elements; names of what it makes have ``_`` for spaces."""
-    return Node(ElementwisePass(kind, OP_BYTES[kind] * elements), reads, named(makes))
+    return Node(ElementwisePass(kind, OP_BYTES[kind.removesuffix(" in place")] * elements), reads, named(makes))
 
 
 def named(makes: Mapping[str, int]) -> dict[str, int]:
@@ -343,7 +343,9 @@ def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None =
     hidden, inner = tokens // s.tp * model.hidden, s.inner // BF16
     q, kv = (tokens * heads // s.tp * model.head_dim for heads in (model.heads, model.kv_heads))
     every = " all" if many else ""
-    norm_of = norm or (lambda source, to: (node("rms_norm", hidden, source, **{to.replace(" ", "_"): s.shard}),))
+    norm_of = norm or (
+        lambda source, to: (node(f"rms_norm{fused}", hidden, source, **{to.replace(" ", "_"): s.shard}),)
+    )
 
     def product(n: int, k: int, source: str, to: str) -> Node:
         return Node(Gemm("forward", tokens, n, k), (source, "weights"), {to: BF16 * tokens * n})
@@ -362,14 +364,15 @@ def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None =
     def rotary(kind: str, elements: int, source: str, to: str) -> Node:
         made = {to: BF16 * elements}
         if compiled:
-            return Node(ElementwisePass("rotary", OP_BYTES["rotary"] * elements), (source,), made)
+            return Node(ElementwisePass("rotary in place", OP_BYTES["rotary"] * elements), (source,), made)
         return Node(ElementwisePass("copy", 20 * elements), (source,), made, calls=5 if kind == "fwd" else 7)
 
     a, g, f, h = q // tokens, kv // tokens, inner // tokens, model.hidden
     join = partial(node, "add", hidden)
+    fused = " in place" if compiled else ""  # Triton's kernels over contiguous rows
     if compiled:
-        gates: Nodes = (node("swiglu", inner, "gate", "up", product=s.inner),)
-        gates_back: Nodes = (node("swiglu_bwd", inner, "dproduct", "gate", "up", dgate=s.inner, dup=s.inner),)
+        gates: Nodes = (node("swiglu in place", inner, "gate", "up", product=s.inner),)
+        gates_back: Nodes = (node("swiglu_bwd in place", inner, "dproduct", "gate", "up", dgate=s.inner, dup=s.inner),)
     else:
         gates = (
             eager(inner, 4, 1, "gate", silu=s.inner),
@@ -437,7 +440,8 @@ def norm_back(s: Sizes, source: str, kept: str, to: str, compiled: bool, cast: b
     hidden = s.tokens // s.tp * s.model.hidden
     reads = (source, *(sums if compiled else ()))
     if not cast:
-        return (node("rms_norm_bwd", hidden, *reads, kept, **{to.replace(" ", "_"): s.shard}),)
+        kind = "rms_norm_bwd in place" if compiled else "rms_norm_bwd"
+        return (node(kind, hidden, *reads, kept, **{to.replace(" ", "_"): s.shard}),)
     made = {to.replace(" ", "_"): s.shard, f"{to}_fp32".replace(" ", "_"): 3 * FP32 * hidden}
     return (eager(hidden, 70, 14, *reads, f"{kept} fp32", f"{kept} cast", **made),)
 
@@ -473,8 +477,16 @@ def torch_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
     head = Node(Gemm("forward", s.tokens, s.words, model.hidden), ("z" + every, "weights"), {"logits": BF16 * held})
     kept: dict[str, int] = {"logits_losses": FP32 * s.tokens} if fused else {"log_logits": FP32 * held}
     if fused:
-        loss: Nodes = (node("cross_entropy", logits, "logits", **kept),)
-        loss_back: Nodes = (node("cross_entropy_bwd", logits, "logits", "logits losses", dlogits=BF16 * held),)
+        loss: Nodes = (eager(logits, 4, 1, "logits", **kept),)  # logits are read twice
+        loss_back: Nodes = (eager(logits, 4, 1, "logits", "logits losses", dlogits=BF16 * held),)
+    elif many:  # the loss of DTensor, op by op
+        loss = (eager(logits, 6, 1, "logits", logits_fp32=FP32 * held), eager(logits, 32, 5, "logits fp32", **kept))
+        loss_back = (
+            eager(logits, 20, 3, dlog_logits=FP32 * held),
+            eager(logits, 8, 1, "log logits", exp_logits=FP32 * held),
+            eager(logits, 24, 2, "dlog logits", "exp logits", "log logits", dlogits_fp32=FP32 * held),
+            eager(logits, 6, 1, "dlogits fp32", dlogits=BF16 * held),
+        )
     else:
         loss = (
             eager(logits, 6, 1, "logits", logits_fp32=FP32 * held),
@@ -522,7 +534,8 @@ def torch_held(sharding: Sharding) -> Held:
 
 _NCCL: Final = {"comm": "all_gather_tensor", "gather": "async_all_gather", "scatter": "sync_reduce_scatter"}
 LAUNCHES: Final = {False: {"compute": "eager", **_NCCL}, True: {"compute": "copy", **_NCCL}}
-"""Host measurements of launches: PyTorch's dispatcher; a Triton kernel from Python."""
+"""Host measurements of launches: PyTorch's dispatcher, in the backward pass on autograd's thread; a Triton kernel from
+Python."""
 PER_OP: Final = frozenset({"q0", "v", "out", "lse", "gate", "down"})
 """Results of attention and of every second matrix product, the first of them."""
 TORCH: Final = Framework(

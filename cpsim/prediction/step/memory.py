@@ -71,10 +71,12 @@ def stage_memory(
         small, large = (make(count) for count in (few, more))
         a, b = _live(small, stays), _live(large, stays)
         grown = layers - more
-        ahead, behind = _repeats(small, large)
+        each = len(large.forward) - len(small.forward)
+        alike = len(small.backward) - (len(large.backward) - len(small.backward))  # all but one layer
         forward_a, forward_b = len(small.forward), len(large.forward)
-        parts = [(a[:, : forward_a + ahead], b[:, forward_b - forward_a : forward_b + ahead])]
-        parts += [(a[:, -behind:], b[:, -behind:])]
+        # the last layers forward and the first ones backward, and the last ones backward
+        parts = [(a[:, forward_a - 2 * each : forward_a + alike], b[:, forward_b - 2 * each : forward_b + alike])]
+        parts += [(a[:, -alike:], b[:, -alike:])]
         columns = np.concatenate([late + grown * (late - early) for early, late in parts], axis=1)
         kept = b[:, forward_b] + grown * (b[:, forward_b] - a[:, forward_a])
     at = int(np.argmax(columns.sum(axis=0)))
@@ -89,12 +91,6 @@ def stage_memory(
         logits=found["logits"],
         working=found["working"],
     )
-
-
-def _repeats(small: Program, large: Program) -> tuple[int, int]:
-    """Ops of the backward pass that are alike in a program of one more layer: at its beginning, and at its end."""
-    each = len(large.backward) - len(small.backward)
-    return len(small.backward) - each, len(small.backward) - each
 
 
 def _live(program: Program, stays: tuple[str, ...]) -> Ints:

@@ -205,12 +205,16 @@ class StepModel:
 
         def gather(name: str) -> Nodes:
             nbytes = BF16 * self._parameters(stage, name.split()[0])
-            whole = Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather")
-            return (whole, Node(ElementwisePass("copy", 2 * nbytes), (f"flat {name}",), {f"weights {name}": nbytes}))
+            own = (FP32 + 2 * BF16 + BF16) * (self._parameters(stage, name.split()[0]) // self.parallel.shards)
+            return (
+                Node(ElementwisePass("copy", own), (), {}, "gather", calls=2),  # cast, and copied side by side
+                Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather"),
+                Node(ElementwisePass("copy", 2 * nbytes), (f"flat {name}",), {f"weights {name}": nbytes}),
+            )
 
         def scatter(name: str, gradients: Sequence[str]) -> Nodes:
             parameters = self._parameters(stage, name)
-            copy = ElementwisePass("copy", (BF16 + FP32) * parameters)
+            copy = ElementwisePass("strided", (BF16 + FP32) * parameters)
             sums, mine = FP32 * parameters, FP32 * (parameters // self.parallel.shards)
             again = (Node(Collective("all_reduce", mine), (f"shard {name}",), {}, "scatter"),)
             return (
@@ -270,7 +274,10 @@ class StepModel:
             kernel=self.attention.kernel,
             attention=dict(zip(PASSES, attention, strict=True)),
             sharded=lambda op: self.collective(group, Kind[op.kind.upper()], op.nbytes),
-            launch_s={stream: host.launch_s.get(name, 0.0) for stream, name in names.items()},
+            launch_s={
+                stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
+                for stream, name in names.items()
+            },
         )
 
     def _hop_seconds(self, tokens: int) -> float:

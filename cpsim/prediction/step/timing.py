@@ -48,8 +48,8 @@ class Prices:
     """Seconds of a layer's attention by pass and cost model."""
     sharded: Callable[[Collective], tuple[str, float]]
     """Cost model and seconds of a collective among replicas."""
-    launch_s: Mapping[str, float]
-    """Seconds of one launch of the host, by stream; none where hosts are never late."""
+    launch_s: Mapping[str, tuple[float, ...]]
+    """Seconds of one launch of the host, forward and backward, by stream; none where hosts are never late."""
 
     def parts(self, node: Node) -> Parts:
         """Seconds of an op by cost model."""
@@ -105,7 +105,10 @@ def scheduled(program: Program, prices: Prices) -> Simulated:
     none = np.zeros(0, np.int64)
     messages = Messages(none, np.zeros(0), none, none, (np.zeros(0), none, none))
     pressure, names = pressures(schedule, messages, paced)
-    release = np.cumsum([node.calls * prices.launch_s.get(node.stream, 0.0) for node in nodes])
+    never = (0.0, 0.0)
+    release = np.cumsum(
+        [node.calls * prices.launch_s.get(node.stream, never)[i >= forward] for i, node in enumerate(nodes)]
+    )
     work = Work(
         duration_s=duration,
         release_s=release if prices.launch_s else np.zeros(len(nodes)),

@@ -118,12 +118,7 @@ def _spread(model: StepModel, cut: Cut, node: Node) -> nn.Module:
     if cut.parallel.replicas == 1:
         return model
     ids = [node.device.index] if node.cuda else None
-    return DistributedDataParallel(
-        model,
-        device_ids=ids,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # positions, of which context-parallel ranks have different ones
-    )
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def _batches(cut: Cut, node: Node) -> list[tuple[Tensor, Tensor]]:

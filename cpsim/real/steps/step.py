@@ -107,7 +107,7 @@ def _spread(model: StepModel, cut: Cut, node: Node) -> nn.Module:
     if cut.is_fsdp:
         assert mesh is not None
         axes = ("replicate", "shard") if cut.parallel.replicate > 1 else ("shard",)
-        how = {
+        how: dict[str, Any] = {
             "mesh": mesh[axes] if mesh.mesh_dim_names != axes else mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=cut.dtype, reduce_dtype=torch.float32),
         }

@@ -184,8 +184,9 @@ def make(cut: Cut, node: Node) -> Llama:
         assert mesh is not None
         _parallelize(model, mesh["tp"])
     if cut.compiled:
+        torch._dynamo.config.optimize_ddp = False  # which cuts a block at DDP's buckets, and knows no checkpoints
         for number, block in enumerate(model.layers):
-            model.layers[number] = torch.compile(block, fullgraph=True)  # type: ignore[assignment]
+            model.layers[number] = torch.compile(block)  # type: ignore[assignment]
         if cut.parallel.tp == 1:
             model.loss = torch.compile(cross_entropy)
     return model

@@ -3,16 +3,22 @@
 import importlib.util
 import json
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
-from ranks import run_script
+from ranks import HERE, run_script
+from scripts import load_script
 
 torch = pytest.importorskip("torch")
 
 from cpsim.case.load import scenario_from  # noqa: E402
+from cpsim.case.resolve import flops_of, model_of, workload_of  # noqa: E402
 from cpsim.errors import InfeasibleError  # noqa: E402
+from cpsim.prediction.runs import load_runs  # noqa: E402
 from cpsim.real.steps import make  # noqa: E402
+from cpsim.real.steps.cut import cut_of  # noqa: E402
 
 MODEL = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64, "vocab": 96}
 CASE = {
@@ -37,9 +43,8 @@ CUTS = [
     (2, NONE | {"tp": 2}),
     (2, FSDP | {"tp": 2, "recompute": "full"}),
     (2, FSDP | {"recompute": "per_op", "loss_chunks": 2, "microbatches": 2}),
-    (4, FSDP | {"replicate": 2}),
-    (4, FSDP | {"tp": 2, "recompute": "per_op"}),
 ]
+ON_FOUR = [(4, FSDP | {"replicate": 2}), (4, FSDP | {"tp": 2, "recompute": "per_op"})]
 CONTEXT_PARALLEL = [
     (2, NONE | {"cp": 2}, "zigzag_ring"),
     (2, FSDP | {"cp": 2, "recompute": "full"}, "allgather"),
@@ -53,8 +58,9 @@ def check(tmp_path, cases):
     assert run_script("steps_worker.py", path, tmp_path, timeout_s=200) == len(cases)
 
 
-def test_every_cut_of_a_torch_step_has_the_gradients_of_an_uncut_one(tmp_path):
-    check(tmp_path, [{"gpus": gpus, "parallel": cut} for gpus, cut in CUTS])
+@pytest.mark.parametrize("cuts", [CUTS, pytest.param(ON_FOUR, marks=pytest.mark.slow)], ids=["one and two", "four"])
+def test_every_cut_of_a_torch_step_has_the_gradients_of_an_uncut_one(cuts, tmp_path):
+    check(tmp_path, [{"gpus": gpus, "parallel": cut} for gpus, cut in cuts])
 
 
 def test_context_parallel_steps_have_the_gradients_of_an_uncut_one(tmp_path):
@@ -93,3 +99,36 @@ def test_steps_that_cannot_run_here_say_why(change, reason):
     node = SimpleNamespace(cuda=False, size=2, rank=0, device=torch.device("cpu"))
     with pytest.raises(InfeasibleError, match=reason):
         make(scenario_from(CASE | {"gpus": 2} | change), node)
+
+
+def test_steps_are_timed_as_one_window_and_those_that_cannot_run_are_recorded(tmp_path):
+    cases, out = tmp_path / "cases.jsonl", tmp_path / "runs.jsonl"
+    asked = [{"gpus": 1}, {"gpus": 1, "protocol": "streamed"}, {"gpus": 1, "parallel": {"sharding": "zero2"}}]
+    cases.write_text("".join(json.dumps(CASE | case) + "\n" for case in asked), encoding="utf-8")
+    command = [sys.executable, "-m", "cpsim.real.run", str(cases), "--cpu", "--seconds", "0.05", "--out", str(out)]
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=100)
+    runs = load_runs(out)
+    assert [run.error for run in runs if run.error] == ["sharding: expected none or fsdp, got zero2"]
+    measured = [run for run in runs if not run.error]
+    assert {run.scenario.protocol for run in measured} == {"synced", "streamed"}
+    assert all(list(run.passes) == ["fwd_bwd"] and run.time_s > 0 for run in measured)
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_cases_are_those_that_the_script_draws_and_can_run(gpus):
+    text = (HERE.parent / f"data/cases/steps-{gpus}-h100.jsonl").read_text(encoding="utf-8")
+    files = load_script("data/cases/steps.py").files()
+    assert text == {path.name: text for path, text in files.items()}[f"steps-{gpus}-h100.jsonl"]
+    node = SimpleNamespace(cuda=True, size=gpus, rank=0)
+    cuts = [cut_of(scenario_from(json.loads(line)), node) for line in text.splitlines()]
+    assert {cut.scenario.framework for cut in cuts} == {"torch", "huggingface"}
+    assert all(cut.parallel.num_gpus == gpus for cut in cuts)
+
+
+def test_flop_of_a_step_are_six_per_weight_and_token_and_attention_of_each_sequence():
+    scenario = scenario_from(CASE | {"gpus": 1})
+    m = model_of(scenario)
+    weights = m.layers * sum(a * b for a, b in m.linears(1).values()) + m.hidden * m.vocab
+    attention = m.layers * 3.5 * 4 * m.heads * m.head_dim * 4 * (32 * 33 // 2)  # four sequences of 32 tokens
+    assert flops_of(scenario, workload_of(scenario)) == pytest.approx(6 * weights * 128 + attention)

@@ -126,7 +126,9 @@ class Framework:
 
     def cut(self, section: ParallelSection | None, gpus: int, sequences: int) -> Parallel:
         """How a scenario cuts the step, with what this framework does where nothing is said; see ``parallel_of``."""
-        return parallel_of(section, gpus, sequences, self.recompute, self.sharding, self.loss_chunks)
+        cut = parallel_of(section, gpus, sequences, self.recompute, self.sharding, self.loss_chunks)
+        unsaid = section is None or section.sharding is None
+        return replace(cut, sharding="none") if unsaid and cut.sharding == "fsdp" and cut.replicas == 1 else cut
 
     def compiled(self, asked: bool | None) -> bool:
         """Whether layers are compiled.

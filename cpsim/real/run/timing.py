@@ -140,7 +140,7 @@ def provenance(
 def packages() -> dict[str, str]:
     """Versions of other people's code that is installed, and of NumPy."""
     found = {}
-    for name in ("ring-flash-attn", "yunchang", "numpy"):
+    for name in ("ring-flash-attn", "yunchang", "transformers", "numpy"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

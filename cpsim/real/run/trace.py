@@ -15,19 +15,18 @@ from cpsim.real.run.iterations import WARMUP
 from cpsim.real.run.node import Node
 from cpsim.real.run.runner import Runner
 from cpsim.report.trace import Row, write_trace
-from cpsim.schedule.schedule import Pass
 
 _KINDS = {"gpu_user_annotation": "op", "user_annotation": "op", "kernel": "kernel", "gpu_memcpy": "copy"}
 
 
 def trace_case(
-    scenario: Scenario, passes: tuple[Pass, ...], node: Node, make: Callable[..., Runner], path: Path
+    scenario: Scenario, passes: tuple[str, ...], node: Node, make: Callable[..., Runner], path: Path
 ) -> None:
     """Traces one iteration of every pass, after a warm-up, and writes one file on rank 0.
 
     Args:
         scenario: the case; our executor names every op for the profiler (`node.traced`), others only kernels.
-        passes: its passes.
+        passes: its passes, or `fwd_bwd`.
         node: this rank.
         make: makes runners.
         path: file to write; it opens beside the predicted trace.

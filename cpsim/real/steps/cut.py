@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -11,9 +11,10 @@ from torch.nn.attention import SDPBackend
 
 from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
-from cpsim.case.resolve import cluster_of, model_of, parallel_of
+from cpsim.case.resolve import cluster_of, model_of
 from cpsim.case.scenario import ParallelSection, Scenario
 from cpsim.errors import InfeasibleError
+from cpsim.prediction.step.frameworks import DEFAULT, framework
 from cpsim.real.run.node import Node
 
 BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -72,23 +73,19 @@ def _mesh(device: str, sizes: tuple[tuple[str, int], ...]) -> DeviceMesh:
 def cut_of(scenario: Scenario, node: Node) -> Cut:
     """All choices of a scenario; what it leaves out is what the framework does.
 
-    Sharding that is left out is FSDP over several replicas and none on one.
-
     Raises:
         InfeasibleError: no framework here can run it.
     """
-    given = scenario.parallel or ParallelSection()
+    known, given = framework(scenario.framework or DEFAULT), scenario.parallel or ParallelSection()
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
-    parallel = parallel_of(given, scenario.gpus, sequences)
-    sharding = given.sharding or ("fsdp" if parallel.replicas > 1 else "none")
-    parallel = replace(parallel, sharding=sharding, replicate=given.replicate, loss_chunks=given.loss_chunks or 1)
+    parallel = known.cut(given, scenario.gpus, sequences)
     places = parallel.dp * parallel.microbatches
     context = scenario.context or scenario.num_tokens // places
     cut = Cut(
         scenario=scenario,
         model=model_of(scenario),
         parallel=parallel,
-        compiled=scenario.framework == "torch" if scenario.compile is None else scenario.compile,
+        compiled=known.compiled(scenario.compile),
         batch=scenario.num_tokens // (places * context),
         context=context,
         dtype=torch.bfloat16 if node.cuda else torch.float32,

@@ -70,6 +70,7 @@ def make(cut: Cut, node: Node) -> HuggingFace:
     if p.recompute == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if cut.compiled:
+        torch._dynamo.config.optimize_ddp = False  # as of framework torch
         for number, block in enumerate(model.model.layers):
             model.model.layers[number] = torch.compile(block)
     return HuggingFace(model)

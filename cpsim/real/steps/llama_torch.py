@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -132,9 +133,6 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 class Llama(StepModel):
     """The model with its loss, which is computed in so many chunks of the tokens."""
 
-    cos: Tensor
-    sin: Tensor
-
     def __init__(self, cut: Cut) -> None:
         super().__init__()
         m = cut.model
@@ -142,12 +140,12 @@ class Llama(StepModel):
         self.layers = nn.ModuleList(Block(m, cut.parallel.recompute) for _ in range(m.layers))
         self.norm = nn.RMSNorm(m.hidden)
         self.output = nn.Linear(m.hidden, m.vocab, bias=False)
-        self.chunks = cut.parallel.loss_chunks
+        self.copies, self.chunks = cut.compiled, cut.parallel.loss_chunks
         self.loss: Callable[[Tensor, Tensor], Tensor] = cross_entropy
         rates = THETA ** -(torch.arange(0, m.head_dim, 2, dtype=torch.float32) / m.head_dim)
         angles = torch.outer(torch.arange(cut.context, dtype=torch.float32), rates).repeat(1, 2)
-        self.register_buffer("cos", angles.cos().to(cut.dtype), persistent=False)
-        self.register_buffer("sin", angles.sin().to(cut.dtype), persistent=False)
+        self.cos, self.sin = angles.cos().to(cut.dtype), angles.sin().to(cut.dtype)
+        """No buffers, which DDP would give all ranks alike: context-parallel ones have different positions."""
         for weight in self.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=0.02)
@@ -160,6 +158,8 @@ class Llama(StepModel):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         x = self.embedding(tokens_BT)
+        if self.copies and isinstance(x, AsyncCollectiveTensor):
+            x = x.clone()  # compiled code gives what is still on its way a gradient that DTensor does not take
         for block in self.layers:
             x = block(x, self.cos, self.sin)
         x = self.norm(x)
@@ -184,6 +184,7 @@ def make(cut: Cut, node: Node) -> Llama:
         assert mesh is not None
         _parallelize(model, mesh["tp"])
     if cut.compiled:
+        torch._dynamo.config.optimize_ddp = False  # which cuts a block at DDP's buckets, and knows no checkpoints
         for number, block in enumerate(model.layers):
             model.layers[number] = torch.compile(block)  # type: ignore[assignment]
         if cut.parallel.tp == 1:

@@ -107,7 +107,7 @@ def _spread(model: StepModel, cut: Cut, node: Node) -> nn.Module:
     if cut.is_fsdp:
         assert mesh is not None
         axes = ("replicate", "shard") if cut.parallel.replicate > 1 else ("shard",)
-        how = {
+        how: dict[str, Any] = {
             "mesh": mesh[axes] if mesh.mesh_dim_names != axes else mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=cut.dtype, reduce_dtype=torch.float32),
         }
@@ -118,12 +118,7 @@ def _spread(model: StepModel, cut: Cut, node: Node) -> nn.Module:
     if cut.parallel.replicas == 1:
         return model
     ids = [node.device.index] if node.cuda else None
-    return DistributedDataParallel(
-        model,
-        device_ids=ids,
-        gradient_as_bucket_view=True,
-        broadcast_buffers=False,  # positions, of which context-parallel ranks have different ones
-    )
+    return DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True)
 
 
 def _batches(cut: Cut, node: Node) -> list[tuple[Tensor, Tensor]]:

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -28,7 +29,7 @@ from cpsim.calibrate.recipes import DATA, manifest, measurements, stand_in  # no
 from cpsim.case.resolve import cluster_of  # noqa: E402
 from cpsim.models.profile import Profile, load_profile, save_profile  # noqa: E402
 from cpsim.models.uncertainty import WIDER  # noqa: E402
-from cpsim.prediction.compare import Comparison, Pair, compare, grouped, predict_runs  # noqa: E402
+from cpsim.prediction.compare import Comparison, Pair, chances_of, compare, grouped, predict_runs  # noqa: E402
 from cpsim.prediction.runs import holds_runs, load_runs  # noqa: E402
 
 PAGE: Final = Path(__file__).with_name("machines.md")
@@ -50,9 +51,25 @@ the 90 % interval, the median. One number is taken from runs, and moves no estim
 `cpsim/models/uncertainty.py`, by which intervals are wider than the errors of parts make them, in logarithms. *Inside*
 says how many runs of a machine lie in the interval if that number is set by the other machines: {scales}.
 
-*Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`. *Regret* is how much
-longer the chosen strategy took than the fastest one.
+*Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`.
 """
+OF_CHOICES: Final = """## The best of several strategies
+
+Ways to compute the same thing on one machine, by our executor or by other people's code. *Regret* is how much longer
+the chosen way took than the fastest one. *Stated* is the chosen way's P(best), *was best* how often it was, where ties
+do not count. *Brier score* is the mean square of P(best) less 1 of the best way and less 0 of all others; a *guess*
+gives all ways of a choice the same.
+
+| choices of | choices | right or tied | regret | stated | was best | Brier score | of a guess |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+OF_CHANCES: Final = """## How often what was called best with so much probability was the best
+
+All ways of all choices, by P(best).
+
+| P(best) | ways | stated | was best |
+| --- | --- | --- | --- |"""
+STEPS: Final = (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1.0)
+"""Ends of the rows of P(best)."""
 
 
 @dataclass(frozen=True)
@@ -163,19 +180,25 @@ def page(runs: Sequence[Held]) -> str:
 
 
 def choices(runs: Sequence[Held]) -> list[str]:
-    """How often the strategy that is predicted to be the fastest is, in groups of cases that differ in nothing else."""
-    lines = [
-        "## The best of several strategies",
-        "",
-        "| groups of | groups | right or tied | regret |",
-        "| --- | --- | --- | --- |",
-    ]
+    """How often the strategy that is predicted to be the fastest is, and how often it is said to be, in groups of cases
+    that differ in nothing else."""
+    lines, everything = [OF_CHOICES], list[tuple[float, bool]]()
     for name, mine in sorted(grouped(runs, lambda run: run.regime.split(",")[0] + run.steady).items()):
         of_machine = grouped(mine, lambda run: run.machine).values()
         found = [c for held in of_machine for c in Comparison(pairs=tuple(h.pair for h in held)).choices()]
         if found:
+            chances = [choice.chances() for choice in found]
+            of_all, first = (chances_of(each) for each in (list(chain(*chances)), [each[0] for each in chances]))
+            guess = chances_of([(1 / len(each), was) for each in chances for _, was in each])
             right, regret = mean(c.is_right or c.is_tied for c in found), mean(c.regret for c in found)
-            lines.append(f"| {name} | {len(found)} | {right:.0%} | {regret:.1%} |".replace("%", " %"))
+            cells = [f"{right:.0%}", f"{regret:.1%}", f"{first.stated:.0%}", f"{first.was:.0%}"]
+            scores = f"{of_all.brier:.3f} | {guess.brier:.3f}"
+            lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} | {scores} |".replace("%", " %"))
+            everything += chain(*chances)
+    lines += ["", OF_CHANCES]
+    for low, high in pairwise(STEPS):
+        of = chances_of([(p, was) for p, was in everything if low <= p < high or p == high == 1])
+        lines.append(f"| {low:.0%} to {high:.0%} | {of.num} | {of.stated:.1%} | {of.was:.1%} |".replace("%", " %"))
     return lines
 
 

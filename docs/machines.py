@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
@@ -24,11 +26,14 @@ sys.path.insert(0, str(ROOT))
 
 from cpsim.calibrate.fit import current, fit_sustained, usable, with_enough_calls  # noqa: E402
 from cpsim.calibrate.fit_host import fit_elementwise, fit_hosts, host_spread  # noqa: E402
-from cpsim.calibrate.recipes import DATA, manifest, measurements, stand_in  # noqa: E402
+from cpsim.calibrate.measurement import load  # noqa: E402
+from cpsim.calibrate.recipes import DATA, manifest, measurements, points_file, stand_in  # noqa: E402
+from cpsim.calibrate.residuals import large, residuals  # noqa: E402
 from cpsim.case.resolve import cluster_of  # noqa: E402
+from cpsim.models.attention.discrepancy import NONE  # noqa: E402
 from cpsim.models.profile import Profile, load_profile, save_profile  # noqa: E402
 from cpsim.models.uncertainty import WIDER  # noqa: E402
-from cpsim.prediction.compare import Comparison, Pair, compare, grouped, predict_runs  # noqa: E402
+from cpsim.prediction.compare import Comparison, Pair, chances_of, compare, grouped, predict_runs  # noqa: E402
 from cpsim.prediction.runs import holds_runs, load_runs  # noqa: E402
 
 PAGE: Final = Path(__file__).with_name("machines.md")
@@ -50,9 +55,37 @@ the 90 % interval, the median. One number is taken from runs, and moves no estim
 `cpsim/models/uncertainty.py`, by which intervals are wider than the errors of parts make them, in logarithms. *Inside*
 says how many runs of a machine lie in the interval if that number is set by the other machines: {scales}.
 
-*Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`. *Regret* is how much
-longer the chosen strategy took than the fastest one.
+*Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`.
 """
+OF_CHOICES: Final = """## The best of several strategies
+
+Ways to compute the same thing on one machine, by our executor or by other people's code. *Regret* is how much longer
+the chosen way took than the fastest one. *Stated* is the chosen way's P(best), *was best* how often it was, where ties
+do not count. *Brier score* is the mean square of P(best) less 1 of the best way and less 0 of all others; a *guess*
+gives all ways of a choice the same.
+
+| choices of | choices | right or tied | regret | stated | was best | Brier score | of a guess |
+| --- | --- | --- | --- | --- | --- | --- | --- |"""
+OF_CHANCES: Final = """## How often what was called best with so much probability was the best
+
+All ways of all choices, by P(best).
+
+| P(best) | ways | stated | was best |
+| --- | --- | --- | --- |"""
+OF_DISCREPANCY: Final = """## Kernels with the Gaussian process and without
+
+Kernels are priced by [physics](models.md#attention-kernels), and by a
+[Gaussian process](models.md#remaining-error-of-the-attention-model) of what it leaves over of single calls. *Without*
+it the same physics stands alone. No fit saw these calls or runs, nor any call of the machines of the first row.
+
+| what | number | mean error | sign | without it | sign |
+| --- | --- | --- | --- | --- | --- |"""
+UNSEEN: Final = ("h200-documents.jsonl", "h200-documents-2.jsonl", "h200-unseen.jsonl", "h200-unseen-256.jsonl")
+"""Attention calls of three H200 that no fit reads."""
+OF_KERNELS: Final = "our executor, 1 ms and more", "other people's code, from 10 ms up"
+"""Regimes in which kernels decide."""
+STEPS: Final = (0.0, 0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98, 1.0)
+"""Ends of the rows of P(best)."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +127,7 @@ class Held:
         return f"other people's code, {'from 10 ms up' if seconds >= 1e-2 else 'shorter than 10 ms'}{self.steady}"
 
 
+@cache
 def profile_without(name: str, machine: str) -> Profile:
     """A shipped profile without what one machine says of hosts and of seconds of load."""
     shipped, base, points = load_profile(name), stand_in(name), manifest()["points"]
@@ -113,8 +147,17 @@ def profile_without(name: str, machine: str) -> Profile:
     )
 
 
-def held_out() -> list[Held]:
-    """All runs on one node, each predicted without its machine."""
+def physics(profile: Profile) -> Profile:
+    """A profile without the Gaussian processes of its kernels."""
+    alone = {
+        key: params.everywhere(lambda each: replace(each, discrepancy=NONE))
+        for key, params in profile.attention.items()
+    }
+    return replace(profile, attention=alone)
+
+
+def held_out(change: Callable[[Profile], Profile] = lambda profile: profile) -> list[Held]:
+    """All runs on one node, each predicted without its machine, by profiles with a change."""
     files, found = manifest()["runs"], list[Held]()
     by_machine = grouped(
         [name for name, about in files.items() if "left_out" not in about and holds_runs(DATA / name)],
@@ -126,7 +169,7 @@ def held_out() -> list[Held]:
             runs = [run for run in runs if run.scenario.part is None and cluster_of(run.scenario).num_nodes == 1]
             for profile, mine in grouped(runs, lambda run: cluster_of(run.scenario).profile).items():
                 path = Path(folder) / f"{machine}-{profile}.json"
-                save_profile(profile_without(str(profile), machine), path)
+                save_profile(change(profile_without(str(profile), machine)), path)
                 told = {"profile": str(path)}
                 asked = [replace(run, scenario=run.scenario.model_copy(update=told)) for run in mine]
                 found += [Held(machine, pair) for pair in compare(predict_runs(asked), asked).pairs]
@@ -147,8 +190,8 @@ def row(name: str, runs: Sequence[Held], scales: dict[str, float]) -> str:
     return f"| {name} | {len(runs)} | {' | '.join(cells)} |".replace("%", " %")
 
 
-def page(runs: Sequence[Held]) -> str:
-    """The page."""
+def page(runs: Sequence[Held], alone: Sequence[Held]) -> str:
+    """The page, from all runs, as they are predicted and as physics alone predicts them."""
     machines = sorted({run.machine for run in runs})
     scales = {machine: scale_of([run for run in runs if run.machine != machine]) for machine in machines}
     head = ["| {} | runs | mean error | sign | inside | half-width |", "| --- | --- | --- | --- | --- | --- |"]
@@ -159,25 +202,54 @@ def page(runs: Sequence[Held]) -> str:
     lines += ["", "## Other people's code, machine by machine", "", head[0].format("machine"), head[1]]
     by_machine = grouped(theirs, lambda run: run.machine)
     lines += [row(name, by_machine[name], scales) for name in machines if len(by_machine.get(name, ())) >= FEWEST]
-    return "\n".join([*lines, "", *choices(runs)]) + "\n"
+    return "\n".join([*lines, "", *choices(runs), "", *discrepancy(runs, alone)]) + "\n"
 
 
 def choices(runs: Sequence[Held]) -> list[str]:
-    """How often the strategy that is predicted to be the fastest is, in groups of cases that differ in nothing else."""
-    lines = [
-        "## The best of several strategies",
-        "",
-        "| groups of | groups | right or tied | regret |",
-        "| --- | --- | --- | --- |",
-    ]
+    """How often the strategy that is predicted to be the fastest is, and how often it is said to be, in groups of cases
+    that differ in nothing else."""
+    lines, everything = [OF_CHOICES], list[tuple[float, bool]]()
     for name, mine in sorted(grouped(runs, lambda run: run.regime.split(",")[0] + run.steady).items()):
         of_machine = grouped(mine, lambda run: run.machine).values()
         found = [c for held in of_machine for c in Comparison(pairs=tuple(h.pair for h in held)).choices()]
         if found:
+            chances = [choice.chances() for choice in found]
+            of_all, first = (chances_of(each) for each in (list(chain(*chances)), [each[0] for each in chances]))
+            guess = chances_of([(1 / len(each), was) for each in chances for _, was in each])
             right, regret = mean(c.is_right or c.is_tied for c in found), mean(c.regret for c in found)
-            lines.append(f"| {name} | {len(found)} | {right:.0%} | {regret:.1%} |".replace("%", " %"))
+            cells = [f"{right:.0%}", f"{regret:.1%}", f"{first.stated:.0%}", f"{first.was:.0%}"]
+            scores = f"{of_all.brier:.3f} | {guess.brier:.3f}"
+            lines.append(f"| {name} | {len(found)} | {' | '.join(cells)} | {scores} |".replace("%", " %"))
+            everything += chain(*chances)
+    lines += ["", OF_CHANCES]
+    for low, high in pairwise(STEPS):
+        of = chances_of([(p, was) for p, was in everything if low <= p < high or p == high == 1])
+        lines.append(f"| {low:.0%} to {high:.0%} | {of.num} | {of.stated:.1%} | {of.was:.1%} |".replace("%", " %"))
     return lines
 
 
+def discrepancy(runs: Sequence[Held], alone: Sequence[Held]) -> list[str]:
+    """What the Gaussian processes of kernels are worth, for single calls and for runs."""
+    profile = load_profile("h200")
+    points = [p for name in UNSEEN for p in load(points_file(name)).of("attention") if usable(p)]
+
+    def errors(which: Profile, runs: Sequence[Held]) -> dict[str, list[float]]:
+        rows = [row for row in residuals(which, points) if large(row.point)]
+        long = [run for run in runs if run.regime.startswith(OF_KERNELS)]
+        found = {"calls of kernels, three H200": [row.predicted_s / row.measured_s - 1 for row in rows]}
+        return found | {name: [run.pair.error for run in mine] for name, mine in sorted(grouped(long, of_gpu).items())}
+
+    lines, without = [OF_DISCREPANCY], errors(physics(profile), alone)
+    for name, mine in errors(profile, runs).items():
+        cells = [f"{mean(map(abs, each)):.1%} | {mean(each):+.1%}" for each in (mine, without[name])]
+        lines.append(f"| {name} | {len(mine)} | {' | '.join(cells)} |".replace("%", " %"))
+    return lines
+
+
+def of_gpu(run: Held) -> str:
+    """The regime of a run, and its GPU."""
+    return f"{run.regime}, {cluster_of(run.pair.scenario).gpu.name.upper()}"
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page(held_out()), encoding="utf-8")
+    PAGE.write_text(page(held_out(), held_out(physics)), encoding="utf-8")

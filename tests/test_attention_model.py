@@ -20,6 +20,7 @@ from cpsim.models.attention.kernels import KERNELS, anatomy_at
 from cpsim.models.attention.params import AttentionParams, attention_seconds, calls, listed_calls
 from cpsim.models.attention.tiles import floor_sum, tile_rows, tiles_of_row
 from cpsim.models.profile import load_profile
+from cpsim.prediction.compare import grouped
 
 MEASURED = sorted(load_profile("h200").attention)
 SKIPPING = [key for key in MEASURED if not KERNELS[key].anatomy.holds_scores]
@@ -213,6 +214,24 @@ def test_random_calls_of_more_machines_that_no_fit_saw_are_predicted(file, numbe
     errors = [abs(r.error) for r in rows if r.model == f"attention {pass_} {kernel}" and large(r.point)]
     assert len(errors) >= number
     check(f"{file.removesuffix('.jsonl')}, {kernel} {pass_}, mean", np.mean(errors))
+
+
+@pytest.mark.parametrize("file", ["h200-documents.jsonl", "h200-unseen.jsonl", "h200-unseen-256.jsonl"])
+def test_what_physics_leaves_over_is_predicted_on_machines_that_no_fit_saw(file):
+    """Without the Gaussian process errors are larger, of almost every kernel."""
+    profile, points = load_profile("h200"), load(points_file(file)).of("attention")
+    physics = {
+        key: params.everywhere(lambda each: dataclasses.replace(each, discrepancy=NONE))
+        for key, params in profile.attention.items()
+    }
+
+    def errors(which):
+        rows = grouped((row for row in residuals(which, points) if large(row.point)), lambda row: row.model)
+        return {model: np.mean([abs(row.error) for row in mine]) for model, mine in rows.items()}
+
+    with_it, without = errors(profile), errors(dataclasses.replace(profile, attention=physics))
+    assert np.mean(list(without.values())) >= 1.35 * np.mean(list(with_it.values()))
+    assert all(without[model] > with_it[model] for model in with_it)
 
 
 def test_forward_calls_of_flash_attention_2_may_take_another_time_in_another_process():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -11,7 +12,7 @@ from test_report import needs_chromium, opened
 from test_runs import CASE, HEADER, pass_run, written
 
 from cpsim.case.load import scenario_from
-from cpsim.prediction.compare import Predicted, compare, errors_of, group_key, load_predictions
+from cpsim.prediction.compare import Predicted, chances_of, compare, errors_of, group_key, load_predictions
 from cpsim.prediction.runs import Run
 from cpsim.report.comparison import comparison_record, comparison_view
 from cpsim.report.comparison_html import comparison_html
@@ -83,6 +84,17 @@ def test_a_case_that_is_measured_twice_is_no_choice():
     twice = compare([predicted(0.01)], [run(0.01), run(0.011)])
     assert len(twice.pairs) == 2
     assert twice.choices() == []
+
+
+def test_probabilities_stand_beside_what_came_true():
+    """A ring is the fastest in three of four draws, of which it shares one; measured twice, it loses by its median."""
+    ring = replace(predicted(0.01), draws_s=(1.0, 1.0, 2.0, 2.0))
+    other = replace(predicted(0.02, **ULYSSES), draws_s=(2.0, 3.0, 2.0, 1.0))
+    runs = [run(0.010), run(0.016), run(0.012, **ULYSSES)]
+    (choice,) = compare([ring, other], runs).choices()
+    assert choice.chances() == [(0.625, False), (0.375, True)]
+    found = chances_of(choice.chances())
+    assert (found.num, found.stated, found.was, found.brier) == (2, 0.5, 0.5, 0.625**2)
 
 
 def test_groups_are_equal_but_for_how_and_by_whom():

@@ -10,7 +10,8 @@ from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.price import price
-from cpsim.models.uncertainty import NUM_DRAWS
+from cpsim.models.profile import load_profile
+from cpsim.models.uncertainty import NOISE, NUM_DRAWS, draws_of
 from cpsim.prediction.case import resolve
 from cpsim.prediction.passes import run_pass
 from cpsim.prediction.predict import draws_for, predict
@@ -74,6 +75,29 @@ def test_an_interval_is_that_of_the_draws_of_both_passes():
     along = draws.along(both.parts_s) * draws.noise()
     assert np.corrcoef(along, both.draws_s)[0, 1] > 0.9
     assert np.mean(both.draws_s) >= np.mean(along)  # a maximum of several paths
+
+
+def correlation(name, captured=False, steady=False):
+    """Of the logarithms of what two predictions draw."""
+    profile = load_profile("h200")
+    one, other = (
+        draws_of(profile, CLUSTER, "fa2", captured=captured, layers=False, steady=steady, seed=(seed,))
+        for seed in (1, 2)
+    )
+    drawn = (d.noise() if name == NOISE else d.factor(name) for d in (one, other))
+    return np.corrcoef(*map(np.log, drawn))[0, 1]
+
+
+def test_what_a_machine_is_strategies_find_alike_and_threads_and_runs_are_their_own():
+    sigma = load_profile("h200").sigma
+    for found, of_machine, own in (
+        (correlation("host"), sigma["host"], sigma["host thread"]),
+        (correlation(NOISE, steady=True), sigma["sustained"], sigma[NOISE]),
+        (correlation(NOISE), 0.0, 1.0),
+        (correlation("host", captured=True), 1.0, 1.0),
+        (correlation("attention fwd"), 1.0, 1.0),
+    ):
+        assert found == pytest.approx(of_machine**2 / (of_machine**2 + own**2), abs=0.1)
 
 
 def test_strategies_that_come_to_one_schedule_tie():

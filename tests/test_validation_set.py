@@ -9,7 +9,7 @@ from targets import check
 
 from cpsim.calibrate.recipes import runs_file
 from cpsim.case.load import scenario_from
-from cpsim.prediction.compare import compare, errors_of, group_key, grouped, predict_runs
+from cpsim.prediction.compare import chances_of, compare, errors_of, group_key, grouped, predict_runs
 from cpsim.prediction.predict import predict_many
 from cpsim.prediction.results import Prediction
 from cpsim.prediction.runs import case_key, load_runs
@@ -69,6 +69,23 @@ def test_real_runs_of_our_executor_are_predicted(names, num_ours):
     for mine in grouped(pairs[True], lambda pair: pair.scenario.strategy).values():
         if len(mine) >= 5:
             check("runs, ours, by strategy, signed", errors_of(mine).bias)
+
+
+@pytest.mark.slow
+def test_the_best_is_the_best_as_often_as_its_probability_says():
+    """Of each file the choices between our strategies and those between others'."""
+    names = "h100-two h100-two-2 h100-two-others h100-windows-1 h100-windows-2 h100-windows-3 h200 h200-b h200-dcp-magi"
+    names += " h200-drawn h200-drawn-2 h200-drawn-3 h200-small-others h200-small-others-2"
+    found = []
+    for name in names.split():
+        runs = load_runs(runs_file(f"{name}.jsonl"))
+        for mine in grouped(runs, lambda run: run.scenario.implementation == "cpsim").values():
+            found += [choice.chances() for choice in compare(predict_runs(mine), mine).choices()]
+    first = chances_of([each[0] for each in found])
+    of_all = chances_of([one for each in found for one in each])
+    guess = chances_of([(1 / len(each), was) for each in found for _, was in each])
+    check("P(best), chosen way, stated less was", first.stated - first.was)
+    check("P(best), Brier score over that of a guess", of_all.brier / guess.brier)
 
 
 def test_the_set_is_varied():

@@ -2,8 +2,8 @@
 
 Every cost model has a relative error, known from points that it was not fitted to. Part of it is the same wherever the
 model is used, so all predictions share those draws, and comparisons do not count it twice; the rest belongs to the
-shapes that a prediction uses, and run-to-run noise is its own, too. What is known of a network between nodes is wrong
-in the same way for all.
+shapes that a prediction uses, and run-to-run noise is its own, too. What a machine is, all strategies find alike: the
+pace of its hosts, the heat of its GPUs, and its network between nodes. Threads of one host differ by themselves.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ Floats = NDArray[np.float64]
 
 NUM_DRAWS: Final = 400
 SHARED_VARIANCE: Final = 0.5
-"""Share of a cost model's variance that all predictions have in common; assumed, not measured."""
+"""Share of a cost model's variance that all predictions have in common; assumed, not measured. How often what is called
+the best is the best, ``python docs/machines.py`` finds."""
 NOISE: Final = "run to run"
 WIDER: Final = 1.3
 """By how much intervals are wider than errors of parts make them, in logarithms: so that 90 % of the runs of a
@@ -41,6 +42,8 @@ class Draws:
 
     sigma: Mapping[str, float]
     """Standard deviation of the logarithm of every cost model's error, and of ``NOISE``."""
+    shared: Mapping[str, float]
+    """Shares of their variances that all predictions have in common, 0 to 1."""
     names: tuple[str, ...]
     """Cost models that are drawn; others are taken as exact."""
     seed: tuple[int, ...]
@@ -48,23 +51,23 @@ class Draws:
 
     @cached_property
     def _errors(self) -> tuple[Floats, Floats]:
-        """Errors that all predictions share, and this one's own, its noise last; in standard deviations."""
-        num = len(self.names)
-        common = np.random.default_rng(20251019).standard_normal((num, NUM_DRAWS))
-        return common, np.random.default_rng(self.seed).standard_normal((num + 1, NUM_DRAWS))
+        """Errors that all predictions share, and this one's own, noise last; in standard deviations."""
+        shape = len(self.names) + 1, NUM_DRAWS
+        common = np.random.default_rng(20251019).standard_normal(shape)
+        return common, np.random.default_rng(self.seed).standard_normal(shape)
 
     def factor(self, name: str) -> Floats:
         """Factors on what a cost model prices, ``[NUM_DRAWS]``; 1 for models that are not drawn."""
-        if name not in self.names:
-            return np.ones(NUM_DRAWS)
-        common, own = self._errors
-        i, shared = self.names.index(name), 1.0 if name.endswith("between nodes") else SHARED_VARIANCE
-        error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
-        return np.asarray(np.exp(self.sigma[name] * error))
+        return self._factor(self.names.index(name), name) if name in self.names else np.ones(NUM_DRAWS)
 
     def noise(self) -> Floats:
         """Factors by which runs of one case differ, ``[NUM_DRAWS]``."""
-        return np.asarray(np.exp(self.sigma[NOISE] * self._errors[1][-1]))
+        return self._factor(-1, NOISE)
+
+    def _factor(self, i: int, name: str) -> Floats:
+        (common, own), shared = self._errors, self.shared[name]
+        error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
+        return np.asarray(np.exp(self.sigma[name] * error))
 
     @staticmethod
     def around(seconds: float, drawn: Floats) -> Floats:
@@ -100,19 +103,36 @@ def draws_of(
         seed: of the prediction's own errors.
     """
     fabric, names = cluster.fabric, GROUPS if layers else OF_ATTENTION
-    sigma = {NOISE: float(np.hypot(profile.sigma[NOISE], profile.sigma.get("sustained", 0.0) if steady else 0.0))}
+    sigma, shared = dict[str, float](), dict.fromkeys(names, SHARED_VARIANCE)
+    sigma[NOISE], shared[NOISE] = _together(
+        profile.sigma.get("sustained", 0.0) if steady else 0.0, profile.sigma[NOISE]
+    )
     for name in names:
-        if name == "transfer between nodes":
-            sigma[name] = fabric.flow_sigma_log if fabric else 0.0
-        elif name == "collective between nodes":
-            sigma[name] = fabric.sigma_log if fabric else 0.0
+        if name.endswith("between nodes"):
+            flows = name.startswith("transfer")
+            sigma[name], shared[name] = (fabric.flow_sigma_log if flows else fabric.sigma_log) if fabric else 0.0, 1.0
         elif name.startswith("attention"):
             sigma[name] = float(profile.sigma.get(f"{name} {kernel}", 0.0))  # of a kernel that lacks the pass
         elif name == "host" and not captured:
-            sigma[name] = float(np.hypot(profile.sigma["host"], profile.sigma["host thread"]))
+            sigma[name], shared[name] = _together(profile.sigma["host"], profile.sigma["host thread"])
         else:
             sigma[name] = float(profile.sigma["graph" if name == "host" else name])
-    return Draws(sigma, names, tuple(seed))
+    return Draws(sigma, shared, names, tuple(seed))
+
+
+def _together(of_machine: float, own: float) -> tuple[float, float]:
+    """Standard deviation of two errors, and the share of its variance that one machine has in common."""
+    both = float(np.hypot(of_machine, own))
+    return both, (of_machine / both) ** 2 if both else 0.0
+
+
+def chances(draws: Floats) -> Floats:
+    """Share of draws in which each of several ways is the fastest, ``[ways]``; of ``draws`` ``[ways, NUM_DRAWS]``.
+
+    Equal ones share.
+    """
+    best = draws == draws.min(axis=0)
+    return np.asarray((best / best.sum(axis=0)).mean(axis=1))
 
 
 def seed_of(*given: Schedule | str) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import check_names, resolve
 from cpsim.prediction.predict import TOO_LARGE, prediction_of, predictions_of
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
@@ -163,9 +164,7 @@ def settings(scenario: Scenario) -> Sequence[Knobs]:
 def _rank(found: Sequence[tuple[Prediction, Prediction, Prediction]]) -> tuple[Candidate, ...]:
     if not found:
         return ()
-    draws = np.array([both.draws_s for _, _, both in found])
-    best = draws == draws.min(axis=0)
-    wins = (best / best.sum(axis=0)).mean(axis=1)  # equal ones share
+    wins = chances(np.array([both.draws_s for _, _, both in found]))
     candidates = [
         Candidate(
             forward=forward,

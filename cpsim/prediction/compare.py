@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from cpsim.case.load import scenario_from
 from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, ProfileError
+from cpsim.models.uncertainty import chances
 from cpsim.prediction.results import Infeasible, Prediction
 from cpsim.prediction.runs import FORMAT, Run, case_key
 
@@ -52,6 +54,8 @@ class Predicted:
     error: str | None = None
     is_apart: bool = False
     """Forward and backward, each alone; otherwise both in one window."""
+    draws_s: tuple[float, ...] = ()
+    """As ``Prediction.draws_s``; empty where they were read from a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +127,16 @@ class Choice:
         """How much longer the predicted best takes than the measured best, as a share; 0 where it is right."""
         return self.pairs[0].run.time_s / self.best.run.time_s - 1
 
+    def chances(self) -> list[tuple[float, bool]]:
+        """Of every way, by predicted time, its probability of being the best, and whether it was.
+
+        One that was measured several times counts once, by its median. Needs predictions with draws.
+        """
+        ways = list(grouped(self.pairs, lambda pair: pair.run.key).values())
+        times = [median(pair.run.time_s for pair in pairs) for pairs in ways]
+        won = chances(np.array([pairs[0].predicted.draws_s for pairs in ways]))
+        return [(float(chance), seconds == min(times)) for chance, seconds in zip(won, times, strict=True)]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
@@ -142,6 +156,28 @@ class Comparison:
         ways = (sorted(group, key=lambda pair: pair.predicted.time_s) for group in groups)
         found = (Choice(pairs=tuple(pairs)) for pairs in ways if len({case_key(p.scenario) for p in pairs}) > 1)
         return sorted(found, key=lambda choice: -choice.regret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chances:
+    """Probabilities of being the best, of all ways of several choices, beside how often they were."""
+
+    num: int
+    """Ways."""
+    stated: float
+    """Mean probability, 0 to 1."""
+    was: float
+    """Share that was the best, 0 to 1."""
+    brier: float
+    """Mean square of probability less outcome (1 or 0): Brier 1950, "Verification of forecasts expressed in terms of
+    probability"."""
+
+
+def chances_of(found: Sequence[tuple[float, bool]]) -> Chances:
+    """Of at least one probability and whether it came true."""
+    stated, was = np.array(found, float).T
+    brier = float(((stated - was) ** 2).mean())
+    return Chances(num=len(found), stated=float(stated.mean()), was=float(was.mean()), brier=brier)
 
 
 def errors_of(pairs: Sequence[Pair]) -> Errors:
@@ -236,9 +272,16 @@ def _predicted(
             return Predicted(scenario=scenario, error=reason, is_apart=is_apart)
     windows = [result for result in results if isinstance(result, Prediction)]
     planning = sum(window.parts_s.get("planning", 0.0) for window in windows)
-    low, high = np.quantile(np.sum([window.draws_s for window in windows], axis=0) - planning, (0.05, 0.95)).tolist()
-    seconds = sum(window.time_s for window in windows) - planning
-    return Predicted(scenario=scenario, time_s=seconds, time_s_low=low, time_s_high=high, is_apart=is_apart)
+    draws = np.sum([window.draws_s for window in windows], axis=0) - planning
+    low, high = np.quantile(draws, (0.05, 0.95)).tolist()
+    return Predicted(
+        scenario=scenario,
+        time_s=sum(window.time_s for window in windows) - planning,
+        time_s_low=low,
+        time_s_high=high,
+        is_apart=is_apart,
+        draws_s=tuple(draws.tolist()),
+    )
 
 
 def load_predictions(path: Path) -> list[Predicted]:

@@ -17,6 +17,7 @@ from cpsim.case.parallel import Parallel, Recompute
 from cpsim.case.resolve import model_of
 from cpsim.case.scenario import ParallelSection, Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
 from cpsim.prediction.results import Prediction
@@ -202,8 +203,7 @@ def _choice(parallel: Parallel, steps: StepCase) -> Choice:
 def _ranked(found: Sequence[tuple[Parallel, Prediction, Step]]) -> tuple[StepCandidate, ...]:
     if not found:
         return ()
-    draws = np.array([prediction.draws_s for _, prediction, _ in found])
-    wins = np.bincount(np.argmin(draws, axis=0), minlength=len(found)) / draws.shape[1]
+    wins = chances(np.array([prediction.draws_s for _, prediction, _ in found]))
     candidates = [
         StepCandidate(parallel=parallel, prediction=prediction, step=step, probability_best=float(won))
         for (parallel, prediction, step), won in zip(found, wins, strict=True)

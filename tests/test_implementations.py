@@ -108,6 +108,49 @@ def test_launches_are_those_that_were_profiled(code, name, mask, pass_, count):
     assert len(kernels(plan(name, case, cluster(4), pass_, knobs, code), 0)) == count
 
 
+@every_pass
+@pytest.mark.parametrize(("ring", "mask"), [("zigzag", "causal"), ("basic", "causal"), ("basic", "full")])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rings_of_one_are_valid_and_compute_dense_attention(ring, mask, num_ranks, pass_):
+    case, knobs = workload(mask, (96,), "mha"), {"ulysses": num_ranks, "ring": ring}
+    schedule = plan("usp", case, cluster(num_ranks), pass_, knobs, YUNCHANG)
+    validate(schedule, case, pass_)
+    numeric.check(schedule, case, numeric.any_order(schedule, seed=len(schedule)))
+
+
+def test_a_ring_of_one_casts_its_only_result_and_sends_gradients_of_keys_to_itself():
+    case, knobs = workload("causal", (4096,), num_heads=32, num_kv_heads=8, head_dim=128), {"ulysses": 4}
+    forward, backward = (plan("usp", case, cluster(4), pass_, knobs, YUNCHANG) for pass_ in ALL_PASSES)
+    exchanges = forward.kind == Kind.ALL_TO_ALL, backward.kind == Kind.ALL_TO_ALL
+    assert [int(found.sum()) for found in exchanges] == [4, 4]
+    assert not (forward.kind == Kind.TRANSFER).any()
+    assert len(kernels(forward, 0)) == 3 + (1 + 1 + 1) + 2  # a cast to fp32, and one back
+    assert len(kernels(backward, 0)) == 1 + (1 + 1 + 3 + 3) + 3 * 2  # softmax_lse1; three casts, and three back
+    sent = np.flatnonzero(backward.kind == Kind.TRANSFER)
+    ends = backward.lane_rank[backward.lane_start[sent][:, None] + [0, 1]]
+    assert ends.tolist() == [[rank, rank] for rank in range(4)]
+    assert set(backward.nbytes[sent].tolist()) == {4096 * 2 * (8 // 4) * 128 * 4}  # fp32, all tokens
+    whole = backward.nbytes[exchanges[1]].sum() * 3 / 4
+    assert backward.bytes_sent().tolist() == [whole] * 4
+
+
+def test_what_a_gpu_sends_to_itself_is_on_no_link_and_said_to_be_an_estimate():
+    case = {
+        "implementation": "yunchang",
+        "kernel": "fa2",
+        "strategy": "usp",
+        "knobs": {"ulysses": 4},
+        "gpus": 4,
+        "cluster": "h200-4",
+        "tokens_per_gpu": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+    }
+    said = predict(scenario_from({**case, "pass": "bwd"})).notes
+    assert any(note.startswith("messages of a GPU to itself, not measured") for note in said)
+    assert not any("to itself" in note for note in predict(scenario_from({**case, "pass": "fwd"})).notes)
+
+
 @pytest.mark.parametrize(
     ("code", "name", "knobs", "gpus", "count"),
     [
@@ -316,7 +359,7 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
         (TE, "ulysses", 2, {"mask": "causal_document"}, "ulysses of transformer-engine runs masks full, causal, got"),
         (TE, "ulysses", 4, {}, "does not replicate key-value heads, .* got 2 kv_heads on 4 GPUs"),
         (TE, "allgather", 2, {"mask": "full_document"}, "runs masks full, causal, got full_document"),
-        (TE, "usp", 2, {}, "planned for Ulysses groups and rings of 2 GPUs or more, got degree 2 on 2 GPUs"),
+        (TE, "usp", 2, {}, "planned for rings of 2 GPUs or more, got degree 2 on 2 GPUs"),
         (TE, "loongtrain", 4, {}, "transformer-engine has no loongtrain"),
     ],
 )

@@ -23,6 +23,8 @@ CASES = {
         *(("usp", {"ulysses": 2, "ring": "basic"}, mask) for mask in DENSE),
         ("usp", {"ulysses": 2}, "causal"),
         ("usp", {"ulysses": 2, "placement": "context_first"}, "causal"),
+        ("usp", {"ulysses": 4}, "causal"),
+        ("usp", {"ulysses": 4, "ring": "basic"}, "full"),
     ],
     "torch": [
         ("ring", {}, "full"),

@@ -71,7 +71,8 @@ _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the ou
     there={"fwd": 2, "bwd": 1},
     back={"fwd": 1, "bwd": 2},
     wrapper=_WRAPPER,
-    alone=True,
+    rings_of_one=True,
+    groups_of_one=True,
 )
 _ALLGATHER: Final = HalvesCode(  # FA3RingAGAttnFunc
     wrapper=_WRAPPER,

@@ -265,8 +265,10 @@ class UlyssesCode:
     back: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 2, "bwd": 2})
     """Row kernels of a result on its way back: before the all-to-all, and the second one after it."""
     wrapper: WrapperCode | None = None
-    alone: bool = False
-    """Groups may be all ranks, with rings of one, and rings may be all ranks."""
+    rings_of_one: bool = False
+    """Groups may be all ranks."""
+    groups_of_one: bool = False
+    """Rings may be all ranks."""
     overlaps: bool = False
     """All is one function, and row kernels pass over tensors while others travel; two for each, on any way."""
     outputs_again: bool = False

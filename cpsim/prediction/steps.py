@@ -67,7 +67,7 @@ class StepCase:
         if parallel.cp == 1 and strategy != "none":
             raise InfeasibleError(f"cp: strategy {strategy} needs several ranks, got cp = 1; use strategy none")
         if key not in self._attention:
-            code = implementation(scenario.implementation)
+            code = implementation(scenario.implementation).calling(scenario.kernel)
             code.check_kernel(scenario.kernel)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}
             self._attention[key] = Attention(

@@ -71,7 +71,7 @@ class Support:
             )
 
 
-Tensor = Literal["q", "k", "kv", "lse"]
+Tensor = Literal["q", "k", "kv", "lse", "repeated"]
 Rows = Literal["part", "whole", "tails"]
 
 
@@ -80,7 +80,8 @@ class RowKernel:
     """One kernel of PyTorch's own that passes over rows of a tensor."""
 
     tensor: Tensor
-    """Whose elements count: ``q`` also for outputs and gradients of queries, ``k`` for one of keys and values."""
+    """Whose elements count: ``q`` also for outputs and gradients of queries, ``k`` for one of keys and values,
+    ``repeated`` for one of these with a copy for every query head, read into or out of the one that heads share."""
     narrow: int
     """How often each element is read or written in the working type."""
     wide: int
@@ -95,7 +96,13 @@ class RowKernel:
     def nbytes(self, rows: Ints | int, workload: Workload) -> Ints:
         """Read plus written, in the shape of ``rows``."""
         w = workload
-        heads = {"q": w.num_heads, "k": w.num_kv_heads, "kv": 2 * w.num_kv_heads, "lse": w.num_heads}[self.tensor]
+        heads = {
+            "q": w.num_heads,
+            "k": w.num_kv_heads,
+            "kv": 2 * w.num_kv_heads,
+            "lse": w.num_heads,
+            "repeated": w.num_heads + w.num_kv_heads,
+        }[self.tensor]
         width = self.narrow * w.bytes_per_element + self.wide * WIDE_BYTES
         return np.asarray(rows) * heads * (1 if self.tensor == "lse" else w.head_dim) * width
 
@@ -324,6 +331,10 @@ class Implementation:
     """What its code of each can run and does; None: all of them, all cases."""
     kernels: tuple[str, ...] = ()
     """Empty: all kernels."""
+    direct: tuple[str, ...] = ()
+    """Kernels that it calls without the limits that PyTorch's functions put on them."""
+    with_kernel: Mapping[str, Implementation] = field(default_factory=dict)
+    """Code that it runs instead with some of these kernels."""
     ring: RingCode | HeldRingCode | None = None
     zigzag_documents: RingCode | HeldRingCode | None = None
     """A zigzag ring over several documents, where it is code of its own."""
@@ -384,6 +395,10 @@ class Implementation:
                 f"use another {knob}"
             )
         return chosen
+
+    def calling(self, kernel: str) -> Implementation:
+        """The code that it runs with a kernel."""
+        return self.with_kernel.get(kernel, self)
 
     def support(self, strategy: str | None) -> Support:
         """What the code of a strategy can run and does; of one that it has not, nothing."""

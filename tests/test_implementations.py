@@ -328,6 +328,61 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
     assert sent == pytest.approx(ours * 2 / 3 if narrow else ours)
 
 
+CUDNN = {
+    "kernel": "cudnn",
+    "strategy": "allgather",
+    "gpus": 8,
+    "cluster": "dgx-b200",
+    "tokens_per_gpu": 4096,
+    "heads": 64,
+    "kv_heads": 8,
+    "pass": "fwd",
+}
+
+
+def test_cudnn_runs_what_it_can_where_it_is_not_called_through_pytorch():
+    """Causal masks of fewer queries than keys, and documents: priced from what was measured, and said to be."""
+    documents = {"mask": "causal_document", "documents": [20000, 12768]}
+    for case, words in (({}, {"fewer queries"}), (documents, {"fewer queries", "several sequences"})):
+        said = predict(scenario_from({**CUDNN, **case, "implementation": "magi-attention"})).notes
+        assert {word for word in ("fewer queries", "several sequences") if any(word in note for note in said)} == words
+    said = predict(scenario_from({**CUDNN, "strategy": "ulysses", "implementation": "magi-attention"})).notes
+    assert not any("estimated" in note for note in said)
+    with pytest.raises(InfeasibleError, match="kernel cudnn has no causal call with"):
+        predict(scenario_from({**CUDNN, "knobs": {"layout": "contiguous"}}))
+    with pytest.raises(InfeasibleError, match="kernel cudnn takes one sequence a call"):
+        predict(scenario_from({**CUDNN, **documents, "strategy": "ulysses"}))
+
+
+def test_packed_documents_cost_cudnn_their_own_blocks_and_launched_ones_that_have_none():
+    """About what their pairs say, and a little more where blocks of the short one are launched for the long one."""
+    cost = {}
+    for name, documents in {"whole": [32768], "halves": [16384, 16384], "uneven": [28672, 4096]}.items():
+        case = {**CUDNN, "strategy": "ulysses", "implementation": "magi-attention", "mask": "full_document"}
+        cost[name] = predict(scenario_from({**case, "documents": documents})).parts_s["attention fwd"]
+    assert cost["halves"] / cost["whole"] == pytest.approx(1 / 2, rel=0.05)
+    assert cost["uneven"] / cost["whole"] == pytest.approx((28**2 + 4**2) / 32**2, rel=0.05)
+
+
+def test_magi_attention_calls_cudnn_without_gathers_and_with_keys_of_every_query_head():
+    case = workload("causal", (4096,), num_heads=8, num_kv_heads=2, head_dim=128)
+    theirs = MAGI.calling("cudnn")
+    assert MAGI.calling("fa3") is MAGI
+    counts = {}
+    for code in (MAGI, theirs):
+        for pass_ in ALL_PASSES:
+            ops = kernels(plan("ulysses", case, cluster(2), pass_, {}, code), 0)
+            counts[code.direct, pass_] = len(ops)
+    assert counts[(), "fwd"] - counts[("cudnn",), "fwd"] == 3 + 4  # gathers of q, k, v; zeros and scatters
+    ring = plan("zigzag_ring", case, cluster(2), "bwd", {}, theirs)
+    mine = [op for op in ring.project(0) if (0, "compute") in op.lanes]
+    around = [mine[i - 2 : i + 3] for i, op in enumerate(mine) if op.kind == Kind.ATTENTION_BACKWARD]
+    assert len(around) == 2
+    each = 2048 * (8 + 2) * 128 * 2  # bytes of all keys of a shard, read with 2 heads and written with 8, and back
+    for *before, _, one, other in around:
+        assert [op.nbytes for op in (*before, one, other)] == [each] * 4
+
+
 @pytest.mark.parametrize(
     ("code", "name", "num_ranks", "changes", "reason"),
     [

@@ -16,6 +16,8 @@ from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
 MAX_TOKENS: Final = 10**9
+COMPILABLE: Final = ("torch", "flash-attn")
+"""Implementations whose plain calls on one GPU can be compiled."""
 Name = Annotated[str, Field(max_length=60)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
@@ -79,6 +81,8 @@ class Scenario(BaseModel):
     """The strategy's own settings, e.g. ``{"ulysses": 8}``."""
     implementation: Name = "cpsim"
     kernel: Name = "fa4"
+    compile: bool | None = None
+    """Whether the call is compiled by ``torch.compile``; None is no."""
     gpus: Annotated[int, Field(ge=1, le=1_000_000)]
     cluster: Annotated[str, Field(min_length=1, max_length=1000)]
     """Preset name or path of a cluster file."""
@@ -229,8 +233,21 @@ class Scenario(BaseModel):
                 f"documents: expected lengths that sum to {total} tokens, got {sum(self.documents)}; "
                 "change the last length or tokens"
             )
+        self._check_compile()
         self._check_step()
         return self
+
+    def _check_compile(self) -> None:
+        if not self.compile:
+            return
+        if self.model is not None:
+            raise ValueError(
+                "compile: belongs to plain calls of attention on one GPU; leave it out where there is a model"
+            )
+        alone = self.strategy == "none" or (self.strategy is None and self.gpus == 1)
+        if not alone or self.implementation not in COMPILABLE:
+            got = f"strategy {self.strategy or 'not set'} of {self.implementation}"
+            raise ValueError(f"compile: expected strategy none of {' or '.join(COMPILABLE)}, got {got}; leave it out")
 
     def _check_step(self) -> None:
         if self.model is None:

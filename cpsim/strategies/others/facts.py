@@ -353,6 +353,8 @@ class Implementation:
     ``exit`` after its last launch. ``{pass}`` and ``{kernel}`` are filled in."""
     row_kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
+    compiled: Implementation | None = None
+    """The same under ``torch.compile``; None: nobody has read what that makes of it."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
     pads: bool = False
@@ -396,9 +398,10 @@ class Implementation:
             )
         return chosen
 
-    def calling(self, kernel: str) -> Implementation:
-        """The code that it runs with a kernel."""
-        return self.with_kernel.get(kernel, self)
+    def calling(self, kernel: str, compiles: bool = False) -> Implementation:
+        """The code that it runs with a kernel, compiled or not."""
+        found = self.with_kernel.get(kernel, self)
+        return found.compiled if compiles and found.compiled is not None else found
 
     def support(self, strategy: str | None) -> Support:
         """What the code of a strategy can run and does; of one that it has not, nothing."""
@@ -424,6 +427,21 @@ class Implementation:
         """Raise ``InfeasibleError`` where this code does not call the kernel."""
         if self.kernels and kernel not in self.kernels:
             raise InfeasibleError(f"{self.name} runs kernels {', '.join(self.kernels)}, got {kernel}")
+
+
+def under_compile(code: Implementation, alone: Mapping[str, tuple[str, ...]]) -> Implementation:
+    """Plain calls of a code under ``torch.compile``, as inductor writes them (torch 2.13).
+
+    The call checks guards and runs generated code, which takes no views, makes no layout copies and calls the same
+    operator of the kernel once; so does the backward pass, inside one function of autograd's.
+
+    Args:
+        code: whose calls on one GPU.
+        alone: their launches where they are not compiled, see ``Implementation.launches``.
+    """
+    edges = {edge: (f"compiled {edge} {{pass}}", *alone[edge]) for edge in ("entry", "exit")}
+    support = replace((code.strategies or {})["none"], views=(0, 0), launches={**alone, **edges})
+    return replace(code, strategies={"none": support})
 
 
 EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise", "merge"), ("eager",))

@@ -23,9 +23,10 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     if "document" not in scenario.mask_name:
         return make_runner(lambda q, k, v: flash_attn_func(q, k, v, causal=causal), [x[None] for x in inputs], pass_)
     offsets, longest = offsets_of(scenario, 1, node.device)
+    same = offsets.clone()  # torch.compile refuses one tensor as two arguments of an autograd function
 
     def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = flash_attn_varlen_func(q, k, v, offsets, offsets, longest, longest, causal=causal)
+        out: Tensor = flash_attn_varlen_func(q, k, v, offsets, same, longest, longest, causal=causal)
         return out
 
     return make_runner(packed, inputs, pass_)

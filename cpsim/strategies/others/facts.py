@@ -430,7 +430,7 @@ class Implementation:
 
 
 def under_compile(code: Implementation, alone: Mapping[str, tuple[str, ...]]) -> Implementation:
-    """Plain calls of a code under ``torch.compile``, as inductor writes them (torch 2.13).
+    """Plain calls of a code under ``torch.compile``, as inductor writes them (torch 2.13, flash-attn 2.8.3).
 
     The call checks guards and runs generated code, which takes no views, makes no layout copies and calls the same
     operator of the kernel once; so does the backward pass, inside one function of autograd's.

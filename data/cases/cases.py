@@ -9,8 +9,8 @@ random, on one GPU; those of one-h200-5 of any number of tokens), ranks-1.jsonl,
 to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), windows-h100.jsonl and windows-h200.jsonl
 (other people's code on two GPUs, iterations back to back and apart), plain-h100.jsonl and plain-h200.jsonl (the same of
 flash-attn and PyTorch on one GPU), compiled-h100.jsonl and compiled-h200.jsonl (eight of these under torch.compile),
-one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs) and the folder eight (one run on eight H200
-of one host, also as 2 x 4 and 4 x 2 nodes).
+one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs) and the folder eight (one
+run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python data/cases/cases.py
 

@@ -71,6 +71,19 @@ def magi_h100(
 
 
 @app.command()
+def magi_b200(out: Out = None, as_json: Json = False, jobs: Jobs = None, worst: Worst = WORST) -> None:
+    """The same benchmark on 8 to 64 B200, where its baselines run cuDNN."""
+    from studies.magi.report import reproduction_record, reproduction_view
+    from studies.magi.reproduce import published, reproduce
+
+    check_writable(out)
+    with progress_bar("Predicting") as progress:
+        rows = reproduce(published("b200"), jobs=jobs, progress=progress)
+    record = json.dumps(reproduction_record(rows), indent=1) + "\n"
+    _hand_out(record, lambda: reproduction_view(rows, worst), out, as_json)
+
+
+@app.command()
 def longca_96(
     out: Annotated[Path | None, typer.Option(help="Write JSON Lines to this file.")] = None,
     html: Html = None,

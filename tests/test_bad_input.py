@@ -24,6 +24,15 @@ BAD_FIELDS = {
     "nested option of a mask": ({"mask": {"name": "lambda", "window": {"a": 1}}}, "window: expected a whole number"),
     "unknown pass": ({"pass": "forward"}, "pass: expected fwd, bwd, fwd_bwd; got 'forward'"),
     "unknown protocol": ({"protocol": "async"}, "protocol: expected synced, streamed"),
+    "compiled code that nobody compiles": (
+        {"compile": True, "strategy": "none", "gpus": 1},
+        "compile: expected strategy none of torch or flash-attn, got strategy none of cpsim; leave it out",
+    ),
+    "compiled rings": (
+        {"compile": True, "strategy": "ring", "implementation": "torch"},
+        "compile: expected strategy none of torch or flash-attn, got strategy ring of torch",
+    ),
+    "compiled in words": ({"compile": "yes"}, "compile: expected true or false, got 'yes'"),
     "unknown dtype": ({"dtype": "bfloat16"}, "dtype: expected bf16"),
     "unknown distribution": ({"documents": {"distribution": "prolong-512k"}}, "did you mean 'prolong512k'"),
     "unknown field of a draw": ({"documents": {"distribution": "pile", "sed": 1}}, "did you mean 'seed'"),

@@ -14,7 +14,7 @@ from cpsim.calibrate.measurement import Measurements
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.errors import InfeasibleError
 from cpsim.models.host_speed import load_host, on_host, save_host
-from cpsim.models.launches import HOT, release_times
+from cpsim.models.launches import HOT, launch_notes, release_times
 from cpsim.models.profile import load_profile
 from cpsim.models.spread import expected_maximum
 from cpsim.prediction.case import resolve
@@ -133,6 +133,44 @@ def test_plain_calls_run_on_one_gpu_with_kernels_that_their_code_has():
         predict(case | {"gpus": 2, "kernel": "fa2", "implementation": "flash-attn"})
     with pytest.raises(InfeasibleError, match="runs masks"):
         predict(case | {"gpus": 1, "kernel": "cudnn", "implementation": "torch", "mask": "causal_document"})
+
+
+PLAIN = {"strategy": "none", "gpus": 1, "cluster": "dgx-h100", "heads": 32, "kv_heads": 8, "tokens": 512}
+
+
+@pytest.mark.parametrize("pass_", ["fwd", "bwd"])
+@pytest.mark.parametrize(("implementation", "kernel"), [("flash-attn", "fa2"), ("torch", "sdpa_flash")])
+def test_compiled_calls_launch_the_same_kernel_from_code_that_takes_no_views(implementation, kernel, pass_):
+    case = PLAIN | {"implementation": implementation, "kernel": kernel, "pass": pass_}
+    eager, compiled = (resolve(scenario_from(case | {"compile": compiles})) for compiles in (False, True))
+    schedule = plan("none", compiled.workload, compiled.cluster, pass_, {}, compiled.code)
+    assert schedule.kinds() == plan("none", eager.workload, eager.cluster, pass_, {}, eager.code).kinds()
+    late, early = (
+        release_times(schedule, schedule.kinds(), pass_, found.conditions())[1] for found in (eager, compiled)
+    )
+    threads = np.exp(eager.profile.sigma["host thread"] * expected_maximum(1))
+    views = eager.conditions().views[pass_ == "bwd"]
+    view = eager.profile.host.launch_s["view"] * threads
+    assert late - early == pytest.approx(view * (min(views, 1) + max(views - 1, 0) * HOT))
+
+
+def test_compiled_calls_cost_what_was_measured_and_say_what_was_not():
+    case = resolve(scenario_from(PLAIN | {"implementation": "torch", "kernel": "cudnn", "compile": True}))
+    given = case.conditions()
+    schedule = plan("none", case.workload, case.cluster, "fwd", {}, case.code)
+    kinds = schedule.kinds()
+    assert [note.partition(" not measured")[0] for note in launch_notes(kinds, "fwd", given)] == [
+        "host: compiled entry fwd",
+        "host: compiled exit fwd",
+    ]
+    known = given.profile.host
+    edges = {"compiled entry fwd": 3e-4, "compiled exit fwd": 2e-4}
+    measured = replace(given, profile=replace(given.profile, host=replace(known, launch_s=known.launch_s | edges)))
+    assert launch_notes(kinds, "fwd", measured) == ()
+    late, early = (release_times(schedule, kinds, "fwd", g)[1] for g in (measured, given))
+    instead = sum(known.launch_s[f"autograd {edge} fwd"] for edge in ("entry", "exit"))
+    threads = np.exp(given.profile.sigma["host thread"] * expected_maximum(1))
+    assert late - early == pytest.approx(threads * (5e-4 - instead))
 
 
 # --- steady state of GPUs ---

@@ -108,6 +108,49 @@ def test_launches_are_those_that_were_profiled(code, name, mask, pass_, count):
     assert len(kernels(plan(name, case, cluster(4), pass_, knobs, code), 0)) == count
 
 
+@every_pass
+@pytest.mark.parametrize(("ring", "mask"), [("zigzag", "causal"), ("basic", "causal"), ("basic", "full")])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_rings_of_one_are_valid_and_compute_dense_attention(ring, mask, num_ranks, pass_):
+    case, knobs = workload(mask, (96,), "mha"), {"ulysses": num_ranks, "ring": ring}
+    schedule = plan("usp", case, cluster(num_ranks), pass_, knobs, YUNCHANG)
+    validate(schedule, case, pass_)
+    numeric.check(schedule, case, numeric.any_order(schedule, seed=len(schedule)))
+
+
+def test_a_ring_of_one_casts_its_only_result_and_sends_gradients_of_keys_to_itself():
+    case, knobs = workload("causal", (4096,), num_heads=32, num_kv_heads=8, head_dim=128), {"ulysses": 4}
+    forward, backward = (plan("usp", case, cluster(4), pass_, knobs, YUNCHANG) for pass_ in ALL_PASSES)
+    exchanges = forward.kind == Kind.ALL_TO_ALL, backward.kind == Kind.ALL_TO_ALL
+    assert [int(found.sum()) for found in exchanges] == [4, 4]
+    assert not (forward.kind == Kind.TRANSFER).any()
+    assert len(kernels(forward, 0)) == 3 + (1 + 1 + 1) + 2  # a cast to fp32, and one back
+    assert len(kernels(backward, 0)) == 1 + (1 + 1 + 3 + 3) + 3 * 2  # softmax_lse1; three casts, and three back
+    sent = np.flatnonzero(backward.kind == Kind.TRANSFER)
+    ends = backward.lane_rank[backward.lane_start[sent][:, None] + [0, 1]]
+    assert ends.tolist() == [[rank, rank] for rank in range(4)]
+    assert set(backward.nbytes[sent].tolist()) == {4096 * 2 * (8 // 4) * 128 * 4}  # fp32, all tokens
+    whole = backward.nbytes[exchanges[1]].sum() * 3 / 4
+    assert backward.bytes_sent().tolist() == [whole] * 4
+
+
+def test_what_a_gpu_sends_to_itself_is_on_no_link_and_said_to_be_an_estimate():
+    case = {
+        "implementation": "yunchang",
+        "kernel": "fa2",
+        "strategy": "usp",
+        "knobs": {"ulysses": 4},
+        "gpus": 4,
+        "cluster": "h200-4",
+        "tokens_per_gpu": 4096,
+        "heads": 32,
+        "kv_heads": 8,
+    }
+    said = predict(scenario_from({**case, "pass": "bwd"})).notes
+    assert any(note.startswith("messages of a GPU to itself, not measured") for note in said)
+    assert not any("to itself" in note for note in predict(scenario_from({**case, "pass": "fwd"})).notes)
+
+
 @pytest.mark.parametrize(
     ("code", "name", "knobs", "gpus", "count"),
     [
@@ -285,6 +328,61 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
     assert sent == pytest.approx(ours * 2 / 3 if narrow else ours)
 
 
+CUDNN = {
+    "kernel": "cudnn",
+    "strategy": "allgather",
+    "gpus": 8,
+    "cluster": "dgx-b200",
+    "tokens_per_gpu": 4096,
+    "heads": 64,
+    "kv_heads": 8,
+    "pass": "fwd",
+}
+
+
+def test_cudnn_runs_what_it_can_where_it_is_not_called_through_pytorch():
+    """Causal masks of fewer queries than keys, and documents: priced from what was measured, and said to be."""
+    documents = {"mask": "causal_document", "documents": [20000, 12768]}
+    for case, words in (({}, {"fewer queries"}), (documents, {"fewer queries", "several sequences"})):
+        said = predict(scenario_from({**CUDNN, **case, "implementation": "magi-attention"})).notes
+        assert {word for word in ("fewer queries", "several sequences") if any(word in note for note in said)} == words
+    said = predict(scenario_from({**CUDNN, "strategy": "ulysses", "implementation": "magi-attention"})).notes
+    assert not any("estimated" in note for note in said)
+    with pytest.raises(InfeasibleError, match="kernel cudnn has no causal call with"):
+        predict(scenario_from({**CUDNN, "knobs": {"layout": "contiguous"}}))
+    with pytest.raises(InfeasibleError, match="kernel cudnn takes one sequence a call"):
+        predict(scenario_from({**CUDNN, **documents, "strategy": "ulysses"}))
+
+
+def test_packed_documents_cost_cudnn_their_own_blocks_and_launched_ones_that_have_none():
+    """About what their pairs say, and a little more where blocks of the short one are launched for the long one."""
+    cost = {}
+    for name, documents in {"whole": [32768], "halves": [16384, 16384], "uneven": [28672, 4096]}.items():
+        case = {**CUDNN, "strategy": "ulysses", "implementation": "magi-attention", "mask": "full_document"}
+        cost[name] = predict(scenario_from({**case, "documents": documents})).parts_s["attention fwd"]
+    assert cost["halves"] / cost["whole"] == pytest.approx(1 / 2, rel=0.05)
+    assert cost["uneven"] / cost["whole"] == pytest.approx((28**2 + 4**2) / 32**2, rel=0.05)
+
+
+def test_magi_attention_calls_cudnn_without_gathers_and_with_keys_of_every_query_head():
+    case = workload("causal", (4096,), num_heads=8, num_kv_heads=2, head_dim=128)
+    theirs = MAGI.calling("cudnn")
+    assert MAGI.calling("fa3") is MAGI
+    counts = {}
+    for code in (MAGI, theirs):
+        for pass_ in ALL_PASSES:
+            ops = kernels(plan("ulysses", case, cluster(2), pass_, {}, code), 0)
+            counts[code.direct, pass_] = len(ops)
+    assert counts[(), "fwd"] - counts[("cudnn",), "fwd"] == 3 + 4  # gathers of q, k, v; zeros and scatters
+    ring = plan("zigzag_ring", case, cluster(2), "bwd", {}, theirs)
+    mine = [op for op in ring.project(0) if (0, "compute") in op.lanes]
+    around = [mine[i - 2 : i + 3] for i, op in enumerate(mine) if op.kind == Kind.ATTENTION_BACKWARD]
+    assert len(around) == 2
+    each = 2048 * (8 + 2) * 128 * 2  # bytes of all keys of a shard, read with 2 heads and written with 8, and back
+    for *before, _, one, other in around:
+        assert [op.nbytes for op in (*before, one, other)] == [each] * 4
+
+
 @pytest.mark.parametrize(
     ("code", "name", "num_ranks", "changes", "reason"),
     [
@@ -316,7 +414,7 @@ def test_others_send_what_ours_send(code, name, knobs, pass_):
         (TE, "ulysses", 2, {"mask": "causal_document"}, "ulysses of transformer-engine runs masks full, causal, got"),
         (TE, "ulysses", 4, {}, "does not replicate key-value heads, .* got 2 kv_heads on 4 GPUs"),
         (TE, "allgather", 2, {"mask": "full_document"}, "runs masks full, causal, got full_document"),
-        (TE, "usp", 2, {}, "planned for Ulysses groups and rings of 2 GPUs or more, got degree 2 on 2 GPUs"),
+        (TE, "usp", 2, {}, "planned for rings of 2 GPUs or more, got degree 2 on 2 GPUs"),
         (TE, "loongtrain", 4, {}, "transformer-engine has no loongtrain"),
     ],
 )

@@ -23,6 +23,8 @@ CASES = {
         *(("usp", {"ulysses": 2, "ring": "basic"}, mask) for mask in DENSE),
         ("usp", {"ulysses": 2}, "causal"),
         ("usp", {"ulysses": 2, "placement": "context_first"}, "causal"),
+        ("usp", {"ulysses": 4}, "causal"),
+        ("usp", {"ulysses": 4, "ring": "basic"}, "full"),
     ],
     "torch": [
         ("ring", {}, "full"),
@@ -66,3 +68,8 @@ def test_outputs_and_gradients_are_those_of_dense_attention(name, tmp_path):
     cases.write_text("".join(json.dumps(case) + "\n" for case in asked), encoding="utf-8")
     fake = HERE / "fake_flash_attn"
     assert run_script("implementations_worker.py", cases, timeout_s=300, ahead=[fake]) == len(asked)
+
+
+@pytest.mark.slow
+def test_compiled_calls_run_one_operator_a_pass_and_say_what_they_cost_a_host():
+    assert run_script("compiled_worker.py", timeout_s=200) == 2

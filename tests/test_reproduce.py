@@ -12,9 +12,13 @@ from typer.testing import CliRunner
 
 from cpsim.case.cluster import load_cluster
 from cpsim.cli.entry import run_app
+from cpsim.strategies.others import DENSE
+from studies import published_lines
 from studies.__main__ import app
 from studies.magi.reproduce import (
+    FOLDER,
     READING_ERROR,
+    Score,
     fit,
     grouped,
     packs,
@@ -24,7 +28,7 @@ from studies.magi.reproduce import (
     summary,
 )
 
-STUDIES = "magi-h100", "longca-96", "dcp", "distca"
+STUDIES = "magi-h100", "magi-b200", "longca-96", "dcp", "distca"
 
 
 def studies(*arguments, status=0):
@@ -59,6 +63,31 @@ def test_rows_of_the_benchmark_are_predicted():
     scores = summary(predicted())
     check("MagiAttention's benchmark, 32 and 64 GPUs, mean", scores["32 and 64 GPUs"].mean_absolute)
     check("MagiAttention's benchmark, mean", scores["all"].mean_absolute)
+
+
+def test_rows_on_b200_are_those_that_were_predicted_before_they_were_read():
+    lines = published_lines(FOLDER / "predicted-b200.csv")
+    rows = published("b200")
+    assert [(r.mask, r.pass_, str(r.gpus), r.strategy) for r in rows] == [
+        (line["mask"], line["pass"], line["gpus"], line["row"]) for line in lines
+    ]
+    some = [i for i, row in enumerate(rows) if row.gpus == 8 and row.mask in DENSE]
+    assert len(some) == 20
+    for row, i in zip(reproduce([rows[i] for i in some], jobs=1), some, strict=True):
+        assert row.predicted == pytest.approx(float(lines[i]["predicted_tflops_per_gpu"]), abs=0.051)
+
+
+@pytest.mark.slow
+def test_rows_on_b200_are_predicted_though_nothing_was_fitted_to_them():
+    rows = reproduce(published("b200"), jobs=1)
+    dense, documents = (
+        Score.of([row for row in rows if (row.mask in DENSE) == is_dense]) for is_dense in (True, False)
+    )
+    assert (dense.rows, documents.rows) == (80, 40)
+    assert dense.mean_absolute < 0.06
+    assert documents.mean_absolute < 0.06
+    assert abs(dense.bias) < 0.015
+    assert {sum(pack) for gpus in (8, 16) for pack in packs(gpus, "b200")} == {8 * 16384, 16 * 16384}
 
 
 @pytest.mark.slow
@@ -105,7 +134,7 @@ def test_the_command_writes_rows_and_scores(tmp_path, monkeypatch):
 
 def test_an_unknown_study_is_an_error_that_names_the_known_ones():
     error = one_line(studies("magi", status=2))
-    assert "studies: expected magi-h100, longca-96, dcp or distca, got 'magi'" in error
+    assert "studies: expected magi-h100, magi-b200, longca-96, dcp or distca, got 'magi'" in error
     assert studies() == studies("--help")
 
 

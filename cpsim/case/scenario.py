@@ -16,6 +16,8 @@ from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
 MAX_TOKENS: Final = 10**9
+COMPILABLE: Final = ("torch", "flash-attn")
+"""Implementations whose plain calls on one GPU can be compiled."""
 Name = Annotated[str, Field(max_length=60)]
 Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
@@ -84,6 +86,8 @@ class Scenario(BaseModel):
     """The strategy's own settings, e.g. ``{"ulysses": 8}``."""
     implementation: Name = "cpsim"
     kernel: Name = "fa4"
+    compile: bool | None = None
+    """Whether ``torch.compile`` compiles the call, or layers of a step; None is no, and what the framework does."""
     gpus: Annotated[int, Field(ge=1, le=1_000_000)]
     cluster: Annotated[str, Field(min_length=1, max_length=1000)]
     """Preset name or path of a cluster file."""
@@ -114,8 +118,6 @@ class Scenario(BaseModel):
     """How a training step is cut."""
     framework: Literal["megatron", "torch", "torchtitan", "huggingface"] | None = None
     """Whose code runs a training step; None is megatron's."""
-    compile: bool | None = None
-    """Whether a framework that can compiles every layer; None is what it does."""
     part: Literal["layer"] | None = None
     """With a model, what of it to predict: one layer with the strategy's attention on all GPUs, weights whole on each;
     None is a step."""
@@ -243,8 +245,19 @@ class Scenario(BaseModel):
                 f"documents: expected lengths that sum to {total} tokens, got {sum(self.documents)}; "
                 "change the last length or tokens"
             )
+        self._check_compile()
         self._check_step()
         return self
+
+    def _check_compile(self) -> None:
+        if not self.compile or (self.model is not None and self.part is None):
+            return
+        if self.part is not None:
+            raise ValueError(f"compile: belongs to plain calls and whole steps; leave it out of one {self.part}")
+        alone = self.strategy == "none" or (self.strategy is None and self.gpus == 1)
+        if not alone or self.implementation not in COMPILABLE:
+            got = f"strategy {self.strategy or 'not set'} of {self.implementation}"
+            raise ValueError(f"compile: expected strategy none of {' or '.join(COMPILABLE)}, got {got}; leave it out")
 
     def _check_step(self) -> None:
         if self.model is None:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import BYTES_PER_ELEMENT
+from cpsim.models.attention.params import AttentionParams
 from cpsim.models.profile import Profile
+
+PACKED_AS: Final = {"cudnn": "fa4"}
+"""Kernels that were measured with one sequence a call, and whose costs of several stand in."""
+_OF_DOCUMENTS: Final = ("block_varlen_s", "block_decode_s", "call_varlen_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +37,8 @@ class Conditions:
     """By kind of op, names of measurements of memory-bound kernels that differ from ours."""
     captured: bool = False
     """All ops of a rank are one CUDA graph, launched at once."""
+    direct: bool = False
+    """The kernel is called without the limits that PyTorch's functions put on it."""
     unbatched: bool = False
     """Every two ranks that send to each other have a process group of their own."""
     messages: int = 1
@@ -41,6 +49,19 @@ class Conditions:
     """Hosts wait for their GPUs when an iteration starts."""
     alike: float = 1.0
     """Replication factor of a folded schedule: GPUs for each simulated one, the slowest of which decides."""
+
+    def attention_params(self, pass_: str) -> AttentionParams:
+        """Parameters of the kernel: where it is called directly, with what `PACKED_AS` adds to calls of documents.
+
+        Raises:
+            ProfileError: the profile lacks the kernel.
+        """
+        params = self.profile.attention_params(self.kernel, pass_)
+        lender = self.profile.attention.get((PACKED_AS.get(self.kernel, ""), pass_))
+        if lender is None or not self.direct:
+            return params
+        lent = {name: getattr(lender, name) for name in _OF_DOCUMENTS}
+        return params.everywhere(lambda mine: replace(mine, **lent))
 
     @property
     def head_bytes(self) -> int:

@@ -62,6 +62,9 @@ LIMITS: Final = {
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
 ``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
+DIRECT: Final = {"cudnn": Limits(places_results=False)}
+"""Kernels that others call without PyTorch: cuDNN through Transformer Engine, which has packed sequences (``thd``) and
+causal masks that are aligned to the bottom right (``padding_causal_bottom_right``)."""
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -69,9 +72,9 @@ def kernel_names() -> tuple[str, ...]:
     return tuple(dict.fromkeys((*(kernel for kernel, _ in KERNELS), *LIMITS)))
 
 
-def limits_of(kernel: str) -> Limits:
-    """What a kernel cannot do; most can do everything."""
-    return LIMITS.get(kernel, Limits())
+def limits_of(kernel: str, direct: bool = False) -> Limits:
+    """What a kernel cannot do, where it is called ``direct``-ly or through PyTorch; most can do everything."""
+    return DIRECT[kernel] if direct and kernel in DIRECT else LIMITS.get(kernel, Limits())
 
 
 def copied_heads(kernel: str, schedule: Schedule, ops: Ints) -> Ints:
@@ -114,18 +117,19 @@ def _shared(ops, access_start, buffer, mine):  # type: ignore[no-untyped-def]
     return found
 
 
-def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> None:
+def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, direct: bool = False) -> None:
     """Whether a kernel can run every attention op of a schedule in one call.
 
     Args:
         kernel: its name.
         dtype, head_dim: of queries, keys and values.
         schedule: of any strategy and pass.
+        direct: see ``DIRECT``.
 
     Raises:
         InfeasibleError: it cannot; says which call it would have to make.
     """
-    limits = limits_of(kernel)
+    limits = limits_of(kernel, direct)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
     if head_dim > limits.max_head_dim:

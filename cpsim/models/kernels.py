@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -9,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.masks.slices import Ints
-from cpsim.masks.tiles import sequences
+from cpsim.masks.tiles import Sequences, sequences
 from cpsim.models.attention.calls import attention_op_seconds, head_shapes
 from cpsim.models.attention.params import AttentionParams
-from cpsim.models.conditions import Conditions
+from cpsim.models.conditions import PACKED_AS, Conditions
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.feasible import copied_heads, limits_of, tile_visits
@@ -89,7 +90,7 @@ class _Kernels:
     def _attention(self, ops: Ints, pass_: Pass) -> tuple[Floats, Floats]:
         """Seconds without a pause, at the clock that the power limit then leaves, and at the full clock."""
         schedule, profile, kernel, head_dim = self.schedule, self.profile, self.given.kernel, self.given.head_dim
-        tiles, params = sequences(schedule.tiles), profile.attention_params(kernel, pass_)
+        tiles, params = sequences(schedule.tiles), self.given.attention_params(pass_)
         used = np.zeros(len(tiles.start) - 1, bool)
         used[schedule.tile[ops]] = True
         if params.anatomy.lists_blocks:
@@ -97,6 +98,8 @@ class _Kernels:
             rules = {mask.partial_rule() for mask in masks.values()}
             profile.check_rules(kernel, pass_, rules)
             self._note(*profile.rule_notes(kernel, pass_, head_dim, rules))
+        if self.given.direct:
+            self._note(*estimated(kernel, tiles, used))
         seconds = attention_seconds(params, schedule, ops, self.given)
         if self.given.captured and not limits_of(kernel).places_results:
             seconds += self._placing(ops)
@@ -161,6 +164,22 @@ class _Kernels:
                     self._note(f"memory-bound kernel {names[0]}: not measured, taken as {name}")
                 return name
         return _MEMORY_NAMES[kind]
+
+
+def estimated(kernel: str, tiles: Sequences, used: NDArray[np.bool_]) -> Iterator[str]:
+    """Which calls of a kernel are priced from measured ones of other kinds, since it was measured through PyTorch.
+
+    Args:
+        kernel: its name.
+        tiles: what each call computes, ``[T]``.
+        used: which of them are called, ``[T]``.
+    """
+    limits, sequences_used = limits_of(kernel), np.repeat(used, np.diff(tiles.start))
+    if not limits.varlen and (np.diff(tiles.start)[used] > 1).any():
+        lent = f"with what {PACKED_AS[kernel]} adds"
+        yield f"{kernel}: calls of several sequences not measured, estimated from calls of one, {lent}"
+    if not limits.unequal_causal and (tiles.causal & (tiles.q_len != tiles.k_len) & sequences_used).any():
+        yield f"{kernel}: causal masks of fewer queries than keys not measured, estimated from those of as many"
 
 
 def attention_seconds(params: AttentionParams, schedule: Schedule, ops: Ints, given: Conditions) -> Floats:

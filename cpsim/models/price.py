@@ -72,7 +72,7 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
     """
     kinds = schedule.kinds()
     pass_: Pass = "bwd" if Kind.ATTENTION_BACKWARD in kinds else "fwd"
-    check_calls(given.kernel, given.dtype, given.head_dim, schedule)
+    check_calls(given.kernel, given.dtype, given.head_dim, schedule, given.direct)
     base = _base_costs(schedule, pass_, given)
     settled = settle(schedule, pass_, base.endless_s, base.full_clock_s, base.release_s, base.eager, base.paced, given)
     duration = with_faults(schedule, slowest_of_many(schedule, pass_, settled.duration_s, given), given)
@@ -165,7 +165,7 @@ def _held(
     longer, ops, near = np.zeros(len(schedule)), attention_ops(schedule), ~base.paced[base.messages.op]
     if not (len(ops) and near.any()) or limits_of(given.kernel).any_mask:
         return longer
-    params = given.profile.attention_params(given.kernel, pass_)
+    params = given.attention_params(pass_)
     tiles, tile, heads = sequences(schedule.tiles), schedule.tile[ops], schedule.heads[ops, 1]
     ops = ops[few_waves(params, tiles.queries()[tile], tiles.keys()[tile], heads)]
     held, hold_s, by = held_sms(schedule, base.messages, near, ops, settled.start_s, settled.end_s)

@@ -86,7 +86,7 @@ def strategies_to_try(scenario: Scenario) -> list[str]:
     if scenario.model is not None and scenario.part is None:
         raise ScenarioError("model: this is a training step; ask with advise --step, or leave the model out")
     check_names(scenario)
-    theirs = implementation(scenario.implementation).strategies
+    theirs = implementation(scenario.implementation).calling(scenario.kernel).strategies
     if scenario.strategy is not None:
         return [scenario.strategy]
     return ["none"] if scenario.gpus == 1 else [name for name in STRATEGIES if theirs is None or name in theirs]

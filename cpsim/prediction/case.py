@@ -36,7 +36,7 @@ class Case:
     @property
     def code(self) -> Implementation:
         """Whose code runs the strategy."""
-        return implementation(self.scenario.implementation)
+        return implementation(self.scenario.implementation).calling(self.scenario.kernel, bool(self.scenario.compile))
 
     def conditions(self) -> Conditions:
         """What its schedules are priced under."""

@@ -203,7 +203,7 @@ def grouped(entries: Iterable[T], key: Callable[[T], Hashable]) -> dict[Any, lis
 def group_key(scenario: Scenario) -> str:
     """Text that is equal for scenarios that one would choose between: all is equal but how and by whom it is done."""
     fields = json.loads(case_key(scenario))
-    return json.dumps({k: v for k, v in fields.items() if k not in ("strategy", "knobs", "implementation")})
+    return json.dumps({k: v for k, v in fields.items() if k not in ("strategy", "knobs", "implementation", "compile")})
 
 
 def compare(predictions: Iterable[Predicted], runs: Iterable[Run]) -> Comparison:

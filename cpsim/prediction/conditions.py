@@ -39,6 +39,7 @@ def conditions(
         views=support.views,
         row_kernels=code.row_kernels,
         captured=code.captured,
+        direct=kernel in code.direct,
         unbatched=code.unbatched,
         messages=code.messages,
         varlen=workload.mask in support.varlen,

@@ -122,9 +122,8 @@ def case_key(scenario: Scenario) -> str:
     file the name counts, not the folder.
     """
     fields = scenario.to_dict() | {"tokens": scenario.num_tokens, "cluster": Path(scenario.cluster).name}
-    return json.dumps(
-        {k: v for k, v in fields.items() if k not in ("tokens_per_gpu", "profile", "host")}, sort_keys=True
-    )
+    left_out = {"tokens_per_gpu", "profile", "host"} | (set() if scenario.compile or scenario.is_step else {"compile"})
+    return json.dumps({k: v for k, v in fields.items() if k not in left_out}, sort_keys=True)
 
 
 class Writer:

@@ -51,6 +51,7 @@ def short_case(scenario: Scenario) -> str:
         f"{scenario.heads}:{scenario.kv_heads}",
         scenario.kernel,
     ]
+    words += ["compiled"] if scenario.compile else []
     words += [scenario.pass_] if scenario.pass_ != "fwd_bwd" else []
     words += [scenario.protocol] if scenario.protocol != "synced" else []
     words += [cluster.name] if scenario.gpus > cluster.gpus_per_node else []

@@ -370,8 +370,8 @@ class Schedule:
         share = np.where(self.kind == Kind.ALL_REDUCE, 2 * share, share) * is_one_of(self.kind, COLLECTIVE_KINDS)
         sent = np.bincount(self.lane_rank, weights=np.repeat(share * self.nbytes, num_lanes), minlength=self.num_ranks)
         moves = np.flatnonzero(self.kind == Kind.TRANSFER)
-        source = self.lane_rank[self.lane_start[moves]]
-        moved = np.bincount(source, weights=self.nbytes[moves], minlength=self.num_ranks)
+        source, target = (self.lane_rank[self.lane_start[moves] + end] for end in (0, 1))
+        moved = np.bincount(source, weights=self.nbytes[moves] * (source != target), minlength=self.num_ranks)
         leaving = self.route_nbytes * (self.routes[:, 1] != self.routes[:, 2])
         routed = np.bincount(self.routes[:, 1], weights=leaving, minlength=self.num_ranks)
         return np.asarray(sent + moved + routed, np.float64)

@@ -164,11 +164,15 @@ def _check_theirs(who: str, code: Implementation, workload: Workload, degree: in
             f"{who} of {code.name} does not replicate key-value heads, so it needs them divisible by the Ulysses "
             f"degree, got {workload.num_kv_heads} kv_heads and degree {degree}; set knob ulysses"
         )
-    if not (1 < degree < ranks or code.ulysses.alone):
-        raise InfeasibleError(
-            f"{who} of {code.name} is planned for Ulysses groups and rings of 2 GPUs or more, got degree {degree} on "
-            f"{ranks} GPUs; set knob ulysses"
-        )
+    for what, one, may_be in (
+        ("Ulysses groups", degree == 1, code.ulysses.groups_of_one),
+        ("rings", degree == ranks, code.ulysses.rings_of_one),
+    ):
+        if one and not may_be:
+            raise InfeasibleError(
+                f"{who} of {code.name} is planned for {what} of 2 GPUs or more, got degree {degree} on {ranks} GPUs; "
+                f"set knob ulysses"
+            )
 
 
 def _default_inner(cluster: Cluster, ring: int, placement: str) -> int:

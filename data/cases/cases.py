@@ -8,9 +8,10 @@ of one H100), one-h100.jsonl, one-h100-layers.jsonl, one-h200.jsonl, one-h200-la
 random, on one GPU; those of one-h200-5 of any number of tokens), ranks-1.jsonl, -2, -3 and -others (problems of 2
 to 96 GPUs, drawn at random, of which single ranks are measured on one GPU), windows-h100.jsonl and windows-h200.jsonl
 (other people's code on two GPUs, iterations back to back and apart), plain-h100.jsonl and plain-h200.jsonl (the same of
-flash-attn and PyTorch on one GPU) and the folders four (one run on four H100 of one host, also as 2 x 2 nodes, with
-layers of DistCA and other people's code in windows) and eight (one run on eight H200 of one host, also as 2 x 4 and
-4 x 2 nodes).
+flash-attn and PyTorch on one GPU), compiled-h100.jsonl and compiled-h200.jsonl (eight of these under torch.compile),
+one-ring-h100.jsonl and one-ring-h200.jsonl (yunchang's USP around rings of one, on two GPUs) and the folders four (one
+run on four H100 of one host, also as 2 x 2 nodes, with layers of DistCA and other people's code in windows) and eight
+(one run on eight H200 of one host, also as 2 x 4 and 4 x 2 nodes).
 
     python data/cases/cases.py
 
@@ -344,6 +345,30 @@ def plain_calls(cluster: str, seed: int) -> Iterator[Case]:
             yield {"strategy": "none", **asked, "protocol": protocol}
 
 
+def compiled_calls(cluster: str) -> Iterator[Case]:
+    """flash-attn and PyTorch on one GPU under torch.compile, where the host decides and where it does not."""
+    codes = ("torch", "sdpa_flash"), ("torch", "cudnn"), ("flash-attn", "fa2")
+    cases = [
+        (*code, K, pass_, protocol)
+        for code in codes
+        for pass_, protocol in (("fwd_bwd", "synced"), ("fwd", "streamed"))
+    ]
+    cases += [("torch", "cudnn", 16 * K, "fwd_bwd", "synced"), ("flash-attn", "fa2", 16 * K, "fwd_bwd", "streamed")]
+    for implementation, kernel, tokens, pass_, protocol in cases:
+        asked = problem(1, tokens, kernel=kernel) | {"cluster": cluster, "pass": pass_}
+        named = {"implementation": implementation, "compile": True, "protocol": protocol}
+        yield {"strategy": "none", **asked, **named}
+
+
+def rings_of_one(cluster: str) -> Iterator[Case]:
+    """yunchang's USP whose Ulysses group is both of two GPUs, beside its Ulysses."""
+    for tokens in (2 * K, 16 * K):
+        for window in ({"pass": "fwd"}, {"pass": "bwd"}, {"protocol": "streamed"}):
+            asked = problem(2, tokens, kernel="fa2") | {"cluster": cluster, "implementation": "yunchang", **window}
+            yield {**asked, "strategy": "usp", "knobs": {"ulysses": 2}}
+        yield {**asked, "strategy": "ulysses"}
+
+
 def in_turn(cases: list[Case], seed: int) -> list[Case]:
     """Shuffled, so that those at the front are of all sorts."""
     return [cases[i] for i in np.random.default_rng(seed).permutation(len(cases))]
@@ -591,6 +616,10 @@ def files() -> dict[Path, str]:
         FOLDER / "windows-h200.jsonl": text(windows_of_others("h200-4", 41)),
         FOLDER / "plain-h100.jsonl": text(plain_calls("dgx-h100", 43)),
         FOLDER / "plain-h200.jsonl": text(plain_calls("h200-4", 43)),
+        FOLDER / "compiled-h100.jsonl": text(compiled_calls("dgx-h100")),
+        FOLDER / "compiled-h200.jsonl": text(compiled_calls("h200-4")),
+        FOLDER / "one-ring-h100.jsonl": text(rings_of_one("dgx-h100")),
+        FOLDER / "one-ring-h200.jsonl": text(rings_of_one("h200-4")),
         FOLDER / "ranks-1.jsonl": text(single_ranks(26)),
         FOLDER / "ranks-others.jsonl": text(in_turn(list(single_ranks_of_others(28)), 28)),
         FOLDER / "ranks-2.jsonl": text(in_turn([c for c in single_ranks(27) if c["gpus"] <= 16], 27)),

@@ -61,6 +61,19 @@ _RING: Final = HeldRingCode(  # FA3RingAttnFunc
     sum_dkv=(RowKernel("kv", 3, 0, kind=Kind.ACCUMULATE),),
     turns=True,
 )
+# Transformer Engine's fused attention knows padding, so nothing is gathered; backward, keys and values are repeated for
+# every query head, and their gradients summed, since calls with shared heads fail (TERingAttnFunc, TERingAGAttnFunc);
+# kernels are priced with shared heads, for which cuDNN writes gradients of every query head, too.
+_REPEAT, _SUM = RowKernel("repeated", 1, 0, kind=STRIDED), RowKernel("repeated", 1, 0, kind=Kind.ACCUMULATE)
+_TE_WRAPPER: Final = WrapperCode(
+    before={"fwd": (), "bwd": (_REPEAT, _REPEAT)},
+    after={"fwd": (RowKernel("lse", 0, 2, kind=STRIDED),), "bwd": (_SUM, _SUM)},  # packed log-sum-exp, transposed
+)
+_TE_RING: Final = replace(
+    _RING,
+    wrapper=_TE_WRAPPER,
+    enter={"fwd": (_JOIN,), "bwd": (RowKernel("lse", 0, 2, "tails"), RowKernel("lse", 0, 2, kind=STRIDED), _JOIN)},
+)
 _FP64_RING: Final = replace(
     _RING,
     first_lse=(RowKernel("q", 1, 0), RowKernel("lse", 0, 2), RowKernel("lse", 0, 3)),
@@ -71,7 +84,8 @@ _ULYSSES: Final = UlyssesCode(  # permute, all_to_all_single and permute; the ou
     there={"fwd": 2, "bwd": 1},
     back={"fwd": 1, "bwd": 2},
     wrapper=_WRAPPER,
-    alone=True,
+    rings_of_one=True,
+    groups_of_one=True,
 )
 _ALLGATHER: Final = HalvesCode(  # FA3RingAGAttnFunc
     wrapper=_WRAPPER,
@@ -115,7 +129,7 @@ LONGCA_BENCH: Final = Implementation(
     pads=True,  # shard.py, get_cu_seqlens_padded
     unbatched=True,
 )
-MAGI_ATTENTION: Final = replace(
+_MAGI: Final = replace(
     LONGCA_BENCH,
     name="magi-attention",
     source="SandAI-org/MagiAttention at 2c64135, with the baselines of its benchmark",
@@ -123,4 +137,28 @@ MAGI_ATTENTION: Final = replace(
     ring=_RING,
     double_ring=replace(_RING, turns=False),
     projections=ProjectionCode(width=1024, inputs=False),
+)
+MAGI_ATTENTION: Final = replace(
+    _MAGI,
+    kernels=("fa3", "cudnn"),
+    with_kernel={
+        "cudnn": replace(  # AttnBackend.TE
+            _MAGI,
+            strategies=_SUPPORT,
+            kernels=("cudnn",),
+            direct=("cudnn",),
+            ring=_TE_RING,
+            double_ring=replace(_TE_RING, turns=False),
+            ulysses=replace(_ULYSSES, wrapper=None),
+            allgather=replace(  # repeats once for both halves: a half of it with each
+                _ALLGATHER,
+                wrapper=replace(
+                    _TE_WRAPPER, before={"fwd": (), "bwd": (_REPEAT,)}, after={"fwd": (), "bwd": (_SUM, _SUM)}
+                ),
+            ),
+            launches=_LAUNCHES
+            | {"attention": ("{kernel} fwd", "flash_attn_varlen fwd")}
+            | {"attention_backward": ("{kernel} bwd", "flash_attn_varlen bwd")},
+        )
+    },
 )

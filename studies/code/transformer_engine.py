@@ -82,6 +82,7 @@ TRANSFORMER_ENGINE: Final = Implementation(
         ),
     },
     kernels=("cudnn", "fa2", "fa3"),
+    direct=("cudnn",),
     ring=_RING,
     zigzag_documents=_RING_THD,
     ulysses=UlyssesCode(  # flash_attn_a2a_communicate

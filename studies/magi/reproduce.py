@@ -1,8 +1,10 @@
-"""MagiAttention's context-parallel benchmark on 8 to 64 H100, row by row: ``python -m studies magi-h100``.
+"""MagiAttention's context-parallel benchmark on 8 to 64 GPUs, row by row: ``python -m studies magi-h100``, and
+``magi-b200``.
 
-As measured: batch 1, heads 64:8 of dimension 128, bf16, 8192 tokens a GPU; the time of a call is that of its slowest
-rank, the host runs ahead; documents are the benchmark's 20 packs, and a row is the mean of their throughputs.
-Kernels cost what the published kernel table of single documents says (profile h100-fa3).
+As measured: batch 1, heads 64:8 of dimension 128, bf16, on H100 8192 tokens a GPU, on B200 16384; the time of a call
+is that of its slowest rank, the host runs ahead; documents are the benchmark's 20 packs, and a row is the mean of their
+throughputs. Kernels cost what the published kernel tables of single documents say: FlashAttention-3 on H100 (profile
+h100-fa3), cuDNN on B200 (profile b200).
 """
 
 from __future__ import annotations
@@ -29,7 +31,13 @@ from studies import published_lines
 
 FOLDER = Path(__file__).parent
 
+MACHINES: Final[Mapping[str, Mapping[str, Any]]] = {
+    "h100": {"cluster": "magi-h100", "kernel": "fa3", "tokens_per_gpu": 8192},
+    "b200": {"cluster": "dgx-b200", "kernel": "cudnn", "tokens_per_gpu": 16384},
+}
+"""Fields of its scenarios by GPU. On B200 only rows of cuDNN are here; MagiAttention's own use another kernel."""
 CLUSTER: Final = "magi-h100"
+"""Whose network was fitted to rows; nothing was for B200."""
 STRATEGIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "ulysses": {"strategy": "ulysses"},
     "ring_p2p": {"strategy": "zigzag_ring"},
@@ -63,6 +71,8 @@ class Row:
     published: float
     """TFLOP/s per GPU."""
     predicted: float = float("nan")
+    gpu: str = "h100"
+    """A name of ``MACHINES``."""
 
     @property
     def error(self) -> float:
@@ -76,8 +86,8 @@ class Row:
 
 
 @cache
-def published() -> tuple[Row, ...]:
-    """All rows of the benchmark."""
+def published(gpu: str = "h100") -> tuple[Row, ...]:
+    """All rows of the benchmark on a GPU of ``MACHINES``."""
     return tuple(
         Row(
             strategy=line["row"],
@@ -85,42 +95,46 @@ def published() -> tuple[Row, ...]:
             pass_=line["pass"],
             gpus=int(line["gpus"]),
             published=float(line["tflops_per_gpu"]),
+            gpu=gpu,
         )
-        for line in published_lines(FOLDER / "magi-h100.csv")
+        for line in published_lines(FOLDER / f"magi-{gpu}.csv")
     )
 
 
 @cache
-def packs(gpus: int) -> tuple[tuple[int, ...], ...]:
+def packs(gpus: int, gpu: str = "h100") -> tuple[tuple[int, ...], ...]:
     """Document lengths of the benchmark's packs [tokens]."""
-    text = FOLDER.joinpath("magi-packs.json").read_text(encoding="utf-8")
+    text = FOLDER.joinpath(f"magi-packs-{gpu}.json").read_text(encoding="utf-8")
     return tuple(map(tuple, json.loads(text)[str(gpus)]))
 
 
-def scenarios(row: Row, cluster: str = CLUSTER) -> list[Scenario]:
-    """What was run for a row: one case, or one for every pack."""
+def scenarios(row: Row, cluster: str | None = None) -> list[Scenario]:
+    """What was run for a row: one case, or one for every pack; ``cluster``: another one than its GPU's."""
     dense = row.mask in ("full", "causal")
     case = {
         **STRATEGIES[row.strategy],
+        **MACHINES[row.gpu],
         "implementation": "magi-attention",
-        "kernel": "fa3",
         "gpus": row.gpus,
-        "cluster": cluster,
-        "tokens_per_gpu": 8192,
         "mask": row.mask,
         "heads": 64,
         "kv_heads": 8,
         "pass": row.pass_,
         "protocol": "streamed",
     }
-    draws = [{}] if dense else [{"documents": list(pack)} for pack in packs(row.gpus)]
+    if cluster is not None:
+        case["cluster"] = cluster
+    draws = [{}] if dense else [{"documents": list(pack)} for pack in packs(row.gpus, row.gpu)]
     return [scenario_from(case | draw) for draw in draws]
 
 
 def reproduce(
-    rows: Iterable[Row] | None = None, cluster: str = CLUSTER, jobs: int | None = None, progress: Progress | None = None
+    rows: Iterable[Row] | None = None,
+    cluster: str | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
 ) -> list[Row]:
-    """Rows with their predictions.
+    """Rows with their predictions; those on H100 where none are given.
 
     Raises:
         CpsimError: a case cannot be predicted.

@@ -30,6 +30,9 @@ _COLLECTIVE_NAMES: Final = {
 }
 
 
+TO_ITSELF: Final = (
+    "messages of a GPU to itself, not measured: on as many channels as NCCL has, as fast as to another GPU"
+)
 NO_FLOWS: Final = Flows(np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0))
 
 
@@ -99,7 +102,9 @@ class Communication:
             seconds = np.where(crosses, fabric.latency_s + nbytes / fabric.flow_bandwidth_bytes_per_s, seconds)
         group = np.where(crosses, GROUPS.index("transfer between nodes"), GROUPS.index("transfer")).astype(np.int8)
         notes = self.profile.transfer_notes(nbytes[~crosses])
-        return MessageCosts(ops, seconds, group, links.transfers(ops, source, target, nbytes), tuple(notes))
+        if (source == target).any():
+            notes = (*notes, TO_ITSELF)
+        return MessageCosts(ops, seconds, group, links.transfers(ops, source, target, nbytes), notes)
 
     def collectives(self, schedule: Schedule, links: Links) -> list[MessageCosts]:
         """All collectives, those whose ranks send each other unequal parts included."""

@@ -109,9 +109,9 @@ class Links:
         return np.asarray(self.cluster.node_of(source) != self.cluster.node_of(target))
 
     def transfers(self, op: Ints, source: Ints, target: Ints, nbytes: Floats) -> Flows:
-        """Flows of point-to-point transfers, arrays ``[n]``."""
+        """Flows of point-to-point transfers, arrays ``[n]``; what a GPU sends to itself is on no link."""
         crosses = self.crosses(source, target)
-        near, far = np.flatnonzero(~crosses), np.flatnonzero(crosses)
+        near, far = np.flatnonzero(~crosses & (source != target)), np.flatnonzero(crosses)
         parts = self._ported(op[near], source[near], target[near], nbytes[near])
         op, source, target, nbytes = op[far], source[far], target[far], nbytes[far]
         ranks, nics, uplinks, leaves = self._sizes

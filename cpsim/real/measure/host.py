@@ -11,7 +11,7 @@ of so many ranks; the rest once after a barrier, `in turns` among all kinds. Tho
 points of their own, `... in bwd`. `python` is the loop of `cpsim.calibrate.pace`.
 What an iteration that starts cold pays once are its edges: `begin`, from the call of a package until its code first
 communicates or calls its ring, and `end`, from its ring until the call has returned; `autograd entry` and `exit` are
-those of a Function that does nothing.
+those of a Function that does nothing, `compiled entry` and `exit` those of a compiled call of PyTorch's attention.
 """
 
 from __future__ import annotations
@@ -228,19 +228,55 @@ def package_edges(node: Node) -> dict[str, list[float]]:
     return found
 
 
+def compiled_edges(node: Node) -> dict[str, list[float]]:
+    """Edges of PyTorch's attention under `torch.compile`: from its call until the generated code calls the operator of
+    the kernel, and from when that has returned; the operator itself is measured as it is called without.
+
+    Each rank runs its own.
+    """
+    case = {
+        "implementation": "torch",
+        "strategy": "none",
+        "kernel": "sdpa_flash",
+        "compile": True,
+        "gpus": node.size,
+        "cluster": "h200-4",
+        "tokens_per_gpu": TOKENS,
+        "heads": HEADS,
+        "kv_heads": KV_HEADS,
+    }
+    found: dict[str, list[float]] = {}
+    try:
+        for pass_ in PASSES:
+            runner = make_runner(scenario_from(case), pass_, node)
+            name = "_scaled_dot_product_flash_attention" + ("" if node.cuda else "_for_cpu")
+            operator = getattr(torch.ops.aten, name if pass_ == "fwd" else f"{name}_backward")
+            first, last = list[float](), list[float]()
+            with patch.object(operator, "default", noted(cache_of_one(operator.default), first, last)):
+                runner.launch()
+                begin, end = edges(node, runner.launch, first, last)
+            found |= {f"compiled entry {pass_}": begin, f"compiled exit {pass_}": end}
+    except (CpsimError, RuntimeError, AttributeError, IndexError) as error:  # the same on all ranks
+        print(f"error in edges of compiled calls: {error}"[:300], flush=True)
+    return found
+
+
+def noted(inside: Callable[..., object], first: list[float], last: list[float]) -> Callable[..., object]:
+    """A function that notes when it is called and when it returns."""
+
+    def instead(*args: object, **kwargs: object) -> object:
+        first.append(time.perf_counter())
+        result = inside(*args, **kwargs)
+        last.append(time.perf_counter())
+        return result
+
+    return instead
+
+
 @contextmanager
 def silenced(implementation: str, first: list[float], last: list[float]) -> Iterator[None]:
     """Communication that returns at once, and notes when it was called."""
-
-    def noted(inside: Callable[..., object]) -> Callable[..., object]:
-        def instead(*args: object, **kwargs: object) -> object:
-            first.append(time.perf_counter())
-            result = inside(*args, **kwargs)
-            last.append(time.perf_counter())
-            return result
-
-        return instead
-
+    mark = partial(noted, first=first, last=last)
     done = SimpleNamespace(wait=lambda: None)
     names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
     with ExitStack() as stack:
@@ -249,20 +285,20 @@ def silenced(implementation: str, first: list[float], last: list[float]) -> Iter
             stack.enter_context(patch.object(owner, name, new))
 
         for name in names:
-            change(dist, name, noted(lambda *_args, **_kwargs: done))
+            change(dist, name, mark(lambda *_args, **_kwargs: done))
         if implementation == "torch":
             rings = import_module("torch.distributed.tensor.experimental._context_parallel._attention")
             for name in ("_templated_ring_attention", "_templated_ring_attention_backward"):
-                change(rings, name, noted(cache_of_one(getattr(rings, name))))
+                change(rings, name, mark(cache_of_one(getattr(rings, name))))
         elif implementation == "yunchang":
             exchange = import_module("yunchang.comm.all_to_all")
-            change(exchange, "all_to_all_4D", noted(exchange.all_to_all_4D))
+            change(exchange, "all_to_all_4D", mark(exchange.all_to_all_4D))
         else:
             from cpsim.real.others.ring_flash import package
 
             ring = package().utils.RingComm
-            change(ring, "send_recv_kv", noted(lambda _self, k, v, *_buffers: (k, v)))
-            change(ring, "wait", noted(lambda _self: None))
+            change(ring, "send_recv_kv", mark(lambda _self, k, v, *_buffers: (k, v)))
+            change(ring, "wait", mark(lambda _self: None))
         yield
 
 
@@ -447,10 +483,7 @@ def measure(node: Node, writer: Writer | None, *, with_edges: bool = True, repea
                 writer.add("error", failed="host", kind=name, message=f"{type(error).__name__}: {error}"[:300])
                 print(f"error in {name}: {error}"[:300], flush=True)
     found = entries(x, node) | (package_edges(node) if node.size > 1 else {}) if with_edges else {}
-    for kind, times in found.items():
-        if writer:
-            writer.add("host", times, kind=kind)
-            print(f"{kind}: {median(times) * 1e6:.1f} us", flush=True)
+    add_edges(writer, found)
     if writer:
         writer.add("host", python_seconds(), kind="python")
     inner = {key: call for key, call in calls.items() if not key[0].startswith("autograd")}
@@ -468,6 +501,14 @@ def measure(node: Node, writer: Writer | None, *, with_edges: bool = True, repea
             for i, (kind, which) in enumerate(several):
                 times = [t for mine in samples for t in mine[i :: len(several)]]
                 write(writer, kind, which, "in steps" if place == "in turns" else "in steps in bwd", times)
+
+
+def add_edges(writer: Writer | None, found: dict[str, list[float]]) -> None:
+    """Points of edges, on rank 0."""
+    for kind, times in found.items():
+        if writer:
+            writer.add("host", times, kind=kind)
+            print(f"{kind}: {median(times) * 1e6:.1f} us", flush=True)
 
 
 def write(writer: Writer | None, kind: str, which: str, place: str, times: Sequence[float]) -> None:
@@ -605,12 +646,14 @@ def main() -> None:
                 writer = Writer(file, header)
                 if not args.sweeps:
                     measure(node, writer)
+                    add_edges(writer, compiled_edges(node))
                 bench = Bench(writer, node.device)
                 for tokens, kind in product(SWEPT_TOKENS if node.cuda else SWEPT_TOKENS[:1], SWEEPS):
                     measure_sweep(bench, kind, tokens)
             print(f"{time.monotonic() - started:.0f} s")
         elif not args.sweeps:
             measure(node, None)
+            compiled_edges(node)
 
 
 if __name__ == "__main__":

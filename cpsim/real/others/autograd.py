@@ -7,11 +7,13 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
 
 from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError, cut
 from cpsim.real.run.node import Node
 from cpsim.strategies.others import implementation
 
@@ -55,6 +57,24 @@ class AutogradRunner:
     def is_finite(self) -> bool:
         """Whether all results are numbers; on random memory in place of other ranks' tensors they may not be."""
         return all(bool(x.isfinite().all()) for x in (self.out, *self.grads) if x is not None)
+
+
+def compiled(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Tensor], pass_: str) -> AutogradRunner:
+    """A runner of a function under ``torch.compile``, which has compiled all that it runs.
+
+    Raises:
+        InfeasibleError: PyTorch cannot compile it; says what it said.
+    """
+    torch._dynamo.reset()  # as in a process that runs this case only
+    runner = AutogradRunner(torch.compile(attend, fullgraph=True, dynamic=False), inputs, pass_)
+    try:
+        with functorch.patch(donated_buffer=False):  # the graph that a timed backward pass keeps is walked often
+            runner.prepare()
+            runner.launch()
+    except TorchDynamoException as error:
+        said = " ".join(str(error).split())
+        raise InfeasibleError(f"compile: torch.compile failed: {cut(said, 160)}") from None
+    return runner
 
 
 def forget_compiled(function: Any) -> None:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpsim.case.scenario import Scenario
-from cpsim.real.others.autograd import AutogradRunner, check, shards
+from cpsim.real.others.autograd import AutogradRunner, check, compiled, shards
 from cpsim.real.run.node import Node
 
 _BACKENDS = {"sdpa_flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -79,7 +79,8 @@ def make(scenario: Scenario, pass_: str, node: Node) -> AutogradRunner:
     if scenario.strategy == "none":
         check(scenario, node, {})
         call = plain(scenario.kernel, scenario.mask_name == "causal")
-        return AutogradRunner(call, [x[None] for x in shards(scenario, node)], pass_)
+        make_runner = compiled if scenario.compile else AutogradRunner
+        return make_runner(call, [x[None] for x in shards(scenario, node)], pass_)
     gathers = scenario.strategy == "allgather"
     defaults = {"layout": "zigzag"} if gathers else {"zigzag": "document"} if scenario.strategy == "zigzag_ring" else {}
     check(scenario, node, defaults)

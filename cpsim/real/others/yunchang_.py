@@ -1,6 +1,7 @@
 """yunchang 0.6.4 on FlashAttention 2: Ulysses on contiguous shards, and USP with basic or zigzag rings.
 
 USP's shards: chunk i, or chunks i and 2P - 1 - i, for place i of a ring, cut into equal runs for its Ulysses group.
+A ring of one sends gradients of keys and values to itself.
 """
 
 from __future__ import annotations
@@ -62,8 +63,26 @@ def _hybrid(scenario: Scenario, node: Node, knobs: dict[str, Any]) -> Callable[.
         dist.group.WORLD, degree, node.rank, node.size, placement == "head_first"
     )
     forget_compiled(ring.utils._update_out_and_lse)
+    if not node.cuda:
+        _carry_to_itself(ring.utils.RingComm)
     made: Callable[..., Tensor] = LongContextAttention(ring_impl_type=str(knobs["ring"]), attn_type=AttnType.FA)
     return made
+
+
+@lru_cache
+def _carry_to_itself(ring_comm: Any) -> None:
+    """Copies what a ring of one sends to itself, which gloo, unlike NCCL, does not carry."""
+    commit = ring_comm.commit
+
+    def carried(comm: Any) -> None:
+        if comm.world_size > 1:
+            commit(comm)
+            return
+        for send, receive in zip(comm._ops[::2], comm._ops[1::2], strict=True):
+            receive.tensor.copy_(send.tensor)
+        comm._reqs = []
+
+    ring_comm.commit = carried
 
 
 @lru_cache

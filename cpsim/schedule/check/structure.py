@@ -70,6 +70,7 @@ def check_lanes(s: Schedule) -> None:
         s.kind,
         s.lane_start,
         s.lane_rank,
+        s.lane_stream,
         s.dep_start,
         s.dep,
         s.access_start,
@@ -99,6 +100,7 @@ def _first_bad_lane(  # type: ignore[no-untyped-def]
     kind,
     lane_start,
     lane_rank,
+    lane_stream,
     dep_start,
     dep,
     access_start,
@@ -115,7 +117,11 @@ def _first_bad_lane(  # type: ignore[no-untyped-def]
         mine = lane_rank[lane_start[op] : lane_start[op + 1]]
         for rank in mine:
             if seen[rank] == op and kind[op] != barrier:
-                return op, 1
+                to_itself = kind[op] == transfer and lane_stream[lane_start[op]] != lane_stream[lane_start[op] + 1]
+                for a in range(access_start[op], access_start[op + 1]):
+                    to_itself &= buffer_rank[access_buffer[a]] == rank
+                if not to_itself:
+                    return op, 1
             seen[rank] = op
         for d in dep[dep_start[op] : dep_start[op + 1]]:
             if d >= op:

@@ -71,7 +71,7 @@ class Support:
             )
 
 
-Tensor = Literal["q", "k", "kv", "lse"]
+Tensor = Literal["q", "k", "kv", "lse", "repeated"]
 Rows = Literal["part", "whole", "tails"]
 
 
@@ -80,7 +80,8 @@ class RowKernel:
     """One kernel of PyTorch's own that passes over rows of a tensor."""
 
     tensor: Tensor
-    """Whose elements count: ``q`` also for outputs and gradients of queries, ``k`` for one of keys and values."""
+    """Whose elements count: ``q`` also for outputs and gradients of queries, ``k`` for one of keys and values,
+    ``repeated`` for one of these with a copy for every query head, read into or out of the one that heads share."""
     narrow: int
     """How often each element is read or written in the working type."""
     wide: int
@@ -95,7 +96,13 @@ class RowKernel:
     def nbytes(self, rows: Ints | int, workload: Workload) -> Ints:
         """Read plus written, in the shape of ``rows``."""
         w = workload
-        heads = {"q": w.num_heads, "k": w.num_kv_heads, "kv": 2 * w.num_kv_heads, "lse": w.num_heads}[self.tensor]
+        heads = {
+            "q": w.num_heads,
+            "k": w.num_kv_heads,
+            "kv": 2 * w.num_kv_heads,
+            "lse": w.num_heads,
+            "repeated": w.num_heads + w.num_kv_heads,
+        }[self.tensor]
         width = self.narrow * w.bytes_per_element + self.wide * WIDE_BYTES
         return np.asarray(rows) * heads * (1 if self.tensor == "lse" else w.head_dim) * width
 
@@ -265,8 +272,10 @@ class UlyssesCode:
     back: Mapping[Pass, int] = field(default_factory=lambda: {"fwd": 2, "bwd": 2})
     """Row kernels of a result on its way back: before the all-to-all, and the second one after it."""
     wrapper: WrapperCode | None = None
-    alone: bool = False
-    """Groups may be all ranks, with rings of one, and rings may be all ranks."""
+    rings_of_one: bool = False
+    """Groups may be all ranks."""
+    groups_of_one: bool = False
+    """Rings may be all ranks."""
     overlaps: bool = False
     """All is one function, and row kernels pass over tensors while others travel; two for each, on any way."""
     outputs_again: bool = False
@@ -322,6 +331,10 @@ class Implementation:
     """What its code of each can run and does; None: all of them, all cases."""
     kernels: tuple[str, ...] = ()
     """Empty: all kernels."""
+    direct: tuple[str, ...] = ()
+    """Kernels that it calls without the limits that PyTorch's functions put on them."""
+    with_kernel: Mapping[str, Implementation] = field(default_factory=dict)
+    """Code that it runs instead with some of these kernels."""
     ring: RingCode | HeldRingCode | None = None
     zigzag_documents: RingCode | HeldRingCode | None = None
     """A zigzag ring over several documents, where it is code of its own."""
@@ -340,6 +353,8 @@ class Implementation:
     ``exit`` after its last launch. ``{pass}`` and ``{kernel}`` are filled in."""
     row_kernels: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By kind of op, the names of `elementwise` measurements, likewise."""
+    compiled: Implementation | None = None
+    """The same under ``torch.compile``; None: nobody has read what that makes of it."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
     pads: bool = False
@@ -383,6 +398,11 @@ class Implementation:
             )
         return chosen
 
+    def calling(self, kernel: str, compiles: bool = False) -> Implementation:
+        """The code that it runs with a kernel, compiled or not."""
+        found = self.with_kernel.get(kernel, self)
+        return found.compiled if compiles and found.compiled is not None else found
+
     def support(self, strategy: str | None) -> Support:
         """What the code of a strategy can run and does; of one that it has not, nothing."""
         return (self.strategies or {}).get(str(strategy), Support())
@@ -407,6 +427,21 @@ class Implementation:
         """Raise ``InfeasibleError`` where this code does not call the kernel."""
         if self.kernels and kernel not in self.kernels:
             raise InfeasibleError(f"{self.name} runs kernels {', '.join(self.kernels)}, got {kernel}")
+
+
+def under_compile(code: Implementation, alone: Mapping[str, tuple[str, ...]]) -> Implementation:
+    """Plain calls of a code under ``torch.compile``, as inductor writes them (torch 2.13, flash-attn 2.8.3).
+
+    The call checks guards and runs generated code, which takes no views, makes no layout copies and calls the same
+    operator of the kernel once; so does the backward pass, inside one function of autograd's.
+
+    Args:
+        code: whose calls on one GPU.
+        alone: their launches where they are not compiled, see ``Implementation.launches``.
+    """
+    edges = {edge: (f"compiled {edge} {{pass}}", *alone[edge]) for edge in ("entry", "exit")}
+    support = replace((code.strategies or {})["none"], views=(0, 0), launches={**alone, **edges})
+    return replace(code, strategies={"none": support})
 
 
 EAGER: Final[dict[str, tuple[str, ...]]] = dict.fromkeys(("copy", "accumulate", "elementwise", "merge"), ("eager",))

@@ -120,7 +120,7 @@ YUNCHANG: Final = Implementation(
     },
     kernels=("fa2",),
     ring=RING,  # ring/ring_flash_attn.py and ring/zigzag_ring_flash_attn.py launch the same
-    ulysses=UlyssesCode(),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
+    ulysses=UlyssesCode(rings_of_one=True),  # comm/all_to_all.py, all_to_all_4D with one sequence a batch
     launches=FLASH_ATTN
     | {
         "begin": ("yunchang begin {pass}",),

@@ -19,6 +19,7 @@ from cpsim.strategies.others.facts import (
     RingCode,
     RowKernel,
     Support,
+    under_compile,
 )
 
 _ZEROS: Final = (RowKernel("q", 0, 1), RowKernel("k", 0, 1), RowKernel("k", 0, 1))
@@ -49,7 +50,7 @@ _RING: Final = RingCode(  # _templated_ring_attention and _templated_ring_attent
 
 _ATEN: Final = {"attention": ("aten_{kernel} fwd",), "attention_backward": ("aten_{kernel} bwd",)}
 _ALONE: Final = EAGER | _ATEN | {"entry": ("autograd entry {pass}",), "exit": ("autograd exit {pass}",)}
-TORCH: Final = Implementation(
+_EAGER: Final = Implementation(
     name="torch",
     source="torch 2.11, scaled_dot_product_attention and torch.distributed.tensor.experimental.context_parallel",
     strategies={
@@ -73,3 +74,4 @@ TORCH: Final = Implementation(
     },
     row_kernels=EAGER_ROW_KERNELS,
 )
+TORCH: Final = replace(_EAGER, compiled=under_compile(_EAGER, _ALONE))

@@ -26,7 +26,7 @@ class RowKernelEmitter:
 
     def nbytes(self, row_kernel: RowKernel, q_rows: Ints | int, k_rows: Ints | int) -> Ints:
         """Bytes of a row kernel over rows of queries or of keys, in their shape."""
-        of_keys = row_kernel.tensor in ("k", "kv")
+        of_keys = row_kernel.tensor in ("k", "kv", "repeated")
         rows = np.asarray(k_rows) * self.replicas if of_keys else q_rows
         return np.asarray(row_kernel.nbytes(rows, self.workload) // self.parts)
 

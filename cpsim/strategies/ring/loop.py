@@ -120,7 +120,7 @@ class Ring(RingTensors):
             the ops of every rank that complete dq and dkv.
         """
         b, x, code = self.b, self.x, self.code
-        wire = x.grid.num_places > 1
+        wire = code.lockstep or x.grid.num_places > 1  # others send the gradients of a ring of one to themselves
         dq_partial = b.buffers("dq partial", x.tokens * x.q_bytes)
         dkv_partial = b.buffers("dkv partial", x.longest * x.kv_bytes) if wire else dkv[0]
         total = code.accumulator(dq, "dq", 0)
@@ -157,7 +157,7 @@ class Ring(RingTensors):
         if not wire:
             return _last(attends, g.dq[0]), _last(attends)
         before_returns = code.launched(entered, kernels, returns, x.grid.hops[0])
-        if code.one_stream:
+        if code.one_stream and sends:
             before_returns += [sends[0].at[:, x.tracks[0].previous], sends[0].at[:, x.tracks[0].next]]
         travelled, came = self.return_gradients(dkv, dkv_partial, g.dkv, returns.at, before_returns)
         casts = self.leave("bwd", total, dq, (travelled, dkv), came)
@@ -447,7 +447,7 @@ class Ring(RingTensors):
         b, x = self.b, self.x
         widths, places = self.code.travelling(), x.grid.num_places
         to, back = x.grid.hops
-        travel = self.travel_buffers("dkv ring", x.sizes.accumulator(x.kv_bytes), places)
+        travel = self.travel_buffers("dkv ring", x.sizes.accumulator(x.kv_bytes), places + 1)
         arrived, sent = delayed(np.take_along_axis(sends, back, axis=1)), delayed(sends)
         cases = x.active & (x.number == 0), x.active & (x.number > 0)
         totals = travel[x.number % 2, self.ranks]

@@ -6,17 +6,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import gumbel_r, norm
 from test_cli import cpsim, one_line
 
 from cpsim.calibrate import fit_host, pace
-from cpsim.calibrate.fit import fit_sustained
+from cpsim.calibrate.fit import WINDOW_S, fit_sustained
 from cpsim.calibrate.measurement import Measurements
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.errors import InfeasibleError
 from cpsim.models.host_speed import load_host, on_host, save_host
 from cpsim.models.launches import HOT, release_times
 from cpsim.models.profile import load_profile
-from cpsim.models.spread import expected_maximum
+from cpsim.models.spread import NINETIES, expected_maximum, late
 from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
 from cpsim.prediction.standalone import standalone
@@ -151,6 +152,46 @@ def test_kernels_take_longer_after_seconds_of_load_where_gpus_are_busy():
     assert 1.01 < steady.time_s / synced.time_s < 1.04
     width = [answer.time_s_high / answer.time_s_low for answer in (synced, steady)]
     assert width[1] > width[0]
+    slower, faster = steady.time_s_high / steady.time_s, steady.time_s / steady.time_s_low
+    assert 1.07 < slower < 1.12
+    assert 1.03 < faster < 1.07
+    assert steady.time_s == pytest.approx(np.median(steady.draws_s), rel=5e-3)
+
+
+def test_hot_gpus_are_late_as_the_largest_of_many_draws_is():
+    """Against SciPy's Gumbel distribution, shifted and scaled to median 0 and deviation 1."""
+    shares = np.array([0.001, 0.05, 0.5, 0.95, 0.999])
+    beta = np.sqrt(6) / np.pi
+    expected = gumbel_r.ppf(shares, scale=beta) - gumbel_r.median(scale=beta)
+    found = late(norm.ppf(shares))
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    assert found[3] - found[1] == pytest.approx(NINETIES)
+    assert gumbel_r.std(scale=beta) == pytest.approx(1)
+
+
+def test_the_spread_of_moments_under_load_is_that_of_windows_of_a_fifth_of_a_second():
+    """A peak counts by how much of a window it takes, and samples of one window count once."""
+    times = np.arange(0.05, 6.0, 0.05)
+    rng = np.random.default_rng(3)
+    windows = np.exp(0.02 * late(rng.standard_normal(60)))
+
+    def point(each):
+        hot = times > 0.6
+        seconds = np.ones(len(times))
+        seconds[hot] = each(np.floor((times[hot] - times[hot][0]) / WINDOW_S + 1e-9).astype(int), int(hot.sum()))
+        return {
+            "kernel": "fa2",
+            "pass": "fwd",
+            "op": "sustained",
+            "times_s": times.tolist(),
+            "samples_s": seconds.tolist(),
+        }
+
+    steady = fit_sustained([point(lambda window, _: windows[window])])[1]
+    noisy = fit_sustained([point(lambda window, n: windows[window] * (1 + 0.05 * (-1.0) ** np.arange(n)))])[1]
+    drawn = np.log(windows[:27])
+    assert steady == pytest.approx(np.diff(np.quantile(drawn, (0.05, 0.95)))[0] / NINETIES, rel=0.05)
+    assert noisy == pytest.approx(steady, rel=0.05)
 
 
 def test_what_a_limiter_takes_is_read_from_the_end_of_a_run():

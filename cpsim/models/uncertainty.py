@@ -21,6 +21,7 @@ from cpsim.case.cluster import Cluster
 from cpsim.masks.tiles import sequences
 from cpsim.models.cost_models import GROUPS, OF_ATTENTION
 from cpsim.models.profile import Profile
+from cpsim.models.spread import late
 from cpsim.schedule.schedule import Schedule
 
 Floats = NDArray[np.float64]
@@ -45,6 +46,8 @@ class Draws:
     """Cost models that are drawn; others are taken as exact."""
     seed: tuple[int, ...]
     """What the prediction's own errors follow from; see ``seed_of``."""
+    steady: bool = False
+    """GPUs are hot: some are much slower than the others, and few much faster."""
 
     @cached_property
     def _errors(self) -> tuple[Floats, Floats]:
@@ -63,8 +66,9 @@ class Draws:
         return np.asarray(np.exp(self.sigma[name] * error))
 
     def noise(self) -> Floats:
-        """Factors by which runs of one case differ, ``[NUM_DRAWS]``."""
-        return np.asarray(np.exp(self.sigma[NOISE] * self._errors[1][-1]))
+        """Factors by which runs of one case differ, GPU by GPU, ``[NUM_DRAWS]``."""
+        own = self._errors[1][-1]
+        return np.asarray(np.exp(self.sigma[NOISE] * (late(own) if self.steady else own)))
 
     @staticmethod
     def around(seconds: float, drawn: Floats) -> Floats:
@@ -100,7 +104,7 @@ def draws_of(
         seed: of the prediction's own errors.
     """
     fabric, names = cluster.fabric, GROUPS if layers else OF_ATTENTION
-    sigma = {NOISE: float(np.hypot(profile.sigma[NOISE], profile.sigma.get("sustained", 0.0) if steady else 0.0))}
+    sigma = {NOISE: float(profile.sigma.get("sustained", profile.sigma[NOISE]) if steady else profile.sigma[NOISE])}
     for name in names:
         if name == "transfer between nodes":
             sigma[name] = fabric.flow_sigma_log if fabric else 0.0
@@ -112,7 +116,7 @@ def draws_of(
             sigma[name] = float(np.hypot(profile.sigma["host"], profile.sigma["host thread"]))
         else:
             sigma[name] = float(profile.sigma["graph" if name == "host" else name])
-    return Draws(sigma, names, tuple(seed))
+    return Draws(sigma, names, tuple(seed), steady)
 
 
 def seed_of(*given: Schedule | str) -> tuple[int, ...]:

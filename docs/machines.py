@@ -49,8 +49,8 @@ Errors are predicted over measured time, less one, of runs on one node; *sign* i
 the 90 % interval, the median. One number is taken from runs, and moves no estimate: `WIDER` of
 `cpsim/models/uncertainty.py`, by which intervals are wider than the errors of parts make them, in logarithms. *Inside*
 says how many runs of a machine lie in the interval if that number is set by the other machines: {scales}.
-*Slower* says how many took longer than the interval; it reaches further to this side in a steady state, where a GPU may
-be hotter than others and its limiter swing within a second.
+*Slower* says how many took longer than the interval; it reaches further to this side in a steady state, where limiters
+swing within a second.
 
 *Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`. *Regret* is how much
 longer the chosen strategy took than the fastest one.

@@ -1,7 +1,8 @@
 """How GPUs of one type differ, and calls on one of them.
 
-Who waits for all, waits for the slowest. At the power limit none is much faster than most, but some are much slower,
-and each is for a moment when its limiter reacts too strongly: that is Gumbel's distribution, of the largest of many.
+Who waits for all, waits for the slowest. Under seconds of load every GPU is much slower for a moment when its limiter
+reacts too strongly, and never much faster. Gumbel's distribution, of the largest of many, has that shape: its skewness
+is 1.14, that of measured fifths of a second 1.3 (H100) and 1.0 (H200). The means of GPUs differ by 1 %, both ways.
 
 Reference: Blom 1958, "Statistical Estimates and Transformed Beta-Variables" (expected normal order statistics);
 Gumbel 1958, "Statistics of Extremes".
@@ -30,7 +31,8 @@ NINETIES: Final = float(np.diff(_gumbel(np.log([0.05, 0.95])))[0])
 
 
 def late(normal: Floats) -> Floats:
-    """How late hot GPUs are, in standard deviations: Gumbel's distribution of median 0, by standard normal draws."""
+    """How late GPUs under seconds of load are, in standard deviations, by standard normal draws: Gumbel's distribution
+    of median 0."""
     return _gumbel(log_ndtr(normal))
 
 

@@ -47,7 +47,7 @@ class Draws:
     seed: tuple[int, ...]
     """What the prediction's own errors follow from; see ``seed_of``."""
     steady: bool = False
-    """GPUs are hot: some are much slower than the others, and few much faster."""
+    """GPUs are under seconds of load: now and then much slower than they mostly are, hardly ever much faster."""
 
     @cached_property
     def _errors(self) -> tuple[Floats, Floats]:

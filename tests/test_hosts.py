@@ -21,6 +21,8 @@ from cpsim.models.spread import NINETIES, expected_maximum, late
 from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
 from cpsim.prediction.standalone import standalone
+from cpsim.prediction.step.costs import Costs
+from cpsim.prediction.step.layer import Gemm
 from cpsim.schedule.schedule import Kind
 from cpsim.strategies import plan
 from cpsim.strategies.others import RING_FLASH_ATTN
@@ -142,11 +144,11 @@ def test_plain_calls_run_on_one_gpu_with_kernels_that_their_code_has():
 def test_kernels_take_longer_after_seconds_of_load_where_gpus_are_busy():
     """Of a GPU that idles a tenth of the time the limiter takes nothing."""
     profile = load_profile("h100")
-    factors = profile.sustained_factor("fa2", "fwd", np.array([1.0, 0.97, 0.9]))
+    factors = profile.sustained_factor("fa2 fwd", np.array([1.0, 0.97, 0.9]))
     assert 1.01 < factors[0] < 1.04
     assert 1.0 < factors[1] < factors[0]
     assert factors[2] == 1.0
-    assert profile.sustained_factor("unknown", "fwd") == pytest.approx(np.exp(profile.sustained["others"]))
+    assert profile.sustained_factor("unknown fwd") == pytest.approx(np.exp(profile.sustained["others"]))
     alone = {"strategy": "none", "gpus": 1, "cluster": "dgx-h100", "heads": 32, "kv_heads": 8, "kernel": "fa2"}
     synced, steady = (predict(alone | {"tokens": 32768, "protocol": p}) for p in ("synced", "streamed"))
     assert 1.01 < steady.time_s / synced.time_s < 1.04
@@ -156,6 +158,39 @@ def test_kernels_take_longer_after_seconds_of_load_where_gpus_are_busy():
     assert 1.07 < slower < 1.12
     assert 1.03 < faster < 1.07
     assert steady.time_s == pytest.approx(np.median(steady.draws_s), rel=5e-3)
+
+
+def test_matrix_products_of_a_steady_layer_take_longer_as_attention_does_and_the_answer_says_so():
+    layer = {
+        "model": "llama3-8b",
+        "part": "layer",
+        "strategy": "none",
+        "kernel": "fa2",
+        "gpus": 1,
+        "cluster": "dgx-h100",
+    }
+    synced, steady = (predict(layer | {"tokens": 8192, "protocol": p}) for p in ("synced", "streamed"))
+    longer = steady.parts_s["matrix products"] / synced.parts_s["matrix products"]
+    assert 1.01 < longer < np.exp(load_profile("h100").sustained["others"])  # memory-bound ops between them draw less
+    told = ["not measured" in note for answer in (synced, steady) for note in answer.notes if "matrix" in note]
+    assert told == [True]
+    assert not [note for note in synced.notes if "matrix" in note]
+
+
+def test_matrix_products_of_a_step_are_those_of_a_gpu_under_load():
+    profile = load_profile("h100")
+    cold, measured = (
+        replace(profile, sustained={}),
+        replace(profile, sustained={"matrix products": 0.05, "others": 0.02}),
+    )
+    op = Gemm("forward", 8192, 4096, 4096)
+    seconds = {
+        name: Costs(p, 1, 1).seconds([op])["matrix products"] for name, p in {"cold": cold, "hot": measured}.items()
+    }
+    assert seconds["hot"] / seconds["cold"] == pytest.approx(np.exp(0.05))
+    assert Costs(measured, 1, 1).notes([op]) == Costs(cold, 1, 1).notes([op]) == ()
+    (note,) = Costs(profile, 1, 1).notes([op])
+    assert f"{np.expm1(profile.sustained['others']):.1%}" in note
 
 
 def test_hot_gpus_are_late_as_the_largest_of_many_draws_is():

@@ -10,30 +10,30 @@ Gumbel 1958, "Statistics of Extremes".
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from statistics import NormalDist
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import log_ndtr
 
 Floats = NDArray[np.float64]
 
 
-def _gumbel(log_share: Floats) -> Floats:
-    """Quantiles of Gumbel's distribution of median 0 and deviation 1, by the logarithm of the share that is below."""
-    return np.asarray((np.log(np.log(2.0)) - np.log(-log_share)) * (np.sqrt(6.0) / np.pi))
+def _gumbel(above: Floats) -> Floats:
+    """Quantiles of Gumbel's distribution of median 0 and deviation 1, by the share that is above."""
+    return np.asarray((np.log(np.log(2.0)) - np.log(-np.log1p(-above))) * (np.sqrt(6.0) / np.pi))
 
 
-NINETIES: Final = float(np.diff(_gumbel(np.log([0.05, 0.95])))[0])
+NINETIES: Final = float(np.diff(_gumbel(np.array([0.95, 0.05])))[0])
 """From the 5th to the 95th percentile of ``late``, in standard deviations."""
 
 
 def late(normal: Floats) -> Floats:
-    """How late GPUs under seconds of load are, in standard deviations, by standard normal draws: Gumbel's distribution
-    of median 0."""
-    return _gumbel(log_ndtr(normal))
+    """How late GPUs under seconds of load are, in standard deviations, by standard normal draws ``[n]``: Gumbel's
+    distribution of median 0."""
+    return _gumbel(np.array([math.erfc(x / math.sqrt(2.0)) / 2 for x in normal]))
 
 
 @cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any, Final
@@ -22,7 +23,7 @@ from cpsim.calibrate.recipes import DATA, manifest  # noqa: E402
 from cpsim.case.resolve import cluster_of  # noqa: E402
 from cpsim.case.scenario import Scenario  # noqa: E402
 from cpsim.prediction.compare import Comparison, Pair, compare, errors_of, grouped, predict_runs  # noqa: E402
-from cpsim.prediction.runs import holds_runs, load_runs  # noqa: E402
+from cpsim.prediction.runs import Run, holds_runs, load_runs  # noqa: E402
 
 PAGE, TEMPLATE, README = ROOT / "docs" / "runs.html", ROOT / "docs" / "runs-template.html", ROOT / "README.md"
 COLUMNS: Final = (
@@ -59,9 +60,18 @@ def compared() -> list[tuple[str, str, Comparison]]:
     found = []
     for name, about in manifest()["runs"].items():
         if "left_out" not in about and holds_runs(DATA / name):
-            runs = load_runs(DATA / name)
+            runs = recorded(name)
             found.append((about["machine"], str(about["day"]), compare(predict_runs(runs), runs)))
     return found
+
+
+def recorded(name: str) -> list[Run]:
+    """The runs of a file of the manifest, on the cluster that was measured on their own machine where there is one."""
+    runs, cluster = load_runs(DATA / name), manifest()["runs"][name].get("cluster")
+    if not cluster:
+        return runs
+    told = {"cluster": str(DATA / cluster)}
+    return [replace(run, scenario=run.scenario.model_copy(update=told)) for run in runs]
 
 
 def regime_of(scenario: Scenario) -> str:

@@ -1,5 +1,5 @@
-"""Writes the network of preset h200-2x2-sockets, and of the three pairs of H100 in data/runs, from the committed
-measurements of emulated nodes.
+"""Writes the network of preset h200-2x2-sockets, and of every machine in data/runs whose own sockets were measured,
+from the committed measurements of emulated nodes.
 
     torchrun --nproc-per-node 4 -m cpsim.real.measure.network --emulate-nodes 2 --minutes 1.4 \
         --out data/points/h200/h200x4-sockets.jsonl
@@ -22,10 +22,13 @@ ROOT = Path(__file__).parent.parent
 CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
 MEASURED = sorted((DATA / "points").rglob("h200x4-sockets*.jsonl"))
 PRESET = "h200-2x2-sockets"
-PAIRS = {
+MACHINES = {
     "h100-2x1-sockets": "h100x2-sockets.jsonl",
     "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl",
     "h100-2x1-sockets-3": "h100x2-sockets-[56].jsonl",
+    "h200-2x2-sockets-1122a": "h200x4-sockets-[12].jsonl",
+    "h200-2x2-sockets-1122b": "h200x4-sockets-3.jsonl",
+    "h200-2x2-sockets-1122d": "h200x4-sockets-[45].jsonl",
 }
 """Cluster files of `data/runs`, and what was measured on that machine: sockets differ between machines."""
 
@@ -46,14 +49,14 @@ def with_fabric(text: str) -> str:
     return f'{before}"name": "{PRESET}"{head}"fabric": {{\n{lines}\n   }},{tail}'
 
 
-def pair(name: str) -> str:
-    """The cluster file of a pair with the network of its machine."""
-    made = network(sorted((DATA / "points").rglob(PAIRS[name])))
+def of_machine(name: str) -> str:
+    """A cluster file of `data/runs` with the network of its machine."""
+    made = network(sorted((DATA / "points").rglob(MACHINES[name])))
     cluster = json.loads(runs_file(f"{name}.json").read_text(encoding="utf-8"))
     return json.dumps(cluster | {"fabric": dataclasses.asdict(made)}, indent=1) + "\n"
 
 
 if __name__ == "__main__":
-    for name in PAIRS:
-        runs_file(f"{name}.json").write_text(pair(name), encoding="utf-8")
+    for name in MACHINES:
+        runs_file(f"{name}.json").write_text(of_machine(name), encoding="utf-8")
     CLUSTERS.write_text(with_fabric(CLUSTERS.read_text(encoding="utf-8")), encoding="utf-8")

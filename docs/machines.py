@@ -54,6 +54,8 @@ Errors are predicted over measured time, less one, of runs on one node; *sign* i
 the 90 % interval, the median. One number is taken from runs, and moves no estimate: `WIDER` of
 `cpsim/models/uncertainty.py`, by which intervals are wider than the errors of parts make them, in logarithms. *Inside*
 says how many runs of a machine lie in the interval if that number is set by the other machines: {scales}.
+*Slower* says how many took longer than the interval; it reaches further to this side in a steady state, where limiters
+swing within a second.
 
 *Host-bound* are other people's codes where launches decide; *back to back* is protocol `streamed`.
 """
@@ -106,10 +108,15 @@ class Held:
         return sum(self._sides) / 2
 
     @property
+    def is_late(self) -> bool:
+        """It took longer than predicted."""
+        return self.pair.error < 0
+
+    @property
     def score(self) -> float:
         """How much wider the interval must be to hold the run."""
         late = math.log(self.pair.run.time_s / self.pair.predicted.time_s)
-        return abs(late) / max(self._sides[late > 0], 1e-9)
+        return abs(late) / max(self._sides[self.is_late], 1e-9)
 
     @property
     def steady(self) -> str:
@@ -185,8 +192,9 @@ def row(name: str, runs: Sequence[Held], scales: dict[str, float]) -> str:
     """One line of a table."""
     errors = [run.pair.error for run in runs]
     inside = mean(run.score <= scales[run.machine] for run in runs)
+    slower = mean(run.is_late and run.score > scales[run.machine] for run in runs)
     half = median(math.exp(run.half_width * scales[run.machine]) - 1 for run in runs)
-    cells = [f"{mean(map(abs, errors)):.1%}", f"{mean(errors):+.1%}", f"{inside:.0%}", f"{half:.1%}"]
+    cells = [f"{mean(map(abs, errors)):.1%}", f"{mean(errors):+.1%}", f"{inside:.0%}", f"{slower:.0%}", f"{half:.1%}"]
     return f"| {name} | {len(runs)} | {' | '.join(cells)} |".replace("%", " %")
 
 
@@ -194,7 +202,10 @@ def page(runs: Sequence[Held], alone: Sequence[Held]) -> str:
     """The page, from all runs, as they are predicted and as physics alone predicts them."""
     machines = sorted({run.machine for run in runs})
     scales = {machine: scale_of([run for run in runs if run.machine != machine]) for machine in machines}
-    head = ["| {} | runs | mean error | sign | inside | half-width |", "| --- | --- | --- | --- | --- | --- |"]
+    head = [
+        "| {} | runs | mean error | sign | inside | slower | half-width |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
     between = f"{min(scales.values()):.2f} to {max(scales.values()):.2f}, all together {scale_of(runs):.2f}"
     lines = [INTRODUCTION.format(scales=between), head[0].format("regime"), head[1]]
     lines += [row(name, mine, scales) for name, mine in sorted(grouped(runs, lambda run: run.regime).items())]

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from cpsim.calibrate.fit_network import fit_collective, fit_curve
+from cpsim.calibrate.measurement import load
+from cpsim.calibrate.recipes import points_file
 from cpsim.models.network.collective import (
     COLLECTIVES,
     Curve,
@@ -131,3 +133,24 @@ def test_a_fitted_curve_is_monotone_even_where_samples_are_not():
     nbytes = np.array([1e5, 1e6, 1e7, 1.2e7, 1e8])
     curve = fit_curve(nbytes, np.array([1e-5, 3e-5, 2e-4, 1e-4, 1e-3]))
     assert np.all(np.diff(curve.seconds) >= 0)
+
+
+@pytest.mark.parametrize("name", ["h200x4-overlap.jsonl", "h200x2-overlap.jsonl"])
+def test_a_message_beside_a_kernel_waits_for_a_forward_one_and_not_for_a_backward_one(name):
+    """What ``RingCode`` assumes of transfers that are launched together with attention, on isolated overlaps: how much
+    later they end than the same message that was there first, in times of the kernel."""
+    points = [p for p in load(points_file(name)).of("overlap") if p["b"] == "ring" and p["a_count"] == 1]
+    together: dict[tuple[str, int, str], dict[bool, float]] = {}
+    for p in points:
+        together.setdefault((p["a"], p["nbytes"], p["inside"]), {})[p["lead_s"] > 0] = float(
+            np.median(p["b_together_s"])
+        )
+    alone = {p["a"]: float(np.median(p["a_alone_s"])) for p in points}
+    waits: dict[str, list[float]] = {}
+    for (kernel, *_), by_lead in together.items():
+        if len(by_lead) == 2:
+            waits.setdefault(kernel.split("_")[1], []).append((by_lead[False] - by_lead[True]) / alone[kernel])
+    assert len(waits["fwd"]) >= 4
+    assert 0.85 < np.mean(waits["fwd"]) < 1.0
+    assert min(waits["fwd"]) > 0.7
+    assert np.abs(waits["bwd"]).max() < 0.05

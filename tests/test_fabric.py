@@ -1,6 +1,7 @@
 """The network between nodes: fitted from measurements, with the model that prices ops; the preset follows its file."""
 
 import json
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,8 +10,8 @@ from scripts import load_script
 
 from cpsim.calibrate.fabric import Network, fit_fabric, seconds
 from cpsim.calibrate.measurement import Measurements, load
-from cpsim.calibrate.recipes import runs_file
-from cpsim.case.cluster import presets
+from cpsim.calibrate.recipes import DATA, manifest, runs_file
+from cpsim.case.cluster import Fabric, presets
 from cpsim.errors import ProfileError
 from cpsim.masks.slices import RangeSets, slices_of
 from cpsim.masks.tiles import ListedTiles
@@ -22,6 +23,8 @@ from cpsim.schedule.schedule import Kind
 from cpsim.sim.fast import simulate
 
 HEADER = {"gpu": "NVIDIA H200", "num_gpus": 4, "torch": "x", "date": "2026-11-21", "commit": "c", "command": "m"}
+NINETY = 1.645
+"""Standard deviations of a 90 % interval, on either side."""
 FLOWS = {
     "one_flow": [[0, 2]],
     "both_directions": [[0, 2], [2, 0]],
@@ -140,10 +143,22 @@ def test_the_preset_is_what_the_committed_measurement_says():
     assert module.with_fabric(text) == text, "run python docs/fabric.py"
 
 
-def test_networks_of_pairs_are_what_the_measurements_of_their_machines_say():
+def test_networks_of_machines_are_what_their_measurements_say():
     module = docs()
-    for name in module.PAIRS:
-        assert module.pair(name) == runs_file(f"{name}.json").read_text(), "run python docs/fabric.py"
+    for name in module.MACHINES:
+        assert module.of_machine(name) == runs_file(f"{name}.json").read_text(), "run python docs/fabric.py"
+
+
+def test_the_interval_of_the_preset_spans_the_machines_behind_it():
+    preset, files = presets()["h200-2x2-sockets"].fabric, docs().MEASURED
+    machines = {manifest()["points"][str(file.relative_to(DATA))]["machine"] for file in files}
+    assert len(machines) == 4
+    for name in (name for name in docs().MACHINES if name.startswith("h200")):
+        own = Fabric(**json.loads(runs_file(f"{name}.json").read_text())["fabric"])
+        together = math.log(own.uplink_bandwidth_bytes_per_s / preset.uplink_bandwidth_bytes_per_s)
+        alone = math.log(own.flow_bandwidth_bytes_per_s / preset.flow_bandwidth_bytes_per_s)
+        assert abs(together) < NINETY * preset.sigma_log
+        assert abs(alone) < NINETY * preset.flow_sigma_log
 
 
 def test_the_preset_is_replaced_and_nothing_else(tmp_path, monkeypatch):

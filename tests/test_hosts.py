@@ -6,20 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy.stats import gumbel_r, norm
 from test_cli import cpsim, one_line
 
 from cpsim.calibrate import fit_host, pace
-from cpsim.calibrate.fit import fit_sustained
+from cpsim.calibrate.fit import WINDOW_S, fit_sustained
 from cpsim.calibrate.measurement import Measurements
 from cpsim.case.load import load_scenario, scenario_from
 from cpsim.errors import InfeasibleError
 from cpsim.models.host_speed import load_host, on_host, save_host
 from cpsim.models.launches import HOT, launch_notes, release_times
 from cpsim.models.profile import load_profile
-from cpsim.models.spread import expected_maximum
+from cpsim.models.spread import NINETIES, expected_maximum, late
 from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
 from cpsim.prediction.standalone import standalone
+from cpsim.prediction.step.costs import Costs
+from cpsim.prediction.step.layer import Gemm
 from cpsim.schedule.schedule import Kind
 from cpsim.strategies import plan
 from cpsim.strategies.others import RING_FLASH_ATTN
@@ -179,16 +182,89 @@ def test_compiled_calls_cost_what_was_measured_and_say_what_was_not():
 def test_kernels_take_longer_after_seconds_of_load_where_gpus_are_busy():
     """Of a GPU that idles a tenth of the time the limiter takes nothing."""
     profile = load_profile("h100")
-    factors = profile.sustained_factor("fa2", "fwd", np.array([1.0, 0.97, 0.9]))
+    factors = profile.sustained_factor("fa2 fwd", np.array([1.0, 0.97, 0.9]))
     assert 1.01 < factors[0] < 1.04
     assert 1.0 < factors[1] < factors[0]
     assert factors[2] == 1.0
-    assert profile.sustained_factor("unknown", "fwd") == pytest.approx(np.exp(profile.sustained["others"]))
+    assert profile.sustained_factor("unknown fwd") == pytest.approx(np.exp(profile.sustained["others"]))
     alone = {"strategy": "none", "gpus": 1, "cluster": "dgx-h100", "heads": 32, "kv_heads": 8, "kernel": "fa2"}
     synced, steady = (predict(alone | {"tokens": 32768, "protocol": p}) for p in ("synced", "streamed"))
     assert 1.01 < steady.time_s / synced.time_s < 1.04
     width = [answer.time_s_high / answer.time_s_low for answer in (synced, steady)]
     assert width[1] > width[0]
+    slower, faster = steady.time_s_high / steady.time_s, steady.time_s / steady.time_s_low
+    assert 1.07 < slower < 1.12
+    assert 1.03 < faster < 1.07
+    assert steady.time_s == pytest.approx(np.median(steady.draws_s), rel=5e-3)
+
+
+def test_matrix_products_of_a_steady_layer_take_longer_as_attention_does_and_the_answer_says_so():
+    layer = {
+        "model": "llama3-8b",
+        "part": "layer",
+        "strategy": "none",
+        "kernel": "fa2",
+        "gpus": 1,
+        "cluster": "dgx-h100",
+    }
+    synced, steady = (predict(layer | {"tokens": 8192, "protocol": p}) for p in ("synced", "streamed"))
+    longer = steady.parts_s["matrix products"] / synced.parts_s["matrix products"]
+    assert 1.01 < longer < np.exp(load_profile("h100").sustained["others"])  # memory-bound ops between them draw less
+    told = ["not measured" in note for answer in (synced, steady) for note in answer.notes if "matrix" in note]
+    assert told == [True]
+    assert not [note for note in synced.notes if "matrix" in note]
+
+
+def test_matrix_products_of_a_step_are_those_of_a_gpu_under_load():
+    profile = load_profile("h100")
+    cold, measured = (
+        replace(profile, sustained={}),
+        replace(profile, sustained={"matrix products": 0.05, "others": 0.02}),
+    )
+    op = Gemm("forward", 8192, 4096, 4096)
+    seconds = {
+        name: Costs(p, 1, 1).seconds([op])["matrix products"] for name, p in {"cold": cold, "hot": measured}.items()
+    }
+    assert seconds["hot"] / seconds["cold"] == pytest.approx(np.exp(0.05))
+    assert Costs(measured, 1, 1).notes([op]) == Costs(cold, 1, 1).notes([op]) == ()
+    (note,) = Costs(profile, 1, 1).notes([op])
+    assert f"{np.expm1(profile.sustained['others']):.1%}" in note
+
+
+def test_hot_gpus_are_late_as_the_largest_of_many_draws_is():
+    """Against SciPy's Gumbel distribution, shifted and scaled to median 0 and deviation 1."""
+    shares = np.array([0.001, 0.05, 0.5, 0.95, 0.999])
+    beta = np.sqrt(6) / np.pi
+    expected = gumbel_r.ppf(shares, scale=beta) - gumbel_r.median(scale=beta)
+    found = late(norm.ppf(shares))
+    np.testing.assert_allclose(found, expected, atol=1e-9)
+    assert found[3] - found[1] == pytest.approx(NINETIES)
+    assert gumbel_r.std(scale=beta) == pytest.approx(1)
+
+
+def test_the_spread_of_moments_under_load_is_that_of_windows_of_a_fifth_of_a_second():
+    """A peak counts by how much of a window it takes, and samples of one window count once."""
+    times = np.arange(0.05, 6.0, 0.05)
+    rng = np.random.default_rng(3)
+    windows = np.exp(0.02 * late(rng.standard_normal(60)))
+
+    def point(each):
+        hot = times > 0.6
+        seconds = np.ones(len(times))
+        seconds[hot] = each(np.floor((times[hot] - times[hot][0]) / WINDOW_S + 1e-9).astype(int), int(hot.sum()))
+        return {
+            "kernel": "fa2",
+            "pass": "fwd",
+            "op": "sustained",
+            "times_s": times.tolist(),
+            "samples_s": seconds.tolist(),
+        }
+
+    steady = fit_sustained([point(lambda window, _: windows[window])])[1]
+    noisy = fit_sustained([point(lambda window, n: windows[window] * (1 + 0.05 * (-1.0) ** np.arange(n)))])[1]
+    drawn = np.log(windows[:27])
+    assert steady == pytest.approx(np.diff(np.quantile(drawn, (0.05, 0.95)))[0] / NINETIES, rel=0.05)
+    assert noisy == pytest.approx(steady, rel=0.05)
 
 
 def test_what_a_limiter_takes_is_read_from_the_end_of_a_run():

@@ -3,12 +3,15 @@
 import json
 
 import pytest
+from scripts import load_script
 
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.recipes import DATA, manifest, measurements
+from cpsim.case.resolve import cluster_of
 from cpsim.models.profile import shipped_profiles
+from cpsim.prediction.runs import load_runs
 
-KNOWN = {"machine", "gpus", "day", "about", "command", "fits", "without", "because", "effect", "left_out"}
+KNOWN = {"machine", "gpus", "day", "about", "command", "fits", "without", "because", "effect", "left_out", "cluster"}
 FILES = {**manifest()["points"], **manifest()["runs"]}
 
 
@@ -40,6 +43,21 @@ def test_entries_agree_with_the_headers_of_their_files(name):
         assert int(about["machine"].split("x")[1].split("-")[0]) == said.get("gpus_of_host", said["num_gpus"])
     if name.startswith("runs/"):
         assert name.split("/")[1] == about["machine"]
+
+
+def test_runs_are_compared_on_the_cluster_that_was_measured_on_their_own_machine():
+    accuracy, runs = load_script("docs/accuracy.py"), manifest()["runs"]
+    told = {name: about for name, about in runs.items() if "cluster" in about}
+    assert told
+    for name, about in told.items():
+        assert runs[about["cluster"]]["machine"] == about["machine"]
+        preset, own = (
+            {cluster_of(run.scenario) for run in found} for found in (load_runs(DATA / name), accuracy.recorded(name))
+        )
+        assert {cluster.fabric for cluster in preset}.isdisjoint(cluster.fabric for cluster in own)
+        assert {(cluster.num_gpus, cluster.gpu) for cluster in preset} == {
+            (cluster.num_gpus, cluster.gpu) for cluster in own
+        }
 
 
 @pytest.mark.slow

@@ -47,18 +47,19 @@ from cpsim.calibrate.residuals import (
 )
 from cpsim.errors import ProfileError
 from cpsim.models.profile import Profile
+from cpsim.models.spread import NINETIES
 from cpsim.models.standin import StandIn
 
 FOLDS = 5
 EARLY_S: Final = (0.15, 0.6)
 """Of a run from idle: when the clock has come down and the limiter, which looks at a second or so, has not set in; the
 calls that kernels are fitted to are of this age."""
-NINETIES: Final = 3.29
-"""From the 5th to the 95th percentile, in standard deviations."""
 LEAST_S, LATE = 1.5, 0.85
 """Seconds that a run lasts at least to tell what a steady state is, and the share of them after which it is one."""
-ASSUMED_SUSTAINED: Final = 0.02
-"""Deviation of kernels in a steady state, where it was not measured."""
+WINDOW_S: Final = 0.2
+"""What one looks at to time a steady state; the limiter swings within a second."""
+ASSUMED_SUSTAINED: Final = 0.025
+"""Deviation of kernels in a steady state, where it was not measured; H100 and H200 have it."""
 STANDS_IN = ("elementwise", "host", "collective", "transfer")
 """Ops of another GPU's machines that count where there are none of this one's."""
 FEWEST_OF_GPU, LONG_CALL_S = 5, 3e-4
@@ -311,24 +312,38 @@ def _spreads(points: Sequence[Point]) -> dict[str, float]:
 
 
 def fit_sustained(points: Sequence[Point]) -> tuple[dict[str, float], float]:
-    """How much longer kernels take after seconds of load, as ``Profile.sustained`` has it, and its deviation from GPU
-    to GPU and from second to second."""
+    """How much longer kernels take after seconds of load, as ``Profile.sustained`` has it, and the deviation of
+    ``cpsim.models.spread.late`` from GPU to GPU and from one moment to the next."""
     logs: dict[str, list[float]] = {}
-    after: dict[str, list[float]] = {}
+    moments: dict[str, list[float]] = {}
     for p in (p for p in points if p["op"] == "sustained"):
         at, seconds = np.array([*p["times_s"], 0.0]), np.array([*p["samples_s"], 0.0])
         early, late = seconds[(at > EARLY_S[0]) & (at <= EARLY_S[1])], seconds[at >= LATE * at.max()]
         if at.max() >= LEAST_S and len(early):
             name = f"{p['kernel']} {p['pass']}"
             logs.setdefault(name, []).append(float(np.log(np.median(late) / np.median(early))))
-            thirds = np.array_split(seconds[at > EARLY_S[1]], 3)  # a run takes longer than a swing of the limiter
-            after.setdefault(name, []).extend(float(np.log(np.median(t) / np.median(early))) for t in thirds if len(t))
+            hot = _windows(at[:-1], seconds[:-1])
+            moments.setdefault(name, []).extend(np.log(hot / np.median(early)).tolist())
     if not logs:
         return {}, ASSUMED_SUSTAINED
     found = {name: float(np.median(each)) for name, each in sorted(logs.items())}
     everything = [one for each in logs.values() for one in each]
-    low, high = np.quantile([one - found[name] for name, each in after.items() for one in each], (0.05, 0.95))
+    low, high = np.quantile([one - found[name] for name, each in moments.items() for one in each], (0.05, 0.95))
     return found | {"others": float(np.median(everything))}, float(high - low) / NINETIES
+
+
+def _windows(ends: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Mean seconds of a kernel in windows of ``WINDOW_S`` and more, from when the limiter sets in.
+
+    Args:
+        ends: of samples, each the mean since the one before, in seconds from idle, ``[n]``.
+        seconds: of the kernel, ``[n]``.
+    """
+    lasts, hot = np.diff(ends, prepend=0.0), ends > EARLY_S[1]
+    window = np.floor((np.cumsum(lasts[hot]) - lasts[hot] / 2) / WINDOW_S).astype(int)
+    return np.asarray(
+        [np.average(seconds[hot][window == w], weights=lasts[hot][window == w]) for w in np.unique(window)]
+    )
 
 
 def _run_to_run(profile: Profile, kernels: Sequence[Measurements]) -> float:

@@ -131,9 +131,9 @@ class _Kernels:
             # two products of two FLOP per pair and element
             params = self.profile.attention_params(self.given.kernel, "fwd")
             return np.asarray(2 * m * n * k * params.pair_s / (params.num_sms * 4 * params.head_dim))
-        largest, most = float((2.0 * m * n * k).max()), self.profile.valid.get("matrix products", (0.0, 0.0))[1]
-        if largest > most:
-            self._note(f"matrix products of {largest / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}")
+        steady = bool(np.isinf(self.given.ahead_s))
+        for note in self.profile.products_notes(float((2.0 * m * n * k).max()), steady=steady):
+            self._note(note)
         spread = self.profile.sigma["run to run"] * expected_maximum(self.schedule.num_ranks)
         return gemm_seconds(self.profile.layers.gemm, m, n, k) * (1 + spread)
 

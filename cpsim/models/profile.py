@@ -113,7 +113,8 @@ class Profile:
     """None where nobody measured them."""
     sustained: ByName[Annotated[float, Quantity("", -1, 1)]] = dataclasses.field(default_factory=dict)
     """Logarithm of how much longer a kernel takes after seconds at the power limit than in the calls that it was fitted
-    to, which take tenths of a second: `fa2 fwd`, and `others` for those that nobody ran for so long."""
+    to, which take tenths of a second: `fa2 fwd`, and `others` for those that nobody ran for so long, matrix products
+    (`matrix products`) among them."""
 
     def attention_params(self, kernel: str, pass_: str) -> AttentionParams:
         """Parameters of one kernel and pass (`fwd` or `bwd`).
@@ -127,17 +128,32 @@ class Profile:
             known = ", ".join(sorted({k for k, _ in self.attention}))
             raise ProfileError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
 
-    def sustained_factor(self, kernel: str, pass_: str, duty: ArrayLike = 1.0) -> Floats:
+    def sustained_factor(self, kernel: str, duty: ArrayLike = 1.0) -> Floats:
         """How much longer a kernel takes in a steady state.
 
         Power grows with the clock to the power of 2.5 or so, so that a GPU that idles a little has what it needs.
 
         Args:
-            kernel, pass_: which.
+            kernel: of attention with its pass, as `fa2 fwd`, or `matrix products`.
             duty: share of the time in which GPUs are busy.
         """
-        longer = self.sustained.get(f"{kernel} {pass_}", self.sustained.get("others", 0.0))
+        longer = self.sustained.get(kernel, self.sustained.get("others", 0.0))
         return np.asarray(np.maximum(1.0, np.exp(longer) * np.asarray(duty, np.float64) ** (1 / POWER_OF_CLOCK)))
+
+    def products_notes(self, most_flops: float, *, steady: bool) -> tuple[str, ...]:
+        """What about matrix products is not measured.
+
+        Args:
+            most_flops: of the largest one.
+            steady: they run for seconds.
+        """
+        most, notes = self.valid.get("matrix products", (0.0, 0.0))[1], []
+        if most_flops > most:
+            notes.append(f"matrix products of {most_flops / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}")
+        if steady and "others" in self.sustained and "matrix products" not in self.sustained:
+            longer = float(self.sustained_factor("matrix products")) - 1
+            notes.append(f"matrix products: {longer:.1%} longer after seconds of load, as attention is; not measured")
+        return tuple(notes)
 
     def attention_notes(
         self, kernel: str, pass_: str, q_len: ArrayLike, k_len: ArrayLike, heads: ArrayLike

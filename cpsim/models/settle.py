@@ -1,4 +1,5 @@
-"""Attention at the clock that every GPU settles at, and as slow as on the slowest GPU that others wait for."""
+"""Attention at the clock that every GPU settles at, and as slow as on the slowest GPU that others wait for; in a steady
+state it is slower after seconds of load, and matrix products are, too."""
 
 from __future__ import annotations
 
@@ -93,7 +94,9 @@ def settle(
             break
     if np.isinf(given.ahead_s) and not given.reads:
         busy = (np.bincount(ranks, duration[attends], schedule.num_ranks) + drawn) / np.maximum(known, 1e-12)
-        duration[attends] *= given.profile.sustained_factor(given.kernel, pass_, np.minimum(busy, 1.0))[ranks]
+        duty, products = np.minimum(busy, 1.0), np.flatnonzero(schedule.kind == Kind.GEMM)
+        duration[attends] *= given.profile.sustained_factor(f"{given.kernel} {pass_}", duty)[ranks]
+        duration[products] *= given.profile.sustained_factor("matrix products", duty)[ranks_of(schedule, products)]
     return Settled(duration, start, end)
 
 

@@ -21,6 +21,7 @@ from cpsim.case.cluster import Cluster
 from cpsim.masks.tiles import sequences
 from cpsim.models.cost_models import GROUPS, OF_ATTENTION
 from cpsim.models.profile import Profile
+from cpsim.models.spread import late
 from cpsim.schedule.schedule import Schedule
 
 Floats = NDArray[np.float64]
@@ -48,6 +49,8 @@ class Draws:
     """Cost models that are drawn; others are taken as exact."""
     seed: tuple[int, ...]
     """What the prediction's own errors follow from; see ``seed_of``."""
+    steady: bool = False
+    """GPUs are under seconds of load: now and then much slower than they mostly are, hardly ever much faster."""
 
     @cached_property
     def _errors(self) -> tuple[Floats, Floats]:
@@ -58,16 +61,19 @@ class Draws:
 
     def factor(self, name: str) -> Floats:
         """Factors on what a cost model prices, ``[NUM_DRAWS]``; 1 for models that are not drawn."""
-        return self._factor(self.names.index(name), name) if name in self.names else np.ones(NUM_DRAWS)
+        if name not in self.names:
+            return np.ones(NUM_DRAWS)
+        return np.asarray(np.exp(self.sigma[name] * self._error(self.names.index(name), name)))
 
     def noise(self) -> Floats:
         """Factors by which runs of one case differ, ``[NUM_DRAWS]``."""
-        return self._factor(-1, NOISE)
+        error = self._error(-1, NOISE)
+        return np.asarray(np.exp(self.sigma[NOISE] * (late(error) if self.steady else error)))
 
-    def _factor(self, i: int, name: str) -> Floats:
+    def _error(self, i: int, name: str) -> Floats:
+        """In standard deviations, ``[NUM_DRAWS]``."""
         (common, own), shared = self._errors, self.shared[name]
-        error = np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i]
-        return np.asarray(np.exp(self.sigma[name] * error))
+        return np.asarray(np.sqrt(shared) * common[i] + np.sqrt(1.0 - shared) * own[i])
 
     @staticmethod
     def around(seconds: float, drawn: Floats) -> Floats:
@@ -103,10 +109,9 @@ def draws_of(
         seed: of the prediction's own errors.
     """
     fabric, names = cluster.fabric, GROUPS if layers else OF_ATTENTION
-    sigma, shared = dict[str, float](), dict.fromkeys(names, SHARED_VARIANCE)
-    sigma[NOISE], shared[NOISE] = _together(
-        profile.sigma.get("sustained", 0.0) if steady else 0.0, profile.sigma[NOISE]
-    )
+    noise, shared = float(profile.sigma[NOISE]), dict.fromkeys(names, SHARED_VARIANCE)
+    load = max(noise, float(profile.sigma.get("sustained", noise))) if steady else noise
+    sigma, shared[NOISE] = {NOISE: load}, 1.0 - (noise / load) ** 2  # what load adds is the machine's
     for name in names:
         if name.endswith("between nodes"):
             flows = name.startswith("transfer")
@@ -117,7 +122,7 @@ def draws_of(
             sigma[name], shared[name] = _together(profile.sigma["host"], profile.sigma["host thread"])
         else:
             sigma[name] = float(profile.sigma["graph" if name == "host" else name])
-    return Draws(sigma, shared, names, tuple(seed))
+    return Draws(sigma, shared, names, tuple(seed), steady)
 
 
 def _together(of_machine: float, own: float) -> tuple[float, float]:

@@ -77,7 +77,7 @@ def task_seconds(
             clocked_seconds(
                 profile.attention_params(kernel, pass_), start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
             )[0]
-            * profile.sustained_factor(kernel, pass_)
+            * profile.sustained_factor(f"{kernel} {pass_}")
             for pass_ in PASSES
         ]
     )

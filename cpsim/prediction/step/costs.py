@@ -62,11 +62,10 @@ class Costs:
     def notes(self, ops: Iterable[Op]) -> tuple[str, ...]:
         """What about these ops lies outside of the measured range."""
         found: dict[str, None] = {}
-        most = self.profile.valid.get("matrix products", (0.0, 0.0))[1]
         for op in ops:
             talk = op.beside if isinstance(op, Gemm) else op
-            if isinstance(op, Gemm) and op.flops > most:
-                found[f"matrix products of {op.flops / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}"] = None
+            if isinstance(op, Gemm):
+                found.update(dict.fromkeys(self.profile.products_notes(op.flops, steady=True)))
             if isinstance(talk, Collective):
                 found.update(dict.fromkeys(self.profile.collective_notes(talk.kind, talk.nbytes, self.tp)))
         return tuple(found)
@@ -89,9 +88,11 @@ class Costs:
         return float(collective_seconds(self.profile.collective, op.kind, op.nbytes, self.tp))
 
     def _product(self, op: Gemm) -> Parts:
-        """A product, slowed by what runs beside it, and what of that outlasts it."""
+        """A product after seconds of load, slowed by what runs beside it, and what of that outlasts it."""
         alone = float(gemm_seconds(self.layers.gemm, op.m, op.n, op.k))
-        alone *= self.slowest(self.profile.sigma["run to run"])
+        alone *= self.slowest(self.profile.sigma["run to run"]) * float(
+            self.profile.sustained_factor("matrix products")
+        )
         if op.beside is None:
             return {"matrix products": alone}
         hidden, kind = self._collective(op.beside), op.beside.kind

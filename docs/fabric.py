@@ -23,6 +23,7 @@ CLUSTERS = ROOT / "cpsim" / "data" / "clusters.json"
 MEASURED = sorted((DATA / "points").rglob("h200x4-sockets*.jsonl"))
 PRESET = "h200-2x2-sockets"
 MACHINES = {
+    "h100-2x2-sockets": "h100x4-sockets-1.jsonl",
     "h100-2x1-sockets": "h100x2-sockets.jsonl",
     "h100-2x1-sockets-2": "h100x2-sockets-[234].jsonl",
     "h100-2x1-sockets-3": "h100x2-sockets-[56].jsonl",

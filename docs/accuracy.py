@@ -45,12 +45,13 @@ COLUMNS: Final = (
 )
 REGIMES: Final = {
     "one GPU": ("one GPU, our executor", "H200, H100"),
-    "one node": ("one node, our executor", "2 and 4 H200, 2 H100"),
+    "one node": ("one node, our executor", "2 and 4 H200 and H100"),
     "others": ("one node, other people's code", "ring-flash-attn, yunchang, PyTorch; H200, H100"),
     "short": ("shorter than 1 ms, all code", "one GPU or one node"),
-    "emulated nodes": ("two emulated nodes over sockets", "4 H200, 2 H100"),
+    "emulated nodes": ("two emulated nodes over sockets", "4 H200, 2 and 4 H100"),
     "real nodes": ("real nodes", "none yet: networks between nodes rest on published figures"),
-    "layers": ("whole layers, one GPU", "three models on H200 and H100"),
+    "layers": ("whole layers", "three models on 1 to 4 H200 and H100"),
+    "steps": ("whole steps of few layers", "PyTorch compiled and eager, Transformers; 1 and 2 H100"),
 }
 """Rows of the table: their names and where their runs come from."""
 
@@ -76,8 +77,8 @@ def recorded(name: str) -> list[Run]:
 
 def regime_of(scenario: Scenario) -> str:
     """Which row of the table a case belongs to, its time aside."""
-    if scenario.part is not None:
-        return "layers"
+    if scenario.model is not None:
+        return "steps" if scenario.is_step else "layers"
     if cluster_of(scenario).num_nodes > 1:
         return "emulated nodes"
     if scenario.implementation != "cpsim":
@@ -88,7 +89,7 @@ def regime_of(scenario: Scenario) -> str:
 def row_of(pair: Pair) -> str:
     """The row of the table that a case belongs to."""
     regime = regime_of(pair.scenario)
-    if pair.is_long or regime in ("layers", "emulated nodes"):
+    if pair.is_long or regime in ("layers", "steps", "emulated nodes"):
         return regime
     return "short"
 

@@ -127,6 +127,8 @@ class Held:
     def regime(self) -> str:
         """The row that it belongs to."""
         scenario, seconds = self.pair.scenario, self.pair.run.time_s
+        if scenario.is_step:
+            return "whole steps of few layers"
         if scenario.implementation == "cpsim":
             return "our executor" + (", shorter than 1 ms" if seconds < 1e-3 else ", 1 ms and more")
         if self.half_width >= HOST_BOUND:

@@ -61,7 +61,10 @@ BAD_FIELDS = {
     "step of one pass": ({"model": "llama-34b", "heads": 64, "kv_heads": 8, "pass": "fwd"}, "pass: a training step"),
     "unknown degree": ({"parallel": {"ep": 2}}, "parallel: ep: unknown field; did you mean"),
     "degree of zero": ({"parallel": {"tp": 0}}, "parallel: tp: expected greater than or equal to 1, got 0"),
-    "unknown recomputation": ({"parallel": {"recompute": "mpl"}}, "parallel: recompute: expected none, selective, mlp, full"),
+    "unknown recomputation": (
+        {"parallel": {"recompute": "mpl"}},
+        "parallel: recompute: expected none, selective, mlp, full",
+    ),
     "cut without a model": ({"parallel": {"tp": 2}}, "parallel: belongs to a training step, which needs a model"),
     "context without a model": ({"context": 1024}, "context: belongs to a training step"),
     "future schema": ({"schema": 2}, "schema: expected 1, got 2"),

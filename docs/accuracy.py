@@ -44,8 +44,7 @@ COLUMNS: Final = (
     "inside",
 )
 REGIMES: Final = {
-    "one GPU": ("one GPU, our executor", "H200, H100"),
-    "one node": ("one node, our executor", "2 and 4 H200 and H100"),
+    "ours": ("one node, our executor", "1, 2 and 4 H200 and H100"),
     "others": ("one node, other people's code", "ring-flash-attn, yunchang, PyTorch; H200, H100"),
     "short": ("shorter than 1 ms, all code", "one GPU or one node"),
     "emulated nodes": ("two emulated nodes over sockets", "4 H200, 2 and 4 H100"),
@@ -83,7 +82,7 @@ def regime_of(scenario: Scenario) -> str:
         return "emulated nodes"
     if scenario.implementation != "cpsim":
         return "others"
-    return "one GPU" if scenario.gpus == 1 else "one node"
+    return "ours"
 
 
 def row_of(pair: Pair) -> str:

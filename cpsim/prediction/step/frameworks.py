@@ -117,6 +117,9 @@ class Framework:
     """Tensors that a second run makes though nobody reads them, as whole functions run again."""
     root: bool = False
     """Whether, where weights are sharded, both ends are one part that is gathered once; see ``Shards``."""
+    divides: bool = False
+    """Whether gradients are divided by the number of replicas before they are summed, where they are not sharded, as
+    PyTorch's DistributedDataParallel does (torch/csrc/distributed/c10d/reducer.cpp)."""
     pipelines: bool = False
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
@@ -367,7 +370,7 @@ def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None =
         made = {to: BF16 * elements}
         if compiled:
             return Node(ElementwisePass("rotary in place", OP_BYTES["rotary"] * elements), (source,), made)
-        return Node(ElementwisePass("copy", 20 * elements), (source,), made, calls=5 if kind == "fwd" else 7)
+        return Node(ElementwisePass("strided", 20 * elements), (source,), made, calls=5 if kind == "fwd" else 7)
 
     a, g, f, h = q // tokens, kv // tokens, inner // tokens, model.hidden
     join = partial(node, "add", hidden)
@@ -471,6 +474,8 @@ def torch_first(s: Sizes, _compiled: bool) -> LayerCode:
 def torch_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
     """Norm, logits, cross entropy in fp32; compiled, from logits in the working type, without tensor parallelism.
 
+    PyTorch's softmax reads a row three times, and its gradient twice (aten/src/ATen/native/cuda/SoftMax.cu).
+
     In chunks, logits are there of one at a time, and are made again in the backward pass.
     """
     many, model = s.tp > 1, s.model
@@ -492,11 +497,11 @@ def torch_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
     else:
         loss = (
             eager(logits, 6, 1, "logits", logits_fp32=FP32 * held),
-            eager(logits, 8, 2, "logits fp32", **kept),
+            eager(logits, 16, 2, "logits fp32", **kept),  # for the maximum, for the sum, and for the result
         )
         loss_back = (
             eager(logits, 4, 2, dlog_logits=FP32 * held),
-            eager(logits, 12, 1, "dlog logits", "log logits", dlogits_fp32=FP32 * held),
+            eager(logits, 16, 1, "dlog logits", "log logits", dlogits_fp32=FP32 * held),  # gradients are read twice
             eager(logits, 6, 1, "dlogits fp32", dlogits=BF16 * held),
         )
     shared = (Node(Collective("all_reduce", FP32 * s.tokens), (), {"loss": FP32 * s.tokens}, "comm"),) * 3
@@ -552,6 +557,7 @@ TORCH: Final = Framework(
     held=torch_held,
     kept={"full": frozenset(), "per_op": PER_OP},
     root=True,
+    divides=True,
     attention="torch",
     launches=LAUNCHES,
 )

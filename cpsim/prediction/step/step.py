@@ -320,8 +320,11 @@ class StepModel:
         if cut.gradients != "none" and cut.sharding != "fsdp":
             summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
             where, exposed = self.collective(group, summing, (held.gradient or held.made_gradient) * parameters)
-            if cut.gradients == "overlapped":
-                exposed = max(exposed - backward_s, exposed / (self.model.layers // cut.pp))
+            if self.framework.divides and cut.replicas > 1:
+                parts.append(self.costs.seconds([ElementwisePass("copy", 2 * held.made_gradient * parameters)]))
+            if cut.gradients == "overlapped":  # what comes last is not: the embedding, or a layer
+                last = max(self._parameters(stage, name) for name in ("first", "layers")) / parameters
+                exposed = max(exposed - backward_s, exposed * last)
             parts.append({where: exposed})
         if cut.optimizer:
             mine = -(-parameters // cut.shards) if parted else parameters

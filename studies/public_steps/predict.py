@@ -1,0 +1,72 @@
+"""Predicts the rows: ``python -m studies.public_steps.predict FILE`` writes one line of JSON for each.
+
+Run before errors are looked at, and committed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from cpsim.case.scenario import Scenario
+from cpsim.prediction.case import resolve
+from cpsim.prediction.predict import predict
+from cpsim.prediction.step.step import deal
+from cpsim.prediction.steps import StepCase
+from studies.public_steps.rows import FOLDER, Row, rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """What cpsim says of one row."""
+
+    time_s: float | None = None
+    time_s_low: float | None = None
+    time_s_high: float | None = None
+    memory_bytes: int | None = None
+
+
+def predicted(row: Row) -> Predicted:
+    """Time and memory of a row, of those that are published."""
+    assert row.scenario is not None
+    if row.time_s is None:
+        return Predicted(memory_bytes=stage_bytes(row.scenario, row.stage))
+    answer = predict(row.scenario)
+    return Predicted(
+        time_s=answer.time_s,
+        time_s_low=answer.time_s_low,
+        time_s_high=answer.time_s_high,
+        memory_bytes=answer.peak_memory_bytes,
+    )
+
+
+def stage_bytes(scenario: Scenario, stage: int | None) -> int:
+    """Peak memory of one pipeline stage, or of the fullest."""
+    case = resolve(scenario)
+    steps = StepCase(scenario, case.cluster, case.profile)
+    parallel = steps.parallel()
+    model = steps.model(parallel, str(scenario.strategy), scenario.knobs)
+    batch = deal(steps.sequences(parallel), parallel)
+    stages = model.memory(batch, [model.attention.of(replica) for replica in batch])
+    return max(one.total for one in stages) if stage is None else stages[stage].total
+
+
+def line_of(row: Row, found: Predicted) -> str:
+    """One line of a file of predictions."""
+    assert row.scenario is not None
+    record = {"row": row.key, "name": row.name}
+    record |= {name: value for name in found.__slots__ if (value := getattr(found, name)) is not None}
+    fields = row.scenario.to_dict()
+    return json.dumps(record | {"scenario": fields | {"cluster": fields["cluster"].removeprefix(f"{FOLDER}/")}})
+
+
+def main() -> None:
+    """Writes all predictions to the file that is named."""
+    lines = [line_of(row, predicted(row)) for row in rows() if row.scenario is not None]
+    Path(sys.argv[1]).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -76,6 +76,8 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
         "gpus": gpus,
         "tokens": tokens * gpus // tp,
         "context": int(line["seq"]),
+        "documents": [int(line["seq"])] * (tokens // int(line["seq"]) * gpus // tp),
+        "mask": "causal_document",
         "strategy": "none",
         "kernel": "sdpa_flash",
         "protocol": "streamed",

@@ -195,7 +195,7 @@ class StepModel:
         layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
         first = code.first(sizes, self.compiled) if stage == 0 else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if stage == self.parallel.pp - 1 else None
-        keeps = code.kept.get(recompute, layer.kept)
+        keeps = code.keeps(recompute, layer, sizes, self.compiled)
         shards = self._shards(stage) if self.sharded else None
         return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
 

@@ -26,6 +26,9 @@ class Predicted:
     time_s_low: float | None = None
     time_s_high: float | None = None
     memory_bytes: int | None = None
+    """What the allocator gives out at most."""
+    reserved_bytes: int | None = None
+    """What it reserves for that."""
 
 
 def predicted(row: Row) -> Predicted:

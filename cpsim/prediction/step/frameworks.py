@@ -119,6 +119,8 @@ class Framework:
     root: bool = False
     """Whether, where weights are sharded, both ends are one part that is gathered once; see ``Shards``."""
     pipelines: bool = False
+    engine: bool = False
+    """Whether linear layers are Transformer Engine's."""
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
@@ -332,6 +334,7 @@ MEGATRON: Final = Framework(
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     pipelines=True,
+    engine=True,
 )
 
 

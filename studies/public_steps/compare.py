@@ -57,7 +57,11 @@ def compared() -> Iterator[Compared]:
             then, now = before[row.key], predicted(row)
             pairs = {
                 "time": (row.time_s, then.time_s, now.time_s),
-                "memory": (row.memory_bytes, then.memory_bytes, now.reserved_bytes if row.reserved else now.memory_bytes),
+                "memory": (
+                    row.memory_bytes,
+                    then.memory_bytes,
+                    now.reserved_bytes if row.reserved else now.memory_bytes,
+                ),
             }
             for quantity, (published, first, today) in pairs.items():
                 if published is not None and first is not None and today is not None:

@@ -13,8 +13,10 @@ from pathlib import Path
 from cpsim.case.scenario import Scenario
 from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
-from cpsim.prediction.step.step import deal
+from cpsim.prediction.step.memory import workspaces
+from cpsim.prediction.step.step import Batch, StepModel, deal
 from cpsim.prediction.steps import StepCase
+from studies.public_steps.allocator import reserved_bytes
 from studies.public_steps.rows import FOLDER, Row, rows
 
 
@@ -42,16 +44,35 @@ def predicted(row: Row) -> Predicted:
         time_s_low=answer.time_s_low,
         time_s_high=answer.time_s_high,
         memory_bytes=answer.peak_memory_bytes,
+        reserved_bytes=reserved(row.scenario) if row.reserved and row.memory_bytes else None,
     )
 
 
-def stage_bytes(scenario: Scenario, stage: int | None) -> int:
-    """Peak memory of one pipeline stage, or of the fullest."""
+def reserved(scenario: Scenario) -> int:
+    """Bytes that the allocator reserves for a step of one microbatch and no pipeline, of torchtitan."""
+    model, batch = step_model(scenario)
+    tokens, stage, cut = sum(batch[0][0]), 0, model.parallel
+    program = model._programs(tokens, stage)(model.model.layers)
+    linears = model.model.linears(cut.tp).values()
+    of_layer = [inner * outer for inner, outer in linears]
+    words = model.model.vocab // cut.tp * model.model.hidden
+    shards = [4 * size // cut.shards for size in [words, *of_layer * model.model.layers, words]]
+    always = workspaces(model.cluster.gpu.name, engine=model.framework.engine)
+    return reserved_bytes((*program.forward, *program.backward), shards, always)
+
+
+def step_model(scenario: Scenario) -> tuple[StepModel, Batch]:
+    """The step of a scenario, and its microbatches."""
     case = resolve(scenario)
     steps = StepCase(scenario, case.cluster, case.profile)
     parallel = steps.parallel()
     model = steps.model(parallel, str(scenario.strategy), scenario.knobs)
-    batch = deal(steps.sequences(parallel), parallel)
+    return model, deal(steps.sequences(parallel), parallel)
+
+
+def stage_bytes(scenario: Scenario, stage: int | None) -> int:
+    """Peak memory of one pipeline stage, or of the fullest."""
+    model, batch = step_model(scenario)
     stages = model.memory(batch, [model.attention.of(replica) for replica in batch])
     return max(one.total for one in stages) if stage is None else stages[stage].total
 

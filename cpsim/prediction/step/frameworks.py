@@ -493,7 +493,36 @@ def torchtitan_layer(s: Sizes, compiled: bool) -> LayerCode:
     Source: pytorch/torchtitan@9dec370, torchtitan/models/norms.py (RMSNorm) and llama/model.py (apply_rotary_emb,
     repeat_kv); pytorch/torchtitan issue 15 on what Inductor makes of complex numbers.
     """
-    return torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s), unfused=True)
+    return chunked(torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s), unfused=True))
+
+
+def chunked(code: LayerCode) -> LayerCode:
+    """With the copies of collectives along tokens, which are the second dimension of hidden states: what was gathered
+    is put together from chunks, and what is scattered is cut into chunks before.
+
+    Source: PyTorch 2.6, torch/distributed/_functional_collectives.py (all_gather_tensor, reduce_scatter_tensor);
+    layouts Shard(1) of pytorch/torchtitan@9dec370, torchtitan/parallelisms/parallelize_llama.py. PyTorch of 2026 needs
+    none where gathered hidden states are of one sequence.
+    """
+
+    def copies(nodes: Nodes) -> Nodes:
+        return tuple(one for node in nodes for one in _with_chunks(node))
+
+    return replace(code, forward=copies(code.forward), backward=copies(code.backward))
+
+
+def _with_chunks(node: Node) -> Nodes:
+    """An op, and the copy of its chunks where it is a collective of hidden states."""
+    if not isinstance(node.what, Collective) or node.what.kind == "all_reduce":
+        return (node,)
+    whole = node.what.nbytes
+    if node.what.kind == "all_gather":
+        (name,) = node.makes
+        copy = Node(ElementwisePass("copy", 2 * whole), (f"{name} chunks",), {name: whole})
+        return (replace(node, makes={f"{name} chunks": whole}), copy)
+    (source,) = node.reads
+    copy = Node(ElementwisePass("copy", 2 * whole), (source,), {f"{source} chunks": whole})
+    return (copy, replace(node, reads=(f"{source} chunks",)))
 
 
 def torch_first(s: Sizes, _compiled: bool) -> LayerCode:
@@ -613,7 +642,8 @@ TORCHTITAN: Final = replace(
     shardings=("fsdp",),
     compiles=False,
     layer=torchtitan_layer,
-    last=lambda s, _compiled, chunks: torch_last(s, False, chunks),
+    first=lambda s, compiled: chunked(torch_first(s, compiled)),
+    last=lambda s, _compiled, chunks: chunked(torch_last(s, False, chunks)),
     held=lambda sharding: replace(torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW),
 )
 HUGGING_FACE: Final = replace(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpsim.case.scenario import Scenario
@@ -38,6 +38,9 @@ def predicted(row: Row) -> Predicted:
     assert row.scenario is not None
     if row.time_s is None:
         return Predicted(memory_bytes=stage_bytes(row.scenario, row.stage))
+    if row.framework is not None:
+        model, batch = step_model(row.scenario)
+        return Predicted(time_s=replace(model, framework=row.framework).simulate(batch).time_s)
     answer = predict(row.scenario)
     return Predicted(
         time_s=answer.time_s,

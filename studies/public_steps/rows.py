@@ -12,7 +12,9 @@ from typing import Any, Final
 
 from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
+from cpsim.prediction.step.frameworks import Framework
 from studies import published_lines
+from studies.public_steps.lora import automodel
 
 FOLDER: Final = Path(__file__).parent
 GIB: Final = 2.0**30
@@ -32,6 +34,8 @@ class Row:
     left_out: str = ""
     """Why no scenario says it; empty where one does."""
     scenario: Scenario | None = None
+    framework: Framework | None = None
+    """Whose code runs it, where no scenario can say it."""
     time_s: float | None = None
     """Published seconds of a step."""
     memory_bytes: float | None = None
@@ -91,11 +95,40 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
     }
 
 
+QWEN_7B: Final = {
+    "layers": 28,
+    "hidden": 3584,
+    "heads": 28,
+    "kv_heads": 4,
+    "ffn": 18944,
+    "vocab": 152064,
+}
+"""Qwen/Qwen2.5-7B, config.json."""
+TUNED: Final = {"Llama3 8B": ("llama3-8b", True), "Qwen2.5 7B": (QWEN_7B, False)}
+"""Models of rows on one GPU, and whether adapters have dropout (examples/llm_finetune of 507bfb751)."""
+
+
 def nemo_automodel(line: Line) -> dict[str, Any] | str:
-    """Fields of a scenario, or why there is none."""
-    if line["task"].startswith("Fine-Tuning"):
-        return "LoRA"
-    return "mixture of experts"
+    """Fields of a scenario, or why there is none; adapters are ``lora.automodel``'s."""
+    if not line["task"].startswith("Fine-Tuning"):
+        return "mixture of experts"
+    if line["model"] not in TUNED:
+        return "LoRA with sharded weights and tensor parallelism"
+    model, _ = TUNED[line["model"]]
+    sequences, seq = int(line["gbs"]), int(line["seq"])
+    return {
+        "framework": "huggingface",
+        "model": model,
+        "cluster": "dgx-h100",
+        "gpus": 1,
+        "tokens": sequences * seq,
+        "context": seq,
+        "documents": [seq] * sequences,
+        "mask": "causal_document",
+        "strategy": "none",
+        "kernel": "fa2",
+        "parallel": {"microbatches": sequences // int(line["mbs"]), "sharding": "none", "recompute": "none"},
+    }
 
 
 DENSE: Final = ("LLAMA3_8B", "LLAMA3_70B", "LLAMA3.1_405B")
@@ -220,6 +253,7 @@ def rows() -> Iterator[Row]:
                 name=source.name(line),
                 left_out=fields if isinstance(fields, str) else "",
                 scenario=None if isinstance(fields, str) else scenario_from(fields),
+                framework=automodel(dropout=TUNED[line["model"]][1]) if line.get("model") in TUNED else None,
                 time_s=float(line[source.time_s]) if source.time_s else None,
                 memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
                 reserved=source.reserved,

@@ -1,13 +1,15 @@
-"""NeMo Automodel's fine-tuning with low-rank adapters on one GPU, as a framework: weights are frozen, adapters are not.
+"""NeMo Automodel's fine-tuning with low-rank adapters on one GPU, as a framework: only adapters are trained.
 
-Projections of q, k and v are one linear layer, and those of gate and up; norms, rotary positions and SwiGLU are
-PyTorch's eager ops. Every linear layer has an adapter of rank 16 in Triton kernels, whose time is that of the memory
-they read and write: forward one kernel reads the input and writes the adapter's output, which is dropped out, where
-asked for, and added; backward three read the input twice and the gradient twice, and write the gradient of the input,
-which is added to that of the weights.
+The model is Transformers', as no implementation of Automodel's own is registered for it, with Liger's Triton kernels
+for norms, rotary positions and SwiGLU, which are there by default; the loss is eager, on logits in fp32. Every linear
+layer but the last has an adapter of rank 16 in Triton kernels, whose time is that of the memory they read and write:
+forward one kernel reads the input and writes the adapter's output, which is dropped out, where asked for, and added;
+backward three read the input twice and the gradient twice, and write the gradient of the input, which is added to that
+of the weights.
 
-Source: NVIDIA-NeMo/Automodel@507bfb751, nemo_automodel/components/models/llama/model.py and qwen2/model.py,
-components/_peft/lora.py and lora_kernel.py, components/loss/masked_ce.py; recipes/llm/benchmark.py (no clipping).
+Source: NVIDIA-NeMo/Automodel@507bfb751, nemo_automodel/_transformers/auto_model.py and registry.py,
+components/_peft/lora.py and lora_kernel.py, components/loss/masked_ce.py; recipes/llm/benchmark.py (no clipping);
+linkedin/Liger-Kernel, transformers/monkey_patch.py.
 """
 
 from __future__ import annotations
@@ -23,13 +25,12 @@ from cpsim.prediction.step.frameworks import (
     Sizes,
     eager,
     node,
-    norm_back,
-    norm_by_ops,
     torch_first,
     torch_last,
 )
-from cpsim.prediction.step.layer import BF16, FP32, Gemm
+from cpsim.prediction.step.layer import BF16, ElementwisePass, Gemm
 from cpsim.prediction.step.program import LayerCode, Node, Nodes
+from cpsim.schedule.transformer import OP_BYTES
 
 DROPOUT: Final = 5
 """Bytes per element that a dropout reads and writes: values, and a mask of a byte."""
@@ -40,49 +41,60 @@ ADDED: Final = 6
 def layer(s: Sizes, _compiled: bool, *, dropout: bool) -> LayerCode:
     """A layer with adapters; tensor parallelism is not said."""
     tokens, model = s.tokens, s.model
-    hidden, heads = tokens * model.hidden, tokens * (model.heads + model.kv_heads) * model.head_dim
-    qkv, inner = s.wide("qkv") // BF16, s.inner // BF16
+    hidden, inner = tokens * model.hidden, s.inner // BF16
+    q, kv = (heads * model.head_dim for heads in (model.heads, model.kv_heads))
+    shapes = {"q": (model.hidden, q), "k": (model.hidden, kv), "v": (model.hidden, kv), "proj": (q, model.hidden)}
+    shapes |= dict.fromkeys(("gate", "up"), (model.hidden, model.ffn)) | {"down": (model.ffn, model.hidden)}
 
     def forward(name: str, source: str, to: str) -> Nodes:
-        into, out = model.linears(1)[name]
+        into, out = shapes[name]
         adapter = tokens * (BF16 * (into + out) + (ADDED + DROPOUT * dropout) * out)
         product = Node(Gemm("forward", tokens, out, into), (source, "weights"), {f"{to} alone": BF16 * tokens * out})
         return (product, eager(1, adapter, 2 + dropout, f"{to} alone", source, **{to: BF16 * tokens * out}))
 
-    def backward(name: str, source: str, kept: str, to: str) -> Nodes:
-        into, out = model.linears(1)[name]
-        adapter = tokens * (BF16 * (3 * into + 2 * out) + ADDED * into + DROPOUT * dropout * out)
+    def backward(name: str, source: str, kept: str, to: str, before: str = "") -> Nodes:
+        """Gradient of a layer's input, added to one that is there before."""
+        into, out = shapes[name]
+        sums = 2 if before else 1
+        adapter = tokens * (BF16 * (3 * into + 2 * out) + sums * ADDED * into + DROPOUT * dropout * out)
         product = Node(Gemm("dgrad", tokens, into, out), (source, "weights"), {f"{to} alone": BF16 * tokens * into})
-        return (product, eager(1, adapter, 4 + dropout, f"{to} alone", source, kept, **{to: BF16 * tokens * into}))
+        reads = (f"{to} alone", source, kept, *((before,) if before else ()))
+        return (product, eager(1, adapter, 3 + sums + dropout, *reads, **{to: BF16 * tokens * into}))
+
+    def rotary(of: int, source: str, to: str) -> Node:
+        kind = ElementwisePass("rotary in place", OP_BYTES["rotary"] * tokens * of)
+        return Node(kind, (source,), {to: BF16 * tokens * of})
 
     nodes = (
-        *norm_by_ops(s, "x", "x norm"),
-        *forward("qkv", "x norm", "qkv"),
-        eager(heads, 20, 10, "qkv", rotated=BF16 * qkv),
-        Node("fwd", ("rotated",), {"out": s.out, "lse": s.lse}),
+        node("rms_norm in place", hidden, "x", x_norm=s.shard),
+        *(one for name in ("q", "k", "v") for one in forward(name, "x norm", f"{name}0")),
+        rotary(q, "q0", "q"),
+        rotary(kv, "k0", "k"),
+        Node("fwd", ("q", "k", "v0"), {"out": s.out, "lse": s.lse}),
         *forward("proj", "out", "proj"),
         node("add", hidden, "x", "proj", h=s.shard),
-        *norm_by_ops(s, "h", "h norm"),
-        *forward("gate_up", "h norm", "gates"),
-        eager(inner, 4, 1, "gates", silu=s.inner),
-        eager(inner, 6, 1, "silu", "gates", product=s.inner),
+        node("rms_norm in place", hidden, "h", h_norm=s.shard),
+        *(one for name in ("gate", "up") for one in forward(name, "h norm", name)),
+        node("swiglu in place", inner, "gate", "up", product=s.inner),
         *forward("down", "product", "down"),
         node("add", hidden, "h", "down", y=s.shard),
     )
-    gradients = {"drotated": BF16 * qkv, "dq sums": FP32 // BF16 * s.out}
+    gradients = {"dq": BF16 * tokens * q, "dk": BF16 * tokens * kv, "dv": BF16 * tokens * kv, "dq sums": 2 * s.out}
     back = (
         *backward("down", "dy", "product", "dproduct"),
-        eager(inner, 18, 3, "dproduct", "gates", "silu", dparts=2 * s.inner),
-        eager(2 * inner, 4, 1, "dparts", dgates=2 * s.inner),  # side by side again
-        *backward("gate_up", "dgates", "h norm", "dh norm"),
-        *norm_back(s, "dh norm", "h", "dh part", False, True),
+        node("swiglu_bwd in place", inner, "dproduct", "gate", "up", dgate=s.inner, dup=s.inner),
+        *backward("up", "dup", "h norm", "dh norm 1"),
+        *backward("gate", "dgate", "h norm", "dh norm", "dh norm 1"),
+        node("rms_norm_bwd in place", hidden, "dh norm", "h", dh_part=s.shard),
         node("add", hidden, "dy", "dh part", dh=s.shard),
         *backward("proj", "dh", "out", "dout"),
-        Node("bwd", ("dout", "rotated", "out", "lse"), gradients),
-        eager(heads, 20, 14, "drotated", dparts_qkv=BF16 * qkv),
-        eager(qkv, 4, 1, "dparts qkv", dqkv=BF16 * qkv),
-        *backward("qkv", "dqkv", "x norm", "dx norm"),
-        *norm_back(s, "dx norm", "x", "dx part", False, True),
+        Node("bwd", ("dout", "q", "k", "v0", "out", "lse"), gradients),
+        rotary(q, "dq", "dq0"),
+        rotary(kv, "dk", "dk0"),
+        *backward("v", "dv", "x norm", "dx norm 1"),
+        *backward("k", "dk0", "x norm", "dx norm 2", "dx norm 1"),
+        *backward("q", "dq0", "x norm", "dx norm", "dx norm 2"),
+        node("rms_norm_bwd in place", hidden, "dx norm", "x", dx_part=s.shard),
         node("add", hidden, "dh", "dx part", dx=s.shard),
     )
     made = {name for each in nodes for name in each.makes}
@@ -105,7 +117,7 @@ def automodel(*, dropout: bool) -> Framework:
     return replace(
         HUGGING_FACE,
         name="automodel",
-        source="NVIDIA-NeMo/Automodel@507bfb751, adapters of rank 16 on all linear layers but the last",
+        source="NVIDIA-NeMo/Automodel@507bfb751, Liger kernels, adapters of rank 16",
         layer=partial(layer, dropout=dropout),
         first=lambda s, compiled: frozen(torch_first(s, compiled)),
         last=lambda s, compiled, chunks: frozen(torch_last(s, compiled, chunks)),

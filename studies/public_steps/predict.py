@@ -37,7 +37,7 @@ def predicted(row: Row) -> Predicted:
     """Time and memory of a row, of those that are published."""
     assert row.scenario is not None
     if row.time_s is None:
-        return Predicted(memory_bytes=stage_bytes(row.scenario, row.stage))
+        return Predicted(memory_bytes=stage_bytes(row.scenario, row.stage, tied=row.tied))
     if row.framework is not None:
         model, batch = step_model(row.scenario)
         return Predicted(time_s=replace(model, framework=row.framework).simulate(batch).time_s)
@@ -73,11 +73,14 @@ def step_model(scenario: Scenario) -> tuple[StepModel, Batch]:
     return model, deal(steps.sequences(parallel), parallel)
 
 
-def stage_bytes(scenario: Scenario, stage: int | None) -> int:
-    """Peak memory of one pipeline stage, or of the fullest."""
+def stage_bytes(scenario: Scenario, stage: int | None, *, tied: bool = False) -> int:
+    """Peak memory of one pipeline stage, or of the fullest; tied embeddings are there once."""
     model, batch = step_model(scenario)
     stages = model.memory(batch, [model.attention.of(replica) for replica in batch])
-    return max(one.total for one in stages) if stage is None else stages[stage].total
+    found = max(one.total for one in stages) if stage is None else stages[stage].total
+    held = model.held
+    once = (held.weight + held.gradient + held.states) * (model.model.vocab // model.parallel.tp * model.model.hidden)
+    return found - once * tied
 
 
 def line_of(row: Row, found: Predicted) -> str:

@@ -44,6 +44,8 @@ class Row:
     """Whether the peak is what the allocator reserved; otherwise what it gave out."""
     stage: int | None = None
     """Pipeline stage of the rank whose peak was logged; None: the fullest."""
+    tied: bool = False
+    """Whether both embeddings are one tensor, on one stage, which no scenario says."""
 
     @property
     def key(self) -> str:
@@ -149,18 +151,17 @@ def megatron_golden(line: Line) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none.
 
     The tests' GPT has an MLP of two linear layers with GELU between, of 4 hidden units each; a gated one of 8/3 hidden
-    units has as many weights and keeps as many bytes. Words are padded to a multiple of 128 per tensor-parallel rank
-    (``vocab_utils.py``). Nothing is said of a distributed optimizer, so that every replica has all states.
+    units has as many weights and keeps as many bytes. Embeddings are tied, see ``Row.tied``. Words are padded to a
+    multiple of 128 per tensor-parallel rank (``vocab_utils.py``). Nothing is said of a distributed optimizer, so that
+    every replica has all states.
     """
     family = line["case"].split("/")[0]
     if family != "gpt":
         return {"moe": "mixture of experts", "t5": "encoder and decoder"}.get(family, "another architecture")
     tp, pp, cp = (int(line[name]) for name in ("tp", "pp", "cp"))
-    if pp == 1:
-        return "embeddings tied on one stage"
     hidden, heads = int(line["hidden"]), int(line["heads"])
     pad = 128 * tp
-    sequences, gpus = int(float(line["gbs"])), 8
+    sequences, gpus = int(float(line["gbs"])), int(line["gpus"] or 8)
     replicas = gpus // (tp * pp * cp)
     hierarchical = line["cp_comm"] == "a2a+p2p"
     return {
@@ -258,4 +259,5 @@ def rows() -> Iterator[Row]:
                 memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
                 reserved=source.reserved,
                 stage=int(line["pp"]) - 1 if source.last_stage else None,
+                tied=source.last_stage and line["pp"] == "1",  # with more stages each end has its own
             )

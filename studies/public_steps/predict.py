@@ -54,8 +54,7 @@ def predicted(row: Row) -> Predicted:
 def reserved(scenario: Scenario) -> int:
     """Bytes that the allocator reserves for a step of one microbatch and no pipeline, of torchtitan."""
     model, batch = step_model(scenario)
-    tokens, stage, cut = sum(batch[0][0]), 0, model.parallel
-    program = model._programs(tokens, stage)(model.model.layers)
+    cut, program = model.parallel, model.program(sum(batch[0][0]))
     linears = model.model.linears(cut.tp).values()
     of_layer = [inner * outer for inner, outer in linears]
     words = model.model.vocab // cut.tp * model.model.hidden

@@ -177,6 +177,10 @@ class StepModel:
             ),
         )
 
+    def program(self, tokens: int, stage: int = 0) -> Program:
+        """What a GPU of a stage runs for a microbatch of so many tokens on a context-parallel rank."""
+        return self._programs(tokens, stage)(self.model.layers // self.parallel.pp)
+
     def _tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)

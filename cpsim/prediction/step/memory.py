@@ -23,6 +23,27 @@ Ints = NDArray[np.int64]
 KINDS: Final = ("weights", "gradients", "activations", "logits", "working")
 """What tensors of a program are."""
 
+OLDER: Final = ("a100",)
+"""GPUs before compute capability 9.0, by the beginnings of their names."""
+
+
+def workspaces(gpu: str, *, engine: bool) -> int:
+    """Bytes of workspaces that matrix products have all the time.
+
+    PyTorch gives cuBLAS one for each thread that launches products, Python's and autograd's: 32 MiB, on older GPUs
+    8.1 MiB. Transformer Engine has one more: 32 MiB, on older GPUs 4 MiB.
+
+    Source: PyTorch 2.8, aten/src/ATen/cuda/CublasHandlePool.cpp (parseChosenWorkspaceSize); Transformer Engine 2.4,
+    pytorch/module/base.py (get_cublas_workspace_size_bytes).
+
+    Args:
+        gpu: name.
+        engine: whether linear layers are Transformer Engine's.
+    """
+    older = gpu.lower().startswith(OLDER)
+    each = 4096 * 1024 * 2 + 16 * 1024 * 8 if older else 32 * 2**20
+    return 2 * each + engine * (4 if older else 32) * 2**20
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:

@@ -23,7 +23,7 @@ from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import StageMemory, stage_memory
+from cpsim.prediction.step.memory import StageMemory, stage_memory, workspaces
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
@@ -128,13 +128,15 @@ class StepModel:
         mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
-        return stage_memory(
+        found = stage_memory(
             self._programs(tokens, stage, exchange, kept),
             self.model.layers // cut.pp,
             min(cut.microbatches, cut.pp - stage),
             (held.weight * mine, summed * mine, held.states * states * cut.optimizer),
             () if summed else (SHARD,) if self.sharded else (GRADIENT,),
         )
+        always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
+        return replace(found, working=found.working + always)
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.
@@ -175,6 +177,10 @@ class StepModel:
             ),
         )
 
+    def program(self, tokens: int, stage: int = 0) -> Program:
+        """What a GPU of a stage runs for a microbatch of so many tokens on a context-parallel rank."""
+        return self._programs(tokens, stage)(self.model.layers // self.parallel.pp)
+
     def _tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
@@ -195,7 +201,7 @@ class StepModel:
         layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
         first = code.first(sizes, self.compiled) if stage == 0 else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if stage == self.parallel.pp - 1 else None
-        keeps = code.kept.get(recompute, layer.kept)
+        keeps = code.keeps(recompute, layer, sizes, self.compiled)
         shards = self._shards(stage) if self.sharded else None
         return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
 

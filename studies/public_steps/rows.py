@@ -1,0 +1,263 @@
+"""Published rows as scenarios: one function for each source, from a line of its table to a ``Row``.
+
+A row that a scenario cannot say is left out with the reason; what is published of it stays in the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from cpsim.case.load import scenario_from
+from cpsim.case.scenario import Scenario
+from cpsim.prediction.step.frameworks import Framework
+from studies import published_lines
+from studies.public_steps.lora import automodel
+
+FOLDER: Final = Path(__file__).parent
+GIB: Final = 2.0**30
+Line = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published step."""
+
+    source: str
+    """The table."""
+    number: int
+    """Line of the table, from 1."""
+    name: str
+    """What ran, in words."""
+    left_out: str = ""
+    """Why no scenario says it; empty where one does."""
+    scenario: Scenario | None = None
+    framework: Framework | None = None
+    """Whose code runs it, where no scenario can say it."""
+    time_s: float | None = None
+    """Published seconds of a step."""
+    memory_bytes: float | None = None
+    """Published peak."""
+    reserved: bool = False
+    """Whether the peak is what the allocator reserved; otherwise what it gave out."""
+    stage: int | None = None
+    """Pipeline stage of the rank whose peak was logged; None: the fullest."""
+    tied: bool = False
+    """Whether both embeddings are one tensor, on one stage, which no scenario says."""
+
+    @property
+    def key(self) -> str:
+        """Source and line."""
+        return f"{self.source} {self.number}"
+
+
+LLAMA: Final = {"llama3.1-8b": "llama3-8b", "llama3-8b": "llama3-8b", "llama3.1-70b": "llama3-70b"}
+LLAMA_70B: Final = {"llama3-70b": "llama3-70b"}
+RECOMPUTE: Final = {"selective": "per_op", "per-op SAC": "per_op", "full": "full"}
+"""Selective is by op in torchtitan's llama3_8b.toml (9dec370)."""
+
+
+def torchtitan(line: Line) -> dict[str, Any] | str:
+    """Fields of a scenario, or why there is none.
+
+    A step is one microbatch of ``local_batch`` sequences on every replica. Attention is PyTorch's flash kernel, the
+    first of those that SDPA may take.
+    """
+    if line["precision"] != "bf16":
+        return "fp8"
+    if "AsyncTP" in line["extras"].replace("vanilla TP", ""):
+        return "asynchronous tensor parallelism"
+    if not line["gpu"].startswith("H100 96GB"):
+        return "another GPU"
+    tokens = int(line["seq"]) * int(line["local_batch"])
+    gpus, tp = int(line["gpus"]), int(line["tp"])
+    return {
+        "framework": "torchtitan",
+        "compile": "compile" in line["extras"],
+        "model": {**LLAMA, **LLAMA_70B}[line["model"]],
+        "cluster": str(FOLDER / "grand-teton.json"),
+        "profile": "data-sheet",
+        "gpus": gpus,
+        "tokens": tokens * gpus // tp,
+        "context": int(line["seq"]),
+        "documents": [int(line["seq"])] * (tokens // int(line["seq"]) * gpus // tp),
+        "mask": "causal_document",
+        "strategy": "none",
+        "kernel": "sdpa_flash",
+        "protocol": "streamed",
+        "parallel": {
+            "tp": tp,
+            "cp": int(line["cp"]),
+            "microbatches": 1,
+            "recompute": RECOMPUTE[line["checkpointing"]],
+            "sharding": "fsdp",
+        },
+    }
+
+
+QWEN_7B: Final = {
+    "layers": 28,
+    "hidden": 3584,
+    "heads": 28,
+    "kv_heads": 4,
+    "ffn": 18944,
+    "vocab": 152064,
+}
+"""Qwen/Qwen2.5-7B, config.json."""
+TUNED: Final = {"Llama3 8B": ("llama3-8b", True), "Qwen2.5 7B": (QWEN_7B, False)}
+"""Models of rows on one GPU, and whether adapters have dropout (examples/llm_finetune of 507bfb751)."""
+
+
+def nemo_automodel(line: Line) -> dict[str, Any] | str:
+    """Fields of a scenario, or why there is none; adapters are ``lora.automodel``'s."""
+    if not line["task"].startswith("Fine-Tuning"):
+        return "mixture of experts"
+    if line["model"] not in TUNED:
+        return "LoRA with sharded weights and tensor parallelism"
+    model, _ = TUNED[line["model"]]
+    sequences, seq = int(line["gbs"]), int(line["seq"])
+    return {
+        "framework": "huggingface",
+        "model": model,
+        "cluster": "dgx-h100",
+        "gpus": 1,
+        "tokens": sequences * seq,
+        "context": seq,
+        "documents": [seq] * sequences,
+        "mask": "causal_document",
+        "strategy": "none",
+        "kernel": "fa2",
+        "parallel": {"microbatches": sequences // int(line["mbs"]), "sharding": "none", "recompute": "none"},
+    }
+
+
+DENSE: Final = ("LLAMA3_8B", "LLAMA3_70B", "LLAMA3.1_405B")
+
+
+def megatron_bridge(line: Line) -> dict[str, Any] | str:
+    """Fields of a scenario, or why there is none."""
+    if line["model"] not in DENSE:
+        return "mixture of experts"
+    return "fp8 or fp4" if line["precision"] != "BF16" else "not mapped"
+
+
+CLUSTERS: Final = {"A100": "p4de", "H100": "dgx-h100", "GB200": "dgx-b200"}
+"""Whose memory does not matter here: the tests fill a hundredth of it."""
+
+
+def megatron_golden(line: Line) -> dict[str, Any] | str:
+    """Fields of a scenario, or why there is none.
+
+    The tests' GPT has an MLP of two linear layers with GELU between, of 4 hidden units each; a gated one of 8/3 hidden
+    units has as many weights and keeps as many bytes. Embeddings are tied, see ``Row.tied``. Words are padded to a
+    multiple of 128 per tensor-parallel rank (``vocab_utils.py``). Nothing is said of a distributed optimizer, so that
+    every replica has all states.
+    """
+    family = line["case"].split("/")[0]
+    if family != "gpt":
+        return {"moe": "mixture of experts", "t5": "encoder and decoder"}.get(family, "another architecture")
+    tp, pp, cp = (int(line[name]) for name in ("tp", "pp", "cp"))
+    hidden, heads = int(line["hidden"]), int(line["heads"])
+    pad = 128 * tp
+    sequences, gpus = int(float(line["gbs"])), int(line["gpus"] or 8)
+    replicas = gpus // (tp * pp * cp)
+    hierarchical = line["cp_comm"] == "a2a+p2p"
+    return {
+        "framework": "megatron",
+        "model": {
+            "layers": int(float(line["layers"])),
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": heads,
+            "head_dim": hidden // heads,
+            "ffn": round(8 * hidden / 3 / tp) * tp,
+            "vocab": -(-50257 // pad) * pad,
+        },
+        "cluster": CLUSTERS[line["gpu"]],
+        "profile": "h100",  # times do not matter here
+        "gpus": gpus,
+        "tokens": sequences * int(float(line["seq"])),
+        "context": int(float(line["seq"])),
+        "strategy": "usp" if hierarchical else "zigzag_ring",
+        "knobs": {"ulysses": int(line["hier"].split()[0])} if hierarchical else {},
+        "kernel": "fa2",
+        "parallel": {
+            "tp": tp,
+            "pp": pp,
+            "cp": cp,
+            "microbatches": sequences // replicas // int(line["mbs"]),
+            "recompute": "none",
+            "sharding": "none",
+        },
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One table."""
+
+    file: str
+    fields: Callable[[Line], dict[str, Any] | str]
+    name: Callable[[Line], str]
+    time_s: str = ""
+    """Column of the seconds of a step."""
+    memory: str = ""
+    """Column of the peak."""
+    unit: float = 1.0
+    """Bytes of one of its numbers."""
+    reserved: bool = False
+    last_stage: bool = False
+
+
+SOURCES: Final[Mapping[str, Source]] = {
+    "torchtitan": Source(
+        file="torchtitan.csv",
+        fields=torchtitan,
+        name=lambda x: f"{x['model']} {x['gpus']} GPUs tp {x['tp']} {x['precision']} {x['extras'] or 'eager'}",
+        time_s="step_s_derived",
+        memory="memory_gib",
+        unit=GIB,
+        reserved=True,  # train.py of 9dec370 logs max_reserved_gib
+    ),
+    "automodel": Source(
+        file="nemo_automodel.csv",
+        fields=nemo_automodel,
+        name=lambda x: f"{x['model']} {x['gpus']} GPUs tp {x['tp']}",
+        time_s="step_s",
+    ),
+    "megatron-bridge": Source(
+        file="megatron_bridge_summary.csv",
+        fields=megatron_bridge,
+        name=lambda x: f"{x['model']} {x['gpus']} {x['system']} {x['precision']} ({x['release']})",
+        time_s="step_s_derived",
+    ),
+    "megatron-golden": Source(
+        file="megatron_lm_golden.csv",
+        fields=megatron_golden,
+        name=lambda x: f"{x['case'].removeprefix('gpt/gpt3_mcore_te_')} {x['env']}",
+        memory="mem_max_alloc_bytes",
+        last_stage=True,  # the last rank writes (global_vars.py)
+    ),
+}
+
+
+def rows() -> Iterator[Row]:
+    """All rows of all tables."""
+    for name, source in SOURCES.items():
+        for number, line in enumerate(published_lines(FOLDER / source.file), start=1):
+            fields = source.fields(line)
+            yield Row(
+                source=name,
+                number=number,
+                name=source.name(line),
+                left_out=fields if isinstance(fields, str) else "",
+                scenario=None if isinstance(fields, str) else scenario_from(fields),
+                framework=automodel(dropout=TUNED[line["model"]][1]) if line.get("model") in TUNED else None,
+                time_s=float(line[source.time_s]) if source.time_s else None,
+                memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
+                reserved=source.reserved,
+                stage=int(line["pp"]) - 1 if source.last_stage else None,
+                tied=source.last_stage and line["pp"] == "1",  # with more stages each end has its own
+            )

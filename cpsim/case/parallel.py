@@ -10,6 +10,7 @@ section 3; Korthikanti et al., "Reducing Activation Recomputation in Large Trans
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from cpsim.case.cluster import Cluster
@@ -53,6 +54,16 @@ class Parallel:
     """Groups of replicas that are sharded each for itself, as hybrid sharding does; 1: one group of all."""
     loss_chunks: int = 1
     """Parts in which logits and loss are computed, one after the other."""
+    virtual_pp: int = 1
+    """Chunks of layers on each stage; more than one is interleaved 1F1B."""
+    layers_first: int | None = None
+    """Layers of the first stage; None is as many as on others."""
+    layers_last: int | None = None
+    """Layers of the last stage; None is as many as on others."""
+    embedding_as_layer: bool = False
+    """Whether the embedding counts as a layer of the first chunk where layers are divided."""
+    loss_as_layer: bool = False
+    """Whether logits and loss count as a layer of the last chunk where layers are divided."""
 
     @property
     def num_gpus(self) -> int:
@@ -69,6 +80,35 @@ class Parallel:
         """Replicas that share what is sharded."""
         return self.replicas // self.replicate
 
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of layers on all stages, in the order of the model: chunk c of stage s is number c * pp + s."""
+        return self.pp * self.virtual_pp
+
+    def chunk_layers(self, layers: int) -> tuple[int, ...]:
+        """Layers of every virtual stage, of so many in all.
+
+        Raises:
+            InfeasibleError: they do not divide; one line that says what to name.
+        """
+        return _chunk_layers(self, layers)
+
+    def _check_chunks(self) -> None:
+        """Whether stages can hold several chunks of layers."""
+        if self.virtual_pp == 1:
+            return
+        if self.pp == 1:
+            raise InfeasibleError(
+                f"virtual_pp: expected several stages, got pp = 1 and {self.virtual_pp} chunks of each"
+            )
+        if self.schedule != "1f1b":
+            raise InfeasibleError(f"virtual_pp: expected schedule 1f1b, got {self.schedule}; use virtual_pp = 1")
+        if self.microbatches % self.pp:
+            raise InfeasibleError(
+                f"virtual_pp: expected microbatches to be a multiple of pp = {self.pp}, got {self.microbatches}; "
+                "change microbatches or use virtual_pp = 1"
+            )
+
     def check(self, model: Model, cluster: Cluster) -> None:
         """Whether the model can be cut like this on that cluster.
 
@@ -84,8 +124,8 @@ class Parallel:
             raise InfeasibleError(
                 f"replicate: expected a divisor of dp x cp = {self.replicas} replicas, got {self.replicate}"
             )
-        if model.layers % self.pp:
-            raise InfeasibleError(f"pp: expected a divisor of {model.layers} layers, got {self.pp}")
+        self._check_chunks()
+        self.chunk_layers(model.layers)
         self.group(cluster, self.cp)
         self.group(cluster, self.replicas)
 
@@ -107,3 +147,55 @@ class Parallel:
             rate = fabric.nic_bandwidth_bytes_per_s * fabric.nics_per_node / (nics * self.tp)
             fabric = replace(fabric, nics_per_node=nics, nic_bandwidth_bytes_per_s=rate)
         return replace(cluster, gpus_per_node=per_node, num_gpus=size, fabric=fabric)
+
+
+@lru_cache(256)
+def _chunk_layers(cut: Parallel, layers: int) -> tuple[int, ...]:
+    """Layers of every virtual stage.
+
+    Reference: Megatron-Core, transformer/transformer_block.py, get_num_layers_to_build.
+    """
+    if cut.layers_first or cut.layers_last:
+        return _with_own_ends(cut, layers)
+    counted = layers + cut.embedding_as_layer + cut.loss_as_layer
+    ends = " with embedding or loss" if counted > layers else ""
+    if counted % cut.pp:
+        raise InfeasibleError(
+            f"pp: expected a divisor of {counted} layers{ends}, got {cut.pp}; for stages with unequal layers name "
+            "layers_first and layers_last, or embedding_as_layer and loss_as_layer"
+        )
+    if counted % cut.virtual_stages:
+        stage = counted // cut.pp
+        raise InfeasibleError(
+            f"virtual_pp: expected a divisor of {stage} layers of a stage{ends}, got {cut.virtual_pp}"
+        )
+    found = [counted // cut.virtual_stages] * cut.virtual_stages
+    found[0] -= cut.embedding_as_layer
+    found[-1] -= cut.loss_as_layer
+    if min(found) < 0:
+        raise InfeasibleError(f"pp: expected at least a layer for each of {cut.pp} stages, got {layers}")
+    return tuple(found)
+
+
+def _with_own_ends(cut: Parallel, layers: int) -> tuple[int, ...]:
+    """Layers of every virtual stage, where the first or the last stage has a number of its own."""
+    if cut.embedding_as_layer or cut.loss_as_layer:
+        raise InfeasibleError("layers_first, layers_last: cannot go with embedding_as_layer or loss_as_layer")
+    if cut.pp == 1:
+        raise InfeasibleError("layers_first, layers_last: expected several stages, got pp = 1; leave them out")
+    own = {0: cut.layers_first, cut.pp - 1: cut.layers_last}
+    given = {stage: number for stage, number in own.items() if number}
+    left, among = layers - sum(given.values()), cut.pp - len(given)
+    if left < among or (left % among if among else left):
+        said = " + ".join(map(str, given.values()))
+        raise InfeasibleError(
+            f"layers_first, layers_last: expected {layers} layers less these to be a multiple of {among} other stages, "
+            f"got {layers} - {said} = {left}"
+            if among
+            else f"layers_first, layers_last: expected a sum of {layers} layers, got {said}"
+        )
+    stages = [given.get(stage) or left // among for stage in range(cut.pp)]
+    for number in stages:
+        if number % cut.virtual_pp:
+            raise InfeasibleError(f"virtual_pp: expected a divisor of {number} layers of a stage, got {cut.virtual_pp}")
+    return tuple(number // cut.virtual_pp for _ in range(cut.virtual_pp) for number in stages)

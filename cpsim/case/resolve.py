@@ -98,6 +98,11 @@ def parallel_of(
         sharding=given.sharding or sharding,
         replicate=given.replicate,
         loss_chunks=given.loss_chunks or loss_chunks,
+        virtual_pp=given.virtual_pp or 1,
+        layers_first=given.layers_first,
+        layers_last=given.layers_last,
+        embedding_as_layer=bool(given.embedding_as_layer),
+        loss_as_layer=bool(given.loss_as_layer),
     )
 
 

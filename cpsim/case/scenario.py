@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -59,6 +59,17 @@ class ParallelSection(BaseModel):
     replicate: Degree = 1
     loss_chunks: Degree | None = None
     """None is what the framework does."""
+    virtual_pp: Degree | None = None
+    layers_first: Degree | None = None
+    layers_last: Degree | None = None
+    embedding_as_layer: bool | None = None
+    loss_as_layer: bool | None = None
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Without later fields that say nothing: these words are the seed of a prediction's draws."""
+        later = list(type(self).model_fields)
+        later = later[later.index("virtual_pp") :]
+        return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
 
 
 class ModelSection(BaseModel):

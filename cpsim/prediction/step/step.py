@@ -23,8 +23,8 @@ from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import StageMemory, stage_memory
-from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
+from cpsim.prediction.step.memory import ChunkMemory, StageMemory, chunk_memory, stage_memory
+from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
@@ -95,6 +95,12 @@ class StepModel:
     compiled: bool = False
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of every virtual stage: chunk c of stage s is number c * pp + s."""
+        return self.parallel.chunk_layers(self.model.layers)
 
     @property
     def sharded(self) -> bool:
@@ -128,13 +134,25 @@ class StepModel:
         mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
-        return stage_memory(
-            self._programs(tokens, stage, exchange, kept),
-            self.model.layers // cut.pp,
-            min(cut.microbatches, cut.pp - stage),
-            (held.weight * mine, summed * mine, held.states * states * cut.optimizer),
-            () if summed else (SHARD,) if self.sharded else (GRADIENT,),
-        )
+        stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
+        chunks = {
+            chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
+            for chunk in range(stage, cut.virtual_stages, cut.pp)
+        }
+        order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
+        return stage_memory(chunks, order, (held.weight * mine, summed * mine, held.states * states * cut.optimizer))
+
+    def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
+        """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
+        key = tokens, self._alike(chunk), exchange, kept
+        if key not in self._chunks:
+            make = self._programs(tokens, chunk, exchange, kept)
+            self._chunks[key] = chunk_memory(make, self.layers[chunk], stays)
+        return self._chunks[key]
+
+    def _alike(self, chunk: int) -> tuple[int, bool, bool]:
+        """What time and memory of a virtual stage depend on: its layers, and the ends of the model that it has."""
+        return self.layers[chunk], chunk == 0, chunk == self.parallel.virtual_stages - 1
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.
@@ -151,15 +169,17 @@ class StepModel:
         seconds = self._passes(batch, attended)
         tokens = max(self._tokens(documents) for replica in batch for documents in replica)
         hop_s, ops = self._hop_seconds(tokens), Ops(self.model, self.parallel.tp, tokens)
-        run = one_f_one_b if self.parallel.schedule == "1f1b" else same_phase
-        pipeline = run(seconds.sum(axis=-1), hop_s)
+        passes = seconds.sum(axis=-1)
+        is_1f1b = self.parallel.schedule == "1f1b"
+        pipeline = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
         end, last = self._updates(pipeline, seconds)
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
+        mean = seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) * self.parallel.virtual_pp  # of the chunks of a GPU
         return Step(
             time_s=end,
             parts=dict(zip(PARTS, parts.tolist(), strict=True)),
-            busy=dict(zip(PARTS, (seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) + last).tolist(), strict=True)),
+            busy=dict(zip(PARTS, (mean + last).tolist(), strict=True)),
             memory=self.memory(batch, attended),
             gpu_bytes=self.cluster.gpu.memory_bytes,
             flops=self._flops(batch, attended),
@@ -182,21 +202,27 @@ class StepModel:
     def _parameters(self, stage: int, part: str = "") -> int:
         """Parameters of a stage on one tensor-parallel rank; or of one part of it, see ``program.program``."""
         tp, pp = self.parallel.tp, self.parallel.pp
+        if not part:
+            return sum(self._chunk_parameters(chunk) for chunk in range(stage, self.parallel.virtual_stages, pp))
         words = self.model.vocab // tp * self.model.hidden
         ends = {"first": words * (stage == 0), "last": words * (stage == pp - 1)}
-        each = self.model.layer_parameters(tp)
-        if not part:
-            return each * (self.model.layers // pp) + sum(ends.values())
-        return ends.get(part, sum(ends.values()) if part == "root" else each)
+        return ends.get(part, sum(ends.values()) if part == "root" else self.model.layer_parameters(tp))
 
-    def _programs(self, tokens: int, stage: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
-        """The program of a stage by its number of layers."""
+    def _chunk_parameters(self, chunk: int) -> int:
+        """Parameters of a virtual stage on one tensor-parallel rank."""
+        ends = (chunk == 0) + (chunk == self.parallel.virtual_stages - 1)
+        words = self.model.vocab // self.parallel.tp * self.model.hidden
+        return self.model.layer_parameters(self.parallel.tp) * self.layers[chunk] + ends * words
+
+    def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
+        """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         sizes, code, recompute = Sizes(self.model, self.parallel.tp, tokens), self.framework, self.parallel.recompute
         layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
-        first = code.first(sizes, self.compiled) if stage == 0 else None
-        last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if stage == self.parallel.pp - 1 else None
+        is_last = chunk == self.parallel.virtual_stages - 1
+        first = code.first(sizes, self.compiled) if chunk == 0 else None
+        last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if is_last else None
         keeps = code.kept.get(recompute, layer.kept)
-        shards = self._shards(stage) if self.sharded else None
+        shards = self._shards(chunk) if self.sharded else None
         return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
 
     def _shards(self, stage: int) -> Shards:
@@ -226,27 +252,29 @@ class StepModel:
         return Shards(gather=gather, scatter=scatter, root=self.framework.root)
 
     def _passes(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
-        """Seconds of every pass by cost model, ``[2, R, M, P, len(PARTS)]``."""
-        stages = self.parallel.pp
+        """Seconds of every pass by cost model, ``[2, R, M, virtual stages, len(PARTS)]``."""
+        stages = self.parallel.virtual_stages
         seconds = np.zeros((2, len(batch), len(batch[0]), stages, len(PARTS)))
-        like = {0: 0, stages - 1: stages - 1}
+        alike: dict[object, list[int]] = {}
+        for chunk in range(stages):
+            alike.setdefault(self._alike(chunk), []).append(chunk)
         for r, replica in enumerate(batch):
             for m, documents in enumerate(replica):
                 tokens = self._tokens(documents)
-                for stage in range(stages):
-                    seconds[:, r, m, stage] = self._pass(tokens, like.get(stage, 1), attended[r][m])
+                for chunks in alike.values():
+                    seconds[:, r, m, chunks] = self._pass(tokens, chunks[0], attended[r][m])[:, None]
         return seconds
 
-    def _pass(self, tokens: int, stage: int, attended: Attended) -> Floats:
-        """Seconds of both passes of a stage by cost model, ``[2, len(PARTS)]``.
+    def _pass(self, tokens: int, chunk: int, attended: Attended) -> Floats:
+        """Seconds of both passes of a virtual stage by cost model, ``[2, len(PARTS)]``.
 
         Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
         """
-        layers, plain = self.model.layers // self.parallel.pp, not (self.sharded or self.framework.launches)
-        key = tokens, stage, None if plain else str(attended.parts)
+        layers, plain = self.layers[chunk], not (self.sharded or self.framework.launches)
+        key = tokens, self._alike(chunk), None if plain else str(attended.parts)
         if key not in self._known:
             parts: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
-            make = self._programs(tokens, stage)
+            make = self._programs(tokens, chunk)
             self._known[key] = of_layers(make, self._prices(parts), layers)
         found = self._known[key]
         if not plain:
@@ -297,7 +325,10 @@ class StepModel:
         return np.asarray(parts)
 
     def _updates(self, pipeline: Pipeline, seconds: Floats) -> tuple[float, Floats]:
-        """End of the step, and what follows the last backward pass by cost model, of the stage that ends last."""
+        """End of the step, and what follows the last backward pass by cost model, of the stage that ends last.
+
+        Gradients of a stage's other chunks of layers are summed before, during the passes of chunks that follow.
+        """
         ends = []
         for stage in range(self.parallel.pp):
             backward = float(seconds[1, :, -1, stage].sum(axis=-1).max())
@@ -319,9 +350,11 @@ class StepModel:
         parted = cut.sharding != "none" and cut.optimizer
         if cut.gradients != "none" and cut.sharding != "fsdp":
             summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
-            where, exposed = self.collective(group, summing, (held.gradient or held.made_gradient) * parameters)
-            if cut.gradients == "overlapped":
-                exposed = max(exposed - backward_s, exposed / (self.model.layers // cut.pp))
+            beside = cut.gradients == "overlapped"
+            summed = self._chunk_parameters(stage) if beside else parameters
+            where, exposed = self.collective(group, summing, (held.gradient or held.made_gradient) * summed)
+            if beside:
+                exposed = max(exposed - backward_s, exposed / max(1, self.layers[stage]))
             parts.append({where: exposed})
         if cut.optimizer:
             mine = -(-parameters // cut.shards) if parted else parameters
@@ -340,8 +373,9 @@ class StepModel:
 
     def _sent(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         """Bytes that the busiest GPU sends: among tensor-parallel ranks, in attention, to other stages, to replicas."""
-        layers, tp, stages = self.model.layers // self.parallel.pp, self.parallel.tp, self.parallel.pp
-        hops = 0 if stages == 1 else 1 if stages == 2 else 2
+        tp, stages, chunks = self.parallel.tp, self.parallel.pp, self.parallel.virtual_pp
+        layers = max(sum(self.layers[stage::stages]) for stage in range(stages))
+        hops = 0 if stages == 1 else 2 * chunks - (stages == 2)
         most = 0.0
         for replica, found in zip(batch, attended, strict=True):
             total = 0.0
@@ -350,7 +384,7 @@ class StepModel:
                 total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
             most = max(most, total)
         cut, held = self.parallel, self.held
-        parameters, share = self._parameters(0), 1 - 1 / cut.replicas
+        parameters, share = max(map(self._parameters, range(stages))), 1 - 1 / cut.replicas
         if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
             each = 1 - 1 / cut.shards
             return most + each * parameters * cut.microbatches * (2 * BF16 + FP32)

@@ -8,6 +8,7 @@ of recomputation the least that fits into memory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -28,6 +29,8 @@ from cpsim.runtime.processes import Progress
 from cpsim.strategies import STRATEGIES
 
 MAX_STAGES: Final = 16
+CHUNKS: Final = (2, 4)
+"""Chunks of layers that are tried beside one on stages of a pipeline, where the scenario does not say."""
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "per_op", "mlp", "full")
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
@@ -115,7 +118,15 @@ def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
 
 def words(parallel: Parallel) -> str:
     """Degrees in one phrase, e.g. ``tp 8, pp 2, dp 4, cp 2``."""
-    return ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "cp"))
+    said = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "cp"))
+    return f"{said}, virtual_pp {parallel.virtual_pp}" if parallel.virtual_pp > 1 else said
+
+
+def _stages(section: ParallelSection, layers: int) -> list[int]:
+    """Numbers of stages into which layers divide as the scenario says."""
+    if section.layers_first or section.layers_last:
+        return list(range(2, MAX_STAGES + 1))
+    return _divisors(layers + bool(section.embedding_as_layer) + bool(section.loss_as_layer))
 
 
 def _divisors(number: int) -> list[int]:
@@ -131,7 +142,7 @@ def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[P
     """All ways to cut that the scenario leaves open, without recomputation unless it asks for some."""
     section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
-    stages = [pp for pp in _divisors(model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
+    stages = [pp for pp in _stages(section, model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
     for tp in [section.tp] if section.tp else _divisors(case.cluster.gpus_per_node):
         for pp in [section.pp] if section.pp else stages:
             for cp in [section.cp] if section.cp else _divisors(gpus // (tp * pp)):
@@ -142,6 +153,19 @@ def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[P
                     continue
                 if sequences % (parallel.dp * parallel.microbatches) == 0 or scenario.context is None:
                     yield parallel
+                    if not section.virtual_pp:
+                        yield from _chunked(parallel, model.layers)
+
+
+def _chunked(parallel: Parallel, layers: int) -> Iterator[Parallel]:
+    """The same with several chunks of layers on each stage, where they divide."""
+    if parallel.pp == 1 or parallel.microbatches % parallel.pp or parallel.schedule != "1f1b":
+        return
+    for chunks in CHUNKS:
+        cut = replace(parallel, virtual_pp=chunks)
+        with suppress(InfeasibleError):
+            cut.chunk_layers(layers)
+            yield cut
 
 
 def _try(
@@ -169,6 +193,7 @@ def _try(
             "cp": cut.cp,
             "microbatches": cut.microbatches,
             "recompute": cut.recompute,
+            "virtual_pp": cut.virtual_pp if cut.virtual_pp > 1 else section.virtual_pp,
         }
     )
     scenario = case.scenario.model_copy(update={"strategy": strategy, "knobs": dict(knobs), "parallel": full})

@@ -1,12 +1,13 @@
-"""Stages of a pipeline: several chunks of layers each, and unequal numbers of layers."""
+"""Stages with several chunks of layers or unequal numbers of them, and microbatches of several sequences."""
 
 import pytest
-from test_training_step import step
+from test_training_step import STEP, step
 
+from cpsim.case.load import scenario_from
 from cpsim.case.model import MODELS
-from cpsim.case.resolve import parallel_of
+from cpsim.case.resolve import flops_of, parallel_of, workload_of
 from cpsim.case.scenario import ParallelSection
-from cpsim.errors import InfeasibleError
+from cpsim.errors import InfeasibleError, ScenarioError
 
 PIPELINE = {"tp": 4, "pp": 4, "microbatches": 8}
 
@@ -84,4 +85,44 @@ INFEASIBLE = {
 def test_what_cannot_run_is_one_line(cut, match):
     with pytest.raises(InfeasibleError, match=match) as caught:
         step(parallel={"tp": 4, "microbatches": 8} | cut)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_is_microbatches_by_another_name():
+    """16 sequences of 32,768 tokens on two replicas."""
+    whole = {"tp": 4, "pp": 4}
+    by_batch, by_count = step(parallel=whole | {"batch": 2}), step(parallel=whole | {"microbatches": 4})
+    assert by_batch == by_count == step(parallel=whole | {"batch": 2, "microbatches": 4})
+    assert step(parallel=whole | {"batch": 1}) == step(parallel=whole)
+    assert by_batch.memory[0].activations == pytest.approx(2 * step(parallel=whole).memory[0].activations, rel=0.1)
+
+
+def test_without_a_context_a_batch_cuts_a_microbatch_into_sequences():
+    """524,288 tokens on 8 replicas: 4 microbatches of 2 sequences of 8,192."""
+    cut = {"microbatches": 4, "batch": 2}
+    assert step(context=None, parallel=cut) == step(context=8192, parallel=cut)
+
+
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_sequences_of_a_microbatch_do_not_see_each_other(mask):
+    cut = {"microbatches": 4, "batch": 2}
+    dense = step(context=8192, mask=mask, parallel=cut)
+    assert dense == step(context=8192, mask=f"{mask}_document", documents=[8192] * 64, parallel=cut)
+    scenario = scenario_from(STEP | {"mask": mask, "context": None, "parallel": {"tp": 4, **cut}})
+    assert flops_of(scenario, workload_of(scenario)) == pytest.approx(dense.flops)
+
+
+@pytest.mark.parametrize(
+    ("context", "cut", "match"),
+    [
+        (32768, {"batch": 3}, "batch: expected .* = 16 sequences of 32768 tokens, got 8 x 1 x 3 = 24"),
+        (32768, {"batch": 2, "microbatches": 4}, "got 8 x 4 x 2 = 64; leave batch or microbatches out"),
+        (32768, {"mask": "global_sliding", "batch": 2}, "batch: several .* mask global_sliding; use a microbatch for each"),
+        (None, {"batch": 3}, "tokens: expected a multiple of dp x microbatches x batch = 8 x 1 x 3, got 524288"),
+    ],
+)
+def test_a_batch_that_does_not_go_with_the_rest_is_one_line(context, cut, match):
+    mask = cut.get("mask", "causal_document")
+    with pytest.raises((ScenarioError, InfeasibleError), match=match) as caught:
+        step(context=context, mask=mask, parallel={name: value for name, value in cut.items() if name != "mask"})
     assert "\n" not in str(caught.value)

@@ -54,6 +54,8 @@ class Parallel:
     """Groups of replicas that are sharded each for itself, as hybrid sharding does; 1: one group of all."""
     loss_chunks: int = 1
     """Parts in which logits and loss are computed, one after the other."""
+    batch: int | None = None
+    """Sequences of a microbatch of one replica; None is what tokens, replicas, microbatches and context leave."""
     virtual_pp: int = 1
     """Chunks of layers on each stage; more than one is interleaved 1F1B."""
     layers_first: int | None = None

@@ -74,7 +74,7 @@ def parallel_of(
     Args:
         section: what the scenario says.
         gpus: of the step; data parallelism takes what the other degrees leave.
-        sequences: of the step, one for every microbatch where microbatches are left out.
+        sequences: of the step, `batch` or one for every microbatch where microbatches are left out.
         recompute, sharding, loss_chunks: where nothing is said of them.
 
     Raises:
@@ -90,7 +90,7 @@ def parallel_of(
         pp=pp,
         dp=dp,
         cp=cp,
-        microbatches=given.microbatches or max(1, sequences // dp),
+        microbatches=given.microbatches or max(1, sequences // (dp * (given.batch or 1))),
         recompute=given.recompute or recompute,
         schedule=given.schedule,
         gradients=given.gradients,
@@ -98,6 +98,7 @@ def parallel_of(
         sharding=given.sharding or sharding,
         replicate=given.replicate,
         loss_chunks=given.loss_chunks or loss_chunks,
+        batch=given.batch,
         virtual_pp=given.virtual_pp or 1,
         layers_first=given.layers_first,
         layers_last=given.layers_last,
@@ -120,7 +121,7 @@ def flops_of(scenario: Scenario, workload: Workload) -> float:
 def _step_flops(scenario: Scenario, workload: Workload) -> float:
     model, tokens = model_of(scenario), scenario.num_tokens
     parallel = parallel_of(scenario.parallel, scenario.gpus, tokens // (scenario.context or tokens))
-    context = scenario.context or tokens // (parallel.dp * parallel.microbatches)
+    context = scenario.context or tokens // (parallel.dp * parallel.microbatches * (parallel.batch or 1))
     if MASK_NAMES[scenario.mask_name].documents == "ignored":  # sequences do not see each other
         alone = replace(workload, documents=(context,))
         attention = tokens // context * sum(alone.flops(pass_) for pass_ in scenario.passes)

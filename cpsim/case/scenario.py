@@ -49,7 +49,7 @@ class ParallelSection(BaseModel):
     """None is what the other degrees leave."""
     cp: Degree | None = None
     microbatches: Degree | None = None
-    """Microbatches of one replica; None is one for every sequence of the replica."""
+    """Microbatches of one replica; None is one for every sequence of the replica, or for every `batch` of them."""
     recompute: Recompute | None = None
     schedule: PipelineSchedule = "1f1b"
     gradients: Gradients = "overlapped"
@@ -60,6 +60,8 @@ class ParallelSection(BaseModel):
     loss_chunks: Degree | None = None
     """None is what the framework does."""
     virtual_pp: Degree | None = None
+    batch: Degree | None = None
+    """Sequences of a microbatch of one replica; None is what tokens, replicas, microbatches and context leave."""
     layers_first: Degree | None = None
     layers_last: Degree | None = None
     embedding_as_layer: bool | None = None

@@ -105,7 +105,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
 
 def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
     """What a reader must know about the search."""
-    lengths = sorted({scenario.num_tokens // (parallel.dp * parallel.microbatches) for parallel in search})
+    lengths = sorted({scenario.num_tokens // (p.dp * p.microbatches * (p.batch or 1)) for p in search})
     if scenario.context is None and lengths and lengths[0] < scenario.num_tokens:
         several = f" to {lengths[-1]:,}" if len(lengths) > 1 else ""
         yield (
@@ -151,7 +151,9 @@ def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[P
                     parallel = framework.cut(fixed, gpus, sequences)
                 except ScenarioError:
                     continue
-                if sequences % (parallel.dp * parallel.microbatches) == 0 or scenario.context is None:
+                places = parallel.dp * parallel.microbatches
+                even = sequences % places == 0 and section.batch in (None, sequences // places)
+                if even or scenario.context is None:
                     yield parallel
                     if not section.virtual_pp:
                         yield from _chunked(parallel, model.layers)

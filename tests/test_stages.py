@@ -117,7 +117,11 @@ def test_sequences_of_a_microbatch_do_not_see_each_other(mask):
     [
         (32768, {"batch": 3}, "batch: expected .* = 16 sequences of 32768 tokens, got 8 x 1 x 3 = 24"),
         (32768, {"batch": 2, "microbatches": 4}, "got 8 x 4 x 2 = 64; leave batch or microbatches out"),
-        (32768, {"mask": "global_sliding", "batch": 2}, "batch: several .* mask global_sliding; use a microbatch for each"),
+        (
+            32768,
+            {"mask": "global_sliding", "batch": 2},
+            "batch: several .* mask global_sliding; use a microbatch for each",
+        ),
         (None, {"batch": 3}, "tokens: expected a multiple of dp x microbatches x batch = 8 x 1 x 3, got 524288"),
     ],
 )

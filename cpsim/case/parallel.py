@@ -56,6 +56,8 @@ class Parallel:
     """Parts in which logits and loss are computed, one after the other."""
     batch: int | None = None
     """Sequences of a microbatch of one replica; None is what tokens, replicas, microbatches and context leave."""
+    ep: int = 1
+    """Ranks that share the experts of a layer, among those that data and context parallelism give the same weights."""
     virtual_pp: int = 1
     """Chunks of layers on each stage; more than one is interleaved 1F1B."""
     layers_first: int | None = None
@@ -111,6 +113,26 @@ class Parallel:
                 "change microbatches or use virtual_pp = 1"
             )
 
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.replicas // self.ep
+
+    def _check_experts(self, model: Model, cluster: Cluster) -> None:
+        """Whether experts can be shared like this."""
+        if not model.experts:
+            if self.ep > 1:
+                raise InfeasibleError(f"ep: expected a model with experts, got ep = {self.ep} and a dense one; use 1")
+            return
+        for name, number in (("experts", model.experts), ("dp x cp", self.replicas)):
+            if number % self.ep:
+                raise InfeasibleError(f"ep: expected a divisor of {name} = {number}, got {self.ep}")
+        per_node = cluster.gpus_per_node // self.tp
+        if per_node % self.ep and self.ep % per_node:
+            raise InfeasibleError(
+                f"ep: expected a divisor or a multiple of {per_node} GPUs of a node with tp = {self.tp}, got {self.ep}"
+            )
+
     def check(self, model: Model, cluster: Cluster) -> None:
         """Whether the model can be cut like this on that cluster.
 
@@ -119,7 +141,8 @@ class Parallel:
         """
         if cluster.gpus_per_node % self.tp:
             raise InfeasibleError(f"tp: expected a divisor of {cluster.gpus_per_node} GPUs of a node, got {self.tp}")
-        for name, number in (("kv_heads", model.kv_heads), ("ffn", model.ffn), ("vocab", model.vocab)):
+        inner = ("expert_ffn" if model.experts else "ffn", model.inner)
+        for name, number in (("kv_heads", model.kv_heads), inner, ("vocab", model.vocab)):
             if number % self.tp:
                 raise InfeasibleError(f"tp: expected a divisor of {name} = {number}, got {self.tp}")
         if self.replicas % self.replicate:
@@ -130,14 +153,25 @@ class Parallel:
         self.chunk_layers(model.layers)
         self.group(cluster, self.cp)
         self.group(cluster, self.replicas)
+        self._check_experts(model, cluster)
 
-    def group(self, cluster: Cluster, size: int) -> Cluster:
-        """The part of the cluster that every `tp`-th GPU sees: `size` of them, with their share of the network.
+    def expert_group(self, cluster: Cluster) -> Cluster:
+        """The part of the cluster that replicas of the same experts see; see ``group``."""
+        return self.group(cluster, self.expert_replicas, min(self.tp * self.ep, cluster.gpus_per_node))
+
+    def group(self, cluster: Cluster, size: int, stride: int | None = None) -> Cluster:
+        """The part of the cluster that every `stride`-th GPU sees: `size` of them, with their share of the network.
+
+        Args:
+            cluster: all of it.
+            size: GPUs of the group.
+            stride: None is `tp`.
 
         Raises:
             InfeasibleError: they do not fill nodes.
         """
-        per_node = cluster.gpus_per_node // self.tp
+        stride = stride or self.tp
+        per_node = cluster.gpus_per_node // stride
         if size > per_node and size % per_node:
             raise InfeasibleError(
                 f"cp and dp: groups of {size} GPUs with tp = {self.tp} do not fill nodes of {cluster.gpus_per_node}; "
@@ -145,8 +179,8 @@ class Parallel:
             )
         fabric = cluster.fabric
         if fabric is not None:
-            nics = max(1, fabric.nics_per_node // self.tp)
-            rate = fabric.nic_bandwidth_bytes_per_s * fabric.nics_per_node / (nics * self.tp)
+            nics = max(1, fabric.nics_per_node // stride)
+            rate = fabric.nic_bandwidth_bytes_per_s * fabric.nics_per_node / (nics * stride)
             fabric = replace(fabric, nics_per_node=nics, nic_bandwidth_bytes_per_s=rate)
         return replace(cluster, gpus_per_node=per_node, num_gpus=size, fabric=fabric)
 

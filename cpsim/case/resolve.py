@@ -58,7 +58,11 @@ def cluster_of(scenario: Scenario) -> Cluster:
 def model_of(scenario: Scenario) -> Model:
     """The model of a training step or layer."""
     assert scenario.model is not None
-    return MODELS[scenario.model] if isinstance(scenario.model, str) else Model(**scenario.model.model_dump())
+    return (
+        MODELS[scenario.model]
+        if isinstance(scenario.model, str)
+        else Model(**scenario.model.model_dump(exclude_none=True))
+    )
 
 
 def parallel_of(
@@ -99,6 +103,7 @@ def parallel_of(
         replicate=given.replicate,
         loss_chunks=given.loss_chunks or loss_chunks,
         batch=given.batch,
+        ep=given.ep or 1,
         virtual_pp=given.virtual_pp or 1,
         layers_first=given.layers_first,
         layers_last=given.layers_last,
@@ -114,7 +119,7 @@ def flops_of(scenario: Scenario, workload: Workload) -> float:
     total = sum(workload.flops(pass_) for pass_ in scenario.passes)
     if scenario.part is None:
         return total
-    products = sum(inner * outer for inner, outer in model_of(scenario).linears(1).values())
+    products = model_of(scenario).products()
     return total + sum(2 if pass_ == "fwd" else 4 for pass_ in scenario.passes) * products * scenario.num_tokens
 
 
@@ -127,8 +132,7 @@ def _step_flops(scenario: Scenario, workload: Workload) -> float:
         attention = tokens // context * sum(alone.flops(pass_) for pass_ in scenario.passes)
     else:
         attention = sum(workload.flops(pass_) for pass_ in scenario.passes)
-    products = sum(inner * outer for inner, outer in model.linears(1).values())
-    return model.layers * (attention + 6.0 * products * tokens) + 6.0 * model.hidden * model.vocab * tokens
+    return model.layers * (attention + 6.0 * model.products() * tokens) + 6.0 * model.hidden * model.vocab * tokens
 
 
 def notes_of(scenario: Scenario) -> tuple[str, ...]:

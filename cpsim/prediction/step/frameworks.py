@@ -17,6 +17,7 @@ from cpsim.case.parallel import Parallel, Recompute, Sharding
 from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
+from cpsim.prediction.step.experts import Experts
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
@@ -30,6 +31,15 @@ class Sizes:
     tp: int
     tokens: int
     """On this context-parallel rank; each of `tp` ranks has its shard of them."""
+    ep: int = 1
+    """Ranks that share the experts of a layer."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """Router and routed experts, in place of the MLP."""
+        if not self.model.experts:
+            return None
+        return Experts(model=self.model, tp=self.tp, ep=self.ep, tokens=self.tokens)
 
     @property
     def shard(self) -> int:
@@ -118,6 +128,8 @@ class Framework:
     root: bool = False
     """Whether, where weights are sharded, both ends are one part that is gathered once; see ``Shards``."""
     pipelines: bool = False
+    experts: bool = False
+    """Whether steps of models with experts are predicted."""
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
@@ -140,12 +152,17 @@ class Framework:
             raise InfeasibleError(f"compile: layers of {self.name} are not compiled as a whole; leave it out")
         return bool(self.compiles if asked is None else asked)
 
-    def check(self, parallel: Parallel) -> None:
-        """Whether this framework can cut a step like this.
+    def check(self, parallel: Parallel, model: Model) -> None:
+        """Whether this framework can cut a step of that model like this.
 
         Raises:
             InfeasibleError: it cannot; says what it has.
         """
+        if model.experts and not self.experts:
+            known = ", ".join(one.name for one in FRAMEWORKS.values() if one.experts)
+            raise InfeasibleError(
+                f"model: steps of {self.name} cannot be predicted with experts; use framework {known}"
+            )
         if parallel.sharding not in self.shardings:
             known = ", ".join(self.shardings)
             raise InfeasibleError(f"sharding: {self.name} has {known}, got {parallel.sharding}")
@@ -216,7 +233,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     of that gradient behind the gradient of the weights; everything else waits.
     """
     many, hidden = s.tp > 1, s.tokens // s.tp * s.model.hidden
-    inner, heads = s.inner // BF16, s.tokens * (s.model.heads + s.model.kv_heads) // s.tp * s.model.head_dim
+    heads = s.tokens * (s.model.heads + s.model.kv_heads) // s.tp * s.model.head_dim
     qkv, every = s.wide("qkv"), " all" if many else ""
 
     def column(name: str, source: str, to: str) -> Nodes:
@@ -239,6 +256,48 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             weight_gradient(s, name, source + every, kept, gradient),
         )
 
+    def mlp() -> tuple[Nodes, Nodes, set[str]]:
+        """Both passes of one that all tokens pass, from ``h norm`` to ``down`` and from ``dy`` to ``dh norm``, and what
+        is kept."""
+        forward = (
+            *column("gate_up", "h norm", "gate up"),
+            node("swiglu", s.inner // BF16, "gate up", swiglu=s.inner),
+            *row("down", "swiglu", "down"),
+        )
+        backward = (
+            *row_backward("down", "dy", "swiglu", "dswiglu"),
+            node("swiglu_bwd", s.inner // BF16, "dswiglu", "gate up", dgate_up=2 * s.inner),
+            *column_backward("gate_up", "dgate up", "h norm", "dh norm"),
+        )
+        return forward, backward, {"gate up", "swiglu"}
+
+    def mixture(routed: Experts) -> tuple[Nodes, Nodes, set[str]]:
+        """The same of experts; shared ones run beside nothing."""
+
+        def named(shared: str, both: str) -> Callable[[str], str]:
+            return lambda name: {both: shared, f"{both} all": f"{shared} all"}.get(name, name)
+
+        if not s.model.shared_experts:
+            rename = {"routed": "down", "dh routed": "dh norm"}
+            forward, backward = (
+                tuple(one.renamed(lambda name: rename.get(name, name)) for one in side)
+                for side in (routed.forward(), routed.backward())
+            )
+            return forward, backward, set(routed.kept())
+        own, own_back, kept = mlp()
+        forward = (
+            *(one.renamed(named("shared", "down")) for one in own),
+            *routed.forward(),
+            node("add", hidden, "shared", "routed", down=s.shard),
+        )
+        backward = (
+            *routed.backward(),
+            *(one.renamed(named("dh shared", "dh norm")) for one in own_back),
+            node("add", hidden, "dh routed", "dh shared", dh_norm=s.shard),
+        )
+        return forward, backward, kept | routed.kept()
+
+    over, over_back, kept_over = mlp() if s.experts is None else mixture(s.experts)
     return LayerCode(
         forward=(
             node("rms_norm", hidden, "x", x_norm=s.shard),
@@ -248,15 +307,11 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             *row("proj", "out", "proj"),
             node("add", hidden, "x", "proj", h=s.shard),
             node("rms_norm", hidden, "h", h_norm=s.shard),
-            *column("gate_up", "h norm", "gate up"),
-            node("swiglu", inner, "gate up", swiglu=s.inner),
-            *row("down", "swiglu", "down"),
+            *over,
             node("add", hidden, "h", "down", y=s.shard),
         ),
         backward=(
-            *row_backward("down", "dy", "swiglu", "dswiglu"),
-            node("swiglu_bwd", inner, "dswiglu", "gate up", dgate_up=2 * s.inner),
-            *column_backward("gate_up", "dgate up", "h norm", "dh norm"),
+            *over_back,
             node("rms_norm_bwd", hidden, "dh norm", "h", dh_part=s.shard),
             node("add", hidden, "dy", "dh part", dh=s.shard),
             *row_backward("proj", "dh", "out", "dout"),
@@ -266,7 +321,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             node("rms_norm_bwd", hidden, "dx norm", "x", dx_part=s.shard),
             node("add", hidden, "dh", "dx part", dx=s.shard),
         ),
-        kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", "gate up", "swiglu"}),
+        kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", *kept_over}),
     )
 
 
@@ -326,6 +381,7 @@ MEGATRON: Final = Framework(
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     pipelines=True,
+    experts=True,
 )
 
 

@@ -21,8 +21,9 @@ from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
 from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
+from cpsim.prediction.step.experts import NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
-from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
+from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Op, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import ChunkMemory, StageMemory, chunk_memory, stage_memory
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
@@ -129,9 +130,9 @@ class StepModel:
             kept: bytes that attention of a layer keeps beyond its inputs and output.
         """
         cut, held = self.parallel, self.held
-        parameters = self._parameters(stage)
-        states = -(-parameters // cut.shards) if cut.sharding != "none" else parameters
-        mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
+        parameters = self._parameters(stage) + self._parameters(stage, "experts")
+        states = self._shared(stage) if cut.sharding != "none" else parameters
+        mine = self._shared(stage) if cut.sharding == "fsdp" else parameters
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
         stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
@@ -168,7 +169,7 @@ class StepModel:
             attended = [self.attention.of(replica) for replica in batch]
         seconds = self._passes(batch, attended)
         tokens = max(self._tokens(documents) for replica in batch for documents in replica)
-        hop_s, ops = self._hop_seconds(tokens), Ops(self.model, self.parallel.tp, tokens)
+        hop_s = self._hop_seconds(tokens)
         passes = seconds.sum(axis=-1)
         is_1f1b = self.parallel.schedule == "1f1b"
         pipeline = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
@@ -188,35 +189,64 @@ class StepModel:
             notes=tuple(
                 dict.fromkeys(
                     (
-                        *self.costs.notes(ops.forward() + ops.backward() + ops.loss()),
+                        *self._notes(tokens),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
             ),
         )
 
+    def _notes(self, tokens: int) -> tuple[str, ...]:
+        """What about ops of a microbatch lies outside of the measured range, or was not measured at all."""
+        ops, tp, ep = Ops(self.model, self.parallel.tp, tokens), self.parallel.tp, self.parallel.ep
+        if not self.model.experts:
+            return self.costs.notes(ops.forward() + ops.backward() + ops.loss())
+        whats = [what for what in _ops(self._programs(tokens, -1)(1)) if not isinstance(what, str)]
+        exchanged = [what for what in whats if isinstance(what, Collective) and what.kind == "all_to_all"]
+        others = [what for what in whats if what not in exchanged]
+        far = ep * tp > self.cluster.gpus_per_node
+        sizes = dict.fromkeys(what.nbytes for what in exchanged if not far)
+        notes = (note for n in sizes for note in self.costs.profile.collective_notes("all_to_all", n, ep))
+        return (NOTE, *self.costs.notes(others + ops.loss()), *notes)
+
     def _tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
 
     def _parameters(self, stage: int, part: str = "") -> int:
-        """Parameters of a stage on one tensor-parallel rank; or of one part of it, see ``program.program``."""
+        """Parameters of a stage on one tensor-parallel rank, those of its experts aside; or of these, or of one part of
+        it, see ``program.program``."""
         tp, pp = self.parallel.tp, self.parallel.pp
-        if not part:
-            return sum(self._chunk_parameters(chunk) for chunk in range(stage, self.parallel.virtual_stages, pp))
+        if part in ("", "experts"):
+            of = self._expert_parameters if part else self._chunk_parameters
+            return sum(map(of, range(stage, self.parallel.virtual_stages, pp)))
         words = self.model.vocab // tp * self.model.hidden
         ends = {"first": words * (stage == 0), "last": words * (stage == pp - 1)}
         return ends.get(part, sum(ends.values()) if part == "root" else self.model.layer_parameters(tp))
 
+    def _shared(self, stage: int) -> int:
+        """Parameters of a stage that are a rank's own among those that share them."""
+        cut, experts = self.parallel, self._parameters(stage, "experts")
+        return -(-self._parameters(stage) // cut.shards) + -(-experts * cut.ep // cut.shards)
+
     def _chunk_parameters(self, chunk: int) -> int:
-        """Parameters of a virtual stage on one tensor-parallel rank."""
+        """Parameters of a virtual stage on one tensor-parallel rank, those of its experts aside."""
+        tp = self.parallel.tp
         ends = (chunk == 0) + (chunk == self.parallel.virtual_stages - 1)
-        words = self.model.vocab // self.parallel.tp * self.model.hidden
-        return self.model.layer_parameters(self.parallel.tp) * self.layers[chunk] + ends * words
+        words = self.model.vocab // tp * self.model.hidden
+        each = self.model.layer_parameters(tp) - self.model.expert_parameters(tp)
+        return each * self.layers[chunk] + ends * words
+
+    def _expert_parameters(self, chunk: int) -> int:
+        """Parameters of a virtual stage in experts that a rank holds."""
+        return self.model.expert_parameters(self.parallel.tp) // self.parallel.ep * self.layers[chunk]
+
+    def _sizes(self, tokens: int) -> Sizes:
+        return Sizes(self.model, self.parallel.tp, tokens, self.parallel.ep)
 
     def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
-        sizes, code, recompute = Sizes(self.model, self.parallel.tp, tokens), self.framework, self.parallel.recompute
+        sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
         layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
         is_last = chunk == self.parallel.virtual_stages - 1
         first = code.first(sizes, self.compiled) if chunk == 0 else None
@@ -285,23 +315,28 @@ class StepModel:
 
     def _layer(self, tokens: int) -> tuple[bool, float]:
         """Whether attention of a layer runs again before the backward pass, and bytes that a rank sends to others of
-        its tensor-parallel group in both passes."""
+        its tensor- and expert-parallel groups in both passes."""
         if tokens not in self._layers:
             layer = self._programs(tokens, -1)(1)
             again = any(node.what == "fwd" for node in layer.backward)
             nodes = [node for node in (*layer.forward, *layer.backward) if node.stream == "comm"]
             talks = [node.what for node in nodes if isinstance(node.what, Collective)]
-            self._layers[tokens] = again, sent_bytes(talks, self.parallel.tp)
+            exchanged = [what for what in _ops(layer) if isinstance(what, Collective) and what.kind == "all_to_all"]
+            sent = sent_bytes(talks, self.parallel.tp) + sent_bytes(exchanged, self.parallel.ep)
+            self._layers[tokens] = again, sent
         return self._layers[tokens]
 
     def _prices(self, attention: tuple[Parts, Parts]) -> Prices:
         group = self.parallel.group(self.cluster, self.parallel.shards)
+        experts = self.parallel.group(self.cluster, self.parallel.ep)
         host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
         return Prices(
             costs=self.costs,
             kernel=self.attention.kernel,
             attention=dict(zip(PASSES, attention, strict=True)),
-            sharded=lambda op: self.collective(group, Kind[op.kind.upper()], op.nbytes),
+            sharded=lambda op: self.collective(
+                experts if op.kind == "all_to_all" else group, Kind[op.kind.upper()], op.nbytes
+            ),
             launch_s={
                 stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
                 for stream, name in names.items()
@@ -344,25 +379,30 @@ class StepModel:
 
     def _update(self, stage: int, backward_s: float) -> Floats:
         """Seconds of gradients' sums and of the optimizer on a stage, ``[len(PARTS)]``."""
-        cut, held, parameters = self.parallel, self.held, self._parameters(stage)
+        cut, held = self.parallel, self.held
         parts: list[Parts] = []
-        group = cut.group(self.cluster, cut.replicas)
+        groups = [(cut.group(self.cluster, cut.replicas), self._parameters(stage), self._chunk_parameters(stage))]
+        if self.model.experts:
+            experts = self._parameters(stage, "experts"), self._expert_parameters(stage)
+            groups.append((cut.expert_group(self.cluster), *experts))
         parted = cut.sharding != "none" and cut.optimizer
         if cut.gradients != "none" and cut.sharding != "fsdp":
             summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
             beside = cut.gradients == "overlapped"
-            summed = self._chunk_parameters(stage) if beside else parameters
-            where, exposed = self.collective(group, summing, (held.gradient or held.made_gradient) * summed)
-            if beside:
-                exposed = max(exposed - backward_s, exposed / max(1, self.layers[stage]))
-            parts.append({where: exposed})
+            for group, parameters, last in groups:
+                nbytes = (held.gradient or held.made_gradient) * (last if beside else parameters)
+                where, seconds = self.collective(group, summing, nbytes)
+                exposed = max(seconds - backward_s, seconds / max(1, self.layers[stage])) if beside else seconds
+                backward_s = max(0.0, backward_s - seconds)
+                parts.append({where: exposed})
         if cut.optimizer:
-            mine = -(-parameters // cut.shards) if parted else parameters
+            mine = self._shared(stage) if parted else sum(parameters for _, parameters, _ in groups)
             norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
             parts.append(self.costs.seconds([*norm, ElementwisePass("adam", held.optimizer * mine)]))
             if parted and cut.sharding != "fsdp":
-                where, exposed = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
-                parts.append({where: exposed})
+                for group, parameters, _ in groups:
+                    where, seconds = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
+                    parts.append({where: seconds})
         return np.asarray(stacked(parts).sum(axis=0))
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
@@ -384,14 +424,17 @@ class StepModel:
                 total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
             most = max(most, total)
         cut, held = self.parallel, self.held
-        parameters, share = max(map(self._parameters, range(stages))), 1 - 1 / cut.replicas
+        parameters = max(map(self._parameters, range(stages)))
         if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
             each = 1 - 1 / cut.shards
             return most + each * parameters * cut.microbatches * (2 * BF16 + FP32)
         parted = cut.sharding != "none" and cut.optimizer
-        gradients = (held.gradient or held.made_gradient) * parameters
-        summed = gradients * (cut.gradients != "none") * (1 if parted else 2)
-        return most + share * (summed + held.weight * parameters * parted)
+        experts = max(self._parameters(stage, "experts") for stage in range(stages))
+        for own, replicas in ((parameters, cut.replicas), (experts, cut.expert_replicas)):
+            gradients = (held.gradient or held.made_gradient) * own
+            summed = gradients * (cut.gradients != "none") * (1 if parted else 2)
+            most += (1 - 1 / replicas) * (summed + held.weight * own * parted)
+        return most
 
     def _flops(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         total = 0.0
@@ -399,8 +442,14 @@ class StepModel:
             for documents, one in zip(replica, found, strict=True):
                 ops = Ops(self.model, 1, sum(documents))
                 pairs = 4.0 * one.area * self.model.heads * self.model.head_dim
-                total += self.model.layers * (3 * flops(ops.forward()) + 3.5 * pairs) + 3 * flops(ops.loss())
+                products = 2.0 * self.model.products() * sum(documents)
+                total += self.model.layers * (3 * products + 3.5 * pairs) + 3 * flops(ops.loss())
         return total
+
+
+def _ops(program: Program) -> list[Op | str]:
+    """Ops of both passes, attention by its name."""
+    return [node.what for node in (*program.forward, *program.backward) if node.what is not None]
 
 
 def _with_exchange(code: LayerCode, exchange: int, kept: int) -> LayerCode:

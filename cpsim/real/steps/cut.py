@@ -123,6 +123,7 @@ def _reasons(cut: Cut) -> list[str]:
         // p.cp
         % p.loss_chunks
         != 0,
+        f"model: steps run here without experts, got {m.experts}; use a dense model": m.experts > 0,
         f"heads: expected a divisor of them, got tp = {p.tp}": m.heads % p.tp != 0,
         "optimizer: steps run here with an optimizer and gradients that are summed": not p.optimizer
         or (p.replicas > 1 and p.gradients == "none"),

@@ -88,8 +88,8 @@ class ModelSection(BaseModel):
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
     ffn: Annotated[int, Field(ge=1, le=10**7)]
     vocab: Annotated[int, Field(ge=1, le=10**8)]
-    experts: Annotated[int, Field(ge=0, le=100_000)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=100_000)] | None = None
+    experts: Annotated[int, Field(ge=0, le=1000)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1000)] | None = None
     expert_ffn: Annotated[int, Field(ge=0, le=10**7)] | None = None
     shared_experts: Annotated[int, Field(ge=0, le=1000)] | None = None
 

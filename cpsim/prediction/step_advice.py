@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Final
 
 import numpy as np
 
+from cpsim.case.cluster import Cluster
+from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel, Recompute
 from cpsim.case.resolve import model_of
 from cpsim.case.scenario import ParallelSection, Scenario
@@ -119,7 +122,8 @@ def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
 def words(parallel: Parallel) -> str:
     """Degrees in one phrase, e.g. ``tp 8, pp 2, dp 4, cp 2``."""
     said = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "cp"))
-    return f"{said}, virtual_pp {parallel.virtual_pp}" if parallel.virtual_pp > 1 else said
+    more = (f", {name} {getattr(parallel, name)}" for name in ("ep", "virtual_pp") if getattr(parallel, name) > 1)
+    return said + "".join(more)
 
 
 def _stages(section: ParallelSection, layers: int) -> list[int]:
@@ -154,9 +158,17 @@ def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[P
                 places = parallel.dp * parallel.microbatches
                 even = sequences % places == 0 and section.batch in (None, sequences // places)
                 if even or scenario.context is None:
-                    yield parallel
-                    if not section.virtual_pp:
-                        yield from _chunked(parallel, model.layers)
+                    for one in _shared(parallel, model, case.cluster) if not section.ep else [parallel]:
+                        yield one
+                        if not section.virtual_pp:
+                            yield from _chunked(one, model.layers)
+
+
+def _shared(parallel: Parallel, model: Model, cluster: Cluster) -> list[Parallel]:
+    """The same with experts shared as far as they go within a node, and in all."""
+    most = gcd(model.experts, parallel.replicas) if model.experts else 1
+    within = gcd(most, max(1, cluster.gpus_per_node // parallel.tp))
+    return [replace(parallel, ep=ep) for ep in sorted({within, most})]
 
 
 def _chunked(parallel: Parallel, layers: int) -> Iterator[Parallel]:
@@ -195,6 +207,7 @@ def _try(
             "cp": cut.cp,
             "microbatches": cut.microbatches,
             "recompute": cut.recompute,
+            "ep": cut.ep if cut.ep > 1 else section.ep,
             "virtual_pp": cut.virtual_pp if cut.virtual_pp > 1 else section.virtual_pp,
         }
     )

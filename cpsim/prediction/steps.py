@@ -29,6 +29,7 @@ class StepCase:
     cluster: Cluster
     profile: Profile
     _sequences: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    _passes: dict[tuple[object, ...], dict[tuple[object, ...], Any]] = field(default_factory=dict)
     _attention: dict[tuple[int, int, str, str, bool], Attention] = field(default_factory=dict)
 
     @property
@@ -133,7 +134,13 @@ class StepCase:
             attention=self._attention[key],
             framework=self.framework,
             compiled=self.framework.compiled(scenario.compile),
+            _known=self._passes.setdefault(self._alike(parallel), {}),
         )
+
+    def _alike(self, parallel: Parallel) -> tuple[object, ...]:
+        """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""
+        shards = (parallel.shards, parallel.replicate) if parallel.sharding == "fsdp" else ()
+        return parallel.tp, parallel.ep, parallel.recompute, parallel.loss_chunks, *shards
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:
         """Runs the step cut in one way.

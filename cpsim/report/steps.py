@@ -82,7 +82,7 @@ def _candidates(advice: StepAdvice) -> Table:
             str(rank),
             str(cut.tp),
             f"{cut.pp} x {cut.virtual_pp}" if cut.virtual_pp > 1 else str(cut.pp),
-            str(cut.dp),
+            f"{cut.dp} (ep {cut.ep})" if cut.ep > 1 else str(cut.dp),
             str(cut.cp),
             strategy_label(one.prediction.scenario),
             str(cut.microbatches),

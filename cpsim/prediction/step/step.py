@@ -288,11 +288,15 @@ class StepModel:
         alike: dict[object, list[int]] = {}
         for chunk in range(stages):
             alike.setdefault(self._alike(chunk), []).append(chunk)
+        known: dict[tuple[int, int], Floats] = {}  # equal microbatches have the same attention
         for r, replica in enumerate(batch):
             for m, documents in enumerate(replica):
-                tokens = self._tokens(documents)
-                for chunks in alike.values():
-                    seconds[:, r, m, chunks] = self._pass(tokens, chunks[0], attended[r][m])[:, None]
+                key = self._tokens(documents), id(attended[r][m])
+                if key not in known:
+                    known[key] = np.zeros((2, stages, len(PARTS)))
+                    for chunks in alike.values():
+                        known[key][:, chunks] = self._pass(key[0], chunks[0], attended[r][m])[:, None]
+                seconds[:, r, m] = known[key]
         return seconds
 
     def _pass(self, tokens: int, chunk: int, attended: Attended) -> Floats:

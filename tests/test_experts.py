@@ -14,6 +14,7 @@ from cpsim.prediction.step.experts import Experts, balanced
 from cpsim.prediction.step.frameworks import MEGATRON, Sizes
 from cpsim.prediction.step.layer import BF16, Collective, Gemm, flops
 from cpsim.prediction.step.program import program
+from cpsim.prediction.step_advice import advise_step, words
 
 MIXTRAL, QWEN = MODELS["mixtral-8x7b"], MODELS["qwen3-30b-a3b"]
 SMALL = asdict(replace(QWEN, layers=4, vocab=32000))
@@ -197,3 +198,11 @@ def test_what_makes_no_sense_is_one_line(fields, match):
     with pytest.raises(ScenarioError, match=match) as caught:
         scenario_from(FIELDS | fields)
     assert "\n" not in str(caught.value)
+
+
+def test_advice_shares_experts():
+    fields = FIELDS | {"gpus": 16, "model": SMALL, "tokens": 16 * T, "context": T, "parallel": {"tp": 1, "pp": 1}}
+    found = advise_step(scenario_from(fields)).candidates
+    assert {(one.parallel.cp, one.parallel.ep) for one in found} == {(1, 8), (1, 16)}
+    assert [one.prediction.scenario.parallel.ep for one in found] == [one.parallel.ep for one in found]
+    assert "ep 8" in words(found[0].parallel)

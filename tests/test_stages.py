@@ -8,6 +8,8 @@ from cpsim.case.model import MODELS
 from cpsim.case.resolve import flops_of, parallel_of, workload_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.prediction.predict import predict
+from cpsim.prediction.step_advice import advise_step, words
 
 PIPELINE = {"tp": 4, "pp": 4, "microbatches": 8}
 
@@ -130,3 +132,19 @@ def test_a_batch_that_does_not_go_with_the_rest_is_one_line(context, cut, match)
     with pytest.raises((ScenarioError, InfeasibleError), match=match) as caught:
         step(context=context, mask=mask, parallel={name: value for name, value in cut.items() if name != "mask"})
     assert "\n" not in str(caught.value)
+
+
+def test_advice_tries_chunks_of_layers_and_says_so():
+    found = advise_step(scenario_from(STEP | {"strategy": "none", "parallel": {"tp": 4, "pp": 4, "cp": 1}})).candidates
+    assert {one.parallel.virtual_pp for one in found} == {1, 2, 4}
+    for one in found:
+        assert predict(one.prediction.scenario).time_s == one.prediction.time_s
+    assert words(found[0].parallel).endswith("virtual_pp 4")
+
+
+def test_advice_keeps_what_is_said_of_stages():
+    cut = {"tp": 4, "cp": 1, "embedding_as_layer": True, "loss_as_layer": True}
+    advice = advise_step(scenario_from(STEP | {"strategy": "none", "parallel": cut}))
+    assert {one.parallel.pp for one in advice.candidates} == {1, 2}
+    batches = advise_step(scenario_from(STEP | {"strategy": "none", "parallel": {"tp": 4, "cp": 1, "batch": 2}}))
+    assert {one.parallel.dp * one.parallel.microbatches for one in batches.candidates} == {8}

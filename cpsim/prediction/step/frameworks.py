@@ -190,6 +190,11 @@ def named(makes: Mapping[str, int]) -> dict[str, int]:
     return {name.replace("_", " "): nbytes for name, nbytes in makes.items()}
 
 
+def renamed(nodes: Nodes, names: Mapping[str, str]) -> Nodes:
+    """Ops with other names for some tensors."""
+    return tuple(one.renamed(lambda name: names.get(name, name)) for one in nodes)
+
+
 def gathered(sizes: Sizes, source: str, to: str) -> Nodes:
     """A shard of hidden states to those of all tokens, among tensor-parallel ranks."""
     return (Node(Collective("all_gather", sizes.whole), (source,), {to: sizes.whole}, "comm"),)
@@ -272,30 +277,24 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         return forward, backward, {"gate up", "swiglu"}
 
     def mixture(routed: Experts) -> tuple[Nodes, Nodes, set[str]]:
-        """The same of experts; shared ones run beside nothing."""
-
-        def named(shared: str, both: str) -> Callable[[str], str]:
-            return lambda name: {both: shared, f"{both} all": f"{shared} all"}.get(name, name)
-
+        """The same of routed experts, after shared ones where there are any."""
         if not s.model.shared_experts:
-            rename = {"routed": "down", "dh routed": "dh norm"}
             forward, backward = (
-                tuple(one.renamed(lambda name: rename.get(name, name)) for one in side)
+                renamed(side, {"routed": "down", "dh routed": "dh norm"})
                 for side in (routed.forward(), routed.backward())
             )
             return forward, backward, set(routed.kept())
         own, own_back, kept = mlp()
-        forward = (
-            *(one.renamed(named("shared", "down")) for one in own),
-            *routed.forward(),
-            node("add", hidden, "shared", "routed", down=s.shard),
+        own, own_back = (
+            renamed(
+                side,
+                {"down": "shared", "down all": "shared all", "dh norm": "dh shared", "dh norm all": "dh shared all"},
+            )
+            for side in (own, own_back)
         )
-        backward = (
-            *routed.backward(),
-            *(one.renamed(named("dh shared", "dh norm")) for one in own_back),
-            node("add", hidden, "dh routed", "dh shared", dh_norm=s.shard),
-        )
-        return forward, backward, kept | routed.kept()
+        forward = (*own, *routed.forward(), node("add", hidden, "shared", "routed", down=s.shard))
+        sums = node("add", hidden, "dh routed", "dh shared", dh_norm=s.shard)
+        return forward, (*routed.backward(), *own_back, sums), kept | routed.kept()
 
     over, over_back, kept_over = mlp() if s.experts is None else mixture(s.experts)
     return LayerCode(

@@ -2,7 +2,8 @@
 
 Every way to cut is simulated whole. Of the strategies of context parallelism that one is taken for each tensor- and
 context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of the kinds
-of recomputation the least that fits into memory.
+of recomputation the least that fits into memory. Pipelines are tried with several chunks of layers on every stage, too,
+and experts are shared as far as they go, within a node and in all.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ among the ranks of the group, and come back by another; tensor parallelism cuts 
 copies before and sum and scatter them after. Every expert gets as many tokens as any other.
 
 Reference: Lepikhin et al., "GShard" (2020), section 2.2 (top-k routing, all-to-all); Megatron-Core 0.12,
-transformer/moe: router.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher: order of permutations and collectives),
-experts.py (TEGroupedMLP: products of one expert after the other).
-Differs: nothing runs beside the all-to-alls, which is the default; gathers of probabilities, and counts of tokens that
-ranks tell each other, are left out; permutations are fused, which is not the default.
+transformer/moe: router.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher: order of permutations and collectives;
+results are weighted where they arrive, so that they are kept), experts.py (TEGroupedMLP: products of one expert after
+the other). By default nothing runs beside the all-to-alls.
+Differs: counts of tokens that ranks tell each other, and waits of the host for them, are left out; permutations are
+fused, as its example for Mixtral has them, which is not the default.
 """
 
 from __future__ import annotations
@@ -83,12 +84,17 @@ class Experts:
         scores, hidden = self.shard * self.model.experts, BF16 * self.shard * self.model.hidden
         rows, _ = self._there("sent")
         arrived, there = self._there("dsent")
+        kept, _ = self._back(self._each("expert down"))
         returned, back = self._back(self._each("drows"))
         gates = ("dexpert swiglu", *self._each("expert gate up"))
         to_input = Gemm("dgrad", self.shard, self.model.hidden, self.model.experts)
         to_router = Gemm("wgrad", self.model.experts, self.model.hidden, self.shard)
         return (
-            Node(ElementwisePass("copy", 2 * self.sent_bytes), ("dy", "probs"), {"dsent": self.sent_bytes}),
+            Node(
+                ElementwisePass("copy", 2 * self.sent_bytes + hidden),
+                ("dy", "probs", *kept),
+                {"dsent": self.sent_bytes},
+            ),
             *there,
             *self._gradients("down", arrived, "expert swiglu", "dexpert swiglu"),
             self._swiglu("swiglu_bwd", gates, "dexpert gate up", 2 * self.inner),

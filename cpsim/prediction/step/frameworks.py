@@ -277,7 +277,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         return forward, backward, {"gate up", "swiglu"}
 
     def mixture(routed: Experts) -> tuple[Nodes, Nodes, set[str]]:
-        """The same of routed experts, after shared ones where there are any."""
+        """The same of routed experts, and of shared ones after them where there are any."""
         if not s.model.shared_experts:
             forward, backward = (
                 renamed(side, {"routed": "down", "dh routed": "dh norm"})
@@ -292,9 +292,9 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             )
             for side in (own, own_back)
         )
-        forward = (*own, *routed.forward(), node("add", hidden, "shared", "routed", down=s.shard))
+        forward = (*routed.forward(), *own, node("add", hidden, "shared", "routed", down=s.shard))
         sums = node("add", hidden, "dh routed", "dh shared", dh_norm=s.shard)
-        return forward, (*routed.backward(), *own_back, sums), kept | routed.kept()
+        return forward, (*own_back, *routed.backward(), sums), kept | routed.kept()
 
     over, over_back, kept_over = mlp() if s.experts is None else mixture(s.experts)
     return LayerCode(

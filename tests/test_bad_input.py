@@ -59,7 +59,7 @@ BAD_FIELDS = {
     "model without layers": ({"model": {"hidden": 64, "heads": 8, "kv_heads": 2, "ffn": 64}}, "model: layers"),
     "heads of another model": ({"model": "llama3-8b"}, "heads: expected 32, that of the model, got 8; leave it out"),
     "step of one pass": ({"model": "llama-34b", "heads": 64, "kv_heads": 8, "pass": "fwd"}, "pass: a training step"),
-    "unknown degree": ({"parallel": {"ep": 2}}, "parallel: ep: unknown field; did you mean"),
+    "unknown degree": ({"parallel": {"sp": 2}}, "parallel: sp: unknown field; did you mean"),
     "degree of zero": ({"parallel": {"tp": 0}}, "parallel: tp: expected greater than or equal to 1, got 0"),
     "unknown recomputation": (
         {"parallel": {"recompute": "mpl"}},

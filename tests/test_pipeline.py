@@ -6,9 +6,11 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsim.prediction.step.pipeline import one_f_one_b, one_f_one_b_order, same_phase
+from cpsim.prediction.step.pipeline import most_in_flight, one_f_one_b, one_f_one_b_order, same_phase
 
 SHAPES = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 5))
+CHUNKED = st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(2, 4), st.integers(2, 3))
+"""Replicas, groups of microbatches, stages, chunks of each."""
 
 
 def even(replicas, microbatches, stages, forward=1.0, backward=2.0):
@@ -35,29 +37,77 @@ def test_a_stage_holds_at_most_as_many_microbatches_as_stages_follow():
         assert held[-1] == 0
 
 
+@pytest.mark.parametrize("stages", [2, 3, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_bubbles_of_interleaved_stages_are_those_of_the_paper(stages, chunks, groups):
+    """Narayanan et al. 2021, section 2.2.2: (p - 1) / (v m) of the ideal time."""
+    microbatches = groups * stages
+    seconds = even(1, microbatches, stages * chunks, 1 / chunks, 2 / chunks)
+    ideal = microbatches * 3.0
+    found = one_f_one_b(seconds, 0.0, chunks)
+    assert found.makespan_s / ideal - 1 == pytest.approx((stages - 1) / (chunks * microbatches))
+
+
+@pytest.mark.parametrize("stages", [2, 4, 8])
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+def test_interleaved_stages_hold_as_much_as_the_paper_says(stages, chunks):
+    """Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p v) times the activations of all layers of a stage, of
+    as many microbatches as stages."""
+    order = one_f_one_b_order(0, stages, 4 * stages, chunks)
+    beside = most_in_flight(order, dict.fromkeys(range(stages * chunks), 1))
+    assert (max(beside.values()) + 1) / chunks == pytest.approx(stages * (1 + (stages - 1) / (stages * chunks)))
+
+
+def test_the_interleaved_order_is_that_of_megatron_core():
+    """Two stages with two chunks each and four microbatches, written out by hand; virtual stages 0 and 2 are chunks of
+    the first stage."""
+    first = [(0, 0, 0), (0, 1, 0), (0, 0, 2), (0, 1, 2), (0, 2, 0), (1, 0, 2), (0, 3, 0), (1, 1, 2)]
+    first += [(0, 2, 2), (1, 0, 0), (0, 3, 2), (1, 1, 0), (1, 2, 2), (1, 3, 2), (1, 2, 0), (1, 3, 0)]
+    assert one_f_one_b_order(0, 2, 4, 2) == first
+    assert one_f_one_b_order(1, 2, 4, 2)[:4] == [(0, 0, 1), (0, 1, 1), (0, 0, 3), (1, 0, 3)]
+
+
+def simulated(seconds, hop_s, chunks):
+    """Ends of all stages of all replicas, by SimPy."""
+    _, replicas, microbatches, virtual = seconds.shape
+    ends, stages = [], virtual // chunks
+    for replica in range(replicas):
+        env = simpy.Environment()
+        done = {(w, m, s): env.event() for w in (0, 1) for m in range(microbatches) for s in range(virtual)}
+
+        def stage(env, done, replica, s):
+            for which, m, v in one_f_one_b_order(s, stages, microbatches, chunks):
+                source = v - 1 if which == 0 else v + 1
+                if 0 <= source < virtual:
+                    sent = yield done[which, m, source]
+                    yield env.timeout(max(0.0, sent + hop_s - env.now))
+                yield env.timeout(seconds[which, replica, m, v])
+                done[which, m, v].succeed(env.now)
+            return env.now
+
+        processes = [env.process(stage(env, done, replica, s)) for s in range(stages)]
+        env.run(until=env.all_of(processes))
+        ends.append([one.value for one in processes])
+    return ends
+
+
 @settings(deadline=None)
 @given(shape=SHAPES, seed=st.integers(0, 2**16), hop_s=st.sampled_from([0.0, 0.3]))
 def test_1f1b_equals_simpy(shape, seed, hop_s):
     seconds = random(shape, seed)
-    replicas, microbatches, stages = shape
-    found = one_f_one_b(seconds, hop_s)
-    for replica in range(replicas):
-        env = simpy.Environment()
-        done = {(w, m, s): env.event() for w in (0, 1) for m in range(microbatches) for s in range(stages)}
+    np.testing.assert_allclose(one_f_one_b(seconds, hop_s).end_s, simulated(seconds, hop_s, 1), rtol=1e-12)
 
-        def stage(env, done, replica, s):
-            for which, m, _ in one_f_one_b_order(s, stages, microbatches):
-                source = s - 1 if which == 0 else s + 1
-                if 0 <= source < stages:
-                    sent = yield done[which, m, source]
-                    yield env.timeout(max(0.0, sent + hop_s - env.now))
-                yield env.timeout(seconds[which, replica, m, s])
-                done[which, m, s].succeed(env.now)
-            return env.now
 
-        ends = [env.process(stage(env, done, replica, s)) for s in range(stages)]
-        env.run(until=env.all_of(ends))
-        np.testing.assert_allclose(found.end_s[replica], [end.value for end in ends], rtol=1e-12)
+@settings(deadline=None)
+@given(shape=CHUNKED, seed=st.integers(0, 2**16), hop_s=st.sampled_from([0.0, 0.3]))
+def test_interleaved_1f1b_equals_simpy_and_its_path_is_the_makespan(shape, seed, hop_s):
+    replicas, groups, stages, chunks = shape
+    seconds = random((replicas, groups * stages, stages * chunks), seed)
+    found = one_f_one_b(seconds, hop_s, chunks)
+    np.testing.assert_allclose(found.end_s, simulated(seconds, hop_s, chunks), rtol=1e-12)
+    passes = sum(seconds[which, replica, m, stage] for replica, (which, m, stage) in found.path)
+    assert passes + found.hops * hop_s == pytest.approx(found.makespan_s)
 
 
 @settings(deadline=None)

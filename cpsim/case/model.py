@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """RMSNorm, grouped-query attention with rotary positions, SwiGLU; no biases, input and output embeddings apart."""
+    """RMSNorm, grouped-query attention with rotary positions, SwiGLU; no biases, input and output embeddings apart.
+
+    With experts, the MLP of every layer is a mixture of them: a router sends each token to some.
+    """
 
     layers: int
     hidden: int
@@ -19,34 +22,86 @@ class Model:
     ffn: int
     """Inner elements of the MLP; gate and up projections have as many each."""
     vocab: int
+    experts: int = 0
+    """Routed experts of a layer; 0: one dense MLP."""
+    top_k: int = 0
+    """Experts that a token is sent to."""
+    expert_ffn: int = 0
+    """Inner elements of an expert; 0: as `ffn`."""
+    shared_experts: int = 0
+    """Experts that every token passes besides; they are one MLP of so many times `expert_ffn`."""
+
+    @property
+    def inner(self) -> int:
+        """Inner elements of the MLP, or of one expert."""
+        return self.expert_ffn or self.ffn
 
     def linears(self, tp: int) -> dict[str, tuple[int, int]]:
-        """(input, output) elements of a layer's linear layers on each of `tp` ranks.
+        """(input, output) elements of a layer's linear layers on each of `tp` ranks, routed experts aside.
 
-        QKV, gate and up are cut by columns, projection and down by rows.
+        QKV, gate and up are cut by columns, projection and down by rows. With experts, gate, up and down are those of
+        the shared ones, if there are any.
 
         Reference: Shoeybi et al., Megatron-LM (2019), section 3.
         """
+        inner = self.shared_experts * self.inner if self.experts else self.ffn
+        mlp = {"gate_up": (self.hidden, 2 * inner // tp), "down": (inner // tp, self.hidden)}
         return {
             "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim // tp),
             "proj": (self.heads * self.head_dim // tp, self.hidden),
-            "gate_up": (self.hidden, 2 * self.ffn // tp),
-            "down": (self.ffn // tp, self.hidden),
+            **(mlp if inner else {}),
         }
 
+    def expert(self, tp: int) -> dict[str, tuple[int, int]]:
+        """(input, output) elements of a routed expert's linear layers on each of `tp` ranks."""
+        return {"gate_up": (self.hidden, 2 * self.inner // tp), "down": (self.inner // tp, self.hidden)}
+
+    def products(self) -> int:
+        """Multiplications of one token in the matrix products of a layer, forward: FLOP are twice as many."""
+        dense = sum(inner * outer for inner, outer in self.linears(1).values())
+        routed = sum(inner * outer for inner, outer in self.expert(1).values())
+        return dense + self.hidden * self.experts + self.top_k * routed
+
+    def expert_parameters(self, tp: int) -> int:
+        """Weights of all routed experts of a layer, each cut by `tp`."""
+        return self.experts * sum(inner * outer for inner, outer in self.expert(tp).values())
+
     def layer_parameters(self, tp: int) -> int:
-        """Weights of a layer on each of `tp` ranks; norms are on all of them."""
-        return sum(inner * outer for inner, outer in self.linears(tp).values()) + 2 * self.hidden
+        """Weights of a layer on each of `tp` ranks, with all experts; norms and the router are on all of them."""
+        dense = sum(inner * outer for inner, outer in self.linears(tp).values())
+        return dense + (2 + self.experts) * self.hidden + self.expert_parameters(tp)
 
     def parameters(self) -> int:
         """Weights of the whole model."""
         return self.layers * self.layer_parameters(1) + 2 * self.vocab * self.hidden + self.hidden
+
+    def active_parameters(self) -> int:
+        """Weights that a token passes: all but those of the experts that it is not sent to."""
+        if not self.experts:
+            return self.parameters()
+        idle = self.expert_parameters(1) // self.experts * (self.experts - self.top_k)
+        return self.parameters() - self.layers * idle
 
 
 MODELS = {
     "llama3-8b": Model(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256),
     "llama-34b": Model(layers=48, hidden=8192, heads=64, kv_heads=8, head_dim=128, ffn=22016, vocab=32000),
     "llama3-70b": Model(layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, ffn=28672, vocab=128256),
+    "mixtral-8x7b": Model(
+        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000, experts=8, top_k=2
+    ),
+    "qwen3-30b-a3b": Model(
+        layers=48,
+        hidden=2048,
+        heads=32,
+        kv_heads=4,
+        head_dim=128,
+        ffn=6144,
+        vocab=151936,
+        experts=128,
+        top_k=8,
+        expert_ffn=768,
+    ),
 }
 """Published dimensions; `llama-34b` is CodeLlama-34b as DistCA runs it (8 key-value heads in its scripts, 16 in Table
-2 of its paper)."""
+2 of its paper), `qwen3-30b-a3b` without the norms of queries and keys."""

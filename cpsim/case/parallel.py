@@ -10,6 +10,7 @@ section 3; Korthikanti et al., "Reducing Activation Recomputation in Large Trans
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from cpsim.case.cluster import Cluster
@@ -53,6 +54,20 @@ class Parallel:
     """Groups of replicas that are sharded each for itself, as hybrid sharding does; 1: one group of all."""
     loss_chunks: int = 1
     """Parts in which logits and loss are computed, one after the other."""
+    batch: int | None = None
+    """Sequences of a microbatch of one replica; None is what tokens, replicas, microbatches and context leave."""
+    ep: int = 1
+    """Ranks that share the experts of a layer, among those that data and context parallelism give the same weights."""
+    virtual_pp: int = 1
+    """Chunks of layers on each stage; more than one is interleaved 1F1B."""
+    layers_first: int | None = None
+    """Layers of the first stage; None is as many as on others."""
+    layers_last: int | None = None
+    """Layers of the last stage; None is as many as on others."""
+    embedding_as_layer: bool = False
+    """Whether the embedding counts as a layer of the first chunk where layers are divided."""
+    loss_as_layer: bool = False
+    """Whether logits and loss count as a layer of the last chunk where layers are divided."""
 
     @property
     def num_gpus(self) -> int:
@@ -69,6 +84,55 @@ class Parallel:
         """Replicas that share what is sharded."""
         return self.replicas // self.replicate
 
+    @property
+    def virtual_stages(self) -> int:
+        """Chunks of layers on all stages, in the order of the model: chunk c of stage s is number c * pp + s."""
+        return self.pp * self.virtual_pp
+
+    def chunk_layers(self, layers: int) -> tuple[int, ...]:
+        """Layers of every virtual stage, of so many in all.
+
+        Raises:
+            InfeasibleError: they do not divide; one line that says what to name.
+        """
+        return _chunk_layers(self, layers)
+
+    def _check_chunks(self) -> None:
+        """Whether stages can hold several chunks of layers."""
+        if self.virtual_pp == 1:
+            return
+        if self.pp == 1:
+            raise InfeasibleError(
+                f"virtual_pp: expected several stages, got pp = 1 and {self.virtual_pp} chunks of each"
+            )
+        if self.schedule != "1f1b":
+            raise InfeasibleError(f"virtual_pp: expected schedule 1f1b, got {self.schedule}; use virtual_pp = 1")
+        if self.microbatches % self.pp:
+            raise InfeasibleError(
+                f"virtual_pp: expected microbatches to be a multiple of pp = {self.pp}, got {self.microbatches}; "
+                "change microbatches or use virtual_pp = 1"
+            )
+
+    @property
+    def expert_replicas(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.replicas // self.ep
+
+    def _check_experts(self, model: Model, cluster: Cluster) -> None:
+        """Whether experts can be shared like this."""
+        if not model.experts:
+            if self.ep > 1:
+                raise InfeasibleError(f"ep: expected a model with experts, got ep = {self.ep} and a dense one; use 1")
+            return
+        for name, number in (("experts", model.experts), ("dp x cp", self.replicas)):
+            if number % self.ep:
+                raise InfeasibleError(f"ep: expected a divisor of {name} = {number}, got {self.ep}")
+        per_node = cluster.gpus_per_node // self.tp
+        if per_node % self.ep and self.ep % per_node:
+            raise InfeasibleError(
+                f"ep: expected a divisor or a multiple of {per_node} GPUs of a node with tp = {self.tp}, got {self.ep}"
+            )
+
     def check(self, model: Model, cluster: Cluster) -> None:
         """Whether the model can be cut like this on that cluster.
 
@@ -77,25 +141,37 @@ class Parallel:
         """
         if cluster.gpus_per_node % self.tp:
             raise InfeasibleError(f"tp: expected a divisor of {cluster.gpus_per_node} GPUs of a node, got {self.tp}")
-        for name, number in (("kv_heads", model.kv_heads), ("ffn", model.ffn), ("vocab", model.vocab)):
+        inner = ("expert_ffn" if model.experts else "ffn", model.inner)
+        for name, number in (("kv_heads", model.kv_heads), inner, ("vocab", model.vocab)):
             if number % self.tp:
                 raise InfeasibleError(f"tp: expected a divisor of {name} = {number}, got {self.tp}")
         if self.replicas % self.replicate:
             raise InfeasibleError(
                 f"replicate: expected a divisor of dp x cp = {self.replicas} replicas, got {self.replicate}"
             )
-        if model.layers % self.pp:
-            raise InfeasibleError(f"pp: expected a divisor of {model.layers} layers, got {self.pp}")
+        self._check_chunks()
+        self.chunk_layers(model.layers)
         self.group(cluster, self.cp)
         self.group(cluster, self.replicas)
+        self._check_experts(model, cluster)
 
-    def group(self, cluster: Cluster, size: int) -> Cluster:
-        """The part of the cluster that every `tp`-th GPU sees: `size` of them, with their share of the network.
+    def expert_group(self, cluster: Cluster) -> Cluster:
+        """The part of the cluster that replicas of the same experts see; see ``group``."""
+        return self.group(cluster, self.expert_replicas, min(self.tp * self.ep, cluster.gpus_per_node))
+
+    def group(self, cluster: Cluster, size: int, stride: int | None = None) -> Cluster:
+        """The part of the cluster that every `stride`-th GPU sees: `size` of them, with their share of the network.
+
+        Args:
+            cluster: all of it.
+            size: GPUs of the group.
+            stride: None is `tp`.
 
         Raises:
             InfeasibleError: they do not fill nodes.
         """
-        per_node = cluster.gpus_per_node // self.tp
+        stride = stride or self.tp
+        per_node = cluster.gpus_per_node // stride
         if size > per_node and size % per_node:
             raise InfeasibleError(
                 f"cp and dp: groups of {size} GPUs with tp = {self.tp} do not fill nodes of {cluster.gpus_per_node}; "
@@ -103,7 +179,59 @@ class Parallel:
             )
         fabric = cluster.fabric
         if fabric is not None:
-            nics = max(1, fabric.nics_per_node // self.tp)
-            rate = fabric.nic_bandwidth_bytes_per_s * fabric.nics_per_node / (nics * self.tp)
+            nics = max(1, fabric.nics_per_node // stride)
+            rate = fabric.nic_bandwidth_bytes_per_s * fabric.nics_per_node / (nics * stride)
             fabric = replace(fabric, nics_per_node=nics, nic_bandwidth_bytes_per_s=rate)
         return replace(cluster, gpus_per_node=per_node, num_gpus=size, fabric=fabric)
+
+
+@lru_cache(256)
+def _chunk_layers(cut: Parallel, layers: int) -> tuple[int, ...]:
+    """Layers of every virtual stage.
+
+    Reference: Megatron-Core, transformer/transformer_block.py, get_num_layers_to_build.
+    """
+    if cut.layers_first or cut.layers_last:
+        return _with_own_ends(cut, layers)
+    counted = layers + cut.embedding_as_layer + cut.loss_as_layer
+    ends = " with embedding or loss" if counted > layers else ""
+    if counted % cut.pp:
+        raise InfeasibleError(
+            f"pp: expected a divisor of {counted} layers{ends}, got {cut.pp}; for stages with unequal layers name "
+            "layers_first and layers_last, or embedding_as_layer and loss_as_layer"
+        )
+    if counted % cut.virtual_stages:
+        stage = counted // cut.pp
+        raise InfeasibleError(
+            f"virtual_pp: expected a divisor of {stage} layers of a stage{ends}, got {cut.virtual_pp}"
+        )
+    found = [counted // cut.virtual_stages] * cut.virtual_stages
+    found[0] -= cut.embedding_as_layer
+    found[-1] -= cut.loss_as_layer
+    if min(found) < 0:
+        raise InfeasibleError(f"pp: expected at least a layer for each of {cut.pp} stages, got {layers}")
+    return tuple(found)
+
+
+def _with_own_ends(cut: Parallel, layers: int) -> tuple[int, ...]:
+    """Layers of every virtual stage, where the first or the last stage has a number of its own."""
+    if cut.embedding_as_layer or cut.loss_as_layer:
+        raise InfeasibleError("layers_first, layers_last: cannot go with embedding_as_layer or loss_as_layer")
+    if cut.pp == 1:
+        raise InfeasibleError("layers_first, layers_last: expected several stages, got pp = 1; leave them out")
+    own = {0: cut.layers_first, cut.pp - 1: cut.layers_last}
+    given = {stage: number for stage, number in own.items() if number}
+    left, among = layers - sum(given.values()), cut.pp - len(given)
+    if left < among or (left % among if among else left):
+        said = " + ".join(map(str, given.values()))
+        raise InfeasibleError(
+            f"layers_first, layers_last: expected {layers} layers less these to be a multiple of {among} other stages, "
+            f"got {layers} - {said} = {left}"
+            if among
+            else f"layers_first, layers_last: expected a sum of {layers} layers, got {said}"
+        )
+    stages = [given.get(stage) or left // among for stage in range(cut.pp)]
+    for number in stages:
+        if number % cut.virtual_pp:
+            raise InfeasibleError(f"virtual_pp: expected a divisor of {number} layers of a stage, got {cut.virtual_pp}")
+    return tuple(number // cut.virtual_pp for _ in range(cut.virtual_pp) for number in stages)

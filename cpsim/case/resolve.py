@@ -58,7 +58,11 @@ def cluster_of(scenario: Scenario) -> Cluster:
 def model_of(scenario: Scenario) -> Model:
     """The model of a training step or layer."""
     assert scenario.model is not None
-    return MODELS[scenario.model] if isinstance(scenario.model, str) else Model(**scenario.model.model_dump())
+    return (
+        MODELS[scenario.model]
+        if isinstance(scenario.model, str)
+        else Model(**scenario.model.model_dump(exclude_none=True))
+    )
 
 
 def parallel_of(
@@ -74,7 +78,7 @@ def parallel_of(
     Args:
         section: what the scenario says.
         gpus: of the step; data parallelism takes what the other degrees leave.
-        sequences: of the step, one for every microbatch where microbatches are left out.
+        sequences: of the step, `batch` or one for every microbatch where microbatches are left out.
         recompute, sharding, loss_chunks: where nothing is said of them.
 
     Raises:
@@ -90,7 +94,7 @@ def parallel_of(
         pp=pp,
         dp=dp,
         cp=cp,
-        microbatches=given.microbatches or max(1, sequences // dp),
+        microbatches=given.microbatches or max(1, sequences // (dp * (given.batch or 1))),
         recompute=given.recompute or recompute,
         schedule=given.schedule,
         gradients=given.gradients,
@@ -98,6 +102,13 @@ def parallel_of(
         sharding=given.sharding or sharding,
         replicate=given.replicate,
         loss_chunks=given.loss_chunks or loss_chunks,
+        batch=given.batch,
+        ep=given.ep or 1,
+        virtual_pp=given.virtual_pp or 1,
+        layers_first=given.layers_first,
+        layers_last=given.layers_last,
+        embedding_as_layer=bool(given.embedding_as_layer),
+        loss_as_layer=bool(given.loss_as_layer),
     )
 
 
@@ -108,21 +119,20 @@ def flops_of(scenario: Scenario, workload: Workload) -> float:
     total = sum(workload.flops(pass_) for pass_ in scenario.passes)
     if scenario.part is None:
         return total
-    products = sum(inner * outer for inner, outer in model_of(scenario).linears(1).values())
+    products = model_of(scenario).products()
     return total + sum(2 if pass_ == "fwd" else 4 for pass_ in scenario.passes) * products * scenario.num_tokens
 
 
 def _step_flops(scenario: Scenario, workload: Workload) -> float:
     model, tokens = model_of(scenario), scenario.num_tokens
     parallel = parallel_of(scenario.parallel, scenario.gpus, tokens // (scenario.context or tokens))
-    context = scenario.context or tokens // (parallel.dp * parallel.microbatches)
+    context = scenario.context or tokens // (parallel.dp * parallel.microbatches * (parallel.batch or 1))
     if MASK_NAMES[scenario.mask_name].documents == "ignored":  # sequences do not see each other
         alone = replace(workload, documents=(context,))
         attention = tokens // context * sum(alone.flops(pass_) for pass_ in scenario.passes)
     else:
         attention = sum(workload.flops(pass_) for pass_ in scenario.passes)
-    products = sum(inner * outer for inner, outer in model.linears(1).values())
-    return model.layers * (attention + 6.0 * products * tokens) + 6.0 * model.hidden * model.vocab * tokens
+    return model.layers * (attention + 6.0 * model.products() * tokens) + 6.0 * model.hidden * model.vocab * tokens
 
 
 def notes_of(scenario: Scenario) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Final, Literal, Self
 
@@ -49,7 +49,7 @@ class ParallelSection(BaseModel):
     """None is what the other degrees leave."""
     cp: Degree | None = None
     microbatches: Degree | None = None
-    """Microbatches of one replica; None is one for every sequence of the replica."""
+    """Microbatches of one replica; None is one for every sequence of the replica, or for every `batch` of them."""
     recompute: Recompute | None = None
     schedule: PipelineSchedule = "1f1b"
     gradients: Gradients = "overlapped"
@@ -59,6 +59,21 @@ class ParallelSection(BaseModel):
     replicate: Degree = 1
     loss_chunks: Degree | None = None
     """None is what the framework does."""
+    virtual_pp: Degree | None = None
+    ep: Degree | None = None
+    """Ranks among those of dp x cp that share the experts of a layer."""
+    batch: Degree | None = None
+    """Sequences of a microbatch of one replica; None is what tokens, replicas, microbatches and context leave."""
+    layers_first: Degree | None = None
+    layers_last: Degree | None = None
+    embedding_as_layer: bool | None = None
+    loss_as_layer: bool | None = None
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Without later fields that say nothing: these words are the seed of a prediction's draws."""
+        later = list(type(self).model_fields)
+        later = later[later.index("virtual_pp") :]
+        return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
 
 
 class ModelSection(BaseModel):
@@ -73,6 +88,20 @@ class ModelSection(BaseModel):
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
     ffn: Annotated[int, Field(ge=1, le=10**7)]
     vocab: Annotated[int, Field(ge=1, le=10**8)]
+    experts: Annotated[int, Field(ge=0, le=1000)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=1000)] | None = None
+    expert_ffn: Annotated[int, Field(ge=0, le=10**7)] | None = None
+    shared_experts: Annotated[int, Field(ge=0, le=1000)] | None = None
+
+    @model_validator(mode="after")
+    def _routes(self) -> Self:
+        """Whether a token can be sent to so many experts."""
+        if self.experts and not 1 <= (self.top_k or 0) <= self.experts:
+            raise ValueError(f"top_k: expected 1 to {self.experts} experts, got {self.top_k}")
+        for name in ("top_k", "expert_ffn", "shared_experts"):
+            if getattr(self, name) and not self.experts:
+                raise ValueError(f"{name}: belongs to a model with experts; name experts or leave {name} out")
+        return self
 
 
 class Scenario(BaseModel):
@@ -109,7 +138,7 @@ class Scenario(BaseModel):
     host: float | str | None = None
     """How much longer launches take than on the profile's hosts, or a file of ``cpsim calibrate --host``; None is what
     the cluster says, or a host like those that were measured."""
-    model: Literal["llama3-8b", "llama-34b", "llama3-70b"] | ModelSection | None = None
+    model: Literal["llama3-8b", "llama-34b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b"] | ModelSection | None = None
     """The model of a whole training step: a name or dimensions, which give heads and head_dim; None is attention
     alone."""
     context: Tokens | None = None
@@ -131,6 +160,12 @@ class Scenario(BaseModel):
     def is_step(self) -> bool:
         """Whether the case is a whole training step."""
         return self.model is not None and self.part is None
+
+    @property
+    def _has_experts(self) -> bool:
+        """Whether the model is a mixture of experts."""
+        model = MODELS[self.model] if isinstance(self.model, str) else self.model
+        return model is not None and bool(model.experts)
 
     @property
     def passes(self) -> tuple[Literal["fwd", "bwd"], ...]:
@@ -268,6 +303,8 @@ class Scenario(BaseModel):
         if self.part is not None and (self.context, self.parallel, self.framework) != (None, None, None):
             name = "context" if self.context else "parallel" if self.parallel else "framework"
             raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        if self.part is not None and self._has_experts:
+            raise ValueError(f"part: one {self.part} cannot be predicted with experts; leave part out for a whole step")
         if self.part is None and self.pass_ != "fwd_bwd":
             raise ValueError(f"pass: a training step has both, expected fwd_bwd, got {self.pass_}")
         if self.dtype != "bf16":

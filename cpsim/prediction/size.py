@@ -64,9 +64,10 @@ def size_of(scenario: Scenario, cluster: Cluster) -> Size:
     pairs, documents = _pairs(scenario, cluster), _documents(scenario)
     if scenario.model is not None and scenario.part is None:
         cut = scenario.parallel or ParallelSection()
-        sequences = scenario.num_tokens // scenario.context if scenario.context else 1
-        microbatches = max(cut.microbatches or 1, sequences // (cut.dp or 1))
-        work, pairs = (cut.pp or 1) * microbatches + sequences, (cut.cp or 1) ** 2
+        by_batch = cut.batch * (cut.microbatches or 1) * (cut.dp or scenario.gpus) if cut.batch else 1
+        sequences = scenario.num_tokens // scenario.context if scenario.context else by_batch
+        microbatches = max(cut.microbatches or 1, sequences // ((cut.dp or 1) * (cut.batch or 1)))
+        work, pairs = (cut.pp or 1) * (cut.virtual_pp or 1) * microbatches + sequences, (cut.cp or 1) ** 2
         return Size(STEP_S * work + PAIR_S * pairs * (1 + documents / 10), STEP_BYTES * work + PAIR_BYTES * pairs)
     cells = _cells(scenario)
     pieces = pairs * documents if scenario.strategy in CUTTING else 0.0

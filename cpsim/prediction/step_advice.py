@@ -2,17 +2,22 @@
 
 Every way to cut is simulated whole. Of the strategies of context parallelism that one is taken for each tensor- and
 context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of the kinds
-of recomputation the least that fits into memory.
+of recomputation the least that fits into memory. Pipelines are tried with several chunks of layers on every stage, too,
+and experts are shared as far as they go, within a node and in all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Any, Final
 
 import numpy as np
 
+from cpsim.case.cluster import Cluster
+from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel, Recompute
 from cpsim.case.resolve import model_of
 from cpsim.case.scenario import ParallelSection, Scenario
@@ -28,6 +33,8 @@ from cpsim.runtime.processes import Progress
 from cpsim.strategies import STRATEGIES
 
 MAX_STAGES: Final = 16
+CHUNKS: Final = (2, 4)
+"""Chunks of layers that are tried beside one on stages of a pipeline, where the scenario does not say."""
 RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "per_op", "mlp", "full")
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
@@ -102,7 +109,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
 
 def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
     """What a reader must know about the search."""
-    lengths = sorted({scenario.num_tokens // (parallel.dp * parallel.microbatches) for parallel in search})
+    lengths = sorted({scenario.num_tokens // (p.dp * p.microbatches * (p.batch or 1)) for p in search})
     if scenario.context is None and lengths and lengths[0] < scenario.num_tokens:
         several = f" to {lengths[-1]:,}" if len(lengths) > 1 else ""
         yield (
@@ -115,7 +122,16 @@ def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
 
 def words(parallel: Parallel) -> str:
     """Degrees in one phrase, e.g. ``tp 8, pp 2, dp 4, cp 2``."""
-    return ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "cp"))
+    said = ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "cp"))
+    more = (f", {name} {getattr(parallel, name)}" for name in ("ep", "virtual_pp") if getattr(parallel, name) > 1)
+    return said + "".join(more)
+
+
+def _stages(section: ParallelSection, layers: int) -> list[int]:
+    """Numbers of stages into which layers divide as the scenario says."""
+    if section.layers_first or section.layers_last:
+        return list(range(2, MAX_STAGES + 1))
+    return _divisors(layers + bool(section.embedding_as_layer) + bool(section.loss_as_layer))
 
 
 def _divisors(number: int) -> list[int]:
@@ -131,7 +147,7 @@ def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[P
     """All ways to cut that the scenario leaves open, without recomputation unless it asks for some."""
     section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
-    stages = [pp for pp in _divisors(model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
+    stages = [pp for pp in _stages(section, model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
     for tp in [section.tp] if section.tp else _divisors(case.cluster.gpus_per_node):
         for pp in [section.pp] if section.pp else stages:
             for cp in [section.cp] if section.cp else _divisors(gpus // (tp * pp)):
@@ -140,8 +156,31 @@ def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[P
                     parallel = framework.cut(fixed, gpus, sequences)
                 except ScenarioError:
                     continue
-                if sequences % (parallel.dp * parallel.microbatches) == 0 or scenario.context is None:
-                    yield parallel
+                places = parallel.dp * parallel.microbatches
+                even = sequences % places == 0 and section.batch in (None, sequences // places)
+                if even or scenario.context is None:
+                    for one in _shared(parallel, model, case.cluster) if not section.ep else [parallel]:
+                        yield one
+                        if not section.virtual_pp:
+                            yield from _chunked(one, model.layers)
+
+
+def _shared(parallel: Parallel, model: Model, cluster: Cluster) -> list[Parallel]:
+    """The same with experts shared as far as they go within a node, and in all."""
+    most = gcd(model.experts, parallel.replicas) if model.experts else 1
+    within = gcd(most, max(1, cluster.gpus_per_node // parallel.tp))
+    return [replace(parallel, ep=ep) for ep in sorted({within, most})]
+
+
+def _chunked(parallel: Parallel, layers: int) -> Iterator[Parallel]:
+    """The same with several chunks of layers on each stage, where they divide."""
+    if parallel.pp == 1 or parallel.microbatches % parallel.pp or parallel.schedule != "1f1b":
+        return
+    for chunks in CHUNKS:
+        cut = replace(parallel, virtual_pp=chunks)
+        with suppress(InfeasibleError):
+            cut.chunk_layers(layers)
+            yield cut
 
 
 def _try(
@@ -169,6 +208,8 @@ def _try(
             "cp": cut.cp,
             "microbatches": cut.microbatches,
             "recompute": cut.recompute,
+            "ep": cut.ep if cut.ep > 1 else section.ep,
+            "virtual_pp": cut.virtual_pp if cut.virtual_pp > 1 else section.virtual_pp,
         }
     )
     scenario = case.scenario.model_copy(update={"strategy": strategy, "knobs": dict(knobs), "parallel": full})

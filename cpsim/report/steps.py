@@ -80,7 +80,10 @@ def _candidates(advice: StepAdvice) -> Table:
         cut, waiting = one.parallel, one.aspects()["waiting for others"] / one.step.time_s
         made.add_row(
             str(rank),
-            *(str(getattr(cut, name)) for name in ("tp", "pp", "dp", "cp")),
+            str(cut.tp),
+            f"{cut.pp} x {cut.virtual_pp}" if cut.virtual_pp > 1 else str(cut.pp),
+            f"{cut.dp} (ep {cut.ep})" if cut.ep > 1 else str(cut.dp),
+            str(cut.cp),
             strategy_label(one.prediction.scenario),
             str(cut.microbatches),
             cut.recompute,

@@ -34,6 +34,8 @@ from cpsim.strategies.sizes import Sizes
 
 CHUNK: Final = 2048
 """Tokens dispatched at a time, by the benchmark."""
+MAX_STAGES: Final = 1000
+"""Far more than hide anything."""
 
 
 def plan_magi(
@@ -67,6 +69,8 @@ def plan_magi(
     for name, value in {"stages": stages, "smallest": smallest, "chunk": chunk or CHUNK}.items():
         if type(value) is not int or value < 1:
             raise ScenarioError(f"knobs.{name}: expected a positive integer, got {value!r}")
+    if stages > MAX_STAGES:
+        raise ScenarioError(f"knobs.stages: expected at most {MAX_STAGES}, got {stages}")
     if type(native) is not bool:
         raise ScenarioError(f"knobs.native: expected true or false, got {native!r}")
     if ranks == 1:

@@ -48,10 +48,14 @@ def _scenarios() -> list[dict[str, Any]]:
 
 
 SHAPE = {"layers": 4, "hidden": 512, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 1024, "vocab": 8192}
+EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 256, "shared_experts": 1}
 STEP = {"gpus": 8, "cluster": "dgx-h200", "tokens": 32768, "context": 4096, "kernel": "fa2", "mask": "causal_document"}
 STEPS = [
     {**STEP, "strategy": "ring", "model": SHAPE, "parallel": {"tp": 2, "pp": 2, "cp": 2, "recompute": "mlp"}},
     {**STEP, "strategy": "allgather", "model": "llama3-8b", "parallel": {"tp": 4, "cp": 2, "schedule": "same_phase"}},
+    {**STEP, "strategy": "none", "model": SHAPE, "parallel": {"pp": 2, "virtual_pp": 2, "batch": 1, "microbatches": 2}},
+    {**STEP, "strategy": "none", "model": SHAPE, "parallel": {"pp": 2, "layers_first": 1, "layers_last": 3}},
+    {**STEP, "strategy": "none", "model": {**SHAPE, **EXPERTS}, "parallel": {"tp": 2, "ep": 4}, "mask": "causal"},
     {**STEP, "strategy": "none", "model": SHAPE, "documents": {"distribution": "pile", "seed": 1, "max_length": 4096}},
 ]
 SMALL = {"gpus": 4, "cluster": "h200-4", "heads": 8, "kv_heads": 2}

@@ -101,6 +101,10 @@ def _dicts(tree: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 COUNTS = ("gpus", "tokens", "tokens_per_gpu", "heads", "kv_heads", "head_dim", "context")
+STEP_COUNTS = {
+    "parallel": ("tp", "pp", "dp", "cp", "ep", "microbatches", "batch", "virtual_pp", "layers_first", "layers_last"),
+    "model": ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab"),
+}
 
 
 def odd_scenario(tree: Any) -> str:
@@ -126,8 +130,26 @@ def odd_scenario(tree: Any) -> str:
     mask = tree.get("mask", "causal")
     if (mask.get("name") if isinstance(mask, dict) else mask) not in list(MASK_NAMES):
         return f"mask = {mask!r:.40}"
+    if found := _odd_step(tree):
+        return found
     infinite = [place for place, value in leaves(tree) if isinstance(value, float) and not math.isfinite(value)]
     return f"{infinite[0]:.40} is not finite" if infinite else ""
+
+
+def _odd_step(tree: dict[str, Any]) -> str:
+    """What is wrong with how a step is cut, or with its model: counts that are none, more experts for a token than
+    there are."""
+    for section, names in STEP_COUNTS.items():
+        fields = tree.get(section)
+        for name in names if isinstance(fields, dict) else ():
+            value = fields.get(name, 1)  # type: ignore[union-attr]
+            is_count = isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and not value % 1
+            if value is not None and not isinstance(value, str) and not is_count:
+                return f"{section}.{name} = {value!r:.40}"
+    model = tree.get("model")
+    experts, top_k = (model.get(name) if isinstance(model, dict) else None for name in ("experts", "top_k"))
+    too_many = isinstance(experts, int) and isinstance(top_k, int) and top_k > experts
+    return f"top_k = {top_k} of {experts} experts" if too_many else ""
 
 
 def odd_points(tree: Any) -> str:

@@ -17,6 +17,7 @@ from cpsim.case.parallel import Parallel, Recompute, Sharding
 from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
+from cpsim.prediction.step.experts import Experts
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
@@ -30,6 +31,15 @@ class Sizes:
     tp: int
     tokens: int
     """On this context-parallel rank; each of `tp` ranks has its shard of them."""
+    ep: int = 1
+    """Ranks that share the experts of a layer."""
+
+    @property
+    def experts(self) -> Experts | None:
+        """Router and routed experts, in place of the MLP."""
+        if not self.model.experts:
+            return None
+        return Experts(model=self.model, tp=self.tp, ep=self.ep, tokens=self.tokens)
 
     @property
     def shard(self) -> int:
@@ -124,6 +134,8 @@ class Framework:
     pipelines: bool = False
     engine: bool = False
     """Whether linear layers are Transformer Engine's."""
+    experts: bool = False
+    """Whether steps of models with experts are predicted."""
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
@@ -151,12 +163,17 @@ class Framework:
         found = self.kept.get(recompute, layer.kept)
         return found(sizes, compiled) if callable(found) else found
 
-    def check(self, parallel: Parallel) -> None:
-        """Whether this framework can cut a step like this.
+    def check(self, parallel: Parallel, model: Model) -> None:
+        """Whether this framework can cut a step of that model like this.
 
         Raises:
             InfeasibleError: it cannot; says what it has.
         """
+        if model.experts and not self.experts:
+            known = ", ".join(one.name for one in FRAMEWORKS.values() if one.experts)
+            raise InfeasibleError(
+                f"model: steps of {self.name} cannot be predicted with experts; use framework {known}"
+            )
         if parallel.sharding not in self.shardings:
             known = ", ".join(self.shardings)
             raise InfeasibleError(f"sharding: {self.name} has {known}, got {parallel.sharding}")
@@ -182,6 +199,11 @@ def node(kind: str, elements: int, *reads: str, **makes: int) -> Node:
 def named(makes: Mapping[str, int]) -> dict[str, int]:
     """Names with spaces."""
     return {name.replace("_", " "): nbytes for name, nbytes in makes.items()}
+
+
+def renamed(nodes: Nodes, names: Mapping[str, str]) -> Nodes:
+    """Ops with other names for some tensors."""
+    return tuple(one.renamed(lambda name: names.get(name, name)) for one in nodes)
 
 
 def gathered(sizes: Sizes, source: str, to: str) -> Nodes:
@@ -227,7 +249,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     of that gradient behind the gradient of the weights; everything else waits.
     """
     many, hidden = s.tp > 1, s.tokens // s.tp * s.model.hidden
-    inner, heads = s.inner // BF16, s.tokens * (s.model.heads + s.model.kv_heads) // s.tp * s.model.head_dim
+    heads = s.tokens * (s.model.heads + s.model.kv_heads) // s.tp * s.model.head_dim
     qkv, every = s.wide("qkv"), " all" if many else ""
 
     def column(name: str, source: str, to: str) -> Nodes:
@@ -250,6 +272,42 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             weight_gradient(s, name, source + every, kept, gradient),
         )
 
+    def mlp() -> tuple[Nodes, Nodes, set[str]]:
+        """Both passes of one that all tokens pass, from ``h norm`` to ``down`` and from ``dy`` to ``dh norm``, and what
+        is kept."""
+        forward = (
+            *column("gate_up", "h norm", "gate up"),
+            node("swiglu", s.inner // BF16, "gate up", swiglu=s.inner),
+            *row("down", "swiglu", "down"),
+        )
+        backward = (
+            *row_backward("down", "dy", "swiglu", "dswiglu"),
+            node("swiglu_bwd", s.inner // BF16, "dswiglu", "gate up", dgate_up=2 * s.inner),
+            *column_backward("gate_up", "dgate up", "h norm", "dh norm"),
+        )
+        return forward, backward, {"gate up", "swiglu"}
+
+    def mixture(routed: Experts) -> tuple[Nodes, Nodes, set[str]]:
+        """The same of routed experts, and of shared ones after them where there are any."""
+        if not s.model.shared_experts:
+            forward, backward = (
+                renamed(side, {"routed": "down", "dh routed": "dh norm"})
+                for side in (routed.forward(), routed.backward())
+            )
+            return forward, backward, set(routed.kept())
+        own, own_back, kept = mlp()
+        own, own_back = (
+            renamed(
+                side,
+                {"down": "shared", "down all": "shared all", "dh norm": "dh shared", "dh norm all": "dh shared all"},
+            )
+            for side in (own, own_back)
+        )
+        forward = (*routed.forward(), *own, node("add", hidden, "shared", "routed", down=s.shard))
+        sums = node("add", hidden, "dh routed", "dh shared", dh_norm=s.shard)
+        return forward, (*own_back, *routed.backward(), sums), kept | routed.kept()
+
+    over, over_back, kept_over = mlp() if s.experts is None else mixture(s.experts)
     return LayerCode(
         forward=(
             node("rms_norm", hidden, "x", x_norm=s.shard),
@@ -259,15 +317,11 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             *row("proj", "out", "proj"),
             node("add", hidden, "x", "proj", h=s.shard),
             node("rms_norm", hidden, "h", h_norm=s.shard),
-            *column("gate_up", "h norm", "gate up"),
-            node("swiglu", inner, "gate up", swiglu=s.inner),
-            *row("down", "swiglu", "down"),
+            *over,
             node("add", hidden, "h", "down", y=s.shard),
         ),
         backward=(
-            *row_backward("down", "dy", "swiglu", "dswiglu"),
-            node("swiglu_bwd", inner, "dswiglu", "gate up", dgate_up=2 * s.inner),
-            *column_backward("gate_up", "dgate up", "h norm", "dh norm"),
+            *over_back,
             node("rms_norm_bwd", hidden, "dh norm", "h", dh_part=s.shard),
             node("add", hidden, "dy", "dh part", dh=s.shard),
             *row_backward("proj", "dh", "out", "dout"),
@@ -277,7 +331,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             node("rms_norm_bwd", hidden, "dx norm", "x", dx_part=s.shard),
             node("add", hidden, "dh", "dx part", dx=s.shard),
         ),
-        kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", "gate up", "swiglu"}),
+        kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", *kept_over}),
     )
 
 
@@ -338,6 +392,7 @@ MEGATRON: Final = Framework(
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     pipelines=True,
     engine=True,
+    experts=True,
 )
 
 

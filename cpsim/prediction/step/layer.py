@@ -50,9 +50,9 @@ class ElementwisePass:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Communication among the tensor-parallel ranks; `nbytes` is nccl-tests' S."""
+    """Communication among the tensor-parallel ranks, or replicas; `nbytes` is nccl-tests' S."""
 
-    kind: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
     nbytes: int
 
 
@@ -61,7 +61,8 @@ Op = Gemm | ElementwisePass | Collective
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """Ops of one microbatch on one rank of `tp`, by part of the model; lists run one op after another."""
+    """Ops of one microbatch on one rank of `tp`, by part of the model; lists run one op after another. Of models with
+    experts, both ends alone."""
 
     model: Model
     tp: int
@@ -90,12 +91,12 @@ class Ops:
 
     def mlp(self) -> list[Op]:
         """Forward: norm, gate and up, SwiGLU, down."""
-        inner = self.model.ffn // self.tp * self.tokens
+        inner = self.model.linears(self.tp)["down"][0] * self.tokens
         return [self._norm(), *self._column("gate_up"), _elementwise("swiglu", inner), *self._row("down")]
 
     def after_attention_backward(self) -> list[Op]:
         """Backward of `after_attention`."""
-        inner = self.model.ffn // self.tp * self.tokens
+        inner = self.model.linears(self.tp)["down"][0] * self.tokens
         mlp = [*self._row_backward("down"), _elementwise("swiglu_bwd", inner), *self._column_backward("gate_up")]
         return [*mlp, self._norm(backward=True), self._add(), *self._row_backward("proj")]
 

@@ -2,7 +2,7 @@
 
 What is there all the time (weights, gradients' buffers, optimizer states) is a framework's fact; the rest are tensors
 of the program, each allocated by the op that makes it and freed after the last one that reads it. Of microbatches in
-flight all but one keep what lies between their passes.
+flight, and of chunks of layers where a stage has several, all but one keep what lies between their passes.
 
 Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4;
 Rajbhandari et al., "ZeRO" (2020), section 5.1; Zhao et al., "PyTorch FSDP" (2023), section 3.
@@ -10,13 +10,14 @@ Rajbhandari et al., "ZeRO" (2020), section 5.1; Zhao et al., "PyTorch FSDP" (202
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.prediction.step.pipeline import Pass, most_in_flight
 from cpsim.prediction.step.program import GRADIENT, SHARD, Program, live_bytes
 
 Ints = NDArray[np.int64]
@@ -67,20 +68,22 @@ class StageMemory:
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.working
 
 
-def stage_memory(
-    make: Callable[[int], Program],
-    layers: int,
-    in_flight: int,
-    persistent: tuple[int, int, int],
-    stays: tuple[str, ...],
-) -> StageMemory:
-    """Peak memory of one stage.
+@dataclass(frozen=True, slots=True)
+class ChunkMemory:
+    """What the program of a chunk of layers holds of one microbatch, bytes by kind, ``[len(KINDS)]``."""
+
+    peak: Ints
+    """Where it holds most."""
+    kept: int
+    """Activations and logits that stay between its two passes."""
+
+
+def chunk_memory(make: Callable[[int], Program], layers: int, stays: tuple[str, ...]) -> ChunkMemory:
+    """Memory of one chunk of layers.
 
     Args:
         make: the program of so many layers.
-        layers: of the stage.
-        in_flight: microbatches whose forward pass has run and whose backward pass has not, at most.
-        persistent: bytes of weights, gradients and optimizer states that are there all the time.
+        layers: of the chunk.
         stays: beginnings of names of tensors that stay until the optimizer's step.
     """
     few, more = 3, 4
@@ -101,14 +104,26 @@ def stage_memory(
         columns = np.concatenate([late + grown * (late - early) for early, late in parts], axis=1)
         kept = b[:, forward_b] + grown * (b[:, forward_b] - a[:, forward_a])
     at = int(np.argmax(columns.sum(axis=0)))
-    found = dict(zip(KINDS, columns[:, at].tolist(), strict=True))
-    found["activations"] += (in_flight - 1) * int(kept[[KINDS.index("activations"), KINDS.index("logits")]].sum())
+    return ChunkMemory(columns[:, at], int(kept[[KINDS.index("activations"), KINDS.index("logits")]].sum()))
+
+
+def stage_memory(chunks: Mapping[int, ChunkMemory], order: list[Pass], persistent: tuple[int, int, int]) -> StageMemory:
+    """Peak memory of one stage.
+
+    Args:
+        chunks: of the stage, by virtual stage.
+        order: passes of the stage.
+        persistent: bytes of weights, gradients and optimizer states that are there all the time.
+    """
+    beside = most_in_flight(order, {stage: chunk.kept for stage, chunk in chunks.items()})
+    fullest = max(beside, key=lambda stage: int(chunks[stage].peak.sum()) + beside[stage])
+    found = dict(zip(KINDS, chunks[fullest].peak.tolist(), strict=True))
     weights, gradients, optimizer = persistent
     return StageMemory(
         weights=found["weights"] + weights,
         gradients=found["gradients"] + gradients,
         optimizer=optimizer,
-        activations=found["activations"],
+        activations=found["activations"] + beside[fullest],
         logits=found["logits"],
         working=found["working"],
     )

@@ -2,16 +2,23 @@
 
 * ``1f1b``: stage s runs P - 1 - s forward passes ahead, then one forward and one backward in turn, then the rest. A
   stage starts a pass when its previous one has ended and its input has come; replicas know nothing of each other.
+* Interleaved ``1f1b``: a stage holds V chunks of layers, and chunk c of stage s is virtual stage c * P + s of P * V.
+  Microbatches run in groups of P, each group through one chunk after the other, backward in the opposite order of
+  chunks. Stage s runs 2 (P - 1 - s) + (V - 1) P passes ahead, then one forward and one backward in turn, then the rest.
+  Where all passes take alike, the bubble is (P - 1) / (V M) of the time that passes take.
 * ``same_phase``: all stages of all replicas run the same phase in a tick and wait for each other after it: M + P - 1
   ticks forward, P - 1 of them before the first backward one, and as many backward.
 
 Reference: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021),
-section 2.2 (1F1B); DistCA (arXiv 2510.18121), section 4.4 and figure 8 (same phase).
+section 2.2 (1F1B and its interleaved form); Megatron-Core, pipeline_parallel/schedules.py (numbers of passes ahead,
+order of chunks); DistCA (arXiv 2510.18121), section 4.4 and figure 8 (same phase).
+Differs: transfers between stages run beside passes throughout; in the warm-up and the last backward passes of the
+interleaved form Megatron-Core waits for them unless overlap_p2p_comm_warmup_flush is set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +26,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Pass = tuple[int, int, int]
-"""0 or 1 for forward or backward, microbatch, stage."""
+"""0 or 1 for forward or backward, microbatch, stage; where stages hold several chunks of layers, virtual stage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,50 +46,82 @@ class Pipeline:
         return float(self.end_s.max())
 
 
-def one_f_one_b_order(stage: int, num_stages: int, num_microbatches: int) -> list[Pass]:
-    """Passes of a stage in the order in which it runs them."""
-    ahead = min(num_stages - 1 - stage, num_microbatches)
-    forward = [(0, m, stage) for m in range(num_microbatches)]
-    backward = [(1, m, stage) for m in range(num_microbatches)]
+def one_f_one_b_order(stage: int, num_stages: int, num_microbatches: int, chunks: int = 1) -> list[Pass]:
+    """Passes of a stage in the order in which it runs them.
+
+    Args:
+        stage: 0 is the first.
+        num_stages: of the pipeline.
+        num_microbatches: a multiple of ``num_stages`` where there are several chunks.
+        chunks: of layers on the stage.
+    """
+    ahead, runs = num_stages - 1 - stage, [(m, 0) for m in range(num_microbatches)]
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * num_stages
+        groups = range(0, num_microbatches, num_stages)
+        runs = [(first + m, chunk) for first in groups for chunk in range(chunks) for m in range(num_stages)]
+    ahead = min(ahead, len(runs))
+    forward = [(0, m, chunk * num_stages + stage) for m, chunk in runs]
+    backward = [(1, m, (chunks - 1 - chunk) * num_stages + stage) for m, chunk in runs]
     turns = [one for pair in zip(forward[ahead:], backward, strict=False) for one in pair]
-    return [*forward[:ahead], *turns, *backward[num_microbatches - ahead :]]
+    return [*forward[:ahead], *turns, *backward[len(runs) - ahead :]]
 
 
-def one_f_one_b(seconds: Floats, hop_s: float) -> Pipeline:
+def one_f_one_b(seconds: Floats, hop_s: float, chunks: int = 1) -> Pipeline:
     """Simulates 1F1B.
 
     Args:
-        seconds: of every pass ``[2, R, M, P]``: forward or backward, replica, microbatch, stage.
+        seconds: of every pass ``[2, R, M, P * chunks]``: forward or backward, replica, microbatch, virtual stage.
         hop_s: a transfer of activations or their gradients to the next stage; a stage computes meanwhile.
+        chunks: of layers on every stage; more than one is the interleaved form.
     """
-    _, _, microbatches, stages = seconds.shape
-    end = np.zeros_like(seconds)
-    orders = [one_f_one_b_order(stage, stages, microbatches) for stage in range(stages)]
-    for which, m, stage, before, given in _in_time(orders, stages):
+    _, _, microbatches, virtual = seconds.shape
+    end, stages = np.zeros_like(seconds), virtual // chunks
+    orders = [one_f_one_b_order(stage, stages, microbatches, chunks) for stage in range(stages)]
+    for which, m, stage, before, given in _in_time(orders, virtual):
         start = end[before[0], :, before[1], before[2]] if before else np.zeros(seconds.shape[1])
         if given:
             start = np.maximum(start, end[given[0], :, given[1], given[2]] + hop_s * (given[2] != stage))
         end[which, :, m, stage] = start + seconds[which, :, m, stage]
-    path, hops = _critical_path(end, orders, stages, hop_s)
-    return Pipeline(end[1, :, -1, :], path, hops)
+    last = end[1, :, -1, :stages]  # of the first chunk of every stage
+    return Pipeline(last, *_critical_path(end, last, orders, hop_s))
 
 
-def _given(one: Pass, stages: int) -> Pass | None:
+def most_in_flight(order: list[Pass], sizes: Mapping[int, int]) -> dict[int, int]:
+    """What passes of other microbatches or chunks hold at most while a virtual stage runs.
+
+    Args:
+        order: passes of one stage.
+        sizes: what a microbatch holds of a virtual stage between its two passes.
+
+    Returns:
+        for every virtual stage in the order, the largest sum of sizes beside its own.
+    """
+    held, most = 0, dict[int, int]()
+    for which, _, stage in order:
+        held += sizes[stage] * (which == 0)
+        most[stage] = max(most.get(stage, 0), held - sizes[stage])
+        held -= sizes[stage] * (which == 1)
+    return most
+
+
+def _given(one: Pass, virtual: int) -> Pass | None:
     """The pass whose output a pass needs."""
     which, m, stage = one
     if which == 0:
         return (0, m, stage - 1) if stage else None
-    return (1, m, stage + 1) if stage < stages - 1 else (0, m, stage)
+    return (1, m, stage + 1) if stage < virtual - 1 else (0, m, stage)
 
 
-def _in_time(orders: list[list[Pass]], stages: int) -> Iterator[tuple[int, int, int, Pass | None, Pass | None]]:
+def _in_time(orders: list[list[Pass]], virtual: int) -> Iterator[tuple[int, int, int, Pass | None, Pass | None]]:
     """All passes such that those they wait for come earlier: with the one before on the stage and the one given."""
+    stages = len(orders)
     at, done = [0] * stages, set()
     while any(at[s] < len(orders[s]) for s in range(stages)):
         for s in range(stages):
             while at[s] < len(orders[s]):
                 one = orders[s][at[s]]
-                given = _given(one, stages)
+                given = _given(one, virtual)
                 if given is not None and given not in done:
                     break
                 yield (*one, orders[s][at[s] - 1] if at[s] else None, given)
@@ -91,24 +130,22 @@ def _in_time(orders: list[list[Pass]], stages: int) -> Iterator[tuple[int, int, 
 
 
 def _critical_path(
-    end: Floats, orders: list[list[Pass]], stages: int, hop_s: float
+    end: Floats, last: Floats, orders: list[list[Pass]], hop_s: float
 ) -> tuple[tuple[tuple[int, Pass], ...], int]:
     """Back from the last end, always to what a pass waited for."""
-    replica, stage = (int(i) for i in np.unravel_index(np.argmax(end[1, :, -1, :]), end[1, :, -1, :].shape))
+    replica, stage = (int(i) for i in np.unravel_index(np.argmax(last), last.shape))
     before = {one: previous for order in orders for previous, one in zip([None, *order], order, strict=False)}
     one: Pass | None = orders[stage][-1]
     path, hops = [], 0
     while one is not None:
         path.append((replica, one))
-        previous, given = before[one], _given(one, stages)
-        ready = [
-            (end[other[0], replica, other[1], other[2]] + hop_s * (other[2] != one[2]), other)
-            for other in (previous, given)
-            if other is not None
-        ]
-        following = max(ready)[1] if ready else None
-        hops += following is not None and following[2] != one[2]
-        one = following
+        ready = []
+        for other, sent in ((before[one], False), (_given(one, end.shape[-1]), True)):
+            if other is not None:
+                hop = sent and other[2] != one[2]
+                ready.append((end[other[0], replica, other[1], other[2]] + hop_s * hop, other, hop))
+        _, one, hop = max(ready) if ready else (0.0, None, False)
+        hops += hop
     return tuple(reversed(path)), hops
 
 

@@ -21,10 +21,11 @@ from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
 from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
+from cpsim.prediction.step.experts import NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
-from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import StageMemory, stage_memory, workspaces
-from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
+from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Op, Ops, flops, sent_bytes
+from cpsim.prediction.step.memory import ChunkMemory, StageMemory, chunk_memory, stage_memory, workspaces
+from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
@@ -95,6 +96,12 @@ class StepModel:
     compiled: bool = False
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers of every virtual stage: chunk c of stage s is number c * pp + s."""
+        return self.parallel.chunk_layers(self.model.layers)
 
     @property
     def sharded(self) -> bool:
@@ -123,20 +130,33 @@ class StepModel:
             kept: bytes that attention of a layer keeps beyond its inputs and output.
         """
         cut, held = self.parallel, self.held
-        parameters = self._parameters(stage)
-        states = -(-parameters // cut.shards) if cut.sharding != "none" else parameters
-        mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
+        parameters = self._parameters(stage) + self._parameters(stage, "experts")
+        states = self._shared(stage) if cut.sharding != "none" else parameters
+        mine = self._shared(stage) if cut.sharding == "fsdp" else parameters
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
-        found = stage_memory(
-            self._programs(tokens, stage, exchange, kept),
-            self.model.layers // cut.pp,
-            min(cut.microbatches, cut.pp - stage),
-            (held.weight * mine, summed * mine, held.states * states * cut.optimizer),
-            () if summed else (SHARD,) if self.sharded else (GRADIENT,),
-        )
+        stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
+        chunks = {
+            chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
+            for chunk in range(stage, cut.virtual_stages, cut.pp)
+        }
+        order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
+        fixed = held.weight * mine, summed * mine, held.states * states * cut.optimizer
+        found = stage_memory(chunks, order, fixed)
         always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
         return replace(found, working=found.working + always)
+
+    def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
+        """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
+        key = tokens, self._alike(chunk), exchange, kept
+        if key not in self._chunks:
+            make = self._programs(tokens, chunk, exchange, kept)
+            self._chunks[key] = chunk_memory(make, self.layers[chunk], stays)
+        return self._chunks[key]
+
+    def _alike(self, chunk: int) -> tuple[int, bool, bool]:
+        """What time and memory of a virtual stage depend on: its layers, and the ends of the model that it has."""
+        return self.layers[chunk], chunk == 0, chunk == self.parallel.virtual_stages - 1
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.
@@ -152,16 +172,18 @@ class StepModel:
             attended = [self.attention.of(replica) for replica in batch]
         seconds = self._passes(batch, attended)
         tokens = max(self._tokens(documents) for replica in batch for documents in replica)
-        hop_s, ops = self._hop_seconds(tokens), Ops(self.model, self.parallel.tp, tokens)
-        run = one_f_one_b if self.parallel.schedule == "1f1b" else same_phase
-        pipeline = run(seconds.sum(axis=-1), hop_s)
+        hop_s = self._hop_seconds(tokens)
+        passes = seconds.sum(axis=-1)
+        is_1f1b = self.parallel.schedule == "1f1b"
+        pipeline = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
         end, last = self._updates(pipeline, seconds)
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
+        mean = seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) * self.parallel.virtual_pp  # of the chunks of a GPU
         return Step(
             time_s=end,
             parts=dict(zip(PARTS, parts.tolist(), strict=True)),
-            busy=dict(zip(PARTS, (seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) + last).tolist(), strict=True)),
+            busy=dict(zip(PARTS, (mean + last).tolist(), strict=True)),
             memory=self.memory(batch, attended),
             gpu_bytes=self.cluster.gpu.memory_bytes,
             flops=self._flops(batch, attended),
@@ -170,39 +192,74 @@ class StepModel:
             notes=tuple(
                 dict.fromkeys(
                     (
-                        *self.costs.notes(ops.forward() + ops.backward() + ops.loss()),
+                        *self._notes(tokens),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
             ),
         )
 
-    def program(self, tokens: int, stage: int = 0) -> Program:
-        """What a GPU of a stage runs for a microbatch of so many tokens on a context-parallel rank."""
-        return self._programs(tokens, stage)(self.model.layers // self.parallel.pp)
+    def program(self, tokens: int, chunk: int = 0) -> Program:
+        """What a GPU runs of a virtual stage for a microbatch of so many tokens on a context-parallel rank."""
+        return self._programs(tokens, chunk)(self.layers[chunk])
+
+    def _notes(self, tokens: int) -> tuple[str, ...]:
+        """What about ops of a microbatch lies outside of the measured range, or was not measured at all."""
+        ops, tp, ep = Ops(self.model, self.parallel.tp, tokens), self.parallel.tp, self.parallel.ep
+        if not self.model.experts:
+            return self.costs.notes(ops.forward() + ops.backward() + ops.loss())
+        whats = [what for what in _ops(self._programs(tokens, -1)(1)) if not isinstance(what, str)]
+        exchanged = [what for what in whats if isinstance(what, Collective) and what.kind == "all_to_all"]
+        others = [what for what in whats if what not in exchanged]
+        far = ep * tp > self.cluster.gpus_per_node
+        sizes = dict.fromkeys(what.nbytes for what in exchanged if not far)
+        notes = (note for n in sizes for note in self.costs.profile.collective_notes("all_to_all", n, ep))
+        return (NOTE, *self.costs.notes(others + ops.loss()), *notes)
 
     def _tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
 
     def _parameters(self, stage: int, part: str = "") -> int:
-        """Parameters of a stage on one tensor-parallel rank; or of one part of it, see ``program.program``."""
+        """Parameters of a stage on one tensor-parallel rank, those of its experts aside; or of these, or of one part of
+        it, see ``program.program``."""
         tp, pp = self.parallel.tp, self.parallel.pp
+        if part in ("", "experts"):
+            of = self._expert_parameters if part else self._chunk_parameters
+            return sum(map(of, range(stage, self.parallel.virtual_stages, pp)))
         words = self.model.vocab // tp * self.model.hidden
         ends = {"first": words * (stage == 0), "last": words * (stage == pp - 1)}
-        each = self.model.layer_parameters(tp)
-        if not part:
-            return each * (self.model.layers // pp) + sum(ends.values())
-        return ends.get(part, sum(ends.values()) if part == "root" else each)
+        return ends.get(part, sum(ends.values()) if part == "root" else self.model.layer_parameters(tp))
 
-    def _programs(self, tokens: int, stage: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
-        """The program of a stage by its number of layers."""
-        sizes, code, recompute = Sizes(self.model, self.parallel.tp, tokens), self.framework, self.parallel.recompute
+    def _shared(self, stage: int) -> int:
+        """Parameters of a stage that are a rank's own among those that share them."""
+        cut, experts = self.parallel, self._parameters(stage, "experts")
+        return -(-self._parameters(stage) // cut.shards) + -(-experts * cut.ep // cut.shards)
+
+    def _chunk_parameters(self, chunk: int) -> int:
+        """Parameters of a virtual stage on one tensor-parallel rank, those of its experts aside."""
+        tp = self.parallel.tp
+        ends = (chunk == 0) + (chunk == self.parallel.virtual_stages - 1)
+        words = self.model.vocab // tp * self.model.hidden
+        each = self.model.layer_parameters(tp) - self.model.expert_parameters(tp)
+        return each * self.layers[chunk] + ends * words
+
+    def _expert_parameters(self, chunk: int) -> int:
+        """Parameters of a virtual stage in experts that a rank holds."""
+        return self.model.expert_parameters(self.parallel.tp) // self.parallel.ep * self.layers[chunk]
+
+    def _sizes(self, tokens: int) -> Sizes:
+        return Sizes(self.model, self.parallel.tp, tokens, self.parallel.ep)
+
+    def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
+        """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
+        sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
         layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
-        first = code.first(sizes, self.compiled) if stage == 0 else None
-        last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if stage == self.parallel.pp - 1 else None
+        is_last = chunk == self.parallel.virtual_stages - 1
+        first = code.first(sizes, self.compiled) if chunk == 0 else None
+        last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if is_last else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
-        shards = self._shards(stage) if self.sharded else None
+        shards = self._shards(chunk) if self.sharded else None
         return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
 
     def _shards(self, stage: int) -> Shards:
@@ -232,27 +289,33 @@ class StepModel:
         return Shards(gather=gather, scatter=scatter, root=self.framework.root)
 
     def _passes(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
-        """Seconds of every pass by cost model, ``[2, R, M, P, len(PARTS)]``."""
-        stages = self.parallel.pp
+        """Seconds of every pass by cost model, ``[2, R, M, virtual stages, len(PARTS)]``."""
+        stages = self.parallel.virtual_stages
         seconds = np.zeros((2, len(batch), len(batch[0]), stages, len(PARTS)))
-        like = {0: 0, stages - 1: stages - 1}
+        alike: dict[object, list[int]] = {}
+        for chunk in range(stages):
+            alike.setdefault(self._alike(chunk), []).append(chunk)
+        known: dict[tuple[int, int], Floats] = {}  # equal microbatches have the same attention
         for r, replica in enumerate(batch):
             for m, documents in enumerate(replica):
-                tokens = self._tokens(documents)
-                for stage in range(stages):
-                    seconds[:, r, m, stage] = self._pass(tokens, like.get(stage, 1), attended[r][m])
+                key = self._tokens(documents), id(attended[r][m])
+                if key not in known:
+                    known[key] = np.zeros((2, stages, len(PARTS)))
+                    for chunks in alike.values():
+                        known[key][:, chunks] = self._pass(key[0], chunks[0], attended[r][m])[:, None]
+                seconds[:, r, m] = known[key]
         return seconds
 
-    def _pass(self, tokens: int, stage: int, attended: Attended) -> Floats:
-        """Seconds of both passes of a stage by cost model, ``[2, len(PARTS)]``.
+    def _pass(self, tokens: int, chunk: int, attended: Attended) -> Floats:
+        """Seconds of both passes of a virtual stage by cost model, ``[2, len(PARTS)]``.
 
         Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
         """
-        layers, plain = self.model.layers // self.parallel.pp, not (self.sharded or self.framework.launches)
-        key = tokens, stage, None if plain else str(attended.parts)
+        layers, plain = self.layers[chunk], not (self.sharded or self.framework.launches)
+        key = tokens, self._alike(chunk), None if plain else str(attended.parts)
         if key not in self._known:
             parts: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
-            make = self._programs(tokens, stage)
+            make = self._programs(tokens, chunk)
             self._known[key] = of_layers(make, self._prices(parts), layers)
         found = self._known[key]
         if not plain:
@@ -263,23 +326,28 @@ class StepModel:
 
     def _layer(self, tokens: int) -> tuple[bool, float]:
         """Whether attention of a layer runs again before the backward pass, and bytes that a rank sends to others of
-        its tensor-parallel group in both passes."""
+        its tensor- and expert-parallel groups in both passes."""
         if tokens not in self._layers:
             layer = self._programs(tokens, -1)(1)
             again = any(node.what == "fwd" for node in layer.backward)
             nodes = [node for node in (*layer.forward, *layer.backward) if node.stream == "comm"]
             talks = [node.what for node in nodes if isinstance(node.what, Collective)]
-            self._layers[tokens] = again, sent_bytes(talks, self.parallel.tp)
+            exchanged = [what for what in _ops(layer) if isinstance(what, Collective) and what.kind == "all_to_all"]
+            sent = sent_bytes(talks, self.parallel.tp) + sent_bytes(exchanged, self.parallel.ep)
+            self._layers[tokens] = again, sent
         return self._layers[tokens]
 
     def _prices(self, attention: tuple[Parts, Parts]) -> Prices:
         group = self.parallel.group(self.cluster, self.parallel.shards)
+        experts = self.parallel.group(self.cluster, self.parallel.ep)
         host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
         return Prices(
             costs=self.costs,
             kernel=self.attention.kernel,
             attention=dict(zip(PASSES, attention, strict=True)),
-            sharded=lambda op: self.collective(group, Kind[op.kind.upper()], op.nbytes),
+            sharded=lambda op: self.collective(
+                experts if op.kind == "all_to_all" else group, Kind[op.kind.upper()], op.nbytes
+            ),
             launch_s={
                 stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
                 for stream, name in names.items()
@@ -303,7 +371,10 @@ class StepModel:
         return np.asarray(parts)
 
     def _updates(self, pipeline: Pipeline, seconds: Floats) -> tuple[float, Floats]:
-        """End of the step, and what follows the last backward pass by cost model, of the stage that ends last."""
+        """End of the step, and what follows the last backward pass by cost model, of the stage that ends last.
+
+        Gradients of a stage's other chunks of layers are summed before, during the passes of chunks that follow.
+        """
         ends = []
         for stage in range(self.parallel.pp):
             backward = float(seconds[1, :, -1, stage].sum(axis=-1).max())
@@ -319,26 +390,32 @@ class StepModel:
 
     def _update(self, stage: int, backward_s: float) -> Floats:
         """Seconds of gradients' sums and of the optimizer on a stage, ``[len(PARTS)]``."""
-        cut, held, parameters = self.parallel, self.held, self._parameters(stage)
+        cut, held = self.parallel, self.held
         parts: list[Parts] = []
-        group = cut.group(self.cluster, cut.replicas)
+        groups = [(cut.group(self.cluster, cut.replicas), self._parameters(stage), self._chunk_parameters(stage))]
+        if self.model.experts:
+            experts = self._parameters(stage, "experts"), self._expert_parameters(stage)
+            groups.append((cut.expert_group(self.cluster), *experts))
         parted = cut.sharding != "none" and cut.optimizer
         if cut.gradients != "none" and cut.sharding != "fsdp":
             summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
-            where, exposed = self.collective(group, summing, (held.gradient or held.made_gradient) * parameters)
-            if self.framework.divides and cut.replicas > 1:
-                parts.append(self.costs.seconds([ElementwisePass("copy", 2 * held.made_gradient * parameters)]))
-            if cut.gradients == "overlapped":  # what comes last is not: the embedding, or a layer
-                last = max(self._parameters(stage, name) for name in ("first", "layers")) / parameters
-                exposed = max(exposed - backward_s, exposed * last)
-            parts.append({where: exposed})
+            beside, each = cut.gradients == "overlapped", held.gradient or held.made_gradient
+            first = self._parameters(stage, "first")  # its gradients come last, in one bucket
+            for group, parameters, chunk in groups:
+                if self.framework.divides and cut.replicas > 1:
+                    parts.append(self.costs.seconds([ElementwisePass("copy", 2 * each * parameters)]))
+                where, seconds = self.collective(group, summing, each * (chunk if beside else parameters))
+                last = max(1 / max(1, self.layers[stage]), first / max(1, chunk))
+                parts.append({where: max(seconds - backward_s, seconds * last) if beside else seconds})
+                backward_s, first = max(0.0, backward_s - seconds), 0
         if cut.optimizer:
-            mine = -(-parameters // cut.shards) if parted else parameters
+            mine = self._shared(stage) if parted else sum(parameters for _, parameters, _ in groups)
             norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
             parts.append(self.costs.seconds([*norm, ElementwisePass("adam", held.optimizer * mine)]))
             if parted and cut.sharding != "fsdp":
-                where, exposed = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
-                parts.append({where: exposed})
+                for group, parameters, _ in groups:
+                    where, seconds = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
+                    parts.append({where: seconds})
         return np.asarray(stacked(parts).sum(axis=0))
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
@@ -349,8 +426,9 @@ class StepModel:
 
     def _sent(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         """Bytes that the busiest GPU sends: among tensor-parallel ranks, in attention, to other stages, to replicas."""
-        layers, tp, stages = self.model.layers // self.parallel.pp, self.parallel.tp, self.parallel.pp
-        hops = 0 if stages == 1 else 1 if stages == 2 else 2
+        tp, stages, chunks = self.parallel.tp, self.parallel.pp, self.parallel.virtual_pp
+        layers = max(sum(self.layers[stage::stages]) for stage in range(stages))
+        hops = 0 if stages == 1 else 2 * chunks - (stages == 2)
         most = 0.0
         for replica, found in zip(batch, attended, strict=True):
             total = 0.0
@@ -359,14 +437,17 @@ class StepModel:
                 total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
             most = max(most, total)
         cut, held = self.parallel, self.held
-        parameters, share = self._parameters(0), 1 - 1 / cut.replicas
+        parameters = max(map(self._parameters, range(stages)))
         if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
             each = 1 - 1 / cut.shards
             return most + each * parameters * cut.microbatches * (2 * BF16 + FP32)
         parted = cut.sharding != "none" and cut.optimizer
-        gradients = (held.gradient or held.made_gradient) * parameters
-        summed = gradients * (cut.gradients != "none") * (1 if parted else 2)
-        return most + share * (summed + held.weight * parameters * parted)
+        experts = max(self._parameters(stage, "experts") for stage in range(stages))
+        for own, replicas in ((parameters, cut.replicas), (experts, cut.expert_replicas)):
+            gradients = (held.gradient or held.made_gradient) * own
+            summed = gradients * (cut.gradients != "none") * (1 if parted else 2)
+            most += (1 - 1 / replicas) * (summed + held.weight * own * parted)
+        return most
 
     def _flops(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         total = 0.0
@@ -374,8 +455,14 @@ class StepModel:
             for documents, one in zip(replica, found, strict=True):
                 ops = Ops(self.model, 1, sum(documents))
                 pairs = 4.0 * one.area * self.model.heads * self.model.head_dim
-                total += self.model.layers * (3 * flops(ops.forward()) + 3.5 * pairs) + 3 * flops(ops.loss())
+                products = 2.0 * self.model.products() * sum(documents)
+                total += self.model.layers * (3 * products + 3.5 * pairs) + 3 * flops(ops.loss())
         return total
+
+
+def _ops(program: Program) -> list[Op | str]:
+    """Ops of both passes, attention by its name."""
+    return [node.what for node in (*program.forward, *program.backward) if node.what is not None]
 
 
 def _with_exchange(code: LayerCode, exchange: int, kept: int) -> LayerCode:

@@ -35,6 +35,7 @@ _KINDS: Final = {
     "all_gather": Kind.ALL_GATHER,
     "reduce_scatter": Kind.REDUCE_SCATTER,
     "all_reduce": Kind.ALL_REDUCE,
+    "all_to_all": Kind.ALL_TO_ALL,
 }
 
 

@@ -80,7 +80,7 @@ def cut_of(scenario: Scenario, node: Node) -> Cut:
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
     parallel = known.cut(given, scenario.gpus, sequences)
     places = parallel.dp * parallel.microbatches
-    context = scenario.context or scenario.num_tokens // places
+    context = scenario.context or scenario.num_tokens // (places * (parallel.batch or 1))
     cut = Cut(
         scenario=scenario,
         model=model_of(scenario),
@@ -109,6 +109,7 @@ def _reasons(cut: Cut) -> list[str]:
         f"mask: steps run here with causal, got {s.mask_name}": s.mask != "causal",
         f"tokens: expected a multiple of dp x microbatches x context = {p.dp} x {p.microbatches} x {cut.context}, "
         f"got {s.num_tokens}": cut.batch * cut.context * p.dp * p.microbatches != s.num_tokens,
+        f"batch: expected {cut.batch} sequences of a microbatch, got {p.batch}": p.batch not in (None, cut.batch),
         f"strategy: {strategy} needs several ranks, got cp = 1; use none": p.cp == 1 and strategy != "none",
         f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy}": p.cp > 1 and strategy not in STRATEGIES,
         f"tokens: expected sequences that are multiples of 2 x cp x tp = {2 * p.cp * p.tp} tokens, "
@@ -122,6 +123,7 @@ def _reasons(cut: Cut) -> list[str]:
         // p.cp
         % p.loss_chunks
         != 0,
+        f"model: steps run here without experts, got {m.experts}; use a dense model": m.experts > 0,
         f"heads: expected a divisor of them, got tp = {p.tp}": m.heads % p.tp != 0,
         "optimizer: steps run here with an optimizer and gradients that are summed": not p.optimizer
         or (p.replicas > 1 and p.gradients == "none"),

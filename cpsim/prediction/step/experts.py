@@ -1,0 +1,181 @@
+"""Mixture of experts op by op, on each rank: a router sends every token to some experts, which other ranks may hold.
+
+Ranks of an expert-parallel group hold a part of the experts each. Copies of tokens go to their experts by an all-to-all
+among the ranks of the group, and come back by another; tensor parallelism cuts each expert, so that its ranks gather
+copies before and sum and scatter them after. Every expert gets as many tokens as any other.
+
+Reference: Lepikhin et al., "GShard" (2020), section 2.2 (top-k routing, all-to-all); Megatron-Core 0.12,
+transformer/moe: router.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher: order of permutations and collectives;
+results are weighted where they arrive, so that they are kept), experts.py (TEGroupedMLP: products of one expert after
+the other). By default nothing runs beside the all-to-alls.
+Differs: counts of tokens that ranks tell each other, and waits of the host for them, are left out; permutations are
+fused, as its example for Mixtral has them, which is not the default.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from cpsim.case.model import Model
+from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.program import Node, Nodes, Stream
+from cpsim.schedule.transformer import OP_BYTES
+
+What = Collective | ElementwisePass
+NOTE: Final = (
+    "experts: each gets equally many tokens, and grouped products are priced as the sum of the experts' own; "
+    "an estimate, not measured"
+)
+
+
+def balanced(total: int, parts: int) -> list[int]:
+    """A number in almost equal parts, the larger ones first."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """Router and routed experts of a layer, of one microbatch on one rank."""
+
+    model: Model
+    tp: int
+    ep: int
+    """Ranks that share the experts."""
+    tokens: int
+    """On this context-parallel rank; each of `tp` ranks has its shard of them."""
+
+    @property
+    def rows(self) -> list[int]:
+        """Tokens of each expert of this rank, those of all ranks of the group."""
+        every = balanced(self.ep * self.tokens * self.model.top_k, self.model.experts)
+        return every[: self.model.experts // self.ep]
+
+    @property
+    def shard(self) -> int:
+        """Tokens of this tensor-parallel rank."""
+        return self.tokens // self.tp
+
+    @property
+    def sent_bytes(self) -> int:
+        """Copies of this rank's tokens, one for each expert that they are sent to."""
+        return BF16 * self.shard * self.model.top_k * self.model.hidden
+
+    def forward(self) -> Nodes:
+        """From ``h norm``, this rank's shard, to ``routed``."""
+        scores, hidden = self.shard * self.model.experts, BF16 * self.shard * self.model.hidden
+        rows, there = self._there("sent")
+        returned, back = self._back(self._each("expert down"))
+        router = Gemm("forward", self.shard, self.model.experts, self.model.hidden)
+        return (
+            Node(router, ("h norm", "weights"), {"router": BF16 * scores}),
+            Node(ElementwisePass("copy", (BF16 + FP32) * scores), ("router",), {"probs": FP32 * scores}),
+            Node(ElementwisePass("copy", 2 * self.sent_bytes), ("h norm", "probs"), {"sent": self.sent_bytes}),
+            *there,
+            *self._products("gate_up", rows, "expert gate up"),
+            self._swiglu("swiglu", self._each("expert gate up"), "expert swiglu", self.inner),
+            *self._products("down", "expert swiglu", "expert down"),
+            *back,
+            Node(self._sums(), (*returned, "probs"), {"routed": hidden}),
+        )
+
+    def backward(self) -> Nodes:
+        """From ``dy``, this rank's shard, to ``dh routed``."""
+        scores, hidden = self.shard * self.model.experts, BF16 * self.shard * self.model.hidden
+        rows, _ = self._there("sent")
+        arrived, there = self._there("dsent")
+        kept, _ = self._back(self._each("expert down"))
+        returned, back = self._back(self._each("drows"))
+        gates = ("dexpert swiglu", *self._each("expert gate up"))
+        to_input = Gemm("dgrad", self.shard, self.model.hidden, self.model.experts)
+        to_router = Gemm("wgrad", self.model.experts, self.model.hidden, self.shard)
+        return (
+            Node(
+                ElementwisePass("copy", 2 * self.sent_bytes + hidden),
+                ("dy", "probs", *kept),
+                {"dsent": self.sent_bytes},
+            ),
+            *there,
+            *self._gradients("down", arrived, "expert swiglu", "dexpert swiglu"),
+            self._swiglu("swiglu_bwd", gates, "dexpert gate up", 2 * self.inner),
+            *self._gradients("gate_up", "dexpert gate up", rows, "drows"),
+            *back,
+            Node(self._sums(), returned, {"dh sent": hidden}),
+            Node(ElementwisePass("copy", (2 * FP32 + BF16) * scores), ("probs",), {"drouter": BF16 * scores}),
+            Node(to_input, ("drouter", "weights"), {"dh router": hidden}),
+            Node(to_router, ("drouter", "h norm")),
+            Node(ElementwisePass("add", 3 * hidden), ("dh sent", "dh router"), {"dh routed": hidden}),
+        )
+
+    def kept(self) -> frozenset[str]:
+        """What the backward pass reads of the forward one."""
+        made = {name for node in self.forward() for name in node.makes}
+        return frozenset(made & {name for node in self.backward() for name in node.reads})
+
+    @property
+    def inner(self) -> int:
+        """Elements of SwiGLU's outputs of all experts of this rank."""
+        return sum(self.rows) * self.model.expert(self.tp)["down"][0]
+
+    def _each(self, name: str) -> tuple[str, ...]:
+        """Names of a tensor of each expert."""
+        return tuple(f"{name} {i}" for i in range(len(self.rows)))
+
+    def _products(self, name: str, source: str, to: str) -> Nodes:
+        """Of a linear layer of each expert."""
+        inner, outer = self.model.expert(self.tp)[name]
+        return tuple(
+            Node(Gemm("forward", rows, outer, inner), (source, "weights"), {made: BF16 * rows * outer})
+            for rows, made in zip(self.rows, self._each(to), strict=True)
+        )
+
+    def _gradients(self, name: str, source: str, kept: str, to: str) -> Nodes:
+        """Of inputs and weights of a linear layer of each expert."""
+        inner, outer = self.model.expert(self.tp)[name]
+        dgrads = tuple(
+            Node(Gemm("dgrad", rows, inner, outer), (source, "weights"), {made: BF16 * rows * inner})
+            for rows, made in zip(self.rows, self._each(to), strict=True)
+        )
+        return (*dgrads, *(Node(Gemm("wgrad", outer, inner, rows), (source, kept)) for rows in self.rows))
+
+    def _swiglu(self, kind: str, reads: tuple[str, ...], to: str, elements: int) -> Node:
+        """Or its gradient, of all experts at once."""
+        return Node(ElementwisePass(kind, OP_BYTES[kind] * self.inner), reads, {to: BF16 * elements})
+
+    def _sums(self) -> ElementwisePass:
+        """Copies of every token to one sum."""
+        return ElementwisePass("copy", self.sent_bytes + BF16 * self.shard * self.model.hidden)
+
+    def _sorted(self) -> list[tuple[What, int, Stream]]:
+        """Copies from the order of ranks to that of experts, or the reverse, where they differ."""
+        whole = self.tp * self.sent_bytes
+        is_needed = len(self.rows) > 1 and self.ep * self.tp > 1
+        return [(ElementwisePass("copy", 2 * whole), whole, "compute")] if is_needed else []
+
+    def _exchanged(self) -> list[tuple[What, int, Stream]]:
+        """Copies to ranks of other experts, or back."""
+        sent = Collective("all_to_all", self.sent_bytes)
+        return [(sent, self.sent_bytes, "gather")] if self.ep > 1 else []
+
+    def _there(self, source: str) -> tuple[str, Nodes]:
+        """Copies of tokens to the ranks of their experts, in the order of experts; with the name of what arrives."""
+        whole = self.tp * self.sent_bytes
+        gather: list[tuple[What, int, Stream]] = [(Collective("all_gather", whole), whole, "comm")]
+        (name,), nodes = _chain((source,), [*self._exchanged(), *gather * (self.tp > 1), *self._sorted()])
+        return name, nodes
+
+    def _back(self, sources: tuple[str, ...]) -> tuple[tuple[str, ...], Nodes]:
+        """Results of experts to the ranks of their tokens; with the names of what arrives."""
+        whole = self.tp * self.sent_bytes
+        scatter: list[tuple[What, int, Stream]] = [(Collective("reduce_scatter", whole), self.sent_bytes, "comm")]
+        return _chain(sources, [*self._sorted(), *scatter * (self.tp > 1), *self._exchanged()])
+
+
+def _chain(sources: tuple[str, ...], steps: list[tuple[What, int, Stream]]) -> tuple[tuple[str, ...], Nodes]:
+    """Ops that each read what the one before made: op, bytes that it makes, stream."""
+    nodes = list[Node]()
+    for i, (what, nbytes, stream) in enumerate(steps):
+        name = f"{sources[0]} to {i}"
+        nodes.append(Node(what, sources, {name: nbytes}, stream))
+        sources = (name,)
+    return sources, tuple(nodes)

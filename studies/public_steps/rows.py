@@ -134,13 +134,80 @@ def nemo_automodel(line: Line) -> dict[str, Any] | str:
 
 
 DENSE: Final = ("LLAMA3_8B", "LLAMA3_70B", "LLAMA3.1_405B")
+GPT_OSS_120B: Final = {
+    "layers": 36,
+    "hidden": 2880,
+    "heads": 64,
+    "kv_heads": 8,
+    "head_dim": 64,
+    "ffn": 2880,
+    "vocab": 201088,
+    "experts": 128,
+    "top_k": 4,
+}
+"""openai/gpt-oss-120b, config.json; its biases are not counted."""
+QWEN3_235B: Final = {
+    "layers": 94,
+    "hidden": 4096,
+    "heads": 64,
+    "kv_heads": 4,
+    "head_dim": 128,
+    "ffn": 12288,
+    "vocab": 151936,
+    "experts": 128,
+    "top_k": 8,
+    "expert_ffn": 1536,
+}
+"""Qwen/Qwen3-235B-A22B, config.json; without the norms of queries and keys."""
+ROUTED: Final = {"GPT OSS 120B": GPT_OSS_120B, "Qwen3_235B_a22B": QWEN3_235B}
+SYSTEMS: Final = {
+    "DGX-H100": "dgx-h100",
+    "DGX-B200": "dgx-b200",
+    "DGX-B300": str(FOLDER / "b300.json"),
+    "DGX-GB200": str(FOLDER / "gb200-64.json"),
+    "DGX-GB300": str(FOLDER / "gb300-64.json"),
+}
 
 
 def megatron_bridge(line: Line) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none."""
-    if line["model"] not in DENSE:
-        return "mixture of experts"
-    return "fp8 or fp4" if line["precision"] != "BF16" else "not mapped"
+    if line["precision"] != "BF16":
+        return "fp8 or fp4" if line["model"] in DENSE else "mixture of experts in fp8 or fp4"
+    if line["model"] not in ROUTED:
+        return "latent attention"
+    return _routed(line, ROUTED[line["model"]])
+
+
+def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
+    """A mixture of experts.
+
+    Sequences of the one row of 25.11 on H100 that says 4 of them in a microbatch are one by one: its configuration
+    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Layers of Qwen3 are divided with both
+    ends (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
+    """
+    seq, gpus, sequences, pp = int(line["seq"]), int(line["gpus"]), int(line["gbs"]), int(line["pp"])
+    batch = 1 if line["system"] == "DGX-H100" else int(line["mbs"])
+    chunks = 1 if line["vp"] == "n/a" else int(line["vp"])
+    return {
+        "framework": "megatron",
+        "model": model,
+        "cluster": SYSTEMS[line["system"]],
+        **({} if line["system"] == "DGX-H100" else {"profile": "data-sheet"}),
+        "gpus": gpus,
+        "tokens": sequences * seq,
+        "context": seq,
+        "strategy": "none",
+        "kernel": "cudnn",
+        "protocol": "streamed",
+        "parallel": {
+            "pp": pp,
+            "ep": int(line["ep"]),
+            "virtual_pp": chunks,
+            "batch": batch,
+            "microbatches": sequences // (gpus // pp) // batch,
+            **({"embedding_as_layer": True, "loss_as_layer": True} if pp * chunks > 4 else {}),
+        },
+    }
 
 
 CLUSTERS: Final = {"A100": "p4de", "H100": "dgx-h100", "GB200": "dgx-b200"}
@@ -153,11 +220,12 @@ def megatron_golden(line: Line) -> dict[str, Any] | str:
     The tests' GPT has an MLP of two linear layers with GELU between, of 4 hidden units each; a gated one of 8/3 hidden
     units has as many weights and keeps as many bytes. Embeddings are tied, see ``Row.tied``. Words are padded to a
     multiple of 128 per tensor-parallel rank (``vocab_utils.py``). Nothing is said of a distributed optimizer, so that
-    every replica has all states.
+    every replica has all states. Mixtures of experts send every token to one.
     """
     family = line["case"].split("/")[0]
-    if family != "gpt":
-        return {"moe": "mixture of experts", "t5": "encoder and decoder"}.get(family, "another architecture")
+    if family not in ("gpt", "moe"):
+        return {"t5": "encoder and decoder"}.get(family, "another architecture")
+    routed = family == "moe"
     tp, pp, cp = (int(line[name]) for name in ("tp", "pp", "cp"))
     hidden, heads = int(line["hidden"]), int(line["heads"])
     pad = 128 * tp
@@ -174,6 +242,7 @@ def megatron_golden(line: Line) -> dict[str, Any] | str:
             "head_dim": hidden // heads,
             "ffn": round(8 * hidden / 3 / tp) * tp,
             "vocab": -(-50257 // pad) * pad,
+            **({"experts": int(float(line["experts"])), "top_k": 1} if routed else {}),
         },
         "cluster": CLUSTERS[line["gpu"]],
         "profile": "h100",  # times do not matter here
@@ -190,6 +259,7 @@ def megatron_golden(line: Line) -> dict[str, Any] | str:
             "microbatches": sequences // replicas // int(line["mbs"]),
             "recompute": "none",
             "sharding": "none",
+            **({"ep": int(line["ep"])} if routed else {}),
         },
     }
 

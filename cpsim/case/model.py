@@ -30,11 +30,28 @@ class Model:
     """Inner elements of an expert; 0: as `ffn`."""
     shared_experts: int = 0
     """Experts that every token passes besides; they are one MLP of so many times `expert_ffn`."""
+    window: int = 0
+    """Keys that a query sees in layers with a sliding window, its own among them [tokens]; 0: no layer has one."""
+    window_pattern: int = 0
+    """Of so many layers, one sees all keys and the others a window; 0: all have a window."""
 
     @property
     def inner(self) -> int:
         """Inner elements of the MLP, or of one expert."""
         return self.expert_ffn or self.ffn
+
+    @property
+    def windowed(self) -> float:
+        """Share of the layers whose attention has a sliding window."""
+        if not self.window:
+            return 0.0
+        return 1.0 - (self.layers // self.window_pattern / self.layers if self.window_pattern else 0.0)
+
+    def pairs(self, length: int) -> float:
+        """Pairs of queries and keys of one causal document of so many tokens, in the mean layer."""
+        w = min(self.window or length, length)
+        inside = w * (w + 1) / 2 + (length - w) * w
+        return self.windowed * inside + (1 - self.windowed) * length * (length + 1) / 2
 
     def linears(self, tp: int) -> dict[str, tuple[int, int]]:
         """(input, output) elements of a layer's linear layers on each of `tp` ranks, routed experts aside.

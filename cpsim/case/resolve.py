@@ -131,7 +131,11 @@ def _step_flops(scenario: Scenario, workload: Workload) -> float:
         alone = replace(workload, documents=(context,))
         attention = tokens // context * sum(alone.flops(pass_) for pass_ in scenario.passes)
     else:
+        alone = workload
         attention = sum(workload.flops(pass_) for pass_ in scenario.passes)
+    if model.window:
+        whole = sum(length * (length + 1) / 2 for length in alone.documents)
+        attention *= sum(map(model.pairs, alone.documents)) / whole
     return model.layers * (attention + 6.0 * model.products() * tokens) + 6.0 * model.hidden * model.vocab * tokens
 
 

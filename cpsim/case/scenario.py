@@ -92,6 +92,20 @@ class ModelSection(BaseModel):
     top_k: Annotated[int, Field(ge=0, le=1000)] | None = None
     expert_ffn: Annotated[int, Field(ge=0, le=10**7)] | None = None
     shared_experts: Annotated[int, Field(ge=0, le=1000)] | None = None
+    window: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
+    window_pattern: Annotated[int, Field(ge=0, le=10_000)] | None = None
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        """Without windows where there are none: these words are the seed of a prediction's draws."""
+        later = ("window", "window_pattern")
+        return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
+
+    @model_validator(mode="after")
+    def _slides(self) -> Self:
+        """Whether the pattern is one of windows."""
+        if self.window_pattern and not self.window:
+            raise ValueError("window_pattern: belongs to a model with windows; name window or leave window_pattern out")
+        return self
 
     @model_validator(mode="after")
     def _routes(self) -> Self:
@@ -305,6 +319,8 @@ class Scenario(BaseModel):
             raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
         if self.part is not None and self._has_experts:
             raise ValueError(f"part: one {self.part} cannot be predicted with experts; leave part out for a whole step")
+        if self.part is not None and not isinstance(self.model, str) and self.model.window:
+            raise ValueError(f"window: one {self.part} has one mask; leave window out and name mask")
         if self.part is None and self.pass_ != "fwd_bwd":
             raise ValueError(f"pass: a training step has both, expected fwd_bwd, got {self.pass_}")
         if self.dtype != "bf16":

@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpsim.case.scenario import Scenario
+from cpsim.models.profile import load_profile
+from cpsim.models.standin import from_data_sheet
 from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
 from cpsim.prediction.step.memory import workspaces
@@ -72,7 +74,10 @@ def reserved(scenario: Scenario, *, expandable: bool = True) -> int:
 def step_model(scenario: Scenario) -> tuple[StepModel, Batch]:
     """The step of a scenario, and its microbatches."""
     case = resolve(scenario)
-    steps = StepCase(scenario, case.cluster, case.profile)
+    profile = case.profile
+    if profile.layers is None:  # B200, whose NVLink and attention are known: products by its data sheet
+        profile = replace(profile, layers=from_data_sheet(case.cluster.gpu, load_profile("h200")).layers)
+    steps = StepCase(scenario, case.cluster, profile)
     parallel = steps.parallel()
     model = steps.model(parallel, str(scenario.strategy), scenario.knobs)
     return model, deal(steps.sequences(parallel), parallel)

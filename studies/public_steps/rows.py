@@ -14,6 +14,7 @@ from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
 from cpsim.prediction.step.frameworks import Framework
 from studies import published_lines
+from studies.public_steps.bridge import BRIDGE, gpt_oss
 from studies.public_steps.lora import automodel
 
 FOLDER: Final = Path(__file__).parent
@@ -144,8 +145,10 @@ GPT_OSS_120B: Final = {
     "vocab": 201088,
     "experts": 128,
     "top_k": 4,
+    "window": 128,
+    "window_pattern": 2,
 }
-"""openai/gpt-oss-120b, config.json; its biases are not counted."""
+"""openai/gpt-oss-120b, config.json; its biases are those of ``bridge.gpt_oss``."""
 QWEN3_235B: Final = {
     "layers": 94,
     "hidden": 4096,
@@ -182,7 +185,8 @@ def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
     """A mixture of experts.
 
     Sequences of the one row of 25.11 on H100 that says 4 of them in a microbatch are one by one: its configuration
-    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Layers of Qwen3 are divided with both
+    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Where products of layers were not measured, they are
+    another GPU's (``predict.step_model``). Layers of Qwen3 are divided with both
     ends (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
     """
     seq, gpus, sequences, pp = int(line["seq"]), int(line["gpus"]), int(line["gbs"]), int(line["pp"])
@@ -192,7 +196,7 @@ def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
         "framework": "megatron",
         "model": model,
         "cluster": SYSTEMS[line["system"]],
-        **({} if line["system"] == "DGX-H100" else {"profile": "data-sheet"}),
+        **({} if line["system"] == "DGX-H100" else {"profile": "b200"}),
         "gpus": gpus,
         "tokens": sequences * seq,
         "context": seq,
@@ -313,6 +317,17 @@ SOURCES: Final[Mapping[str, Source]] = {
 }
 
 
+def _framework(line: Line) -> Framework | None:
+    """Whose code runs a line, where its scenario does not say."""
+    if line.get("model") in TUNED:
+        return automodel(dropout=TUNED[line["model"]][1])
+    if line.get("model") == "GPT OSS 120B":
+        return gpt_oss(again="300" not in line["system"])
+    if line.get("model") == "Qwen3_235B_a22B":
+        return BRIDGE
+    return None
+
+
 def rows() -> Iterator[Row]:
     """All rows of all tables."""
     for name, source in SOURCES.items():
@@ -324,7 +339,7 @@ def rows() -> Iterator[Row]:
                 name=source.name(line),
                 left_out=fields if isinstance(fields, str) else "",
                 scenario=None if isinstance(fields, str) else scenario_from(fields),
-                framework=automodel(dropout=TUNED[line["model"]][1]) if line.get("model") in TUNED else None,
+                framework=_framework(line),
                 time_s=float(line[source.time_s]) if source.time_s else None,
                 memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
                 reserved=source.reserved,

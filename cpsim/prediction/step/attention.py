@@ -19,6 +19,7 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.documents import as_taken
 from cpsim.case.model import Model
 from cpsim.case.workload import Workload
+from cpsim.errors import InfeasibleError
 from cpsim.models.attention.params import clocked_seconds
 from cpsim.models.price import price
 from cpsim.prediction.conditions import conditions
@@ -35,6 +36,9 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 PASSES = ("fwd", "bwd")
 CAUSAL = ("causal", "causal_document")
+TILE = 128
+"""Queries of a tile of attention's kernels."""
+WINDOWS = "sliding windows: priced as the tiles of keys that queries visit, in the mean layer; an estimate, not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +112,45 @@ class Attention:
         Raises:
             InfeasibleError: the strategy cannot run one of them.
         """
+        if self.model.window:
+            self._check_window()
         new = [documents for documents in dict.fromkeys(microbatches) if documents not in self._known]
         if self.cluster.num_gpus == 1 and self.mask in CAUSAL:
             self._known.update(zip(new, self._alone(new), strict=True))
         else:
             self._known.update((documents, self._simulated(documents)) for documents in new)
         return [self._known[documents] for documents in microbatches]
+
+    def _check_window(self) -> None:
+        """Whether layers with a sliding window can be predicted.
+
+        Raises:
+            InfeasibleError: they cannot.
+        """
+        if self.mask not in CAUSAL:
+            raise InfeasibleError(f"window: expected mask {' or '.join(CAUSAL)} of layers without one, got {self.mask}")
+        if self.cluster.num_gpus > 1:
+            raise InfeasibleError(
+                f"window: sliding windows by layer are predicted without context parallelism, got cp = "
+                f"{self.cluster.num_gpus}; use cp = 1"
+            )
+
+    def _in_windows(self, microbatches: Sequence[tuple[int, ...]]) -> Floats:
+        """Seconds of attention with a sliding window, ``[2, N]``.
+
+        A tile of queries visits the tiles of keys from its first query's window to its own last position, which is what
+        a task with so many keys costs.
+        """
+        start, queries, keys = [0], list[int](), list[int]()
+        for documents in microbatches:
+            for length in documents:
+                for first in range(0, length, TILE):
+                    end = min(first + TILE, length)
+                    queries.append(end - first)
+                    keys.append(min(end, end - first + self.model.window - 1))
+            start.append(len(queries))
+        sizes = (np.array(values, np.int64) for values in (start, queries, keys))
+        return task_seconds(self.profile, self.kernel, self.model, self.tp, *sizes)
 
     def workload(self, documents: tuple[int, ...]) -> Workload:
         """Attention of one microbatch on the group, its documents in the order in which the strategy takes them."""
@@ -136,6 +173,10 @@ class Attention:
         lens = np.fromiter(chain(*seen), np.int64)
         seconds = task_seconds(self.profile, self.kernel, self.model, self.tp, start, lens, lens)
         area = np.add.reduceat(lens * (lens + 1) // 2, start[:-1])
+        if self.model.window:
+            share = self.model.windowed
+            seconds = share * self._in_windows(seen) + (1 - share) * seconds
+            area = np.array([sum(map(self.model.pairs, documents)) for documents in seen]).round()
         heads = np.array([[self.model.heads // self.tp, self.model.kv_heads // self.tp]])
         notes = tuple(n for p in PASSES for n in self.profile.attention_notes(self.kernel, p, lens, lens, heads))
         return [
@@ -144,7 +185,7 @@ class Attention:
                 0,
                 0.0,
                 int(pairs),
-                notes=notes,
+                notes=(*((WINDOWS,) if self.model.window else ()), *notes),
             )
             for both, pairs in zip(seconds.T.tolist(), area, strict=True)
         ]

@@ -1,0 +1,71 @@
+"""Mixtures of experts by Megatron-Bridge's performance scripts: what no field of a scenario says.
+
+- Gradients are summed in bf16.
+- HybridEP, of Qwen3's rows, sends a token once to each rank that has some of its experts; routing is forced to be even,
+  by random logits.
+- The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32 and
+  added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of their products.
+- Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again.
+
+Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias);
+NVIDIA-NeMo/Megatron-Bridge, v0.3.0, scripts/performance/configs/gpt_oss, and v0.2.0,
+scripts/performance/configs/qwen3 (moe_flex_dispatcher_backend, grad_reduce_in_fp32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
+from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.program import LayerCode, Node
+
+FORWARD: Final = 4 + 10 + 8 + 6
+"""Bytes of every element of results: a product in fp32, its sum with them, all put together, and the cast back."""
+BACKWARD: Final = 6 + 6 + 12 + 12 + 4
+"""The same of gradients: two casts, sums of products for the router's weights and for the bias, put together."""
+AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu"})
+
+
+def once_a_rank(s: Sizes, compiled: bool) -> LayerCode:
+    """A layer whose tokens are sent to each rank of their experts once."""
+    code = MEGATRON.layer(s, compiled)
+    share = s.ep * (1 - (1 - 1 / s.ep) ** s.model.top_k) / s.model.top_k
+
+    def sent(node: Node) -> Node:
+        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
+            return node
+        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
+
+    return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
+
+
+def biased(s: Sizes, compiled: bool) -> LayerCode:
+    """A layer with biases of experts."""
+    code = MEGATRON.layer(s, compiled)
+    assert s.experts is not None
+    elements, many = sum(s.experts.rows) * s.model.hidden, len(s.experts.rows)
+    after = max(i for i, node in enumerate(code.forward) if any(name.startswith("expert down") for name in node.makes))
+    before = min(i for i, node in enumerate(code.backward) if isinstance(node.what, Gemm))
+    forward = Node(ElementwisePass("copy", FORWARD * elements), code.forward[after].reads, {}, calls=2 * many + 2)
+    backward = Node(ElementwisePass("copy", BACKWARD * elements), code.backward[before].reads[:1], {}, calls=6 * many)
+    return replace(
+        code,
+        forward=(*code.forward[: after + 1], forward, *code.forward[after + 1 :]),
+        backward=(*code.backward[:before], backward, *code.backward[before:]),
+    )
+
+
+BRIDGE: Final = replace(
+    MEGATRON,
+    source="Megatron-Core 0.15 by Megatron-Bridge",
+    layer=once_a_rank,
+    held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16),
+)
+
+
+def gpt_oss(*, again: bool) -> Framework:
+    """The framework of GPT-OSS, with or without what is computed again."""
+    kept = {"none": lambda s, compiled: biased(s, compiled).kept - AGAIN} if again else {}
+    return replace(BRIDGE, layer=biased, kept=kept)

@@ -1,4 +1,4 @@
-"""Mixtures of experts by Megatron-Bridge's performance scripts: what no field of a scenario says.
+"""Mixtures of experts by Megatron-Bridge's performance scripts and Megatron-LM's tests: what no field of a scenario says.
 
 - Gradients are summed in bf16.
 - HybridEP, of Qwen3's rows, sends a token once to each rank that has some of its experts; routing is forced to be even,
@@ -41,6 +41,31 @@ def once_a_rank(s: Sizes, compiled: bool) -> LayerCode:
     return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
 
 
+def weighted_inside(s: Sizes, compiled: bool) -> LayerCode:
+    """A layer whose experts weight what their activation gives, so that this is kept and results are not.
+
+    Source: NVIDIA/Megatron-LM@d98e8a64d, megatron/core/transformer/mlp.py (per_token_scale) and moe/experts.py
+    (SequentialMLP), which runs where grouped products are not asked for.
+    """
+    code = MEGATRON.layer(s, compiled)
+    assert s.experts is not None
+    nbytes = BF16 * s.experts.inner
+    weighted = Node(ElementwisePass("copy", 2 * nbytes), ("expert swiglu", "probs"), {"expert weighted": nbytes})
+
+    def inside(node: Node) -> Node:
+        if isinstance(node.what, Gemm):
+            return replace(node, reads=tuple("expert weighted" if x == "expert swiglu" else x for x in node.reads))
+        if "dy" in node.reads and "probs" in node.reads:
+            return replace(node, reads=("dy",))
+        return replace(node, reads=(*node.reads, "expert swiglu")) if "dexpert swiglu" in node.reads else node
+
+    forward, backward = (list(map(inside, side)) for side in (code.forward, code.backward))
+    forward.insert(1 + next(i for i, node in enumerate(forward) if "expert swiglu" in node.makes), weighted)
+    made = {name for node in forward for name in node.makes}
+    kept = made & {name for node in backward for name in node.reads}
+    return LayerCode(forward=tuple(forward), backward=tuple(backward), kept=frozenset(kept))
+
+
 def biased(s: Sizes, compiled: bool) -> LayerCode:
     """A layer with biases of experts."""
     code = MEGATRON.layer(s, compiled)
@@ -57,6 +82,8 @@ def biased(s: Sizes, compiled: bool) -> LayerCode:
     )
 
 
+TESTED: Final = replace(MEGATRON, source="Megatron-LM@d98e8a64d", layer=weighted_inside)
+"""Megatron-LM as its functional tests of experts run it."""
 BRIDGE: Final = replace(
     MEGATRON,
     source="Megatron-Core 0.15 by Megatron-Bridge",

@@ -39,7 +39,7 @@ def predicted(row: Row) -> Predicted:
     """Time and memory of a row, of those that are published."""
     assert row.scenario is not None
     if row.time_s is None:
-        return Predicted(memory_bytes=stage_bytes(row.scenario, row.stage, tied=row.tied))
+        return Predicted(memory_bytes=stage_bytes(row))
     if row.framework is not None:
         model, batch = step_model(row.scenario)
         return Predicted(time_s=replace(model, framework=row.framework).simulate(batch).time_s)
@@ -83,14 +83,19 @@ def step_model(scenario: Scenario) -> tuple[StepModel, Batch]:
     return model, deal(steps.sequences(parallel), parallel)
 
 
-def stage_bytes(scenario: Scenario, stage: int | None, *, tied: bool = False) -> int:
-    """Peak memory of one pipeline stage, or of the fullest; tied embeddings are there once."""
-    model, batch = step_model(scenario)
+def stage_bytes(row: Row) -> int:
+    """Peak memory of a row's pipeline stage, or of the fullest; tied embeddings are there once."""
+    assert row.scenario is not None
+    model, batch = step_model(row.scenario)
+    model = replace(model, framework=row.framework) if row.framework else model
     stages = model.memory(batch, [model.attention.of(replica) for replica in batch])
-    found = max(one.total for one in stages) if stage is None else stages[stage].total
+    found = max(one.total for one in stages) if row.stage is None else stages[row.stage].total
+    if row.cublas is not None:  # Python's and autograd's
+        gpu = model.cluster.gpu.name
+        found += 2 * row.cublas - workspaces(gpu, engine=False)
     held = model.held
     once = (held.weight + held.gradient + held.states) * (model.model.vocab // model.parallel.tp * model.model.hidden)
-    return found - once * tied
+    return found - once * row.tied
 
 
 def line_of(row: Row, found: Predicted) -> str:

@@ -14,7 +14,7 @@ from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
 from cpsim.prediction.step.frameworks import Framework
 from studies import published_lines
-from studies.public_steps.bridge import BRIDGE, gpt_oss
+from studies.public_steps.bridge import BRIDGE, TESTED, gpt_oss
 from studies.public_steps.lora import automodel
 
 FOLDER: Final = Path(__file__).parent
@@ -45,6 +45,8 @@ class Row:
     """Whether the peak is what the allocator reserved; otherwise what it gave out."""
     stage: int | None = None
     """Pipeline stage of the rank whose peak was logged; None: the fullest."""
+    cublas: int | None = None
+    """Bytes of a workspace of cuBLAS where an environment variable says them; None: PyTorch's own choice."""
     tied: bool = False
     """Whether both embeddings are one tensor, on one stage, which no scenario says."""
 
@@ -218,6 +220,10 @@ CLUSTERS: Final = {"A100": "p4de", "H100": "dgx-h100", "GB200": "dgx-b200"}
 """Whose memory does not matter here: the tests fill a hundredth of it."""
 
 
+CUBLAS: Final = 8 * 4096 * 1024
+"""CUBLAS_WORKSPACE_CONFIG=:4096:8 of the tests of experts (model_config.yaml)."""
+
+
 def megatron_golden(line: Line) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none.
 
@@ -325,6 +331,8 @@ def _framework(line: Line) -> Framework | None:
         return gpt_oss(again="300" not in line["system"])
     if line.get("model") == "Qwen3_235B_a22B":
         return BRIDGE
+    if line.get("case", "").startswith("moe/"):
+        return TESTED
     return None
 
 
@@ -344,5 +352,6 @@ def rows() -> Iterator[Row]:
                 memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
                 reserved=source.reserved,
                 stage=int(line["pp"]) - 1 if source.last_stage else None,
+                cublas=CUBLAS if line.get("case", "").startswith("moe/") else None,
                 tied=source.last_stage and line["pp"] == "1",  # with more stages each end has its own
             )

@@ -6,6 +6,23 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters of a layer's linear layers; everything else is frozen."""
+
+    rank: int
+    """Inner elements of an adapter."""
+    drops: bool = False
+    """Whether what adapters read or give is dropped out."""
+    modules: tuple[str, ...] = ("qkv", "proj", "gate_up", "down")
+    """Linear layers that have one."""
+
+    def parameters(self, model: Model, tp: int) -> int:
+        """Trained weights of a layer on each of `tp` ranks."""
+        linears = model.linears(tp)
+        return self.rank * sum(sum(linears[name]) for name in self.modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """RMSNorm, grouped-query attention with rotary positions, SwiGLU; no biases, input and output embeddings apart.
 

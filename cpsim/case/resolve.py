@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from cpsim.case.cluster import Cluster, load_cluster
 from cpsim.case.documents import as_taken, draw_documents
-from cpsim.case.model import MODELS, Model
+from cpsim.case.model import MODELS, Lora, Model
 from cpsim.case.parallel import Parallel, Recompute, Sharding
-from cpsim.case.scenario import DocumentDraw, ParallelSection, Scenario
+from cpsim.case.scenario import DocumentDraw, LoraSection, ParallelSection, Scenario
 from cpsim.case.workload import Workload
 from cpsim.errors import ScenarioError
 from cpsim.masks.names import MASK_NAMES
@@ -63,6 +63,15 @@ def model_of(scenario: Scenario) -> Model:
         if isinstance(scenario.model, str)
         else Model(**scenario.model.model_dump(exclude_none=True))
     )
+
+
+def lora_of(scenario: Scenario) -> Lora | None:
+    """Adapters of a training step; None where all weights are trained."""
+    given = scenario.trainable
+    if not isinstance(given, LoraSection):
+        return None
+    found = Lora(rank=given.lora, drops=given.dropout > 0)
+    return replace(found, modules=given.modules) if given.modules else found
 
 
 def parallel_of(
@@ -136,7 +145,11 @@ def _step_flops(scenario: Scenario, workload: Workload) -> float:
     if model.window:
         whole = sum(length * (length + 1) / 2 for length in alone.documents)
         attention *= sum(map(model.pairs, alone.documents)) / whole
-    return model.layers * (attention + 6.0 * model.products() * tokens) + 6.0 * model.hidden * model.vocab * tokens
+    lora = lora_of(scenario)
+    each = 4.0 if lora else 6.0  # frozen weights have no gradients
+    adapters = 6.0 * lora.parameters(model, 1) * tokens if lora else 0.0
+    layers = model.layers * (attention + each * model.products() * tokens + adapters)
+    return layers + each * model.hidden * model.vocab * tokens
 
 
 def notes_of(scenario: Scenario) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ class DocumentDraw(BaseModel):
     """Shorter documents are padded to it [tokens]."""
 
 
+Module = Literal["qkv", "proj", "gate_up", "down"]
 Degree = Annotated[int, Field(ge=1, le=100_000)]
 
 
@@ -74,6 +75,25 @@ class ParallelSection(BaseModel):
         later = list(type(self).model_fields)
         later = later[later.index("virtual_pp") :]
         return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
+
+
+class LoraSection(BaseModel):
+    """Low-rank adapters that are trained in place of the weights; see ``cpsim.case.model.Lora``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    lora: Annotated[int, Field(ge=1, le=4096)]
+    """Rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    modules: tuple[Module, ...] | None = None
+    """Linear layers that have an adapter; None is all of a layer."""
+
+    @field_validator("modules", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        if isinstance(value, list) and (not value or len(set(map(str, value))) < len(value)):
+            raise ValueError(f"expected different linear layers, at least one, got {shown(value)}; leave it out for all")
+        return tuple(value) if isinstance(value, list) else value
 
 
 class ModelSection(BaseModel):
@@ -161,6 +181,8 @@ class Scenario(BaseModel):
     """How a training step is cut."""
     framework: Literal["megatron", "torch", "torchtitan", "huggingface"] | None = None
     """Whose code runs a training step; None is megatron's."""
+    trainable: Literal["all"] | LoraSection | None = None
+    """What a training step updates: all weights, or adapters; None is all."""
     part: Literal["layer"] | None = None
     """With a model, what of it to predict: one layer with the strategy's attention on all GPUs, weights whole on each;
     None is a step."""
@@ -241,6 +263,18 @@ class Scenario(BaseModel):
         except ValidationError as error:
             raise ValueError(explain(error, ParallelSection.model_fields)) from None
 
+    @field_validator("trainable", mode="before")
+    @classmethod
+    def _read_trainable(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            try:
+                return LoraSection.model_validate(value)
+            except ValidationError as error:
+                raise ValueError(explain(error, LoraSection.model_fields)) from None
+        if value not in (None, "all") and not isinstance(value, LoraSection):
+            raise ValueError(f"expected all or {{lora: rank}}, got {shown(value)}")
+        return value
+
     @field_validator("documents", mode="before")
     @classmethod
     def _read_documents(cls, value: object) -> object:
@@ -310,13 +344,15 @@ class Scenario(BaseModel):
 
     def _check_step(self) -> None:
         if self.model is None:
-            for name in ("context", "parallel", "part", "framework"):
+            for name in ("context", "parallel", "part", "framework", "trainable"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
             return
-        if self.part is not None and (self.context, self.parallel, self.framework) != (None, None, None):
-            name = "context" if self.context else "parallel" if self.parallel else "framework"
-            raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        for name in ("context", "parallel", "framework", "trainable"):
+            if self.part is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        if isinstance(self.trainable, LoraSection) and self._has_experts:
+            raise ValueError("trainable: adapters cannot be predicted with experts; use all or a dense model")
         if self.part is not None and self._has_experts:
             raise ValueError(f"part: one {self.part} cannot be predicted with experts; leave part out for a whole step")
         if self.part is not None and not isinstance(self.model, str) and self.model.window:

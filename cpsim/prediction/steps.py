@@ -8,11 +8,12 @@ from typing import Any
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
-from cpsim.case.resolve import model_of, workload_of
+from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.names import MASK_NAMES, Options
 from cpsim.models.profile import Profile
+from cpsim.prediction.step.adapters import adapted
 from cpsim.prediction.step.attention import PASSES, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
@@ -43,8 +44,13 @@ class StepCase:
 
     @property
     def framework(self) -> Framework:
-        """Whose code runs it."""
-        return framework(self.scenario.framework or DEFAULT)
+        """Whose code runs it.
+
+        Raises:
+            InfeasibleError: it cannot train adapters.
+        """
+        known, lora = framework(self.scenario.framework or DEFAULT), lora_of(self.scenario)
+        return adapted(known, lora) if lora else known
 
     def sequences(self, parallel: Parallel) -> list[tuple[int, ...]]:
         """Documents of every packed sequence.

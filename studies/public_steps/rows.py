@@ -15,7 +15,6 @@ from cpsim.case.scenario import Scenario
 from cpsim.prediction.step.frameworks import Framework
 from studies import published_lines
 from studies.public_steps.bridge import BRIDGE, TESTED, gpt_oss
-from studies.public_steps.lora import automodel
 
 FOLDER: Final = Path(__file__).parent
 GIB: Final = 2.0**30
@@ -109,30 +108,54 @@ QWEN_7B: Final = {
     "vocab": 152064,
 }
 """Qwen/Qwen2.5-7B, config.json."""
-TUNED: Final = {"Llama3 8B": ("llama3-8b", True), "Qwen2.5 7B": (QWEN_7B, False)}
-"""Models of rows on one GPU, and whether adapters have dropout (examples/llm_finetune of 507bfb751)."""
+QWEN_32B: Final = {
+    "layers": 64,
+    "hidden": 5120,
+    "heads": 40,
+    "kv_heads": 8,
+    "ffn": 27648,
+    "vocab": 152064,
+}
+"""Qwen/Qwen2.5-32B, config.json."""
+TUNED: Final = {
+    "Llama3 8B": ("llama3-8b", 0.1),
+    "Qwen2.5 7B": (QWEN_7B, 0.0),
+    "Llama3 70B": ("llama3-70b", 0.0),
+    "Qwen2.5 32B": (QWEN_32B, 0.0),
+}
+"""Models, and the dropout of their adapters (examples/llm_finetune of 507bfb751)."""
 
 
 def nemo_automodel(line: Line) -> dict[str, Any] | str:
-    """Fields of a scenario, or why there is none; adapters are ``lora.automodel``'s."""
+    """Fields of a scenario, or why there is none.
+
+    Steps on several GPUs compile layers and compute them again (examples/llm_benchmark/llama3_3 and qwen, custom_*). Their
+    tensor parallelism is asynchronous, which is not said here.
+    """
     if not line["task"].startswith("Fine-Tuning"):
         return "mixture of experts"
-    if line["model"] not in TUNED:
-        return "LoRA with sharded weights and tensor parallelism"
-    model, _ = TUNED[line["model"]]
-    sequences, seq = int(line["gbs"]), int(line["seq"])
+    model, dropout = TUNED[line["model"].removesuffix(" 2-node")]
+    sequences, seq, gpus, tp = (int(line[name]) for name in ("gbs", "seq", "gpus", "tp"))
+    many = gpus > 1
     return {
         "framework": "huggingface",
         "model": model,
         "cluster": "dgx-h100",
-        "gpus": 1,
+        "gpus": gpus,
         "tokens": sequences * seq,
         "context": seq,
         "documents": [seq] * sequences,
         "mask": "causal_document",
         "strategy": "none",
         "kernel": "fa2",
-        "parallel": {"microbatches": sequences // int(line["mbs"]), "sharding": "none", "recompute": "none"},
+        **({"compile": True} if many else {}),
+        "trainable": {"lora": 16, "dropout": dropout},
+        "parallel": {
+            "tp": tp,
+            "microbatches": sequences * tp // gpus // int(line["mbs"]),
+            "sharding": "fsdp" if many else "none",
+            "recompute": "full" if many else "none",
+        },
     }
 
 
@@ -325,8 +348,6 @@ SOURCES: Final[Mapping[str, Source]] = {
 
 def _framework(line: Line) -> Framework | None:
     """Whose code runs a line, where its scenario does not say."""
-    if line.get("model") in TUNED:
-        return automodel(dropout=TUNED[line["model"]][1])
     if line.get("model") == "GPT OSS 120B":
         return gpt_oss(again="300" not in line["system"])
     if line.get("model") == "Qwen3_235B_a22B":

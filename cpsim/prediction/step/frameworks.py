@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
-from cpsim.case.model import Model
+from cpsim.case.model import Lora, Model
 from cpsim.case.parallel import Parallel, Recompute, Sharding
 from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
@@ -134,6 +134,8 @@ class Framework:
     pipelines: bool = False
     engine: bool = False
     """Whether linear layers are Transformer Engine's."""
+    lora: Lora | None = None
+    """Adapters that it trains; None: all weights."""
     experts: bool = False
     """Whether steps of models with experts are predicted."""
     attention: str = "cpsim"

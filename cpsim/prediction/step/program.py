@@ -152,7 +152,7 @@ def program(
         backward += [node.renamed(_names(name, ends, made)) for node in (*once_more, *part.backward)]
         summed = [f"{t} @{name}" for node in part.backward for t in node.makes if t.startswith(GRADIENT)]
         if shards and shards.own(name):
-            backward += shards.scatter(name, summed)
+            backward += shards.scatter(name, summed) if summed else ()
         elif shards:
             of_root += summed
     if shards and of_root:

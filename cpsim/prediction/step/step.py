@@ -131,8 +131,12 @@ class StepModel:
         """
         cut, held = self.parallel, self.held
         parameters = self._parameters(stage) + self._parameters(stage, "experts")
-        states = self._shared(stage) if cut.sharding != "none" else parameters
-        mine = self._shared(stage) if cut.sharding == "fsdp" else parameters
+        trained = self._trained(stage) + self._parameters(stage, "experts")
+        states = self._shared(stage) if cut.sharding != "none" else trained
+        mine = -(-parameters // cut.shards) if self.framework.lora and self.sharded else parameters
+        mine = self._shared(stage) if self.sharded and not self.framework.lora else mine
+        learns = self._shared(stage) if self.sharded else trained
+        beside = learns if self.framework.lora else 0
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
         stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
@@ -141,7 +145,7 @@ class StepModel:
             for chunk in range(stage, cut.virtual_stages, cut.pp)
         }
         order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
-        fixed = held.weight * mine, summed * mine, held.states * states * cut.optimizer
+        fixed = held.weight * (mine + beside), summed * learns, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
         always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
         return replace(found, working=found.working + always)
@@ -231,10 +235,21 @@ class StepModel:
         ends = {"first": words * (stage == 0), "last": words * (stage == pp - 1)}
         return ends.get(part, sum(ends.values()) if part == "root" else self.model.layer_parameters(tp))
 
+    def _trained(self, stage: int) -> int:
+        """Parameters of a stage that are trained, on one tensor-parallel rank; those of its experts aside."""
+        return sum(map(self._chunk_trained, range(stage, self.parallel.virtual_stages, self.parallel.pp)))
+
+    def _chunk_trained(self, chunk: int) -> int:
+        """The same of a virtual stage."""
+        lora = self.framework.lora
+        if lora is None:
+            return self._chunk_parameters(chunk)
+        return lora.parameters(self.model, self.parallel.tp) * self.layers[chunk]
+
     def _shared(self, stage: int) -> int:
-        """Parameters of a stage that are a rank's own among those that share them."""
+        """Trained parameters of a stage that are a rank's own among those that share them."""
         cut, experts = self.parallel, self._parameters(stage, "experts")
-        return -(-self._parameters(stage) // cut.shards) + -(-experts * cut.ep // cut.shards)
+        return -(-self._trained(stage) // cut.shards) + -(-experts * cut.ep // cut.shards)
 
     def _chunk_parameters(self, chunk: int) -> int:
         """Parameters of a virtual stage on one tensor-parallel rank, those of its experts aside."""
@@ -268,7 +283,8 @@ class StepModel:
 
         def gather(name: str) -> Nodes:
             nbytes = BF16 * self._parameters(stage, name.split()[0])
-            own = (FP32 + 2 * BF16 + BF16) * (self._parameters(stage, name.split()[0]) // self.parallel.shards)
+            cast = 0 if self.framework.lora else FP32 + BF16  # frozen weights are in the working type
+            own = (cast + 2 * BF16) * (self._parameters(stage, name.split()[0]) // self.parallel.shards)
             return (
                 Node(ElementwisePass("copy", own), (), {}, "gather", calls=2),  # cast, and copied side by side
                 Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather"),
@@ -276,7 +292,8 @@ class StepModel:
             )
 
         def scatter(name: str, gradients: Sequence[str]) -> Nodes:
-            parameters = self._parameters(stage, name)
+            lora = self.framework.lora
+            parameters = lora.parameters(self.model, self.parallel.tp) if lora else self._parameters(stage, name)
             copy = ElementwisePass("strided", (BF16 + FP32) * parameters)
             sums, mine = FP32 * parameters, FP32 * (parameters // self.parallel.shards)
             again = (Node(Collective("all_reduce", mine), (f"shard {name}",), {}, "scatter"),)
@@ -392,7 +409,7 @@ class StepModel:
         """Seconds of gradients' sums and of the optimizer on a stage, ``[len(PARTS)]``."""
         cut, held = self.parallel, self.held
         parts: list[Parts] = []
-        groups = [(cut.group(self.cluster, cut.replicas), self._parameters(stage), self._chunk_parameters(stage))]
+        groups = [(cut.group(self.cluster, cut.replicas), self._trained(stage), self._chunk_trained(stage))]
         if self.model.experts:
             experts = self._parameters(stage, "experts"), self._expert_parameters(stage)
             groups.append((cut.expert_group(self.cluster), *experts))
@@ -400,7 +417,7 @@ class StepModel:
         if cut.gradients != "none" and cut.sharding != "fsdp":
             summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
             beside, each = cut.gradients == "overlapped", held.gradient or held.made_gradient
-            first = self._parameters(stage, "first")  # its gradients come last, in one bucket
+            first = 0 if self.framework.lora else self._parameters(stage, "first")  # its gradients come last, in one bucket
             for group, parameters, chunk in groups:
                 if self.framework.divides and cut.replicas > 1:
                     parts.append(self.costs.seconds([ElementwisePass("copy", 2 * each * parameters)]))
@@ -437,10 +454,10 @@ class StepModel:
                 total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
             most = max(most, total)
         cut, held = self.parallel, self.held
-        parameters = max(map(self._parameters, range(stages)))
+        parameters = max(map(self._trained, range(stages)))
         if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
-            each = 1 - 1 / cut.shards
-            return most + each * parameters * cut.microbatches * (2 * BF16 + FP32)
+            each, whole = 1 - 1 / cut.shards, max(map(self._parameters, range(stages)))
+            return most + each * cut.microbatches * (2 * BF16 * whole + FP32 * parameters)
         parted = cut.sharding != "none" and cut.optimizer
         experts = max(self._parameters(stage, "experts") for stage in range(stages))
         for own, replicas in ((parameters, cut.replicas), (experts, cut.expert_replicas)):
@@ -455,8 +472,11 @@ class StepModel:
             for documents, one in zip(replica, found, strict=True):
                 ops = Ops(self.model, 1, sum(documents))
                 pairs = 4.0 * one.area * self.model.heads * self.model.head_dim
-                products = 2.0 * self.model.products() * sum(documents)
-                total += self.model.layers * (3 * products + 3.5 * pairs) + 3 * flops(ops.loss())
+                products, lora = 2.0 * self.model.products() * sum(documents), self.framework.lora
+                passes = 2 if lora else 3  # frozen weights have no gradients
+                adapters = 6.0 * lora.parameters(self.model, 1) * sum(documents) if lora else 0.0
+                layer = passes * products + adapters + 3.5 * pairs
+                total += self.model.layers * layer + passes * flops(ops.loss())
         return total
 
 

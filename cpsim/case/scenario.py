@@ -92,7 +92,9 @@ class LoraSection(BaseModel):
     @classmethod
     def _listed(cls, value: object) -> object:
         if isinstance(value, list) and (not value or len(set(map(str, value))) < len(value)):
-            raise ValueError(f"expected different linear layers, at least one, got {shown(value)}; leave it out for all")
+            raise ValueError(
+                f"expected different linear layers, at least one, got {shown(value)}; leave it out for all"
+            )
         return tuple(value) if isinstance(value, list) else value
 
 
@@ -118,7 +120,7 @@ class ModelSection(BaseModel):
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without windows where there are none: these words are the seed of a prediction's draws."""
         later = ("window", "window_pattern")
-        return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
+        return [(name, value) for name, value in super().__repr_args__() if name not in later or value]
 
     @model_validator(mode="after")
     def _slides(self) -> Self:

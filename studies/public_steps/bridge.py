@@ -1,10 +1,10 @@
-"""Mixtures of experts by Megatron-Bridge's performance scripts and Megatron-LM's tests: what no field of a scenario says.
+"""Mixtures of experts by Megatron-Bridge's performance scripts and Megatron-LM's tests: what no field says.
 
 - Gradients are summed in bf16.
 - HybridEP, of Qwen3's rows, sends a token once to each rank that has some of its experts; routing is forced to be even,
   by random logits.
-- The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32 and
-  added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of their products.
+- The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32
+  and added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of products.
 - Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again.
 
 Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias);

@@ -148,6 +148,11 @@ def _odd_step(tree: dict[str, Any]) -> str:
                 return f"{section}.{name} = {value!r:.40}"
     model = tree.get("model")
     experts, top_k = (model.get(name) if isinstance(model, dict) else None for name in ("experts", "top_k"))
+    lora = tree.get("trainable")
+    if isinstance(lora, dict) and not (type(rank := lora.get("lora")) is int and rank >= 1):
+        return f"trainable.lora = {rank!r:.40}"
+    if isinstance(lora, str) and lora != "all":
+        return f"trainable = {lora!r:.40}"
     too_many = isinstance(experts, int) and isinstance(top_k, int) and top_k > experts
     return f"top_k = {top_k} of {experts} experts" if too_many else ""
 

@@ -159,7 +159,9 @@ def _products_back(lora: Lora, what: Gemm, node: Node, _sums: bool) -> Nodes:
     dropped = DROPOUT * lora.drops
     return (
         eager(tokens * outer, SCALED + dropped, 1 + lora.drops, dy, **{f"d{name} scaled": BF16 * tokens * outer}),
-        Node(Gemm("dgrad", tokens, lora.rank, outer), (f"d{name} scaled",), {f"d{name} thin": BF16 * tokens * lora.rank}),
+        Node(
+            Gemm("dgrad", tokens, lora.rank, outer), (f"d{name} scaled",), {f"d{name} thin": BF16 * tokens * lora.rank}
+        ),
         Node(Gemm("wgrad", outer, lora.rank, tokens), (f"d{name} scaled",)),
         Node(Gemm("wgrad", lora.rank, inner, tokens), (f"d{name} thin", kept)),
         Node(Gemm("dgrad", tokens, inner, lora.rank), (f"d{name} thin",), {f"d{name} beside": into}),

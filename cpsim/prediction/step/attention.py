@@ -38,7 +38,9 @@ PASSES = ("fwd", "bwd")
 CAUSAL = ("causal", "causal_document")
 TILE = 128
 """Queries of a tile of attention's kernels."""
-WINDOWS = "sliding windows: priced as the tiles of keys that queries visit, in the mean layer; an estimate, not measured"
+WINDOWS = (
+    "sliding windows: priced as the tiles of keys that queries visit, in the mean layer; an estimate, not measured"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +177,7 @@ class Attention:
         area = np.add.reduceat(lens * (lens + 1) // 2, start[:-1])
         if self.model.window:
             share = self.model.windowed
-            seconds = share * self._in_windows(seen) + (1 - share) * seconds
+            seconds = share * np.minimum(self._in_windows(seen), seconds) + (1 - share) * seconds  # a window saves
             area = np.array([sum(map(self.model.pairs, documents)) for documents in seen]).round()
         heads = np.array([[self.model.heads // self.tp, self.model.kv_heads // self.tp]])
         notes = tuple(n for p in PASSES for n in self.profile.attention_notes(self.kernel, p, lens, lens, heads))

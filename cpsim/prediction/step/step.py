@@ -417,7 +417,9 @@ class StepModel:
         if cut.gradients != "none" and cut.sharding != "fsdp":
             summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
             beside, each = cut.gradients == "overlapped", held.gradient or held.made_gradient
-            first = 0 if self.framework.lora else self._parameters(stage, "first")  # its gradients come last, in one bucket
+            first = (
+                0 if self.framework.lora else self._parameters(stage, "first")
+            )  # its gradients come last, in one bucket
             for group, parameters, chunk in groups:
                 if self.framework.divides and cut.replicas > 1:
                     parts.append(self.costs.seconds([ElementwisePass("copy", 2 * each * parameters)]))

@@ -15,6 +15,7 @@ NAMES = {
     ("torchtitan", "time"): "torchtitan's steps, time, mean",
     ("torchtitan", "memory"): "torchtitan's steps, memory, mean",
     ("automodel", "time"): "Automodel's steps, time, mean",
+    ("megatron-bridge", "time"): "Megatron-Bridge's experts, time, mean",
     ("megatron-golden", "memory"): "Megatron's golden peaks, mean",
 }
 MIB = 2**20

@@ -24,7 +24,9 @@ FEW_WAVES = "calls of 0.07 to 0.15 ms, whose blocks fill few waves, are priced 3
 RINGS = "on 8 GPUs, ring_p2p is published at 66 to 80 % of the predicted rate: not understood"
 SPLIT = "they follow the split kernel of flash-attn 2, of which single short calls are off by as much"
 CACHE = "what merges of short documents find in the L2 cache is not modelled"
-LATE_HOSTS = "all but one are too fast; Megatron's hosts, which wait for counts of tokens in every layer, are never late"
+LATE_HOSTS = (
+    "all but one are too fast; Megatron's hosts, which wait for counts of tokens in every layer, are never late"
+)
 TARGETS = {
     "runs, ours, 1 ms or more, mean": Target(0.02),
     "runs, ours, shorter, mean": Target(0.05),

@@ -113,6 +113,8 @@ class Cluster:
     """Profile whose measurements describe this machine; None where nobody has measured it."""
     host: Annotated[float, Field(ge=0.1, le=10)] | Name | None = None
     """How much longer its hosts take to launch than the profile's, or a file of ``cpsim calibrate --host``."""
+    host_link_bytes_per_s: Rate | None = None
+    """Between a GPU and its host, each way; None is PCIe x16 of the GPU's data sheet, see ``host_link``."""
     notes: str = ""
     faults: tuple[Fault, ...] = ()
     copies: Annotated[int, Field(ge=1, le=1)] = 1
@@ -137,6 +139,17 @@ class Cluster:
     def num_nodes(self) -> int:
         """Nodes in use; a part of a node counts as one."""
         return -(-self.num_gpus // self.gpus_per_node)
+
+    @property
+    def host_link(self) -> float:
+        """Bytes per second each way between a GPU and its host: what the file says, or 16 lanes of PCIe, of 5.0 or, on
+        A100, 4.0.
+
+        Source: data sheets of A100 and H100; 32 and 16 GT/s a lane, 128 of 130 bits are data (PCI Express Base
+        Specification 5.0 and 4.0).
+        """
+        lane = 16e9 if self.gpu.name.lower().startswith("a100") else 32e9
+        return self.host_link_bytes_per_s or 16 * lane * 128 / 130 / 8
 
     @overload
     def node_of(self, rank: int) -> int: ...

@@ -185,6 +185,8 @@ class Scenario(BaseModel):
     """Whose code runs a training step; None is megatron's."""
     trainable: Literal["all"] | LoraSection | None = None
     """What a training step updates: all weights, or adapters; None is all."""
+    offload: Literal["activations"] | None = None
+    """What of a training step waits in the host's memory; None is nothing."""
     part: Literal["layer"] | None = None
     """With a model, what of it to predict: one layer with the strategy's attention on all GPUs, weights whole on each;
     None is a step."""
@@ -346,11 +348,11 @@ class Scenario(BaseModel):
 
     def _check_step(self) -> None:
         if self.model is None:
-            for name in ("context", "parallel", "part", "framework", "trainable"):
+            for name in ("context", "parallel", "part", "framework", "trainable", "offload"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
             return
-        for name in ("context", "parallel", "framework", "trainable"):
+        for name in ("context", "parallel", "framework", "trainable", "offload"):
             if self.part is not None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
         if isinstance(self.trainable, LoraSection) and self._has_experts:

@@ -17,6 +17,7 @@ from cpsim.prediction.step.adapters import adapted
 from cpsim.prediction.step.attention import PASSES, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
+from cpsim.prediction.step.offload import check as check_offload
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies.others import CPSIM, Implementation, implementation
 from cpsim.strategies.others.facts import DENSE
@@ -108,6 +109,8 @@ class StepCase:
         model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
         self.framework.check(parallel, model)
+        if scenario.offload:
+            check_offload(self.framework, parallel)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items())), self._apart(parallel)
         if parallel.cp == 1 and strategy != "none":
@@ -140,6 +143,7 @@ class StepCase:
             attention=self._attention[key],
             framework=self.framework,
             compiled=self.framework.compiled(scenario.compile),
+            offload=scenario.offload is not None,
             _known=self._passes.setdefault(self._alike(parallel), {}),
         )
 

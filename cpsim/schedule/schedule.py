@@ -79,10 +79,13 @@ STREAMS: Final = (
     "outer_recv",
     "gather",
     "scatter",
+    "to_host",
+    "from_host",
 )
 """Streams of a rank. A batched send and receive is one launch on two lanes; gradients travel beside keys and values
 on lanes of their own (a second process group), and so do keys and values between the inner rings of a double ring;
-collectives run on ``comm``. Of a training step weights are gathered on ``gather``, gradients summed on ``scatter``."""
+collectives run on ``comm``. Of a training step weights are gathered on ``gather``, gradients summed on ``scatter``, and
+activations leave for the host and return on the last two."""
 
 READ, WRITE, UPDATE = range(3)
 MODE_NAMES: Final = ("reads", "writes", "updates")

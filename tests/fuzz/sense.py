@@ -148,6 +148,8 @@ def _odd_step(tree: dict[str, Any]) -> str:
                 return f"{section}.{name} = {value!r:.40}"
     model = tree.get("model")
     experts, top_k = (model.get(name) if isinstance(model, dict) else None for name in ("experts", "top_k"))
+    if tree.get("offload", "activations") not in ("activations", None):
+        return f"offload = {tree['offload']!r:.40}"
     lora = tree.get("trainable")
     if isinstance(lora, dict) and not (type(rank := lora.get("lora")) is int and rank >= 1):
         return f"trainable.lora = {rank!r:.40}"

@@ -132,6 +132,8 @@ class Framework:
     """Whether gradients are divided by the number of replicas before they are summed, where they are not sharded, as
     PyTorch's DistributedDataParallel does (torch/csrc/distributed/c10d/reducer.cpp)."""
     pipelines: bool = False
+    offloads: bool = False
+    """Whether activations may wait in the host's memory; see ``cpsim.prediction.step.offload``."""
     engine: bool = False
     """Whether linear layers are Transformer Engine's."""
     lora: Lora | None = None
@@ -393,6 +395,7 @@ MEGATRON: Final = Framework(
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     pipelines=True,
+    offloads=True,
     engine=True,
     experts=True,
 )

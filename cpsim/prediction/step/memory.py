@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.prediction.step.pipeline import Pass, most_in_flight
-from cpsim.prediction.step.program import GRADIENT, SHARD, Program, live_bytes
+from cpsim.prediction.step.program import BACK, GRADIENT, SHARD, HostCopy, Program, live_bytes
 
 Ints = NDArray[np.int64]
 KINDS: Final = ("weights", "gradients", "activations", "logits", "working")
@@ -98,8 +98,9 @@ def chunk_memory(make: Callable[[int], Program], layers: int, stays: tuple[str, 
         each = len(large.forward) - len(small.forward)
         alike = len(small.backward) - (len(large.backward) - len(small.backward))  # all but one layer
         forward_a, forward_b = len(small.forward), len(large.forward)
+        first = alike - 2 * any(isinstance(node.what, HostCopy) for node in small.forward)  # layer 0 brings none back
         # the last layers forward and the first ones backward, and the last ones backward
-        parts = [(a[:, forward_a - 2 * each : forward_a + alike], b[:, forward_b - 2 * each : forward_b + alike])]
+        parts = [(a[:, forward_a - 2 * each : forward_a + first], b[:, forward_b - 2 * each : forward_b + first])]
         parts += [(a[:, -alike:], b[:, -alike:])]
         columns = np.concatenate([late + grown * (late - early) for early, late in parts], axis=1)
         kept = b[:, forward_b] + grown * (b[:, forward_b] - a[:, forward_a])
@@ -142,7 +143,7 @@ def _live(program: Program, stays: tuple[str, ...]) -> Ints:
             return KINDS.index("gradients")
         if "logits" in name:
             return KINDS.index("logits")
-        return KINDS.index("activations" if name in kept else "working")
+        return KINDS.index("activations" if name in kept or name.endswith(BACK) else "working")
 
     nodes = [*program.forward, *program.backward]
     return live_bytes(nodes, stays, kind, len(KINDS))

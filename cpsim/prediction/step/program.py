@@ -24,18 +24,29 @@ from numpy.typing import NDArray
 from cpsim.prediction.step.layer import Op
 
 Attention = Literal["fwd", "bwd"]
-Stream = Literal["compute", "comm", "gather", "scatter"]
+Stream = Literal["compute", "comm", "gather", "scatter", "to_host", "from_host"]
 GRADIENT: Final = "dw"
 """First word of the names of gradients of weights. Where weights are whole they stay until the optimizer's step."""
 SHARD: Final = "shard"
 """The same of a GPU's part of gradients that were summed and scattered."""
 
 
+BACK: Final = " back"
+"""End of the names of tensors that return from the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Between this GPU and its host, by copy engines."""
+
+    nbytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One op, or attention of a layer as a whole."""
 
-    what: Op | Attention | None
+    what: Op | Attention | HostCopy | None
     """None: a tensor that is there, such as a view or a buffer."""
     reads: tuple[str, ...] = ()
     makes: Mapping[str, int] = field(default_factory=dict)

@@ -25,8 +25,9 @@ from cpsim.prediction.step.experts import NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Op, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import ChunkMemory, StageMemory, chunk_memory, stage_memory, workspaces
+from cpsim.prediction.step.offload import note, offloaded
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
-from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
+from cpsim.prediction.step.program import GRADIENT, SHARD, HostCopy, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -94,6 +95,8 @@ class StepModel:
     attention: Attention
     framework: Framework = MEGATRON
     compiled: bool = False
+    offload: bool = False
+    """Whether activations wait in the host's memory."""
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
@@ -197,6 +200,7 @@ class StepModel:
                 dict.fromkeys(
                     (
                         *self._notes(tokens),
+                        *((note(self.cluster),) if self.offload else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
@@ -275,7 +279,12 @@ class StepModel:
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if is_last else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
         shards = self._shards(chunk) if self.sharded else None
-        return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
+
+        def make(layers: int) -> Program:
+            run = program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
+            return offloaded(run, layers, keeps, first is not None) if self.offload else run
+
+        return make
 
     def _shards(self, stage: int) -> Shards:
         """Gathers in the working type, each copied to where ops read it; sums in fp32, from copies, over the replicas
@@ -328,7 +337,7 @@ class StepModel:
 
         Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
         """
-        layers, plain = self.layers[chunk], not (self.sharded or self.framework.launches)
+        layers, plain = self.layers[chunk], not (self.sharded or self.framework.launches or self.offload)
         key = tokens, self._alike(chunk), None if plain else str(attended.parts)
         if key not in self._known:
             parts: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
@@ -365,6 +374,7 @@ class StepModel:
             sharded=lambda op: self.collective(
                 experts if op.kind == "all_to_all" else group, Kind[op.kind.upper()], op.nbytes
             ),
+            host_bytes_per_s=self.cluster.host_link,
             launch_s={
                 stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
                 for stream, name in names.items()
@@ -483,8 +493,9 @@ class StepModel:
 
 
 def _ops(program: Program) -> list[Op | str]:
-    """Ops of both passes, attention by its name."""
-    return [node.what for node in (*program.forward, *program.backward) if node.what is not None]
+    """Ops of both passes, attention by its name; copies to the host aside."""
+    whats = (node.what for node in (*program.forward, *program.backward))
+    return [what for what in whats if what is not None and not isinstance(what, HostCopy)]
 
 
 def _with_exchange(code: LayerCode, exchange: int, kept: int) -> LayerCode:

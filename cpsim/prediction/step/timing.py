@@ -19,7 +19,7 @@ from cpsim.masks.tiles import ListedTiles
 from cpsim.models.network.pressure import Messages, pressures
 from cpsim.prediction.step.costs import PARTS, Costs, Parts
 from cpsim.prediction.step.layer import Collective, ElementwisePass, Gemm
-from cpsim.prediction.step.program import Node, Program
+from cpsim.prediction.step.program import HostCopy, Node, Program
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Kind, Schedule
 from cpsim.schedule.work import Work
@@ -49,6 +49,8 @@ class Prices:
     """Seconds of a layer's attention by pass and cost model."""
     sharded: Callable[[Collective], tuple[str, float]]
     """Cost model and seconds of a collective among replicas."""
+    host_bytes_per_s: float
+    """Each way between a GPU and its host."""
     launch_s: Mapping[str, tuple[float, ...]]
     """Seconds of one launch of the host, forward and backward, by stream; none where hosts are never late."""
 
@@ -57,6 +59,8 @@ class Prices:
         match node.what:
             case None:
                 return {}
+            case HostCopy(nbytes):
+                return {"transfer": nbytes / self.host_bytes_per_s}
             case str():
                 return self.attention[node.what]
             case Collective() if node.stream in ("gather", "scatter"):
@@ -103,6 +107,7 @@ def scheduled(program: Program, prices: Prices) -> Simulated:
     duration = np.array([sum(each.values()) for each in parts])
     schedule = _schedule(nodes)
     paced = np.array([any(name.endswith("between nodes") for name in each) for each in parts], np.bool_)
+    paced |= np.array([isinstance(node.what, HostCopy) for node in nodes], np.bool_)
     none = np.zeros(0, np.int64)
     messages = Messages(none, np.zeros(0), none, none, (np.zeros(0), none, none))
     pressure, names = pressures(schedule, messages, paced)
@@ -148,6 +153,8 @@ def _schedule(nodes: Sequence[Node]) -> Schedule:
                 b.add(Kind.ELEMENTWISE, lane, nbytes=what.nbytes, deps=[needed])
             case Collective():
                 b.add(_KINDS[what.kind], lane, nbytes=what.nbytes, deps=[needed])
+            case HostCopy(nbytes):
+                b.add(Kind.COPY, lane, nbytes=nbytes, deps=[needed])
             case str():
                 b.add(_KINDS[what], lane, deps=[needed])
         if node.stream == "compute":

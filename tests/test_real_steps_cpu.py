@@ -92,6 +92,8 @@ def test_every_cut_of_a_hugging_face_step_has_the_gradients_of_an_uncut_one(tmp_
         ({"kernel": "fa4"}, "kernel: expected sdpa_flash, cudnn or fa2, got fa4"),
         ({"strategy": "ulysses", "parallel": {"cp": 2}}, "strategy: expected one of allgather, .* got ulysses"),
         ({"mask": "full"}, "mask: steps run here with causal, got full"),
+        ({"framework": "huggingface", "trainable": {"lora": 8}}, "trainable: steps run here train all weights"),
+        ({"offload": "activations"}, "offload: steps run here keep activations on the GPU"),
         ({"parallel": {"microbatches": 3}}, "tokens: expected a multiple of dp x microbatches x context"),
     ],
 )

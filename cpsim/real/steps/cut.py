@@ -105,6 +105,9 @@ def _reasons(cut: Cut) -> list[str]:
         f"pp: steps run here without pipeline parallelism, got pp = {p.pp}; use 1": p.pp > 1,
         f"sharding: expected none or fsdp, got {p.sharding}": p.sharding not in ("none", "fsdp"),
         f"recompute: expected none, full or per_op, got {p.recompute}": p.recompute not in ("none", "full", "per_op"),
+        "trainable: steps run here train all weights; leave it out": s.trainable not in (None, "all"),
+        "offload: steps run here keep activations on the GPU; leave it out": s.offload is not None,
+        "window: steps run here without sliding windows; leave it out": m.window > 0,
         f"kernel: expected sdpa_flash, cudnn or fa2, got {s.kernel}": s.kernel not in (*BACKENDS, "fa2"),
         f"mask: steps run here with causal, got {s.mask_name}": s.mask != "causal",
         f"tokens: expected a multiple of dp x microbatches x context = {p.dp} x {p.microbatches} x {cut.context}, "

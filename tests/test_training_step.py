@@ -73,6 +73,20 @@ def test_attention_of_a_step_takes_as_long_as_it_does_alone(implementation, stra
         assert sum(parts.values()) == pytest.approx(alone.time_s, rel=1e-9)
 
 
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ranks_of_compiled_context_parallel_layers_wait_for_each_others_backward_kernels(cp):
+    """As ``python -m studies.steps.order`` shows: n kernels of n - 1 ranks, and then n - 1 of the last."""
+    how = {"framework": "torch", "kernel": "sdpa_flash", "gpus": cp, "tokens": 65536, "context": None, "mask": "causal"}
+    cut = {"tp": 1, "cp": cp, "recompute": "full"}
+    compiled, eager = (
+        step(**how, strategy="zigzag_ring", compile=compiles, parallel=cut) for compiles in (True, False)
+    )
+    assert compiled.busy["attention bwd"] == pytest.approx((2 - 1 / cp) * eager.busy["attention bwd"], rel=0.02)
+    assert compiled.busy["attention fwd"] == pytest.approx(eager.busy["attention fwd"], rel=0.02)
+    assert compiled.busy["memory-bound"] < eager.busy["memory-bound"]
+    assert any("wait for each other" in note for note in compiled.notes)
+
+
 @pytest.mark.parametrize("gradients", ["none", "exposed", "overlapped"])
 @pytest.mark.parametrize("pipeline", ["1f1b", "same_phase"])
 @pytest.mark.parametrize("pp", [1, 2, 4])

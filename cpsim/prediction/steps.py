@@ -109,7 +109,7 @@ class StepCase:
         if key not in self._attention:
             theirs = parallel.cp > 1 and scenario.implementation == CPSIM.name
             code = implementation(self.framework.attention if theirs else scenario.implementation)
-            code = code.calling(scenario.kernel)
+            code = code.calling(scenario.kernel, theirs and self.framework.compiled(scenario.compile))
             code.check_kernel(scenario.kernel)
             mask, options = self._mask(parallel, code)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}

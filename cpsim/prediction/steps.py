@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import model_of, workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, ScenarioError
 from cpsim.models.profile import Profile
 from cpsim.prediction.step.attention import PASSES, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
-from cpsim.strategies.others import CPSIM, implementation
+from cpsim.strategies import STRATEGIES
+from cpsim.strategies.others import CPSIM, Implementation, implementation
+
+SLOW_PLANS: Final = ("dcp",)
+"""Strategies that plan every batch for seconds are tried only where the scenario names them."""
+Choice = tuple[str, Mapping[str, Any]]
+"""Strategy and knobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,7 @@ class StepCase:
     profile: Profile
     _sequences: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     _attention: dict[tuple[int, int, str, str], Attention] = field(default_factory=dict)
+    _best: dict[tuple[int, int], Choice] = field(default_factory=dict)
 
     @property
     def num_sequences(self) -> int:
@@ -65,18 +72,17 @@ class StepCase:
 
         Raises:
             InfeasibleError: the model or the cluster cannot be cut like this.
+            NotMeasuredError: nobody has measured layers on such a GPU.
         """
         model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
         self.framework.check(parallel)
-        costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
+        costs = self._costs(parallel)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items()))
         if parallel.cp == 1 and strategy != "none":
             raise InfeasibleError(f"cp: strategy {strategy} needs several ranks, got cp = 1; use strategy none")
         if key not in self._attention:
-            theirs = parallel.cp > 1 and scenario.implementation == CPSIM.name
-            code = implementation(self.framework.attention if theirs else scenario.implementation)
-            code = code.calling(scenario.kernel)
+            code = self._code(parallel)
             code.check_kernel(scenario.kernel)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}
             self._attention[key] = Attention(
@@ -101,6 +107,75 @@ class StepCase:
             framework=self.framework,
             compiled=self.framework.compiled(scenario.compile),
         )
+
+    def _code(self, parallel: Parallel) -> Implementation:
+        """Whose attention runs."""
+        theirs = parallel.cp > 1 and self.scenario.implementation == CPSIM.name
+        code = implementation(self.framework.attention if theirs else self.scenario.implementation)
+        return code.calling(self.scenario.kernel)
+
+    def _costs(self, parallel: Parallel) -> Costs:
+        costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
+        try:
+            costs.layers  # noqa: B018
+        except ProfileError as error:
+            raise NotMeasuredError(str(error)) from None
+        return costs
+
+    def least_memory(self, parallel: Parallel) -> int:
+        """Bytes that the fullest GPU needs at least, whatever the strategy.
+
+        Raises:
+            InfeasibleError: the model or the cluster cannot be cut like this.
+        """
+        batch = deal(self.sequences(parallel), parallel)
+        return max(stage.needed for stage in self.model(parallel, "none", {}).memory(batch))
+
+    def best_strategy(self, parallel: Parallel) -> Choice:
+        """The strategy that is fastest on the microbatch with the most work, or the one that the scenario names.
+
+        Raises:
+            InfeasibleError: none can run.
+        """
+        if parallel.cp == 1:
+            return "none", {}
+        key = parallel.tp, parallel.cp
+        if key not in self._best:
+            self._best[key] = self._choose(parallel)
+        return self._best[key]
+
+    def _choose(self, parallel: Parallel) -> Choice:
+        batch = deal(self.sequences(parallel), parallel)
+        heaviest = max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
+        choices: list[tuple[float, int, Choice]] = []
+        refused: list[str] = []
+        for name in self._strategies(parallel):
+            try:
+                attention = self.model(parallel, name, self._knobs).attention
+                given = [self._knobs] if self._knobs else STRATEGIES[name].knobs(
+                    attention.workload(heaviest), attention.cluster
+                )
+                for knobs in given:
+                    attended = self.model(parallel, name, knobs).attention.of([heaviest])[0]
+                    seconds = sum(sum(parts.values()) for parts in attended.parts)
+                    choices.append((seconds, len(choices), (name, dict(knobs))))
+            except InfeasibleError as reason:
+                refused.append(f"{name}: {reason}")
+        if not choices:
+            raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
+        return min(choices)[2]
+
+    @property
+    def _knobs(self) -> Mapping[str, Any]:
+        return self.scenario.knobs if self.scenario.strategy not in (None, "none") else {}
+
+    def _strategies(self, parallel: Parallel) -> list[str]:
+        """Those to choose from: the scenario's, or all that the code has and that are planned at once."""
+        if self.scenario.strategy not in (None, "none"):
+            return [str(self.scenario.strategy)]
+        theirs = self._code(parallel).strategies
+        known = [name for name in STRATEGIES if name not in ("none", *SLOW_PLANS)]
+        return [name for name in known if theirs is None or name in theirs]
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:
         """Runs the step cut in one way.

@@ -23,7 +23,7 @@ from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import StageMemory, stage_memory
+from cpsim.prediction.step.memory import CONTEXT, StageMemory, communicators, stage_memory
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
@@ -63,23 +63,27 @@ class Step:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """On the fullest GPU."""
-        return max(stage.total for stage in self.memory)
+        """What PyTorch's allocator has on the fullest GPU."""
+        return self.fullest.total
+
+    @property
+    def fullest(self) -> StageMemory:
+        """Memory of the stage that needs most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that the fullest GPU needs."""
+        return self.fullest.needed
 
     @property
     def fits(self) -> bool:
         """Whether a GPU has that much."""
-        return self.peak_memory_bytes <= self.gpu_bytes
+        return self.needed_bytes <= self.gpu_bytes
 
     def too_large(self) -> str:
         """What a step that does not fit needs, in words."""
-        stage = max(range(len(self.memory)), key=lambda s: self.memory[s].total)
-        at = self.memory[stage]
-        return (
-            f"does not fit: stage {stage} needs {at.total / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB on one GPU "
-            f"({at.activations / 1e9:.1f} activations, {(at.weights + at.gradients + at.optimizer) / 1e9:.1f} weights, "
-            f"gradients and optimizer, {(at.logits + at.working) / 1e9:.1f} logits and what runs)"
-        )
+        return f"does not fit: needs {self.needed_bytes / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,13 +132,14 @@ class StepModel:
         mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
-        return stage_memory(
+        tensors = stage_memory(
             self._programs(tokens, stage, exchange, kept),
             self.model.layers // cut.pp,
             min(cut.microbatches, cut.pp - stage),
             (held.weight * mine, summed * mine, held.states * states * cut.optimizer),
             () if summed else (SHARD,) if self.sharded else (GRADIENT,),
         )
+        return replace(tensors, communicators=communicators(cut), context=CONTEXT)
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.

@@ -106,7 +106,7 @@ def evaluate(way: Scenario | Infeasible) -> Evaluated:
     except InfeasibleError as reason:
         return refused(way, reason)
     except MemoryError:
-        return Infeasible(scenario=way, reason=TOO_LARGE)
+        return Infeasible(scenario=way, reason=TOO_LARGE, kind=None)
 
 
 def rank(scenario: Scenario, tried: Sequence[Evaluated]) -> Advice:

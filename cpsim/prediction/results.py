@@ -31,12 +31,13 @@ NUMBERS: Final = (
 Refusal = Literal["cannot", "not_measured", "does_not_fit"]
 """Why a case has no plain answer: no code can run it; nobody has measured what its time rests on; or it needs more
 memory than a GPU has."""
-REFUSALS: Final[Mapping[Refusal, str]] = {
+REFUSALS: Final[Mapping[Refusal | None, str]] = {
     "cannot": "cannot run",
     "not_measured": "not measured",
     "does_not_fit": "does not fit",
+    None: "not tried",
 }
-"""The same in words."""
+"""The same in words; None: predicting it would take too long, or too much of this machine's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +109,12 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """A scenario that cannot run, and why."""
+    """A scenario without a time, and why."""
 
     scenario: Scenario
     reason: str
-    kind: Refusal = "cannot"
+    kind: Refusal | None = "cannot"
+    """None: it was not tried."""
 
 
 def refused(scenario: Scenario, error: InfeasibleError) -> Infeasible:

@@ -1,36 +1,39 @@
-"""How to cut a training step: tries degrees of parallelism and strategies that fit into memory, and says why.
+"""How to cut a training step: degrees of parallelism, sharding, recomputation and strategies that fit into memory.
 
-Every way to cut is simulated whole. Of the strategies of context parallelism that one is taken for each tensor- and
+First every way to cut gets a bound: its time with attention spread evenly over context-parallel ranks, none of whose
+communication shows. The best by their bounds are then simulated whole, until the others are slower by ``MARGIN`` than
+the fastest one even so. Of the strategies of context parallelism that one is taken for each tensor- and
 context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of the kinds
-of recomputation the least that fits into memory.
+of recomputation the least that fits into memory, with the loss as a whole and in parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
 
 import numpy as np
 
-from cpsim.case.parallel import Parallel, Recompute
+from cpsim.case.parallel import Parallel, Recompute, Sharding
 from cpsim.case.resolve import model_of
 from cpsim.case.scenario import ParallelSection, Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
-from cpsim.prediction.results import Prediction
+from cpsim.prediction.results import Prediction, Refusal
 from cpsim.prediction.step.frameworks import Framework
-from cpsim.prediction.step.step import Step, deal
-from cpsim.prediction.steps import StepCase
+from cpsim.prediction.step.step import Step
+from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE
+from cpsim.prediction.steps import SLOW_PLANS, StepCase
 from cpsim.runtime.processes import Progress
-from cpsim.strategies import STRATEGIES
 
 MAX_STAGES: Final = 16
-RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "per_op", "mlp", "full")
-SLOW_PLANS: Final = ("dcp",)
-"""Strategies that plan every batch for seconds are tried only where the scenario names them."""
+MARGIN: Final = 0.1
+"""How much longer than the fastest step a bound may be for a way to cut to be simulated whole."""
+NEAREST: Final = 5
+"""Ways to cut that are simulated where none fits."""
 ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "matrix products": ("matrix products",),
     "attention": ("attention fwd", "attention bwd"),
@@ -38,8 +41,6 @@ ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "communication": ("collective", "transfer", "collective between nodes", "transfer between nodes", "interference"),
 }
 """What a GPU's time goes to, by cost models."""
-Choice = tuple[str, Mapping[str, Any]]
-"""Strategy and knobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,19 +60,148 @@ class StepCandidate:
         return spent | {"waiting for others": self.step.time_s - sum(spent.values())}
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Degrees that have no candidate."""
+
+    degrees: str
+    kind: Refusal
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAdvice:
-    """Ways to cut the step, fastest first, and why others cannot run."""
+    """Ways to cut the step, fastest first, and why others are not among them."""
 
     scenario: Scenario
+    assumed: str
+    """Whose code, and how it shards, in words."""
     candidates: tuple[StepCandidate, ...]
-    infeasible: tuple[tuple[str, str], ...]
-    """Degrees and reason."""
+    """Those that fit, fastest first."""
+    nearest: tuple[StepCandidate, ...]
+    """Where none fits: those that need the least memory, that first."""
+    slower: tuple[tuple[Parallel, float], ...]
+    """Those that were not simulated whole, with the seconds that they take at least; fastest first."""
+    refused: tuple[Refused, ...]
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A way to cut with the seconds that it takes at least."""
+
+    seconds: float
+    parallel: Parallel
+    stronger: tuple[Parallel, ...] = field(compare=False)
+    """The same with more recomputation, the least first: where attention's own memory does not fit."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """What was found so far."""
+
+    case: Case
+    steps: StepCase
+    found: dict[str, tuple[Parallel, Prediction, Step]] = field(default_factory=dict)
+    """By degrees: the fastest that fits."""
+    refused: dict[str, Refused] = field(default_factory=dict)
+
+    @property
+    def section(self) -> ParallelSection:
+        return self.case.scenario.parallel or ParallelSection()
+
+    def refuse(self, parallel: Parallel, kind: Refusal, reason: str) -> None:
+        self.refused[words(parallel)] = Refused(words(parallel), kind, reason)
+
+    def fastest_s(self) -> float:
+        return min((step.time_s for _, _, step in self.found.values()), default=float("inf"))
+
+    def bounds(self, layout: Parallel) -> list[Bound]:
+        """Ways to cut with these degrees that may fit; what is wrong with them is noted where none does."""
+        try:
+            fitting = [kept for kept in map(self._fitting, self._loss_and_sharding(layout)) if kept]
+            if not fitting:
+                least = self.steps.least_memory(self.smallest(layout))
+                limit = self.case.cluster.gpu.memory_bytes
+                self.refuse(layout, "does_not_fit", f"needs {least / 1e9:.1f} of {limit / 1e9:.1f} GB at least")
+            fewest = {(one[0].sharding, one[0].replicate, one[0].recompute): one for one in reversed(fitting)}
+            return [Bound(self.steps.bound_s(one[0]), one[0], tuple(one[1:])) for one in fewest.values()]
+        except InfeasibleError as reason:
+            self.refuse(layout, "cannot", str(reason))
+            return []
+
+    def smallest(self, layout: Parallel) -> Parallel:
+        """The way to cut with these degrees that needs the least memory."""
+        *_, last = self._loss_and_sharding(layout)
+        return replace(last, recompute=self._kinds()[-1], replicate=self.section.replicate)
+
+    def try_whole(self, bound: Bound) -> None:
+        """Simulates one way to cut, with more recomputation where it turns out not to fit."""
+        name = words(bound.parallel)
+        try:
+            strategy, knobs = self.steps.best_strategy(bound.parallel)
+            for parallel in (bound.parallel, *bound.stronger):
+                step = self.steps.simulate(parallel, strategy, knobs)
+                if step.fits:
+                    break
+            else:
+                self.refuse(parallel, "does_not_fit", step.too_large().removeprefix("does not fit: "))
+                return
+        except InfeasibleError as reason:
+            self.refuse(bound.parallel, "cannot", str(reason))
+            return
+        if name not in self.found or step.time_s < self.found[name][2].time_s:
+            self.found[name] = parallel, self.predicted(parallel, step, strategy, knobs), step
+
+    def predicted(self, parallel: Parallel, step: Step, strategy: str, knobs: Mapping[str, object]) -> Prediction:
+        """A simulated step with the scenario that asks for it."""
+        said = {name: getattr(parallel, name) for name in ParallelSection.model_fields}
+        update = {"strategy": strategy, "knobs": dict(knobs), "parallel": self.section.model_copy(update=said)}
+        scenario = self.case.scenario.model_copy(update=update)
+        return step_prediction(replace(self.case, scenario=scenario), step)
+
+    def _kinds(self) -> list[Recompute]:
+        known = self.steps.framework.recomputes
+        return [self.section.recompute] if self.section.recompute else [one for one in RECOMPUTE if one in known]
+
+    def _loss_and_sharding(self, layout: Parallel) -> Iterator[Parallel]:
+        """What is left open beside degrees and recomputation; the last needs the least memory."""
+        chunks = (layout.loss_chunks, CHUNKS) if self.section.loss_chunks is None else (layout.loss_chunks,)
+        nodes = layout.replicas * layout.tp // self.case.cluster.gpus_per_node
+        for parts in dict.fromkeys(chunks):
+            for sharding in self._shardings(layout):
+                for replicate in dict.fromkeys((nodes if _hybrid(self.section, sharding, nodes) else 1, 1)):
+                    groups = self.section.replicate if self.section.replicate > 1 else replicate
+                    yield replace(layout, sharding=sharding, replicate=groups, loss_chunks=parts)
+
+    def _shardings(self, layout: Parallel) -> list[Sharding]:
+        """All that shard, where the framework does if nothing is said."""
+        known = self.steps.framework.shardings
+        if self.section.sharding or layout.replicas == 1 or self.steps.framework.sharding == "none":
+            return [layout.sharding]
+        return [one for one in known if one != "none"]
+
+    def _fitting(self, parallel: Parallel) -> list[Parallel]:
+        """From the least recomputation that may fit on."""
+        kinds = [replace(parallel, recompute=kind) for kind in self._kinds()]
+        limit = self.case.cluster.gpu.memory_bytes
+        if self.steps.least_memory(kinds[-1]) > limit:
+            return []
+        first = next(i for i, one in enumerate(kinds) if self.steps.least_memory(one) <= limit)
+        return kinds[first:]
+
+
+def _hybrid(section: ParallelSection, sharding: Sharding, nodes: int) -> bool:
+    """Whether sharding within nodes is worth a try."""
+    return sharding == "fsdp" and section.replicate == 1 and nodes > 1
+
+
 def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdvice:
-    """Tries all ways to cut a training step; degrees that the scenario names are kept.
+    """Tries all ways to cut a training step; what the scenario says of ``parallel`` is kept.
+
+    Args:
+        scenario: a training step.
+        progress: called after every way to cut, when it is done with.
 
     Raises:
         ScenarioError: the scenario has no model or asks for something that is not there.
@@ -82,22 +212,69 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     if scenario.part is not None:
         raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
     case = resolve(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
-    steps = StepCase(scenario, case.cluster, case.profile)
-    search = list(_layouts(scenario, case, steps.framework))
-    found: list[tuple[Parallel, Prediction, Step]] = []
-    infeasible: dict[str, str] = {}
-    chosen: dict[tuple[int, int], Choice] = {}
-    for done, parallel in enumerate(search, 1):
-        try:
-            found.append(_try(parallel, case, steps, chosen))
-        except InfeasibleError as reason:
-            infeasible[words(parallel)] = str(reason)
-        if progress:
-            progress(done, len(search))
-    notes = dict.fromkeys(_notes(scenario, search)) | dict.fromkeys(note for _, p, _ in found for note in p.notes)
+    search = _Search(case, StepCase(scenario, case.cluster, case.profile))
+    layouts = list(_layouts(scenario, case, search.steps.framework))
+    slower = _simulate_best(search, layouts, progress)
+    nearest = [] if search.found else _nearest(search, layouts)
+    found = list(search.found.values())
+    notes = dict.fromkeys(_notes(scenario, layouts))
+    notes |= dict.fromkeys(note for _, p, _ in found or nearest for note in p.notes)
+    refused = [one for name, one in search.refused.items() if name not in search.found]
     return StepAdvice(
-        scenario=scenario, candidates=_ranked(found), infeasible=tuple(infeasible.items()), notes=tuple(notes)
+        scenario=scenario,
+        assumed=_assumed(search, layouts),
+        candidates=tuple(sorted(_ranked(found), key=lambda one: one.step.time_s)),
+        nearest=_ranked(nearest),
+        slower=tuple(slower),
+        refused=tuple(refused),
+        notes=tuple(notes),
     )
+
+
+def _simulate_best(
+    search: _Search, layouts: Sequence[Parallel], progress: Progress | None
+) -> list[tuple[Parallel, float]]:
+    """Simulates ways to cut by their bounds until the rest are slower; returns those."""
+    tell, bounds = progress or (lambda _done, _total: None), list[Bound]()
+    total = 2 * len(layouts)
+    for done, layout in enumerate(layouts, 1):
+        bounds += search.bounds(layout)
+        tell(done, total)
+    bounds.sort(key=lambda one: one.seconds)
+    for i, bound in enumerate(bounds):
+        if bound.seconds > (1 + MARGIN) * search.fastest_s():
+            tell(total, total)
+            rest = {words(one.parallel): (one.parallel, one.seconds) for one in reversed(bounds[i:])}
+            return [one for name, one in reversed(rest.items()) if name not in search.found]
+        search.try_whole(bound)
+        tell(len(layouts) + (i + 1) * len(layouts) // len(bounds), total)
+    return []
+
+
+def _nearest(search: _Search, layouts: Sequence[Parallel]) -> list[tuple[Parallel, Prediction, Step]]:
+    """The steps that need the least memory."""
+    names = {name for name, one in search.refused.items() if one.kind == "does_not_fit"}
+    smallest = [search.smallest(layout) for layout in layouts if words(layout) in names]
+    found = []
+    for parallel in sorted(smallest, key=search.steps.least_memory)[:NEAREST]:
+        try:
+            strategy, knobs = search.steps.best_strategy(parallel)
+            step = search.steps.simulate(parallel, strategy, knobs)
+        except InfeasibleError as reason:
+            search.refuse(parallel, "cannot", str(reason))
+            continue
+        found.append((parallel, search.predicted(parallel, step, strategy, knobs), step))
+    return sorted(found, key=lambda one: one[2].needed_bytes)
+
+
+def _assumed(search: _Search, layouts: Sequence[Parallel]) -> str:
+    """Whose code, and how it shards."""
+    code, scenario = search.steps.framework, search.case.scenario
+    kinds = dict.fromkeys(kind for layout in layouts for kind in search._shardings(layout))
+    compiled = "" if code.compiles is None else ", compiled" if code.compiled(scenario.compile) else ", not compiled"
+    more = "" if scenario.framework else "; `framework` names another"
+    sharding = " or ".join(kinds) or code.sharding
+    return f"Assumes {code.name} ({code.source}), sharding {sharding}{compiled}{more}."
 
 
 def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
@@ -122,13 +299,8 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _kinds(framework: Framework) -> tuple[Recompute, ...]:
-    """What a framework can compute again, the least first."""
-    return tuple(kind for kind in RECOMPUTE if kind in framework.recomputes)
-
-
 def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[Parallel]:
-    """All ways to cut that the scenario leaves open, without recomputation unless it asks for some."""
+    """All degrees that the scenario leaves open."""
     section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
     stages = [pp for pp in _divisors(model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
@@ -144,87 +316,40 @@ def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[P
                     yield parallel
 
 
-def _try(
-    parallel: Parallel, case: Case, steps: StepCase, chosen: dict[tuple[int, int], Choice]
-) -> tuple[Parallel, Prediction, Step]:
-    """Simulates one way to cut with the least recomputation that fits into memory."""
-    section = case.scenario.parallel or ParallelSection()
-    if (parallel.tp, parallel.cp) not in chosen:
-        parallel.check(model_of(case.scenario), case.cluster)
-        chosen[parallel.tp, parallel.cp] = _choice(parallel, steps)
-    strategy, knobs = chosen[parallel.tp, parallel.cp]
-    kinds = (section.recompute,) if section.recompute else _kinds(steps.framework)
-    for recompute in kinds:
-        cut = replace(parallel, recompute=recompute)
-        step = steps.simulate(cut, strategy, knobs)
-        if step.fits:
-            break
-    else:
-        raise InfeasibleError(f"{step.too_large()}; it would take {step.time_s:.3g} s")
-    full = section.model_copy(
-        update={
-            "tp": cut.tp,
-            "pp": cut.pp,
-            "dp": cut.dp,
-            "cp": cut.cp,
-            "microbatches": cut.microbatches,
-            "recompute": cut.recompute,
-        }
-    )
-    scenario = case.scenario.model_copy(update={"strategy": strategy, "knobs": dict(knobs), "parallel": full})
-    return cut, step_prediction(replace(case, scenario=scenario), step), step
-
-
-def _choice(parallel: Parallel, steps: StepCase) -> Choice:
-    """The strategy that is fastest on the microbatch with the most work, or the one that the scenario names."""
-    scenario = steps.scenario
-    if parallel.cp == 1:
-        return "none", {}
-    batch = deal(steps.sequences(parallel), parallel)
-    heaviest = max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
-    choices: list[tuple[float, int, Choice]] = []
-    refused: list[str] = []
-    names = [scenario.strategy] if scenario.strategy else [n for n in STRATEGIES if n not in ("none", *SLOW_PLANS)]
-    for name in names:
-        try:
-            attention = steps.model(parallel, name, scenario.knobs).attention
-            workload = attention.workload(heaviest)
-            for knobs in [scenario.knobs] if scenario.knobs else STRATEGIES[name].knobs(workload, attention.cluster):
-                attended = steps.model(parallel, name, knobs).attention.of([heaviest])[0]
-                seconds = sum(sum(parts.values()) for parts in attended.parts)
-                choices.append((seconds, len(choices), (str(name), dict(knobs))))
-        except InfeasibleError as reason:
-            refused.append(f"{name}: {reason}")
-    if not choices:
-        raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
-    return min(choices)[2]
-
-
 def _ranked(found: Sequence[tuple[Parallel, Prediction, Step]]) -> tuple[StepCandidate, ...]:
+    """In the order in which they are given."""
     if not found:
         return ()
     wins = chances(np.array([prediction.draws_s for _, prediction, _ in found]))
-    candidates = [
+    return tuple(
         StepCandidate(parallel=parallel, prediction=prediction, step=step, probability_best=float(won))
         for (parallel, prediction, step), won in zip(found, wins, strict=True)
-    ]
-    return tuple(sorted(candidates, key=lambda c: c.step.time_s))
+    )
 
 
 def reasons(advice: StepAdvice) -> list[str]:
     """Why the first candidate: of every degree, what the best other value would take and what for."""
     best, *others = advice.candidates
-    spent, lines = best.aspects(), []
+    lines = []
     for degree in ("tp", "pp", "cp"):
         mine = getattr(best.parallel, degree)
-        rival = next((c for c in others if getattr(c.parallel, degree) != mine), None)
-        if rival is None:
-            continue
-        more = rival.step.time_s / best.step.time_s - 1
-        extra = {name: seconds - spent[name] for name, seconds in rival.aspects().items()}
-        what = max(extra, key=lambda name: extra[name])
-        lines.append(
-            f"{degree} {mine}: the best with another {degree} ({words(rival.parallel)}) takes {100 * more:.1f} % "
-            f"longer, most of it {what} ({extra[what]:+.2f} s a GPU)"
-        )
+        lead = f"{degree} {mine}: the best with another {degree}"
+        rival = next((one for one in others if getattr(one.parallel, degree) != mine), None)
+        if rival is not None:
+            lines.append(f"{lead} {_against(best, rival)}")
+        elif least := _least(advice.slower, degree, mine):
+            more = least[1] / best.step.time_s - 1
+            lines.append(f"{lead} ({words(least[0])}) takes at least {100 * more:.0f} % longer")
     return lines
+
+
+def _least(slower: Iterable[tuple[Parallel, float]], degree: str, mine: int) -> tuple[Parallel, float] | None:
+    return next((one for one in slower if getattr(one[0], degree) != mine), None)
+
+
+def _against(best: StepCandidate, rival: StepCandidate) -> str:
+    spent = best.aspects()
+    more = rival.step.time_s / best.step.time_s - 1
+    extra = {name: seconds - spent[name] for name, seconds in rival.aspects().items()}
+    what = max(extra, key=lambda name: extra[name])
+    return f"({words(rival.parallel)}) takes {100 * more:.1f} % longer, most of it {what} ({extra[what]:+.2f} s a GPU)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from cpsim.case.cluster import Cluster
@@ -12,7 +12,7 @@ from cpsim.case.resolve import model_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, ScenarioError
 from cpsim.models.profile import Profile
-from cpsim.prediction.step.attention import PASSES, Attention
+from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
@@ -128,8 +128,25 @@ class StepCase:
         Raises:
             InfeasibleError: the model or the cluster cannot be cut like this.
         """
-        batch = deal(self.sequences(parallel), parallel)
-        return max(stage.needed for stage in self.model(parallel, "none", {}).memory(batch))
+        batch, model = deal(self.sequences(parallel), parallel), self.model(parallel, "none", {})
+        tokens = max(model.tokens(documents) for replica in batch for documents in replica)
+        ends = {0, parallel.pp - 1}  # stages between have fewer microbatches in flight than the first
+        return max(model.stage_memory(tokens, stage).needed for stage in ends)
+
+    def bound_s(self, parallel: Parallel) -> float:
+        """Seconds that a step takes if every context-parallel rank has the same share of attention, and nothing of its
+        communication shows.
+
+        Raises:
+            InfeasibleError: the model or the cluster cannot be cut like this.
+        """
+        batch, model = deal(self.sequences(parallel), parallel), self.model(parallel, "none", {})
+        if self.scenario.mask_name not in CAUSAL:
+            return model.simulate(batch, [[Attended(({}, {}), 0, 0.0, 0) for _ in replica] for replica in batch]).time_s
+        alone = replace(parallel, cp=1, dp=parallel.dp * parallel.cp)
+        attention = self.model(alone, "none", {}).attention
+        found = [[_shared(one, parallel.cp) for one in attention.of(replica)] for replica in batch]
+        return model.simulate(batch, found).time_s
 
     def best_strategy(self, parallel: Parallel) -> Choice:
         """The strategy that is fastest on the microbatch with the most work, or the one that the scenario names.
@@ -152,8 +169,10 @@ class StepCase:
         for name in self._strategies(parallel):
             try:
                 attention = self.model(parallel, name, self._knobs).attention
-                given = [self._knobs] if self._knobs else STRATEGIES[name].knobs(
-                    attention.workload(heaviest), attention.cluster
+                given = (
+                    [self._knobs]
+                    if self._knobs
+                    else STRATEGIES[name].knobs(attention.workload(heaviest), attention.cluster)
                 )
                 for knobs in given:
                     attended = self.model(parallel, name, knobs).attention.of([heaviest])[0]
@@ -184,3 +203,9 @@ class StepCase:
             InfeasibleError: it cannot run; one line that says why.
         """
         return self.model(parallel, strategy, knobs).simulate(deal(self.sequences(parallel), parallel))
+
+
+def _shared(attended: Attended, ranks: int) -> Attended:
+    """Attention of one GPU, spread evenly over several."""
+    forward, backward = ({name: s / ranks for name, s in parts.items()} for parts in attended.parts)
+    return replace(attended, parts=(forward, backward), notes=())

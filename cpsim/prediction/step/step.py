@@ -112,7 +112,7 @@ class StepModel:
 
     def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[StageMemory, ...]:
         """Peak memory of every stage, for the largest microbatch; without attention's own where that is not known."""
-        tokens = max(self._tokens(documents) for replica in batch for documents in replica)
+        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
         ends = [(one.exchange, one.kept) for replica in attended for one in replica] or [(0, 0)]
         exchange, kept = (max(sizes) for sizes in zip(*ends, strict=True))
         return tuple(self.stage_memory(tokens, stage, exchange, kept) for stage in range(self.parallel.pp))
@@ -154,7 +154,7 @@ class StepModel:
         if attended is None:
             attended = [self.attention.of(replica) for replica in batch]
         seconds = self._passes(batch, attended)
-        tokens = max(self._tokens(documents) for replica in batch for documents in replica)
+        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
         hop_s, ops = self._hop_seconds(tokens), Ops(self.model, self.parallel.tp, tokens)
         run = one_f_one_b if self.parallel.schedule == "1f1b" else same_phase
         pipeline = run(seconds.sum(axis=-1), hop_s)
@@ -180,7 +180,7 @@ class StepModel:
             ),
         )
 
-    def _tokens(self, documents: Sequence[int]) -> int:
+    def tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
 
@@ -237,7 +237,7 @@ class StepModel:
         like = {0: 0, stages - 1: stages - 1}
         for r, replica in enumerate(batch):
             for m, documents in enumerate(replica):
-                tokens = self._tokens(documents)
+                tokens = self.tokens(documents)
                 for stage in range(stages):
                     seconds[:, r, m, stage] = self._pass(tokens, like.get(stage, 1), attended[r][m])
         return seconds
@@ -351,8 +351,8 @@ class StepModel:
         for replica, found in zip(batch, attended, strict=True):
             total = 0.0
             for documents, one in zip(replica, found, strict=True):
-                total += layers * (one.sent + self._layer(self._tokens(documents))[1])
-                total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
+                total += layers * (one.sent + self._layer(self.tokens(documents))[1])
+                total += hops * BF16 * self.tokens(documents) // tp * self.model.hidden
             most = max(most, total)
         cut, held = self.parallel, self.held
         parameters, share = self._parameters(0), 1 - 1 / cut.replicas

@@ -278,13 +278,13 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
     )
 
 
-def step_prediction(case: Case, step: Step, changes: Sequence[Change] = ()) -> Prediction:
+def step_prediction(case: Case, step: Step, changes: Sequence[Change] | None = None) -> Prediction:
     """A simulated training step as a prediction, with its interval; it has no timelines.
 
     Args:
         case: whose step it is.
         step: what was simulated.
-        changes: with which it would fit, where it does not.
+        changes: with which it would fit, where it does not; None where they are not asked for.
     """
     scenario = case.scenario
     label = f"{scenario.strategy} {sorted(scenario.knobs.items())} {scenario.kernel} {scenario.parallel}"
@@ -299,7 +299,7 @@ def step_prediction(case: Case, step: Step, changes: Sequence[Change] = ()) -> P
     )
     draws = drawn.around(step.time_s, drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise())
     tflops = step.flops / scenario.gpus / step.time_s / 1e12
-    too_large = () if step.fits else (too_large_text(step, changes),)
+    too_large = () if step.fits or changes is None else (too_large_text(step, changes),)
     return Prediction(
         scenario=scenario,
         time_s=step.time_s,
@@ -320,7 +320,7 @@ def step_prediction(case: Case, step: Step, changes: Sequence[Change] = ()) -> P
         memory=asdict(step.fullest),
         gpu_memory_bytes=step.gpu_bytes,
         fits=step.fits,
-        would_fit=tuple(changes),
+        would_fit=tuple(changes or ()),
         tokens_per_s_per_gpu=scenario.num_tokens / scenario.gpus / step.time_s,
         mfu=tflops * 1e12 / case.cluster.gpu.peak_flops_per_s,
     )
@@ -330,7 +330,10 @@ def too_large_text(step: Step, changes: Sequence[Change]) -> str:
     """What a step that does not fit needs, and what would, in words."""
     if not changes:
         return f"{step.too_large()}; no single change does, and `cpsim advise --step` tries several at once"
-    would = (f"{one} ({one.needed_bytes / 1e9:.1f} GB, {one.time_s / step.time_s - 1:+.0%} time)" for one in changes)
+    would = (
+        f"{one} ({one.needed_bytes / 1e9:.1f} GB, {100 * (one.time_s / step.time_s - 1):+.0f} % time)"
+        for one in changes
+    )
     return f"{step.too_large()}; what would: {', '.join(would)}"
 
 

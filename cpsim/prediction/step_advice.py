@@ -3,19 +3,19 @@
 First every way to cut gets a bound: its time with attention spread evenly over context-parallel ranks, none of whose
 communication shows. The best by their bounds are then simulated whole, until the others are slower by ``MARGIN`` than
 the fastest one even so. Of the strategies of context parallelism that one is taken for each tensor- and
-context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of the kinds
-of recomputation the least that fits into memory, with the loss as a whole and in parts.
+context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of what saves
+memory the cheapest that is enough: the loss in parts, then more and more recomputation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from cpsim.case.parallel import Parallel, Recompute, Sharding
+from cpsim.case.parallel import Parallel, Sharding
 from cpsim.case.resolve import model_of
 from cpsim.case.scenario import ParallelSection, Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
@@ -30,7 +30,7 @@ from cpsim.prediction.steps import SLOW_PLANS, StepCase
 from cpsim.runtime.processes import Progress
 
 MAX_STAGES: Final = 16
-MARGIN: Final = 0.1
+MARGIN: Final = 0.07
 """How much longer than the fastest step a bound may be for a way to cut to be simulated whole."""
 NEAREST: Final = 5
 """Ways to cut that are simulated where none fits."""
@@ -67,6 +67,8 @@ class Refused:
     degrees: str
     kind: Refusal
     reason: str
+    needed_bytes: int = 0
+    """Of what does not fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +95,7 @@ class Bound:
     seconds: float
     parallel: Parallel
     stronger: tuple[Parallel, ...] = field(compare=False)
-    """The same with more recomputation, the least first: where attention's own memory does not fit."""
+    """The same with less memory, the cheapest first: where attention's own memory does not fit."""
 
 
 @dataclass(slots=True)
@@ -105,53 +107,77 @@ class _Search:
     found: dict[str, tuple[Parallel, Prediction, Step]] = field(default_factory=dict)
     """By degrees: the fastest that fits."""
     refused: dict[str, Refused] = field(default_factory=dict)
+    known_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """Seconds by degrees of tensor, pipeline and context parallelism."""
+    slower: list[Bound] = field(default_factory=list)
+    """Those that were not simulated whole."""
 
     @property
     def section(self) -> ParallelSection:
         return self.case.scenario.parallel or ParallelSection()
 
-    def refuse(self, parallel: Parallel, kind: Refusal, reason: str) -> None:
-        self.refused[words(parallel)] = Refused(words(parallel), kind, reason)
+    def refuse(self, parallel: Parallel, reason: InfeasibleError) -> None:
+        self.refused[words(parallel)] = Refused(words(parallel), "cannot", str(reason))
 
-    def fastest_s(self) -> float:
-        return min((step.time_s for _, _, step in self.found.values()), default=float("inf"))
+    def too_large(self, parallel: Parallel, needed: int) -> None:
+        reason = f"needs {needed / 1e9:.1f} of {self.case.cluster.gpu.memory_bytes / 1e9:.1f} GB, or more"
+        self.refused[words(parallel)] = Refused(words(parallel), "does_not_fit", reason, needed)
+
+    def limit_s(self) -> float:
+        """What is slower need not be simulated."""
+        return (1 + MARGIN) * min((step.time_s for _, _, step in self.found.values()), default=float("inf"))
+
+    def loses_s(self, parallel: Parallel) -> float:
+        """Seconds with half the context-parallel ranks, where doubling them to that many lost; more lose more."""
+        tp, pp, cp = _ranks(parallel)
+        half, quarter = (self.known_s.get((tp, pp, cp // n), 0.0) for n in (2, 4))
+        return half if 0 < quarter < half else 0.0
 
     def bounds(self, layout: Parallel) -> list[Bound]:
         """Ways to cut with these degrees that may fit; what is wrong with them is noted where none does."""
         try:
-            fitting = [kept for kept in map(self._fitting, self._loss_and_sharding(layout)) if kept]
+            fitting = self._fitting(layout)
             if not fitting:
-                least = self.steps.least_memory(self.smallest(layout))
-                limit = self.case.cluster.gpu.memory_bytes
-                self.refuse(layout, "does_not_fit", f"needs {least / 1e9:.1f} of {limit / 1e9:.1f} GB at least")
-            fewest = {(one[0].sharding, one[0].replicate, one[0].recompute): one for one in reversed(fitting)}
-            return [Bound(self.steps.bound_s(one[0]), one[0], tuple(one[1:])) for one in fewest.values()]
+                self.too_large(layout, self.steps.least_memory(self.smallest(layout)))
+            return [Bound(self.steps.bound_s(one), one, tuple(stronger)) for one, *stronger in fitting]
         except InfeasibleError as reason:
-            self.refuse(layout, "cannot", str(reason))
+            self.refuse(layout, reason)
             return []
 
     def smallest(self, layout: Parallel) -> Parallel:
         """The way to cut with these degrees that needs the least memory."""
-        *_, last = self._loss_and_sharding(layout)
-        return replace(last, recompute=self._kinds()[-1], replicate=self.section.replicate)
+        return replace([*self._sharded(layout)][-1], **self._cheaper(layout)[-1])
 
     def try_whole(self, bound: Bound) -> None:
-        """Simulates one way to cut, with more recomputation where it turns out not to fit."""
+        """Simulates one way to cut, with less memory where it turns out not to fit."""
         name = words(bound.parallel)
         try:
             strategy, knobs = self.steps.best_strategy(bound.parallel)
+            if self.found:
+                about = self.steps.bound_s(bound.parallel, (strategy, knobs))
+                self.known_s[_ranks(bound.parallel)] = about
+                if about > self.limit_s():
+                    self.slower.append(Bound(about, bound.parallel, ()))
+                    return
             for parallel in (bound.parallel, *bound.stronger):
                 step = self.steps.simulate(parallel, strategy, knobs)
                 if step.fits:
                     break
             else:
-                self.refuse(parallel, "does_not_fit", step.too_large().removeprefix("does not fit: "))
+                self.too_large(parallel, step.needed_bytes)
                 return
         except InfeasibleError as reason:
-            self.refuse(bound.parallel, "cannot", str(reason))
+            self.refuse(bound.parallel, reason)
             return
         if name not in self.found or step.time_s < self.found[name][2].time_s:
+            self.known_s[_ranks(parallel)] = step.time_s
             self.found[name] = parallel, self.predicted(parallel, step, strategy, knobs), step
+
+    def rest(self) -> list[tuple[Parallel, float]]:
+        """By degrees, fastest first: those without a candidate that are slower."""
+        least = {words(one.parallel): one for one in sorted(self.slower, key=lambda one: -one.seconds)}
+        ordered = sorted(least.items(), key=lambda item: item[1].seconds)
+        return [(one.parallel, one.seconds) for name, one in ordered if name not in self.found]
 
     def predicted(self, parallel: Parallel, step: Step, strategy: str, knobs: Mapping[str, object]) -> Prediction:
         """A simulated step with the scenario that asks for it."""
@@ -160,40 +186,41 @@ class _Search:
         scenario = self.case.scenario.model_copy(update=update)
         return step_prediction(replace(self.case, scenario=scenario), step)
 
-    def _kinds(self) -> list[Recompute]:
+    def _cheaper(self, layout: Parallel) -> list[dict[str, Any]]:
+        """Recomputation and parts of the loss, the cheapest first; the last needs the least memory."""
         known = self.steps.framework.recomputes
-        return [self.section.recompute] if self.section.recompute else [one for one in RECOMPUTE if one in known]
+        kinds = [self.section.recompute] if self.section.recompute else [one for one in RECOMPUTE if one in known]
+        chunks = [layout.loss_chunks, *(CHUNKS if self.section.loss_chunks is None else ())]
+        return [{"recompute": kind, "loss_chunks": parts} for kind in kinds for parts in dict.fromkeys(chunks)]
 
-    def _loss_and_sharding(self, layout: Parallel) -> Iterator[Parallel]:
-        """What is left open beside degrees and recomputation; the last needs the least memory."""
-        chunks = (layout.loss_chunks, CHUNKS) if self.section.loss_chunks is None else (layout.loss_chunks,)
+    def _sharded(self, layout: Parallel) -> Iterator[Parallel]:
+        """Kinds of sharding, and groups of it; the last needs the least memory."""
         nodes = layout.replicas * layout.tp // self.case.cluster.gpus_per_node
-        for parts in dict.fromkeys(chunks):
-            for sharding in self._shardings(layout):
-                for replicate in dict.fromkeys((nodes if _hybrid(self.section, sharding, nodes) else 1, 1)):
-                    groups = self.section.replicate if self.section.replicate > 1 else replicate
-                    yield replace(layout, sharding=sharding, replicate=groups, loss_chunks=parts)
+        for sharding in self.shardings(layout):
+            hybrid = sharding == "fsdp" and self.section.replicate == 1 and nodes > 1
+            for replicate in (nodes, 1) if hybrid else (self.section.replicate,):
+                yield replace(layout, sharding=sharding, replicate=replicate)
 
-    def _shardings(self, layout: Parallel) -> list[Sharding]:
+    def shardings(self, layout: Parallel) -> list[Sharding]:
         """All that shard, where the framework does if nothing is said."""
-        known = self.steps.framework.shardings
-        if self.section.sharding or layout.replicas == 1 or self.steps.framework.sharding == "none":
+        code = self.steps.framework
+        if self.section.sharding or code.sharding == "none":
             return [layout.sharding]
-        return [one for one in known if one != "none"]
+        if layout.replicas == 1:
+            return ["none" if "none" in code.shardings else code.sharding]
+        return [one for one in code.shardings if one != "none"]
 
-    def _fitting(self, parallel: Parallel) -> list[Parallel]:
-        """From the least recomputation that may fit on."""
-        kinds = [replace(parallel, recompute=kind) for kind in self._kinds()]
-        limit = self.case.cluster.gpu.memory_bytes
-        if self.steps.least_memory(kinds[-1]) > limit:
-            return []
-        first = next(i for i, one in enumerate(kinds) if self.steps.least_memory(one) <= limit)
-        return kinds[first:]
-
-
-def _hybrid(section: ParallelSection, sharding: Sharding, nodes: int) -> bool:
-    """Whether sharding within nodes is worth a try."""
-    return sharding == "fsdp" and section.replicate == 1 and nodes > 1
+    def _fitting(self, layout: Parallel) -> list[list[Parallel]]:
+        """Ways to cut that may fit, of each kind of sharding from the cheapest on: the loss in parts, then more
+        recomputation."""
+        limit, found = self.case.cluster.gpu.memory_bytes, []
+        for parallel in self._sharded(layout):
+            ways = [replace(parallel, **how) for how in self._cheaper(layout)]
+            for i, one in enumerate(ways):
+                if self.steps.least_memory(one) <= limit:
+                    found.append(ways[i:])
+                    break
+        return found
 
 
 def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdvice:
@@ -214,7 +241,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     case = resolve(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
     search = _Search(case, StepCase(scenario, case.cluster, case.profile))
     layouts = list(_layouts(scenario, case, search.steps.framework))
-    slower = _simulate_best(search, layouts, progress)
+    _simulate_best(search, layouts, progress)
     nearest = [] if search.found else _nearest(search, layouts)
     found = list(search.found.values())
     notes = dict.fromkeys(_notes(scenario, layouts))
@@ -225,30 +252,31 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
         assumed=_assumed(search, layouts),
         candidates=tuple(sorted(_ranked(found), key=lambda one: one.step.time_s)),
         nearest=_ranked(nearest),
-        slower=tuple(slower),
+        slower=tuple(search.rest()),
         refused=tuple(refused),
         notes=tuple(notes),
     )
 
 
-def _simulate_best(
-    search: _Search, layouts: Sequence[Parallel], progress: Progress | None
-) -> list[tuple[Parallel, float]]:
-    """Simulates ways to cut by their bounds until the rest are slower; returns those."""
+def _simulate_best(search: _Search, layouts: Sequence[Parallel], progress: Progress | None) -> None:
+    """Simulates the way to cut with the least bound, and then all whose bounds are not slower than the fastest one."""
     tell, bounds = progress or (lambda _done, _total: None), list[Bound]()
     total = 2 * len(layouts)
     for done, layout in enumerate(layouts, 1):
         bounds += search.bounds(layout)
         tell(done, total)
-    bounds.sort(key=lambda one: one.seconds)
-    for i, bound in enumerate(bounds):
-        if bound.seconds > (1 + MARGIN) * search.fastest_s():
-            tell(total, total)
-            rest = {words(one.parallel): (one.parallel, one.seconds) for one in reversed(bounds[i:])}
-            return [one for name, one in reversed(rest.items()) if name not in search.found]
-        search.try_whole(bound)
-        tell(len(layouts) + (i + 1) * len(layouts) // len(bounds), total)
-    return []
+    within = search.case.cluster.gpus_per_node
+    bounds.sort(key=lambda one: (one.parallel.tp * one.parallel.cp > within, one.seconds))  # fast links first
+    if bounds:
+        search.try_whole(bounds[0])
+    for i, bound in enumerate(sorted(bounds[1:], key=lambda one: (one.parallel.cp, one.seconds))):
+        least = max(bound.seconds, search.loses_s(bound.parallel))
+        if least > search.limit_s():
+            search.slower.append(replace(bound, seconds=least))
+        else:
+            search.try_whole(bound)
+        tell(len(layouts) + i * len(layouts) // len(bounds), total)
+    tell(total, total)
 
 
 def _nearest(search: _Search, layouts: Sequence[Parallel]) -> list[tuple[Parallel, Prediction, Step]]:
@@ -261,7 +289,7 @@ def _nearest(search: _Search, layouts: Sequence[Parallel]) -> list[tuple[Paralle
             strategy, knobs = search.steps.best_strategy(parallel)
             step = search.steps.simulate(parallel, strategy, knobs)
         except InfeasibleError as reason:
-            search.refuse(parallel, "cannot", str(reason))
+            search.refuse(parallel, reason)
             continue
         found.append((parallel, search.predicted(parallel, step, strategy, knobs), step))
     return sorted(found, key=lambda one: one[2].needed_bytes)
@@ -270,7 +298,8 @@ def _nearest(search: _Search, layouts: Sequence[Parallel]) -> list[tuple[Paralle
 def _assumed(search: _Search, layouts: Sequence[Parallel]) -> str:
     """Whose code, and how it shards."""
     code, scenario = search.steps.framework, search.case.scenario
-    kinds = dict.fromkeys(kind for layout in layouts for kind in search._shardings(layout))
+    shared = [layout for layout in layouts if layout.replicas > 1] or layouts
+    kinds = dict.fromkeys(kind for layout in shared for kind in search.shardings(layout))
     compiled = "" if code.compiles is None else ", compiled" if code.compiled(scenario.compile) else ", not compiled"
     more = "" if scenario.framework else "; `framework` names another"
     sharding = " or ".join(kinds) or code.sharding
@@ -293,6 +322,10 @@ def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
 def words(parallel: Parallel) -> str:
     """Degrees in one phrase, e.g. ``tp 8, pp 2, dp 4, cp 2``."""
     return ", ".join(f"{name} {getattr(parallel, name)}" for name in ("tp", "pp", "dp", "cp"))
+
+
+def _ranks(parallel: Parallel) -> tuple[int, int, int]:
+    return parallel.tp, parallel.pp, parallel.cp
 
 
 def _divisors(number: int) -> list[int]:
@@ -339,7 +372,7 @@ def reasons(advice: StepAdvice) -> list[str]:
             lines.append(f"{lead} {_against(best, rival)}")
         elif least := _least(advice.slower, degree, mine):
             more = least[1] / best.step.time_s - 1
-            lines.append(f"{lead} ({words(least[0])}) takes at least {100 * more:.0f} % longer")
+            lines.append(f"{lead} ({words(least[0])}) takes about {100 * more:.0f} % longer or more")
     return lines
 
 

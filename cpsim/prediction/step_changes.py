@@ -17,8 +17,8 @@ RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "per_op", "mlp",
 """The least first."""
 SHARDING: Final[tuple[Sharding, ...]] = ("none", "zero1", "zero2", "fsdp")
 """The least first."""
-CHUNKS: Final = 8
-"""Parts of the loss that are tried; more save little."""
+CHUNKS: Final = (8, 64)
+"""Parts of the loss that are tried."""
 NAMED: Final = 3
 """Changes that an answer names."""
 Fields = Mapping[str, str | int]
@@ -51,8 +51,9 @@ def changes(parallel: Parallel, framework: Framework, gpus_per_node: int) -> Ite
             yield {"sharding": sharding}, replace(parallel, sharding=sharding)
     if parallel.replicate > 1:
         yield {"replicate": 1}, replace(parallel, replicate=1)
-    if parallel.loss_chunks < CHUNKS:
-        yield {"loss_chunks": CHUNKS}, replace(parallel, loss_chunks=CHUNKS)
+    for chunks in CHUNKS:
+        if chunks > parallel.loss_chunks:
+            yield {"loss_chunks": chunks}, replace(parallel, loss_chunks=chunks)
     for name in ("tp", "cp"):
         factor = 2
         while parallel.dp % factor == 0 and (name == "cp" or parallel.tp * factor <= gpus_per_node):

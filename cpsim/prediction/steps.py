@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
@@ -15,12 +18,16 @@ from cpsim.models.profile import Profile
 from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
+from cpsim.prediction.step.memory import StageMemory
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
 
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
+FAR: Final = 1.15
+"""Strategies that take so many times as long as the best are not tried on more ranks."""
+Floats = NDArray[np.float64]
 Choice = tuple[str, Mapping[str, Any]]
 """Strategy and knobs."""
 
@@ -35,6 +42,12 @@ class StepCase:
     _sequences: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     _attention: dict[tuple[int, int, str, str], Attention] = field(default_factory=dict)
     _best: dict[tuple[int, int], Choice] = field(default_factory=dict)
+    _slow: dict[str, int] = field(default_factory=dict)
+    """Strategies with knobs that were far from the best, and on how many ranks."""
+    _known: dict[Parallel, dict[tuple[object, ...], Floats]] = field(default_factory=dict)
+    """Passes that were simulated, of every way to cut; see ``StepModel``."""
+    _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
+    """The same of memory."""
 
     @property
     def num_sequences(self) -> int:
@@ -106,6 +119,8 @@ class StepCase:
             attention=self._attention[key],
             framework=self.framework,
             compiled=self.framework.compiled(scenario.compile),
+            _known=self._known.setdefault(parallel, {}),
+            _memory=self._memory.setdefault(parallel, {}),
         )
 
     def _code(self, parallel: Parallel) -> Implementation:
@@ -133,20 +148,32 @@ class StepCase:
         ends = {0, parallel.pp - 1}  # stages between have fewer microbatches in flight than the first
         return max(model.stage_memory(tokens, stage).needed for stage in ends)
 
-    def bound_s(self, parallel: Parallel) -> float:
-        """Seconds that a step takes if every context-parallel rank has the same share of attention, and nothing of its
-        communication shows.
+    def bound_s(self, parallel: Parallel, choice: Choice | None = None) -> float:
+        """Seconds of a step without simulating attention of every microbatch.
+
+        Args:
+            parallel: how it is cut.
+            choice: strategy and knobs; microbatches lie between those with the most and the least work. None: every
+                rank has the same share of attention, and nothing of its communication shows.
 
         Raises:
             InfeasibleError: the model or the cluster cannot be cut like this.
         """
         batch, model = deal(self.sequences(parallel), parallel), self.model(parallel, "none", {})
-        if self.scenario.mask_name not in CAUSAL:
-            return model.simulate(batch, [[Attended(({}, {}), 0, 0.0, 0) for _ in replica] for replica in batch]).time_s
         alone = replace(parallel, cp=1, dp=parallel.dp * parallel.cp)
-        attention = self.model(alone, "none", {}).attention
-        found = [[_shared(one, parallel.cp) for one in attention.of(replica)] for replica in batch]
-        return model.simulate(batch, found).time_s
+        if self.scenario.mask_name not in CAUSAL:
+            return model.time_s(batch, [[Attended(({}, {}), 0, 0.0, 0) for _ in replica] for replica in batch])
+        found = [self.model(alone, "none", {}).attention.of(replica) for replica in batch]
+        alone_s = np.array([[_total(one.parts) for one in replica] for replica in found])
+        share = np.full(alone_s.shape, 1 / parallel.cp)
+        if choice is not None:
+            microbatches = [documents for replica in batch for documents in replica]
+            ends = [microbatches[int(at)] for at in (alone_s.argmin(), alone_s.argmax())]
+            those = self.model(parallel, *choice).attention.of(ends)
+            ours_s = np.interp(alone_s, [alone_s.min(), alone_s.max()], [_total(one.parts) for one in those])
+            share = np.maximum(share, ours_s / alone_s)
+        shared = [list(map(_shared, *rows)) for rows in zip(found, share.tolist(), strict=True)]
+        return model.time_s(batch, shared)
 
     def best_strategy(self, parallel: Parallel) -> Choice:
         """The strategy that is fastest on the microbatch with the most work, or the one that the scenario names.
@@ -162,27 +189,37 @@ class StepCase:
         return self._best[key]
 
     def _choose(self, parallel: Parallel) -> Choice:
-        batch = deal(self.sequences(parallel), parallel)
-        heaviest = max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
-        choices: list[tuple[float, int, Choice]] = []
+        heaviest = self._heaviest(parallel)
+        found: list[tuple[float, int, Choice]] = []
         refused: list[str] = []
         for name in self._strategies(parallel):
             try:
-                attention = self.model(parallel, name, self._knobs).attention
-                given = (
-                    [self._knobs]
-                    if self._knobs
-                    else STRATEGIES[name].knobs(attention.workload(heaviest), attention.cluster)
-                )
-                for knobs in given:
-                    attended = self.model(parallel, name, knobs).attention.of([heaviest])[0]
-                    seconds = sum(sum(parts.values()) for parts in attended.parts)
-                    choices.append((seconds, len(choices), (name, dict(knobs))))
+                for knobs in self._settings(parallel, name, heaviest):
+                    parts = self.model(parallel, name, knobs).attention.of([heaviest])[0].parts
+                    found.append((_total(parts), len(found), (name, dict(knobs))))
             except InfeasibleError as reason:
                 refused.append(f"{name}: {reason}")
-        if not choices:
+        if not found:
             raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
-        return min(choices)[2]
+        best = min(found)
+        for seconds, _, choice in found:
+            if seconds > FAR * best[0]:
+                self._slow[str(choice)] = min(parallel.cp, self._slow.get(str(choice), parallel.cp))
+        return best[2]
+
+    def _heaviest(self, parallel: Parallel) -> tuple[int, ...]:
+        """The microbatch with the most work."""
+        batch = deal(self.sequences(parallel), parallel)
+        return max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
+
+    def _settings(self, parallel: Parallel, name: str, microbatch: tuple[int, ...]) -> list[Mapping[str, Any]]:
+        """Knobs of a strategy that are worth a try."""
+        if self._knobs:
+            return [self._knobs]
+        attention = self.model(parallel, name, {}).attention
+        known = STRATEGIES[name].knobs(attention.workload(microbatch), attention.cluster)
+        never = parallel.cp + 1
+        return [knobs for knobs in known if self._slow.get(str((name, dict(knobs))), never) > parallel.cp]
 
     @property
     def _knobs(self) -> Mapping[str, Any]:
@@ -205,7 +242,12 @@ class StepCase:
         return self.model(parallel, strategy, knobs).simulate(deal(self.sequences(parallel), parallel))
 
 
-def _shared(attended: Attended, ranks: int) -> Attended:
-    """Attention of one GPU, spread evenly over several."""
-    forward, backward = ({name: s / ranks for name, s in parts.items()} for parts in attended.parts)
+def _shared(attended: Attended, share: float) -> Attended:
+    """Attention of one GPU, of which a rank has a share."""
+    forward, backward = ({name: s * share for name, s in parts.items()} for parts in attended.parts)
     return replace(attended, parts=(forward, backward), notes=())
+
+
+def _total(parts: Iterable[Mapping[str, float]]) -> float:
+    """Seconds of both passes."""
+    return sum(sum(one.values()) for one in parts)

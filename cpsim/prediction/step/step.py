@@ -99,6 +99,7 @@ class StepModel:
     compiled: bool = False
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
 
     @property
     def sharded(self) -> bool:
@@ -126,6 +127,12 @@ class StepModel:
             exchange: bytes that attention allocates beyond its inputs and output, gathered keys for example.
             kept: bytes that attention of a layer keeps beyond its inputs and output.
         """
+        key = tokens, stage, exchange, kept
+        if key not in self._memory:
+            self._memory[key] = self._stage_memory(*key)
+        return self._memory[key]
+
+    def _stage_memory(self, tokens: int, stage: int, exchange: int, kept: int) -> StageMemory:
         cut, held = self.parallel, self.held
         parameters = self._parameters(stage)
         states = -(-parameters // cut.shards) if cut.sharding != "none" else parameters
@@ -154,11 +161,10 @@ class StepModel:
         if attended is None:
             attended = [self.attention.of(replica) for replica in batch]
         seconds = self._passes(batch, attended)
-        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
-        hop_s, ops = self._hop_seconds(tokens), Ops(self.model, self.parallel.tp, tokens)
-        run = one_f_one_b if self.parallel.schedule == "1f1b" else same_phase
-        pipeline = run(seconds.sum(axis=-1), hop_s)
+        pipeline, hop_s = self._run(batch, seconds)
         end, last = self._updates(pipeline, seconds)
+        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
+        ops = Ops(self.model, self.parallel.tp, tokens)
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
         return Step(
@@ -179,6 +185,30 @@ class StepModel:
                 )
             ),
         )
+
+    def time_s(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
+        """Seconds of a step, about: passes lie on a line between those with the least and the most attention, where
+        all have as many tokens; see ``simulate``."""
+        alike = len({self.tokens(documents) for replica in batch for documents in replica}) == 1
+        seconds = self._between(batch, attended) if alike else self._passes(batch, attended)
+        pipeline, _ = self._run(batch, seconds)
+        return self._updates(pipeline, seconds)[0]
+
+    def _between(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
+        """As ``_passes``, of which two are simulated."""
+        flat = [one for replica in attended for one in replica]
+        total = np.array([sum(sum(parts.values()) for parts in one.parts) for one in flat])
+        low, high = int(total.argmin()), int(total.argmax())
+        at = ((total - total[low]) / max(total[high] - total[low], 1e-12)).reshape(1, len(batch), -1, 1, 1)
+        ends = (self._passes([[batch[0][0]]], [[flat[i]]]) for i in (low, high))
+        least, most = ends
+        return np.asarray(least + at * (most - least))
+
+    def _run(self, batch: Batch, seconds: Floats) -> tuple[Pipeline, float]:
+        """All passes in time, and seconds between stages."""
+        hop_s = self._hop_seconds(max(self.tokens(documents) for replica in batch for documents in replica))
+        run = one_f_one_b if self.parallel.schedule == "1f1b" else same_phase
+        return run(seconds.sum(axis=-1), hop_s), hop_s
 
     def tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""

@@ -109,8 +109,9 @@ def sweep(
         Columns of equal length, numpy arrays that ``pandas.DataFrame`` and ``polars.DataFrame`` take as they are:
         the case (``strategy``, ``knobs``, ``gpus``, ``tokens`` ...), what is predicted in SI units (``time_s``,
         ``time_s_low``, ``time_s_high``, ``tflops_per_gpu``, ``exposed_comm_s``, ``bytes_sent_per_gpu``,
-        ``peak_memory_bytes``, ``planning_s``) and ``error``. Where there is an error, numbers are NaN; of a case that
-        cannot be read, ``gpus`` and ``tokens`` are 0 and words are empty.
+        ``peak_memory_bytes``, ``planning_s``; of training steps ``tokens_per_s_per_gpu`` and ``mfu``), ``kind``
+        (``cannot``, ``not_measured``, ``does_not_fit``, or empty) and ``error``. Where there is an error, numbers are
+        NaN; of a case that cannot be read, ``gpus`` and ``tokens`` are 0 and words are empty.
 
     Examples:
         >>> from cpsim.case.load import grid

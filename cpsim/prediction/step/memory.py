@@ -26,6 +26,10 @@ from cpsim.prediction.step.program import GRADIENT, SHARD, Program, live_bytes
 Ints = NDArray[np.int64]
 KINDS: Final = ("weights", "gradients", "activations", "logits", "working")
 """What tensors of a program are."""
+WORKSPACES: Final = 2 * 32 * 2**20
+"""Bytes that PyTorch allocates for cuBLAS on Hopper, once for the thread that runs forward and once for autograd's
+(ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize). Single steps of `data/runs/h100x2-1127h` that are predicted op
+by op have 67 to 72 MB more than their tensors."""
 CONTEXT: Final = 1_400_000_000
 """Bytes of a process without communication: what the driver says is used, less what the allocator has reserved. On one
 H100 with torch 2.11 and CUDA 13.0, 1.38 to 1.40 GB after 37 steps of every kind (`data/runs/h100x2-1127h`)."""

@@ -23,7 +23,7 @@ from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import CONTEXT, StageMemory, communicators, stage_memory
+from cpsim.prediction.step.memory import CONTEXT, WORKSPACES, StageMemory, communicators, stage_memory
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
@@ -146,7 +146,8 @@ class StepModel:
             (held.weight * mine, summed * mine, held.states * states * cut.optimizer),
             () if summed else (SHARD,) if self.sharded else (GRADIENT,),
         )
-        return replace(tensors, communicators=communicators(cut), context=CONTEXT)
+        working = tensors.working + WORKSPACES
+        return replace(tensors, working=working, communicators=communicators(cut), context=CONTEXT)
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.

@@ -16,6 +16,7 @@ from cpsim.prediction.results import Infeasible, Prediction, refusal
 from cpsim.prediction.step_advice import advise_step, words
 from cpsim.prediction.step_changes import NAMED
 from cpsim.report.records import prediction_record
+from cpsim.report.step_page import step_report_html
 from cpsim.report.steps import step_advice_record, step_recommendation
 
 TITAN = {
@@ -191,6 +192,18 @@ def test_advice_says_whose_code_it_assumes(tmp_path):
     case = {name: value for name, value in TITAN.items() if name != "framework"}
     path.write_text(json.dumps(case | {"kernel": "fa2", "parallel": {"tp": 8, "pp": 1}, "strategy": "none"}))
     assert cpsim("advise", "--step", path).startswith("Assumes megatron (")
+
+
+def test_the_report_of_a_step_has_what_the_terminal_has(nothing_fits, tmp_path):
+    path, html = tmp_path / "case.json", tmp_path / "report.html"
+    path.write_text(json.dumps(TITAN | {"parallel": {"tp": 1, "cp": 8}}))
+    cpsim("advise", "--step", path, "--html", html)
+    page = html.read_text()
+    for needle in ("Assumes torchtitan", "Run tp 1", "tokens/s", "MFU", "communicators", "memory of the GPU"):
+        assert needle in page
+    page = step_report_html(nothing_fits)
+    assert "What comes nearest to fitting" in page
+    assert "does not fit" in page
 
 
 @pytest.mark.parametrize("framework", ["megatron", "torch", "torchtitan", "huggingface"])

@@ -238,6 +238,18 @@ def test_advice_keeps_what_is_said_of_parallel():
     assert one.prediction.scenario.strategy == "zigzag_ring"
 
 
+def test_a_strategy_that_is_said_is_kept():
+    asked = TITAN | {"strategy": "none", "context": 65536, "parallel": {"tp": 2, "recompute": "full"}}
+    found = advise_step(scenario_from(asked))
+    assert {one.parallel.cp for one in (*found.candidates, *found.nearest)} == {1}
+    assert {one.kind for one in found.refused if "cp 1" not in one.degrees} == {"cannot"}
+
+
+def test_degrees_that_leave_replicas_without_sequences_are_said_to():
+    found = advise_step(scenario_from(TITAN | {"parallel": {"tp": 2, "cp": 1}}))
+    assert step_recommendation(found).startswith("No degrees of 8 GPUs give every replica whole sequences")
+
+
 def test_published_runs_have_answers():
     """TRL's Qwen3-8B at a million tokens and more on 8 to 32 H100; torchtitan's 8B at 262,144 on 8."""
     qwen = {"layers": 36, "hidden": 4096, "heads": 32, "kv_heads": 8, "head_dim": 128, "ffn": 12288, "vocab": 151936}

@@ -33,6 +33,8 @@ def would_fit(steps: StepCase, parallel: Parallel, strategy: str, knobs: Mapping
         strategy, knobs: of context parallelism; where a change is the first to have any, the fastest is taken.
     """
     found: list[Change] = []
+    if strategy == "none":  # which says nothing of several context-parallel ranks
+        steps = replace(steps, scenario=steps.scenario.model_copy(update={"strategy": None, "knobs": {}}))
     for fields, changed in changes(parallel, steps.framework, steps.cluster.gpus_per_node):
         if any(fields.keys() == one.change.keys() for one in found):  # a smaller change of the kind does
             continue

@@ -189,46 +189,48 @@ class StepCase:
         return self._best[key]
 
     def _choose(self, parallel: Parallel) -> Choice:
-        heaviest = self._heaviest(parallel)
+        heaviest, refused = self._heaviest(parallel), list[str]()
+        found = self._tried(parallel, heaviest, refused) or self._tried(parallel, heaviest, refused, slow_too=True)
+        if not found:
+            raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
+        best_s, _, best = min(found)
+        for seconds, _, choice in found:
+            if seconds > FAR * best_s:
+                self._slow[str(choice)] = min(parallel.cp, self._slow.get(str(choice), parallel.cp))
+        return best
+
+    def _tried(
+        self, parallel: Parallel, microbatch: tuple[int, ...], refused: list[str], slow_too: bool = False
+    ) -> list[tuple[float, int, Choice]]:
+        """Seconds of one microbatch by strategy, with numbers that break ties; why others cannot run is added."""
         found: list[tuple[float, int, Choice]] = []
-        refused: list[str] = []
         for name in self._strategies(parallel):
             try:
-                for knobs in self._settings(parallel, name, heaviest):
-                    parts = self.model(parallel, name, knobs).attention.of([heaviest])[0].parts
+                for knobs in self._settings(parallel, name, microbatch):
+                    if not slow_too and self._slow.get(str((name, dict(knobs))), parallel.cp + 1) <= parallel.cp:
+                        continue
+                    parts = self.model(parallel, name, knobs).attention.of([microbatch])[0].parts
                     found.append((_total(parts), len(found), (name, dict(knobs))))
             except InfeasibleError as reason:
                 refused.append(f"{name}: {reason}")
-        if not found:
-            raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
-        best = min(found)
-        for seconds, _, choice in found:
-            if seconds > FAR * best[0]:
-                self._slow[str(choice)] = min(parallel.cp, self._slow.get(str(choice), parallel.cp))
-        return best[2]
+        return found
 
     def _heaviest(self, parallel: Parallel) -> tuple[int, ...]:
         """The microbatch with the most work."""
         batch = deal(self.sequences(parallel), parallel)
         return max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
 
-    def _settings(self, parallel: Parallel, name: str, microbatch: tuple[int, ...]) -> list[Mapping[str, Any]]:
+    def _settings(self, parallel: Parallel, name: str, microbatch: tuple[int, ...]) -> Iterable[Mapping[str, Any]]:
         """Knobs of a strategy that are worth a try."""
-        if self._knobs:
-            return [self._knobs]
+        if self.scenario.knobs:
+            return [self.scenario.knobs]
         attention = self.model(parallel, name, {}).attention
-        known = STRATEGIES[name].knobs(attention.workload(microbatch), attention.cluster)
-        never = parallel.cp + 1
-        return [knobs for knobs in known if self._slow.get(str((name, dict(knobs))), never) > parallel.cp]
-
-    @property
-    def _knobs(self) -> Mapping[str, Any]:
-        return self.scenario.knobs if self.scenario.strategy not in (None, "none") else {}
+        return STRATEGIES[name].knobs(attention.workload(microbatch), attention.cluster)
 
     def _strategies(self, parallel: Parallel) -> list[str]:
         """Those to choose from: the scenario's, or all that the code has and that are planned at once."""
-        if self.scenario.strategy not in (None, "none"):
-            return [str(self.scenario.strategy)]
+        if self.scenario.strategy:
+            return [self.scenario.strategy]
         theirs = self._code(parallel).strategies
         known = [name for name in STRATEGIES if name not in ("none", *SLOW_PLANS)]
         return [name for name in known if theirs is None or name in theirs]

@@ -50,6 +50,11 @@ def step_recommendation(advice: StepAdvice) -> str:
             f"No way to cut this step fits into memory. Nearest: {_cut(best)}, which needs {needed} of {limit} GB and "
             f"would take {best.step.time_s:.3g} s a step."
         )
+    if not advice.refused:
+        return (
+            f"No degrees of {advice.scenario.gpus} GPUs give every replica whole sequences; use more tokens, a shorter "
+            "context or other degrees."
+        )
     return f"No way to cut this step can run: {len(advice.refused)} tried, each with its reason below."
 
 

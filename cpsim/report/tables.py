@@ -13,6 +13,7 @@ from rich.text import Text
 from cpsim.prediction.results import REFUSALS, Infeasible, Prediction, Refusal, refusal
 from cpsim.report.words import (
     case_text,
+    cut_text,
     documents_text,
     interval_text,
     knobs_text,
@@ -152,7 +153,8 @@ def _one(result: Prediction) -> RenderableType:
     total = sum(result.parts_s.values()) or 1.0
     for name, seconds in sorted(result.parts_s.items(), key=lambda part: -part[1]):
         facts.add_row(f"  {name}", Text(_bar(f"{ms_text(seconds)} ms", seconds / total), style="dim"))
-    head = Text(f"{strategy_label(result.scenario)}, {result.scenario.pass_}", style="bold")
+    how = cut_text(result.scenario) if result.scenario.is_step else result.scenario.pass_
+    head = Text(f"{strategy_label(result.scenario)}, {how}", style="bold")
     return Group(head, _case(result.scenario), Text(), facts)
 
 

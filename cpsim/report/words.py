@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cpsim.case.resolve import model_of
+from cpsim.prediction.step.frameworks import DEFAULT
 from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
@@ -61,6 +62,12 @@ def case_text(scenario: Scenario) -> str:
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
         f"{scenario.kernel} on {scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''} of {scenario.cluster}"
     )
+
+
+def cut_text(scenario: Scenario) -> str:
+    """Whose code runs a training step, and what the scenario says of how it is cut, e.g. ``torch, cp 8``."""
+    said = scenario.parallel.model_dump(exclude_unset=True, exclude_none=True) if scenario.parallel else {}
+    return ", ".join([scenario.framework or DEFAULT, *(f"{name} {value}" for name, value in said.items())])
 
 
 def model_text(scenario: Scenario) -> str:

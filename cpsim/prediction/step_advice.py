@@ -2,7 +2,7 @@
 
 First every way to cut gets a bound: its time with attention spread evenly over context-parallel ranks, none of whose
 communication shows. The best by their bounds are then simulated whole, until the others are slower by ``MARGIN`` than
-the fastest one even so. Of the strategies of context parallelism that one is taken for each tensor- and
+the fastest one even so; where twice as many stages or context-parallel ranks lost, more of them are not tried. Of the strategies of context parallelism that one is taken for each tensor- and
 context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of what saves
 memory the cheapest that is enough: the loss in parts, then more and more recomputation.
 """
@@ -107,8 +107,10 @@ class _Search:
     found: dict[str, tuple[Parallel, Prediction, Step]] = field(default_factory=dict)
     """By degrees: the fastest that fits."""
     refused: dict[str, Refused] = field(default_factory=dict)
+    bound_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    """Bounds by degrees of tensor, pipeline and context parallelism."""
     known_s: dict[tuple[int, int, int], float] = field(default_factory=dict)
-    """Seconds by degrees of tensor, pipeline and context parallelism."""
+    """Seconds by the same degrees."""
     slower: list[Bound] = field(default_factory=list)
     """Those that were not simulated whole."""
 
@@ -139,7 +141,12 @@ class _Search:
             fitting = self._fitting(layout)
             if not fitting:
                 self.too_large(layout, self.steps.least_memory(self.smallest(layout)))
-            return [Bound(self.steps.bound_s(one), one, tuple(stronger)) for one, *stronger in fitting]
+            tp, pp, cp = _ranks(layout)
+            half, quarter = (self.bound_s.get((tp, pp // n, cp), 0.0) for n in (2, 4))
+            lost = half if 0 < quarter < half else 0.0  # to have more stages loses more
+            found = [Bound(lost or self.steps.bound_s(one), one, tuple(stronger)) for one, *stronger in fitting]
+            self.bound_s[tp, pp, cp] = min((one.seconds for one in found), default=0.0)
+            return found
         except InfeasibleError as reason:
             self.refuse(layout, reason)
             return []

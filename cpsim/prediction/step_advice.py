@@ -2,9 +2,10 @@
 
 First every way to cut gets a bound: its time with attention spread evenly over context-parallel ranks, none of whose
 communication shows. The best by their bounds are then simulated whole, until the others are slower by ``MARGIN`` than
-the fastest one even so; where twice as many stages or context-parallel ranks lost, more of them are not tried. Of the strategies of context parallelism that one is taken for each tensor- and
-context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of what saves
-memory the cheapest that is enough: the loss in parts, then more and more recomputation.
+the fastest one even so; where twice as many stages or context-parallel ranks lost, more of them are not tried. Of the
+strategies of context parallelism that one is taken for each tensor- and context-parallel degree which is fastest on the
+microbatch with the most work, for which the others wait; of what saves memory the cheapest that is enough: the loss in
+parts, then more and more recomputation.
 """
 
 from __future__ import annotations

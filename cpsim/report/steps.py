@@ -13,7 +13,7 @@ from rich.text import Text
 from cpsim.prediction.step_advice import Refused, StepAdvice, StepCandidate, reasons, words
 from cpsim.report.records import prediction_record
 from cpsim.report.tables import notes_view, refusals_view, table
-from cpsim.report.words import CLEAR, percent_text, strategy_label
+from cpsim.report.words import CLEAR, percent_text, seconds_text, strategy_label
 from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def step_recommendation(advice: StepAdvice) -> str:
         needed, limit = (f"{nbytes / 1e9:.1f}" for nbytes in (best.step.needed_bytes, best.step.gpu_bytes))
         return (
             f"No way to cut this step fits into memory. Nearest: {_cut(best)}, which needs {needed} of {limit} GB and "
-            f"would take {best.step.time_s:.3g} s a step."
+            f"would take {seconds_text(best.step.time_s)} s a step."
         )
     if not advice.refused:
         return (
@@ -62,7 +62,7 @@ def _run(best: StepCandidate) -> str:
     p = best.prediction
     sure = "clearly" if best.probability_best >= CLEAR else "but it is close: fastest"
     return (
-        f"Run {_cut(best)}: {best.step.time_s:.3g} s a step (90 %: {p.time_s_low:.3g}–{p.time_s_high:.3g} s), "
+        f"Run {_cut(best)}: {seconds_text(best.step.time_s)} s a step (90 %: {seconds_text(p.time_s_low)}–{seconds_text(p.time_s_high)} s), "
         f"{_rate(best)}; {sure} with probability {percent_text(best.probability_best)}."
     )
 
@@ -108,7 +108,7 @@ def slower_text(advice: StepAdvice) -> str:
     """Ways to cut that need not be simulated whole."""
     count, (first, seconds) = len(advice.slower), advice.slower[0]
     more = "1 more fits and is slower" if count == 1 else f"{count} more fit and are slower"
-    return f"{more}, as estimates say; the best of them ({words(first)}) would take about {seconds:.3g} s."
+    return f"{more}, as estimates say; the best of them ({words(first)}) would take about {seconds_text(seconds)} s."
 
 
 def _spent(best: StepCandidate) -> Text:
@@ -139,7 +139,7 @@ def candidate_row(one: StepCandidate) -> tuple[str, ...]:
         *(str(getattr(cut, name)) for name in ("tp", "pp", "dp", "cp")),
         strategy_label(p.scenario),
         ", ".join([cut.recompute, *extra]),
-        f"{one.step.time_s:.3g}",
+        seconds_text(one.step.time_s),
         f"{p.tokens_per_s_per_gpu or 0:,.0f}",
         percent_text(p.mfu or 0),
         f"{one.step.needed_bytes / 1e9:.1f}",

@@ -184,6 +184,7 @@ def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:
         ("exposed ms", "right"),
         ("memory", "right"),
     )
+    made.columns[1].min_width = max(map(len, REFUSALS.values()))
     for number, result in enumerate(results, start=1):
         kind = refusal(result)
         red = "red" if kind else ""

@@ -48,6 +48,11 @@ def ms_text(seconds: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds with three significant digits or more, no unit."""
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
+
+
 def percent_text(share: float) -> str:
     """A share of 0 to 1 in percent, e.g. ``12 %``."""
     return f"{share:.0%}".replace("%", " %")

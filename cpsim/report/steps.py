@@ -60,9 +60,10 @@ def step_recommendation(advice: StepAdvice) -> str:
 
 def _run(best: StepCandidate) -> str:
     p = best.prediction
+    low, high = seconds_text(p.time_s_low), seconds_text(p.time_s_high)
     sure = "clearly" if best.probability_best >= CLEAR else "but it is close: fastest"
     return (
-        f"Run {_cut(best)}: {seconds_text(best.step.time_s)} s a step (90 %: {seconds_text(p.time_s_low)}–{seconds_text(p.time_s_high)} s), "
+        f"Run {_cut(best)}: {seconds_text(best.step.time_s)} s a step (90 %: {low}–{high} s), "
         f"{_rate(best)}; {sure} with probability {percent_text(best.probability_best)}."
     )
 

@@ -172,10 +172,11 @@ def _memory(result: Prediction) -> Text:
 
 
 def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:
+    one_pass = len({r.scenario.pass_ for r in results if isinstance(r, Prediction | Infeasible)}) == 1
     made = table(
         ("#", "right"),
         ("strategy", "left"),
-        ("pass", "left"),
+        *(() if one_pass else (("pass", "left"),)),
         ("GPUs", "right"),
         ("tokens", "right"),
         ("ms", "right"),
@@ -184,36 +185,30 @@ def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:
         ("exposed ms", "right"),
         ("memory", "right"),
     )
-    made.columns[1].min_width = max(map(len, REFUSALS.values()))
+    for column in made.columns:
+        column.min_width = len("measured") if column.header == "ms" else None
     for number, result in enumerate(results, start=1):
         kind = refusal(result)
-        red = "red" if kind else ""
-        match result:
-            case Prediction():
-                made.add_row(
-                    str(number),
-                    *_who(result.scenario),
-                    ms_text(result.time_s),
-                    interval_text(result.time_s_low, result.time_s_high),
-                    f"{result.tflops_per_gpu:,.0f}",
-                    ms_text(result.exposed_comm_s),
-                    Text(format_bytes(result.needed_bytes) + ("" if result.fits else ", does not fit"), style=red),
-                )
-            case Infeasible():
-                made.add_row(
-                    str(number),
-                    *_who(result.scenario),
-                    Text(REFUSALS[result.kind], style="red"),
-                    style="dim",
-                )
-            case _:
-                words = REFUSALS[kind] if kind else "no answer"
-                made.add_row(str(number), Text(words, style="red"), style="dim")
+        if isinstance(result, Prediction):
+            made.add_row(
+                str(number),
+                *_who(result.scenario, one_pass),
+                ms_text(result.time_s),
+                interval_text(result.time_s_low, result.time_s_high),
+                f"{result.tflops_per_gpu:,.0f}",
+                ms_text(result.exposed_comm_s),
+                Text(format_bytes(result.needed_bytes) + (", does not fit" if kind else ""), "red" if kind else ""),
+            )
+            continue
+        who = _who(result.scenario, one_pass) if isinstance(result, Infeasible) else ("", "", "", "")[one_pass:]
+        answer = REFUSALS[kind] if kind or isinstance(result, Infeasible) else "no answer"
+        made.add_row(str(number), *who, Text(answer, style="red"), style="dim")
     return made
 
 
-def _who(scenario: Scenario) -> tuple[str, str, str, str]:
-    return strategy_label(scenario), scenario.pass_, str(scenario.gpus), format_count(scenario.num_tokens)
+def _who(scenario: Scenario, one_pass: bool) -> tuple[str, ...]:
+    shown = () if one_pass else (scenario.pass_,)
+    return strategy_label(scenario), *shown, str(scenario.gpus), format_count(scenario.num_tokens)
 
 
 def reasons(results: Sequence[Prediction | Infeasible | CpsimError]) -> list[str]:

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.files import as_profile_error, explain, parse_json, read_text
-from cpsim.errors import InfeasibleError, ProfileError, shown
+from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, shown
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
@@ -120,13 +120,13 @@ class Profile:
         """Parameters of one kernel and pass (`fwd` or `bwd`).
 
         Raises:
-            ProfileError: the kernel was not measured; lists those that were.
+            NotMeasuredError: the kernel was not measured; lists those that were.
         """
         try:
             return self.attention[kernel, pass_]
         except KeyError:
             known = ", ".join(sorted({k for k, _ in self.attention}))
-            raise ProfileError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
+            raise NotMeasuredError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
 
     def sustained_factor(self, kernel: str, duty: ArrayLike = 1.0) -> Floats:
         """How much longer a kernel takes in a steady state.

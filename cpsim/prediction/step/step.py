@@ -24,7 +24,15 @@ from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.experts import NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Op, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import ChunkMemory, StageMemory, chunk_memory, stage_memory, workspaces
+from cpsim.prediction.step.memory import (
+    CONTEXT,
+    ChunkMemory,
+    StageMemory,
+    chunk_memory,
+    communicators,
+    stage_memory,
+    workspaces,
+)
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
@@ -64,23 +72,27 @@ class Step:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """On the fullest GPU."""
-        return max(stage.total for stage in self.memory)
+        """What PyTorch's allocator has on the fullest GPU."""
+        return self.fullest.total
+
+    @property
+    def fullest(self) -> StageMemory:
+        """Memory of the stage that needs most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that the fullest GPU needs."""
+        return self.fullest.needed
 
     @property
     def fits(self) -> bool:
         """Whether a GPU has that much."""
-        return self.peak_memory_bytes <= self.gpu_bytes
+        return self.needed_bytes <= self.gpu_bytes
 
     def too_large(self) -> str:
         """What a step that does not fit needs, in words."""
-        stage = max(range(len(self.memory)), key=lambda s: self.memory[s].total)
-        at = self.memory[stage]
-        return (
-            f"does not fit: stage {stage} needs {at.total / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB on one GPU "
-            f"({at.activations / 1e9:.1f} activations, {(at.weights + at.gradients + at.optimizer) / 1e9:.1f} weights, "
-            f"gradients and optimizer, {(at.logits + at.working) / 1e9:.1f} logits and what runs)"
-        )
+        return f"does not fit: needs {self.needed_bytes / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +109,7 @@ class StepModel:
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
+    _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -115,7 +128,7 @@ class StepModel:
 
     def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[StageMemory, ...]:
         """Peak memory of every stage, for the largest microbatch; without attention's own where that is not known."""
-        tokens = max(self._tokens(documents) for replica in batch for documents in replica)
+        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
         ends = [(one.exchange, one.kept) for replica in attended for one in replica] or [(0, 0)]
         exchange, kept = (max(sizes) for sizes in zip(*ends, strict=True))
         return tuple(self.stage_memory(tokens, stage, exchange, kept) for stage in range(self.parallel.pp))
@@ -129,6 +142,12 @@ class StepModel:
             exchange: bytes that attention allocates beyond its inputs and output, gathered keys for example.
             kept: bytes that attention of a layer keeps beyond its inputs and output.
         """
+        key = tokens, stage, exchange, kept
+        if key not in self._memory:
+            self._memory[key] = self._stage_memory(*key)
+        return self._memory[key]
+
+    def _stage_memory(self, tokens: int, stage: int, exchange: int, kept: int) -> StageMemory:
         cut, held = self.parallel, self.held
         parameters = self._parameters(stage) + self._parameters(stage, "experts")
         states = self._shared(stage) if cut.sharding != "none" else parameters
@@ -144,7 +163,7 @@ class StepModel:
         fixed = held.weight * mine, summed * mine, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
         always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
-        return replace(found, working=found.working + always)
+        return replace(found, working=found.working + always, communicators=communicators(cut), context=CONTEXT)
 
     def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
         """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
@@ -171,12 +190,9 @@ class StepModel:
         if attended is None:
             attended = [self.attention.of(replica) for replica in batch]
         seconds = self._passes(batch, attended)
-        tokens = max(self._tokens(documents) for replica in batch for documents in replica)
-        hop_s = self._hop_seconds(tokens)
-        passes = seconds.sum(axis=-1)
-        is_1f1b = self.parallel.schedule == "1f1b"
-        pipeline = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
+        pipeline, hop_s = self._run(batch, seconds)
         end, last = self._updates(pipeline, seconds)
+        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
         mean = seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) * self.parallel.virtual_pp  # of the chunks of a GPU
@@ -216,7 +232,32 @@ class StepModel:
         notes = (note for n in sizes for note in self.costs.profile.collective_notes("all_to_all", n, ep))
         return (NOTE, *self.costs.notes(others + ops.loss()), *notes)
 
-    def _tokens(self, documents: Sequence[int]) -> int:
+    def time_s(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
+        """Seconds of a step, about: passes lie on a line between those with the least and the most attention, where
+        all have as many tokens; see ``simulate``."""
+        alike = len({self.tokens(documents) for replica in batch for documents in replica}) == 1
+        seconds = self._between(batch, attended) if alike else self._passes(batch, attended)
+        pipeline, _ = self._run(batch, seconds)
+        return self._updates(pipeline, seconds)[0]
+
+    def _between(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
+        """As ``_passes``, of which two are simulated."""
+        flat = [one for replica in attended for one in replica]
+        total = np.array([sum(sum(parts.values()) for parts in one.parts) for one in flat])
+        low, high = int(total.argmin()), int(total.argmax())
+        at = ((total - total[low]) / max(total[high] - total[low], 1e-12)).reshape(1, len(batch), -1, 1, 1)
+        ends = (self._passes([[batch[0][0]]], [[flat[i]]]) for i in (low, high))
+        least, most = ends
+        return np.asarray(least + at * (most - least))
+
+    def _run(self, batch: Batch, seconds: Floats) -> tuple[Pipeline, float]:
+        """All passes in time, and seconds between stages."""
+        hop_s = self._hop_seconds(max(self.tokens(documents) for replica in batch for documents in replica))
+        passes, is_1f1b = seconds.sum(axis=-1), self.parallel.schedule == "1f1b"
+        run = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
+        return run, hop_s
+
+    def tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
 
@@ -298,7 +339,7 @@ class StepModel:
         known: dict[tuple[int, int], Floats] = {}  # equal microbatches have the same attention
         for r, replica in enumerate(batch):
             for m, documents in enumerate(replica):
-                key = self._tokens(documents), id(attended[r][m])
+                key = self.tokens(documents), id(attended[r][m])
                 if key not in known:
                     known[key] = np.zeros((2, stages, len(PARTS)))
                     for chunks in alike.values():
@@ -433,8 +474,8 @@ class StepModel:
         for replica, found in zip(batch, attended, strict=True):
             total = 0.0
             for documents, one in zip(replica, found, strict=True):
-                total += layers * (one.sent + self._layer(self._tokens(documents))[1])
-                total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
+                total += layers * (one.sent + self._layer(self.tokens(documents))[1])
+                total += hops * BF16 * self.tokens(documents) // tp * self.model.hidden
             most = max(most, total)
         cut, held = self.parallel, self.held
         parameters = max(map(self._parameters, range(stages)))

@@ -53,6 +53,8 @@ class Parallel:
     """Groups of replicas that are sharded each for itself, as hybrid sharding does; 1: one group of all."""
     loss_chunks: int = 1
     """Parts in which logits and loss are computed, one after the other."""
+    tp_overlap: bool = False
+    """Whether tensor parallelism exchanges chunks beside matrix products of other chunks."""
 
     @property
     def num_gpus(self) -> int:

@@ -98,6 +98,7 @@ def parallel_of(
         sharding=given.sharding or sharding,
         replicate=given.replicate,
         loss_chunks=given.loss_chunks or loss_chunks,
+        tp_overlap=bool(given.tp_overlap),
     )
 
 

@@ -59,6 +59,8 @@ class ParallelSection(BaseModel):
     replicate: Degree = 1
     loss_chunks: Degree | None = None
     """None is what the framework does."""
+    tp_overlap: bool | None = Field(default=None, repr=False)  # the words of a section are a seed
+    """Whether tensor parallelism exchanges chunks beside matrix products of other chunks; None is no."""
 
 
 class ModelSection(BaseModel):

@@ -68,7 +68,7 @@ class StepCase:
         """
         model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
-        self.framework.check(parallel)
+        self.framework.check(parallel, self.framework.compiled(self.scenario.compile))
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items()))
         if parallel.cp == 1 and strategy != "none":

@@ -67,8 +67,6 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
     """
     if line["precision"] != "bf16":
         return "fp8"
-    if "AsyncTP" in line["extras"].replace("vanilla TP", ""):
-        return "asynchronous tensor parallelism"
     if not line["gpu"].startswith("H100 96GB"):
         return "another GPU"
     tokens = int(line["seq"]) * int(line["local_batch"])
@@ -93,6 +91,7 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
             "microbatches": 1,
             "recompute": RECOMPUTE[line["checkpointing"]],
             "sharding": "fsdp",
+            **({"tp_overlap": True} if "AsyncTP" in line["extras"] else {}),
         },
     }
 

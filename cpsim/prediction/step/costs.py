@@ -13,10 +13,10 @@ from cpsim.errors import ProfileError
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import gemm_seconds
-from cpsim.models.network.collective import collective_seconds
+from cpsim.models.network.collective import collective_seconds, transfer_seconds
 from cpsim.models.network.pressure import LIKE_PRODUCTS
 from cpsim.models.spread import expected_maximum
-from cpsim.prediction.step.layer import Collective, ElementwisePass, Gemm, Op
+from cpsim.prediction.step.layer import Collective, Copy, ElementwisePass, Gemm, Op
 
 if TYPE_CHECKING:
     from cpsim.models.profile import LayerCosts, Profile
@@ -83,9 +83,16 @@ class Costs:
                 return {"elementwise of layers": float(elementwise_seconds(known, op.kind, op.nbytes))}
             case Collective():
                 return {"collective": self._collective(op)}
+            case Copy():
+                return {"transfer": self._copy(op)}
 
     def _collective(self, op: Collective) -> float:
         return float(collective_seconds(self.profile.collective, op.kind, op.nbytes, self.tp))
+
+    def _copy(self, op: Copy) -> float:
+        """The latency of a message, and all of a port: copy engines know no channels."""
+        collective = self.profile.collective
+        return float(transfer_seconds(collective, 1, 2)) + op.nbytes / collective.port_bytes_per_s
 
     def _product(self, op: Gemm) -> Parts:
         """A product after seconds of load, slowed by what runs beside it, and what of that outlasts it."""

@@ -18,6 +18,7 @@ from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.overlap import micro_pipelined, userbuffers
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -121,6 +122,9 @@ class Framework:
     divides: bool = False
     """Whether gradients are divided by the number of replicas before they are summed, where they are not sharded, as
     PyTorch's DistributedDataParallel does (torch/csrc/distributed/c10d/reducer.cpp)."""
+    overlap: Callable[[LayerCode, int], LayerCode] | None = None
+    """A layer whose tensor-parallel communication runs beside products, of one whose does not and the number of ranks;
+    None: it cannot. Of frameworks that compile, compiled layers only."""
     pipelines: bool = False
     engine: bool = False
     """Whether linear layers are Transformer Engine's."""
@@ -151,8 +155,8 @@ class Framework:
         found = self.kept.get(recompute, layer.kept)
         return found(sizes, compiled) if callable(found) else found
 
-    def check(self, parallel: Parallel) -> None:
-        """Whether this framework can cut a step like this.
+    def check(self, parallel: Parallel, compiled: bool = False) -> None:
+        """Whether this framework can cut a step like this, with layers that are compiled or not.
 
         Raises:
             InfeasibleError: it cannot; says what it has.
@@ -165,6 +169,10 @@ class Framework:
             raise InfeasibleError(f"recompute: {self.name} has {known}, got {parallel.recompute}")
         if parallel.pp > 1 and not self.pipelines:
             raise InfeasibleError(f"pp: steps of {self.name} are predicted without pipelines, got pp = {parallel.pp}")
+        if parallel.tp_overlap and self.overlap is None:
+            raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
+        if parallel.tp_overlap and self.compiles is not None and not compiled:
+            raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
 
@@ -336,6 +344,7 @@ MEGATRON: Final = Framework(
     held=lambda _sharding: Held(weight=BF16, gradient=FP32, states=3 * FP32, clipped=True),
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
+    overlap=userbuffers,
     pipelines=True,
     engine=True,
 )
@@ -632,6 +641,7 @@ TORCH: Final = Framework(
     last=torch_last,
     held=torch_held,
     kept={"full": frozenset(), "per_op": per_op},
+    overlap=micro_pipelined,
     root=True,
     divides=True,
     attention="torch",
@@ -659,6 +669,7 @@ HUGGING_FACE: Final = replace(
     compiles=False,
     layer=hugging_face_layer,
     kept={"full": frozenset()},
+    overlap=None,
 )
 DEFAULT: Final = "megatron"
 FRAMEWORKS: Final = {one.name: one for one in (MEGATRON, TORCH, TORCHTITAN, HUGGING_FACE)}

@@ -22,7 +22,7 @@ from cpsim.models.network.communication import Communication
 from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
-from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Ops, flops, sent_bytes
+from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import StageMemory, stage_memory, workspaces
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
 from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
@@ -199,6 +199,8 @@ class StepModel:
         """The program of a stage by its number of layers."""
         sizes, code, recompute = Sizes(self.model, self.parallel.tp, tokens), self.framework, self.parallel.recompute
         layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
+        if self.parallel.tp_overlap and code.overlap and self.parallel.tp > 1:
+            layer = code.overlap(layer, self.parallel.tp)
         first = code.first(sizes, self.compiled) if stage == 0 else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if stage == self.parallel.pp - 1 else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
@@ -268,7 +270,7 @@ class StepModel:
             layer = self._programs(tokens, -1)(1)
             again = any(node.what == "fwd" for node in layer.backward)
             nodes = [node for node in (*layer.forward, *layer.backward) if node.stream == "comm"]
-            talks = [node.what for node in nodes if isinstance(node.what, Collective)]
+            talks = [node.what for node in nodes if isinstance(node.what, Collective | Copy)]
             self._layers[tokens] = again, sent_bytes(talks, self.parallel.tp)
         return self._layers[tokens]
 

@@ -14,11 +14,11 @@ Differs: products of two chunks never run at once, though they are on two stream
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Final
 
-from cpsim.prediction.step.layer import Collective, Copy, ElementwisePass, Gemm
+from cpsim.prediction.step.layer import BF16, Collective, Copy, ElementwisePass, Gemm
 from cpsim.prediction.step.program import LayerCode, Node, Nodes
 
 SPLITS: Final = 4
@@ -30,8 +30,14 @@ Scatter = Callable[[Node, Node, int], Nodes]
 
 
 def micro_pipelined(code: LayerCode, tp: int) -> LayerCode:
-    """PyTorch's asynchronous tensor parallelism: as many chunks as ranks, fetched by copy engines."""
-    return _replaced(code, tp, _fetched, _fetched_and_summed)
+    """PyTorch's asynchronous tensor parallelism: as many chunks as ranks, fetched by copy engines.
+
+    Where tokens are the second dimension, chunks of all sequences lie side by side, as products of chunks want them.
+    Gradients of weights want the sequences one after the other: what was gathered is copied for them.
+    """
+    joined = {name for nodes in (code.forward, code.backward) for i in range(len(nodes)) for name in _joined(nodes, i)}
+    new = _replaced(code, tp, _fetched, _fetched_and_summed)
+    return replace(new, backward=_in_order(new.backward, joined))
 
 
 def userbuffers(code: LayerCode, tp: int) -> LayerCode:
@@ -74,6 +80,27 @@ def _fused(nodes: Nodes, i: int, tp: int, gather: Gather, scatter: Scatter) -> t
 
 def _is(node: Node, kind: str) -> bool:
     return isinstance(node.what, Collective) and node.what.kind == kind and node.stream == "comm"
+
+
+def _joined(nodes: Nodes, i: int) -> tuple[str, ...]:
+    """What a copy puts together after the gather of that number."""
+    return tuple(nodes[i + 1].makes) if _is(nodes[i], "all_gather") and _joins_chunks(nodes, i) else ()
+
+
+def _in_order(nodes: Nodes, joined: Collection[str]) -> Nodes:
+    """With copies of gathered tensors that gradients of weights read."""
+    found, copied = list[Node](), set[str]()
+    for node in nodes:
+        if isinstance(node.what, Gemm) and node.what.kind == "wgrad":
+            m, n, k = node.what.m, node.what.n, node.what.k
+            for name, elements in zip(node.reads, (m * k, n * k), strict=False):
+                if name in joined and name not in copied:
+                    copied.add(name)
+                    nbytes = BF16 * elements
+                    found.append(Node(ElementwisePass("copy", 2 * nbytes), (name,), {f"{name} in order": nbytes}))
+            node = replace(node, reads=tuple(f"{name} in order" if name in joined else name for name in node.reads))
+        found.append(node)
+    return tuple(found)
 
 
 def _joins_chunks(nodes: Nodes, i: int) -> bool:

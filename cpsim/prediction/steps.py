@@ -15,6 +15,7 @@ from cpsim.models.profile import Profile
 from cpsim.prediction.step.attention import PASSES, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
+from cpsim.prediction.step.precision import check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies.others import CPSIM, implementation
 
@@ -68,7 +69,11 @@ class StepCase:
         """
         model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
-        self.framework.check(parallel, self.framework.compiled(self.scenario.compile))
+        self.framework.check(parallel, self.framework.compiled(scenario.compile))
+        compiled = self.framework.compiled(scenario.compile)
+        recipe = self.framework.recipe(scenario.precision, compiled)
+        if recipe:
+            check_gpu(recipe, self.cluster.gpu.name)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items()))
         if parallel.cp == 1 and strategy != "none":
@@ -99,7 +104,8 @@ class StepCase:
             costs=costs,
             attention=self._attention[key],
             framework=self.framework,
-            compiled=self.framework.compiled(scenario.compile),
+            compiled=compiled,
+            recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
         )
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:

@@ -55,7 +55,7 @@ class Row:
 
 LLAMA: Final = {"llama3.1-8b": "llama3-8b", "llama3-8b": "llama3-8b", "llama3.1-70b": "llama3-70b"}
 LLAMA_70B: Final = {"llama3-70b": "llama3-70b"}
-RECOMPUTE: Final = {"selective": "per_op", "per-op SAC": "per_op", "full": "full"}
+RECOMPUTE: Final = {"selective": "per_op", "config default": "per_op", "per-op SAC": "per_op", "full": "full"}
 """Selective is by op in torchtitan's llama3_8b.toml (9dec370)."""
 
 
@@ -63,20 +63,18 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none.
 
     A step is one microbatch of ``local_batch`` sequences on every replica. Attention is PyTorch's flash kernel, the
-    first of those that SDPA may take.
+    first of those that SDPA may take. Float8 without a recipe is torchao's default, tensorwise.
     """
-    if line["precision"] != "bf16":
-        return "fp8"
-    if not line["gpu"].startswith("H100 96GB"):
-        return "another GPU"
+    recipe = line["precision"].removeprefix("float8").strip() or "tensorwise"
+    h200 = line["gpu"] == "H200"
     tokens = int(line["seq"]) * int(line["local_batch"])
     gpus, tp = int(line["gpus"]), int(line["tp"])
     return {
         "framework": "torchtitan",
         "compile": "compile" in line["extras"],
         "model": {**LLAMA, **LLAMA_70B}[line["model"]],
-        "cluster": str(FOLDER / "grand-teton.json"),
-        "profile": "data-sheet",
+        "cluster": "dgx-h200" if h200 else str(FOLDER / "grand-teton.json"),
+        "profile": "h200" if h200 else "data-sheet",
         "gpus": gpus,
         "tokens": tokens * gpus // tp,
         "context": int(line["seq"]),
@@ -93,6 +91,7 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
             "sharding": "fsdp",
             **({"tp_overlap": True} if "AsyncTP" in line["extras"] else {}),
         },
+        **({"precision": {"fp8": recipe}} if line["precision"] != "bf16" else {}),
     }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from cpsim.errors import ProfileError
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
-from cpsim.models.gemm import gemm_seconds
+from cpsim.models.gemm import FP8_BYTES, gemm_seconds, in_fp8
 from cpsim.models.network.collective import collective_seconds, transfer_seconds
 from cpsim.models.network.pressure import LIKE_PRODUCTS
 from cpsim.models.spread import expected_maximum
@@ -96,7 +96,11 @@ class Costs:
 
     def _product(self, op: Gemm) -> Parts:
         """A product after seconds of load, slowed by what runs beside it, and what of that outlasts it."""
-        alone = float(gemm_seconds(self.layers.gemm, op.m, op.n, op.k))
+        gemm = self.layers.gemm
+        if op.fp8:
+            alone = float(gemm_seconds(in_fp8(gemm, op.fp8), op.m, op.n, op.k, FP8_BYTES))
+        else:
+            alone = float(gemm_seconds(gemm, op.m, op.n, op.k))
         alone *= self.slowest(self.profile.sigma["run to run"]) * float(
             self.profile.sustained_factor("matrix products")
         )

@@ -13,12 +13,13 @@ from functools import partial
 from typing import Final
 
 from cpsim.case.model import Model
-from cpsim.case.parallel import Parallel, Recompute, Sharding
+from cpsim.case.parallel import Parallel, Precision, Recompute, Sharding
 from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
 from cpsim.prediction.step.overlap import micro_pipelined, userbuffers
+from cpsim.prediction.step.precision import ENGINE_RECIPES, TORCH_RECIPES, Recipe, in_fp8
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -125,6 +126,11 @@ class Framework:
     overlap: Callable[[LayerCode, int], LayerCode] | None = None
     """A layer whose tensor-parallel communication runs beside products, of one whose does not and the number of ranks;
     None: it cannot. Of frameworks that compile, compiled layers only."""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """How linear layers compute in FP8, by name, the one that it takes first; of frameworks that compile, compiled
+    layers only."""
+    joins: Callable[[LayerCode], LayerCode] = field(default=lambda code: code)
+    """A layer with copies of what tensor-parallel ranks exchange, where there are some."""
     pipelines: bool = False
     engine: bool = False
     """Whether linear layers are Transformer Engine's."""
@@ -149,6 +155,29 @@ class Framework:
         if asked and self.compiles is None:
             raise InfeasibleError(f"compile: layers of {self.name} are not compiled as a whole; leave it out")
         return bool(self.compiles if asked is None else asked)
+
+    def recipe(self, precision: Precision | None, compiled: bool) -> Recipe | None:
+        """How linear layers compute in FP8; None: they do not.
+
+        Raises:
+            InfeasibleError: this framework cannot; says what it has.
+        """
+        if precision in (None, "bf16"):
+            return None
+        if not self.recipes:
+            raise InfeasibleError(f"precision: {self.name} is predicted in bf16 only")
+        name = next(iter(self.recipes)) if isinstance(precision, str) else precision["fp8"]
+        if name not in self.recipes:
+            raise InfeasibleError(f"precision: {self.name} has fp8 {', '.join(self.recipes)}, got {name}")
+        if self.compiles is not None and not compiled:
+            raise InfeasibleError(f"precision: fp8 of {self.name} is predicted of compiled layers; use compile: true")
+        return self.recipes[name]
+
+    def runs(self, sizes: Sizes, compiled: bool, recipe: Recipe | None, overlapped: bool) -> LayerCode:
+        """A layer as it runs: in its precision, with its copies, and with communication beside products or not."""
+        code = self.layer(sizes, compiled)
+        code = self.joins(in_fp8(code, sizes.tp, recipe) if recipe else code)
+        return self.overlap(code, sizes.tp) if overlapped and self.overlap and sizes.tp > 1 else code
 
     def keeps(self, recompute: Recompute, layer: LayerCode, sizes: Sizes, compiled: bool) -> frozenset[str]:
         """Tensors of a layer that are kept beside its input."""
@@ -345,6 +374,7 @@ MEGATRON: Final = Framework(
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
     overlap=userbuffers,
+    recipes=ENGINE_RECIPES,
     pipelines=True,
     engine=True,
 )
@@ -505,7 +535,7 @@ def torchtitan_layer(s: Sizes, compiled: bool) -> LayerCode:
     Source: pytorch/torchtitan@9dec370, torchtitan/models/norms.py (RMSNorm) and llama/model.py (apply_rotary_emb,
     repeat_kv); pytorch/torchtitan issue 15 on what Inductor makes of complex numbers.
     """
-    return chunked(torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s), unfused=True))
+    return torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s), unfused=True)
 
 
 def chunked(code: LayerCode) -> LayerCode:
@@ -642,6 +672,7 @@ TORCH: Final = Framework(
     held=torch_held,
     kept={"full": frozenset(), "per_op": per_op},
     overlap=micro_pipelined,
+    recipes=TORCH_RECIPES,
     root=True,
     divides=True,
     attention="torch",
@@ -658,6 +689,7 @@ TORCHTITAN: Final = replace(
     shardings=("fsdp",),
     compiles=False,
     layer=torchtitan_layer,
+    joins=chunked,
     first=lambda s, compiled: chunked(torch_first(s, compiled)),
     last=lambda s, _compiled, chunks: chunked(torch_last(s, False, chunks)),
     held=lambda sharding: replace(torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW),
@@ -670,6 +702,7 @@ HUGGING_FACE: Final = replace(
     layer=hugging_face_layer,
     kept={"full": frozenset()},
     overlap=None,
+    recipes={},
 )
 DEFAULT: Final = "megatron"
 FRAMEWORKS: Final = {one.name: one for one in (MEGATRON, TORCH, TORCHTITAN, HUGGING_FACE)}

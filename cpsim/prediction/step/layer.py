@@ -33,6 +33,8 @@ class Gemm:
     k: int
     beside: Collective | None = None
     """Communication that runs meanwhile."""
+    fp8: str = ""
+    """Kernel of operands in FP8, a key of ``cpsim.models.gemm.FP8_KERNELS``; empty: they are in bf16."""
 
     @property
     def flops(self) -> float:

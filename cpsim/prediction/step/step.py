@@ -25,7 +25,8 @@ from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import StageMemory, stage_memory, workspaces
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, same_phase
-from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
+from cpsim.prediction.step.precision import FP8, FP8_NOTE, Recipe, kept_in_fp8
+from cpsim.prediction.step.program import ENDS, GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -93,6 +94,8 @@ class StepModel:
     attention: Attention
     framework: Framework = MEGATRON
     compiled: bool = False
+    recipe: Recipe | None = None
+    """How linear layers compute in FP8."""
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
 
@@ -128,11 +131,12 @@ class StepModel:
         mine = -(-parameters // cut.shards) if cut.sharding == "fsdp" else parameters
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
+        copies = 2 * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
         found = stage_memory(
             self._programs(tokens, stage, exchange, kept),
             self.model.layers // cut.pp,
             min(cut.microbatches, cut.pp - stage),
-            (held.weight * mine, summed * mine, held.states * states * cut.optimizer),
+            (held.weight * mine + copies, summed * mine, held.states * states * cut.optimizer),
             () if summed else (SHARD,) if self.sharded else (GRADIENT,),
         )
         always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
@@ -171,6 +175,7 @@ class StepModel:
                 dict.fromkeys(
                     (
                         *self.costs.notes(ops.forward() + ops.backward() + ops.loss()),
+                        *((FP8_NOTE,) if self.recipe else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
@@ -198,12 +203,12 @@ class StepModel:
     def _programs(self, tokens: int, stage: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
         """The program of a stage by its number of layers."""
         sizes, code, recompute = Sizes(self.model, self.parallel.tp, tokens), self.framework, self.parallel.recompute
-        layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
-        if self.parallel.tp_overlap and code.overlap and self.parallel.tp > 1:
-            layer = code.overlap(layer, self.parallel.tp)
+        runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap)
+        layer = _with_exchange(runs, exchange, kept)
         first = code.first(sizes, self.compiled) if stage == 0 else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if stage == self.parallel.pp - 1 else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
+        keeps = kept_in_fp8(keeps, layer.backward) if self.recipe else keeps
         shards = self._shards(stage) if self.sharded else None
         return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
 
@@ -212,8 +217,10 @@ class StepModel:
         that share the weights, and then over groups of replicas."""
 
         def gather(name: str) -> Nodes:
-            nbytes = BF16 * self._parameters(stage, name.split()[0])
-            own = (FP32 + 2 * BF16 + BF16) * (self._parameters(stage, name.split()[0]) // self.parallel.shards)
+            part = name.split()[0]
+            each = FP8 if self.recipe and self.recipe.shards and part not in (*ENDS, "root") else BF16
+            nbytes = each * self._parameters(stage, part)
+            own = (FP32 + 3 * each) * (self._parameters(stage, part) // self.parallel.shards)
             return (
                 Node(ElementwisePass("copy", own), (), {}, "gather", calls=2),  # cast, and copied side by side
                 Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather"),
@@ -336,12 +343,27 @@ class StepModel:
             parts.append({where: exposed})
         if cut.optimizer:
             mine = -(-parameters // cut.shards) if parted else parameters
+            if self.recipe:
+                parts.append(self.costs.seconds(self._casts_of_step()))
             norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
             parts.append(self.costs.seconds([*norm, ElementwisePass("adam", held.optimizer * mine)]))
             if parted and cut.sharding != "fsdp":
                 where, exposed = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
                 parts.append({where: exposed})
         return np.asarray(stacked(parts).sum(axis=0))
+
+    def _linear_parameters(self) -> int:
+        """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
+        each = self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden
+        return each * (self.model.layers // self.parallel.pp)
+
+    def _casts_of_step(self) -> list[ElementwisePass]:
+        """What an update of the weights brings about in FP8: their cast, or the scales of the next ones."""
+        assert self.recipe is not None
+        linears = self._linear_parameters()
+        casts = [ElementwisePass("copy", self.recipe.weight_step * linears)] if self.recipe.weight_step else []
+        scales = ElementwisePass("norm", OP_BYTES["norm"] * (linears // self.parallel.shards))
+        return [*casts, *([scales] if self.recipe.shards else [])]
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
         """Cost model and seconds of a collective among replicas."""
@@ -364,7 +386,9 @@ class StepModel:
         parameters, share = self._parameters(0), 1 - 1 / cut.replicas
         if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
             each = 1 - 1 / cut.shards
-            return most + each * parameters * cut.microbatches * (2 * BF16 + FP32)
+            low = self._linear_parameters() if self.recipe and self.recipe.shards else 0
+            gathered = 2 * (BF16 * (parameters - low) + FP8 * low)
+            return most + each * cut.microbatches * (gathered + FP32 * parameters)
         parted = cut.sharding != "none" and cut.optimizer
         gradients = (held.gradient or held.made_gradient) * parameters
         summed = gradients * (cut.gradients != "none") * (1 if parted else 2)

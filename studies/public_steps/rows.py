@@ -6,13 +6,13 @@ A row that a scenario cannot say is left out with the reason; what is published 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
-from cpsim.prediction.step.frameworks import Framework
+from cpsim.prediction.step.frameworks import TORCHTITAN, Framework, chunked, torch_held, torch_last
 from studies import published_lines
 from studies.public_steps.lora import automodel
 
@@ -55,6 +55,13 @@ class Row:
 
 LLAMA: Final = {"llama3.1-8b": "llama3-8b", "llama3-8b": "llama3-8b", "llama3.1-70b": "llama3-70b"}
 LLAMA_70B: Final = {"llama3-70b": "llama3-70b"}
+TORCHTITAN_2025: Final = replace(
+    TORCHTITAN,
+    source="torchtitan of June 2025 (e7c0cae, 820504e): the loss is compiled, AdamW is fused",
+    last=lambda s, compiled, chunks: chunked(torch_last(s, compiled, chunks)),
+    held=lambda sharding: replace(torch_held(sharding), clipped=True),
+    lists=False,
+)
 RECOMPUTE: Final = {"selective": "per_op", "config default": "per_op", "per-op SAC": "per_op", "full": "full"}
 """Selective is by op in torchtitan's llama3_8b.toml (9dec370)."""
 
@@ -132,7 +139,6 @@ def nemo_automodel(line: Line) -> dict[str, Any] | str:
 
 
 DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": ""}
-SYSTEMS: Final = {"DGX-H100": ("dgx-h100", "h100"), "DGX-GB300": (str(FOLDER / "gb300.json"), "data-sheet")}
 
 
 def megatron_bridge(line: Line) -> dict[str, Any] | str:
@@ -140,7 +146,8 @@ def megatron_bridge(line: Line) -> dict[str, Any] | str:
 
     FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f). The table says
     that steps on 8 H100 shard weights; the configuration of that release does not, and computes 5 of 32 layers again
-    (llama3_workload_base_configs.py), which no scenario says. Both move the same bytes once a step.
+    (llama3_workload_base_configs.py), which no scenario says. Both move the same bytes once a step. A line of 26.02.01
+    has four stages and no interleaving; the configurations of that time interleave them.
     """
     if line["model"] not in DENSE:
         return "mixture of experts"
@@ -148,18 +155,16 @@ def megatron_bridge(line: Line) -> dict[str, Any] | str:
         return "fp4"
     if line["task"] == "LoRA":
         return "LoRA with sharded weights and tensor parallelism"
-    if line["vp"] not in ("", "1", "n/a"):
+    if line["vp"] not in ("", "1", "n/a") or line["pp"] not in ("", "1"):
         return "interleaved pipelines"
     if line["fsdp"] not in ("", "0") and line["system"] != "DGX-H100":
         return "Megatron's FSDP with activations in the host's memory"
-    cluster, profile = SYSTEMS[line["system"]]
     seq, gpus, sequences = int(line["seq"]), int(line["gpus"]), int(line["gbs"])
-    pp, tp, each = int(line["pp"]), int(line["tp"]), int(line["mbs"])
+    tp, each = int(line["tp"]), int(line["mbs"])
     return {
         "framework": "megatron",
         "model": DENSE[line["model"]],
-        "cluster": cluster,
-        "profile": profile,
+        "cluster": "dgx-h100",
         "gpus": gpus,
         "tokens": seq * sequences,
         "context": seq * each,
@@ -171,8 +176,7 @@ def megatron_bridge(line: Line) -> dict[str, Any] | str:
         "precision": {"fp8": "mxfp8" if line["precision"] == "MXFP8" else "current"},
         "parallel": {
             "tp": tp,
-            "pp": pp,
-            "microbatches": sequences * tp * pp // gpus // each,
+            "microbatches": sequences * tp // gpus // each,
             "recompute": "none",
         },
     }
@@ -278,6 +282,13 @@ SOURCES: Final[Mapping[str, Source]] = {
 }
 
 
+def _framework(source: str, line: Line) -> Framework | None:
+    """Whose code runs a line, where its scenario does not say."""
+    if source == "automodel" and line["model"] in TUNED:
+        return automodel(dropout=TUNED[line["model"]][1])
+    return TORCHTITAN_2025 if source == "torchtitan" and "2024-12" not in line["framework"] else None
+
+
 def rows() -> Iterator[Row]:
     """All rows of all tables."""
     for name, source in SOURCES.items():
@@ -289,7 +300,7 @@ def rows() -> Iterator[Row]:
                 name=source.name(line),
                 left_out=fields if isinstance(fields, str) else "",
                 scenario=None if isinstance(fields, str) else scenario_from(fields),
-                framework=automodel(dropout=TUNED[line["model"]][1]) if line.get("model") in TUNED else None,
+                framework=_framework(name, line),
                 time_s=float(line[source.time_s]) if source.time_s else None,
                 memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
                 reserved=source.reserved,

@@ -123,6 +123,8 @@ class Framework:
     divides: bool = False
     """Whether gradients are divided by the number of replicas before they are summed, where they are not sharded, as
     PyTorch's DistributedDataParallel does (torch/csrc/distributed/c10d/reducer.cpp)."""
+    lists: bool = False
+    """Whether the optimizer's step makes lists of tensors, of roots of second moments for one."""
     overlap: Callable[[LayerCode, int], LayerCode] | None = None
     """A layer whose tensor-parallel communication runs beside products, of one whose does not and the number of ranks;
     None: it cannot. Of frameworks that compile, compiled layers only."""
@@ -693,6 +695,7 @@ TORCHTITAN: Final = replace(
     first=lambda s, compiled: chunked(torch_first(s, compiled)),
     last=lambda s, _compiled, chunks: chunked(torch_last(s, False, chunks)),
     held=lambda sharding: replace(torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW),
+    lists=True,
 )
 HUGGING_FACE: Final = replace(
     TORCH,

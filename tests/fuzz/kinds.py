@@ -53,6 +53,15 @@ STEPS = [
     {**STEP, "strategy": "ring", "model": SHAPE, "parallel": {"tp": 2, "pp": 2, "cp": 2, "recompute": "mlp"}},
     {**STEP, "strategy": "allgather", "model": "llama3-8b", "parallel": {"tp": 4, "cp": 2, "schedule": "same_phase"}},
     {**STEP, "strategy": "none", "model": SHAPE, "documents": {"distribution": "pile", "seed": 1, "max_length": 4096}},
+    {
+        **STEP,
+        "strategy": "none",
+        "model": SHAPE,
+        "framework": "torchtitan",
+        "compile": True,
+        "precision": {"fp8": "rowwise"},
+        "parallel": {"tp": 2, "tp_overlap": True},
+    },
 ]
 SMALL = {"gpus": 4, "cluster": "h200-4", "heads": 8, "kv_heads": 2}
 ADVISED = [

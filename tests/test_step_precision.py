@@ -125,7 +125,7 @@ def test_products_in_fp8_take_what_is_published_of_single_kernels():
     for k, n in ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096)):
         for sizes in ((tokens, n, k), (tokens, k, n), (n, k, tokens)):
             seconds[0] += float(gemm_seconds(params, *sizes))
-            seconds[1] += float(gemm_seconds(low, *sizes, FP8_BYTES))
+            seconds[1] += float(gemm_seconds(low, *sizes, operand_bytes=FP8_BYTES))
     assert seconds[0] / seconds[1] == pytest.approx(31.968 / 16.785, rel=0.01)
 
 

@@ -91,7 +91,7 @@ def in_fp8(params: GemmParams, kernel: str) -> GemmParams:
 
 
 def gemm_seconds(
-    params: GemmParams, m: ArrayLike, n: ArrayLike, k: ArrayLike, operand_bytes: int = ELEMENT_BYTES
+    params: GemmParams, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, operand_bytes: int = ELEMENT_BYTES
 ) -> Floats:
     """Seconds of products [m, k] x [k, n] with results in bf16, each run without a pause.
 

@@ -98,7 +98,7 @@ class Costs:
         """A product after seconds of load, slowed by what runs beside it, and what of that outlasts it."""
         gemm = self.layers.gemm
         if op.fp8:
-            alone = float(gemm_seconds(in_fp8(gemm, op.fp8), op.m, op.n, op.k, FP8_BYTES))
+            alone = float(gemm_seconds(in_fp8(gemm, op.fp8), op.m, op.n, op.k, operand_bytes=FP8_BYTES))
         else:
             alone = float(gemm_seconds(gemm, op.m, op.n, op.k))
         alone *= self.slowest(self.profile.sigma["run to run"]) * float(

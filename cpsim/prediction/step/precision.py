@@ -84,9 +84,16 @@ TENSORWISE: Final = Recipe(
 )
 """torchao's, with ``enable_fsdp_float8_all_gather`` and ``precompute_float8_dynamic_scale_for_fsdp``."""
 ROWWISE: Final = Recipe(
-    name="rowwise", kernel="rowwise", cast=3, kept=4 + 3, gradient=5 + 3, weight=3, weight_back=4 + 3, scaled=4,
+    name="rowwise",
+    kernel="rowwise",
+    cast=3,
+    kept=4 + 3,
+    gradient=5 + 3,
+    weight=3,
+    weight_back=4 + 3,
+    scaled=4,
     gathers=False,
-)  # fmt: skip
+)
 """torchao's. Scales along the other axis take a transpose in bf16 and a cast; without fast accumulation, in the
 backward pass, it multiplies by tensorwise kernels and scales afterwards."""
 DELAYED: Final = Recipe(name="delayed", cast=4, after_norm=1, kept=0, gradient=4, weight_step=4, saves=True)
@@ -120,9 +127,9 @@ def in_fp8(code: LayerCode, tp: int, recipe: Recipe) -> LayerCode:
         tp: ranks that gather and scatter.
         recipe: how.
     """
-    side = _Side(recipe, tp)
-    forward = side.forward(code.forward)
-    backward = side.backward(code.backward)
+    layer = _Layer(recipe, tp)
+    forward = layer.forward(code.forward)
+    backward = layer.backward(code.backward)
     return LayerCode(forward=forward, backward=backward, kept=kept_in_fp8(code.kept, backward))
 
 
@@ -137,7 +144,7 @@ def kept_in_fp8(kept: Collection[str], backward: Nodes) -> frozenset[str]:
 
 
 @dataclass(slots=True)
-class _Side:
+class _Layer:
     """Walks through both passes of a layer."""
 
     recipe: Recipe
@@ -159,7 +166,7 @@ class _Side:
                 source = node.reads[0]
                 found += self._cast(source, m * k, source in normed)
                 if weights:
-                    made = f"weights {m} {n} {k} of {next(iter(node.makes))} fp8"
+                    made = f"weights of {next(iter(node.makes))} fp8"
                     found.append(Node(ElementwisePass("copy", weights * n * k), ("weights",), {made: FP8 * n * k}))
                     node = replace(node, reads=(*node.reads, made))
                 found.append(self._product(node, self.recipe.kernel, self._low(source)))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cpsim.case.files import explain
 from cpsim.case.model import MODELS
-from cpsim.case.parallel import Gradients, PipelineSchedule, Recompute, Sharding
+from cpsim.case.parallel import Fp8, Gradients, PipelineSchedule, Precision, Recompute, Sharding
 from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
@@ -68,6 +68,8 @@ class ParallelSection(BaseModel):
     layers_last: Degree | None = None
     embedding_as_layer: bool | None = None
     loss_as_layer: bool | None = None
+    tp_overlap: bool | None = None
+    """Whether tensor parallelism exchanges chunks beside matrix products of other chunks; None is no."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields that say nothing: these words are the seed of a prediction's draws."""
@@ -147,6 +149,9 @@ class Scenario(BaseModel):
     """How a training step is cut."""
     framework: Literal["megatron", "torch", "torchtitan", "huggingface"] | None = None
     """Whose code runs a training step; None is megatron's."""
+    precision: Precision | None = None
+    """Of linear layers in a training step: ``bf16``, ``fp8`` as the framework has it, or ``{"fp8": recipe}``; None is
+    bf16."""
     part: Literal["layer"] | None = None
     """With a model, what of it to predict: one layer with the strategy's attention on all GPUs, weights whole on each;
     None is a step."""
@@ -204,6 +209,17 @@ class Scenario(BaseModel):
         if value is None or is_factor or (isinstance(value, str) and 0 < len(value) <= 1000):
             return float(value) if is_factor else value  # type: ignore[arg-type]
         raise ValueError(f"expected a factor from 0.1 to 10 or a file of `cpsim calibrate --host`, got {shown(value)}")
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _read_precision(cls, value: object) -> object:
+        if value in (None, "bf16", "fp8"):
+            return value
+        recipe = value.get("fp8") if isinstance(value, Mapping) and set(value) == {"fp8"} else None
+        if recipe not in get_args(Fp8):
+            known = ", ".join(get_args(Fp8))
+            raise ValueError(f"expected bf16, fp8 or {{fp8: recipe}} with one of {known}, got {shown(value)}")
+        return value
 
     @field_validator("model", mode="before")
     @classmethod
@@ -296,13 +312,13 @@ class Scenario(BaseModel):
 
     def _check_step(self) -> None:
         if self.model is None:
-            for name in ("context", "parallel", "part", "framework"):
+            for name in ("context", "parallel", "part", "framework", "precision"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
             return
-        if self.part is not None and (self.context, self.parallel, self.framework) != (None, None, None):
-            name = "context" if self.context else "parallel" if self.parallel else "framework"
-            raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
+        for name in ("context", "parallel", "framework", "precision"):
+            if self.part is not None and getattr(self, name) is not None:
+                raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
         if self.part is not None and self._has_experts:
             raise ValueError(f"part: one {self.part} cannot be predicted with experts; leave part out for a whole step")
         if self.part is None and self.pass_ != "fwd_bwd":

@@ -15,6 +15,8 @@ from cpsim.case.resolve import flops_of, notes_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, InfeasibleError, MachineError
 from cpsim.models.cost_models import GROUPS
+from cpsim.models.gemm import FP8_SIGMA
+from cpsim.models.profile import Profile
 from cpsim.models.uncertainty import Draws, draws_of, seed_of
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.passes import PassResult, run_pass
@@ -279,6 +281,12 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
     )
 
 
+def _less_sure(profile: Profile) -> Profile:
+    """With the uncertainty of products in FP8, which nobody measured."""
+    products = float(np.hypot(profile.sigma["matrix products"], FP8_SIGMA))
+    return replace(profile, sigma={**profile.sigma, "matrix products": products})
+
+
 def step_prediction(case: Case, step: Step, changes: Sequence[Change] | None = None) -> Prediction:
     """A simulated training step as a prediction, with its interval; it has no timelines.
 
@@ -290,7 +298,7 @@ def step_prediction(case: Case, step: Step, changes: Sequence[Change] | None = N
     scenario = case.scenario
     label = f"{scenario.strategy} {sorted(scenario.knobs.items())} {scenario.kernel} {scenario.parallel}"
     drawn = draws_of(
-        case.profile,
+        case.profile if scenario.precision in (None, "bf16") else _less_sure(case.profile),
         case.cluster,
         scenario.kernel,
         captured=case.code.captured,

@@ -146,6 +146,8 @@ class _Search:
     def bounds(self, layout: Parallel) -> list[Bound]:
         """Ways to cut with these degrees that may fit; what is wrong with them is noted where none does."""
         try:
+            if layout.cp > 1 and self.steps.scenario.strategy == "none":
+                raise InfeasibleError(f"cp: strategy none runs on one rank, got cp = {layout.cp}; use 1")
             fitting = self._fitting(layout)
             if not fitting:
                 self.too_large(layout, self.steps.least_memory(self.smallest(layout)))

@@ -20,6 +20,7 @@ from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
 from cpsim.prediction.step.memory import StageMemory
+from cpsim.prediction.step.precision import check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
@@ -121,7 +122,13 @@ class StepCase:
         """
         model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
-        self.framework.check(parallel, model)
+        compiled = self.framework.compiled(scenario.compile)
+        self.framework.check(parallel, model, compiled)
+        recipe = self.framework.recipe(scenario.precision, compiled)
+        if recipe:
+            check_gpu(recipe, self.cluster.gpu.name)
+            if model.experts:
+                raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
         costs = self._costs(parallel)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items())), self._apart(parallel)
         if parallel.cp == 1 and strategy != "none":
@@ -151,7 +158,8 @@ class StepCase:
             costs=costs,
             attention=self._attention[key],
             framework=self.framework,
-            compiled=self.framework.compiled(scenario.compile),
+            compiled=compiled,
+            recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
             _known=self._passes.setdefault(self._alike(parallel), {}),
             _memory=self._memory.setdefault(parallel, {}),
         )
@@ -159,7 +167,7 @@ class StepCase:
     def _alike(self, parallel: Parallel) -> tuple[object, ...]:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""
         shards = (parallel.shards, parallel.replicate) if parallel.sharding == "fsdp" else ()
-        return parallel.tp, parallel.ep, parallel.recompute, parallel.loss_chunks, *shards
+        return parallel.tp, parallel.tp_overlap, parallel.ep, parallel.recompute, parallel.loss_chunks, *shards
 
     def _code(self, parallel: Parallel) -> Implementation:
         """Whose attention runs."""

@@ -6,13 +6,13 @@ A row that a scenario cannot say is left out with the reason; what is published 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
-from cpsim.prediction.step.frameworks import Framework
+from cpsim.prediction.step.frameworks import TORCHTITAN, Framework, chunked, torch_held, torch_last
 from studies import published_lines
 from studies.public_steps.lora import automodel
 
@@ -55,7 +55,14 @@ class Row:
 
 LLAMA: Final = {"llama3.1-8b": "llama3-8b", "llama3-8b": "llama3-8b", "llama3.1-70b": "llama3-70b"}
 LLAMA_70B: Final = {"llama3-70b": "llama3-70b"}
-RECOMPUTE: Final = {"selective": "per_op", "per-op SAC": "per_op", "full": "full"}
+TORCHTITAN_2025: Final = replace(
+    TORCHTITAN,
+    source="torchtitan of June 2025 (e7c0cae, 820504e): the loss is compiled, AdamW is fused",
+    last=lambda s, compiled, chunks: chunked(torch_last(s, compiled, chunks)),
+    held=lambda sharding: replace(torch_held(sharding), clipped=True),
+    lists=False,
+)
+RECOMPUTE: Final = {"selective": "per_op", "config default": "per_op", "per-op SAC": "per_op", "full": "full"}
 """Selective is by op in torchtitan's llama3_8b.toml (9dec370)."""
 
 
@@ -63,22 +70,18 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none.
 
     A step is one microbatch of ``local_batch`` sequences on every replica. Attention is PyTorch's flash kernel, the
-    first of those that SDPA may take.
+    first of those that SDPA may take. Float8 without a recipe is torchao's default, tensorwise.
     """
-    if line["precision"] != "bf16":
-        return "fp8"
-    if "AsyncTP" in line["extras"].replace("vanilla TP", ""):
-        return "asynchronous tensor parallelism"
-    if not line["gpu"].startswith("H100 96GB"):
-        return "another GPU"
+    recipe = line["precision"].removeprefix("float8").strip() or "tensorwise"
+    h200 = line["gpu"] == "H200"
     tokens = int(line["seq"]) * int(line["local_batch"])
     gpus, tp = int(line["gpus"]), int(line["tp"])
     return {
         "framework": "torchtitan",
         "compile": "compile" in line["extras"],
         "model": {**LLAMA, **LLAMA_70B}[line["model"]],
-        "cluster": str(FOLDER / "grand-teton.json"),
-        "profile": "data-sheet",
+        "cluster": "dgx-h200" if h200 else str(FOLDER / "grand-teton.json"),
+        "profile": "h200" if h200 else "data-sheet",
         "gpus": gpus,
         "tokens": tokens * gpus // tp,
         "context": int(line["seq"]),
@@ -93,7 +96,9 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
             "microbatches": 1,
             "recompute": RECOMPUTE[line["checkpointing"]],
             "sharding": "fsdp",
+            **({"tp_overlap": True} if "AsyncTP" in line["extras"] else {}),
         },
+        **({"precision": {"fp8": recipe}} if line["precision"] != "bf16" else {}),
     }
 
 
@@ -133,14 +138,48 @@ def nemo_automodel(line: Line) -> dict[str, Any] | str:
     }
 
 
-DENSE: Final = ("LLAMA3_8B", "LLAMA3_70B", "LLAMA3.1_405B")
+DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": ""}
 
 
 def megatron_bridge(line: Line) -> dict[str, Any] | str:
-    """Fields of a scenario, or why there is none."""
+    """Fields of a scenario, or why there is none.
+
+    FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f). The table says
+    that steps on 8 H100 shard weights; the configuration of that release does not, and computes 5 of 32 layers again
+    (llama3_workload_base_configs.py), which no scenario says. Both move the same bytes once a step. A line of 26.02.01
+    has four stages and no interleaving; the configurations of that time interleave them.
+    """
     if line["model"] not in DENSE:
         return "mixture of experts"
-    return "fp8 or fp4" if line["precision"] != "BF16" else "not mapped"
+    if line["precision"] == "NVFP4":
+        return "fp4"
+    if line["task"] == "LoRA":
+        return "LoRA with sharded weights and tensor parallelism"
+    if line["vp"] not in ("", "1", "n/a") or line["pp"] not in ("", "1"):
+        return "interleaved pipelines"
+    if line["fsdp"] not in ("", "0") and line["system"] != "DGX-H100":
+        return "Megatron's FSDP with activations in the host's memory"
+    seq, gpus, sequences = int(line["seq"]), int(line["gpus"]), int(line["gbs"])
+    tp, each = int(line["tp"]), int(line["mbs"])
+    return {
+        "framework": "megatron",
+        "model": DENSE[line["model"]],
+        "cluster": "dgx-h100",
+        "gpus": gpus,
+        "tokens": seq * sequences,
+        "context": seq * each,
+        "documents": [seq] * sequences,
+        "mask": "causal_document",
+        "strategy": "none",
+        "kernel": "cudnn",
+        "protocol": "streamed",
+        "precision": {"fp8": "mxfp8" if line["precision"] == "MXFP8" else "current"},
+        "parallel": {
+            "tp": tp,
+            "microbatches": sequences * tp // gpus // each,
+            "recompute": "none",
+        },
+    }
 
 
 CLUSTERS: Final = {"A100": "p4de", "H100": "dgx-h100", "GB200": "dgx-b200"}
@@ -243,6 +282,13 @@ SOURCES: Final[Mapping[str, Source]] = {
 }
 
 
+def _framework(source: str, line: Line) -> Framework | None:
+    """Whose code runs a line, where its scenario does not say."""
+    if source == "automodel" and line["model"] in TUNED:
+        return automodel(dropout=TUNED[line["model"]][1])
+    return TORCHTITAN_2025 if source == "torchtitan" and "2024-12" not in line["framework"] else None
+
+
 def rows() -> Iterator[Row]:
     """All rows of all tables."""
     for name, source in SOURCES.items():
@@ -254,7 +300,7 @@ def rows() -> Iterator[Row]:
                 name=source.name(line),
                 left_out=fields if isinstance(fields, str) else "",
                 scenario=None if isinstance(fields, str) else scenario_from(fields),
-                framework=automodel(dropout=TUNED[line["model"]][1]) if line.get("model") in TUNED else None,
+                framework=_framework(name, line),
                 time_s=float(line[source.time_s]) if source.time_s else None,
                 memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
                 reserved=source.reserved,

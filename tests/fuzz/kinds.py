@@ -57,6 +57,15 @@ STEPS = [
     {**STEP, "strategy": "none", "model": SHAPE, "parallel": {"pp": 2, "layers_first": 1, "layers_last": 3}},
     {**STEP, "strategy": "none", "model": {**SHAPE, **EXPERTS}, "parallel": {"tp": 2, "ep": 4}, "mask": "causal"},
     {**STEP, "strategy": "none", "model": SHAPE, "documents": {"distribution": "pile", "seed": 1, "max_length": 4096}},
+    {
+        **STEP,
+        "strategy": "none",
+        "model": SHAPE,
+        "framework": "torchtitan",
+        "compile": True,
+        "precision": {"fp8": "rowwise"},
+        "parallel": {"tp": 2, "tp_overlap": True},
+    },
 ]
 SMALL = {"gpus": 4, "cluster": "h200-4", "heads": 8, "kv_heads": 2}
 ADVISED = [

@@ -23,7 +23,7 @@ from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.experts import NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
-from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Op, Ops, flops, sent_bytes
+from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Op, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import (
     CONTEXT,
     ChunkMemory,
@@ -34,7 +34,8 @@ from cpsim.prediction.step.memory import (
     workspaces,
 )
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
-from cpsim.prediction.step.program import GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
+from cpsim.prediction.step.precision import FP8, FP8_NOTE, Recipe, kept_in_fp8
+from cpsim.prediction.step.program import ENDS, GRADIENT, SHARD, LayerCode, Node, Nodes, Program, Shards, program
 from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -106,6 +107,8 @@ class StepModel:
     attention: Attention
     framework: Framework = MEGATRON
     compiled: bool = False
+    recipe: Recipe | None = None
+    """How linear layers compute in FP8."""
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
@@ -154,13 +157,14 @@ class StepModel:
         mine = self._shared(stage) if cut.sharding == "fsdp" else parameters
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
+        copies = 2 * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
         stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
         chunks = {
             chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
             for chunk in range(stage, cut.virtual_stages, cut.pp)
         }
         order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
-        fixed = held.weight * mine, summed * mine, held.states * states * cut.optimizer
+        fixed = held.weight * mine + copies, summed * mine, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
         always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
         return replace(found, working=found.working + always, communicators=communicators(cut), context=CONTEXT)
@@ -209,6 +213,7 @@ class StepModel:
                 dict.fromkeys(
                     (
                         *self._notes(tokens),
+                        *((FP8_NOTE,) if self.recipe else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
@@ -295,11 +300,13 @@ class StepModel:
     def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
-        layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
+        runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap)
+        layer = _with_exchange(runs, exchange, kept)
         is_last = chunk == self.parallel.virtual_stages - 1
         first = code.first(sizes, self.compiled) if chunk == 0 else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if is_last else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
+        keeps = kept_in_fp8(keeps, layer.backward) if self.recipe else keeps
         shards = self._shards(chunk) if self.sharded else None
         return lambda layers: program(layer, first, last, layers, keeps, shards, code.again_to.get(recompute, ()))
 
@@ -308,8 +315,10 @@ class StepModel:
         that share the weights, and then over groups of replicas."""
 
         def gather(name: str) -> Nodes:
-            nbytes = BF16 * self._parameters(stage, name.split()[0])
-            own = (FP32 + 2 * BF16 + BF16) * (self._parameters(stage, name.split()[0]) // self.parallel.shards)
+            part = name.split()[0]
+            each = FP8 if self.recipe and self.recipe.shards and part not in (*ENDS, "root") else BF16
+            nbytes = each * self._parameters(stage, part)
+            own = (FP32 + 3 * each) * (self._parameters(stage, part) // self.parallel.shards)
             return (
                 Node(ElementwisePass("copy", own), (), {}, "gather", calls=2),  # cast, and copied side by side
                 Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather"),
@@ -372,7 +381,7 @@ class StepModel:
             layer = self._programs(tokens, -1)(1)
             again = any(node.what == "fwd" for node in layer.backward)
             nodes = [node for node in (*layer.forward, *layer.backward) if node.stream == "comm"]
-            talks = [node.what for node in nodes if isinstance(node.what, Collective)]
+            talks = [node.what for node in nodes if isinstance(node.what, Collective | Copy)]
             exchanged = [what for what in _ops(layer) if isinstance(what, Collective) and what.kind == "all_to_all"]
             sent = sent_bytes(talks, self.parallel.tp) + sent_bytes(exchanged, self.parallel.ep)
             self._layers[tokens] = again, sent
@@ -451,6 +460,8 @@ class StepModel:
                 backward_s, first = max(0.0, backward_s - seconds), 0
         if cut.optimizer:
             mine = self._shared(stage) if parted else sum(parameters for _, parameters, _ in groups)
+            if self.recipe:
+                parts.append(self.costs.seconds(self._casts_of_step()))
             norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
             parts.append(self.costs.seconds([*norm, ElementwisePass("adam", held.optimizer * mine)]))
             if parted and cut.sharding != "fsdp":
@@ -458,6 +469,20 @@ class StepModel:
                     where, seconds = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
                     parts.append({where: seconds})
         return np.asarray(stacked(parts).sum(axis=0))
+
+    def _linear_parameters(self) -> int:
+        """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
+        each = self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden
+        stages = self.parallel.pp
+        return each * max(sum(self.layers[stage::stages]) for stage in range(stages))
+
+    def _casts_of_step(self) -> list[ElementwisePass]:
+        """What an update of the weights brings about in FP8: their cast, or the scales of the next ones."""
+        assert self.recipe is not None
+        linears = self._linear_parameters()
+        casts = [ElementwisePass("copy", self.recipe.weight_step * linears)] if self.recipe.weight_step else []
+        scales = ElementwisePass("norm", OP_BYTES["norm"] * (linears // self.parallel.shards))
+        return [*casts, *([scales] if self.recipe.shards else [])]
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
         """Cost model and seconds of a collective among replicas."""
@@ -481,7 +506,9 @@ class StepModel:
         parameters = max(map(self._parameters, range(stages)))
         if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
             each = 1 - 1 / cut.shards
-            return most + each * parameters * cut.microbatches * (2 * BF16 + FP32)
+            low = self._linear_parameters() if self.recipe and self.recipe.shards else 0
+            gathered = 2 * (BF16 * (parameters - low) + FP8 * low)
+            return most + each * cut.microbatches * (gathered + FP32 * parameters)
         parted = cut.sharding != "none" and cut.optimizer
         experts = max(self._parameters(stage, "experts") for stage in range(stages))
         for own, replicas in ((parameters, cut.replicas), (experts, cut.expert_replicas)):

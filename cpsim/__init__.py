@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from cpsim.errors import (
         CpsimError,
         InfeasibleError,
+        NotMeasuredError,
         OutOfMemoryError,
         ProfileError,
         ScenarioError,
@@ -36,6 +37,7 @@ _HOME: Final = {
     "cpsim.errors": (
         "CpsimError",
         "InfeasibleError",
+        "NotMeasuredError",
         "OutOfMemoryError",
         "ProfileError",
         "ScenarioError",
@@ -69,6 +71,7 @@ __all__ = [
     "Infeasible",
     "InfeasibleError",
     "Kind",
+    "NotMeasuredError",
     "OutOfMemoryError",
     "Prediction",
     "ProfileError",

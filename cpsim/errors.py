@@ -6,6 +6,7 @@ CpsimError (ValueError)     anything a user can cause; the message is one line: 
 │   └── OutOfMemoryError    because it needs more memory than a GPU has
 ├── MachineError            the machine fails, not the case: a scheduler or process that died, a port in use
 ├── ProfileError            a measurement or profile file that cannot be used
+│   └── NotMeasuredError    because it lacks what the case needs
 └── ScheduleError           a schedule that breaks its own rules
 """
 
@@ -45,6 +46,10 @@ class MachineError(CpsimError):
 
 class ProfileError(CpsimError):
     """A measurement or profile file that cannot be used."""
+
+
+class NotMeasuredError(ProfileError):
+    """The profile lacks what the case needs: nobody has measured it. The case itself may well run."""
 
 
 class ScheduleError(CpsimError):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, TypeVar
 from pydantic import AfterValidator, ConfigDict, GetCoreSchemaHandler, Strict
 from pydantic_core import CoreSchema, core_schema
 
-from cpsim.errors import ProfileError, shown
+from cpsim.errors import NotMeasuredError, shown
 
 CLOSED: Final = ConfigDict(extra="forbid", allow_inf_nan=False)
 """How pydantic reads the classes of files: no other fields; quantities and flags refuse other types themselves."""
@@ -105,7 +105,7 @@ class Entries(dict[str, T]):
     """What a file says by name; a name that it lacks is what is wrong with the file."""
 
     def __missing__(self, name: str) -> T:
-        raise ProfileError(f"the profile lacks {shown(name)}, which this needs; it has {shown([*self])}")
+        raise NotMeasuredError(f"the profile lacks {shown(name)}, which this needs; it has {shown([*self])}")
 
 
 ByName = Annotated[Mapping[str, T], AfterValidator(Entries)]

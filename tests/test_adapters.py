@@ -84,6 +84,19 @@ def test_fewer_adapters_take_less():
     assert few.peak_memory_bytes < every.peak_memory_bytes
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"precision": "fp8", "trainable": {"lora": 8}}, "precision: steps with adapters"),
+        ({"precision": "fp8", "offload": "activations"}, "precision: steps with offload"),
+        ({"gpus": 2, "parallel": {"tp": 2, "tp_overlap": True}, "trainable": {"lora": 8}}, "tp_overlap: .* adapters"),
+    ],
+)
+def test_what_nobody_has_put_together_is_refused(changes, message):
+    with pytest.raises(InfeasibleError, match=message):
+        predict(one(**changes))
+
+
 def test_all_is_the_default():
     assert predict(one(trainable="all")).time_s == predict(one()).time_s
 

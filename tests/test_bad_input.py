@@ -65,6 +65,15 @@ BAD_FIELDS = {
         {"parallel": {"recompute": "mpl"}},
         "parallel: recompute: expected none, selective, mlp, full",
     ),
+    "overlap in words": (
+        {"parallel": {"tp_overlap": "yes"}},
+        "parallel: tp_overlap: expected true or false, got 'yes'",
+    ),
+    "unknown recipe": (
+        {"precision": {"fp8": "fast"}},
+        "precision: expected bf16, fp8 or {fp8: recipe} with one of tens",
+    ),
+    "precision without a model": ({"precision": "fp8"}, "precision: belongs to a training step, which needs a model"),
     "cut without a model": ({"parallel": {"tp": 2}}, "parallel: belongs to a training step, which needs a model"),
     "context without a model": ({"context": 1024}, "context: belongs to a training step"),
     "future schema": ({"schema": 2}, "schema: expected 1, got 2"),

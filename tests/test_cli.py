@@ -143,8 +143,10 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
             for option, value in (("--cluster", "x.yaml"), ("--base", "h200"), ("--sm-ratio", 2))
         ),
         (["advise", EXAMPLES / "h200-4-zigzag.yaml", "--runs", "runs"], "only the page of --html .*; leave --runs out"),
-        (["advise", EXAMPLES / "llama3-8b-step-64gpu.yaml", "--step", "--runs", "runs"], "no page; leave --runs out"),
-        (["advise", EXAMPLES / "llama3-8b-step-64gpu.yaml", "--step", "--html", "x"], "no page; leave --html out"),
+        (
+            ["advise", EXAMPLES / "llama3-8b-step-64gpu.yaml", "--step", "--runs", "runs"],
+            "show no runs; leave --runs out",
+        ),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--out", "x", "--cpu", 2, "--gpus", 2], "run: .*; leave --gpus out"),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--resume"], "times nothing; leave --resume out"),
         (["run", EXAMPLES / "h200-4-zigzag.yaml", "--trace", "x", "--json"], "times nothing; leave --json out"),

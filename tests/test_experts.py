@@ -204,7 +204,9 @@ def test_what_makes_no_sense_is_one_line(fields, match):
 
 def test_advice_shares_experts():
     fields = FIELDS | {"gpus": 16, "model": SMALL, "tokens": 16 * T, "context": T, "parallel": {"tp": 1, "pp": 1}}
-    found = advise_step(scenario_from(fields)).candidates
-    assert {(one.parallel.cp, one.parallel.ep) for one in found} == {(1, 8), (1, 16)}
+    advice = advise_step(scenario_from(fields))
+    found = advice.candidates
+    all_that_fit = [*(one.parallel for one in found), *(parallel for parallel, _ in advice.slower)]
+    assert {(parallel.cp, parallel.ep) for parallel in all_that_fit} == {(1, 8), (1, 16)}
     assert [one.prediction.scenario.parallel.ep for one in found] == [one.parallel.ep for one in found]
     assert "ep 8" in words(found[0].parallel)

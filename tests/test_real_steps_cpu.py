@@ -89,6 +89,8 @@ def test_every_cut_of_a_hugging_face_step_has_the_gradients_of_an_uncut_one(tmp_
         ({"parallel": {"sharding": "zero1"}}, "sharding: expected none or fsdp, got zero1"),
         ({"parallel": {"recompute": "mlp"}}, "recompute: expected none, full or per_op, got mlp"),
         ({"parallel": {"tp": 2, "loss_chunks": 2}}, "loss_chunks: cannot be run with tp = 2"),
+        ({"parallel": {"tp": 2, "tp_overlap": True}}, "tp_overlap: cannot be run here"),
+        ({"precision": {"fp8": "rowwise"}}, "precision: linear layers run here in bf16, got {'fp8': 'rowwise'}"),
         ({"kernel": "fa4"}, "kernel: expected sdpa_flash, cudnn or fa2, got fa4"),
         ({"strategy": "ulysses", "parallel": {"cp": 2}}, "strategy: expected one of allgather, .* got ulysses"),
         ({"mask": "full"}, "mask: steps run here with causal, got full"),

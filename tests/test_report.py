@@ -95,7 +95,7 @@ def test_prediction_record_has_the_contract_s_keys(advice):
 def test_infeasible_and_unreadable_records_have_an_error(advice):
     scenario, why = advice.scenario, ScenarioError("why")
     cannot = records.prediction_record(scenario, advice.infeasible[0])
-    assert cannot == {"scenario": scenario.to_dict(), "error": advice.infeasible[0].reason}
+    assert cannot == {"scenario": scenario.to_dict(), "error": advice.infeasible[0].reason, "kind": "cannot"}
     assert records.prediction_record(scenario, why) == {"scenario": scenario.to_dict(), "error": "why"}
     assert records.prediction_record(why, why) == {"error": "why"}
 

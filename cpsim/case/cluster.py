@@ -32,6 +32,7 @@ class Gpu:
 
     name: Name
     memory_bytes: Annotated[int, Quantity("bytes", 1e6, 1e15)]
+    """What the driver says there is; of presets as measured on H100 and H200, of others as data sheets say."""
     num_sms: Count
     peak_flops_per_s: Annotated[float, Quantity("FLOP/s", 1e6, 1e19)]
     """Dense bf16 tensor-core peak."""

@@ -9,6 +9,7 @@ section 3; Korthikanti et al., "Reducing Activation Recomputation in Large Trans
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -17,6 +18,9 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
 from cpsim.errors import InfeasibleError
 
+Fp8 = Literal["tensorwise", "rowwise", "delayed", "current", "mxfp8"]
+Precision = Literal["bf16", "fp8"] | Mapping[Literal["fp8"], Fp8]
+"""Of linear layers; ``fp8`` alone is the recipe that the framework takes."""
 Recompute = Literal["none", "selective", "mlp", "full", "per_op"]
 Sharding = Literal["none", "zero1", "zero2", "fsdp"]
 PipelineSchedule = Literal["1f1b", "same_phase"]
@@ -68,6 +72,8 @@ class Parallel:
     """Whether the embedding counts as a layer of the first chunk where layers are divided."""
     loss_as_layer: bool = False
     """Whether logits and loss count as a layer of the last chunk where layers are divided."""
+    tp_overlap: bool = False
+    """Whether tensor parallelism exchanges chunks beside matrix products of other chunks."""
 
     @property
     def num_gpus(self) -> int:

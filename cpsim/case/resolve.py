@@ -118,6 +118,7 @@ def parallel_of(
         layers_last=given.layers_last,
         embedding_as_layer=bool(given.embedding_as_layer),
         loss_as_layer=bool(given.loss_as_layer),
+        tp_overlap=bool(given.tp_overlap),
     )
 
 

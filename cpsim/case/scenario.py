@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cpsim.case.files import explain
 from cpsim.case.model import MODELS
-from cpsim.case.parallel import Gradients, PipelineSchedule, Recompute, Sharding
+from cpsim.case.parallel import Fp8, Gradients, PipelineSchedule, Precision, Recompute, Sharding
 from cpsim.errors import cut, nearest, shown
 from cpsim.masks.names import Options, read_mask
 
@@ -69,6 +69,8 @@ class ParallelSection(BaseModel):
     layers_last: Degree | None = None
     embedding_as_layer: bool | None = None
     loss_as_layer: bool | None = None
+    tp_overlap: bool | None = None
+    """Whether tensor parallelism exchanges chunks beside matrix products of other chunks; None is no."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields that say nothing: these words are the seed of a prediction's draws."""
@@ -187,6 +189,9 @@ class Scenario(BaseModel):
     """What a training step updates: all weights, or adapters; None is all."""
     offload: Literal["activations"] | None = None
     """What of a training step waits in the host's memory; None is nothing."""
+    precision: Precision | None = None
+    """Of linear layers in a training step: ``bf16``, ``fp8`` as the framework has it, or ``{"fp8": recipe}``; None is
+    bf16."""
     part: Literal["layer"] | None = None
     """With a model, what of it to predict: one layer with the strategy's attention on all GPUs, weights whole on each;
     None is a step."""
@@ -244,6 +249,17 @@ class Scenario(BaseModel):
         if value is None or is_factor or (isinstance(value, str) and 0 < len(value) <= 1000):
             return float(value) if is_factor else value  # type: ignore[arg-type]
         raise ValueError(f"expected a factor from 0.1 to 10 or a file of `cpsim calibrate --host`, got {shown(value)}")
+
+    @field_validator("precision", mode="before")
+    @classmethod
+    def _read_precision(cls, value: object) -> object:
+        if value in (None, "bf16", "fp8"):
+            return value
+        recipe = value.get("fp8") if isinstance(value, Mapping) and set(value) == {"fp8"} else None
+        if recipe not in get_args(Fp8):
+            known = ", ".join(get_args(Fp8))
+            raise ValueError(f"expected bf16, fp8 or {{fp8: recipe}} with one of {known}, got {shown(value)}")
+        return value
 
     @field_validator("model", mode="before")
     @classmethod
@@ -348,11 +364,11 @@ class Scenario(BaseModel):
 
     def _check_step(self) -> None:
         if self.model is None:
-            for name in ("context", "parallel", "part", "framework", "trainable", "offload"):
+            for name in ("context", "parallel", "part", "framework", "precision", "trainable", "offload"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name}: belongs to a training step, which needs a model, e.g. model: llama3-8b")
             return
-        for name in ("context", "parallel", "framework", "trainable", "offload"):
+        for name in ("context", "parallel", "framework", "precision", "trainable", "offload"):
             if self.part is not None and getattr(self, name) is not None:
                 raise ValueError(f"{name}: belongs to a whole step; leave it out of one {self.part}")
         if isinstance(self.trainable, LoraSection) and self._has_experts:

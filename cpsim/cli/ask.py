@@ -217,8 +217,9 @@ def advise(
     """Rank every strategy that can run the case in FILE, and say why the others cannot."""
     del force  # its callback has done it
     if step:
-        refuse("advise: training steps have no page", {"--html": html, "--runs": runs})
-        _advise_step(file, as_json)
+        refuse("advise: reports of training steps show no runs", {"--runs": runs})
+        check_writable(html)
+        _advise_step(file, as_json, html)
         return
     from cpsim.case.load import load_scenario
     from cpsim.prediction.advise import advise as ask
@@ -263,7 +264,7 @@ def _shipped_runs() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _advise_step(file: Path, as_json: bool) -> None:
+def _advise_step(file: Path, as_json: bool, html: Path | None) -> None:
     from cpsim.case.load import load_scenario
     from cpsim.prediction.step_advice import advise_step
     from cpsim.report.steps import step_advice_record, step_advice_view
@@ -275,6 +276,11 @@ def _advise_step(file: Path, as_json: bool) -> None:
         print(json.dumps(step_advice_record(advice), indent=1))
     else:
         console().print(step_advice_view(advice))
+    if html:
+        from cpsim.report.step_page import write_step_report
+
+        write_step_report(html, advice)
+        say(f"Report written to {html}")
 
 
 def explore(

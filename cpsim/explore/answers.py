@@ -285,7 +285,7 @@ class Answers:
             if not job.is_complete:
                 named = scenario.model_copy(update={"strategy": name, "pass_": "fwd_bwd"})
                 job.answers()  # raises what is wrong with it
-                tried.append(Infeasible(scenario=named, reason=PLANNING))
+                tried.append(Infeasible(scenario=named, reason=PLANNING, kind=None))
         return tried
 
     def _map(self, advice: Advice, page: str, until: float) -> Job[Cell]:
@@ -436,7 +436,7 @@ def _in_words(way: Any, answer: Evaluated | OverBudget) -> Evaluated:
     if isinstance(answer, Infeasible) and answer.reason == TOO_LARGE:
         answer = OverBudget("it needs more memory than it may have")
     if isinstance(answer, OverBudget):
-        return Infeasible(scenario=_scenario(way), reason=dropped_text(answer))
+        return Infeasible(scenario=_scenario(way), reason=dropped_text(answer), kind=None)
     return answer
 
 

@@ -18,7 +18,8 @@ Differs: cuBLAS's heuristics are not public; the best of the choices below stand
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Final
 
 import numpy as np
@@ -37,6 +38,24 @@ STEP: Final = 64
 """Elements of k that a tile takes at a time."""
 ELEMENT_BYTES: Final = 2
 SUM_BYTES: Final = 4
+FP8_BYTES: Final = 1
+FP8_RATE: Final = 1.94
+"""How much faster tensor cores step along k in FP8 than in bf16. No product in FP8 was measured here: launches, fills
+and ends of tiles are those in bf16.
+
+Source: with it the twelve products of a layer in Transformer Engine's table take 1.90 times less than in bf16, as
+published for H200 NVL (NVIDIA/TransformerEngine, docs/examples/gemm_profiling: 31.968 and 16.785 ms, quantized before);
+1.92 on B300 there. NVIDIA's data sheets say 2: 1979 and 989 TFLOP/s of H100 and H200, 4500 and 2250 of B200.
+"""
+FP8_KERNELS: Final[Mapping[str, float]] = {"tensorwise": 1.0, "rowwise": 1.04, "mxfp8": 1.05}
+"""How much longer steps of a kernel take than cuBLAS's with one scale for each operand.
+
+Source: rowwise, CUTLASS over cuBLAS on H100, mean of four shapes (pytorch/FBGEMM pull request 2764); mxfp8, 7.161 over
+6.812 ms of a layer's products on B300 (NVIDIA/TransformerEngine, docs/examples/gemm_profiling, quantized before).
+"""
+FP8_SIGMA: Final = 0.12
+"""Standard deviation, relative, of products in FP8: of other published ratios to bf16, 1.70 (H100 SXM at 700 W, 765 and
+1297 TFLOP/s, NVIDIA/cutlass issue 1662) is 0.11 off, in logarithms; data sheets are 0.05 off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,18 +80,31 @@ class GemmParams:
 FITTED: Final = ("flop_s", "tile_s", "call_s", "tail_share")
 
 
-def gemm_seconds(params: GemmParams, m: ArrayLike, n: ArrayLike, k: ArrayLike) -> Floats:
-    """Seconds of products [m, k] x [k, n] in bf16, each run without a pause.
+def in_fp8(params: GemmParams, kernel: str) -> GemmParams:
+    """The same GPU in FP8, estimated; see ``FP8_RATE``.
+
+    Args:
+        params: in bf16.
+        kernel: a key of ``FP8_KERNELS``.
+    """
+    return replace(params, flop_s=params.flop_s / FP8_RATE * FP8_KERNELS[kernel])
+
+
+def gemm_seconds(
+    params: GemmParams, m: ArrayLike, n: ArrayLike, k: ArrayLike, *, operand_bytes: int = ELEMENT_BYTES
+) -> Floats:
+    """Seconds of products [m, k] x [k, n] with results in bf16, each run without a pause.
 
     Args:
         params: of the GPU.
         m, n, k: sizes.
+        operand_bytes: of an element of the operands.
 
     Returns:
         Seconds, in the common shape; 0 where a size is 0.
     """
     m, n, k = (np.asarray(x, np.float64) for x in np.broadcast_arrays(m, n, k))
-    traffic = (m * k + k * n + m * n) * ELEMENT_BYTES * params.traffic_s_per_byte
+    traffic = ((m * k + k * n) * operand_bytes + m * n * ELEMENT_BYTES) * params.traffic_s_per_byte
     steps = np.ceil(k / STEP)
     best = np.full(m.shape, np.inf)
     for rows, columns in TILES:

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.files import as_profile_error, explain, parse_json, read_text
-from cpsim.errors import InfeasibleError, ProfileError, shown
+from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, shown
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import GemmParams
@@ -33,6 +33,8 @@ from cpsim.units import CLOSED, ByName, Quantity
 
 Floats = NDArray[np.float64]
 SCHEMA = 4
+ROUNDED = 1.001
+"""Files round what they say was measured to six digits."""
 BASE = "base"
 """What an attention kernel says that is the base's."""
 POWER_OF_CLOCK = 2.5
@@ -120,13 +122,13 @@ class Profile:
         """Parameters of one kernel and pass (`fwd` or `bwd`).
 
         Raises:
-            ProfileError: the kernel was not measured; lists those that were.
+            NotMeasuredError: the kernel was not measured; lists those that were.
         """
         try:
             return self.attention[kernel, pass_]
         except KeyError:
             known = ", ".join(sorted({k for k, _ in self.attention}))
-            raise ProfileError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
+            raise NotMeasuredError(f"profile {self.name} lacks kernel {kernel!r} {pass_}; it has {known}") from None
 
     def sustained_factor(self, kernel: str, duty: ArrayLike = 1.0) -> Floats:
         """How much longer a kernel takes in a steady state.
@@ -208,13 +210,17 @@ class Profile:
         """What about these message sizes lies outside of the measured range."""
         high = self.valid["transfer"][1]
         largest = float(np.max(nbytes, initial=0.0))
-        return (f"transfers of {largest / 1e6:.0f} MB, measured up to {high / 1e6:.0f}",) if largest > high else ()
+        return (
+            (f"transfers of {largest / 1e6:.0f} MB, measured up to {high / 1e6:.0f}",)
+            if largest > ROUNDED * high
+            else ()
+        )
 
     def collective_notes(self, kind: str, nbytes: float, num_ranks: int) -> tuple[str, ...]:
         """What about a collective inside a node lies outside of the measured range."""
         high, ranks = self.valid[f"collective {kind}"][1], self.collective.curves[kind]
         notes = []
-        if nbytes > high:
+        if nbytes > ROUNDED * high:
             notes.append(f"{kind} of {nbytes / 1e6:.0f} MB, measured up to {high / 1e6:.0f}")
         if num_ranks > max(ranks):
             notes.append(f"{kind} among {num_ranks} GPUs of a node, measured up to {max(ranks)}")

@@ -13,7 +13,7 @@ from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import check_names, resolve
 from cpsim.prediction.predict import TOO_LARGE, prediction_of, predictions_of
-from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
+from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction, refused
 from cpsim.runtime.processes import Progress
 from cpsim.strategies import STRATEGIES, Knobs
 from cpsim.strategies.others import implementation
@@ -104,9 +104,9 @@ def evaluate(way: Scenario | Infeasible) -> Evaluated:
     try:
         return predictions_of(resolve(way))
     except InfeasibleError as reason:
-        return Infeasible(scenario=way, reason=str(reason))
+        return refused(way, reason)
     except MemoryError:
-        return Infeasible(scenario=way, reason=TOO_LARGE)
+        return Infeasible(scenario=way, reason=TOO_LARGE, kind=None)
 
 
 def rank(scenario: Scenario, tried: Sequence[Evaluated]) -> Advice:

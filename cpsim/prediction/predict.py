@@ -15,12 +15,15 @@ from cpsim.case.resolve import flops_of, notes_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, InfeasibleError, MachineError
 from cpsim.models.cost_models import GROUPS
+from cpsim.models.gemm import FP8_SIGMA
+from cpsim.models.profile import Profile
 from cpsim.models.uncertainty import Draws, draws_of, seed_of
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.passes import PassResult, run_pass
-from cpsim.prediction.results import Column, Infeasible, Prediction, prediction_columns
+from cpsim.prediction.results import Change, Column, Infeasible, Prediction, prediction_columns, refused
 from cpsim.prediction.step.costs import PARTS
 from cpsim.prediction.step.step import Step
+from cpsim.prediction.step_changes import would_fit
 from cpsim.prediction.steps import StepCase
 from cpsim.runtime.processes import DIED, Progress, mapped, one_by_one
 from cpsim.schedule.schedule import Pass
@@ -63,7 +66,10 @@ def _predict_scenario(scenario: Scenario) -> Prediction:
     if scenario.model is None or scenario.part == "layer":
         return prediction_of(case)
     steps = StepCase(scenario, case.cluster, case.profile)
-    return step_prediction(case, steps.simulate(steps.parallel(), str(scenario.strategy), scenario.knobs))
+    parallel, strategy = steps.parallel(), str(scenario.strategy)
+    step = steps.simulate(parallel, strategy, scenario.knobs)
+    changes = () if step.fits else would_fit(steps, parallel, strategy, scenario.knobs)
+    return step_prediction(case, step, changes)
 
 
 def predict_many(
@@ -105,8 +111,9 @@ def sweep(
         Columns of equal length, numpy arrays that ``pandas.DataFrame`` and ``polars.DataFrame`` take as they are:
         the case (``strategy``, ``knobs``, ``gpus``, ``tokens`` ...), what is predicted in SI units (``time_s``,
         ``time_s_low``, ``time_s_high``, ``tflops_per_gpu``, ``exposed_comm_s``, ``bytes_sent_per_gpu``,
-        ``peak_memory_bytes``, ``planning_s``) and ``error``. Where there is an error, numbers are NaN; of a case that
-        cannot be read, ``gpus`` and ``tokens`` are 0 and words are empty.
+        ``peak_memory_bytes``, ``planning_s``; of training steps ``tokens_per_s_per_gpu`` and ``mfu``), ``kind``
+        (``cannot``, ``not_measured``, ``does_not_fit``, or empty) and ``error``. Where there is an error, numbers are
+        NaN; of a case that cannot be read, ``gpus`` and ``tokens`` are 0 and words are empty.
 
     Examples:
         >>> from cpsim.case.load import grid
@@ -152,7 +159,7 @@ def attempt(scenario: Scenario | CpsimError) -> Prediction | Infeasible | CpsimE
     try:
         return _predict_scenario(scenario)
     except InfeasibleError as reason:
-        return Infeasible(scenario=scenario, reason=str(reason))
+        return refused(scenario, reason)
     except CpsimError as error:
         return error
     except MemoryError:
@@ -274,12 +281,24 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
     )
 
 
-def step_prediction(case: Case, step: Step) -> Prediction:
-    """A simulated training step as a prediction, with its interval; it has no timelines."""
+def _less_sure(profile: Profile) -> Profile:
+    """With the uncertainty of products in FP8, which nobody measured."""
+    products = float(np.hypot(profile.sigma["matrix products"], FP8_SIGMA))
+    return replace(profile, sigma={**profile.sigma, "matrix products": products})
+
+
+def step_prediction(case: Case, step: Step, changes: Sequence[Change] | None = None) -> Prediction:
+    """A simulated training step as a prediction, with its interval; it has no timelines.
+
+    Args:
+        case: whose step it is.
+        step: what was simulated.
+        changes: with which it would fit, where it does not; None where they are not asked for.
+    """
     scenario = case.scenario
     label = f"{scenario.strategy} {sorted(scenario.knobs.items())} {scenario.kernel} {scenario.parallel}"
     drawn = draws_of(
-        case.profile,
+        case.profile if scenario.precision in (None, "bf16") else _less_sure(case.profile),
         case.cluster,
         scenario.kernel,
         captured=case.code.captured,
@@ -289,7 +308,7 @@ def step_prediction(case: Case, step: Step) -> Prediction:
     )
     draws = drawn.around(step.time_s, drawn.along({name: step.parts[name] for name in PARTS}) * drawn.noise())
     tflops = step.flops / scenario.gpus / step.time_s / 1e12
-    too_large = () if step.fits else (step.too_large(),)
+    too_large = () if step.fits or changes is None else (too_large_text(step, changes),)
     return Prediction(
         scenario=scenario,
         time_s=step.time_s,
@@ -307,11 +326,24 @@ def step_prediction(case: Case, step: Step) -> Prediction:
             dict.fromkeys((*too_large, *_grades(case), *notes_of(scenario), *step.notes, *_network_notes(case.cluster)))
         ),
         timelines={},
-        memory=asdict(max(step.memory, key=lambda stage: stage.total)),
+        memory=asdict(step.fullest),
+        gpu_memory_bytes=step.gpu_bytes,
         fits=step.fits,
+        would_fit=tuple(changes or ()),
         tokens_per_s_per_gpu=scenario.num_tokens / scenario.gpus / step.time_s,
         mfu=tflops * 1e12 / case.cluster.gpu.peak_flops_per_s,
     )
+
+
+def too_large_text(step: Step, changes: Sequence[Change]) -> str:
+    """What a step that does not fit needs, and what would, in words."""
+    if not changes:
+        return f"{step.too_large()}; no single change does, and `cpsim advise --step` tries several at once"
+    would = (
+        f"{one} ({one.needed_bytes / 1e9:.1f} GB, {100 * (one.time_s / step.time_s - 1):+.0f} % time)"
+        for one in changes
+    )
+    return f"{step.too_large()}; what would: {', '.join(would)}"
 
 
 def _grades(case: Case) -> tuple[str, ...]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError
+from cpsim.errors import CpsimError, InfeasibleError, NotMeasuredError, OutOfMemoryError
 from cpsim.sim.timeline import Timeline
 
 Column = NDArray[Any]
@@ -24,8 +24,34 @@ NUMBERS: Final = (
     "bytes_sent_per_gpu",
     "peak_memory_bytes",
     "planning_s",
+    "tokens_per_s_per_gpu",
+    "mfu",
 )
 """What ``prediction_columns`` takes from a prediction; names are a contract."""
+Refusal = Literal["cannot", "not_measured", "does_not_fit"]
+"""Why a case has no plain answer: no code can run it; nobody has measured what its time rests on; or it needs more
+memory than a GPU has."""
+REFUSALS: Final[Mapping[Refusal | None, str]] = {
+    "cannot": "cannot run",
+    "not_measured": "not measured",
+    "does_not_fit": "does not fit",
+    None: "not tried",
+}
+"""The same in words; None: predicting it would take too long, or too much of this machine's memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a training step, predicted."""
+
+    change: Mapping[str, str | int]
+    """Fields of ``parallel``, e.g. ``{"recompute": "full"}``."""
+    time_s: float
+    needed_bytes: int
+    """On the fullest rank, with communicators and context."""
+
+    def __str__(self) -> str:
+        return " ".join(f"{name} {value}" for name, value in self.change.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,21 +88,50 @@ class Prediction:
     timelines: Mapping[str, Timeline]
     """Simulated timeline of every pass, by ``"fwd"`` and ``"bwd"``."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Of a training step: bytes on the fullest rank by kind, of which ``peak_memory_bytes`` is the sum."""
+    """Of a training step: bytes on the fullest rank by kind. ``peak_memory_bytes`` is the sum of all but
+    ``communicators`` and ``context``, which PyTorch's allocator knows nothing of."""
+    gpu_memory_bytes: int | None = None
+    """Of a training step: bytes that a GPU has."""
     fits: bool = True
-    """Whether that is as much as a GPU has. What does not fit has a time all the same."""
+    """Whether all of ``memory`` is at most what a GPU has. What does not fit has a time all the same."""
+    would_fit: tuple[Change, ...] = ()
+    """Of a training step that does not fit: single changes with which it does, fastest first."""
     tokens_per_s_per_gpu: float | None = None
     """Of a training step."""
     mfu: float | None = None
     """Of a training step: ``tflops_per_gpu`` over the GPU's peak."""
 
+    @property
+    def needed_bytes(self) -> int:
+        """All that the fullest rank needs."""
+        return sum(self.memory.values()) or self.peak_memory_bytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Infeasible:
-    """A scenario that cannot run, and why."""
+    """A scenario without a time, and why."""
 
     scenario: Scenario
     reason: str
+    kind: Refusal | None = "cannot"
+    """None: it was not tried."""
+
+
+def refused(scenario: Scenario, error: InfeasibleError) -> Infeasible:
+    """The answer to a scenario that cannot run, or does not fit."""
+    kind: Refusal = "does_not_fit" if isinstance(error, OutOfMemoryError) else "cannot"
+    return Infeasible(scenario=scenario, reason=str(error), kind=kind)
+
+
+def refusal(result: Prediction | Infeasible | CpsimError) -> Refusal | None:
+    """Why a case has no plain answer; None where it has one, or where it could not even be read."""
+    match result:
+        case Prediction():
+            return None if result.fits else "does_not_fit"
+        case Infeasible():
+            return result.kind
+        case _:
+            return "not_measured" if isinstance(result, NotMeasuredError) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,9 +198,10 @@ def prediction_columns(
     rows = [_case(scenario) for scenario in asked]
     case = {name: np.array([row[name] for row in rows]) for name in NO_CASE}
     numbers = {
-        name: np.array([getattr(result, name, np.nan) for result in results], dtype=np.float64) for name in NUMBERS
+        name: np.array([getattr(result, name, None) for result in results], dtype=np.float64) for name in NUMBERS
     }
-    return case | numbers | {"error": np.array([_error(result) for result in results], dtype=str)}
+    kinds = np.array([refusal(result) or "" for result in results], dtype=str)
+    return case | numbers | {"kind": kinds, "error": np.array([_error(result) for result in results], dtype=str)}
 
 
 NO_CASE: Final[Mapping[str, str | int]] = {

@@ -1,16 +1,19 @@
-"""How to cut a training step: tries degrees of parallelism and strategies that fit into memory, and says why.
+"""How to cut a training step: degrees of parallelism, sharding, recomputation and strategies that fit into memory.
 
-Every way to cut is simulated whole. Of the strategies of context parallelism that one is taken for each tensor- and
-context-parallel degree which is fastest on the microbatch with the most work, for which the others wait; of the kinds
-of recomputation the least that fits into memory. Pipelines are tried with several chunks of layers on every stage, too,
-and experts are shared as far as they go, within a node and in all.
+First every way to cut gets a bound: its time with attention spread evenly over context-parallel ranks, none of whose
+communication shows. The best by their bounds are then simulated whole, until the others are slower by ``MARGIN`` than
+the fastest one even so; where twice as many stages or context-parallel ranks lost, more of them are not tried. Of the
+strategies of context parallelism that one is taken for each tensor- and context-parallel degree which is fastest on the
+microbatch with the most work, for which the others wait; of what saves memory the cheapest that is enough: the loss in
+parts, then more and more recomputation. Pipelines are tried with several chunks of layers on every stage, too, and
+experts are shared as far as they go, within a node and in all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, Final
 
@@ -18,26 +21,27 @@ import numpy as np
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
-from cpsim.case.parallel import Parallel, Recompute
+from cpsim.case.parallel import Parallel, Sharding
 from cpsim.case.resolve import model_of
 from cpsim.case.scenario import ParallelSection, Scenario
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
-from cpsim.prediction.results import Prediction
+from cpsim.prediction.results import Prediction, Refusal
 from cpsim.prediction.step.frameworks import Framework
-from cpsim.prediction.step.step import Step, deal
-from cpsim.prediction.steps import StepCase
+from cpsim.prediction.step.step import Step
+from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE
+from cpsim.prediction.steps import SLOW_PLANS, StepCase
 from cpsim.runtime.processes import Progress
-from cpsim.strategies import STRATEGIES
 
 MAX_STAGES: Final = 16
-CHUNKS: Final = (2, 4)
+LAYER_CHUNKS: Final = (2, 4)
 """Chunks of layers that are tried beside one on stages of a pipeline, where the scenario does not say."""
-RECOMPUTE: Final[tuple[Recompute, ...]] = ("none", "selective", "per_op", "mlp", "full")
-SLOW_PLANS: Final = ("dcp",)
-"""Strategies that plan every batch for seconds are tried only where the scenario names them."""
+MARGIN: Final = 0.07
+"""How much longer than the fastest step a bound may be for a way to cut to be simulated whole."""
+NEAREST: Final = 5
+"""Ways to cut that are simulated where none fits."""
 ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "matrix products": ("matrix products",),
     "attention": ("attention fwd", "attention bwd"),
@@ -45,8 +49,6 @@ ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
     "communication": ("collective", "transfer", "collective between nodes", "transfer between nodes", "interference"),
 }
 """What a GPU's time goes to, by cost models."""
-Choice = tuple[str, Mapping[str, Any]]
-"""Strategy and knobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,19 +68,184 @@ class StepCandidate:
         return spent | {"waiting for others": self.step.time_s - sum(spent.values())}
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Degrees that have no candidate."""
+
+    degrees: str
+    kind: Refusal
+    reason: str
+    needed_bytes: int = 0
+    """Of what does not fit."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAdvice:
-    """Ways to cut the step, fastest first, and why others cannot run."""
+    """Ways to cut the step, fastest first, and why others are not among them."""
 
     scenario: Scenario
+    assumed: str
+    """Whose code, and how it shards, in words."""
     candidates: tuple[StepCandidate, ...]
-    infeasible: tuple[tuple[str, str], ...]
-    """Degrees and reason."""
+    """Those that fit, fastest first."""
+    nearest: tuple[StepCandidate, ...]
+    """Where none fits: those that need the least memory, that first."""
+    slower: tuple[tuple[Parallel, float], ...]
+    """Those that were not simulated whole, with the seconds that they take at least; fastest first."""
+    refused: tuple[Refused, ...]
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A way to cut with the seconds that it takes at least."""
+
+    seconds: float
+    parallel: Parallel
+    stronger: tuple[Parallel, ...] = field(compare=False)
+    """The same with less memory, the cheapest first: where attention's own memory does not fit."""
+
+
+@dataclass(slots=True)
+class _Search:
+    """What was found so far."""
+
+    case: Case
+    steps: StepCase
+    found: dict[str, tuple[Parallel, Prediction, Step]] = field(default_factory=dict)
+    """By degrees: the fastest that fits."""
+    refused: dict[str, Refused] = field(default_factory=dict)
+    bound_s: dict[tuple[int, ...], float] = field(default_factory=dict)
+    """Bounds by degrees of tensor, pipeline and context parallelism."""
+    known_s: dict[tuple[int, ...], float] = field(default_factory=dict)
+    """Seconds by the same degrees."""
+    slower: list[Bound] = field(default_factory=list)
+    """Those that were not simulated whole."""
+
+    @property
+    def section(self) -> ParallelSection:
+        return self.case.scenario.parallel or ParallelSection()
+
+    def refuse(self, parallel: Parallel, reason: InfeasibleError) -> None:
+        self.refused[words(parallel)] = Refused(words(parallel), "cannot", str(reason))
+
+    def too_large(self, parallel: Parallel, needed: int) -> None:
+        reason = f"needs {needed / 1e9:.1f} of {self.case.cluster.gpu.memory_bytes / 1e9:.1f} GB, or more"
+        self.refused[words(parallel)] = Refused(words(parallel), "does_not_fit", reason, needed)
+
+    def limit_s(self) -> float:
+        """What is slower need not be simulated."""
+        return (1 + MARGIN) * min((step.time_s for _, _, step in self.found.values()), default=float("inf"))
+
+    def loses_s(self, parallel: Parallel) -> float:
+        """Seconds with half the context-parallel ranks, where doubling them to that many lost; more lose more."""
+        tp, pp, cp, *same = _ranks(parallel)
+        half, quarter = (self.known_s.get((tp, pp, cp // n, *same), 0.0) for n in (2, 4))
+        return half if 0 < quarter < half else 0.0
+
+    def bounds(self, layout: Parallel) -> list[Bound]:
+        """Ways to cut with these degrees that may fit; what is wrong with them is noted where none does."""
+        try:
+            if layout.cp > 1 and self.steps.scenario.strategy == "none":
+                raise InfeasibleError(f"cp: strategy none runs on one rank, got cp = {layout.cp}; use 1")
+            fitting = self._fitting(layout)
+            if not fitting:
+                self.too_large(layout, self.steps.least_memory(self.smallest(layout)))
+            tp, pp, *same = _ranks(layout)
+            half, quarter = (self.bound_s.get((tp, pp // n, *same), 0.0) for n in (2, 4))
+            lost = half if 0 < quarter < half else 0.0  # to have more stages loses more
+            found = [Bound(lost or self.steps.bound_s(one), one, tuple(stronger)) for one, *stronger in fitting]
+            self.bound_s[_ranks(layout)] = min((one.seconds for one in found), default=0.0)
+            return found
+        except InfeasibleError as reason:
+            self.refuse(layout, reason)
+            return []
+
+    def smallest(self, layout: Parallel) -> Parallel:
+        """The way to cut with these degrees that needs the least memory."""
+        return replace([*self._sharded(layout)][-1], **self._cheaper(layout)[-1])
+
+    def try_whole(self, bound: Bound) -> None:
+        """Simulates one way to cut, with less memory where it turns out not to fit."""
+        name = words(bound.parallel)
+        try:
+            strategy, knobs = self.steps.best_strategy(bound.parallel)
+            if self.found:
+                about = self.steps.bound_s(bound.parallel, (strategy, knobs))
+                self.known_s[_ranks(bound.parallel)] = about
+                if about > self.limit_s():
+                    self.slower.append(Bound(about, bound.parallel, ()))
+                    return
+            for parallel in (bound.parallel, *bound.stronger):
+                step = self.steps.simulate(parallel, strategy, knobs)
+                if step.fits:
+                    break
+            else:
+                self.too_large(parallel, step.needed_bytes)
+                return
+        except InfeasibleError as reason:
+            self.refuse(bound.parallel, reason)
+            return
+        if name not in self.found or step.time_s < self.found[name][2].time_s:
+            self.known_s[_ranks(parallel)] = step.time_s
+            self.found[name] = parallel, self.predicted(parallel, step, strategy, knobs), step
+
+    def rest(self) -> list[tuple[Parallel, float]]:
+        """By degrees, fastest first: those without a candidate that are slower."""
+        least = {words(one.parallel): one for one in sorted(self.slower, key=lambda one: -one.seconds)}
+        ordered = sorted(least.items(), key=lambda item: item[1].seconds)
+        return [(one.parallel, one.seconds) for name, one in ordered if name not in self.found]
+
+    def predicted(self, parallel: Parallel, step: Step, strategy: str, knobs: Mapping[str, object]) -> Prediction:
+        """A simulated step with the scenario that asks for it."""
+        said = {name: getattr(parallel, name) for name in ParallelSection.model_fields}
+        update = {"strategy": strategy, "knobs": dict(knobs), "parallel": self.section.model_copy(update=said)}
+        scenario = self.case.scenario.model_copy(update=update)
+        return step_prediction(replace(self.case, scenario=scenario), step)
+
+    def _cheaper(self, layout: Parallel) -> list[dict[str, Any]]:
+        """Recomputation and parts of the loss, the cheapest first; the last needs the least memory."""
+        known = self.steps.framework.recomputes
+        kinds = [self.section.recompute] if self.section.recompute else [one for one in RECOMPUTE if one in known]
+        chunks = [layout.loss_chunks, *(CHUNKS if self.section.loss_chunks is None else ())]
+        return [{"recompute": kind, "loss_chunks": parts} for kind in kinds for parts in dict.fromkeys(chunks)]
+
+    def _sharded(self, layout: Parallel) -> Iterator[Parallel]:
+        """Kinds of sharding, and groups of it; the last needs the least memory."""
+        nodes = layout.replicas * layout.tp // self.case.cluster.gpus_per_node
+        for sharding in self.shardings(layout):
+            hybrid = sharding == "fsdp" and self.section.replicate == 1 and nodes > 1
+            for replicate in (nodes, 1) if hybrid else (self.section.replicate,):
+                yield replace(layout, sharding=sharding, replicate=replicate)
+
+    def shardings(self, layout: Parallel) -> list[Sharding]:
+        """All that shard, where the framework does if nothing is said."""
+        code = self.steps.framework
+        if self.section.sharding or code.sharding == "none":
+            return [layout.sharding]
+        if layout.replicas == 1:
+            return ["none" if "none" in code.shardings else code.sharding]
+        return [one for one in code.shardings if one != "none"]
+
+    def _fitting(self, layout: Parallel) -> list[list[Parallel]]:
+        """Ways to cut that may fit, of each kind of sharding from the cheapest on: the loss in parts, then more
+        recomputation."""
+        limit, found = self.case.cluster.gpu.memory_bytes, []
+        for parallel in self._sharded(layout):
+            ways = [replace(parallel, **how) for how in self._cheaper(layout)]
+            for i, one in enumerate(ways):
+                if self.steps.least_memory(one) <= limit:
+                    found.append(ways[i:])
+                    break
+        return found
+
+
 def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdvice:
-    """Tries all ways to cut a training step; degrees that the scenario names are kept.
+    """Tries all ways to cut a training step; what the scenario says of ``parallel`` is kept.
+
+    Args:
+        scenario: a training step.
+        progress: called after every way to cut, when it is done with.
 
     Raises:
         ScenarioError: the scenario has no model or asks for something that is not there.
@@ -89,22 +256,71 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     if scenario.part is not None:
         raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
     case = resolve(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
-    steps = StepCase(scenario, case.cluster, case.profile)
-    search = list(_layouts(scenario, case, steps.framework))
-    found: list[tuple[Parallel, Prediction, Step]] = []
-    infeasible: dict[str, str] = {}
-    chosen: dict[tuple[int, int], Choice] = {}
-    for done, parallel in enumerate(search, 1):
-        try:
-            found.append(_try(parallel, case, steps, chosen))
-        except InfeasibleError as reason:
-            infeasible[words(parallel)] = str(reason)
-        if progress:
-            progress(done, len(search))
-    notes = dict.fromkeys(_notes(scenario, search)) | dict.fromkeys(note for _, p, _ in found for note in p.notes)
+    search = _Search(case, StepCase(scenario, case.cluster, case.profile))
+    layouts = list(_layouts(scenario, case, search.steps.framework))
+    _simulate_best(search, layouts, progress)
+    nearest = [] if search.found else _nearest(search, layouts)
+    found = list(search.found.values())
+    notes = dict.fromkeys(_notes(scenario, layouts))
+    notes |= dict.fromkeys(note for _, p, _ in found or nearest for note in p.notes)
+    refused = [one for name, one in search.refused.items() if name not in search.found]
     return StepAdvice(
-        scenario=scenario, candidates=_ranked(found), infeasible=tuple(infeasible.items()), notes=tuple(notes)
+        scenario=scenario,
+        assumed=_assumed(search, layouts),
+        candidates=tuple(sorted(_ranked(found), key=lambda one: one.step.time_s)),
+        nearest=_ranked(nearest),
+        slower=tuple(search.rest()),
+        refused=tuple(refused),
+        notes=tuple(notes),
     )
+
+
+def _simulate_best(search: _Search, layouts: Sequence[Parallel], progress: Progress | None) -> None:
+    """Simulates the way to cut with the least bound, and then all whose bounds are not slower than the fastest one."""
+    tell, bounds = progress or (lambda _done, _total: None), list[Bound]()
+    total = 2 * len(layouts)
+    for done, layout in enumerate(layouts, 1):
+        bounds += search.bounds(layout)
+        tell(done, total)
+    within = search.case.cluster.gpus_per_node
+    bounds.sort(key=lambda one: (one.parallel.tp * one.parallel.cp > within, one.seconds))  # fast links first
+    if bounds:
+        search.try_whole(bounds[0])
+    for i, bound in enumerate(sorted(bounds[1:], key=lambda one: (one.parallel.cp, one.seconds))):
+        least = max(bound.seconds, search.loses_s(bound.parallel))
+        if least > search.limit_s():
+            search.slower.append(replace(bound, seconds=least))
+        else:
+            search.try_whole(bound)
+        tell(len(layouts) + i * len(layouts) // len(bounds), total)
+    tell(total, total)
+
+
+def _nearest(search: _Search, layouts: Sequence[Parallel]) -> list[tuple[Parallel, Prediction, Step]]:
+    """The steps that need the least memory."""
+    names = {name for name, one in search.refused.items() if one.kind == "does_not_fit"}
+    smallest = [search.smallest(layout) for layout in layouts if words(layout) in names]
+    found = []
+    for parallel in sorted(smallest, key=search.steps.least_memory)[:NEAREST]:
+        try:
+            strategy, knobs = search.steps.best_strategy(parallel)
+            step = search.steps.simulate(parallel, strategy, knobs)
+        except InfeasibleError as reason:
+            search.refuse(parallel, reason)
+            continue
+        found.append((parallel, search.predicted(parallel, step, strategy, knobs), step))
+    return sorted(found, key=lambda one: one[2].needed_bytes)
+
+
+def _assumed(search: _Search, layouts: Sequence[Parallel]) -> str:
+    """Whose code, and how it shards."""
+    code, scenario = search.steps.framework, search.case.scenario
+    shared = [layout for layout in layouts if layout.replicas > 1] or layouts
+    kinds = dict.fromkeys(kind for layout in shared for kind in search.shardings(layout))
+    compiled = "" if code.compiles is None else ", compiled" if code.compiled(scenario.compile) else ", not compiled"
+    more = "" if scenario.framework else "; `framework` names another"
+    sharding = " or ".join(kinds) or code.sharding
+    return f"Assumes {code.name} ({code.source}), sharding {sharding}{compiled}{more}."
 
 
 def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
@@ -134,17 +350,16 @@ def _stages(section: ParallelSection, layers: int) -> list[int]:
     return _divisors(layers + bool(section.embedding_as_layer) + bool(section.loss_as_layer))
 
 
+def _ranks(parallel: Parallel) -> tuple[int, ...]:
+    return parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.virtual_pp
+
+
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _kinds(framework: Framework) -> tuple[Recompute, ...]:
-    """What a framework can compute again, the least first."""
-    return tuple(kind for kind in RECOMPUTE if kind in framework.recomputes)
-
-
 def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[Parallel]:
-    """All ways to cut that the scenario leaves open, without recomputation unless it asks for some."""
+    """All degrees that the scenario leaves open."""
     section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
     sequences = scenario.num_tokens // scenario.context if scenario.context else 1
     stages = [pp for pp in _stages(section, model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
@@ -176,96 +391,47 @@ def _chunked(parallel: Parallel, layers: int) -> Iterator[Parallel]:
     """The same with several chunks of layers on each stage, where they divide."""
     if parallel.pp == 1 or parallel.microbatches % parallel.pp or parallel.schedule != "1f1b":
         return
-    for chunks in CHUNKS:
+    for chunks in LAYER_CHUNKS:
         cut = replace(parallel, virtual_pp=chunks)
         with suppress(InfeasibleError):
             cut.chunk_layers(layers)
             yield cut
 
 
-def _try(
-    parallel: Parallel, case: Case, steps: StepCase, chosen: dict[tuple[int, int], Choice]
-) -> tuple[Parallel, Prediction, Step]:
-    """Simulates one way to cut with the least recomputation that fits into memory."""
-    section = case.scenario.parallel or ParallelSection()
-    if (parallel.tp, parallel.cp) not in chosen:
-        parallel.check(model_of(case.scenario), case.cluster)
-        chosen[parallel.tp, parallel.cp] = _choice(parallel, steps)
-    strategy, knobs = chosen[parallel.tp, parallel.cp]
-    kinds = (section.recompute,) if section.recompute else _kinds(steps.framework)
-    for recompute in kinds:
-        cut = replace(parallel, recompute=recompute)
-        step = steps.simulate(cut, strategy, knobs)
-        if step.fits:
-            break
-    else:
-        raise InfeasibleError(f"{step.too_large()}; it would take {step.time_s:.3g} s")
-    full = section.model_copy(
-        update={
-            "tp": cut.tp,
-            "pp": cut.pp,
-            "dp": cut.dp,
-            "cp": cut.cp,
-            "microbatches": cut.microbatches,
-            "recompute": cut.recompute,
-            "ep": cut.ep if cut.ep > 1 else section.ep,
-            "virtual_pp": cut.virtual_pp if cut.virtual_pp > 1 else section.virtual_pp,
-        }
-    )
-    scenario = case.scenario.model_copy(update={"strategy": strategy, "knobs": dict(knobs), "parallel": full})
-    return cut, step_prediction(replace(case, scenario=scenario), step), step
-
-
-def _choice(parallel: Parallel, steps: StepCase) -> Choice:
-    """The strategy that is fastest on the microbatch with the most work, or the one that the scenario names."""
-    scenario = steps.scenario
-    if parallel.cp == 1:
-        return "none", {}
-    batch = deal(steps.sequences(parallel), parallel)
-    heaviest = max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
-    choices: list[tuple[float, int, Choice]] = []
-    refused: list[str] = []
-    names = [scenario.strategy] if scenario.strategy else [n for n in STRATEGIES if n not in ("none", *SLOW_PLANS)]
-    for name in names:
-        try:
-            attention = steps.model(parallel, name, scenario.knobs).attention
-            workload = attention.workload(heaviest)
-            for knobs in [scenario.knobs] if scenario.knobs else STRATEGIES[name].knobs(workload, attention.cluster):
-                attended = steps.model(parallel, name, knobs).attention.of([heaviest])[0]
-                seconds = sum(sum(parts.values()) for parts in attended.parts)
-                choices.append((seconds, len(choices), (str(name), dict(knobs))))
-        except InfeasibleError as reason:
-            refused.append(f"{name}: {reason}")
-    if not choices:
-        raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
-    return min(choices)[2]
-
-
 def _ranked(found: Sequence[tuple[Parallel, Prediction, Step]]) -> tuple[StepCandidate, ...]:
+    """In the order in which they are given."""
     if not found:
         return ()
     wins = chances(np.array([prediction.draws_s for _, prediction, _ in found]))
-    candidates = [
+    return tuple(
         StepCandidate(parallel=parallel, prediction=prediction, step=step, probability_best=float(won))
         for (parallel, prediction, step), won in zip(found, wins, strict=True)
-    ]
-    return tuple(sorted(candidates, key=lambda c: c.step.time_s))
+    )
 
 
 def reasons(advice: StepAdvice) -> list[str]:
     """Why the first candidate: of every degree, what the best other value would take and what for."""
     best, *others = advice.candidates
-    spent, lines = best.aspects(), []
+    lines = []
     for degree in ("tp", "pp", "cp"):
         mine = getattr(best.parallel, degree)
-        rival = next((c for c in others if getattr(c.parallel, degree) != mine), None)
-        if rival is None:
-            continue
-        more = rival.step.time_s / best.step.time_s - 1
-        extra = {name: seconds - spent[name] for name, seconds in rival.aspects().items()}
-        what = max(extra, key=lambda name: extra[name])
-        lines.append(
-            f"{degree} {mine}: the best with another {degree} ({words(rival.parallel)}) takes {100 * more:.1f} % "
-            f"longer, most of it {what} ({extra[what]:+.2f} s a GPU)"
-        )
+        lead = f"{degree} {mine}: the best with another {degree}"
+        rival = next((one for one in others if getattr(one.parallel, degree) != mine), None)
+        if rival is not None:
+            lines.append(f"{lead} {_against(best, rival)}")
+        elif least := _least(advice.slower, degree, mine):
+            more = least[1] / best.step.time_s - 1
+            lines.append(f"{lead} ({words(least[0])}) takes about {100 * more:.0f} % longer or more")
     return lines
+
+
+def _least(slower: Iterable[tuple[Parallel, float]], degree: str, mine: int) -> tuple[Parallel, float] | None:
+    return next((one for one in slower if getattr(one[0], degree) != mine), None)
+
+
+def _against(best: StepCandidate, rival: StepCandidate) -> str:
+    spent = best.aspects()
+    more = rival.step.time_s / best.step.time_s - 1
+    extra = {name: seconds - spent[name] for name, seconds in rival.aspects().items()}
+    what = max(extra, key=lambda name: extra[name])
+    return f"({words(rival.parallel)}) takes {100 * more:.1f} % longer, most of it {what} ({extra[what]:+.2f} s a GPU)"

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, ScenarioError
 from cpsim.masks.names import MASK_NAMES, Options
 from cpsim.models.profile import Profile
 from cpsim.prediction.step.adapters import adapted
-from cpsim.prediction.step.attention import PASSES, Attention
+from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
+from cpsim.prediction.step.memory import StageMemory
 from cpsim.prediction.step.offload import check as check_offload
+from cpsim.prediction.step.precision import check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
+from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
 from cpsim.strategies.others.facts import DENSE
+
+SLOW_PLANS: Final = ("dcp",)
+"""Strategies that plan every batch for seconds are tried only where the scenario names them."""
+FAR: Final = 1.15
+"""Strategies that take so many times as long as the best are not tried on more ranks."""
+Floats = NDArray[np.float64]
+Choice = tuple[str, Mapping[str, Any]]
+"""Strategy and knobs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +45,14 @@ class StepCase:
     cluster: Cluster
     profile: Profile
     _sequences: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    _passes: dict[tuple[object, ...], dict[tuple[object, ...], Any]] = field(default_factory=dict)
     _attention: dict[tuple[int, int, str, str, bool], Attention] = field(default_factory=dict)
+    _best: dict[tuple[int, int], Choice] = field(default_factory=dict)
+    _slow: dict[str, int] = field(default_factory=dict)
+    """Strategies with knobs that were far from the best, and on how many ranks."""
+    _passes: dict[tuple[object, ...], dict[tuple[object, ...], Floats]] = field(default_factory=dict)
+    """Passes that were simulated, of ways to cut whose passes are alike; see ``StepModel``."""
+    _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
+    """The same of memory."""
 
     @property
     def num_sequences(self) -> int:
@@ -105,20 +125,30 @@ class StepCase:
 
         Raises:
             InfeasibleError: the model or the cluster cannot be cut like this.
+            NotMeasuredError: nobody has measured layers on such a GPU.
         """
         model, scenario = model_of(self.scenario), self.scenario
         parallel.check(model, self.cluster)
-        self.framework.check(parallel, model)
+        compiled = self.framework.compiled(scenario.compile)
+        self.framework.check(parallel, model, compiled)
+        recipe = self.framework.recipe(scenario.precision, compiled)
+        if recipe:
+            check_gpu(recipe, self.cluster.gpu.name)
+            if model.experts:
+                raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
+            if self.framework.lora or scenario.offload:
+                name = "adapters" if self.framework.lora else "offload"
+                raise InfeasibleError(f"precision: steps with {name} are predicted in bf16; leave it out")
+        if self.framework.lora and parallel.tp_overlap:
+            raise InfeasibleError("tp_overlap: steps with adapters are predicted without; leave it out")
         if scenario.offload:
             check_offload(self.framework, parallel)
-        costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
+        costs = self._costs(parallel)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items())), self._apart(parallel)
         if parallel.cp == 1 and strategy != "none":
             raise InfeasibleError(f"cp: strategy {strategy} needs several ranks, got cp = 1; use strategy none")
         if key not in self._attention:
-            theirs = parallel.cp > 1 and scenario.implementation == CPSIM.name
-            code = implementation(self.framework.attention if theirs else scenario.implementation)
-            code = code.calling(scenario.kernel)
+            code = self._code(parallel)
             code.check_kernel(scenario.kernel)
             mask, options = self._mask(parallel, code)
             slowest = {p: costs.slowest(self.profile.between_gpus(scenario.kernel, p)) for p in PASSES}
@@ -142,15 +172,129 @@ class StepCase:
             costs=costs,
             attention=self._attention[key],
             framework=self.framework,
-            compiled=self.framework.compiled(scenario.compile),
+            compiled=compiled,
             offload=scenario.offload is not None,
+            recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
             _known=self._passes.setdefault(self._alike(parallel), {}),
+            _memory=self._memory.setdefault(parallel, {}),
         )
 
     def _alike(self, parallel: Parallel) -> tuple[object, ...]:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""
         shards = (parallel.shards, parallel.replicate) if parallel.sharding == "fsdp" else ()
-        return parallel.tp, parallel.ep, parallel.recompute, parallel.loss_chunks, *shards
+        return parallel.tp, parallel.tp_overlap, parallel.ep, parallel.recompute, parallel.loss_chunks, *shards
+
+    def _code(self, parallel: Parallel) -> Implementation:
+        """Whose attention runs."""
+        theirs = parallel.cp > 1 and self.scenario.implementation == CPSIM.name
+        code = implementation(self.framework.attention if theirs else self.scenario.implementation)
+        return code.calling(self.scenario.kernel, theirs and self.framework.compiled(self.scenario.compile))
+
+    def _costs(self, parallel: Parallel) -> Costs:
+        costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
+        try:
+            costs.layers  # noqa: B018
+        except ProfileError as error:
+            raise NotMeasuredError(str(error)) from None
+        return costs
+
+    def least_memory(self, parallel: Parallel) -> int:
+        """Bytes that the fullest GPU needs at least, whatever the strategy.
+
+        Raises:
+            InfeasibleError: the model or the cluster cannot be cut like this.
+        """
+        batch, model = deal(self.sequences(parallel), parallel), self.model(parallel, "none", {})
+        tokens = max(model.tokens(documents) for replica in batch for documents in replica)
+        ends = {0, parallel.pp - 1}  # stages between have fewer microbatches in flight than the first
+        return max(model.stage_memory(tokens, stage).needed for stage in ends)
+
+    def bound_s(self, parallel: Parallel, choice: Choice | None = None) -> float:
+        """Seconds of a step without simulating attention of every microbatch.
+
+        Args:
+            parallel: how it is cut.
+            choice: strategy and knobs; microbatches lie between those with the most and the least work. None: every
+                rank has the same share of attention, and nothing of its communication shows.
+
+        Raises:
+            InfeasibleError: the model or the cluster cannot be cut like this.
+        """
+        batch, model = deal(self.sequences(parallel), parallel), self.model(parallel, "none", {})
+        alone = replace(parallel, cp=1, dp=parallel.dp * parallel.cp)
+        if self.scenario.mask_name not in CAUSAL:
+            return model.time_s(batch, [[Attended(({}, {}), 0, 0.0, 0) for _ in replica] for replica in batch])
+        found = [self.model(alone, "none", {}).attention.of(replica) for replica in batch]
+        alone_s = np.array([[_total(one.parts) for one in replica] for replica in found])
+        share = np.full(alone_s.shape, 1 / parallel.cp)
+        if choice is not None:
+            microbatches = [documents for replica in batch for documents in replica]
+            ends = [microbatches[int(at)] for at in (alone_s.argmin(), alone_s.argmax())]
+            those = self.model(parallel, *choice).attention.of(ends)
+            ours_s = np.interp(alone_s, [alone_s.min(), alone_s.max()], [_total(one.parts) for one in those])
+            share = np.maximum(share, ours_s / alone_s)
+        shared = [list(map(_shared, *rows)) for rows in zip(found, share.tolist(), strict=True)]
+        return model.time_s(batch, shared)
+
+    def best_strategy(self, parallel: Parallel) -> Choice:
+        """The strategy that is fastest on the microbatch with the most work, or the one that the scenario names.
+
+        Raises:
+            InfeasibleError: none can run.
+        """
+        if parallel.cp == 1:
+            return "none", {}
+        key = parallel.tp, parallel.cp
+        if key not in self._best:
+            self._best[key] = self._choose(parallel)
+        return self._best[key]
+
+    def _choose(self, parallel: Parallel) -> Choice:
+        heaviest, refused = self._heaviest(parallel), list[str]()
+        found = self._tried(parallel, heaviest, refused) or self._tried(parallel, heaviest, refused, slow_too=True)
+        if not found:
+            raise InfeasibleError(f"cp: no strategy runs on {parallel.cp} ranks; {refused[0]}")
+        best_s, _, best = min(found)
+        for seconds, _, choice in found:
+            if seconds > FAR * best_s:
+                self._slow[str(choice)] = min(parallel.cp, self._slow.get(str(choice), parallel.cp))
+        return best
+
+    def _tried(
+        self, parallel: Parallel, microbatch: tuple[int, ...], refused: list[str], slow_too: bool = False
+    ) -> list[tuple[float, int, Choice]]:
+        """Seconds of one microbatch by strategy, with numbers that break ties; why others cannot run is added."""
+        found: list[tuple[float, int, Choice]] = []
+        for name in self._strategies(parallel):
+            try:
+                for knobs in self._settings(parallel, name, microbatch):
+                    if not slow_too and self._slow.get(str((name, dict(knobs))), parallel.cp + 1) <= parallel.cp:
+                        continue
+                    parts = self.model(parallel, name, knobs).attention.of([microbatch])[0].parts
+                    found.append((_total(parts), len(found), (name, dict(knobs))))
+            except InfeasibleError as reason:
+                refused.append(f"{name}: {reason}")
+        return found
+
+    def _heaviest(self, parallel: Parallel) -> tuple[int, ...]:
+        """The microbatch with the most work."""
+        batch = deal(self.sequences(parallel), parallel)
+        return max((m for replica in batch for m in replica), key=lambda m: sum(n * n for n in m))
+
+    def _settings(self, parallel: Parallel, name: str, microbatch: tuple[int, ...]) -> Iterable[Mapping[str, Any]]:
+        """Knobs of a strategy that are worth a try."""
+        if self.scenario.knobs:
+            return [self.scenario.knobs]
+        attention = self.model(parallel, name, {}).attention
+        return STRATEGIES[name].knobs(attention.workload(microbatch), attention.cluster)
+
+    def _strategies(self, parallel: Parallel) -> list[str]:
+        """Those to choose from: the scenario's, or all that the code has and that are planned at once."""
+        if self.scenario.strategy:
+            return [self.scenario.strategy]
+        theirs = self._code(parallel).strategies
+        known = [name for name in STRATEGIES if name not in ("none", *SLOW_PLANS)]
+        return [name for name in known if theirs is None or name in theirs]
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:
         """Runs the step cut in one way.
@@ -159,3 +303,14 @@ class StepCase:
             InfeasibleError: it cannot run; one line that says why.
         """
         return self.model(parallel, strategy, knobs).simulate(deal(self.sequences(parallel), parallel))
+
+
+def _shared(attended: Attended, share: float) -> Attended:
+    """Attention of one GPU, of which a rank has a share."""
+    forward, backward = ({name: s * share for name, s in parts.items()} for parts in attended.parts)
+    return replace(attended, parts=(forward, backward), notes=())
+
+
+def _total(parts: Iterable[Mapping[str, float]]) -> float:
+    """Seconds of both passes."""
+    return sum(sum(one.values()) for one in parts)

@@ -33,7 +33,7 @@ from cpsim.case.scenario import FIELDS, Scenario
 from cpsim.errors import CpsimError, MachineError, ScenarioError, nearest
 from cpsim.prediction.basis import basis_of
 from cpsim.prediction.predict import attempt
-from cpsim.prediction.results import NO_CASE, NUMBERS, Infeasible
+from cpsim.prediction.results import NO_CASE, NUMBERS, Infeasible, refusal
 from cpsim.runtime.files import HELD, alone_in, write
 from cpsim.runtime.processes import DIED, Progress, one_by_one, spread
 
@@ -350,7 +350,9 @@ def _row(asked: Scenario | ScenarioError) -> dict[str, Any]:
     row = {name: fields.get(name) for name in (*TEXTS, *COUNTS)} | {"tokens": asked.num_tokens}
     row |= {name: json.dumps(fields[name]) for name in AS_JSON if name in fields}
     row |= {"scenario": json.dumps(fields)}
-    match attempt(asked):
+    answer = attempt(asked)
+    row |= {"kind": refusal(answer)}
+    match answer:
         case MachineError() as error:
             return {"lost": str(error)}
         case Infeasible() as found:
@@ -363,11 +365,12 @@ def _row(asked: Scenario | ScenarioError) -> dict[str, Any]:
 
 
 def columns() -> pa.Schema:
-    """Columns of the files: fields of the scenario, those of a prediction, and ``error`` where there is none."""
+    """Columns of the files: fields of the scenario, those of a prediction, and ``error`` where there is none; ``kind``
+    as in ``cpsim.predict``'s records."""
     import pyarrow as pa
 
     whole, real, text = pa.int64(), pa.float64(), pa.string()
-    found = {"number": whole} | dict.fromkeys((*TEXTS, *AS_JSON, "scenario", "error"), text)
+    found = {"number": whole} | dict.fromkeys((*TEXTS, *AS_JSON, "scenario", "kind", "error"), text)
     found |= dict.fromkeys(COUNTS, whole) | dict.fromkeys(NUMBERS, real)
     return pa.schema(found | {"parts_s": pa.map_(text, real), "notes": pa.list_(text)})
 

@@ -42,10 +42,10 @@ def peaks(advice: Advice, limit_bytes: int) -> Figure:
     far = fullest <= limit_bytes / 4  # the line would squeeze the bars
     title = f"memory of attention on the fullest GPU [GB], of {limit_bytes / GB:.0f} GB"
     axes = {"xaxis": titled(title), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(150 + 42 * len(best)) | axes | ({} if far else _limit(limit_bytes / GB))}
+    return {"data": data, "layout": house(150 + 42 * len(best)) | axes | ({} if far else limit(limit_bytes / GB))}
 
 
-def _limit(x: float) -> dict[str, Any]:
+def limit(x: float) -> dict[str, Any]:
     """A line at the memory of the GPU."""
     words = {"text": "memory of the GPU", "showarrow": False, "xanchor": "right", "yanchor": "bottom"}
     line = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": {"dash": "dash"}}

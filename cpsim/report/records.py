@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from cpsim.errors import CpsimError
-from cpsim.prediction.results import Infeasible, Prediction
+from cpsim.prediction.results import Infeasible, Prediction, refusal
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -15,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def prediction_record(asked: Scenario | CpsimError, result: Prediction | Infeasible | CpsimError) -> dict[str, Any]:
-    """One line of ``cpsim predict``: times and sizes in SI units, or ``error`` with the reason."""
+    """One line of ``cpsim predict``: times and sizes in SI units, or ``error`` with the reason; ``kind`` where a case
+    cannot run, was not measured, or does not fit."""
     scenario = {} if isinstance(asked, CpsimError) else {"scenario": asked.to_dict()}
+    kind = refusal(result)
+    marked = {"kind": kind} if kind else {}
     if isinstance(result, Prediction):
         return scenario | {
             "time_s": float(result.time_s),
@@ -29,9 +33,25 @@ def prediction_record(asked: Scenario | CpsimError, result: Prediction | Infeasi
             "peak_memory_bytes": int(result.peak_memory_bytes),
             "planning_s": float(result.planning_s),
             "parts_s": {name: float(seconds) for name, seconds in result.parts_s.items()},
+            **_step_record(result),
+            **marked,
             "notes": list(result.notes),
         }
-    return scenario | {"error": result.reason if isinstance(result, Infeasible) else str(result)}
+    return scenario | {"error": result.reason if isinstance(result, Infeasible) else str(result)} | marked
+
+
+def _step_record(result: Prediction) -> dict[str, Any]:
+    """What only predictions of training steps have."""
+    if result.tokens_per_s_per_gpu is None or result.mfu is None:
+        return {}
+    return {
+        "tokens_per_s_per_gpu": float(result.tokens_per_s_per_gpu),
+        "mfu": float(result.mfu),
+        "memory": {name: int(nbytes) for name, nbytes in result.memory.items()},
+        "gpu_memory_bytes": result.gpu_memory_bytes,
+        "fits": result.fits,
+        **({} if result.fits else {"would_fit": [asdict(one) for one in result.would_fit]}),
+    }
 
 
 def advice_record(advice: Advice, recommendation: str) -> dict[str, Any]:
@@ -41,7 +61,12 @@ def advice_record(advice: Advice, recommendation: str) -> dict[str, Any]:
         "scenario": advice.scenario.to_dict(),
         "candidates": [_candidate(candidate) for candidate in advice.candidates],
         "infeasible": [
-            {"strategy": entry.scenario.strategy, "knobs": dict(entry.scenario.knobs), "error": entry.reason}
+            {
+                "strategy": entry.scenario.strategy,
+                "knobs": dict(entry.scenario.knobs),
+                "error": entry.reason,
+                "kind": entry.kind,
+            }
             for entry in advice.infeasible
         ],
         "notes": list(advice.notes),

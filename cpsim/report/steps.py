@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cpsim.prediction.step_advice import StepAdvice, StepCandidate, reasons, words
+from cpsim.prediction.step_advice import Refused, StepAdvice, StepCandidate, reasons, words
 from cpsim.report.records import prediction_record
-from cpsim.report.tables import notes_view, table
-from cpsim.report.words import CLEAR, percent_text, strategy_label
+from cpsim.report.tables import notes_view, refusals_view, table
+from cpsim.report.words import CLEAR, percent_text, seconds_text, strategy_label
 from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
@@ -20,105 +21,168 @@ if TYPE_CHECKING:
 
 SHOWN = 12
 """Candidates in a terminal."""
+LEAST = 0.005
+"""Share of the memory below which a kind is not named."""
+COLUMNS = (
+    ("#", "right"),
+    ("tp", "right"),
+    ("pp", "right"),
+    ("dp", "right"),
+    ("cp", "right"),
+    ("strategy", "left"),
+    ("recompute", "left"),
+    ("s", "right"),
+    ("tok/s", "right"),
+    ("MFU", "right"),
+    ("GB", "right"),
+    ("P(best)", "right"),
+)
 
 
 def step_recommendation(advice: StepAdvice) -> str:
-    """The recommendation in words, with how sure it is."""
-    if not advice.candidates:
-        return f"No way to cut this step can run: {len(advice.infeasible)} tried, each with its reason below."
-    best = advice.candidates[0]
-    p, cut = best.prediction, best.parallel
-    runs = f"{words(cut)}, {strategy_label(p.scenario)}, {cut.microbatches} microbatches, recompute {cut.recompute}"
+    """The recommendation in words, with how sure it is; or what comes nearest to fitting."""
+    if advice.candidates:
+        return _run(advice.candidates[0])
+    if advice.nearest:
+        best = advice.nearest[0]
+        needed, limit = (f"{nbytes / 1e9:.1f}" for nbytes in (best.step.needed_bytes, best.step.gpu_bytes))
+        return (
+            f"No way to cut this step fits into memory. Nearest: {_cut(best)}, which needs {needed} of {limit} GB and "
+            f"would take {seconds_text(best.step.time_s)} s a step."
+        )
+    if not advice.refused:
+        return (
+            f"No degrees of {advice.scenario.gpus} GPUs give every replica whole sequences; use more tokens, a shorter "
+            "context or other degrees."
+        )
+    return f"No way to cut this step can run: {len(advice.refused)} tried, each with its reason below."
+
+
+def _run(best: StepCandidate) -> str:
+    p = best.prediction
+    low, high = seconds_text(p.time_s_low), seconds_text(p.time_s_high)
     sure = "clearly" if best.probability_best >= CLEAR else "but it is close: fastest"
     return (
-        f"Run {runs}: {best.step.time_s:.3g} s a step (90 %: {p.time_s_low:.3g}–{p.time_s_high:.3g} s), "
-        f"{p.tflops_per_gpu:,.0f} TFLOP/s per GPU; {sure} with probability {percent_text(best.probability_best)}."
+        f"Run {_cut(best)}: {seconds_text(best.step.time_s)} s a step (90 %: {low}–{high} s), "
+        f"{_rate(best)}; {sure} with probability {percent_text(best.probability_best)}."
     )
 
 
+def _cut(one: StepCandidate) -> str:
+    cut = one.parallel
+    batches = f"{cut.microbatches} microbatch{'es' if cut.microbatches > 1 else ''}"
+    return f"{words(cut)}, {strategy_label(one.prediction.scenario)}, {batches}, {_sharded(one)}"
+
+
+def _sharded(one: StepCandidate) -> str:
+    """Sharding, recomputation and chunks of the loss in words."""
+    cut = one.parallel
+    groups = f" in {cut.replicate} groups" if cut.replicate > 1 else ""
+    chunks = f", loss_chunks {cut.loss_chunks}" if cut.loss_chunks > 1 else ""
+    return f"sharding {cut.sharding}{groups}, recompute {cut.recompute}{chunks}"
+
+
+def _rate(one: StepCandidate) -> str:
+    p = one.prediction
+    return f"{p.tokens_per_s_per_gpu or 0:,.0f} tokens/s per GPU, MFU {percent_text(p.mfu or 0)}"
+
+
 def step_advice_view(advice: StepAdvice) -> RenderableType:
-    """Recommendation, reasons, ranked candidates, what cannot run and why, notes."""
+    """What is assumed, recommendation, reasons, ranked candidates, what cannot run and why, notes."""
     style = "bold green" if advice.candidates else "bold red"
-    parts: list[RenderableType] = [Text(step_recommendation(advice), style=style), Text()]
+    parts: list[RenderableType] = [Text(advice.assumed), Text(step_recommendation(advice), style=style), Text()]
     if advice.candidates:
-        parts += [_spent(advice.candidates[0]), *map(Text, reasons(advice)), Text(), _candidates(advice), Text()]
-    if advice.infeasible:
-        parts += [_infeasible(advice), Text()]
+        parts += [_spent(advice.candidates[0]), *map(Text, reasons(advice)), Text()]
+    elif advice.nearest:
+        parts += [Text(f"{memory_text(advice.nearest[0].step)}."), Text()]
+    shown = (advice.candidates or advice.nearest)[:SHOWN]
+    if shown:
+        parts += [_candidates(shown, advice), Text()]
+    if advice.slower:
+        parts += [Text(slower_text(advice), style="dim"), Text()]
+    if advice.refused:
+        parts += [refusals_view([(one.kind, what, why) for one, what, why in grouped(advice.refused)]), Text()]
     return Group(*parts, *notes_view(advice.notes))
+
+
+def slower_text(advice: StepAdvice) -> str:
+    """Ways to cut that need not be simulated whole."""
+    count, (first, seconds) = len(advice.slower), advice.slower[0]
+    more = "1 more fits and is slower" if count == 1 else f"{count} more fit and are slower"
+    return f"{more}, as estimates say; the best of them ({words(first)}) would take about {seconds_text(seconds)} s."
 
 
 def _spent(best: StepCandidate) -> Text:
     shares = (f"{percent_text(s / best.step.time_s)} {name}" for name, s in best.aspects().items())
-    return Text(f"A GPU's time: {', '.join(shares)}. {_memory(best.step)}.")
+    return Text(f"A GPU's time: {', '.join(shares)}. {memory_text(best.step)}.")
 
 
-def _memory(step: Step) -> str:
-    fullest = max(step.memory, key=lambda stage: stage.total)
+def memory_text(step: Step) -> str:
+    """What the fullest GPU needs, and what for."""
+    at = step.fullest
+    parts = (f"{format_bytes(n)} {name}" for name, n in asdict(at).items() if n > LEAST * at.needed)
+    return f"Memory: {format_bytes(at.needed)} of {format_bytes(step.gpu_bytes)}: {', '.join(parts)}"
+
+
+def _candidates(shown: Sequence[StepCandidate], advice: StepAdvice) -> Table:
+    made = table(*COLUMNS)
+    for rank, one in enumerate(shown, start=1):
+        best = rank == 1 and bool(advice.candidates)
+        made.add_row(str(rank), *candidate_row(one), style="green" if best else "")
+    return made
+
+
+def candidate_row(one: StepCandidate) -> tuple[str, ...]:
+    """Cells under ``COLUMNS`` but the first."""
+    cut, p = one.parallel, one.prediction
+    extra = [f"{cut.replicate} groups"] * (cut.replicate > 1) + [f"{cut.loss_chunks} chunks"] * (cut.loss_chunks > 1)
     return (
-        f"Memory: {format_bytes(fullest.total)}, of it {format_bytes(fullest.activations)} activations, "
-        f"{format_bytes(fullest.weights + fullest.gradients + fullest.optimizer)} weights, gradients and optimizer"
+        str(cut.tp),
+        f"{cut.pp} x {cut.virtual_pp}" if cut.virtual_pp > 1 else str(cut.pp),
+        f"{cut.dp} (ep {cut.ep})" if cut.ep > 1 else str(cut.dp),
+        str(cut.cp),
+        strategy_label(p.scenario),
+        ", ".join([cut.recompute, *extra]),
+        seconds_text(one.step.time_s),
+        f"{p.tokens_per_s_per_gpu or 0:,.0f}",
+        percent_text(p.mfu or 0),
+        f"{one.step.needed_bytes / 1e9:.1f}",
+        percent_text(one.probability_best),
     )
 
 
-def _candidates(advice: StepAdvice) -> Table:
-    made = table(
-        ("#", "right"),
-        ("tp", "right"),
-        ("pp", "right"),
-        ("dp", "right"),
-        ("cp", "right"),
-        ("strategy", "left"),
-        ("micro", "right"),
-        ("recompute", "left"),
-        ("s", "right"),
-        ("TFLOP/s", "right"),
-        ("waiting", "right"),
-        ("memory", "right"),
-        ("P(best)", "right"),
-    )
-    for rank, one in enumerate(advice.candidates[:SHOWN], start=1):
-        cut, waiting = one.parallel, one.aspects()["waiting for others"] / one.step.time_s
-        made.add_row(
-            str(rank),
-            str(cut.tp),
-            f"{cut.pp} x {cut.virtual_pp}" if cut.virtual_pp > 1 else str(cut.pp),
-            f"{cut.dp} (ep {cut.ep})" if cut.ep > 1 else str(cut.dp),
-            str(cut.cp),
-            strategy_label(one.prediction.scenario),
-            str(cut.microbatches),
-            cut.recompute,
-            f"{one.step.time_s:.2f}",
-            f"{one.prediction.tflops_per_gpu:,.0f}",
-            percent_text(waiting),
-            format_bytes(one.step.peak_memory_bytes),
-            percent_text(one.probability_best),
-            style="green" if rank == 1 else "",
-        )
-    return made
-
-
-def _infeasible(advice: StepAdvice) -> Table:
-    """Reasons, each with how many ways to cut it rules out and the first of them."""
-    made = table(("cannot run", "left"), ("why", "left"))
-    kinds = Counter(reason.split(":")[0] for _, reason in advice.infeasible)
-    for kind, count in kinds.most_common():
-        first, reason = next(entry for entry in advice.infeasible if entry[1].split(":")[0] == kind)
-        more = f" and {count - 1} more" if count > 1 else ""
-        made.add_row(f"{first}{more}", Text(reason), style="dim")
-    return made
+def grouped(entries: Sequence[Refused]) -> list[tuple[Refused, str, str]]:
+    """Refusals of one kind and reason as one row: the first of them, how many, and the reason."""
+    rows: dict[tuple[str, str], list[Refused]] = {}
+    for one in entries:
+        alike = "" if one.kind == "does_not_fit" else one.reason.split(":")[0]
+        rows.setdefault((one.kind, alike), []).append(one)
+    found = []
+    for some in rows.values():
+        first = min(some, key=lambda one: one.needed_bytes)
+        more = f" and {len(some) - 1} more" if len(some) > 1 else ""
+        found.append((first, f"{first.degrees}{more}", first.reason))
+    return found
 
 
 def step_advice_record(advice: StepAdvice) -> dict[str, Any]:
-    """The whole of ``cpsim advise --step``, candidates fastest first."""
+    """The whole of ``cpsim advise --step``: candidates fastest first; where none fits, ``nearest``."""
     return {
         "recommendation": step_recommendation(advice),
+        "assumed": advice.assumed,
         "reasons": reasons(advice) if advice.candidates else [],
         "scenario": advice.scenario.to_dict(),
-        "candidates": [
-            prediction_record(one.prediction.scenario, one.prediction)
-            | {"probability_best": one.probability_best, "spent_s": one.aspects(), "imbalance": one.step.imbalance}
-            for one in advice.candidates
-        ],
-        "infeasible": [{"parallel": cut, "error": reason} for cut, reason in advice.infeasible],
+        "candidates": [_record(one) for one in advice.candidates],
+        "nearest": [_record(one) for one in advice.nearest],
+        "slower": [{"parallel": words(cut), "time_s": seconds} for cut, seconds in advice.slower],
+        "infeasible": [{"parallel": one.degrees, "error": one.reason, "kind": one.kind} for one in advice.refused],
         "notes": list(advice.notes),
+    }
+
+
+def _record(one: StepCandidate) -> dict[str, Any]:
+    return prediction_record(one.prediction.scenario, one.prediction) | {
+        "probability_best": one.probability_best,
+        "spent_s": one.aspects(),
+        "imbalance": one.step.imbalance,
     }

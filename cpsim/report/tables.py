@@ -10,9 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cpsim.prediction.results import Infeasible, Prediction
+from cpsim.prediction.results import REFUSALS, Infeasible, Prediction, Refusal, refusal
 from cpsim.report.words import (
     case_text,
+    cut_text,
     documents_text,
     interval_text,
     knobs_text,
@@ -91,11 +92,24 @@ def _candidates(advice: Advice) -> Table:
     return made
 
 
-def _infeasible(entries: Sequence[Infeasible]) -> Table:
-    made = table(("cannot run", "left"), ("why", "left"))
-    for entry in entries:
-        made.add_row(strategy_label(entry.scenario), Text(entry.reason), style="dim")
-    return made
+def _infeasible(entries: Sequence[Infeasible]) -> RenderableType:
+    return refusals_view([(entry.kind, strategy_label(entry.scenario), entry.reason) for entry in entries])
+
+
+def refusals_view(entries: Sequence[tuple[Refusal | None, str, str]]) -> RenderableType:
+    """A table for each kind of refusal: what is refused, and why.
+
+    Args:
+        entries: kind, what, and reason.
+    """
+    tables: list[RenderableType] = []
+    for kind, words in REFUSALS.items():
+        made = table((words, "left"), ("why", "left"))
+        for of_kind, what, reason in entries:
+            if of_kind == kind:
+                made.add_row(what, Text(reason), style="dim")
+        tables += [made, Text()] if made.rows else []
+    return Group(*tables[:-1])
 
 
 def notes_view(notes: Iterable[str]) -> list[RenderableType]:
@@ -119,27 +133,50 @@ def _one(result: Prediction) -> RenderableType:
     facts = table(("", "left"), ("", "left"))
     facts.show_header = False
     facts.add_row("time", Text(f"{ms_text(result.time_s)} ms   90 %: {interval} ms", style="bold green"))
-    facts.add_row("rate", f"{result.tflops_per_gpu:,.0f} TFLOP/s per GPU")
+    rate = f"{result.tflops_per_gpu:,.0f} TFLOP/s per GPU"
+    if result.tokens_per_s_per_gpu is not None and result.mfu is not None:
+        rate += f", {percent_text(result.mfu)} of its peak (MFU)"
+        facts.add_row("throughput", f"{result.tokens_per_s_per_gpu:,.0f} tokens/s per GPU")
+    facts.add_row("rate", rate)
     facts.add_row("exposed communication", f"{ms_text(result.exposed_comm_s)} ms")
     facts.add_row("sent by the busiest GPU", format_bytes(result.bytes_sent_per_gpu))
-    facts.add_row("peak memory", format_bytes(result.peak_memory_bytes))
+    facts.add_row("memory" if result.memory else "peak memory", _memory(result))
+    for name, nbytes in result.memory.items():
+        if nbytes:
+            facts.add_row(f"  {name}", Text(_bar(format_bytes(nbytes), nbytes / result.needed_bytes), style="dim"))
     if result.planning_s:
         charged = result.parts_s.get("planning", 0.0)
         shown = f"{ms_text(charged)} ms of it charged" if charged else "hidden"
         facts.add_row("planning a batch, one core", f"{result.planning_s:.2g} s, {shown}")
+    if result.memory:
+        facts.add_row("time by part", "")
     total = sum(result.parts_s.values()) or 1.0
     for name, seconds in sorted(result.parts_s.items(), key=lambda part: -part[1]):
-        bar = "█" * round(24 * seconds / total)
-        facts.add_row(f"  {name}", Text(f"{ms_text(seconds):>8} ms {bar}", style="dim"))
-    head = Text(f"{strategy_label(result.scenario)}, {result.scenario.pass_}", style="bold")
+        facts.add_row(f"  {name}", Text(_bar(f"{ms_text(seconds)} ms", seconds / total), style="dim"))
+    how = cut_text(result.scenario) if result.scenario.is_step else result.scenario.pass_
+    head = Text(f"{strategy_label(result.scenario)}, {how}", style="bold")
     return Group(head, _case(result.scenario), Text(), facts)
 
 
+def _bar(number: str, share: float) -> str:
+    return f"{number:>11} {'█' * round(24 * share)}"
+
+
+def _memory(result: Prediction) -> Text:
+    """What the fullest GPU needs, of a step beside what it has."""
+    needed = format_bytes(result.needed_bytes)
+    if result.gpu_memory_bytes is None:
+        return Text(needed)
+    of = f"{needed} of {format_bytes(result.gpu_memory_bytes)}"
+    return Text(f"{of}: fits") if result.fits else Text(f"{of}: does not fit", style="bold red")
+
+
 def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:
+    one_pass = len({r.scenario.pass_ for r in results if isinstance(r, Prediction | Infeasible)}) == 1
     made = table(
         ("#", "right"),
         ("strategy", "left"),
-        ("pass", "left"),
+        *(() if one_pass else (("pass", "left"),)),
         ("GPUs", "right"),
         ("tokens", "right"),
         ("ms", "right"),
@@ -148,27 +185,30 @@ def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:
         ("exposed ms", "right"),
         ("memory", "right"),
     )
+    for column in made.columns:
+        column.min_width = len("measured") if column.header == "ms" else None
     for number, result in enumerate(results, start=1):
-        match result:
-            case Prediction():
-                made.add_row(
-                    str(number),
-                    *_who(result.scenario),
-                    ms_text(result.time_s),
-                    interval_text(result.time_s_low, result.time_s_high),
-                    f"{result.tflops_per_gpu:,.0f}",
-                    ms_text(result.exposed_comm_s),
-                    format_bytes(result.peak_memory_bytes),
-                )
-            case Infeasible():
-                made.add_row(str(number), *_who(result.scenario), Text("-", style="red"), style="dim")
-            case _:
-                made.add_row(str(number), Text("no answer", style="red"), style="dim")
+        kind = refusal(result)
+        if isinstance(result, Prediction):
+            made.add_row(
+                str(number),
+                *_who(result.scenario, one_pass),
+                ms_text(result.time_s),
+                interval_text(result.time_s_low, result.time_s_high),
+                f"{result.tflops_per_gpu:,.0f}",
+                ms_text(result.exposed_comm_s),
+                Text(format_bytes(result.needed_bytes) + (", does not fit" if kind else ""), "red" if kind else ""),
+            )
+            continue
+        who = _who(result.scenario, one_pass) if isinstance(result, Infeasible) else ("", "", "", "")[one_pass:]
+        answer = REFUSALS[kind] if kind or isinstance(result, Infeasible) else "no answer"
+        made.add_row(str(number), *who, Text(answer, style="red"), style="dim")
     return made
 
 
-def _who(scenario: Scenario) -> tuple[str, str, str, str]:
-    return strategy_label(scenario), scenario.pass_, str(scenario.gpus), format_count(scenario.num_tokens)
+def _who(scenario: Scenario, one_pass: bool) -> tuple[str, ...]:
+    shown = () if one_pass else (scenario.pass_,)
+    return strategy_label(scenario), *shown, str(scenario.gpus), format_count(scenario.num_tokens)
 
 
 def reasons(results: Sequence[Prediction | Infeasible | CpsimError]) -> list[str]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.prediction.compare import compare, group_key, predict_runs
+from cpsim.prediction.results import REFUSALS
 from cpsim.report import figures, memory, shards
 from cpsim.report.frontier import MAP_CAPTION, cell_columns, cells, frontier
 from cpsim.report.lengths import best_of_strategies
@@ -71,8 +72,8 @@ def ranking(advice: Advice) -> View:
     best = best_of_strategies(advice)
     below = table(RANKING_HEAD, map(_ranked, advice.candidates), num_text=1, best=True) if best else ""
     if advice.infeasible:
-        reasons = [(strategy_label(entry.scenario), entry.reason) for entry in advice.infeasible]
-        below += f"<h3>Cannot run, or not tried</h3>{table(('strategy', 'why'), reasons, num_text=2)}"
+        reasons = [(strategy_label(one.scenario), REFUSALS[one.kind], one.reason) for one in advice.infeasible]
+        below += f"<h3>Not ranked</h3>{table(('strategy', '', 'why'), reasons, num_text=3)}"
     if not best:
         return View(below=below, columns=advice.columns)
     caption = (

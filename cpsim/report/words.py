@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cpsim.case.resolve import model_of
+from cpsim.prediction.step.frameworks import DEFAULT
 from cpsim.units import MS_PER_S, format_count
 
 if TYPE_CHECKING:
@@ -47,6 +48,11 @@ def ms_text(seconds: float) -> str:
     return f"{value:,.{digits}f}"
 
 
+def seconds_text(seconds: float) -> str:
+    """Seconds with three significant digits or more, no unit."""
+    return f"{seconds:,.0f}" if seconds >= 1000 else f"{seconds:.3g}"
+
+
 def percent_text(share: float) -> str:
     """A share of 0 to 1 in percent, e.g. ``12 %``."""
     return f"{share:.0%}".replace("%", " %")
@@ -61,6 +67,12 @@ def case_text(scenario: Scenario) -> str:
         f"{scenario.heads}:{scenario.kv_heads} heads of {scenario.head_dim}, {scenario.dtype}, "
         f"{scenario.kernel} on {scenario.gpus} GPU{'s' if scenario.gpus > 1 else ''} of {scenario.cluster}"
     )
+
+
+def cut_text(scenario: Scenario) -> str:
+    """Whose code runs a training step, and what the scenario says of how it is cut, e.g. ``torch, cp 8``."""
+    said = scenario.parallel.model_dump(exclude_unset=True, exclude_none=True) if scenario.parallel else {}
+    return ", ".join([scenario.framework or DEFAULT, *(f"{name} {value}" for name, value in said.items())])
 
 
 def model_text(scenario: Scenario) -> str:

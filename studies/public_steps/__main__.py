@@ -17,9 +17,9 @@ def main() -> None:
             f"{one.row.source}: {one.row.name}"
         )
     print(f"\n{'':24} |   n | today: mean sign worst | said before")
-    for source in dict.fromkeys(one.row.source for one in found):
+    for source in dict.fromkeys(one.row.group for one in found):
         for quantity in QUANTITIES:
-            some = [one for one in found if (one.row.source, one.quantity) == (source, quantity)]
+            some = [one for one in found if (one.row.group, one.quantity) == (source, quantity)]
             if some:
                 now, then = ([getattr(one, name) for one in some] for name in ("error", "error_before"))
                 print(f"{source + ', ' + quantity:24} | {len(some):3} | {summary(now)}   | {summary(then)}")

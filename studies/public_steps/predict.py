@@ -15,6 +15,7 @@ from cpsim.models.profile import load_profile
 from cpsim.models.standin import from_data_sheet
 from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
+from cpsim.prediction.step.frameworks import Framework
 from cpsim.prediction.step.memory import workspaces
 from cpsim.prediction.step.step import Batch, StepModel, deal
 from cpsim.prediction.steps import StepCase
@@ -42,20 +43,34 @@ def predicted(row: Row) -> Predicted:
         return Predicted(memory_bytes=stage_bytes(row))
     if row.framework is not None:
         model, batch = step_model(row.scenario)
-        return Predicted(time_s=replace(model, framework=row.framework).simulate(batch).time_s)
+        step = replace(model, framework=row.framework).simulate(batch)
+        return Predicted(time_s=step.time_s, memory_bytes=step.peak_memory_bytes, reserved_bytes=_reserved(row))
     answer = predict(row.scenario)
     return Predicted(
         time_s=answer.time_s,
         time_s_low=answer.time_s_low,
         time_s_high=answer.time_s_high,
         memory_bytes=answer.peak_memory_bytes,
-        reserved_bytes=reserved(row.scenario) if row.reserved and row.memory_bytes else None,
+        reserved_bytes=_reserved(row),
     )
 
 
-def reserved(scenario: Scenario, *, expandable: bool = True) -> int:
-    """Bytes that the allocator reserves for a step of FSDP2 without pipelines; torchtitan's AdamW is of lists."""
+def _reserved(row: Row) -> int | None:
+    """Where that is published."""
+    assert row.scenario is not None
+    return reserved(row.scenario, framework=row.framework) if row.reserved and row.memory_bytes else None
+
+
+def reserved(scenario: Scenario, *, expandable: bool = True, framework: Framework | None = None) -> int:
+    """Bytes that the allocator reserves for a step of FSDP2 without pipelines.
+
+    Args:
+        scenario: of the step.
+        expandable: whether segments of memory are.
+        framework: whose code runs it, where the scenario does not say.
+    """
     model, batch = step_model(scenario)
+    model = replace(model, framework=framework) if framework else model
     cut, shape = model.parallel, model.model
     program = model.program(sum(batch[0][0]) // cut.cp)
     q, kv = (heads * shape.head_dim // cut.tp for heads in (shape.heads, shape.kv_heads))
@@ -67,7 +82,7 @@ def reserved(scenario: Scenario, *, expandable: bool = True) -> int:
         workspaces(model.cluster.gpu.name, engine=model.framework.engine),
         microbatches=cut.microbatches,
         expandable=expandable,
-        roots=model.framework.name == "torchtitan",
+        roots=model.framework.lists,
     )
 
 

@@ -6,13 +6,13 @@ A row that a scenario cannot say is left out with the reason; what is published 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from cpsim.case.load import scenario_from
-from cpsim.case.scenario import Scenario
-from cpsim.prediction.step.frameworks import Framework
+from cpsim.case.scenario import ModelSection, Scenario
+from cpsim.prediction.step.frameworks import TORCHTITAN, Framework, chunked, torch_held, torch_last
 from studies import published_lines
 from studies.public_steps.bridge import BRIDGE, TESTED, gpt_oss
 
@@ -50,6 +50,12 @@ class Row:
     """Whether both embeddings are one tensor, on one stage, which no scenario says."""
 
     @property
+    def group(self) -> str:
+        """Source, and whether there are experts."""
+        routed = self.scenario is not None and isinstance(self.scenario.model, ModelSection)
+        return f"{self.source}, experts" if routed and self.scenario.model.experts else self.source
+
+    @property
     def key(self) -> str:
         """Source and line."""
         return f"{self.source} {self.number}"
@@ -57,7 +63,14 @@ class Row:
 
 LLAMA: Final = {"llama3.1-8b": "llama3-8b", "llama3-8b": "llama3-8b", "llama3.1-70b": "llama3-70b"}
 LLAMA_70B: Final = {"llama3-70b": "llama3-70b"}
-RECOMPUTE: Final = {"selective": "per_op", "per-op SAC": "per_op", "full": "full"}
+TORCHTITAN_2025: Final = replace(
+    TORCHTITAN,
+    source="torchtitan of June 2025 (e7c0cae, 820504e): the loss is compiled, AdamW is fused",
+    last=lambda s, compiled, chunks: chunked(torch_last(s, compiled, chunks)),
+    held=lambda sharding: replace(torch_held(sharding), clipped=True),
+    lists=False,
+)
+RECOMPUTE: Final = {"selective": "per_op", "config default": "per_op", "per-op SAC": "per_op", "full": "full"}
 """Selective is by op in torchtitan's llama3_8b.toml (9dec370)."""
 
 
@@ -65,22 +78,18 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none.
 
     A step is one microbatch of ``local_batch`` sequences on every replica. Attention is PyTorch's flash kernel, the
-    first of those that SDPA may take.
+    first of those that SDPA may take. Float8 without a recipe is torchao's default, tensorwise.
     """
-    if line["precision"] != "bf16":
-        return "fp8"
-    if "AsyncTP" in line["extras"].replace("vanilla TP", ""):
-        return "asynchronous tensor parallelism"
-    if not line["gpu"].startswith("H100 96GB"):
-        return "another GPU"
+    recipe = line["precision"].removeprefix("float8").strip() or "tensorwise"
+    h200 = line["gpu"] == "H200"
     tokens = int(line["seq"]) * int(line["local_batch"])
     gpus, tp = int(line["gpus"]), int(line["tp"])
     return {
         "framework": "torchtitan",
         "compile": "compile" in line["extras"],
         "model": {**LLAMA, **LLAMA_70B}[line["model"]],
-        "cluster": str(FOLDER / "grand-teton.json"),
-        "profile": "data-sheet",
+        "cluster": "dgx-h200" if h200 else str(FOLDER / "grand-teton.json"),
+        "profile": "h200" if h200 else "data-sheet",
         "gpus": gpus,
         "tokens": tokens * gpus // tp,
         "context": int(line["seq"]),
@@ -95,7 +104,9 @@ def torchtitan(line: Line) -> dict[str, Any] | str:
             "microbatches": 1,
             "recompute": RECOMPUTE[line["checkpointing"]],
             "sharding": "fsdp",
+            **({"tp_overlap": True} if "AsyncTP" in line["extras"] else {}),
         },
+        **({"precision": {"fp8": recipe}} if line["precision"] != "bf16" else {}),
     }
 
 
@@ -159,7 +170,7 @@ def nemo_automodel(line: Line) -> dict[str, Any] | str:
     }
 
 
-DENSE: Final = ("LLAMA3_8B", "LLAMA3_70B", "LLAMA3.1_405B")
+DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": ""}
 GPT_OSS_120B: Final = {
     "layers": 36,
     "hidden": 2880,
@@ -197,15 +208,6 @@ SYSTEMS: Final = {
 }
 
 
-def megatron_bridge(line: Line) -> dict[str, Any] | str:
-    """Fields of a scenario, or why there is none."""
-    if line["precision"] != "BF16":
-        return "fp8 or fp4" if line["model"] in DENSE else "mixture of experts in fp8 or fp4"
-    if line["model"] not in ROUTED:
-        return "latent attention"
-    return _routed(line, ROUTED[line["model"]])
-
-
 def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
     """A mixture of experts.
 
@@ -235,6 +237,49 @@ def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
             "batch": batch,
             "microbatches": sequences // (gpus // pp) // batch,
             **({"embedding_as_layer": True, "loss_as_layer": True} if pp * chunks > 4 else {}),
+        },
+    }
+
+
+def megatron_bridge(line: Line) -> dict[str, Any] | str:
+    """Fields of a scenario, or why there is none.
+
+    FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f). The table says
+    that steps on 8 H100 shard weights; the configuration of that release does not, and computes 5 of 32 layers again
+    (llama3_workload_base_configs.py), which no scenario says. Both move the same bytes once a step. A line of 26.02.01
+    has four stages and no interleaving; the configurations of that time interleave them.
+    """
+    if line["model"] in ROUTED and line["precision"] == "BF16":
+        return _routed(line, ROUTED[line["model"]])
+    if line["model"] not in DENSE:
+        return "latent attention" if line["precision"] == "BF16" else "mixture of experts in fp8 or fp4"
+    if line["precision"] == "NVFP4":
+        return "fp4"
+    if line["task"] == "LoRA":
+        return "adapters in fp8"
+    if line["vp"] not in ("", "1", "n/a") or line["pp"] not in ("", "1"):
+        return "interleaved pipelines"
+    if line["fsdp"] not in ("", "0") and line["system"] != "DGX-H100":
+        return "Megatron's FSDP with activations in the host's memory"
+    seq, gpus, sequences = int(line["seq"]), int(line["gpus"]), int(line["gbs"])
+    tp, each = int(line["tp"]), int(line["mbs"])
+    return {
+        "framework": "megatron",
+        "model": DENSE[line["model"]],
+        "cluster": "dgx-h100",
+        "gpus": gpus,
+        "tokens": seq * sequences,
+        "context": seq * each,
+        "documents": [seq] * sequences,
+        "mask": "causal_document",
+        "strategy": "none",
+        "kernel": "cudnn",
+        "protocol": "streamed",
+        "precision": {"fp8": "mxfp8" if line["precision"] == "MXFP8" else "current"},
+        "parallel": {
+            "tp": tp,
+            "microbatches": sequences * tp // gpus // each,
+            "recompute": "none",
         },
     }
 
@@ -346,15 +391,15 @@ SOURCES: Final[Mapping[str, Source]] = {
 }
 
 
-def _framework(line: Line) -> Framework | None:
+def _framework(source: str, line: Line) -> Framework | None:
     """Whose code runs a line, where its scenario does not say."""
-    if line.get("model") == "GPT OSS 120B":
-        return gpt_oss(again="300" not in line["system"])
-    if line.get("model") == "Qwen3_235B_a22B":
-        return BRIDGE
-    if line.get("case", "").startswith("moe/"):
+    if source == "torchtitan" and "2024-12" not in line["framework"]:
+        return TORCHTITAN_2025
+    if source == "megatron-golden" and line["case"].startswith("moe/"):
         return TESTED
-    return None
+    if source != "megatron-bridge" or line["precision"] != "BF16":
+        return None
+    return {"GPT OSS 120B": gpt_oss(again="300" not in line["system"]), "Qwen3_235B_a22B": BRIDGE}.get(line["model"])
 
 
 def rows() -> Iterator[Row]:
@@ -368,7 +413,7 @@ def rows() -> Iterator[Row]:
                 name=source.name(line),
                 left_out=fields if isinstance(fields, str) else "",
                 scenario=None if isinstance(fields, str) else scenario_from(fields),
-                framework=_framework(line),
+                framework=_framework(name, line),
                 time_s=float(line[source.time_s]) if source.time_s else None,
                 memory_bytes=float(line[source.memory]) * source.unit if line.get(source.memory) else None,
                 reserved=source.reserved,

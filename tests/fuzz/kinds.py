@@ -60,6 +60,15 @@ STEPS = [
     {**STEP, "strategy": "none", "model": SHAPE, "trainable": {"lora": 16, "modules": ["qkv"], "dropout": 0.1}},
     {**STEP, "strategy": "none", "model": {**SHAPE, "window": 512, "window_pattern": 2}, "parallel": {"tp": 2}},
     {**STEP, "strategy": "none", "model": SHAPE, "documents": {"distribution": "pile", "seed": 1, "max_length": 4096}},
+    {
+        **STEP,
+        "strategy": "none",
+        "model": SHAPE,
+        "framework": "torchtitan",
+        "compile": True,
+        "precision": {"fp8": "rowwise"},
+        "parallel": {"tp": 2, "tp_overlap": True},
+    },
 ]
 SMALL = {"gpus": 4, "cluster": "h200-4", "heads": 8, "kv_heads": 2}
 ADVISED = [

@@ -12,11 +12,11 @@ import numpy as np
 from cpsim.errors import ProfileError
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
-from cpsim.models.gemm import gemm_seconds
-from cpsim.models.network.collective import collective_seconds
+from cpsim.models.gemm import FP8_BYTES, gemm_seconds, in_fp8
+from cpsim.models.network.collective import collective_seconds, transfer_seconds
 from cpsim.models.network.pressure import LIKE_PRODUCTS
 from cpsim.models.spread import expected_maximum
-from cpsim.prediction.step.layer import Collective, ElementwisePass, Gemm, Op
+from cpsim.prediction.step.layer import Collective, Copy, ElementwisePass, Gemm, Op
 
 if TYPE_CHECKING:
     from cpsim.models.profile import LayerCosts, Profile
@@ -83,13 +83,24 @@ class Costs:
                 return {"elementwise of layers": float(elementwise_seconds(known, op.kind, op.nbytes))}
             case Collective():
                 return {"collective": self._collective(op)}
+            case Copy():
+                return {"transfer": self._copy(op)}
 
     def _collective(self, op: Collective) -> float:
         return float(collective_seconds(self.profile.collective, op.kind, op.nbytes, self.tp))
 
+    def _copy(self, op: Copy) -> float:
+        """The latency of a message, and all of a port: copy engines know no channels."""
+        collective = self.profile.collective
+        return float(transfer_seconds(collective, 1, 2)) + op.nbytes / collective.port_bytes_per_s
+
     def _product(self, op: Gemm) -> Parts:
         """A product after seconds of load, slowed by what runs beside it, and what of that outlasts it."""
-        alone = float(gemm_seconds(self.layers.gemm, op.m, op.n, op.k))
+        gemm = self.layers.gemm
+        if op.fp8:
+            alone = float(gemm_seconds(in_fp8(gemm, op.fp8), op.m, op.n, op.k, operand_bytes=FP8_BYTES))
+        else:
+            alone = float(gemm_seconds(gemm, op.m, op.n, op.k))
         alone *= self.slowest(self.profile.sigma["run to run"]) * float(
             self.profile.sustained_factor("matrix products")
         )

@@ -13,12 +13,14 @@ from functools import partial
 from typing import Final
 
 from cpsim.case.model import Lora, Model
-from cpsim.case.parallel import Parallel, Recompute, Sharding
+from cpsim.case.parallel import Parallel, Precision, Recompute, Sharding
 from cpsim.case.resolve import parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, check_name
 from cpsim.prediction.step.experts import Experts
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.overlap import micro_pipelined, userbuffers
+from cpsim.prediction.step.precision import ENGINE_RECIPES, TORCH_RECIPES, Recipe, in_fp8
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -131,6 +133,16 @@ class Framework:
     divides: bool = False
     """Whether gradients are divided by the number of replicas before they are summed, where they are not sharded, as
     PyTorch's DistributedDataParallel does (torch/csrc/distributed/c10d/reducer.cpp)."""
+    lists: bool = False
+    """Whether the optimizer's step makes lists of tensors, of roots of second moments for one."""
+    overlap: Callable[[LayerCode, int], LayerCode] | None = None
+    """A layer whose tensor-parallel communication runs beside products, of one whose does not and the number of ranks;
+    None: it cannot. Of frameworks that compile, compiled layers only."""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
+    """How linear layers compute in FP8, by name, the one that it takes first; of frameworks that compile, compiled
+    layers only."""
+    joins: Callable[[LayerCode], LayerCode] = field(default=lambda code: code)
+    """A layer with copies of what tensor-parallel ranks exchange, where there are some."""
     pipelines: bool = False
     offloads: bool = False
     """Whether activations may wait in the host's memory; see ``cpsim.prediction.step.offload``."""
@@ -162,13 +174,36 @@ class Framework:
             raise InfeasibleError(f"compile: layers of {self.name} are not compiled as a whole; leave it out")
         return bool(self.compiles if asked is None else asked)
 
+    def recipe(self, precision: Precision | None, compiled: bool) -> Recipe | None:
+        """How linear layers compute in FP8; None: they do not.
+
+        Raises:
+            InfeasibleError: this framework cannot; says what it has.
+        """
+        if precision in (None, "bf16"):
+            return None
+        if not self.recipes:
+            raise InfeasibleError(f"precision: {self.name} is predicted in bf16 only")
+        name = next(iter(self.recipes)) if isinstance(precision, str) else precision["fp8"]
+        if name not in self.recipes:
+            raise InfeasibleError(f"precision: {self.name} has fp8 {', '.join(self.recipes)}, got {name}")
+        if self.compiles is not None and not compiled:
+            raise InfeasibleError(f"precision: fp8 of {self.name} is predicted of compiled layers; use compile: true")
+        return self.recipes[name]
+
+    def runs(self, sizes: Sizes, compiled: bool, recipe: Recipe | None, overlapped: bool) -> LayerCode:
+        """A layer as it runs: in its precision, with its copies, and with communication beside products or not."""
+        code = self.layer(sizes, compiled)
+        code = self.joins(in_fp8(code, sizes.tp, recipe) if recipe else code)
+        return self.overlap(code, sizes.tp) if overlapped and self.overlap and sizes.tp > 1 else code
+
     def keeps(self, recompute: Recompute, layer: LayerCode, sizes: Sizes, compiled: bool) -> frozenset[str]:
         """Tensors of a layer that are kept beside its input."""
         found = self.kept.get(recompute, layer.kept)
         return found(sizes, compiled) if callable(found) else found
 
-    def check(self, parallel: Parallel, model: Model) -> None:
-        """Whether this framework can cut a step of that model like this.
+    def check(self, parallel: Parallel, model: Model, compiled: bool = False) -> None:
+        """Whether this framework can cut a step of that model like this, with layers that are compiled or not.
 
         Raises:
             InfeasibleError: it cannot; says what it has.
@@ -186,6 +221,10 @@ class Framework:
             raise InfeasibleError(f"recompute: {self.name} has {known}, got {parallel.recompute}")
         if parallel.pp > 1 and not self.pipelines:
             raise InfeasibleError(f"pp: steps of {self.name} are predicted without pipelines, got pp = {parallel.pp}")
+        if parallel.tp_overlap and self.overlap is None:
+            raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
+        if parallel.tp_overlap and self.compiles is not None and not compiled:
+            raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
 
@@ -394,6 +433,8 @@ MEGATRON: Final = Framework(
     held=lambda _sharding: Held(weight=BF16, gradient=FP32, states=3 * FP32, clipped=True),
     kept={"mlp": frozenset({"x norm", "q k v", "out", "lse", "h"}), "full": frozenset()},
     again_to={"mlp": frozenset({"down"}), "full": frozenset({"y"})},
+    overlap=userbuffers,
+    recipes=ENGINE_RECIPES,
     pipelines=True,
     offloads=True,
     engine=True,
@@ -556,7 +597,7 @@ def torchtitan_layer(s: Sizes, compiled: bool) -> LayerCode:
     Source: pytorch/torchtitan@9dec370, torchtitan/models/norms.py (RMSNorm) and llama/model.py (apply_rotary_emb,
     repeat_kv); pytorch/torchtitan issue 15 on what Inductor makes of complex numbers.
     """
-    return chunked(torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s), unfused=True))
+    return torch_layer(s, compiled, norm=None if compiled else partial(norm_by_ops, s), unfused=True)
 
 
 def chunked(code: LayerCode) -> LayerCode:
@@ -692,6 +733,8 @@ TORCH: Final = Framework(
     last=torch_last,
     held=torch_held,
     kept={"full": frozenset(), "per_op": per_op},
+    overlap=micro_pipelined,
+    recipes=TORCH_RECIPES,
     root=True,
     divides=True,
     attention="torch",
@@ -708,9 +751,11 @@ TORCHTITAN: Final = replace(
     shardings=("fsdp",),
     compiles=False,
     layer=torchtitan_layer,
+    joins=chunked,
     first=lambda s, compiled: chunked(torch_first(s, compiled)),
     last=lambda s, _compiled, chunks: chunked(torch_last(s, False, chunks)),
     held=lambda sharding: replace(torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW),
+    lists=True,
 )
 HUGGING_FACE: Final = replace(
     TORCH,
@@ -719,6 +764,8 @@ HUGGING_FACE: Final = replace(
     compiles=False,
     layer=hugging_face_layer,
     kept={"full": frozenset()},
+    overlap=None,
+    recipes={},
 )
 DEFAULT: Final = "megatron"
 FRAMEWORKS: Final = {one.name: one for one in (MEGATRON, TORCH, TORCHTITAN, HUGGING_FACE)}

@@ -33,6 +33,8 @@ class Gemm:
     k: int
     beside: Collective | None = None
     """Communication that runs meanwhile."""
+    fp8: str = ""
+    """Kernel of operands in FP8, a key of ``cpsim.models.gemm.FP8_KERNELS``; empty: they are in bf16."""
 
     @property
     def flops(self) -> float:
@@ -56,7 +58,14 @@ class Collective:
     nbytes: int
 
 
-Op = Gemm | ElementwisePass | Collective
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What the copy engine of a GPU fetches from another tensor-parallel rank of its node, without an SM."""
+
+    nbytes: int
+
+
+Op = Gemm | ElementwisePass | Collective | Copy
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,4 +196,5 @@ def flops(ops: Iterable[Op]) -> float:
 def sent_bytes(ops: Iterable[Op], tp: int) -> float:
     """Bytes that a rank sends to others of its `tp`."""
     talks = [op.beside if isinstance(op, Gemm) else op for op in ops]
-    return sum(float(wire_bytes(op.kind, op.nbytes, tp)) for op in talks if isinstance(op, Collective))
+    copied = sum(op.nbytes for op in talks if isinstance(op, Copy))
+    return copied + sum(float(wire_bytes(op.kind, op.nbytes, tp)) for op in talks if isinstance(op, Collective))

@@ -4,6 +4,9 @@ What is there all the time (weights, gradients' buffers, optimizer states) is a 
 of the program, each allocated by the op that makes it and freed after the last one that reads it. Of microbatches in
 flight, and of chunks of layers where a stage has several, all but one keep what lies between their passes.
 
+Beside tensors, a process holds a CUDA context and NCCL's buffers. They count for whether a step fits, and are not part
+of what PyTorch's allocator has. What else that has reserved does not count: it frees it before it gives up.
+
 Reference: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022), section 4;
 Rajbhandari et al., "ZeRO" (2020), section 5.1; Zhao et al., "PyTorch FSDP" (2023), section 3.
 """
@@ -17,12 +20,20 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.case.parallel import Parallel
 from cpsim.prediction.step.pipeline import Pass, most_in_flight
 from cpsim.prediction.step.program import BACK, GRADIENT, SHARD, HostCopy, Program, live_bytes
 
 Ints = NDArray[np.int64]
 KINDS: Final = ("weights", "gradients", "activations", "logits", "working")
 """What tensors of a program are."""
+CONTEXT: Final = 1_400_000_000
+"""Bytes of a process without communication: what the driver says is used, less what the allocator has reserved. On one
+H100 with torch 2.11 and CUDA 13.0, 1.38 to 1.40 GB after 37 steps of every kind (`data/runs/h100x2-1127h`)."""
+COMMUNICATOR: Final = 300_000_000
+"""More on two H100 whose processes sum, gather and scatter in one group: 0.29 to 0.30 GB (`h100x2-1127h`, `i`)."""
+MESSAGES: Final = 470_000_000
+"""More where ranks of a group also send to each other: 0.46 to 0.47 GB (the same)."""
 
 OLDER: Final = ("a100",)
 """GPUs before compute capability 9.0, by the beginnings of their names."""
@@ -61,11 +72,30 @@ class StageMemory:
     """Logits and what the loss makes of them."""
     working: int
     """What passes allocate while they run."""
+    communicators: int = 0
+    """NCCL's buffers; no tensors."""
+    context: int = 0
+    """The CUDA context with its kernels; no tensors."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All tensors: what PyTorch's allocator has."""
         return self.weights + self.gradients + self.optimizer + self.activations + self.logits + self.working
+
+    @property
+    def needed(self) -> int:
+        """Tensors and what is held beside them."""
+        return self.total + self.communicators + self.context
+
+
+def communicators(parallel: Parallel) -> int:
+    """Bytes of NCCL's buffers on a rank: of every group that it talks to, and for messages in rings and pipelines.
+
+    Measured with two ranks of a node; assumed to be as much in larger groups, whose channels are as many.
+    """
+    replicas = parallel.replicas if parallel.replicas > parallel.cp else 1
+    groups = sum(size > 1 for size in (parallel.tp, parallel.cp, replicas, parallel.pp, parallel.replicate))
+    return COMMUNICATOR * groups + MESSAGES * ((parallel.cp > 1) + (parallel.pp > 1))
 
 
 @dataclass(frozen=True, slots=True)

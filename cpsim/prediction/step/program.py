@@ -29,6 +29,8 @@ GRADIENT: Final = "dw"
 """First word of the names of gradients of weights. Where weights are whole they stay until the optimizer's step."""
 SHARD: Final = "shard"
 """The same of a GPU's part of gradients that were summed and scattered."""
+BLOCK: Final = 512
+"""Bytes in whose multiples PyTorch's allocator hands out memory."""
 
 
 BACK: Final = " back"
@@ -201,11 +203,12 @@ def lives(nodes: Sequence[Node], stays: tuple[str, ...]) -> list[tuple[int, int]
 def live_bytes(
     nodes: Sequence[Node], stays: tuple[str, ...], of: Callable[[str], int], kinds: int
 ) -> NDArray[np.int64]:
-    """Bytes that are allocated while every op runs, ``[kinds, N]``; ``of`` says which kind a tensor is of."""
+    """Bytes that are allocated while every op runs, in whole blocks, ``[kinds, N]``; ``of`` says which kind a tensor is
+    of."""
     sizes: dict[str, int] = {}
     for node in nodes:
         for name, nbytes in node.makes.items():
-            sizes.setdefault(name, nbytes)
+            sizes.setdefault(name, -(-nbytes // BLOCK) * BLOCK)
     change = np.zeros((kinds, len(nodes) + 1), np.int64)
     for (name, nbytes), (first, last) in zip(sizes.items(), lives(nodes, stays), strict=True):
         change[of(name), first] += nbytes

@@ -23,11 +23,31 @@ from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.experts import NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
-from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Op, Ops, flops, sent_bytes
-from cpsim.prediction.step.memory import ChunkMemory, StageMemory, chunk_memory, stage_memory, workspaces
+from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Op, Ops, flops, sent_bytes
+from cpsim.prediction.step.memory import (
+    CONTEXT,
+    ChunkMemory,
+    StageMemory,
+    chunk_memory,
+    communicators,
+    stage_memory,
+    workspaces,
+)
 from cpsim.prediction.step.offload import note, offloaded
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
-from cpsim.prediction.step.program import GRADIENT, SHARD, HostCopy, LayerCode, Node, Nodes, Program, Shards, program
+from cpsim.prediction.step.precision import FP8, FP8_NOTE, Recipe, kept_in_fp8
+from cpsim.prediction.step.program import (
+    ENDS,
+    GRADIENT,
+    SHARD,
+    HostCopy,
+    LayerCode,
+    Node,
+    Nodes,
+    Program,
+    Shards,
+    program,
+)
 from cpsim.prediction.step.timing import Prices, of_layers
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
@@ -65,23 +85,27 @@ class Step:
 
     @property
     def peak_memory_bytes(self) -> int:
-        """On the fullest GPU."""
-        return max(stage.total for stage in self.memory)
+        """What PyTorch's allocator has on the fullest GPU."""
+        return self.fullest.total
+
+    @property
+    def fullest(self) -> StageMemory:
+        """Memory of the stage that needs most."""
+        return max(self.memory, key=lambda stage: stage.total)
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that the fullest GPU needs."""
+        return self.fullest.needed
 
     @property
     def fits(self) -> bool:
         """Whether a GPU has that much."""
-        return self.peak_memory_bytes <= self.gpu_bytes
+        return self.needed_bytes <= self.gpu_bytes
 
     def too_large(self) -> str:
         """What a step that does not fit needs, in words."""
-        stage = max(range(len(self.memory)), key=lambda s: self.memory[s].total)
-        at = self.memory[stage]
-        return (
-            f"does not fit: stage {stage} needs {at.total / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB on one GPU "
-            f"({at.activations / 1e9:.1f} activations, {(at.weights + at.gradients + at.optimizer) / 1e9:.1f} weights, "
-            f"gradients and optimizer, {(at.logits + at.working) / 1e9:.1f} logits and what runs)"
-        )
+        return f"does not fit: needs {self.needed_bytes / 1e9:.1f} of {self.gpu_bytes / 1e9:.1f} GB"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +121,12 @@ class StepModel:
     compiled: bool = False
     offload: bool = False
     """Whether activations wait in the host's memory."""
+    recipe: Recipe | None = None
+    """How linear layers compute in FP8."""
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
+    _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -118,7 +145,7 @@ class StepModel:
 
     def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[StageMemory, ...]:
         """Peak memory of every stage, for the largest microbatch; without attention's own where that is not known."""
-        tokens = max(self._tokens(documents) for replica in batch for documents in replica)
+        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
         ends = [(one.exchange, one.kept) for replica in attended for one in replica] or [(0, 0)]
         exchange, kept = (max(sizes) for sizes in zip(*ends, strict=True))
         return tuple(self.stage_memory(tokens, stage, exchange, kept) for stage in range(self.parallel.pp))
@@ -132,6 +159,12 @@ class StepModel:
             exchange: bytes that attention allocates beyond its inputs and output, gathered keys for example.
             kept: bytes that attention of a layer keeps beyond its inputs and output.
         """
+        key = tokens, stage, exchange, kept
+        if key not in self._memory:
+            self._memory[key] = self._stage_memory(*key)
+        return self._memory[key]
+
+    def _stage_memory(self, tokens: int, stage: int, exchange: int, kept: int) -> StageMemory:
         cut, held = self.parallel, self.held
         parameters = self._parameters(stage) + self._parameters(stage, "experts")
         trained = self._trained(stage) + self._parameters(stage, "experts")
@@ -142,16 +175,17 @@ class StepModel:
         beside = learns if self.framework.lora else 0
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
+        copies = 2 * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
         stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
         chunks = {
             chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
             for chunk in range(stage, cut.virtual_stages, cut.pp)
         }
         order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
-        fixed = held.weight * (mine + beside), summed * learns, held.states * states * cut.optimizer
+        fixed = held.weight * (mine + beside) + copies, summed * learns, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
         always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
-        return replace(found, working=found.working + always)
+        return replace(found, working=found.working + always, communicators=communicators(cut), context=CONTEXT)
 
     def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
         """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
@@ -178,12 +212,9 @@ class StepModel:
         if attended is None:
             attended = [self.attention.of(replica) for replica in batch]
         seconds = self._passes(batch, attended)
-        tokens = max(self._tokens(documents) for replica in batch for documents in replica)
-        hop_s = self._hop_seconds(tokens)
-        passes = seconds.sum(axis=-1)
-        is_1f1b = self.parallel.schedule == "1f1b"
-        pipeline = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
+        pipeline, hop_s = self._run(batch, seconds)
         end, last = self._updates(pipeline, seconds)
+        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
         mean = seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) * self.parallel.virtual_pp  # of the chunks of a GPU
@@ -201,6 +232,7 @@ class StepModel:
                     (
                         *self._notes(tokens),
                         *((note(self.cluster),) if self.offload else ()),
+                        *((FP8_NOTE,) if self.recipe else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
@@ -224,7 +256,32 @@ class StepModel:
         notes = (note for n in sizes for note in self.costs.profile.collective_notes("all_to_all", n, ep))
         return (NOTE, *self.costs.notes(others + ops.loss()), *notes)
 
-    def _tokens(self, documents: Sequence[int]) -> int:
+    def time_s(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
+        """Seconds of a step, about: passes lie on a line between those with the least and the most attention, where
+        all have as many tokens; see ``simulate``."""
+        alike = len({self.tokens(documents) for replica in batch for documents in replica}) == 1
+        seconds = self._between(batch, attended) if alike else self._passes(batch, attended)
+        pipeline, _ = self._run(batch, seconds)
+        return self._updates(pipeline, seconds)[0]
+
+    def _between(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
+        """As ``_passes``, of which two are simulated."""
+        flat = [one for replica in attended for one in replica]
+        total = np.array([sum(sum(parts.values()) for parts in one.parts) for one in flat])
+        low, high = int(total.argmin()), int(total.argmax())
+        at = ((total - total[low]) / max(total[high] - total[low], 1e-12)).reshape(1, len(batch), -1, 1, 1)
+        ends = (self._passes([[batch[0][0]]], [[flat[i]]]) for i in (low, high))
+        least, most = ends
+        return np.asarray(least + at * (most - least))
+
+    def _run(self, batch: Batch, seconds: Floats) -> tuple[Pipeline, float]:
+        """All passes in time, and seconds between stages."""
+        hop_s = self._hop_seconds(max(self.tokens(documents) for replica in batch for documents in replica))
+        passes, is_1f1b = seconds.sum(axis=-1), self.parallel.schedule == "1f1b"
+        run = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
+        return run, hop_s
+
+    def tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
 
@@ -273,11 +330,13 @@ class StepModel:
     def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
-        layer = _with_exchange(code.layer(sizes, self.compiled), exchange, kept)
+        runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap)
+        layer = _with_exchange(runs, exchange, kept)
         is_last = chunk == self.parallel.virtual_stages - 1
         first = code.first(sizes, self.compiled) if chunk == 0 else None
         last = code.last(sizes, self.compiled, self.parallel.loss_chunks) if is_last else None
         keeps = code.keeps(recompute, layer, sizes, self.compiled)
+        keeps = kept_in_fp8(keeps, layer.backward) if self.recipe else keeps
         shards = self._shards(chunk) if self.sharded else None
 
         def make(layers: int) -> Program:
@@ -291,9 +350,11 @@ class StepModel:
         that share the weights, and then over groups of replicas."""
 
         def gather(name: str) -> Nodes:
-            nbytes = BF16 * self._parameters(stage, name.split()[0])
-            cast = 0 if self.framework.lora else FP32 + BF16  # frozen weights are in the working type
-            own = (cast + 2 * BF16) * (self._parameters(stage, name.split()[0]) // self.parallel.shards)
+            part = name.split()[0]
+            each = FP8 if self.recipe and self.recipe.shards and part not in (*ENDS, "root") else BF16
+            nbytes = each * self._parameters(stage, part)
+            cast = 0 if self.framework.lora else FP32 + each  # frozen weights are in the working type
+            own = (cast + 2 * each) * (self._parameters(stage, part) // self.parallel.shards)
             return (
                 Node(ElementwisePass("copy", own), (), {}, "gather", calls=2),  # cast, and copied side by side
                 Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather"),
@@ -324,7 +385,7 @@ class StepModel:
         known: dict[tuple[int, int], Floats] = {}  # equal microbatches have the same attention
         for r, replica in enumerate(batch):
             for m, documents in enumerate(replica):
-                key = self._tokens(documents), id(attended[r][m])
+                key = self.tokens(documents), id(attended[r][m])
                 if key not in known:
                     known[key] = np.zeros((2, stages, len(PARTS)))
                     for chunks in alike.values():
@@ -357,7 +418,7 @@ class StepModel:
             layer = self._programs(tokens, -1)(1)
             again = any(node.what == "fwd" for node in layer.backward)
             nodes = [node for node in (*layer.forward, *layer.backward) if node.stream == "comm"]
-            talks = [node.what for node in nodes if isinstance(node.what, Collective)]
+            talks = [node.what for node in nodes if isinstance(node.what, Collective | Copy)]
             exchanged = [what for what in _ops(layer) if isinstance(what, Collective) and what.kind == "all_to_all"]
             sent = sent_bytes(talks, self.parallel.tp) + sent_bytes(exchanged, self.parallel.ep)
             self._layers[tokens] = again, sent
@@ -439,6 +500,8 @@ class StepModel:
                 backward_s, first = max(0.0, backward_s - seconds), 0
         if cut.optimizer:
             mine = self._shared(stage) if parted else sum(parameters for _, parameters, _ in groups)
+            if self.recipe:
+                parts.append(self.costs.seconds(self._casts_of_step()))
             norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
             parts.append(self.costs.seconds([*norm, ElementwisePass("adam", held.optimizer * mine)]))
             if parted and cut.sharding != "fsdp":
@@ -446,6 +509,20 @@ class StepModel:
                     where, seconds = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)
                     parts.append({where: seconds})
         return np.asarray(stacked(parts).sum(axis=0))
+
+    def _linear_parameters(self) -> int:
+        """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
+        each = self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden
+        stages = self.parallel.pp
+        return each * max(sum(self.layers[stage::stages]) for stage in range(stages))
+
+    def _casts_of_step(self) -> list[ElementwisePass]:
+        """What an update of the weights brings about in FP8: their cast, or the scales of the next ones."""
+        assert self.recipe is not None
+        linears = self._linear_parameters()
+        casts = [ElementwisePass("copy", self.recipe.weight_step * linears)] if self.recipe.weight_step else []
+        scales = ElementwisePass("norm", OP_BYTES["norm"] * (linears // self.parallel.shards))
+        return [*casts, *([scales] if self.recipe.shards else [])]
 
     def collective(self, group: Cluster, kind: Kind, nbytes: int) -> tuple[str, float]:
         """Cost model and seconds of a collective among replicas."""
@@ -462,14 +539,16 @@ class StepModel:
         for replica, found in zip(batch, attended, strict=True):
             total = 0.0
             for documents, one in zip(replica, found, strict=True):
-                total += layers * (one.sent + self._layer(self._tokens(documents))[1])
-                total += hops * BF16 * self._tokens(documents) // tp * self.model.hidden
+                total += layers * (one.sent + self._layer(self.tokens(documents))[1])
+                total += hops * BF16 * self.tokens(documents) // tp * self.model.hidden
             most = max(most, total)
         cut, held = self.parallel, self.held
         parameters = max(map(self._trained, range(stages)))
         if self.sharded:  # gathered forward and backward, scattered once, in every microbatch
             each, whole = 1 - 1 / cut.shards, max(map(self._parameters, range(stages)))
-            return most + each * cut.microbatches * (2 * BF16 * whole + FP32 * parameters)
+            low = self._linear_parameters() if self.recipe and self.recipe.shards else 0
+            gathered = 2 * (BF16 * (whole - low) + FP8 * low)
+            return most + each * cut.microbatches * (gathered + FP32 * parameters)
         parted = cut.sharding != "none" and cut.optimizer
         experts = max(self._parameters(stage, "experts") for stage in range(stages))
         for own, replicas in ((parameters, cut.replicas), (experts, cut.expert_replicas)):

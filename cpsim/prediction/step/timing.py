@@ -18,7 +18,7 @@ from cpsim.masks.slices import RangeSets, Slices
 from cpsim.masks.tiles import ListedTiles
 from cpsim.models.network.pressure import Messages, pressures
 from cpsim.prediction.step.costs import PARTS, Costs, Parts
-from cpsim.prediction.step.layer import Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.layer import Collective, Copy, ElementwisePass, Gemm
 from cpsim.prediction.step.program import HostCopy, Node, Program
 from cpsim.schedule.builder import Builder
 from cpsim.schedule.schedule import Kind, Schedule
@@ -106,14 +106,14 @@ def scheduled(program: Program, prices: Prices) -> Simulated:
     parts = tuple(prices.parts(node) for node in nodes)
     duration = np.array([sum(each.values()) for each in parts])
     schedule = _schedule(nodes)
-    paced = np.array([any(name.endswith("between nodes") for name in each) for each in parts], np.bool_)
-    paced |= np.array([isinstance(node.what, HostCopy) for node in nodes], np.bool_)
+    quiet = [isinstance(node.what, Copy | HostCopy) for node in nodes]  # copy engines take nothing from SMs
+    paced = np.array([any(name.endswith("between nodes") for name in each) for each in parts], np.bool_) | quiet
     none = np.zeros(0, np.int64)
     messages = Messages(none, np.zeros(0), none, none, (np.zeros(0), none, none))
     pressure, names = pressures(schedule, messages, paced)
     never = (0.0, 0.0)
     release = np.cumsum(
-        [node.calls * prices.launch_s.get(node.stream, never)[i >= forward] for i, node in enumerate(nodes)]
+        [node.calls * prices.launch_s.get(_launched(node), never)[i >= forward] for i, node in enumerate(nodes)]
     )
     work = Work(
         duration_s=duration,
@@ -129,9 +129,14 @@ def scheduled(program: Program, prices: Prices) -> Simulated:
     return Simulated(simulate(schedule, work), parts, forward)
 
 
+def _launched(node: Node) -> str:
+    """As ops of which stream the host launches it: a copy is no call of NCCL."""
+    return "compute" if isinstance(node.what, Copy) else node.stream
+
+
 def _schedule(nodes: Sequence[Node]) -> Schedule:
-    """Ops of one rank. What reads a tensor waits for the op that makes it; NCCL's kernels among tensor-parallel ranks
-    wait for whatever was launched before them."""
+    """Ops of one rank. What reads a tensor waits for the op that makes it; what tensor-parallel ranks exchange waits
+    for whatever was launched before it."""
     nothing = np.zeros(0, np.int64)
     mask = Slices(*(nothing,) * 6)
     tiles = ListedTiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), nothing, np.zeros(1, np.int64), mask)
@@ -151,6 +156,8 @@ def _schedule(nodes: Sequence[Node]) -> Schedule:
                 b.add(Kind.GEMM, lane, product=product, deps=[needed])
             case ElementwisePass():
                 b.add(Kind.ELEMENTWISE, lane, nbytes=what.nbytes, deps=[needed])
+            case Copy():
+                b.add(Kind.ALL_GATHER, lane, nbytes=what.nbytes, deps=[needed])
             case Collective():
                 b.add(_KINDS[what.kind], lane, nbytes=what.nbytes, deps=[needed])
             case HostCopy(nbytes):

@@ -121,6 +121,8 @@ def _reasons(cut: Cut) -> list[str]:
         "sharding: none, with tp and several replicas, cannot be run here; use fsdp": p.tp > 1
         and p.replicas > 1
         and not cut.is_fsdp,
+        "tp_overlap: cannot be run here; leave it out": p.tp_overlap,
+        f"precision: linear layers run here in bf16, got {s.precision}": s.precision not in (None, "bf16"),
         f"loss_chunks: cannot be run with tp = {p.tp}; use 1": p.loss_chunks > 1 and p.tp > 1,
         f"loss_chunks: expected a divisor of {cut.context // p.cp} tokens, got {p.loss_chunks}": cut.context
         // p.cp

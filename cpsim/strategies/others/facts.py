@@ -355,6 +355,9 @@ class Implementation:
     """By kind of op, the names of `elementwise` measurements, likewise."""
     compiled: Implementation | None = None
     """The same under ``torch.compile``; None: nobody has read what that makes of it."""
+    late_gradients: bool = False
+    """In a ring, all ranks but the last compute all their gradients before they send the first; the last one sends
+    after each kernel and waits."""
     captured: bool = False
     """All ops of a rank are captured in one CUDA graph, so that the host launches once."""
     pads: bool = False

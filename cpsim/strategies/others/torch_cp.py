@@ -10,6 +10,7 @@ from cpsim.strategies.others.facts import (
     ADD_K,
     BACK,
     CAST,
+    CAST_K,
     DENSE,
     EAGER,
     EAGER_MERGE,
@@ -74,4 +75,25 @@ _EAGER: Final = Implementation(
     },
     row_kernels=EAGER_ROW_KERNELS,
 )
-TORCH: Final = replace(_EAGER, compiled=under_compile(_EAGER, _ALONE))
+_SUM: Final = (ADD,)
+_FUSED: Final = replace(  # sums in one pass over each tensor
+    _RING,
+    enter={"fwd": (), "bwd": ()},
+    merge=_SUM,
+    merge_tails=_SUM,
+    first_dq=(CAST,),
+    sum_dq_tails=_SUM,
+    idle_dq=(),
+    first_dkv=(CAST_K, CAST_K),
+    sum_dkv_heads=(ADD_K, ADD_K),
+    idle_dkv=(),
+)
+_PLAIN: Final = under_compile(_EAGER, _ALONE)
+_COMPILED: Final = replace(  # inside a layer; which order Inductor puts it in: python -m studies.steps.order
+    _PLAIN,
+    strategies={**(_EAGER.strategies or {}), **(_PLAIN.strategies or {})},
+    ring=_FUSED,
+    gathered=replace(_FUSED, gathers=True),
+    late_gradients=True,
+)
+TORCH: Final = replace(_EAGER, compiled=_COMPILED)

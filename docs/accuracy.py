@@ -107,18 +107,24 @@ def accuracy_table(found: Sequence[tuple[str, str, Comparison]], published: str)
 
 
 def published_row() -> str:
-    """Published runs of others, predicted by ``python -m studies``."""
+    """Published runs of others, predicted by ``python -m studies`` and ``python -m studies.public_steps``."""
     from studies.distca.reproduce import reproduce as distca
     from studies.magi.reproduce import reproduce as magi
+    from studies.public_steps.compare import compared as steps
 
-    both = [row.error for row in magi()], [row.error for row in distca()]
+    times = grouped([one for one in steps() if one.quantity == "time"], lambda one: "experts" in one.row.source)
+    both = [
+        [row.error for row in magi()],
+        [row.error for row in distca()],
+        *([one.error for one in times[experts]] for experts in (False, True)),
+    ]
     cells = (
         "published runs",
         "; ".join(str(len(errors)) for errors in both),
         "; ".join(f"{mean(map(abs, errors)):.1%}" for errors in both),
         "; ".join(f"{mean(errors):+.1%}" for errors in both),
         "",
-        "MagiAttention on 8 to 64 H100; DistCA on 256 H200",
+        "MagiAttention; DistCA; steps of torchtitan, Automodel, Megatron-Bridge; steps with experts, mostly on Blackwell",
     )
     return f"| {' | '.join(cells)} |"
 

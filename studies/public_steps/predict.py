@@ -41,9 +41,9 @@ def predicted(row: Row) -> Predicted:
     assert row.scenario is not None
     if row.time_s is None:
         return Predicted(memory_bytes=stage_bytes(row))
-    if row.framework is not None:
+    if row.framework is not None or resolve(row.scenario).profile.layers is None:
         model, batch = step_model(row.scenario)
-        step = replace(model, framework=row.framework).simulate(batch)
+        step = replace(model, framework=row.framework or model.framework).simulate(batch)
         return Predicted(time_s=step.time_s, memory_bytes=step.peak_memory_bytes, reserved_bytes=_reserved(row))
     answer = predict(row.scenario)
     return Predicted(

@@ -170,7 +170,16 @@ def nemo_automodel(line: Line) -> dict[str, Any] | str:
     }
 
 
-DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": ""}
+LLAMA_405B: Final = {
+    "layers": 126,
+    "hidden": 16384,
+    "heads": 128,
+    "kv_heads": 8,
+    "head_dim": 128,
+    "ffn": 53248,
+    "vocab": 128256,
+}
+DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": LLAMA_405B}
 GPT_OSS_120B: Final = {
     "layers": 36,
     "hidden": 2880,
@@ -241,6 +250,37 @@ def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _interleaved(line: Line) -> dict[str, Any]:
+    """A dense model in chunks of layers. The 126 layers of Llama 3.1 405B are divided with both ends; tensor
+    parallelism runs beside products (comm_overlap of the performance scripts, where tp is more than 1)."""
+    seq, gpus, sequences, batch = (int(line[name]) for name in ("seq", "gpus", "gbs", "mbs"))
+    tp, pp, chunks = (int(line[name]) for name in ("tp", "pp", "vp"))
+    large = line["model"] == "LLAMA3.1_405B"
+    return {
+        "framework": "megatron",
+        "model": DENSE[line["model"]],
+        "cluster": SYSTEMS[line["system"]],
+        "profile": "b200",
+        "gpus": gpus,
+        "tokens": sequences * seq,
+        "context": seq,
+        "strategy": "none",
+        "kernel": "cudnn",
+        "mask": "causal",
+        "protocol": "streamed",
+        "precision": {"fp8": "mxfp8" if line["precision"] == "MXFP8" else "current"},
+        "parallel": {
+            "tp": tp,
+            "pp": pp,
+            "virtual_pp": chunks,
+            "batch": batch,
+            "microbatches": sequences // (gpus // (tp * pp)) // batch,
+            **({"tp_overlap": True} if tp > 1 else {}),
+            **({"embedding_as_layer": True, "loss_as_layer": True} if large else {}),
+        },
+    }
+
+
 def megatron_bridge(line: Line) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none.
 
@@ -258,7 +298,7 @@ def megatron_bridge(line: Line) -> dict[str, Any] | str:
     if line["task"] == "LoRA":
         return "adapters in fp8"
     if line["vp"] not in ("", "1", "n/a") or line["pp"] not in ("", "1"):
-        return "interleaved pipelines"
+        return "a pipeline without its interleaving" if line["vp"] == "n/a" else _interleaved(line)
     if line["fsdp"] not in ("", "0") and line["system"] != "DGX-H100":
         return "Megatron's FSDP with activations in the host's memory"
     seq, gpus, sequences = int(line["seq"]), int(line["gpus"]), int(line["gbs"])

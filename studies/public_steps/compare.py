@@ -11,7 +11,7 @@ from typing import Final
 from studies.public_steps.predict import Predicted, predicted
 from studies.public_steps.rows import FOLDER, Row, rows
 
-NUMBERED: Final = (*(f"-{number}" for number in range(2, 8)), "-moe", "-lora")
+NUMBERED: Final = (*(f"-{number}" for number in range(2, 8)), "-moe", "-lora", "-interleaved")
 BEFORE: Final = ("predicted.jsonl", *(f"predicted{part}.jsonl" for part in NUMBERED))
 """Predictions that were committed before errors were looked at; later files stand for earlier ones."""
 Quantity = str

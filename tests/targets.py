@@ -25,8 +25,8 @@ RINGS = "on 8 GPUs, ring_p2p is published at 66 to 80 % of the predicted rate: n
 SPLIT = "they follow the split kernel of flash-attn 2, of which single short calls are off by as much"
 CACHE = "what merges of short documents find in the L2 cache is not modelled"
 GB300 = (
-    "GB200 and H100 are 3 % off; GB300, which data sheets give GB200's peak in FP8, takes a fifth less time than that, at "
-    "1,400 instead of 1,200 W"
+    "GB200 and H100 are 3 % off; GB300, which data sheets give GB200's peak in FP8, takes a fifth less time than that, "
+    "at 1,400 instead of 1,200 W"
 )
 LATE_HOSTS = (
     "all but one are too fast; Megatron's hosts, which wait for counts of tokens in every layer, are never late"

@@ -105,7 +105,7 @@ def test_a_case_too_large_for_this_machine_is_one_line_and_loses_no_other(monkey
 
 
 def test_a_case_that_does_not_fit_in_memory_is_infeasible():
-    with pytest.raises(InfeasibleError, match=r"out of memory: needs \d+\.\d GB on one GPU, h200 has 141\.0 GB"):
+    with pytest.raises(InfeasibleError, match=r"out of memory: needs \d+\.\d GB on one GPU, h200 has 150\.1 GB"):
         predict(scenario(strategy="allgather", gpus=64, cluster="dgx-h200", tokens_per_gpu=131072))
 
 

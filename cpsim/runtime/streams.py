@@ -36,8 +36,10 @@ def prepare() -> None:
 
 def say(line: str) -> None:
     """A line on stderr; where that cannot be written to, nobody hears it and nothing else happens."""
-    with suppress(OSError, ValueError):
+    try:
         print(line, file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        silence("stderr")
 
 
 def silence(name: str) -> None:

@@ -90,6 +90,12 @@ def test_more_recomputation_needs_less_memory_and_takes_longer(framework, shardi
         assert more.memory["activations"] < less.memory["activations"]
 
 
+@pytest.mark.parametrize("framework", sorted(FRAMEWORKS))
+def test_a_step_of_one_replica_needs_nothing_said_of_sharding(framework):
+    found = predict(case_of(gpus=2, tokens=4096, framework=framework, sharding=None, parallel={"tp": 2}))
+    assert found.time_s > 0
+
+
 @pytest.mark.parametrize("framework", ["torch", "huggingface"])
 def test_one_replica_has_nothing_to_shard(framework):
     alone = {"gpus": 1, "tokens": 4096, "framework": framework}

@@ -162,7 +162,8 @@ class Framework:
         """How a scenario cuts the step, with what this framework does where nothing is said; see ``parallel_of``."""
         cut = parallel_of(section, gpus, sequences, self.recompute, self.sharding, self.loss_chunks)
         unsaid = section is None or section.sharding is None
-        return replace(cut, sharding="none") if unsaid and cut.sharding == "fsdp" and cut.replicas == 1 else cut
+        alone = cut.replicas == 1 and cut.sharding == "fsdp" and "none" in self.shardings
+        return replace(cut, sharding="none") if unsaid and alone else cut
 
     def compiled(self, asked: bool | None) -> bool:
         """Whether layers are compiled.
@@ -225,6 +226,8 @@ class Framework:
             raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
         if parallel.tp_overlap and self.compiles is not None and not compiled:
             raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
+        if parallel.tp_overlap and self.lora:
+            raise InfeasibleError("tp_overlap: steps with adapters are predicted without; leave it out")
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
 

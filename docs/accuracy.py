@@ -113,16 +113,16 @@ def published_row() -> str:
     from studies.public_steps.compare import compared as steps
 
     times = grouped([one for one in steps() if one.quantity == "time"], lambda one: "experts" in one.row.group)
-    both = [
+    found = [
         [row.error for row in magi()],
         [row.error for row in distca()],
         *([one.error for one in times[experts]] for experts in (False, True)),
     ]
     cells = (
         "published runs",
-        "; ".join(str(len(errors)) for errors in both),
-        "; ".join(f"{mean(map(abs, errors)):.1%}" for errors in both),
-        "; ".join(f"{mean(errors):+.1%}" for errors in both),
+        "; ".join(str(len(errors)) for errors in found),
+        "; ".join(f"{mean(map(abs, errors)):.1%}" for errors in found),
+        "; ".join(f"{mean(errors):+.1%}" for errors in found),
         "",
         "MagiAttention; DistCA; steps of torchtitan, Automodel and Megatron-Bridge; its steps with experts",
     )

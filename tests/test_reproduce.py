@@ -73,8 +73,10 @@ def test_rows_on_b200_are_those_that_were_predicted_before_they_were_read():
     ]
     some = [i for i, row in enumerate(rows) if row.gpus == 8 and row.mask in DENSE]
     assert len(some) == 20
-    for row, i in zip(reproduce([rows[i] for i in some], jobs=1), some, strict=True):
-        assert row.predicted == pytest.approx(float(lines[i]["predicted_tflops_per_gpu"]), rel=1e-3)
+    said = [float(lines[i]["predicted_tflops_per_gpu"]) for i in some]
+    today = [row.predicted for row in reproduce([rows[i] for i in some], jobs=1)]
+    moved = max(abs(a - b) for a, b in zip(today, said, strict=True))
+    check("B200 rows, today less said before, over the last digit said", moved / 0.1)
 
 
 @pytest.mark.slow

@@ -202,6 +202,11 @@ class Scenario(BaseModel):
         return self.tokens if self.tokens is not None else (self.tokens_per_gpu or 0) * self.gpus
 
     @property
+    def num_sequences(self) -> int:
+        """Packed sequences of a step, where they have a length of their own; otherwise one."""
+        return self.num_tokens // self.context if self.context else 1
+
+    @property
     def is_step(self) -> bool:
         """Whether the case is a whole training step."""
         return self.model is not None and self.part is None

@@ -29,7 +29,6 @@ from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
 from cpsim.prediction.results import Prediction, Refusal
-from cpsim.prediction.step.frameworks import Framework
 from cpsim.prediction.step.step import Step
 from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE
 from cpsim.prediction.steps import SLOW_PLANS, StepCase
@@ -116,7 +115,7 @@ class _Search:
     """By degrees: the fastest that fits."""
     refused: dict[str, Refused] = field(default_factory=dict)
     bound_s: dict[tuple[int, ...], float] = field(default_factory=dict)
-    """Bounds by degrees of tensor, pipeline and context parallelism."""
+    """Bounds by degrees; see ``_ranks``."""
     known_s: dict[tuple[int, ...], float] = field(default_factory=dict)
     """Seconds by the same degrees."""
     slower: list[Bound] = field(default_factory=list)
@@ -224,7 +223,7 @@ class _Search:
         if self.section.sharding or code.sharding == "none":
             return [layout.sharding]
         if layout.replicas == 1:
-            return ["none" if "none" in code.shardings else code.sharding]
+            return [layout.sharding]
         return [one for one in code.shardings if one != "none"]
 
     def _fitting(self, layout: Parallel) -> list[list[Parallel]]:
@@ -257,7 +256,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
         raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
     case = resolve(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
     search = _Search(case, StepCase(scenario, case.cluster, case.profile))
-    layouts = list(_layouts(scenario, case, search.steps.framework))
+    layouts = list(_layouts(search.steps))
     _simulate_best(search, layouts, progress)
     nearest = [] if search.found else _nearest(search, layouts)
     found = list(search.found.values())
@@ -351,6 +350,7 @@ def _stages(section: ParallelSection, layers: int) -> list[int]:
 
 
 def _ranks(parallel: Parallel) -> tuple[int, ...]:
+    """Degrees of tensor, pipeline, context and expert parallelism, and chunks of layers."""
     return parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.virtual_pp
 
 
@@ -358,23 +358,24 @@ def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def _layouts(scenario: Scenario, case: Case, framework: Framework) -> Iterator[Parallel]:
+def _layouts(steps: StepCase) -> Iterator[Parallel]:
     """All degrees that the scenario leaves open."""
+    scenario, cluster, framework = steps.scenario, steps.cluster, steps.framework
     section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
-    sequences = scenario.num_tokens // scenario.context if scenario.context else 1
     stages = [pp for pp in _stages(section, model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
-    for tp in [section.tp] if section.tp else _divisors(case.cluster.gpus_per_node):
+    for tp in [section.tp] if section.tp else _divisors(cluster.gpus_per_node):
         for pp in [section.pp] if section.pp else stages:
             for cp in [section.cp] if section.cp else _divisors(gpus // (tp * pp)):
                 fixed = section.model_copy(update={"tp": tp, "pp": pp, "cp": cp})
                 try:
-                    parallel = framework.cut(fixed, gpus, sequences)
+                    parallel = framework.cut(fixed, gpus, scenario.num_sequences)
                 except ScenarioError:
                     continue
                 places = parallel.dp * parallel.microbatches
-                even = sequences % places == 0 and section.batch in (None, sequences // places)
+                batch, rest = divmod(scenario.num_sequences, places)
+                even = rest == 0 and section.batch in (None, batch)
                 if even or scenario.context is None:
-                    for one in _shared(parallel, model, case.cluster) if not section.ep else [parallel]:
+                    for one in _shared(parallel, model, cluster) if not section.ep else [parallel]:
                         yield one
                         if not section.virtual_pp:
                             yield from _chunked(one, model.layers)

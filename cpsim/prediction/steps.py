@@ -10,10 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
+from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import InfeasibleError, NotMeasuredError, ProfileError, ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.names import MASK_NAMES, Options
 from cpsim.models.profile import Profile
 from cpsim.prediction.step.adapters import adapted
@@ -22,7 +23,7 @@ from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
 from cpsim.prediction.step.memory import StageMemory
 from cpsim.prediction.step.offload import check as check_offload
-from cpsim.prediction.step.precision import check_gpu
+from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
@@ -54,14 +55,9 @@ class StepCase:
     _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
     """The same of memory."""
 
-    @property
-    def num_sequences(self) -> int:
-        """Packed sequences of the step, where they have a length of their own; otherwise one."""
-        return self.scenario.num_tokens // self.scenario.context if self.scenario.context else 1
-
     def parallel(self) -> Parallel:
         """How the scenario cuts the step; what it leaves out is as its framework has it, or as plain as can be."""
-        return self.framework.cut(self.scenario.parallel, self.scenario.gpus, self.num_sequences)
+        return self.framework.cut(self.scenario.parallel, self.scenario.gpus, self.scenario.num_sequences)
 
     @property
     def framework(self) -> Framework:
@@ -125,25 +121,15 @@ class StepCase:
 
         Raises:
             InfeasibleError: the model or the cluster cannot be cut like this.
-            NotMeasuredError: nobody has measured layers on such a GPU.
         """
-        model, scenario = model_of(self.scenario), self.scenario
+        model, scenario, their = model_of(self.scenario), self.scenario, self.framework
+        compiled = their.compiled(scenario.compile)
         parallel.check(model, self.cluster)
-        compiled = self.framework.compiled(scenario.compile)
-        self.framework.check(parallel, model, compiled)
-        recipe = self.framework.recipe(scenario.precision, compiled)
-        if recipe:
-            check_gpu(recipe, self.cluster.gpu.name)
-            if model.experts:
-                raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
-            if self.framework.lora or scenario.offload:
-                name = "adapters" if self.framework.lora else "offload"
-                raise InfeasibleError(f"precision: steps with {name} are predicted in bf16; leave it out")
-        if self.framework.lora and parallel.tp_overlap:
-            raise InfeasibleError("tp_overlap: steps with adapters are predicted without; leave it out")
+        their.check(parallel, model, compiled)
+        recipe = self._recipe(their, model, compiled)
         if scenario.offload:
-            check_offload(self.framework, parallel)
-        costs = self._costs(parallel)
+            check_offload(their, parallel)
+        costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
         key = parallel.tp, parallel.cp, strategy, str(sorted(knobs.items())), self._apart(parallel)
         if parallel.cp == 1 and strategy != "none":
             raise InfeasibleError(f"cp: strategy {strategy} needs several ranks, got cp = 1; use strategy none")
@@ -171,13 +157,30 @@ class StepCase:
             cluster=self.cluster,
             costs=costs,
             attention=self._attention[key],
-            framework=self.framework,
+            framework=their,
             compiled=compiled,
             offload=scenario.offload is not None,
             recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
             _known=self._passes.setdefault(self._alike(parallel), {}),
             _memory=self._memory.setdefault(parallel, {}),
         )
+
+    def _recipe(self, their: Framework, model: Model, compiled: bool) -> Recipe | None:
+        """How linear layers compute in FP8, if the scenario asks for it.
+
+        Raises:
+            InfeasibleError: the framework or the GPU cannot, or not with what else is asked for.
+        """
+        recipe = their.recipe(self.scenario.precision, compiled)
+        if recipe is None:
+            return None
+        check_gpu(recipe, self.cluster.gpu.name)
+        if model.experts:
+            raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
+        if their.lora or self.scenario.offload:
+            name = "adapters" if their.lora else "offload"
+            raise InfeasibleError(f"precision: steps with {name} are predicted in bf16; leave it out")
+        return recipe
 
     def _alike(self, parallel: Parallel) -> tuple[object, ...]:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""
@@ -190,14 +193,6 @@ class StepCase:
         code = implementation(self.framework.attention if theirs else self.scenario.implementation)
         return code.calling(self.scenario.kernel, theirs and self.framework.compiled(self.scenario.compile))
 
-    def _costs(self, parallel: Parallel) -> Costs:
-        costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
-        try:
-            costs.layers  # noqa: B018
-        except ProfileError as error:
-            raise NotMeasuredError(str(error)) from None
-        return costs
-
     def least_memory(self, parallel: Parallel) -> int:
         """Bytes that the fullest GPU needs at least, whatever the strategy.
 
@@ -205,7 +200,7 @@ class StepCase:
             InfeasibleError: the model or the cluster cannot be cut like this.
         """
         batch, model = deal(self.sequences(parallel), parallel), self.model(parallel, "none", {})
-        tokens = max(model.tokens(documents) for replica in batch for documents in replica)
+        tokens = model.most_tokens(batch)
         ends = {0, parallel.pp - 1}  # stages between have fewer microbatches in flight than the first
         return max(model.stage_memory(tokens, stage).needed for stage in ends)
 
@@ -225,13 +220,13 @@ class StepCase:
         if self.scenario.mask_name not in CAUSAL:
             return model.time_s(batch, [[Attended(({}, {}), 0, 0.0, 0) for _ in replica] for replica in batch])
         found = [self.model(alone, "none", {}).attention.of(replica) for replica in batch]
-        alone_s = np.array([[_total(one.parts) for one in replica] for replica in found])
+        alone_s = np.array([[one.seconds for one in replica] for replica in found])
         share = np.full(alone_s.shape, 1 / parallel.cp)
         if choice is not None:
             microbatches = [documents for replica in batch for documents in replica]
             ends = [microbatches[int(at)] for at in (alone_s.argmin(), alone_s.argmax())]
             those = self.model(parallel, *choice).attention.of(ends)
-            ours_s = np.interp(alone_s, [alone_s.min(), alone_s.max()], [_total(one.parts) for one in those])
+            ours_s = np.interp(alone_s, [alone_s.min(), alone_s.max()], [one.seconds for one in those])
             share = np.maximum(share, ours_s / alone_s)
         shared = [list(map(_shared, *rows)) for rows in zip(found, share.tolist(), strict=True)]
         return model.time_s(batch, shared)
@@ -270,8 +265,8 @@ class StepCase:
                 for knobs in self._settings(parallel, name, microbatch):
                     if not slow_too and self._slow.get(str((name, dict(knobs))), parallel.cp + 1) <= parallel.cp:
                         continue
-                    parts = self.model(parallel, name, knobs).attention.of([microbatch])[0].parts
-                    found.append((_total(parts), len(found), (name, dict(knobs))))
+                    (attended,) = self.model(parallel, name, knobs).attention.of([microbatch])
+                    found.append((attended.seconds, len(found), (name, dict(knobs))))
             except InfeasibleError as reason:
                 refused.append(f"{name}: {reason}")
         return found
@@ -309,8 +304,3 @@ def _shared(attended: Attended, share: float) -> Attended:
     """Attention of one GPU, of which a rank has a share."""
     forward, backward = ({name: s * share for name, s in parts.items()} for parts in attended.parts)
     return replace(attended, parts=(forward, backward), notes=())
-
-
-def _total(parts: Iterable[Mapping[str, float]]) -> float:
-    """Seconds of both passes."""
-    return sum(sum(one.values()) for one in parts)

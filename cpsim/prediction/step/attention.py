@@ -63,6 +63,11 @@ class Attended:
     """Bytes that stay until the backward pass beyond queries, keys, values and output."""
     notes: tuple[str, ...] = ()
 
+    @property
+    def seconds(self) -> float:
+        """Of both passes."""
+        return sum(sum(parts.values()) for parts in self.parts)
+
 
 def task_seconds(
     profile: Profile, kernel: str, model: Model, tp: int, start: Ints, q_len: Ints, kv_len: Ints

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from cpsim.errors import ProfileError
+from cpsim.errors import NotMeasuredError
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.gemm import FP8_BYTES, gemm_seconds, in_fp8
@@ -41,10 +41,10 @@ class Costs:
         """What was measured of layers.
 
         Raises:
-            ProfileError: nothing was.
+            NotMeasuredError: nothing was.
         """
         if self.profile.layers is None:
-            raise ProfileError(
+            raise NotMeasuredError(
                 f"profile {self.profile.name} lacks products and memory-bound ops of layers; "
                 "measure them with cpsim.real.measure.layers"
             )

@@ -134,6 +134,12 @@ class StepModel:
         return self.parallel.chunk_layers(self.model.layers)
 
     @property
+    def _most_layers(self) -> int:
+        """Layers of the stage that has most."""
+        stages = self.parallel.pp
+        return max(sum(self.layers[stage::stages]) for stage in range(stages))
+
+    @property
     def sharded(self) -> bool:
         """Whether weights are gathered layer by layer."""
         return self.parallel.sharding == "fsdp"
@@ -145,7 +151,7 @@ class StepModel:
 
     def memory(self, batch: Batch, attended: Sequence[Sequence[Attended]] = ()) -> tuple[StageMemory, ...]:
         """Peak memory of every stage, for the largest microbatch; without attention's own where that is not known."""
-        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
+        tokens = self.most_tokens(batch)
         ends = [(one.exchange, one.kept) for replica in attended for one in replica] or [(0, 0)]
         exchange, kept = (max(sizes) for sizes in zip(*ends, strict=True))
         return tuple(self.stage_memory(tokens, stage, exchange, kept) for stage in range(self.parallel.pp))
@@ -169,8 +175,7 @@ class StepModel:
         parameters = self._parameters(stage) + self._parameters(stage, "experts")
         trained = self._trained(stage) + self._parameters(stage, "experts")
         states = self._shared(stage) if cut.sharding != "none" else trained
-        mine = -(-parameters // cut.shards) if self.framework.lora and self.sharded else parameters
-        mine = self._shared(stage) if self.sharded and not self.framework.lora else mine
+        mine = -(-parameters // cut.shards) if self.sharded else parameters
         learns = self._shared(stage) if self.sharded else trained
         beside = learns if self.framework.lora else 0
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
@@ -214,7 +219,6 @@ class StepModel:
         seconds = self._passes(batch, attended)
         pipeline, hop_s = self._run(batch, seconds)
         end, last = self._updates(pipeline, seconds)
-        tokens = max(self.tokens(documents) for replica in batch for documents in replica)
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
         mean = seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) * self.parallel.virtual_pp  # of the chunks of a GPU
@@ -230,7 +234,7 @@ class StepModel:
             notes=tuple(
                 dict.fromkeys(
                     (
-                        *self._notes(tokens),
+                        *self._notes(self.most_tokens(batch)),
                         *((note(self.cluster),) if self.offload else ()),
                         *((FP8_NOTE,) if self.recipe else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
@@ -267,23 +271,26 @@ class StepModel:
     def _between(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
         """As ``_passes``, of which two are simulated."""
         flat = [one for replica in attended for one in replica]
-        total = np.array([sum(sum(parts.values()) for parts in one.parts) for one in flat])
+        total = np.array([one.seconds for one in flat])
         low, high = int(total.argmin()), int(total.argmax())
         at = ((total - total[low]) / max(total[high] - total[low], 1e-12)).reshape(1, len(batch), -1, 1, 1)
-        ends = (self._passes([[batch[0][0]]], [[flat[i]]]) for i in (low, high))
-        least, most = ends
+        least, most = (self._passes([[batch[0][0]]], [[flat[i]]]) for i in (low, high))
         return np.asarray(least + at * (most - least))
 
     def _run(self, batch: Batch, seconds: Floats) -> tuple[Pipeline, float]:
         """All passes in time, and seconds between stages."""
-        hop_s = self._hop_seconds(max(self.tokens(documents) for replica in batch for documents in replica))
-        passes, is_1f1b = seconds.sum(axis=-1), self.parallel.schedule == "1f1b"
-        run = one_f_one_b(passes, hop_s, self.parallel.virtual_pp) if is_1f1b else same_phase(passes, hop_s)
-        return run, hop_s
+        passes, hop_s = seconds.sum(axis=-1), self._hop_seconds(self.most_tokens(batch))
+        if self.parallel.schedule == "1f1b":
+            return one_f_one_b(passes, hop_s, self.parallel.virtual_pp), hop_s
+        return same_phase(passes, hop_s), hop_s
 
     def tokens(self, documents: Sequence[int]) -> int:
         """Tokens of a microbatch on a context-parallel rank."""
         return -(-sum(documents) // self.parallel.cp)
+
+    def most_tokens(self, batch: Batch) -> int:
+        """The same of the largest microbatch."""
+        return max(self.tokens(documents) for replica in batch for documents in replica)
 
     def _parameters(self, stage: int, part: str = "") -> int:
         """Parameters of a stage on one tensor-parallel rank, those of its experts aside; or of these, or of one part of
@@ -488,9 +495,7 @@ class StepModel:
         if cut.gradients != "none" and cut.sharding != "fsdp":
             summing = Kind.REDUCE_SCATTER if parted else Kind.ALL_REDUCE
             beside, each = cut.gradients == "overlapped", held.gradient or held.made_gradient
-            first = (
-                0 if self.framework.lora else self._parameters(stage, "first")
-            )  # its gradients come last, in one bucket
+            first = 0 if self.framework.lora else self._parameters(stage, "first")  # last, in a bucket of its own
             for group, parameters, chunk in groups:
                 if self.framework.divides and cut.replicas > 1:
                     parts.append(self.costs.seconds([ElementwisePass("copy", 2 * each * parameters)]))
@@ -512,9 +517,7 @@ class StepModel:
 
     def _linear_parameters(self) -> int:
         """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
-        each = self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden
-        stages = self.parallel.pp
-        return each * max(sum(self.layers[stage::stages]) for stage in range(stages))
+        return (self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden) * self._most_layers
 
     def _casts_of_step(self) -> list[ElementwisePass]:
         """What an update of the weights brings about in FP8: their cast, or the scales of the next ones."""
@@ -533,7 +536,7 @@ class StepModel:
     def _sent(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         """Bytes that the busiest GPU sends: among tensor-parallel ranks, in attention, to other stages, to replicas."""
         tp, stages, chunks = self.parallel.tp, self.parallel.pp, self.parallel.virtual_pp
-        layers = max(sum(self.layers[stage::stages]) for stage in range(stages))
+        layers = self._most_layers
         hops = 0 if stages == 1 else 2 * chunks - (stages == 2)
         most = 0.0
         for replica, found in zip(batch, attended, strict=True):

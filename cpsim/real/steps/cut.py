@@ -77,8 +77,7 @@ def cut_of(scenario: Scenario, node: Node) -> Cut:
         InfeasibleError: no framework here can run it.
     """
     known, given = framework(scenario.framework or DEFAULT), scenario.parallel or ParallelSection()
-    sequences = scenario.num_tokens // scenario.context if scenario.context else 1
-    parallel = known.cut(given, scenario.gpus, sequences)
+    parallel = known.cut(given, scenario.gpus, scenario.num_sequences)
     places = parallel.dp * parallel.microbatches
     context = scenario.context or scenario.num_tokens // (places * (parallel.batch or 1))
     cut = Cut(

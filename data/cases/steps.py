@@ -1,5 +1,5 @@
-"""Writes steps-1-h100.jsonl and steps-2-h100.jsonl: whole training steps of few layers on one and on two H100, in plain
-PyTorch (compiled and eager) and in Hugging Face's Transformers.
+"""Writes steps-{1,2}-{h100,h200}.jsonl: whole training steps of few layers on one and on two GPUs, in plain PyTorch
+(compiled and eager) and in Hugging Face's Transformers.
 
     python data/cases/steps.py
 
@@ -45,7 +45,7 @@ CHUNKED = 8
 
 
 def case(model: Case, tokens: int, code: Case, gpus: int = 1, kernel: str = "sdpa_flash", **parallel: Any) -> Case:
-    """One step; ``tokens`` on a GPU."""
+    """One step on H100; ``tokens`` on a GPU."""
     if tokens >= 16 * K and parallel.get("tp", 1) == 1 and code is not HUGGING_FACE:
         parallel["loss_chunks"] = CHUNKED
     strategy = parallel.pop("strategy", "none")
@@ -93,6 +93,11 @@ def on_two() -> list[Case]:
     return found
 
 
+def on_h200(cases: list[Case]) -> list[Case]:
+    """The same steps on H200, of half as many tokens again."""
+    return [{**one, "cluster": "dgx-h200", "tokens": one["tokens"] * 3 // 2} for one in cases]
+
+
 def text(cases: list[Case], seed: int) -> str:
     """JSON Lines in random order, every fourth case back to back."""
     order = np.random.default_rng(seed).permutation(len(cases))
@@ -105,6 +110,8 @@ def files() -> dict[Path, str]:
     return {
         FOLDER / "steps-1-h100.jsonl": text(on_one(), 51),
         FOLDER / "steps-2-h100.jsonl": text(on_two(), 52),
+        FOLDER / "steps-1-h200.jsonl": text(on_h200(on_one()), 53),
+        FOLDER / "steps-2-h200.jsonl": text(on_h200(on_two()), 54),
     }
 
 

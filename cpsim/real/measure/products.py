@@ -194,13 +194,17 @@ def shards_op(kind: str, rows: int, bench: Bench) -> Op:
     return lambda: torch.split_with_sizes_copy(whole, parts, dim=1, out=outs)
 
 
+def _samples(bench: Bench, make: Callable[[], Op]) -> list[float]:
+    return bench.samples(make())
+
+
 def measure_product(bench: Bench, m: int, n: int, k: int) -> None:
     """One shape in bf16 and with every kernel of FP8."""
     bench.point("gemm", lambda: bench.samples(gemm_op("forward", m, n, k, bench)), kind="forward", m=m, n=n, k=k)
     for kernel in KERNELS:
         bench.point(
             "gemm",
-            lambda kernel=kernel: bench.samples(fp8_op(kernel, m, n, k, bench)),
+            partial(_samples, bench, partial(fp8_op, kernel, m, n, k, bench)),
             kind="forward",
             fp8=kernel,
             m=m,
@@ -245,7 +249,7 @@ def grouped(rng: np.random.Generator) -> Iterator[Callable[[Bench], None]]:
     """Products of experts as published models have them, in random order."""
     pairs = ((4096, 14336), (2048, 1536), (2880, 5760), (7168, 2048), (1536, 2048), (5120, 8192))
     known = list(itertools.product(GROUPS, pairs, (4096, 16384, 65536), ("forward", "wgrad")))
-    rng.shuffle(known)  # type: ignore[arg-type]
+    rng.shuffle(known)
     for groups, (inner, outer), tokens, kind in known:
         groups, inner, outer, tokens = (int(x) for x in (groups, inner, outer, tokens))
         m, n, k = (outer, inner, tokens) if kind == "wgrad" else (tokens, outer, inner)

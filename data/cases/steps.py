@@ -1,4 +1,4 @@
-"""Writes steps-{1,2}-{h100,h200}.jsonl: whole training steps of few layers on one and on two GPUs, in plain PyTorch
+"""Writes steps-{1,2,3}-{h100,h200}.jsonl: whole training steps of few layers on one and on two GPUs, in plain PyTorch
 (compiled and eager) and in Hugging Face's Transformers.
 
     python data/cases/steps.py
@@ -93,9 +93,9 @@ def on_two() -> list[Case]:
     return found
 
 
-def on_h200(cases: list[Case]) -> list[Case]:
-    """The same steps on H200, of half as many tokens again."""
-    return [{**one, "cluster": "dgx-h200", "tokens": one["tokens"] * 3 // 2} for one in cases]
+def longer(cases: list[Case], cluster: str) -> list[Case]:
+    """The same steps of half as many tokens again."""
+    return [{**one, "cluster": cluster, "tokens": one["tokens"] * 3 // 2} for one in cases]
 
 
 def text(cases: list[Case], seed: int) -> str:
@@ -110,8 +110,9 @@ def files() -> dict[Path, str]:
     return {
         FOLDER / "steps-1-h100.jsonl": text(on_one(), 51),
         FOLDER / "steps-2-h100.jsonl": text(on_two(), 52),
-        FOLDER / "steps-1-h200.jsonl": text(on_h200(on_one()), 53),
-        FOLDER / "steps-2-h200.jsonl": text(on_h200(on_two()), 54),
+        FOLDER / "steps-1-h200.jsonl": text(longer(on_one(), "dgx-h200"), 53),
+        FOLDER / "steps-2-h200.jsonl": text(longer(on_two(), "dgx-h200"), 54),
+        FOLDER / "steps-3-h100.jsonl": text(longer(on_two(), "dgx-h100"), 55),
     }
 
 

@@ -27,6 +27,7 @@ HERE: Final = Path(__file__).parent
 PREDICTED: Final = {
     "h100x2-1127h": ("predicted-1-h100", "predicted-2-h100"),
     "h100x2-1127i": ("predicted-rest-2-h100",),
+    "h100x2-1128k": ("predicted-rest-2-h100", "predicted-3-h100"),
 }
 """By machine, predictions that were committed before its cases ran."""
 
@@ -60,7 +61,7 @@ def steps() -> list[Step]:
     for name, about in manifest()["runs"].items():
         machine = str(about["machine"])
         if machine in PREDICTED and name.endswith(".jsonl"):
-            runs = [run for run in load_runs(DATA / name) if not run.error]
+            runs = [run for run in load_runs(DATA / name) if run.scenario.parallel and not run.error]
             before = {key: record for file in PREDICTED[machine] for key, record in committed(HERE / f"{file}.jsonl")}
             for run in runs:
                 now, then = predict(run.scenario), before[case_key(run.scenario)]

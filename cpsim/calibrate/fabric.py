@@ -25,6 +25,14 @@ Floats = NDArray[np.float64]
 MIN_POINTS: Final = 10
 
 
+STARTS: Final = ((1e-4, 3e9, 3e9, 5e9), (1e-4, 3.5e9, 3e9, 4e9), (1e-4, 8e9, 3e9, 5e9), (1e-4, 2e9, 3e9, 8e9))
+"""Latency [s], rates of a flow, a NIC and a proxy [bytes/s] at which fits begin."""
+
+LOWEST: Final = (1e-6, 1e7, 1e7, 1e7)
+HIGHEST: Final = (1.0, 1e12, 1e12, 1e12)
+"""What they may be."""
+
+
 def fit_fabric(files: Sequence[Measurements], likely_nics: int | None = None, sockets: bool = False) -> Fabric:
     """The network between nodes that measurement files of one kind of machine describe.
 
@@ -47,10 +55,11 @@ def fit_fabric(files: Sequence[Measurements], likely_nics: int | None = None, so
     per_node = int(points[0]["gpus_per_node"])
     choices = [n for n in range(1, per_node + 1) if per_node % n == 0]
     fits = [(*_fit(points, num_nics, sockets), num_nics) for num_nics in choices]
-    # collectives of whole nodes do not tell NICs apart
+    # collectives of whole nodes do not tell NICs apart: of equals, the fewest
     favour = [0.95 if num_nics == likely_nics else 1.0 for *_, num_nics in fits]
     _, (network, residuals, num_nics) = min(
-        zip(favour, fits, strict=True), key=lambda entry: entry[0] * float(np.square(entry[1][1]).sum())
+        zip(favour, fits, strict=True),
+        key=lambda entry: float(f"{entry[0] * np.square(entry[1][1]).sum():.5g}"),
     )
     is_flow = np.array(["flows" in point for point in points])
     header, rows = files[0].header, len(points)
@@ -130,8 +139,14 @@ def _fit(points: Sequence[Point], num_nics: int, sockets: bool) -> tuple[Network
         modelled = [seconds(point, network(logs), num_nics) for point in points]
         return np.asarray(measured - np.log(modelled))
 
-    start = np.log([1e-4, 3e9, 3e9, 5e9])[: 4 if sockets else 3]
-    found = least_squares(residuals, start, loss="soft_l1", f_scale=0.2)
+    # what holds up a flow, its own rate or what it shares, is a choice of two, and a fit may end in the worse one
+    free = 4 if sockets else 3
+    within = (np.log(LOWEST[:free]), np.log(HIGHEST[:free]))
+    fits = [
+        least_squares(residuals, np.log(start[:free]), bounds=within, loss="soft_l1", f_scale=0.2, xtol=1e-12)
+        for start in STARTS
+    ]
+    found = min(fits, key=lambda fit: float(fit.cost))
     best = network(found.x)
     shared = best.proxy_rate if sockets else best.nic_rate
     # where only what flows share holds one up, it could be as fast as one likes

@@ -15,6 +15,7 @@ scripts/performance/configs/qwen3 (moe_flex_dispatcher_backend, grad_reduce_in_f
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
@@ -92,7 +93,42 @@ BRIDGE: Final = replace(
 )
 
 
+@cache
 def gpt_oss(*, again: bool) -> Framework:
     """The framework of GPT-OSS, with or without what is computed again."""
     kept = {"none": lambda s, compiled: biased(s, compiled).kept - AGAIN} if again else {}
     return replace(BRIDGE, layer=biased, kept=kept)
+
+
+SUMS_IN_BF16: Final = replace(
+    MEGATRON,
+    source="NeMo as MLPerf's submissions run it",
+    held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16),
+)
+"""Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32)."""
+
+
+def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
+    """The end of the model with Transformer Engine's fused cross entropy, which writes gradients over logits in bf16.
+
+    One kernel reads logits for the maximum and the sum, and again to write gradients; the backward pass multiplies
+    these by the gradient of the loss.
+
+    Source: NVIDIA/TransformerEngine, transformer_engine/common/triton/cross_entropy.py.
+    """
+    code = MEGATRON.last(s, compiled, chunks)
+    logits = s.tokens * s.words
+
+    def fused(node: Node) -> Node:
+        if "logits fp32" in node.makes:
+            made = {"dlogits": 0, "losses": 4 * s.tokens}
+            return replace(node, what=ElementwisePass("copy", (2 + 2 + 2) * logits), makes=made)
+        if node.reads == ("logits fp32",):
+            return replace(node, what=ElementwisePass("copy", 4 * logits), reads=("logits",), makes={"dlogits": 0})
+        return replace(node, reads=tuple("logits" if name == "dlogits" else name for name in node.reads))
+
+    forward, backward = (tuple(map(fused, side)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=code.kept - {"logits fp32"} | {"logits"})
+
+
+FUSED_LOSS: Final = replace(MEGATRON, source="Megatron-LM 0.14 with fused cross entropy", last=fused_last)

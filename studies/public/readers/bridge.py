@@ -1,0 +1,150 @@
+"""Megatron-Bridge's performance summaries: tokens per second of dense models and mixtures of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from cpsim.prediction.step.frameworks import Framework
+from studies.public.megatron import BRIDGE, gpt_oss
+from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
+from studies.public.row import CLUSTERS, Line, Reader, Row, left_out, number
+
+DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": LLAMA_405B}
+ROUTED: Final = {"GPT OSS 120B": GPT_OSS_120B, "Qwen3_235B_a22B": QWEN3_235B}
+SYSTEMS: Final = {
+    "DGX-H100": "dgx-h100",
+    "DGX-B200": "dgx-b200",
+    "DGX-B300": str(CLUSTERS / "b300.json"),
+    "DGX-GB200": str(CLUSTERS / "gb200-64.json"),
+    "DGX-GB300": str(CLUSTERS / "gb300-64.json"),
+}
+CURRENT: Final = "FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f)"
+
+
+def megatron_bridge(line: Line) -> Row:
+    """A row.
+
+    FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f). The table says
+    that steps on 8 H100 shard weights; the configuration of that release does not, and computes 5 of 32 layers again
+    (llama3_workload_base_configs.py), which no scenario says. Both move the same bytes once a step. A line of 26.02.01
+    has four stages and no interleaving; the configurations of that time interleave them.
+    """
+    precision = line["precision"].split("-")[0].split()[0]
+    row = Row(
+        name=f"{line['model']} {line['gpus']} {line['system']} {line['precision']} ({line['release']})",
+        gpu=line["system"].removeprefix("DGX-"),
+        gpus=int(line["gpus"]),
+        framework="megatron-bridge",
+        precision="mxfp8" if line["precision"] in ("MXFP8", "FP8-MX") else precision.lower(),
+        cp=number(line["cp"]),
+        routed=not line["model"].startswith("LLAMA"),
+        time_s=float(line["step_s_derived"]),
+        code=_code(line),
+    )
+    if line["system"] not in SYSTEMS:
+        return replace(row, **left_out(f"Megatron-Bridge on {row.gpu}", "not measured"))
+    found = _fields(line, row)
+    if isinstance(found, str):
+        return replace(row, **left_out(found))
+    return replace(row, fields=found, assumed=(CURRENT,) if row.precision == "fp8" else ())
+
+
+def _fields(line: Line, row: Row) -> dict[str, Any] | str:
+    """Fields of a scenario, or why there is none."""
+    if line["model"] in ROUTED and row.precision == "bf16":
+        return _routed(line, row, ROUTED[line["model"]])
+    if line["model"] not in DENSE:
+        return "latent attention" if row.precision == "bf16" else "mixture of experts in fp8 or fp4"
+    if row.precision == "nvfp4":
+        return "fp4"
+    if line["task"] == "LoRA":
+        return "adapters in fp8"
+    if number(line["pp"]) > 1:
+        return "a pipeline without its interleaving" if line["vp"] == "n/a" else _dense(line, row)
+    if number(line["fsdp"], 0) and row.gpu != "H100":
+        return "Megatron's FSDP with activations in the host's memory"
+    return _dense(line, row)
+
+
+def _base(line: Line, row: Row) -> dict[str, Any]:
+    seq, sequences = int(line["seq"]), int(line["gbs"])
+    return {
+        "framework": "megatron",
+        "cluster": SYSTEMS[line["system"]],
+        **({} if row.gpu == "H100" else {"profile": "b200"}),
+        "gpus": row.gpus,
+        "tokens": sequences * seq,
+        "context": seq,
+        "strategy": "zigzag_ring" if row.cp > 1 else "none",
+        "kernel": "cudnn",
+        "protocol": "streamed",
+    }
+
+
+def _routed(line: Line, row: Row, model: Mapping[str, Any]) -> dict[str, Any]:
+    """A mixture of experts.
+
+    Sequences of the one row of 25.11 on H100 that says 4 of them in a microbatch are one by one: its configuration
+    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Where products of layers were not
+    measured, they are another GPU's (``predict.steps_of``). Layers of Qwen3 are divided with both ends
+    (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
+    """
+    pp, chunks = number(line["pp"]), number(line["vp"])
+    batch = 1 if row.gpu == "H100" else int(line["mbs"])
+    return {
+        **_base(line, row),
+        "model": model,
+        "parallel": {
+            "pp": pp,
+            "cp": row.cp,
+            "ep": int(line["ep"]),
+            "virtual_pp": chunks,
+            "batch": batch,
+            "microbatches": int(line["gbs"]) // (row.gpus // (pp * row.cp)) // batch,
+            **({"embedding_as_layer": True, "loss_as_layer": True} if pp * chunks > 4 else {}),
+        },
+    }
+
+
+def _dense(line: Line, row: Row) -> dict[str, Any]:
+    """A dense model. The 126 layers of Llama 3.1 405B are divided with both ends; tensor parallelism runs beside
+    products in pipelines (comm_overlap of the performance scripts, where tp is more than 1)."""
+    tp, pp, chunks = (number(line[name]) for name in ("tp", "pp", "vp"))
+    each, sequences, seq = int(line["mbs"]), int(line["gbs"]), int(line["seq"])
+    large, piped = line["model"] == "LLAMA3.1_405B", pp > 1
+    own = {"mask": "causal"} if piped or row.cp > 1 else {"mask": "causal_document", "documents": [seq] * sequences}
+    return {
+        **_base(line, row),
+        **own,
+        "model": DENSE[line["model"]],
+        **({} if "documents" not in own else {"context": seq * each}),
+        "precision": {"fp8": "mxfp8" if row.precision == "mxfp8" else "current"} if row.precision != "bf16" else "bf16",
+        "parallel": {
+            "tp": tp,
+            "pp": pp,
+            "cp": row.cp,
+            "virtual_pp": chunks,
+            **({} if "documents" in own else {"batch": each}),
+            "microbatches": sequences // (row.gpus // (tp * pp * row.cp)) // each,
+            "recompute": "none",
+            **({"tp_overlap": True} if tp > 1 and piped else {}),
+            **({"embedding_as_layer": True, "loss_as_layer": True} if large else {}),
+        },
+    }
+
+
+def _code(line: Line) -> Framework | None:
+    """Whose code runs a line, where its scenario does not say."""
+    if line["precision"] != "BF16":
+        return None
+    known = {"GPT OSS 120B": gpt_oss(again="300" not in line["system"]), "Qwen3_235B_a22B": BRIDGE}
+    return known.get(line["model"])
+
+
+READER: Final = Reader(
+    file="megatron_bridge_summary.csv",
+    columns=frozenset({"release", "system", "ep", "tokens_per_s_per_gpu", "model_tflops_per_gpu", "step_s_derived"}),
+    read=megatron_bridge,
+)

@@ -150,7 +150,9 @@ def committed() -> dict[str, Predicted]:
 def said_line(row: Row, found: Predicted) -> str:
     """One line of a file of predictions."""
     record = {"row": row.key, "name": row.name}
-    record |= {each.name: value for each in fields(found) if (value := getattr(found, each.name)) and each.name != "why"}
+    record |= {
+        each.name: value for each in fields(found) if (value := getattr(found, each.name)) and each.name != "why"
+    }
     record.pop("refusal", None)
     return json.dumps(record | {"scenario": portable(row)})
 
@@ -225,12 +227,16 @@ GROUPS: Final[Mapping[str, Callable[[Compared], str]]] = {
     "GPUs": lambda one: sizes(one.row.gpus),
     "context parallelism": lambda one: "cp 1" if one.row.cp == 1 else "cp 2 or more",
 }
-BARS: Final[Mapping[str, Callable[[Compared], bool]]] = {
-    "bf16, dense": lambda one: one.row.precision == "bf16" and not one.row.routed,
-    "fp8, dense": lambda one: one.row.precision in ("fp8", "mxfp8") and not one.row.routed,
-    "the rest": lambda one: one.row.routed or one.row.precision not in ("bf16", "fp8", "mxfp8"),
+BARS: Final[Mapping[str, Callable[[Row], bool]]] = {
+    "steps, bf16, dense": lambda row: row.precision == "bf16" and not row.routed,
+    "steps, fp8, dense": lambda row: row.precision in ("fp8", "mxfp8") and not row.routed,
+    "steps, experts or fp4": lambda row: row.routed or row.precision not in ("bf16", "fp8", "mxfp8"),
 }
-"""Groups of times that have bars; of steps and of attention."""
+"""Groups of steps that have bars."""
+
+
+ATTENTION: Final = ("ring-flash-attn", "yunchang")
+"""Kinds of rows that are attention alone."""
 
 
 def scores(some: Sequence[Compared], by: Callable[[Compared], str]) -> dict[str, Score]:
@@ -244,8 +250,10 @@ def scores(some: Sequence[Compared], by: Callable[[Compared], str]) -> dict[str,
 def bars(found: Ledger) -> dict[str, Score]:
     """Errors of the groups that have bars, of all times, and of memory."""
     times = found.of("time")
-    groups = {name: [one for one in times if belongs(one)] for name, belongs in BARS.items()}
-    groups |= {"all times": times, "context parallelism": [one for one in times if one.row.cp > 1]}
+    whole = [one for one in times if one.row.kind not in ATTENTION]
+    groups = {name: [one for one in whole if belongs(one.row)] for name, belongs in BARS.items()}
+    groups |= {"steps with context parallelism": [one for one in whole if one.row.cp > 1]}
+    groups |= {"attention alone": [one for one in times if one.row.kind in ATTENTION], "all times": times}
     groups["memory"] = found.of("memory")
     return {name: score(some) for name, some in groups.items() if some}
 
@@ -289,7 +297,9 @@ def table(found: Ledger) -> str:
 
 
 def _named(row: Row) -> dict[str, object]:
-    return {"row": row.key} | {name: getattr(row, name) for name in ("name", "gpu", "gpus", "cp", "framework", "precision")}
+    return {"row": row.key} | {
+        name: getattr(row, name) for name in ("name", "gpu", "gpus", "cp", "framework", "precision")
+    }
 
 
 def errors_of(text: str) -> dict[tuple[str, str], float]:

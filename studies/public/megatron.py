@@ -19,6 +19,7 @@ from functools import cache
 from typing import Final
 
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
+from cpsim.prediction.step.precision import FP8
 from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm
 from cpsim.prediction.step.program import LayerCode, Node
 
@@ -103,9 +104,9 @@ def gpt_oss(*, again: bool) -> Framework:
 SUMS_IN_BF16: Final = replace(
     MEGATRON,
     source="NeMo as MLPerf's submissions run it",
-    held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16),
+    held=lambda sharding: replace(MEGATRON.held(sharding), weight=FP8, gradient=BF16),
 )
-"""Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32)."""
+"""Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32), and weights held and gathered in FP8 (FP8_PARAMS)."""
 
 
 def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:

@@ -49,7 +49,8 @@ def identity(row: Row) -> str:
     """Equal for rows whose predictions are."""
     code = row.code.source if row.code else ""
     memory = repr(replace(row.peak, nbytes=0.0)) if row.peak else ""
-    return json.dumps([dict(row.fields or {}), code, id(row.code), memory, row.time_s is None], default=str)
+    known = dict(row.fields) if row.fields is not None else row.why
+    return json.dumps([known, code, id(row.code), memory, row.time_s is None], default=str)
 
 
 def predict_rows(

@@ -226,8 +226,6 @@ class Framework:
             raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
         if parallel.tp_overlap and self.compiles is not None and not compiled:
             raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
-        if parallel.tp_overlap and self.lora:
-            raise InfeasibleError("tp_overlap: steps with adapters are predicted without; leave it out")
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
 

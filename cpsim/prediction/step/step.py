@@ -180,7 +180,8 @@ class StepModel:
         beside = learns if self.framework.lora else 0
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
-        copies = 2 * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
+        layouts = 2 - (held.weight == FP8)  # weights in FP8 are one of them
+        copies = layouts * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
         stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
         chunks = {
             chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
@@ -236,7 +237,7 @@ class StepModel:
                     (
                         *self._notes(self.most_tokens(batch)),
                         *((note(self.cluster),) if self.offload else ()),
-                        *((FP8_NOTE,) if self.recipe else ()),
+                        *((FP8_NOTE,) if self.recipe or self.held.weight == FP8 else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )

@@ -10,7 +10,13 @@ from studies.public.row import Line, Peak, Reader, Row, left_out, number
 
 CLUSTERS: Final = {"A100": "p4de", "H100": "dgx-h100", "GB200": "dgx-b200"}
 """Whose memory does not matter here: the tests fill a hundredth of it."""
-STRATEGIES: Final = {"": "zigzag_ring", "p2p": "zigzag_ring", "a2a": "ulysses", "all_gather": "allgather", "a2a+p2p": "usp"}
+STRATEGIES: Final = {
+    "": "zigzag_ring",
+    "p2p": "zigzag_ring",
+    "a2a": "ulysses",
+    "all_gather": "allgather",
+    "a2a+p2p": "usp",
+}
 """By ``cp_comm_type``; nothing said is p2p."""
 CUBLAS: Final = 8 * 4096 * 1024
 """CUBLAS_WORKSPACE_CONFIG=:4096:8 of the tests of experts (model_config.yaml)."""

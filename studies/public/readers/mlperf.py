@@ -107,7 +107,7 @@ def _fields(line: Line, row: Row, model: str, lora: bool, cluster: str) -> dict[
         "strategy": strategy_of(line, lora),
         "kernel": "cudnn",
         "protocol": "streamed",
-        "precision": {"fp8": recipe} if row.precision == "fp8" else "bf16",
+        "precision": {"fp8": recipe, **({"attention": "fp8"} if in_fp8(line) else {})},
         **({"trainable": ADAPTERS} if lora else {}),
         "parallel": {
             "tp": tp,

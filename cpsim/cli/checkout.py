@@ -8,7 +8,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import cpsim
 from cpsim.errors import CpsimError
 
 
@@ -18,7 +17,7 @@ def studies() -> Callable[..., Any]:
     Raises:
         CpsimError: there is no checkout here.
     """
-    here, package = Path.cwd(), Path(cpsim.__file__).parent.parent
+    here, package = Path.cwd(), Path(__file__).parents[2]
     for folder in (package, here, *here.parents):
         if (folder / "studies" / "public").is_dir() and (folder / "cpsim").is_dir():
             if str(folder) not in sys.path:

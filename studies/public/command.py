@@ -6,17 +6,29 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
+from typing import Final
 
 from rich.console import RenderableType
 
 from cpsim.errors import check_name
 from cpsim.runtime.processes import Progress
-from studies.public.ledger import LEDGER, Change, Ledger, changed, ledger, table
+from studies.public.ledger import GROUPS, LEDGER, QUANTITIES, Change, Ledger, bars, changed, ledger, scores, table
 from studies.public.readers import READERS
-from studies.public.report import ledger_html, ledger_record, ledger_view
+from studies.public.report import (
+    BAR,
+    HEAD,
+    ledger_html,
+    ledger_record,
+    ledger_view,
+    refused_lines,
+    score_cells,
+)
 from studies.public.row import FOLDER
 
-OPEN: str = "What is not understood"
+README: Final = FOLDER / "README.md"
+BEGIN, END = "<!-- errors -->\n", "<!-- end of errors -->"
+OPEN: Final = "What is not understood"
 """Section of README.md that the page repeats."""
 
 
@@ -60,13 +72,35 @@ def run(
     answer = Answer(found, changed(found, before) if before else None)
     if update:
         LEDGER.write_text(table(found), encoding="utf-8")
+        README.write_text(with_errors(README.read_text(encoding="utf-8"), found), encoding="utf-8")
     return answer
 
 
 def open_questions() -> list[str]:
     """Paragraphs of the README that say what is not understood."""
-    text = FOLDER.joinpath("README.md").read_text(encoding="utf-8")
+    text = README.read_text(encoding="utf-8")
     if f"## {OPEN}" not in text:
         return []
     section = text.split(f"## {OPEN}", 1)[1].split("\n## ", 1)[0]
     return [" ".join(part.split()).replace("`", "") for part in section.split("\n\n") if part.strip()]
+
+
+def with_errors(text: str, found: Ledger) -> str:
+    """A page with the table of errors between its marks."""
+    head = ("", *HEAD, "said before")
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join('---' for _ in head)} |"]
+    for quantity in QUANTITIES:
+        some = found.of(quantity)
+        for name, one in scores(some, GROUPS["kind"]).items():
+            said = [c.error_said for c in some if c.row.group == name and c.error_said is not None]
+            before = f"{100 * mean(map(abs, said)):.1f} %" if said else ""
+            lines.append(f"| {' | '.join((f'{name}, {quantity}', *score_cells(one), before))} |")
+    for name, one in bars(found).items():
+        aim = f" (aim: {100 * BAR[name]:.0f} %)" if name in BAR else ""
+        lines.append(f"| {' | '.join((f'**{name}**{aim}', *score_cells(one), ''))} |")
+    left = "\n".join(f"- {line}" for line in refused_lines(found))
+    before, rest = text.split(BEGIN, 1)
+    return (
+        "\n".join([before + BEGIN + "\n".join(lines), "", "Without a prediction:", "", left, END])
+        + rest.split(END, 1)[1]
+    )

@@ -19,6 +19,7 @@ from studies.public.row import FOLDER, SAID, Row
 LEDGER: Final = FOLDER / "ledger.csv"
 """Errors of all rows as they were when this file was made; ``cpsim reproduce public --update`` makes it again."""
 Quantity = Literal["time", "memory"]
+QUANTITIES: Final[tuple[Quantity, ...]] = ("time", "memory")
 NUMBERED: Final = (*(f"-{number}" for number in range(2, 8)), "-moe", "-lora", "-interleaved")
 EARLIER: Final = tuple(f"predicted{part}.jsonl" for part in ("", *NUMBERED))
 """Files of the first predictions; later ones stand for earlier ones, and files that are not named here for all."""
@@ -173,7 +174,7 @@ def site_floors(asked: Iterable[Row]) -> dict[str, float]:
     for row in asked:
         if row.edition and row.time_s and row.fields:
             alike.setdefault(f"{row.kind} {row.edition} {identity(row)}", []).append(row)
-    found = {}
+    found = dict[str, float]()
     for some in alike.values():
         if len(some) > 1:
             times = [row.time_s for row in some if row.time_s]
@@ -324,7 +325,7 @@ class Change:
 def changed(found: Ledger, text: str) -> Change | None:
     """Errors beside those of a committed table; None where they have no row in common."""
     before = errors_of(text)
-    now = {(one.row.key, one.quantity): one.error for one in found.compared}
+    now: dict[tuple[str, str], float] = {(one.row.key, one.quantity): one.error for one in found.compared}
     both = before.keys() & now.keys()
     if not both:
         return None

@@ -14,14 +14,16 @@ scripts/performance/configs/qwen3 (moe_flex_dispatcher_backend, grad_reduce_in_f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Final
 
-from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
-from cpsim.prediction.step.precision import FP8
+from cpsim.prediction.step.frameworks import MEGATRON, Sizes
 from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.precision import FP8
 from cpsim.prediction.step.program import LayerCode, Node
+from studies.public.row import Code
 
 FORWARD: Final = 4 + 10 + 8 + 6
 """Bytes of every element of results: a product in fp32, its sum with them, all put together, and the cast back."""
@@ -94,19 +96,40 @@ BRIDGE: Final = replace(
 )
 
 
-@cache
-def gpt_oss(*, again: bool) -> Framework:
-    """The framework of GPT-OSS, with or without what is computed again."""
-    kept = {"none": lambda s, compiled: biased(s, compiled).kept - AGAIN} if again else {}
-    return replace(BRIDGE, layer=biased, kept=kept)
+def _kept(s: Sizes, compiled: bool) -> frozenset[str]:
+    return biased(s, compiled).kept - AGAIN
 
 
+GPT_OSS: Final = replace(BRIDGE, layer=biased)
+GPT_OSS_AGAIN: Final = replace(GPT_OSS, kept={"none": _kept})
+"""With what is computed again."""
+
+
+def low_activations(layer: Callable[[Sizes, bool], LayerCode], s: Sizes, compiled: bool) -> LayerCode:
+    """A layer whose SwiGLU keeps its input in FP8, cast by itself (activation_func_fp8_input_store)."""
+    code, elements = layer(s, compiled), s.wide("gate_up") // BF16
+    cast = Node(ElementwisePass("copy", (BF16 + FP8) * elements), ("gate up",), {"gate up low": FP8 * elements})
+    at = next(i for i, node in enumerate(code.forward) if "swiglu" in node.makes)
+    backward = tuple(
+        replace(node, reads=tuple("gate up low" if name == "gate up" else name for name in node.reads))
+        for node in code.backward
+    )
+    return LayerCode(
+        forward=(*code.forward[:at], cast, *code.forward[at:]),
+        backward=backward,
+        kept=code.kept - {"gate up"} | {"gate up low"},
+    )
+
+
+LOW_ACTIVATIONS: Final = Code(
+    "NeMo's adapters with SwiGLU's input kept in FP8", lambda f: replace(f, layer=partial(low_activations, f.layer))
+)
 SUMS_IN_BF16: Final = replace(
     MEGATRON,
     source="NeMo as MLPerf's submissions run it",
     held=lambda sharding: replace(MEGATRON.held(sharding), weight=FP8, gradient=BF16),
 )
-"""Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32), and weights held and gathered in FP8 (FP8_PARAMS)."""
+"""Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32), weights held and gathered in FP8 (FP8_PARAMS)."""
 
 
 def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:

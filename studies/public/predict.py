@@ -14,14 +14,13 @@ from cpsim.models.profile import load_profile
 from cpsim.models.standin import from_data_sheet
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import prediction_of, step_prediction
-from cpsim.prediction.step.frameworks import Framework
 from cpsim.prediction.step.memory import workspaces
 from cpsim.prediction.step.step import Batch, StepModel, deal
 from cpsim.prediction.steps import StepCase
 from cpsim.runtime.processes import Progress, mapped
 from studies.public.allocator import reserved_bytes
 from studies.public.readers import rows, rows_of
-from studies.public.row import Refusal, Row
+from studies.public.row import Code, Refusal, Row
 
 CHUNK = 6
 """Rows that a process takes at a time."""
@@ -112,7 +111,7 @@ def _of_step(row: Row, scenario: Scenario) -> Predicted:
         time_s_low=answer.time_s_low,
         time_s_high=answer.time_s_high,
         memory_bytes=answer.peak_memory_bytes,
-        reserved_bytes=reserved(scenario, framework=row.code) if wanted else None,
+        reserved_bytes=reserved(scenario, code=row.code) if wanted else None,
     )
 
 
@@ -128,23 +127,24 @@ def case_of(scenario: Scenario) -> Case:
     return replace(case, profile=replace(case.profile, layers=sheet.layers, sigma=sigma))
 
 
-def step_model(case: Case, code: Framework | None = None) -> tuple[StepModel, Batch]:
+def step_model(case: Case, code: Code | None = None) -> tuple[StepModel, Batch]:
     """The step of a case, and its microbatches; ``code``: whose it is, where the scenario does not say."""
     steps = StepCase(case.scenario, case.cluster, case.profile)
     parallel = steps.parallel()
     model = steps.model(parallel, str(case.scenario.strategy), case.scenario.knobs)
-    return replace(model, framework=code or model.framework), deal(steps.sequences(parallel), parallel)
+    framework = code.of(model.framework) if code else model.framework
+    return replace(model, framework=framework), deal(steps.sequences(parallel), parallel)
 
 
-def reserved(scenario: Scenario, *, expandable: bool = True, framework: Framework | None = None) -> int:
+def reserved(scenario: Scenario, *, expandable: bool = True, code: Code | None = None) -> int:
     """Bytes that the allocator reserves for a step of FSDP2 without pipelines.
 
     Args:
         scenario: of the step.
         expandable: whether segments of memory are.
-        framework: whose code runs it, where the scenario does not say.
+        code: whose runs it, where the scenario does not say.
     """
-    model, batch = step_model(case_of(scenario), framework)
+    model, batch = step_model(case_of(scenario), code)
     cut, shape = model.parallel, model.model
     program = model.program(sum(batch[0][0]) // cut.cp)
     q, kv = (heads * shape.head_dim // cut.tp for heads in (shape.heads, shape.kv_heads))
@@ -163,7 +163,8 @@ def reserved(scenario: Scenario, *, expandable: bool = True, framework: Framewor
 def stage_bytes(row: Row) -> int:
     """Peak memory of a row's pipeline stage, or of the fullest; tied embeddings are there once."""
     scenario, peak = row.scenario, row.peak
-    assert scenario is not None and peak is not None
+    assert scenario is not None
+    assert peak is not None
     model, batch = step_model(case_of(scenario), row.code)
     stages = model.memory(batch, [model.attention.of(replica) for replica in batch])
     found = max(one.total for one in stages) if peak.stage is None else stages[peak.stage].total

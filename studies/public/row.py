@@ -35,6 +35,14 @@ class Peak:
     """Whether both embeddings are one tensor, on one stage, which no scenario says."""
 
 
+@dataclass(frozen=True, slots=True)
+class Code:
+    """Whose code runs a step, where no scenario can say it: what differs from a scenario's framework."""
+
+    source: str
+    of: Callable[[Framework], Framework]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One published run."""
@@ -57,8 +65,7 @@ class Row:
     why: str = ""
     """Why there is none."""
     refusal: Refusal = "cannot"
-    code: Framework | None = None
-    """Whose code runs a step, where no scenario can say it."""
+    code: Code | None = None
     time_s: float | None = None
     """Published seconds of a step or call."""
     peak: Peak | None = None
@@ -89,6 +96,11 @@ class Row:
     def group(self) -> str:
         """Kind, and whether there are experts."""
         return f"{self.kind}, experts" if self.routed else self.kind
+
+
+def instead(framework: Framework) -> Code:
+    """Another framework."""
+    return Code(framework.source, lambda _: framework)
 
 
 def left_out(why: str, refusal: Refusal = "cannot") -> dict[str, Any]:

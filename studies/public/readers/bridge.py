@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from cpsim.prediction.step.frameworks import Framework
-from studies.public.megatron import BRIDGE, gpt_oss
+from studies.public.megatron import BRIDGE, GPT_OSS, GPT_OSS_AGAIN
 from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
-from studies.public.row import CLUSTERS, Line, Reader, Row, left_out, number
+from studies.public.row import CLUSTERS, Code, Line, Reader, Row, instead, left_out, number
 
 DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": LLAMA_405B}
 ROUTED: Final = {"GPT OSS 120B": GPT_OSS_120B, "Qwen3_235B_a22B": QWEN3_235B}
@@ -135,12 +134,18 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
     }
 
 
-def _code(line: Line) -> Framework | None:
+CODE: Final = {
+    ("GPT OSS 120B", True): instead(GPT_OSS_AGAIN),
+    ("GPT OSS 120B", False): instead(GPT_OSS),
+    ("Qwen3_235B_a22B", True): instead(BRIDGE),
+    ("Qwen3_235B_a22B", False): instead(BRIDGE),
+}
+"""By model, and whether something is computed again, as on all GPUs but B300 and GB300."""
+
+
+def _code(line: Line) -> Code | None:
     """Whose code runs a line, where its scenario does not say."""
-    if line["precision"] != "BF16":
-        return None
-    known = {"GPT OSS 120B": gpt_oss(again="300" not in line["system"]), "Qwen3_235B_a22B": BRIDGE}
-    return known.get(line["model"])
+    return CODE.get((line["model"], "300" not in line["system"])) if line["precision"] == "BF16" else None
 
 
 READER: Final = Reader(

@@ -14,15 +14,16 @@ import re
 from dataclasses import replace
 from typing import Any, Final
 
-from studies.public.megatron import SUMS_IN_BF16
+from studies.public.megatron import LOW_ACTIVATIONS, SUMS_IN_BF16
 from studies.public.readers.models import LLAMA2_70B, LLAMA_405B
-from studies.public.row import CLUSTERS, GIB, Line, Peak, Reader, Row, left_out, number
+from studies.public.row import CLUSTERS, GIB, Code, Line, Peak, Reader, Row, instead, left_out, number
 
 MODELS: Final = {"llama2-70b": LLAMA2_70B, "llama3.1-405b": LLAMA_405B, "llama3.1-8b": "llama3-8b"}
 NODES: Final = {"H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200"}
 RACKS: Final = ("GB200", "GB300")
 GPU: Final = re.compile(r"GB300|GB200|B300|B200|H200|H100|A100")
 ADAPTERS: Final = {"lora": 16, "dropout": 0.1, "modules": ["qkv", "proj"]}
+PRETRAINED: Final = instead(SUMS_IN_BF16)
 RING: Final = ("", "see config", "Megatron-Core default p2p", "p2p")
 """Words of rows that say nothing of context parallelism beyond their degree, or that it is a ring."""
 
@@ -40,7 +41,7 @@ def mlperf(line: Line) -> Row:
         framework="mlperf",
         precision=precision,
         cp=number(line["cp"]),
-        code=SUMS_IN_BF16 if not lora else None,
+        code=_code(line, gpu, lora),
         time_s=float(line["step_s_median"] or line["step_s_from_throughput"]),
         peak=Peak(nbytes=float(peak) * GIB) if peak else None,
         ambiguous=(*(("max_memory_usage: whether GB or GiB, given out or reserved",) if peak else ()),),
@@ -56,6 +57,14 @@ def mlperf(line: Line) -> Row:
     if precision == "nvfp4":
         return replace(row, **left_out("products in fp4", "not measured"))
     return replace(row, fields=_fields(line, row, model, lora, cluster), assumed=_assumed(line, lora))
+
+
+def _code(line: Line, gpu: str, lora: bool) -> Code | None:
+    """What no field says: FP8_ACTIVATION of one node of H200 in 4.x, FP8_ACT without context parallelism in 5.0."""
+    if not lora:
+        return PRETRAINED
+    low = gpu == "H200" and number(line["nodes"]) == 1 if line["round"] < "v5" else number(line["cp"]) == 1
+    return LOW_ACTIVATIONS if low and line["round"] < "v5.1" else None
 
 
 def cluster_of(gpu: str, gpus: int) -> str | None:

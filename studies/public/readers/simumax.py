@@ -13,8 +13,9 @@ from typing import Any, Final
 
 from studies.public.megatron import FUSED_LOSS
 from studies.public.readers.models import LLAMA_405B
-from studies.public.row import GIB, Line, Peak, Reader, Row, left_out, number
+from studies.public.row import GIB, Line, Peak, Reader, Row, instead, left_out, number
 
+FUSED: Final = instead(FUSED_LOSS)
 LLAMA_70B: Final = {**LLAMA_405B, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672}
 MODELS: Final = {"llama3-70b": LLAMA_70B, "llama3-405b": {**LLAMA_405B, "kv_heads": 16}}
 STRATEGIES: Final = {"": "zigzag_ring", "p2p": "zigzag_ring", "a2a": "ulysses", "all_gather": "allgather"}
@@ -30,7 +31,7 @@ def simumax(line: Line) -> Row:
         precision=line["precision"].lower(),
         cp=number(line["cp"]),
         routed=number(line["ep"]) > 1 or line["model"] not in MODELS,
-        code=FUSED_LOSS if "cef" in line["case"] else None,
+        code=FUSED if "cef" in line["case"] else None,
         time_s=float(line["real_ms"]) / 1e3,
         peak=Peak(nbytes=float(line["real_alloc_gib"]) * GIB) if line["real_alloc_gib"] else None,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from cpsim.prediction.step.frameworks import TORCHTITAN, chunked, torch_held, torch_last
-from studies.public.row import CLUSTERS, GIB, Line, Peak, Reader, Row, left_out
+from studies.public.row import CLUSTERS, GIB, Line, Peak, Reader, Row, instead, left_out
 
 LLAMA: Final = {
     "llama3.1-8b": "llama3-8b",
@@ -21,6 +21,7 @@ TORCHTITAN_2025: Final = replace(
     held=lambda sharding: replace(torch_held(sharding), clipped=True),
     lists=False,
 )
+LATER: Final = instead(TORCHTITAN_2025)
 RECOMPUTE: Final = {"selective": "per_op", "config default": "per_op", "per-op SAC": "per_op", "full": "full"}
 """Selective is by op in torchtitan's llama3_8b.toml (9dec370)."""
 SYSTEMS: Final = {
@@ -41,7 +42,7 @@ def torchtitan(line: Line) -> Row:
         framework="torchtitan",
         precision=line["precision"].split()[0].replace("float8", "fp8"),
         cp=int(line["cp"] or 1),
-        code=None if "2024-12" in line["framework"] else TORCHTITAN_2025,
+        code=None if "2024-12" in line["framework"] else LATER,
         time_s=float(line["step_s_derived"]),
         peak=Peak(nbytes=float(line["memory_gib"]) * GIB, reserved=True) if line["memory_gib"] else None,
         # train.py of 9dec370 logs max_reserved_gib

@@ -258,13 +258,13 @@ class Scenario(BaseModel):
     @field_validator("precision", mode="before")
     @classmethod
     def _read_precision(cls, value: object) -> object:
-        if value in (None, "bf16", "fp8"):
+        if value in (None, "bf16", "fp8", "nvfp4"):
             return value
         known = isinstance(value, Mapping) and {"fp8"} <= set(value) <= {"fp8", "attention"}
         if not known or value["fp8"] not in get_args(Fp8) or value.get("attention", "fp8") != "fp8":  # type: ignore[index,attr-defined]
             recipes = ", ".join(get_args(Fp8))
             raise ValueError(
-                f"expected bf16, fp8 or {{fp8: recipe}} with one of {recipes}, and attention: fp8 beside it where "
+                f"expected bf16, fp8, nvfp4 or {{fp8: recipe}} with one of {recipes}, and attention: fp8 beside it where "
                 f"attention is in FP8, too, got {shown(value)}"
             )
         return value

@@ -185,7 +185,8 @@ class Framework:
             return None
         if not self.recipes:
             raise InfeasibleError(f"precision: {self.name} is predicted in bf16 only")
-        name = next(iter(self.recipes)) if isinstance(precision, str) else precision["fp8"]
+        first = "nvfp4" if precision == "nvfp4" else next(iter(self.recipes))
+        name = first if isinstance(precision, str) else precision["fp8"]
         if name not in self.recipes:
             raise InfeasibleError(f"precision: {self.name} has fp8 {', '.join(self.recipes)}, got {name}")
         if self.compiles is not None and not compiled:

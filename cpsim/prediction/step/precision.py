@@ -102,8 +102,21 @@ CURRENT: Final = replace(DELAYED, name="current", largest=2, after_norm=None, we
 """Transformer Engine's: the largest magnitude first."""
 MXFP8: Final = replace(DELAYED, name="mxfp8", kernel="mxfp8", kernel_back="mxfp8", after_norm=0)
 """Transformer Engine's: a scale for 32 elements."""
+NVFP4: Final = replace(
+    MXFP8,
+    name="nvfp4",
+    kernel="nvfp4",
+    kernel_back="nvfp4",
+    largest=2,
+    cast=3,
+    after_norm=None,
+    gradient=3,
+    weight_step=5,
+)
+"""Transformer Engine's: a scale for 16 elements and one for the tensor, whose largest magnitude comes first. What is
+kept and gathered counts as in FP8."""
 TORCH_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (TENSORWISE, ROWWISE)}
-ENGINE_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (DELAYED, CURRENT, MXFP8)}
+ENGINE_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (DELAYED, CURRENT, MXFP8, NVFP4)}
 
 
 def check_gpu(recipe: Recipe, gpu: str) -> None:
@@ -115,8 +128,10 @@ def check_gpu(recipe: Recipe, gpu: str) -> None:
     name = gpu.lower()
     if name.startswith(OLDER):
         raise InfeasibleError(f"precision: {gpu} cannot multiply FP8; use bf16")
-    if recipe.kernel == "mxfp8" and not name.startswith(BLACKWELL):
-        raise InfeasibleError(f"precision: {gpu} cannot multiply mxfp8, Blackwell can; use delayed or current")
+    if recipe.kernel in ("mxfp8", "nvfp4") and not name.startswith(BLACKWELL):
+        raise InfeasibleError(
+            f"precision: {gpu} cannot multiply {recipe.kernel}, Blackwell can; use delayed or current"
+        )
 
 
 def in_fp8(code: LayerCode, tp: int, recipe: Recipe) -> LayerCode:

@@ -10,6 +10,7 @@ from studies.public.megatron import BRIDGE, GPT_OSS, GPT_OSS_AGAIN
 from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
 from studies.public.row import CLUSTERS, Code, Line, Reader, Row, instead, left_out, number
 
+PRECISIONS: Final = {"bf16": "bf16", "fp8": {"fp8": "current"}, "mxfp8": {"fp8": "mxfp8"}, "nvfp4": "nvfp4"}
 DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": LLAMA_405B}
 ROUTED: Final = {"GPT OSS 120B": GPT_OSS_120B, "Qwen3_235B_a22B": QWEN3_235B}
 SYSTEMS: Final = {
@@ -56,8 +57,6 @@ def _fields(line: Line, row: Row) -> dict[str, Any] | str:
         return _routed(line, row, ROUTED[line["model"]])
     if line["model"] not in DENSE:
         return "latent attention" if row.precision == "bf16" else "mixture of experts in fp8 or fp4"
-    if row.precision == "nvfp4":
-        return "fp4"
     if line["task"] == "LoRA":
         return "adapters in fp8"
     if number(line["pp"]) > 1:
@@ -119,7 +118,7 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
         **own,
         "model": DENSE[line["model"]],
         **({} if "documents" not in own else {"context": seq * each}),
-        "precision": {"fp8": "mxfp8" if row.precision == "mxfp8" else "current"} if row.precision != "bf16" else "bf16",
+        "precision": PRECISIONS[row.precision],
         "parallel": {
             "tp": tp,
             "pp": pp,
@@ -128,7 +127,7 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
             **({} if "documents" in own else {"batch": each}),
             "microbatches": sequences // (row.gpus // (tp * pp * row.cp)) // each,
             "recompute": "none",
-            **({"tp_overlap": True} if tp > 1 and piped else {}),
+            **({"tp_overlap": True} if tp > 1 and piped and row.precision != "nvfp4" else {}),
             **({"embedding_as_layer": True, "loss_as_layer": True} if large else {}),
         },
     }

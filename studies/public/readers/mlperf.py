@@ -19,9 +19,9 @@ from studies.public.readers.models import LLAMA2_70B, LLAMA_405B
 from studies.public.row import CLUSTERS, GIB, Code, Line, Peak, Reader, Row, instead, left_out, number
 
 MODELS: Final = {"llama2-70b": LLAMA2_70B, "llama3.1-405b": LLAMA_405B, "llama3.1-8b": "llama3-8b"}
-NODES: Final = {"H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200"}
+NODES: Final = {"H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200", "B300": str(CLUSTERS / "b300.json")}
 RACKS: Final = ("GB200", "GB300")
-GPU: Final = re.compile(r"GB300|GB200|B300|B200|H200|H100|A100")
+GPU: Final = re.compile(r"\b(GB300|GB200|B300|B200|H200|H100|A100)")
 ADAPTERS: Final = {"lora": 16, "dropout": 0.1, "modules": ["qkv", "proj"]}
 PRETRAINED: Final = instead(SUMS_IN_BF16)
 RING: Final = ("", "see config", "Megatron-Core default p2p", "p2p")
@@ -31,7 +31,8 @@ RING: Final = ("", "see config", "Megatron-Core default p2p", "p2p")
 def mlperf(line: Line) -> Row:
     """A row; time is the median step of the logs, or what their throughput says."""
     model, lora = line["model"].split()[0], "LoRA" in line["model"]
-    gpu = (GPU.search(line["gpu"]) or GPU.search(line["system"]) or [line["gpu"]])[0]
+    named = GPU.search(line["gpu"])
+    gpu = named[0] if named else line["gpu"] or "unknown GPU"
     precision = "nvfp4" if line["precision"].startswith("NVFP4") else line["precision"].split()[0].lower()
     peak = line.get("max_mem_gb")
     row = Row(
@@ -53,9 +54,7 @@ def mlperf(line: Line) -> Row:
         return replace(row, **left_out("its configuration is not complete"))
     cluster = cluster_of(gpu, row.gpus)
     if cluster is None:
-        return replace(row, **left_out(f"{row.gpus} {gpu} in nodes of {line['nodes']}", "not measured"))
-    if precision == "nvfp4":
-        return replace(row, **left_out("products in fp4", "not measured"))
+        return replace(row, **left_out(f"{row.gpus} {gpu}", "not measured"))
     return replace(row, fields=_fields(line, row, model, lora, cluster), assumed=_assumed(line, lora))
 
 
@@ -78,9 +77,10 @@ def cluster_of(gpu: str, gpus: int) -> str | None:
 
 
 def in_fp8(line: Line) -> bool:
-    """Whether attention is in FP8: adapters' in 4.0 and 5.x, in 4.1 of one node without context parallelism."""
+    """Whether attention is in FP8: adapters' in 4.0 and 5.x, and in 4.1 without context parallelism; Llama 3.1 8B's
+    beside NVFP4."""
     if "LoRA" not in line["model"]:
-        return False
+        return line["precision"].startswith("NVFP4") and "8b" in line["model"]  # config_common_fp8attn.sh
     return number(line["cp"]) == 1 if line["round"] == "v4.1" else True
 
 
@@ -116,7 +116,10 @@ def _fields(line: Line, row: Row, model: str, lora: bool, cluster: str) -> dict[
         "strategy": strategy_of(line, lora),
         "kernel": "cudnn",
         "protocol": "streamed",
-        "precision": {"fp8": recipe, **({"attention": "fp8"} if in_fp8(line) else {})},
+        "precision": {
+            "fp8": "nvfp4" if row.precision == "nvfp4" else recipe,
+            **({"attention": "fp8"} if in_fp8(line) else {}),
+        },
         **({"trainable": ADAPTERS} if lora else {}),
         "parallel": {
             "tp": tp,
@@ -126,7 +129,7 @@ def _fields(line: Line, row: Row, model: str, lora: bool, cluster: str) -> dict[
             "batch": batch,
             "microbatches": sequences // (row.gpus // (tp * pp * row.cp)) // batch,
             "recompute": "none",
-            **({"tp_overlap": True} if tp > 1 else {}),
+            **({"tp_overlap": True} if tp > 1 and row.precision != "nvfp4" else {}),
             **({"embedding_as_layer": True, "loss_as_layer": True} if large and pp > 1 else {}),
         },
     }

@@ -264,8 +264,8 @@ class Scenario(BaseModel):
         if not known or value["fp8"] not in get_args(Fp8) or value.get("attention", "fp8") != "fp8":  # type: ignore[index,attr-defined]
             recipes = ", ".join(get_args(Fp8))
             raise ValueError(
-                f"expected bf16, fp8, nvfp4 or {{fp8: recipe}} with one of {recipes}, and attention: fp8 beside it where "
-                f"attention is in FP8, too, got {shown(value)}"
+                f"expected bf16, fp8, nvfp4 or {{fp8: recipe}} with one of {recipes}, and attention: fp8 beside it "
+                f"where attention is in FP8, too, got {shown(value)}"
             )
         return value
 

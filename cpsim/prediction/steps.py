@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
@@ -130,7 +129,7 @@ class StepCase:
         compiled = their.compiled(scenario.compile)
         parallel.check(model, self.cluster)
         their.check(parallel, model, compiled)
-        recipe = self._recipe(their, model, compiled)
+        recipe = self._recipe(their, compiled)
         if scenario.offload:
             check_offload(their, parallel)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
@@ -170,7 +169,7 @@ class StepCase:
             _memory=self._memory.setdefault(parallel, {}),
         )
 
-    def _recipe(self, their: Framework, model: Model, compiled: bool) -> Recipe | None:
+    def _recipe(self, their: Framework, compiled: bool) -> Recipe | None:
         """How linear layers compute in FP8, if the scenario asks for it.
 
         Raises:
@@ -180,8 +179,6 @@ class StepCase:
         if recipe is None:
             return None
         check_gpu(recipe, self.cluster.gpu.name)
-        if model.experts:
-            raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
         if self.scenario.offload:
             raise InfeasibleError("precision: steps with offload are predicted in bf16; leave it out")
         return None if their.lora else recipe  # frozen layers have theirs

@@ -518,7 +518,10 @@ class StepModel:
 
     def _linear_parameters(self) -> int:
         """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
-        return (self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden) * self._most_layers
+        model, tp = self.model, self.parallel.tp
+        others = (2 + model.experts) * model.hidden + model.expert_parameters(tp)
+        own = model.expert_parameters(tp) // self.parallel.ep
+        return (model.layer_parameters(tp) - others + own) * self._most_layers
 
     def _casts_of_step(self) -> list[ElementwisePass]:
         """What an update of the weights brings about in FP8: their cast, or the scales of the next ones."""

@@ -10,9 +10,23 @@ from studies.public.megatron import BRIDGE, GPT_OSS, GPT_OSS_AGAIN
 from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
 from studies.public.row import CLUSTERS, Code, Line, Reader, Row, instead, left_out, number
 
+ADAPTERS: Final = {"lora": 16, "modules": ["qkv"]}
+"""llama3_llm_finetune.py of the performance scripts."""
 PRECISIONS: Final = {"bf16": "bf16", "fp8": {"fp8": "current"}, "mxfp8": {"fp8": "mxfp8"}, "nvfp4": "nvfp4"}
+OTHERS: Final = {
+    "deepseekv3": "latent attention",
+    "deepseekv4": "latent attention",
+    "kimi": "latent attention",
+    "nemotron": "state-space layers",
+    "qwen3": "tokens that are dropped",
+}
+"""What no scenario says, by the beginning of a model's name."""
 DENSE: Final = {"LLAMA3_8B": "llama3-8b", "LLAMA3_70B": "llama3-70b", "LLAMA3.1_405B": LLAMA_405B}
-ROUTED: Final = {"GPT OSS 120B": GPT_OSS_120B, "Qwen3_235B_a22B": QWEN3_235B}
+ROUTED: Final[Mapping[str, Any]] = {
+    "GPT OSS 120B": GPT_OSS_120B,
+    "Qwen3_235B_a22B": QWEN3_235B,
+    "Qwen3_30B_a3B": "qwen3-30b-a3b",
+}
 SYSTEMS: Final = {
     "DGX-H100": "dgx-h100",
     "DGX-B200": "dgx-b200",
@@ -53,12 +67,10 @@ def megatron_bridge(line: Line) -> Row:
 
 def _fields(line: Line, row: Row) -> dict[str, Any] | str:
     """Fields of a scenario, or why there is none."""
-    if line["model"] in ROUTED and row.precision == "bf16":
+    if line["model"] in ROUTED:
         return _routed(line, row, ROUTED[line["model"]])
     if line["model"] not in DENSE:
-        return "latent attention" if row.precision == "bf16" else "mixture of experts in fp8 or fp4"
-    if line["task"] == "LoRA":
-        return "adapters in fp8"
+        return OTHERS.get(line["model"].split("_")[0].split()[0].lower(), "another model")
     if number(line["pp"]) > 1:
         return "a pipeline without its interleaving" if line["vp"] == "n/a" else _dense(line, row)
     if number(line["fsdp"], 0) and row.gpu != "H100":
@@ -81,7 +93,7 @@ def _base(line: Line, row: Row) -> dict[str, Any]:
     }
 
 
-def _routed(line: Line, row: Row, model: Mapping[str, Any]) -> dict[str, Any]:
+def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
     """A mixture of experts.
 
     Sequences of the one row of 25.11 on H100 that says 4 of them in a microbatch are one by one: its configuration
@@ -90,18 +102,21 @@ def _routed(line: Line, row: Row, model: Mapping[str, Any]) -> dict[str, Any]:
     (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
     """
     pp, chunks = number(line["pp"]), number(line["vp"])
+    ends = line["model"] == "Qwen3_235B_a22B" and pp > 1
     batch = 1 if row.gpu == "H100" else int(line["mbs"])
     return {
         **_base(line, row),
         "model": model,
+        "precision": PRECISIONS[row.precision],
         "parallel": {
+            "tp": number(line["tp"]),
             "pp": pp,
             "cp": row.cp,
             "ep": int(line["ep"]),
             "virtual_pp": chunks,
             "batch": batch,
-            "microbatches": int(line["gbs"]) // (row.gpus // (pp * row.cp)) // batch,
-            **({"embedding_as_layer": True, "loss_as_layer": True} if pp * chunks > 4 else {}),
+            "microbatches": int(line["gbs"]) // (row.gpus // (number(line["tp"]) * pp * row.cp)) // batch,
+            **({"embedding_as_layer": True, "loss_as_layer": True} if ends else {}),
         },
     }
 
@@ -117,6 +132,7 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
         **_base(line, row),
         **own,
         "model": DENSE[line["model"]],
+        **({"trainable": ADAPTERS} if line["task"] == "LoRA" else {}),
         **({} if "documents" not in own else {"context": seq * each}),
         "precision": PRECISIONS[row.precision],
         "parallel": {
@@ -138,13 +154,15 @@ CODE: Final = {
     ("GPT OSS 120B", False): instead(GPT_OSS),
     ("Qwen3_235B_a22B", True): instead(BRIDGE),
     ("Qwen3_235B_a22B", False): instead(BRIDGE),
+    ("Qwen3_30B_a3B", True): instead(BRIDGE),
+    ("Qwen3_30B_a3B", False): instead(BRIDGE),
 }
 """By model, and whether something is computed again, as on all GPUs but B300 and GB300."""
 
 
 def _code(line: Line) -> Code | None:
     """Whose code runs a line, where its scenario does not say."""
-    return CODE.get((line["model"], "300" not in line["system"])) if line["precision"] == "BF16" else None
+    return CODE.get((line["model"], "300" not in line["system"]))
 
 
 READER: Final = Reader(

@@ -96,6 +96,26 @@ BRIDGE: Final = replace(
 )
 
 
+BRIDGE_DENSE: Final = replace(
+    MEGATRON, source="Megatron-Bridge's Llama", held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16)
+)
+"""Gradients are summed in bf16 (set_llama3_common_configs)."""
+
+
+def fused_experts(code: LayerCode) -> LayerCode:
+    """A layer whose experts are Transformer Engine's fused grouped MLP: kernels of the first product write the
+    activation in FP8, and those of its gradient that of the first product's output."""
+
+    def fused(node: Node) -> Node:
+        inside = ("expert swiglu", "expert swiglu fp8", "dexpert gate up", "dexpert gate up fp8")
+        if isinstance(node.what, ElementwisePass) and node.makes.keys() & set(inside):
+            return replace(node, what=None)
+        return node
+
+    forward, backward = (tuple(map(fused, side)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=code.kept)
+
+
 def _kept(s: Sizes, compiled: bool) -> frozenset[str]:
     return biased(s, compiled).kept - AGAIN
 

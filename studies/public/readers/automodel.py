@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, Final
 
@@ -24,7 +25,7 @@ def nemo_automodel(line: Line) -> Row:
     Steps on several GPUs compile layers and compute them again (examples/llm_benchmark/llama3_3 and qwen, custom_*).
     Their tensor parallelism is asynchronous, which is not said here.
     """
-    model, gpu = line["model"].split(" 2-node")[0], line["system"].removeprefix("DGX-")
+    model, gpu = re.sub(r" \d+-node$", "", line["model"]), line["system"].removeprefix("DGX-")
     tuned = line["task"].startswith("Fine-Tuning")
     row = Row(
         name=f"{line['model']} {line['gpus']} GPUs tp {line['tp']}",

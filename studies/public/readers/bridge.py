@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from studies.public.megatron import BRIDGE, GPT_OSS, GPT_OSS_AGAIN
+from studies.public.megatron import BRIDGE, BRIDGE_DENSE, GPT_OSS, GPT_OSS_AGAIN, fused_experts
 from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
 from studies.public.row import CLUSTERS, Code, Line, Reader, Row, instead, left_out, number
 
@@ -89,6 +89,7 @@ def _base(line: Line, row: Row) -> dict[str, Any]:
         "context": seq,
         "strategy": "zigzag_ring" if row.cp > 1 else "none",
         "kernel": "cudnn",
+        **({"implementation": "transformer-engine"} if row.cp > 1 else {}),
         "protocol": "streamed",
     }
 
@@ -149,20 +150,29 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
     }
 
 
+ONCE, SUMMED = instead(BRIDGE), instead(BRIDGE_DENSE)
+FUSED_EXPERTS: Final = instead(replace(BRIDGE, joins=fused_experts))
 CODE: Final = {
-    ("GPT OSS 120B", True): instead(GPT_OSS_AGAIN),
-    ("GPT OSS 120B", False): instead(GPT_OSS),
-    ("Qwen3_235B_a22B", True): instead(BRIDGE),
-    ("Qwen3_235B_a22B", False): instead(BRIDGE),
-    ("Qwen3_30B_a3B", True): instead(BRIDGE),
-    ("Qwen3_30B_a3B", False): instead(BRIDGE),
+    ("GPT OSS 120B", True, False): instead(GPT_OSS_AGAIN),
+    ("GPT OSS 120B", False, False): instead(GPT_OSS),
+    ("GPT OSS 120B", False, True): instead(replace(GPT_OSS, joins=fused_experts)),
+    **{
+        (model, again, fused): (FUSED_EXPERTS if fused else ONCE)
+        for model in ("Qwen3_235B_a22B", "Qwen3_30B_a3B")
+        for again in (True, False)
+        for fused in (True, False)
+    },
 }
-"""By model, and whether something is computed again, as on all GPUs but B300 and GB300."""
+"""By model, whether something is computed again, as on all GPUs but B300 and GB300, and whether experts are one kernel:
+in MXFP8 from release 26.06 on (NVTE_CUTEDSL_FUSED_GROUPED_MLP, use_transformer_engine_op_fuser)."""
 
 
 def _code(line: Line) -> Code | None:
     """Whose code runs a line, where its scenario does not say."""
-    return CODE.get((line["model"], "300" not in line["system"]))
+    if line["model"] in DENSE:
+        return SUMMED if line["task"] != "LoRA" else None
+    fused = line["release"] >= "26.06" and line["precision"] == "MXFP8"
+    return CODE.get((line["model"], "300" not in line["system"] and not fused, fused))
 
 
 READER: Final = Reader(

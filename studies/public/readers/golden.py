@@ -9,7 +9,14 @@ from studies.public.megatron import TESTED
 from studies.public.row import Line, Peak, Reader, Row, instead, left_out, number
 
 TESTED_CODE: Final = instead(TESTED)
-CLUSTERS: Final = {"A100": "p4de", "H100": "dgx-h100", "GB200": "dgx-b200"}
+CLUSTERS: Final = {
+    "A100": "p4de",
+    "H100": "dgx-h100",
+    "GB200": "dgx-b200",
+    "GB300": "dgx-b200",
+    "B200": "dgx-b200",
+    "H200": "dgx-h200",
+}
 """Whose memory does not matter here: the tests fill a hundredth of it."""
 STRATEGIES: Final = {
     "": "zigzag_ring",

@@ -115,6 +115,7 @@ def _fields(line: Line, row: Row, model: str, lora: bool, cluster: str) -> dict[
         "mask": "causal",
         "strategy": strategy_of(line, lora),
         "kernel": "cudnn",
+        **({"implementation": "transformer-engine"} if row.cp > 1 else {}),
         "protocol": "streamed",
         "precision": {
             "fp8": "nvfp4" if row.precision == "nvfp4" else recipe,

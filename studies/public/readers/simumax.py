@@ -57,6 +57,7 @@ def _fields(line: Line, row: Row) -> dict[str, Any]:
         "mask": "causal",
         "strategy": STRATEGIES[line["cp_comm"]] if row.cp > 1 else "none",
         "kernel": "cudnn",
+        **({"implementation": "transformer-engine"} if row.cp > 1 else {}),
         "protocol": "streamed",
         "parallel": {
             "tp": tp,

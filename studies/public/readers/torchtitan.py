@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 from cpsim.prediction.step.frameworks import TORCHTITAN, chunked, torch_held, torch_last
+from studies.public.readers.models import LLAMA_405B
 from studies.public.row import CLUSTERS, GIB, Line, Peak, Reader, Row, instead, left_out
 
-LLAMA: Final = {
+LLAMA: Final[Mapping[str, Any]] = {
+    "llama3.1-405b": LLAMA_405B,
     "llama3.1-8b": "llama3-8b",
     "llama3-8b": "llama3-8b",
     "llama3.1-70b": "llama3-70b",

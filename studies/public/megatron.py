@@ -102,6 +102,12 @@ BRIDGE_DENSE: Final = replace(
 """Gradients are summed in bf16 (set_llama3_common_configs)."""
 
 
+SHARDED: Final = replace(
+    BRIDGE_DENSE, source="Megatron-Bridge's Llama with Megatron's FSDP", shardings=("none", "zero1", "fsdp")
+)
+"""Weights are gathered layer by layer, as the whole of a step has them (use_megatron_fsdp)."""
+
+
 def fused_experts(code: LayerCode) -> LayerCode:
     """A layer whose experts are Transformer Engine's fused grouped MLP: kernels of the first product write the
     activation in FP8, and those of its gradient that of the first product's output."""

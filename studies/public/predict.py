@@ -14,6 +14,7 @@ from cpsim.models.profile import load_profile
 from cpsim.models.standin import from_data_sheet
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import prediction_of, step_prediction
+from cpsim.prediction.step.frameworks import Framework
 from cpsim.prediction.step.memory import workspaces
 from cpsim.prediction.step.step import Batch, StepModel, deal
 from cpsim.prediction.steps import StepCase
@@ -127,13 +128,25 @@ def case_of(scenario: Scenario) -> Case:
     return replace(case, profile=replace(case.profile, layers=sheet.layers, sigma=sigma))
 
 
+@dataclass(frozen=True, slots=True)
+class TheirCase(StepCase):
+    """The step of a scenario in code that no scenario can say."""
+
+    code: Code | None = None
+
+    @property
+    def framework(self) -> Framework:
+        """Whose code runs it."""
+        found = StepCase.framework.fget(self)  # type: ignore[attr-defined]
+        return self.code.of(found) if self.code else found
+
+
 def step_model(case: Case, code: Code | None = None) -> tuple[StepModel, Batch]:
     """The step of a case, and its microbatches; ``code``: whose it is, where the scenario does not say."""
-    steps = StepCase(case.scenario, case.cluster, case.profile)
+    steps = TheirCase(case.scenario, case.cluster, case.profile, code=code)
     parallel = steps.parallel()
     model = steps.model(parallel, str(case.scenario.strategy), case.scenario.knobs)
-    framework = code.of(model.framework) if code else model.framework
-    return replace(model, framework=framework), deal(steps.sequences(parallel), parallel)
+    return model, deal(steps.sequences(parallel), parallel)
 
 
 def reserved(scenario: Scenario, *, expandable: bool = True, code: Code | None = None) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from studies.public.megatron import BRIDGE, BRIDGE_DENSE, GPT_OSS, GPT_OSS_AGAIN, fused_experts
+from studies.public.megatron import BRIDGE, BRIDGE_DENSE, GPT_OSS, GPT_OSS_AGAIN, SHARDED, fused_experts
 from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
 from studies.public.row import CLUSTERS, Code, Line, Reader, Row, instead, left_out, number
 
@@ -34,6 +34,7 @@ SYSTEMS: Final = {
     "DGX-GB200": str(CLUSTERS / "gb200-64.json"),
     "DGX-GB300": str(CLUSTERS / "gb300-64.json"),
 }
+HIDDEN: Final = "activations on their way to the host's memory and back hide behind layers"
 CURRENT: Final = "FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f)"
 
 
@@ -62,7 +63,8 @@ def megatron_bridge(line: Line) -> Row:
     found = _fields(line, row)
     if isinstance(found, str):
         return replace(row, **left_out(found))
-    return replace(row, fields=found, assumed=(CURRENT,) if row.precision == "fp8" else ())
+    assumed = (CURRENT,) * (row.precision == "fp8") + (HIDDEN,) * _shards(line)
+    return replace(row, fields=found, assumed=assumed)
 
 
 def _fields(line: Line, row: Row) -> dict[str, Any] | str:
@@ -73,9 +75,12 @@ def _fields(line: Line, row: Row) -> dict[str, Any] | str:
         return OTHERS.get(line["model"].split("_")[0].split()[0].lower(), "another model")
     if number(line["pp"]) > 1:
         return "a pipeline without its interleaving" if line["vp"] == "n/a" else _dense(line, row)
-    if number(line["fsdp"], 0) and row.gpu != "H100":
-        return "Megatron's FSDP with activations in the host's memory"
     return _dense(line, row)
+
+
+def _shards(line: Line) -> bool:
+    """Whether it runs Megatron's FSDP; what the table says of it on H100 is not what the configuration does."""
+    return bool(number(line["fsdp"], 0)) and line["system"] != "DGX-H100"
 
 
 def _base(line: Line, row: Row) -> dict[str, Any]:
@@ -128,7 +133,11 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
     tp, pp, chunks = (number(line[name]) for name in ("tp", "pp", "vp"))
     each, sequences, seq = int(line["mbs"]), int(line["gbs"]), int(line["seq"])
     large, piped = line["model"] == "LLAMA3.1_405B", pp > 1
-    own = {"mask": "causal"} if piped or row.cp > 1 else {"mask": "causal_document", "documents": [seq] * sequences}
+    own = (
+        {"mask": "causal"}
+        if piped or row.cp > 1 or _shards(line)
+        else {"mask": "causal_document", "documents": [seq] * sequences}
+    )
     return {
         **_base(line, row),
         **own,
@@ -144,13 +153,14 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
             **({} if "documents" in own else {"batch": each}),
             "microbatches": sequences // (row.gpus // (tp * pp * row.cp)) // each,
             "recompute": "none",
+            **({"sharding": "fsdp"} if _shards(line) else {}),
             **({"tp_overlap": True} if tp > 1 and piped and row.precision != "nvfp4" else {}),
             **({"embedding_as_layer": True, "loss_as_layer": True} if large else {}),
         },
     }
 
 
-ONCE, SUMMED = instead(BRIDGE), instead(BRIDGE_DENSE)
+ONCE, SUMMED, SHARDS = instead(BRIDGE), instead(BRIDGE_DENSE), instead(SHARDED)
 FUSED_EXPERTS: Final = instead(replace(BRIDGE, joins=fused_experts))
 CODE: Final = {
     ("GPT OSS 120B", True, False): instead(GPT_OSS_AGAIN),
@@ -170,7 +180,7 @@ in MXFP8 from release 26.06 on (NVTE_CUTEDSL_FUSED_GROUPED_MLP, use_transformer_
 def _code(line: Line) -> Code | None:
     """Whose code runs a line, where its scenario does not say."""
     if line["model"] in DENSE:
-        return SUMMED if line["task"] != "LoRA" else None
+        return None if line["task"] == "LoRA" else SHARDS if _shards(line) else SUMMED
     fused = line["release"] >= "26.06" and line["precision"] == "MXFP8"
     return CODE.get((line["model"], "300" not in line["system"] and not fused, fused))
 

@@ -12,6 +12,7 @@ from test_cli import cpsim, one_line
 from cpsim.errors import CpsimError
 from studies import published_lines
 from studies.public.allocator import GROW, Allocator, last_reads, reserved_bytes
+from studies.public.findings import finding_lines, finding_of
 from studies.public.ledger import LEDGER, bars, changed, committed, ledger, scores, site_floors, table
 from studies.public.own import steps
 from studies.public.predict import predicted
@@ -162,6 +163,14 @@ def test_published_runs(found, group, quantity):
     some = [one for one in found.of(quantity) if one.row.group == group]
     assert len(some) >= 2
     check(NAMES[group, quantity], mean(abs(one.error) for one in some))
+
+
+@pytest.mark.slow
+def test_rows_that_are_far_off_are_findings(found):
+    far = [one for one in found.compared if one.far]
+    assert far
+    assert all(finding_of(one) is not None for one in far)
+    assert sum(one.far for one in found.compared) == sum(int(x.split()[0]) for x in finding_lines(found.compared))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
 from cpsim.report.tables import table
 from cpsim.report.words import signed_percent
+from studies.public.findings import finding_lines, finding_of
 from studies.public.ledger import GROUPS, Change, Compared, Ledger, Score, bars, portable, scores
 
 HEAD: Final = ("rows", "mean", "signed", "worst", "inside", "sites differ by")
@@ -33,7 +34,8 @@ def ledger_view(found: Ledger, worst: int, change: Change | None) -> RenderableT
             some = found.of(quantity)  # type: ignore[arg-type]
             if some:
                 parts += [Text(), _scores(f"{quantity} by {what}", scores(some, by))]
-    parts += [Text(), _scores("bars", bars(found)), *(Text(line) for line in refused_lines(found))]
+    parts += [Text(), _scores("bars", bars(found)), Text()]
+    parts += [Text(line) for line in (*finding_lines(found.compared), *refused_lines(found))]
     if change is not None:
         parts += [Text(), Text(change_line(change))]
     return Group(*parts)
@@ -139,6 +141,7 @@ def _record(one: Compared) -> dict[str, Any]:
     return (
         _about(one.row)
         | {name: getattr(one, name) for name in numbers}
+        | {"far": one.far, "finding": (finding := finding_of(one)) and (finding.cause or f"open: {finding.about}")}
         | {"assumed": one.row.assumed, "ambiguous": one.row.ambiguous, "scenario": portable(one.row)}
     )
 
@@ -154,7 +157,8 @@ def ledger_html(found: Ledger, notes: Sequence[str]) -> str:
     sections = [f"<h1>Published runs, predicted</h1><p class=lead>{escape(lead)}.</p>"]
     caption = "Time of a step or call; hover for the row. On the line, predicted and published agree."
     sections.append(figure(_scatter(times), "scatter", caption))
-    sections += [f"<p>{escape(note)}</p>" for note in notes]
+    sections += ["<h2>What is not understood</h2>", *(f"<p>{escape(note)}</p>" for note in notes)]
+    sections += [f"<p>{escape(line)}</p>" for line in finding_lines(found.compared)]
     rows = [(name, *score_cells(one)) for name, one in every.items()]
     sections.append("<h2>Errors</h2>" + html_table(("", *HEAD), rows, num_text=1))
     for what, by in GROUPS.items():

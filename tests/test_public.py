@@ -9,6 +9,7 @@ import pytest
 from targets import check
 from test_cli import cpsim, one_line
 
+from cpsim.cli import checkout
 from cpsim.errors import CpsimError
 from studies import published_lines
 from studies.public.allocator import GROW, Allocator, last_reads, reserved_bytes
@@ -115,6 +116,12 @@ def test_a_table_of_no_kind_is_refused(tmp_path):
     with pytest.raises(CpsimError, match=r"row 1: cannot be read"):
         list(rows_of(path))
     assert "expected mlperf, torchtitan" in one_line(cpsim("reproduce", "public", "--kind", "mlpref", status=2))
+
+
+def test_without_a_checkout_there_is_nothing_to_reproduce(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkout, "__file__", str(tmp_path / "site" / "cpsim" / "cli" / "checkout.py"))
+    monkeypatch.chdir(tmp_path)
+    assert "expected a checkout of the repository" in one_line(cpsim("reproduce", "public", status=2))
 
 
 def test_rows_of_unknown_gpus_are_listed_and_not_dropped(tmp_path):

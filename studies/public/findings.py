@@ -33,8 +33,8 @@ FINDINGS: Final = (
     Finding(
         "heads of 32 elements on A100",
         lambda row: row.kind == "yunchang" and _head_dim(row) == 32,
-        "a pair of a query and a key costs an exponential whatever the size of heads: what is missing is what these take "
-        "at 16 a clock and SM",
+        "a pair of a query and a key costs an exponential whatever the size of heads: what is missing is what these "
+        "take at 16 a clock and SM",
     ),
     Finding(
         "a basic ring of packed tensors on A100",

@@ -34,7 +34,7 @@ def mlperf(line: Line) -> Row:
     named = GPU.search(line["gpu"])
     gpu = named[0] if named else line["gpu"] or "unknown GPU"
     precision = "nvfp4" if line["precision"].startswith("NVFP4") else line["precision"].split()[0].lower()
-    peak = line.get("max_mem_gb")
+    peak, time = line.get("max_mem_gb"), line["step_s_median"] or line["step_s_from_throughput"]
     row = Row(
         name=f"{model}{' LoRA' * lora} {line['gpus']} {gpu}, {line['submitter']} ({line['round']})",
         gpu=gpu,
@@ -43,11 +43,13 @@ def mlperf(line: Line) -> Row:
         precision=precision,
         cp=number(line["cp"]),
         code=_code(line, gpu, lora),
-        time_s=float(line["step_s_median"] or line["step_s_from_throughput"]),
+        time_s=float(time) if time else None,
         peak=Peak(nbytes=float(peak) * GIB) if peak else None,
         ambiguous=(*(("max_memory_usage: whether GB or GiB, given out or reserved",) if peak else ()),),
         edition=line["round"],
     )
+    if not time:
+        return replace(row, **left_out("no time of a step is published"))
     if model not in MODELS:
         return replace(row, **left_out(f"model {model}"))
     if line.get("completeness", "complete") != "complete":
@@ -102,7 +104,8 @@ def _assumed(line: Line, lora: bool) -> tuple[str, ...]:
 
 def _fields(line: Line, row: Row, model: str, lora: bool, cluster: str) -> dict[str, Any]:
     tp, pp, chunks, batch = (number(line[name]) for name in ("tp", "pp", "vp", "mbs"))
-    seq, sequences, large = number(line["seq"]), number(line["gbs"]), model == "llama3.1-405b"
+    seq, large = number(line["seq"], 8192), model == "llama3.1-405b"
+    sequences = number(line["gbs"], number(line["dp"]) * number(line["grad_accum"]) * batch)
     recipe = "delayed" if lora or line["round"] < "v5.1" else "current"
     return {
         "framework": "megatron",

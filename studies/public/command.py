@@ -33,8 +33,10 @@ README: Final = FOLDER / "README.md"
 PAGE: Final = FOLDER.parent.parent / "docs" / "public.md"
 FIGURE: Final = PAGE.with_suffix(".svg")
 BEGIN, END = "<!-- errors -->\n", "<!-- end of errors -->"
-MEANING: Final = """*Inside* is the share in the interval of 90 %. *Sites differ by* is how far sites that ran one layout with
-one version of the software are from their median, on average: nobody can be better than that."""
+MEANING: Final = """
+*Inside* is the share in the interval of 90 %. *Sites differ by* is how far sites that ran one layout with one version of
+the software are from their median, on average: nobody can be better than that.
+"""
 OPEN: Final = "What is not understood"
 """Section of README.md that the page repeats."""
 
@@ -109,8 +111,7 @@ checkout, has every row with its source, and what was assumed.
 lines the prediction is at most a quarter too long or a fifth too short.
 
 """
-    after = f"""
-{MEANING}
+    after = f"""{MEANING}
 Without a prediction are {refused["cannot"]} rows that no scenario says and {refused["not measured"]} of GPUs or calls
 that nobody has measured.
 

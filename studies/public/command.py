@@ -34,8 +34,8 @@ PAGE: Final = FOLDER.parent.parent / "docs" / "public.md"
 FIGURE: Final = PAGE.with_suffix(".svg")
 BEGIN, END = "<!-- errors -->\n", "<!-- end of errors -->"
 MEANING: Final = """
-*Inside* is the share in the interval of 90 %. *Sites differ by* is how far sites that ran one layout with one version of
-the software are from their median, on average: nobody can be better than that.
+*Inside* is the share in the interval of 90 %. *Sites differ by* is how far sites that ran one layout with one version
+of the software are from their median, on average: nobody can be better than that.
 """
 OPEN: Final = "What is not understood"
 """Section of README.md that the page repeats."""

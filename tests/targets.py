@@ -33,8 +33,8 @@ GB300 = (
     "at 1,400 instead of 1,200 W"
 )
 LATE_HOSTS = (
-    "in bf16 all but one are too fast: Megatron's hosts, which wait for counts of tokens in every layer, are never late; "
-    "in MXFP8 the same layouts run 1.3 to 1.45 times as fast from release 26.06 on"
+    "in bf16 all but one are too fast: Megatron's hosts, which wait for counts of tokens in every layer, are never "
+    "late; in MXFP8 the same layouts run 1.3 to 1.45 times as fast from release 26.06 on"
 )
 SHEETS = (
     "products of B200 are H200's scaled by data sheets; those that SimuMax publishes of its machine take a third longer"

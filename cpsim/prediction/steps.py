@@ -174,7 +174,7 @@ class StepCase:
         recipe = their.recipe(self.scenario.precision, compiled)
         if recipe is None:
             return None
-        check_gpu(recipe, self.cluster.gpu.name)
+        check_gpu(recipe, self.cluster.gpu)
         if model.experts:
             raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
         if their.lora or self.scenario.offload:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpsim.case.scenario import Scenario
-from cpsim.models.profile import load_profile
-from cpsim.models.standin import from_data_sheet
 from cpsim.prediction.case import resolve
 from cpsim.prediction.predict import predict
 from cpsim.prediction.step.frameworks import Framework
@@ -79,7 +77,7 @@ def reserved(scenario: Scenario, *, expandable: bool = True, framework: Framewor
     return reserved_bytes(
         (*program.forward, *program.backward),
         [4 * size // cut.shards for size in [words, *of_layer * shape.layers, words]],
-        workspaces(model.cluster.gpu.name, engine=model.framework.engine),
+        workspaces(model.cluster.gpu, engine=model.framework.engine),
         microbatches=cut.microbatches,
         expandable=expandable,
         roots=model.framework.lists,
@@ -89,10 +87,7 @@ def reserved(scenario: Scenario, *, expandable: bool = True, framework: Framewor
 def step_model(scenario: Scenario) -> tuple[StepModel, Batch]:
     """The step of a scenario, and its microbatches."""
     case = resolve(scenario)
-    profile = case.profile
-    if profile.layers is None:  # B200, whose NVLink and attention are known: products by its data sheet
-        profile = replace(profile, layers=from_data_sheet(case.cluster.gpu, load_profile("h200")).layers)
-    steps = StepCase(scenario, case.cluster, profile)
+    steps = StepCase(scenario, case.cluster, case.profile)
     parallel = steps.parallel()
     model = steps.model(parallel, str(scenario.strategy), scenario.knobs)
     return model, deal(steps.sequences(parallel), parallel)
@@ -106,8 +101,7 @@ def stage_bytes(row: Row) -> int:
     stages = model.memory(batch, [model.attention.of(replica) for replica in batch])
     found = max(one.total for one in stages) if row.stage is None else stages[row.stage].total
     if row.cublas is not None:  # Python's and autograd's
-        gpu = model.cluster.gpu.name
-        found += 2 * row.cublas - workspaces(gpu, engine=False)
+        found += 2 * row.cublas - workspaces(model.cluster.gpu, engine=False)
     held = model.held
     once = (held.weight + held.gradient + held.states) * (model.model.vocab // model.parallel.tp * model.model.hidden)
     return found - once * row.tied

@@ -4,6 +4,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from cpsim.case.gpu import gpu_named as gpu
 from cpsim.case.load import scenario_from
 from cpsim.case.model import MODELS, Lora
 from cpsim.errors import InfeasibleError, NotMeasuredError, ScenarioError
@@ -37,7 +38,7 @@ def talks(code):
 
 @pytest.mark.parametrize("tp", [1, 4])
 def test_frozen_layers_multiply_in_fp8_and_adapters_in_bf16(tp):
-    recipe = frozen_recipe(DELAYED, "h100")
+    recipe = frozen_recipe(DELAYED, gpu("h100"))
     code = adapted(MEGATRON, LORA, recipe).layer(Sizes(MODELS["llama3-70b"], tp, 4096), False)
     thin = [what for what in products(code) if RANK in (what.m, what.n, what.k)]
     wide = [what for what in products(code) if what not in thin]
@@ -57,7 +58,7 @@ def test_tensor_parallel_ranks_exchange_what_is_as_thin_as_the_rank():
 
 
 def test_only_tensor_cores_before_blackwell_want_weights_transposed():
-    old, new = (frozen_recipe(DELAYED, gpu) for gpu in ("h200", "GB200"))
+    old, new = (frozen_recipe(DELAYED, gpu(name)) for name in ("h200", "gb200"))
     assert (old.weight_back, new.weight_back) == (2, 0)
     assert replace(old, weight_back=0) == new
     assert new.weight_step == 0
@@ -92,8 +93,8 @@ def test_attention_in_fp8_is_as_much_faster_as_published():
 
 def test_nvfp4_is_for_blackwell():
     with pytest.raises(InfeasibleError, match="h100 cannot multiply nvfp4, Blackwell can"):
-        check_gpu(NVFP4, "h100")
-    check_gpu(NVFP4, "gb300")
+        check_gpu(NVFP4, gpu("h100"))
+    check_gpu(NVFP4, gpu("gb300"))
     sizes = Sizes(MODELS["llama3-70b"], 1, 8192)
     four, eight = (in_fp8(MEGATRON.layer(sizes, False), 1, recipe) for recipe in (NVFP4, MXFP8))
     assert {what.fp8 for what in products(four)} == {"nvfp4"}

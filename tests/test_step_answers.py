@@ -45,8 +45,8 @@ ATTENTION = {"gpus": 8, "cluster": "dgx-h100", "heads": 32, "kv_heads": 8, "kern
 ANSWERS = {
     "fits": (TITAN | {"parallel": {"cp": 8, "recompute": "full"}}, None, True),
     "cannot": (TITAN | {"parallel": {"cp": 8, "sharding": "none"}}, "cannot", False),
-    "not measured": (TITAN | {"profile": "a100"}, "not_measured", False),
-    "kernel not measured": (TITAN | {"profile": "b200"}, "not_measured", False),
+    "not measured": (TITAN | {"profile": "a100", "kernel": "cudnn", "cluster": UNMEASURED}, "not_measured", False),
+    "kernel not measured": (TITAN | {"profile": "a100", "kernel": "fa4"}, "not_measured", False),
     "does not fit": (TITAN, "does_not_fit", True),
     "attention does not fit": (ATTENTION | {"tokens": 2**29}, "does_not_fit", False),
     "attention cannot": (

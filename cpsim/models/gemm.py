@@ -76,6 +76,8 @@ class GemmParams:
     """What the idle part of the last wave costs: 1 at a fixed clock, 0 where power alone counts."""
     traffic_s_per_byte: SecondsPerByte
     """Seconds per byte of operands and result."""
+    fp8_ratio: Annotated[float, Quantity("", 0, 100)] = 2.0
+    """Peak of tensor cores in FP8 over that in bf16; 0 where they have none."""
 
 
 FITTED: Final = ("flop_s", "tile_s", "call_s", "tail_share")
@@ -88,7 +90,7 @@ def in_fp8(params: GemmParams, kernel: str) -> GemmParams:
         params: in bf16.
         kernel: a key of ``FP8_KERNELS``.
     """
-    return replace(params, flop_s=params.flop_s / FP8_RATE * FP8_KERNELS[kernel])
+    return replace(params, flop_s=params.flop_s / (FP8_RATE * params.fp8_ratio / 2) * FP8_KERNELS[kernel])
 
 
 def gemm_seconds(

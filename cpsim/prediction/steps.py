@@ -70,7 +70,7 @@ class StepCase:
         if lora is None:
             return known
         recipe = known.recipe(self.scenario.precision, known.compiled(self.scenario.compile)) if known.recipes else None
-        return adapted(known, lora, frozen_recipe(recipe, self.cluster.gpu.name) if recipe else None)
+        return adapted(known, lora, frozen_recipe(recipe, self.cluster.gpu) if recipe else None)
 
     def sequences(self, parallel: Parallel) -> list[tuple[int, ...]]:
         """Documents of every packed sequence.
@@ -178,7 +178,7 @@ class StepCase:
         recipe = their.recipe(self.scenario.precision, compiled)
         if recipe is None:
             return None
-        check_gpu(recipe, self.cluster.gpu.name)
+        check_gpu(recipe, self.cluster.gpu)
         if self.scenario.offload:
             raise InfeasibleError("precision: steps with offload are predicted in bf16; leave it out")
         return None if their.lora else recipe  # frozen layers have theirs

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ProfileError
-from cpsim.models.profile import load_profile
-from cpsim.models.standin import from_data_sheet
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import prediction_of, step_prediction
 from cpsim.prediction.step.frameworks import Framework
@@ -103,7 +101,7 @@ def _of_attention(scenario: Scenario) -> Predicted:
 
 
 def _of_step(row: Row, scenario: Scenario) -> Predicted:
-    case = case_of(scenario)
+    case = resolve(scenario)
     model, batch = step_model(case, row.code)
     answer = step_prediction(case, model.simulate(batch))
     wanted = row.peak is not None and row.peak.reserved
@@ -114,18 +112,6 @@ def _of_step(row: Row, scenario: Scenario) -> Predicted:
         memory_bytes=answer.peak_memory_bytes,
         reserved_bytes=reserved(scenario, code=row.code) if wanted else None,
     )
-
-
-def case_of(scenario: Scenario) -> Case:
-    """The case of a step. Where products of its GPU's layers were not measured (B200, whose NVLink and attention are
-    known), they are H200's scaled by data sheets, and as unsure."""
-    case = resolve(scenario)
-    if case.profile.layers is not None:
-        return case
-    sheet = from_data_sheet(case.cluster.gpu, load_profile("h200"))
-    ofs = ("matrix products", "elementwise of layers")
-    sigma = {**case.profile.sigma, **{name: sheet.sigma[name] for name in ofs}}
-    return replace(case, profile=replace(case.profile, layers=sheet.layers, sigma=sigma))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +143,7 @@ def reserved(scenario: Scenario, *, expandable: bool = True, code: Code | None =
         expandable: whether segments of memory are.
         code: whose runs it, where the scenario does not say.
     """
-    model, batch = step_model(case_of(scenario), code)
+    model, batch = step_model(resolve(scenario), code)
     cut, shape = model.parallel, model.model
     program = model.program(sum(batch[0][0]) // cut.cp)
     q, kv = (heads * shape.head_dim // cut.tp for heads in (shape.heads, shape.kv_heads))
@@ -166,7 +152,7 @@ def reserved(scenario: Scenario, *, expandable: bool = True, code: Code | None =
     return reserved_bytes(
         (*program.forward, *program.backward),
         [4 * size // cut.shards for size in [words, *of_layer * shape.layers, words]],
-        workspaces(model.cluster.gpu.name, engine=model.framework.engine),
+        workspaces(model.cluster.gpu, engine=model.framework.engine),
         microbatches=cut.microbatches,
         expandable=expandable,
         roots=model.framework.lists,
@@ -178,11 +164,11 @@ def stage_bytes(row: Row) -> int:
     scenario, peak = row.scenario, row.peak
     assert scenario is not None
     assert peak is not None
-    model, batch = step_model(case_of(scenario), row.code)
+    model, batch = step_model(resolve(scenario), row.code)
     stages = model.memory(batch, [model.attention.of(replica) for replica in batch])
     found = max(one.total for one in stages) if peak.stage is None else stages[peak.stage].total
     if peak.cublas is not None:  # Python's and autograd's
-        found += 2 * peak.cublas - workspaces(model.cluster.gpu.name, engine=False)
+        found += 2 * peak.cublas - workspaces(model.cluster.gpu, engine=False)
     held = model.held
     once = (held.weight + held.gradient + held.states) * (model.model.vocab // model.parallel.tp * model.model.hidden)
     return found - once * peak.tied

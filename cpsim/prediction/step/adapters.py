@@ -31,11 +31,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Final, Literal
 
+from cpsim.case.gpu import BLACKWELL, Gpu
 from cpsim.case.model import Lora
 from cpsim.errors import InfeasibleError
 from cpsim.prediction.step.frameworks import Framework, Held, Sizes, eager, torch_held, torch_last, torch_layer
 from cpsim.prediction.step.layer import BF16, Collective, Gemm
-from cpsim.prediction.step.precision import BLACKWELL, FP8, TRANSPOSE, Recipe, in_fp8
+from cpsim.prediction.step.precision import FP8, TRANSPOSE, Recipe, in_fp8
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 
 DROPOUT: Final = 5
@@ -155,12 +156,12 @@ def _gradient(lora: Lora, what: Gemm, of: str) -> dict[str, int]:
     return {f"{GRADIENT} adapter {of}": BF16 * lora.rank * (what.m + what.n)}
 
 
-def frozen_recipe(recipe: Recipe, gpu: str) -> Recipe:
+def frozen_recipe(recipe: Recipe, gpu: Gpu) -> Recipe:
     """A recipe of frozen layers: nothing is cast for gradients of weights, and weights are in FP8 for good.
 
     Tensor cores before Blackwell want weights transposed for gradients of inputs, and no copy of them is kept.
     """
-    turns = 0 if gpu.lower().startswith(BLACKWELL) else TRANSPOSE
+    turns = 0 if gpu.architecture in BLACKWELL else TRANSPOSE
     return replace(
         recipe,
         cast=BF16 + FP8,

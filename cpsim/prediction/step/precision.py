@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from cpsim.case.gpu import BLACKWELL, Gpu
 from cpsim.case.parallel import Fp8
 from cpsim.errors import InfeasibleError
 from cpsim.models.gemm import FP8_RATE, FP8_SIGMA
@@ -32,10 +33,8 @@ FP8_NOTE: Final = (
 )
 TRANSPOSE: Final = 2 * FP8
 """Bytes that a transpose in FP8 reads and writes for an element."""
-OLDER: Final = ("a100", "a800", "v100")
-"""GPUs without FP8, by the beginnings of their names."""
-BLACKWELL: Final = ("b200", "b300", "gb200", "gb300")
-"""GPUs that multiply blocks of 32 elements with scales of their own, by the beginnings of their names."""
+BLOCK_SCALED: Final = (*BLACKWELL, "cdna4")
+"""Architectures that multiply blocks of 32 elements with scales of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +118,17 @@ TORCH_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (TENSORWI
 ENGINE_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (DELAYED, CURRENT, MXFP8, NVFP4)}
 
 
-def check_gpu(recipe: Recipe, gpu: str) -> None:
+def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
     """Whether a GPU multiplies like this.
 
     Raises:
         InfeasibleError: it cannot.
     """
-    name = gpu.lower()
-    if name.startswith(OLDER):
-        raise InfeasibleError(f"precision: {gpu} cannot multiply FP8; use bf16")
-    if recipe.kernel in ("mxfp8", "nvfp4") and not name.startswith(BLACKWELL):
+    if not gpu.fp8_ratio:
+        raise InfeasibleError(f"precision: {gpu.name} cannot multiply FP8; use bf16")
+    if recipe.kernel in ("mxfp8", "nvfp4") and gpu.architecture not in BLOCK_SCALED:
         raise InfeasibleError(
-            f"precision: {gpu} cannot multiply {recipe.kernel}, Blackwell can; use delayed or current"
+            f"precision: {gpu.name} cannot multiply {recipe.kernel}, Blackwell can; use delayed or current"
         )
 
 

@@ -191,7 +191,7 @@ class StepModel:
         order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
         fixed = held.weight * (mine + beside) + copies, summed * learns, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
-        always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
+        always = workspaces(self.cluster.gpu, engine=self.framework.engine)
         return replace(found, working=found.working + always, communicators=communicators(cut), context=CONTEXT)
 
     def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
+from studies.public.row import CLUSTERS as FILES
 from studies.public.row import Line, Reader, Row, left_out, number
 
-CLUSTERS: Final = {"A100": "p4de", "H100": "dgx-h100", "H200": "dgx-h200"}
+CLUSTERS: Final = {"H800": str(FILES / "h800.json"), "A100": "p4de", "H100": "dgx-h100", "H200": "dgx-h200"}
 STRATEGIES: Final = {"ring": "ring", "zigzag_ring": "zigzag_ring", "stripe": "striped_ring", "allgather": "allgather"}
 RINGS: Final = ("basic", "zigzag")
 """Within Ulysses groups."""

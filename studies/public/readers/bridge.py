@@ -27,6 +27,8 @@ ROUTED: Final[Mapping[str, Any]] = {
     "Qwen3_235B_a22B": QWEN3_235B,
     "Qwen3_30B_a3B": "qwen3-30b-a3b",
 }
+PROFILES: Final = {"B200": "b200", "GB200": "gb200", "GB300": "gb300"}
+"""Others are their cluster's, or derived."""
 SYSTEMS: Final = {
     "DGX-H100": "dgx-h100",
     "DGX-B200": "dgx-b200",
@@ -88,7 +90,7 @@ def _base(line: Line, row: Row) -> dict[str, Any]:
     return {
         "framework": "megatron",
         "cluster": SYSTEMS[line["system"]],
-        **({} if row.gpu == "H100" else {"profile": "b200"}),
+        **({"profile": PROFILES[row.gpu]} if row.gpu in PROFILES else {}),
         "gpus": row.gpus,
         "tokens": sequences * seq,
         "context": seq,

@@ -20,6 +20,8 @@ from studies.public.row import CLUSTERS, GIB, Code, Line, Peak, Reader, Row, ins
 
 MODELS: Final = {"llama2-70b": LLAMA2_70B, "llama3.1-405b": LLAMA_405B, "llama3.1-8b": "llama3-8b"}
 NODES: Final = {"H100": "dgx-h100", "H200": "dgx-h200", "B200": "dgx-b200", "B300": str(CLUSTERS / "b300.json")}
+PROFILES: Final = {"B200": "b200", "GB200": "gb200", "GB300": "gb300"}
+"""Others are their cluster's, or derived."""
 RACKS: Final = ("GB200", "GB300")
 GPU: Final = re.compile(r"\b(GB300|GB200|B300|B200|H200|H100|A100)")
 ADAPTERS: Final = {"lora": 16, "dropout": 0.1, "modules": ["qkv", "proj"]}
@@ -111,7 +113,7 @@ def _fields(line: Line, row: Row, model: str, lora: bool, cluster: str) -> dict[
         "framework": "megatron",
         "model": MODELS[model],
         "cluster": cluster,
-        **({"profile": "b200"} if "B" in row.gpu else {}),
+        **({"profile": PROFILES[row.gpu]} if row.gpu in PROFILES else {}),
         "gpus": row.gpus,
         "tokens": seq * sequences,
         "context": seq,

@@ -36,8 +36,9 @@ LATE_HOSTS = (
     "in bf16 all but one are too fast: Megatron's hosts, which wait for counts of tokens in every layer, are never "
     "late; in MXFP8 the same layouts run 1.3 to 1.45 times as fast from release 26.06 on"
 )
-SHEETS = (
-    "products of B200 are H200's scaled by data sheets; those that SimuMax publishes of its machine take a third longer"
+LIMIT = (
+    "at 500 W from H100, whose long products are 6 % faster than those of H200, from which these steps were right in bf16; "
+    "asynchronous TP and rowwise FP8 remain"
 )
 SOFTMAX = "heads of 32 elements: exponentials take as long as products, which cost by pair does not know"
 TARGETS = {
@@ -96,7 +97,7 @@ TARGETS = {
     "left-out b200, fwd sdpa_flash": Target(0.08),
     "A100, flash-attn 2's table, mean": Target(0.035, FEW),
     "A100, flash-attn 2's table, worst": Target(0.11, FEW),
-    "torchtitan's steps, time, mean": Target(0.08),
+    "torchtitan's steps, time, mean": Target(0.08, LIMIT),
     "torchtitan's steps, memory, mean": Target(0.08),
     "Automodel's steps, time, mean": Target(0.08),
     "Megatron-Bridge's steps, time, mean": Target(0.10, GB300),
@@ -106,15 +107,18 @@ TARGETS = {
     "our FSDP2 steps, reserved memory, mean": Target(0.08),
     "MLPerf's steps, time, mean": Target(0.10),
     "MLPerf's steps, memory, mean": Target(0.06),
-    "SimuMax's steps, time, mean": Target(0.07, SHEETS),
+    "SimuMax's steps, time, mean": Target(0.07),
     "SimuMax's steps, memory, mean": Target(0.06),
     "ring-flash-attn's table, mean": Target(0.06),
     "USP's grids, mean": Target(0.10, SOFTMAX),
-    "published steps in bf16, mean": Target(0.07, SHEETS),
+    "published steps in bf16, mean": Target(0.07),
     "published steps in FP8, mean": Target(0.10),
     "other published steps, mean": Target(0.15, LATE_HOSTS),
     "published memory, mean": Target(0.06),
-    "published times, signed": Target(0.04, SHEETS),
+    "published times, signed": Target(0.04, SOFTMAX),
+    "MagiAttention's benchmark on B200, documents, mean": Target(
+        0.06, "B200's clock, which follows its power limit since, hardly rises where ranks wait: 7 % too slow"
+    ),
     "B200 rows, today less said before, over the last digit said": Target(0.51, MOVED),
     "DCP's ranges fwd, mean": Target(0.025, EVENTS),
     "DCP's ranges fwd, worst": Target(0.1, SPLIT),

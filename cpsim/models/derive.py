@@ -321,12 +321,12 @@ def _moved_kernel(key: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> A
 def _limit(key: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu, pairs: float) -> tuple[float, float]:
     """Busy fraction at which the power limit sets in, and how fast time then grows, on another GPU.
 
-    The power that a kernel would draw at the boost clock goes with that of products there, and with its FLOP over
-    theirs, which change as `pairs`, the time of a pair, does other than the peak.
+    The power that a kernel would draw at the boost clock goes with that of products there; of kernels of warps, which
+    use another share of every GPU's tensor cores, with their FLOP over those of products, too.
     """
     slower = (1 / params.busy_threshold) ** params.busy_power
     before = _share_of_flops(key[1], params, theirs, params.pair_s)
-    after = _share_of_flops(key[1], params, gpu, params.pair_s * pairs)
+    after = _share_of_flops(key[1], params, gpu, params.pair_s * pairs) if of_warps(key[0], gpu) else before
     drawn = slower**POWER_OF_CLOCK
     if slower < 1.01:  # the limit is not felt: how far away it is, nothing measured says
         drawn = min(1.0, _throttle(theirs) ** POWER_OF_CLOCK * _share_of_power(before))

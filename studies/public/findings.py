@@ -48,6 +48,12 @@ FINDINGS: Final = (
         "from one release to the next the same layout of Qwen3 ran 1.8 times as fast",
     ),
     Finding(
+        "experts of releases that later ones leave behind",
+        lambda row: row.routed,
+        "the same model on as many of the same GPUs ran 1.6 to 2.2 times as fast in another release: software that no "
+        "layout tells apart",
+    ),
+    Finding(
         "adapters with context parallelism in MLPerf 4.0",
         lambda row: row.kind == "mlperf" and row.edition == "v4.0",
         "layers were launched one by one, and in CUDA graphs from 4.1 on: Megatron's hosts are never late in cpsim",

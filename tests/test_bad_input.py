@@ -71,7 +71,7 @@ BAD_FIELDS = {
     ),
     "unknown recipe": (
         {"precision": {"fp8": "fast"}},
-        "precision: expected bf16, fp8 or {fp8: recipe} with one of tens",
+        "precision: expected bf16, fp8, nvfp4 or {fp8: recipe} with one of tens",
     ),
     "precision without a model": ({"precision": "fp8"}, "precision: belongs to a training step, which needs a model"),
     "cut without a model": ({"parallel": {"tp": 2}}, "parallel: belongs to a training step, which needs a model"),

@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.points import read_point
-from cpsim.case.cluster import presets
 from cpsim.case.files import as_profile_error, read_text
+from cpsim.case.gpu import gpu_of_driver, gpus
 from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
 from cpsim.models.attention.kernels import KERNELS
 from cpsim.units import MEASURED_S, Quantity, number_or_text
@@ -292,7 +292,8 @@ def read_kernel_table(path: Path, given: Table) -> tuple[dict[str, Any], list[Po
 
     Columns: kernel, pass (fwd, bwd), mask (full, causal; with a column `documents`, lengths separated by spaces, also
     full_document, causal_document), tokens (8192 or 8k), tflops or ms, and where not given otherwise gpu, heads,
-    kv_heads, head_dim. Lines that begin with # say where the table comes from.
+    kv_heads, head_dim; rested (yes) where pauses between calls keep the full clock. Lines that begin with # say where
+    the table comes from.
 
     Raises:
         ProfileError: columns or values are missing or are no numbers, or the table has several GPUs.
@@ -403,6 +404,7 @@ def _kernel_point(row: dict[str, str], given: Table) -> Point:
         "varlen": len(lens) > 1,
         "q_lens": lens,
         "k_lens": lens,
+        **({"rested": True} if row.get("rested", "").lower() in ("yes", "true", "1") else {}),
         "samples_s": [seconds],
     }
 
@@ -428,11 +430,10 @@ def _number(row: dict[str, str], name: str, unit: str, quantity: Quantity, facto
 
 
 def _num_sms(gpu: str, given: Table) -> int:
-    known = {cluster.gpu.name: cluster.gpu.num_sms for cluster in presets().values()}
-    count = given.num_sms or next((count for name, count in known.items() if name in gpu.lower()), None)
-    if count is None:
-        raise ProfileError(f"how many SMs has {cut(gpu, 60)}? give --num-sms; known are {', '.join(known)}")
-    return count
+    known = gpu_of_driver(gpu)
+    if given.num_sms is None and known is None:
+        raise ProfileError(f"how many SMs has {cut(gpu, 60)}? give --num-sms; known are {', '.join(gpus())}")
+    return given.num_sms or known.num_sms  # type: ignore[union-attr]
 
 
 # --- both ---

@@ -7,13 +7,14 @@ import os
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, overload
+from typing import Annotated, Any, ClassVar, Final, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.files import SCHEMA, explain, read_document, take_schema
+from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
 from cpsim.units import Quantity, Rate
@@ -22,21 +23,6 @@ _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 Name = Annotated[str, Field(min_length=1, max_length=100)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU, as its data sheet describes it; speeds that predictions use come from a profile instead."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    name: Name
-    memory_bytes: Annotated[int, Quantity("bytes", 1e6, 1e15)]
-    """What the driver says there is; of presets as measured on H100 and H200, of others as data sheets say."""
-    num_sms: Count
-    peak_flops_per_s: Annotated[float, Quantity("FLOP/s", 1e6, 1e19)]
-    """Dense bf16 tensor-core peak."""
-    memory_bandwidth_bytes_per_s: Rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,14 +129,8 @@ class Cluster:
 
     @property
     def host_link(self) -> float:
-        """Bytes per second each way between a GPU and its host: what the file says, or 16 lanes of PCIe, of 5.0 or, on
-        A100, 4.0.
-
-        Source: data sheets of A100 and H100; 32 and 16 GT/s a lane, 128 of 130 bits are data (PCI Express Base
-        Specification 5.0 and 4.0).
-        """
-        lane = 16e9 if self.gpu.name.lower().startswith("a100") else 32e9
-        return self.host_link_bytes_per_s or 16 * lane * 128 / 130 / 8
+        """Bytes per second each way between a GPU and its host: what the file says, or the GPU's PCIe."""
+        return self.host_link_bytes_per_s or self.gpu.host_link_bytes_per_s
 
     @overload
     def node_of(self, rank: int) -> int: ...
@@ -221,7 +201,8 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file."""
-        fields = {"schema": SCHEMA, **asdict(self), "faults": [asdict(fault) for fault in self.faults]}
+        fields = {"schema": SCHEMA, **asdict(self), "gpu": self.gpu.to_dict()}
+        fields["faults"] = [asdict(fault) for fault in self.faults]
         left_out = {"copies"} if self.faults else {"copies", "faults"}
         return {name: value for name, value in fields.items() if name not in left_out}
 
@@ -230,26 +211,31 @@ class Cluster:
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
     shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
-    clusters = (_cluster(entry | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
+    clusters = (_cluster(_with_known_gpu(entry)) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 
 
 @while_unchanged
 def load_cluster(name_or_path: str) -> Cluster:
-    """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
+    """A preset by name, one node of a GPU by the GPU's, or a cluster file (YAML or JSON) by path.
 
-    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``, and files
-    of a profile and a host are looked up beside it.
+    One node is in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a
+    GPU, e.g. ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
 
     Raises:
-        ScenarioError: neither a preset nor a valid file.
+        ScenarioError: neither a preset, nor a GPU, nor a valid file.
     """
-    if name_or_path in presets():
-        return presets()[name_or_path]
     path = noted(Path(name_or_path))
+    if (known := presets().get(name_or_path.lower())) is not None:
+        return known
     if not os.path.isfile(path):
+        if (gpu := find_gpu(name_or_path)) is not None:
+            return node_of_gpus(gpu)
+        close = nearest(name_or_path, (*presets(), *gpus()))
+        hint = f"{close}; " if close.startswith("did") else ""
         raise ScenarioError(
-            f"cluster: {shown(name_or_path)} is neither a preset nor a file; {nearest(name_or_path, presets())}"
+            f"cluster: {shown(name_or_path)} is neither a preset, nor a GPU, nor a file; {hint}presets are "
+            f"{', '.join(presets())}; GPUs {', '.join(gpus())}"
         )
     try:
         if isinstance(fields := read_document(path), list):
@@ -263,13 +249,28 @@ def load_cluster(name_or_path: str) -> Cluster:
     return cluster
 
 
+def node_of_gpus(gpu: Gpu) -> Cluster:
+    """One node of a GPU as it is sold, without a network between nodes."""
+    count = gpu.gpus_per_node
+    notes = f"one node of {count} {gpu.name}: {'NVLink' if gpu.nvlink_bytes_per_s else 'PCIe'} inside"
+    return Cluster(name=gpu.name, num_gpus=count, gpus_per_node=count, gpu=gpu, profile=gpu.name, notes=notes)
+
+
+OF_POWER: Final = ("power_w", "num_sms", "boost_clock_hz", "peak_flops_per_s")
+UNSAID: Final = {"sustained_flops_per_s": None}
+"""What does not hold of a known GPU where one of OF_POWER is another."""
+
+
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(data.get("gpu"), str):
-        return data
-    known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
-    if data["gpu"] not in known:
-        raise ScenarioError(f"gpu: {shown(data['gpu'])} is unknown; {nearest(data['gpu'], known)}")
-    return data | {"gpu": asdict(known[data["gpu"]])}
+    """Fields of a cluster with those of a known GPU, where its name or some of its fields are given."""
+    match data.get("gpu"):
+        case str(name):
+            return data | {"gpu": gpu_named(name).to_dict()}
+        case {"name": str(name), **said} if (known := find_gpu(name)) is not None:
+            fields = known.to_dict()
+            other = any(field in said and said[field] != fields.get(field) for field in OF_POWER)
+            return data | {"gpu": fields | (UNSAID if other else {}) | {"name": name, **said}}
+    return data
 
 
 def _cluster(data: dict[str, Any]) -> Cluster:

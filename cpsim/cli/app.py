@@ -33,6 +33,10 @@ for command in (
     app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
 
 
+forwarding = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+app.command("reproduce", context_settings=forwarding)(look.reproduce)
+
+
 def main() -> None:
     """Entry point of ``cpsim``."""
     run_app(app, "cpsim")

@@ -280,14 +280,16 @@ def fit(
     everything: Annotated[bool, typer.Option("--all", help="All that come with cpsim; --out is a folder.")] = False,
     cluster: Annotated[Path | None, typer.Option(help="Describe the measured node in this cluster file.")] = None,
     base: Base = None,
-    memory_ratio: Annotated[float, typer.Option(min=0.01, help="Memory bandwidth over that of the base.")] = 1.0,
-    network_ratio: Annotated[float, typer.Option(min=0.01, help="NVLink bandwidth over that of the base.")] = 1.0,
-    sm_ratio: Annotated[float, typer.Option(min=0.01, help="SMs times clock over those of the base.")] = 1.0,
+    gpu: Annotated[
+        str | None, typer.Option(help="The measured GPU, for what the base gives: a name, or a cluster file with it.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
     from cpsim.calibrate.fit import fit_profile
     from cpsim.calibrate.measurement import load
+    from cpsim.case.cluster import load_cluster
+    from cpsim.case.gpu import gpu_of_driver
     from cpsim.models.profile import load_profile, save_profile
     from cpsim.models.standin import StandIn
     from cpsim.report.records import profile_record
@@ -295,18 +297,17 @@ def fit(
 
     if everything == bool(measurements):
         raise CpsimError("fit: expected files of measurements, or --all for the profiles that come with cpsim")
-    ratios = {"memory_ratio": memory_ratio, "network_ratio": network_ratio, "sm_ratio": sm_ratio}
-    scaled = {f"--{name.replace('_', '-')}": ratio != 1 for name, ratio in ratios.items()}
     if everything:
-        refuse("fit: --all has bases and ratios of its own", {"--base": base, **scaled})
+        refuse("fit: --all has bases of its own", {"--base": base, "--gpu": gpu})
         refuse("fit: --all describes no node", {"--cluster": cluster})
         _fit_all(out, as_json)
         return
     if not base:
-        refuse("fit: without --base there is nothing to scale", scaled)
+        refuse("fit: without --base nothing is moved onto a GPU", {"--gpu": gpu})
     check_writable(out, cluster)
-    stand_in = StandIn(profile=load_profile(base), **ratios) if base else None
     files = [load(path) for path in measurements or ()]
+    onto = load_cluster(gpu).gpu if gpu else gpu_of_driver(files[0].header["gpu"])
+    stand_in = StandIn.of(load_profile(base), onto) if base else None
     profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)
     if cluster:

@@ -14,12 +14,16 @@ scripts/performance/configs/qwen3 (moe_flex_dispatcher_backend, grad_reduce_in_f
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
-from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
+from cpsim.prediction.step.frameworks import MEGATRON, Sizes
 from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.precision import FP8
 from cpsim.prediction.step.program import LayerCode, Node
+from studies.public.row import Code
 
 FORWARD: Final = 4 + 10 + 8 + 6
 """Bytes of every element of results: a product in fp32, its sum with them, all put together, and the cast back."""
@@ -92,7 +96,89 @@ BRIDGE: Final = replace(
 )
 
 
-def gpt_oss(*, again: bool) -> Framework:
-    """The framework of GPT-OSS, with or without what is computed again."""
-    kept = {"none": lambda s, compiled: biased(s, compiled).kept - AGAIN} if again else {}
-    return replace(BRIDGE, layer=biased, kept=kept)
+BRIDGE_DENSE: Final = replace(
+    MEGATRON, source="Megatron-Bridge's Llama", held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16)
+)
+"""Gradients are summed in bf16 (set_llama3_common_configs)."""
+
+
+SHARDED: Final = replace(
+    BRIDGE_DENSE, source="Megatron-Bridge's Llama with Megatron's FSDP", shardings=("none", "zero1", "fsdp")
+)
+"""Weights are gathered layer by layer, as the whole of a step has them (use_megatron_fsdp)."""
+
+
+def fused_experts(code: LayerCode) -> LayerCode:
+    """A layer whose experts are Transformer Engine's fused grouped MLP: kernels of the first product write the
+    activation in FP8, and those of its gradient that of the first product's output."""
+
+    def fused(node: Node) -> Node:
+        inside = ("expert swiglu", "expert swiglu fp8", "dexpert gate up", "dexpert gate up fp8")
+        if isinstance(node.what, ElementwisePass) and node.makes.keys() & set(inside):
+            return replace(node, what=None)
+        return node
+
+    forward, backward = (tuple(map(fused, side)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=code.kept)
+
+
+def _kept(s: Sizes, compiled: bool) -> frozenset[str]:
+    return biased(s, compiled).kept - AGAIN
+
+
+GPT_OSS: Final = replace(BRIDGE, layer=biased)
+GPT_OSS_AGAIN: Final = replace(GPT_OSS, kept={"none": _kept})
+"""With what is computed again."""
+
+
+def low_activations(layer: Callable[[Sizes, bool], LayerCode], s: Sizes, compiled: bool) -> LayerCode:
+    """A layer whose SwiGLU keeps its input in FP8, cast by itself (activation_func_fp8_input_store)."""
+    code, elements = layer(s, compiled), s.wide("gate_up") // BF16
+    cast = Node(ElementwisePass("copy", (BF16 + FP8) * elements), ("gate up",), {"gate up low": FP8 * elements})
+    at = next(i for i, node in enumerate(code.forward) if "swiglu" in node.makes)
+    backward = tuple(
+        replace(node, reads=tuple("gate up low" if name == "gate up" else name for name in node.reads))
+        for node in code.backward
+    )
+    return LayerCode(
+        forward=(*code.forward[:at], cast, *code.forward[at:]),
+        backward=backward,
+        kept=code.kept - {"gate up"} | {"gate up low"},
+    )
+
+
+LOW_ACTIVATIONS: Final = Code(
+    "NeMo's adapters with SwiGLU's input kept in FP8", lambda f: replace(f, layer=partial(low_activations, f.layer))
+)
+SUMS_IN_BF16: Final = replace(
+    MEGATRON,
+    source="NeMo as MLPerf's submissions run it",
+    held=lambda sharding: replace(MEGATRON.held(sharding), weight=FP8, gradient=BF16),
+)
+"""Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32), weights held and gathered in FP8 (FP8_PARAMS)."""
+
+
+def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
+    """The end of the model with Transformer Engine's fused cross entropy, which writes gradients over logits in bf16.
+
+    One kernel reads logits for the maximum and the sum, and again to write gradients; the backward pass multiplies
+    these by the gradient of the loss.
+
+    Source: NVIDIA/TransformerEngine, transformer_engine/common/triton/cross_entropy.py.
+    """
+    code = MEGATRON.last(s, compiled, chunks)
+    logits = s.tokens * s.words
+
+    def fused(node: Node) -> Node:
+        if "logits fp32" in node.makes:
+            made = {"dlogits": 0, "losses": 4 * s.tokens}
+            return replace(node, what=ElementwisePass("copy", (2 + 2 + 2) * logits), makes=made)
+        if node.reads == ("logits fp32",):
+            return replace(node, what=ElementwisePass("copy", 4 * logits), reads=("logits",), makes={"dlogits": 0})
+        return replace(node, reads=tuple("logits" if name == "dlogits" else name for name in node.reads))
+
+    forward, backward = (tuple(map(fused, side)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=code.kept - {"logits fp32"} | {"logits"})
+
+
+FUSED_LOSS: Final = replace(MEGATRON, source="Megatron-LM 0.14 with fused cross entropy", last=fused_last)

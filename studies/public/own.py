@@ -1,6 +1,6 @@
 """Reserved memory of our own steps of FSDP2, whose allocator has segments that do not grow, beside what is simulated.
 
-python -m studies.public_steps.own
+python -m studies.public.own
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from cpsim.calibrate.recipes import DATA, manifest
 from cpsim.case.scenario import Scenario
 from cpsim.prediction.runs import load_runs
-from studies.public_steps.compare import summary
-from studies.public_steps.predict import reserved
+from studies.public.ledger import summary
+from studies.public.predict import reserved
 from studies.steps.compare import PREDICTED
 
 

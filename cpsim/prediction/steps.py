@@ -21,7 +21,7 @@ from cpsim.prediction.step.adapters import adapted
 from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
-from cpsim.prediction.step.memory import StageMemory
+from cpsim.prediction.step.memory import Occupancy, StageMemory
 from cpsim.prediction.step.offload import check as check_offload
 from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
@@ -52,8 +52,10 @@ class StepCase:
     """Strategies with knobs that were far from the best, and on how many ranks."""
     _passes: dict[tuple[object, ...], dict[tuple[object, ...], Floats]] = field(default_factory=dict)
     """Passes that were simulated, of ways to cut whose passes are alike; see ``StepModel``."""
+    _occupied: dict[tuple[object, ...], dict[tuple[object, ...], Occupancy]] = field(default_factory=dict)
+    """What such passes hold."""
     _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
-    """The same of memory."""
+    """Memory of stages."""
 
     def parallel(self) -> Parallel:
         """How the scenario cuts the step; what it leaves out is as its framework has it, or as plain as can be."""
@@ -162,6 +164,7 @@ class StepCase:
             offload=scenario.offload is not None,
             recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
             _known=self._passes.setdefault(self._alike(parallel), {}),
+            _occupied=self._occupied.setdefault((parallel.sharding, self._alike(parallel)), {}),
             _memory=self._memory.setdefault(parallel, {}),
         )
 

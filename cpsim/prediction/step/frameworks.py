@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 from cpsim.case.model import Lora, Model
@@ -283,6 +283,7 @@ def weight_gradient(sizes: Sizes, name: str, source: str, kept: str, each: int) 
     return Node(Gemm("wgrad", outer, inner, sizes.tokens), (source, kept), made)
 
 
+@lru_cache(1024)
 def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: bool = True) -> LayerCode:
     """Transformer Engine's fused linear layers with sequence parallelism; gradients are summed into buffers.
 

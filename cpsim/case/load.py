@@ -10,20 +10,27 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from cpsim.case.changes import split_name
 from cpsim.case.cluster import presets
 from cpsim.case.files import explain, read_documents, take_schema
 from cpsim.case.scenario import FIELDS, Scenario
+from cpsim.case.words import in_fields
 from cpsim.errors import ScenarioError, shown
 
 
-def scenario_from(data: Mapping[str, Any]) -> Scenario:
+def scenario_from(data: Mapping[str, Any], folder: Path | None = None) -> Scenario:
     """A scenario from the fields of a file.
+
+    Args:
+        data: the fields, or what ``cpsim.case.words`` puts into fields.
+        folder: where a file of lengths is looked up; None is here.
 
     Raises:
         ScenarioError: one line that names the field, what was expected, what came and how to mend it.
     """
     fields = take_schema(data, "scenario")
     _refuse_grid(fields)
+    fields = in_fields(fields, folder)
     try:
         return Scenario.model_validate(fields)
     except ValidationError as error:
@@ -122,7 +129,7 @@ def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenari
     if isinstance(value, ScenarioError):
         return value
     try:
-        scenario = scenario_from(value)
+        scenario = scenario_from(value, folder)
     except ScenarioError as error:
         return ScenarioError(f"{place}: {error}")
     named = {name: getattr(scenario, name) for name in ("cluster", "profile", "host")}
@@ -131,7 +138,8 @@ def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenari
 
 
 def beside(name: str, folder: Path) -> str:
-    """A file name relative to the folder of the scenario, where there is such a file."""
-    if name in presets() or not os.path.isfile(folder / name):
+    """A file name relative to the folder of the scenario, where there is such a file; changes of a cluster stay."""
+    base, changes = split_name(name)
+    if base in presets() or not os.path.isfile(folder / base):
         return name
-    return str(folder / name)
+    return " ".join([str(folder / base), *changes])

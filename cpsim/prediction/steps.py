@@ -14,6 +14,7 @@ from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.names import MASK_NAMES, Options
 from cpsim.models.profile import Profile
@@ -27,7 +28,7 @@ from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
-from cpsim.strategies.others.facts import DENSE
+from cpsim.strategies.others.facts import DENSE, Support
 
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
@@ -284,7 +285,37 @@ class StepCase:
         if self.scenario.knobs:
             return [self.scenario.knobs]
         attention = self.model(parallel, name, {}).attention
-        return STRATEGIES[name].knobs(attention.workload(microbatch), attention.cluster)
+        workload = attention.workload(microbatch)
+        known = STRATEGIES[name].knobs(workload, attention.cluster)
+        return known if (offer := self._offer(name)) is None else self._offered(name, offer, known, workload, parallel)
+
+    def _offer(self, name: str) -> Support | None:
+        """What the framework that the scenario names has of a strategy; None where nothing restricts it."""
+        ours = self.scenario.framework and self.scenario.implementation == CPSIM.name
+        return self.framework.offers.get(name) if ours else None
+
+    def _offered(
+        self, name: str, offer: Support, known: Iterable[Mapping[str, Any]], workload: Workload, parallel: Parallel
+    ) -> list[Mapping[str, Any]]:
+        """Those knobs that the framework has; it gathers and sends all heads at once.
+
+        Raises:
+            InfeasibleError: it has the strategy, and not for this workload.
+        """
+        replace(offer, whole_heads=False).check(self.framework.name, name, workload, parallel.cp)
+        found, last = list[Mapping[str, Any]](), None
+        for knobs in known:
+            own = {knob: value for knob, value in knobs.items() if knob in (*offer.knobs, "ulysses")}
+            if own in found or any(value not in offer.knobs.get(knob, (value,)) for knob, value in own.items()):
+                continue
+            try:
+                offer.check(self.framework.name, name, workload, int(own.get("ulysses", parallel.cp)))
+                found.append(own)
+            except InfeasibleError as reason:
+                last = reason
+        if last is not None and not found:
+            raise last
+        return found
 
     def _strategies(self, parallel: Parallel) -> list[str]:
         """Those to choose from: the scenario's, or all that the code has and that are planned at once."""
@@ -292,6 +323,8 @@ class StepCase:
             return [self.scenario.strategy]
         theirs = self._code(parallel).strategies
         known = [name for name in STRATEGIES if name not in ("none", *SLOW_PLANS)]
+        if any(map(self._offer, known)):
+            known = [name for name in known if self._offer(name)]
         return [name for name in known if theirs is None or name in theirs]
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:

@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
+from cpsim.errors import nearest
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lora:
@@ -184,3 +186,9 @@ def _spelled(name: str) -> str:
     while len(bare := _SUFFIX.sub("", short.rstrip("-_ "))) < len(short):
         short = bare
     return re.sub(r"[^a-z0-9.]", "", short)
+
+
+def likely(name: str) -> str:
+    """``did you mean 'x'? or `` for the model that a name is most like; nothing where none is like it."""
+    hint = nearest(name, PUBLISHED)
+    return f"{hint} or " if hint.startswith("did") else ""

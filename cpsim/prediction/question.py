@@ -18,10 +18,10 @@ from cpsim.case.documents import DISTRIBUTIONS
 from cpsim.case.formats import Reading, read_foreign
 from cpsim.case.lengths import Waste, read_lengths, sample, waste
 from cpsim.case.load import beside, load_scenario, scenario_from
-from cpsim.case.model import PUBLISHED, known_model
+from cpsim.case.model import known_model, likely
 from cpsim.case.scenario import Scenario
 from cpsim.case.words import tokens_of
-from cpsim.errors import CpsimError, ScenarioError, nearest, shown
+from cpsim.errors import CpsimError, ScenarioError, shown
 from cpsim.models.profile import load_profile
 
 STEP_TOKENS: Final = 2**22
@@ -159,9 +159,8 @@ def _take_model(fields: dict[str, Any], options: Options, read: list[str]) -> No
         return
     known = known_model(options.model)
     if known is None:
-        raise ScenarioError(
-            f"model: {shown(options.model)} is neither a file nor known; {nearest(options.model, PUBLISHED)}"
-        )
+        hint = likely(options.model)
+        raise ScenarioError(f"model: {shown(options.model)} is neither a file nor known; {hint}give its config.json")
     if known.model is None:
         raise ScenarioError(f"model: {known.refusal()}")
     fields["model"] = known.name

@@ -12,10 +12,10 @@ from typing import Any, Final
 from cpsim.case.files import parse_yaml
 from cpsim.case.formats.reading import Reading, Settings, without_none
 from cpsim.case.formats.torchtitan import sequences_of_a_replica
-from cpsim.case.model import PUBLISHED, known_model
+from cpsim.case.model import known_model, likely
 from cpsim.case.parallel import Parallel
 from cpsim.case.scenario import Scenario
-from cpsim.errors import ScenarioError, nearest
+from cpsim.errors import ScenarioError
 
 _PREFIX: Final = "parallelism_config_"
 _ROTATE: Final = {"allgather": ("allgather", {"layout": "zigzag"}), "alltoall": ("zigzag_ring", {})}
@@ -41,6 +41,9 @@ def read(text: str, path: str) -> Reading:
         raise ScenarioError(f"{s.place('distributed_type')}: distributed_type {kind} is not predicted; use FSDP")
     if s.values.get("fsdp_version") in (1, "1"):
         raise ScenarioError(f"{s.place('fsdp_version')}: FSDP version 1 is not predicted; use fsdp_version: 2")
+    if str(s.values.get("mixed_precision")) in ("fp16", "fp8"):
+        kind = s.values["mixed_precision"]
+        raise ScenarioError(f"{s.place('mixed_precision')}: mixed_precision {kind} is not predicted; use bf16")
     s.refuse(["fsdp_offload_params"], "parameters on the host are not predicted; use false")
     replicate, shard = s.number("dp_replicate_size") or 1, s.number("dp_shard_size", least=-1)
     cp, tp, gpus = s.number("cp_size") or 1, s.number("tp_size") or 1, s.number("num_processes")
@@ -83,8 +86,8 @@ def _model(s: Settings) -> str | None:
         return None
     known = known_model(str(name))
     if known is None:
-        place, hint = s.place("model_name_or_path"), nearest(name, PUBLISHED)
-        raise ScenarioError(f"{place}: model {name} is not known; {hint}, or give --model config.json")
+        place, hint = s.place("model_name_or_path"), likely(str(name))
+        raise ScenarioError(f"{place}: model {name} is not known; {hint}give --model config.json")
     if known.model is None:
         raise ScenarioError(f"{s.place('model_name_or_path')}: {known.refusal()}")
     return known.name

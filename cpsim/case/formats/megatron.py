@@ -38,9 +38,18 @@ CANNOT: Final = {
     "use_custom_fsdp": "Megatron-FSDP is not predicted; use --use-distributed-optimizer",
     "use_megatron_fsdp": "Megatron-FSDP is not predicted; use --use-distributed-optimizer",
     "use_torch_fsdp2": "FSDP2 in Megatron is not predicted; use --use-distributed-optimizer, or framework torchtitan",
+    "hybrid_override_pattern": "layers without attention are not predicted",
+    "hybrid_layer_pattern": "layers without attention are not predicted",
+    "is_hybrid_model": "layers without attention are not predicted",
+    "attention_chunk_size": "attention within chunks is not predicted",
+    "no_rope_freq": "Llama 4's attention within chunks is not predicted",
     "pipeline_model_parallel_layout": "layouts of one's own are not read; use --decoder-first-pipeline-num-layers",
 }
 """Arguments of what a step does not say."""
+MAYBE: Final = "(within a condition)"
+"""What stands in a branch of a script, which may not run."""
+VOCAB: Final = 128256
+"""Words where nothing is said of them, since a tokenizer has them: Llama 3's."""
 WIDTH: Final = 76
 """Cells of a line of arguments that are written."""
 _ALIASES: Final = {
@@ -68,7 +77,9 @@ def is_arguments(text: str) -> bool:
 
 def is_recipe(value: object) -> bool:
     """Whether a YAML value is a recipe of Megatron-Bridge or NeMo."""
-    flat = _leaves(value) if isinstance(value, Mapping) else {}
+    if not isinstance(value, Mapping):
+        return False
+    flat = {name: 0 for part in (value, *value.values()) if isinstance(part, Mapping) for name in part}
     return "tensor_model_parallel_size" in flat or "context_parallel_size" in flat or set(SHAPE) <= flat.keys()
 
 
@@ -136,11 +147,14 @@ def _caveats(s: Settings) -> tuple[str, ...]:
     tied = "untie_embeddings_and_output_weights" not in s and s.values.get("share_embeddings_and_output_weights", True)
     if tied and "num_layers" in s:
         caveats.append("tied embeddings")
+    if "num_layers" in s and not ("vocab_size" in s or "padded_vocab_size" in s):
+        caveats.append(f"no vocab_size, so that {VOCAB:,} words are taken")
+    if maybe := [one for one in s.values.get(MAYBE, []) if any(said.split(" ")[0] == one for said in s.said)]:
+        caveats.append(f"{', '.join(maybe)} in a branch that is taken to run")
     if s.flag("qk_layernorm"):
         caveats.append("norms of queries and keys")
-    if "num_layers" in s and not (
-        s.flag("swiglu", "gated_linear_unit") or s.get("activation_func") or s.get("activation")
-    ):
+    gates = ("swiglu", "gated_linear_unit", "quick_geglu", "activation_func", "activation")
+    if "num_layers" in s and s.get(*gates) in (None, False):
         caveats.append("an MLP without a gate, of which a step knows none")
     return tuple(caveats)
 
@@ -157,6 +171,10 @@ def _model(s: Settings) -> dict[str, Any] | str | None:
     grouped = "group_query_attention" not in s.values or s.flag("group_query_attention")
     experts = s.number("num_experts", least=0)
     inner = s.number("moe_ffn_hidden_size")
+    if experts and str(s.get("moe_layer_freq") or 1) not in ("1", "[1]"):
+        raise ScenarioError(
+            f"{s.place('moe_layer_freq')}: moe_layer_freq: experts in some layers only are not predicted"
+        )
     shared = s.number("moe_shared_expert_intermediate_size", least=0)
     window, pattern = s.get("window_size"), s.get("window_attn_skip_freq")
     model = {
@@ -166,7 +184,7 @@ def _model(s: Settings) -> dict[str, Any] | str | None:
         "kv_heads": (s.number("num_query_groups") if grouped else None) or heads,
         "head_dim": s.number("kv_channels") or hidden // heads,
         "ffn": s.number("ffn_hidden_size") or 4 * hidden,
-        "vocab": s.number("vocab_size", "padded_vocab_size") or 128256,
+        "vocab": s.number("vocab_size", "padded_vocab_size") or VOCAB,
         "experts": experts or None,
         "top_k": (s.number("moe_router_topk") or 2) if experts else None,
         "expert_ffn": inner if experts else None,
@@ -284,6 +302,8 @@ def _precision(s: Settings) -> Any:
 
 
 _WORD: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?(?:\[[@*]\])?\}|\$(\w+)")
+_ARRAY: Final = re.compile(r"^[A-Za-z_]\w*\+?=\(")
+_IF, _FI = re.compile(r"if\b"), re.compile(r"fi\b")
 _ASSIGNED: Final = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 
 
@@ -293,8 +313,13 @@ def _arguments(text: str) -> tuple[dict[str, Any], dict[str, str]]:
     places: dict[str, str] = {}
     variables: dict[str, str] = {}
     name: str | None = None
+    goes_on, depth = False, 0
     for number, line in enumerate(text.splitlines(), start=1):
-        bare = line.strip().rstrip("\\").strip()
+        if name is not None and (values[name] is not True or not goes_on):
+            name = None  # values stand beside their argument, or alone in the line after it
+        goes_on = line.rstrip().endswith("\\")
+        bare = _ARRAY.sub("", line.strip().rstrip("\\").strip())
+        depth += bool(_IF.match(bare)) - bool(_FI.match(bare))
         if (found := _ASSIGNED.match(bare)) and not found[2].startswith("("):
             variables[found[1]] = _expanded(_unquoted(found[2]), variables)
             if "--" not in found[2]:
@@ -304,6 +329,8 @@ def _arguments(text: str) -> tuple[dict[str, Any], dict[str, str]]:
             word = _expanded(word, variables).strip("()") if "$" in word or word[:1] in "()" else word.rstrip(")")
             for part in word.split() if " " in word else [word]:
                 name = _take(part, name, values, places, number)
+                if name is not None and depth > 0:
+                    values[MAYBE] = [*dict.fromkeys([*values.get(MAYBE, []), name])]
     return {_ALIASES.get(key, key): value for key, value in values.items()}, {
         _ALIASES.get(key, key): place for key, place in places.items()
     }
@@ -340,7 +367,7 @@ def _expanded(text: str, variables: Mapping[str, str]) -> str:
         value = variables.get(found[1] or found[3])
         if value is None:
             positional = re.fullmatch(r"\d+", found[1] or found[3] or "")
-            value = found[2] if found[2] is not None else "" if positional else found[0]
+            value = found[2].strip("\"'") if found[2] is not None else "" if positional else found[0]
         return value
 
     text = _WORD.sub(known, text)
@@ -431,7 +458,7 @@ def _comm(scenario: Scenario, cp: int) -> list[str]:
 
 def _again(recompute: str) -> list[str]:
     if recompute == "full":
-        return ["--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"]
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     return ["--recompute-granularity selective --recompute-modules mlp"] if recompute == "mlp" else []
 
 

@@ -39,7 +39,7 @@ class Settings:
         return f"{self.path} {where}" if where else self.path
 
     def __contains__(self, name: str) -> bool:
-        return self.values.get(name) is not None
+        return self.values.get(name) not in (None, "")
 
     def get(self, *names: str) -> Any:
         """The first of these settings that is there, as it is."""

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cpsim.case.formats.reading import Reading, Settings, without_none
-from cpsim.case.model import PUBLISHED, known_model
+from cpsim.case.model import PUBLISHED, known_model, likely
 from cpsim.case.parallel import Parallel
 from cpsim.case.scenario import Scenario
-from cpsim.errors import ScenarioError, nearest, shown
+from cpsim.errors import ScenarioError, shown
 
 SECTIONS: Final = {
     "job": "description dump_folder print_config config_file custom_config_module use_for_integration_test",
@@ -120,8 +120,8 @@ def _model(s: Settings) -> str | None:
     found = _SHAPES.get((name, short)) or f"{name}-{short}"
     known = PUBLISHED.get(found) or known_model(found)
     if known is None:
-        place, hint = s.place("model.flavor"), nearest(found, PUBLISHED)
-        raise ScenarioError(f"{place}: model {name} {flavor} is not known; {hint}, or give --model config.json")
+        place, hint = s.place("model.flavor"), likely(found)
+        raise ScenarioError(f"{place}: model {name} {flavor} is not known; {hint}give --model config.json")
     if known.model is None:
         raise ScenarioError(f"{s.place('model.flavor')}: {known.refusal()}")
     return known.name

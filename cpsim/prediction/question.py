@@ -148,24 +148,37 @@ def _take_model(fields: dict[str, Any], options: Options, read: list[str]) -> No
         if "model" not in fields:
             raise ScenarioError("model: expected --model with a config.json or a name, e.g. llama3.1-8b; got nothing")
         return
-    path = Path(options.model)
+    fields["model"], about = _shape(options.model)
+    read.append(about)
+
+
+def shape_of(source: str) -> dict[str, Any] | str:
+    """Dimensions of a file, or the name of a published model.
+
+    Raises:
+        ScenarioError: it is neither, or a step cannot say it.
+    """
+    shape: dict[str, Any] | str = _shape(source)[0]
+    return shape
+
+
+def _shape(source: str) -> tuple[Any, str]:
+    """The same, and what was read in words."""
+    path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     if path.is_file():
         shape = read_foreign(path)
         if shape is None or "model" not in shape.fields:
             raise ScenarioError(f"{path}: expected a config.json, or another file with the shape of a model")
-        fields["model"] = shape.fields["model"]
-        read.append(_read_text(str(path), shape))
-        return
-    known = known_model(options.model)
+        return shape.fields["model"], _read_text(str(path), shape)
+    known = known_model(source)
     if known is None:
-        hint = likely(options.model)
-        raise ScenarioError(f"model: {shown(options.model)} is neither a file nor known; {hint}give its config.json")
+        raise ScenarioError(f"model: {shown(source)} is neither a file nor known; {likely(source)}give its config.json")
     if known.model is None:
         raise ScenarioError(f"model: {known.refusal()}")
-    fields["model"] = known.name
     caveats = f"; it has {', '.join(known.caveats)}, which a step leaves out" if known.caveats else ""
-    read.append(f"model {known.name}: {known.hub}, {known.model.parameters() / 1e9:.3g} billion parameters{caveats}")
+    size = f"{known.model.parameters() / 1e9:.3g} billion parameters"
+    return known.name, f"model {known.name}: {known.hub}, {size}{caveats}"
 
 
 def _cluster_name(name: str, read: list[str]) -> str:

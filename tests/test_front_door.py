@@ -144,10 +144,11 @@ def test_no_strategy_is_cut(width, monkeypatch, megatron):
 
 def test_columns_are_left_out_before_words_are_stacked():
     columns = [Column("#", worth=9), Column("name", "left", worth=9), Column("more", "left", worth=9, stacks=True)]
-    table = Fitted([*columns, Column("extra", worth=1)], [["1", "a" * 10, "b" * 10, "c" * 10]], [""])
-    assert table.chosen(80) == ([0, 1, 2, 3], [])
-    assert table.chosen(30) == ([0, 1, 2], [])
-    assert table.chosen(20) == ([0, 1], [2])
+    table = Fitted([*columns, Column("extra", worth=1)], [["1", "a" * 6 + " (b)", "b" * 10, "c" * 10]], [""])
+    assert table.chosen(80)[0] == [0, 1, 2, 3]
+    assert table.chosen(30) == ([0, 1, 2], [["1", "aaaaaa (b)", "b" * 10, "c" * 10]])
+    assert table.chosen(22) == ([0, 1, 2], [["1", "aaaaaa\n(b)", "b" * 10, "c" * 10]])
+    assert table.chosen(20) == ([0, 1], [["1", "aaaaaa\n(b)\nbbbbbbbbbb", "b" * 10, "c" * 10]])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cpsim.case.changes import split_name
-from cpsim.case.cluster import presets
+from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.files import explain, read_documents, take_schema
 from cpsim.case.scenario import FIELDS, Scenario
 from cpsim.case.words import in_fields
@@ -34,7 +34,24 @@ def scenario_from(data: Mapping[str, Any], folder: Path | None = None) -> Scenar
     try:
         return Scenario.model_validate(fields)
     except ValidationError as error:
-        raise ScenarioError(explain(error, FIELDS)) from None
+        raise ScenarioError(_counts(fields, folder) or explain(error, FIELDS)) from None
+
+
+def _counts(fields: Mapping[str, Any], folder: Path | None) -> str | None:
+    """What is wrong where GPUs fill no nodes and tokens do not divide among them, and numbers that do both."""
+    gpus, tokens, name = (fields.get(name) for name in ("gpus", "tokens", "cluster"))
+    if type(gpus) is not int or type(tokens) is not int or not isinstance(name, str) or gpus < 1 or tokens < gpus:
+        return None
+    try:
+        cluster = load_cluster(beside(name, folder or Path()))
+    except ScenarioError:
+        return None
+    nodes = cluster.gpus_per_node
+    if gpus <= nodes or gpus % nodes == 0 or tokens % gpus == 0 or cluster.fabric is None:
+        return None
+    near = [number for number in (gpus // nodes * nodes, -(-gpus // nodes) * nodes) if number]
+    both = " or ".join(f"gpus {number} with tokens {round(tokens / number) * number}" for number in near)
+    return f"gpus: {gpus} fill no nodes of {nodes}, and {tokens} tokens do not divide by {gpus}; use {both}"
 
 
 def _refuse_grid(fields: Mapping[str, Any]) -> None:

@@ -176,7 +176,8 @@ def _rank(found: Sequence[tuple[Prediction, Prediction, Prediction]]) -> tuple[C
             exposed_share=both.exposed_comm_s / both.time_s,
             peak_memory_bytes=both.peak_memory_bytes,
             probability_best=float(won),
+            draws_s=both.draws_s,
         )
         for (forward, backward, both), won in zip(found, wins, strict=True)
     ]
-    return tuple(sorted(candidates, key=lambda c: c.total_s))
+    return tuple(sorted(candidates, key=lambda c: (c.total_s, len(c.scenario.knobs))))

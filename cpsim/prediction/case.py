@@ -18,7 +18,7 @@ from cpsim.models.standin import DATA_SHEET, from_data_sheet
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.size import check_size
 from cpsim.strategies import STRATEGIES
-from cpsim.strategies.others import IMPLEMENTATIONS, Implementation, implementation
+from cpsim.strategies.others import Implementation, implementation
 
 SHEET_BASE: Final = "h200"
 """The profile that is scaled for GPUs that nobody has measured."""
@@ -60,7 +60,7 @@ def check_names(scenario: Scenario) -> None:
     """
     if scenario.strategy is not None:
         check_name("strategy", scenario.strategy, STRATEGIES)
-    check_name("implementation", scenario.implementation, IMPLEMENTATIONS)
+    implementation(scenario.implementation)
     check_name("kernel", scenario.kernel, kernel_names())
 
 

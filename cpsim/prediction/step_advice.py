@@ -28,7 +28,7 @@ from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
-from cpsim.prediction.results import Prediction, Refusal
+from cpsim.prediction.results import TIE, Prediction, Refusal, inseparable
 from cpsim.prediction.step.step import Step
 from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE
 from cpsim.prediction.steps import SLOW_PLANS, StepCase
@@ -39,8 +39,6 @@ LAYER_CHUNKS: Final = (2, 4)
 """Chunks of layers that are tried beside one on stages of a pipeline, where the scenario does not say."""
 MARGIN: Final = 0.07
 """How much longer than the fastest step a bound may be for a way to cut to be simulated whole."""
-TIE: Final = 0.02
-"""How much longer than the fastest a simpler way to cut may take that cannot be told from it."""
 NEAREST: Final = 5
 """Ways to cut that are simulated where none fits."""
 ASPECTS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -105,16 +103,11 @@ class StepAdvice:
 
     @property
     def tied(self) -> tuple[StepCandidate, ...]:
-        """The fastest, and those that cannot be told from it: in the 90 % interval of the ratio of their times, which
-        leaves out what they are wrong about together, lies 1. Fastest first."""
+        """The fastest, and those that cannot be told from it, fastest first; see ``inseparable``."""
         if not self.candidates:
             return ()
-        best = np.array(self.candidates[0].prediction.draws_s)
-        return tuple(
-            one
-            for one in self.candidates
-            if one is self.candidates[0] or np.quantile(np.array(one.prediction.draws_s) / best, 0.05) <= 1
-        )
+        best = self.candidates[0].prediction.draws_s
+        return tuple(one for one in self.candidates if inseparable(one.prediction.draws_s, best))
 
     @property
     def recommended(self) -> StepCandidate | None:

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from cpsim.case.cluster import Cluster, load_cluster, presets
 from cpsim.case.cluster import described as cluster_text
-from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.documents import DISTRIBUTIONS, load_bins
 from cpsim.case.model import PUBLISHED
 from cpsim.case.parallel import Parallel

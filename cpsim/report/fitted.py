@@ -9,15 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from cpsim.report.tables import table
-
+KEPT: Final = 9
 GAP: Final = 2
 """Cells between columns."""
+
+
+def table(*columns: tuple[str, str]) -> Table:
+    """An empty table in the house style; columns are (header, "left" or "right")."""
+    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+    for header, side in columns:
+        made.add_column(header, justify="right" if side == "right" else "left", header_style="bold dim")
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +35,11 @@ class Column:
     header: str
     side: str = "right"
     worth: int = 0
-    """Columns of less worth are left out first; of worth 9 never."""
+    """Columns of less worth are left out first; those of worth ``KEPT`` never."""
     stacks: bool = False
-    """Whether its cells move to a line of their own where the table is too wide even so."""
+    """Whether its cells move below the first words where the table is too wide even so."""
+    breaks: bool = False
+    """Whether what stands in brackets goes to the next line before any column is left out, rather than after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,39 +57,44 @@ class Fitted:
 
     def table(self, width: int) -> Table:
         """The table for so many cells."""
-        shown, stacked = self.chosen(width)
+        shown, rows = self.chosen(width)
         made = table(*((self.columns[i].header, self.columns[i].side) for i in shown))
         for column in made.columns:
             column.no_wrap = True
-        words_at = next((at for at, i in enumerate(shown) if self.columns[i].side == "left"), len(shown) - 1)
-        for row, style in zip(self.rows, self.styles, strict=True):
-            cells = [row[i] for i in shown]
-            if stacked:
-                cells[words_at] = "\n".join(filter(None, [cells[words_at], *(row[i] for i in stacked)]))
-            made.add_row(*(Text(cell) for cell in cells), style=style)
+        for row, style in zip(rows, self.styles, strict=True):
+            made.add_row(*(Text(row[i]) for i in shown), style=style)
         return made
 
-    def chosen(self, width: int) -> tuple[list[int], list[int]]:
-        """Columns that are shown, and those whose cells are stacked under the first words."""
-        shown, stacked = list(range(len(self.columns))), list[int]()
-        while self._width(shown, stacked) > width:
+    def chosen(self, width: int) -> tuple[list[int], list[list[str]]]:
+        """Columns that are shown, and the cells of all rows, some of them with others below."""
+        shown, rows = list(range(len(self.columns))), [list(row) for row in self.rows]
+        broken = False
+        while self._width(shown, rows) > width:
             least = min(shown, key=lambda i: (self.columns[i].worth, i))
-            if self.columns[least].worth < 9:
+            words = next(i for i in shown if self.columns[i].side == "left")
+            last = self.columns[least].worth == KEPT
+            if not broken and (last or self.columns[words].breaks):
+                rows, broken = _broken(rows, words), True
+            elif not last:
                 shown.remove(least)
-                continue
-            more = next((i for i in shown if self.columns[i].stacks and i != self._words(shown)), None)
-            if more is None:
+            elif stacked := [i for i in shown if self.columns[i].stacks and i != words]:
+                shown.remove(stacked[0])
+                for row in rows:
+                    row[words] = "\n".join(filter(None, (row[words], row[stacked[0]])))
+            else:
                 break
-            shown.remove(more)
-            stacked.append(more)
-        return shown, stacked
+        return shown, rows
 
-    def _words(self, shown: Sequence[int]) -> int:
-        return next((i for i in shown if self.columns[i].side == "left"), -1)
+    def _width(self, shown: Sequence[int], rows: Sequence[Sequence[str]]) -> int:
+        widths = (max(map(_wide, [self.columns[i].header, *(row[i] for row in rows)])) for i in shown)
+        return sum(widths) + GAP * (len(shown) - 1)
 
-    def _width(self, shown: Sequence[int], stacked: Sequence[int]) -> int:
-        widths = {i: max(map(cell_len, [self.columns[i].header, *(row[i] for row in self.rows)])) for i in shown}
-        first = self._words(shown)
-        if stacked and first in widths:
-            widths[first] = max(widths[first], *(cell_len(row[i]) for i in stacked for row in self.rows))
-        return sum(widths.values()) + GAP * (len(shown) - 1)
+
+def _broken(rows: Sequence[list[str]], words: int) -> list[list[str]]:
+    """Rows in which what stands in brackets is below the words before it."""
+    return [[cell.replace(" (", "\n(") if i == words else cell for i, cell in enumerate(row)] for row in rows]
+
+
+def _wide(cell: str) -> int:
+    """Cells of the longest line of a text."""
+    return max(map(cell_len, cell.split("\n")))

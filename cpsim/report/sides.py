@@ -9,8 +9,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cpsim.errors import shown
+from cpsim.prediction.step.frameworks import DEFAULT
+from cpsim.report.fitted import table
 from cpsim.report.records import prediction_record
-from cpsim.report.tables import notes_view, table
+from cpsim.report.tables import notes_view
 from cpsim.report.words import cut_text, percent_text, seconds_text, strategy_label
 from cpsim.units import format_bytes
 
@@ -62,8 +64,17 @@ def sides_view(found: Sides) -> RenderableType:
 
 def _way(p: Prediction) -> str:
     """How a case is run."""
-    how = cut_text(p.scenario) if p.scenario.is_step else p.scenario.pass_
-    return f"{strategy_label(p.scenario)}, {how}"
+    section = p.scenario.parallel
+    if not p.scenario.is_step or section is None:
+        return f"{strategy_label(p.scenario)}, {cut_text(p.scenario) if p.scenario.is_step else p.scenario.pass_}"
+    usual = {name: field.default for name, field in type(section).model_fields.items()} | {"loss_chunks": 1}
+    off = (None, 1, False)
+    said = [
+        f"{name} {value}"
+        for name, value in section.model_dump().items()
+        if name in ("tp", "pp", "dp", "cp", "sharding", "recompute") or (value not in off and value != usual.get(name))
+    ]
+    return f"{strategy_label(p.scenario)}, {p.scenario.framework or DEFAULT}, {', '.join(said)}"
 
 
 def _rows(a: Prediction, b: Prediction) -> Iterator[tuple[str, str, str, str]]:

@@ -277,3 +277,50 @@ def test_the_answer_is_quick():
     started = time.process_time()
     asked(*LLAMA, "--framework", "megatron")
     assert time.process_time() - started < 10
+
+
+WINDOW = {
+    "gpus": 16,
+    "cluster": "dgx-h200",
+    "tokens": "512k",
+    "heads": 32,
+    "kv_heads": 8,
+    "mask": {"name": "causal_sliding_window", "window": 4096},
+}
+
+
+def test_what_was_not_measured_is_answered_by_the_nearest_kernel(tmp_path):
+    path = tmp_path / "window.json"
+    path.write_text(json.dumps(WINDOW))
+    found = asked(path)
+    path.write_text(json.dumps(WINDOW | {"kernel": "flex"}))
+    flex = asked(path)
+    assert (found["kind"], flex["kind"]) == ("not_measured", None)
+    assert found["recommendation"].startswith("Not measured, estimated from kernel flex: run ")
+    assert found["notes"][0].startswith("not measured: kernel fa4 takes sliding windows")
+    for wide, narrow in zip(found["candidates"], flex["candidates"], strict=True):
+        assert wide["time_s"] == narrow["time_s"]
+        assert wide["time_s_low"] < 0.8 * narrow["time_s_low"]
+        assert wide["time_s_high"] >= narrow["time_s_high"]
+
+
+def test_exit_codes_say_why_there_is_no_answer(tmp_path):
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(WINDOW | {"implementation": "torch", "kernel": "cudnn"}))
+    cpsim("advise", path, status=3)
+    path.write_text(json.dumps(WINDOW | {"kernel": "fa3", "cluster": "p4de", "mask": "causal"}))
+    assert asked(path)["kind"] == "not_measured"
+
+
+@pytest.mark.parametrize("name", ["megatron", "Megatron", "transformer-engine", "torchtitan", "deepspeed"])
+def test_what_is_called_an_implementation_and_is_none_says_what_to_do(tmp_path, name):
+    path = tmp_path / "case.json"
+    path.write_text(json.dumps(WINDOW | {"implementation": name, "mask": "causal"}))
+    said = one_line(cpsim("advise", path, status=2))
+    assert "strategy" in said or "cpsim advise --framework" in said
+    assert "did you mean" not in said
+
+
+def test_all_that_is_wrong_with_numbers_is_said_at_once():
+    with pytest.raises(ScenarioError, match="use gpus 32 with tokens 131072 or gpus 40 with tokens 131080"):
+        scenario_from({"gpus": 37, "cluster": "dgx-h100", "tokens": "128k", "heads": 32, "kv_heads": 8})

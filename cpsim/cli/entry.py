@@ -9,7 +9,16 @@ from collections.abc import Iterable
 
 import typer
 
-from cpsim.errors import CpsimError, InfeasibleError, MachineError, NotMeasuredError, OutOfMemoryError, cut, plain
+from cpsim.errors import (
+    CpsimError,
+    InfeasibleError,
+    MachineError,
+    NotMeasuredError,
+    OutOfMemoryError,
+    UnmeasuredError,
+    cut,
+    plain,
+)
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.runtime.interrupts import INTERRUPTED
 from cpsim.runtime.streams import prepare, say, silence
@@ -62,7 +71,7 @@ def _status(app: typer.Typer, name: str) -> int:
         return _fail(str(error), MACHINE_ERROR)
     except OutOfMemoryError as error:
         return _fail(str(error), KINDS["does_not_fit"])
-    except NotMeasuredError as error:
+    except (NotMeasuredError, UnmeasuredError) as error:
         return _fail(str(error), KINDS["not_measured"])
     except InfeasibleError as error:
         return _fail(str(error), KINDS["cannot"])

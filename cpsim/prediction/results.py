@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError, InfeasibleError, NotMeasuredError, OutOfMemoryError
+from cpsim.errors import CpsimError, InfeasibleError, NotMeasuredError, OutOfMemoryError, UnmeasuredError
 from cpsim.sim.timeline import Timeline
 
 Column = NDArray[Any]
@@ -124,7 +124,9 @@ class Infeasible:
 
 def refused(scenario: Scenario, error: InfeasibleError) -> Infeasible:
     """The answer to a scenario that cannot run, or does not fit."""
-    kind: Refusal = "does_not_fit" if isinstance(error, OutOfMemoryError) else "cannot"
+    kinds: dict[type[InfeasibleError], Refusal] = {OutOfMemoryError: "does_not_fit", UnmeasuredError: "not_measured"}
+    default: Refusal = "cannot"
+    kind = next((kind for known, kind in kinds.items() if isinstance(error, known)), default)
     return Infeasible(scenario=scenario, reason=str(error), kind=kind)
 
 
@@ -171,6 +173,8 @@ class Advice:
     candidates: tuple[Candidate, ...]
     infeasible: tuple[Infeasible, ...]
     notes: tuple[str, ...]
+    stands_in: str | None = None
+    """The kernel whose answers these are, where the one that was asked for was not measured."""
 
     @property
     def tied(self) -> tuple[Candidate, ...]:

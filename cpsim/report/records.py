@@ -61,6 +61,7 @@ def advice_record(advice: Advice, recommendation: str) -> dict[str, Any]:
     return {
         "recommendation": recommendation,
         "scenario": advice.scenario.to_dict(),
+        "kind": "not_measured" if advice.stands_in else None,
         "recommended": next((i for i, one in enumerate(advice.candidates) if one is advice.recommended), None),
         "tied": len(advice.tied),
         "candidates": [

@@ -49,7 +49,7 @@ COLUMNS: Final = (
 def advice_view(advice: Advice) -> RenderableType:
     """Recommendation, case, ranked candidates, what cannot run and why, notes."""
     parts: list[RenderableType] = [
-        Text(recommendation(advice), style="bold green" if advice.candidates else "bold red"),
+        Text(recommendation(advice), style=_style(advice)),
         Text(),
         _case(advice.scenario),
         Text(),
@@ -59,6 +59,11 @@ def advice_view(advice: Advice) -> RenderableType:
     if advice.infeasible:
         parts += [_infeasible(advice.infeasible), Text()]
     return Group(*parts, *notes_view(advice.notes))
+
+
+def _style(advice: Advice) -> str:
+    """Of a recommendation: plain answers, estimates, none."""
+    return "bold red" if not advice.candidates else "bold yellow" if advice.stands_in else "bold green"
 
 
 def _case(scenario: Scenario) -> RenderableType:

@@ -116,7 +116,8 @@ def recommendation(advice: Advice) -> str:
         return f"Run {strategy_label(best.scenario)}, {why}: {time}, {rate}."
     second = others[0]
     tied = [one for one in others if any(one is other for other in advice.tied)]
-    lead = f"Run {strategy_label(best.scenario)}: {time}, {rate}"
+    run = f"Not measured, estimated from kernel {advice.stands_in}: run" if advice.stands_in else "Run"
+    lead = f"{run} {strategy_label(best.scenario)}: {time}, {rate}"
     longer = f"{second.total_s / best.total_s - 1:.0%}".replace("%", " %")
     if not tied or best.probability_best >= CLEAR:
         comes = f"{strategy_label(second.scenario)} comes second and takes {longer} longer"

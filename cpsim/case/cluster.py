@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, overload
@@ -13,12 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from cpsim.case.changes import TIMES, split_name, with_value
 from cpsim.case.files import SCHEMA, explain, read_document, take_schema
 from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
 from cpsim.units import Quantity, Rate
 
+ACHIEVED: Final = 0.9
+"""Of a network card's line rate where that alone is said: 45 of 50 GB/s, dgx-h100 (its ``source`` says where from)."""
+_NICS: Final = re.compile(r"(?:([0-9]+)x)?([0-9]+)G(?:b/s|bps)?")
+"""Network cards of a node by their line rate: ``4x200G``, ``400G``."""
+_WORDS: Final = {
+    "nics": "fabric.nics_per_node",
+    "latency": "fabric.latency_s",
+    "oversubscription": "fabric.oversubscription",
+    "rails": "fabric.rails",
+    "memory": "gpu.memory_bytes",
+}
+"""Short names of fields in changes."""
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -211,7 +226,7 @@ class Cluster:
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
     shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
-    clusters = (_cluster(_with_known_gpu(entry)) for entry in shipped["clusters"])
+    clusters = (cluster_from(_with_known_gpu(entry)) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 
 
@@ -219,8 +234,9 @@ def presets() -> dict[str, Cluster]:
 def load_cluster(name_or_path: str) -> Cluster:
     """A preset by name, one node of a GPU by the GPU's, or a cluster file (YAML or JSON) by path.
 
-    One node is in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a
-    GPU, e.g. ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
+    Behind any of these may stand what is changed of it, e.g. ``dgx-h100 nic=2x``; see ``cpsim.case.changes``. One node is
+    in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU, e.g.
+    ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
 
     Raises:
         ScenarioError: neither a preset, nor a GPU, nor a valid file.
@@ -229,6 +245,9 @@ def load_cluster(name_or_path: str) -> Cluster:
     if (known := presets().get(name_or_path.lower())) is not None:
         return known
     if not os.path.isfile(path):
+        base, changes = split_name(name_or_path)
+        if changes:
+            return _with_changes(load_cluster(base), changes)
         if (gpu := find_gpu(name_or_path)) is not None:
             return node_of_gpus(gpu)
         close = nearest(name_or_path, (*presets(), *gpus()))
@@ -240,7 +259,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     try:
         if isinstance(fields := read_document(path), list):
             raise ScenarioError(f"expected one cluster, got a list of {len(fields)}")
-        cluster = _cluster(_with_known_gpu(take_schema(fields, "cluster")))
+        cluster = cluster_from(_with_known_gpu(take_schema(fields, "cluster")))
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     for field in ("profile", "host"):
@@ -273,7 +292,12 @@ def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _cluster(data: dict[str, Any]) -> Cluster:
+def cluster_from(data: dict[str, Any]) -> Cluster:
+    """A cluster of the fields of a file.
+
+    Raises:
+        ScenarioError: one line that names the field, what was expected and what came.
+    """
     if "num_gpus" not in data:
         per_node = data.get("gpus_per_node")
         data = data | {"num_gpus": per_node if type(per_node) is int and per_node > 0 else 1}
@@ -286,3 +310,72 @@ def _cluster(data: dict[str, Any]) -> Cluster:
 @cache
 def _adapter() -> TypeAdapter[Cluster]:
     return TypeAdapter(Cluster)
+
+
+def _with_changes(cluster: Cluster, changes: Sequence[str]) -> Cluster:
+    """A cluster with other values.
+
+    Raises:
+        ScenarioError: there is no such field, or no such value.
+    """
+    for change in changes:
+        field, _, value = change.partition("=")
+        cluster = _with_nics(cluster, value) if field == "nic" else _with_field(cluster, field, value)
+    return cluster
+
+
+def _with_field(cluster: Cluster, field: str, value: str) -> Cluster:
+    """One field changed, which may be one of the GPU or the network."""
+    parts = {"fabric": [one.name for one in fields(Fabric)], "gpu": [one.name for one in fields(Gpu)]}
+    plain = [one.name for one in fields(Cluster) if one.name not in ("copies", "num_gpus", *parts)]
+    known = [*_WORDS, "nic", *plain, *(f"{part}.{name}" for part, names in parts.items() for name in names)]
+    if field not in known:
+        raise ScenarioError(f"set: cluster.{field} is unknown; {nearest(field, known)}")
+    path = _WORDS.get(field, field).split(".")
+    if path[0] == "fabric":
+        _check_fabric(cluster, field)
+    changed = with_value(cluster.to_dict(), path, value, f"cluster.{field}")
+    return cluster_from({name: entry for name, entry in changed.items() if name != "schema"})
+
+
+def _check_fabric(cluster: Cluster, field: str) -> Fabric:
+    if cluster.fabric is None:
+        raise ScenarioError(f"set: cluster.{field}: {cluster.name} is one machine without a network; choose another")
+    return cluster.fabric
+
+
+def _with_nics(cluster: Cluster, value: str) -> Cluster:
+    """Another rate of network cards, and number of them."""
+    fabric = _check_fabric(cluster, "nic")
+    if times := TIMES.fullmatch(value):
+        many = float(times[1])
+        faster = replace(
+            fabric,
+            nic_bandwidth_bytes_per_s=fabric.nic_bandwidth_bytes_per_s * many,
+            flow_bandwidth_bytes_per_s=fabric.flow_bandwidth_bytes_per_s * many,
+            source=f"{many:g} times the rates of: {fabric.source}",
+        )
+        return replace(cluster, fabric=faster)
+    found = _NICS.fullmatch(value)
+    if found is None or not int(found[2]):
+        raise ScenarioError(f"set: cluster.nic: expected 2x, 200G or 4x200G, got {shown(value)}")
+    rate = ACHIEVED * int(found[2]) * 1e9 / 8
+    said = replace(
+        fabric,
+        nics_per_node=int(found[1] or fabric.nics_per_node),
+        nic_bandwidth_bytes_per_s=rate,
+        flow_bandwidth_bytes_per_s=min(rate, fabric.flow_bandwidth_bytes_per_s),
+        sigma_log=max(fabric.sigma_log, 0.2),
+        grade="data sheet",
+        source=f"{value} a node as was said, {ACHIEVED:.0%} of it achieved; the rest as {cluster.name}",
+    )
+    return replace(cluster, fabric=said)
+
+
+def described(cluster: Cluster) -> str:
+    """A cluster in a line."""
+    gpu, fabric = cluster.gpu, cluster.fabric
+    node = f"{cluster.gpus_per_node} {gpu.name} of {gpu.memory_bytes / 1e9:.0f} GB a node"
+    if fabric is None:
+        return node
+    return f"{node}, {fabric.nics_per_node} NICs of {fabric.nic_bandwidth_bytes_per_s / 1e9:.3g} GB/s ({fabric.grade})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -31,6 +31,7 @@ from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
     from cpsim.calibrate.measurement import Measurements
+    from cpsim.case.formats.logs import Observed
     from cpsim.case.scenario import Scenario
     from cpsim.models.profile import Profile
 
@@ -151,11 +152,17 @@ def _show_runs(out: Path, as_json: bool) -> None:
 
 def validate(
     files: Annotated[
-        list[Path], typer.Argument(help="Files of runs, and of predictions; without these, runs are predicted now.")
+        list[Path],
+        typer.Argument(
+            help="Files of runs, and of predictions; without these, runs are predicted now. Or a case, and logs of its "
+            "training (torchtitan, Megatron-LM, NeMo, Lightning, Trainer) or traces of torch.profiler."
+        ),
     ],
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file; it opens offline.")] = None,
     cases: Annotated[int, typer.Option(min=0, help="Cases to list, worst first.")] = 20,
+    cluster: Annotated[str | None, typer.Option(help="With a log: cluster of a framework's file.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="With a log: GPUs of a framework's file.")] = None,
 ) -> None:
     """Set predictions beside real runs: errors, bias, intervals, and whether the best was the best."""
     from cpsim.prediction.compare import compare, load_predictions, predict_runs
@@ -163,6 +170,11 @@ def validate(
     from cpsim.report.comparison import comparison_record, comparison_view, left_out
 
     check_writable(html)
+    if observed := _observed(files):
+        refuse("validate: logs have no page", {"--html": html})
+        _beside(observed, cluster, gpus, as_json)
+        return
+    refuse("validate: files of runs say their cluster", {"--cluster": cluster, "--gpus": gpus})
     measured = [path for path in files if holds_runs(path)] or files[-1:]
     runs = [run for path in measured for run in load_runs(path)]
     predictions = [one for path in files if path not in measured for one in load_predictions(path)]
@@ -184,6 +196,30 @@ def validate(
 
         write_comparison(html, comparison)
         say(f"Page written to {html}")
+
+
+def _observed(files: Sequence[Path]) -> dict[Path, Observed | None]:
+    """Files with what those of them observed that are logs or traces; nothing where none is."""
+    from cpsim.case.formats.logs import read_observed
+
+    found = {path: read_observed(path) for path in files}
+    return found if any(found.values()) else {}
+
+
+def _beside(files: Mapping[Path, Observed | None], cluster: str | None, gpus: int | None, as_json: bool) -> None:
+    """A case beside logs of its training."""
+    from cpsim.prediction.predict import predict
+    from cpsim.prediction.question import Options, ask
+    from cpsim.report.observed import Beside, beside_record, beside_view
+
+    cases = [path for path, one in files.items() if one is None]
+    if len(cases) != 1:
+        names = ", ".join(map(str, cases)) or "none"
+        raise CpsimError(f"validate: expected a case beside the logs, `cpsim validate case.yaml run.log`, got {names}")
+    question = ask(Options(file=cases[0], cluster=cluster, gpus=gpus))
+    prediction = predict(question.given or question.scenario)
+    beside = Beside(prediction=prediction, observed=tuple(one for one in files.values() if one))
+    print(json.dumps(beside_record(beside), indent=1)) if as_json else console().print(beside_view(beside))
 
 
 def calibrate(

@@ -17,7 +17,7 @@ from cpsim.models.profile import Profile, derived_profile, load_profile
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.size import check_size
 from cpsim.strategies import STRATEGIES
-from cpsim.strategies.others import IMPLEMENTATIONS, Implementation, implementation
+from cpsim.strategies.others import Implementation, implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def check_names(scenario: Scenario) -> None:
     """
     if scenario.strategy is not None:
         check_name("strategy", scenario.strategy, STRATEGIES)
-    check_name("implementation", scenario.implementation, IMPLEMENTATIONS)
+    implementation(scenario.implementation)
     check_name("kernel", scenario.kernel, kernel_names())
 
 

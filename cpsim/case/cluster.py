@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, overload
+from typing import Annotated, Any, ClassVar, Final, Literal, overload
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cpsim.case.files import SCHEMA, explain, read_document, take_schema
+from cpsim.case.files import SCHEMA, explain_all, read_document, take_schema
+from cpsim.case.transports import Inside, TransportName, constants
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
-from cpsim.units import Quantity, Rate
+from cpsim.units import Flag, Quantity, Rate
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -65,6 +67,11 @@ class Fabric:
     rails: bool = False
     """Rail-optimised: the NICs of equal place share leaf switches, and NCCL hands what is for a GPU of another place
     to the GPU of that place on its own node (PXN)."""
+    transport: TransportName | None = None
+    """What the NICs speak. Collectives then go by NCCL's algorithms (``cpsim.models.network.nccl``); None: by rates and
+    ``latency_s`` alone, as measured."""
+    sharp: Flag = False
+    """The network's switches add (InfiniBand SHARP); needs a transport."""
     sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
     """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
     flow_sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
@@ -78,6 +85,11 @@ class Fabric:
     def uplink_bandwidth_bytes_per_s(self) -> float:
         """What all NICs of a node carry together in one direction."""
         return self.nics_per_node * self.nic_bandwidth_bytes_per_s / self.oversubscription
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of a cluster file; what concerns transports where one is stated."""
+        left_out = ("transport", "sharp") if self.transport is None else ()
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +122,9 @@ class Cluster:
     gpu: Gpu
     fabric: Fabric | None = None
     """None where there is only one node."""
+    inside: Inside | None = None
+    """What connects the GPUs of a node, where that is another than the profile measured, e.g. `pcie 32 GB/s`; None: as
+    the profile measured it."""
     profile: Name | None = None
     """Profile whose measurements describe this machine; None where nobody has measured it."""
     host: Annotated[float, Field(ge=0.1, le=10)] | Name | None = None
@@ -222,7 +237,8 @@ class Cluster:
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file."""
         fields = {"schema": SCHEMA, **asdict(self), "faults": [asdict(fault) for fault in self.faults]}
-        left_out = {"copies"} if self.faults else {"copies", "faults"}
+        left_out = {"copies", *(name for name in ("faults", "inside") if not fields[name])}
+        fields["fabric"] = self.fabric.to_dict() if self.fabric else None
         return {name: value for name, value in fields.items() if name not in left_out}
 
 
@@ -230,7 +246,7 @@ class Cluster:
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
     shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
-    clusters = (_cluster(entry | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
+    clusters = (_cluster(filled(entry) | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 
 
@@ -254,7 +270,7 @@ def load_cluster(name_or_path: str) -> Cluster:
     try:
         if isinstance(fields := read_document(path), list):
             raise ScenarioError(f"expected one cluster, got a list of {len(fields)}")
-        cluster = _cluster(_with_known_gpu(take_schema(fields, "cluster")))
+        cluster = _cluster(_with_known_gpu({"name": path.stem} | filled(take_schema(fields, "cluster"))))
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     for field in ("profile", "host"):
@@ -267,9 +283,101 @@ def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(data.get("gpu"), str):
         return data
     known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
-    if data["gpu"] not in known:
-        raise ScenarioError(f"gpu: {shown(data['gpu'])} is unknown; {nearest(data['gpu'], known)}")
-    return data | {"gpu": asdict(known[data["gpu"]])}
+    if data["gpu"].lower() not in known:
+        raise ScenarioError(f"gpu: {shown(data['gpu'])} is unknown; {nearest(data['gpu'].lower(), known)}")
+    return data | {"gpu": asdict(known[data["gpu"].lower()])}
+
+
+NICS: Final = re.compile(r"\s*(\d{1,4})\s*[xX*\u00d7]\s*(\d{1,6}(?:\.\d{1,6})?)\s*(\S{0,8})\s*")
+PORT: Final = re.compile(r"\s*(nvlink|pcie without p2p|pcie|xgmi)\s*(\d.*?)\s*(nvls)?\s*", re.IGNORECASE)
+DEFAULT_TRANSPORT: Final = "roce"
+FLOW_SHARE: Final = 0.56
+"""Of a NIC, where no transport says it: un-batched ring steps of two H100 nodes, as `dgx-h100` has them."""
+LATENCY_S: Final = 1e-4
+SIGMA_LOG: Final = (0.15, 0.3)
+"""Of collectives and flows, where no transport says it: as of `dgx-h100`."""
+
+
+def filled(data: dict[str, Any]) -> dict[str, Any]:
+    """A cluster's fields, short ways of writing written out, and a fabric's defaults, which say what they are."""
+    data = dict(data)
+    if isinstance(data.get("inside"), str):
+        data["inside"] = _inside(data["inside"])
+    elif isinstance(data.get("inside"), dict):
+        data["inside"] = _lower(data["inside"], "link")
+    if "nics" in data and "fabric" not in data:
+        data["fabric"] = {"nics": data.pop("nics")} | (
+            {"transport": data.pop("transport")} if "transport" in data else {}
+        )
+    if isinstance(data.get("fabric"), str):
+        data["fabric"] = {"nics": data["fabric"]}
+    if isinstance(data.get("fabric"), dict):
+        data["fabric"] = _filled_fabric(_lower(data["fabric"], "transport", "grade"))
+    return data
+
+
+def _lower(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v.lower() if k in names and isinstance(v, str) else v for k, v in fields.items()}
+
+
+def _inside(text: str) -> dict[str, Any]:
+    found = PORT.fullmatch(text)
+    if found is None:
+        raise ScenarioError(
+            f"inside: expected a link and a port's rate in one direction, e.g. 'nvlink 450 GB/s nvls' (H100), "
+            f"'nvlink 300 GB/s' (A100) or 'pcie 32 GB/s' (16 lanes of PCIe 4.0), got {shown(text)}"
+        )
+    return {
+        "link": found[1].lower(),
+        "port_bandwidth_bytes_per_s": found[2],
+        "nvls": found[3] is not None,
+    }
+
+
+def _filled_fabric(fabric: dict[str, Any]) -> dict[str, Any]:
+    """A fabric's fields with `nics` written out and with defaults."""
+    fabric, taken = dict(fabric), []
+    if "nics" in fabric:
+        count, line = _nics(fabric.pop("nics"))
+        if "transport" not in fabric:
+            fabric["transport"] = DEFAULT_TRANSPORT
+            taken.append(f"transport {DEFAULT_TRANSPORT}, as none is said")
+        known = constants().transports.get(fabric["transport"]) if isinstance(fabric["transport"], str) else None
+        share = known.share if known else 1.0
+        fabric.setdefault("nics_per_node", count)
+        if "nic_bandwidth_bytes_per_s" not in fabric:
+            fabric["nic_bandwidth_bytes_per_s"] = line * share
+            taken.append(f"NIC {share:.3g} of its line rate of {line * 8 / 1e9:g} Gb/s")
+    known = constants().transports.get(str(fabric.get("transport")))
+    rate = fabric.get("nic_bandwidth_bytes_per_s")
+    defaults: dict[str, Any] = {
+        "latency_s": LATENCY_S,
+        "sigma_log": known.sigma_log if known else SIGMA_LOG[0],
+        "flow_sigma_log": known.flow_sigma_log if known else SIGMA_LOG[1],
+        "grade": "data sheet",
+    }
+    if isinstance(rate, int | float):
+        defaults["flow_bandwidth_bytes_per_s"] = rate * (known.flow_share if known else FLOW_SHARE)
+    missing = {name: value for name, value in defaults.items() if name not in fabric}
+    taken += [
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in missing.items()
+    ]
+    return {"source": f"defaults: {', '.join(taken)}" if taken else "the cluster file", **missing, **fabric}
+
+
+def _nics(text: object) -> tuple[int, float]:
+    """Number and line rate [bytes/s] of NICs, of a text like ``4 x 200G``."""
+    found = NICS.fullmatch(text) if isinstance(text, str) else None
+    if found is not None:
+        unit = {"": "Gb/s", "g": "Gb/s", "gb": "Gb/s", "gbit": "Gb/s", "gbps": "Gb/s"}.get(found[3].lower(), found[3])
+        unit = {"gbit/s": "Gb/s", "gb/s": "Gb/s"}.get(unit, unit) if "B" not in unit else unit
+        try:
+            return int(found[1]), float(Quantity("bytes/s", 1e5, 1e13).read(f"{found[2]} {unit}"))
+        except ValueError:
+            pass
+    raise ScenarioError(
+        f"nics: expected their number and line rate, e.g. 4 x 200G (200 Gb/s each) or 8 x 50 GB/s, got {shown(text)}"
+    )
 
 
 def _cluster(data: dict[str, Any]) -> Cluster:
@@ -279,7 +387,7 @@ def _cluster(data: dict[str, Any]) -> Cluster:
     try:
         return _adapter().validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ScenarioError(explain(error, Cluster.__dataclass_fields__)) from None
+        raise ScenarioError(explain_all(error, Cluster.__dataclass_fields__)) from None
 
 
 @cache

@@ -13,6 +13,7 @@ from cpsim.errors import ScenarioError, check_name
 from cpsim.models.conditions import Conditions
 from cpsim.models.feasible import kernel_names
 from cpsim.models.host_speed import on_host
+from cpsim.models.network.described import with_inside
 from cpsim.models.profile import Profile, load_profile
 from cpsim.models.standin import DATA_SHEET, from_data_sheet
 from cpsim.prediction.conditions import conditions
@@ -92,6 +93,7 @@ def resolve(scenario: Scenario) -> Case:
             "model, since the step model would ignore them: leave them, or the model, out"
         )
     profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
+    profile = with_inside(profile, cluster)
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)

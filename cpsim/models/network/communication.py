@@ -14,6 +14,7 @@ from cpsim.masks.slices import Ints
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
 from cpsim.models.network.links import Flows, Links
+from cpsim.models.network.nccl import machine_of, way
 from cpsim.models.network.pressure import Messages
 from cpsim.schedule.schedule import COLLECTIVE_KINDS, Int8, Kind, Schedule, is_one_of
 
@@ -62,11 +63,16 @@ class Communication:
         """Seconds, bytes per rank over NVLink, bytes per rank between nodes, whether the latter decide.
 
         Between nodes a ring collective crosses every node boundary once with everything, over all NICs of the node;
-        an all-to-all sends every rank's share for other nodes over that rank's part of the NICs.
+        an all-to-all sends every rank's share for other nodes over that rank's part of the NICs. Where the cluster's
+        file describes what connects its GPUs, NCCL's algorithms say all of it.
         """
         name, params = _COLLECTIVE_NAMES[kind], self.profile.collective
         if num_ranks == 1:
             return 0.0, 0.0, 0.0, False
+        if self._by_law(kind, num_nodes):
+            machine = machine_of(self.cluster, num_ranks, num_nodes, params.port_bytes_per_s)
+            _, seconds, near, node = (float(value) for value in way(name, nbytes, machine))
+            return seconds, near, node / machine.per_node, num_nodes > 1
         if num_nodes == 1:
             seconds = float(collective_seconds(params, name, np.array([nbytes]), num_ranks)[0])
             return seconds, float(wire_bytes(name, nbytes, num_ranks)), 0.0, False
@@ -88,6 +94,14 @@ class Communication:
             rate_per_rank = fabric.proxy_bandwidth_bytes_per_s / 2  # it sends as much as it receives
         between = fabric.latency_s + far / rate_per_rank
         return max(inside, between), near, far, between >= inside
+
+    def _by_law(self, kind: Kind, num_nodes: int) -> bool:
+        """Whether a description prices a collective, and no measurement of it; sockets carry messages by threads."""
+        fabric = self.cluster.fabric
+        if num_nodes == 1 or fabric is None:
+            return self.cluster.inside is not None
+        by_proxy = kind == Kind.ALL_TO_ALL and fabric.proxy_bandwidth_bytes_per_s is not None
+        return fabric.transport is not None and not by_proxy
 
     def transfers(self, schedule: Schedule, messages: Messages, links: Links) -> MessageCosts:
         """Messages between two ranks, inside nodes and between them."""

@@ -17,7 +17,7 @@ from studies.collectives.rows import CLUSTERS, ONE_NODE, read
 GIB = 2.0**30
 H100 = Inside(link="nvlink", port_bandwidth_bytes_per_s=450e9, nvls=True)
 NODE = Machine(num_nodes=1, per_node=8, inside=H100)
-PAIR = Machine(num_nodes=2, per_node=8, inside=H100, transport="roce", node_bytes_per_s=100e9)
+PAIR = Machine(num_nodes=2, per_node=8, inside=H100, transport=constants().transports["roce"], node_bytes_per_s=100e9)
 SIZES = np.geomspace(2**10, 16 * GIB, 60)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from cpsim.case.files import SCHEMA, explain_all, read_document, take_schema
 from cpsim.case.transports import Inside, TransportName, constants
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
-from cpsim.units import Flag, Quantity, Rate
+from cpsim.units import Flag, Quantity, Rate, Seconds
 
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -70,6 +71,10 @@ class Fabric:
     transport: TransportName | None = None
     """What the NICs speak. Collectives then go by NCCL's algorithms (``cpsim.models.network.nccl``); None: by rates and
     ``latency_s`` alone, as measured."""
+    call_s: Seconds | None = None
+    """What a collective takes beyond one inside a node, however few bytes; None: the transport's."""
+    fill_s: Seconds | None = None
+    """Filling a tree's pipeline, for every step of the tree; None: the transport's."""
     sharp: Flag = False
     """The network's switches add (InfiniBand SHARP); needs a transport."""
     sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
@@ -88,7 +93,7 @@ class Fabric:
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file; what concerns transports where one is stated."""
-        left_out = ("transport", "sharp") if self.transport is None else ()
+        left_out = ("transport", "call_s", "fill_s", "sharp") if self.transport is None else ()
         return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
@@ -279,6 +284,20 @@ def load_cluster(name_or_path: str) -> Cluster:
     return cluster
 
 
+def with_transport(cluster: Cluster, transport: str) -> Cluster:
+    """A cluster whose network is of a transport.
+
+    Raises:
+        ScenarioError: there is no such transport, or no network.
+    """
+    if cluster.fabric is None:
+        raise ScenarioError(
+            f"transport: {cluster.name} has no network between nodes; say its NICs, e.g. nics: 4 x 200G"
+        )
+    fabric = cluster.fabric.to_dict() | {"transport": transport.lower()}
+    return _cluster(take_schema(cluster.to_dict(), "cluster") | {"fabric": fabric})
+
+
 def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(data.get("gpu"), str):
         return data
@@ -387,7 +406,7 @@ def _cluster(data: dict[str, Any]) -> Cluster:
     try:
         return _adapter().validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ScenarioError(explain_all(error, Cluster.__dataclass_fields__)) from None
+        raise ScenarioError(explain_all(error, [field.name for field in dataclasses.fields(Cluster)])) from None
 
 
 @cache

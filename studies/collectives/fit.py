@@ -130,12 +130,13 @@ def _links(ring_share: float, hop_s: float, spread: float) -> dict[str, Link]:
 def predicted(rows: Sequence[Row], fit: Fit) -> Floats:
     """Seconds of every row, in their order."""
     known, found = fit.constants(), []
-    for _, some in groupby(rows, key=lambda row: (row.machine, row.kind, row.by_torch)):
+    for _, some in groupby(rows, key=lambda row: (row.cluster, row.machine, row.kind, row.by_torch)):
         mine = list(some)
         machine = mine[0].machine
-        if machine.transport:
-            rate = mine[0].line_bytes_per_s * known.transports[machine.transport].share
-            machine = replace(machine, node_bytes_per_s=rate)
+        if mine[0].transport:
+            transport = known.transports[mine[0].transport]
+            rate = mine[0].line_bytes_per_s * transport.share
+            machine = replace(machine, transport=transport, node_bytes_per_s=rate)
         took = seconds(mine[0].kind, np.array([row.nbytes for row in mine]), machine, known)
         found.append(took + (fit.torch_s if mine[0].by_torch else 0.0))
     return np.concatenate(found)

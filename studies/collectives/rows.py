@@ -44,7 +44,9 @@ class Row:
     by_torch: bool
     """Timed by a program of PyTorch, whose hosts show at small sizes."""
     machine: Machine
-    """Without the rate between nodes, which the transport's share decides."""
+    """Without what is between nodes, which is fitted."""
+    transport: str | None
+    """Between nodes, where there are several."""
     line_bytes_per_s: float
     """All NICs of a node."""
 
@@ -114,11 +116,10 @@ def _row(file: str, record: Mapping[str, str], seen: set[tuple[str, ...]]) -> Ro
         port_bandwidth_bytes_per_s=found.port * 1e9,
         nvls=found.nvls and not off,
     )
-    machine = Machine(
-        num_nodes=nodes, per_node=ranks // nodes, inside=inside, transport=found.transport if nodes > 1 else None
-    )
+    machine = Machine(num_nodes=nodes, per_node=ranks // nodes, inside=inside)
+    transport = found.transport if nodes > 1 else None
     by_torch = "all_reduce_bench.py" in record["dtype"]
-    return Row(file, cluster, kind, nbytes, time, by_torch, machine, found.nics * 1e9)
+    return Row(file, cluster, kind, nbytes, time, by_torch, machine, transport, found.nics * 1e9)
 
 
 def _cluster(record: Mapping[str, str]) -> str:

@@ -19,13 +19,13 @@ followed by latencies and bandwidths alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.case.cluster import Cluster
+from cpsim.case.cluster import Cluster, Fabric
 from cpsim.case.transports import Constants, Inside, Link, Transport, constants
 from cpsim.models.network.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
 from cpsim.units import Entries
@@ -53,8 +53,8 @@ class Machine:
     per_node: int
     """Ranks of a node."""
     inside: Inside
-    transport: str | None = None
-    """Name; None where there is one node."""
+    transport: Transport | None = None
+    """None where there is one node."""
     node_bytes_per_s: float = np.inf
     """What the NICs of a node's ranks carry together in one direction, as collectives achieve it."""
     sharp: bool = False
@@ -119,12 +119,9 @@ class _Law:
         return self.known.links[self.machine.inside.link]
 
     @property
-    def _transport(self) -> Transport | None:
-        return self.known.transports[self.machine.transport] if self.machine.transport else None
-
-    @property
     def _call_s(self) -> float:
-        return self.known.call_s + (self._transport.call_s if self._transport else 0.0)
+        transport = self.machine.transport
+        return self.known.call_s + (transport.call_s if transport else 0.0)
 
     @property
     def _nvls_bytes_per_s(self) -> float:
@@ -153,7 +150,7 @@ class _Law:
         return Way(took - self._call_s, took, size * (1 + 1 / machine.num_ranks), np.zeros_like(size))
 
     def tree(self, size: Floats) -> Way:
-        machine, transport = self.machine, self._transport
+        machine, transport = self.machine, self.machine.transport
         assert transport is not None
         chain = 2 * (machine.per_node - 1)
         if machine.per_node == 1:
@@ -175,7 +172,7 @@ class _Law:
 
     def all_to_all(self, size: Floats) -> Way:
         """Messages: those inside the node and those to other nodes at the same time."""
-        machine, transport, share = self.machine, self._transport, size / self.machine.num_ranks
+        machine, transport, share = self.machine, self.machine.transport, size / self.machine.num_ranks
         near = share * (machine.per_node - 1)
         took = self._call_s + near / (machine.inside.port_bandwidth_bytes_per_s * self._link.messages_share)
         far = share * (machine.num_ranks - machine.per_node) * machine.per_node
@@ -197,6 +194,15 @@ def inside_of(cluster: Cluster, port_bytes_per_s: float) -> Inside:
     )
 
 
+def transport_of(fabric: Fabric) -> Transport | None:
+    """A fabric's transport, with what its file states instead; None where it states none."""
+    if fabric.transport is None:
+        return None
+    named = constants().transports[fabric.transport]
+    call_s = named.call_s if fabric.call_s is None else fabric.call_s
+    return replace(named, call_s=call_s, fill_s=named.fill_s if fabric.fill_s is None else fabric.fill_s)
+
+
 def machine_of(cluster: Cluster, num_ranks: int, num_nodes: int, port_bytes_per_s: float) -> Machine:
     """Where a collective of a cluster runs.
 
@@ -213,7 +219,7 @@ def machine_of(cluster: Cluster, num_ranks: int, num_nodes: int, port_bytes_per_
         num_nodes=num_nodes,
         per_node=per_node,
         inside=inside,
-        transport=fabric.transport,
+        transport=transport_of(fabric),
         node_bytes_per_s=fabric.uplink_bandwidth_bytes_per_s * share,
         sharp=fabric.sharp,
     )

@@ -54,8 +54,8 @@ def fit_fabric(files: Sequence[Measurements], likely_nics: int | None = None, so
     if min(len(flows), len(collectives)) < MIN_POINTS:
         raise ProfileError(
             f"{_named(files)}: expected at least {MIN_POINTS} flows and collectives between nodes, got "
-            f"{len(flows)} and {len(collectives)}; measure with --emulate-nodes, or name the transport, --transport roce, "
-            "and fewer are enough"
+            f"{len(flows)} and {len(collectives)}; measure with --emulate-nodes, or name the "
+            "transport, --transport roce, and fewer are enough"
         )
     per_node = int(points[0]["gpus_per_node"])
     choices = [n for n in range(1, per_node + 1) if per_node % n == 0]

@@ -1,10 +1,10 @@
-"""The command line: every command is a function of ``ask``, ``measure`` or ``look``."""
+"""The command line: every command is a function of ``ask``, ``measure``, ``network`` or ``look``."""
 
 from __future__ import annotations
 
 import typer
 
-from cpsim.cli import ask, look, measure
+from cpsim.cli import ask, look, measure, network
 from cpsim.cli.entry import run_app
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ for command in (
     measure.fit,
     measure.import_,
     measure.fit_fabric,
+    network.collectives,
     look.profiles,
     look.clusters,
     look.kernels,

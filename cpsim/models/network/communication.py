@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-_COLLECTIVE_NAMES: Final = {
+COLLECTIVE_NAMES: Final = {
     Kind.ALL_GATHER: "all_gather",
     Kind.REDUCE_SCATTER: "reduce_scatter",
     Kind.ALL_TO_ALL: "all_to_all",
@@ -66,10 +66,10 @@ class Communication:
         an all-to-all sends every rank's share for other nodes over that rank's part of the NICs. Where the cluster's
         file describes what connects its GPUs, NCCL's algorithms say all of it.
         """
-        name, params = _COLLECTIVE_NAMES[kind], self.profile.collective
+        name, params = COLLECTIVE_NAMES[kind], self.profile.collective
         if num_ranks == 1:
             return 0.0, 0.0, 0.0, False
-        if self._by_law(kind, num_nodes):
+        if self.by_law(kind, num_nodes):
             machine = machine_of(self.cluster, num_ranks, num_nodes, params.port_bytes_per_s)
             _, seconds, near, node = (float(value) for value in way(name, nbytes, machine))
             return seconds, near, node / machine.per_node, num_nodes > 1
@@ -95,7 +95,7 @@ class Communication:
         between = fabric.latency_s + far / rate_per_rank
         return max(inside, between), near, far, between >= inside
 
-    def _by_law(self, kind: Kind, num_nodes: int) -> bool:
+    def by_law(self, kind: Kind, num_nodes: int) -> bool:
         """Whether a description prices a collective, and no measurement of it; sockets carry messages by threads."""
         fabric = self.cluster.fabric
         if num_nodes == 1 or fabric is None:
@@ -131,8 +131,8 @@ class Communication:
         for kind, nbytes, nodes, ops, ranks in self._alike(schedule, np.flatnonzero(even)):
             num_ranks = ranks.shape[1] * schedule.copies
             seconds, near, far, between = self.collective(kind, float(nbytes), num_ranks, nodes)
-            name, size = _COLLECTIVE_NAMES[kind], num_ranks // nodes
-            notes = tuple(self.profile.collective_notes(name, nbytes, size))
+            name, size = COLLECTIVE_NAMES[kind], num_ranks // nodes
+            notes = () if self.by_law(kind, nodes) else tuple(self.profile.collective_notes(name, nbytes, size))
             flows = NO_FLOWS if num_ranks == 1 else links.collectives(ops, ranks, near, far, kind == Kind.ALL_TO_ALL)
             group = np.full(len(ops), GROUPS.index("collective between nodes" if between else "collective"), np.int8)
             found.append(MessageCosts(ops, np.full(len(ops), seconds), group, flows, notes))

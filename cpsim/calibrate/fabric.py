@@ -151,7 +151,7 @@ def fit_described(files: Sequence[Measurements], cluster: Cluster, port_bytes_pe
     nodes, kinds = points[0]["num_nodes"], ", ".join(dict.fromkeys(str(p["kind"]) for p in points))
     return replace(
         best,
-        flow_bandwidth_bytes_per_s=flow,
+        flow_bandwidth_bytes_per_s=_round(flow),
         sigma_log=_round(max(LEAST_SIGMA, _spread(errors(found)))),
         flow_sigma_log=flow_sigma,
         grade="measured here",

@@ -275,13 +275,22 @@ def load_cluster(name_or_path: str) -> Cluster:
     try:
         if isinstance(fields := read_document(path), list):
             raise ScenarioError(f"expected one cluster, got a list of {len(fields)}")
-        cluster = _cluster(_with_known_gpu({"name": path.stem} | filled(take_schema(fields, "cluster"))))
+        cluster = cluster_from({"name": path.stem} | fields if isinstance(fields, dict) else fields)
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     for field in ("profile", "host"):
         if isinstance(name := getattr(cluster, field), str) and os.path.isfile(beside := noted(path.parent / name)):
             cluster = replace(cluster, **{field: str(beside)})  # type: ignore[arg-type]
     return cluster
+
+
+def cluster_from(fields: dict[str, Any]) -> Cluster:
+    """A cluster of the fields of a file.
+
+    Raises:
+        ScenarioError: they are not those of a cluster; says everything that is wrong.
+    """
+    return _cluster(_with_known_gpu(filled(take_schema(fields, "cluster"))))
 
 
 def with_transport(cluster: Cluster, transport: str) -> Cluster:

@@ -32,6 +32,7 @@ for command in (
     look.mask,
 ):
     app.command(command.__name__.rstrip("_").replace("_", "-"))(command)
+app.add_typer(network.init, name="init")
 
 
 def main() -> None:

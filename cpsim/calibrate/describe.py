@@ -1,4 +1,4 @@
-"""A cluster file from what people have: answers to five questions, `nvidia-smi topo -m`, `ibstat`, logs of nccl-tests."""
+"""A cluster file from what people have: five answers, `nvidia-smi topo -m`, `ibstat`, logs of nccl-tests."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from cpsim.models.network.collective import COLLECTIVES, wire_bytes
 from cpsim.models.network.nccl import SMALLEST_BYTES, machine_of, transport_of
 from cpsim.models.network.nccl import seconds as law_seconds
 from cpsim.models.profile import load_profile
+from cpsim.models.standin import DATA_SHEET
 
 Floats = NDArray[np.float64]
 MIN_POINTS: Final = 10
@@ -164,11 +165,11 @@ def port_of(cluster: Cluster) -> float:
     """What a GPU's port carries, as the cluster's profile measured it, or its file says."""
     if cluster.inside is not None:
         return cluster.inside.port_bandwidth_bytes_per_s
-    if cluster.profile is None:
+    if cluster.profile in (None, DATA_SHEET):
         raise ProfileError(
             f"{cluster.name}: expected a profile, or what is inside a node, e.g. inside: nvlink 450 GB/s"
         )
-    return load_profile(cluster.profile).collective.port_bytes_per_s
+    return load_profile(str(cluster.profile)).collective.port_bytes_per_s
 
 
 class Network(NamedTuple):

@@ -49,6 +49,7 @@ class Fabric:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     nics_per_node: Count
+    """The GPUs of a node are spread evenly over them."""
     nic_bandwidth_bytes_per_s: Rate
     """One NIC, one direction, while all NICs are busy: collectives."""
     flow_bandwidth_bytes_per_s: Rate
@@ -121,10 +122,13 @@ class Cluster:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: Name
+    """In answers and reports."""
     num_gpus: Count
     """GPUs in use: any part of one node, or whole nodes."""
     gpus_per_node: Count
+    """GPUs of a node, or of an NVLink domain that spans hosts."""
     gpu: Gpu
+    """In files a name, e.g. h100, or its fields."""
     fabric: Fabric | None = None
     """None where there is only one node."""
     inside: Inside | None = None
@@ -137,7 +141,9 @@ class Cluster:
     host_link_bytes_per_s: Rate | None = None
     """Between a GPU and its host, each way; None is PCIe x16 of the GPU's data sheet, see ``host_link``."""
     notes: str = ""
+    """For readers."""
     faults: tuple[Fault, ...] = ()
+    """Slow parts, each with the share of its speed that is left, e.g. `[{part: nic, number: 7, rate: 0.5}]`."""
     copies: Annotated[int, Field(ge=1, le=1)] = 1
     """Replication factor of a folded cluster; always 1 in files."""
 

@@ -92,9 +92,14 @@ def resolve(scenario: Scenario) -> Case:
             f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
             "model, since the step model would ignore them: leave them, or the model, out"
         )
-    profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
-    profile = with_inside(profile, cluster)
+    profile = profile_of(cluster, name)
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)
     return Case(scenario, workload_of(scenario), cluster, profile)
+
+
+def profile_of(cluster: Cluster, name: str) -> Profile:
+    """A profile by name, or a GPU's by its data sheet, with the links that the cluster's file states."""
+    profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
+    return with_inside(profile, cluster)

@@ -12,9 +12,9 @@ from cpsim.case.cluster import Cluster
 from cpsim.errors import ScenarioError, unknown_name
 from cpsim.models.network.collective import COLLECTIVES, transfer_seconds, wire_bytes
 from cpsim.models.network.communication import COLLECTIVE_NAMES, Communication
-from cpsim.models.network.described import with_inside
 from cpsim.models.network.nccl import SMALLEST_BYTES
-from cpsim.models.profile import Profile, load_profile
+from cpsim.models.profile import Profile
+from cpsim.prediction.case import profile_of
 
 NINETY: Final = 1.645
 """Standard deviations on either side of a normal error that 90 of 100 do not pass."""
@@ -160,7 +160,7 @@ def _links(cluster: Cluster, name: str | None) -> Profile:
             f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; say what is inside a "
             "node, e.g. inside: nvlink 450 GB/s, or name the profile of a machine to assume"
         )
-    return with_inside(load_profile(name), cluster)
+    return profile_of(cluster, name)
 
 
 def _size(communication: Communication, kind: str, nbytes: int) -> Size:

@@ -157,6 +157,8 @@ class Framework:
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
     """Names of host measurements by stream, of layers that are compiled and of those that are not; empty: hosts are
     never late."""
+    host: str = ""
+    """Whose layers hosts were timed with; see ``cpsim.prediction.step.hosts``."""
 
     def cut(self, section: ParallelSection | None, gpus: int, sequences: int) -> Parallel:
         """How a scenario cuts the step, with what this framework does where nothing is said; see ``parallel_of``."""
@@ -742,6 +744,7 @@ TORCH: Final = Framework(
     divides=True,
     attention="torch",
     launches=LAUNCHES,
+    host="torch",
 )
 FOREACH_ADAMW: Final = 20 * FP32
 """Bytes per parameter of AdamW by lists of tensors, ``_multi_tensor_adamw`` of PyTorch 2.6 (torch/optim/adamw.py):
@@ -764,6 +767,7 @@ HUGGING_FACE: Final = replace(
     TORCH,
     name="huggingface",
     source="Transformers' LlamaForCausalLM, FSDP2 as accelerate has it",
+    host="huggingface",
     compiles=False,
     layer=hugging_face_layer,
     kept={"full": frozenset()},

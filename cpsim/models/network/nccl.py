@@ -227,8 +227,8 @@ def machine_of(cluster: Cluster, num_ranks: int, num_nodes: int, port_bytes_per_
 
 LARGEST_BYTES: Final = 2**36
 CHANNELS: Final = (1, 2, 4, 8, 16, 32)
-CHANNEL_BYTES_PER_S: Final = 19e9
-"""One channel of messages over NVLink: 17 to 20 GB/s on H200 (`cpsim profiles`), the same code on one SM elsewhere."""
+CHANNEL_BYTES_PER_S: Final = 20e9
+"""One channel of messages over NVLink: 17 to 20 GB/s on H200, the same code on one SM elsewhere."""
 MESSAGE_S: Final = 14e-6
 """The smallest message, as measured on H200."""
 

@@ -20,7 +20,7 @@ from cpsim.errors import CpsimError
 FOLDER: Final = Path(__file__).parent
 PREDICTED: Final = FOLDER / "predicted.jsonl"
 STRATEGIES: Final = {"ring": "ring", "zigzag_ring": "zigzag_ring", "stripe": "striped_ring"}
-RINGS: Final = {"basic": "basic", "zigzag": "zigzag"}
+RINGS: Final = {"basic": "ring", "zigzag": "zigzag_ring", "stripe": "striped_ring"}
 FILES: Final = ("ring_flash_attn.csv", "yunchang_usp.csv")
 
 
@@ -82,11 +82,15 @@ def _row(name: str, line: int, record: Mapping[str, str]) -> Row:
     }
     if name == FILES[0]:
         scenario |= {"strategy": STRATEGIES[record["strategy"]], "implementation": "ring-flash-attn"}
-    elif record["ring_impl"] not in RINGS:
-        return Row(name, line, None, f"yunchang's ring {record['ring_impl']} has no plan here", float(record["time_s"]))
-    else:
-        knobs = {"ulysses": int(record["ulysses_degree"]), "ring": RINGS[record["ring_impl"]]}
+        return Row(name, line, scenario, "", float(record["time_s"]))
+    degree, ring = int(record["ulysses_degree"]), record["ring_impl"]
+    if degree == 1:  # whose rings are those of ring-flash-attn
+        scenario |= {"strategy": RINGS[ring], "implementation": "ring-flash-attn"}
+    elif degree == ranks or ring in ("basic", "zigzag"):
+        knobs = {"ulysses": degree, "ring": "basic" if degree == ranks else ring}  # rings of one are all alike
         scenario |= {"strategy": "usp", "knobs": knobs, "implementation": "yunchang"}
+    else:
+        return Row(name, line, None, f"yunchang's ring {ring} has no plan here", float(record["time_s"]))
     return Row(name, line, scenario, "", float(record["time_s"]))
 
 

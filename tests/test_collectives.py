@@ -24,6 +24,17 @@ def test_a_node_is_what_its_profile_measured():
     assert size.bus_bytes_per_s == pytest.approx(0.75 * size.algorithm_bytes_per_s)
 
 
+@pytest.mark.parametrize(("nbytes", "published_s"), [(2**26, 338.92e-6), (2**28, 1077.07e-6), (2**30, 4053.34e-6)])
+def test_eight_gpus_of_a_node_add_in_its_switches_though_four_were_measured(nbytes, published_s):
+    """Published: H200, NVLS (`studies/collectives/nccl_multinode.csv`)."""
+    (size,) = collectives(load_cluster("dgx-h200").with_gpus(8), ["all_reduce"], [nbytes]).sizes
+    assert size.time_s == pytest.approx(published_s, rel=0.06)
+    assert any(
+        "among 8 GPUs of a node, measured up to 4" in note
+        for note in collectives(load_cluster("dgx-h200").with_gpus(8), ["all_reduce"], [nbytes]).notes
+    )
+
+
 @pytest.mark.parametrize("kind", TESTS)
 @pytest.mark.parametrize(("cluster", "gpus"), [("p5", 64), ("dgx-h100", 16), ("gb200-nvl72", 72), ("p5", 1440)])
 def test_every_test_has_an_answer(kind, cluster, gpus):

@@ -156,6 +156,11 @@ def test_a_gpu_without_a_profile_is_refused_with_a_way_out(tmp_path):
     path.write_text(json.dumps({"name": "new", "gpus_per_node": 8, "gpu": gpu}))
     with pytest.raises(ScenarioError, match=r"nobody has measured x900 of .* or data-sheet for h200's"):
         predict(scenario(cluster=str(path)))
+    with pytest.raises(
+        ScenarioError, match=r"what connects x900 of cluster new; say it in its file, e.g. 'inside: pcie"
+    ):
+        predict(scenario(cluster=str(path), profile="data-sheet"))
+    path.write_text(json.dumps({"name": "new", "gpus_per_node": 8, "gpu": gpu, "inside": "nvlink 450 GB/s"}))
     answer = predict(scenario(cluster=str(path), profile="data-sheet"))
     assert "data sheet: h200's costs scaled by tensor-core rate x 2.02" in answer.notes[0]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cpsim.case.cluster import Cluster
+from cpsim.case.cluster import Cluster, presets
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
@@ -100,6 +100,17 @@ def resolve(scenario: Scenario) -> Case:
 
 
 def profile_of(cluster: Cluster, name: str) -> Profile:
-    """A profile by name, or a GPU's by its data sheet, with the links that the cluster's file states."""
-    profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
-    return with_inside(profile, cluster)
+    """A profile by name, or a GPU's by its data sheet, with the links that the cluster's file states.
+
+    Raises:
+        ScenarioError: a data sheet of a GPU of whose links nothing is known.
+    """
+    if name != DATA_SHEET:
+        return with_inside(load_profile(name), cluster)
+    known = {preset.gpu.name for preset in presets().values()}
+    if cluster.inside is None and cluster.gpus_per_node > 1 and cluster.gpu.name not in known:
+        raise ScenarioError(
+            f"cluster: nobody has measured what connects {cluster.gpu.name} of cluster {cluster.name}; say it in its "
+            "file, e.g. 'inside: pcie 32 GB/s' (16 lanes of PCIe 4.0) or 'inside: nvlink 450 GB/s'"
+        )
+    return with_inside(from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)), cluster)

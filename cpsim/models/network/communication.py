@@ -14,7 +14,7 @@ from cpsim.masks.slices import Ints
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
 from cpsim.models.network.links import Flows, Links
-from cpsim.models.network.nccl import machine_of, way
+from cpsim.models.network.nccl import Machine, inside_of, machine_of, way
 from cpsim.models.network.pressure import Messages
 from cpsim.schedule.schedule import COLLECTIVE_KINDS, Int8, Kind, Schedule, is_one_of
 
@@ -73,6 +73,8 @@ class Communication:
             machine = machine_of(self.cluster, num_ranks, num_nodes, params.port_bytes_per_s)
             _, seconds, near, node = (float(value) for value in way(name, nbytes, machine))
             return seconds, near, node / machine.per_node, num_nodes > 1
+        if num_nodes == 1 and kind == Kind.ALL_REDUCE and num_ranks > max(params.curves[name]):
+            return self._more_ranks(nbytes, num_ranks)
         if num_nodes == 1:
             seconds = float(collective_seconds(params, name, np.array([nbytes]), num_ranks)[0])
             return seconds, float(wire_bytes(name, nbytes, num_ranks)), 0.0, False
@@ -94,6 +96,19 @@ class Communication:
             rate_per_rank = fabric.proxy_bandwidth_bytes_per_s / 2  # it sends as much as it receives
         between = fabric.latency_s + far / rate_per_rank
         return max(inside, between), near, far, between >= inside
+
+    def _more_ranks(self, nbytes: float, num_ranks: int) -> tuple[float, float, float, bool]:
+        """An all-reduce inside a node among more GPUs than were measured, as ``collective``.
+
+        NVLink switches add for larger groups. What was measured grows as NCCL's algorithms say.
+        """
+        params = self.profile.collective
+        inside, most = inside_of(self.cluster, params.port_bytes_per_s), max(params.curves["all_reduce"])
+        more, fewer = (
+            way("all_reduce", nbytes, Machine(num_nodes=1, per_node=n, inside=inside)) for n in (num_ranks, most)
+        )
+        measured = float(collective_seconds(params, "all_reduce", np.array([nbytes]), most)[0])
+        return measured * float(more.seconds / fewer.seconds), float(more.port_bytes), 0.0, False
 
     def by_law(self, kind: Kind, num_nodes: int) -> bool:
         """Whether a description prices a collective, and no measurement of it; sockets carry messages by threads."""

@@ -112,6 +112,15 @@ def test_jobs_side_by_side_without_tags_are_refused_and_not_made_one(write):
         read_nccl_log(write("x.log", mixed))
 
 
+def test_tests_without_a_model_are_left_out_by_name(write):
+    broadcast = log("all_reduce", ["a"], 1e-5, 3e11).replace("all_reduce_perf", "broadcast_perf")
+    found = read_nccl_log(write("x.log", broadcast + ONE))
+    assert shapes(found.points) == {("collective", "all_reduce", 8, 1)}
+    assert found.notes == ["broadcast_perf is left out: it has no model"]
+    with pytest.raises(ProfileError, match="broadcast_perf has no model; those that have are all_gather_perf"):
+        read_nccl_log(write("x.log", broadcast))
+
+
 @pytest.mark.parametrize("tag", ["[default0]:", "3: ", "nccl-0 | ", "[1,12]<stdout>: "])
 def test_tags_of_launchers_are_read_over(tag, write):
     text = "\n".join(tag + line for line in ONE.splitlines())

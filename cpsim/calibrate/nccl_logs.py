@@ -148,8 +148,12 @@ def read_nccl_log(path: Path, said: Said | None = None) -> Log:
     tests = [test for test in tests if test.rows]
     if not tests:
         raise ProfileError(f"{path}: expected rows of an nccl-tests log (size, count, type, ...), got none")
-    tests = [_with_ranks(test, said, path) for test in tests]
-    notes: list[str] = []
+    others = [test.name for test in tests if _other(test)]
+    tests = [_with_ranks(test, said, path) for test in tests if not _other(test)]
+    known = ", ".join(f"{name}_perf" for name in _TESTS)
+    if not tests:
+        raise ProfileError(f"{path}: {', '.join(dict.fromkeys(others))} has no model; those that have are {known}")
+    notes = [f"{name} is left out: it has no model" for name in dict.fromkeys(others)]
     points = [point for test in tests for point in _points(test, said, notes, path)]
     gpus = {said.gpu} if said.gpu else {rank.gpu for test in tests for rank in test.ranks}
     if len(gpus) != 1:
@@ -315,6 +319,11 @@ def _with_ranks(test: Test, said: Said, path: Path) -> Test:
 def _option(command: str, names: str) -> int | None:
     found = re.search(rf"\s-{{1,2}}(?:{names})\s+(\d{{1,7}})\b", command)
     return int(found[1]) if found else None
+
+
+def _other(test: Test) -> bool:
+    """Whether a log names a test that nothing here is a model of, e.g. broadcast_perf."""
+    return test.name.endswith("_perf") and test.name.removesuffix("_perf") not in _TESTS
 
 
 def _kind(test: Test, path: Path) -> str:

@@ -194,7 +194,7 @@ a cluster file from five answers, or from the output of `nvidia-smi topo -m`, `i
 - Numbers are in bytes, seconds and FLOP/s, or carry their unit: `400 Gb/s` (bits), `50 GB/s` (bytes), `80 GiB`, `3 us`.
 - Names of GPUs, links and transports may be in letters of any case. All problems of a file are listed at once.
 - `nics: 4 x 200G`, at the top or under `fabric`, is enough for a network: `transport` is then `roce`, and the fabric's
-  `source` lists every default that was taken.
+  `source` lists every default that was taken. Several NICs of a GPU (`32 x 100G` for 8 GPUs) count as one.
 - `inside: nvlink 450 GB/s nvls` says what connects the GPUs of a node: a link, one port's rate in one direction (half
   of what is advertised for both), and whether NVLink switches add. Without it the profile's own links hold.
 - A profile `data-sheet` scales H200's kernels to a GPU that nobody measured; say what is `inside`, or its links stay.

@@ -159,6 +159,14 @@ def test_line_rates_are_written_in_many_ways(nics, count, line, tmp_path):
     assert fabric.nic_bandwidth_bytes_per_s == pytest.approx(line * constants().transports["efa"].share)
 
 
+def test_nics_of_one_gpu_are_one(tmp_path):
+    fabric = load_cluster(written(tmp_path, "gpus_per_node: 8\ngpu: h100\nnics: 32 x 100G\ntransport: efa")).fabric
+    assert fabric.nics_per_node == 8
+    assert fabric.nic_bandwidth_bytes_per_s == pytest.approx(50e9 * constants().transports["efa"].share)
+    assert "4 NICs of a GPU as one" in fabric.source
+    assert load_cluster(written(tmp_path, "gpus_per_node: 8\ngpu: h100\nnics: 12 x 100G")).fabric.nics_per_node == 12
+
+
 def test_what_a_file_states_is_not_replaced_by_defaults(tmp_path):
     text = "gpus_per_node: 8\ngpu: h100\nfabric: {nics: 4 x 200G, nic_bandwidth_bytes_per_s: 21e9, sigma_log: 0.4}"
     fabric = load_cluster(written(tmp_path, text)).fabric

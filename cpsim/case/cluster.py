@@ -346,7 +346,7 @@ def filled(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(data.get("fabric"), str):
         data["fabric"] = {"nics": data["fabric"]}
     if isinstance(data.get("fabric"), dict):
-        data["fabric"] = _filled_fabric(_lower(data["fabric"], "transport", "grade"))
+        data["fabric"] = _filled_fabric(_lower(data["fabric"], "transport", "grade"), data.get("gpus_per_node"))
     return data
 
 
@@ -368,11 +368,15 @@ def _inside(text: str) -> dict[str, Any]:
     }
 
 
-def _filled_fabric(fabric: dict[str, Any]) -> dict[str, Any]:
-    """A fabric's fields with `nics` written out and with defaults."""
+def _filled_fabric(fabric: dict[str, Any], gpus_per_node: object) -> dict[str, Any]:
+    """A fabric's fields with `nics` written out and with defaults; NICs of one GPU are one, as programs use them."""
     fabric, taken = dict(fabric), []
     if "nics" in fabric:
         count, line = _nics(fabric.pop("nics"))
+        if type(gpus_per_node) is int and 0 < gpus_per_node < count and count % gpus_per_node == 0:
+            each, count = count // gpus_per_node, gpus_per_node
+            line *= each
+            taken.append(f"{each} NICs of a GPU as one")
         if "transport" not in fabric:
             fabric["transport"] = DEFAULT_TRANSPORT
             taken.append(f"transport {DEFAULT_TRANSPORT}, as none is said")

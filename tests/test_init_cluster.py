@@ -61,7 +61,8 @@ def test_files_of_a_node_are_read(init, tmp_path):
     assert (cluster.gpus_per_node, cluster.fabric.nics_per_node, cluster.fabric.transport) == (4, 2, "infiniband")
     assert cluster.inside is None  # as its profile was measured
     assert "gpus_per_node: 4  # topo.txt" in text
-    assert "mlx5_3" in notes[0]
+    assert "2 NICs, of unknown rate" in notes[0]
+    assert "mlx5_3" in notes[1]
 
 
 def test_pcie_is_not_taken_for_nvlink(init, tmp_path):

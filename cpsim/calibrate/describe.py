@@ -112,6 +112,9 @@ def read_files(paths: Sequence[Path], said: Said) -> Found:
             inside += " nvls" if node.links and port >= SWITCHES_FROM else ""
             inside = MEASURED if port and NVLINK.get(gpu) == port else inside
             found = _from(found, path, gpus_per_node=str(node.num_gpus), inside=inside)
+            if node.num_nics and found.nics is None:
+                rate = f"{path}: {node.num_nics} NICs, of unknown rate: add the output of ibstat, or --nics"
+                found = replace(found, notes=(*found.notes, f"{rate} '{node.num_nics} x 400G'"))
             if not node.links:
                 bridges = f"NV{node.bridged} between some pairs is left out; " if node.bridged else ""
                 note = f"{path}: {bridges}PCIe taken to be 16 lanes of 4.0; say --inside 'pcie 64 GB/s' for 5.0"

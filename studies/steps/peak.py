@@ -110,7 +110,7 @@ def main() -> None:
                 continue
             try:
                 found = record(node, case)
-            except (CpsimError, RuntimeError) as error:
+            except (CpsimError, RuntimeError, SystemError) as error:
                 found = {"scenario": case, "error": f"{type(error).__name__}: {error}"[:300]}
             if node.rank == 0:
                 with args.out.open("a", encoding="utf-8") as file:

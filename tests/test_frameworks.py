@@ -103,7 +103,6 @@ def test_one_replica_has_nothing_to_shard(framework):
     assert (unsaid.time_s, unsaid.memory) == (whole.time_s, whole.memory)
     sharded = predict(case_of(sharding="fsdp", **alone))
     assert sharded.parts_s["matrix products"] == pytest.approx(whole.parts_s["matrix products"], rel=1e-9)
-    assert sharded.memory["activations"] == whole.memory["activations"]
 
 
 @pytest.mark.parametrize("framework", ["torch", "torchtitan", "huggingface"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -16,16 +17,15 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.changes import TIMES, split_name, with_value
-from cpsim.case.files import SCHEMA, explain, read_document, take_schema
+from cpsim.case.files import SCHEMA, explain_all, read_document, take_schema
 from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
+from cpsim.case.transports import Inside, TransportName, constants
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
-from cpsim.units import Quantity, Rate
+from cpsim.units import Flag, Quantity, Rate, Seconds
 
 ACHIEVED: Final = 0.9
 """Of a network card's line rate where that alone is said: 45 of 50 GB/s, dgx-h100 (its ``source`` says where from)."""
-_NICS: Final = re.compile(r"(?:([0-9]+)x)?([0-9]+)G(?:b/s|bps)?")
-"""Network cards of a node by their line rate: ``4x200G``, ``400G``."""
 _WORDS: Final = {
     "nics": "fabric.nics_per_node",
     "latency": "fabric.latency_s",
@@ -47,6 +47,7 @@ class Fabric:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     nics_per_node: Count
+    """The GPUs of a node are spread evenly over them."""
     nic_bandwidth_bytes_per_s: Rate
     """One NIC, one direction, while all NICs are busy: collectives."""
     flow_bandwidth_bytes_per_s: Rate
@@ -66,6 +67,15 @@ class Fabric:
     rails: bool = False
     """Rail-optimised: the NICs of equal place share leaf switches, and NCCL hands what is for a GPU of another place
     to the GPU of that place on its own node (PXN)."""
+    transport: TransportName | None = None
+    """What the NICs speak. Collectives then go by NCCL's algorithms (``cpsim.models.network.nccl``); None: by rates and
+    ``latency_s`` alone, as measured."""
+    call_s: Seconds | None = None
+    """What a collective takes beyond one inside a node, however few bytes; None: the transport's."""
+    fill_s: Seconds | None = None
+    """Filling a tree's pipeline, for every step of the tree; None: the transport's."""
+    sharp: Flag = False
+    """The network's switches add (InfiniBand SHARP); needs a transport."""
     sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
     """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
     flow_sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
@@ -79,6 +89,11 @@ class Fabric:
     def uplink_bandwidth_bytes_per_s(self) -> float:
         """What all NICs of a node carry together in one direction."""
         return self.nics_per_node * self.nic_bandwidth_bytes_per_s / self.oversubscription
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of a cluster file; what concerns transports where one is stated."""
+        left_out = ("transport", "call_s", "fill_s", "sharp") if self.transport is None else ()
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,12 +120,18 @@ class Cluster:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: Name
+    """In answers and reports."""
     num_gpus: Count
     """GPUs in use: any part of one node, or whole nodes."""
     gpus_per_node: Count
+    """GPUs of a node, or of an NVLink domain that spans hosts."""
     gpu: Gpu
+    """In files a name, e.g. h100, or its fields."""
     fabric: Fabric | None = None
     """None where there is only one node."""
+    inside: Inside | None = None
+    """What connects the GPUs of a node, where that is another than the profile measured, e.g. `pcie 32 GB/s`; None: as
+    the profile measured it."""
     profile: Name | None = None
     """Profile whose measurements describe this machine; None where nobody has measured it."""
     host: Annotated[float, Field(ge=0.1, le=10)] | Name | None = None
@@ -118,7 +139,9 @@ class Cluster:
     host_link_bytes_per_s: Rate | None = None
     """Between a GPU and its host, each way; None is PCIe x16 of the GPU's data sheet, see ``host_link``."""
     notes: str = ""
+    """For readers."""
     faults: tuple[Fault, ...] = ()
+    """Slow parts, each with the share of its speed that is left, e.g. `[{part: nic, number: 7, rate: 0.5}]`."""
     copies: Annotated[int, Field(ge=1, le=1)] = 1
     """Replication factor of a folded cluster; always 1 in files."""
 
@@ -216,9 +239,9 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file."""
-        fields = {"schema": SCHEMA, **asdict(self), "gpu": self.gpu.to_dict()}
-        fields["faults"] = [asdict(fault) for fault in self.faults]
-        left_out = {"copies"} if self.faults else {"copies", "faults"}
+        fields = {"schema": SCHEMA, **asdict(self), "faults": [asdict(fault) for fault in self.faults]}
+        fields |= {"gpu": self.gpu.to_dict(), "fabric": self.fabric.to_dict() if self.fabric else None}
+        left_out = {"copies", *(name for name in ("faults", "inside") if not fields[name])}
         return {name: value for name, value in fields.items() if name not in left_out}
 
 
@@ -226,7 +249,7 @@ class Cluster:
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
     shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
-    clusters = (cluster_from(_with_known_gpu(entry)) for entry in shipped["clusters"])
+    clusters = (_cluster(_with_known_gpu(filled(entry))) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 
 
@@ -234,9 +257,9 @@ def presets() -> dict[str, Cluster]:
 def load_cluster(name_or_path: str) -> Cluster:
     """A preset by name, one node of a GPU by the GPU's, or a cluster file (YAML or JSON) by path.
 
-    Behind any of these may stand what is changed of it, e.g. ``dgx-h100 nic=2x``; see ``cpsim.case.changes``. One node is
-    in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU, e.g.
-    ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
+    Behind any of these may stand what is changed of it, e.g. ``dgx-h100 nic=2x``; see ``cpsim.case.changes``. One node
+    is in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU,
+    e.g. ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
 
     Raises:
         ScenarioError: neither a preset, nor a GPU, nor a valid file.
@@ -259,13 +282,36 @@ def load_cluster(name_or_path: str) -> Cluster:
     try:
         if isinstance(fields := read_document(path), list):
             raise ScenarioError(f"expected one cluster, got a list of {len(fields)}")
-        cluster = cluster_from(_with_known_gpu(take_schema(fields, "cluster")))
+        cluster = cluster_from({"name": path.stem} | fields if isinstance(fields, dict) else fields)
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     for field in ("profile", "host"):
         if isinstance(name := getattr(cluster, field), str) and os.path.isfile(beside := noted(path.parent / name)):
             cluster = replace(cluster, **{field: str(beside)})  # type: ignore[arg-type]
     return cluster
+
+
+def cluster_from(fields: dict[str, Any]) -> Cluster:
+    """A cluster of the fields of a file.
+
+    Raises:
+        ScenarioError: they are not those of a cluster; says everything that is wrong.
+    """
+    return _cluster(_with_known_gpu(filled(take_schema(fields, "cluster"))))
+
+
+def with_transport(cluster: Cluster, transport: str) -> Cluster:
+    """A cluster whose network is of a transport.
+
+    Raises:
+        ScenarioError: there is no such transport, or no network.
+    """
+    if cluster.fabric is None:
+        raise ScenarioError(
+            f"transport: {cluster.name} has no network between nodes; say its NICs, e.g. nics: 4 x 200G"
+        )
+    fabric = cluster.fabric.to_dict() | {"transport": transport.lower()}
+    return _cluster(take_schema(cluster.to_dict(), "cluster") | {"fabric": fabric})
 
 
 def node_of_gpus(gpu: Gpu) -> Cluster:
@@ -292,19 +338,110 @@ def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def cluster_from(data: dict[str, Any]) -> Cluster:
-    """A cluster of the fields of a file.
+NICS: Final = re.compile(r"\s*(\d{1,4})\s*[xX*\u00d7]\s*(\d{1,6}(?:\.\d{1,6})?)\s*(\S{0,8})\s*")
+PORT: Final = re.compile(r"\s*(nvlink|pcie without p2p|pcie|xgmi)\s*(\d.*?)\s*(nvls)?\s*", re.IGNORECASE)
+DEFAULT_TRANSPORT: Final = "roce"
+FLOW_SHARE: Final = 0.56
+"""Of a NIC, where no transport says it: un-batched ring steps of two H100 nodes, as `dgx-h100` has them."""
+LATENCY_S: Final = 1e-4
+SIGMA_LOG: Final = (0.15, 0.3)
+"""Of collectives and flows, where no transport says it: as of `dgx-h100`."""
 
-    Raises:
-        ScenarioError: one line that names the field, what was expected and what came.
-    """
+
+def filled(data: dict[str, Any]) -> dict[str, Any]:
+    """A cluster's fields, short ways of writing written out, and a fabric's defaults, which say what they are."""
+    data = dict(data)
+    if isinstance(data.get("inside"), str):
+        data["inside"] = _inside(data["inside"])
+    elif isinstance(data.get("inside"), dict):
+        data["inside"] = _lower(data["inside"], "link")
+    if "nics" in data and "fabric" not in data:
+        data["fabric"] = {"nics": data.pop("nics")} | (
+            {"transport": data.pop("transport")} if "transport" in data else {}
+        )
+    if isinstance(data.get("fabric"), str):
+        data["fabric"] = {"nics": data["fabric"]}
+    if isinstance(data.get("fabric"), dict):
+        data["fabric"] = _filled_fabric(_lower(data["fabric"], "transport", "grade"), data.get("gpus_per_node"))
+    return data
+
+
+def _lower(fields: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {k: v.lower() if k in names and isinstance(v, str) else v for k, v in fields.items()}
+
+
+def _inside(text: str) -> dict[str, Any]:
+    found = PORT.fullmatch(text)
+    if found is None:
+        raise ScenarioError(
+            f"inside: expected a link and a port's rate in one direction, e.g. 'nvlink 450 GB/s nvls' (H100), "
+            f"'nvlink 300 GB/s' (A100) or 'pcie 32 GB/s' (16 lanes of PCIe 4.0), got {shown(text)}"
+        )
+    return {
+        "link": found[1].lower(),
+        "port_bandwidth_bytes_per_s": found[2],
+        "nvls": found[3] is not None,
+    }
+
+
+def _filled_fabric(fabric: dict[str, Any], gpus_per_node: object) -> dict[str, Any]:
+    """A fabric's fields with `nics` written out and with defaults; NICs of one GPU are one, as programs use them."""
+    fabric, taken = dict(fabric), []
+    if "nics" in fabric:
+        count, line = _nics(fabric.pop("nics"))
+        if type(gpus_per_node) is int and 0 < gpus_per_node < count and count % gpus_per_node == 0:
+            each, count = count // gpus_per_node, gpus_per_node
+            line *= each
+            taken.append(f"{each} NICs of a GPU as one")
+        if "transport" not in fabric:
+            fabric["transport"] = DEFAULT_TRANSPORT
+            taken.append(f"transport {DEFAULT_TRANSPORT}, as none is said")
+        known = constants().transports.get(fabric["transport"]) if isinstance(fabric["transport"], str) else None
+        share = known.share if known else 1.0
+        fabric.setdefault("nics_per_node", count)
+        if "nic_bandwidth_bytes_per_s" not in fabric:
+            fabric["nic_bandwidth_bytes_per_s"] = line * share
+            taken.append(f"NIC {share:.3g} of its line rate of {line * 8 / 1e9:g} Gb/s")
+    known = constants().transports.get(str(fabric.get("transport")))
+    rate = fabric.get("nic_bandwidth_bytes_per_s")
+    defaults: dict[str, Any] = {
+        "latency_s": LATENCY_S,
+        "sigma_log": known.sigma_log if known else SIGMA_LOG[0],
+        "flow_sigma_log": known.flow_sigma_log if known else SIGMA_LOG[1],
+        "grade": "data sheet",
+    }
+    if isinstance(rate, int | float):
+        defaults["flow_bandwidth_bytes_per_s"] = rate * (known.flow_share if known else FLOW_SHARE)
+    missing = {name: value for name, value in defaults.items() if name not in fabric}
+    taken += [
+        f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}" for name, value in missing.items()
+    ]
+    return {"source": f"defaults: {', '.join(taken)}" if taken else "the cluster file", **missing, **fabric}
+
+
+def _nics(text: object) -> tuple[int, float]:
+    """Number and line rate [bytes/s] of NICs, of a text like ``4 x 200G``."""
+    found = NICS.fullmatch(text) if isinstance(text, str) else None
+    if found is not None:
+        unit = {"": "Gb/s", "g": "Gb/s", "gb": "Gb/s", "gbit": "Gb/s", "gbps": "Gb/s"}.get(found[3].lower(), found[3])
+        unit = {"gbit/s": "Gb/s", "gb/s": "Gb/s"}.get(unit, unit) if "B" not in unit else unit
+        try:
+            return int(found[1]), float(Quantity("bytes/s", 1e5, 1e13).read(f"{found[2]} {unit}"))
+        except ValueError:
+            pass
+    raise ScenarioError(
+        f"nics: expected their number and line rate, e.g. 4 x 200G (200 Gb/s each) or 8 x 50 GB/s, got {shown(text)}"
+    )
+
+
+def _cluster(data: dict[str, Any]) -> Cluster:
     if "num_gpus" not in data:
         per_node = data.get("gpus_per_node")
         data = data | {"num_gpus": per_node if type(per_node) is int and per_node > 0 else 1}
     try:
         return _adapter().validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ScenarioError(explain(error, Cluster.__dataclass_fields__)) from None
+        raise ScenarioError(explain_all(error, [field.name for field in dataclasses.fields(Cluster)])) from None
 
 
 @cache
@@ -335,7 +472,7 @@ def _with_field(cluster: Cluster, field: str, value: str) -> Cluster:
     if path[0] == "fabric":
         _check_fabric(cluster, field)
     changed = with_value(cluster.to_dict(), path, value, f"cluster.{field}")
-    return cluster_from({name: entry for name, entry in changed.items() if name != "schema"})
+    return _cluster({name: entry for name, entry in changed.items() if name != "schema"})
 
 
 def _check_fabric(cluster: Cluster, field: str) -> Fabric:
@@ -356,13 +493,14 @@ def _with_nics(cluster: Cluster, value: str) -> Cluster:
             source=f"{many:g} times the rates of: {fabric.source}",
         )
         return replace(cluster, fabric=faster)
-    found = _NICS.fullmatch(value)
-    if found is None or not int(found[2]):
-        raise ScenarioError(f"set: cluster.nic: expected 2x, 200G or 4x200G, got {shown(value)}")
-    rate = ACHIEVED * int(found[2]) * 1e9 / 8
+    try:
+        count, line = _nics(value if re.search(r"[xX*]", value) else f"{fabric.nics_per_node} x {value}")
+    except ScenarioError:
+        raise ScenarioError(f"set: cluster.nic: expected 2x, 200G or 4x200G, got {shown(value)}") from None
+    rate = ACHIEVED * line
     said = replace(
         fabric,
-        nics_per_node=int(found[1] or fabric.nics_per_node),
+        nics_per_node=count,
         nic_bandwidth_bytes_per_s=rate,
         flow_bandwidth_bytes_per_s=min(rate, fabric.flow_bandwidth_bytes_per_s),
         sigma_log=max(fabric.sigma_log, 0.2),

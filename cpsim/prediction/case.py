@@ -13,6 +13,7 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.derive import DATA_SHEET
 from cpsim.models.feasible import kernel_names
 from cpsim.models.host_speed import on_host
+from cpsim.models.network.described import with_inside
 from cpsim.models.profile import Profile, derived_profile, load_profile
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.size import check_size
@@ -82,8 +83,13 @@ def resolve(scenario: Scenario) -> Case:
             f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
             "model, since the step model would ignore them: leave them, or the model, out"
         )
-    profile = derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name)
+    profile = profile_of(cluster, name)
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)
     return Case(scenario, workload_of(scenario), cluster, profile)
+
+
+def profile_of(cluster: Cluster, name: str) -> Profile:
+    """A profile by name, or one derived from a GPU's description, with the links that the cluster's file states."""
+    return with_inside(derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name), cluster)

@@ -645,7 +645,7 @@ def test_every_measurement_file_records_where_it_comes_from():
     for path in files:  # but published ones, and what a profiler and counters say, which is no measurement of times
         header = measurement.load(path).header
         for key in ("gpu", "num_gpus", "driver", "cuda", "nccl", "torch", "kernels", "date", "commit", "command"):
-            assert header[key], (path.name, key)
+            assert header[key] or header[key] == {}, (path.name, key)  # a host alone runs no kernels
 
 
 def test_interference_slows_both_sides_and_leaves_the_rest_alone():
@@ -710,7 +710,7 @@ def test_steps_of_the_measured_hosts_begin_with_eager_ops_and_only_one_host_was_
     for m in files:
         for p, pace, step in zip(m.points, paces[m.source], fit_host._steps(m), strict=True):
             assert bool(step) == (p["op"] == "host" and fit_host.in_steps(p))
-            usual = speeds.get(m.source, pace if step else 1.0)  # one file has nothing but steps
+            usual = speeds.get(m.source, pace if step else fit_host.python_pace(m) or 1.0)
             disturbed = m.source == "h200x2-host-3.jsonl" and p.get("place") == "in steps"
             assert pace == pytest.approx(usual) or disturbed, p["kind"]
 

@@ -14,7 +14,7 @@ from cpsim.calibrate.residuals import measured
 from cpsim.errors import ProfileError
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.host import HostParams
-from cpsim.models.host_speed import PYTHON
+from cpsim.models.host_speed import PYTHON, python_factor
 from cpsim.models.standin import StandIn
 
 Floats = NDArray[np.float64]
@@ -246,14 +246,16 @@ def in_steps(point: Point) -> bool:
 def host_paces(measurements: Sequence[Measurements], gpu: str) -> dict[str, list[float]]:
     """How long the host took over the mean of this GPU's hosts, or else of all, when it made every point of each file.
 
-    That is the machine's speed. A host that does something else may take several times as long for a while: a step
-    whose eager ops took more than `DISTURBED` times what they usually take in steps counts by these, as do all steps of
-    a machine that timed nothing else.
+    That is the machine's speed, by its launches or, where it timed none that others timed, by its Python loop. A host
+    that does something else may take several times as long for a while: a step whose eager ops took more than
+    `DISTURBED` times what they usually take in steps counts by these, as do all steps of a machine that timed nothing
+    else.
     """
     speeds, steps = host_speeds(measurements), {m.source: _steps(m) for m in measurements}
     mine = [speeds[m.source] for m in measurements if m.header["gpu"] == gpu and m.source in speeds]
     usual_speed = float(np.exp(np.mean(np.log(mine)))) if mine else 1.0
     speeds = {source: speed / usual_speed for source, speed in speeds.items()}
+    speeds = {m.source: loop for m in measurements if (loop := python_pace(m))} | speeds
     eager: dict[tuple[str, str], list[float]] = {}
     for source, of_point in steps.items():
         for op, seconds in (pair for step in of_point for pair in step.items()):
@@ -267,6 +269,11 @@ def host_paces(measurements: Sequence[Measurements], gpu: str) -> dict[str, list
         return found if speed is None or found > DISTURBED * speed else speed
 
     return {source: [pace(step, speeds.get(source)) for step in of_point] for source, of_point in steps.items()}
+
+
+def python_pace(m: Measurements) -> float | None:
+    """How much longer a host's launches take than usual by its Python loop, where a file timed that."""
+    return next((python_factor(float(np.median(p["samples_s"]))) for p in m.of("host") if p["kind"] == PYTHON), None)
 
 
 def _steps(m: Measurements) -> list[dict[tuple[str, str], float]]:

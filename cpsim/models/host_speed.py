@@ -65,7 +65,12 @@ class HostFile:
         if common:
             logs = [np.log(self.launch_s[name] / host.launch_s[name]) for name in common]
             return float(np.exp(np.mean(logs))), SIGMA_FACTOR
-        return float(self.python_s / USUAL_PYTHON_S) ** PYTHON_POWER, SIGMA_PYTHON
+        return python_factor(self.python_s), SIGMA_PYTHON
+
+
+def python_factor(python_s: float) -> float:
+    """How much longer launches take than a profile's on a host whose Python loop takes so many seconds a call."""
+    return float((python_s / USUAL_PYTHON_S) ** PYTHON_POWER)
 
 
 def on_host(profile: Profile, host: float | str) -> Profile:

@@ -28,6 +28,7 @@ PREDICTED: Final = {
     "h100x2-1127h": ("predicted-1-h100", "predicted-2-h100"),
     "h100x2-1127i": ("predicted-rest-2-h100",),
     "h100x2-1128k": ("predicted-rest-2-h100", "predicted-3-h100"),
+    "h100x4-1128m": ("predicted-4-h100",),
 }
 """By machine, predictions that were committed before its cases ran."""
 

@@ -23,6 +23,7 @@ from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
 from cpsim.prediction.step.experts import NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
+from cpsim.prediction.step.hosts import layer_seconds, update_seconds
 from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Op, Ops, flops, sent_bytes
 from cpsim.prediction.step.memory import (
     CONTEXT,
@@ -48,7 +49,7 @@ from cpsim.prediction.step.program import (
     Shards,
     program,
 )
-from cpsim.prediction.step.timing import Prices, of_layers
+from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -218,7 +219,7 @@ class StepModel:
             attended = [self.attention.of(replica) for replica in batch]
         seconds = self._passes(batch, attended)
         pipeline, hop_s = self._run(batch, seconds)
-        end, last = self._updates(pipeline, seconds)
+        end, last = self._updates(pipeline, seconds, self.most_tokens(batch))
         parts = self._path(pipeline, seconds, hop_s) + last
         work = seconds.sum(axis=(0, 2, 3, 4))
         mean = seconds.sum(axis=(0, 2)).mean(axis=(0, 1)) * self.parallel.virtual_pp  # of the chunks of a GPU
@@ -266,7 +267,7 @@ class StepModel:
         alike = len({self.tokens(documents) for replica in batch for documents in replica}) == 1
         seconds = self._between(batch, attended) if alike else self._passes(batch, attended)
         pipeline, _ = self._run(batch, seconds)
-        return self._updates(pipeline, seconds)[0]
+        return self._updates(pipeline, seconds, self.most_tokens(batch))[0]
 
     def _between(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
         """As ``_passes``, of which two are simulated."""
@@ -337,7 +338,7 @@ class StepModel:
     def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
-        runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap)
+        runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap, recompute)
         layer = _with_exchange(runs, exchange, kept)
         is_last = chunk == self.parallel.virtual_stages - 1
         first = code.first(sizes, self.compiled) if chunk == 0 else None
@@ -376,7 +377,12 @@ class StepModel:
             again = (Node(Collective("all_reduce", mine), (f"shard {name}",), {}, "scatter"),)
             return (
                 Node(copy, tuple(gradients), {f"sums {name}": sums}),
-                Node(Collective("reduce_scatter", sums), (f"sums {name}",), {f"shard {name}": mine}, "scatter"),
+                Node(
+                    Collective("reduce_scatter", sums),
+                    (f"sums {name}", *gradients[:1]),  # a loop's last variable is the last weight's
+                    {f"shard {name}": mine},
+                    "scatter",
+                ),
                 *(again if self.parallel.replicate > 1 else ()),
             )
 
@@ -410,7 +416,7 @@ class StepModel:
         if key not in self._known:
             parts: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
             make = self._programs(tokens, chunk)
-            self._known[key] = of_layers(make, self._prices(parts), layers)
+            self._known[key] = of_layers(make, self._prices(parts, make), layers)
         found = self._known[key]
         if not plain:
             return found
@@ -431,10 +437,28 @@ class StepModel:
             self._layers[tokens] = again, sent
         return self._layers[tokens]
 
-    def _prices(self, attention: tuple[Parts, Parts]) -> Prices:
+    def _launches(self, make: Callable[[int], Program]) -> dict[str, tuple[float, ...]]:
+        """Seconds of one launch of the host, forward and backward, by stream: so long that those of a layer take what
+        a layer was measured to take."""
+        host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
+        alone = {
+            stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
+            for stream, name in names.items()
+        }
+        whole = layer_seconds(host, self._host_code, self.parallel) if alone else None
+        if whole is None:
+            return alone
+        scale = np.array(whole) / (launches_seconds(make(2), alone) - launches_seconds(make(1), alone))
+        return {stream: tuple(scale * seconds) for stream, seconds in alone.items()}
+
+    @property
+    def _host_code(self) -> str:
+        """Whose layers hosts were timed with."""
+        return f"{self.framework.host} {'compiled' if self.compiled else 'eager'}"
+
+    def _prices(self, attention: tuple[Parts, Parts], make: Callable[[int], Program]) -> Prices:
         group = self.parallel.group(self.cluster, self.parallel.shards)
         experts = self.parallel.group(self.cluster, self.parallel.ep)
-        host, names = self.costs.profile.host, self.framework.launches.get(self.compiled, {})
         return Prices(
             costs=self.costs,
             kernel=self.attention.kernel,
@@ -443,10 +467,7 @@ class StepModel:
                 experts if op.kind == "all_to_all" else group, Kind[op.kind.upper()], op.nbytes
             ),
             host_bytes_per_s=self.cluster.host_link,
-            launch_s={
-                stream: tuple(host.measured([f"{name}{place}", name]) or 0.0 for place in ("", " in bwd"))
-                for stream, name in names.items()
-            },
+            launch_s=self._launches(make),
         )
 
     def _hop_seconds(self, tokens: int) -> float:
@@ -465,10 +486,11 @@ class StepModel:
         parts[PARTS.index("transfer between nodes" if far else "transfer")] += pipeline.hops * hop_s
         return np.asarray(parts)
 
-    def _updates(self, pipeline: Pipeline, seconds: Floats) -> tuple[float, Floats]:
+    def _updates(self, pipeline: Pipeline, seconds: Floats, tokens: int) -> tuple[float, Floats]:
         """End of the step, and what follows the last backward pass by cost model, of the stage that ends last.
 
-        Gradients of a stage's other chunks of layers are summed before, during the passes of chunks that follow.
+        Gradients of a stage's other chunks of layers are summed before, during the passes of chunks that follow. No
+        step ends before its host has launched all of it.
         """
         ends = []
         for stage in range(self.parallel.pp):
@@ -476,7 +498,19 @@ class StepModel:
             update = self._update(stage, backward)
             ends.append((float(pipeline.end_s[:, stage].max()) + float(update.sum()), stage, update))
         end, _, update = max(ends, key=lambda one: one[:2])
-        return end, update - self._ahead(end, pipeline, update)
+        last = update - self._ahead(end, pipeline, update)
+        late = max(0.0, self._host_seconds(tokens) - end)
+        last[PARTS.index("host")] += late
+        return end + late, last
+
+    def _host_seconds(self, tokens: int) -> float:
+        """In which a host launches a step; 0 where it is never late."""
+        if not self.framework.launches:
+            return 0.0
+        make, layers = self._programs(tokens, 0), self.layers[0]
+        few, more = (float(launches_seconds(make(n), self._launches(make)).sum()) for n in (1, 2))
+        update = update_seconds(self.costs.profile.host, self._host_code, self.parallel) * self.parallel.optimizer
+        return self.parallel.microbatches * (few + (layers - 1) * (more - few)) + layers * update
 
     def _ahead(self, end: float, pipeline: Pipeline, update: Floats) -> Floats:
         """What of the update other stages hide, so that parts of the path sum to the time."""

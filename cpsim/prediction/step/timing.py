@@ -111,10 +111,7 @@ def scheduled(program: Program, prices: Prices) -> Simulated:
     none = np.zeros(0, np.int64)
     messages = Messages(none, np.zeros(0), none, none, (np.zeros(0), none, none))
     pressure, names = pressures(schedule, messages, paced)
-    never = (0.0, 0.0)
-    release = np.cumsum(
-        [node.calls * prices.launch_s.get(_launched(node), never)[i >= forward] for i, node in enumerate(nodes)]
-    )
+    release = np.cumsum(_launch_seconds(nodes, forward, prices.launch_s))
     work = Work(
         duration_s=duration,
         release_s=release if prices.launch_s else np.zeros(len(nodes)),
@@ -127,6 +124,25 @@ def scheduled(program: Program, prices: Prices) -> Simulated:
         eager=np.zeros(len(nodes), np.bool_),
     )
     return Simulated(simulate(schedule, work), parts, forward)
+
+
+def launches_seconds(program: Program, launch_s: Mapping[str, tuple[float, ...]]) -> Floats:
+    """Seconds of all launches of the host, forward and backward, ``[2]``; see ``Prices.launch_s``."""
+    return np.array(
+        [
+            sum(_launch_seconds(program.forward, len(program.forward), launch_s)),
+            sum(_launch_seconds(program.backward, 0, launch_s)),
+        ]
+    )
+
+
+def _launch_seconds(nodes: Sequence[Node], forward: float, launch_s: Mapping[str, tuple[float, ...]]) -> list[float]:
+    """Seconds of the launches of every op, the first ``forward`` of which are of the forward pass."""
+    never = (0.0, 0.0)
+    return [
+        node.calls * launch_s.get(_launched(node), never)[i >= forward] * (node.what is not None)
+        for i, node in enumerate(nodes)
+    ]
 
 
 def _launched(node: Node) -> str:

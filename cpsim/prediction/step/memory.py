@@ -133,7 +133,7 @@ def chunk_memory(occupied: Callable[[int], Occupancy], layers: int) -> ChunkMemo
         occupied: by the program of so many layers.
         layers: of the chunk.
     """
-    few, more = 3, 4
+    few, more = 4, 5
     if layers <= more:
         found = occupied(layers)
         columns, kept = found.live, found.live[:, found.forward]
@@ -143,7 +143,8 @@ def chunk_memory(occupied: Callable[[int], Occupancy], layers: int) -> ChunkMemo
         grown = layers - more
         each = large.forward - small.forward
         backward_a, backward_b = a.shape[1] - small.forward, b.shape[1] - large.forward
-        alike = backward_a - (backward_b - backward_a)  # all but one layer
+        # all but two layers: what a layer makes may live until the end of the next one
+        alike = backward_a - 2 * (backward_b - backward_a)
         first = alike - 2 * small.offloaded  # layer 0 brings none back
         # the last layers forward and the first ones backward, and the last ones backward
         parts = [

@@ -97,6 +97,8 @@ def test_own_lengths(tmp_path):
     assert scenario["mask"] == "causal_document"
     assert answer["waste"]["padded"] > answer["waste"]["packed"] > 0
     assert {one["scenario"]["parallel"]["tp"] for one in answer["candidates"]} == {4}
+    assert {one["scenario"]["strategy"] for one in answer["candidates"]} <= {"none", "zigzag_ring"}
+    assert any(one["scenario"]["strategy"] == "zigzag_ring" for one in answer["candidates"])
 
 
 def test_own_cluster_with_slower_cards(tmp_path):

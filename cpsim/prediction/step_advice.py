@@ -360,7 +360,7 @@ def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
             f"context: not given, so every layout cuts all tokens, and documents with them, into sequences of its own, "
             f"here of {lengths[0]:,}{several} tokens; name a context to compare layouts at equal work"
         )
-    if scenario.strategy is None and any(parallel.cp > 1 for parallel in search):
+    if scenario.strategy is None and not scenario.framework and any(parallel.cp > 1 for parallel in search):
         yield f"not tried, since planning takes seconds: {', '.join(SLOW_PLANS)}; name it as strategy to try it"
 
 

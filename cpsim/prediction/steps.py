@@ -28,7 +28,7 @@ from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
-from cpsim.strategies.others.facts import DENSE, Support
+from cpsim.strategies.others.facts import DENSE, DOCUMENTS, Support
 
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
@@ -196,6 +196,8 @@ class StepCase:
         """Whose attention runs."""
         theirs = parallel.cp > 1 and self.scenario.implementation == CPSIM.name
         code = implementation(self.framework.attention if theirs else self.scenario.implementation)
+        if self.framework.engine and self.scenario.framework and code is CPSIM:
+            code = replace(code, direct=("cudnn",))  # Transformer Engine calls it without PyTorch
         return code.calling(self.scenario.kernel, theirs and self.framework.compiled(self.scenario.compile))
 
     def least_memory(self, parallel: Parallel) -> int:
@@ -288,6 +290,8 @@ class StepCase:
         attention = self.model(parallel, name, {}).attention
         workload = attention.workload(microbatch)
         known = STRATEGIES[name].knobs(workload, attention.cluster)
+        if self.scenario.implementation != CPSIM.name and self._code(parallel).strategies is not None:
+            return [{}]  # their code has settings of its own
         return known if (offer := self._offer(name)) is None else self._offered(name, offer, known, workload, parallel)
 
     def _offer(self, name: str) -> Support | None:
@@ -298,11 +302,14 @@ class StepCase:
     def _offered(
         self, name: str, offer: Support, known: Iterable[Mapping[str, Any]], workload: Workload, parallel: Parallel
     ) -> list[Mapping[str, Any]]:
-        """Those knobs that the framework has; it gathers and sends all heads at once.
+        """Those knobs that the framework has; it gathers and sends all heads at once. Its data loader pads documents to
+        whole chunks, which are so small that they are left out.
 
         Raises:
             InfeasibleError: it has the strategy, and not for this workload.
         """
+        if workload.mask in DOCUMENTS:
+            offer = replace(offer, chunks=0)
         replace(offer, whole_heads=False).check(self.framework.name, name, workload, parallel.cp)
         found, last = list[Mapping[str, Any]](), None
         for knobs in known:

@@ -17,6 +17,7 @@ from cpsim.prediction.results import Infeasible
 from cpsim.prediction.step.frameworks import DEFAULT
 from cpsim.report.steps import step_advice_record, step_advice_view
 from cpsim.report.words import percent_text, seconds_text, signed_percent
+from cpsim.strategies.others import CPSIM
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -127,6 +128,8 @@ class Launch:
 def launch(one: StepCandidate) -> Launch | None:
     """What to paste to run a candidate; None where the framework has no words for it."""
     scenario = one.prediction.scenario
+    if scenario.framework is None and scenario.implementation != CPSIM.name:
+        return None  # a step of one framework with attention of another
     try:
         text = launch_text(scenario, one.parallel)
         wrong = check_written(text, scenario, one.parallel)

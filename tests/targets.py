@@ -37,8 +37,8 @@ LATE_HOSTS = (
     "late; in MXFP8 the same layouts run 1.3 to 1.45 times as fast from release 26.06 on"
 )
 LIMIT = (
-    "at 500 W from H100, whose long products are 6 % faster than those of H200, from which these steps were right in bf16; "
-    "asynchronous TP and rowwise FP8 remain"
+    "at 500 W from H100, whose long products are 6 % faster than those of H200, from which these steps were right in "
+    "bf16; asynchronous TP and rowwise FP8 remain"
 )
 SOFTMAX = "heads of 32 elements: exponentials take as long as products, which cost by pair does not know"
 TARGETS = {

@@ -195,9 +195,12 @@ class Framework:
             raise InfeasibleError(f"precision: fp8 of {self.name} is predicted of compiled layers; use compile: true")
         return self.recipes[name]
 
-    def runs(self, sizes: Sizes, compiled: bool, recipe: Recipe | None, overlapped: bool) -> LayerCode:
+    def runs(
+        self, sizes: Sizes, compiled: bool, recipe: Recipe | None, overlapped: bool, recompute: Recompute = "none"
+    ) -> LayerCode:
         """A layer as it runs: in its precision, with its copies, and with communication beside products or not."""
         code = self.layer(sizes, compiled)
+        code = gates_again(code) if compiled and recompute != "none" else code
         code = self.joins(in_fp8(code, sizes.tp, recipe) if recipe else code)
         return self.overlap(code, sizes.tp) if overlapped and self.overlap and sizes.tp > 1 else code
 
@@ -508,7 +511,7 @@ def torch_layer(
         )
         gates_back = (
             eager(inner, 6, 1, "dproduct", "up", dsilu=s.inner),
-            eager(inner, 6, 1, "dproduct", "silu", dup=s.inner),
+            eager(inner, 6, 1, "dproduct", "silu", "up", dup=s.inner),  # autograd holds both until both are done
             eager(inner, 6, 1, "dsilu", "gate", dgate=s.inner),
         )
     grads = {"dq": BF16 * q, "dk": BF16 * kv, "dv": BF16 * kv, "dq sums": FP32 * q}
@@ -568,6 +571,18 @@ def torch_layer(
     made = {name for each in forward for name in each.makes}
     read = {name for each in backward for name in each.reads}
     return LayerCode(forward=forward, backward=backward, kept=frozenset(made & read))
+
+
+def gates_again(code: LayerCode) -> LayerCode:
+    """With SwiGLU's output, where it is computed again, made beside the gradients of gate and up, as Inductor fuses
+    what reads the same: its weights' gradient follows.
+
+    Source: the code that torch.compile of PyTorch 2.11 to 2.13 writes for a checkpointed layer.
+    """
+    late = [node for node in code.backward if "product" in node.reads]
+    rest = [node for node in code.backward if "product" not in node.reads]
+    after = 1 + max((i for i, node in enumerate(rest) if "dgate" in node.makes), default=-1)
+    return replace(code, backward=(*rest[:after], *late, *rest[after:])) if after else code
 
 
 def norm_back(s: Sizes, source: str, kept: str, to: str, compiled: bool, cast: bool, *sums: str) -> Nodes:

@@ -114,7 +114,7 @@ def chunk_memory(make: Callable[[int], Program], layers: int, stays: tuple[str, 
         layers: of the chunk.
         stays: beginnings of names of tensors that stay until the optimizer's step.
     """
-    few, more = 3, 4
+    few, more = 4, 5
     if layers <= more:
         program = make(layers)
         live = _live(program, stays)
@@ -124,7 +124,8 @@ def chunk_memory(make: Callable[[int], Program], layers: int, stays: tuple[str, 
         a, b = _live(small, stays), _live(large, stays)
         grown = layers - more
         each = len(large.forward) - len(small.forward)
-        alike = len(small.backward) - (len(large.backward) - len(small.backward))  # all but one layer
+        # all but two layers: what a layer makes may live until the end of the next one
+        alike = len(small.backward) - 2 * (len(large.backward) - len(small.backward))
         forward_a, forward_b = len(small.forward), len(large.forward)
         first = alike - 2 * any(isinstance(node.what, HostCopy) for node in small.forward)  # layer 0 brings none back
         # the last layers forward and the first ones backward, and the last ones backward

@@ -141,7 +141,7 @@ def program(
     """
     parts = [*([("first", first)] if first else []), *((str(i), code) for i in range(layers))]
     parts += [("last", last)] if last else []
-    forward, backward, of_root = list[Node](), list[Node](), list[str]()
+    forward, backward, of_root, before = list[Node](), list[Node](), list[str](), ""
     if shards and shards.root and (first or last):
         forward += shards.gather("root")
     for i, (name, part) in enumerate(parts):
@@ -164,13 +164,27 @@ def program(
         backward += [stays.renamed(_names(name, ends))]
         backward += [node.renamed(_names(name, ends, made)) for node in (*once_more, *part.backward)]
         summed = [f"{t} @{name}" for node in part.backward for t in node.makes if t.startswith(GRADIENT)]
-        if shards and shards.own(name):
-            backward += shards.scatter(name, summed) if summed else ()
-        elif shards:
+        if shards and shards.own(name) and summed:
+            backward += _scattered(shards, name, summed, before)
+            before = name
+        elif shards and not shards.own(name):
             of_root += summed
     if shards and of_root:
-        backward += shards.scatter("root", [*of_root, "weights root"])
+        backward += [Node(None, ("weights root",))]  # freed before its gradients are copied
+        backward += _scattered(shards, "root", of_root, before)
     return Program(forward=tuple(forward), backward=tuple(backward))
+
+
+def _scattered(shards: Shards, name: str, gradients: Sequence[str], before: str) -> list[Node]:
+    """Sums of a part's gradients; those of the part before are done then, and their copies, which lived until now, are
+    freed.
+
+    Source: PyTorch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py (post_backward).
+    """
+    copy, *rest = shards.scatter(name, gradients)
+    if not before:
+        return [Node(None), copy, *rest]  # so that all layers are alike
+    return [Node(None, (f"sums {before}",)), replace(copy, reads=(*copy.reads, f"shard {before}")), *rest]
 
 
 def _names(place: str, ends: Mapping[str, str], again: Collection[str] = ()) -> Callable[[str], str]:

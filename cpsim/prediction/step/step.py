@@ -339,7 +339,7 @@ class StepModel:
     def _programs(self, tokens: int, chunk: int, exchange: int = 0, kept: int = 0) -> Callable[[int], Program]:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
-        runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap)
+        runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap, recompute)
         layer = _with_exchange(runs, exchange, kept)
         is_last = chunk == self.parallel.virtual_stages - 1
         first = code.first(sizes, self.compiled) if chunk == 0 else None
@@ -378,7 +378,12 @@ class StepModel:
             again = (Node(Collective("all_reduce", mine), (f"shard {name}",), {}, "scatter"),)
             return (
                 Node(copy, tuple(gradients), {f"sums {name}": sums}),
-                Node(Collective("reduce_scatter", sums), (f"sums {name}",), {f"shard {name}": mine}, "scatter"),
+                Node(
+                    Collective("reduce_scatter", sums),
+                    (f"sums {name}", *gradients[:1]),  # a loop's last variable is the last weight's
+                    {f"shard {name}": mine},
+                    "scatter",
+                ),
                 *(again if self.parallel.replicate > 1 else ()),
             )
 

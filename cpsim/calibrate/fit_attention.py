@@ -74,7 +74,7 @@ MIN_POINTS_FULL_FIT = 20
 VARIANT_PRIOR = 0.01
 """Weight that holds the logarithms of parameters of single ways to decide about pairs near where a fit starts: each way
 is compiled by itself and may have few points."""
-FITTED_TO_FEW = {"pair_s": 0.02} | dict.fromkeys(("block_s", "block_causal_s", "call_s"), 0.04)
+FITTED_TO_FEW = {"pair_s": 0.02} | dict.fromkeys(("block_s", "block_causal_s", "call_s"), 0.025)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
 RESTED_TELL = 0.04
 """Such a weight of `busy_power`, which calls tell some of which were rested and some not."""

@@ -181,6 +181,24 @@ def test_links_inside_a_node_are_stated_in_a_line_or_by_fields(tmp_path):
     assert short == Inside(link="nvlink", port_bandwidth_bytes_per_s=450e9, nvls=True)
 
 
+def test_all_problems_are_listed_at_once(tmp_path):
+    text = (
+        "gpus_per_node: 0\ngpu: x900\ninside: ropes\nfabric: {nics: many, transport: pigeon, latency_s: -1}\nfabrik: 1"
+    )
+    with pytest.raises(ScenarioError) as caught:
+        load_cluster(written(tmp_path, text))
+    for words in (
+        "gpus_per_node",
+        "gpu: 'x900'",
+        "inside: expected",
+        "nics: expected",
+        "transport",
+        "latency_s",
+        "fabrik",
+    ):
+        assert words in str(caught.value)
+
+
 def test_unknown_cluster_names_the_nearest():
     with pytest.raises(ScenarioError, match="did you mean 'dgx-h200'"):
         load_cluster("dgxh200")

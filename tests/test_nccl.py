@@ -11,7 +11,7 @@ from cpsim.case.cluster import load_cluster
 from cpsim.case.load import scenario_from
 from cpsim.case.transports import FILE, Inside, constants
 from cpsim.models.network.collective import COLLECTIVES, collective_seconds, wire_bytes
-from cpsim.models.network.nccl import Machine, collective_params, seconds, way
+from cpsim.models.network.nccl import Machine, collective_params, machine_of, seconds, way
 from studies.collectives.__main__ import inside
 from studies.collectives.fit import fit, left_out, predicted, spread_of
 from studies.collectives.rows import CLUSTERS, ONE_NODE, read
@@ -132,6 +132,13 @@ def test_a_cluster_that_was_left_out(rows):
     mine, others = ([row for row in rows if (row.cluster == "OCI MI300X") == here] for here in (True, False))
     off = predicted(mine, fit(others)) / [row.seconds for row in mine] - 1
     assert np.abs(off).mean() < 0.05
+
+
+def test_a_folded_cluster_has_the_same_machine():
+    whole = load_cluster("p5").with_gpus(64)
+    folded = whole.folded(8)
+    assert machine_of(folded, 64, 8, 355e9) == machine_of(whole, 64, 8, 355e9)
+    assert machine_of(whole, 64, 8, 355e9).inside.nvls
 
 
 # --- predictions ---

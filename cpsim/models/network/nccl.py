@@ -190,7 +190,9 @@ def inside_of(cluster: Cluster, port_bytes_per_s: float) -> Inside:
     """What connects the GPUs of a node: what its file says, or NVLink ports that carry what a profile measured."""
     line = port_bytes_per_s / constants().links["nvlink"].ring_share
     return cluster.inside or Inside(
-        link="nvlink", port_bandwidth_bytes_per_s=line, nvls=line >= SWITCHES_FROM and cluster.gpus_per_node > 2
+        link="nvlink",
+        port_bandwidth_bytes_per_s=line,
+        nvls=line >= SWITCHES_FROM and cluster.gpus_per_node * cluster.copies > 2,
     )
 
 

@@ -185,7 +185,7 @@ class StepCase:
         check_gpu(recipe, self.cluster.gpu)
         if self.scenario.offload:
             raise InfeasibleError("precision: steps with offload are predicted in bf16; leave it out")
-        return None if their.lora else recipe  # frozen layers have theirs
+        return None if their.lora else recipe.on(self.cluster.gpu)  # frozen layers have theirs
 
     def _alike(self, parallel: Parallel) -> tuple[object, ...]:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""

@@ -163,7 +163,7 @@ def frozen_recipe(recipe: Recipe, gpu: Gpu) -> Recipe:
     """
     turns = 0 if gpu.architecture in BLACKWELL else TRANSPOSE
     return replace(
-        recipe,
+        recipe.on(gpu),
         cast=BF16 + FP8,
         after_norm=0,
         gradient=BF16 + FP8,

@@ -28,6 +28,10 @@ MOVED = (
     "matrix products that the timed backward pass runs take longer after seconds of load since: a hundred-thousandth "
     "of it, which is past the rounding of what was said"
 )
+OF_SMS = (
+    "all are too fast: ops that SMs bind no longer wait for H100's slower HBM2e, whose scaling hid what steps lack; FP8 "
+    "most, 12 to 19 %"
+)
 GB300 = (
     "GB200 and H100 are 3 % off; GB300, which data sheets give GB200's peak in FP8, takes a fifth less time than that, "
     "at 1,400 instead of 1,200 W"
@@ -91,7 +95,7 @@ TARGETS = {
     "left-out b200, fwd sdpa_flash": Target(0.08),
     "A100, flash-attn 2's table, mean": Target(0.035, FEW),
     "A100, flash-attn 2's table, worst": Target(0.11, FEW),
-    "torchtitan's steps, time, mean": Target(0.08),
+    "torchtitan's steps, time, mean": Target(0.08, OF_SMS),
     "torchtitan's steps, memory, mean": Target(0.08),
     "Automodel's steps, time, mean": Target(0.08),
     "Megatron-Bridge's steps, time, mean": Target(0.10, GB300),

@@ -369,8 +369,8 @@ SAME_PROCESS: Final = {"ada": "hopper", "blackwell ultra": "blackwell"}
 def sustained_flops(gpu: Gpu, without: str = "") -> float:
     """What long bf16 products reach within the power limit: as described, or by power where that is not known.
 
-    Power goes with FLOP in a clock and with clock to the power of POWER_OF_CLOCK, as much as on the most alike GPUs that
-    state what they reach, on average.
+    Power goes with FLOP in a clock and with clock to the power of POWER_OF_CLOCK, as much as on the most alike GPUs
+    that state what they reach, on average.
 
     Args:
         gpu: whose.

@@ -176,9 +176,9 @@ class Scenario(BaseModel):
     host: float | str | None = None
     """How much longer launches take than on the profile's hosts, or a file of ``cpsim calibrate --host``; None is what
     the cluster says, or a host like those that were measured."""
-    model: Literal["llama3-8b", "llama-34b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b"] | ModelSection | None = None
-    """The model of a whole training step: a name or dimensions, which give heads and head_dim; None is attention
-    alone."""
+    model: Name | ModelSection | None = None
+    """The model of a whole training step: a name of ``MODELS`` or dimensions, which give heads and head_dim; None is
+    attention alone."""
     context: Tokens | None = None
     """In a training step, tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
     parallel: ParallelSection | None = None

@@ -109,15 +109,17 @@ all-gathers of eight A100 PCIe, 13.5 GB/s (MooreThreads/SimuMax at 4dcaae5, conf
 
 FAMILIES: Final = (("ampere", "ada"), ("hopper",), BLACKWELL, AMD)
 """Architectures that are much alike."""
-DERIVED: Final[Mapping[str, tuple[float, float, float]]] = {
-    "attention of warps": (0.03, 0.05, 0.06),
-    "attention": (0.03, 0.10, 0.15),
-    "matrix products": (0.06, 0.10, 0.12),
-    "memory-bound": (0.05, 0.08, 0.12),
-    "network": (0.15, 0.15, 0.25),
+DERIVED: Final[Mapping[str, tuple[float, float, float, float]]] = {
+    "attention of warps": (0.03, 0.05, 0.06, 0.30),
+    "attention": (0.03, 0.12, 0.17, 0.30),
+    "matrix products": (0.06, 0.10, 0.15, 0.25),
+    "memory-bound": (0.05, 0.08, 0.12, 0.20),
+    "network": (0.15, 0.15, 0.25, 0.40),
 }
-"""Standard deviation, relative, of what is derived from a GPU of the same architecture, of one much alike, and of
-another; of left-out GPUs (`python -m studies.left_out`), and for networks assumed."""
+"""Standard deviation, relative, of what is derived from a GPU of the same architecture, of one much alike, of another,
+and of another maker's; of left-out GPUs (`python -m studies.left_out`), and for networks and another maker assumed."""
+LEAST_WEIGHT: Final = 0.1
+"""Of a lender that counts, relative to the surest."""
 OTHER_CODE: Final = {True: 0.04, False: 0.12}
 """As DERIVED, of kernels of published tables, whose software is of another year: those of warps, and others."""
 PUBLISHED: Final = 0.05
@@ -137,10 +139,12 @@ class Lender:
 
 
 def unlike(a: Gpu, b: Gpu) -> int:
-    """How much alike two GPUs are: 0 of one architecture, 1 of one family, 2 others."""
+    """How much alike two GPUs are: 0 of one architecture, 1 of one family, 2 of another, 3 of another maker."""
     if a.architecture == b.architecture:
         return 0
-    return 1 if any(a.architecture in family and b.architecture in family for family in FAMILIES) else 2
+    if any(a.architecture in family and b.architecture in family for family in FAMILIES):
+        return 1
+    return 2 if (a.architecture in AMD) == (b.architecture in AMD) else 3
 
 
 def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
@@ -172,6 +176,8 @@ def derived(gpu: Gpu, lenders: Sequence[Lender]) -> Profile:
         if not having:
             continue
         having = [pair for pair in having if pair[0].gpu == gpu] or having
+        least = LEAST_WEIGHT**-0.5 * min(theirs.sigma[about] for _, theirs in having)
+        having = [pair for pair in having if pair[1].sigma[about] <= least]
         having.sort(key=lambda pair: (pair[1].sigma[about], order(pair[0])))
         surest, weights = having[0][1], _weights(gpu, [(lender, theirs.sigma[about]) for lender, theirs in having])
         seconds = np.array([_typical_seconds(theirs.attention[key]) for _, theirs in having])

@@ -77,6 +77,12 @@ def derived_profile(gpu: Gpu, without: str = "") -> Profile:
     return derived(gpu, [lender for lender in lenders() if lender.gpu.name != without])
 
 
+def how_known(gpu: Gpu) -> str:
+    """What a GPU's costs rest on: `measured`, `published kernels` or `data sheet`."""
+    own = [lender for lender in lenders() if lender.gpu == gpu]
+    return "measured" if any(lender.whole for lender in own) else "published kernels" if own else "data sheet"
+
+
 def lenders() -> list[Lender]:
     """The shipped profiles, and what of each is its own; of a kernel that several have of one GPU that of the profile
     that is named as the GPU."""

@@ -13,11 +13,12 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.derive import DATA_SHEET
 from cpsim.models.feasible import kernel_names
 from cpsim.models.host_speed import on_host
+from cpsim.models.network.described import with_inside
 from cpsim.models.profile import Profile, derived_profile, load_profile
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.size import check_size
 from cpsim.strategies import STRATEGIES
-from cpsim.strategies.others import IMPLEMENTATIONS, Implementation, implementation
+from cpsim.strategies.others import Implementation, implementation
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def check_names(scenario: Scenario) -> None:
     """
     if scenario.strategy is not None:
         check_name("strategy", scenario.strategy, STRATEGIES)
-    check_name("implementation", scenario.implementation, IMPLEMENTATIONS)
+    implementation(scenario.implementation)
     check_name("kernel", scenario.kernel, kernel_names())
 
 
@@ -82,8 +83,13 @@ def resolve(scenario: Scenario) -> Case:
             f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
             "model, since the step model would ignore them: leave them, or the model, out"
         )
-    profile = derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name)
+    profile = profile_of(cluster, name)
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)
     return Case(scenario, workload_of(scenario), cluster, profile)
+
+
+def profile_of(cluster: Cluster, name: str) -> Profile:
+    """A profile by name, or one derived from a GPU's description, with the links that the cluster's file states."""
+    return with_inside(derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name), cluster)

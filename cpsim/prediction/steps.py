@@ -13,6 +13,7 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.names import MASK_NAMES, Options
 from cpsim.models.attention.fp8 import faster
@@ -21,13 +22,13 @@ from cpsim.prediction.step.adapters import adapted, frozen_recipe
 from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
-from cpsim.prediction.step.memory import StageMemory
+from cpsim.prediction.step.memory import Occupancy, StageMemory
 from cpsim.prediction.step.offload import check as check_offload
 from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
-from cpsim.strategies.others.facts import DENSE
+from cpsim.strategies.others.facts import DENSE, DOCUMENTS, Support
 
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
@@ -52,8 +53,10 @@ class StepCase:
     """Strategies with knobs that were far from the best, and on how many ranks."""
     _passes: dict[tuple[object, ...], dict[tuple[object, ...], Floats]] = field(default_factory=dict)
     """Passes that were simulated, of ways to cut whose passes are alike; see ``StepModel``."""
+    _occupied: dict[tuple[object, ...], dict[tuple[object, ...], Occupancy]] = field(default_factory=dict)
+    """What such passes hold."""
     _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
-    """The same of memory."""
+    """Memory of stages."""
 
     def parallel(self) -> Parallel:
         """How the scenario cuts the step; what it leaves out is as its framework has it, or as plain as can be."""
@@ -166,6 +169,7 @@ class StepCase:
             offload=scenario.offload is not None,
             recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
             _known=self._passes.setdefault(self._alike(parallel), {}),
+            _occupied=self._occupied.setdefault((parallel.sharding, self._alike(parallel)), {}),
             _memory=self._memory.setdefault(parallel, {}),
         )
 
@@ -192,6 +196,8 @@ class StepCase:
         """Whose attention runs."""
         theirs = parallel.cp > 1 and self.scenario.implementation == CPSIM.name
         code = implementation(self.framework.attention if theirs else self.scenario.implementation)
+        if self.framework.engine and self.scenario.framework and code is CPSIM:
+            code = replace(code, direct=("cudnn",))  # Transformer Engine calls it without PyTorch
         return code.calling(self.scenario.kernel, theirs and self.framework.compiled(self.scenario.compile))
 
     def least_memory(self, parallel: Parallel) -> int:
@@ -282,7 +288,42 @@ class StepCase:
         if self.scenario.knobs:
             return [self.scenario.knobs]
         attention = self.model(parallel, name, {}).attention
-        return STRATEGIES[name].knobs(attention.workload(microbatch), attention.cluster)
+        workload = attention.workload(microbatch)
+        known = STRATEGIES[name].knobs(workload, attention.cluster)
+        if self.scenario.implementation != CPSIM.name and self._code(parallel).strategies is not None:
+            return [{}]  # their code has settings of its own
+        return known if (offer := self._offer(name)) is None else self._offered(name, offer, known, workload, parallel)
+
+    def _offer(self, name: str) -> Support | None:
+        """What the framework that the scenario names has of a strategy; None where nothing restricts it."""
+        ours = self.scenario.framework and self.scenario.implementation == CPSIM.name
+        return self.framework.offers.get(name) if ours else None
+
+    def _offered(
+        self, name: str, offer: Support, known: Iterable[Mapping[str, Any]], workload: Workload, parallel: Parallel
+    ) -> list[Mapping[str, Any]]:
+        """Those knobs that the framework has; it gathers and sends all heads at once. Its data loader pads documents to
+        whole chunks, which are so small that they are left out.
+
+        Raises:
+            InfeasibleError: it has the strategy, and not for this workload.
+        """
+        if workload.mask in DOCUMENTS:
+            offer = replace(offer, chunks=0)
+        replace(offer, whole_heads=False).check(self.framework.name, name, workload, parallel.cp)
+        found, last = list[Mapping[str, Any]](), None
+        for knobs in known:
+            own = {knob: value for knob, value in knobs.items() if knob in (*offer.knobs, "ulysses")}
+            if own in found or any(value not in offer.knobs.get(knob, (value,)) for knob, value in own.items()):
+                continue
+            try:
+                offer.check(self.framework.name, name, workload, int(own.get("ulysses", parallel.cp)))
+                found.append(own)
+            except InfeasibleError as reason:
+                last = reason
+        if last is not None and not found:
+            raise last
+        return found
 
     def _strategies(self, parallel: Parallel) -> list[str]:
         """Those to choose from: the scenario's, or all that the code has and that are planned at once."""
@@ -290,6 +331,8 @@ class StepCase:
             return [self.scenario.strategy]
         theirs = self._code(parallel).strategies
         known = [name for name in STRATEGIES if name not in ("none", *SLOW_PLANS)]
+        if any(map(self._offer, known)):
+            known = [name for name in known if self._offer(name)]
         return [name for name in known if theirs is None or name in theirs]
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:

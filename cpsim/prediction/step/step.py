@@ -28,9 +28,11 @@ from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, Elementwis
 from cpsim.prediction.step.memory import (
     CONTEXT,
     ChunkMemory,
+    Occupancy,
     StageMemory,
     chunk_memory,
     communicators,
+    occupancy,
     stage_memory,
     workspaces,
 )
@@ -49,7 +51,7 @@ from cpsim.prediction.step.program import (
     Shards,
     program,
 )
-from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers
+from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers, scheduled
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -126,6 +128,8 @@ class StepModel:
     """How linear layers compute in FP8."""
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    _occupied: dict[tuple[object, ...], Occupancy] = field(default_factory=dict)
+    """What programs of a few layers hold, of ways to cut whose passes are alike."""
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
     _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
 
@@ -198,13 +202,24 @@ class StepModel:
         """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
         key = tokens, self._alike(chunk), exchange, kept
         if key not in self._chunks:
-            make = self._programs(tokens, chunk, exchange, kept)
-            self._chunks[key] = chunk_memory(make, self.layers[chunk], stays)
+            same = tokens, self._ends(chunk), exchange, kept, stays
+
+            def occupied(layers: int) -> Occupancy:
+                if (*same, layers) not in self._occupied:
+                    make = self._programs(tokens, chunk, exchange, kept)
+                    self._occupied[*same, layers] = occupancy(make(layers), stays)
+                return self._occupied[*same, layers]
+
+            self._chunks[key] = chunk_memory(occupied, self.layers[chunk])
         return self._chunks[key]
 
     def _alike(self, chunk: int) -> tuple[int, bool, bool]:
         """What time and memory of a virtual stage depend on: its layers, and the ends of the model that it has."""
-        return self.layers[chunk], chunk == 0, chunk == self.parallel.virtual_stages - 1
+        return self.layers[chunk], *self._ends(chunk)
+
+    def _ends(self, chunk: int) -> tuple[bool, bool]:
+        """Whether a virtual stage has the first and the last end of the model."""
+        return chunk == 0, chunk == self.parallel.virtual_stages - 1
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.
@@ -413,12 +428,16 @@ class StepModel:
         Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
         """
         layers, plain = self.layers[chunk], not (self.sharded or self.framework.launches or self.offload)
-        key = tokens, self._alike(chunk), None if plain else str(attended.parts)
-        if key not in self._known:
-            parts: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
-            make = self._programs(tokens, chunk)
-            self._known[key] = of_layers(make, self._prices(parts, make), layers)
-        found = self._known[key]
+        key = tokens, self._ends(chunk), None if plain else str(attended.parts)
+
+        def seconds(count: int) -> Floats:
+            if (*key, count) not in self._known:
+                make = self._programs(tokens, chunk)
+                prices = self._prices(({}, {}) if plain else attended.parts, make)
+                self._known[*key, count] = scheduled(make(count), prices).seconds()
+            return self._known[*key, count]
+
+        found = of_layers(seconds, layers)
         if not plain:
             return found
         forward, backward = stacked(attended.parts)

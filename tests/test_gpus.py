@@ -234,6 +234,14 @@ def test_steps_run_on_every_gpu(name):
             predict(STEP | kernel | {"cluster": name, "precision": "fp8"})
 
 
+def test_a_gpu_that_does_not_run_the_default_kernel_takes_flash_attn_2_where_none_is_named():
+    case = {"strategy": "zigzag_ring", "gpus": 8, "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
+    assert predict(case | {"cluster": "l40s"}).scenario.kernel == "fa2"
+    assert predict(case | {"cluster": "h800"}).scenario.kernel == "fa4"
+    with pytest.raises(NotMeasuredError, match="profile l40s lacks kernel 'fa4'"):
+        predict(case | {"cluster": "l40s", "kernel": "fa4"})
+
+
 def test_a_changed_description_is_never_priced_by_an_old_one(tmp_path):
     path = tmp_path / "mine.yaml"
     times = []

@@ -133,7 +133,7 @@ def test_what_cannot_fit_is_known_before_planning():
     [
         ({"strategy": None}, ScenarioError, "strategy: expected one of none, ulysses"),
         ({"implementation": "distca"}, ScenarioError, "implementation: expected cpsim, .*; got 'distca'"),
-        ({"cluster": "p4de"}, ProfileError, "profile a100 lacks kernel 'fa4' fwd; it has cudnn, fa2"),
+        ({"cluster": "p4de", "kernel": "fa4"}, ProfileError, "profile a100 lacks kernel 'fa4' fwd; it has cudnn, fa2"),
         ({"profile": "h300"}, ProfileError, "did you mean 'h.*'.; shipped are a100, .*, derived those of GPUs .*l40s"),
         ({"kernel": "ffa"}, ScenarioError, "kernel: expected fa2, .*; got 'ffa'"),
         ({"heads": 30, "kv_heads": 10, "strategy": "ulysses"}, InfeasibleError, "divisible by ranks"),

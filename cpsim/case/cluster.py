@@ -335,7 +335,7 @@ def node_of_gpus(gpu: Gpu) -> Cluster:
 
 
 OF_POWER: Final = ("power_w", "num_sms", "boost_clock_hz", "peak_flops_per_s")
-UNSAID: Final = {"sustained_flops_per_s": None}
+UNSAID: Final = {"sustained_flops_per_s": None, "fp8_flops_per_s": None, "fp4_flops_per_s": None}
 """What does not hold of a known GPU where one of OF_POWER is another."""
 
 

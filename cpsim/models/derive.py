@@ -369,8 +369,8 @@ SAME_PROCESS: Final = {"ada": "hopper", "blackwell ultra": "blackwell"}
 def sustained_flops(gpu: Gpu, without: str = "") -> float:
     """What long bf16 products reach within the power limit: as described, or by power where that is not known.
 
-    Power goes with FLOP in a clock and with clock to the power of POWER_OF_CLOCK, as much as on the most alike GPU that
-    states what it reaches.
+    Power goes with FLOP in a clock and with clock to the power of POWER_OF_CLOCK, as much as on the most alike GPUs
+    that state what they reach, on average.
 
     Args:
         gpu: whose.
@@ -381,9 +381,10 @@ def sustained_flops(gpu: Gpu, without: str = "") -> float:
     known = [one for one in gpus().values() if one.sustained_flops_per_s is not None and one.name != without]
     architecture = SAME_PROCESS.get(gpu.architecture or "", gpu.architecture or "hopper")
     asked = replace(gpu, architecture=architecture)  # type: ignore[arg-type]
-    alike = min(known, key=lambda one: (unlike(asked, one), abs(np.log(_watts(one) / _watts(gpu)))))
-    throttle = _throttle(alike) * (_watts(alike) / _watts(gpu)) ** (1 / POWER_OF_CLOCK)
-    return _unlimited(gpu) / max(1.0, float(throttle))
+    least = min(unlike(asked, one) for one in known)
+    alike = [one for one in known if unlike(asked, one) == least]
+    throttles = [_throttle(one) * (_watts(one) / _watts(gpu)) ** (1 / POWER_OF_CLOCK) for one in alike]
+    return _unlimited(gpu) / max(1.0, float(np.exp(np.mean(np.log(throttles)))))
 
 
 def _watts(gpu: Gpu) -> float:

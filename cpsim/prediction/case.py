@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.resolve import cluster_of, workload_of
@@ -19,6 +20,9 @@ from cpsim.prediction.conditions import conditions
 from cpsim.prediction.size import check_size
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import Implementation, implementation
+
+FALLBACK: Final = "fa2"
+"""The kernel of GPUs that do not run that of scenarios that name none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +91,17 @@ def resolve(scenario: Scenario) -> Case:
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)
-    return Case(scenario, workload_of(scenario), cluster, profile)
+    kernel = _kernel_of(scenario, profile)
+    return Case(scenario.model_copy(update={"kernel": kernel}), workload_of(scenario), cluster, profile)
 
 
 def profile_of(cluster: Cluster, name: str) -> Profile:
     """A profile by name, or one derived from a GPU's description, with the links that the cluster's file states."""
     return with_inside(derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name), cluster)
+
+
+def _kernel_of(scenario: Scenario, profile: Profile) -> str:
+    """The kernel that a scenario names; where it names none, and its GPU does not run the default, flash-attn 2."""
+    if "kernel" in scenario.model_fields_set or (scenario.kernel, "fwd") in profile.attention:
+        return scenario.kernel
+    return FALLBACK if (FALLBACK, "fwd") in profile.attention else scenario.kernel

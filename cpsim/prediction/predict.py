@@ -64,6 +64,7 @@ def predict(case: ScenarioLike) -> Prediction:
 
 def _predict_scenario(scenario: Scenario) -> Prediction:
     case = resolve(scenario)
+    scenario = case.scenario
     if scenario.model is None or scenario.part == "layer":
         return prediction_of(case)
     steps = StepCase(scenario, case.cluster, case.profile)

@@ -284,6 +284,7 @@ def advise_step(scenario: Scenario, progress: Progress | None = None) -> StepAdv
     if scenario.part is not None:
         raise ScenarioError(f"part: advise --step is of whole steps, got {scenario.part}; leave --step out")
     case = resolve(scenario.model_copy(update={"strategy": scenario.strategy or "none"}))
+    scenario = scenario.model_copy(update={"kernel": case.scenario.kernel})
     search = _Search(case, StepCase(scenario, case.cluster, case.profile))
     layouts = list(_layouts(search.steps))
     _simulate_best(search, layouts, progress)

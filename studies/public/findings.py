@@ -20,21 +20,11 @@ class Finding:
     """Empty: an open question."""
 
 
-def _head_dim(row: Row) -> int:
-    return int((row.fields or {}).get("head_dim", 128))
-
-
 FINDINGS: Final = (
     Finding(
         "USP's grid of 32,768 tokens",
         lambda row: row.kind == "yunchang" and "x 32768 tokens" in row.name,
         "",
-    ),
-    Finding(
-        "heads of 32 elements on A100",
-        lambda row: row.kind == "yunchang" and _head_dim(row) == 32,
-        "a pair of a query and a key costs an exponential whatever the size of heads: what is missing is what these "
-        "take at 16 a clock and SM",
     ),
     Finding(
         "a basic ring of packed tensors on A100",

@@ -16,8 +16,9 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from cpsim.runtime.files import write  # noqa: E402
 from studies.public_steps.compare import Compared, compared  # noqa: E402
+
+from cpsim.runtime.files import write  # noqa: E402
 
 OUT: Final = ROOT / "cpsim" / "data" / "checked.json"
 

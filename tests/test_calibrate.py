@@ -504,12 +504,14 @@ def test_other_head_dimensions_and_kernels_of_one_pass_survive_a_round_trip():
 
 
 def test_every_shipped_profile_round_trips():
-    assert shipped_profiles() == ["a100", "b200", "h100", "h100-fa3", "h200"]
+    names = ["a100", "a100-pcie", "b200", "b200-magi", "gb200", "gb300", "h100", "h100-fa3", "h200"]
+    assert shipped_profiles() == names
     for name in shipped_profiles():
         text = (profile.FOLDER / f"{name}.json").read_text()
-        base = json.loads(text).get("base")
-        assert base == manifest()["profiles"][name].get("base")
-        assert to_json(load_profile(name), load_profile(base) if base else None) == text
+        recipe, data = manifest()["profiles"][name], json.loads(text)
+        base, onto = data.get("base"), data.get("onto")
+        assert (base, onto) == (recipe.get("base"), recipe.get("onto"))
+        assert to_json(load_profile(name), load_profile(base) if base else None, onto) == text
 
 
 def test_a_profile_takes_from_its_base_what_it_does_not_give(tmp_path):

@@ -134,13 +134,10 @@ def test_user_errors_are_one_line_and_exit_code_2(arguments, match):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        *(
-            (["fit", "points.jsonl", "--out", "mine.json", ratio, 2], f"nothing to scale; leave {ratio} out")
-            for ratio in ("--memory-ratio", "--network-ratio", "--sm-ratio")
-        ),
+        (["fit", "points.jsonl", "--out", "mine.json", "--gpu", "l40s"], "without --base .*; leave --gpu out"),
         *(
             (["fit", "--all", "--out", "profiles", option, value], f"fit: --all .*; leave {option} out")
-            for option, value in (("--cluster", "x.yaml"), ("--base", "h200"), ("--sm-ratio", 2))
+            for option, value in (("--cluster", "x.yaml"), ("--base", "h200"), ("--gpu", "l40s"))
         ),
         (["advise", EXAMPLES / "h200-4-zigzag.yaml", "--runs", "runs"], "only the page of --html .*; leave --runs out"),
         (

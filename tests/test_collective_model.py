@@ -65,7 +65,7 @@ def test_messages_alone_tell_the_port():
         {"op": "transfer", "kind": "ring", "num_ranks": 8, "nbytes": n, "samples_s": [1e-5 + n / 3e11]}
         for n in (2**k for k in range(12, 31))
     ]
-    port = fit_collective(points, points, StandIn(profile=load_profile("h200"))).port_bytes_per_s
+    port = fit_collective(points, points, StandIn.of(load_profile("h200"), None)).port_bytes_per_s
     assert port == pytest.approx(3e11, rel=0.01)
 
 

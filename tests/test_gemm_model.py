@@ -8,10 +8,8 @@ from hypothesis import strategies as st
 from cpsim.calibrate.fit_layers import fit_layers
 from cpsim.calibrate.measurement import load
 from cpsim.calibrate.recipes import points_file
-from cpsim.case.cluster import load_cluster
 from cpsim.models.gemm import FITTED, GemmParams, gemm_seconds
 from cpsim.models.profile import load_profile
-from cpsim.models.standin import from_data_sheet
 
 H200 = load_profile("h200")
 KNOWN = GemmParams(num_sms=132, flop_s=2e-13, tile_s=2e-6, call_s=3e-6, tail_share=0.4, traffic_s_per_byte=2.5e-13)
@@ -77,16 +75,10 @@ def test_the_fit_finds_the_parameters_that_made_noisy_points():
 
 def test_a_profile_without_measured_layers_has_none():
     assert fit_layers([], 132, H200.elementwise) is None
-    assert load_profile("a100").layers is None
 
 
-def test_a_profile_of_the_same_gpu_lends_its_layers_and_a_data_sheet_scales_them():
-    h100, b200 = load_profile("h100"), load_cluster("dgx-b200").gpu
-    assert load_profile("h100-fa3").layers == h100.layers
-    sheet = from_data_sheet(b200, H200).layers
-    rate = (sheet.gemm.num_sms / sheet.gemm.flop_s) / (H200.layers.gemm.num_sms / H200.layers.gemm.flop_s)
-    assert rate == pytest.approx(b200.peak_flops_per_s / load_cluster("dgx-h200").gpu.peak_flops_per_s)
-    assert sheet.ops.bandwidth_bytes_per_s["swiglu"] > 1.5 * H200.layers.ops.bandwidth_bytes_per_s["swiglu"]
+def test_a_profile_of_the_same_gpu_lends_its_layers():
+    assert load_profile("h100-fa3").layers == load_profile("h100").layers
 
 
 def test_products_of_an_h200_that_were_not_fitted_are_within_3_percent_on_average():

@@ -10,16 +10,16 @@ from test_cli import cpsim, one_line
 
 from cpsim.calibrate import fit, fit_attention
 from cpsim.calibrate.fabric import fit_fabric
-from cpsim.calibrate.imports import Table, read_kernel_table, read_nccl_log
+from cpsim.calibrate.imports import Table, read_kernel_table
 from cpsim.calibrate.measurement import load
-from cpsim.calibrate.recipes import DATA, stand_in
+from cpsim.calibrate.nccl_logs import read_nccl_log
+from cpsim.calibrate.recipes import DATA, measurements, stand_in
 from cpsim.calibrate.residuals import predicted_attention
-from cpsim.case.cluster import presets
 from cpsim.case.load import scenario_from
 from cpsim.errors import ProfileError
 from cpsim.models.network.collective import collective_seconds
 from cpsim.models.profile import load_profile, to_json
-from cpsim.models.standin import SHEET_SIGMA, StandIn, from_data_sheet
+from cpsim.models.standin import StandIn
 from cpsim.prediction.predict import predict
 
 PUBLISHED = DATA / "points" / "published"
@@ -77,7 +77,8 @@ def write(tmp_path):
 @pytest.mark.parametrize("test", [*BUS, "sendrecv"])
 @pytest.mark.parametrize("named", [True, False])
 def test_a_log_of_one_node_becomes_collectives_and_transfers(test, named, write):
-    header, points = read_nccl_log(write("x.log", log(test, ["a"], 1e-5, 3e11, named=named, old=not named)))
+    found = read_nccl_log(write("x.log", log(test, ["a"], 1e-5, 3e11, named=named, old=not named)))
+    header, points = found.header, found.points
     assert header == {"gpu": "NVIDIA H100 80GB HBM3", "num_gpus": 8, "nccl": ""}
     kind = {"alltoall": "all_to_all", "sendrecv": "ring"}.get(test, test)
     assert {(p["op"], p["kind"], p["num_ranks"]) for p in points} == {
@@ -90,7 +91,8 @@ def test_a_log_of_one_node_becomes_collectives_and_transfers(test, named, write)
 
 def test_several_tests_and_other_output_in_one_log(write):
     text = "mpirun -np 8 ...\nNCCL version 2.21.5+cuda12.4\n" + log("all_gather", ["a"], 1e-5, 3e11)
-    header, points = read_nccl_log(write("x.log", text + "node-a: done\n" + log("all_reduce", ["a"], 1e-5, 3e11)))
+    found = read_nccl_log(write("x.log", text + "node-a: done\n" + log("all_reduce", ["a"], 1e-5, 3e11)))
+    header, points = found.header, found.points
     assert header["nccl"] == "2.21.5"
     assert [p["kind"] for p in points] == ["all_gather"] * 21 + ["all_reduce"] * 21
 
@@ -116,7 +118,7 @@ def test_logs_of_a_node_replace_the_network_of_a_profile(write, tmp_path):
     paths = [write(f"{t}.log", log(t, ["a"], 2e-5, 3.6e11)) for t in (*BUS, "sendrecv")]
     cpsim("import", *paths, "--out", tmp_path / "points.jsonl")
     files = [load(PUBLISHED / "h100-fa3.jsonl"), load(tmp_path / "points.jsonl")]
-    profile = fit.fit_profile(files, "mine", StandIn(profile=load_profile("h100")))
+    profile = fit.fit_profile(files, "mine", StandIn.of(load_profile("h100"), None))
     seconds = float(collective_seconds(profile.collective, "all_gather", 2**28, 8))
     assert seconds == pytest.approx(2e-5 + 2**28 * 7 / 8 / 3.6e11, rel=0.03)
     assert "network" not in profile.grade.split("interference")[-1]
@@ -196,20 +198,24 @@ def test_the_command_refuses_mixed_gpus_in_one_line(write, tmp_path):
     assert "expected points of one GPU type, got 4 of b200, h100" in one_line(error)
 
 
-@pytest.mark.parametrize("name", ["h100-fa3", "b200", "a100"])
-def test_published_profiles_are_remade_and_say_what_they_are(name):
-    points = load(PUBLISHED / f"{name}.jsonl")
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_published_points_are_their_tables(path):
+    points = load(path)
     _, read, _ = read_kernel_table(PUBLISHED / points.header["files"][0], Table(gpu=points.header["gpu"]))
     assert [p["samples_s"][0] for p in points.points] == pytest.approx([p["samples_s"][0] for p in read], abs=1e-10)
-    base = stand_in(name)
-    made = fit.fit_profile([points], name, base)
-    shipped = load_profile(name)
-    for model, relative in drift(made, shipped, points.points).items():
+    assert [p.get("rested") for p in points.points] == [p.get("rested") for p in read]
+
+
+@pytest.mark.parametrize("name", ["h100-fa3", "b200", "a100", "a100-pcie", "gb200", "gb300"])
+def test_published_profiles_are_remade_and_say_what_they_are(name):
+    base, files = stand_in(name), measurements(name)
+    made, shipped = fit.fit_profile(files, name, base), load_profile(name)
+    for model, relative in drift(made, shipped, [p for file in files for p in file.points]).items():
         assert relative.max() <= 0.02, model  # not always 0: other processors round otherwise
     again, then = (json.loads(to_json(p)) for p in (made, shipped))
     assert all(again[part] == then[part] for part in ("collective", "host", "interference", "elementwise"))
     assert shipped.grade.startswith("kernels from published figures of single documents")
-    assert f"from profile {base.profile.name}" in shipped.grade
+    assert f"from profile {base.source.name}" in shipped.grade
     own = [row for row in shipped.held_out if row["model"].startswith("attention")]
     assert own
     check("published calls held out, mean", max(row["mean_absolute"] for row in own))
@@ -263,47 +269,6 @@ def test_the_a100_profile_gives_what_flash_attention_publishes_of_its_kernel():
     check("A100, flash-attn 2's table, worst", np.abs(errors).max())
 
 
-def test_costs_of_data_sheets_say_so_and_are_as_uncertain_as_they_were_wrong():
-    case = {
-        "strategy": "ulysses",
-        "gpus": 8,
-        "cluster": "p4de",
-        "kernel": "fa2",
-        "heads": 32,
-        "kv_heads": 8,
-        "tokens_per_gpu": 16384,
-    }
-    published, sheet = (predict(scenario_from(case | more)) for more in ({}, {"profile": "data-sheet"}))
-    assert any("data sheet: h200's costs scaled by tensor-core rate x 0.315" in note for note in sheet.notes)
-    assert sheet.time_s_high / sheet.time_s_low > 2 > published.time_s_high / published.time_s_low
-    gpus = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
-    logs = []
-    for name in ("a100", "b200"):
-        scaled = from_data_sheet(gpus[name], load_profile("h200"))
-        assert scaled.attention["fa2", "fwd"].num_sms == gpus[name].num_sms
-        ours, theirs = (p.attention["fa4", "fwd"] for p in (scaled, load_profile("h200")))
-        ratios = [ours.at(dim).pair_s / theirs.at(dim).pair_s for dim in (64, 128, 256)]
-        assert ratios == pytest.approx([ratios[0]] * 3)
-        assert {ours.at(dim).num_sms for dim in (64, 128, 256)} == {gpus[name].num_sms}
-        shipped = load_profile(name).attention
-        logs += [np.log(scaled.attention[key].pair_s / shipped[key].pair_s) for key in shipped]
-    assert np.sqrt(np.mean(np.square(logs))) == pytest.approx(SHEET_SIGMA, abs=0.02)
-    same = from_data_sheet(gpus["h200"], load_profile("h200"))
-    assert same.attention == load_profile("h200").attention
-
-
-def test_ratios_scale_bandwidths_and_keep_latencies():
-    theirs = load_profile("h200")
-    twice = StandIn(profile=theirs, memory_ratio=2.0, network_ratio=2.0, sm_ratio=1.5)
-    for kind, ratio in (("copy", 2), ("dcp_merge", 2), ("dcp_copy", 1.5), ("dcp_sum", 1.5)):
-        rates = (costs.bandwidth_bytes_per_s[kind] for costs in (twice.elementwise(), theirs.elementwise))
-        assert next(rates) == ratio * next(rates)
-    assert twice.elementwise().latency_s == theirs.elementwise.latency_s
-    curve, scaled = theirs.collective.curves["all_gather"][4], twice.collective().curves["all_gather"][4]
-    assert scaled.seconds[0] == curve.seconds[0]
-    assert np.isclose(scaled.seconds[-1], curve.seconds[-1] / 2, rtol=0.02)
-
-
 def test_pairs_of_split_keys_take_as_much_longer_as_all_on_a_gpu_of_which_few_calls_are_published():
     theirs, a100 = (load_profile(name).attention["fa2", "fwd"] for name in ("h200", "a100"))
     assert a100.pair_s > 1.3 * theirs.pair_s
@@ -312,7 +277,7 @@ def test_pairs_of_split_keys_take_as_much_longer_as_all_on_a_gpu_of_which_few_ca
 
 def test_few_points_fit_few_parameters_near_the_kernel_that_stands_in():
     points = [p for p in load(PUBLISHED / "h100-fa3.jsonl").points if p["pass"] == "fwd"]
-    start = StandIn(profile=load_profile("h100")).start(("fa3", "fwd"), 132)
+    start = StandIn.of(load_profile("h100"), None).start(("fa3", "fwd"))
     made = fit_attention.fit_few(points, start, fit_attention.FITTED_TO_FEW)
     assert made.traffic_s_per_byte == start.traffic_s_per_byte
     errors = np.log(predicted_attention(made, points) / [p["samples_s"][0] for p in points])

@@ -133,8 +133,8 @@ def test_what_cannot_fit_is_known_before_planning():
     [
         ({"strategy": None}, ScenarioError, "strategy: expected one of none, ulysses"),
         ({"implementation": "distca"}, ScenarioError, "implementation: expected cpsim, .*; got 'distca'"),
-        ({"cluster": "p4de"}, ProfileError, "profile a100 lacks kernel 'fa4' fwd; it has fa2"),
-        ({"profile": "h300"}, ProfileError, "shipped are a100, b200, h100, h100-fa3, h200"),
+        ({"cluster": "p4de"}, ProfileError, "profile a100 lacks kernel 'fa4' fwd; it has cudnn, fa2"),
+        ({"profile": "h300"}, ProfileError, "did you mean 'h.*'.; shipped are a100, .*, derived those of GPUs .*l40s"),
         ({"kernel": "ffa"}, ScenarioError, "kernel: expected fa2, .*; got 'ffa'"),
         ({"heads": 30, "kv_heads": 10, "strategy": "ulysses"}, InfeasibleError, "divisible by ranks"),
     ],
@@ -144,7 +144,7 @@ def test_what_cannot_be_answered_says_why(changes, error, message):
         predict(scenario(**changes))
 
 
-def test_a_gpu_without_a_profile_is_refused_with_a_way_out(tmp_path):
+def test_a_gpu_without_a_profile_gets_costs_by_its_description_and_a_note_says_so(tmp_path):
     path = tmp_path / "new.json"
     gpu = {
         "name": "x900",
@@ -154,10 +154,11 @@ def test_a_gpu_without_a_profile_is_refused_with_a_way_out(tmp_path):
         "memory_bandwidth_bytes_per_s": 9e12,
     }
     path.write_text(json.dumps({"name": "new", "gpus_per_node": 8, "gpu": gpu}))
-    with pytest.raises(ScenarioError, match=r"nobody has measured x900 of .* or data-sheet for h200's"):
-        predict(scenario(cluster=str(path)))
-    answer = predict(scenario(cluster=str(path), profile="data-sheet"))
-    assert "data sheet: h200's costs scaled by tensor-core rate x 2.02" in answer.notes[0]
+    answer = predict(scenario(cluster=str(path)))
+    assert "derived by the description of x900 from" in answer.notes[0]
+    assert "against h200" in answer.notes[0]
+    assert "memory bandwidth x 1.88" in answer.notes[0]
+    assert answer.time_s == predict(scenario(cluster=str(path), profile="data-sheet")).time_s
 
 
 def test_one_bad_line_never_loses_the_others():

@@ -46,6 +46,7 @@ from cpsim.calibrate.residuals import (
     usable,
 )
 from cpsim.errors import ProfileError
+from cpsim.models.derive import PUBLISHED
 from cpsim.models.profile import Profile
 from cpsim.models.spread import NINETIES
 from cpsim.models.standin import StandIn
@@ -171,7 +172,14 @@ def _completed(
     if published:
         varlen = any(p["varlen"] for p in points if p["op"] == "attention")
         grade = f"kernels from published figures{'' if varlen else ' of single documents'}"
-    source = {"file": f"profile {theirs.name}", "gpu": theirs.gpu, "used_for": stand_in.words(borrowed)}
+        mine = {f"attention {pass_} {kernel}" for kernel, pass_ in profile.attention}
+        wider = {model: float(np.hypot(sigma, PUBLISHED * (model in mine))) for model, sigma in profile.sigma.items()}
+        profile = replace(profile, sigma=wider)
+    source = {
+        "file": f"profile {stand_in.source.name}",
+        "gpu": stand_in.source.gpu,
+        "used_for": stand_in.words(borrowed),
+    }
     return replace(
         profile,
         grade=f"{grade}; {stand_in.words(borrowed)}" if borrowed else grade,
@@ -179,7 +187,7 @@ def _completed(
         interference=profile.interference if profile.interference.computation else theirs.interference,
         load=profile.load or theirs.load,
         layers=profile.layers or stand_in.layers(profile.gpu),
-        sigma={**profile.sigma, **{m: stand_in.sigma(m) for m in models - measured_models}},
+        sigma={**profile.sigma, **{m: theirs.sigma[m] for m in models - measured_models}},
         valid=dict(sorted({**lent, **profile.valid}.items())),
         provenance=(*profile.provenance, source) if borrowed else profile.provenance,
     )

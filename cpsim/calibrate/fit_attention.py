@@ -70,12 +70,14 @@ STEPS = (0.5, 0.25, 0.12, 0.06, 0.25, 0.12, 0.06)
 """Differences of logarithms for derivatives: replays of blocks jump a little, so wide ones come first, to see past
 that, and once more from where narrow ones ended."""
 MIN_POINTS_FULL_FIT = 20
-"""Fewer points of a kernel than this, as published tables have, fit few parameters; the others stand in."""
+"""Fewer points of a kernel than this, and those of published tables, fit few parameters; the others stand in."""
 VARIANT_PRIOR = 0.01
 """Weight that holds the logarithms of parameters of single ways to decide about pairs near where a fit starts: each way
 is compiled by itself and may have few points."""
-FITTED_TO_FEW = dict.fromkeys(("pair_s", "block_s", "block_causal_s", "call_s"), 0.02)
+FITTED_TO_FEW = {"pair_s": 0.02} | dict.fromkeys(("block_s", "block_causal_s", "call_s"), 0.025)
 """Parameters that long dense calls tell, and weights that hold their logarithms near those of the stand-in."""
+RESTED_TELL = 0.04
+"""Such a weight of `busy_power`, which calls tell some of which were rested and some not."""
 HEAD_DIM_FITTED = dict.fromkeys(
     ("pair_s", "block_s", "block_causal_s", "split_pair_s", "call_s", *PARAMS_OF_CODE), 0.05
 ) | dict.fromkeys(PARAMS_BY_PAIR, VARIANT_PRIOR)
@@ -111,11 +113,16 @@ def fit_attention(
     groups = [[p for p in points if (p["kernel"], p["pass"]) == key] for key in keys]
     alike = [stand_in.alike(key, num_sms) if stand_in else None for key in keys]
     starts = [
-        stand_in.start(key, num_sms) if stand_in and theirs is None and len(mine) < MIN_POINTS_FULL_FIT else None
+        stand_in.start(key) if stand_in and theirs is None and _tell_little(mine) else None
         for key, mine, theirs in zip(keys, groups, alike, strict=True)
     ]
     calls = list(zip(keys, groups, [num_sms] * len(keys), starts, alike, strict=True))
     return dict(zip(keys, mapped(_fit_kernel, calls, None), strict=True))
+
+
+def _tell_little(points: Sequence[Point]) -> bool:
+    """Whether points of one kernel and pass tell few of its parameters: too few, or of a published table."""
+    return len(points) < MIN_POINTS_FULL_FIT or all(p.get("family") == "published" for p in points)
 
 
 def _fit_kernel(arguments: tuple[Any, ...]) -> AttentionParams:
@@ -136,7 +143,8 @@ def fit_kernel(
     change as there; what the model leaves over is nearly the same.
     """
     if sparse is not None:
-        return fit_few(points, sparse, FITTED_TO_FEW, STEPS[1:4])
+        limit = {"busy_power": RESTED_TELL} if any(pause_of(p) > 0 for p in points) else {}
+        return fit_few(points, sparse, FITTED_TO_FEW | limit, STEPS[1:4])
     (commonest, _), *_ = Counter(p["head_dim"] for p in points).most_common()
     alike = alike if alike is not None and any(p["head_dim"] == alike.head_dim for p in points) else None
     head_dim = int(commonest) if alike is None else alike.head_dim

@@ -35,7 +35,7 @@ def fit_elementwise(chosen: Sequence[Point], stand_in: StandIn | None) -> Elemen
     """Latency and bandwidth of each kind, least squares of log time."""
     points = [p for p in chosen if p["op"] == "elementwise"]
     if not points and stand_in:
-        return stand_in.elementwise()
+        return stand_in.profile.elementwise
     if not points:
         raise ProfileError("a profile needs elementwise points: add a file of cpsim.real.measure.kernels")
     latency, bandwidth = {}, {}

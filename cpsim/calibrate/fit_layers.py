@@ -14,7 +14,7 @@ from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import measured
 from cpsim.models.elementwise import ElementwiseParams
 from cpsim.models.gemm import FITTED, GemmParams, gemm_seconds
-from cpsim.models.profile import LayerCosts
+from cpsim.models.parameters import LayerCosts
 
 Floats = NDArray[np.float64]
 

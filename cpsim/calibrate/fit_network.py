@@ -51,7 +51,7 @@ def fit_collective(chosen: Sequence[Point], everything: Sequence[Point], stand_i
     """Curves of collectives and transfers, and the capacity of a port from everything that ran at once."""
     points = [p for p in chosen if p["op"] in ("collective", "transfer")]
     inside = [p for p in chosen if p["op"] == "fabric" and p["kind"] == "inside"]
-    theirs = stand_in.collective() if stand_in else None
+    theirs = stand_in.profile.collective if stand_in else None
     if theirs and not points:
         return theirs
     curves: dict[str, dict[int, Curve]] = {}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from cpsim.calibrate.measurement import Measurements
 from cpsim.calibrate.residuals import flops
-from cpsim.case.cluster import Cluster, Gpu, presets
+from cpsim.case.cluster import Cluster
+from cpsim.case.gpu import Gpu, gpu_of_driver
 from cpsim.errors import ProfileError
 from cpsim.models.profile import Profile
 
@@ -18,20 +21,21 @@ def described(measurements: Measurements, profile: Profile, profile_file: str) -
     otherwise the best that was measured.
     """
     header = measurements.header
-    known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
-    sheet = next((gpu for name, gpu in known.items() if name in header["gpu"].lower()), None)
+    sheet = gpu_of_driver(header["gpu"])
     rates = [flops(p) / float(np.median(p["samples_s"])) for p in measurements.of("attention")]
     if not sheet and "memory_bytes" not in header:
         raise ProfileError(f"{measurements.source}: says no memory_bytes of {header['gpu']}; use cpsim calibrate")
-    gpu = Gpu(
-        name=sheet.name if sheet else header["gpu"],
-        memory_bytes=int(header.get("memory_bytes", sheet.memory_bytes if sheet else 0)),
-        num_sms=int(header["num_sms"]),
-        peak_flops_per_s=sheet.peak_flops_per_s if sheet else float(f"{max(rates):.3g}"),
-        memory_bandwidth_bytes_per_s=sheet.memory_bandwidth_bytes_per_s
-        if sheet
-        else float(f"{max(profile.elementwise.bandwidth_bytes_per_s.values()):.3g}"),
-    )
+    if sheet:
+        memory = int(header.get("memory_bytes", sheet.memory_bytes))
+        gpu = replace(sheet, memory_bytes=memory, num_sms=int(header["num_sms"]))
+    else:
+        gpu = Gpu(
+            name=header["gpu"],
+            memory_bytes=int(header["memory_bytes"]),
+            num_sms=int(header["num_sms"]),
+            peak_flops_per_s=float(f"{max(rates):.3g}"),
+            memory_bandwidth_bytes_per_s=float(f"{max(profile.elementwise.bandwidth_bytes_per_s.values()):.3g}"),
+        )
     count, port = int(header["num_gpus"]), profile.collective.port_bytes_per_s
     link = f", at most {port / 1e9:.0f} GB/s in and out of each at once" if measurements.of("collective") else ""
     return Cluster(

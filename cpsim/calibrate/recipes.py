@@ -13,6 +13,7 @@ from typing import Any, Final
 from cpsim.calibrate.fit import fit_profile
 from cpsim.calibrate.measurement import Measurements, Point, load
 from cpsim.case.files import read_document
+from cpsim.case.gpu import find_gpu
 from cpsim.errors import ProfileError
 from cpsim.models.profile import FOLDER, Profile, load_profile, save_profile
 from cpsim.models.standin import StandIn
@@ -79,13 +80,16 @@ def stand_in(name: str, folder: Path = FOLDER) -> StandIn | None:
     recipe = manifest()["profiles"][name]
     if "base" not in recipe:
         return None
-    ratios = {key: recipe[key] for key in ("memory_ratio", "network_ratio", "sm_ratio") if key in recipe}
-    return StandIn(profile=load_profile(folder / f"{recipe['base']}.json"), **ratios)
+    return StandIn.of(
+        load_profile(folder / f"{recipe['base']}.json"), find_gpu(recipe["onto"]) if "onto" in recipe else None
+    )
 
 
 def make_profile(name: str, folder: Path) -> Profile:
     """Fits one profile and writes it to a folder, which holds the profile that stands in for parts of it, if any."""
     base = stand_in(name, folder)
     profile = fit_profile(measurements(name), name, base)
-    save_profile(profile, folder / f"{name}.json", base.profile if base else None)
+    save_profile(
+        profile, folder / f"{name}.json", base.source if base else None, manifest()["profiles"][name].get("onto")
+    )
     return profile

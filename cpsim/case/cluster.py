@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
@@ -16,15 +16,16 @@ from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from cpsim.case.changes import TIMES, split_name, with_value
-from cpsim.case.files import SCHEMA, explain, read_document, take_schema
+from cpsim.case.files import SCHEMA, explain_all, read_document, take_schema
+from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
+from cpsim.case.shorthand import filled, read_nics
+from cpsim.case.transports import Inside, TransportName
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
-from cpsim.units import Quantity, Rate
+from cpsim.units import Flag, Quantity, Rate, Seconds
 
 ACHIEVED: Final = 0.9
 """Of a network card's line rate where that alone is said: 45 of 50 GB/s, dgx-h100 (its ``source`` says where from)."""
-_NICS: Final = re.compile(r"(?:([0-9]+)x)?([0-9]+)G(?:b/s|bps)?")
-"""Network cards of a node by their line rate: ``4x200G``, ``400G``."""
 _WORDS: Final = {
     "nics": "fabric.nics_per_node",
     "latency": "fabric.latency_s",
@@ -40,27 +41,13 @@ Name = Annotated[str, Field(min_length=1, max_length=100)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
-    """One GPU, as its data sheet describes it; speeds that predictions use come from a profile instead."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
-    name: Name
-    memory_bytes: Annotated[int, Quantity("bytes", 1e6, 1e15)]
-    """What the driver says there is; of presets as measured on H100 and H200, of others as data sheets say."""
-    num_sms: Count
-    peak_flops_per_s: Annotated[float, Quantity("FLOP/s", 1e6, 1e19)]
-    """Dense bf16 tensor-core peak."""
-    memory_bandwidth_bytes_per_s: Rate
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
     """The network between nodes, as a program achieves it, headers and protocol included."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     nics_per_node: Count
+    """The GPUs of a node are spread evenly over them."""
     nic_bandwidth_bytes_per_s: Rate
     """One NIC, one direction, while all NICs are busy: collectives."""
     flow_bandwidth_bytes_per_s: Rate
@@ -80,6 +67,15 @@ class Fabric:
     rails: bool = False
     """Rail-optimised: the NICs of equal place share leaf switches, and NCCL hands what is for a GPU of another place
     to the GPU of that place on its own node (PXN)."""
+    transport: TransportName | None = None
+    """What the NICs speak. Collectives then go by NCCL's algorithms (``cpsim.models.network.nccl``); None: by rates and
+    ``latency_s`` alone, as measured."""
+    call_s: Seconds | None = None
+    """What a collective takes beyond one inside a node, however few bytes; None: the transport's."""
+    fill_s: Seconds | None = None
+    """Filling a tree's pipeline, for every step of the tree; None: the transport's."""
+    sharp: Flag = False
+    """The network's switches add (InfiniBand SHARP); needs a transport."""
     sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
     """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
     flow_sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
@@ -93,6 +89,11 @@ class Fabric:
     def uplink_bandwidth_bytes_per_s(self) -> float:
         """What all NICs of a node carry together in one direction."""
         return self.nics_per_node * self.nic_bandwidth_bytes_per_s / self.oversubscription
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of a cluster file; what concerns transports where one is stated."""
+        left_out = ("transport", "call_s", "fill_s", "sharp") if self.transport is None else ()
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,12 +120,18 @@ class Cluster:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: Name
+    """In answers and reports."""
     num_gpus: Count
     """GPUs in use: any part of one node, or whole nodes."""
     gpus_per_node: Count
+    """GPUs of a node, or of an NVLink domain that spans hosts."""
     gpu: Gpu
+    """In files a name, e.g. h100, or its fields."""
     fabric: Fabric | None = None
     """None where there is only one node."""
+    inside: Inside | None = None
+    """What connects the GPUs of a node, where that is another than the profile measured, e.g. `pcie 32 GB/s`; None: as
+    the profile measured it."""
     profile: Name | None = None
     """Profile whose measurements describe this machine; None where nobody has measured it."""
     host: Annotated[float, Field(ge=0.1, le=10)] | Name | None = None
@@ -132,7 +139,9 @@ class Cluster:
     host_link_bytes_per_s: Rate | None = None
     """Between a GPU and its host, each way; None is PCIe x16 of the GPU's data sheet, see ``host_link``."""
     notes: str = ""
+    """For readers."""
     faults: tuple[Fault, ...] = ()
+    """Slow parts, each with the share of its speed that is left, e.g. `[{part: nic, number: 7, rate: 0.5}]`."""
     copies: Annotated[int, Field(ge=1, le=1)] = 1
     """Replication factor of a folded cluster; always 1 in files."""
 
@@ -158,14 +167,8 @@ class Cluster:
 
     @property
     def host_link(self) -> float:
-        """Bytes per second each way between a GPU and its host: what the file says, or 16 lanes of PCIe, of 5.0 or, on
-        A100, 4.0.
-
-        Source: data sheets of A100 and H100; 32 and 16 GT/s a lane, 128 of 130 bits are data (PCI Express Base
-        Specification 5.0 and 4.0).
-        """
-        lane = 16e9 if self.gpu.name.lower().startswith("a100") else 32e9
-        return self.host_link_bytes_per_s or 16 * lane * 128 / 130 / 8
+        """Bytes per second each way between a GPU and its host: what the file says, or the GPU's PCIe."""
+        return self.host_link_bytes_per_s or self.gpu.host_link_bytes_per_s
 
     @overload
     def node_of(self, rank: int) -> int: ...
@@ -237,7 +240,8 @@ class Cluster:
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file."""
         fields = {"schema": SCHEMA, **asdict(self), "faults": [asdict(fault) for fault in self.faults]}
-        left_out = {"copies"} if self.faults else {"copies", "faults"}
+        fields |= {"gpu": self.gpu.to_dict(), "fabric": self.fabric.to_dict() if self.fabric else None}
+        left_out = {"copies", *(name for name in ("faults", "inside") if not fields[name])}
         return {name: value for name, value in fields.items() if name not in left_out}
 
 
@@ -245,36 +249,40 @@ class Cluster:
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
     shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
-    clusters = (cluster_from(entry | {"gpu": shipped["gpus"][entry["gpu"]]}) for entry in shipped["clusters"])
+    clusters = (_cluster(_with_known_gpu(filled(entry, []))) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 
 
 @while_unchanged
 def load_cluster(name_or_path: str) -> Cluster:
-    """A preset by name, or a cluster file (YAML or JSON) by path; one node in use unless it says more.
+    """A preset by name, one node of a GPU by the GPU's, or a cluster file (YAML or JSON) by path.
 
-    Behind either may stand what is changed of it, e.g. ``dgx-h100 nic=2x``; see ``cpsim.case.changes``.
-
-    A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU of a preset, e.g. ``h200``, and files
-    of a profile and a host are looked up beside it.
+    Behind any of these may stand what is changed of it, e.g. ``dgx-h100 nic=2x``; see ``cpsim.case.changes``. One node
+    is in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU,
+    e.g. ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
 
     Raises:
-        ScenarioError: neither a preset nor a valid file.
+        ScenarioError: neither a preset, nor a GPU, nor a valid file.
     """
-    if name_or_path in presets():
-        return presets()[name_or_path]
     path = noted(Path(name_or_path))
+    if (known := presets().get(name_or_path.lower())) is not None:
+        return known
     if not os.path.isfile(path):
         base, changes = split_name(name_or_path)
         if changes:
             return _with_changes(load_cluster(base), changes)
+        if (gpu := find_gpu(name_or_path)) is not None:
+            return node_of_gpus(gpu)
+        close = nearest(name_or_path, (*presets(), *gpus()))
+        hint = f"{close}; " if close.startswith("did") else ""
         raise ScenarioError(
-            f"cluster: {shown(name_or_path)} is neither a preset nor a file; {nearest(name_or_path, presets())}"
+            f"cluster: {shown(name_or_path)} is neither a preset, nor a GPU, nor a file; {hint}presets are "
+            f"{', '.join(presets())}; GPUs {', '.join(gpus())}"
         )
     try:
         if isinstance(fields := read_document(path), list):
             raise ScenarioError(f"expected one cluster, got a list of {len(fields)}")
-        cluster = cluster_from(_with_known_gpu(take_schema(fields, "cluster")))
+        cluster = cluster_from({"name": path.stem} | fields if isinstance(fields, dict) else fields)
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     for field in ("profile", "host"):
@@ -283,28 +291,74 @@ def load_cluster(name_or_path: str) -> Cluster:
     return cluster
 
 
-def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
-    if not isinstance(data.get("gpu"), str):
-        return data
-    known = {cluster.gpu.name: cluster.gpu for cluster in presets().values()}
-    if data["gpu"] not in known:
-        raise ScenarioError(f"gpu: {shown(data['gpu'])} is unknown; {nearest(data['gpu'], known)}")
-    return data | {"gpu": asdict(known[data["gpu"]])}
-
-
-def cluster_from(data: dict[str, Any]) -> Cluster:
+def cluster_from(fields: dict[str, Any]) -> Cluster:
     """A cluster of the fields of a file.
 
     Raises:
-        ScenarioError: one line that names the field, what was expected and what came.
+        ScenarioError: they are not those of a cluster; says everything that is wrong.
     """
+    problems: list[str] = []
+    data = filled(take_schema(fields, "cluster"), problems)
+    try:
+        data = _with_known_gpu(data)
+    except ScenarioError as error:
+        problems.append(str(error))
+        data = data | {"gpu": next(iter(presets().values())).gpu.to_dict()}  # so that the rest is checked, too
+    try:
+        cluster = _cluster(data)
+    except ScenarioError as error:
+        problems.append(str(error))
+    if problems:
+        raise ScenarioError("; ".join(problems))
+    return cluster
+
+
+def with_transport(cluster: Cluster, transport: str) -> Cluster:
+    """A cluster whose network is of a transport.
+
+    Raises:
+        ScenarioError: there is no such transport, or no network.
+    """
+    if cluster.fabric is None:
+        raise ScenarioError(
+            f"transport: {cluster.name} has no network between nodes; say its NICs, e.g. nics: 4 x 200G"
+        )
+    fabric = cluster.fabric.to_dict() | {"transport": transport.lower()}
+    return _cluster(take_schema(cluster.to_dict(), "cluster") | {"fabric": fabric})
+
+
+def node_of_gpus(gpu: Gpu) -> Cluster:
+    """One node of a GPU as it is sold, without a network between nodes."""
+    count = gpu.gpus_per_node
+    notes = f"one node of {count} {gpu.name}: {'NVLink' if gpu.nvlink_bytes_per_s else 'PCIe'} inside"
+    return Cluster(name=gpu.name, num_gpus=count, gpus_per_node=count, gpu=gpu, profile=gpu.name, notes=notes)
+
+
+OF_POWER: Final = ("power_w", "num_sms", "boost_clock_hz", "peak_flops_per_s")
+UNSAID: Final = {"sustained_flops_per_s": None}
+"""What does not hold of a known GPU where one of OF_POWER is another."""
+
+
+def _with_known_gpu(data: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a cluster with those of a known GPU, where its name or some of its fields are given."""
+    match data.get("gpu"):
+        case str(name):
+            return data | {"gpu": gpu_named(name).to_dict()}
+        case {"name": str(name), **said} if (known := find_gpu(name)) is not None:
+            fields = known.to_dict()
+            other = any(field in said and said[field] != fields.get(field) for field in OF_POWER)
+            return data | {"gpu": fields | (UNSAID if other else {}) | {"name": name, **said}}
+    return data
+
+
+def _cluster(data: dict[str, Any]) -> Cluster:
     if "num_gpus" not in data:
         per_node = data.get("gpus_per_node")
         data = data | {"num_gpus": per_node if type(per_node) is int and per_node > 0 else 1}
     try:
         return _adapter().validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ScenarioError(explain(error, Cluster.__dataclass_fields__)) from None
+        raise ScenarioError(explain_all(error, [field.name for field in dataclasses.fields(Cluster)])) from None
 
 
 @cache
@@ -335,7 +389,7 @@ def _with_field(cluster: Cluster, field: str, value: str) -> Cluster:
     if path[0] == "fabric":
         _check_fabric(cluster, field)
     changed = with_value(cluster.to_dict(), path, value, f"cluster.{field}")
-    return cluster_from({name: entry for name, entry in changed.items() if name != "schema"})
+    return _cluster({name: entry for name, entry in changed.items() if name != "schema"})
 
 
 def _check_fabric(cluster: Cluster, field: str) -> Fabric:
@@ -356,13 +410,14 @@ def _with_nics(cluster: Cluster, value: str) -> Cluster:
             source=f"{many:g} times the rates of: {fabric.source}",
         )
         return replace(cluster, fabric=faster)
-    found = _NICS.fullmatch(value)
-    if found is None or not int(found[2]):
-        raise ScenarioError(f"set: cluster.nic: expected 2x, 200G or 4x200G, got {shown(value)}")
-    rate = ACHIEVED * int(found[2]) * 1e9 / 8
+    try:
+        count, line = read_nics(value if "x" in value.lower() else f"{fabric.nics_per_node} x {value}")
+    except ScenarioError:
+        raise ScenarioError(f"set: cluster.nic: expected 2x, 200G or 4x200G, got {shown(value)}") from None
+    rate = ACHIEVED * line
     said = replace(
         fabric,
-        nics_per_node=int(found[1] or fabric.nics_per_node),
+        nics_per_node=count,
         nic_bandwidth_bytes_per_s=rate,
         flow_bandwidth_bytes_per_s=min(rate, fabric.flow_bandwidth_bytes_per_s),
         sigma_log=max(fabric.sigma_log, 0.2),

@@ -258,13 +258,21 @@ class Scenario(BaseModel):
     @field_validator("precision", mode="before")
     @classmethod
     def _read_precision(cls, value: object) -> object:
-        if value in (None, "bf16", "fp8"):
+        if value in (None, "bf16", "fp8", "nvfp4"):
             return value
-        recipe = value.get("fp8") if isinstance(value, Mapping) and set(value) == {"fp8"} else None
-        if recipe not in get_args(Fp8):
-            known = ", ".join(get_args(Fp8))
-            raise ValueError(f"expected bf16, fp8 or {{fp8: recipe}} with one of {known}, got {shown(value)}")
+        known = isinstance(value, Mapping) and {"fp8"} <= set(value) <= {"fp8", "attention"}
+        if not known or value["fp8"] not in get_args(Fp8) or value.get("attention", "fp8") != "fp8":  # type: ignore[index,attr-defined]
+            recipes = ", ".join(get_args(Fp8))
+            raise ValueError(
+                f"expected bf16, fp8, nvfp4 or {{fp8: recipe}} with one of {recipes}, and attention: fp8 beside it "
+                f"where attention is in FP8, too, got {shown(value)}"
+            )
         return value
+
+    @property
+    def attends_in_fp8(self) -> bool:
+        """Whether attention of a step is in FP8."""
+        return isinstance(self.precision, Mapping) and "attention" in self.precision
 
     @field_validator("model", mode="before")
     @classmethod

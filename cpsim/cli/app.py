@@ -1,4 +1,4 @@
-"""The command line: every command is a function of ``ask``, ``measure`` or ``look``."""
+"""The command line: every command is a function of ``ask``, ``measure``, ``network`` or ``look``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from cpsim.cli import ask, look, measure, whatif
+from cpsim.cli import ask, look, measure, network, whatif
 from cpsim.cli.entry import run_app
 
 app = typer.Typer(
@@ -45,6 +45,7 @@ COMMANDS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
         measure.fit,
         measure.import_,
         measure.fit_fabric,
+        network.collectives,
     ),
 }
 """Commands in the order of the help, by its panels."""
@@ -53,6 +54,10 @@ for panel, commands in COMMANDS.items():
         app.command(command.__name__.rstrip("_").replace("_", "-"), rich_help_panel=panel)(command)
     if panel == "Ask":
         app.add_typer(whatif.init, name="init", rich_help_panel=panel)
+
+
+forwarding = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+app.command("reproduce", context_settings=forwarding)(look.reproduce)
 
 
 def main() -> None:

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 
 
 def profiles(as_json: Json = False) -> None:
-    """List the profiles that come with cpsim: which GPU, from which measurements, how good."""
+    """List the profiles that come with cpsim, and those derived of other GPUs: from which measurements, how good."""
+    from cpsim.case.gpu import gpus
     from cpsim.models.profile import load_profile, shipped_profiles
 
-    print_profiles([load_profile(name) for name in shipped_profiles()], as_json)
+    names = dict.fromkeys((*shipped_profiles(), *gpus()))
+    print_profiles([load_profile(name) for name in names], as_json)
 
 
 def clusters(as_json: Json = False) -> None:
@@ -146,3 +148,13 @@ def _mask_scenario(
         drawn = isinstance(lengths[0], str)
         fields["documents"] = {"distribution": documents} if drawn else lengths
     return scenario_from(fields)
+
+
+def reproduce(
+    context: typer.Context,
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, e.g. public; --help lists them.")] = "",
+) -> None:
+    """Predict published runs of others and set them beside what was published; needs a checkout."""
+    from cpsim.cli.checkout import studies
+
+    studies()([study, *context.args] if study else ["--help"], prog_name="cpsim reproduce", standalone_mode=False)

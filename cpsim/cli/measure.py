@@ -316,14 +316,16 @@ def fit(
     everything: Annotated[bool, typer.Option("--all", help="All that come with cpsim; --out is a folder.")] = False,
     cluster: Annotated[Path | None, typer.Option(help="Describe the measured node in this cluster file.")] = None,
     base: Base = None,
-    memory_ratio: Annotated[float, typer.Option(min=0.01, help="Memory bandwidth over that of the base.")] = 1.0,
-    network_ratio: Annotated[float, typer.Option(min=0.01, help="NVLink bandwidth over that of the base.")] = 1.0,
-    sm_ratio: Annotated[float, typer.Option(min=0.01, help="SMs times clock over those of the base.")] = 1.0,
+    gpu: Annotated[
+        str | None, typer.Option(help="The measured GPU, for what the base gives: a name, or a cluster file with it.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Fit a profile from raw measurements and show its errors on points that the fit did not see."""
     from cpsim.calibrate.fit import fit_profile
     from cpsim.calibrate.measurement import load
+    from cpsim.case.cluster import load_cluster
+    from cpsim.case.gpu import gpu_of_driver
     from cpsim.models.profile import load_profile, save_profile
     from cpsim.models.standin import StandIn
     from cpsim.report.records import profile_record
@@ -331,18 +333,17 @@ def fit(
 
     if everything == bool(measurements):
         raise CpsimError("fit: expected files of measurements, or --all for the profiles that come with cpsim")
-    ratios = {"memory_ratio": memory_ratio, "network_ratio": network_ratio, "sm_ratio": sm_ratio}
-    scaled = {f"--{name.replace('_', '-')}": ratio != 1 for name, ratio in ratios.items()}
     if everything:
-        refuse("fit: --all has bases and ratios of its own", {"--base": base, **scaled})
+        refuse("fit: --all has bases of its own", {"--base": base, "--gpu": gpu})
         refuse("fit: --all describes no node", {"--cluster": cluster})
         _fit_all(out, as_json)
         return
     if not base:
-        refuse("fit: without --base there is nothing to scale", scaled)
+        refuse("fit: without --base nothing is moved onto a GPU", {"--gpu": gpu})
     check_writable(out, cluster)
-    stand_in = StandIn(profile=load_profile(base), **ratios) if base else None
     files = [load(path) for path in measurements or ()]
+    onto = load_cluster(gpu).gpu if gpu else gpu_of_driver(files[0].header["gpu"])
+    stand_in = StandIn.of(load_profile(base), onto) if base else None
     profile = fit_profile(files, out.stem, stand_in)
     save_profile(profile, out)
     if cluster:
@@ -375,20 +376,25 @@ def _write_cluster(path: Path, files: Sequence[Measurements], profile: Profile, 
 def import_(
     files: Annotated[list[Path], typer.Argument(help="Logs of nccl-tests; CSV tables of kernels' TFLOP/s.")],
     out: Annotated[Path, typer.Option(help="Write the points to this measurement file.")],
-    gpu: Annotated[str | None, typer.Option(help="GPU of a table, where it has no column or several.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of a table or log that names none.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads of a table without that column.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many as query heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Head dimension of a table without that column.")] = 128,
     num_sms: Annotated[int | None, typer.Option(min=1, help="SMs of a GPU that no preset has.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="GPUs of a log without its list of ranks.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of such a log.")] = None,
+    domain: Annotated[int | None, typer.Option(min=1, help="GPUs of an NVLink domain that spans hosts.")] = None,
     as_json: Json = False,
 ) -> None:
     """Read other people's measurements as points for `cpsim fit` and `cpsim fit-fabric`."""
     from cpsim.calibrate.imports import Table, import_files
     from cpsim.calibrate.measurement import Writer
+    from cpsim.calibrate.nccl_logs import Said
 
     check_writable(out)
     given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
-    header, points, left = import_files(files, given, _said())
+    said = Said(gpu=gpu, ranks=ranks, nodes=nodes, domain=domain)
+    header, points, left, notes = import_files(files, given, _said(), said)
     lines = StringIO()
     writer = Writer(lines, header)
     for point in points:
@@ -396,12 +402,14 @@ def import_(
     write(out, lines.getvalue())
     kinds = {op: sum(point["op"] == op for point in points) for op in sorted({point["op"] for point in points})}
     if as_json:
-        print(json.dumps({"gpu": header["gpu"], "points": kinds, "left_out": left, "out": str(out)}))
+        print(json.dumps({"gpu": header["gpu"], "points": kinds, "left_out": left, "notes": notes, "out": str(out)}))
     else:
         counts = ", ".join(f"{count} {op}" for op, count in kinds.items())
         print(f"{header['gpu']}: points {counts}, written to {out}")
     for line in left:
         say(f"cpsim: left out: {line}")
+    for line in notes:
+        say(f"cpsim: {line}")
 
 
 def fit_fabric(
@@ -411,20 +419,28 @@ def fit_fabric(
     cluster: Annotated[str, typer.Option(help="The cluster whose network this is: a preset or a file.")],
     out: Annotated[Path | None, typer.Option(help="Write the cluster with this network to this file.")] = None,
     sockets: Annotated[bool, typer.Option("--sockets", help="The network is sockets, without RDMA.")] = False,
+    transport: Annotated[str | None, typer.Option(help="infiniband, roce, efa, tcpxo, tcpx or ethernet.")] = None,
     as_json: Json = False,
 ) -> None:
     """Fit the network between nodes, for a cluster file that scenarios can name."""
     from dataclasses import replace
 
+    from cpsim.calibrate.fabric import fit_described, port_of
     from cpsim.calibrate.fabric import fit_fabric as fitted
     from cpsim.calibrate.measurement import load
-    from cpsim.case.cluster import load_cluster
+    from cpsim.case.cluster import load_cluster, with_transport
     from cpsim.report.tables import clusters_view
 
     check_writable(out)
     known = load_cluster(cluster)
-    likely = known.fabric.nics_per_node if known.fabric else known.gpus_per_node
-    whole = replace(known, fabric=fitted([load(file) for file in files], likely, sockets))
+    if transport is not None:
+        known = with_transport(known, transport)
+    measured = [load(file) for file in files]
+    if known.fabric is not None and known.fabric.transport is not None and not sockets:
+        fabric = fit_described(measured, known, port_of(known))
+    else:
+        fabric = fitted(measured, known.fabric.nics_per_node if known.fabric else known.gpus_per_node, sockets)
+    whole = replace(known, fabric=fabric)
     if out:
         whole = replace(whole, name=out.stem)
         write(out, json.dumps(whole.to_dict(), indent=1) + "\n")

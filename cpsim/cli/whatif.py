@@ -9,12 +9,14 @@ from typing import Annotated
 
 import typer
 
+from cpsim.cli.network import init_cluster
 from cpsim.cli.terminal import Json, check_writable, console, progress_bar
 from cpsim.errors import CpsimError
 from cpsim.runtime.files import write
 from cpsim.runtime.streams import say
 
-init = typer.Typer(help="Begin a file: a scenario, or the shape of a model.", no_args_is_help=True)
+init = typer.Typer(help="Begin a file: a cluster, a scenario, or the shape of a model.", no_args_is_help=True)
+init.command("cluster")(init_cluster)
 SCENARIO = """\
 # A case for `cpsim advise`. What is left out is chosen, or assumed and said.
 gpus: {gpus}

@@ -48,8 +48,8 @@ class Control:
 
 def controls(start: Scenario) -> tuple[Control, ...]:
     """All controls of a case, in the order of the page; clusters and profiles are those shipped and the start's own."""
+    from cpsim.models.derive import DATA_SHEET
     from cpsim.models.profile import shipped_profiles
-    from cpsim.models.standin import DATA_SHEET
 
     documents = (ONE_DOCUMENT, *DISTRIBUTIONS, GIVEN_LENGTHS)
     clusters = dict.fromkeys((*presets(), start.cluster))

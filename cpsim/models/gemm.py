@@ -47,11 +47,12 @@ Source: with it the twelve products of a layer in Transformer Engine's table tak
 published for H200 NVL (NVIDIA/TransformerEngine, docs/examples/gemm_profiling: 31.968 and 16.785 ms, quantized before);
 1.92 on B300 there. NVIDIA's data sheets say 2: 1979 and 989 TFLOP/s of H100 and H200, 4500 and 2250 of B200.
 """
-FP8_KERNELS: Final[Mapping[str, float]] = {"tensorwise": 1.0, "rowwise": 1.04, "mxfp8": 1.05}
+FP8_KERNELS: Final[Mapping[str, float]] = {"tensorwise": 1.0, "rowwise": 1.04, "mxfp8": 1.05, "nvfp4": 3.764 / 6.812}
 """How much longer steps of a kernel take than cuBLAS's with one scale for each operand.
 
 Source: rowwise, CUTLASS over cuBLAS on H100, mean of four shapes (pytorch/FBGEMM pull request 2764); mxfp8, 7.161 over
-6.812 ms of a layer's products on B300 (NVIDIA/TransformerEngine, docs/examples/gemm_profiling, quantized before).
+6.812 ms of a layer's products on B300, and nvfp4, 3.764 there (NVIDIA/TransformerEngine, docs/examples/gemm_profiling,
+quantized before), which is 0.34 of B300's peak in FP4 and 0.5 of B200's.
 """
 FP8_SIGMA: Final = 0.12
 """Standard deviation, relative, of products in FP8: of other published ratios to bf16, 1.70 (H100 SXM at 700 W, 765 and
@@ -75,6 +76,8 @@ class GemmParams:
     """What the idle part of the last wave costs: 1 at a fixed clock, 0 where power alone counts."""
     traffic_s_per_byte: SecondsPerByte
     """Seconds per byte of operands and result."""
+    fp8_ratio: Annotated[float, Quantity("", 0, 100)] = 2.0
+    """Peak of tensor cores in FP8 over that in bf16; 0 where they have none."""
 
 
 FITTED: Final = ("flop_s", "tile_s", "call_s", "tail_share")
@@ -87,7 +90,7 @@ def in_fp8(params: GemmParams, kernel: str) -> GemmParams:
         params: in bf16.
         kernel: a key of ``FP8_KERNELS``.
     """
-    return replace(params, flop_s=params.flop_s / FP8_RATE * FP8_KERNELS[kernel])
+    return replace(params, flop_s=params.flop_s / (FP8_RATE * params.fp8_ratio / 2) * FP8_KERNELS[kernel])
 
 
 def gemm_seconds(

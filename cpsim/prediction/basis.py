@@ -12,9 +12,9 @@ from typing import Any, Final
 from cpsim.case.cluster import load_cluster
 from cpsim.case.load import beside
 from cpsim.errors import CpsimError
+from cpsim.models.derive import DATA_SHEET
 from cpsim.models.host_speed import load_host
 from cpsim.models.profile import load_profile
-from cpsim.models.standin import DATA_SHEET
 from cpsim.runtime.files import noted, while_unchanged
 
 PACKAGE: Final = Path(__file__).parents[1]

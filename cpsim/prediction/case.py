@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.resolve import cluster_of, workload_of
@@ -11,17 +10,15 @@ from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
 from cpsim.errors import ScenarioError, check_name
 from cpsim.models.conditions import Conditions
+from cpsim.models.derive import DATA_SHEET
 from cpsim.models.feasible import kernel_names
 from cpsim.models.host_speed import on_host
-from cpsim.models.profile import Profile, load_profile
-from cpsim.models.standin import DATA_SHEET, from_data_sheet
+from cpsim.models.network.described import with_inside
+from cpsim.models.profile import Profile, derived_profile, load_profile
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.size import check_size
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import Implementation, implementation
-
-SHEET_BASE: Final = "h200"
-"""The profile that is scaled for GPUs that nobody has measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +76,20 @@ def resolve(scenario: Scenario) -> Case:
         )
     cluster = cluster_of(scenario)
     check_size(scenario, cluster)
-    name = scenario.profile or cluster.profile
-    if name is None:
-        raise ScenarioError(
-            f"profile: nobody has measured {cluster.gpu.name} of cluster {cluster.name} yet; name the profile of a "
-            f"machine to assume, e.g. profile: h200, or {DATA_SHEET} for {SHEET_BASE}'s scaled by data sheets"
-        )
+    name = scenario.profile or cluster.profile or DATA_SHEET
     special = cluster.faults or (cluster.fabric and cluster.fabric.spine_oversubscription > 1)
     if special and scenario.model is not None and scenario.part is None:
         raise ScenarioError(
             f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
             "model, since the step model would ignore them: leave them, or the model, out"
         )
-    profile = from_data_sheet(cluster.gpu, load_profile(SHEET_BASE)) if name == DATA_SHEET else load_profile(name)
+    profile = profile_of(cluster, name)
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)
     return Case(scenario, workload_of(scenario), cluster, profile)
+
+
+def profile_of(cluster: Cluster, name: str) -> Profile:
+    """A profile by name, or one derived from a GPU's description, with the links that the cluster's file states."""
+    return with_inside(derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name), cluster)

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 
-from cpsim.case.cluster import presets
 from cpsim.case.files import read_documents
+from cpsim.case.gpu import find_gpu, gpu_of_driver
 from cpsim.case.load import scenario_from
 from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import Scenario
@@ -235,12 +235,10 @@ def _other_gpu(run: Run) -> str:
         cluster, where = cluster_of(run.scenario), str(run.header.get("gpu", ""))
     except CpsimError as error:
         return f"run: {error}"
-    known = {preset.gpu.name for preset in presets().values()}
-    named = {name for name in known if name in where.lower()}
-    mine = cluster.gpu.name
-    if mine == where or (where != "cpu" and (mine in named or not named or mine not in known)):
+    mine, theirs, known = cluster.gpu.name, gpu_of_driver(where), find_gpu(cluster.gpu.name)
+    if mine == where or (where != "cpu" and (theirs is None or known is None or theirs == known)):
         return ""
-    return f"run: measured on {where}, but {cluster.name} has {cluster.gpu.name}"
+    return f"run: measured on {where}, but {cluster.name} has {mine}"
 
 
 def predict_runs(runs: Sequence[Run], progress: Progress | None = None, jobs: int | None = None) -> list[Predicted]:

@@ -10,6 +10,7 @@ from typing import Final
 import numpy as np
 
 from cpsim.case.cluster import Cluster
+from cpsim.case.gpu import find_gpu, gpu_of_driver
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.resolve import flops_of, notes_of
 from cpsim.case.scenario import Scenario
@@ -350,7 +351,8 @@ def _grades(case: Case) -> tuple[str, ...]:
     """What the costs rest on, in words."""
     profile = case.profile
     grade = f"costs on the GPU: profile {profile.name}, {profile.grade}"
-    other = case.cluster.gpu.name.lower() not in profile.gpu.lower()
+    mine, theirs = find_gpu(case.cluster.gpu.name), gpu_of_driver(profile.gpu)
+    other = case.cluster.gpu.name != profile.gpu and (theirs is None or mine != theirs)
     if case.cluster.profile is not None and case.scenario.profile is not None and other:
         return (grade, f"profile {profile.name} describes another machine than cluster {case.cluster.name}")
     return (grade,)

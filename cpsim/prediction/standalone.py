@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import yaml
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.files import read_text
 from cpsim.case.scenario import Scenario
-from cpsim.models.profile import FOLDER, shipped_profiles, whole_data
-from cpsim.models.standin import DATA_SHEET
+from cpsim.models.derive import DATA_SHEET
+from cpsim.models.profile import shipped_profiles, whole_data
 
 SCENARIO, PROFILE, OF_CLUSTER, CLUSTER = "scenario.yaml", "profile.json", "cluster-profile.json", "cluster.json"
 HOST, HOST_OF_CLUSTER = "host.json", "cluster-host.json"
@@ -28,10 +29,9 @@ def standalone(scenario: Scenario) -> dict[str, str]:
     files: dict[str, str] = {}
 
     def packed(profile: str | None, name: str) -> str | None:
-        if profile is None or profile in (DATA_SHEET, *shipped_profiles()):
+        if profile is None or profile in (DATA_SHEET, *shipped_profiles()) or not os.path.isfile(profile):
             return profile
-        path = FOLDER / f"{profile}.json"  # as `load_profile` looks for it
-        files[name] = _json(whole_data(path if path.exists() else Path(profile)))
+        files[name] = _json(whole_data(Path(profile)))
         return name
 
     fields = scenario.to_dict()
@@ -39,7 +39,7 @@ def standalone(scenario: Scenario) -> dict[str, str]:
         fields["profile"] = packed(scenario.profile, PROFILE)
     if isinstance(scenario.host, str):
         fields["host"], files[HOST] = HOST, read_text(Path(scenario.host))
-    if scenario.cluster not in presets():
+    if scenario.cluster not in presets() and os.path.isfile(scenario.cluster):
         cluster = load_cluster(scenario.cluster)
         fields["cluster"] = name = _name(Path(scenario.cluster))
         theirs = {"profile": packed(cluster.profile, OF_CLUSTER)}

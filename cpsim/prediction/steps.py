@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.names import MASK_NAMES, Options
+from cpsim.models.attention.fp8 import faster
 from cpsim.models.profile import Profile
-from cpsim.prediction.step.adapters import adapted
+from cpsim.prediction.step.adapters import adapted, frozen_recipe
 from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
@@ -70,7 +70,10 @@ class StepCase:
             InfeasibleError: it cannot train adapters.
         """
         known, lora = framework(self.scenario.framework or DEFAULT), lora_of(self.scenario)
-        return adapted(known, lora) if lora else known
+        if lora is None:
+            return known
+        recipe = known.recipe(self.scenario.precision, known.compiled(self.scenario.compile)) if known.recipes else None
+        return adapted(known, lora, frozen_recipe(recipe, self.cluster.gpu) if recipe else None)
 
     def sequences(self, parallel: Parallel) -> list[tuple[int, ...]]:
         """Documents of every packed sequence.
@@ -129,7 +132,7 @@ class StepCase:
         compiled = their.compiled(scenario.compile)
         parallel.check(model, self.cluster)
         their.check(parallel, model, compiled)
-        recipe = self._recipe(their, model, compiled)
+        recipe = self._recipe(their, compiled)
         if scenario.offload:
             check_offload(their, parallel)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
@@ -153,6 +156,7 @@ class StepCase:
                 mask=mask,
                 mask_options=options,
                 slowest=slowest,
+                fp8=faster(self.cluster.gpu.name) if scenario.attends_in_fp8 else None,
             )
         return StepModel(
             model=model,
@@ -169,7 +173,7 @@ class StepCase:
             _memory=self._memory.setdefault(parallel, {}),
         )
 
-    def _recipe(self, their: Framework, model: Model, compiled: bool) -> Recipe | None:
+    def _recipe(self, their: Framework, compiled: bool) -> Recipe | None:
         """How linear layers compute in FP8, if the scenario asks for it.
 
         Raises:
@@ -178,13 +182,10 @@ class StepCase:
         recipe = their.recipe(self.scenario.precision, compiled)
         if recipe is None:
             return None
-        check_gpu(recipe, self.cluster.gpu.name)
-        if model.experts:
-            raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
-        if their.lora or self.scenario.offload:
-            name = "adapters" if their.lora else "offload"
-            raise InfeasibleError(f"precision: steps with {name} are predicted in bf16; leave it out")
-        return recipe
+        check_gpu(recipe, self.cluster.gpu)
+        if self.scenario.offload:
+            raise InfeasibleError("precision: steps with offload are predicted in bf16; leave it out")
+        return None if their.lora else recipe  # frozen layers have theirs
 
     def _alike(self, parallel: Parallel) -> tuple[object, ...]:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""

@@ -281,4 +281,11 @@ def profile_view(profile: Profile) -> RenderableType:
         )
         made.add_row(str(row["model"]), f"{row['points']:,}", *(error.replace("%", " %") for error in errors))
     head = Text.assemble((profile.name, "bold"), f": {profile.gpu}, {profile.grade}; kernels {kernels}")
-    return Group(head, Text(), made, Text())
+    if profile.held_out:
+        return Group(head, Text(), made, Text())
+    kinds = ("attention", "matrix products", "memory-bound")
+    sure = [
+        (kind, [s for m, s in profile.sigma.items() if m.startswith(kind) and "between" not in m]) for kind in kinds
+    ]
+    spans = [f"{kind} {' to '.join(sorted({f'{min(each):.0%}', f'{max(each):.0%}'}, key=len))}" for kind, each in sure]
+    return Group(head, Text(f"standard deviations, of left-out GPUs: {', '.join(spans)}".replace("%", " %")), Text())

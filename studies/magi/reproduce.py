@@ -33,7 +33,7 @@ FOLDER = Path(__file__).parent
 
 MACHINES: Final[Mapping[str, Mapping[str, Any]]] = {
     "h100": {"cluster": "magi-h100", "kernel": "fa3", "tokens_per_gpu": 8192},
-    "b200": {"cluster": "dgx-b200", "kernel": "cudnn", "tokens_per_gpu": 16384},
+    "b200": {"cluster": "dgx-b200", "profile": "b200-magi", "kernel": "cudnn", "tokens_per_gpu": 16384},
 }
 """Fields of its scenarios by GPU. On B200 only rows of cuDNN are here; MagiAttention's own use another kernel."""
 CLUSTER: Final = "magi-h100"

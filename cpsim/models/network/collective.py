@@ -85,6 +85,8 @@ class CollectiveParams:
     """By NCCL channels, against message bytes: every rank sends to the next and receives from the previous at once."""
     port_bytes_per_s: Rate
     """What one GPU's NVLink port carries in each direction, however many operations share it."""
+    flow_bytes_per_s: Rate | None = None
+    """What one flow does at most, on however many channels; None: as measured, ``rings`` say."""
 
 
 def wire_bytes(kind: str, nbytes: ArrayLike, num_ranks: int) -> Floats:
@@ -177,4 +179,4 @@ def transfer_seconds(
         nearest = min(params.rings, key=lambda known: (abs(np.log2(known / number)), -known))
         chosen = count == number
         seconds[chosen] = params.rings[nearest](size[chosen] * (nearest / number))
-    return seconds
+    return seconds if params.flow_bytes_per_s is None else np.maximum(seconds, size / params.flow_bytes_per_s)

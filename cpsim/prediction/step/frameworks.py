@@ -193,7 +193,8 @@ class Framework:
             return None
         if not self.recipes:
             raise InfeasibleError(f"precision: {self.name} is predicted in bf16 only")
-        name = next(iter(self.recipes)) if isinstance(precision, str) else precision["fp8"]
+        first = "nvfp4" if precision == "nvfp4" else next(iter(self.recipes))
+        name = first if isinstance(precision, str) else precision["fp8"]
         if name not in self.recipes:
             raise InfeasibleError(f"precision: {self.name} has fp8 {', '.join(self.recipes)}, got {name}")
         if self.compiles is not None and not compiled:
@@ -237,8 +238,6 @@ class Framework:
             raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
         if parallel.tp_overlap and self.compiles is not None and not compiled:
             raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
-        if parallel.tp_overlap and self.lora:
-            raise InfeasibleError("tp_overlap: steps with adapters are predicted without; leave it out")
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
 

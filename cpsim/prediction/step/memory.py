@@ -20,6 +20,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.case.gpu import Gpu
 from cpsim.case.parallel import Parallel
 from cpsim.prediction.step.pipeline import Pass, most_in_flight
 from cpsim.prediction.step.program import BACK, GRADIENT, SHARD, HostCopy, Program, live_bytes
@@ -35,11 +36,8 @@ COMMUNICATOR: Final = 300_000_000
 MESSAGES: Final = 470_000_000
 """More where ranks of a group also send to each other: 0.46 to 0.47 GB (the same)."""
 
-OLDER: Final = ("a100",)
-"""GPUs before compute capability 9.0, by the beginnings of their names."""
 
-
-def workspaces(gpu: str, *, engine: bool) -> int:
+def workspaces(gpu: Gpu, *, engine: bool) -> int:
     """Bytes of workspaces that matrix products have all the time.
 
     PyTorch gives cuBLAS one for each thread that launches products, Python's and autograd's: 32 MiB, on older GPUs
@@ -49,10 +47,10 @@ def workspaces(gpu: str, *, engine: bool) -> int:
     pytorch/module/base.py (get_cublas_workspace_size_bytes).
 
     Args:
-        gpu: name.
+        gpu: whose, Ampere and Ada being older.
         engine: whether linear layers are Transformer Engine's.
     """
-    older = gpu.lower().startswith(OLDER)
+    older = gpu.architecture in ("ampere", "ada")
     each = 4096 * 1024 * 2 + 16 * 1024 * 8 if older else 32 * 2**20
     return 2 * each + engine * (4 if older else 32) * 2**20
 

@@ -185,7 +185,8 @@ class StepModel:
         beside = learns if self.framework.lora else 0
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
-        copies = 2 * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
+        layouts = 2 - (held.weight == FP8)  # weights in FP8 are one of them
+        copies = layouts * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
         stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
         chunks = {
             chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
@@ -194,7 +195,7 @@ class StepModel:
         order = one_f_one_b_order(stage, cut.pp, cut.microbatches, cut.virtual_pp)
         fixed = held.weight * (mine + beside) + copies, summed * learns, held.states * states * cut.optimizer
         found = stage_memory(chunks, order, fixed)
-        always = workspaces(self.cluster.gpu.name, engine=self.framework.engine)
+        always = workspaces(self.cluster.gpu, engine=self.framework.engine)
         return replace(found, working=found.working + always, communicators=communicators(cut), context=CONTEXT)
 
     def _chunk_memory(self, tokens: int, chunk: int, exchange: int, kept: int, stays: tuple[str, ...]) -> ChunkMemory:
@@ -252,7 +253,7 @@ class StepModel:
                     (
                         *self._notes(self.most_tokens(batch)),
                         *((note(self.cluster),) if self.offload else ()),
-                        *((FP8_NOTE,) if self.recipe else ()),
+                        *((FP8_NOTE,) if self.recipe or self.held.weight == FP8 else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
@@ -570,7 +571,10 @@ class StepModel:
 
     def _linear_parameters(self) -> int:
         """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
-        return (self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden) * self._most_layers
+        model, tp = self.model, self.parallel.tp
+        others = (2 + model.experts) * model.hidden + model.expert_parameters(tp)
+        own = model.expert_parameters(tp) // self.parallel.ep
+        return (model.layer_parameters(tp) - others + own) * self._most_layers
 
     def _casts_of_step(self) -> list[ElementwisePass]:
         """What an update of the weights brings about in FP8: their cast, or the scales of the next ones."""

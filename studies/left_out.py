@@ -1,0 +1,169 @@
+"""Predicts every GPU from the others: ``python -m studies.left_out`` prints how wrong that is.
+
+Of each GPU with kernel points, measured here or published, profiles of its own are left out, and what its long
+products reach; its costs are derived from the other GPUs through its description. Rows give the errors of its calls,
+relative and logarithmic, positive where the prediction is too slow, and the share of them inside the 90 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from cpsim.calibrate.fit import current, large_model
+from cpsim.calibrate.measurement import Point, load
+from cpsim.calibrate.recipes import DATA, manifest, measurements
+from cpsim.calibrate.residuals import model_of, residuals
+from cpsim.case.gpu import Gpu, gpu_of_driver, gpus
+from cpsim.models.derive import sustained_flops
+from cpsim.models.gemm import FP8_BYTES, FP8_SIGMA, gemm_seconds, in_fp8
+from cpsim.models.parameters import Profile
+from cpsim.models.profile import derived_profile
+
+QUANTILE: Final = 1.645
+"""Of a normal distribution, of an interval of 90 %."""
+FEWEST: Final = 5
+"""Calls of a row."""
+BEST: Final = "mamf"
+"""The table of products that has the best of each GPU: what its description goes by, no test of it."""
+TABLES: Final = "points/published/"
+HERE: Final = {"h100": "NVIDIA H100 80GB HBM3", "h200": "NVIDIA H200"}
+"""GPUs measured here, as their driver names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Errors of one kind of calls of one GPU."""
+
+    gpu: str
+    model: str
+    """As in Profile.sigma; products in FP8 by their type."""
+    table: str
+    """Whose times."""
+    points: int
+    mean_absolute: float
+    bias: float
+    covered: float
+    sigma: float
+
+
+def rows(names: Sequence[str]) -> Iterator[Row]:
+    """Errors of left-out GPUs, of every kind of calls that there are points of."""
+    for name in names:
+        gpu = gpus()[name]
+        profile = left_out(gpu)
+        for table, points in tables(gpu).items():
+            yield from _errors(gpu, profile, table, points)
+        yield from _products(gpu, profile)
+
+
+@cache
+def left_out(gpu: Gpu) -> Profile:
+    """The profile of a GPU as if nothing had been measured or published of it."""
+    return derived_profile(replace(gpu, sustained_flops_per_s=by_power(gpu)), without=gpu.name)
+
+
+def by_power(gpu: Gpu) -> float:
+    """What its long products would reach by its power limit and the other GPUs alone."""
+    return sustained_flops(replace(gpu, sustained_flops_per_s=None), without=gpu.name)
+
+
+def tables(gpu: Gpu) -> dict[str, Sequence[Point]]:
+    """Points of a GPU, by whose they are: published tables, and those that its fit reads where it was measured here."""
+    found: dict[str, Sequence[Point]] = {}
+    for path in (path for path in manifest()["points"] if path.startswith(TABLES) and path.endswith(".jsonl")):
+        file = load(DATA / path)
+        if gpu_of_driver(file.header["gpu"]) == gpu:
+            found[path.removeprefix(TABLES).removesuffix(".jsonl")] = file.points
+    if gpu.name in HERE:
+        found["measured here"] = current(measurements(gpu.name), HERE[gpu.name])
+    return found
+
+
+def _errors(gpu: Gpu, profile: Profile, table: str, points: Sequence[Point]) -> Iterator[Row]:
+    others = {"matrix products", "memory-bound", "elementwise of layers"}
+    known = {f"attention {pass_} {kernel}" for kernel, pass_ in profile.attention} | others
+    chosen = [p for p in points if large_model(p) and model_of(p) in known]
+    found: dict[str, list[float]] = {}
+    for one in residuals(profile, chosen):
+        found.setdefault(one.model, []).append(one.error)
+    for model, errors in sorted(found.items()):
+        if len(errors) >= FEWEST:
+            yield _row(gpu, model, table, errors, profile.sigma[model])
+
+
+def _products(gpu: Gpu, profile: Profile) -> Iterator[Row]:
+    """Published products."""
+    assert profile.layers is not None
+    with (DATA / TABLES / "products.csv").open(encoding="utf-8") as file:
+        mine = [row for row in csv.DictReader(line for line in file if line[0] != "#") if row["gpu"] == gpu.name]
+    for dtype, source in sorted({(row["dtype"], row["table"].split()[0]) for row in mine if row["table"] != BEST}):
+        chosen = [row for row in mine if row["dtype"] == dtype and row["table"].startswith(source)]
+        m, n, k = (np.array([float(row[size]) for row in chosen]) for size in "mnk")
+        gemm, sigma = profile.layers.gemm, profile.sigma["matrix products"]
+        seconds = gemm_seconds(gemm, m, n, k)
+        if dtype == "fp8":
+            seconds = gemm_seconds(in_fp8(gemm, "tensorwise"), m, n, k, operand_bytes=FP8_BYTES)
+            sigma = float(np.hypot(sigma, FP8_SIGMA))
+        rate = np.array([float(row["tflops"]) for row in chosen]) * 1e12
+        yield _row(gpu, f"matrix products {dtype}", source, np.log(seconds * rate / (2 * m * n * k)), sigma)
+
+
+def _row(gpu: Gpu, model: str, table: str, errors: ArrayLike, sigma: float) -> Row:
+    errors = np.asarray(errors, np.float64)
+    return Row(
+        gpu=gpu.name,
+        model=model,
+        table=table,
+        points=len(errors),
+        mean_absolute=float(np.abs(errors).mean()),
+        bias=float(errors.mean()),
+        covered=float((np.abs(errors) <= QUANTILE * sigma).mean()),
+        sigma=sigma,
+    )
+
+
+def table_of(found: Sequence[Row]) -> str:
+    """Rows as a table of Markdown."""
+    lines = [
+        "| GPU | cost model | times of | calls | mean error | sign | inside 90 % |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        errors = f"{row.mean_absolute:.1%} | {row.bias:+.1%} | {row.covered:.0%}".replace("%", " %")
+        lines.append(f"| {row.gpu} | {row.model} | {row.table} | {row.points:,} | {errors} |")
+    return "\n".join(lines)
+
+
+def products_of(names: Sequence[str]) -> str:
+    """What long products reach, as described and by power alone, as a table of Markdown."""
+    lines = ["| GPU | long bf16 products [TFLOP/s] | by power alone |", "|---|---|---|"]
+    for gpu in (gpus()[name] for name in names):
+        said = f"{gpu.sustained_flops_per_s / 1e12:.0f}" if gpu.sustained_flops_per_s else ""
+        lines.append(f"| {gpu.name} | {said} | {by_power(gpu) / 1e12:.0f} |")
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m studies.left_out", description=__doc__)
+    parser.add_argument("gpus", nargs="*", default=list(gpus()), help="GPUs to leave out, by default all")
+    parser.add_argument("--json", action="store_true")
+    given: Any = parser.parse_args(arguments)
+    found = list(rows(given.gpus))
+    if given.json:
+        print(json.dumps([asdict(row) for row in found], indent=1))
+    else:
+        print(table_of(found), products_of(given.gpus), sep="\n\n")
+
+
+if __name__ == "__main__":
+    main()

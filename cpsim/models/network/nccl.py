@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from cpsim.case.cluster import Cluster, Fabric
-from cpsim.case.transports import Constants, Inside, Link, Transport, constants
+from cpsim.case.transports import Constants, Inside, Link, LinkName, Transport, constants
 from cpsim.models.network.collective import COLLECTIVES, CollectiveParams, Curve, wire_bytes
 from cpsim.units import Entries
 
@@ -187,10 +187,12 @@ SWITCHES_FROM: Final = 4e11
 
 
 def inside_of(cluster: Cluster, port_bytes_per_s: float) -> Inside:
-    """What connects the GPUs of a node: what its file says, or NVLink ports that carry what a profile measured."""
-    line = port_bytes_per_s / constants().links["nvlink"].ring_share
+    """What connects the GPUs of a node: what its file says, or ports that carry what a profile measured."""
+    gpu = cluster.gpu
+    link: LinkName = "pcie" if gpu.pcie_bytes_per_s and not gpu.nvlink_bytes_per_s else "nvlink"
+    line = port_bytes_per_s / constants().links[link].ring_share
     return cluster.inside or Inside(
-        link="nvlink",
+        link=link,
         port_bandwidth_bytes_per_s=line,
         nvls=line >= SWITCHES_FROM and cluster.gpus_per_node * cluster.copies > 2,
     )

@@ -2,11 +2,12 @@
 
     python docs/checked.py
 
-All published steps are predicted anew; see `studies/public_steps`. An error is predicted over published, less one.
+Errors are those of the ledger of published runs, `studies/public/ledger.csv`: predicted over published, less one.
 """
 
 from __future__ import annotations
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -16,44 +17,49 @@ from typing import Any, Final
 ROOT: Final = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from studies.public_steps.compare import Compared, compared  # noqa: E402
-
 from cpsim.runtime.files import write  # noqa: E402
+from studies.public.ledger import ATTENTION, LEDGER  # noqa: E402
+from studies.public.readers import rows  # noqa: E402
+from studies.public.row import Row  # noqa: E402
 
 OUT: Final = ROOT / "cpsim" / "data" / "checked.json"
+Checked = tuple[Row, float]
+"""A published step and its error."""
 
 
-def kind_of(one: Compared) -> str:
-    """Framework of a row, and whether its model has experts."""
-    scenario = one.row.scenario
-    assert scenario is not None
-    experts = " with experts" if scenario._has_experts else ""
-    return f"{scenario.framework or 'megatron'}{experts}"
+def checked() -> dict[str, list[Checked]]:
+    """Steps with errors, by framework, those with experts apart."""
+    with LEDGER.open(encoding="utf-8", newline="") as file:
+        errors = {line["row"]: line["error_percent"] for line in csv.DictReader(file) if line["quantity"] == "time"}
+    found: dict[str, list[Checked]] = {}
+    for row in rows():
+        error = errors.get(row.key)
+        if row.kind in ATTENTION or row.fields is None or not error:
+            continue
+        kind = f"{row.fields.get('framework', 'megatron')}{' with experts' if row.routed else ''}"
+        found.setdefault(kind, []).append((row, float(error) / 100))
+    return found
 
 
-def summary(rows: list[Compared]) -> dict[str, Any]:
-    """Errors of some rows, and what they are of."""
-    scenarios = [one.row.scenario for one in rows if one.row.scenario]
-    lengths = [scenario.context or scenario.num_tokens // scenario.gpus for scenario in scenarios]
+def summary(some: list[Checked]) -> dict[str, Any]:
+    """Errors of some steps, and what they are of."""
+    errors = [error for _, error in some]
+    lengths = [int(row.fields["context"]) for row, _ in some if row.fields and row.fields.get("context")]
     return {
-        "steps": len(rows),
-        "mean_error": round(mean(abs(one.error) for one in rows), 3),
-        "worst_error": round(max(abs(one.error) for one in rows), 3),
-        "sign": round(mean(one.error for one in rows), 3),
-        "gpus": [min(s.gpus for s in scenarios), max(s.gpus for s in scenarios)],
-        "context": [min(lengths), max(lengths)],
-        "cp": max((s.parallel.cp or 1) if s.parallel else 1 for s in scenarios),
+        "steps": len(some),
+        "mean_error": round(mean(map(abs, errors)), 3),
+        "worst_error": round(max(map(abs, errors)), 3),
+        "sign": round(mean(errors), 3),
+        "gpus": [min(row.gpus for row, _ in some), max(row.gpus for row, _ in some)],
+        "context": [min(lengths, default=0), max(lengths, default=0)],
+        "cp": max(row.cp for row, _ in some),
     }
 
 
 def main() -> None:
-    """Predict, compare, write."""
-    kinds: dict[str, list[Compared]] = {}
-    for one in compared():
-        if one.quantity == "time":
-            kinds.setdefault(kind_of(one), []).append(one)
-    found = {kind: summary(rows) for kind, rows in sorted(kinds.items())}
-    text = {"source": "python docs/checked.py, of published steps in studies/public_steps", "steps": found}
+    """Reads, sums up, writes."""
+    found = {kind: summary(some) for kind, some in sorted(checked().items())}
+    text = {"source": "python docs/checked.py, of published steps in studies/public/ledger.csv", "steps": found}
     write(OUT, json.dumps(text, indent=1) + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import subprocess
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scripts import load_script
 from test_cli import cpsim, one_line
 
-from cpsim.case.formats import read_foreign
+from cpsim.case.formats import launch_text, read_foreign
 from cpsim.case.lengths import bins, read_lengths, sample, waste
 from cpsim.case.load import load_scenario, scenario_from
+from cpsim.case.resolve import parallel_of
 from cpsim.errors import ScenarioError
 from cpsim.report.fitted import Column, Fitted
 
@@ -54,7 +57,14 @@ def test_money_and_days_follow_from_the_pace(megatron):
 def test_the_answer_says_how_well_it_was_checked(megatron):
     shipped = json.loads(Path("cpsim/data/checked.json").read_text())["steps"]["megatron"]
     assert f"{shipped['steps']} published steps of megatron" in megatron["checked"]
-    assert "none of them with context parallelism" in megatron["checked"]
+    assert f"sequences of at most {shipped['context'][1]:,} tokens" in megatron["checked"]
+
+
+def test_what_was_checked_is_what_the_ledger_says():
+    script = load_script("docs/checked.py")
+    found = {kind: script.summary(some) for kind, some in sorted(script.checked().items())}
+    assert found == json.loads(Path("cpsim/data/checked.json").read_text())["steps"]
+    assert sum(one["steps"] for one in found.values()) > 100
 
 
 def test_only_strategies_of_the_framework_are_tried(megatron):
@@ -314,7 +324,7 @@ def test_exit_codes_say_why_there_is_no_answer(tmp_path):
     assert asked(path)["kind"] == "not_measured"
 
 
-@pytest.mark.parametrize("name", ["megatron", "Megatron", "transformer-engine", "torchtitan", "deepspeed"])
+@pytest.mark.parametrize("name", ["megatron", "Megatron", "nemo", "torchtitan", "deepspeed"])
 def test_what_is_called_an_implementation_and_is_none_says_what_to_do(tmp_path, name):
     path = tmp_path / "case.json"
     path.write_text(json.dumps(WINDOW | {"implementation": name, "mask": "causal"}))
@@ -326,3 +336,45 @@ def test_what_is_called_an_implementation_and_is_none_says_what_to_do(tmp_path, 
 def test_all_that_is_wrong_with_numbers_is_said_at_once():
     with pytest.raises(ScenarioError, match="use gpus 32 with tokens 131072 or gpus 40 with tokens 131080"):
         scenario_from({"gpus": 37, "cluster": "dgx-h100", "tokens": "128k", "heads": 32, "kv_heads": 8})
+
+
+def test_torchtitan_s_own_parser_takes_it(tmp_path):
+    manager = pytest.importorskip("torchtitan.config.manager", reason="torchtitan 0.1 to 0.2", exc_type=ImportError)
+    if not hasattr(manager, "JobConfig"):
+        pytest.skip("torchtitan from 0.3 on has no TOML")
+    path = tmp_path / "job.toml"
+    path.write_text('[model]\nname = "llama3"\nflavor = "8B"\n' + written_for("torchtitan"))
+    job = manager.ConfigManager().parse_args(["--job.config_file", str(path)])
+    ours = read_foreign(path).fields
+    assert job.parallelism.context_parallel_degree == ours["parallel"]["cp"]
+    assert job.training.seq_len == ours["context"] == 32768
+    assert job.training.global_batch_size == 64
+
+
+def test_accelerate_s_own_parser_takes_it(tmp_path):
+    launch = pytest.importorskip("accelerate.commands.launch", exc_type=ImportError)
+    path = tmp_path / "fsdp.yaml"
+    path.write_text(written_for("huggingface"))
+    given = launch.launch_command_parser().parse_args(["--config_file", str(path), "train.py"])
+    found, *_ = launch._validate_launch_command(given)
+    assert found.use_parallelism_config
+    assert found.parallelism_config_cp_size == read_foreign(path).fields["parallel"]["cp"]
+
+
+def test_megatron_core_has_what_is_written():
+    config = pytest.importorskip("megatron.core.model_parallel_config", exc_type=ImportError)
+    words = written_for("megatron").replace("\\\n", " ").split()
+    names = {word.removeprefix("--").replace("-", "_") for word in words if word.startswith("--")}
+    known = {field.name for field in dataclasses.fields(config.ModelParallelConfig)}
+    degrees = {name for name in names if name.endswith("_parallel_size") or name == "sequence_parallel"}
+    assert len(degrees) >= 3
+    assert degrees <= known
+
+
+def written_for(framework):
+    """What is to be pasted for a step of 64 H100."""
+    fields = {"gpus": 64, "cluster": "dgx-h100", "model": "llama3-8b", "seq_len": "32k", "batch": 64}
+    sharding = "zero1" if framework == "megatron" else "fsdp"
+    cut = {"tp": 2, "cp": 4, "recompute": "full", "sharding": sharding}
+    scenario = scenario_from(fields | {"framework": framework, "parallel": cut, "strategy": "zigzag_ring"})
+    return launch_text(scenario, parallel_of(scenario.parallel, 64, scenario.num_sequences))

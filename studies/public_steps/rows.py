@@ -221,8 +221,7 @@ def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
     """A mixture of experts.
 
     Sequences of the one row of 25.11 on H100 that says 4 of them in a microbatch are one by one: its configuration
-    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Where products of layers were not
-    measured, they are another GPU's (``predict.step_model``). Layers of Qwen3 are divided with both ends
+    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Layers of Qwen3 are divided with both ends
     (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
     """
     seq, gpus, sequences, pp = int(line["seq"]), int(line["gpus"]), int(line["gbs"]), int(line["pp"])
@@ -232,7 +231,6 @@ def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
         "framework": "megatron",
         "model": model,
         "cluster": SYSTEMS[line["system"]],
-        **({} if line["system"] == "DGX-H100" else {"profile": "b200"}),
         "gpus": gpus,
         "tokens": sequences * seq,
         "context": seq,
@@ -260,7 +258,6 @@ def _interleaved(line: Line) -> dict[str, Any]:
         "framework": "megatron",
         "model": DENSE[line["model"]],
         "cluster": SYSTEMS[line["system"]],
-        "profile": "b200",
         "gpus": gpus,
         "tokens": sequences * seq,
         "context": seq,

@@ -3,7 +3,8 @@
 CpsimError (ValueError)     anything a user can cause; the message is one line: expected, got, how to mend it
 ├── ScenarioError           a scenario, cluster or document file that cannot be understood
 ├── InfeasibleError         a strategy that cannot run the case; the message is the reason
-│   └── OutOfMemoryError    because it needs more memory than a GPU has
+│   ├── OutOfMemoryError    because it needs more memory than a GPU has
+│   └── UnmeasuredError     nobody has measured what its kernel takes for such a case, which it can run
 ├── MachineError            the machine fails, not the case: a scheduler or process that died, a port in use
 ├── ProfileError            a measurement or profile file that cannot be used
 │   └── NotMeasuredError    because it lacks what the case needs
@@ -37,6 +38,10 @@ class InfeasibleError(CpsimError):
 
 class OutOfMemoryError(InfeasibleError):
     """The case needs more memory than a GPU has."""
+
+
+class UnmeasuredError(InfeasibleError):
+    """Nobody has measured what the kernel takes for such a case, which it can run."""
 
 
 class MachineError(CpsimError):

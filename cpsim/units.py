@@ -39,9 +39,16 @@ UNITS: Final[Mapping[str, Mapping[str, float]]] = {
     "FLOP/s": _scaled({"FLOP/s": 1.0, "FLOPS": 1.0, "FLOPs": 1.0, "flop/s": 1.0}, _THOUSANDS),
     "Hz": _scaled({"Hz": 1.0}, _THOUSANDS),
     "W": _scaled({"W": 1.0}, _THOUSANDS | _PARTS),
+    "tokens": {"k": 2.0**10, "K": 2.0**10, "Ki": 2.0**10, "M": 2.0**20, "Mi": 2.0**20, "B": 1e9, "G": 1e9, "T": 1e12},
 }
 """What may stand behind a number, and how much it is, by the unit that a field is in. ``b`` is a bit, ``B`` a byte."""
-_EXAMPLES: Final = {"s": "3 us", "bytes": "80 GiB", "bytes/s": "50 GB/s' or '400 Gb/s", "FLOP/s": "989 TFLOP/s"}
+_EXAMPLES: Final = {
+    "s": "3 us",
+    "bytes": "80 GiB",
+    "bytes/s": "50 GB/s' or '400 Gb/s",
+    "FLOP/s": "989 TFLOP/s",
+    "tokens": "128k",
+}
 _TEXT: Final = re.compile(r"([-+]?[0-9][0-9_]*\.?[0-9]*(?:[eE][-+]?[0-9]+)?)\s*([^\s\d.].{0,20})")
 
 
@@ -86,6 +93,9 @@ class Quantity:
         return core_schema.no_info_before_validator_function(self.read, handler(source))
 
 
+TOKENS: Final = Quantity("tokens", 1, 1e18)
+"""Of a sequence, a step or a whole training: k and M are powers of two, as context lengths are said; B and T are 10^9
+and 10^12."""
 Seconds = Annotated[float, Quantity("s", 0, 1e4)]
 """A time of a kernel, message, launch or iteration."""
 Rate = Annotated[float, Quantity("bytes/s", 1e5, 1e16)]

@@ -107,12 +107,13 @@ def accuracy_table(found: Sequence[tuple[str, str, Comparison]], published: str)
 
 
 def published_row() -> str:
-    """Published runs of others, predicted by ``python -m studies`` and ``python -m studies.public_steps``."""
+    """Published runs of others, predicted by ``cpsim reproduce``: whole steps are those of ``public``."""
     from studies.distca.reproduce import reproduce as distca
     from studies.magi.reproduce import reproduce as magi
-    from studies.public_steps.compare import compared as steps
+    from studies.public.ledger import ATTENTION, ledger
 
-    times = grouped([one for one in steps() if one.quantity == "time"], lambda one: "experts" in one.row.group)
+    whole = [one for one in ledger().of("time") if one.row.kind not in ATTENTION]
+    times = grouped(whole, lambda one: one.row.routed)
     found = [
         [row.error for row in magi()],
         [row.error for row in distca()],
@@ -124,7 +125,7 @@ def published_row() -> str:
         "; ".join(f"{mean(map(abs, errors)):.1%}" for errors in found),
         "; ".join(f"{mean(errors):+.1%}" for errors in found),
         "",
-        "MagiAttention; DistCA; steps of torchtitan, Automodel and Megatron-Bridge; its steps with experts",
+        "MagiAttention; DistCA; whole steps; whole steps with experts",
     )
     return f"| {' | '.join(cells)} |"
 

@@ -54,7 +54,7 @@ def of_machine(name: str) -> str:
     """A cluster file of `data/runs` with the network of its machine."""
     made = network(sorted((DATA / "points").rglob(MACHINES[name])))
     cluster = json.loads(runs_file(f"{name}.json").read_text(encoding="utf-8"))
-    return json.dumps(cluster | {"fabric": dataclasses.asdict(made)}, indent=1) + "\n"
+    return json.dumps(cluster | {"fabric": made.to_dict()}, indent=1) + "\n"
 
 
 if __name__ == "__main__":

@@ -172,6 +172,32 @@ def _distca_runs(lengths: Path | None, out: Path | None, html: Path | None, as_j
     _hand_out(record, lambda: distca_view(rows, others, source), out, as_json)
 
 
+@app.command()
+def public(
+    kind: Annotated[list[str] | None, typer.Option(help="Kind of rows, e.g. mlperf; may be repeated.")] = None,
+    rows: Annotated[
+        list[Path] | None, typer.Option(help="Further table with the columns of one of ours (CSV); may be repeated.")
+    ] = None,
+    out: Out = None,
+    html: Html = None,
+    as_json: Json = False,
+    jobs: Jobs = None,
+    worst: Worst = WORST,
+    update: Annotated[bool, typer.Option("--update", help="Write errors of all rows to ledger.csv.")] = False,
+) -> None:
+    """The ledger: published steps and calls of MLPerf, torchtitan, NeMo, Megatron, SimuMax and rings."""
+    from studies.public.command import run
+
+    given = {"--kind": kind, "--rows": rows}
+    if update:
+        refuse("studies: --update is about all rows of ours", given)
+    check_writable(out, html)
+    with progress_bar("Predicting") as progress:
+        answer = run(kind or [], rows or [], jobs, progress, update=update)
+    _write_page(html, answer.html)
+    _hand_out(answer.record(), lambda: answer.view(worst), out, as_json)
+
+
 def _write_page(html: Path | None, made: Callable[[], str]) -> None:
     """Writes a page, if a file is given."""
     if html:

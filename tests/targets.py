@@ -30,11 +30,14 @@ MOVED = (
 )
 OF_SMS = (
     "all are too fast: ops that SMs bind no longer wait for H100's slower HBM2e, whose scaling hid what steps lack; "
-    "FP8 most, 12 to 18 %"
+    "FP8 most, 12 to 19 %"
 )
 LATE_HOSTS = (
-    "all but one are too fast; Megatron's hosts, which wait for counts of tokens in every layer, are never late"
+    "in bf16 all but one are too fast: Megatron's hosts, which wait for counts of tokens in every layer, are never "
+    "late; in MXFP8 the same layouts run 1.3 to 1.45 times as fast from release 26.06 on"
 )
+SHORT_GRIDS = "rows of 32,768 tokens, a sixth of those of 131,072, are predicted at less than half: open"
+ONE_OF_A_KIND = "the one RoCE cluster with small sizes, left out, and two A3 High that differ by 1.4 from each other"
 TARGETS = {
     "runs, ours, 1 ms or more, mean": Target(0.02),
     "runs, ours, shorter, mean": Target(0.05),
@@ -99,6 +102,17 @@ TARGETS = {
     "Megatron's golden peaks of experts, mean": Target(0.05),
     "Megatron-Bridge's experts, time, mean": Target(0.1, LATE_HOSTS),
     "our FSDP2 steps, reserved memory, mean": Target(0.08),
+    "MLPerf's steps, time, mean": Target(0.10),
+    "MLPerf's steps, memory, mean": Target(0.06),
+    "SimuMax's steps, time, mean": Target(0.07),
+    "SimuMax's steps, memory, mean": Target(0.06),
+    "ring-flash-attn's table, mean": Target(0.06),
+    "USP's grids, mean": Target(0.10, SHORT_GRIDS),
+    "published steps in bf16, mean": Target(0.07),
+    "published steps in FP8, mean": Target(0.10),
+    "other published steps, mean": Target(0.15, LATE_HOSTS),
+    "published memory, mean": Target(0.06),
+    "published times, signed": Target(0.04, f"{SHORT_GRIDS}; {LATE_HOSTS}"),
     "MagiAttention's benchmark on B200, documents, mean": Target(
         0.06, "B200's clock, which follows its power limit since, hardly rises where ranks wait: 7 % too slow"
     ),
@@ -107,6 +121,10 @@ TARGETS = {
     "DCP's ranges fwd, worst": Target(0.1, SPLIT),
     "DCP's ranges bwd, mean": Target(0.05),
     "DCP's ranges bwd, worst": Target(0.25),
+    "clusters left out, all-reduce, mean": Target(0.10),
+    "clusters left out, all-gather, mean": Target(0.10),
+    "clusters left out, reduce-scatter, mean": Target(0.10),
+    "clusters left out, more logs, mean": Target(0.10, ONE_OF_A_KIND),
 }
 
 

@@ -87,9 +87,11 @@ def test_fewer_adapters_take_less():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"precision": "fp8", "trainable": {"lora": 8}}, "precision: steps with adapters"),
+        (
+            {"precision": "fp8", "trainable": {"lora": 8}, "framework": "huggingface"},
+            "precision: huggingface is predicted in bf16",
+        ),
         ({"precision": "fp8", "offload": "activations"}, "precision: steps with offload"),
-        ({"gpus": 2, "parallel": {"tp": 2, "tp_overlap": True}, "trainable": {"lora": 8}}, "tp_overlap: .* adapters"),
     ],
 )
 def test_what_nobody_has_put_together_is_refused(changes, message):

@@ -71,7 +71,7 @@ BAD_FIELDS = {
     ),
     "unknown recipe": (
         {"precision": {"fp8": "fast"}},
-        "precision: expected bf16, fp8 or {fp8: recipe} with one of tens",
+        "precision: expected bf16, fp8, nvfp4 or {fp8: recipe} with one of tens",
     ),
     "precision without a model": ({"precision": "fp8"}, "precision: belongs to a training step, which needs a model"),
     "cut without a model": ({"parallel": {"tp": 2}}, "parallel: belongs to a training step, which needs a model"),
@@ -191,7 +191,7 @@ def test_missing_file_and_folder_are_one_line(tmp_path):
     [
         (
             {"cluster": "dgx-h20"},
-            "cluster: 'dgx-h20' is neither a preset nor a file; did you mean 'dgx-h200'",
+            "neither a preset, nor a GPU, nor a file; did you mean 'dgx-h200'?; presets are",
         ),
         ({"gpus": 8}, "h200-4 is one machine of 4 GPUs"),
         ({"gpus": 12, "tokens": 12288, "cluster": "dgx-h100"}, "use 8 or 16"),

@@ -43,7 +43,7 @@ def comparison():
             predicted(0.0100, **ULYSSES),
             predicted(0.0104, **ZIGZAG),
             predicted(0.0005, tokens=1024),
-            predicted(0.0130, implementation="ring-flash-attn", **RING),
+            predicted(0.0130, implementation="ring-flash-attn", kernel="fa4", **RING),
             predicted(0.0001, kernel="cudnn"),
             predicted(0, error="out of memory", kernel="fa2"),
         ],
@@ -52,7 +52,7 @@ def comparison():
             run(0.0102, **ULYSSES),
             run(0.0100, **ZIGZAG),
             run(0.0004, tokens=1024),
-            run(0.0125, implementation="ring-flash-attn", **RING),
+            run(0.0125, implementation="ring-flash-attn", kernel="fa4", **RING),
             run(0.0020, kernel="fa2"),
             run(0, error="hung", tokens=2048),
             run(0.0030, kernel="sdpa_flash"),
@@ -98,7 +98,7 @@ def test_probabilities_stand_beside_what_came_true():
 
 
 def test_groups_are_equal_but_for_how_and_by_whom():
-    one, other = run(1, **RING).scenario, run(1, implementation="yunchang", **ULYSSES).scenario
+    one, other = run(1, **RING).scenario, run(1, implementation="yunchang", kernel="fa4", **ULYSSES).scenario
     assert group_key(one) == group_key(other)
     assert group_key(one) != group_key(run(1, kernel="fa2").scenario)
     assert group_key(one) != group_key(run(1, mask="full").scenario)

@@ -12,7 +12,7 @@ from cpsim.models.profile import load_profile
 from cpsim.prediction.predict import predict
 from cpsim.prediction.step.attention import Attended
 from cpsim.prediction.step.frameworks import FRAMEWORKS
-from cpsim.prediction.step.memory import KINDS, _live, chunk_memory, communicators, stage_memory
+from cpsim.prediction.step.memory import KINDS, _live, chunk_memory, communicators, occupancy, stage_memory
 from cpsim.prediction.step.pipeline import one_f_one_b_order
 from cpsim.prediction.step.program import BLOCK, SHARD, Node, live_bytes
 from cpsim.prediction.steps import StepCase
@@ -73,7 +73,7 @@ def test_folded_layers_have_the_memory_of_all_of_them(framework, sharding, recom
     stays = (SHARD,) if sharding == "fsdp" else ()
     make = model._programs(tokens, 0, 3 * kept, kept)
     for layers in (5, 6, 9):
-        chunk = {0: chunk_memory(make, layers, stays)}
+        chunk = {0: chunk_memory(lambda count: occupancy(make(count), stays), layers)}
         folded = stage_memory(chunk, one_f_one_b_order(0, 1, 1), (0, 0, 0))
         live = _live(make(layers), stays)
         assert folded.total == live.sum(axis=0).max()

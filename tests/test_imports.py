@@ -10,8 +10,9 @@ from test_cli import cpsim, one_line
 
 from cpsim.calibrate import fit, fit_attention
 from cpsim.calibrate.fabric import fit_fabric
-from cpsim.calibrate.imports import Table, read_kernel_table, read_nccl_log
+from cpsim.calibrate.imports import Table, read_kernel_table
 from cpsim.calibrate.measurement import load
+from cpsim.calibrate.nccl_logs import read_nccl_log
 from cpsim.calibrate.recipes import DATA, measurements, stand_in
 from cpsim.calibrate.residuals import predicted_attention
 from cpsim.case.load import scenario_from
@@ -76,7 +77,8 @@ def write(tmp_path):
 @pytest.mark.parametrize("test", [*BUS, "sendrecv"])
 @pytest.mark.parametrize("named", [True, False])
 def test_a_log_of_one_node_becomes_collectives_and_transfers(test, named, write):
-    header, points = read_nccl_log(write("x.log", log(test, ["a"], 1e-5, 3e11, named=named, old=not named)))
+    found = read_nccl_log(write("x.log", log(test, ["a"], 1e-5, 3e11, named=named, old=not named)))
+    header, points = found.header, found.points
     assert header == {"gpu": "NVIDIA H100 80GB HBM3", "num_gpus": 8, "nccl": ""}
     kind = {"alltoall": "all_to_all", "sendrecv": "ring"}.get(test, test)
     assert {(p["op"], p["kind"], p["num_ranks"]) for p in points} == {
@@ -89,7 +91,8 @@ def test_a_log_of_one_node_becomes_collectives_and_transfers(test, named, write)
 
 def test_several_tests_and_other_output_in_one_log(write):
     text = "mpirun -np 8 ...\nNCCL version 2.21.5+cuda12.4\n" + log("all_gather", ["a"], 1e-5, 3e11)
-    header, points = read_nccl_log(write("x.log", text + "node-a: done\n" + log("all_reduce", ["a"], 1e-5, 3e11)))
+    found = read_nccl_log(write("x.log", text + "node-a: done\n" + log("all_reduce", ["a"], 1e-5, 3e11)))
+    header, points = found.header, found.points
     assert header["nccl"] == "2.21.5"
     assert [p["kind"] for p in points] == ["all_gather"] * 21 + ["all_reduce"] * 21
 

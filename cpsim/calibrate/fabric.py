@@ -10,6 +10,7 @@ achieve.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -17,9 +18,13 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from cpsim.calibrate.measurement import Measurements, Point
-from cpsim.case.cluster import Fabric
+from cpsim.case.cluster import Cluster, Fabric
 from cpsim.errors import ProfileError
-from cpsim.models.network.collective import wire_bytes
+from cpsim.models.derive import DATA_SHEET
+from cpsim.models.network.collective import COLLECTIVES, wire_bytes
+from cpsim.models.network.nccl import SMALLEST_BYTES, machine_of, transport_of
+from cpsim.models.network.nccl import seconds as law_seconds
+from cpsim.models.profile import load_profile
 
 Floats = NDArray[np.float64]
 MIN_POINTS: Final = 10
@@ -50,7 +55,8 @@ def fit_fabric(files: Sequence[Measurements], likely_nics: int | None = None, so
     if min(len(flows), len(collectives)) < MIN_POINTS:
         raise ProfileError(
             f"{_named(files)}: expected at least {MIN_POINTS} flows and collectives between nodes, got "
-            f"{len(flows)} and {len(collectives)}; measure with --emulate-nodes"
+            f"{len(flows)} and {len(collectives)}; measure with --emulate-nodes, or name the "
+            "transport, --transport roce, and fewer are enough"
         )
     per_node = int(points[0]["gpus_per_node"])
     choices = [n for n in range(1, per_node + 1) if per_node % n == 0]
@@ -76,6 +82,97 @@ def fit_fabric(files: Sequence[Measurements], likely_nics: int | None = None, so
         source=f"{_named(files)}: {how}{rows} points on {nodes} nodes of {per_node} {header['gpu']}, "
         f"{max(str(file.header['date']) for file in files)[:10]}, NCCL {header.get('nccl', '?')}",
     )
+
+
+FREE: Final = {"nic_bandwidth_bytes_per_s": 0.2, "call_s": 0.5, "fill_s": 0.5}
+"""What a described network's measurements change, and how far, in logarithms, lightly."""
+WIDTH: Final = 0.1
+"""Logarithm of an error from which on points count less."""
+LEAST_SIGMA: Final = 0.05
+"""Standard deviation, logarithmic, that no network's measurements fall below: machines of one type differ as much."""
+OTHER_SIGMA: Final = 0.06
+"""What collectives that were not measured miss more: an all-reduce of A3 Mega sets its all-gather to 5 %."""
+
+
+def fit_described(files: Sequence[Measurements], cluster: Cluster, port_bytes_per_s: float) -> Fabric:
+    """A network whose file states its transport, as measured collectives between nodes say it is.
+
+    Any collectives are enough: they go by NCCL's algorithms, so that an all-reduce tells what gathers get, too.
+
+    Args:
+        files: with points of op `fabric`.
+        cluster: with a fabric that has a transport: where constants begin.
+        port_bytes_per_s: of a GPU, as its profile has it.
+
+    Raises:
+        ProfileError: there is no collective between nodes.
+    """
+    fabric = cluster.fabric
+    assert fabric is not None
+    transport = transport_of(fabric)
+    assert transport is not None
+    everything = [p for file in files for p in file.of("fabric")]
+    points = [p for p in everything if "flows" not in p and p["kind"] in COLLECTIVES]
+    points = [p for p in points if p["nbytes"] >= SMALLEST_BYTES]
+    if not points:
+        raise ProfileError(
+            f"{_named(files)}: expected collectives of 1 MiB and more between nodes, got none; give logs of two "
+            "nodes or more"
+        )
+    start = np.log([fabric.nic_bandwidth_bytes_per_s, transport.call_s, transport.fill_s])
+    wide, measured = np.array(list(FREE.values())), np.log([np.median(p["samples_s"]) for p in points])
+
+    def made(steps: Floats) -> Fabric:
+        rate, call_s, fill_s = (_round(value) for value in np.exp(start + wide * steps).tolist())
+        return replace(fabric, nic_bandwidth_bytes_per_s=rate, call_s=call_s, fill_s=fill_s)
+
+    def errors(steps: Floats) -> Floats:
+        rate, call_s, fill_s = np.exp(start + wide * steps).tolist()
+        trial = replace(fabric, nic_bandwidth_bytes_per_s=rate, call_s=call_s, fill_s=fill_s)
+        where = replace(cluster, fabric=trial, num_gpus=1)
+        took = [
+            float(
+                law_seconds(p["kind"], p["nbytes"], machine_of(where, p["num_ranks"], p["num_nodes"], port_bytes_per_s))
+            )
+            for p in points
+        ]
+        return np.asarray(measured - np.log(took))
+
+    def residuals(steps: Floats) -> Floats:
+        off = errors(steps) / WIDTH
+        return np.concatenate([np.sign(off) * np.sqrt(np.log1p(off * off)), steps])
+
+    found = least_squares(residuals, np.zeros(len(FREE))).x
+    best = made(found)
+    flows = [p for p in everything if "flows" in p and p["nbytes"] >= SMALLEST_BYTES]
+    flow = min(fabric.flow_bandwidth_bytes_per_s, best.nic_bandwidth_bytes_per_s)
+    flow_sigma = fabric.flow_sigma_log
+    if flows:
+        rates = [p["nbytes"] / max(1e-9, float(np.median(p["samples_s"])) - fabric.latency_s) for p in flows]
+        largest = np.array([p["nbytes"] for p in flows]) >= max(p["nbytes"] for p in flows) / 8
+        flow = min(_round(float(np.median(np.array(rates)[largest]))), best.nic_bandwidth_bytes_per_s)
+        flow_sigma = max(LEAST_SIGMA, flow_sigma / 2)
+    nodes, kinds = points[0]["num_nodes"], ", ".join(dict.fromkeys(str(p["kind"]) for p in points))
+    return replace(
+        best,
+        flow_bandwidth_bytes_per_s=_round(flow),
+        sigma_log=_round(float(np.hypot(max(LEAST_SIGMA, _spread(errors(found))), OTHER_SIGMA))),
+        flow_sigma_log=flow_sigma,
+        grade="measured here",
+        source=f"{_named(files)}: {len(points)} points of {kinds} on {nodes} nodes, by NCCL's algorithms over "
+        f"{fabric.transport}" + ("" if flows else f"; flows not measured: {flow / 1e9:.3g} GB/s is a share of a NIC"),
+    )
+
+
+def port_of(cluster: Cluster) -> float:
+    """What a GPU's port carries, as the cluster's profile measured it, or its file says."""
+    if cluster.inside is not None:
+        return cluster.inside.port_bandwidth_bytes_per_s
+    if cluster.profile in (None, DATA_SHEET):
+        raise ProfileError(
+            f"{cluster.name}: expected a profile, or what is inside a node, e.g. inside: nvlink 450 GB/s"
+        )
+    return load_profile(str(cluster.profile)).collective.port_bytes_per_s
 
 
 class Network(NamedTuple):

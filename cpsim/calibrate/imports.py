@@ -1,265 +1,23 @@
-"""Other people's measurements as points of ours: logs of nccl-tests, and tables of kernels' TFLOP/s in CSV.
-
-A log holds what `all_gather_perf`, `reduce_scatter_perf`, `alltoall_perf`, `all_reduce_perf` or `sendrecv_perf` print,
-one test after another: the ranks with their hosts and GPUs, then a row for every size. Times are those of calls in
-place for all-reduce and out of place for the others, as schedules make them. They are means over calls back to back,
-so small sizes look faster than they are in a program. On one host rows become points of op `collective` or
-`transfer`, on several of op `fabric`.
-
-Reference: NVIDIA nccl-tests 2.13 to 2.17, src/common.cu (columns) and doc/PERFORMANCE.md (sizes, bus bandwidth).
-"""
+"""Other people's measurements as points of ours: logs of nccl-tests, and tables of kernels' TFLOP/s in CSV."""
 
 from __future__ import annotations
 
 import csv
 import datetime
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from cpsim.calibrate.measurement import Point
+from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
 from cpsim.calibrate.points import read_point
+from cpsim.calibrate.topology import describes_a_node
 from cpsim.case.files import as_profile_error, read_text
 from cpsim.case.gpu import gpu_of_driver, gpus
 from cpsim.errors import QUOTED, ProfileError, cut, plain, shown
 from cpsim.models.attention.kernels import KERNELS
 from cpsim.units import MEASURED_S, Quantity, number_or_text
-
-_RANK: Final = re.compile(
-    r"#\s+Rank\s+(\d+)\s+(?:Group\s+(\d+)\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+\s+\[[^\]]+\]\s+(.+?)\s*$"
-)
-_ROW: Final = re.compile(r"\s*(\d+)\s+(\d+)\s+(\w+)\s+(\w+)\s+(-?\d+)\s+(.+)$")
-LONGEST_LINE: Final = 1000
-"""Characters of a line; no row is longer."""
-_TIME: Final = Quantity("seconds", 1e-9, 1e4)
-_SIZE: Final = Quantity("byte", 1, 1e16)
-_GIGABYTES: Final = Quantity("GB/s", 0, 1e6)
-_TESTS: Final = {
-    "all_gather": "all_gather",
-    "reduce_scatter": "reduce_scatter",
-    "alltoall": "all_to_all",
-    "all_reduce": "all_reduce",
-    "sendrecv": "sendrecv",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Rank:
-    """One line of a log's list of ranks."""
-
-    line: int
-    number: int
-    group: int
-    host: str
-    gpu: str
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What a row says of calls out of place, or in place."""
-
-    time_s: float | None
-    """None where it was not measured."""
-    algorithm: float
-    """Bandwidth [GB/s]: size over time."""
-    bus: float
-    """Bandwidth of the busiest port [GB/s]."""
-    checked: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One size."""
-
-    line: int
-    nbytes: int
-    redop: str
-    out: Place
-    inside: Place
-
-
-@dataclass(slots=True)
-class Test:
-    """One test of a log."""
-
-    name: str
-    per_process: int = 1
-    """GPUs of a process, by the line about threads."""
-    ranks: list[Rank] = field(default_factory=list)
-    rows: list[Row] = field(default_factory=list)
-
-
-def read_nccl_log(path: Path) -> tuple[dict[str, Any], list[Point]]:
-    """GPU and number of GPUs, and the points of a log.
-
-    Raises:
-        ProfileError: no rows, no list of ranks, another test, a test whose name the log does not tell, ranks that are
-            missing, or rows that cannot be.
-    """
-    text = _text(path)
-    tests = [test for test in _tests(text, path) if test.rows]
-    if not tests:
-        raise ProfileError(f"{path}: expected rows of an nccl-tests log (size, count, type, ...), got none")
-    points = [point for test in tests for point in _points(test, path)]
-    gpus = sorted({rank.gpu for test in tests for rank in test.ranks})
-    if len(gpus) != 1:
-        raise ProfileError(f"{path}: expected GPUs of one type, got {shown(gpus)}")
-    version = re.search(r"nccl-library=(\d{1,9})\b|NCCL version ([\d.]{1,20})", text)
-    nccl = next((v for v in version.groups() if v), "") if version else ""
-    if nccl.isdigit():
-        nccl = f"{int(nccl) // 10000}.{int(nccl) // 100 % 100}.{int(nccl) % 100}"
-    return {"gpu": gpus[0], "num_gpus": max(len(test.ranks) for test in tests), "nccl": nccl}, points
-
-
-def _tests(text: str, path: Path) -> Iterator[Test]:
-    """Tests in the order of the log; a line about threads or a list of ranks begins one."""
-    named, test = path.name, None
-    for number, line in enumerate(text.split("\n"), start=1):
-        if len(line) > LONGEST_LINE:
-            continue
-        if mention := re.search(r"(\w+)_perf\b", line):
-            named = mention[0]
-        rank, row = _RANK.search(line), _ROW.match(line)
-        if "nThread" in line or (rank and test and test.rows):
-            if test:
-                yield test
-            threads = re.search(r"nThread\s+(\d{1,6})\s+nGpus\s+(\d{1,6})", line)
-            test = Test(named, max(1, int(threads[1]) * int(threads[2])) if threads else 1)
-        if rank:
-            test = test or Test(named)
-            test.name = named
-            test.ranks.append(Rank(number, int(rank[1]), int(rank[2] or 0), rank[3], rank[4]))
-        elif row and not line.lstrip().startswith("#"):
-            if test is None or not test.ranks:
-                raise ProfileError(f"{path}: rows without a list of ranks ('# Rank 0 Pid ...'); give the whole log")
-            try:
-                test.rows.append(_row(row, number))
-            except ValueError as error:
-                raise ProfileError(f"{path} line {number}: {error}: {shown(' '.join(line.split()))}") from None
-    if test:
-        yield test
-
-
-def _row(found: re.Match[str], line: int) -> Row:
-    cells = found[6].split()
-    if len(cells) != 8:
-        raise ValueError(f"expected 8 columns after the root, got {len(cells)}")
-    nbytes = int(found[1])
-    return Row(line, nbytes, found[4], *(_place(cells[i : i + 4], nbytes) for i in (0, 4)))
-
-
-def _place(cells: Sequence[str], nbytes: int) -> Place:
-    """One half of a row: time [us], algorithm and bus bandwidth [GB/s], wrong values.
-
-    Raises:
-        ValueError: it is not what a GPU can have measured.
-    """
-    if cells[0] == "N/A" or nbytes == 0:
-        return Place(None, 0.0, 0.0, False)
-    time_s = _TIME.read(float(cells[0]) * 1e-6)
-    algorithm, bus = (_GIGABYTES.read(float(cell)) for cell in cells[1:3])
-    by_time = _SIZE.read(nbytes) / time_s / 1e9
-    if abs(by_time - algorithm) > 0.01 + 0.02 * algorithm:
-        raise ValueError(f"expected the size over the time, {by_time:.4g} GB/s, as algbw, got {algorithm:g}")
-    return Place(time_s, algorithm, bus, cells[3] != "N/A")
-
-
-def _kind(test: Test, path: Path) -> str:
-    """Which test it is: by the name in the log or of the file, else by what only one test prints."""
-    named = [kind for name, kind in _TESTS.items() if name in test.name]
-    if named:
-        return named[0]
-    row = max(test.rows, key=lambda row: row.nbytes)
-    algorithm, bus = row.out.algorithm, row.out.bus
-    whole = algorithm > 1 and bus > 0.995 * algorithm
-    if algorithm > 1 and row.redop != "none":
-        return "all_reduce" if whole else "reduce_scatter"
-    if whole:
-        return "sendrecv"
-    if algorithm > 1 and row.out.checked:
-        return "all_gather" if row.inside.checked else "all_to_all"
-    names = ", ".join(f"{name}_perf" for name in _TESTS)
-    raise ProfileError(f"{path}: which test is this? put its name into the name of the file: {names}")
-
-
-def _check_ranks(test: Test, path: Path) -> None:
-    """Whether the list of ranks is whole: counted from 0, through all groups or in each of them.
-
-    Raises:
-        ProfileError: one is missing or listed twice.
-    """
-    groups = [[rank for rank in test.ranks if rank.group == group] for group in {rank.group for rank in test.ranks}]
-    gap = _gap(test.ranks)
-    if gap and (len(groups) == 1 or any(map(_gap, groups))):
-        expected, rank = gap
-        raise ProfileError(
-            f"{path} line {rank.line}: expected rank {expected} next, got rank {rank.number}; give the whole log of a "
-            f"run with all its ranks"
-        )
-    if len(test.ranks) % test.per_process:
-        raise ProfileError(
-            f"{path} line {test.ranks[-1].line}: expected a multiple of {test.per_process} ranks, nThread x nGpus, "
-            f"got {len(test.ranks)}; give the whole log"
-        )
-
-
-def _gap(ranks: Sequence[Rank]) -> tuple[int, Rank] | None:
-    """The first number, counted from 0, that no rank has, and the rank that comes instead; None where there is none."""
-    in_order = sorted(ranks, key=lambda rank: rank.number)
-    return next(((number, rank) for number, rank in enumerate(in_order) if rank.number != number), None)
-
-
-def _check_bus(test: Test, kind: str, num_ranks: int, path: Path) -> None:
-    """Whether bus bandwidths are those of so many ranks.
-
-    Reference: NVIDIA nccl-tests, doc/PERFORMANCE.md (bus bandwidth).
-
-    Raises:
-        ProfileError: they are not, so that ranks are missing in the list.
-    """
-    factor = 1.0 if kind == "sendrecv" else (2 if kind == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
-    for row in test.rows:
-        expected = factor * row.out.algorithm
-        if row.out.time_s is not None and abs(row.out.bus - expected) > 0.01 + 1e-3 * expected:
-            raise ProfileError(
-                f"{path} line {row.line}: expected a bus bandwidth of {expected:.2f} GB/s for {kind} of {num_ranks} "
-                f"ranks, got {row.out.bus:g}; are ranks missing in the list?"
-            )
-
-
-def _points(test: Test, path: Path) -> Iterator[Point]:
-    _check_ranks(test, path)
-    groups: dict[int, list[Rank]] = {}
-    for rank in test.ranks:
-        groups.setdefault(rank.group, []).append(rank)
-    hosts = list(dict.fromkeys(rank.host for rank in test.ranks))
-    per_node, sizes = len(test.ranks) // len(hosts), {len(group) for group in groups.values()}
-    spans = {len({rank.host for rank in group}) for group in groups.values()}
-    if len(sizes) > 1 or len(spans) > 1 or any([r.host for r in test.ranks].count(h) != per_node for h in hosts):
-        raise ProfileError(
-            f"{path}: expected equal nodes and equal groups, got {len(test.ranks)} ranks on {shown(hosts)}"
-        )
-    num_ranks, nodes = sizes.pop(), spans.pop()
-    ring = [[i, (i + 1) % num_ranks] for i in range(num_ranks)]
-    if nodes not in (1, len(hosts)):
-        raise ProfileError(f"{path}: expected groups on one node or on all {len(hosts)}, got {nodes}")
-    kind = _kind(test, path)
-    _check_bus(test, kind, num_ranks, path)
-    if kind == "sendrecv":
-        shared: Point = {"op": "transfer", "kind": "ring", "num_ranks": num_ranks}
-    else:
-        shared = {"op": "collective", "kind": kind, "num_ranks": num_ranks}
-    if nodes > 1:
-        shared |= {"op": "fabric", "num_nodes": nodes, "gpus_per_node": per_node}
-        shared |= {"flows": ring} if kind == "sendrecv" else {"num_groups": len(groups)}
-    for row in test.rows:
-        in_place = kind == "all_reduce" and row.inside.time_s is not None
-        time_s = row.inside.time_s if in_place else row.out.time_s
-        if time_s is not None:
-            yield {**shared, "nbytes": row.nbytes, "samples_s": [round(time_s, 10)]}
-
 
 # --- tables of kernels ---
 
@@ -439,15 +197,25 @@ def _num_sms(gpu: str, given: Table) -> int:
 # --- both ---
 
 
-def import_files(paths: Sequence[Path], given: Table, command: str) -> tuple[dict[str, Any], list[Point], list[str]]:
-    """Header and points of one measurement file from logs and tables of one GPU type, and what was left out."""
-    headers, points, left = [], [], []
+def import_files(
+    paths: Sequence[Path], given: Table, command: str, said: Said | None = None
+) -> tuple[dict[str, Any], list[Point], list[str], list[str]]:
+    """Header and points of one measurement file from logs and tables of one GPU type, what was left out, and what else
+    to know."""
+    headers: list[dict[str, Any]] = []
+    points: list[Point] = []
+    left: list[str] = []
+    notes: list[str] = []
     for path in paths:
         if path.suffix.lower() == ".csv":
             header, found, without = read_kernel_table(path, given)
             left += [f"{path}: {words}" for words in without]
         else:
-            header, found = read_nccl_log(path)
+            if (words := describes_a_node(path)) is not None:
+                raise ProfileError(f"{path}: {words}, and no times; `cpsim init cluster {path}` reads it")
+            log = read_nccl_log(path, said)
+            header, found = log.header, log.points
+            notes += [f"{path}: {words}" for words in log.notes]
         headers.append(header)
         points += found
     gpus = sorted({header["gpu"] for header in headers})
@@ -461,7 +229,7 @@ def import_files(paths: Sequence[Path], given: Table, command: str) -> tuple[dic
         merged |= {**header, "num_gpus": max(header["num_gpus"], merged.get("num_gpus", 1))}
     files = [path.name for path in paths]
     merged |= {"torch": "", "commit": "", "command": command, "files": files, "date": date}
-    return merged, points, left
+    return merged, points, left, notes + missing(points)
 
 
 def _text(path: Path) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, overload
@@ -13,12 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from cpsim.case.files import SCHEMA, explain, read_document, take_schema
+from cpsim.case.changes import TIMES, split_name, with_value
+from cpsim.case.files import SCHEMA, explain_all, read_document, take_schema
 from cpsim.case.gpu import Gpu, find_gpu, gpu_named, gpus
+from cpsim.case.shorthand import filled, read_nics
+from cpsim.case.transports import Inside, TransportName
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.runtime.files import noted, while_unchanged
-from cpsim.units import Quantity, Rate
+from cpsim.units import Flag, Quantity, Rate, Seconds
 
+ACHIEVED: Final = 0.9
+"""Of a network card's line rate where that alone is said: 45 of 50 GB/s, dgx-h100 (its ``source`` says where from)."""
+_WORDS: Final = {
+    "nics": "fabric.nics_per_node",
+    "latency": "fabric.latency_s",
+    "oversubscription": "fabric.oversubscription",
+    "rails": "fabric.rails",
+    "memory": "gpu.memory_bytes",
+}
+"""Short names of fields in changes."""
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -32,6 +47,7 @@ class Fabric:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     nics_per_node: Count
+    """The GPUs of a node are spread evenly over them."""
     nic_bandwidth_bytes_per_s: Rate
     """One NIC, one direction, while all NICs are busy: collectives."""
     flow_bandwidth_bytes_per_s: Rate
@@ -51,6 +67,15 @@ class Fabric:
     rails: bool = False
     """Rail-optimised: the NICs of equal place share leaf switches, and NCCL hands what is for a GPU of another place
     to the GPU of that place on its own node (PXN)."""
+    transport: TransportName | None = None
+    """What the NICs speak. Collectives then go by NCCL's algorithms (``cpsim.models.network.nccl``); None: by rates and
+    ``latency_s`` alone, as measured."""
+    call_s: Seconds | None = None
+    """What a collective takes beyond one inside a node, however few bytes; None: the transport's."""
+    fill_s: Seconds | None = None
+    """Filling a tree's pipeline, for every step of the tree; None: the transport's."""
+    sharp: Flag = False
+    """The network's switches add (InfiniBand SHARP); needs a transport."""
     sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
     """Standard deviation of the logarithm of what collectives achieve: 0.1 is about 10 %."""
     flow_sigma_log: Annotated[float, Quantity("", 1e-6, 3)]
@@ -64,6 +89,11 @@ class Fabric:
     def uplink_bandwidth_bytes_per_s(self) -> float:
         """What all NICs of a node carry together in one direction."""
         return self.nics_per_node * self.nic_bandwidth_bytes_per_s / self.oversubscription
+
+    def to_dict(self) -> dict[str, Any]:
+        """Fields of a cluster file; what concerns transports where one is stated."""
+        left_out = ("transport", "call_s", "fill_s", "sharp") if self.transport is None else ()
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +120,18 @@ class Cluster:
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     name: Name
+    """In answers and reports."""
     num_gpus: Count
     """GPUs in use: any part of one node, or whole nodes."""
     gpus_per_node: Count
+    """GPUs of a node, or of an NVLink domain that spans hosts."""
     gpu: Gpu
+    """In files a name, e.g. h100, or its fields."""
     fabric: Fabric | None = None
     """None where there is only one node."""
+    inside: Inside | None = None
+    """What connects the GPUs of a node, where that is another than the profile measured, e.g. `pcie 32 GB/s`; None: as
+    the profile measured it."""
     profile: Name | None = None
     """Profile whose measurements describe this machine; None where nobody has measured it."""
     host: Annotated[float, Field(ge=0.1, le=10)] | Name | None = None
@@ -103,7 +139,9 @@ class Cluster:
     host_link_bytes_per_s: Rate | None = None
     """Between a GPU and its host, each way; None is PCIe x16 of the GPU's data sheet, see ``host_link``."""
     notes: str = ""
+    """For readers."""
     faults: tuple[Fault, ...] = ()
+    """Slow parts, each with the share of its speed that is left, e.g. `[{part: nic, number: 7, rate: 0.5}]`."""
     copies: Annotated[int, Field(ge=1, le=1)] = 1
     """Replication factor of a folded cluster; always 1 in files."""
 
@@ -201,9 +239,9 @@ class Cluster:
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of a cluster file."""
-        fields = {"schema": SCHEMA, **asdict(self), "gpu": self.gpu.to_dict()}
-        fields["faults"] = [asdict(fault) for fault in self.faults]
-        left_out = {"copies"} if self.faults else {"copies", "faults"}
+        fields = {"schema": SCHEMA, **asdict(self), "faults": [asdict(fault) for fault in self.faults]}
+        fields |= {"gpu": self.gpu.to_dict(), "fabric": self.fabric.to_dict() if self.fabric else None}
+        left_out = {"copies", *(name for name in ("faults", "inside") if not fields[name])}
         return {name: value for name, value in fields.items() if name not in left_out}
 
 
@@ -211,7 +249,7 @@ class Cluster:
 def presets() -> dict[str, Cluster]:
     """The shipped clusters by name, each with one node in use."""
     shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("clusters.json").read_text(encoding="utf-8"))
-    clusters = (_cluster(_with_known_gpu(entry)) for entry in shipped["clusters"])
+    clusters = (_cluster(_with_known_gpu(filled(entry, []))) for entry in shipped["clusters"])
     return {cluster.name: cluster for cluster in clusters}
 
 
@@ -219,8 +257,9 @@ def presets() -> dict[str, Cluster]:
 def load_cluster(name_or_path: str) -> Cluster:
     """A preset by name, one node of a GPU by the GPU's, or a cluster file (YAML or JSON) by path.
 
-    One node is in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a
-    GPU, e.g. ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
+    Behind any of these may stand what is changed of it, e.g. ``dgx-h100 nic=2x``; see ``cpsim.case.changes``. One node
+    is in use unless a file says more. A file holds the fields of ``Cluster``; its ``gpu`` may be the name of a GPU,
+    e.g. ``h200``, and files of a profile and a host are looked up beside it. Letters of names may have any case.
 
     Raises:
         ScenarioError: neither a preset, nor a GPU, nor a valid file.
@@ -229,6 +268,9 @@ def load_cluster(name_or_path: str) -> Cluster:
     if (known := presets().get(name_or_path.lower())) is not None:
         return known
     if not os.path.isfile(path):
+        base, changes = split_name(name_or_path)
+        if changes:
+            return _with_changes(load_cluster(base), changes)
         if (gpu := find_gpu(name_or_path)) is not None:
             return node_of_gpus(gpu)
         close = nearest(name_or_path, (*presets(), *gpus()))
@@ -240,13 +282,49 @@ def load_cluster(name_or_path: str) -> Cluster:
     try:
         if isinstance(fields := read_document(path), list):
             raise ScenarioError(f"expected one cluster, got a list of {len(fields)}")
-        cluster = _cluster(_with_known_gpu(take_schema(fields, "cluster")))
+        cluster = cluster_from({"name": path.stem} | fields if isinstance(fields, dict) else fields)
     except ScenarioError as error:
         raise ScenarioError(f"cluster: {path}: {error}") from None
     for field in ("profile", "host"):
         if isinstance(name := getattr(cluster, field), str) and os.path.isfile(beside := noted(path.parent / name)):
             cluster = replace(cluster, **{field: str(beside)})  # type: ignore[arg-type]
     return cluster
+
+
+def cluster_from(fields: dict[str, Any]) -> Cluster:
+    """A cluster of the fields of a file.
+
+    Raises:
+        ScenarioError: they are not those of a cluster; says everything that is wrong.
+    """
+    problems: list[str] = []
+    data = filled(take_schema(fields, "cluster"), problems)
+    try:
+        data = _with_known_gpu(data)
+    except ScenarioError as error:
+        problems.append(str(error))
+        data = data | {"gpu": next(iter(presets().values())).gpu.to_dict()}  # so that the rest is checked, too
+    try:
+        cluster = _cluster(data)
+    except ScenarioError as error:
+        problems.append(str(error))
+    if problems:
+        raise ScenarioError("; ".join(problems))
+    return cluster
+
+
+def with_transport(cluster: Cluster, transport: str) -> Cluster:
+    """A cluster whose network is of a transport.
+
+    Raises:
+        ScenarioError: there is no such transport, or no network.
+    """
+    if cluster.fabric is None:
+        raise ScenarioError(
+            f"transport: {cluster.name} has no network between nodes; say its NICs, e.g. nics: 4 x 200G"
+        )
+    fabric = cluster.fabric.to_dict() | {"transport": transport.lower()}
+    return _cluster(take_schema(cluster.to_dict(), "cluster") | {"fabric": fabric})
 
 
 def node_of_gpus(gpu: Gpu) -> Cluster:
@@ -280,9 +358,79 @@ def _cluster(data: dict[str, Any]) -> Cluster:
     try:
         return _adapter().validate_json(json.dumps(data, default=str))
     except ValidationError as error:
-        raise ScenarioError(explain(error, Cluster.__dataclass_fields__)) from None
+        raise ScenarioError(explain_all(error, [field.name for field in dataclasses.fields(Cluster)])) from None
 
 
 @cache
 def _adapter() -> TypeAdapter[Cluster]:
     return TypeAdapter(Cluster)
+
+
+def _with_changes(cluster: Cluster, changes: Sequence[str]) -> Cluster:
+    """A cluster with other values.
+
+    Raises:
+        ScenarioError: there is no such field, or no such value.
+    """
+    for change in changes:
+        field, _, value = change.partition("=")
+        cluster = _with_nics(cluster, value) if field == "nic" else _with_field(cluster, field, value)
+    return cluster
+
+
+def _with_field(cluster: Cluster, field: str, value: str) -> Cluster:
+    """One field changed, which may be one of the GPU or the network."""
+    parts = {"fabric": [one.name for one in fields(Fabric)], "gpu": [one.name for one in fields(Gpu)]}
+    plain = [one.name for one in fields(Cluster) if one.name not in ("copies", "num_gpus", *parts)]
+    known = [*_WORDS, "nic", *plain, *(f"{part}.{name}" for part, names in parts.items() for name in names)]
+    if field not in known:
+        raise ScenarioError(f"set: cluster.{field} is unknown; {nearest(field, known)}")
+    path = _WORDS.get(field, field).split(".")
+    if path[0] == "fabric":
+        _check_fabric(cluster, field)
+    changed = with_value(cluster.to_dict(), path, value, f"cluster.{field}")
+    return _cluster({name: entry for name, entry in changed.items() if name != "schema"})
+
+
+def _check_fabric(cluster: Cluster, field: str) -> Fabric:
+    if cluster.fabric is None:
+        raise ScenarioError(f"set: cluster.{field}: {cluster.name} is one machine without a network; choose another")
+    return cluster.fabric
+
+
+def _with_nics(cluster: Cluster, value: str) -> Cluster:
+    """Another rate of network cards, and number of them."""
+    fabric = _check_fabric(cluster, "nic")
+    if times := TIMES.fullmatch(value):
+        many = float(times[1])
+        faster = replace(
+            fabric,
+            nic_bandwidth_bytes_per_s=fabric.nic_bandwidth_bytes_per_s * many,
+            flow_bandwidth_bytes_per_s=fabric.flow_bandwidth_bytes_per_s * many,
+            source=f"{many:g} times the rates of: {fabric.source}",
+        )
+        return replace(cluster, fabric=faster)
+    try:
+        count, line = read_nics(value if "x" in value.lower() else f"{fabric.nics_per_node} x {value}")
+    except ScenarioError:
+        raise ScenarioError(f"set: cluster.nic: expected 2x, 200G or 4x200G, got {shown(value)}") from None
+    rate = ACHIEVED * line
+    said = replace(
+        fabric,
+        nics_per_node=count,
+        nic_bandwidth_bytes_per_s=rate,
+        flow_bandwidth_bytes_per_s=min(rate, fabric.flow_bandwidth_bytes_per_s),
+        sigma_log=max(fabric.sigma_log, 0.2),
+        grade="data sheet",
+        source=f"{value} a node as was said, {ACHIEVED:.0%} of it achieved; the rest as {cluster.name}",
+    )
+    return replace(cluster, fabric=said)
+
+
+def described(cluster: Cluster) -> str:
+    """A cluster in a line."""
+    gpu, fabric = cluster.gpu, cluster.fabric
+    node = f"{cluster.gpus_per_node} {gpu.name} of {gpu.memory_bytes / 1e9:.0f} GB a node"
+    if fabric is None:
+        return node
+    return f"{node}, {fabric.nics_per_node} NICs of {fabric.nic_bandwidth_bytes_per_s / 1e9:.3g} GB/s ({fabric.grade})"

@@ -20,6 +20,7 @@ from cpsim.runtime.limits import MAX_DEPTH
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
+    from pydantic_core import ErrorDetails
 
 SCHEMA = 1
 """Schema of the scenario and cluster files that this version reads."""
@@ -250,27 +251,37 @@ def explain(error: ValidationError, fields: Iterable[str]) -> str:
         error: what pydantic found.
         fields: valid top-level field names, to name the nearest.
     """
-    problems = sorted(error.errors(include_url=False), key=lambda entry: entry["type"].startswith("missing"))
-    first = problems[0]
-    where = ".".join(cut(str(part), 60) for part in first["loc"])
-    got = shown(first["input"])
-    match first["type"]:
-        case "extra_forbidden" | "unexpected_keyword_argument" if len(first["loc"]) == 1:
-            message = f"{where}: unknown field; {nearest(where, fields)}"
-        case "extra_forbidden" | "unexpected_keyword_argument":
-            message = f"{where}: unknown field; remove it"
-        case "missing" | "missing_argument":
-            message = f"{where}: missing; add it"
-        case "literal_error":
-            names = re.findall(r"'([^']*)'", str(first["ctx"]["expected"]))
-            message = unknown_name(where, first["input"], names)
-        case "value_error":
-            message = ": ".join(filter(None, [where, str(first["ctx"]["error"])]))
-        case _:
-            expected = first["msg"].removeprefix("Input should be ")
-            for theirs, ours in _WORDS.items():
-                expected = expected.replace(theirs, ours)
-            message = f"{where}: expected {expected}, got {got}{_as_whole(first)}"
+    problems = _problems(error)
     more = len(problems) - 1
     suffix = f" (and {more} more problem{'s' if more > 1 else ''})" if more else ""
-    return message + suffix
+    return _in_words(problems[0], fields) + suffix
+
+
+def explain_all(error: ValidationError, fields: Iterable[str]) -> str:
+    """Every problem of a validation in one line; arguments as of ``explain``."""
+    return "; ".join(_in_words(problem, fields) for problem in _problems(error))
+
+
+def _problems(error: ValidationError) -> list[ErrorDetails]:
+    """What is wrong, missing fields last."""
+    return sorted(error.errors(include_url=False), key=lambda entry: entry["type"].startswith("missing"))
+
+
+def _in_words(problem: ErrorDetails, fields: Iterable[str]) -> str:
+    where = ".".join(cut(str(part), 60) for part in problem["loc"])
+    match problem["type"]:
+        case "extra_forbidden" | "unexpected_keyword_argument" if len(problem["loc"]) == 1:
+            return f"{where}: unknown field; {nearest(where, fields)}"
+        case "extra_forbidden" | "unexpected_keyword_argument":
+            return f"{where}: unknown field; remove it"
+        case "missing" | "missing_argument":
+            return f"{where}: missing; add it"
+        case "literal_error":
+            names = re.findall(r"'([^']*)'", str(problem["ctx"]["expected"]))
+            return unknown_name(where, problem["input"], names)
+        case "value_error":
+            return ": ".join(filter(None, [where, str(problem["ctx"]["error"])]))
+    expected = problem["msg"].removeprefix("Input should be ")
+    for theirs, ours in _WORDS.items():
+        expected = expected.replace(theirs, ours)
+    return f"{where}: expected {expected}, got {shown(problem['input'])}{_as_whole(problem)}"

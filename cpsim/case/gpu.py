@@ -123,7 +123,8 @@ class Gpu:
 
     def to_dict(self) -> dict[str, Any]:
         """Fields of a file, without those that say nothing."""
-        return {name: value for name, value in asdict(self).items() if value not in (None, "", ())}
+        found = asdict(self) | {"aliases": list(self.aliases)}
+        return {name: value for name, value in found.items() if value not in (None, "", [])}
 
 
 @cache

@@ -10,24 +10,48 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cpsim.case.cluster import presets
+from cpsim.case.changes import split_name
+from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.files import explain, read_documents, take_schema
 from cpsim.case.scenario import FIELDS, Scenario
+from cpsim.case.words import in_fields
 from cpsim.errors import ScenarioError, shown
 
 
-def scenario_from(data: Mapping[str, Any]) -> Scenario:
+def scenario_from(data: Mapping[str, Any], folder: Path | None = None) -> Scenario:
     """A scenario from the fields of a file.
+
+    Args:
+        data: the fields, or what ``cpsim.case.words`` puts into fields.
+        folder: where a file of lengths is looked up; None is here.
 
     Raises:
         ScenarioError: one line that names the field, what was expected, what came and how to mend it.
     """
     fields = take_schema(data, "scenario")
     _refuse_grid(fields)
+    fields = in_fields(fields, folder)
     try:
         return Scenario.model_validate(fields)
     except ValidationError as error:
-        raise ScenarioError(explain(error, FIELDS)) from None
+        raise ScenarioError(_counts(fields, folder) or explain(error, FIELDS)) from None
+
+
+def _counts(fields: Mapping[str, Any], folder: Path | None) -> str | None:
+    """What is wrong where GPUs fill no nodes and tokens do not divide among them, and numbers that do both."""
+    gpus, tokens, name = (fields.get(name) for name in ("gpus", "tokens", "cluster"))
+    if type(gpus) is not int or type(tokens) is not int or not isinstance(name, str) or gpus < 1 or tokens < gpus:
+        return None
+    try:
+        cluster = load_cluster(beside(name, folder or Path()))
+    except ScenarioError:
+        return None
+    nodes = cluster.gpus_per_node
+    if gpus <= nodes or gpus % nodes == 0 or tokens % gpus == 0 or cluster.fabric is None:
+        return None
+    near = [number for number in (gpus // nodes * nodes, -(-gpus // nodes) * nodes) if number]
+    both = " or ".join(f"gpus {number} with tokens {round(tokens / number) * number}" for number in near)
+    return f"gpus: {gpus} fill no nodes of {nodes}, and {tokens} tokens do not divide by {gpus}; use {both}"
 
 
 def _refuse_grid(fields: Mapping[str, Any]) -> None:
@@ -122,7 +146,7 @@ def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenari
     if isinstance(value, ScenarioError):
         return value
     try:
-        scenario = scenario_from(value)
+        scenario = scenario_from(value, folder)
     except ScenarioError as error:
         return ScenarioError(f"{place}: {error}")
     named = {name: getattr(scenario, name) for name in ("cluster", "profile", "host")}
@@ -131,7 +155,8 @@ def scenario_of(place: str, value: Any | ScenarioError, folder: Path) -> Scenari
 
 
 def beside(name: str, folder: Path) -> str:
-    """A file name relative to the folder of the scenario, where there is such a file."""
-    if name in presets() or not os.path.isfile(folder / name):
+    """A file name relative to the folder of the scenario, where there is such a file; changes of a cluster stay."""
+    base, changes = split_name(name)
+    if base in presets() or not os.path.isfile(folder / base):
         return name
-    return str(folder / name)
+    return " ".join([str(folder / base), *changes])

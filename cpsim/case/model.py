@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from cpsim.errors import nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,25 +124,71 @@ class Model:
         return self.parameters() - self.layers * idle
 
 
-MODELS = {
-    "llama3-8b": Model(layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=128256),
-    "llama-34b": Model(layers=48, hidden=8192, heads=64, kv_heads=8, head_dim=128, ffn=22016, vocab=32000),
-    "llama3-70b": Model(layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, ffn=28672, vocab=128256),
-    "mixtral-8x7b": Model(
-        layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, ffn=14336, vocab=32000, experts=8, top_k=2
-    ),
-    "qwen3-30b-a3b": Model(
-        layers=48,
-        hidden=2048,
-        heads=32,
-        kv_heads=4,
-        head_dim=128,
-        ffn=6144,
-        vocab=151936,
-        experts=128,
-        top_k=8,
-        expert_ffn=768,
-    ),
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """A published model, as its repository describes it."""
+
+    name: str
+    hub: str
+    """Its repository on the Hugging Face hub."""
+    model: Model | None
+    """None where the parts of a step cannot say it."""
+    caveats: tuple[str, ...] = ()
+    """What it has that a step does not say."""
+    why: str = ""
+    """What cannot be said of it, where there is no model."""
+    nearest: str = ""
+    """The model that is most like it, where there is no model."""
+
+    def refusal(self) -> str:
+        """Why there is no model, in one line."""
+        return f"{self.name} cannot be predicted: {self.why}; nearest that can: {self.nearest}"
+
+
+def _published() -> dict[str, Published]:
+    shipped = json.loads(Path(__file__).parent.with_name("data").joinpath("models.json").read_text(encoding="utf-8"))
+    found = {}
+    for name, entry in shipped["models"].items():
+        hub, caveats = entry.pop("hub"), tuple(entry.pop("caveats", ()))
+        found[name] = Published(name=name, hub=hub, model=Model(**entry), caveats=caveats)
+    for name, entry in shipped["cannot"].items():
+        found[name] = Published(name=name, model=None, **entry)
+    return found
+
+
+PUBLISHED: Final = _published()
+"""Models that ship, and those that a step cannot say; `cpsim/data/models.json`."""
+MODELS: Final = {name: one.model for name, one in PUBLISHED.items() if one.model}
 """Published dimensions; `llama-34b` is CodeLlama-34b as DistCA runs it (8 key-value heads in its scripts, 16 in Table
-2 of its paper), `qwen3-30b-a3b` without the norms of queries and keys."""
+2 of its paper)."""
+_SUFFIX: Final = re.compile(r"(hf|instruct|base|pt|it|chat|original)$")
+
+
+def known_model(name: str) -> Published | None:
+    """A published model by our name, by that of its repository, or by something like it.
+
+    Examples:
+        >>> known_model("meta-llama/Llama-3.1-8B-Instruct").name
+        'llama3.1-8b'
+    """
+    return PUBLISHED.get(name) or _by_spelling().get(_spelled(name))
+
+
+@cache
+def _by_spelling() -> dict[str, Published]:
+    every = list(PUBLISHED.values())
+    return {_spelled(one.hub): one for one in reversed(every)} | {_spelled(one.name): one for one in every}
+
+
+def _spelled(name: str) -> str:
+    """A name without what spellings differ in: the owner, capitals, signs, and words such as Instruct."""
+    short = name.lower().rsplit("/", 1)[-1].removeprefix("meta-")
+    while len(bare := _SUFFIX.sub("", short.rstrip("-_ "))) < len(short):
+        short = bare
+    return re.sub(r"[^a-z0-9.]", "", short)
+
+
+def likely(name: str) -> str:
+    """``did you mean 'x'? or `` for the model that a name is most like; nothing where none is like it."""
+    hint = nearest(name, PUBLISHED)
+    return f"{hint} or " if hint.startswith("did") else ""

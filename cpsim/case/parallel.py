@@ -18,9 +18,10 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.model import Model
 from cpsim.errors import InfeasibleError
 
-Fp8 = Literal["tensorwise", "rowwise", "delayed", "current", "mxfp8"]
-Precision = Literal["bf16", "fp8"] | Mapping[Literal["fp8"], Fp8]
-"""Of linear layers; ``fp8`` alone is the recipe that the framework takes."""
+Fp8 = Literal["tensorwise", "rowwise", "delayed", "current", "mxfp8", "nvfp4"]
+Precision = Literal["bf16", "fp8", "nvfp4"] | Mapping[Literal["fp8", "attention"], str]
+"""Of linear layers; ``fp8`` alone is the recipe that the framework takes. A mapping may say that attention is in FP8,
+too."""
 Recompute = Literal["none", "selective", "mlp", "full", "per_op"]
 Sharding = Literal["none", "zero1", "zero2", "fsdp"]
 PipelineSchedule = Literal["1f1b", "same_phase"]

@@ -176,9 +176,9 @@ class Scenario(BaseModel):
     host: float | str | None = None
     """How much longer launches take than on the profile's hosts, or a file of ``cpsim calibrate --host``; None is what
     the cluster says, or a host like those that were measured."""
-    model: Literal["llama3-8b", "llama-34b", "llama3-70b", "mixtral-8x7b", "qwen3-30b-a3b"] | ModelSection | None = None
-    """The model of a whole training step: a name or dimensions, which give heads and head_dim; None is attention
-    alone."""
+    model: Name | ModelSection | None = None
+    """The model of a whole training step: a name of ``MODELS`` or dimensions, which give heads and head_dim; None is
+    attention alone."""
     context: Tokens | None = None
     """In a training step, tokens of a packed sequence; None is all tokens of a microbatch of a replica."""
     parallel: ParallelSection | None = None
@@ -258,13 +258,21 @@ class Scenario(BaseModel):
     @field_validator("precision", mode="before")
     @classmethod
     def _read_precision(cls, value: object) -> object:
-        if value in (None, "bf16", "fp8"):
+        if value in (None, "bf16", "fp8", "nvfp4"):
             return value
-        recipe = value.get("fp8") if isinstance(value, Mapping) and set(value) == {"fp8"} else None
-        if recipe not in get_args(Fp8):
-            known = ", ".join(get_args(Fp8))
-            raise ValueError(f"expected bf16, fp8 or {{fp8: recipe}} with one of {known}, got {shown(value)}")
+        known = isinstance(value, Mapping) and {"fp8"} <= set(value) <= {"fp8", "attention"}
+        if not known or value["fp8"] not in get_args(Fp8) or value.get("attention", "fp8") != "fp8":  # type: ignore[index,attr-defined]
+            recipes = ", ".join(get_args(Fp8))
+            raise ValueError(
+                f"expected bf16, fp8, nvfp4 or {{fp8: recipe}} with one of {recipes}, and attention: fp8 beside it "
+                f"where attention is in FP8, too, got {shown(value)}"
+            )
         return value
+
+    @property
+    def attends_in_fp8(self) -> bool:
+        """Whether attention of a step is in FP8."""
+        return isinstance(self.precision, Mapping) and "attention" in self.precision
 
     @field_validator("model", mode="before")
     @classmethod

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cpsim.cli.entry import USER_ERROR
+from cpsim.cli.entry import USER_ERROR, exit_code
 from cpsim.cli.terminal import (
     Force,
     Jobs,
@@ -32,6 +32,7 @@ from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
+    from cpsim.prediction.question import Question
     from cpsim.prediction.results import Advice, Infeasible, Prediction
     from cpsim.prediction.runs import Run
 
@@ -205,31 +206,78 @@ def _say_swept(num_scenarios: int, num_predicted: int, duration_s: float, out: P
 
 
 def advise(
-    file: OneScenario,
+    file: Annotated[
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="A scenario, or your framework's own file; or none, with --model."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="config.json, a name such as llama3.1-8b, or that of a Hugging Face repository.")
+    ] = None,
+    framework: Annotated[str | None, typer.Option(help="megatron, torchtitan, torch or huggingface.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to train on.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="A cluster file, a preset, or h100, h200, b200, a100.")] = None,
+    context: Annotated[str | None, typer.Option(help="Tokens of a sequence, e.g. 128k.")] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Sequences of a step.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Document lengths: text, .npy, .parquet, .csv histogram, or a distribution.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help="Another value, e.g. cluster.nic=2x; may be repeated."),
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="Price of a GPU for an hour.")] = None,
+    train: Annotated[str, typer.Option(help="Tokens of the whole training, for days and money.")] = "1T",
+    save: Annotated[Path | None, typer.Option(help="Write the case as a scenario to this file.")] = None,
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a report to this file; it opens offline.")] = None,
-    step: Annotated[
-        bool, typer.Option("--step", help="Rank ways to cut a training step: tp, pp, dp, cp, strategy.")
-    ] = False,
+    step: Annotated[bool, typer.Option("--step", help="Refuse anything but a whole training step.")] = False,
     runs: RunFolder = None,
     force: Force = False,
 ) -> None:
-    """Rank every strategy that can run the case in FILE, and say why the others cannot."""
+    """Recommend how to run a training step or an attention case, with what to paste; say why others cannot run."""
     del force  # its callback has done it
-    if step:
+    from cpsim.case.words import tokens_of
+    from cpsim.prediction.question import Options, ask
+
+    check_writable(html, save)
+    if file is None and model is None:
+        raise CpsimError("advise: expected a file, or --model, --gpus and --cluster; see `cpsim advise --help`")
+    options = Options(
+        file=file,
+        model=model,
+        framework=framework,
+        gpus=gpus,
+        cluster=cluster,
+        context=context,
+        lengths=lengths,
+        batch=batch,
+        changes=tuple(set_ or ()),
+    )
+    question, tokens = ask(options), tokens_of(train, "train")
+    if save:
+        _save(save, question.scenario)
+    if step or question.scenario.is_step:
         refuse("advise: reports of training steps show no runs", {"--runs": runs})
-        check_writable(html)
-        _advise_step(file, as_json, html)
+        _advise_step(question, tokens, price, as_json, html)
         return
-    from cpsim.case.load import load_scenario
+    refuse("advise: attention alone has no price", {"--price": price is not None})
+    _advise_attention(question.scenario, as_json, html, runs)
+
+
+def _save(path: Path, scenario: Scenario) -> None:
+    import yaml
+
+    write(path, yaml.safe_dump(scenario.to_dict(), sort_keys=False, default_flow_style=None, width=110))
+    say(f"Scenario written to {path}")
+
+
+def _advise_attention(scenario: Scenario, as_json: bool, html: Path | None, runs: Path | None) -> None:
     from cpsim.prediction.advise import advise as ask
     from cpsim.prediction.runs import runs_in
     from cpsim.report.words import recommendation
 
     if html is None:
         refuse("advise: only the page of --html shows runs", {"--runs": runs})
-    check_writable(html)
-    scenario = load_scenario(file)
     measured = runs_in(runs or _shipped_runs()) if html else []
     with progress_bar("Trying strategies") as progress:
         advice = ask(scenario, progress=progress)
@@ -243,6 +291,8 @@ def advise(
         console().print(advice_view(advice))
     if html:
         _write_report(html, advice, measured)
+    if not advice.candidates:
+        raise typer.Exit(exit_code([one.kind for one in advice.infeasible]))
 
 
 def _write_report(html: Path, advice: Advice, measured: list[Run]) -> None:
@@ -264,23 +314,26 @@ def _shipped_runs() -> Path | None:
     return folder if folder.is_dir() else None
 
 
-def _advise_step(file: Path, as_json: bool, html: Path | None) -> None:
-    from cpsim.case.load import load_scenario
+def _advise_step(question: Question, tokens: int, price: float | None, as_json: bool, html: Path | None) -> None:
+    from cpsim.prediction.predict import predict_many
     from cpsim.prediction.step_advice import advise_step
-    from cpsim.report.steps import step_advice_record, step_advice_view
+    from cpsim.report.answer import Answer, answer_record, answer_view
 
-    scenario = load_scenario(file)
     with progress_bar("Cutting the step") as progress:
-        advice = advise_step(scenario, progress)
+        advice = advise_step(question.scenario, progress)
+    given = predict_many([question.given], jobs=1)[0] if question.given else None
+    answer = Answer(question=question, advice=advice, given=given, tokens=tokens, price=price)
     if as_json:
-        print(json.dumps(step_advice_record(advice), indent=1))
+        print(json.dumps(answer_record(answer), indent=1))
     else:
-        console().print(step_advice_view(advice))
+        console().print(answer_view(answer))
     if html:
         from cpsim.report.step_page import write_step_report
 
         write_step_report(html, advice)
         say(f"Report written to {html}")
+    if not advice.candidates:
+        raise typer.Exit(exit_code([one.kind for one in advice.refused]))
 
 
 def explore(

@@ -5,10 +5,20 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Iterable
 
 import typer
 
-from cpsim.errors import CpsimError, MachineError, cut, plain
+from cpsim.errors import (
+    CpsimError,
+    InfeasibleError,
+    MachineError,
+    NotMeasuredError,
+    OutOfMemoryError,
+    UnmeasuredError,
+    cut,
+    plain,
+)
 from cpsim.runtime.allocator import keep_freed_memory
 from cpsim.runtime.interrupts import INTERRUPTED
 from cpsim.runtime.streams import prepare, say, silence
@@ -16,10 +26,18 @@ from cpsim.runtime.streams import prepare, say, silence
 MACHINE_ERROR = 1
 """Exit code where not what was asked is wrong, but the machine: its disk, a scheduler."""
 USER_ERROR = 2
+KINDS = {"cannot": 3, "not_measured": 4, "does_not_fit": 5}
+"""Exit codes where a case has no plain answer, by why; see ``cpsim.prediction.results.Refusal``."""
 LONGEST_WORDS = 240
 """Characters of what is wrong with options, which quotes them whole."""
 NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 """What can be wrong with stdout."""
+
+
+def exit_code(kinds: Iterable[str | None]) -> int:
+    """Exit code of a question without an answer, of why its parts have none: that which is nearest to one."""
+    known = [KINDS[kind] for kind in kinds if kind in KINDS]
+    return max(known, default=USER_ERROR)
 
 
 def run_app(app: typer.Typer, name: str) -> None:
@@ -51,6 +69,12 @@ def _status(app: typer.Typer, name: str) -> int:
         return app(sys.argv[1:] or ["--help"], prog_name=name, standalone_mode=False) or 0
     except MachineError as error:
         return _fail(str(error), MACHINE_ERROR)
+    except OutOfMemoryError as error:
+        return _fail(str(error), KINDS["does_not_fit"])
+    except (NotMeasuredError, UnmeasuredError) as error:
+        return _fail(str(error), KINDS["not_measured"])
+    except InfeasibleError as error:
+        return _fail(str(error), KINDS["cannot"])
     except CpsimError as error:
         return _fail(str(error))
     except KeyboardInterrupt:

@@ -148,3 +148,13 @@ def _mask_scenario(
         drawn = isinstance(lengths[0], str)
         fields["documents"] = {"distribution": documents} if drawn else lengths
     return scenario_from(fields)
+
+
+def reproduce(
+    context: typer.Context,
+    study: Annotated[str, typer.Argument(metavar="STUDY", help="A study's name, e.g. public; --help lists them.")] = "",
+) -> None:
+    """Predict published runs of others and set them beside what was published; needs a checkout."""
+    from cpsim.cli.checkout import studies
+
+    studies()([study, *context.args] if study else ["--help"], prog_name="cpsim reproduce", standalone_mode=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from io import StringIO
 from pathlib import Path
@@ -31,6 +31,7 @@ from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
     from cpsim.calibrate.measurement import Measurements
+    from cpsim.case.formats.logs import Observed
     from cpsim.case.scenario import Scenario
     from cpsim.models.profile import Profile
 
@@ -151,11 +152,17 @@ def _show_runs(out: Path, as_json: bool) -> None:
 
 def validate(
     files: Annotated[
-        list[Path], typer.Argument(help="Files of runs, and of predictions; without these, runs are predicted now.")
+        list[Path],
+        typer.Argument(
+            help="Files of runs, and of predictions; without these, runs are predicted now. Or a case, and logs of its "
+            "training (torchtitan, Megatron-LM, NeMo, Lightning, Trainer) or traces of torch.profiler."
+        ),
     ],
     as_json: Json = False,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots to this file; it opens offline.")] = None,
     cases: Annotated[int, typer.Option(min=0, help="Cases to list, worst first.")] = 20,
+    cluster: Annotated[str | None, typer.Option(help="With a log: cluster of a framework's file.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="With a log: GPUs of a framework's file.")] = None,
 ) -> None:
     """Set predictions beside real runs: errors, bias, intervals, and whether the best was the best."""
     from cpsim.prediction.compare import compare, load_predictions, predict_runs
@@ -163,6 +170,11 @@ def validate(
     from cpsim.report.comparison import comparison_record, comparison_view, left_out
 
     check_writable(html)
+    if observed := _observed(files):
+        refuse("validate: logs have no page", {"--html": html})
+        _beside(observed, cluster, gpus, as_json)
+        return
+    refuse("validate: files of runs say their cluster", {"--cluster": cluster, "--gpus": gpus})
     measured = [path for path in files if holds_runs(path)] or files[-1:]
     runs = [run for path in measured for run in load_runs(path)]
     predictions = [one for path in files if path not in measured for one in load_predictions(path)]
@@ -184,6 +196,30 @@ def validate(
 
         write_comparison(html, comparison)
         say(f"Page written to {html}")
+
+
+def _observed(files: Sequence[Path]) -> dict[Path, Observed | None]:
+    """Files with what those of them observed that are logs or traces; nothing where none is."""
+    from cpsim.case.formats.logs import read_observed
+
+    found = {path: read_observed(path) for path in files}
+    return found if any(found.values()) else {}
+
+
+def _beside(files: Mapping[Path, Observed | None], cluster: str | None, gpus: int | None, as_json: bool) -> None:
+    """A case beside logs of its training."""
+    from cpsim.prediction.predict import predict
+    from cpsim.prediction.question import Options, ask
+    from cpsim.report.observed import Beside, beside_record, beside_view
+
+    cases = [path for path, one in files.items() if one is None]
+    if len(cases) != 1:
+        names = ", ".join(map(str, cases)) or "none"
+        raise CpsimError(f"validate: expected a case beside the logs, `cpsim validate case.yaml run.log`, got {names}")
+    question = ask(Options(file=cases[0], cluster=cluster, gpus=gpus))
+    prediction = predict(question.given or question.scenario)
+    beside = Beside(prediction=prediction, observed=tuple(one for one in files.values() if one))
+    print(json.dumps(beside_record(beside), indent=1)) if as_json else console().print(beside_view(beside))
 
 
 def calibrate(
@@ -340,20 +376,25 @@ def _write_cluster(path: Path, files: Sequence[Measurements], profile: Profile, 
 def import_(
     files: Annotated[list[Path], typer.Argument(help="Logs of nccl-tests; CSV tables of kernels' TFLOP/s.")],
     out: Annotated[Path, typer.Option(help="Write the points to this measurement file.")],
-    gpu: Annotated[str | None, typer.Option(help="GPU of a table, where it has no column or several.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of a table or log that names none.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads of a table without that column.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many as query heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Head dimension of a table without that column.")] = 128,
     num_sms: Annotated[int | None, typer.Option(min=1, help="SMs of a GPU that no preset has.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=2, help="GPUs of a log without its list of ranks.")] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of such a log.")] = None,
+    domain: Annotated[int | None, typer.Option(min=1, help="GPUs of an NVLink domain that spans hosts.")] = None,
     as_json: Json = False,
 ) -> None:
     """Read other people's measurements as points for `cpsim fit` and `cpsim fit-fabric`."""
     from cpsim.calibrate.imports import Table, import_files
     from cpsim.calibrate.measurement import Writer
+    from cpsim.calibrate.nccl_logs import Said
 
     check_writable(out)
     given = Table(gpu=gpu, heads=heads, kv_heads=kv_heads, head_dim=head_dim, num_sms=num_sms)
-    header, points, left = import_files(files, given, _said())
+    said = Said(gpu=gpu, ranks=ranks, nodes=nodes, domain=domain)
+    header, points, left, notes = import_files(files, given, _said(), said)
     lines = StringIO()
     writer = Writer(lines, header)
     for point in points:
@@ -361,12 +402,14 @@ def import_(
     write(out, lines.getvalue())
     kinds = {op: sum(point["op"] == op for point in points) for op in sorted({point["op"] for point in points})}
     if as_json:
-        print(json.dumps({"gpu": header["gpu"], "points": kinds, "left_out": left, "out": str(out)}))
+        print(json.dumps({"gpu": header["gpu"], "points": kinds, "left_out": left, "notes": notes, "out": str(out)}))
     else:
         counts = ", ".join(f"{count} {op}" for op, count in kinds.items())
         print(f"{header['gpu']}: points {counts}, written to {out}")
     for line in left:
         say(f"cpsim: left out: {line}")
+    for line in notes:
+        say(f"cpsim: {line}")
 
 
 def fit_fabric(
@@ -376,20 +419,28 @@ def fit_fabric(
     cluster: Annotated[str, typer.Option(help="The cluster whose network this is: a preset or a file.")],
     out: Annotated[Path | None, typer.Option(help="Write the cluster with this network to this file.")] = None,
     sockets: Annotated[bool, typer.Option("--sockets", help="The network is sockets, without RDMA.")] = False,
+    transport: Annotated[str | None, typer.Option(help="infiniband, roce, efa, tcpxo, tcpx or ethernet.")] = None,
     as_json: Json = False,
 ) -> None:
     """Fit the network between nodes, for a cluster file that scenarios can name."""
     from dataclasses import replace
 
+    from cpsim.calibrate.fabric import fit_described, port_of
     from cpsim.calibrate.fabric import fit_fabric as fitted
     from cpsim.calibrate.measurement import load
-    from cpsim.case.cluster import load_cluster
+    from cpsim.case.cluster import load_cluster, with_transport
     from cpsim.report.tables import clusters_view
 
     check_writable(out)
     known = load_cluster(cluster)
-    likely = known.fabric.nics_per_node if known.fabric else known.gpus_per_node
-    whole = replace(known, fabric=fitted([load(file) for file in files], likely, sockets))
+    if transport is not None:
+        known = with_transport(known, transport)
+    measured = [load(file) for file in files]
+    if known.fabric is not None and known.fabric.transport is not None and not sockets:
+        fabric = fit_described(measured, known, port_of(known))
+    else:
+        fabric = fitted(measured, known.fabric.nics_per_node if known.fabric else known.gpus_per_node, sockets)
+    whole = replace(known, fabric=fabric)
     if out:
         whole = replace(whole, name=out.stem)
         write(out, json.dumps(whole.to_dict(), indent=1) + "\n")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.workload import BYTES_PER_ELEMENT
-from cpsim.errors import InfeasibleError
+from cpsim.errors import InfeasibleError, UnmeasuredError
 from cpsim.masks.blocks import BLOCK, Visits, row_sequences, sequence_slices, table_of, visits
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
@@ -179,7 +179,7 @@ def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> 
         return
     irregular = ~found.regular & np.repeat(used, np.diff(found.start))
     if irregular.any() and kernel in WINDOWED and found.window[irregular].all():
-        raise InfeasibleError(f"kernel {kernel} takes sliding windows, but nobody has measured what they cost here")
+        raise UnmeasuredError(f"kernel {kernel} takes sliding windows, but nobody has measured what they cost here")
     if irregular.any():
         raise InfeasibleError(
             f"kernel {kernel} runs full and bottom-right causal sequences; this strategy's share of the mask has others"

@@ -39,19 +39,28 @@ STEP: Final = 64
 ELEMENT_BYTES: Final = 2
 SUM_BYTES: Final = 4
 FP8_BYTES: Final = 1
-FP8_RATE: Final = 1.94
-"""How much faster tensor cores step along k in FP8 than in bf16. No product in FP8 was measured here: launches, fills
-and ends of tiles are those in bf16.
+FP8_RATE: Final = 1.9
+"""How much faster tensor cores step along k in FP8 than in bf16; launches, fills and ends of tiles are those in bf16.
 
-Source: with it the twelve products of a layer in Transformer Engine's table take 1.90 times less than in bf16, as
-published for H200 NVL (NVIDIA/TransformerEngine, docs/examples/gemm_profiling: 31.968 and 16.785 ms, quantized before);
-1.92 on B300 there. NVIDIA's data sheets say 2: 1979 and 989 TFLOP/s of H100 and H200, 4500 and 2250 of B200.
+Source: between 1.86, measured on an H100 (``python -m studies.products``), and 1.94, with which the twelve products of
+a layer in Transformer Engine's table take 1.90 times less than in bf16, as published for H200 NVL
+(NVIDIA/TransformerEngine, docs/examples/gemm_profiling: 31.968 and 16.785 ms, quantized before); 1.92 on B300 there.
+NVIDIA's data sheets say 2: 1979 and 989 TFLOP/s of H100 and H200, 4500 and 2250 of B200.
 """
-FP8_KERNELS: Final[Mapping[str, float]] = {"tensorwise": 1.0, "rowwise": 1.04, "mxfp8": 1.05}
-"""How much longer steps of a kernel take than cuBLAS's with one scale for each operand.
+FP8_KERNELS: Final[Mapping[str, float]] = {
+    "tensorwise": 1.0,
+    "exact": 1.09,
+    "rowwise": 1.04,
+    "mxfp8": 1.05,
+    "nvfp4": 3.764 / 6.812,
+}
+"""How much longer steps of a kernel take than cuBLAS's with one scale for each operand; ``exact`` is the same without
+Hopper's fast accumulation, as backward passes use it.
 
-Source: rowwise, CUTLASS over cuBLAS on H100, mean of four shapes (pytorch/FBGEMM pull request 2764); mxfp8, 7.161 over
-6.812 ms of a layer's products on B300 (NVIDIA/TransformerEngine, docs/examples/gemm_profiling, quantized before).
+Source: exact and rowwise, measured on an H100 (``python -m studies.products``); rowwise also CUTLASS over cuBLAS on
+H100, mean of four shapes (pytorch/FBGEMM pull request 2764); mxfp8, 7.161 over 6.812 ms of a layer's products on B300,
+and nvfp4, 3.764 there (NVIDIA/TransformerEngine, docs/examples/gemm_profiling, quantized before), which is 0.34 of
+B300's peak in FP4 and 0.5 of B200's.
 """
 FP8_SIGMA: Final = 0.12
 """Standard deviation, relative, of products in FP8: of other published ratios to bf16, 1.70 (H100 SXM at 700 W, 765 and
@@ -83,7 +92,7 @@ FITTED: Final = ("flop_s", "tile_s", "call_s", "tail_share")
 
 
 def in_fp8(params: GemmParams, kernel: str) -> GemmParams:
-    """The same GPU in FP8, estimated; see ``FP8_RATE``.
+    """The same GPU in FP8; see ``FP8_RATE``.
 
     Args:
         params: in bf16.

@@ -13,7 +13,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,7 @@ def _load(name: str) -> Profile:
     return from_json(whole_data(path), str(path))
 
 
+@lru_cache(maxsize=64)
 def derived_profile(gpu: Gpu, without: str = "") -> Profile:
     """The profile of a GPU from what is measured and published of others.
 

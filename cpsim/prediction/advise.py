@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
 
 from cpsim.case.load import ScenarioLike, as_scenario
 from cpsim.case.scenario import Scenario
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import CpsimError, InfeasibleError, NotMeasuredError, ScenarioError
 from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import check_names, resolve
+from cpsim.prediction.nearest import stand_ins, unmeasured, widened
 from cpsim.prediction.predict import TOO_LARGE, prediction_of, predictions_of
 from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction, refused
 from cpsim.runtime.processes import Progress
@@ -45,6 +47,30 @@ def advise(case: ScenarioLike, progress: Progress | None = None) -> Advice:
         ['backward_s', 'exposed_share', 'forward_s']
     """
     scenario = as_scenario(case)
+    try:
+        found = _advise(scenario, progress)
+        if not unmeasured(found):
+            return found
+        why = next(one.reason for one in found.infeasible if one.kind == "not_measured")
+    except NotMeasuredError as error:
+        if (other := _of_stand_in(scenario, progress, str(error))) is not None:
+            return other
+        raise
+    return _of_stand_in(scenario, progress, why) or found
+
+
+def _of_stand_in(scenario: Scenario, progress: Progress | None, why: str) -> Advice | None:
+    """What the nearest kernel that was measured makes of a case; None where no other helps."""
+    for other in stand_ins(scenario):
+        with suppress(CpsimError):
+            found = _advise(other, progress)
+            if found.candidates:
+                return widened(scenario, found, why)
+    return None
+
+
+def _advise(scenario: Scenario, progress: Progress | None) -> Advice:
+    """Tries all strategies with the kernel of the case."""
     asked = candidates_of(scenario)
     tried = []
     for done, way in enumerate(asked, 1):
@@ -176,7 +202,8 @@ def _rank(found: Sequence[tuple[Prediction, Prediction, Prediction]]) -> tuple[C
             exposed_share=both.exposed_comm_s / both.time_s,
             peak_memory_bytes=both.peak_memory_bytes,
             probability_best=float(won),
+            draws_s=both.draws_s,
         )
         for (forward, backward, both), won in zip(found, wins, strict=True)
     ]
-    return tuple(sorted(candidates, key=lambda c: c.total_s))
+    return tuple(sorted(candidates, key=lambda c: (c.total_s, len(c.scenario.knobs))))

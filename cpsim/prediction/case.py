@@ -14,11 +14,12 @@ from cpsim.models.conditions import Conditions
 from cpsim.models.derive import DATA_SHEET
 from cpsim.models.feasible import kernel_names
 from cpsim.models.host_speed import on_host
+from cpsim.models.network.described import with_inside
 from cpsim.models.profile import Profile, derived_profile, load_profile
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.size import check_size
 from cpsim.strategies import STRATEGIES
-from cpsim.strategies.others import IMPLEMENTATIONS, Implementation, implementation
+from cpsim.strategies.others import Implementation, implementation
 
 FALLBACK: Final = "fa2"
 """The kernel of GPUs that do not run that of scenarios that name none."""
@@ -60,7 +61,7 @@ def check_names(scenario: Scenario) -> None:
     """
     if scenario.strategy is not None:
         check_name("strategy", scenario.strategy, STRATEGIES)
-    check_name("implementation", scenario.implementation, IMPLEMENTATIONS)
+    implementation(scenario.implementation)
     check_name("kernel", scenario.kernel, kernel_names())
 
 
@@ -86,7 +87,7 @@ def resolve(scenario: Scenario) -> Case:
             f"cluster: faults and leaf switches of {cluster.name} are for attention alone; expected neither with a "
             "model, since the step model would ignore them: leave them, or the model, out"
         )
-    profile = derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name)
+    profile = profile_of(cluster, name)
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)
@@ -99,3 +100,8 @@ def _kernel_of(scenario: Scenario, profile: Profile) -> str:
     if "kernel" in scenario.model_fields_set or (scenario.kernel, "fwd") in profile.attention:
         return scenario.kernel
     return FALLBACK if (FALLBACK, "fwd") in profile.attention else scenario.kernel
+
+
+def profile_of(cluster: Cluster, name: str) -> Profile:
+    """A profile by name, or one derived from a GPU's description, with the links that the cluster's file states."""
+    return with_inside(derived_profile(cluster.gpu) if name == DATA_SHEET else load_profile(name), cluster)

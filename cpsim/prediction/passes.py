@@ -19,9 +19,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
-from cpsim.errors import OutOfMemoryError
+from cpsim.errors import InfeasibleError, OutOfMemoryError
 from cpsim.models.attention.calls import working_memory
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.host import HELD_S
@@ -148,10 +147,11 @@ def _simulated(case: Case, pass_: Pass, copies: int, num_gpus: int, ahead_s: flo
     if copies > 1:
         knobs = dict(scenario.knobs) | {"ulysses": copies}
         scenario, cluster = scenario.model_copy(update={"knobs": knobs}), cluster.folded(copies)
-    _check_memory(least_memory(case.workload, case.cluster.num_gpus, pass_), cluster, "at least ")
+    folded = replace(case, scenario=scenario, cluster=cluster)
+    _check_memory(folded, least_memory(case.workload, case.cluster.num_gpus, pass_), "at least ")
     schedule = plan_scenario(scenario, case.workload, cluster, pass_, case.code)
-    memory = int((schedule.memory() + working_memory(schedule, scenario.kernel, case.workload.head_dim)).max())
-    _check_memory(memory, cluster)
+    memory = _memory_of(schedule, case)
+    _check_memory(folded, memory)
     given = replace(case.conditions(), cluster=cluster, alike=num_gpus / cluster.num_gpus)
     priced = price(schedule, replace(given, ahead_s=max(ahead_s, given.ahead_s)))
     timeline = simulate(schedule, priced.work)
@@ -179,12 +179,36 @@ def least_memory(workload: Workload, num_gpus: int, pass_: Pass) -> int:
     return workload.num_tokens * of_token * (1 if pass_ == "fwd" else 2) // num_gpus
 
 
-def _check_memory(memory: int, cluster: Cluster, bound: str = "") -> None:
-    if memory > cluster.gpu.memory_bytes:
-        raise OutOfMemoryError(
-            f"out of memory: needs {bound}{memory / 1e9:.1f} GB on one GPU, "
-            f"{cluster.gpu.name} has {cluster.gpu.memory_bytes / 1e9:.1f} GB"
-        )
+def _memory_of(schedule: Schedule, case: Case) -> int:
+    """Bytes on the fullest GPU."""
+    return int((schedule.memory() + working_memory(schedule, case.scenario.kernel, case.workload.head_dim)).max())
+
+
+def _check_memory(case: Case, memory: int, bound: str = "") -> None:
+    """Whether a GPU has as much as its fullest pass needs.
+
+    Raises:
+        OutOfMemoryError: it has not; says what all passes need, and what would fit.
+    """
+    limit = case.cluster.gpu.memory_bytes
+    if memory <= limit:
+        return
+    if not bound:
+        memory = max([memory, *(_planned_memory(case, pass_) for pass_ in case.scenario.passes)])
+    fits = case.workload.num_tokens * limit / memory
+    about = f"{fits / 2**20:.3g}M" if fits >= 2**20 else f"{fits / 2**10:.3g}k"
+    has = f"{case.cluster.gpu.name} has {limit / 1e9:.1f} GB"
+    raise OutOfMemoryError(
+        f"out of memory: needs {bound}{memory / 1e9:.1f} GB on one GPU, {has}; about {about} tokens would fit"
+    )
+
+
+def _planned_memory(case: Case, pass_: Pass) -> int:
+    """Bytes on the fullest GPU in a pass that is planned for them alone; 0 where it cannot be."""
+    try:
+        return _memory_of(plan_scenario(case.scenario, case.workload, case.cluster, pass_, case.code), case)
+    except InfeasibleError:
+        return 0
 
 
 def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> NDArray[np.float64]:

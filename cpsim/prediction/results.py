@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError, InfeasibleError, NotMeasuredError, OutOfMemoryError
+from cpsim.errors import CpsimError, InfeasibleError, NotMeasuredError, OutOfMemoryError, UnmeasuredError
 from cpsim.sim.timeline import Timeline
 
 Column = NDArray[Any]
@@ -28,6 +28,11 @@ NUMBERS: Final = (
     "mfu",
 )
 """What ``prediction_columns`` takes from a prediction; names are a contract."""
+EFFORT: Final = {"none": 0, "usp": 2, "loongtrain": 3, "hybrid_cp": 3, "magi": 3, "dcp": 4, "distca": 4}
+"""How much a strategy takes to set up: 1 is one way to communicate, 2 are two at once, 3 is a code of its own, 4 a plan
+for every batch."""
+TIE: Final = 0.02
+"""How much longer than the fastest a simpler way may take that cannot be told from it."""
 Refusal = Literal["cannot", "not_measured", "does_not_fit"]
 """Why a case has no plain answer: no code can run it; nobody has measured what its time rests on; or it needs more
 memory than a GPU has."""
@@ -119,7 +124,9 @@ class Infeasible:
 
 def refused(scenario: Scenario, error: InfeasibleError) -> Infeasible:
     """The answer to a scenario that cannot run, or does not fit."""
-    kind: Refusal = "does_not_fit" if isinstance(error, OutOfMemoryError) else "cannot"
+    kinds: dict[type[InfeasibleError], Refusal] = {OutOfMemoryError: "does_not_fit", UnmeasuredError: "not_measured"}
+    default: Refusal = "cannot"
+    kind = next((kind for known, kind in kinds.items() if isinstance(error, known)), default)
     return Infeasible(scenario=scenario, reason=str(error), kind=kind)
 
 
@@ -149,6 +156,8 @@ class Candidate:
     peak_memory_bytes: int
     probability_best: float
     """Share of parameter draws in which this candidate is the fastest, 0 to 1."""
+    draws_s: tuple[float, ...] = ()
+    """Sampled times of both passes [s], see ``Prediction.draws_s``."""
 
     @property
     def scenario(self) -> Scenario:
@@ -164,6 +173,33 @@ class Advice:
     candidates: tuple[Candidate, ...]
     infeasible: tuple[Infeasible, ...]
     notes: tuple[str, ...]
+    stands_in: str | None = None
+    """The kernel whose answers these are, where the one that was asked for was not measured."""
+
+    @property
+    def tied(self) -> tuple[Candidate, ...]:
+        """The fastest, and those that cannot be told from it; see ``inseparable``."""
+        return tuple(one for one in self.candidates if inseparable(one.draws_s, self.candidates[0].draws_s))
+
+    @property
+    def recommended(self) -> Candidate | None:
+        """The simplest of those that cannot be told from the fastest and take hardly longer."""
+        near = [one for one in self.tied if one.total_s <= (1 + TIE) * self.candidates[0].total_s]
+        return min(
+            near,
+            key=lambda one: (EFFORT.get(str(one.scenario.strategy), 1), len(one.scenario.knobs), one.total_s),
+            default=None,
+        )
+
+    def alike(self, one: Candidate) -> list[Candidate]:
+        """Other candidates whose schedule is the same: equal schedules have equal draws."""
+        return [other for other in self.candidates if other is not one and other.draws_s == one.draws_s != ()]
+
+    @property
+    def distinct(self) -> tuple[Candidate, ...]:
+        """Candidates, of equal schedules the first only."""
+        firsts = {one.draws_s or id(one): one for one in reversed(self.candidates)}
+        return tuple(one for one in self.candidates if firsts[one.draws_s or id(one)] is one)
 
     def columns(self) -> dict[str, Column]:
         """The candidates as columns that ``pandas.DataFrame`` takes, fastest first, in SI units."""
@@ -184,6 +220,12 @@ class Advice:
             "backward_s": np.array([candidate.backward.time_s for candidate in self.candidates]),
             **{name: np.array([getattr(candidate, name) for candidate in self.candidates]) for name in numbers},
         }
+
+
+def inseparable(draws: Sequence[float], best: Sequence[float]) -> bool:
+    """Whether a way cannot be told from the fastest: in the 90 % interval of the ratio of their times, which leaves out
+    what they are wrong about together, lies 1."""
+    return draws is best or (len(draws) > 0 and bool(np.quantile(np.array(draws) / np.array(best), 0.05) <= 1))
 
 
 def knobs_json(scenario: Scenario) -> str:

@@ -28,7 +28,7 @@ from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.models.uncertainty import chances
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.predict import step_prediction
-from cpsim.prediction.results import Prediction, Refusal
+from cpsim.prediction.results import TIE, Prediction, Refusal, inseparable
 from cpsim.prediction.step.step import Step
 from cpsim.prediction.step_changes import CHUNKS, RECOMPUTE
 from cpsim.prediction.steps import SLOW_PLANS, StepCase
@@ -66,6 +66,13 @@ class StepCandidate:
         spent = {name: sum(busy[part] for part in parts) for name, parts in ASPECTS.items()}
         return spent | {"waiting for others": self.step.time_s - sum(spent.values())}
 
+    def effort(self) -> tuple[int, ...]:
+        """What has to be set up: kinds of parallelism, savings of memory, knobs; then how many chunks and stages."""
+        cut, scenario = self.parallel, self.prediction.scenario
+        kinds = (cut.tp, cut.pp, cut.cp, cut.ep, cut.virtual_pp, cut.replicate, cut.loss_chunks)
+        several = sum(number > 1 for number in kinds)
+        return several + (cut.recompute != "none"), len(scenario.knobs), cut.virtual_pp, cut.pp, cut.tp
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
@@ -93,6 +100,20 @@ class StepAdvice:
     """Those that were not simulated whole, with the seconds that they take at least; fastest first."""
     refused: tuple[Refused, ...]
     notes: tuple[str, ...]
+
+    @property
+    def tied(self) -> tuple[StepCandidate, ...]:
+        """The fastest, and those that cannot be told from it, fastest first; see ``inseparable``."""
+        if not self.candidates:
+            return ()
+        best = self.candidates[0].prediction.draws_s
+        return tuple(one for one in self.candidates if inseparable(one.prediction.draws_s, best))
+
+    @property
+    def recommended(self) -> StepCandidate | None:
+        """The simplest of those that cannot be told from the fastest, and take hardly longer."""
+        near = [one for one in self.tied if one.step.time_s <= (1 + TIE) * self.candidates[0].step.time_s]
+        return min(near, key=lambda one: (*one.effort(), one.step.time_s), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +145,11 @@ class _Search:
     @property
     def section(self) -> ParallelSection:
         return self.case.scenario.parallel or ParallelSection()
+
+    @property
+    def named(self) -> bool:
+        """Whether the scenario names its framework, so that no other's settings are of use."""
+        return self.case.scenario.framework is not None
 
     def refuse(self, parallel: Parallel, reason: InfeasibleError) -> None:
         self.refused[words(parallel)] = Refused(words(parallel), "cannot", str(reason))
@@ -206,7 +232,8 @@ class _Search:
         """Recomputation and parts of the loss, the cheapest first; the last needs the least memory."""
         known = self.steps.framework.recomputes
         kinds = [self.section.recompute] if self.section.recompute else [one for one in RECOMPUTE if one in known]
-        chunks = [layout.loss_chunks, *(CHUNKS if self.section.loss_chunks is None else ())]
+        parts = self.section.loss_chunks is None and (self.steps.framework.parts_loss or not self.named)
+        chunks = [layout.loss_chunks, *(CHUNKS if parts else ())]
         return [{"recompute": kind, "loss_chunks": parts} for kind in kinds for parts in dict.fromkeys(chunks)]
 
     def _sharded(self, layout: Parallel) -> Iterator[Parallel]:
@@ -214,6 +241,8 @@ class _Search:
         nodes = layout.replicas * layout.tp // self.case.cluster.gpus_per_node
         for sharding in self.shardings(layout):
             hybrid = sharding == "fsdp" and self.section.replicate == 1 and nodes > 1
+            if hybrid and self.named:  # groups are of whole context-parallel groups
+                hybrid = layout.dp % nodes == 0
             for replicate in (nodes, 1) if hybrid else (self.section.replicate,):
                 yield replace(layout, sharding=sharding, replicate=replicate)
 
@@ -332,7 +361,7 @@ def _notes(scenario: Scenario, search: Sequence[Parallel]) -> Iterator[str]:
             f"context: not given, so every layout cuts all tokens, and documents with them, into sequences of its own, "
             f"here of {lengths[0]:,}{several} tokens; name a context to compare layouts at equal work"
         )
-    if scenario.strategy is None and any(parallel.cp > 1 for parallel in search):
+    if scenario.strategy is None and not scenario.framework and any(parallel.cp > 1 for parallel in search):
         yield f"not tried, since planning takes seconds: {', '.join(SLOW_PLANS)}; name it as strategy to try it"
 
 
@@ -412,8 +441,10 @@ def _ranked(found: Sequence[tuple[Parallel, Prediction, Step]]) -> tuple[StepCan
 
 
 def reasons(advice: StepAdvice) -> list[str]:
-    """Why the first candidate: of every degree, what the best other value would take and what for."""
-    best, *others = advice.candidates
+    """Why the one that is recommended: of every degree, what the best other value would take and what for."""
+    best = advice.recommended
+    assert best is not None
+    others = [one for one in advice.candidates if one is not best]
     lines = []
     for degree in ("tp", "pp", "cp"):
         mine = getattr(best.parallel, degree)
@@ -435,5 +466,6 @@ def _against(best: StepCandidate, rival: StepCandidate) -> str:
     spent = best.aspects()
     more = rival.step.time_s / best.step.time_s - 1
     extra = {name: seconds - spent[name] for name, seconds in rival.aspects().items()}
-    what = max(extra, key=lambda name: extra[name])
-    return f"({words(rival.parallel)}) takes {100 * more:.1f} % longer, most of it {what} ({extra[what]:+.2f} s a GPU)"
+    what = (max if more >= 0 else min)(extra, key=lambda name: extra[name])
+    took = f"{100 * abs(more):.1f} % {'longer' if more >= 0 else 'less'}"
+    return f"({words(rival.parallel)}) takes {took}, most of it {what} ({extra[what]:+.2f} s a GPU)"

@@ -10,24 +10,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.model import Model
 from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import lora_of, model_of, workload_of
 from cpsim.case.scenario import Scenario
+from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.names import MASK_NAMES, Options
+from cpsim.models.attention.fp8 import faster
 from cpsim.models.profile import Profile
-from cpsim.prediction.step.adapters import adapted
+from cpsim.prediction.step.adapters import adapted, frozen_recipe
 from cpsim.prediction.step.attention import CAUSAL, PASSES, Attended, Attention
 from cpsim.prediction.step.costs import Costs
 from cpsim.prediction.step.frameworks import DEFAULT, Framework, framework
-from cpsim.prediction.step.memory import StageMemory
+from cpsim.prediction.step.memory import Occupancy, StageMemory
 from cpsim.prediction.step.offload import check as check_offload
 from cpsim.prediction.step.precision import Recipe, check_gpu
 from cpsim.prediction.step.step import Step, StepModel, cut, deal
 from cpsim.strategies import STRATEGIES
 from cpsim.strategies.others import CPSIM, Implementation, implementation
-from cpsim.strategies.others.facts import DENSE
+from cpsim.strategies.others.facts import DENSE, DOCUMENTS, Support
 
 SLOW_PLANS: Final = ("dcp",)
 """Strategies that plan every batch for seconds are tried only where the scenario names them."""
@@ -52,8 +53,10 @@ class StepCase:
     """Strategies with knobs that were far from the best, and on how many ranks."""
     _passes: dict[tuple[object, ...], dict[tuple[object, ...], Floats]] = field(default_factory=dict)
     """Passes that were simulated, of ways to cut whose passes are alike; see ``StepModel``."""
+    _occupied: dict[tuple[object, ...], dict[tuple[object, ...], Occupancy]] = field(default_factory=dict)
+    """What such passes hold."""
     _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
-    """The same of memory."""
+    """Memory of stages."""
 
     def parallel(self) -> Parallel:
         """How the scenario cuts the step; what it leaves out is as its framework has it, or as plain as can be."""
@@ -67,7 +70,10 @@ class StepCase:
             InfeasibleError: it cannot train adapters.
         """
         known, lora = framework(self.scenario.framework or DEFAULT), lora_of(self.scenario)
-        return adapted(known, lora) if lora else known
+        if lora is None:
+            return known
+        recipe = known.recipe(self.scenario.precision, known.compiled(self.scenario.compile)) if known.recipes else None
+        return adapted(known, lora, frozen_recipe(recipe, self.cluster.gpu) if recipe else None)
 
     def sequences(self, parallel: Parallel) -> list[tuple[int, ...]]:
         """Documents of every packed sequence.
@@ -126,7 +132,7 @@ class StepCase:
         compiled = their.compiled(scenario.compile)
         parallel.check(model, self.cluster)
         their.check(parallel, model, compiled)
-        recipe = self._recipe(their, model, compiled)
+        recipe = self._recipe(their, compiled)
         if scenario.offload:
             check_offload(their, parallel)
         costs = Costs(self.profile, parallel.tp, parallel.num_gpus)
@@ -150,6 +156,7 @@ class StepCase:
                 mask=mask,
                 mask_options=options,
                 slowest=slowest,
+                fp8=faster(self.cluster.gpu.name) if scenario.attends_in_fp8 else None,
             )
         return StepModel(
             model=model,
@@ -162,10 +169,11 @@ class StepCase:
             offload=scenario.offload is not None,
             recipe=recipe if recipe is None or parallel.sharding == "fsdp" else recipe.unsharded(),
             _known=self._passes.setdefault(self._alike(parallel), {}),
+            _occupied=self._occupied.setdefault((parallel.sharding, self._alike(parallel)), {}),
             _memory=self._memory.setdefault(parallel, {}),
         )
 
-    def _recipe(self, their: Framework, model: Model, compiled: bool) -> Recipe | None:
+    def _recipe(self, their: Framework, compiled: bool) -> Recipe | None:
         """How linear layers compute in FP8, if the scenario asks for it.
 
         Raises:
@@ -175,12 +183,9 @@ class StepCase:
         if recipe is None:
             return None
         check_gpu(recipe, self.cluster.gpu)
-        if model.experts:
-            raise InfeasibleError("precision: steps of models with experts are predicted in bf16; leave it out")
-        if their.lora or self.scenario.offload:
-            name = "adapters" if their.lora else "offload"
-            raise InfeasibleError(f"precision: steps with {name} are predicted in bf16; leave it out")
-        return recipe
+        if self.scenario.offload:
+            raise InfeasibleError("precision: steps with offload are predicted in bf16; leave it out")
+        return None if their.lora else recipe.on(self.cluster.gpu)  # frozen layers have theirs
 
     def _alike(self, parallel: Parallel) -> tuple[object, ...]:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""
@@ -191,6 +196,8 @@ class StepCase:
         """Whose attention runs."""
         theirs = parallel.cp > 1 and self.scenario.implementation == CPSIM.name
         code = implementation(self.framework.attention if theirs else self.scenario.implementation)
+        if self.framework.engine and self.scenario.framework and code is CPSIM:
+            code = replace(code, direct=("cudnn",))  # Transformer Engine calls it without PyTorch
         return code.calling(self.scenario.kernel, theirs and self.framework.compiled(self.scenario.compile))
 
     def least_memory(self, parallel: Parallel) -> int:
@@ -281,7 +288,42 @@ class StepCase:
         if self.scenario.knobs:
             return [self.scenario.knobs]
         attention = self.model(parallel, name, {}).attention
-        return STRATEGIES[name].knobs(attention.workload(microbatch), attention.cluster)
+        workload = attention.workload(microbatch)
+        known = STRATEGIES[name].knobs(workload, attention.cluster)
+        if self.scenario.implementation != CPSIM.name and self._code(parallel).strategies is not None:
+            return [{}]  # their code has settings of its own
+        return known if (offer := self._offer(name)) is None else self._offered(name, offer, known, workload, parallel)
+
+    def _offer(self, name: str) -> Support | None:
+        """What the framework that the scenario names has of a strategy; None where nothing restricts it."""
+        ours = self.scenario.framework and self.scenario.implementation == CPSIM.name
+        return self.framework.offers.get(name) if ours else None
+
+    def _offered(
+        self, name: str, offer: Support, known: Iterable[Mapping[str, Any]], workload: Workload, parallel: Parallel
+    ) -> list[Mapping[str, Any]]:
+        """Those knobs that the framework has; it gathers and sends all heads at once. Its data loader pads documents to
+        whole chunks, which are so small that they are left out.
+
+        Raises:
+            InfeasibleError: it has the strategy, and not for this workload.
+        """
+        if workload.mask in DOCUMENTS:
+            offer = replace(offer, chunks=0)
+        replace(offer, whole_heads=False).check(self.framework.name, name, workload, parallel.cp)
+        found, last = list[Mapping[str, Any]](), None
+        for knobs in known:
+            own = {knob: value for knob, value in knobs.items() if knob in (*offer.knobs, "ulysses")}
+            if own in found or any(value not in offer.knobs.get(knob, (value,)) for knob, value in own.items()):
+                continue
+            try:
+                offer.check(self.framework.name, name, workload, int(own.get("ulysses", parallel.cp)))
+                found.append(own)
+            except InfeasibleError as reason:
+                last = reason
+        if last is not None and not found:
+            raise last
+        return found
 
     def _strategies(self, parallel: Parallel) -> list[str]:
         """Those to choose from: the scenario's, or all that the code has and that are planned at once."""
@@ -289,6 +331,8 @@ class StepCase:
             return [self.scenario.strategy]
         theirs = self._code(parallel).strategies
         known = [name for name in STRATEGIES if name not in ("none", *SLOW_PLANS)]
+        if any(map(self._offer, known)):
+            known = [name for name in known if self._offer(name)]
         return [name for name in known if theirs is None or name in theirs]
 
     def simulate(self, parallel: Parallel, strategy: str, knobs: Mapping[str, Any]) -> Step:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cpsim.case.resolve import cluster_of
 from cpsim.prediction.compare import LONG_S, Choice, Comparison, Pair, errors_of, grouped
-from cpsim.report.tables import table
+from cpsim.report.fitted import table
 from cpsim.report.words import interval_text, mask_text, ms_text, percent_text, signed_percent, strategy_label
 from cpsim.units import format_count
 

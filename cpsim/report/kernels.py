@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cpsim.prediction.kernel_tables import MASKS, NUM_DOCUMENTS, KernelSupport, Speed, partly
-from cpsim.report.tables import table
+from cpsim.report.fitted import table
 from cpsim.units import format_bytes, format_count
 
 

@@ -15,9 +15,9 @@ from rich.text import Text
 from cpsim.masks.names import MASK_NAMES
 from cpsim.masks.slices import coarse_mask
 from cpsim.prediction.support import KERNELS, OTHERS, StrategySupport
+from cpsim.report.fitted import table
 from cpsim.report.page import figure, page
 from cpsim.report.page import table as html_table
-from cpsim.report.tables import table
 from cpsim.report.words import knobs_text
 from cpsim.runtime.files import write
 from cpsim.units import format_count

@@ -56,10 +56,18 @@ def _step_record(result: Prediction) -> dict[str, Any]:
 
 def advice_record(advice: Advice, recommendation: str) -> dict[str, Any]:
     """The whole of ``cpsim advise``, candidates fastest first."""
+    from cpsim.report.words import strategy_label
+
     return {
         "recommendation": recommendation,
         "scenario": advice.scenario.to_dict(),
-        "candidates": [_candidate(candidate) for candidate in advice.candidates],
+        "kind": "not_measured" if advice.stands_in else None,
+        "recommended": next((i for i, one in enumerate(advice.candidates) if one is advice.recommended), None),
+        "tied": len(advice.tied),
+        "candidates": [
+            _candidate(one) | {"same_schedule_as": [strategy_label(other.scenario) for other in advice.alike(one)]}
+            for one in advice.candidates
+        ],
         "infeasible": [
             {
                 "strategy": entry.scenario.strategy,

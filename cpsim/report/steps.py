@@ -7,13 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from cpsim.prediction.step_advice import Refused, StepAdvice, StepCandidate, reasons, words
+from cpsim.report.fitted import Column, Fitted
 from cpsim.report.records import prediction_record
-from cpsim.report.tables import notes_view, refusals_view, table
-from cpsim.report.words import CLEAR, percent_text, seconds_text, strategy_label
+from cpsim.report.tables import notes_view, refusals_view
+from cpsim.report.words import percent_text, seconds_text, strategy_label
 from cpsim.units import format_bytes
 
 if TYPE_CHECKING:
@@ -24,25 +24,25 @@ SHOWN = 12
 LEAST = 0.005
 """Share of the memory below which a kind is not named."""
 COLUMNS = (
-    ("#", "right"),
-    ("tp", "right"),
-    ("pp", "right"),
-    ("dp", "right"),
-    ("cp", "right"),
-    ("strategy", "left"),
-    ("recompute", "left"),
-    ("s", "right"),
-    ("tok/s", "right"),
-    ("MFU", "right"),
-    ("GB", "right"),
-    ("P(best)", "right"),
+    Column("#", worth=9),
+    Column("tp", worth=9),
+    Column("pp", worth=9),
+    Column("dp", worth=9),
+    Column("cp", worth=9),
+    Column("strategy", "left", worth=9),
+    Column("recompute", "left", worth=9, stacks=True),
+    Column("s", worth=9),
+    Column("tok/s", worth=3),
+    Column("MFU", worth=1),
+    Column("GB", worth=4),
+    Column("P(best)", worth=2),
 )
 
 
 def step_recommendation(advice: StepAdvice) -> str:
     """The recommendation in words, with how sure it is; or what comes nearest to fitting."""
-    if advice.candidates:
-        return _run(advice.candidates[0])
+    if best := advice.recommended:
+        return _run(best, advice)
     if advice.nearest:
         best = advice.nearest[0]
         needed, limit = (f"{nbytes / 1e9:.1f}" for nbytes in (best.step.needed_bytes, best.step.gpu_bytes))
@@ -58,14 +58,16 @@ def step_recommendation(advice: StepAdvice) -> str:
     return f"No way to cut this step can run: {len(advice.refused)} tried, each with its reason below."
 
 
-def _run(best: StepCandidate) -> str:
+def _run(best: StepCandidate, advice: StepAdvice) -> str:
     p = best.prediction
     low, high = seconds_text(p.time_s_low), seconds_text(p.time_s_high)
-    sure = "clearly" if best.probability_best >= CLEAR else "but it is close: fastest"
-    return (
-        f"Run {_cut(best)}: {seconds_text(best.step.time_s)} s a step (90 %: {low}–{high} s), "
-        f"{_rate(best)}; {sure} with probability {percent_text(best.probability_best)}."
-    )
+    lead = f"Run {_cut(best)}: {seconds_text(best.step.time_s)} s a step (90 %: {low}–{high} s), {_rate(best)}; "
+    others = len(advice.tied) - 1
+    if not others:
+        return f"{lead}the fastest with probability {percent_text(best.probability_best)}."
+    what = "1 other is" if others == 1 else f"{others} others are"
+    simplest = "the fastest" if best is advice.candidates[0] else "the simplest"
+    return f"{lead}{what} as fast as far as predictions can tell (= below), and this is {simplest} of them."
 
 
 def _cut(one: StepCandidate) -> str:
@@ -87,12 +89,22 @@ def _rate(one: StepCandidate) -> str:
     return f"{p.tokens_per_s_per_gpu or 0:,.0f} tokens/s per GPU, MFU {percent_text(p.mfu or 0)}"
 
 
-def step_advice_view(advice: StepAdvice) -> RenderableType:
-    """What is assumed, recommendation, reasons, ranked candidates, what cannot run and why, notes."""
+def step_advice_view(advice: StepAdvice, beside: Sequence[RenderableType] = ()) -> RenderableType:
+    """What is assumed, recommendation, what goes with it, reasons, ranked candidates, what cannot run and why, notes.
+
+    Args:
+        advice: what to show.
+        beside: what stands behind the recommendation.
+    """
     style = "bold green" if advice.candidates else "bold red"
-    parts: list[RenderableType] = [Text(advice.assumed), Text(step_recommendation(advice), style=style), Text()]
-    if advice.candidates:
-        parts += [_spent(advice.candidates[0]), *map(Text, reasons(advice)), Text()]
+    parts: list[RenderableType] = [
+        Text(advice.assumed),
+        Text(step_recommendation(advice), style=style),
+        *beside,
+        Text(),
+    ]
+    if best := advice.recommended:
+        parts += [_spent(best), *map(Text, reasons(advice)), Text()]
     elif advice.nearest:
         parts += [Text(f"{memory_text(advice.nearest[0].step)}."), Text()]
     shown = (advice.candidates or advice.nearest)[:SHOWN]
@@ -124,12 +136,14 @@ def memory_text(step: Step) -> str:
     return f"Memory: {format_bytes(at.needed)} of {format_bytes(step.gpu_bytes)}: {', '.join(parts)}"
 
 
-def _candidates(shown: Sequence[StepCandidate], advice: StepAdvice) -> Table:
-    made = table(*COLUMNS)
-    for rank, one in enumerate(shown, start=1):
-        best = rank == 1 and bool(advice.candidates)
-        made.add_row(str(rank), *candidate_row(one), style="green" if best else "")
-    return made
+def _candidates(shown: Sequence[StepCandidate], advice: StepAdvice) -> Fitted:
+    tied, best = advice.tied, advice.recommended
+    several = len(tied) > 1
+    ranks = [
+        f"{rank}{'=' if several and any(one is other for other in tied) else ''}" for rank, one in enumerate(shown, 1)
+    ]
+    rows = [(rank, *candidate_row(one)) for rank, one in zip(ranks, shown, strict=True)]
+    return Fitted(COLUMNS, rows, ["green" if one is best else "" for one in shown])
 
 
 def candidate_row(one: StepCandidate) -> tuple[str, ...]:
@@ -172,6 +186,8 @@ def step_advice_record(advice: StepAdvice) -> dict[str, Any]:
         "assumed": advice.assumed,
         "reasons": reasons(advice) if advice.candidates else [],
         "scenario": advice.scenario.to_dict(),
+        "recommended": next((i for i, one in enumerate(advice.candidates) if one is advice.recommended), None),
+        "tied": len(advice.tied),
         "candidates": [_record(one) for one in advice.candidates],
         "nearest": [_record(one) for one in advice.nearest],
         "slower": [{"parallel": words(cut), "time_s": seconds} for cut, seconds in advice.slower],

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from cpsim.prediction.results import REFUSALS, Infeasible, Prediction, Refusal, refusal
+from cpsim.report.fitted import Column, Fitted, table
 from cpsim.report.words import (
     case_text,
     cut_text,
     documents_text,
     interval_text,
-    knobs_text,
     ms_text,
     percent_text,
     recommendation,
@@ -29,21 +28,28 @@ if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
     from cpsim.errors import CpsimError
     from cpsim.models.profile import Profile
-    from cpsim.prediction.results import Advice
+    from cpsim.prediction.results import Advice, Candidate
 
 
-def table(*columns: tuple[str, str]) -> Table:
-    """An empty table in the house style; columns are (header, "left" or "right")."""
-    made = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
-    for header, side in columns:
-        made.add_column(header, justify="right" if side == "right" else "left", header_style="bold dim")
-    return made
+COLUMNS: Final = (
+    Column("#", worth=9),
+    Column("strategy", "left", worth=9, breaks=True),
+    Column("fwd ms", worth=3),
+    Column("bwd ms", worth=2),
+    Column("total ms", worth=9),
+    Column("90 % range", worth=8),
+    Column("TFLOP/s", worth=4),
+    Column("exposed", worth=1),
+    Column("memory", worth=6),
+    Column("P(best)", worth=7),
+)
+"""Of candidates."""
 
 
 def advice_view(advice: Advice) -> RenderableType:
     """Recommendation, case, ranked candidates, what cannot run and why, notes."""
     parts: list[RenderableType] = [
-        Text(recommendation(advice), style="bold green" if advice.candidates else "bold red"),
+        Text(recommendation(advice), style=_style(advice)),
         Text(),
         _case(advice.scenario),
         Text(),
@@ -55,41 +61,37 @@ def advice_view(advice: Advice) -> RenderableType:
     return Group(*parts, *notes_view(advice.notes))
 
 
+def _style(advice: Advice) -> str:
+    """Of a recommendation: plain answers, estimates, none."""
+    return "bold red" if not advice.candidates else "bold yellow" if advice.stands_in else "bold green"
+
+
 def _case(scenario: Scenario) -> RenderableType:
     return Text(f"{case_text(scenario)}; {documents_text(scenario)}", style="dim")
 
 
-def _candidates(advice: Advice) -> Table:
-    made = table(
-        ("#", "right"),
-        ("strategy", "left"),
-        ("fwd ms", "right"),
-        ("bwd ms", "right"),
-        ("total ms", "right"),
-        ("90 % range", "right"),
-        ("TFLOP/s", "right"),
-        ("exposed", "right"),
-        ("memory", "right"),
-        ("P(best)", "right"),
+def _candidates(advice: Advice) -> Fitted:
+    tied, best, rows = advice.tied, advice.recommended, []
+    for rank, one in enumerate(advice.distinct, start=1):
+        mark = "=" if len(tied) > 1 and any(one is other for other in tied) else ""
+        alike = [f"= {strategy_label(other.scenario)}" for other in advice.alike(one)]
+        name = "\n".join([strategy_label(one.scenario), *alike])
+        rows.append((f"{rank}{mark}", name, *_numbers(one)))
+    return Fitted(COLUMNS, rows, ["green" if one is best else "" for one in advice.distinct])
+
+
+def _numbers(one: Candidate) -> tuple[str, ...]:
+    """Cells under ``COLUMNS`` but the first two."""
+    return (
+        ms_text(one.forward.time_s),
+        ms_text(one.backward.time_s),
+        ms_text(one.total_s),
+        interval_text(one.total_s_low, one.total_s_high),
+        f"{one.tflops_per_gpu:,.0f}",
+        percent_text(one.exposed_share),
+        format_bytes(one.peak_memory_bytes),
+        percent_text(one.probability_best),
     )
-    for rank, candidate in enumerate(advice.candidates, start=1):
-        name = Text.assemble((str(candidate.scenario.strategy), "bold"))
-        if candidate.scenario.knobs:
-            name.append("\n" + knobs_text(candidate.scenario.knobs), "dim")
-        made.add_row(
-            str(rank),
-            name,
-            ms_text(candidate.forward.time_s),
-            ms_text(candidate.backward.time_s),
-            ms_text(candidate.total_s),
-            interval_text(candidate.total_s_low, candidate.total_s_high),
-            f"{candidate.tflops_per_gpu:,.0f}",
-            percent_text(candidate.exposed_share),
-            format_bytes(candidate.peak_memory_bytes),
-            percent_text(candidate.probability_best),
-            style="green" if rank == 1 else "",
-        )
-    return made
 
 
 def _infeasible(entries: Sequence[Infeasible]) -> RenderableType:

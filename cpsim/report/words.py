@@ -105,7 +105,9 @@ def recommendation(advice: Advice) -> str:
     """The recommendation in words, with how sure it is."""
     if not advice.candidates:
         return f"No strategy can run this case: {len(advice.infeasible)} tried, each with its reason below."
-    best, *others = advice.candidates
+    best = advice.recommended or advice.candidates[0]
+    same = advice.alike(best)
+    others = [one for one in advice.distinct if one is not best and not any(one is other for other in same)]
     chance = percent_text(best.probability_best)
     time = f"{ms_text(best.total_s)} ms forward and backward (90 %: {_interval(best)} ms)"
     rate = f"{best.tflops_per_gpu:,.0f} TFLOP/s per GPU"
@@ -113,15 +115,21 @@ def recommendation(advice: Advice) -> str:
         why = "the only strategy that can" if advice.infeasible else "the only one asked about"
         return f"Run {strategy_label(best.scenario)}, {why}: {time}, {rate}."
     second = others[0]
-    if best.probability_best >= CLEAR:
-        lead = f"{second.total_s / best.total_s - 1:.0%}".replace("%", " %")
+    tied = [one for one in others if any(one is other for other in advice.tied)]
+    run = f"Not measured, estimated from kernel {advice.stands_in}: run" if advice.stands_in else "Run"
+    lead = f"{run} {strategy_label(best.scenario)}: {time}, {rate}"
+    longer = f"{second.total_s / best.total_s - 1:.0%}".replace("%", " %")
+    if not tied or best.probability_best >= CLEAR:
+        comes = f"{strategy_label(second.scenario)} comes second and takes {longer} longer"
+        return f"{lead}. It is the fastest with probability {chance}; {comes}."
+    if best is not advice.candidates[0]:
+        first = strategy_label(advice.candidates[0].scenario)
         return (
-            f"Run {strategy_label(best.scenario)}: {time}, {rate}. It is the fastest with probability "
-            f"{chance}; {strategy_label(second.scenario)} comes second and takes {lead} longer."
+            f"{lead}; but it is close: {first} takes {ms_text(advice.candidates[0].total_s)} ms, which cannot be told "
+            "from it (= below), and this is the simplest of them."
         )
     return (
-        f"Run {strategy_label(best.scenario)}: {time}, {rate}; but it is close: it is the fastest with "
-        f"probability {chance}, {strategy_label(second.scenario)} with "
+        f"{lead}; but it is close: it is the fastest with probability {chance}, {strategy_label(second.scenario)} with "
         f"{percent_text(second.probability_best)} ({ms_text(second.total_s)} ms)."
     )
 

@@ -221,8 +221,8 @@ def _routed(line: Line, model: Mapping[str, Any]) -> dict[str, Any]:
     """A mixture of experts.
 
     Sequences of the one row of 25.11 on H100 that says 4 of them in a microbatch are one by one: its configuration
-    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Layers of Qwen3 are divided with both ends
-    (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
+    says 1 (v0.2.0, scripts/performance/configs/gpt_oss/workload_base_configs.py). Layers of Qwen3 are divided with both
+    ends (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
     """
     seq, gpus, sequences, pp = int(line["seq"]), int(line["gpus"]), int(line["gbs"]), int(line["pp"])
     batch = 1 if line["system"] == "DGX-H100" else int(line["mbs"])

@@ -14,6 +14,7 @@ from cpsim.masks.slices import Ints
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.network.collective import collective_seconds, transfer_seconds, wire_bytes
 from cpsim.models.network.links import Flows, Links
+from cpsim.models.network.nccl import Machine, inside_of, machine_of, way
 from cpsim.models.network.pressure import Messages
 from cpsim.schedule.schedule import COLLECTIVE_KINDS, Int8, Kind, Schedule, is_one_of
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 Floats = NDArray[np.float64]
 
-_COLLECTIVE_NAMES: Final = {
+COLLECTIVE_NAMES: Final = {
     Kind.ALL_GATHER: "all_gather",
     Kind.REDUCE_SCATTER: "reduce_scatter",
     Kind.ALL_TO_ALL: "all_to_all",
@@ -62,11 +63,18 @@ class Communication:
         """Seconds, bytes per rank over NVLink, bytes per rank between nodes, whether the latter decide.
 
         Between nodes a ring collective crosses every node boundary once with everything, over all NICs of the node;
-        an all-to-all sends every rank's share for other nodes over that rank's part of the NICs.
+        an all-to-all sends every rank's share for other nodes over that rank's part of the NICs. Where the cluster's
+        file describes what connects its GPUs, NCCL's algorithms say all of it.
         """
-        name, params = _COLLECTIVE_NAMES[kind], self.profile.collective
+        name, params = COLLECTIVE_NAMES[kind], self.profile.collective
         if num_ranks == 1:
             return 0.0, 0.0, 0.0, False
+        if self.by_law(kind, num_nodes):
+            machine = machine_of(self.cluster, num_ranks, num_nodes, params.port_bytes_per_s)
+            _, seconds, near, node = (float(value) for value in way(name, nbytes, machine))
+            return seconds, near, node / machine.per_node, num_nodes > 1
+        if num_nodes == 1 and kind == Kind.ALL_REDUCE and num_ranks > max(params.curves[name]):
+            return self._more_ranks(nbytes, num_ranks)
         if num_nodes == 1:
             seconds = float(collective_seconds(params, name, np.array([nbytes]), num_ranks)[0])
             return seconds, float(wire_bytes(name, nbytes, num_ranks)), 0.0, False
@@ -88,6 +96,27 @@ class Communication:
             rate_per_rank = fabric.proxy_bandwidth_bytes_per_s / 2  # it sends as much as it receives
         between = fabric.latency_s + far / rate_per_rank
         return max(inside, between), near, far, between >= inside
+
+    def _more_ranks(self, nbytes: float, num_ranks: int) -> tuple[float, float, float, bool]:
+        """An all-reduce inside a node among more GPUs than were measured, as ``collective``.
+
+        NVLink switches add for larger groups. What was measured grows as NCCL's algorithms say.
+        """
+        params = self.profile.collective
+        inside, most = inside_of(self.cluster, params.port_bytes_per_s), max(params.curves["all_reduce"])
+        more, fewer = (
+            way("all_reduce", nbytes, Machine(num_nodes=1, per_node=n, inside=inside)) for n in (num_ranks, most)
+        )
+        measured = float(collective_seconds(params, "all_reduce", np.array([nbytes]), most)[0])
+        return measured * float(more.seconds / fewer.seconds), float(more.port_bytes), 0.0, False
+
+    def by_law(self, kind: Kind, num_nodes: int) -> bool:
+        """Whether a description prices a collective, and no measurement of it; sockets carry messages by threads."""
+        fabric = self.cluster.fabric
+        if num_nodes == 1 or fabric is None:
+            return self.cluster.inside is not None
+        by_proxy = kind == Kind.ALL_TO_ALL and fabric.proxy_bandwidth_bytes_per_s is not None
+        return fabric.transport is not None and not by_proxy
 
     def transfers(self, schedule: Schedule, messages: Messages, links: Links) -> MessageCosts:
         """Messages between two ranks, inside nodes and between them."""
@@ -117,8 +146,8 @@ class Communication:
         for kind, nbytes, nodes, ops, ranks in self._alike(schedule, np.flatnonzero(even)):
             num_ranks = ranks.shape[1] * schedule.copies
             seconds, near, far, between = self.collective(kind, float(nbytes), num_ranks, nodes)
-            name, size = _COLLECTIVE_NAMES[kind], num_ranks // nodes
-            notes = tuple(self.profile.collective_notes(name, nbytes, size))
+            name, size = COLLECTIVE_NAMES[kind], num_ranks // nodes
+            notes = () if self.by_law(kind, nodes) else tuple(self.profile.collective_notes(name, nbytes, size))
             flows = NO_FLOWS if num_ranks == 1 else links.collectives(ops, ranks, near, far, kind == Kind.ALL_TO_ALL)
             group = np.full(len(ops), GROUPS.index("collective between nodes" if between else "collective"), np.int8)
             found.append(MessageCosts(ops, np.full(len(ops), seconds), group, flows, notes))

@@ -8,7 +8,7 @@ sees) ask for the kernels' time alone.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,9 @@ from cpsim.case.documents import as_taken
 from cpsim.case.model import Model
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
+from cpsim.models.attention.fp8 import FP8_ATTENTION, Pass
 from cpsim.models.attention.params import clocked_seconds
+from cpsim.models.elementwise import elementwise_seconds
 from cpsim.models.price import price
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.step.costs import Parts
@@ -36,6 +38,8 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 PASSES = ("fwd", "bwd")
 CAUSAL = ("causal", "causal_document")
+TALKS = ("collective", "transfer")
+"""Beginnings of cost models of messages."""
 TILE = 128
 """Queries of a tile of attention's kernels."""
 WINDOWS = (
@@ -115,6 +119,8 @@ class Attention:
     mask_options: Any
     slowest: Mapping[str, float]
     """By pass: time of the slowest GPU of the step over that of the mean one, where a kernel runs alone."""
+    fp8: Mapping[Pass, float] | None = None
+    """By pass: how much faster kernels in FP8 are; None: they are in bf16."""
     _known: dict[tuple[int, ...], Attended] = field(default_factory=dict)
 
     def of(self, microbatches: Sequence[tuple[int, ...]]) -> list[Attended]:
@@ -130,7 +136,24 @@ class Attention:
             self._known.update(zip(new, self._alone(new), strict=True))
         else:
             self._known.update((documents, self._simulated(documents)) for documents in new)
+        if self.fp8:
+            self._known.update((documents, self._in_fp8(documents, self._known[documents])) for documents in new)
         return [self._known[documents] for documents in microbatches]
+
+    def _in_fp8(self, documents: tuple[int, ...], one: Attended) -> Attended:
+        """With kernels and messages in FP8, and with casts: of queries, keys and values and of their gradients, and of
+        the gradient of the output."""
+        assert self.fp8 is not None
+        sizes = Sizes(self.model, self.tp, sum(documents) // self.cluster.num_gpus)
+        cast = {"fwd": sizes.wide("qkv"), "bwd": sizes.wide("qkv") + sizes.out}
+        found = list[Parts]()
+        for pass_, parts in zip(PASSES, one.parts, strict=True):
+            own = {f"attention {pass_}": 1 / self.fp8[pass_]}  # type: ignore[index]
+            faster = {name: s * own.get(name, 0.5 if name.startswith(TALKS) else 1.0) for name, s in parts.items()}
+            copy = 3 * cast[pass_] // 2  # bf16 is read and FP8 written
+            faster["elementwise of layers"] = float(elementwise_seconds(self.profile.elementwise, "copy", copy))
+            found.append(faster)
+        return replace(one, parts=(found[0], found[1]), sent=one.sent / 2, notes=(*one.notes, FP8_ATTENTION))
 
     def _check_window(self) -> None:
         """Whether layers with a sliding window can be predicted.

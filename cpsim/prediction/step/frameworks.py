@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Final
 
 from cpsim.case.model import Lora, Model
@@ -23,6 +23,7 @@ from cpsim.prediction.step.overlap import micro_pipelined, userbuffers
 from cpsim.prediction.step.precision import ENGINE_RECIPES, TORCH_RECIPES, Recipe, in_fp8
 from cpsim.prediction.step.program import GRADIENT, LayerCode, Node, Nodes
 from cpsim.schedule.transformer import OP_BYTES
+from cpsim.strategies.others.facts import DENSE, DOCUMENTS, Support
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,11 @@ class Framework:
     """Whether steps of models with experts are predicted."""
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
+    offers: Mapping[str, Support] = field(default_factory=dict)
+    """Strategies that it has, each with its masks and knobs; of scenarios that name the framework no others are tried.
+    """
+    parts_loss: bool = False
+    """Whether it computes logits and loss in parts."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
     """Names of host measurements by stream, of layers that are compiled and of those that are not; empty: hosts are
     never late."""
@@ -187,7 +193,8 @@ class Framework:
             return None
         if not self.recipes:
             raise InfeasibleError(f"precision: {self.name} is predicted in bf16 only")
-        name = next(iter(self.recipes)) if isinstance(precision, str) else precision["fp8"]
+        first = "nvfp4" if precision == "nvfp4" else next(iter(self.recipes))
+        name = first if isinstance(precision, str) else precision["fp8"]
         if name not in self.recipes:
             raise InfeasibleError(f"precision: {self.name} has fp8 {', '.join(self.recipes)}, got {name}")
         if self.compiles is not None and not compiled:
@@ -231,8 +238,6 @@ class Framework:
             raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
         if parallel.tp_overlap and self.compiles is not None and not compiled:
             raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
-        if parallel.tp_overlap and self.lora:
-            raise InfeasibleError("tp_overlap: steps with adapters are predicted without; leave it out")
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
 
@@ -288,6 +293,7 @@ def weight_gradient(sizes: Sizes, name: str, source: str, kept: str, each: int) 
     return Node(Gemm("wgrad", outer, inner, sizes.tokens), (source, kept), made)
 
 
+@lru_cache(1024)
 def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: bool = True) -> LayerCode:
     """Transformer Engine's fused linear layers with sequence parallelism; gradients are summed into buffers.
 
@@ -430,6 +436,18 @@ def megatron_last(s: Sizes, _compiled: bool, _chunks: int = 1) -> LayerCode:
     )
 
 
+TRANSFORMER_ENGINE: Final = {
+    "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),
+    "ulysses": Support(masks=DENSE, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True),
+    "allgather": Support(masks=DENSE, chunks=2, knobs={"layout": ("zigzag",)}),
+    "usp": Support(masks=DENSE, chunks=2, knobs={"placement": ("head_first",)}, whole_heads=True),
+}
+"""Strategies of Transformer Engine 2.4 by Megatron's ``cp_comm_type``: p2p, a2a, all_gather, a2a+p2p."""
+CONTEXT_PARALLEL: Final = {
+    "zigzag_ring": Support(masks=("causal",), chunks=2),
+    "allgather": Support(masks=("causal",), chunks=2, knobs={"layout": ("zigzag",)}),
+}
+"""Strategies of PyTorch's ``context_parallel`` by its rotation, with load balancing."""
 MEGATRON: Final = Framework(
     name="megatron",
     source="Megatron-Core 0.12 with Transformer Engine 2.4",
@@ -444,6 +462,7 @@ MEGATRON: Final = Framework(
     overlap=userbuffers,
     recipes=ENGINE_RECIPES,
     pipelines=True,
+    offers=TRANSFORMER_ENGINE,
     offloads=True,
     engine=True,
     experts=True,
@@ -758,6 +777,8 @@ TORCH: Final = Framework(
     root=True,
     divides=True,
     attention="torch",
+    offers=CONTEXT_PARALLEL,
+    parts_loss=True,
     launches=LAUNCHES,
     host="torch",
 )
@@ -770,6 +791,7 @@ TORCHTITAN: Final = replace(
     source="torchtitan of December 2024 (9dec370): one root of both ends, loss never compiled, AdamW by lists",
     recompute="per_op",
     shardings=("fsdp",),
+    parts_loss=False,
     compiles=False,
     layer=torchtitan_layer,
     joins=chunked,

@@ -106,33 +106,54 @@ class ChunkMemory:
     """Activations and logits that stay between its two passes."""
 
 
-def chunk_memory(make: Callable[[int], Program], layers: int, stays: tuple[str, ...]) -> ChunkMemory:
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """What a program holds while every op runs."""
+
+    live: Ints
+    """Bytes by kind, ``[len(KINDS), N]``."""
+    forward: int
+    """Ops of the forward pass."""
+    offloaded: bool
+    """Whether activations leave for the host."""
+
+
+def occupancy(program: Program, stays: tuple[str, ...]) -> Occupancy:
+    """What a program holds; tensors whose names begin with one of ``stays`` stay until the optimizer's step."""
+    offloaded = any(isinstance(node.what, HostCopy) for node in program.forward)
+    return Occupancy(_live(program, stays), len(program.forward), offloaded)
+
+
+def chunk_memory(occupied: Callable[[int], Occupancy], layers: int) -> ChunkMemory:
     """Memory of one chunk of layers.
 
     Args:
-        make: the program of so many layers.
+        occupied: by the program of so many layers.
         layers: of the chunk.
-        stays: beginnings of names of tensors that stay until the optimizer's step.
     """
     few, more = 4, 5
     if layers <= more:
-        program = make(layers)
-        live = _live(program, stays)
-        columns, kept = live, live[:, len(program.forward)]
+        found = occupied(layers)
+        columns, kept = found.live, found.live[:, found.forward]
     else:
-        small, large = (make(count) for count in (few, more))
-        a, b = _live(small, stays), _live(large, stays)
+        small, large = occupied(few), occupied(more)
+        a, b = small.live, large.live
         grown = layers - more
-        each = len(large.forward) - len(small.forward)
+        each = large.forward - small.forward
+        backward_a, backward_b = a.shape[1] - small.forward, b.shape[1] - large.forward
         # all but two layers: what a layer makes may live until the end of the next one
-        alike = len(small.backward) - 2 * (len(large.backward) - len(small.backward))
-        forward_a, forward_b = len(small.forward), len(large.forward)
-        first = alike - 2 * any(isinstance(node.what, HostCopy) for node in small.forward)  # layer 0 brings none back
+        alike = backward_a - 2 * (backward_b - backward_a)
+        first = alike - 2 * small.offloaded  # layer 0 brings none back
         # the last layers forward and the first ones backward, and the last ones backward
-        parts = [(a[:, forward_a - 2 * each : forward_a + first], b[:, forward_b - 2 * each : forward_b + first])]
+        parts = [
+            (
+                a[:, small.forward - 2 * each : small.forward + first],
+                b[:, large.forward - 2 * each : large.forward + first],
+            )
+        ]
         parts += [(a[:, -alike:], b[:, -alike:])]
         columns = np.concatenate([late + grown * (late - early) for early, late in parts], axis=1)
-        kept = b[:, forward_b] + grown * (b[:, forward_b] - a[:, forward_a])
+        kept = b[:, large.forward] + grown * (b[:, large.forward] - a[:, small.forward])
     at = int(np.argmax(columns.sum(axis=0)))
     return ChunkMemory(columns[:, at], int(kept[[KINDS.index("activations"), KINDS.index("logits")]].sum()))
 

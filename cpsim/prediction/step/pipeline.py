@@ -20,11 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cpsim.runtime.compiled import compiled
+
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 Pass = tuple[int, int, int]
 """0 or 1 for forward or backward, microbatch, stage; where stages hold several chunks of layers, virtual stage."""
 
@@ -77,14 +81,45 @@ def one_f_one_b(seconds: Floats, hop_s: float, chunks: int = 1) -> Pipeline:
     """
     _, _, microbatches, virtual = seconds.shape
     end, stages = np.zeros_like(seconds), virtual // chunks
-    orders = [one_f_one_b_order(stage, stages, microbatches, chunks) for stage in range(stages)]
-    for which, m, stage, before, given in _in_time(orders, virtual):
-        start = end[before[0], :, before[1], before[2]] if before else np.zeros(seconds.shape[1])
-        if given:
-            start = np.maximum(start, end[given[0], :, given[1], given[2]] + hop_s * (given[2] != stage))
-        end[which, :, m, stage] = start + seconds[which, :, m, stage]
+    orders = _orders(stages, microbatches, chunks)
+    _fill(end, seconds, _table(stages, microbatches, chunks), hop_s)
     last = end[1, :, -1, :stages]  # of the first chunk of every stage
     return Pipeline(last, *_critical_path(end, last, orders, hop_s))
+
+
+@lru_cache(512)
+def _orders(stages: int, microbatches: int, chunks: int) -> list[list[Pass]]:
+    """Passes of every stage, in order."""
+    return [one_f_one_b_order(stage, stages, microbatches, chunks) for stage in range(stages)]
+
+
+@lru_cache(512)
+def _table(stages: int, microbatches: int, chunks: int) -> Ints:
+    """All passes as they follow each other, ``[N, 9]``: the pass, the one before it on its stage, and the one whose
+    output it needs, each by direction, microbatch and virtual stage; -1 where there is none."""
+    none = (-1, -1, -1)
+    found = [
+        (which, m, stage, *(before or none), *(given or none))
+        for which, m, stage, before, given in _in_time(_orders(stages, microbatches, chunks), stages * chunks)
+    ]
+    return np.array(found, np.int64).reshape(-1, 9)
+
+
+@compiled()
+def _fill(end, seconds, table, hop_s):  # type: ignore[no-untyped-def]
+    """Ends of passes, of all replicas."""
+    for i in range(len(table)):
+        which, m, stage = table[i, 0], table[i, 1], table[i, 2]
+        for r in range(seconds.shape[1]):
+            start = 0.0
+            if table[i, 3] >= 0:
+                start = end[table[i, 3], r, table[i, 4], table[i, 5]]
+            if table[i, 6] >= 0:
+                ready = end[table[i, 6], r, table[i, 7], table[i, 8]]
+                if table[i, 8] != stage:
+                    ready += hop_s
+                start = max(start, ready)
+            end[which, r, m, stage] = start + seconds[which, r, m, stage]
 
 
 def most_in_flight(order: list[Pass], sizes: Mapping[int, int]) -> dict[int, int]:

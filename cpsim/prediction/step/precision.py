@@ -28,7 +28,7 @@ from cpsim.prediction.step.program import LayerCode, Node, Nodes
 FP8: Final = 1
 """Bytes of an element."""
 FP8_NOTE: Final = (
-    f"FP8 products: not measured, estimated from products in bf16 and published kernels, {FP8_RATE} x as fast along k; "
+    f"FP8 products: {FP8_RATE} x as fast along k as in bf16, by kernels measured on one H100 and published ones; "
     f"uncertain by {FP8_SIGMA:.0%}"
 )
 TRANSPOSE: Final = 2 * FP8
@@ -44,8 +44,8 @@ class Recipe:
     name: Fp8
     kernel: str = "tensorwise"
     """Of products, a key of ``cpsim.models.gemm.FP8_KERNELS``."""
-    kernel_back: str = "tensorwise"
-    """Of products of the backward pass."""
+    kernel_back: str = "exact"
+    """Of products of the backward pass, on Hopper."""
     largest: int = 0
     """To find the largest magnitude, before a cast."""
     cast: int
@@ -71,6 +71,11 @@ class Recipe:
     saves: bool = False
     """Whether inputs are kept in FP8."""
 
+    def on(self, gpu: Gpu) -> Recipe:
+        """On a GPU; other tensor cores than Hopper's add up exactly at full speed."""
+        exact = self.kernel_back == "exact" and gpu.architecture not in ("hopper", None)
+        return replace(self, kernel_back="tensorwise") if exact else self
+
     def unsharded(self) -> Recipe:
         """Where every GPU has the weights in bf16."""
         if not self.shards:
@@ -94,15 +99,28 @@ ROWWISE: Final = Recipe(
     gathers=False,
 )
 """torchao's. Scales along the other axis take a transpose in bf16 and a cast; without fast accumulation, in the
-backward pass, it multiplies by tensorwise kernels and scales afterwards."""
+backward pass, it multiplies by cuBLAS's kernels and scales afterwards."""
 DELAYED: Final = Recipe(name="delayed", cast=4, after_norm=1, kept=0, gradient=4, weight_step=4, saves=True)
 """Transformer Engine's: scales of earlier steps, so that casts are one kernel and norms write FP8."""
 CURRENT: Final = replace(DELAYED, name="current", largest=2, after_norm=None, weight_step=6)
 """Transformer Engine's: the largest magnitude first."""
 MXFP8: Final = replace(DELAYED, name="mxfp8", kernel="mxfp8", kernel_back="mxfp8", after_norm=0)
 """Transformer Engine's: a scale for 32 elements."""
+NVFP4: Final = replace(
+    MXFP8,
+    name="nvfp4",
+    kernel="nvfp4",
+    kernel_back="nvfp4",
+    largest=2,
+    cast=3,
+    after_norm=None,
+    gradient=3,
+    weight_step=5,
+)
+"""Transformer Engine's: a scale for 16 elements and one for the tensor, whose largest magnitude comes first. What is
+kept and gathered counts as in FP8."""
 TORCH_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (TENSORWISE, ROWWISE)}
-ENGINE_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (DELAYED, CURRENT, MXFP8)}
+ENGINE_RECIPES: Final[Mapping[str, Recipe]] = {one.name: one for one in (DELAYED, CURRENT, MXFP8, NVFP4)}
 
 
 def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
@@ -113,8 +131,10 @@ def check_gpu(recipe: Recipe, gpu: Gpu) -> None:
     """
     if not gpu.fp8_ratio:
         raise InfeasibleError(f"precision: {gpu.name} cannot multiply FP8; use bf16")
-    if recipe.kernel == "mxfp8" and gpu.architecture not in BLOCK_SCALED:
-        raise InfeasibleError(f"precision: {gpu.name} cannot multiply mxfp8, Blackwell can; use delayed or current")
+    if recipe.kernel in ("mxfp8", "nvfp4") and gpu.architecture not in BLOCK_SCALED:
+        raise InfeasibleError(
+            f"precision: {gpu.name} cannot multiply {recipe.kernel}, Blackwell can; use delayed or current"
+        )
 
 
 def in_fp8(code: LayerCode, tp: int, recipe: Recipe) -> LayerCode:
@@ -125,7 +145,8 @@ def in_fp8(code: LayerCode, tp: int, recipe: Recipe) -> LayerCode:
         tp: ranks that gather and scatter.
         recipe: how.
     """
-    layer = _Layer(recipe, tp)
+    sizes = {name: nbytes // BF16 for node in (*code.forward, *code.backward) for name, nbytes in node.makes.items()}
+    layer = _Layer(recipe, tp, sizes)
     forward = layer.forward(code.forward)
     backward = layer.backward(code.backward)
     return LayerCode(forward=forward, backward=backward, kept=kept_in_fp8(code.kept, backward))
@@ -147,6 +168,8 @@ class _Layer:
 
     recipe: Recipe
     tp: int
+    sizes: Mapping[str, int]
+    """Elements of tensors, of which products of experts read parts."""
     made: set[str] = field(default_factory=set)
     """Tensors in FP8, by the names of those in bf16, and gathered ones by their own."""
 
@@ -159,10 +182,10 @@ class _Layer:
                 source = node.reads[0]
                 found += self._cast(source, _elements(node) // self.tp, source in normed, whole=False)
                 found.append(self._gather(node))
-            elif isinstance(node.what, Gemm):
+            elif isinstance(node.what, Gemm) and not _routes(node):
                 m, n, k = node.what.m, node.what.n, node.what.k
                 source = node.reads[0]
-                found += self._cast(source, m * k, source in normed)
+                found += self._cast(source, self._all(source, m * k), source in normed)
                 if weights:
                     made = f"weights of {next(iter(node.makes))} fp8"
                     found.append(Node(ElementwisePass("copy", weights * n * k), ("weights",), {made: FP8 * n * k}))
@@ -181,7 +204,7 @@ class _Layer:
                 # what the forward pass has cast is kept, and gathered again
                 found += self._to_fp8(source, _elements(node) // self.tp, recipe.gradient - FP8)
                 found.append(self._gather(node))
-            elif not isinstance(node.what, Gemm):
+            elif not isinstance(node.what, Gemm) or _routes(node):
                 found.append(node)
             elif node.what.kind == "dgrad":
                 found += self._input_gradient(node, node.what)
@@ -191,7 +214,7 @@ class _Layer:
 
     def _input_gradient(self, node: Node, what: Gemm) -> Nodes:
         gradient, inputs, outputs = node.reads[0], what.n, what.k
-        found = list(self._to_fp8(gradient, what.m * outputs, self.recipe.gradient))
+        found = list(self._to_fp8(gradient, self._all(gradient, what.m * outputs), self.recipe.gradient))
         (made,) = node.makes
         if self.recipe.weight_back:
             turned, elements = f"weights of {made} turned", inputs * outputs
@@ -203,19 +226,24 @@ class _Layer:
 
     def _weight_gradient(self, node: Node, what: Gemm) -> Nodes:
         gradient, kept = node.reads
-        found = list(self._to_fp8(gradient, what.m * what.k, self.recipe.gradient))
-        found += self._turned(gradient, what.m * what.k, TRANSPOSE) if gradient in self.made else ()
+        ours, theirs = self._all(gradient, what.m * what.k), self._all(kept, what.n * what.k)
+        found = list(self._to_fp8(gradient, ours, self.recipe.gradient))
+        found += self._turned(gradient, ours, TRANSPOSE) if gradient in self.made else ()
         if kept in self.made:  # gathered in FP8
-            found += self._turned(kept, what.n * what.k, TRANSPOSE)
+            found += self._turned(kept, theirs, TRANSPOSE)
             operand = f"{kept} turned"
         elif self.recipe.saves:
             operand = f"{kept} fp8"
         else:
-            found += self._turned(kept, what.n * what.k, self.recipe.kept)
+            found += self._turned(kept, theirs, self.recipe.kept)
             operand = f"{kept} turned"
         left = f"{gradient} turned" if f"{gradient} turned" in self.made else self._low(gradient)
         found.append(replace(node, what=replace(what, fp8=self.recipe.kernel_back), reads=(left, operand)))
         return (*found, *self._scaled(node, what))
+
+    def _all(self, name: str, elements: int) -> int:
+        """Elements of a tensor, of which a product reads so many."""
+        return max(elements, self.sizes.get(name, 0))
 
     def _gathered(self, node: Node, nodes: Nodes) -> bool:
         """Whether that is gathered in FP8: what products alone read."""
@@ -279,6 +307,11 @@ class _Layer:
         """Scales that are multiplied after a product of the backward pass."""
         nbytes = self.recipe.scaled * what.m * what.n
         return (Node(ElementwisePass("copy", nbytes), tuple(node.makes), dict(node.makes)),) if nbytes else ()
+
+
+def _routes(node: Node) -> bool:
+    """Whether it is a product of a router, which stays in the working type."""
+    return "router" in node.makes or "drouter" in node.reads
 
 
 def _norms(node: Node) -> bool:

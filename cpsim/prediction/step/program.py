@@ -59,11 +59,8 @@ class Node:
 
     def renamed(self, name: Callable[[str], str]) -> Node:
         """With other names of tensors."""
-        return replace(
-            self,
-            reads=tuple(map(name, self.reads)),
-            makes={name(tensor): nbytes for tensor, nbytes in self.makes.items()},
-        )
+        makes = {name(tensor): nbytes for tensor, nbytes in self.makes.items()}
+        return Node(self.what, tuple(map(name, self.reads)), makes, self.stream, self.calls)
 
 
 Nodes = tuple[Node, ...]

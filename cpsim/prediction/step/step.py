@@ -28,9 +28,11 @@ from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, Elementwis
 from cpsim.prediction.step.memory import (
     CONTEXT,
     ChunkMemory,
+    Occupancy,
     StageMemory,
     chunk_memory,
     communicators,
+    occupancy,
     stage_memory,
     workspaces,
 )
@@ -49,7 +51,7 @@ from cpsim.prediction.step.program import (
     Shards,
     program,
 )
-from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers
+from cpsim.prediction.step.timing import Prices, launches_seconds, of_layers, scheduled
 from cpsim.schedule.schedule import Kind
 from cpsim.schedule.transformer import OP_BYTES
 
@@ -126,6 +128,8 @@ class StepModel:
     """How linear layers compute in FP8."""
     _known: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _layers: dict[int, tuple[bool, float]] = field(default_factory=dict)
+    _occupied: dict[tuple[object, ...], Occupancy] = field(default_factory=dict)
+    """What programs of a few layers hold, of ways to cut whose passes are alike."""
     _chunks: dict[tuple[object, ...], ChunkMemory] = field(default_factory=dict)
     _memory: dict[tuple[int, ...], StageMemory] = field(default_factory=dict)
 
@@ -181,7 +185,8 @@ class StepModel:
         beside = learns if self.framework.lora else 0
         buckets = cut.replicas > 1 and not self.sharded  # gradients are views of them
         summed = held.gradient or held.made_gradient * (cut.microbatches > 1 or buckets)
-        copies = 2 * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
+        layouts = 2 - (held.weight == FP8)  # weights in FP8 are one of them
+        copies = layouts * FP8 * self._linear_parameters() if self.recipe and self.recipe.weight_step else 0
         stays = () if summed else (SHARD,) if self.sharded else (GRADIENT,)
         chunks = {
             chunk: self._chunk_memory(tokens, chunk, exchange, kept, stays)
@@ -197,13 +202,24 @@ class StepModel:
         """Memory of a microbatch on a virtual stage; those that are alike are looked at once."""
         key = tokens, self._alike(chunk), exchange, kept
         if key not in self._chunks:
-            make = self._programs(tokens, chunk, exchange, kept)
-            self._chunks[key] = chunk_memory(make, self.layers[chunk], stays)
+            same = tokens, self._ends(chunk), exchange, kept, stays
+
+            def occupied(layers: int) -> Occupancy:
+                if (*same, layers) not in self._occupied:
+                    make = self._programs(tokens, chunk, exchange, kept)
+                    self._occupied[*same, layers] = occupancy(make(layers), stays)
+                return self._occupied[*same, layers]
+
+            self._chunks[key] = chunk_memory(occupied, self.layers[chunk])
         return self._chunks[key]
 
     def _alike(self, chunk: int) -> tuple[int, bool, bool]:
         """What time and memory of a virtual stage depend on: its layers, and the ends of the model that it has."""
-        return self.layers[chunk], chunk == 0, chunk == self.parallel.virtual_stages - 1
+        return self.layers[chunk], *self._ends(chunk)
+
+    def _ends(self, chunk: int) -> tuple[bool, bool]:
+        """Whether a virtual stage has the first and the last end of the model."""
+        return chunk == 0, chunk == self.parallel.virtual_stages - 1
 
     def simulate(self, batch: Batch, attended: Sequence[Sequence[Attended]] | None = None) -> Step:
         """Runs one step.
@@ -237,7 +253,7 @@ class StepModel:
                     (
                         *self._notes(self.most_tokens(batch)),
                         *((note(self.cluster),) if self.offload else ()),
-                        *((FP8_NOTE,) if self.recipe else ()),
+                        *((FP8_NOTE,) if self.recipe or self.held.weight == FP8 else ()),
                         *(note for replica in attended for one in replica for note in one.notes),
                     )
                 )
@@ -412,12 +428,16 @@ class StepModel:
         Where nothing runs beside layers that takes as long as their attention lets it, attention only adds.
         """
         layers, plain = self.layers[chunk], not (self.sharded or self.framework.launches or self.offload)
-        key = tokens, self._alike(chunk), None if plain else str(attended.parts)
-        if key not in self._known:
-            parts: tuple[Parts, Parts] = ({}, {}) if plain else attended.parts
-            make = self._programs(tokens, chunk)
-            self._known[key] = of_layers(make, self._prices(parts, make), layers)
-        found = self._known[key]
+        key = tokens, self._ends(chunk), None if plain else str(attended.parts)
+
+        def seconds(count: int) -> Floats:
+            if (*key, count) not in self._known:
+                make = self._programs(tokens, chunk)
+                prices = self._prices(({}, {}) if plain else attended.parts, make)
+                self._known[*key, count] = scheduled(make(count), prices).seconds()
+            return self._known[*key, count]
+
+        found = of_layers(seconds, layers)
         if not plain:
             return found
         forward, backward = stacked(attended.parts)
@@ -551,7 +571,10 @@ class StepModel:
 
     def _linear_parameters(self) -> int:
         """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
-        return (self.model.layer_parameters(self.parallel.tp) - 2 * self.model.hidden) * self._most_layers
+        model, tp = self.model, self.parallel.tp
+        others = (2 + model.experts) * model.hidden + model.expert_parameters(tp)
+        own = model.expert_parameters(tp) // self.parallel.ep
+        return (model.layer_parameters(tp) - others + own) * self._most_layers
 
     def _casts_of_step(self) -> list[ElementwisePass]:
         """What an update of the weights brings about in FP8: their cast, or the scales of the next ones."""

@@ -157,39 +157,60 @@ def _schedule(nodes: Sequence[Node]) -> Schedule:
     mask = Slices(*(nothing,) * 6)
     tiles = ListedTiles(np.zeros(2, np.int64), np.zeros((0, 5), np.int32), nothing, np.zeros(1, np.int64), mask)
     b = Builder(1, RangeSets(np.zeros(1, np.int64), np.zeros((0, 2), np.int64)), tiles)
-    maker: dict[str, int] = {}
-    computed, rank = -1, np.zeros(1, np.int64)
+    b.interleave(np.ones((len(nodes), 1), np.bool_))
+    waits, alike = _waits(nodes), dict[tuple[Kind, str], list[int]]()
     for i, node in enumerate(nodes):
-        what = node.what
-        deps = {maker[name] for name in node.reads if name in maker}
-        if node.stream == "comm" and computed >= 0:
-            deps.add(computed)
-        needed = np.array([sorted(deps)], np.int64) if deps else np.full((1, 1), -1)
-        lane = rank, node.stream
-        match what:
-            case Gemm():
-                product = (np.array([what.m]), np.array([what.n]), np.array([what.k]))
-                b.add(Kind.GEMM, lane, product=product, deps=[needed])
-            case ElementwisePass():
-                b.add(Kind.ELEMENTWISE, lane, nbytes=what.nbytes, deps=[needed])
-            case Copy():
-                b.add(Kind.ALL_GATHER, lane, nbytes=what.nbytes, deps=[needed])
-            case Collective():
-                b.add(_KINDS[what.kind], lane, nbytes=what.nbytes, deps=[needed])
-            case HostCopy(nbytes):
-                b.add(Kind.COPY, lane, nbytes=nbytes, deps=[needed])
-            case str():
-                b.add(_KINDS[what], lane, deps=[needed])
-        if node.stream == "compute":
-            computed = i
-        maker |= dict.fromkeys(node.makes, i)
+        alike.setdefault((_kind(node), node.stream), []).append(i)
+    for (kind, stream), ops in alike.items():  # many ops at a time, which is what the builder is for
+        deps = np.full((len(ops), max(1, *(len(waits[i]) for i in ops))), -1)
+        for row, i in enumerate(ops):
+            deps[row, : len(waits[i])] = waits[i]
+        whats, lane = [nodes[i].what for i in ops], (np.zeros(len(ops), np.int64), stream)
+        if kind is Kind.GEMM:
+            m, n, k = np.array([(what.m, what.n, what.k) for what in whats if isinstance(what, Gemm)]).T
+            b.add(kind, lane, at=np.array(ops), product=(m, n, k), deps=[deps])
+        else:
+            nbytes = [0 if isinstance(what, str | Gemm | None) else what.nbytes for what in whats]
+            b.add(kind, lane, at=np.array(ops), nbytes=np.array(nbytes), deps=[deps])
     return b.build()
 
 
-def of_layers(make: Callable[[int], Program], prices: Prices, layers: int) -> Floats:
-    """Seconds of both passes of so many layers by cost model, ``[2, len(PARTS)]``."""
+def _kind(node: Node) -> Kind:
+    """Of an op of the schedule."""
+    match node.what:
+        case Gemm():
+            return Kind.GEMM
+        case ElementwisePass():
+            return Kind.ELEMENTWISE
+        case Copy():
+            return Kind.ALL_GATHER
+        case HostCopy():
+            return Kind.COPY
+        case Collective() as what:
+            return _KINDS[what.kind]
+        case what:
+            return _KINDS[str(what)]
+
+
+def _waits(nodes: Sequence[Node]) -> list[list[int]]:
+    """Ops that every op waits for, in order."""
+    maker: dict[str, int] = {}
+    computed, found = -1, []
+    for i, node in enumerate(nodes):
+        deps = {maker[name] for name in node.reads if name in maker}
+        if node.stream == "comm" and computed >= 0:
+            deps.add(computed)
+        found.append(sorted(deps))
+        if node.stream == "compute":
+            computed = i
+        maker |= dict.fromkeys(node.makes, i)
+    return found
+
+
+def of_layers(seconds: Callable[[int], Floats], layers: int) -> Floats:
+    """Seconds of both passes of so many layers by cost model, ``[2, len(PARTS)]``, by those of a few."""
     few, more = SIMULATED
     if layers <= more:
-        return scheduled(make(layers), prices).seconds()
-    a, b = (scheduled(make(count), prices).seconds() for count in SIMULATED)
+        return seconds(layers)
+    a, b = map(seconds, SIMULATED)
     return np.asarray(b + (layers - more) * (b - a) / (more - few))

@@ -1,0 +1,145 @@
+"""``config.json`` of the Hugging Face hub: the shape of a model.
+
+Reference: transformers 4.57, models/*/configuration_*.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cpsim.case.files import parse_json
+from cpsim.case.formats.reading import Reading, Settings, without_none
+from cpsim.errors import ScenarioError, shown
+
+CAUSAL_LM: Final = {
+    "llama": (),
+    "mistral": (),
+    "mixtral": (),
+    "qwen2": ("biases of queries, keys and values",),
+    "qwen3": ("norms of queries and keys",),
+    "qwen3_moe": ("norms of queries and keys",),
+    "qwen2_moe": ("biases of queries, keys and values",),
+    "gemma3": ("norms of queries and keys", "norms after attention and MLP"),
+    "gemma3_text": ("norms of queries and keys", "norms after attention and MLP"),
+    "gpt_oss": ("biases of linear layers", "attention sinks"),
+    "phi3": (),
+    "olmo2": ("norms of queries and keys",),
+    "smollm3": (),
+    "granite": (),
+    "internlm2": (),
+    "seed_oss": (),
+}
+"""Types of models whose layers a step can say, each with what it has besides."""
+CANNOT: Final = {
+    "deepseek_v2": "attention is multi-head latent",
+    "deepseek_v3": "attention is multi-head latent",
+    "kimi_k2": "attention is multi-head latent",
+    "llama4": "three of four layers attend within chunks",
+    "llama4_text": "three of four layers attend within chunks",
+    "gemma2": "attention scores are capped, which flash attention kernels were not measured with",
+    "qwen3_next": "three of four layers are linear attention",
+    "mamba2": "layers are state spaces",
+    "jamba": "most layers are state spaces",
+    "gpt2": "layers have LayerNorm, biases and a plain MLP",
+    "gpt_neox": "layers have LayerNorm, biases and a plain MLP",
+    "bert": "it is an encoder",
+    "t5": "it has an encoder",
+}
+"""Types that it cannot, and why."""
+
+
+def is_config(value: object) -> bool:
+    """Whether a JSON value is a model's configuration."""
+    return isinstance(value, dict) and ("model_type" in value or "architectures" in value)
+
+
+def read(text: str, path: str) -> Reading:
+    """The model of a ``config.json``.
+
+    Raises:
+        ScenarioError: it is no such file, or a step cannot say the model; names the line.
+    """
+    value = parse_json(text, path)
+    if not is_config(value):
+        raise ScenarioError(f"{path}: expected a config.json with model_type, got {shown(value)}")
+    kind, inner = str(value.get("model_type", "")), value.get("text_config", {})
+    if not isinstance(inner, Mapping):
+        raise ScenarioError(f"{path}: text_config: expected a mapping, got {shown(inner)}")
+    places = _places(text)
+    if kind in CANNOT:
+        raise ScenarioError(f"{path} {places.get('model_type', '')}: {kind} cannot be predicted: {CANNOT[kind]}")
+    if kind not in CAUSAL_LM:
+        known = ", ".join(CAUSAL_LM)
+        raise ScenarioError(
+            f"{path} {places.get('model_type', '')}: model_type: expected one of {known}; got {shown(kind)}. "
+            "If its layers are as Llama's, write one of these"
+        )
+    settings = Settings(path, {**value, **inner}, places)
+    caveats = list(CAUSAL_LM[kind])
+    if settings.values.get("tie_word_embeddings", kind.startswith("gemma3")):
+        caveats.append("tied embeddings")
+    return Reading(
+        what="config.json of the Hugging Face hub",
+        fields={"model": _model(settings, kind)},
+        said=tuple(settings.said),
+        caveats=tuple(caveats),
+    )
+
+
+def _places(text: str) -> dict[str, str]:
+    """The line of every key; of one that comes twice, the last."""
+    found = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        for part in line.split(","):
+            key = part.strip().lstrip("{[ ")
+            if key.startswith('"') and '":' in key.replace('" :', '":'):
+                found[key.split('"')[1]] = f"line {number}"
+    return found
+
+
+def _model(s: Settings, kind: str) -> dict[str, Any]:
+    """Dimensions in a scenario's words."""
+    hidden, heads = s.needed("hidden_size"), s.needed("num_attention_heads")
+    head_dim = s.number("head_dim") or hidden // heads
+    if "head_dim" not in s and hidden % heads:
+        raise ScenarioError(f"{s.place('hidden_size')}: hidden_size: expected a multiple of {heads} heads or head_dim")
+    experts = s.number("num_local_experts", "num_experts", "n_routed_experts", least=0)
+    window, pattern = _windows(s, kind)
+    shared = s.number("shared_expert_intermediate_size", least=0)
+    inner = s.number("moe_intermediate_size")
+    model = {
+        "layers": s.needed("num_hidden_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": s.number("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "ffn": s.needed("intermediate_size"),
+        "vocab": s.needed("vocab_size"),
+        "experts": experts or None,
+        "top_k": s.needed("num_experts_per_tok", "experts_per_token") if experts else None,
+        "expert_ffn": inner if experts else None,
+        "shared_experts": -(-shared // inner) if experts and shared and inner else None,
+        "window": window,
+        "window_pattern": pattern,
+    }
+    return without_none(model)
+
+
+def _windows(s: Settings, kind: str) -> tuple[int | None, int | None]:
+    """Keys that a query sees in layers with a window, and of how many layers one has none."""
+    window = s.number("sliding_window")
+    if window is None or s.values.get("use_sliding_window") is False or kind.startswith(("qwen2", "qwen3")):
+        return None, None
+    layers = s.values.get("layer_types")
+    if isinstance(layers, list) and "full_attention" in layers:
+        if "sliding_attention" not in layers:
+            return None, None
+        every = layers.index("full_attention") + 1
+        if [(i + 1) % every == 0 for i in range(len(layers))] != [one == "full_attention" for one in layers]:
+            raise ScenarioError(
+                f"{s.place('layer_types')}: layer_types: expected every n-th layer to see all keys, got another order"
+            )
+        return window, every
+    pattern = s.number("sliding_window_pattern", "_sliding_window_pattern")
+    return window, pattern or {"gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}.get(kind)

@@ -1,0 +1,474 @@
+"""Megatron-LM's arguments: of a shell script, a list, or YAML of Megatron-Bridge and NeMo, which have the same names.
+
+Reference: Megatron-LM core_v0.13, megatron/training/arguments.py; Megatron-Bridge 0.2, ConfigContainer; NeMo 1,
+megatron_gpt_config.yaml.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from cpsim.case.files import parse_yaml
+from cpsim.case.formats.reading import Reading, Settings, without_none
+from cpsim.case.model import known_model
+from cpsim.case.parallel import Parallel
+from cpsim.case.resolve import model_of
+from cpsim.case.scenario import Scenario
+from cpsim.errors import ScenarioError, shown
+
+SHAPE: Final = ("num_layers", "hidden_size", "num_attention_heads")
+COMM: Final = {"p2p": "zigzag_ring", "all_gather": "allgather", "a2a": "ulysses", "a2a+p2p": "usp"}
+"""Strategies by ``cp_comm_type``."""
+KNOBS: Final[Mapping[str, Mapping[str, object]]] = {
+    "allgather": {"layout": "zigzag"},
+    "usp": {"placement": "head_first"},
+}
+CANNOT: Final = {
+    "multi_latent_attention": "multi-head latent attention is not predicted",
+    "encoder_num_layers": "encoders are not predicted; leave it out",
+    "mtp_num_layers": "layers that predict several tokens are not predicted; leave it out",
+    "heterogeneous_layers_config_path": "layers that differ are not predicted",
+    "spec": "layers of a spec of one's own are not read; leave it out",
+    "hybrid_attention_ratio": "layers without attention are not predicted",
+    "use_custom_fsdp": "Megatron-FSDP is not predicted; use --use-distributed-optimizer",
+    "use_megatron_fsdp": "Megatron-FSDP is not predicted; use --use-distributed-optimizer",
+    "use_torch_fsdp2": "FSDP2 in Megatron is not predicted; use --use-distributed-optimizer, or framework torchtitan",
+    "hybrid_override_pattern": "layers without attention are not predicted",
+    "hybrid_layer_pattern": "layers without attention are not predicted",
+    "is_hybrid_model": "layers without attention are not predicted",
+    "attention_chunk_size": "attention within chunks is not predicted",
+    "no_rope_freq": "Llama 4's attention within chunks is not predicted",
+    "pipeline_model_parallel_layout": "layouts of one's own are not read; use --decoder-first-pipeline-num-layers",
+}
+"""Arguments of what a step does not say."""
+MAYBE: Final = "(within a condition)"
+"""What stands in a branch of a script, which may not run."""
+VOCAB: Final = 128256
+"""Words where nothing is said of them, since a tokenizer has them: Llama 3's."""
+WIDTH: Final = 76
+"""Cells of a line of arguments that are written."""
+_ALIASES: Final = {
+    "encoder_seq_length": "seq_length",
+    "sequence_length": "seq_length",
+    "nproc_per_node": "gpus_per_node",
+    "nproc_per_node_": "gpus_per_node",
+    "devices": "gpus_per_node",
+    "nnodes": "num_nodes",
+    "num_moe_experts": "num_experts",
+    "activations_checkpoint_granularity": "recompute_granularity",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "moe_router_top_k": "moe_router_topk",
+    "make_vocab_size_divisible_by": "",
+}
+"""Names of the same in Bridge, NeMo and torchrun."""
+
+
+def is_arguments(text: str) -> bool:
+    """Whether a text has arguments of Megatron."""
+    return bool(re.search(r"--(num-layers|tensor-model-parallel-size|context-parallel-size|hidden-size)\b", text))
+
+
+def is_recipe(value: object) -> bool:
+    """Whether a YAML value is a recipe of Megatron-Bridge or NeMo."""
+    if not isinstance(value, Mapping):
+        return False
+    flat = {name: 0 for part in (value, *value.values()) if isinstance(part, Mapping) for name in part}
+    return "tensor_model_parallel_size" in flat or "context_parallel_size" in flat or set(SHAPE) <= flat.keys()
+
+
+def read(text: str, path: str) -> Reading:
+    """A scenario's fields of arguments or of the script that holds them.
+
+    Raises:
+        ScenarioError: they are wrong, or ask for what a step cannot say; names the line.
+    """
+    values, places = _arguments(text)
+    return _read(Settings(path, values, places), "arguments of Megatron-LM", dashes=True)
+
+
+def read_recipe(text: str, path: str) -> Reading:
+    """The same of a YAML recipe of Megatron-Bridge or NeMo."""
+    flat = _leaves(parse_yaml(text, path))
+    places: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        places.setdefault(line.split(":")[0].strip(" -"), f"line {number}")
+    values = {_ALIASES.get(name, name): value for name, value in flat.items()}
+    places = {_ALIASES.get(name, name): place for name, place in places.items()}
+    return _read(Settings(path, values, places), "recipe of Megatron-Bridge or NeMo", dashes=False)
+
+
+def _leaves(value: Mapping[Any, Any]) -> dict[str, Any]:
+    """Settings by their last names; the first of those that are there twice."""
+    found: dict[str, Any] = {}
+    for name, entry in value.items():
+        for inner, one in (_leaves(entry) if isinstance(entry, Mapping) else {str(name): entry}).items():
+            if one is not None and not isinstance(one, str | int | float | bool | list):
+                continue
+            found.setdefault(inner, one)
+    return found
+
+
+def _read(s: Settings, what: str, *, dashes: bool) -> Reading:
+    for name, why in CANNOT.items():
+        s.refuse([name], why)
+    parallel = _parallel(s)
+    strategy, knobs = _strategy(s, parallel["cp"] or 1)
+    nodes, each = s.number("num_nodes"), s.number("gpus_per_node", least=-1)
+    gpus = s.number("world_size") or (nodes * each if nodes and each and each > 0 else None)
+    fields = without_none(
+        {
+            "framework": "megatron",
+            "model": _model(s),
+            "gpus": gpus,
+            "context": s.number("seq_length"),
+            "sequences": s.number("global_batch_size"),
+            "kernel": s.one_of("attention_backend", {"flash": "fa2", "fused": "cudnn", "auto": None, "unfused": None})
+            or ("fa2" if s.flag("use_flash_attn") else None),
+            "precision": _precision(s),
+            "strategy": strategy,
+            "knobs": knobs or None,
+            "offload": "activations" if s.flag("cpu_offloading") else None,
+        }
+    )
+    fields["parallel"] = without_none(parallel | _recompute(s) | _layers(s))
+    said = tuple(f"--{one.replace('_', '-', one.split(' ')[0].count('_'))}" if dashes else one for one in s.said)
+    return Reading(what=what, fields=fields, said=said, caveats=_caveats(s))
+
+
+def _caveats(s: Settings) -> tuple[str, ...]:
+    caveats = []
+    tied = "untie_embeddings_and_output_weights" not in s and s.values.get("share_embeddings_and_output_weights", True)
+    if tied and "num_layers" in s:
+        caveats.append("tied embeddings")
+    if "num_layers" in s and not ("vocab_size" in s or "padded_vocab_size" in s):
+        caveats.append(f"no vocab_size, so that {VOCAB:,} words are taken")
+    if maybe := [one for one in s.values.get(MAYBE, []) if any(said.split(" ")[0] == one for said in s.said)]:
+        caveats.append(f"{', '.join(maybe)} in a branch that is taken to run")
+    if s.flag("qk_layernorm"):
+        caveats.append("norms of queries and keys")
+    gates = ("swiglu", "gated_linear_unit", "quick_geglu", "activation_func", "activation")
+    if "num_layers" in s and s.get(*gates) in (None, False):
+        caveats.append("an MLP without a gate, of which a step knows none")
+    return tuple(caveats)
+
+
+def _model(s: Settings) -> dict[str, Any] | str | None:
+    """Dimensions; or the name of a published model; None where the file says neither."""
+    if "num_layers" not in s:
+        name = s.get("pretrained_model_name_or_path", "hf_model_id", "hf_path", "pretrained_checkpoint")
+        known = known_model(str(name)) if name else None
+        if known is not None and known.model is None:
+            raise ScenarioError(f"{s.path}: {known.refusal()}")
+        return known.name if known else None
+    hidden, heads = s.needed("hidden_size"), s.needed("num_attention_heads")
+    grouped = "group_query_attention" not in s.values or s.flag("group_query_attention")
+    experts = s.number("num_experts", least=0)
+    inner = s.number("moe_ffn_hidden_size")
+    if experts and str(s.get("moe_layer_freq") or 1) not in ("1", "[1]"):
+        raise ScenarioError(
+            f"{s.place('moe_layer_freq')}: moe_layer_freq: experts in some layers only are not predicted"
+        )
+    shared = s.number("moe_shared_expert_intermediate_size", least=0)
+    window, pattern = s.get("window_size"), s.get("window_attn_skip_freq")
+    model = {
+        "layers": s.needed("num_layers"),
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": (s.number("num_query_groups") if grouped else None) or heads,
+        "head_dim": s.number("kv_channels") or hidden // heads,
+        "ffn": s.number("ffn_hidden_size") or 4 * hidden,
+        "vocab": s.number("vocab_size", "padded_vocab_size") or VOCAB,
+        "experts": experts or None,
+        "top_k": (s.number("moe_router_topk") or 2) if experts else None,
+        "expert_ffn": inner if experts else None,
+        "shared_experts": -(-shared // (inner or 1)) if experts and shared and inner else None,
+        "window": _window(window, s) if window else None,
+        "window_pattern": s.number("window_attn_skip_freq") if window and pattern else None,
+    }
+    return without_none(model)
+
+
+def _window(value: Any, s: Settings) -> int:
+    """Keys that a query sees: ``4095,0`` and ``[4095, 0]`` are 4,095 before it and itself."""
+    numbers = re.findall(r"-?\d+", str(value))
+    if len(numbers) != 2 or int(numbers[0]) < 0:
+        raise ScenarioError(f"{s.place('window_size')}: window_size: expected two numbers, got {shown(value)}")
+    return int(numbers[0]) + 1
+
+
+def _parallel(s: Settings) -> dict[str, Any]:
+    ep = s.number("expert_model_parallel_size")
+    sharded = s.flag("use_distributed_optimizer") if "use_distributed_optimizer" in s else None
+    return {
+        "tp": s.number("tensor_model_parallel_size") or 1,
+        "pp": s.number("pipeline_model_parallel_size") or 1,
+        "cp": s.number("context_parallel_size") or 1,
+        "ep": ep if ep and ep > 1 else None,
+        "batch": s.number("micro_batch_size"),
+        "sharding": None if sharded is None else "zero1" if sharded else "none",
+        "tp_overlap": s.flag("tp_comm_overlap") or None,
+        "gradients": "exposed" if s.values.get("overlap_grad_reduce") in (False, "false", "False") else None,
+    }
+
+
+def _layers(s: Settings) -> dict[str, Any]:
+    """How stages share the layers."""
+    stages, chunk = s.number("pipeline_model_parallel_size") or 1, s.number("num_layers_per_virtual_pipeline_stage")
+    chunks = s.number("num_virtual_stages_per_pipeline_rank")
+    if chunk:
+        layers = s.needed("num_layers")
+        if layers % (stages * chunk):
+            place = s.place("num_layers_per_virtual_pipeline_stage")
+            raise ScenarioError(f"{place}: expected {stages} stages of chunks of {chunk} to divide {layers} layers")
+        chunks = layers // (stages * chunk)
+    return {
+        "virtual_pp": chunks if chunks and chunks > 1 else None,
+        "layers_first": s.number("decoder_first_pipeline_num_layers"),
+        "layers_last": s.number("decoder_last_pipeline_num_layers"),
+        "embedding_as_layer": s.flag("account_for_embedding_in_pipeline_split") or None,
+        "loss_as_layer": s.flag("account_for_loss_in_pipeline_split") or None,
+    }
+
+
+def _strategy(s: Settings, cp: int) -> tuple[str | None, dict[str, object]]:
+    kind = s.get("cp_comm_type")
+    if isinstance(kind, list) and len(set(kind)) == 1:
+        kind = kind[0]
+    if cp == 1:
+        return None, {}
+    if kind is not None and str(kind) not in COMM:
+        place = s.place("cp_comm_type")
+        raise ScenarioError(f"{place}: cp_comm_type: expected {', '.join(COMM)}, got {shown(kind)}")
+    strategy = COMM[str(kind or "p2p")]
+    knobs = dict(KNOBS.get(strategy, {}))
+    if strategy == "usp":
+        sizes = s.get("hierarchical_context_parallel_sizes")
+        numbers = [int(n) for n in re.findall(r"\d+", str(sizes or ""))]
+        if len(numbers) != 2 or numbers[0] * numbers[1] != cp:
+            place = s.place("hierarchical_context_parallel_sizes")
+            raise ScenarioError(
+                f"{place}: hierarchical_context_parallel_sizes: expected sizes of a2a and of p2p whose product is "
+                f"{cp}, got {shown(sizes)}"
+            )
+        knobs["ulysses"] = numbers[0]
+    return strategy, knobs
+
+
+def _recompute(s: Settings) -> dict[str, Any]:
+    granularity = s.get("recompute_granularity")
+    if granularity is None and s.flag("recompute_activations"):
+        granularity = "selective"
+    if granularity in (None, "none", "null"):
+        return {"recompute": "none"}
+    if granularity == "full":
+        method, some = s.get("recompute_method"), s.number("recompute_num_layers")
+        if method == "block" and some:
+            place = s.place("recompute_num_layers")
+            raise ScenarioError(
+                f"{place}: recomputation of {some} layers only is not predicted; use recompute_method uniform, or none"
+            )
+        return {"recompute": "full"}
+    if granularity != "selective":
+        place = s.place("recompute_granularity")
+        raise ScenarioError(f"{place}: recompute_granularity: expected full or selective, got {shown(granularity)}")
+    modules = s.get("recompute_modules")
+    wanted = set(re.findall(r"\w+", str(modules or "core_attn")))
+    if wanted <= {"core_attn"}:
+        return {"recompute": "none"}  # flash attention has nothing to recompute there
+    if wanted <= {"core_attn", "mlp"}:
+        return {"recompute": "mlp"}
+    place = s.place("recompute_modules")
+    raise ScenarioError(f"{place}: recompute_modules: expected core_attn and mlp, got {shown(modules)}")
+
+
+def _precision(s: Settings) -> Any:
+    if s.flag("fp16"):
+        raise ScenarioError(f"{s.place('fp16')}: fp16: steps were measured in bf16; use --bf16")
+    if s.get("fp8_format", "fp8") in (None, False, "null"):
+        return None
+    recipe = str(s.get("fp8_recipe") or "delayed")
+    known = {"delayed": "delayed", "tensorwise": "current", "mxfp8": "mxfp8"}
+    if recipe not in known:
+        place = s.place("fp8_recipe")
+        raise ScenarioError(f"{place}: fp8_recipe: expected {', '.join(known)}, got {shown(recipe)}")
+    return {"fp8": known[recipe]}
+
+
+_WORD: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?(?:\[[@*]\])?\}|\$(\w+)")
+_ARRAY: Final = re.compile(r"^[A-Za-z_]\w*\+?=\(")
+_IF, _FI = re.compile(r"if\b"), re.compile(r"fi\b")
+_ASSIGNED: Final = re.compile(r"^(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
+
+
+def _arguments(text: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Arguments by name with underscores, and their lines; variables of a shell are put in."""
+    values: dict[str, Any] = {}
+    places: dict[str, str] = {}
+    variables: dict[str, str] = {}
+    name: str | None = None
+    goes_on, depth = False, 0
+    for number, line in enumerate(text.splitlines(), start=1):
+        if name is not None and (values[name] is not True or not goes_on):
+            name = None  # values stand beside their argument, or alone in the line after it
+        goes_on = line.rstrip().endswith("\\")
+        bare = _ARRAY.sub("", line.strip().rstrip("\\").strip())
+        depth += bool(_IF.match(bare)) - bool(_FI.match(bare))
+        if (found := _ASSIGNED.match(bare)) and not found[2].startswith("("):
+            variables[found[1]] = _expanded(_unquoted(found[2]), variables)
+            if "--" not in found[2]:
+                continue
+            bare = variables[found[1]]
+        for word in _words(bare):
+            word = _expanded(word, variables).strip("()") if "$" in word or word[:1] in "()" else word.rstrip(")")
+            for part in word.split() if " " in word else [word]:
+                name = _take(part, name, values, places, number)
+                if name is not None and depth > 0:
+                    values[MAYBE] = [*dict.fromkeys([*values.get(MAYBE, []), name])]
+    return {_ALIASES.get(key, key): value for key, value in values.items()}, {
+        _ALIASES.get(key, key): place for key, place in places.items()
+    }
+
+
+def _take(word: str, name: str | None, values: dict[str, Any], places: dict[str, str], number: int) -> str | None:
+    """One word: the name of an argument, or a value of the last one, which is given back."""
+    if word.startswith("--") and len(word) > 2:
+        key, equals, value = word[2:].replace("-", "_", word[2:].split("=")[0].count("-")).partition("=")
+        values[key], places[key] = (value if equals else True), f"line {number}"
+        return None if equals else key
+    if name is None or (word.startswith("-") and not re.fullmatch(r"-\d+", word)):
+        return None
+    values[name] = word if values[name] is True else f"{values[name]} {word}"
+    return name
+
+
+def _words(line: str) -> list[str]:
+    try:
+        return shlex.split(line, comments=True)
+    except ValueError:  # a quotation goes on in the next line
+        return [word.strip("\"'") for word in line.split("#")[0].split()]
+
+
+def _unquoted(value: str) -> str:
+    value = value.split(" #")[0].strip()
+    return value[1:-1] if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'" else value.strip("\"'")
+
+
+def _expanded(text: str, variables: Mapping[str, str]) -> str:
+    """With variables and sums of a shell put in; what is not known stays."""
+
+    def known(found: re.Match[str]) -> str:
+        value = variables.get(found[1] or found[3])
+        if value is None:
+            positional = re.fullmatch(r"\d+", found[1] or found[3] or "")
+            value = found[2].strip("\"'") if found[2] is not None else "" if positional else found[0]
+        return value
+
+    text = _WORD.sub(known, text)
+    return re.sub(r"\$\(\((.*?)\)\)", lambda found: _calculated(found[1], found[0]), text)
+
+
+_OPERATORS: Final[Mapping[type, Callable[[int, int], int]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.floordiv,
+    ast.FloorDiv: operator.floordiv,
+}
+
+
+def _calculated(text: str, instead: str) -> str:
+    """A sum or product of whole numbers; the text itself where it is another thing."""
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError
+
+    try:
+        return str(value(ast.parse(text[:200].strip(), mode="eval").body))
+    except (ValueError, SyntaxError, ZeroDivisionError, RecursionError):
+        return instead
+
+
+def write(scenario: Scenario, parallel: Parallel) -> str:
+    """Arguments that launch what was found, some of a kind a line."""
+    layers = model_of(scenario).layers
+    each = scenario.num_sequences // (parallel.dp * parallel.microbatches) if scenario.context else 1
+    length = scenario.context or scenario.num_tokens // (parallel.dp * parallel.microbatches * (parallel.batch or 1))
+    lines = [[f"--tensor-model-parallel-size {parallel.tp}", *(["--sequence-parallel"] if parallel.tp > 1 else [])]]
+    lines.append([f"--pipeline-model-parallel-size {parallel.pp}"])
+    if parallel.virtual_pp > 1:
+        lines[-1].append(f"--num-virtual-stages-per-pipeline-rank {parallel.virtual_pp}")
+    for name, number in (("first", parallel.layers_first), ("last", parallel.layers_last)):
+        if number:
+            lines[-1].append(f"--decoder-{name}-pipeline-num-layers {number}")
+    for part in ("embedding", "loss"):
+        if getattr(parallel, f"{part}_as_layer"):
+            lines[-1].append(f"--account-for-{part}-in-pipeline-split")
+    lines.append([f"--context-parallel-size {parallel.cp}", *_comm(scenario, parallel.cp)])
+    if parallel.ep > 1:
+        lines.append([f"--expert-model-parallel-size {parallel.ep}"])
+    batch = max(1, scenario.num_sequences) if scenario.context else parallel.dp * parallel.microbatches
+    lines.append([f"--micro-batch-size {parallel.batch or max(1, each)}", f"--global-batch-size {batch}"])
+    lines.append([f"--seq-length {length}"])
+    lines.append(["--use-distributed-optimizer"] if parallel.sharding == "zero1" else [])
+    lines[-1] += ["--overlap-grad-reduce"] if parallel.gradients == "overlapped" else []
+    lines[-1] += (
+        ["--overlap-param-gather"] if parallel.sharding == "zero1" and parallel.gradients == "overlapped" else []
+    )
+    lines.append(_again(parallel.recompute))
+    lines[-1] += ["--tp-comm-overlap"] if parallel.tp_overlap else []
+    lines[-1] += [f"--cpu-offloading --cpu-offloading-num-layers {layers - 1}"] if scenario.offload else []
+    lines.append(["--bf16", *_eight(scenario), f"--attention-backend {_backend(scenario.kernel)}"])
+    return " \\\n".join(row for line in lines for row in _rows(line)) + "\n"
+
+
+def _rows(words: Sequence[str]) -> list[str]:
+    """Arguments of a kind, as many a line as fit."""
+    rows: list[str] = []
+    for word in words:
+        if rows and len(rows[-1]) + len(word) < WIDTH:
+            rows[-1] += f" {word}"
+        else:
+            rows.append(word)
+    return rows
+
+
+def _comm(scenario: Scenario, cp: int) -> list[str]:
+    if cp == 1:
+        return []
+    kind = next((kind for kind, strategy in COMM.items() if strategy == scenario.strategy), None)
+    if kind is None:
+        raise ScenarioError(f"strategy: {scenario.strategy} is none of Megatron's: {', '.join(COMM.values())}")
+    found = [f"--cp-comm-type {kind}"]
+    if kind == "a2a+p2p":
+        inner = int(scenario.knobs["ulysses"])
+        found.append(f"--hierarchical-context-parallel-sizes {inner} {cp // inner}")
+    return found
+
+
+def _again(recompute: str) -> list[str]:
+    if recompute == "full":
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    return ["--recompute-granularity selective --recompute-modules mlp"] if recompute == "mlp" else []
+
+
+def _eight(scenario: Scenario) -> list[str]:
+    """Of linear layers in FP8."""
+    if scenario.precision in (None, "bf16"):
+        return []
+    recipe = "delayed" if isinstance(scenario.precision, str) else str(scenario.precision["fp8"])
+    return ["--fp8-format hybrid", f"--fp8-recipe {'tensorwise' if recipe == 'current' else recipe}"]
+
+
+def _backend(kernel: str) -> str:
+    return {"cudnn": "fused"}.get(kernel, "flash")

@@ -1,0 +1,184 @@
+"""Mixtures of experts by Megatron-Bridge's performance scripts and Megatron-LM's tests: what no field says.
+
+- Gradients are summed in bf16.
+- HybridEP, of Qwen3's rows, sends a token once to each rank that has some of its experts; routing is forced to be even,
+  by random logits.
+- The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32
+  and added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of products.
+- Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again.
+
+Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias);
+NVIDIA-NeMo/Megatron-Bridge, v0.3.0, scripts/performance/configs/gpt_oss, and v0.2.0,
+scripts/performance/configs/qwen3 (moe_flex_dispatcher_backend, grad_reduce_in_fp32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Final
+
+from cpsim.prediction.step.frameworks import MEGATRON, Sizes
+from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.precision import FP8
+from cpsim.prediction.step.program import LayerCode, Node
+from studies.public.row import Code
+
+FORWARD: Final = 4 + 10 + 8 + 6
+"""Bytes of every element of results: a product in fp32, its sum with them, all put together, and the cast back."""
+BACKWARD: Final = 6 + 6 + 12 + 12 + 4
+"""The same of gradients: two casts, sums of products for the router's weights and for the bias, put together."""
+AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu"})
+
+
+def once_a_rank(s: Sizes, compiled: bool) -> LayerCode:
+    """A layer whose tokens are sent to each rank of their experts once."""
+    code = MEGATRON.layer(s, compiled)
+    share = s.ep * (1 - (1 - 1 / s.ep) ** s.model.top_k) / s.model.top_k
+
+    def sent(node: Node) -> Node:
+        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
+            return node
+        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
+
+    return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
+
+
+def weighted_inside(s: Sizes, compiled: bool) -> LayerCode:
+    """A layer whose experts weight what their activation gives, so that this is kept and results are not.
+
+    Source: NVIDIA/Megatron-LM@d98e8a64d, megatron/core/transformer/mlp.py (per_token_scale) and moe/experts.py
+    (SequentialMLP), which runs where grouped products are not asked for.
+    """
+    code = MEGATRON.layer(s, compiled)
+    assert s.experts is not None
+    nbytes = BF16 * s.experts.inner
+    weighted = Node(ElementwisePass("copy", 2 * nbytes), ("expert swiglu", "probs"), {"expert weighted": nbytes})
+
+    def inside(node: Node) -> Node:
+        if isinstance(node.what, Gemm):
+            return replace(node, reads=tuple("expert weighted" if x == "expert swiglu" else x for x in node.reads))
+        if "dy" in node.reads and "probs" in node.reads:
+            return replace(node, reads=("dy",))
+        return replace(node, reads=(*node.reads, "expert swiglu")) if "dexpert swiglu" in node.reads else node
+
+    forward, backward = (list(map(inside, side)) for side in (code.forward, code.backward))
+    forward.insert(1 + next(i for i, node in enumerate(forward) if "expert swiglu" in node.makes), weighted)
+    made = {name for node in forward for name in node.makes}
+    kept = made & {name for node in backward for name in node.reads}
+    return LayerCode(forward=tuple(forward), backward=tuple(backward), kept=frozenset(kept))
+
+
+def biased(s: Sizes, compiled: bool) -> LayerCode:
+    """A layer with biases of experts."""
+    code = MEGATRON.layer(s, compiled)
+    assert s.experts is not None
+    elements, many = sum(s.experts.rows) * s.model.hidden, len(s.experts.rows)
+    after = max(i for i, node in enumerate(code.forward) if any(name.startswith("expert down") for name in node.makes))
+    before = min(i for i, node in enumerate(code.backward) if isinstance(node.what, Gemm))
+    forward = Node(ElementwisePass("copy", FORWARD * elements), code.forward[after].reads, {}, calls=2 * many + 2)
+    backward = Node(ElementwisePass("copy", BACKWARD * elements), code.backward[before].reads[:1], {}, calls=6 * many)
+    return replace(
+        code,
+        forward=(*code.forward[: after + 1], forward, *code.forward[after + 1 :]),
+        backward=(*code.backward[:before], backward, *code.backward[before:]),
+    )
+
+
+TESTED: Final = replace(MEGATRON, source="Megatron-LM@d98e8a64d", layer=weighted_inside)
+"""Megatron-LM as its functional tests of experts run it."""
+BRIDGE: Final = replace(
+    MEGATRON,
+    source="Megatron-Core 0.15 by Megatron-Bridge",
+    layer=once_a_rank,
+    held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16),
+)
+
+
+BRIDGE_DENSE: Final = replace(
+    MEGATRON, source="Megatron-Bridge's Llama", held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16)
+)
+"""Gradients are summed in bf16 (set_llama3_common_configs)."""
+
+
+SHARDED: Final = replace(
+    BRIDGE_DENSE, source="Megatron-Bridge's Llama with Megatron's FSDP", shardings=("none", "zero1", "fsdp")
+)
+"""Weights are gathered layer by layer, as the whole of a step has them (use_megatron_fsdp)."""
+
+
+def fused_experts(code: LayerCode) -> LayerCode:
+    """A layer whose experts are Transformer Engine's fused grouped MLP: kernels of the first product write the
+    activation in FP8, and those of its gradient that of the first product's output."""
+
+    def fused(node: Node) -> Node:
+        inside = ("expert swiglu", "expert swiglu fp8", "dexpert gate up", "dexpert gate up fp8")
+        if isinstance(node.what, ElementwisePass) and node.makes.keys() & set(inside):
+            return replace(node, what=None)
+        return node
+
+    forward, backward = (tuple(map(fused, side)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=code.kept)
+
+
+def _kept(s: Sizes, compiled: bool) -> frozenset[str]:
+    return biased(s, compiled).kept - AGAIN
+
+
+GPT_OSS: Final = replace(BRIDGE, layer=biased)
+GPT_OSS_AGAIN: Final = replace(GPT_OSS, kept={"none": _kept})
+"""With what is computed again."""
+
+
+def low_activations(layer: Callable[[Sizes, bool], LayerCode], s: Sizes, compiled: bool) -> LayerCode:
+    """A layer whose SwiGLU keeps its input in FP8, cast by itself (activation_func_fp8_input_store)."""
+    code, elements = layer(s, compiled), s.wide("gate_up") // BF16
+    cast = Node(ElementwisePass("copy", (BF16 + FP8) * elements), ("gate up",), {"gate up low": FP8 * elements})
+    at = next(i for i, node in enumerate(code.forward) if "swiglu" in node.makes)
+    backward = tuple(
+        replace(node, reads=tuple("gate up low" if name == "gate up" else name for name in node.reads))
+        for node in code.backward
+    )
+    return LayerCode(
+        forward=(*code.forward[:at], cast, *code.forward[at:]),
+        backward=backward,
+        kept=code.kept - {"gate up"} | {"gate up low"},
+    )
+
+
+LOW_ACTIVATIONS: Final = Code(
+    "NeMo's adapters with SwiGLU's input kept in FP8", lambda f: replace(f, layer=partial(low_activations, f.layer))
+)
+SUMS_IN_BF16: Final = replace(
+    MEGATRON,
+    source="NeMo as MLPerf's submissions run it",
+    held=lambda sharding: replace(MEGATRON.held(sharding), weight=FP8, gradient=BF16),
+)
+"""Gradients are summed in bf16 (pretrain.py: grad_reduce_in_fp32), weights held and gathered in FP8 (FP8_PARAMS)."""
+
+
+def fused_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
+    """The end of the model with Transformer Engine's fused cross entropy, which writes gradients over logits in bf16.
+
+    One kernel reads logits for the maximum and the sum, and again to write gradients; the backward pass multiplies
+    these by the gradient of the loss.
+
+    Source: NVIDIA/TransformerEngine, transformer_engine/common/triton/cross_entropy.py.
+    """
+    code = MEGATRON.last(s, compiled, chunks)
+    logits = s.tokens * s.words
+
+    def fused(node: Node) -> Node:
+        if "logits fp32" in node.makes:
+            made = {"dlogits": 0, "losses": 4 * s.tokens}
+            return replace(node, what=ElementwisePass("copy", (2 + 2 + 2) * logits), makes=made)
+        if node.reads == ("logits fp32",):
+            return replace(node, what=ElementwisePass("copy", 4 * logits), reads=("logits",), makes={"dlogits": 0})
+        return replace(node, reads=tuple("logits" if name == "dlogits" else name for name in node.reads))
+
+    forward, backward = (tuple(map(fused, side)) for side in (code.forward, code.backward))
+    return LayerCode(forward=forward, backward=backward, kept=code.kept - {"logits fp32"} | {"logits"})
+
+
+FUSED_LOSS: Final = replace(MEGATRON, source="Megatron-LM 0.14 with fused cross entropy", last=fused_last)

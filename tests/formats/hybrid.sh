@@ -1,0 +1,5 @@
+--num-layers 52 \
+--hidden-size 4096 \
+--num-attention-heads 32 \
+--hybrid-layer-pattern M-M-M-M*- \
+--tensor-model-parallel-size 1

@@ -1,0 +1,2 @@
+echo hello
+python train.py --lr 1

@@ -148,6 +148,7 @@ def test_a_record_of_a_step_has_memory_by_kind_throughput_and_utilisation():
     beside = ("communicators", "context")
     assert record["peak_memory_bytes"] == sum(n for kind, n in record["memory"].items() if kind not in beside)
     assert record["fits"] == (sum(record["memory"].values()) <= record["gpu_memory_bytes"])
+    assert record["memory_low"] < sum(record["memory"].values()) < record["memory_high"]
     assert record["tokens_per_s_per_gpu"] == pytest.approx(262144 / 8 / record["time_s"])
     assert record["mfu"] == pytest.approx(record["tflops_per_gpu"] / 989.4)
     assert [set(one) for one in record["would_fit"]] == [{"change", "time_s", "needed_bytes"}] * len(found.would_fit)

@@ -48,6 +48,8 @@ def _step_record(result: Prediction) -> dict[str, Any]:
         "tokens_per_s_per_gpu": float(result.tokens_per_s_per_gpu),
         "mfu": float(result.mfu),
         "memory": {name: int(nbytes) for name, nbytes in result.memory.items()},
+        "memory_low": result.needed_interval[0],
+        "memory_high": result.needed_interval[1],
         "gpu_memory_bytes": result.gpu_memory_bytes,
         "fits": result.fits,
         **({} if result.fits else {"would_fit": [asdict(one) for one in result.would_fit]}),

@@ -169,8 +169,11 @@ def _memory(result: Prediction) -> Text:
     needed = format_bytes(result.needed_bytes)
     if result.gpu_memory_bytes is None:
         return Text(needed)
-    of = f"{needed} of {format_bytes(result.gpu_memory_bytes)}"
-    return Text(f"{of}: fits") if result.fits else Text(f"{of}: does not fit", style="bold red")
+    low, high = result.needed_interval
+    of = f"{needed} ({low / 1e9:.1f}–{high / 1e9:.1f}) of {format_bytes(result.gpu_memory_bytes)}"
+    if not result.fits:
+        return Text(f"{of}: does not fit", style="bold red")
+    return Text(f"{of}: fits" if high <= result.gpu_memory_bytes else f"{of}: fits, barely")
 
 
 def _many(results: Sequence[Prediction | Infeasible | CpsimError]) -> Table:

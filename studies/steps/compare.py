@@ -21,6 +21,7 @@ from cpsim.case.load import scenario_from
 from cpsim.case.scenario import Scenario
 from cpsim.prediction.compare import grouped
 from cpsim.prediction.predict import predict
+from cpsim.prediction.results import MEMORY_SPREAD
 from cpsim.prediction.runs import Run, case_key, load_runs
 
 HERE: Final = Path(__file__).parent
@@ -43,6 +44,8 @@ class Step:
     today: tuple[float, float]
     inside: bool
     """Whether today's interval holds the time."""
+    memory_inside: bool
+    """The same of memory."""
 
     @property
     def kind(self) -> str:
@@ -73,6 +76,7 @@ def steps() -> list[Step]:
                         before=errors(then["time_s"], then["peak_memory_bytes"], run),
                         today=errors(now.time_s, now.peak_memory_bytes, run),
                         inside=now.time_s_low <= run.time_s <= now.time_s_high,
+                        memory_inside=holds(now.peak_memory_bytes, run),
                     )
                 )
     return found
@@ -83,6 +87,13 @@ def committed(path: Path) -> Iterable[tuple[str, dict[str, float]]]:
     for line in path.read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
         yield case_key(scenario_from(record["scenario"])), record
+
+
+def holds(memory_bytes: float, run: Run) -> bool:
+    """Whether the interval of predicted memory holds what a run had."""
+    (window,) = run.passes.values()
+    low, high = (factor * memory_bytes for factor in MEMORY_SPREAD)
+    return low <= max(window.memory_bytes["allocated"]) <= high
 
 
 def errors(time_s: float, memory_bytes: float, run: Run) -> tuple[float, float]:
@@ -98,7 +109,8 @@ def row(name: str, some: Sequence[Step]) -> str:
         for i in range(2):
             one = [getattr(step, which)[i] for step in some]
             cells.append(f"{mean(map(abs, one)):5.1%} {mean(one):+6.1%} {max(map(abs, one)):5.1%}")
-    return " | ".join([*cells, f"{mean(step.inside for step in some):4.0%}"])
+    inside = [mean(getattr(step, which) for step in some) for which in ("inside", "memory_inside")]
+    return " | ".join([*cells, " ".join(f"{share:4.0%}" for share in inside)])
 
 
 def main() -> None:

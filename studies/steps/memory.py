@@ -25,7 +25,7 @@ def row(machine: str, run: Run) -> str:
     (window,) = run.passes.values()
     allocated, reserved, used = (max(window.memory_bytes[name]) / 1e9 for name in ("allocated", "reserved", "used"))
     error = errors(found.time_s, found.peak_memory_bytes, run)
-    step = Step(machine=machine, scenario=run.scenario, before=error, today=error, inside=True)
+    step = Step(machine=machine, scenario=run.scenario, before=error, today=error, inside=True, memory_inside=True)
     kind = f"{run.scenario.gpus} GPU, {step.kind}"
     return (
         f"{kind:46}{found.peak_memory_bytes / 1e9:10.2f}{error[1]:+7.1%}{allocated:10.2f}{reserved:10.2f}{used:8.2f}"

@@ -136,7 +136,7 @@ def test_the_command_writes_rows_and_scores(tmp_path, monkeypatch):
 
 def test_an_unknown_study_is_an_error_that_names_the_known_ones():
     error = one_line(studies("magi", status=2))
-    assert "studies: expected magi-h100, magi-b200, longca-96, dcp or distca, got 'magi'" in error
+    assert "studies: expected magi-h100, magi-b200, longca-96, dcp, distca or public, got 'magi'" in error
     assert studies() == studies("--help")
 
 

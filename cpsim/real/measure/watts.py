@@ -145,7 +145,7 @@ def under_load(bench: Bench, energy: Energy, ops: list[Op]) -> dict[str, Any]:
     read = {name: median(one[name] for one in clocks) for name in names} if clocks else dict.fromkeys(names, 0.0)
     return {
         "seconds": [median(column) if column else 0.0 for column in times],
-        "watts": watts,
+        "watts": [watts],
         "sm_clock_hz": read["sm_clock_hz"],
         "temperature_c": read["temperature_c"],
         "watts_read": read["power_w"],
@@ -190,7 +190,7 @@ def run(bench: Bench, kernels: list[str], tokens: int, deadline: float) -> None:
             return
         found = under_load(bench, energy, [op])
         bench.writer.add("power", found.pop("seconds"), kind=kind, tokens=tokens, **found)
-        print(f"{kind:22s} {found['watts']:6.1f} W {found['sm_clock_hz'] / 1e6:5.0f} MHz", flush=True)
+        print(f"{kind:22s} {found['watts'][0]:6.1f} W {found['sm_clock_hz'] / 1e6:5.0f} MHz", flush=True)
     mixes = {
         name.format(kernel=kernel): tuple((part.format(kernel=kernel), n) for part, n in parts)
         for kernel in kernels
@@ -201,8 +201,8 @@ def run(bench: Bench, kernels: list[str], tokens: int, deadline: float) -> None:
             return
         names = [name for name, num in parts for _ in range(num)]
         found = under_load(bench, energy, [made[name] for name in names])
-        bench.writer.add("mix", found.pop("seconds"), kind=kind, parts=names, tokens=tokens, **found)
-        print(f"mix {kind:22s} {found['watts']:6.1f} W {found['sm_clock_hz'] / 1e6:5.0f} MHz", flush=True)
+        bench.writer.add("mix", found.pop("seconds"), kind=kind, mix=names, tokens=tokens, **found)
+        print(f"mix {kind:22s} {found['watts'][0]:6.1f} W {found['sm_clock_hz'] / 1e6:5.0f} MHz", flush=True)
 
 
 def _idle(bench: Bench, energy: Energy) -> dict[str, Any]:
@@ -211,7 +211,7 @@ def _idle(bench: Bench, energy: Energy) -> dict[str, Any]:
     before, start = energy.joules(), time.perf_counter()
     time.sleep(0.5 if bench.cuda else 0.01)
     watts = (energy.joules() - before) / (time.perf_counter() - start)
-    return {"watts": watts, **{name: value for name, value in bench.clock.read().items() if name != "power_w"}}
+    return {"watts": [watts], **{name: value for name, value in bench.clock.read().items() if name != "power_w"}}
 
 
 def main() -> None:

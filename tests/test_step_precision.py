@@ -128,7 +128,7 @@ def test_products_in_fp8_take_what_is_published_of_single_kernels():
         for sizes in ((tokens, n, k), (tokens, k, n), (n, k, tokens)):
             seconds[0] += float(gemm_seconds(params, *sizes))
             seconds[1] += float(gemm_seconds(low, *sizes, operand_bytes=FP8_BYTES))
-    assert seconds[0] / seconds[1] == pytest.approx(31.968 / 16.785, rel=0.01)
+    assert seconds[0] / seconds[1] == pytest.approx(31.968 / 16.785, rel=0.02)
 
 
 @pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE, DELAYED, CURRENT, MXFP8], ids=lambda one: one.name)
@@ -237,7 +237,7 @@ def test_fp8_is_faster_and_less_sure():
     scenarios = [scenario_from(STEP | {"compile": True, "precision": one}) for one in ("bf16", "fp8")]
     plain, low = (predict(scenario) for scenario in scenarios)
     assert 0.5 * plain.time_s < low.time_s < plain.time_s
-    assert [note.startswith("FP8 products: not measured") for note in low.notes].count(True) == 1
+    assert [note.startswith("FP8 products: ") for note in low.notes].count(True) == 1
     assert not any("FP8" in note for note in plain.notes)
     wide, narrow = ((one.time_s_high - one.time_s_low) / one.time_s for one in (low, plain))
     assert wide > narrow

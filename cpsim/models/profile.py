@@ -59,7 +59,7 @@ def _load(name: str) -> Profile:
         hint = f"{close}; " if close.startswith("did") else ""
         raise ProfileError(
             f"no profile {shown(name)}; {hint}shipped are {', '.join(shipped_profiles())}, derived those of GPUs "
-            f"{', '.join(gpus().keys() - set(shipped_profiles()))}; or give a file"
+            f"{', '.join(name for name in gpus() if name not in shipped_profiles())}; or give a file"
         )
     if not os.path.exists(path):
         path = Path(name)

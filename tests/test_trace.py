@@ -131,7 +131,7 @@ def test_a_trace_is_of_the_best_strategy_where_none_is_named(tmp_path):
     assert "ulysses" in cpsim("trace", tmp_path / "case.json", "--out", tmp_path / "t.json")
     said = cpsim("trace", tmp_path / "case.json", "--out", tmp_path / "t.json", "--strategy", "ring")
     assert "ops of ring on 4 GPUs" in said
-    error = cpsim("trace", tmp_path / "case.json", "--out", tmp_path / "t.json", "--strategy", "none", status=2)
+    error = cpsim("trace", tmp_path / "case.json", "--out", tmp_path / "t.json", "--strategy", "none", status=3)
     assert "none runs on 1 GPU" in one_line(error)
 
 

@@ -25,8 +25,8 @@ RINGS = "on 8 GPUs, ring_p2p is published at 66 to 80 % of the predicted rate: n
 SPLIT = "they follow the split kernel of flash-attn 2, of which single short calls are off by as much"
 CACHE = "what merges of short documents find in the L2 cache is not modelled"
 MOVED = (
-    "matrix products that the timed backward pass runs take longer after seconds of load since: a hundred-thousandth "
-    "of it, which is past the rounding of what was said"
+    "memory-bound ops, messages and power of a B200 follow its description since: rows moved by up to 3.8 %, most "
+    "towards what was published"
 )
 OF_SMS = (
     "all are too fast: ops that SMs bind no longer wait for H100's slower HBM2e, whose scaling hid what steps lack; "

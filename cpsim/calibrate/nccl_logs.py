@@ -32,7 +32,7 @@ _RANK: Final = re.compile(
 _TAG: Final = re.compile(r"(\[\d+(?:,\d+)?\](?:<std\w+>)?:?|\[\w+\d+\]:|\d+:|[\w.-]+ \|)(?=\s|#)\s?")
 _ROW: Final = re.compile(r"\s*\d+\s+\d+\s+[a-z]\w*\s+\S")
 _HEADER: Final = re.compile(r"#?\s*(?:size|bytes)\s+(?:count|N)\s+type\s")
-_COMMAND: Final = re.compile(r"\w+_perf\w*\b.*\s-")
+_COMMAND: Final = re.compile(r"\b\w{1,60}_perf\w{0,60}\b.{0,2000}\s-")
 LONGEST_LINE: Final = 1000
 """Characters of a line; no row is longer."""
 _TIME: Final = Quantity("seconds", 1e-9, 1e4)
@@ -235,6 +235,8 @@ def _row(cells: list[str], columns: tuple[str, ...], line: int) -> Row:
     if len(cells) < len(names) or (not columns and len(cells) != len(names)):
         raise ValueError(f"expected {len(names)} columns, got {len(cells)}")
     starts = [i for i, name in enumerate(names) if name == "time"]
+    if not starts:
+        raise ValueError("expected a header with columns of times")
     nbytes = int(cells[0])
     places = [_place([cells[i + names[i : i + 6].index(name)] for name in _PLACE], nbytes) for i in starts]
     redop = cells[names.index("redop")] if "redop" in names else "none"

@@ -9,6 +9,8 @@ from typing import Any
 import sense
 from mutations import as_json, as_lines, as_yaml
 
+from cpsim.case.gpu import gpu_named
+
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "data"
 Command = list[str]
@@ -83,7 +85,7 @@ ADVISED = [
 def _clusters() -> list[dict[str, Any]]:
     """Shipped ones, each with its GPU written out, and one with all fields."""
     shipped = json.loads((ROOT / "cpsim/data/clusters.json").read_text())
-    known = {c["name"]: {**c, "gpu": shipped["gpus"][c["gpu"]]} for c in shipped["clusters"]}
+    known = {c["name"]: {**c, "gpu": gpu_named(c["gpu"]).to_dict()} for c in shipped["clusters"]}
     whole = {**known["dgx-h200"], "num_gpus": 16, "faults": [{"part": "nic", "number": 3, "rate": 0.5}]}
     leaves = {"oversubscription": 2.0, "nodes_per_leaf": 1, "spine_oversubscription": 4.0, "rails": False}
     whole["fabric"] = {**whole["fabric"], **leaves}
@@ -153,7 +155,7 @@ def _log(test: str, factor: float, hosts: int) -> str:
     for rank in range(ranks):
         place = f"on node-{rank // 8} device {rank % 8:2d} [0000:{0x18 + rank:02x}:00] NVIDIA H100 80GB HBM3"
         lines.append(f"#  Rank {rank:2d} Group  0 Pid {41000 + rank:6d} {place}")
-    lines += ["#", "#       size         count      type   redop    root     time   algbw   busbw #wrong     time ..."]
+    lines += ["#", "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong"]
     for nbytes in (2**k for k in range(12, 31, 3)):
         micros, redop = 20 + nbytes / 3e5, "sum" if "reduce" in test else "none"
         rate = nbytes / micros / 1e3

@@ -224,6 +224,9 @@ def odd_table(text: str) -> str:
 
 # --- answers ---
 
+REFUSED = (3, 4, 5)
+"""Exit codes of cases that cannot run, were not measured, or do not fit."""
+
 
 def wrong(answer: Answer, *, many: bool, most_tflops: float) -> str:
     """What is wrong with an answer; empty where nothing is.
@@ -234,7 +237,7 @@ def wrong(answer: Answer, *, many: bool, most_tflops: float) -> str:
         most_tflops: what a GPU may be said to reach.
     """
     lines = answer.err.splitlines()
-    if answer.status not in (0, 2):
+    if answer.status not in (0, 2, *REFUSED):
         return f"exit code {answer.status}"
     if answer.nbytes > NBYTES:
         return f"{answer.nbytes / 1e9:.1f} GB of memory"

@@ -292,7 +292,10 @@ def _advise_attention(scenario: Scenario, as_json: bool, html: Path | None, runs
     if html:
         _write_report(html, advice, measured)
     if not advice.candidates:
-        raise typer.Exit(exit_code([one.kind for one in advice.infeasible]))
+        code = exit_code([one.kind for one in advice.infeasible])
+        if code == 2 and advice.infeasible:
+            say("cpsim: advise: nothing was predicted; the answer says of each strategy why")
+        raise typer.Exit(code)
 
 
 def _write_report(html: Path, advice: Advice, measured: list[Run]) -> None:

@@ -155,7 +155,8 @@ def _log(test: str, factor: float, hosts: int) -> str:
     for rank in range(ranks):
         place = f"on node-{rank // 8} device {rank % 8:2d} [0000:{0x18 + rank:02x}:00] NVIDIA H100 80GB HBM3"
         lines.append(f"#  Rank {rank:2d} Group  0 Pid {41000 + rank:6d} {place}")
-    lines += ["#", "#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong"]
+    halves = "     time   algbw   busbw #wrong" * 2
+    lines += ["#", f"#       size         count      type   redop    root{halves}"]
     for nbytes in (2**k for k in range(12, 31, 3)):
         micros, redop = 20 + nbytes / 3e5, "sum" if "reduce" in test else "none"
         rate = nbytes / micros / 1e3

@@ -75,7 +75,7 @@ def read_node(path: Path) -> Topology | Nics | None:
     """
     with as_profile_error():
         text = read_text(path)
-    if re.search(r"^\s*(?:\x1b\[4m)?\s*GPU0\s+GPU1\b", text, re.MULTILINE):
+    if re.search(r"^[ \t]{0,40}(?:\x1b\[4m)?[ \t]{0,40}GPU0[ \t]{1,40}GPU1\b", text, re.MULTILINE):
         return _topology(text, path)
     if re.search(r"^CA '", text, re.MULTILINE):
         return _nics(text, path)

@@ -98,11 +98,12 @@ def test_a_step_of_one_replica_needs_nothing_said_of_sharding(framework):
 
 @pytest.mark.parametrize("framework", ["torch", "huggingface"])
 def test_one_replica_has_nothing_to_shard(framework):
-    alone = {"gpus": 1, "tokens": 4096, "framework": framework, "host": 0.1}
+    alone = {"gpus": 1, "tokens": 8192, "framework": framework, "host": 0.1}
     whole, unsaid = (predict(case_of(sharding=sharding, **alone)) for sharding in ("none", None))
     assert (unsaid.time_s, unsaid.memory) == (whole.time_s, whole.memory)
     sharded = predict(case_of(sharding="fsdp", **alone))
     assert sharded.parts_s["matrix products"] == pytest.approx(whole.parts_s["matrix products"], rel=1e-9)
+    assert sharded.memory["activations"] == whole.memory["activations"]
 
 
 @pytest.mark.parametrize("framework", ["torch", "torchtitan", "huggingface"])

@@ -64,16 +64,6 @@ def log(test, hosts, latency_s, rate, *, per_node=8, named=True, sizes=range(10,
     return "\n".join([*lines, "# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 1 ", "#", ""])
 
 
-@pytest.fixture
-def write(tmp_path):
-    def to(name, text):
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return to
-
-
 @pytest.mark.parametrize("test", [*BUS, "sendrecv"])
 @pytest.mark.parametrize("named", [True, False])
 def test_a_log_of_one_node_becomes_collectives_and_transfers(test, named, write):

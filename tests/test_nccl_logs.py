@@ -15,16 +15,6 @@ from cpsim.errors import ProfileError
 LOGS = Path(__file__).parent / "logs"
 
 
-@pytest.fixture
-def write(tmp_path):
-    def to(name, text):
-        path = tmp_path / name
-        path.write_text(text)
-        return path
-
-    return to
-
-
 def shapes(points):
     return {(p["op"], p["kind"], p["num_ranks"], p.get("num_nodes", 1)) for p in points}
 

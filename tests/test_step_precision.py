@@ -1,6 +1,7 @@
 """Training steps whose linear layers compute in FP8, and whose tensor parallelism runs beside products."""
 
 import pytest
+from targets import check
 
 from cpsim.case.load import scenario_from
 from cpsim.case.model import MODELS
@@ -128,7 +129,7 @@ def test_products_in_fp8_take_what_is_published_of_single_kernels():
         for sizes in ((tokens, n, k), (tokens, k, n), (n, k, tokens)):
             seconds[0] += float(gemm_seconds(params, *sizes))
             seconds[1] += float(gemm_seconds(low, *sizes, operand_bytes=FP8_BYTES))
-    assert seconds[0] / seconds[1] == pytest.approx(31.968 / 16.785, rel=0.02)
+    check("Transformer Engine's products in FP8 over bf16", seconds[0] / seconds[1] / (31.968 / 16.785) - 1)
 
 
 @pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE, DELAYED, CURRENT, MXFP8], ids=lambda one: one.name)

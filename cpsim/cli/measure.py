@@ -15,6 +15,9 @@ import typer
 
 from cpsim.cli.terminal import (
     Json,
+    LogDomain,
+    LogNodes,
+    LogRanks,
     Scenarios,
     check_writable,
     console,
@@ -381,9 +384,9 @@ def import_(
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key and value heads; as many as query heads.")] = None,
     head_dim: Annotated[int, typer.Option(min=1, help="Head dimension of a table without that column.")] = 128,
     num_sms: Annotated[int | None, typer.Option(min=1, help="SMs of a GPU that no preset has.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=2, help="GPUs of a log without its list of ranks.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of such a log.")] = None,
-    domain: Annotated[int | None, typer.Option(min=1, help="GPUs of an NVLink domain that spans hosts.")] = None,
+    ranks: LogRanks = None,
+    nodes: LogNodes = None,
+    domain: LogDomain = None,
     as_json: Json = False,
 ) -> None:
     """Read other people's measurements as points for `cpsim fit` and `cpsim fit-fabric`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cpsim.cli.terminal import Json, check_writable, console, refuse
+from cpsim.cli.terminal import Json, LogDomain, LogNodes, LogRanks, check_writable, console, refuse
 from cpsim.errors import ScenarioError
 from cpsim.runtime.files import write
 from cpsim.runtime.streams import say
@@ -94,9 +94,9 @@ def init_cluster(
     profile: Annotated[
         str | None, typer.Option(help="Profile whose kernels are taken; the GPU's where not given.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(min=2, help="GPUs of a log without its list of ranks.")] = None,
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes of such a log.")] = None,
-    domain: Annotated[int | None, typer.Option(min=1, help="GPUs of an NVLink domain that spans hosts.")] = None,
+    ranks: LogRanks = None,
+    nodes: LogNodes = None,
+    domain: LogDomain = None,
     as_json: Json = False,
 ) -> None:
     """Write a commented cluster file from files and answers to five questions, which options answer, too."""

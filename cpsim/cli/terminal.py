@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 LONGEST_NAME = 255
 """Bytes of a file's name that file systems take."""
+LogRanks = Annotated[int | None, typer.Option("--ranks", min=2, help="GPUs of a log without its list of ranks.")]
+LogNodes = Annotated[int | None, typer.Option("--nodes", min=1, help="Nodes of such a log.")]
+LogDomain = Annotated[int | None, typer.Option("--domain", min=1, help="GPUs of an NVLink domain that spans hosts.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for machines instead of tables for people.")]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Processes to use; all cores where not given.")]
 

@@ -17,6 +17,7 @@ from cpsim.report.words import (
     documents_text,
     interval_text,
     ms_text,
+    numbers_of,
     percent_text,
     recommendation,
     strategy_label,
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
     from cpsim.errors import CpsimError
     from cpsim.models.profile import Profile
-    from cpsim.prediction.results import Advice, Candidate
+    from cpsim.prediction.results import Advice
 
 
 COLUMNS: Final = (
@@ -76,22 +77,8 @@ def _candidates(advice: Advice) -> Fitted:
         mark = "=" if len(tied) > 1 and any(one is other for other in tied) else ""
         alike = [f"= {strategy_label(other.scenario)}" for other in advice.alike(one)]
         name = "\n".join([strategy_label(one.scenario), *alike])
-        rows.append((f"{rank}{mark}", name, *_numbers(one)))
+        rows.append((f"{rank}{mark}", name, *numbers_of(one)))
     return Fitted(COLUMNS, rows, ["green" if one is best else "" for one in advice.distinct])
-
-
-def _numbers(one: Candidate) -> tuple[str, ...]:
-    """Cells under ``COLUMNS`` but the first two."""
-    return (
-        ms_text(one.forward.time_s),
-        ms_text(one.backward.time_s),
-        ms_text(one.total_s),
-        interval_text(one.total_s_low, one.total_s_high),
-        f"{one.tflops_per_gpu:,.0f}",
-        percent_text(one.exposed_share),
-        format_bytes(one.peak_memory_bytes),
-        percent_text(one.probability_best),
-    )
 
 
 def _infeasible(entries: Sequence[Infeasible]) -> RenderableType:

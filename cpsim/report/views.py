@@ -17,8 +17,7 @@ from cpsim.report.lengths import best_of_strategies
 from cpsim.report.measured import measured as measured_figure
 from cpsim.report.measured import measured_columns
 from cpsim.report.page import table
-from cpsim.report.words import case_text, interval_text, ms_text, percent_text, strategy_label
-from cpsim.units import format_bytes
+from cpsim.report.words import case_text, numbers_of, strategy_label
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -87,17 +86,7 @@ def ranking(advice: Advice) -> View:
 def _ranked(one: Candidate) -> tuple[str, ...]:
     planning = max(one.forward.planning_s, one.backward.planning_s)
     planned = f", planned in {planning:.1f} s" if planning >= SLOW_S else ""
-    return (
-        strategy_label(one.scenario) + planned,
-        ms_text(one.forward.time_s),
-        ms_text(one.backward.time_s),
-        ms_text(one.total_s),
-        interval_text(one.total_s_low, one.total_s_high),
-        f"{one.tflops_per_gpu:,.0f}",
-        percent_text(one.exposed_share),
-        format_bytes(one.peak_memory_bytes),
-        percent_text(one.probability_best),
-    )
+    return strategy_label(one.scenario) + planned, *numbers_of(one)
 
 
 def best_map(scenario: Scenario, found: Sequence[Cell]) -> View:

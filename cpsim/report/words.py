@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpsim.case.resolve import model_of
 from cpsim.prediction.step.frameworks import DEFAULT
-from cpsim.units import MS_PER_S, format_count
+from cpsim.units import MS_PER_S, format_bytes, format_count
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
@@ -56,6 +56,21 @@ def seconds_text(seconds: float) -> str:
 def percent_text(share: float) -> str:
     """A share of 0 to 1 in percent, e.g. ``12 %``."""
     return f"{share:.0%}".replace("%", " %")
+
+
+def numbers_of(one: Candidate) -> tuple[str, ...]:
+    """Cells of a candidate in tables of strategies: both passes, their sum with its interval, rate, exposed share,
+    memory, and how probably it is the best."""
+    return (
+        ms_text(one.forward.time_s),
+        ms_text(one.backward.time_s),
+        ms_text(one.total_s),
+        interval_text(one.total_s_low, one.total_s_high),
+        f"{one.tflops_per_gpu:,.0f}",
+        percent_text(one.exposed_share),
+        format_bytes(one.peak_memory_bytes),
+        percent_text(one.probability_best),
+    )
 
 
 def case_text(scenario: Scenario) -> str:

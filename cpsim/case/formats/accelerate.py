@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from cpsim.case.files import parse_yaml
 from cpsim.case.formats.reading import Reading, Settings, without_none
+from cpsim.case.formats.rotation import ROTATIONS, rotation
 from cpsim.case.formats.torchtitan import sequences_of_a_replica
 from cpsim.case.model import known_model, likely
 from cpsim.case.parallel import Parallel
@@ -18,7 +19,6 @@ from cpsim.case.scenario import Scenario
 from cpsim.errors import ScenarioError
 
 _PREFIX: Final = "parallelism_config_"
-_ROTATE: Final = {"allgather": ("allgather", {"layout": "zigzag"}), "alltoall": ("zigzag_ring", {})}
 
 
 def is_config(value: object) -> bool:
@@ -52,7 +52,7 @@ def read(text: str, path: str) -> Reading:
     dp = replicate * shard if shard and shard > 0 else None
     local, grown = s.number("per_device_train_batch_size"), s.number("gradient_accumulation_steps")
     replicas = dp or (gpus // (cp * tp) if gpus else None)
-    strategy, knobs = (s.one_of("cp_comm_strategy", _ROTATE) or _ROTATE["allgather"]) if cp > 1 else (None, {})
+    strategy, knobs = (s.one_of("cp_comm_strategy", ROTATIONS) or ROTATIONS["allgather"]) if cp > 1 else (None, {})
     again = s.flag("fsdp_activation_checkpointing", "gradient_checkpointing")
     fields = without_none(
         {
@@ -140,6 +140,5 @@ def write(scenario: Scenario, parallel: Parallel, gpus_per_node: int) -> str:
             f"  {_PREFIX}cp_size: {parallel.cp}",
         ]
         if parallel.cp > 1:
-            method = "allgather" if scenario.strategy == "allgather" else "alltoall"
-            lines.append(f"  {_PREFIX}cp_comm_strategy: {method}")
+            lines.append(f"  {_PREFIX}cp_comm_strategy: {rotation(scenario)}")
     return "\n".join(lines) + "\n"

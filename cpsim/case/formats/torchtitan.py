@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cpsim.case.formats.reading import Reading, Settings, without_none
+from cpsim.case.formats.rotation import ROTATIONS, rotation
 from cpsim.case.model import PUBLISHED, known_model, likely
 from cpsim.case.parallel import Parallel
 from cpsim.case.scenario import Scenario
@@ -40,8 +41,6 @@ SECTIONS: Final = {
 }
 """Sections of any version; others are mistakes."""
 _RECOMPUTE: Final = {"none": "none", "full": "full"}
-_ROTATE: Final = {"allgather": ("allgather", {"layout": "zigzag"}), "alltoall": ("zigzag_ring", {})}
-"""Strategy and knobs of ``context_parallel_rotate_method``; load balancing is on where nothing is said."""
 _SHAPES: Final = {
     ("llama2", "7b"): "llama2-7b",
     ("llama2", "13b"): "llama2-13b",
@@ -176,8 +175,8 @@ def _strategy(s: Settings, cp: int) -> tuple[str | None, dict[str, Any]]:
     name = next((one for one in names if one in s), names[0])
     if cp == 1:
         return None, {}
-    found = s.one_of(name, _ROTATE)
-    strategy, knobs = found or _ROTATE["allgather"]
+    found = s.one_of(name, ROTATIONS)
+    strategy, knobs = found or ROTATIONS["allgather"]
     return strategy, dict(knobs)
 
 
@@ -221,8 +220,7 @@ def write(scenario: Scenario, parallel: Parallel) -> str:
         f"context_parallel_degree = {parallel.cp}",
     ]
     if parallel.cp > 1:
-        method = "allgather" if scenario.strategy == "allgather" else "alltoall"
-        lines.append(f'context_parallel_rotate_method = "{method}"')
+        lines.append(f'context_parallel_rotate_method = "{rotation(scenario)}"')
     if parallel.tp_overlap:
         lines.append("enable_async_tensor_parallel = true")
     mode = {"per_op": "selective"}.get(parallel.recompute, parallel.recompute)

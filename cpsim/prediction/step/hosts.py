@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 from cpsim.case.parallel import Parallel, Recompute
 from cpsim.models.host import HostParams
-
-PASSES = ("fwd", "bwd")
+from cpsim.prediction.step.attention import PASSES
 
 
 def layer_seconds(host: HostParams, code: str, parallel: Parallel) -> tuple[float, float] | None:

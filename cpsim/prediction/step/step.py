@@ -528,7 +528,8 @@ class StepModel:
         if not self.framework.launches:
             return 0.0
         make, layers = self._programs(tokens, 0), self.layers[0]
-        few, more = (float(launches_seconds(make(n), self._launches(make)).sum()) for n in (1, 2))
+        launch_s = self._launches(make)
+        few, more = (float(launches_seconds(make(count), launch_s).sum()) for count in (1, 2))
         update = update_seconds(self.costs.profile.host, self._host_code, self.parallel) * self.parallel.optimizer
         return self.parallel.microbatches * (few + (layers - 1) * (more - few)) + layers * update
 

@@ -9,7 +9,7 @@ achieve.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final, NamedTuple
 
@@ -122,14 +122,12 @@ def fit_described(files: Sequence[Measurements], cluster: Cluster, port_bytes_pe
     start = np.log([fabric.nic_bandwidth_bytes_per_s, transport.call_s, transport.fill_s])
     wide, measured = np.array(list(FREE.values())), np.log([np.median(p["samples_s"]) for p in points])
 
-    def made(steps: Floats) -> Fabric:
-        rate, call_s, fill_s = (_round(value) for value in np.exp(start + wide * steps).tolist())
+    def made(steps: Floats, as_written: Callable[[float], float] = float) -> Fabric:
+        rate, call_s, fill_s = map(as_written, np.exp(start + wide * steps).tolist())
         return replace(fabric, nic_bandwidth_bytes_per_s=rate, call_s=call_s, fill_s=fill_s)
 
     def errors(steps: Floats) -> Floats:
-        rate, call_s, fill_s = np.exp(start + wide * steps).tolist()
-        trial = replace(fabric, nic_bandwidth_bytes_per_s=rate, call_s=call_s, fill_s=fill_s)
-        where = replace(cluster, fabric=trial, num_gpus=1)
+        where = replace(cluster, fabric=made(steps), num_gpus=1)
         took = [
             float(
                 law_seconds(p["kind"], p["nbytes"], machine_of(where, p["num_ranks"], p["num_nodes"], port_bytes_per_s))
@@ -143,15 +141,9 @@ def fit_described(files: Sequence[Measurements], cluster: Cluster, port_bytes_pe
         return np.concatenate([np.sign(off) * np.sqrt(np.log1p(off * off)), steps])
 
     found = least_squares(residuals, np.zeros(len(FREE))).x
-    best = made(found)
+    best = made(found, _round)
     flows = [p for p in everything if "flows" in p and p["nbytes"] >= SMALLEST_BYTES]
-    flow = min(fabric.flow_bandwidth_bytes_per_s, best.nic_bandwidth_bytes_per_s)
-    flow_sigma = fabric.flow_sigma_log
-    if flows:
-        rates = [p["nbytes"] / max(1e-9, float(np.median(p["samples_s"])) - fabric.latency_s) for p in flows]
-        largest = np.array([p["nbytes"] for p in flows]) >= max(p["nbytes"] for p in flows) / 8
-        flow = min(_round(float(np.median(np.array(rates)[largest]))), best.nic_bandwidth_bytes_per_s)
-        flow_sigma = max(LEAST_SIGMA, flow_sigma / 2)
+    flow, flow_sigma = _flow(flows, best)
     nodes, kinds = points[0]["num_nodes"], ", ".join(dict.fromkeys(str(p["kind"]) for p in points))
     return replace(
         best,
@@ -162,6 +154,16 @@ def fit_described(files: Sequence[Measurements], cluster: Cluster, port_bytes_pe
         source=f"{_named(files)}: {len(points)} points of {kinds} on {nodes} nodes, by NCCL's algorithms over "
         f"{fabric.transport}" + ("" if flows else f"; flows not measured: {flow / 1e9:.3g} GB/s is a share of a NIC"),
     )
+
+
+def _flow(flows: Sequence[Point], fabric: Fabric) -> tuple[float, float]:
+    """Bandwidth [bytes/s] of one flow and its deviation: that of the largest ones measured, or what a fabric states."""
+    most, sigma = fabric.nic_bandwidth_bytes_per_s, fabric.flow_sigma_log
+    if not flows:
+        return min(fabric.flow_bandwidth_bytes_per_s, most), sigma
+    rates = [p["nbytes"] / max(1e-9, float(np.median(p["samples_s"])) - fabric.latency_s) for p in flows]
+    largest = np.array([p["nbytes"] for p in flows]) >= max(p["nbytes"] for p in flows) / 8
+    return min(_round(float(np.median(np.array(rates)[largest]))), most), max(LEAST_SIGMA, sigma / 2)
 
 
 def port_of(cluster: Cluster) -> float:

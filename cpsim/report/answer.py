@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from cpsim.prediction.results import Prediction
     from cpsim.prediction.step_advice import StepAdvice, StepCandidate
 
-TRAINED = 10**12
-"""Tokens of a training where nobody says how many."""
 WHAT = {
     "megatron": "arguments of Megatron-LM",
     "torchtitan": "torchtitan's TOML",

@@ -23,20 +23,11 @@ from cpsim.case.scenario import Scenario
 from cpsim.case.words import tokens_of
 from cpsim.errors import CpsimError, ScenarioError, shown
 from cpsim.models.profile import load_profile
+from cpsim.prediction.step.frameworks import FRAMEWORKS
 
 STEP_TOKENS: Final = 2**22
 """Tokens of a step where nobody says how many: a usual batch of long-context training."""
 CONTEXT: Final = 8192
-FRAMEWORKS: Final = ("megatron", "torchtitan", "torch", "huggingface")
-KERNELS: Final[Mapping[str, tuple[str, ...]]] = {
-    "megatron": ("cudnn", "fa3", "fa2"),
-    "torchtitan": ("sdpa_flash", "cudnn"),
-    "torch": ("sdpa_flash", "cudnn"),
-    "huggingface": ("sdpa_flash", "cudnn"),
-}
-"""Kernels that a framework's attention calls, the usual one first."""
-APART: Final[Mapping[str, tuple[str, ...]]] = {"megatron": ("cudnn", "fa3", "fa2"), "huggingface": ("fa2", "fa3")}
-"""The same where documents of a sequence do not see each other, of frameworks that keep them apart."""
 NICKNAMES: Final = {"h100": "dgx-h100", "h200": "dgx-h200", "b200": "dgx-b200", "a100": "p4de"}
 """Clusters by their GPUs."""
 
@@ -250,7 +241,7 @@ def _take_lengths(fields: dict[str, Any], options: Options, read: list[str]) -> 
         fields.setdefault("mask", "causal")
         return None
     framework, context, tokens = fields.get("framework"), int(fields["context"]), int(fields["tokens"])
-    apart = framework in (None, *APART)
+    apart = framework is None or bool(FRAMEWORKS[framework].kernels_apart)
     fields["mask"] = "causal_document" if apart else "causal"
     if not apart:
         read.append(f"documents of a sequence see each other in {framework}: their lengths do not change its time")
@@ -279,15 +270,15 @@ def _take_lengths(fields: dict[str, Any], options: Options, read: list[str]) -> 
 
 def _take_kernel(fields: dict[str, Any], cluster: Cluster, read: list[str]) -> None:
     """The kernel that the framework calls on this GPU: the usual one of those that were measured there."""
-    framework = str(fields["framework"])
-    kernels = APART.get(framework, KERNELS[framework]) if "documents" in fields else KERNELS[framework]
+    framework = FRAMEWORKS[fields["framework"]]
+    kernels = ("documents" in fields and framework.kernels_apart) or framework.kernels
     if fields.get("kernel"):
         kernels = (fields["kernel"], *(one for one in kernels if one != fields["kernel"]))
     measured = _measured(fields.get("profile") or cluster.profile)
     chosen = next((one for one in kernels if one in measured), kernels[0])
     fields["kernel"] = chosen
     more = f"; {kernels[0]}, the usual one, was not measured there" if chosen != kernels[0] else ""
-    read.append(f"attention by {chosen} of {framework}{more}")
+    read.append(f"attention by {chosen} of {framework.name}{more}")
 
 
 def _measured(profile: str | None) -> Sequence[str]:
@@ -304,9 +295,8 @@ def _measured(profile: str | None) -> Sequence[str]:
 def _left_open(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Without how its author cut it."""
     kept = {name: value for name, value in fields.items() if name not in ("strategy", "knobs", "parallel")}
-    section = fields.get("parallel", {})
-    fixed = {name: section[name] for name in ("batch", "tp_overlap") if section.get(name) and name == "tp_overlap"}
-    return kept | ({"parallel": fixed} if fixed else {})
+    overlap = fields.get("parallel", {}).get("tp_overlap")
+    return kept | ({"parallel": {"tp_overlap": overlap}} if overlap else {})
 
 
 def _given(fields: Mapping[str, Any], own: Reading | None) -> Scenario | None:

@@ -158,6 +158,10 @@ class Framework:
     offers: Mapping[str, Support] = field(default_factory=dict)
     """Strategies that it has, each with its masks and knobs; of scenarios that name the framework no others are tried.
     """
+    kernels: tuple[str, ...]
+    """Kernels that its attention calls, the usual one first."""
+    kernels_apart: tuple[str, ...] = ()
+    """The same where documents of a sequence do not see each other; none: they always do."""
     parts_loss: bool = False
     """Whether it computes logits and loss in parts."""
     launches: Mapping[bool, Mapping[str, str]] = field(default_factory=dict)
@@ -463,6 +467,8 @@ MEGATRON: Final = Framework(
     recipes=ENGINE_RECIPES,
     pipelines=True,
     offers=TRANSFORMER_ENGINE,
+    kernels=("cudnn", "fa3", "fa2"),
+    kernels_apart=("cudnn", "fa3", "fa2"),
     offloads=True,
     engine=True,
     experts=True,
@@ -778,6 +784,7 @@ TORCH: Final = Framework(
     divides=True,
     attention="torch",
     offers=CONTEXT_PARALLEL,
+    kernels=("sdpa_flash", "cudnn"),
     parts_loss=True,
     launches=LAUNCHES,
     host="torch",
@@ -805,6 +812,7 @@ HUGGING_FACE: Final = replace(
     name="huggingface",
     source="Transformers' LlamaForCausalLM, FSDP2 as accelerate has it",
     host="huggingface",
+    kernels_apart=("fa2", "fa3"),
     compiles=False,
     layer=hugging_face_layer,
     kept={"full": frozenset()},

@@ -14,6 +14,7 @@ from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.nccl_logs import Said, missing, read_nccl_log
 from cpsim.calibrate.topology import Nics, read_node
 from cpsim.case.cluster import Cluster, Fabric, cluster_from, presets
+from cpsim.case.gpu import gpu_of_driver, gpus
 from cpsim.errors import CpsimError
 from cpsim.models.network.nccl import SMALLEST_BYTES, SWITCHES_FROM
 
@@ -28,8 +29,6 @@ QUESTIONS: Final[Mapping[str, str]] = {
 USUAL: Final[Mapping[str, str]] = {"gpus_per_node": "8", "inside": "measured", "nics": "none", "transport": "roce"}
 """What is taken where nobody says more."""
 MEASURED, NONE = "measured", "none"
-NVLINK: Final = {"a100": 300e9, "h100": 450e9, "h200": 450e9, "b200": 900e9}
-"""Ports of GPUs whose profiles have links of their own, one direction [bytes/s]."""
 FIELDS: Final = {
     "nic_bandwidth_bytes_per_s": "one NIC, one direction, as collectives achieve it",
     "flow_bandwidth_bytes_per_s": "one message between two GPUs; sendrecv_perf measures it",
@@ -73,7 +72,7 @@ class Found:
         """
         if self.gpu is None:
             raise CpsimError(
-                f"init: which GPU? --gpu {'|'.join(gpu_names())}; further --gpus-per-node 8, "
+                f"init: which GPU? --gpu {'|'.join(gpus())}; further --gpus-per-node 8, "
                 "--inside 'nvlink 450 GB/s', --nics '4 x 200G', --transport roce, or files of nvidia-smi topo -m, "
                 "ibstat, nccl-tests"
             )
@@ -81,15 +80,10 @@ class Found:
         return replace(self, sources={**dict.fromkeys(usual, "usual"), **self.sources}, **usual)  # type: ignore[arg-type]
 
 
-def gpu_names() -> list[str]:
-    """GPUs that a cluster file can name."""
-    return sorted({cluster.gpu.name for cluster in presets().values()})
-
-
-def gpu_named(driver: str) -> str:
+def gpu_name(driver: str) -> str:
     """The name in cluster files of what a driver or person calls a GPU; the same where none is known."""
-    known = [name for name in gpu_names() if name in driver.lower()]
-    return max(known, key=len, default=driver)
+    known = gpu_of_driver(driver)
+    return driver if known is None else known.name
 
 
 def read_files(paths: Sequence[Path], said: Said) -> Found:
@@ -107,10 +101,10 @@ def read_files(paths: Sequence[Path], said: Said) -> Found:
             found = replace(found, notes=(*found.notes, *node.notes))
         elif node is not None:
             port = node.port_bytes_per_s(said.gpu or found.gpu or "")
-            gpu = gpu_named(said.gpu or found.gpu or "")
+            known = gpu_of_driver(said.gpu or found.gpu or "")
             inside = f"nvlink {port / 1e9:g} GB/s" if node.links else "pcie 32 GB/s"
             inside += " nvls" if node.links and port >= SWITCHES_FROM else ""
-            inside = MEASURED if port and NVLINK.get(gpu) == port else inside
+            inside = MEASURED if port and known and known.nvlink_bytes_per_s == port else inside
             found = _from(found, path, gpus_per_node=str(node.num_gpus), inside=inside)
             if node.num_nics and found.nics is None:
                 rate = f"{path}: {node.num_nics} NICs, of unknown rate: add the output of ibstat, or --nics"
@@ -132,7 +126,7 @@ def _from_log(found: Found, path: Path, said: Said) -> Found:
     log = read_nccl_log(path, said)
     of_nodes = [point for point in log.points if point["op"] == "fabric"]
     per_node = of_nodes[0]["gpus_per_node"] if of_nodes else log.header["num_gpus"]
-    more = {"gpu": gpu_named(log.header["gpu"])}
+    more = {"gpu": gpu_name(log.header["gpu"])}
     if found.gpus_per_node is None or of_nodes:
         more["gpus_per_node"] = str(per_node)
     notes = [f"{path}: {words}" for words in log.notes]
@@ -171,8 +165,9 @@ def described(found: Found, name: str) -> tuple[Cluster, list[str]]:
 
 def short_fields(found: Found, name: str) -> dict[str, Any]:
     """What a cluster file says of these answers."""
-    gpu = gpu_named(found.gpu or "")
-    profile = found.profile or next((c.profile for c in presets().values() if c.gpu.name == gpu), "data-sheet")
+    gpu = gpu_name(found.gpu or "")
+    shipped = (cluster.profile for cluster in presets().values() if cluster.gpu.name == gpu)
+    profile = found.profile or next(shipped, None) or "data-sheet"
     made: dict[str, Any] = {"name": name, "gpus_per_node": _whole(found.gpus_per_node), "gpu": gpu, "profile": profile}
     if found.inside and found.inside.lower() != MEASURED:
         made["inside"] = found.inside

@@ -167,13 +167,11 @@ def _flow(flows: Sequence[Point], fabric: Fabric) -> tuple[float, float]:
 
 
 def port_of(cluster: Cluster) -> float:
-    """What a GPU's port carries, as the cluster's profile measured it, or its file says."""
+    """What a GPU's port carries: as the cluster's file says, its profile measured it, or its GPU is described."""
     if cluster.inside is not None:
         return cluster.inside.port_bandwidth_bytes_per_s
     if cluster.profile in (None, DATA_SHEET):
-        raise ProfileError(
-            f"{cluster.name}: expected a profile, or what is inside a node, e.g. inside: nvlink 450 GB/s"
-        )
+        return cluster.gpu.port_bytes_per_s
     return load_profile(str(cluster.profile)).collective.port_bytes_per_s
 
 

@@ -1,4 +1,4 @@
-"""Products that plain layers do not have, measured on an H100, beside what their models say.
+"""Products that plain layers do not have, measured on an H100 and an H200, beside what their models say.
 
     python -m studies.products
 
@@ -25,14 +25,15 @@ from cpsim.models.gemm import FP8_BYTES, GemmParams, gemm_seconds, in_fp8
 from cpsim.models.profile import load_profile
 
 Floats = NDArray[np.float64]
-FILE: Final = "h100x2-products.jsonl"
+FILES: Final = {"h100": "h100x2-products.jsonl", "h200": "h200x4-products.jsonl"}
+"""By profile."""
 KERNELS: Final = {"tensorwise": "tensorwise", "tensorwise_exact": "exact", "rowwise": "rowwise"}
 """Of measurements and of the model."""
 
 
-def points() -> list[Point]:
-    """All products of the file."""
-    return [p for p in load(points_file(FILE)).points if p["op"] == "gemm"]
+def points(profile: str) -> list[Point]:
+    """All products that were measured on the GPU of a profile."""
+    return [p for p in load(points_file(FILES[profile])).points if p["op"] == "gemm"]
 
 
 def sizes(some: list[Point]) -> tuple[Floats, Floats, Floats, Floats]:
@@ -63,11 +64,11 @@ def faster(gemm: GemmParams, some: list[Point]) -> float:
     return float(np.exp(found.x[0]))
 
 
-def errors() -> Iterator[tuple[str, Floats, float | None]]:
+def errors(profile: str) -> Iterator[tuple[str, Floats, float | None]]:
     """Name of a group of products, their errors, and how much faster than bf16 they are."""
-    layers = load_profile("h100").layers
+    layers = load_profile(profile).layers
     assert layers is not None
-    gemm, every = layers.gemm, points()
+    gemm, every = layers.gemm, points(profile)
     plain = [p for p in every if not {"fp8", "groups", "thin"} & p.keys()]
     m, n, k, seconds = sizes(plain)
     yield "bf16", gemm_seconds(gemm, m, n, k) / seconds - 1, None
@@ -86,10 +87,11 @@ def errors() -> Iterator[tuple[str, Floats, float | None]]:
 
 def main() -> None:
     """Prints the table."""
-    print(f"{'products':18}{'points':>7}{'error':>8}{'sign':>8}{'faster':>8}")
-    for name, found, ratio in errors():
-        said = f"{ratio:8.2f}" if ratio else ""
-        print(f"{name:18}{len(found):7}{np.abs(found).mean():8.1%}{found.mean():+8.1%}{said}")
+    print(f"{'products':24}{'points':>7}{'error':>8}{'sign':>8}{'faster':>8}")
+    for profile in FILES:
+        for name, found, ratio in errors(profile):
+            said = f"{ratio:8.2f}" if ratio else ""
+            print(f"{profile + ' ' + name:24}{len(found):7}{np.abs(found).mean():8.1%}{found.mean():+8.1%}{said}")
 
 
 if __name__ == "__main__":

@@ -42,8 +42,8 @@ FP8_BYTES: Final = 1
 FP8_RATE: Final = 1.9
 """How much faster tensor cores step along k in FP8 than in bf16; launches, fills and ends of tiles are those in bf16.
 
-Source: between 1.86, measured on an H100 (``python -m studies.products``), and 1.94, with which the twelve products of
-a layer in Transformer Engine's table take 1.90 times less than in bf16, as published for H200 NVL
+Source: 1.86 and 1.93, measured on an H100 and an H200 (``python -m studies.products``); 1.94, with which the twelve
+products of a layer in Transformer Engine's table take 1.90 times less than in bf16, as published for H200 NVL
 (NVIDIA/TransformerEngine, docs/examples/gemm_profiling: 31.968 and 16.785 ms, quantized before); 1.92 on B300 there.
 NVIDIA's data sheets say 2: 1979 and 989 TFLOP/s of H100 and H200, 4500 and 2250 of B200.
 """

@@ -8,7 +8,9 @@ causal ring without zigzag the first ranks keep the full clock and the last one 
 Memory-bound kernels and NCCL draw power, too; how much of what the limit allows is measured. Only attention is
 slowed. In whole steps every kernel takes what it takes alone after seconds of load: kernels in turns share a clock, so
 that products gain what attention loses, and together take as long (1.2 % longer on an H100, 0.4 % on an H200, mean
-1.8 and 1.0 %: ``python -m studies.mixes``), since under the limit time is energy over power. Assumes that an iteration is short against the tens of milliseconds over which the limiter averages.
+1.8 and 1.0 %: ``python -m studies.mixes``), since under the limit time is energy over power.
+
+Assumes that an iteration is short against the tens of milliseconds over which the limiter averages.
 """
 
 from __future__ import annotations

@@ -73,3 +73,8 @@ def test_outputs_and_gradients_are_those_of_dense_attention(name, tmp_path):
 @pytest.mark.slow
 def test_compiled_calls_run_one_operator_a_pass_and_say_what_they_cost_a_host():
     assert run_script("compiled_worker.py", timeout_s=200) == 2
+
+
+@pytest.mark.slow
+def test_what_was_compiled_with_one_backend_does_not_run_for_another():
+    assert run_script("sdpa_worker.py", timeout_s=200) == 2

@@ -106,12 +106,20 @@ class Costs:
         )
         if op.beside is None:
             return {"matrix products": alone}
-        hidden, kind = self._collective(op.beside), op.beside.kind
+        lost, rest = self.beside(alone, self._collective(op.beside), op.beside.kind)
+        return {"matrix products": alone, "interference": lost, "collective": rest}
+
+    def beside(self, ours_s: float, theirs_s: float, kind: str) -> tuple[float, float]:
+        """What computation loses beside a collective of its node, and what of the collective outlasts it, in seconds.
+
+        Args:
+            ours_s, theirs_s: seconds of both alone.
+            kind: of the collective.
+        """
         ours = self.profile.interference.computation.get(LIKE_PRODUCTS, {}).get(kind, 1.0)
         theirs = self.profile.interference.communication.get(LIKE_PRODUCTS, {}).get(kind, 1.0)
-        together = min(alone * ours, hidden * theirs)
-        rest = max(alone - together / ours, 0.0), max(hidden - together / theirs, 0.0)
-        return {"matrix products": alone, "interference": together + rest[0] - alone, "collective": rest[1]}
+        together = min(ours_s * ours, theirs_s * theirs)
+        return together * (1 - 1 / ours), max(theirs_s - together / theirs, 0.0)
 
 
 def stacked(parts: Iterable[Parts]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:

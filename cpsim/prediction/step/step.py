@@ -555,8 +555,10 @@ class StepModel:
                 if self.framework.divides and cut.replicas > 1:
                     parts.append(self.costs.seconds([ElementwisePass("copy", 2 * each * parameters)]))
                 where, seconds = self.collective(group, summing, each * (chunk if beside else parameters))
-                last = max(1 / max(1, self.layers[stage]), first / max(1, chunk))
-                parts.append({where: max(seconds - backward_s, seconds * last) if beside else seconds})
+                last = max(1 / max(1, self.layers[stage]), first / max(1, chunk)) if beside else 1.0
+                pressing = "reduce_scatter" if where == "collective" else ""  # the network between nodes paces others
+                lost, rest = self.costs.beside(backward_s, seconds * (1 - last), pressing)
+                parts.append({"interference": lost, where: rest + seconds * last})
                 backward_s, first = max(0.0, backward_s - seconds), 0
         if cut.optimizer:
             mine = self._shared(stage) if parted else sum(parameters for _, parameters, _ in groups)

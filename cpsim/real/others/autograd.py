@@ -14,6 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from cpsim.case.resolve import workload_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import InfeasibleError, ScenarioError, cut
+from cpsim.real.run.compiling import compile_anew
 from cpsim.real.run.node import Node
 from cpsim.strategies.others import implementation
 
@@ -65,7 +66,7 @@ def compiled(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Te
     Raises:
         InfeasibleError: PyTorch cannot compile it; says what it said.
     """
-    torch._dynamo.reset()  # as in a process that runs this case only
+    compile_anew()
     runner = AutogradRunner(torch.compile(attend, fullgraph=True, dynamic=False), inputs, pass_)
     try:
         with functorch.patch(donated_buffer=False):  # the graph that a timed backward pass keeps is walked often

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cpsim.errors import InfeasibleError
+from cpsim.real.run.compiling import compile_anew
 from cpsim.real.run.node import Node
 from cpsim.real.steps.cut import Cut
 from cpsim.real.steps.step import StepModel
@@ -45,7 +46,7 @@ def make(cut: Cut, node: Node) -> HuggingFace:
             raise InfeasibleError(f"{name}: huggingface runs here with 1, got {degree}; framework torch has more")
     if p.recompute == "per_op":
         raise InfeasibleError("recompute: huggingface has none and full, got per_op")
-    torch._dynamo.reset()
+    compile_anew()
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=m.vocab,

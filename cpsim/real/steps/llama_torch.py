@@ -32,6 +32,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cpsim.case.model import Model
+from cpsim.real.run.compiling import compile_anew
 from cpsim.real.run.node import Node
 from cpsim.real.steps.cut import Cut
 from cpsim.real.steps.step import StepModel
@@ -175,7 +176,7 @@ class Llama(StepModel):
 
 def make(cut: Cut, node: Node) -> Llama:
     """The model of a cut on this rank, cut by tensor parallelism and compiled."""
-    torch._dynamo.reset()
+    compile_anew()
     torch.manual_seed(0)
     with torch.device(node.device):
         model = Llama(cut).to(cut.weights_dtype)

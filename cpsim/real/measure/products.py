@@ -148,7 +148,7 @@ CASTS: Final[dict[str, Callable[..., object]]] = {
     "fp8_cast_rows": cast_rows,
 }
 WIDTH: Final = 4096
-CAST_ROWS: Final = (672, 2688, 10752, 32256)
+CAST_ROWS: Final = (672, 2688, 10752, 32256, 129024)
 """Rows of memory-bound kernels: multiples of ``TENSORS`` and of two chunks of seven weights."""
 
 
@@ -286,10 +286,14 @@ SHARES: Final = {"products": 0.55, "grouped": 0.2, "sweeps": 0.15, "thin": 0.1}
 """Of the time."""
 
 
-def run(bench: Bench, seed: int, deadline: float) -> None:
-    """Measures until the deadline, every kind for its share of the time."""
+def run(bench: Bench, seed: int, deadline: float, only: str | None = None) -> None:
+    """Measures until the deadline, every kind (or one alone) for its share of the time."""
     makers = {"products": products, "grouped": grouped, "sweeps": sweeps, "thin": thin}
-    sources = {name: make(np.random.default_rng((seed, i))) for i, (name, make) in enumerate(makers.items())}
+    sources = {
+        name: make(np.random.default_rng((seed, i)))
+        for i, (name, make) in enumerate(makers.items())
+        if only in (None, name)
+    }
     spent = dict.fromkeys(sources, 0.0)
     while sources and time.monotonic() < deadline:
         name = min(sources, key=lambda one: spent[one] / SHARES[one])
@@ -317,6 +321,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=3.0)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=SHARES, help="one kind of them alone")
     parser.add_argument("--cpu", action="store_true", help="a few tiny sizes, to try the script")
     parser.add_argument("--commit", default="", help="commit of the tree, where git is missing")
     args = parser.parse_args()
@@ -327,12 +332,13 @@ def main() -> None:
     if cuda:
         torch._dynamo.config.cache_size_limit = 256
     command = f"python -m cpsim.real.measure.products --minutes {args.minutes:g} --seed {args.seed}"
+    command += f" --only {args.only}" if args.only else ""
     header = provenance(device, 1, {}, command, args.commit)
     print(json.dumps(header))
     with args.out.open("w", encoding="utf-8") as file:
         bench = Bench(Writer(file, header), device)
         if cuda:
-            run(bench, args.seed, started + 60 * args.minutes)
+            run(bench, args.seed, started + 60 * args.minutes, args.only)
         else:
             try_out(bench)
         bench.writer.add("end", [time.monotonic() - started], clock=bench.clock.read())

@@ -24,6 +24,14 @@ if TYPE_CHECKING:
 Parts = Mapping[str, float]
 """Seconds by cost model: a key of PARTS."""
 PARTS: Final = GROUPS
+INSTEAD: Final = {
+    "adamw_bf16": "adam",
+    "adamw_fp32": "adam",
+    "chunk_cat": "strided",
+    "split_copy": "copy",
+    "fp8_cast_rows": "copy",
+}
+"""Memory-bound kernels of libraries, and what stands for them in profiles that lack them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +87,16 @@ class Costs:
             case Gemm():
                 return self._product(op)
             case ElementwisePass():
-                known = self.layers.ops if op.kind in self.layers.ops.latency_s else self.profile.elementwise
-                return {"elementwise of layers": float(elementwise_seconds(known, op.kind, op.nbytes))}
+                return {"elementwise of layers": self._sweep(op)}
             case Collective():
                 return {"collective": self._collective(op)}
             case Copy():
                 return {"transfer": self._copy(op)}
+
+    def _sweep(self, op: ElementwisePass) -> float:
+        ops, others = self.layers.ops, self.profile.elementwise
+        kind = op.kind if op.kind in (*ops.latency_s, *others.latency_s) else INSTEAD.get(op.kind, op.kind)
+        return float(elementwise_seconds(ops if kind in ops.latency_s else others, kind, op.nbytes))
 
     def _collective(self, op: Collective) -> float:
         return float(collective_seconds(self.profile.collective, op.kind, op.nbytes, self.tp))

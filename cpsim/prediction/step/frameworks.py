@@ -97,6 +97,8 @@ class Held:
     """Of a gradient that the backward pass makes."""
     optimizer: int = OP_BYTES["adam"]
     """Read and written by the optimizer's step."""
+    optimizer_kernel: str = "adam"
+    """Of the optimizer's step, as ``cpsim.models.elementwise`` prices it."""
     clipped: bool = False
     """Whether gradients are read once more for their norm, and scaled."""
 
@@ -744,10 +746,10 @@ def torch_last(s: Sizes, compiled: bool, chunks: int = 1) -> LayerCode:
 
 def torch_held(sharding: Sharding) -> Held:
     """Shards are fp32, and so are their gradients and both moments; whole weights are in the working type with all that
-    goes with them."""
-    if sharding == "fsdp":
-        return Held(weight=FP32, gradient=0, states=2 * FP32, made_gradient=FP32, optimizer=7 * FP32)
-    return Held(weight=BF16, gradient=0, states=2 * BF16, made_gradient=BF16, optimizer=7 * BF16)
+    goes with them. AdamW is PyTorch's fused one."""
+    each, kernel = (FP32, "adamw_fp32") if sharding == "fsdp" else (BF16, "adamw_bf16")
+    held = Held(weight=each, gradient=0, states=2 * each, made_gradient=each, optimizer=7 * each)
+    return replace(held, optimizer_kernel=kernel)
 
 
 _NCCL: Final = {"comm": "all_gather_tensor", "gather": "async_all_gather", "scatter": "sync_reduce_scatter"}
@@ -804,7 +806,9 @@ TORCHTITAN: Final = replace(
     joins=chunked,
     first=lambda s, compiled: chunked(torch_first(s, compiled)),
     last=lambda s, _compiled, chunks: chunked(torch_last(s, False, chunks)),
-    held=lambda sharding: replace(torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW),
+    held=lambda sharding: replace(
+        torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW, optimizer_kernel="adam"
+    ),
     lists=True,
 )
 HUGGING_FACE: Final = replace(

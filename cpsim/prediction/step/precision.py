@@ -46,6 +46,8 @@ class Recipe:
     """Of products, a key of ``cpsim.models.gemm.FP8_KERNELS``."""
     kernel_back: str = "exact"
     """Of products of the backward pass, on Hopper."""
+    casts: str = "copy"
+    """Memory-bound kernel that casts are priced as."""
     largest: int = 0
     """To find the largest magnitude, before a cast."""
     cast: int
@@ -90,6 +92,7 @@ TENSORWISE: Final = Recipe(
 ROWWISE: Final = Recipe(
     name="rowwise",
     kernel="rowwise",
+    casts="fp8_cast_rows",
     cast=3,
     kept=4 + 3,
     gradient=5 + 3,
@@ -188,7 +191,7 @@ class _Layer:
                 found += self._cast(source, self._all(source, m * k), source in normed)
                 if weights:
                     made = f"weights of {next(iter(node.makes))} fp8"
-                    found.append(Node(ElementwisePass("copy", weights * n * k), ("weights",), {made: FP8 * n * k}))
+                    found.append(Node(self._casts(weights * n * k), ("weights",), {made: FP8 * n * k}))
                     node = replace(node, reads=(*node.reads, made))
                 found.append(self._product(node, self.recipe.kernel, self._low(source)))
             else:
@@ -218,7 +221,7 @@ class _Layer:
         (made,) = node.makes
         if self.recipe.weight_back:
             turned, elements = f"weights of {made} turned", inputs * outputs
-            pass_ = ElementwisePass("copy", self.recipe.weight_back * elements)
+            pass_ = self._casts(self.recipe.weight_back * elements)
             found.append(Node(pass_, ("weights",), {turned: FP8 * elements}))
             node = replace(node, reads=(*node.reads, turned))
         found.append(self._product(node, self.recipe.kernel_back, self._low(gradient)))
@@ -263,6 +266,9 @@ class _Layer:
             makes=half,
         )
 
+    def _casts(self, nbytes: int) -> ElementwisePass:
+        return ElementwisePass(self.recipe.casts, nbytes)
+
     def _low(self, name: str) -> str:
         """The name of a tensor in FP8."""
         return f"{name} fp8" if f"{name} fp8" in self.made else name
@@ -288,7 +294,7 @@ class _Layer:
                 found.append(Node(Collective("all_reduce", 4), (scale,), {f"{scale} of all": 4}, "comm"))
                 scale = f"{scale} of all"
         reads = (source, scale) if self.recipe.largest else (source,)
-        found.append(Node(ElementwisePass("copy", each * elements), reads, {low: FP8 * elements}))
+        found.append(Node(self._casts(each * elements), reads, {low: FP8 * elements}))
         return tuple(found)
 
     def _turned(self, source: str, elements: int, each: int) -> Nodes:
@@ -297,7 +303,7 @@ class _Layer:
         if turned in self.made or not each:
             return ()
         self.made.add(turned)
-        return (Node(ElementwisePass("copy", each * elements), (source,), {turned: FP8 * elements}),)
+        return (Node(self._casts(each * elements), (source,), {turned: FP8 * elements}),)
 
     def _product(self, node: Node, kernel: str, source: str) -> Node:
         assert isinstance(node.what, Gemm)

@@ -382,13 +382,13 @@ class StepModel:
             return (
                 Node(ElementwisePass("copy", own), (), {}, "gather", calls=2),  # cast, and copied side by side
                 Node(Collective("all_gather", nbytes), (), {f"flat {name}": nbytes}, "gather"),
-                Node(ElementwisePass("copy", 2 * nbytes), (f"flat {name}",), {f"weights {name}": nbytes}),
+                Node(ElementwisePass("split_copy", 2 * nbytes), (f"flat {name}",), {f"weights {name}": nbytes}),
             )
 
         def scatter(name: str, gradients: Sequence[str]) -> Nodes:
             lora = self.framework.lora
             parameters = lora.parameters(self.model, self.parallel.tp) if lora else self._parameters(stage, name)
-            copy = ElementwisePass("strided", (BF16 + FP32) * parameters)
+            copy = ElementwisePass("chunk_cat", (BF16 + FP32) * parameters)
             sums, mine = FP32 * parameters, FP32 * (parameters // self.parallel.shards)
             again = (Node(Collective("all_reduce", mine), (f"shard {name}",), {}, "scatter"),)
             return (
@@ -565,7 +565,7 @@ class StepModel:
             if self.recipe:
                 parts.append(self.costs.seconds(self._casts_of_step()))
             norm = [ElementwisePass("norm", OP_BYTES["norm"] * mine)] if held.clipped else []
-            parts.append(self.costs.seconds([*norm, ElementwisePass("adam", held.optimizer * mine)]))
+            parts.append(self.costs.seconds([*norm, ElementwisePass(held.optimizer_kernel, held.optimizer * mine)]))
             if parted and cut.sharding != "fsdp":
                 for group, parameters, _ in groups:
                     where, seconds = self.collective(group, Kind.ALL_GATHER, held.weight * parameters)

@@ -151,7 +151,7 @@ def profile_without(name: str, machine: str) -> Profile:
     return replace(
         shipped,
         host=replace(shipped.host, launch_s=launches),
-        sustained=sustained or shipped.sustained,
+        sustained={**shipped.sustained, **sustained},
         sigma={**shipped.sigma, "host": between, "host thread": within, "sustained": of_load},
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -47,6 +47,7 @@ from cpsim.calibrate.residuals import (
 )
 from cpsim.errors import ProfileError
 from cpsim.models.derive import PUBLISHED
+from cpsim.models.parameters import IN_TURNS
 from cpsim.models.profile import Profile
 from cpsim.models.spread import NINETIES
 from cpsim.models.standin import StandIn
@@ -61,6 +62,7 @@ WINDOW_S: Final = 0.2
 """What one looks at to time a steady state; the limiter swings within a second."""
 ASSUMED_SUSTAINED: Final = 0.025
 """Deviation of kernels in a steady state, where it was not measured; H100 and H200 have it."""
+PASSES: Final = (" fwd", " bwd")
 STANDS_IN = ("elementwise", "host", "collective", "transfer")
 """Ops of another GPU's machines that count where there are none of this one's."""
 FEWEST_OF_GPU, LONG_CALL_S = 5, 3e-4
@@ -110,13 +112,13 @@ def fit_profile(
             elementwise=copies,
             host=fit_hosts(chosen, copies, stand_in),
             interference=fit_interference(everything),
-            load=fit_load([p for p in everything if p["op"] == "power"], network.port_bytes_per_s),
+            load=fit_load(of_all_loads(measurements), network.port_bytes_per_s),
             sigma={},
             valid=_valid(points),
             held_out=(),
             provenance=tuple(_source(m, gpus[0]) for m in measurements),
             layers=fit_layers(chosen, num_sms, copies),
-            sustained=fit_sustained(everything)[0] or (stand_in.profile.sustained if stand_in else {}),
+            sustained=_sustained(measurements, stand_in.profile.sustained if stand_in else {}),
         )
 
     by_fold: list[list[Residual]] = []
@@ -338,6 +340,31 @@ def fit_sustained(points: Sequence[Point]) -> tuple[dict[str, float], float]:
     everything = [one for each in logs.values() for one in each]
     low, high = np.quantile([one - found[name] for name, each in moments.items() for one in each], (0.05, 0.95))
     return found | {"others": float(np.median(everything))}, float(high - low) / NINETIES
+
+
+def _sustained(measurements: Sequence[Measurements], theirs: Mapping[str, float]) -> dict[str, float]:
+    """``Profile.sustained``, of what was measured here or else of what stands in."""
+    alone = fit_sustained([p for m in measurements for p in m.points])[0] or theirs
+    turns = {IN_TURNS: theirs[IN_TURNS]} if IN_TURNS in theirs else {}
+    return {**alone, **turns, **fit_in_turns(measurements)}
+
+
+def of_all_loads(measurements: Sequence[Measurements]) -> list[Point]:
+    """Watts of files that know communication, too."""
+    return [p for m in measurements if not m.of("mix") for p in m.of("power")]
+
+
+def fit_in_turns(measurements: Sequence[Measurements]) -> dict[str, float]:
+    """How much longer products and attention take in the turns of a layer than alone, if all that it loses is theirs,
+    as ``Profile.sustained`` has it; nothing where no such loads were measured."""
+    logs = []
+    for m in measurements:
+        alone = {p["kind"]: float(np.median(p["samples_s"])) for p in m.of("power")}
+        for p in (p for p in m.of("mix") if " layer " in p["kind"]):
+            limited = sum(alone[kind] for kind in p["mix"] if kind.startswith("gemm") or kind.endswith(PASSES))
+            lost = sum(p["samples_s"]) - sum(alone[kind] for kind in p["mix"])
+            logs.append(float(np.log1p(lost / limited)))
+    return {IN_TURNS: float(np.mean(logs))} if logs else {}
 
 
 def _windows(ends: NDArray[np.float64], seconds: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -28,6 +28,8 @@ ROUNDED = 1.001
 """Files round what they say was measured to six digits."""
 POWER_OF_CLOCK = 2.5
 """Exponent of the power that busy tensor cores draw at a clock, as voltage follows it; assumed."""
+IN_TURNS = "in turns"
+"""Key of ``Profile.sustained``."""
 Name = Annotated[str, Field(min_length=1, max_length=1000)]
 
 
@@ -104,7 +106,7 @@ class Profile:
     sustained: ByName[Annotated[float, Quantity("", -1, 1)]] = dataclasses.field(default_factory=dict)
     """Logarithm of how much longer a kernel takes after seconds at the power limit than in the calls that it was fitted
     to, which take tenths of a second: `fa2 fwd`, and `others` for those that nobody ran for so long, matrix products
-    (`matrix products`) among them."""
+    (`matrix products`) among them; `in turns`: beyond that in the turns of a layer."""
 
     def attention_params(self, kernel: str, pass_: str) -> AttentionParams:
         """Parameters of one kernel and pass (`fwd` or `bwd`).
@@ -130,6 +132,12 @@ class Profile:
         longer = self.sustained.get(kernel, self.sustained.get("others", 0.0))
         return np.asarray(np.maximum(1.0, np.exp(longer) * np.asarray(duty, np.float64) ** (1 / POWER_OF_CLOCK)))
 
+    def in_layers(self) -> Profile:
+        """With kernels as the layers of a training step have them, in turns with others."""
+        logs = {"others": 0.0, **self.sustained}
+        more = logs.pop(IN_TURNS, 0.0)
+        return dataclasses.replace(self, sustained={name: log + more for name, log in logs.items()}) if more else self
+
     def products_notes(self, most_flops: float, *, steady: bool) -> tuple[str, ...]:
         """What about matrix products is not measured.
 
@@ -142,7 +150,7 @@ class Profile:
             notes.append(f"matrix products of {most_flops / 1e12:.0f} TFLOP, measured up to {most / 1e12:.0f}")
         if steady and "others" in self.sustained and "matrix products" not in self.sustained:
             longer = float(self.sustained_factor("matrix products")) - 1
-            notes.append(f"matrix products: {longer:.1%} longer after seconds of load, as attention is; not measured")
+            notes.append(f"matrix products: {longer:.1%} longer after seconds of load, as attention is")
         return tuple(notes)
 
     def attention_notes(

@@ -58,6 +58,9 @@ class StepCase:
     _memory: dict[Parallel, dict[tuple[int, ...], StageMemory]] = field(default_factory=dict)
     """Memory of stages."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "profile", self.profile.in_layers())
+
     def parallel(self) -> Parallel:
         """How the scenario cuts the step; what it leaves out is as its framework has it, or as plain as can be."""
         return self.framework.cut(self.scenario.parallel, self.scenario.gpus, self.scenario.num_sequences)

@@ -31,6 +31,7 @@ PREDICTED: Final = {
     "h100x2-1128k": ("predicted-rest-2-h100", "predicted-3-h100"),
     "h100x4-1128m": ("predicted-4-h100",),
     "h200x4-1128n": ("predicted-1-h200", "predicted-2-h200", "predicted-4-h200"),
+    "h200x1-1128p": ("predicted-1-h200",),
 }
 """By machine, predictions that were committed before its cases ran."""
 
@@ -65,7 +66,7 @@ def steps() -> list[Step]:
     found = []
     for name, about in manifest()["runs"].items():
         machine = str(about["machine"])
-        if machine in PREDICTED and name.endswith(".jsonl"):
+        if machine in PREDICTED and name.endswith(".jsonl") and "left_out" not in about:
             runs = [run for run in load_runs(DATA / name) if run.scenario.parallel and not run.error]
             before = {key: record for file in PREDICTED[machine] for key, record in committed(HERE / f"{file}.jsonl")}
             for run in runs:

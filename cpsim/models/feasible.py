@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cpsim.case.workload import BYTES_PER_ELEMENT
 from cpsim.errors import InfeasibleError, UnmeasuredError
-from cpsim.masks.blocks import BLOCK, Visits, row_sequences, sequence_slices, table_of, visits
+from cpsim.masks.blocks import BLOCK, Visits, causal_windows, row_sequences, sequence_slices, table_of, visits
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
 from cpsim.models.attention.kernels import KERNELS
@@ -271,7 +271,12 @@ def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[
         mine = slice(found.start[tile], found.start[tile + 1])
         if one_call:
             q_len, k_len = (column[mine].astype(np.int64) for column in (found.q_len, found.k_len))
-            yield tile, sequence_slices(q_len, k_len, found.causal[mine]), int(q_len.sum()), int(k_len.sum())
+            yield (
+                tile,
+                sequence_slices(q_len, k_len, causal_windows(found.causal[mine])),
+                int(q_len.sum()),
+                int(k_len.sum()),
+            )
         elif min(query_set, key_set) < 0:
             rows = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64)
             yield tile, *through_tables(rows, tiles.mask)

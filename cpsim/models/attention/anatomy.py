@@ -44,11 +44,13 @@ class Anatomy:
     aligns_keys: Flag = False
     """Whether calls whose keys are whole tiles run code of their own, without checks of bounds."""
     aligns_queries: Flag = False
-    """Whether queries must be whole tiles, too, and the call a dense one."""
+    """Whether queries must be whole tiles, too, and the call a dense one without a window."""
     gathers_keys: Flag = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
     rows_together: Annotated[int, Quantity("rows", 1, 1e3)] = 1
     """Tile rows of a head come in groups of so many, the last of which may have rows without keys of their own."""
+    masks_windows: Flag = False
+    """Whether all tiles of a window are masked pair by pair, rather than those at its ends."""
     keeps_maxima: Flag = False
     """Whether a forward call allocates the largest score of every row, in fp32, beside its results."""
 
@@ -73,6 +75,7 @@ def flash2(backward: bool) -> Anatomy:
         accumulates_kv=False,
         aligns_keys=backward,
         aligns_queries=backward,
+        masks_windows=not backward,
     )
 
 

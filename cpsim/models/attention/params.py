@@ -47,7 +47,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
-from cpsim.masks.blocks import Visits, sequence_slices, visits
+from cpsim.masks.blocks import Visits, causal_windows, sequence_slices, visits
+from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.anatomy import Anatomy
 from cpsim.models.attention.blocks import FEATURES, price, price_listed
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
@@ -160,6 +161,21 @@ class AttentionParams:
         measured = sorted((self, *self.head_dims), key=lambda params: params.head_dim)
         return next((params for params in measured if params.head_dim >= head_dim), measured[-1])
 
+    def sized(self, head_dim: int, value_dim: int = 0) -> tuple[AttentionParams, int]:
+        """The parameters that hold where values have another size than keys, and the head dimension of equal ones that
+        takes as many products.
+
+        Tiles are those that the kernel has for the values' size, as in flash-attention 3's and 4's own choice for 192
+        and 128. Forward a pair takes a product of keys and one of values, backward three and two.
+
+        Reference: flash-attn-4 4.0.0b36, flash_attn/cute/interface.py, _tile_size_fwd_sm90.
+        """
+        if value_dim in (0, head_dim):
+            return self.at(head_dim), head_dim
+        of_keys, of_values = (3, 2) if self.anatomy.backward else (1, 1)
+        mean = (of_keys * head_dim + of_values * value_dim) / (of_keys + of_values)
+        return self.at(value_dim), round(mean)
+
     def spread(self, seconds: Floats) -> Floats:
         """Standard deviation, relative, between equal calls on one GPU that take so long; 0 where it is not known."""
         if not self.calls_s:
@@ -191,6 +207,8 @@ def attention_seconds(
     num_kv_heads: Ints,
     head_dim: int,
     varlen: Bools | None = None,
+    window: Ints | None = None,
+    value_dim: int = 0,
 ) -> Floats:
     """Seconds of N kernel calls of one kernel and pass.
 
@@ -203,14 +221,18 @@ def attention_seconds(
             any of its sequences is.
         num_heads: [N] query heads.
         num_kv_heads: [N] key and value heads.
-        head_dim: of queries, keys and values.
+        head_dim: of queries and keys.
         varlen: [N] whether the call is told the lengths of its sequences; by default where it has several.
+        window: [M, 2] keys before and after a query's own that it sees, where the last query's own key is the last
+            one; UNCUT where there is no bound. By default what `causal` says.
+        value_dim: of values and outputs; 0: as `head_dim`.
 
     Returns:
         [N] seconds; 0 for calls without work.
     """
     varlen = np.diff(op_start) > 1 if varlen is None else varlen
-    return calls(params, op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen)[0]
+    given = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen
+    return calls(params, *given, window=window, value_dim=value_dim)[0]
 
 
 def clocked_seconds(
@@ -223,6 +245,8 @@ def clocked_seconds(
     num_kv_heads: Ints,
     head_dim: int,
     varlen: bool = False,
+    window: Ints | None = None,
+    value_dim: int = 0,
 ) -> tuple[Floats, Floats]:
     """As `attention_seconds`: [N] seconds of calls without a pause, which the power limit slows, and without it.
 
@@ -232,7 +256,7 @@ def clocked_seconds(
     overhead to matter do not meet the limit.
     """
     arguments = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, (np.diff(op_start) > 1) | varlen
-    seconds, _, slower = calls(params, *arguments)
+    seconds, _, slower = calls(params, *arguments, window=window, value_dim=value_dim)
     return seconds, seconds / slower
 
 
@@ -248,14 +272,18 @@ def calls(
     varlen: Bools,
     held: Ints | None = None,
     hold_s: Floats | None = None,
+    window: Ints | None = None,
+    value_dim: int = 0,
 ) -> tuple[Floats, Floats, Floats]:
     """As `attention_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
 
     Something else, such as a kernel of NCCL's, may hold `held` SMs [N] for the first `hold_s` [N] of each call.
     """
-    params = params.at(head_dim)
+    params, head_dim = params.sized(head_dim, value_dim)
+    if window is None:
+        window = causal_windows(causal)
     if params.anatomy.lists_blocks:
-        masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
+        masks = [_sequence_visits(q_len[a:b], k_len[a:b], window[a:b]) for a, b in pairwise(op_start.tolist())]
         return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
     seconds, features, slower = price(
         _compiled(params, head_dim),
@@ -263,7 +291,7 @@ def calls(
         np.asarray(op_start, np.int64),
         np.asarray(q_len, np.int64),
         np.asarray(k_len, np.int64),
-        np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0),
+        np.ascontiguousarray(np.full_like(window, UNCUT) if params.anatomy.holds_scores else window, np.int64),
         np.ascontiguousarray(num_heads, np.int64),
         np.ascontiguousarray(num_kv_heads, np.int64),
         np.asarray(varlen, np.bool_),
@@ -273,8 +301,8 @@ def calls(
     return seconds, features, slower
 
 
-def _sequence_visits(q_len: Ints, k_len: Ints, causal: Bools) -> Visits:
-    return visits(sequence_slices(q_len, k_len, causal), int(q_len.sum()), int(k_len.sum()))
+def _sequence_visits(q_len: Ints, k_len: Ints, window: Ints) -> Visits:
+    return visits(sequence_slices(q_len, k_len, window), int(q_len.sum()), int(k_len.sum()))
 
 
 def listed_calls(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.case.workload import BYTES_PER_ELEMENT
-from cpsim.errors import InfeasibleError, UnmeasuredError
+from cpsim.errors import InfeasibleError
 from cpsim.masks.blocks import BLOCK, Visits, causal_windows, row_sequences, sequence_slices, table_of, visits
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
@@ -42,15 +42,20 @@ class Limits:
     rectangles: bool = False
     """With any_mask: only masks of whole rectangles, of any sizes."""
     backward: bool = True
+    windows: Literal["", "causal", "both"] = ""
+    """Windows that it takes as arguments: keys before a query's own, or on both sides."""
+    batches: bool = False
+    """Without varlen, sequences of one length are a batch."""
     max_head_dim: int = 256
     """1024 is the most that a scenario has."""
 
 
-WINDOWED: Final = ("fa2", "fa4")
-"""Kernels with arguments for sliding windows."""
 LIMITS: Final = {
-    "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
-    "sdpa_flash": Limits(places_results=False, copies_outputs=True),
+    "fa2": Limits(windows="both"),
+    "fa3": Limits(windows="both"),
+    "fa4": Limits(windows="both"),
+    "cudnn": Limits(varlen=False, batches=True, unequal_causal=False, places_results=False, windows="causal"),
+    "sdpa_flash": Limits(places_results=False, copies_outputs=True, windows="both"),
     "fa2_ranges": Limits(any_mask=True),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
@@ -62,9 +67,9 @@ LIMITS: Final = {
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
 ``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
-DIRECT: Final = {"cudnn": Limits(places_results=False)}
+DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal")}
 """Kernels that others call without PyTorch: cuDNN through Transformer Engine, which has packed sequences (``thd``) and
-causal masks that are aligned to the bottom right (``padding_causal_bottom_right``)."""
+causal masks and windows that are aligned to the bottom right (``padding_causal_bottom_right``)."""
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -145,17 +150,19 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, dire
         return
     used = np.zeros(len(found.one_call), np.bool_)
     used[schedule.tile[ops]] = True
-    _check_sequences(kernel, found, used)
+    _check_sequences(kernel, limits, found, used)
     if not _reads_sequences(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]).all():
         raise InfeasibleError(
             f"kernel {kernel} reads the keys of one sequence after another; here sequences share keys or see "
             f"scattered ones, and this strategy does not copy them together, as allgather does"
         )
-    if not limits.varlen and (np.diff(found.start)[used] > 1).any():
-        raise InfeasibleError(f"kernel {kernel} takes one sequence a call, this strategy needs several; use fa2 or fa4")
+    if not limits.varlen and ((np.diff(found.start) > 1) & used & ~(found.alike & limits.batches)).any():
+        one = "sequences of one length" if limits.batches else "one sequence"
+        raise InfeasibleError(f"kernel {kernel} takes {one} a call, this strategy needs others; use fa2 or fa4")
     if limits.unequal_causal:
         return
-    unequal = found.causal & (found.q_len != found.k_len) & np.repeat(used, np.diff(found.start))
+    unequal = found.causal & (found.q_len != found.k_len)
+    unequal &= np.repeat(used & ~found.one_window, np.diff(found.start))
     if unequal.any():
         example = int(np.flatnonzero(unequal)[0])
         raise InfeasibleError(
@@ -173,13 +180,16 @@ def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> str:
     return ""
 
 
-def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> None:
+def _check_sequences(kernel: str, limits: Limits, found: Sequences, used: NDArray[np.bool_]) -> None:
     """Whether sequences have masks that varlen calls take, and one of them for a whole call."""
-    if found.one_call[used].all():
+    windowed = found.one_window & used & ~found.one_call if limits.windows else np.zeros_like(used)
+    if (found.one_call | windowed)[used].all():
+        if limits.windows == "causal" and (found.windows[windowed, 1] != 0).any():
+            raise InfeasibleError(f"kernel {kernel} takes windows of keys before a query's own; use fa2, fa4 or flex")
         return
-    irregular = ~found.regular & np.repeat(used, np.diff(found.start))
-    if irregular.any() and kernel in WINDOWED and found.window[irregular].all():
-        raise UnmeasuredError(f"kernel {kernel} takes sliding windows, but nobody has measured what they cost here")
+    irregular = ~found.regular & np.repeat(used & ~windowed, np.diff(found.start))
+    if irregular.any() and limits.windows and found.window[irregular].all():
+        raise InfeasibleError(f"kernel {kernel} takes one window a call, this strategy needs several at once; use flex")
     if irregular.any():
         raise InfeasibleError(
             f"kernel {kernel} runs full and bottom-right causal sequences; this strategy's share of the mask has others"
@@ -220,7 +230,7 @@ def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[
 
 def one_calls(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
     """Whether the share of the mask of some attention ops is one varlen call on keys that lie as they do."""
-    regular = sequences(schedule.tiles).one_call[schedule.tile[ops]]
+    regular = sequences(schedule.tiles).one_call[schedule.tile[ops]]  # of a window, kernels of any mask list blocks
     return np.asarray(regular & _reads_sequences(schedule, ops, head_bytes))
 
 

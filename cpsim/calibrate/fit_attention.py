@@ -209,14 +209,20 @@ def _with_head_dims(
     key: tuple[str, str], params: AttentionParams, points: Sequence[Point], alike: AttentionParams | None
 ) -> AttentionParams:
     """What other head dimensions change, from the few points that each has; without any, as on a GPU alike."""
-    theirs = {other.head_dim for other in alike.head_dims} if alike else set()
+    theirs = {other.head_dim for other in alike.head_dims if not other.value_dim} if alike else set()
     fitted = []
     for dim in sorted(theirs | {p["head_dim"] for p in points}):
         mine = [p for p in points if p["head_dim"] == dim]
         fitted.append(
             _near(key, params, dim, mine, alike) if alike and dim in theirs else _alone(key, params, dim, mine)
         )
-    return replace(params, head_dims=tuple(fitted))
+    return replace(params, head_dims=(*fitted, *(_other_values(params, alike) if alike else ())))
+
+
+def _other_values(params: AttentionParams, alike: AttentionParams) -> list[AttentionParams]:
+    """Sizes of values that a GPU alike has, changed as the kernel is at sizes that both have."""
+    factors = _changes(alike, params)
+    return [_scaled(other, factors) for other in alike.head_dims if other.value_dim]
 
 
 def _near(

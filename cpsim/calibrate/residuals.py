@@ -106,7 +106,7 @@ def _predicted_calls(
             *heads,
             head_dim,
             column("varlen", bool) | params.anatomy.gathers_keys,
-            window=np.repeat([_window(point) for point in points], counts, axis=0),
+            window=np.repeat([window_of(point) for point in points], counts, axis=0),
             value_dim=value_dim,
         )
     full = seconds / slower
@@ -116,7 +116,7 @@ def _predicted_calls(
     return np.where(pause > 0, settled, seconds), features
 
 
-def _window(point: Point) -> tuple[int, int]:
+def window_of(point: Point) -> tuple[int, int]:
     """Keys before and after a query's own that a call of an attention point sees; kernels drop bounds that no sequence
     is long enough for (flash-attention 2.8.3, csrc/flash_attn/flash_api.cpp)."""
     left, right = point.get("window") or (UNCUT, 0 if point["causal"] else UNCUT)
@@ -142,7 +142,7 @@ def visits_of(point: Point) -> Visits:
 
 def _shape(point: Point) -> str:
     names = ("mask", "options", "q_lens", "k_lens", "documents", "q_ranges", "k_ranges")
-    return json.dumps({**{name: point.get(name) for name in names}, "window": _window(point)})
+    return json.dumps({**{name: point.get(name) for name in names}, "window": window_of(point)})
 
 
 def _slices(shape: str) -> tuple[Slices, int, int]:

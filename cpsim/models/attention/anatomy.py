@@ -49,8 +49,6 @@ class Anatomy:
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
     rows_together: Annotated[int, Quantity("rows", 1, 1e3)] = 1
     """Tile rows of a head come in groups of so many, the last of which may have rows without keys of their own."""
-    masks_windows: Flag = False
-    """Whether all tiles of a window are masked pair by pair, rather than those at its ends."""
     keeps_maxima: Flag = False
     """Whether a forward call allocates the largest score of every row, in fp32, beside its results."""
 
@@ -75,7 +73,6 @@ def flash2(backward: bool) -> Anatomy:
         accumulates_kv=False,
         aligns_keys=backward,
         aligns_queries=backward,
-        masks_windows=not backward,
     )
 
 

@@ -44,8 +44,9 @@ Sums = namedtuple(
 )
 """Sums over one call: sequences with work, tile rows of one head, those of the longest sequence, tiles of one head and
 of its longest and shortest row, tokens, queries rounded up to tiles, four flags, idle and tile seconds of one head."""
-Times = namedtuple("Times", "idle cut tile")
-"""Seconds of a thread block: its overhead without tiles, what two or more tiles that the mask cuts add, one tile."""
+Times = namedtuple("Times", "idle cut tile window_cut window_tile")
+"""Seconds of a thread block: its overhead without tiles, what two or more tiles that the mask cuts add, one tile; under
+a window, what tiles add that both of its ends cut, and one tile."""
 FEATURES = (
     "waves",
     "tiles",
@@ -65,13 +66,17 @@ lengths that are not whole tiles stand for split."""
 
 
 @compiled()
-def _cuts(g, tiles, windowed):  # type: ignore[no-untyped-def]
-    """Masked tiles of a row, in pairs: the first tile of a row has nothing to overlap with.
+def _cuts(tiles: float) -> float:
+    """Masked tiles of a row, in pairs: the first tile of a row has nothing to overlap with."""
+    return float(min(max(tiles - 1.0, 0.0), 2.0) / 2.0)
 
-    A window cuts both ends of a row, and some kernels mask all of its tiles.
-    """
-    most = 2.0 if not windowed else tiles if g.masks_windows else 4.0
-    return float(min(max(tiles - 1.0, 0.0), most) / 2.0)
+
+@compiled()
+def _work(t, tiles, windowed):  # type: ignore[no-untyped-def]
+    """Seconds of a block's tiles."""
+    if windowed:
+        return t.window_tile * tiles + t.window_cut * (min(max(tiles - 1.0, 0.0), 4.0) / 4.0)
+    return t.tile * tiles + t.cut * _cuts(tiles)
 
 
 @compiled()
@@ -83,7 +88,8 @@ def _is_window(left: int, right: int) -> bool:
 @compiled()
 def _sums(g, t, q_len, k_len, window, begin, end, packed, tile_q, masked):  # type: ignore[no-untyped-def]
     num, rows, tiles, longest_row, most, least = 0, 0, 0, 0, 0, 1 << 60
-    queries, keys, whole, windowed, aligned, odd, cuts = 0, 0, 0, False, True, False, 0.0
+    queries, keys, whole, aligned, odd, cuts = 0, 0, 0, True, False, 0.0
+    in_windows, work = 0, 0.0
     for i in range(begin, end):
         left, right = window[i]
         r, n, high, low = tile_rows(q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)
@@ -97,9 +103,9 @@ def _sums(g, t, q_len, k_len, window, begin, end, packed, tile_q, masked):  # ty
         aligned = aligned and (q_len[i] % tile_q == 0 or not g.aligns_queries)
         odd = odd or k_len[i] % 2 == 1
         if _is_window(left, right):  # most rows are alike
-            windowed, cuts = True, cuts + r * _cuts(g, n / r, True)
+            in_windows, work = in_windows + n, work + r * _work(t, n / r, True)
         else:
-            cuts += r * (_cuts(g, low, False) + 4.0 * _cuts(g, (low + high) / 2, False) + _cuts(g, high, False)) / 6
+            cuts += r * (_cuts(low) + 4.0 * _cuts((low + high) / 2) + _cuts(high)) / 6
     return Sums(
         num,
         rows,
@@ -111,11 +117,11 @@ def _sums(g, t, q_len, k_len, window, begin, end, packed, tile_q, masked):  # ty
         keys,
         whole,
         masked,
-        windowed,
-        aligned and not (windowed and g.aligns_queries),
+        in_windows > 0,
+        aligned and not (in_windows > 0 and g.aligns_queries),
         odd,
         t.idle * rows,
-        t.tile * tiles + t.cut * cuts,
+        t.tile * (tiles - in_windows) + t.cut * cuts + work,
     )
 
 
@@ -138,7 +144,7 @@ def _runs(  # type: ignore[no-untyped-def]
         rows = (rows + g.rows_together - 1) // g.rows_together * g.rows_together
         if (rows == 1 or not cut) and empties <= rows:  # all blocks are alike
             tiles = tiles_of_row(0, q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)
-            idle[n], work[n] = t.idle, t.tile * tiles + t.cut * _cuts(g, tiles, windowed)
+            idle[n], work[n] = t.idle, _work(t, tiles, windowed)
             number[n] = rows if g.heads_outermost else rows * heads
             n += 1
             continue
@@ -149,7 +155,7 @@ def _runs(  # type: ignore[no-untyped-def]
             for row in range(rows):
                 at = rows - 1 - row if turned else row
                 tiles = tiles_of_row(at, q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)
-                idle[n], work[n], number[n] = t.idle, t.tile * tiles + t.cut * _cuts(g, tiles, windowed), together
+                idle[n], work[n], number[n] = t.idle, _work(t, tiles, windowed), together
                 n += 1
             if empties > rows:
                 idle[n], work[n], number[n] = g.block_decode_s, 0.0, empties - rows
@@ -217,9 +223,11 @@ def _tail(g, t, q_len, k_len, window, begin, end, packed, heads, tile_q, total):
         if rows == 0:
             continue
         windowed = _is_window(left, right)
-        cuts = _cuts(g, tiles / rows, True) if windowed else 1.0
-        mine = rows * (t.idle + t.cut * cuts) + t.tile * tiles
-        long = t.idle + t.cut * _cuts(g, longest, windowed) + t.tile * longest
+        if windowed:
+            mine, long = rows * (t.idle + _work(t, tiles / rows, True)), t.idle + _work(t, longest, True)
+        else:
+            mine = rows * (t.idle + t.cut) + t.tile * tiles
+            long = t.idle + t.cut * _cuts(longest) + t.tile * longest
         if g.heads_outermost:
             before = total / heads * (heads - 1) + done
             if not g.backward and not g.heavy_first:
@@ -239,7 +247,9 @@ def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
     """Makespan of many waves: an even share of everything, half a wave of the shortest blocks and of the longest."""
     total = heads * (s.idle + s.work)
     even = total / g.slots
-    short = t.idle + t.cut * _cuts(g, s.least, s.windowed) + t.tile * s.least
+    short = t.idle + t.cut * _cuts(s.least) + t.tile * s.least
+    if s.windowed:
+        short = t.idle + _work(t, s.least, True)
     typical = total / (s.rows * heads)
     return max(even + short / 2, latest - (typical + short) / 4)
 
@@ -328,8 +338,10 @@ def _times(g, shared, masked, varlen, num, tile_q):  # type: ignore[no-untyped-d
         per_empty = g.block_varlen_s + g.block_decode_s * min(num, TABLE_ABOVE) / 32.0
     if varlen:
         per_block += g.block_varlen_s if g.grid_of_longest else per_empty
-    tile = g.pair_s * tile_q * g.tile_k
-    return Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor), per_empty
+    tile, window_tile = g.pair_s * tile_q * g.tile_k, (g.pair_s + g.window_pair_s) * tile_q * g.tile_k
+    window_cut = g.block_window_s if g.block_window_s > 0.0 else 2.0 * g.block_causal_s  # at both ends
+    cuts = g.block_causal_s * masked * g.alone_factor, window_cut * g.alone_factor
+    return Times(per_block, cuts[0], tile * g.alone_factor, cuts[1], window_tile * g.alone_factor), per_empty
 
 
 @compiled()
@@ -395,7 +407,7 @@ def _in_order(  # type: ignore[no-untyped-def]
             scratch[2, : g.slots],
         )
     else:
-        paired = Times(t.idle, t.cut * slow, t.tile * slow)
+        paired = Times(t.idle, t.cut * slow, t.tile * slow, t.window_cut * slow, t.window_tile * slow)
         if slow != 1.0:
             s = _sums(g, paired, q_len, k_len, window, begin, end, packed, tile_q, masked)
         latest = 0.0
@@ -468,6 +480,8 @@ def _call(  # type: ignore[no-untyped-def]
         makespan *= g.unaligned_factor if masked else g.unaligned_full_factor
     if s.odd:
         makespan *= g.odd_factor
+    if not masked:
+        makespan *= g.full_factor
     beside, ends, around = _traffic(g, s, num_heads, num_kv_heads, varlen)
     makespan = hidden(makespan, g.traffic_s_per_byte * beside, HIDING)
     makespan = hidden(makespan, g.traffic_s_per_byte * ends, HIDING_ENDS)

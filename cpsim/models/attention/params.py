@@ -24,6 +24,8 @@ point, with several the varlen one, as `cpsim.real.run.attention` does.
   pair in blocks that it cuts takes time, which depends on how the kernel was compiled: for runs of keys, rectangles or
   bands, and with or without checks of bounds. Backward, both who owns keys and who owns queries compute the scores.
 * FlashInfer takes every row of blocks of a mask of rectangles as a sequence on keys gathered one by one.
+* Under a window a block visits the tiles between the first and the last that its queries or keys touch. Code for
+  windows is compiled apart: it masks both ends of a row, or, in flash-attention 2, all of its tiles.
 * Other head dimensions have tiles and a few times of their own where points say so, of masks that cut blocks above all.
 * Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
   SMs spend on tiles) passes a threshold.
@@ -87,6 +89,8 @@ class AttentionParams:
     """Per block more, where query heads share keys; of listed blocks that own keys, for each of their query heads."""
     block_causal_s: Seconds = 0.0
     """Per block more, under a causal mask; tile time, which a second block on the SM slows."""
+    block_window_s: Seconds = 0.0
+    """Per block more, under a window; tile time, too. 0 where it was not measured: a causal mask's, at both ends."""
     block_varlen_s: Seconds = 0.0
     """Per block more, in a varlen call."""
     block_decode_s: Seconds = 0.0
@@ -112,10 +116,15 @@ class AttentionParams:
     mask; of listed blocks under any, backward of those that own keys."""
     unaligned_full_factor: Factor = 1.0
     """Slowdown of code that checks bounds, without a mask."""
+    full_factor: Factor = 1.0
+    """Slowdown without a mask, where a kernel has other code for that: cuDNN 9.19's backward pass of keys of 192 and
+    values of 128 elements."""
     odd_factor: Factor = 1.0
     """Slowdown more of an odd number of keys, whose scores naive attention loads one by one."""
     unaligned_celled_factor: Factor = 1.0
     """Slowdown more there of a kernel that can decide by rectangles."""
+    window_pair_s: PairSeconds = 0.0
+    """Per pair more, under a window, in kernels that mask all of its tiles pair by pair."""
     partial_pair_s: PairSeconds = 0.0
     """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
     keys."""
@@ -141,6 +150,8 @@ class AttentionParams:
     """Share of the older of two thread blocks on an SM in what both get done at their tiles, under a causal mask."""
     older_share_full: Annotated[float, Quantity("", 0.01, 0.99)] = EVEN_SHARE
     """This share without a mask: other compiled code."""
+    value_dim: Annotated[int, Quantity("elements", 0, 1e5)] = 0
+    """Measured head dimension of values, where it is another one."""
     calls_s: tuple[Annotated[float, MEASURED_S], ...] = ()
     """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
     calls_spread: tuple[Annotated[float, Quantity("", 0, 10)], ...] = ()
@@ -158,23 +169,27 @@ class AttentionParams:
 
     def at(self, head_dim: int) -> AttentionParams:
         """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
-        measured = sorted((self, *self.head_dims), key=lambda params: params.head_dim)
+        alike = (params for params in (self, *self.head_dims) if not params.value_dim)
+        measured = sorted(alike, key=lambda params: params.head_dim)
         return next((params for params in measured if params.head_dim >= head_dim), measured[-1])
 
     def sized(self, head_dim: int, value_dim: int = 0) -> tuple[AttentionParams, int]:
         """The parameters that hold where values have another size than keys, and the head dimension of equal ones that
         takes as many products.
 
-        Tiles are those that the kernel has for the values' size, as in flash-attention 3's and 4's own choice for 192
-        and 128. Forward a pair takes a product of keys and one of values, backward three and two.
+        Sizes that were not measured take the tiles that the kernel has for the values' size, as flash-attention 3 and 4
+        choose them for 192 and 128. Forward a pair takes a product of keys and one of values, backward three and two.
 
         Reference: flash-attn-4 4.0.0b36, flash_attn/cute/interface.py, _tile_size_fwd_sm90.
         """
         if value_dim in (0, head_dim):
             return self.at(head_dim), head_dim
         of_keys, of_values = (3, 2) if self.anatomy.backward else (1, 1)
-        mean = (of_keys * head_dim + of_values * value_dim) / (of_keys + of_values)
-        return self.at(value_dim), round(mean)
+        mean = round((of_keys * head_dim + of_values * value_dim) / (of_keys + of_values))
+        for params in (self, *self.head_dims):
+            if (params.head_dim, params.value_dim) == (head_dim, value_dim):
+                return params, mean
+        return self.at(value_dim), mean
 
     def spread(self, seconds: Floats) -> Floats:
         """Standard deviation, relative, between equal calls on one GPU that take so long; 0 where it is not known."""
@@ -336,7 +351,7 @@ Compiled = namedtuple("Compiled", (*_OF_ANATOMY, "num_sms", "slots", "head_dim",
 
 def _compiled(params: AttentionParams, head_dim: int) -> Any:
     alike = ELEMENTS_OF_EXPONENTIAL if head_dim < params.head_dim else 0  # larger ones have other tiles
-    scale = (head_dim + alike) / (params.head_dim + alike)
+    scale = 1.0 if params.value_dim else (head_dim + alike) / (params.head_dim + alike)
     values: dict[str, Any] = {name: getattr(params.anatomy, name) for name in _OF_ANATOMY}
     values |= {name: float(getattr(params, name)) for name in FITTED}
     for name in PER_PAIR:

@@ -46,7 +46,7 @@ def test_only_gathered_keys_can_be_shared_by_answers():
 
 def test_reasons_name_what_the_kernel_lacks():
     assert "takes windows of keys before a query's own" in of("full_sliding_window")["none"].kernels["cudnn"]
-    assert "one window a call" in of("full_sliding_window", window=100)["allgather"].kernels["fa2"]
+    assert "one window a call" in of("full_sliding_window")["distca"].kernels["fa2"]
     assert "full and bottom-right causal" in of("lambda", window=512)["none"].kernels["fa4"]
     assert "causal or full sequences in one call" in of("prefix_lm_causal", prefix=1000)["none"].kernels["fa4"]
     assert "sequences of one length a call" in of("shared_question")["allgather"].kernels["cudnn"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from cpsim.calibrate.fit_attention import HEAD_DIM_FITTED, fit_few
+from cpsim.calibrate.fit_attention import HEAD_DIM_FITTED, fit_few, scaled
 from cpsim.calibrate.measurement import Point
 from cpsim.calibrate.residuals import window_of
 from cpsim.masks.slices import UNCUT
@@ -59,8 +59,9 @@ def _with_windows(params: AttentionParams, points: Sequence[Point]) -> Attention
         here = [p for p in points if p["head_dim"] == one.head_dim and has_window(p) and not p.get("value_dim")]
         if len(here) < FEWEST or one.value_dim:
             return one
-        first = {"block_window_s": 2 * one.block_causal_s, "window_pair_s": FIRST_SHARE * one.pair_s}
-        found = fit_few(here, replace(one, head_dims=(), **first), OF_WINDOWS, STEPS)
+        window, pair = 2 * one.block_causal_s, FIRST_SHARE * one.pair_s
+        first = replace(one, head_dims=(), block_window_s=window, window_pair_s=pair)
+        found = fit_few(here, first, OF_WINDOWS, STEPS)
         return replace(one, block_window_s=found.block_window_s, window_pair_s=found.window_pair_s)
 
     return params.everywhere(at)
@@ -77,8 +78,8 @@ def _with_values(params: AttentionParams, points: Sequence[Point]) -> AttentionP
         if len(here) < FEWEST:
             continue
         both = len({window_of(p) for p in here}) > 1
-        pairs = {name: getattr(near, name) * mean / near.head_dim for name in PER_PAIR}
-        start = replace(near, head_dim=size[0], value_dim=size[1], head_dims=(), discrepancy=NONE, **pairs)
+        pairs = dict.fromkeys(PER_PAIR, mean / near.head_dim)
+        start = replace(scaled(near, pairs), head_dim=size[0], value_dim=size[1], head_dims=(), discrepancy=NONE)
         priors = HEAD_DIM_FITTED | ({"full_factor": OTHER_CODE} if both else {})
         made.append(fit_few(here, start, priors, STEPS))
     return replace(params, head_dims=(*kept, *made))

@@ -9,8 +9,8 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.workload import BYTES_PER_ELEMENT
-from cpsim.errors import InfeasibleError
+from cpsim.case.workload import mean_head_bytes
+from cpsim.errors import InfeasibleError, UnmeasuredError
 from cpsim.masks.blocks import BLOCK, Visits, causal_windows, row_sequences, sequence_slices, table_of, visits
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
@@ -46,28 +46,32 @@ class Limits:
     """Windows that it takes as arguments: keys before a query's own, or on both sides."""
     batches: bool = False
     """Without varlen, sequences of one length are a batch."""
+    values: Literal["", "unmeasured", "measured"] = ""
+    """Values of another size than keys: none, or whether anybody has measured them."""
     max_head_dim: int = 256
     """1024 is the most that a scenario has."""
 
 
 LIMITS: Final = {
     "fa2": Limits(windows="both"),
-    "fa3": Limits(windows="both"),
-    "fa4": Limits(windows="both"),
-    "cudnn": Limits(varlen=False, batches=True, unequal_causal=False, places_results=False, windows="causal"),
+    "fa3": Limits(windows="both", values="unmeasured"),
+    "fa4": Limits(windows="both", values="unmeasured"),
+    "cudnn": Limits(
+        varlen=False, batches=True, unequal_causal=False, places_results=False, windows="causal", values="measured"
+    ),
     "sdpa_flash": Limits(places_results=False, copies_outputs=True, windows="both"),
     "fa2_ranges": Limits(any_mask=True),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flashinfer_fa2": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
-    "flex": Limits(places_results=False, any_mask=True),
+    "flex": Limits(places_results=False, any_mask=True, values="unmeasured"),
     "sdpa_math": Limits(any_mask=True, max_head_dim=1024),
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True, max_head_dim=1024),
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
 ``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
-DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal")}
+DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal", values="measured")}
 """Kernels that others call without PyTorch: cuDNN through Transformer Engine, which has packed sequences (``thd``) and
 causal masks and windows that are aligned to the bottom right (``padding_causal_bottom_right``)."""
 
@@ -122,19 +126,25 @@ def _shared(ops, access_start, buffer, mine):  # type: ignore[no-untyped-def]
     return found
 
 
-def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, direct: bool = False) -> None:
+def check_calls(
+    kernel: str, dtype: str, head_dim: int, schedule: Schedule, direct: bool = False, value_dim: int = 0
+) -> None:
     """Whether a kernel can run every attention op of a schedule in one call.
 
     Args:
         kernel: its name.
-        dtype, head_dim: of queries, keys and values.
+        dtype: of queries, keys and values.
+        head_dim: of queries and keys.
         schedule: of any strategy and pass.
         direct: see ``DIRECT``.
+        value_dim: of values and outputs; 0: as ``head_dim``.
 
     Raises:
         InfeasibleError: it cannot; says which call it would have to make.
     """
-    limits = limits_of(kernel, direct)
+    limits, head_bytes = limits_of(kernel, direct), mean_head_bytes(head_dim, value_dim, dtype)
+    if value_dim not in (0, head_dim):
+        _check_values(kernel, limits, head_dim, value_dim)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
     if head_dim > limits.max_head_dim:
@@ -143,15 +153,15 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, dire
         raise InfeasibleError(f"kernel {kernel} has no backward pass; use flex, or ask for pass: fwd")
     found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
     if limits.whole_blocks:
-        _check_blocks(kernel, tile_visits(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]))
+        _check_blocks(kernel, tile_visits(schedule, ops, head_bytes))
     if limits.rectangles:
-        _check_rectangles(kernel, schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype])
+        _check_rectangles(kernel, schedule, ops, head_bytes)
     if limits.any_mask:
         return
     used = np.zeros(len(found.one_call), np.bool_)
     used[schedule.tile[ops]] = True
     _check_sequences(kernel, limits, found, used)
-    if not _reads_sequences(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]).all():
+    if not _reads_sequences(schedule, ops, head_bytes).all():
         raise InfeasibleError(
             f"kernel {kernel} reads the keys of one sequence after another; here sequences share keys or see "
             f"scattered ones, and this strategy does not copy them together, as allgather does"
@@ -171,10 +181,20 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, dire
         )
 
 
-def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> str:
+def _check_values(kernel: str, limits: Limits, head_dim: int, value_dim: int) -> None:
+    sizes = f"values of {value_dim} elements beside keys of {head_dim}"
+    if not limits.values:
+        raise InfeasibleError(
+            f"kernel {kernel} runs values as large as keys, got {sizes}; use cudnn, or pad them and leave value_dim out"
+        )
+    if limits.values == "unmeasured":
+        raise UnmeasuredError(f"kernel {kernel} takes {sizes}, but nobody has measured what they cost here")
+
+
+def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule, value_dim: int = 0) -> str:
     """Why ``check_calls`` refuses a schedule; empty where it does not."""
     try:
-        check_calls(kernel, dtype, head_dim, schedule)
+        check_calls(kernel, dtype, head_dim, schedule, value_dim=value_dim)
     except InfeasibleError as reason:
         return str(reason)
     return ""

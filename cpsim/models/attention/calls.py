@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.workload import BYTES_PER_ELEMENT
+from cpsim.case.workload import mean_head_bytes
 from cpsim.masks.blocks import Visits, causal_windows
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import CAUSAL, Sequences, Tiles, sequences
@@ -34,6 +34,7 @@ def attention_op_seconds(
     schedule: Schedule,
     ops: Ints | None = None,
     varlen: bool = False,
+    value_dim: int = 0,
 ) -> Floats:
     """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
 
@@ -41,7 +42,7 @@ def attention_op_seconds(
     """
     if ops is None:
         ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
-    head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
+    head_bytes = mean_head_bytes(head_dim, value_dim, dtype)
     if params.anatomy.lists_blocks:
         return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
     shapes, shape_of = head_shapes(schedule, ops)
@@ -52,10 +53,10 @@ def attention_op_seconds(
         own = made(schedule, ops, head_bytes)
     for i, shape in enumerate(shapes.tolist()):
         if own is None:
-            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, varlen)
+            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, value_dim, varlen)
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
-            of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
+            of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim, value_dim=value_dim)
         mine = np.flatnonzero(shape_of == i)
         for clock in range(2):
             seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]
@@ -73,12 +74,14 @@ def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
 
 def held_op_seconds(
     params: AttentionParams,
-    head_dim: int,
     schedule: Schedule,
     ops: Ints,
     held: Ints,
     hold_s: Floats,
     varlen: bool = False,
+    *,
+    head_dim: int,
+    value_dim: int = 0,
 ) -> Floats:
     """Seconds [A] of attention ops [A] at the clock that the power limit leaves, where something holds SMs when they
     begin.
@@ -88,12 +91,13 @@ def held_op_seconds(
 
     Args:
         params: of the kernel and pass.
-        head_dim: of queries, keys and values.
         schedule: of the ops.
         ops: which ones.
         held: SMs that are held, ``[A]``.
         hold_s: for how long, ``[A]``; rounded to `HOLD_STEP_S`.
         varlen: calls of one sequence are varlen ones, too.
+        head_dim: of queries and keys.
+        value_dim: of values and outputs; 0: as ``head_dim``.
     """
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
     kind, tile_of_kind = _kinds(schedule.tiles)
@@ -107,7 +111,7 @@ def held_op_seconds(
     (start, q_len, k_len, causal), window = _sequences_of(sequences(schedule.tiles), tile_of_kind[call])
     given = start, q_len, k_len, causal, heads, kv_heads, head_dim, (np.diff(start) > 1) | varlen
     hold_s = np.asarray(steps * HOLD_STEP_S, np.float64)
-    return calls(params, *given, held, hold_s, window=window)[0][of_look]
+    return calls(params, *given, held, hold_s, window=window, value_dim=value_dim)[0][of_look]
 
 
 @lru_cache(maxsize=4)
@@ -171,7 +175,13 @@ def _sequences_of(found: Sequences, tiles: Ints) -> tuple[tuple[Ints, Ints, Ints
 
 @lru_cache(maxsize=4)
 def _seconds_of_tiles(
-    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, varlen: bool
+    params: AttentionParams,
+    tiles: Tiles,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    varlen: bool,
 ) -> tuple[Floats, Floats]:
     """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
     (of_tile, tile_of_kind), found = _kinds(tiles), sequences(tiles)
@@ -181,7 +191,7 @@ def _seconds_of_tiles(
     for some in np.split(tile_of_kind, edges):
         heads, kv_heads = (np.full(len(some), number) for number in (num_heads, num_kv_heads))
         found_here, window = _sequences_of(found, some)
-        seconds.append(clocked_seconds(params, *found_here, heads, kv_heads, head_dim, varlen, window))
+        seconds.append(clocked_seconds(params, *found_here, heads, kv_heads, head_dim, varlen, window, value_dim))
     slow, fast = (np.concatenate(column) for column in zip(*seconds, strict=True))
     return slow[of_tile], fast[of_tile]
 

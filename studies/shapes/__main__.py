@@ -15,6 +15,7 @@ from cpsim.calibrate.measurement import Point, load
 from cpsim.calibrate.residuals import measured, predicted_attention
 from cpsim.models.profile import load_profile
 from studies.shapes.calls import calls
+from studies.shapes.published import errors
 
 HERE: Final = Path(__file__).parent
 GPUS: Final = ("h100", "h200")
@@ -74,9 +75,9 @@ def compare(path: str) -> None:
             print(
                 f"{kind} {lens} {heads} {window}: {real * 1e3:.3f} ms, before {then:+.1%}, today {now / real - 1:+.1%}"
             )
-    for group, errors in sorted(groups.items()):
-        (then, now), (sign_then, sign_now) = np.abs(errors).mean(axis=0), np.mean(errors, axis=0)
-        print(f"{group}: {len(errors)} calls, before {then:.1%} ({sign_then:+.1%}), today {now:.1%} ({sign_now:+.1%})")
+    for group, found in sorted(groups.items()):
+        (then, now), (sign_then, sign_now) = np.abs(found).mean(axis=0), np.mean(found, axis=0)
+        print(f"{group}: {len(found)} calls, before {then:.1%} ({sign_then:+.1%}), today {now:.1%} ({sign_now:+.1%})")
 
 
 def _rows(name: str) -> Iterator[dict[str, Any]]:
@@ -96,5 +97,10 @@ if __name__ == "__main__":
             write_predictions()
         case ["compare", path, *_]:
             compare(path)
+        case ["published"]:
+            for name, found in errors().items():
+                print(f"{name}: {len(found)} rows, {np.abs(found).mean():.1%} ({np.mean(found):+.1%})")
         case other:
-            sys.exit(f"studies.shapes: expected calls, say or compare FILE, got {' '.join(other) or 'nothing'}")
+            sys.exit(
+                f"studies.shapes: expected calls, say, compare FILE or published, got {' '.join(other) or 'nothing'}"
+            )

@@ -8,27 +8,18 @@ Everything drawn is read from the schedule that the strategy plans.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import cos, hypot, pi, sin
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from cpsim.case.cluster import presets
 from cpsim.case.workload import Workload
-from cpsim.schedule.schedule import ATTENTION_KINDS, COLLECTIVE_KINDS, COMMUNICATION_KINDS, Kind, Schedule, is_one_of
+from cpsim.report.holdings import CELLS, COLOURS, TENSORS, Map, computed, held, runs, sent
+from cpsim.schedule.schedule import Kind, Schedule
 from cpsim.strategies import plan
 
 FOLDER = Path(__file__).parent / "strategies"
-CELLS = 32
-"""Cells along each side of a map."""
 CELL, GAP, TOP, STRIP = 5, 24, 26, 8
-COLOURS = "#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#d9b310", "#b279a2", "#8c6d5a"
-TENSORS = {"q": "queries", "kv": "keys and values", "out": "outputs", "o": "outputs"}
-
-Map = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -72,67 +63,6 @@ PICTURES = (
     Picture("wlb", documents=DOCUMENTS, scale=4, knobs={"cp": 2}),
     Picture("per_sequence", documents=(10, 6, 9, 7), scale=4, knobs={"cp": 2}),
 )
-
-
-def computed(schedule: Schedule, workload: Workload, scale: int) -> Map:
-    """Rank that computes every pair, ``[heads, queries, keys]`` in cells; -1 where the mask hides the pair."""
-    s, tokens = schedule, workload.num_tokens
-    mask = workload.by_group(s.head_groups).slices(s.stride)
-    owner = np.full((workload.num_heads, CELLS, CELLS), -1)
-    q, k = (np.arange(CELLS) + 1) * scale - 1, np.arange(CELLS) * scale
-    place = np.empty(tokens, np.int64)
-    place[s.tokens(np.arange(tokens)) % tokens] = np.arange(tokens)
-    for op in np.flatnonzero(is_one_of(s.kind, ATTENTION_KINDS)).tolist():
-        tile, (first, count) = int(s.tile[op]), s.heads[op, :2].tolist()
-        for row, q0, q1, k0, k1 in s.tiles.rows[s.tiles.start[tile] : s.tiles.start[tile + 1]].tolist():
-            group, start = q0 // tokens, q0 // tokens * tokens
-            queries, keys = place[q] + start, place[k] + start
-            seen = ((queries >= q0) & (queries < q1))[:, None] & ((keys >= k0) & (keys < k1))
-            offset = keys - queries[:, None]
-            seen &= (offset >= mask.low[row]) & (offset <= mask.high[row])
-            heads = workload.num_heads // s.head_groups
-            for head in range(group * heads + first, group * heads + first + count):
-                owner[head][seen] = s.ranks_of(op)[0]
-    return owner
-
-
-def held(schedule: Schedule, workload: Workload, scale: int) -> Map:
-    """Rank that holds the query of every cell at the start."""
-    owner, cells = np.full(CELLS, -1), (np.arange(CELLS) + 1) * scale - 1
-    for buffer, block in schedule.inputs.tolist():
-        if schedule.block_tensors[schedule.block_tensor[block]] == "q":
-            for first, end in schedule.sets.of(int(schedule.block_set[block])).tolist():
-                tokens = schedule.tokens(np.arange(first, end)) % workload.num_tokens
-                owner[np.isin(cells, tokens)] = schedule.buffer_rank[buffer]
-    return owner
-
-
-def sent(schedule: Schedule) -> tuple[dict[tuple[int, int], Kind], dict[Kind, set[str]]]:
-    """Kind of message that passes from rank to rank, and the tensors that each kind moves."""
-    s = schedule
-    arrows: dict[tuple[int, int], Kind] = {}
-    tensors: dict[Kind, set[str]] = defaultdict(set)
-    routed = set(s.routes[:, 0].tolist())
-    for (op, source, target), nbytes in zip(s.routes.tolist(), s.route_nbytes.tolist(), strict=True):
-        if source != target and nbytes:
-            arrows[source, target] = Kind(int(s.kind[op]))
-    for op in np.flatnonzero(is_one_of(s.kind, COMMUNICATION_KINDS)).tolist():
-        kind, ranks = Kind(int(s.kind[op])), s.ranks_of(op)
-        if op not in routed and kind in COLLECTIVE_KINDS:
-            arrows |= {(a, b): kind for a in ranks for b in ranks if a != b}
-        elif kind == Kind.TRANSFER:
-            arrows.setdefault((ranks[0], ranks[1]), kind)
-        blocks = s.access_block[s.access_start[op] : s.access_start[op + 1]]
-        tensors[kind] |= {s.block_tensors[t] for t in s.block_tensor[blocks].tolist()}
-    return arrows, tensors
-
-
-def runs(row: Iterable[int]) -> list[tuple[int, int, int]]:
-    """(value, first, length) of equal neighbours, without those of -1."""
-    values = np.asarray(list(row))
-    edges = np.flatnonzero(np.r_[True, values[1:] != values[:-1], True])
-    found = zip(values[edges[:-1]].tolist(), edges[:-1].tolist(), np.diff(edges).tolist(), strict=True)
-    return [run for run in found if run[0] >= 0]
 
 
 def box(x: float, y: float, width: float, height: float, fill: str, more: str = "") -> str:

@@ -5,6 +5,7 @@ strategy with some masks and every mask with some strategies; with "all", every 
 """
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -13,11 +14,17 @@ from numeric import tensors
 from ranks import fork_ranks
 
 from cpsim.errors import InfeasibleError
+from cpsim.models import feasible
+from cpsim.real.run import attention
 from cpsim.real.run.executor import Executor
 from cpsim.real.run.node import end_process
 from cpsim.real.run.storage import lay_out
 from cpsim.strategies import plan
 
+WINDOWED = "windowed"
+"""Plain attention in float64 as a kernel that takes sequences and windows, but no other masks, as flash-attention."""
+feasible.LIMITS[WINDOWED] = feasible.Limits(dtypes=("fp64",), windows="both")
+attention.KERNELS[WINDOWED] = replace(attention.KERNELS["math"], masks="sequences")
 FLEX = ("causal_document uneven gqa", "lambda uneven gqa", "shared_question uneven gqa", "block_sparse uneven gqa")
 """Cases of a second kernel that takes any mask."""
 
@@ -57,6 +64,8 @@ def planned(num_ranks, every):
                     continue
                 memory = lay_out(schedule, problem)
                 yield f"{strategy} {knobs} {case} {pass_} math", "math", launches, schedule, problem, memory, dense
+                if "sliding" in problem.mask and not feasible.refusal(WINDOWED, "fp64", problem.head_dim, schedule):
+                    yield f"{strategy} {knobs} {case} {pass_} windows", WINDOWED, 1, schedule, problem, memory, dense
                 if both and not knobs:
                     yield f"{strategy} {knobs} {case} {pass_} flex", "flex", 1, schedule, problem, memory, dense
 

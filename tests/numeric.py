@@ -12,11 +12,11 @@ from cpsim.schedule.schedule import READ, UPDATE, Kind
 def tensors(workload, seed=0):
     """Random q, kv and dout of a workload and, computed densely, out (with log-sum-exp last), dq and dkv.
 
-    Shapes ``[tokens, heads, width]``: width d, for ``out`` d + 1, for ``kv`` and ``dkv`` 2 d.
+    Shapes ``[tokens, heads, width]``: width d of keys and v of values, for ``out`` v + 1, for ``kv`` and ``dkv`` d + v.
     """
     rng, w = np.random.default_rng(seed), workload
-    q, dout = rng.normal(size=(2, w.num_tokens, w.num_heads, w.head_dim))
-    kv = rng.normal(size=(w.num_tokens, w.num_kv_heads, 2 * w.head_dim))
+    q, dout = (rng.normal(size=(w.num_tokens, w.num_heads, width)) for width in (w.head_dim, w.values))
+    kv = rng.normal(size=(w.num_tokens, w.num_kv_heads, w.head_dim + w.values))
     allowed = dense_mask(w.slices(), w.num_tokens)
     out = attend(q, kv, allowed)
     dq, dkv = attend_backward(q, kv, out, dout, allowed)

@@ -160,6 +160,16 @@ def test_windows_take_less_and_wide_ones_take_as_long_as_none():
     assert half == pytest.approx((times[0] + plain.time_s) / 2, rel=1e-3)
 
 
+@pytest.mark.parametrize("strategy", ["allgather", "ulysses", "zigzag_ring"])
+def test_windows_under_context_parallelism_are_the_mean_of_both_kinds_of_layers(strategy):
+    def time_s(**window):
+        return predict(one(model=SMALL | window, gpus=2, strategy=strategy, parallel={"cp": 2})).time_s
+
+    whole, windowed = time_s(), time_s(window=1024)
+    assert windowed < 0.95 * whole
+    assert time_s(window=1024, window_pattern=2) == pytest.approx((whole + windowed) / 2, rel=1e-3)
+
+
 def test_flop_of_windows():
     scenario = one(model=SMALL | {"window": 128})
     assert flops_of(scenario, workload_of(scenario)) < flops_of(one(), workload_of(one()))
@@ -171,11 +181,7 @@ def test_flop_of_windows():
         ({"model": SMALL | {"window_pattern": 2}}, ScenarioError, "window_pattern: belongs to a model with windows"),
         ({"model": SMALL | {"window": 8}, "part": "layer"}, ScenarioError, "window: one layer has one mask"),
         ({"model": SMALL | {"window": 8}, "mask": "full"}, InfeasibleError, "window: expected mask causal"),
-        (
-            {"model": SMALL | {"window": 8}, "gpus": 2, "strategy": "zigzag_ring", "parallel": {"cp": 2}},
-            InfeasibleError,
-            "window: .* without context parallelism",
-        ),
+        ({"model": SMALL | {"window": 8}, "kernel": "sdpa_math"}, InfeasibleError, "window: kernel sdpa_math has no"),
     ],
 )
 def test_windows_that_cannot_be_predicted(changes, error, message):

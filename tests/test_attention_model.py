@@ -14,6 +14,7 @@ from cpsim.calibrate.recipes import DATA, measurements, points_file
 from cpsim.calibrate.residuals import large, residuals
 from cpsim.masks.blocks import BANDS, CELLS, RUNS, Visits, visits
 from cpsim.masks.shapes import mask_slices
+from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.block_schedule import STEPS, finish, homes, next_end, overlap, pairs, queue, sum_of_runs
 from cpsim.models.attention.discrepancy import NONE
 from cpsim.models.attention.kernels import KERNELS, anatomy_at
@@ -42,24 +43,25 @@ def test_floor_sum_equals_the_sum():
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-def test_tile_counts_equal_brute_force_on_the_mask(backward, causal):
+@pytest.mark.parametrize("window", [(UNCUT, UNCUT), (UNCUT, 0), (0, 0), (17, 0), (40, 11), (UNCUT, 5), (9, UNCUT)])
+def test_tile_counts_equal_brute_force_on_the_mask(backward, window):
     rng = np.random.default_rng(2)
     for _ in range(60):
         q, extra, tile_q, tile_k = (int(x) for x in rng.integers([1, 0, 1, 1], [90, 90, 40, 40]))
         packed = 1 if backward else int(rng.integers(1, 5))
-        k = q + extra
-        mask = np.tril(np.ones((q, k), bool), k - q) if causal else np.ones((q, k), bool)
+        k, (left, right) = q + extra, window
+        mask = np.ones((q, k), bool) if right == UNCUT else np.tri(q, k, k - q + right, dtype=bool)
+        mask &= True if left == UNCUT else ~np.tri(q, k, k - q - left - 1, dtype=bool)
         mask = np.repeat(mask, packed, axis=0)
         blocks = [
             [mask[i : i + tile_q, j : j + tile_k].any() for j in range(0, k, tile_k)]
             for i in range(0, q * packed, tile_q)
         ]
         per_row = np.array(blocks).sum(axis=0 if backward else 1)
-        got = tile_rows(q, k, causal, tile_q, tile_k, packed, backward)
+        got = tile_rows(q, k, left, right, tile_q, tile_k, packed, backward)
         assert got == (len(per_row), per_row.sum(), per_row.max(), per_row.min())
         assert [
-            tiles_of_row(i, q, k, causal, tile_q, tile_k, packed, backward) for i in range(len(per_row))
+            tiles_of_row(i, q, k, left, right, tile_q, tile_k, packed, backward) for i in range(len(per_row))
         ] == per_row.tolist()
 
 

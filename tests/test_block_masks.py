@@ -16,6 +16,7 @@ from cpsim.masks.blocks import (
     RUNS,
     band_cells,
     block_kinds,
+    causal_windows,
     key_runs,
     rectangles,
     sequence_slices,
@@ -62,7 +63,7 @@ def test_cells_and_runs_decide_every_pair_as_the_mask_does(name):
 
 
 def test_sequences_are_full_or_causal_to_the_bottom_right():
-    slices = sequence_slices(np.array([3, 0, 5]), np.array([6, 4, 5]), np.array([True, False, False]))
+    slices = sequence_slices(np.array([3, 0, 5]), np.array([6, 4, 5]), causal_windows(np.array([True, False, False])))
     kinds = block_kinds(table_of(slices), 8, 15, 1)
     seen = np.zeros((8, 15), bool)
     seen[:3, :6] = np.tril(np.ones((3, 6), bool), 3)

@@ -302,18 +302,25 @@ WINDOW = {
 
 
 def test_what_was_not_measured_is_answered_by_the_nearest_kernel(tmp_path):
+    path, latent = tmp_path / "latent.json", WINDOW | {"mask": "causal", "head_dim": 192, "value_dim": 128}
+    path.write_text(json.dumps(latent))
+    found = asked(path)
+    path.write_text(json.dumps(latent | {"kernel": "cudnn"}))
+    cudnn = asked(path)
+    assert (found["kind"], cudnn["kind"]) == ("not_measured", None)
+    assert found["recommendation"].startswith("Not measured, estimated from kernel cudnn: run ")
+    assert found["notes"][0].startswith("not measured: kernel fa4 takes values of 128 elements beside keys of 192")
+    for wide, narrow in zip(found["candidates"], cudnn["candidates"], strict=True):
+        assert wide["time_s"] == narrow["time_s"]
+        widths = [one["time_s_high"] - one["time_s_low"] for one in (wide, narrow)]
+        assert widths[0] > 1.1 * widths[1]
+        assert wide["time_s_low"] <= narrow["time_s_low"]
+
+
+def test_windows_need_no_other_kernel(tmp_path):
     path = tmp_path / "window.json"
     path.write_text(json.dumps(WINDOW))
-    found = asked(path)
-    path.write_text(json.dumps(WINDOW | {"kernel": "flex"}))
-    flex = asked(path)
-    assert (found["kind"], flex["kind"]) == ("not_measured", None)
-    assert found["recommendation"].startswith("Not measured, estimated from kernel flex: run ")
-    assert found["notes"][0].startswith("not measured: kernel fa4 takes sliding windows")
-    for wide, narrow in zip(found["candidates"], flex["candidates"], strict=True):
-        assert wide["time_s"] == narrow["time_s"]
-        assert wide["time_s_low"] < 0.8 * narrow["time_s_low"]
-        assert wide["time_s_high"] >= narrow["time_s_high"]
+    assert asked(path)["kind"] is None
 
 
 def test_exit_codes_say_why_there_is_no_answer(tmp_path):

@@ -350,7 +350,7 @@ def test_cudnn_runs_what_it_can_where_it_is_not_called_through_pytorch():
     assert not any("estimated" in note for note in said)
     with pytest.raises(InfeasibleError, match="kernel cudnn has no causal call with"):
         predict(scenario_from({**CUDNN, "knobs": {"layout": "contiguous"}}))
-    with pytest.raises(InfeasibleError, match="kernel cudnn takes one sequence a call"):
+    with pytest.raises(InfeasibleError, match="kernel cudnn takes sequences of one length a call"):
         predict(scenario_from({**CUDNN, **documents, "strategy": "ulysses"}))
 
 
@@ -411,7 +411,9 @@ def test_magi_attention_calls_cudnn_without_gathers_and_with_keys_of_every_query
             {"mask": "causal_document", "documents": "uneven"},
             "needs document lengths divisible by 4, got 5",
         ),
-        (TE, "ulysses", 2, {"mask": "causal_document"}, "ulysses of transformer-engine runs masks full, causal, got"),
+        (TE, "ulysses", 2, {"mask": "causal_document"}, "transformer-engine runs masks full, causal, full_sliding"),
+        (TE, "zigzag_ring", 2, {"mask": "causal_sliding_window"}, "runs masks full, causal, full_document, causal_doc"),
+        (TE, "ulysses", 2, {"mask": "causal_sliding_window", "documents": (512, 512)}, "over one document, got 2"),
         (TE, "ulysses", 4, {}, "does not replicate key-value heads, .* got 2 kv_heads on 4 GPUs"),
         (TE, "allgather", 2, {"mask": "full_document"}, "runs masks full, causal, got full_document"),
         (TE, "usp", 2, {}, "planned for rings of 2 GPUs or more, got degree 2 on 2 GPUs"),

@@ -68,7 +68,7 @@ def test_memory_is_what_was_measured():
 def test_both_tables_are_shown_and_are_json():
     text = cpsim("kernels")
     assert max(map(len, text.splitlines())) <= 100
-    assert "cudnn takes one sequence a call" in text
+    assert "cudnn takes sequences of one length a call" in text
     assert "h100: TFLOP/s" in text
     found = json.loads(cpsim("kernels", "--json", "--profile", "b200", "--heads", "64"))
     assert {row["profile"] for row in found["speeds"]} == {"b200"}

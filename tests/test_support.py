@@ -45,11 +45,18 @@ def test_only_gathered_keys_can_be_shared_by_answers():
 
 
 def test_reasons_name_what_the_kernel_lacks():
-    assert "takes sliding windows, but nobody has measured" in of("causal_sliding_window")["none"].kernels["fa4"]
-    assert "full and bottom-right causal" in of("causal_sliding_window")["none"].kernels["sdpa_flash"]
+    assert "takes windows of keys before a query's own" in of("full_sliding_window")["none"].kernels["cudnn"]
+    assert "one window a call" in of("full_sliding_window")["distca"].kernels["fa2"]
     assert "full and bottom-right causal" in of("lambda", window=512)["none"].kernels["fa4"]
     assert "causal or full sequences in one call" in of("prefix_lm_causal", prefix=1000)["none"].kernels["fa4"]
-    assert "one sequence a call" in of("shared_question")["allgather"].kernels["cudnn"]
+    assert "sequences of one length a call" in of("shared_question")["allgather"].kernels["cudnn"]
+
+
+def test_windows_are_arguments_of_flash_kernels_and_of_cudnn():
+    found = of("causal_sliding_window", window=512)
+    for name in ("none", "allgather", "ulysses", "ring", "zigzag_ring"):
+        assert {found[name].kernels[kernel] for kernel in ("fa2", "fa3", "fa4", "sdpa_flash")} == {""}, name
+    assert found["none"].kernels["cudnn"] == found["ulysses"].kernels["cudnn"] == ""
 
 
 def test_windows_as_wide_as_the_documents_are_plain_causal_calls():

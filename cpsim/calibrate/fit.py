@@ -34,6 +34,7 @@ from cpsim.calibrate.fit_host import (
 )
 from cpsim.calibrate.fit_layers import fit_layers
 from cpsim.calibrate.fit_network import fit_collective, fit_interference, overlaps
+from cpsim.calibrate.fit_shapes import fit_shapes, is_usual
 from cpsim.calibrate.measurement import Measurements, Point
 from cpsim.calibrate.residuals import (
     MEMORY_BOUND_OPS,
@@ -86,6 +87,9 @@ def fit_profile(
     Raises:
         ProfileError: no attention, memory-bound or network points, or kernels of several GPU types.
     """
+    shaped = [p for m in measurements for p in m.of("attention") if usable(p) and not is_usual(p)]
+    sources = tuple(measurements)
+    measurements = [replace(m, points=tuple(filter(is_usual, m.points))) for m in measurements]
     kernels = [m for m in measurements if m.of("attention")]
     networks = [m for m in measurements if m.of("collective")]
     gpus = sorted({m.header["gpu"] for m in kernels})
@@ -116,7 +120,7 @@ def fit_profile(
             sigma={},
             valid=_valid(points),
             held_out=(),
-            provenance=tuple(_source(m, gpus[0]) for m in measurements),
+            provenance=tuple(_source(m, gpus[0]) for m in sources),
             layers=fit_layers(chosen, num_sms, copies),
             sustained=_sustained(measurements, stand_in.profile.sustained if stand_in else {}),
         )
@@ -133,7 +137,8 @@ def fit_profile(
     sigma |= dict(zip(("host", "host thread"), host_spread(measurements), strict=True))
     sigma |= {"sustained": fit_sustained(everything)[1]}
     held_out = tuple(row | {"covered": covered[row["model"]]} for row in summary(rows))
-    profile = replace(profile, held_out=held_out, sigma=sigma)
+    attention = fit_shapes(profile.attention, shaped)
+    profile = replace(profile, held_out=held_out, sigma=sigma, attention=attention)
     return profile if stand_in is None else _completed(profile, points, kernels, stand_in)
 
 

@@ -209,14 +209,20 @@ def _with_head_dims(
     key: tuple[str, str], params: AttentionParams, points: Sequence[Point], alike: AttentionParams | None
 ) -> AttentionParams:
     """What other head dimensions change, from the few points that each has; without any, as on a GPU alike."""
-    theirs = {other.head_dim for other in alike.head_dims} if alike else set()
+    theirs = {other.head_dim for other in alike.head_dims if not other.value_dim} if alike else set()
     fitted = []
     for dim in sorted(theirs | {p["head_dim"] for p in points}):
         mine = [p for p in points if p["head_dim"] == dim]
         fitted.append(
             _near(key, params, dim, mine, alike) if alike and dim in theirs else _alone(key, params, dim, mine)
         )
-    return replace(params, head_dims=tuple(fitted))
+    return replace(params, head_dims=(*fitted, *(_other_values(params, alike) if alike else ())))
+
+
+def _other_values(params: AttentionParams, alike: AttentionParams) -> list[AttentionParams]:
+    """Sizes of values that a GPU alike has, changed as the kernel is at sizes that both have."""
+    factors = _changes(alike, params)
+    return [scaled(other, factors) for other in alike.head_dims if other.value_dim]
 
 
 def _near(
@@ -271,7 +277,7 @@ def _at_head_dim(
     key: tuple[str, str], params: AttentionParams, dim: int, factors: Mapping[str, float]
 ) -> AttentionParams:
     """A kernel at another head dimension, before anything is known of what the model leaves over there."""
-    return replace(_scaled(params, factors), anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE)
+    return replace(scaled(params, factors), anatomy=anatomy_at(*key, dim), head_dim=dim, discrepancy=NONE)
 
 
 def _changes(params: AttentionParams, other: AttentionParams) -> dict[str, float]:
@@ -296,7 +302,7 @@ def fit_few(
     def build(x: Floats) -> AttentionParams:
         factors = dict(zip(names, np.exp(x - first).tolist(), strict=True))
         factors = dict.fromkeys(PER_PAIR, factors.get("pair_s", 1.0)) | factors  # tensor cores do them all
-        return start.everywhere(lambda params: _scaled(params, factors))
+        return start.everywhere(lambda params: scaled(params, factors))
 
     def error(x: Floats) -> Floats:
         return np.concatenate([np.log(predicted_attention(build(x), points) / times), prior * (x - first)])
@@ -307,7 +313,7 @@ def fit_few(
         return build(descend(error, first.clip(low + 1e-6, high - 1e-6), (low, high), steps, 60))
 
 
-def _scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:
+def scaled(params: AttentionParams, factors: Mapping[str, float]) -> AttentionParams:
     """Parameters times factors."""
     return replace(params, **{name: getattr(params, name) * factor for name, factor in factors.items()})
 

@@ -124,6 +124,8 @@ _IDENTITY = (
     "lead_s",
     "mask",
     "options",
+    "window",
+    "value_dim",
     "m",
     "n",
     "k",

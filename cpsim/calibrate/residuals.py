@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from cpsim.calibrate.measurement import Point
 from cpsim.masks.blocks import Visits, row_sequences, sequence_slices, table_of, visits
 from cpsim.masks.shapes import mask_slices
-from cpsim.masks.slices import Slices
+from cpsim.masks.slices import UNCUT, Slices
 from cpsim.masks.tiles import share_of
 from cpsim.models.attention.blocks import FEATURES
 from cpsim.models.attention.params import AttentionParams, calls, listed_calls
@@ -76,15 +76,17 @@ def predicted_attention(params: AttentionParams, points: Sequence[Point]) -> Flo
 
 def predicted_calls(params: AttentionParams, points: Sequence[Point]) -> tuple[Floats, Floats]:
     """As `predicted_attention`, with the features of every point, [N, FEATURES]."""
-    dims = np.array([point["head_dim"] for point in points])
+    dims = np.array([(point["head_dim"], point.get("value_dim", 0)) for point in points]).reshape(-1, 2)
     seconds, features = np.empty(len(points)), np.empty((len(points), len(FEATURES)))
-    for dim in np.unique(dims).tolist():
-        mine = np.flatnonzero(dims == dim)
-        seconds[mine], features[mine] = _predicted_calls(params, [points[i] for i in mine.tolist()], dim)
+    for dim in np.unique(dims, axis=0).tolist():
+        mine = np.flatnonzero((dims == dim).all(axis=1))
+        seconds[mine], features[mine] = _predicted_calls(params, [points[i] for i in mine.tolist()], *dim)
     return seconds, features
 
 
-def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim: int) -> tuple[Floats, Floats]:
+def _predicted_calls(
+    params: AttentionParams, points: Sequence[Point], head_dim: int, value_dim: int
+) -> tuple[Floats, Floats]:
 
     def column(name: str, dtype: type) -> NDArray[Any]:
         return np.array([point[name] for point in points], dtype)
@@ -104,12 +106,22 @@ def _predicted_calls(params: AttentionParams, points: Sequence[Point], head_dim:
             *heads,
             head_dim,
             column("varlen", bool) | params.anatomy.gathers_keys,
+            window=np.repeat([window_of(point) for point in points], counts, axis=0),
+            value_dim=value_dim,
         )
     full = seconds / slower
     pause = np.array([pause_of(point) for point in points])
     alone = np.arange(len(points)), np.zeros(len(points))
     settled = settled_seconds(full, seconds, *alone, full + pause, params.busy_power)
     return np.where(pause > 0, settled, seconds), features
+
+
+def window_of(point: Point) -> tuple[int, int]:
+    """Keys before and after a query's own that a call of an attention point sees; kernels drop bounds that no sequence
+    is long enough for (flash-attention 2.8.3, csrc/flash_attn/flash_api.cpp)."""
+    left, right = point.get("window") or (UNCUT, 0 if point["causal"] else UNCUT)
+    longest = max(point["k_lens"])
+    return (UNCUT if left >= longest else left, UNCUT if right >= longest else right)
 
 
 def _lengths(params: AttentionParams, point: Point) -> tuple[Sequence[int], Sequence[int]]:
@@ -129,18 +141,18 @@ def visits_of(point: Point) -> Visits:
 
 
 def _shape(point: Point) -> str:
-    names = ("mask", "options", "q_lens", "k_lens", "causal", "documents", "q_ranges", "k_ranges")
-    return json.dumps({name: point.get(name) for name in names})
+    names = ("mask", "options", "q_lens", "k_lens", "documents", "q_ranges", "k_ranges")
+    return json.dumps({**{name: point.get(name) for name in names}, "window": window_of(point)})
 
 
 def _slices(shape: str) -> tuple[Slices, int, int]:
     """The mask of a call, its queries and its keys."""
-    mask, options, q_lens, k_lens, causal, documents, q_ranges, k_ranges = json.loads(shape).values()
+    mask, options, q_lens, k_lens, documents, q_ranges, k_ranges, window = json.loads(shape).values()
     if mask:
         slices = mask_slices(mask, documents or q_lens, options)
         slices = share_of(slices, q_ranges, k_ranges) if documents else slices
     else:
-        slices = sequence_slices(np.array(q_lens), np.array(k_lens), np.full(len(q_lens), causal))
+        slices = sequence_slices(np.array(q_lens), np.array(k_lens), np.tile(window, (len(q_lens), 1)))
     return slices, sum(q_lens), sum(k_lens)
 
 
@@ -165,7 +177,9 @@ def flops(point: Point) -> float:
     """FLOP of an attention point on its exact mask area; a backward pass counts 2.5 times."""
     q, k = np.array(point["q_lens"], float), np.array(point["k_lens"], float)
     area = float(point.get("area", (q * k - (q * (q - 1) / 2 if point["causal"] else 0)).sum()))
-    return 4 * area * float(point["num_heads"] * point["head_dim"]) * (2.5 if point["pass"] == "bwd" else 1.0)
+    of_keys, of_values = (6, 4) if point["pass"] == "bwd" else (2, 2)
+    dims = of_keys * point["head_dim"] + of_values * (point.get("value_dim") or point["head_dim"])
+    return area * float(point["num_heads"] * dims)
 
 
 def model_of(point: Point) -> str:

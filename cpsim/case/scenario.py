@@ -170,6 +170,8 @@ class Scenario(BaseModel):
     heads: Annotated[int, Field(ge=1, le=65536)]
     kv_heads: Annotated[int, Field(ge=1, le=65536)]
     head_dim: Annotated[int, Field(ge=1, le=1024)] = 128
+    value_dim: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Elements per head of values and outputs where keys have another number, as in multi-head latent attention."""
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     pass_: Literal["fwd", "bwd", "fwd_bwd"] = Field("fwd_bwd", validation_alias="pass", serialization_alias="pass")
     protocol: Literal["synced", "streamed"] = "synced"
@@ -341,6 +343,10 @@ class Scenario(BaseModel):
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
+        if self.value_dim is not None and self.model is not None:
+            raise ValueError(
+                "value_dim: belongs to attention alone, whose model has none; leave value_dim or model out"
+            )
         if (self.tokens is None) == (self.tokens_per_gpu is None):
             got = "neither" if self.tokens is None else "both"
             raise ValueError(f"tokens: expected either tokens or tokens_per_gpu, got {got}")

@@ -16,6 +16,11 @@ LSE_BYTES: Final = 4
 """Log-sum-exp of one row and head, fp32."""
 
 
+def mean_head_bytes(head_dim: int, value_dim: int, dtype: str) -> int:
+    """Bytes of one head of one token, of keys and values in the mean."""
+    return (head_dim + (value_dim or head_dim)) * BYTES_PER_ELEMENT[dtype] // 2
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Self-attention over packed documents, all heads, before anything is sharded."""
@@ -30,7 +35,9 @@ class Workload:
     num_kv_heads: int
     """A divisor of ``num_heads``."""
     head_dim: int
-    """Elements per head."""
+    """Elements per head of queries and keys."""
+    value_dim: int = 0
+    """Elements per head of values and outputs; 0: as many."""
     dtype: str
     """Element type of Q, K, V and O: a key of ``BYTES_PER_ELEMENT``."""
     padding: tuple[int, ...] = ()
@@ -44,7 +51,7 @@ class Workload:
         if not self.documents or min(self.documents) < 1:
             raise ScenarioError("documents: expected at least one document of at least one token")
         assert len(self.padding) in (0, len(self.documents))
-        if min(self.num_heads, self.num_kv_heads, self.head_dim) < 1 or self.num_heads % self.num_kv_heads:
+        if min(self.num_heads, self.num_kv_heads, self.head_dim, self.values) < 1 or self.num_heads % self.num_kv_heads:
             raise ScenarioError(f"kv_heads: expected a divisor of heads = {self.num_heads}, got {self.num_kv_heads}")
         if self.dtype not in BYTES_PER_ELEMENT:
             raise ScenarioError(f"dtype: expected one of {', '.join(BYTES_PER_ELEMENT)}, got {self.dtype!r}")
@@ -93,10 +100,16 @@ class Workload:
     def flops(self, pass_: Literal["fwd", "bwd"]) -> float:
         """Model FLOP of one pass over all heads.
 
-        Forward: 4 * area * num_heads * head_dim (two products of two FLOP per pair and element). Backward:
-        2.5 times that (five products).
+        Forward: 4 * area * num_heads * head_dim (two products of two FLOP per pair and element, one over the elements
+        of keys, one over those of values). Backward: 2.5 times that (three products and two).
 
         Reference: Dao, FlashAttention-2 (2023), section 4.1. Differs: exact mask area, not half, for causal.
         """
-        forward = 4.0 * self.area() * self.num_heads * self.head_dim
-        return forward if pass_ == "fwd" else 2.5 * forward
+        of_keys, of_values = (2, 2) if pass_ == "fwd" else (6, 4)
+        elements = of_keys * self.head_dim + of_values * self.values
+        return float(self.area() * self.num_heads * elements)
+
+    @property
+    def values(self) -> int:
+        """Elements per head of values and outputs."""
+        return self.value_dim or self.head_dim

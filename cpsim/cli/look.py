@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -16,7 +16,7 @@ from cpsim.cli.terminal import (
     refuse,
     typed,
 )
-from cpsim.errors import CpsimError
+from cpsim.errors import CpsimError, nearest
 from cpsim.runtime.streams import say
 
 if TYPE_CHECKING:
@@ -64,10 +64,26 @@ def kernels(
         console().print(kernels_view(support(), rates, f"{heads}:{kv_heads}"))
 
 
-def strategies(as_json: Json = False) -> None:
-    """List the strategies and their knobs."""
+def strategies(
+    context: typer.Context,
+    name: Annotated[str | None, typer.Argument(help="Name of a strategy; all are listed where none is given.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, max=32, help="GPUs of the case that is drawn.")] = 4,
+    documents: Annotated[str | None, typer.Option(help="Lengths in 32nds of the tokens, e.g. 14,9,5,4.")] = None,
+    mask: Annotated[str, typer.Option(help="Name of a mask.")] = "causal_document",
+    knob: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="Setting of the strategy; may be repeated.")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the strategies and their knobs, or draw what each rank of one holds, computes and sends."""
     from cpsim.report.records import strategy_records
 
+    check_writable(png)
+    if name is not None:
+        _draw_strategy(name, gpus, documents, mask, knob or [], png, as_json)
+        return
+    refuse("strategies: all are listed where none is named", typed(context, "gpus", "documents", "mask", "knob", "png"))
     records = strategy_records()
     if as_json:
         print(json.dumps(records, indent=1))
@@ -75,6 +91,59 @@ def strategies(as_json: Json = False) -> None:
         from cpsim.report.tables import strategies_view
 
         console().print(strategies_view(records))
+
+
+TOKENS_OF_CELL: Final = 256
+"""Tokens of a cell of a strategy's picture."""
+
+
+def _draw_strategy(
+    name: str, gpus: int, documents: str | None, mask: str, knobs: list[str], png: Path | None, as_json: bool
+) -> None:
+    from dataclasses import replace
+
+    from cpsim.case.cluster import presets
+    from cpsim.case.workload import Workload
+    from cpsim.masks.names import MASK_NAMES
+    from cpsim.report import holdings
+    from cpsim.strategies import plan
+
+    lengths = [int(part) if part.isdigit() else 0 for part in (documents or str(holdings.CELLS)).split(",")]
+    if min(lengths) < 1 or sum(lengths) != holdings.CELLS:
+        raise CpsimError(f"documents: expected lengths that add up to {holdings.CELLS}, got {documents}")
+    if mask not in MASK_NAMES:
+        raise CpsimError(f"mask: {mask!r} is unknown; {nearest(mask, MASK_NAMES)}")
+    given = dict(_setting(entry) for entry in knobs)
+    case = Workload(
+        documents=tuple(TOKENS_OF_CELL * length for length in lengths),
+        mask=mask,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=128,
+        dtype="bf16",
+    )
+    cluster = replace(presets()["dgx-h200"], num_gpus=gpus, gpus_per_node=min(gpus, 8))
+    schedules = {pass_: plan(name, case, cluster, pass_, given) for pass_ in ("fwd", "bwd")}
+    said = ", ".join([name, *(f"{key} {value}" for key, value in given.items())])
+    heading = f"{said}: {gpus} GPUs, {case.num_tokens:,} tokens, {mask}, 4 heads of 128"
+    maps = [part(schedules["fwd"], case, TOKENS_OF_CELL) for part in (holdings.computed, holdings.held)]
+    found = holdings.shares(schedules, case)
+    if as_json:
+        print(json.dumps(holdings.holdings_record(heading, found), indent=1))
+    else:
+        console().print(holdings.holdings_view(heading, found, *maps))
+    if png:
+        holdings.write_png(png, heading, found, *maps)
+        say(f"Picture written to {png}")
+
+
+def _setting(entry: str) -> tuple[str, Any]:
+    from cpsim.units import number_or_text
+
+    key, equals, value = entry.partition("=")
+    if not equals:
+        raise CpsimError(f"knob: expected K=V, e.g. ulysses=2, got {entry!r}")
+    return key, number_or_text(value)
 
 
 def mask(

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.masks.slices import UNBOUNDED, Ints, Slices, slice_area
+from cpsim.masks.slices import UNBOUNDED, UNCUT, Ints, Slices, slice_area
 from cpsim.runtime.compiled import compiled
 
 BLOCK: Final = 128
@@ -65,11 +65,19 @@ def table_of(slices: Slices) -> Ints:
     return slices.table()[np.argsort(slices.q_start, kind="stable")]
 
 
-def sequence_slices(q_lens: Ints, k_lens: Ints, causal: NDArray[np.bool_]) -> Slices:
-    """Packed sequences, each full or causal; causal ones are aligned to the bottom right."""
+def causal_windows(causal: NDArray[np.bool_]) -> Ints:
+    """Windows of sequences, each causal or full, ``[M, 2]``; see `sequence_slices`."""
+    return np.column_stack([np.full(len(causal), UNCUT), np.where(causal, 0, UNCUT)])
+
+
+def sequence_slices(q_lens: Ints, k_lens: Ints, window: Ints) -> Slices:
+    """Packed sequences that see `window` keys before and after a query's own, all where it is UNCUT, ``[M, 2]``; the
+    last query's own key is the last one."""
     q_end, k_end = np.cumsum(q_lens), np.cumsum(k_lens)
-    high = np.where(causal, k_end - q_end, UNBOUNDED)
-    return Slices(q_end - q_lens, q_end, k_end - k_lens, k_end, np.full(len(q_end), -UNBOUNDED), high)
+    left, right = window.T
+    low = np.where(left == UNCUT, -UNBOUNDED, k_end - q_end - left)
+    high = np.where(right == UNCUT, UNBOUNDED, k_end - q_end + right)
+    return Slices(q_end - q_lens, q_end, k_end - k_lens, k_end, low, high)
 
 
 @compiled()

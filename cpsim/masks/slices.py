@@ -23,6 +23,8 @@ from cpsim.runtime.compiled import bare, compiled
 Ints = NDArray[np.int64]
 
 UNBOUNDED: Final = 1 << 60
+UNCUT: Final = -1
+"""As a bound of a window: none, all keys on that side of a query's own are seen."""
 """Band limit that cuts nothing."""
 
 FULL, CAUSAL, INVCAUSAL, BICAUSAL = range(4)

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from cpsim.masks.slices import Ints, RangeSets, Slices, restrict, slice_area, slices_of_product
+from cpsim.masks.slices import UNCUT, Ints, RangeSets, Slices, restrict, slice_area, slices_of_product
 from cpsim.masks.stripes import MANY, slices_of_stripes, stripe_table, striped
 from cpsim.runtime.compiled import bare, compiled
 
@@ -70,6 +70,8 @@ class UnlistedTiles(Tiles):
     mask = property(lambda self: self._listed.mask)
 
 
+COLUMNS: Final = ("q_len", "k_len", "left", "right", "unseen", "area", "flags")
+"""Of `Sequences`, after ``start``."""
 CAUSAL, _REGULAR, _WINDOW, _PACKED = 1, 2, 4, 8
 """Flags of a sequence: `Sequences` says what they mean; keys of packed ones are apart, or overlap earlier ones."""
 
@@ -78,12 +80,20 @@ CAUSAL, _REGULAR, _WINDOW, _PACKED = 1, 2, 4, 8
 class Sequences:
     """The sequences of every tile's kernel call: tile t has entries ``start[t]:start[t + 1]``, ascending by query.
 
-    A varlen call takes sequences whose mask is a full rectangle or a bottom-right aligned causal one.
+    A varlen call takes sequences whose mask is a full rectangle or a bottom-right aligned causal one. Where a kernel
+    has windows it also takes bands, if one window says those of all sequences.
     """
 
     start: Ints
     q_len: NDArray[np.int32]
     k_len: NDArray[np.int32]
+    left: NDArray[np.int32]
+    """Keys before a query's own that it sees, UNCUT where all; the last query that sees a key has the last key as its
+    own. Of sequences that are neither regular nor a window, UNCUT."""
+    right: NDArray[np.int32]
+    """Keys after a query's own that it sees, in the same way."""
+    unseen: NDArray[np.int32]
+    """Queries at the end of a window that see no key."""
     area: Ints
     flags: NDArray[np.uint8]
     """What ``causal``, ``regular``, ``window`` and ``in_place`` are read from."""
@@ -100,7 +110,7 @@ class Sequences:
 
     @property
     def window(self) -> NDArray[np.bool_]:
-        """The mask of the sequence is a diagonal band that is neither."""
+        """The mask of the sequence is a diagonal band that is neither, of keys that lie side by side."""
         return self.flags & _WINDOW > 0
 
     @cached_property
@@ -113,6 +123,22 @@ class Sequences:
         """Whether, in every tile, all sequences are regular, and all causal or all full, so one varlen call can run
         them."""
         return self._of_tiles[2]
+
+    @cached_property
+    def one_window(self) -> NDArray[np.bool_]:
+        """Whether, in every tile, one call with a window runs all sequences, and some of them need it."""
+        return _one_window(self)[0]  # type: ignore[no-any-return]
+
+    @cached_property
+    def windows(self) -> Ints:
+        """Of tiles that are ``one_window``, keys before and after a query's own that the call's window leaves, UNCUT
+        where all, ``[T, 2]``."""
+        return _one_window(self)[1]  # type: ignore[no-any-return]
+
+    @cached_property
+    def alike(self) -> NDArray[np.bool_]:
+        """Whether, in every tile, all sequences have as many queries and as many keys."""
+        return _sequences_alike(self.start, self.q_len, self.k_len)  # type: ignore[no-any-return]
 
     @property
     def in_place(self) -> NDArray[np.bool_]:
@@ -131,6 +157,42 @@ class Sequences:
     def longest(self, tiles: NDArray[np.bool_]) -> tuple[int, int]:
         """Most queries and most keys of a sequence of some tiles, which are ``True``; 0 where there is none."""
         return _longest(self.start, self.q_len, tiles), _longest(self.start, self.k_len, tiles)
+
+
+def _one_window(found: Sequences):  # type: ignore[no-untyped-def]
+    columns = (found.q_len, found.k_len, found.left, found.right, found.unseen, found.flags)
+    return _windows_of_tiles(found.start, *columns)
+
+
+@compiled()
+def _windows_of_tiles(start, q_len, k_len, left, right, unseen, flags):  # type: ignore[no-untyped-def]
+    """Whether one window runs each tile, and which, [T, 2]: the narrowest bounds of its sequences, if they leave of all
+    others what theirs do."""
+    num = len(start) - 1
+    fits, window = np.zeros(num, np.bool_), np.full((num, 2), UNCUT, np.int64)
+    for tile in range(num):
+        bounds, needed, possible = window[tile], False, True
+        for i in range(start[tile], start[tile + 1]):
+            possible &= flags[i] & (_REGULAR | _WINDOW) > 0
+            needed |= flags[i] & _WINDOW > 0
+            for side, bound in enumerate((left[i], right[i])):
+                if bound != UNCUT and (bounds[side] == UNCUT or bound < bounds[side]):
+                    bounds[side] = bound
+        for i in range(start[tile], start[tile + 1]):
+            queries = q_len[i] - unseen[i]
+            possible &= left[i] == bounds[0] or (left[i] == UNCUT and bounds[0] >= k_len[i] - 1)
+            possible &= right[i] == bounds[1] or (right[i] == UNCUT and bounds[1] >= queries - 1)
+        fits[tile] = possible and needed
+    return fits, window
+
+
+@compiled()
+def _sequences_alike(start, q_len, k_len):  # type: ignore[no-untyped-def]
+    alike = np.ones(len(start) - 1, np.bool_)
+    for tile in range(len(alike)):
+        for i in range(start[tile] + 1, start[tile + 1]):
+            alike[tile] &= q_len[i] == q_len[i - 1] and k_len[i] == k_len[i - 1]
+    return alike
 
 
 @compiled()
@@ -238,7 +300,7 @@ def make_tiles(
 def join_tiles(tables: Sequence[Tiles]) -> Tiles:
     """Tiles of several tables of one mask, one table's after the other's; tile 0 stays empty."""
     known = [sequences(table) for table in tables]
-    columns = ([getattr(calls, name) for calls in known] for name in ("q_len", "k_len", "area", "flags"))
+    columns = ([getattr(calls, name) for calls in known] for name in COLUMNS)
     calls = Sequences(_joined_start([calls.start for calls in known]), *map(np.concatenate, columns))
     if any(isinstance(table, UnlistedTiles) for table in tables):
         area = np.concatenate(([0], *(table.area[1:] for table in tables)))
@@ -316,17 +378,18 @@ def sequence_places(tiles: Tiles) -> NDArray[np.int32]:
 
 
 _Out = tuple[NDArray[np.int32], Ints, NDArray[np.uint8], NDArray[np.int32], Ints]
-"""Sequences in the making: lengths ``[2, most]`` of queries and keys, areas, flags, places or nothing, and where the
-last keys ended."""
+"""Sequences in the making: ``[5, most]`` queries, keys, bounds of windows and unseen queries, areas, flags, places or
+nothing, and where the last keys ended."""
 
 
 def _empty(most: int, *, placed: bool) -> tuple[NDArray[np.int32], Ints, NDArray[np.uint8], NDArray[np.int32]]:
-    lengths, places = np.empty((2, most), np.int32), np.empty((4, most * placed), np.int32)
+    lengths, places = np.empty((5, most), np.int32), np.empty((4, most * placed), np.int32)
     return lengths, np.empty(most, np.int64), np.empty(most, np.uint8), places
 
 
 def _made(start: Ints, out: _Out, count: int) -> Sequences:
-    return Sequences(start, out[0][0, :count], out[0][1, :count], out[1][:count], out[2][:count])
+    q_len, k_len, left, right, unseen = out[0][:, :count]
+    return Sequences(start, q_len, k_len, left, right, unseen, out[1][:count], out[2][:count])
 
 
 def _grouped(tiles: Tiles, *, placed: bool) -> tuple[Ints, _Out, int]:
@@ -408,40 +471,57 @@ def _of_single_rows(rows, row_area, first, tile, bands, sorted_keys, out, count)
             end += 1
         if rows[end - 1, 0] != row:
             return first, end, count
-        low = bands[row, 1]
+        band = (bands[row, 1], bands[row, 2])
         if end == first + 1:
-            count = _of_one_slice(rows, row_area[first], first, low, out, count)
+            count = _of_one_slice(rows, row_area[first], first, band, out, count)
         else:
-            count = _of_one_row(rows, row_area, first, end, (low, *tile), sorted_keys, out, count)
+            count = _of_one_row(rows, row_area, first, end, (*band, *tile), sorted_keys, out, count)
         first = end
     return last, last, count
 
 
 @bare()
-def _of_one_slice(rows, area, first, low, out, count):  # type: ignore[no-untyped-def]
+def _of_one_slice(rows, area, first, band, out, count):  # type: ignore[no-untyped-def]
     q0, q1, k0, k1 = rows[first, 1], rows[first, 2], rows[first, 3], rows[first, 4]
     num_q, num_k = q1 - q0, k1 - k0
-    stair = low <= k0 - q1 + 1 and _is_stair(num_q, num_k, area)
+    stair = band[0] <= k0 - q1 + 1 and _is_stair(num_q, num_k, area)
     kind = 1 if area == num_q * num_k else 2 * int(stair)
-    return _put(out, count, (num_q, num_k, area), kind, (first, first + 1), (q0, q1, k0, k1), 1)
+    return _put(out, count, (num_q, num_k, area), kind, (first, first + 1), (q0, q1, k0, k1), band, 1)
 
 
 @bare()
-def _put(out, count, sizes, kind, rows, tokens, pieces):  # type: ignore[no-untyped-def]
+def _put(out, count, sizes, kind, rows, tokens, band, pieces):  # type: ignore[no-untyped-def]
     """Write one sequence if there is room: (queries, keys, area), 1 for full, 2 for bottom-right causal and 0 for
-    others, (first row, end row), (q_from, q_to, k_from, k_to)."""
+    others, (first row, end row), (q_from, q_to, k_from, k_to), and (low, high) of a sequence of one slice."""
     num_q, num_k, area = sizes
     lengths, areas, flags, places, last = out
     flag = CAUSAL if area < num_q * num_k else 0
-    flag |= _REGULAR if kind > 0 else _WINDOW if pieces == 1 else 0
+    one = rows[1] == rows[0] + 1 and pieces == 1
+    flag |= _REGULAR if kind > 0 else _WINDOW if one else 0
     flag |= _PACKED if pieces > 1 or tokens[2] < last[0] else 0
     last[0] = tokens[3]
     if count < len(flags):
+        left, right, unseen = UNCUT, UNCUT, 0
+        if kind == 2:
+            right = 0
+        elif flag & _WINDOW:
+            left, right, unseen = _window(tokens, band)
         lengths[0, count], lengths[1, count], areas[count], flags[count] = num_q, num_k, area, flag
+        lengths[2, count], lengths[3, count], lengths[4, count] = left, right, unseen
     if count < places.shape[1]:
         places[0, count], places[1, count] = rows
         places[2, count], places[3, count] = tokens[0], tokens[1]
     return count + 1
+
+
+@bare()
+def _window(tokens, band):  # type: ignore[no-untyped-def]
+    """Keys before and after a query's own that a band leaves of (q_from, q_to, k_from, k_to), and queries at the end
+    that see none."""
+    q0, q1, k0, k1 = tokens
+    seen = min(q1, k1 - band[0])
+    left, right = k1 - seen - band[0], band[1] - k1 + seen
+    return UNCUT if left >= k1 - k0 - 1 else left, UNCUT if right >= seen - q0 - 1 else right, q1 - seen
 
 
 @bare()
@@ -463,9 +543,9 @@ def _is_stair(num_q, num_k, area):  # type: ignore[no-untyped-def]
 
 @bare()
 def _of_one_row(rows, row_area, first, end, row, sorted_keys, out, count):  # type: ignore[no-untyped-def]
-    """Sequences of the slices of one mask row, ``row`` = (its ``low``, first and end row of the tile): one, or one for
+    """Sequences of the slices of one mask row, ``row`` = (its band, first and end row of the tile): one, or one for
     every query range. For ``sorted_keys`` see `_is_between`."""
-    low, of_tile = row[0], rows[row[1] : row[2]]
+    low, band, of_tile = row[0], (row[0], row[1]), rows[row[2] : row[3]]
     num_q, num_k, area = 0, 0, 0
     k_from, k_to = rows[first, 3], rows[first, 4]
     for i in range(first, end):
@@ -480,7 +560,7 @@ def _of_one_row(rows, row_area, first, end, row, sorted_keys, out, count):  # ty
         kind = 2 * int(_are_stairs(rows, row_area, first, end, num_k - num_q))
     if kind > 0 and _keys_grow(rows, first, end):
         tokens = rows[first, 1], rows[end - 1, 2], k_from, k_to
-        return _put(out, count, (num_q, num_k, area), kind, (first, end), tokens, 1)
+        return _put(out, count, (num_q, num_k, area), kind, (first, end), tokens, band, 1)
     at = first
     while at < end:
         stop, num_q, num_k, area = _query_range(rows, row_area, at, end)
@@ -488,7 +568,7 @@ def _of_one_row(rows, row_area, first, end, row, sorted_keys, out, count):  # ty
         kind = 1 if area == num_q * num_k else 2 * int(stair)
         tokens = rows[at, 1], rows[at, 2], rows[at, 3], rows[stop - 1, 4]
         pieces = 1 + int(stop - at > 1 and _is_between(of_tile, sorted_keys, rows[at:stop]))
-        count = _put(out, count, (num_q, num_k, area), kind, (at, stop), tokens, pieces)
+        count = _put(out, count, (num_q, num_k, area), kind, (at, stop), tokens, band, pieces)
         at = stop
     return count
 
@@ -615,4 +695,4 @@ def _of_range(rows, active, q0, q1, bands, group, out, count):  # type: ignore[n
     if pieces == 0:
         return count
     kind = 1 if num_full == pieces else 2 * int(stair and num_full == pieces - 1)
-    return _put(out, count, (q1 - q0, num_k, area), kind, group, (q0, q1, k_from, k_to), pieces)
+    return _put(out, count, (q1 - q0, num_k, area), kind, group, (q0, q1, k_from, k_to), (0, 0), pieces)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cpsim.case.cluster import Cluster
-from cpsim.case.workload import BYTES_PER_ELEMENT
+from cpsim.case.workload import mean_head_bytes
 from cpsim.models.attention.params import AttentionParams
 from cpsim.models.profile import Profile
 
@@ -24,6 +24,8 @@ class Conditions:
     profile: Profile
     kernel: str
     head_dim: int
+    value_dim: int = 0
+    """Of values and outputs; 0: as ``head_dim``."""
     dtype: str
     ahead_s: float = 0.0
     """How far hosts are ahead of their GPUs when an iteration starts [s]; infinite in a steady state."""
@@ -65,5 +67,5 @@ class Conditions:
 
     @property
     def head_bytes(self) -> int:
-        """Bytes of one head of one token."""
-        return self.head_dim * BYTES_PER_ELEMENT[self.dtype]
+        """Bytes of one head of one token, of keys and values in the mean."""
+        return mean_head_bytes(self.head_dim, self.value_dim, self.dtype)

@@ -79,9 +79,11 @@ TIMES_OF_BLOCKS: Final = (
     "block_s",
     "block_shared_s",
     "block_causal_s",
+    "block_window_s",
     "block_varlen_s",
     "block_decode_s",
     "block_banded_s",
+    "window_pair_s",
     "partial_pair_s",
     "celled_pair_s",
     "banded_pair_s",
@@ -320,6 +322,7 @@ def _moved_kernel(key: Key, params: AttentionParams, theirs: Gpu, gpu: Gpu) -> A
         busy_threshold=threshold,
         busy_power=power,
         discrepancy=params.discrepancy if same else NONE,
+        full_factor=params.full_factor if same else 1.0,
         **scaled,
     )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.workload import BYTES_PER_ELEMENT
+from cpsim.case.workload import mean_head_bytes
 from cpsim.errors import InfeasibleError, UnmeasuredError
-from cpsim.masks.blocks import BLOCK, Visits, row_sequences, sequence_slices, table_of, visits
+from cpsim.masks.blocks import BLOCK, Visits, causal_windows, row_sequences, sequence_slices, table_of, visits
 from cpsim.masks.slices import Ints, Slices
 from cpsim.masks.tiles import Sequences, local_slices, place_in, sequences
 from cpsim.models.attention.kernels import KERNELS
@@ -42,29 +42,38 @@ class Limits:
     rectangles: bool = False
     """With any_mask: only masks of whole rectangles, of any sizes."""
     backward: bool = True
+    windows: Literal["", "causal", "both"] = ""
+    """Windows that it takes as arguments: keys before a query's own, or on both sides."""
+    batches: bool = False
+    """Without varlen, sequences of one length are a batch."""
+    values: Literal["", "unmeasured", "measured"] = ""
+    """Values of another size than keys: none, or whether anybody has measured them."""
     max_head_dim: int = 256
     """1024 is the most that a scenario has."""
 
 
-WINDOWED: Final = ("fa2", "fa4")
-"""Kernels with arguments for sliding windows."""
 LIMITS: Final = {
-    "cudnn": Limits(varlen=False, unequal_causal=False, places_results=False),
-    "sdpa_flash": Limits(places_results=False, copies_outputs=True),
+    "fa2": Limits(windows="both"),
+    "fa3": Limits(windows="both", values="unmeasured"),
+    "fa4": Limits(windows="both", values="unmeasured"),
+    "cudnn": Limits(
+        varlen=False, batches=True, unequal_causal=False, places_results=False, windows="causal", values="measured"
+    ),
+    "sdpa_flash": Limits(places_results=False, copies_outputs=True, windows="both"),
     "fa2_ranges": Limits(any_mask=True),
     "fa4_sparse": Limits(any_mask=True, whole_blocks=True),
     "flashinfer": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
     "flashinfer_fa2": Limits(places_results=False, any_mask=True, rectangles=True, backward=False),
-    "flex": Limits(places_results=False, any_mask=True),
+    "flex": Limits(places_results=False, any_mask=True, values="unmeasured"),
     "sdpa_math": Limits(any_mask=True, max_head_dim=1024),
     "math": Limits(dtypes=(*DTYPES, "fp32", "fp64"), any_mask=True, max_head_dim=1024),
 }
 """Kernels with limits of their own. cuDNN: through PyTorch 2.11's SDPA, which aligns causal masks to the top left.
 ``fa2_ranges`` is DCP's flash-attn 2, with ranges of keys for every query. PyTorch's ``_flash_attention_backward`` makes
 outputs and their gradients contiguous (aten/src/ATen/native/transformers/cuda/attention_backward.cu)."""
-DIRECT: Final = {"cudnn": Limits(places_results=False)}
+DIRECT: Final = {"cudnn": Limits(places_results=False, windows="causal", values="measured")}
 """Kernels that others call without PyTorch: cuDNN through Transformer Engine, which has packed sequences (``thd``) and
-causal masks that are aligned to the bottom right (``padding_causal_bottom_right``)."""
+causal masks and windows that are aligned to the bottom right (``padding_causal_bottom_right``)."""
 
 
 def kernel_names() -> tuple[str, ...]:
@@ -117,19 +126,25 @@ def _shared(ops, access_start, buffer, mine):  # type: ignore[no-untyped-def]
     return found
 
 
-def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, direct: bool = False) -> None:
+def check_calls(
+    kernel: str, dtype: str, head_dim: int, schedule: Schedule, direct: bool = False, value_dim: int = 0
+) -> None:
     """Whether a kernel can run every attention op of a schedule in one call.
 
     Args:
         kernel: its name.
-        dtype, head_dim: of queries, keys and values.
+        dtype: of queries, keys and values.
+        head_dim: of queries and keys.
         schedule: of any strategy and pass.
         direct: see ``DIRECT``.
+        value_dim: of values and outputs; 0: as ``head_dim``.
 
     Raises:
         InfeasibleError: it cannot; says which call it would have to make.
     """
-    limits = limits_of(kernel, direct)
+    limits, head_bytes = limits_of(kernel, direct), mean_head_bytes(head_dim, value_dim, dtype)
+    if value_dim not in (0, head_dim):
+        _check_values(kernel, limits, head_dim, value_dim)
     if dtype not in limits.dtypes:
         raise InfeasibleError(f"kernel {kernel} runs {' and '.join(limits.dtypes)}, got dtype {dtype}")
     if head_dim > limits.max_head_dim:
@@ -138,24 +153,26 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, dire
         raise InfeasibleError(f"kernel {kernel} has no backward pass; use flex, or ask for pass: fwd")
     found, ops = sequences(schedule.tiles), np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
     if limits.whole_blocks:
-        _check_blocks(kernel, tile_visits(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]))
+        _check_blocks(kernel, tile_visits(schedule, ops, head_bytes))
     if limits.rectangles:
-        _check_rectangles(kernel, schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype])
+        _check_rectangles(kernel, schedule, ops, head_bytes)
     if limits.any_mask:
         return
     used = np.zeros(len(found.one_call), np.bool_)
     used[schedule.tile[ops]] = True
-    _check_sequences(kernel, found, used)
-    if not _reads_sequences(schedule, ops, head_dim * BYTES_PER_ELEMENT[dtype]).all():
+    _check_sequences(kernel, limits, found, used)
+    if not _reads_sequences(schedule, ops, head_bytes).all():
         raise InfeasibleError(
             f"kernel {kernel} reads the keys of one sequence after another; here sequences share keys or see "
             f"scattered ones, and this strategy does not copy them together, as allgather does"
         )
-    if not limits.varlen and (np.diff(found.start)[used] > 1).any():
-        raise InfeasibleError(f"kernel {kernel} takes one sequence a call, this strategy needs several; use fa2 or fa4")
+    if not limits.varlen and ((np.diff(found.start) > 1) & used & ~(found.alike & limits.batches)).any():
+        one = "sequences of one length" if limits.batches else "one sequence"
+        raise InfeasibleError(f"kernel {kernel} takes {one} a call, this strategy needs others; use fa2 or fa4")
     if limits.unequal_causal:
         return
-    unequal = found.causal & (found.q_len != found.k_len) & np.repeat(used, np.diff(found.start))
+    unequal = found.causal & (found.q_len != found.k_len)
+    unequal &= np.repeat(used & ~found.one_window, np.diff(found.start))
     if unequal.any():
         example = int(np.flatnonzero(unequal)[0])
         raise InfeasibleError(
@@ -164,22 +181,35 @@ def check_calls(kernel: str, dtype: str, head_dim: int, schedule: Schedule, dire
         )
 
 
-def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule) -> str:
+def _check_values(kernel: str, limits: Limits, head_dim: int, value_dim: int) -> None:
+    sizes = f"values of {value_dim} elements beside keys of {head_dim}"
+    if not limits.values:
+        raise InfeasibleError(
+            f"kernel {kernel} runs values as large as keys, got {sizes}; use cudnn, or pad them and leave value_dim out"
+        )
+    if limits.values == "unmeasured":
+        raise UnmeasuredError(f"kernel {kernel} takes {sizes}, but nobody has measured what they cost here")
+
+
+def refusal(kernel: str, dtype: str, head_dim: int, schedule: Schedule, value_dim: int = 0) -> str:
     """Why ``check_calls`` refuses a schedule; empty where it does not."""
     try:
-        check_calls(kernel, dtype, head_dim, schedule)
+        check_calls(kernel, dtype, head_dim, schedule, value_dim=value_dim)
     except InfeasibleError as reason:
         return str(reason)
     return ""
 
 
-def _check_sequences(kernel: str, found: Sequences, used: NDArray[np.bool_]) -> None:
+def _check_sequences(kernel: str, limits: Limits, found: Sequences, used: NDArray[np.bool_]) -> None:
     """Whether sequences have masks that varlen calls take, and one of them for a whole call."""
-    if found.one_call[used].all():
+    windowed = found.one_window & used & ~found.one_call if limits.windows else np.zeros_like(used)
+    if (found.one_call | windowed)[used].all():
+        if limits.windows == "causal" and (found.windows[windowed, 1] != 0).any():
+            raise InfeasibleError(f"kernel {kernel} takes windows of keys before a query's own; use fa2, fa4 or flex")
         return
-    irregular = ~found.regular & np.repeat(used, np.diff(found.start))
-    if irregular.any() and kernel in WINDOWED and found.window[irregular].all():
-        raise UnmeasuredError(f"kernel {kernel} takes sliding windows, but nobody has measured what they cost here")
+    irregular = ~found.regular & np.repeat(used & ~windowed, np.diff(found.start))
+    if irregular.any() and limits.windows and found.window[irregular].all():
+        raise InfeasibleError(f"kernel {kernel} takes one window a call, this strategy needs several at once; use flex")
     if irregular.any():
         raise InfeasibleError(
             f"kernel {kernel} runs full and bottom-right causal sequences; this strategy's share of the mask has others"
@@ -220,7 +250,7 @@ def _reads_sequences(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[
 
 def one_calls(schedule: Schedule, ops: Ints, head_bytes: int) -> NDArray[np.bool_]:
     """Whether the share of the mask of some attention ops is one varlen call on keys that lie as they do."""
-    regular = sequences(schedule.tiles).one_call[schedule.tile[ops]]
+    regular = sequences(schedule.tiles).one_call[schedule.tile[ops]]  # of a window, kernels of any mask list blocks
     return np.asarray(regular & _reads_sequences(schedule, ops, head_bytes))
 
 
@@ -271,7 +301,12 @@ def _masks_of_tiles(schedule: Schedule, ops: Ints, head_bytes: int) -> Iterator[
         mine = slice(found.start[tile], found.start[tile + 1])
         if one_call:
             q_len, k_len = (column[mine].astype(np.int64) for column in (found.q_len, found.k_len))
-            yield tile, sequence_slices(q_len, k_len, found.causal[mine]), int(q_len.sum()), int(k_len.sum())
+            yield (
+                tile,
+                sequence_slices(q_len, k_len, causal_windows(found.causal[mine])),
+                int(q_len.sum()),
+                int(k_len.sum()),
+            )
         elif min(query_set, key_set) < 0:
             rows = tiles.rows[tiles.start[tile] : tiles.start[tile + 1]].astype(np.int64)
             yield tile, *through_tables(rows, tiles.mask)

@@ -184,7 +184,8 @@ def estimated(kernel: str, tiles: Sequences, used: NDArray[np.bool_]) -> Iterato
 
 def attention_seconds(params: AttentionParams, schedule: Schedule, ops: Ints, given: Conditions) -> Floats:
     """Seconds of attention ops, ``[2, A]``: at the clock of an endless run, and at the full clock."""
-    return attention_op_seconds(params, given.kernel, given.dtype, given.head_dim, schedule, ops, given.varlen)
+    how = given.kernel, given.dtype, given.head_dim
+    return attention_op_seconds(params, *how, schedule, ops, given.varlen, given.value_dim)
 
 
 def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:

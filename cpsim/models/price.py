@@ -72,7 +72,7 @@ def price(schedule: Schedule, given: Conditions) -> Priced:
     """
     kinds = schedule.kinds()
     pass_: Pass = "bwd" if Kind.ATTENTION_BACKWARD in kinds else "fwd"
-    check_calls(given.kernel, given.dtype, given.head_dim, schedule, given.direct)
+    check_calls(given.kernel, given.dtype, given.head_dim, schedule, given.direct, given.value_dim)
     base = _base_costs(schedule, pass_, given)
     settled = settle(schedule, pass_, base.endless_s, base.full_clock_s, base.release_s, base.eager, base.paced, given)
     duration = with_faults(schedule, slowest_of_many(schedule, pass_, settled.duration_s, given), given)
@@ -173,7 +173,8 @@ def _held(
     ops, held, hold_s, by = ops[beside], held[beside], hold_s[beside], by[beside]
     loss = hold_s * np.minimum(held / params.num_sms, 1 - 1 / slowdown[pressure[ops], pressure[by]])
     alone = attention_seconds(params, schedule, ops, given)[0]
-    longer[ops] = held_op_seconds(params, given.head_dim, schedule, ops, held, hold_s, given.varlen) - alone - loss
+    dims = {"head_dim": given.head_dim, "value_dim": given.value_dim}
+    longer[ops] = held_op_seconds(params, schedule, ops, held, hold_s, given.varlen, **dims) - alone - loss
     return longer
 
 

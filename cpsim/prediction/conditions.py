@@ -32,6 +32,7 @@ def conditions(
         profile=profile,
         kernel=kernel,
         head_dim=workload.head_dim,
+        value_dim=workload.value_dim,
         dtype=workload.dtype,
         ahead_s=0.0 if protocol == "synced" else inf,
         pause_s=profile.host.pause_s["synced"] if protocol == "synced" else 0.0,

@@ -72,7 +72,8 @@ def _wider(one: Candidate, low: float, high: float, factors: NDArray[np.float64]
 
 def _ratio(asked: Scenario, found: Scenario) -> float | None:
     """Time of the kernel that was asked for over that of the other, for a causal mask; None where it is not known."""
-    plain = found.model_copy(update={"mask": "causal", "documents": None, "pass_": "fwd_bwd"})
+    usual = {"mask": "causal", "documents": None, "pass_": "fwd_bwd", "value_dim": None}
+    plain = found.model_copy(update=usual)
     try:
         times = [predict(plain.model_copy(update={"kernel": kernel})).time_s for kernel in (asked.kernel, found.kernel)]
     except CpsimError:

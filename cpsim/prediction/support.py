@@ -51,7 +51,7 @@ def _support(name: str, workload: Workload, cluster: Cluster) -> StrategySupport
         strategy=name,
         plan="" if schedules else reasons[0],
         kernels={
-            kernel: _first(refusal(kernel, workload.dtype, workload.head_dim, s) for s in schedules)
+            kernel: _first(refusal(kernel, workload.dtype, workload.head_dim, s, workload.value_dim) for s in schedules)
             for kernel in KERNELS
             if schedules
         },

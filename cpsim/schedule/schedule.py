@@ -358,10 +358,14 @@ class Schedule:
         for i in range(len(self)):
             yield str(self.op(i))
 
-    def flops(self, head_dim: int) -> float:
-        """Model FLOP of all attention ops of all ranks: 4 per pair, head and dimension forward, 10 backward."""
-        per_pair = np.where(self.kind == Kind.ATTENTION, 4.0, 10.0) * is_one_of(self.kind, ATTENTION_KINDS)
-        return float((per_pair * self.tiles.area[self.tile] * self.heads[:, 1]).sum() * head_dim * self.copies)
+    def flops(self, head_dim: int, value_dim: int = 0) -> float:
+        """Model FLOP of all attention ops of all ranks: 4 per pair, head and dimension forward, 10 backward, of which 2
+        and 4 are of values' dimensions."""
+        values = value_dim or head_dim
+        of_pass = 2 * (head_dim + values), 6 * head_dim + 4 * values
+        pairs = self.tiles.area[self.tile] * self.heads[:, 1] * is_one_of(self.kind, ATTENTION_KINDS)
+        both = (int(pairs[(self.kind == Kind.ATTENTION) == forward].sum()) for forward in (True, False))
+        return float(sum(each * number for each, number in zip(of_pass, both, strict=True)) * self.copies)
 
     def bytes_sent(self) -> NDArray[np.float64]:
         """Bytes that leave every rank, ``float64[num_ranks]``: transfers, routes, and (n-1)/n of a collective's S

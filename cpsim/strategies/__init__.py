@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
-from cpsim.errors import ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.schedule.builder import followed_by
 from cpsim.schedule.schedule import Pass, Schedule
 from cpsim.strategies.allgather import allgather_knobs, plan_allgather
@@ -62,6 +62,10 @@ STRATEGIES: Final[dict[str, Strategy]] = {
 }
 
 
+ANY_VALUES: Final = ("none", "ulysses", "ring", "zigzag_ring", "striped_ring", "allgather", "usp", "loongtrain")
+"""Strategies that know how large values are where keys have another size."""
+
+
 def plan(
     name: str, workload: Workload, cluster: Cluster, pass_: Pass, knobs: Knobs, code: Implementation = CPSIM
 ) -> Schedule:
@@ -80,6 +84,11 @@ def plan(
             offers = f"it has {', '.join(known)}" if known else "it has none"
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
+    if workload.value_dim not in (0, workload.head_dim) and (name not in ANY_VALUES or code is not CPSIM):
+        raise InfeasibleError(
+            f"value_dim: values of another size than keys are planned for {', '.join(ANY_VALUES)} of our executor's "
+            f"code, got {name} of {code.name}; leave value_dim out"
+        )
     whose = () if code is CPSIM else (code,)
     schedule: Schedule = planner(workload, cluster, pass_, *whose, **chosen)
     if code is CPSIM and cluster.all_gpus == 1:  # nobody to exchange anything with; the planner has checked its knobs

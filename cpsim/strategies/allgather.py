@@ -133,7 +133,7 @@ class _AllGather:
         self.tokens, self.total = shards.num_tokens(), sets.num_tokens()[self.whole]
         self.kv_heads = heads_per_gather
         self.q_heads = workload.num_heads // self.num_groups
-        self.q_bytes = self.sizes.query(workload.num_heads)
+        self.q_bytes, self.o_bytes = self.sizes.query(workload.num_heads), self.sizes.output(workload.num_heads)
         self.kv_bytes = self.sizes.kv(heads_per_gather)
         """One token of K and V of one group."""
         self.lse_bytes = self.sizes.lse(workload.num_heads)
@@ -146,7 +146,7 @@ class _AllGather:
     def forward(self) -> Schedule:
         b = self.b
         q = self._shard("q", self.q_bytes, self.all_heads)
-        out = self._shard("out", self.q_bytes + self.lse_bytes, self.all_heads)
+        out = self._shard("out", self.o_bytes + self.lse_bytes, self.all_heads)
         b.input(*q)
         b.output(*out)
         gather = _Gather(self, is_paced=False)
@@ -169,7 +169,7 @@ class _AllGather:
 
     def backward(self) -> Schedule:
         b = self.b
-        widths = {"q": self.q_bytes, "out": self.q_bytes + self.lse_bytes, "dout": self.q_bytes}
+        widths = {"q": self.q_bytes, "out": self.o_bytes + self.lse_bytes, "dout": self.o_bytes}
         given = {tensor: self._shard(tensor, width, self.all_heads) for tensor, width in widths.items()}
         for access in given.values():
             b.input(*access)

@@ -96,7 +96,9 @@ class HeadExchange:
         self.replicas = max(1, degree // workload.num_kv_heads)
         self.sizes = Sizes(workload)
         self.q_bytes = self.sizes.query(workload.num_heads) // head_groups
-        """One token of Q, O, dO or dQ, all ranks' heads of one group."""
+        """One token of Q or dQ, all ranks' heads of one group."""
+        self.o_bytes = self.sizes.output(workload.num_heads) // head_groups
+        """One token of O or dO, all ranks' heads of one group."""
         self.lse_bytes = self.sizes.lse(self.group_heads) * degree
         """One token of the log-sum-exp, all ranks' heads of one group."""
         self.kv_bytes = self.sizes.kv(self.group_kv_heads) * degree
@@ -192,7 +194,8 @@ class HeadExchange:
         """A rank's own tokens of a tensor, all heads, replicas included."""
         if tensor.endswith("kv"):
             return self.tokens * self.kv_bytes
-        return self.tokens * (self.q_bytes + self.lse_bytes * (tensor == "out"))
+        row = self.o_bytes if tensor in ("out", "dout") else self.q_bytes
+        return self.tokens * (row + self.lse_bytes * (tensor == "out"))
 
     def there(
         self, pass_: Pass, code: UlyssesCode, keys: Ints | None = None, again: bool = False

@@ -34,9 +34,10 @@ def plan_apart(workload: Workload, pass_: Pass, shards: RangeSets) -> Schedule:
     b, sizes = Builder(len(shards), shards, make_tiles(workload.slices(), shards, ranks, ranks)), Sizes(workload)
     heads = (0, workload.num_heads, 0, workload.num_kv_heads)
     q_bytes, kv_bytes = sizes.query(workload.num_heads), sizes.kv(workload.num_kv_heads)
-    out_bytes = q_bytes + sizes.lse(workload.num_heads)
+    dout_bytes = sizes.output(workload.num_heads)
+    out_bytes = dout_bytes + sizes.lse(workload.num_heads)
     forward = (("q", q_bytes), ("kv", kv_bytes)), (("out", out_bytes),)
-    backward = (*forward[0], *forward[1], ("dout", q_bytes)), (("dq", q_bytes), ("dkv", kv_bytes))
+    backward = (*forward[0], *forward[1], ("dout", dout_bytes)), (("dq", q_bytes), ("dkv", kv_bytes))
     given, made = (
         [
             (

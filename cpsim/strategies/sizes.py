@@ -20,12 +20,16 @@ class Sizes:
     workload: Workload
 
     def query(self, num_heads: int) -> int:
-        """Q, O, dO or dQ."""
+        """Q or dQ."""
         return num_heads * self.workload.head_dim * self.workload.bytes_per_element
+
+    def output(self, num_heads: int) -> int:
+        """O or dO."""
+        return num_heads * self.workload.values * self.workload.bytes_per_element
 
     def kv(self, num_kv_heads: int) -> int:
         """K and V together, or dK and dV."""
-        return 2 * self.query(num_kv_heads)
+        return self.query(num_kv_heads) + self.output(num_kv_heads)
 
     def lse(self, num_heads: int) -> int:
         """Log-sum-exp."""

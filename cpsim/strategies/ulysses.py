@@ -81,10 +81,10 @@ class _Ulysses:
 
     def forward(self) -> Schedule:
         b, x, tokens, groups = self.b, self.x, self.x.tokens, range(self.num_groups)
-        qkv_bytes, out_bytes = x.q_bytes + x.kv_bytes, x.q_bytes + x.lse_bytes
+        qkv_bytes, out_bytes = x.q_bytes + x.kv_bytes, x.o_bytes + x.lse_bytes
         own_bytes = x.q_bytes + x.own_kv_bytes
         qkv = x.buffers("qkv", tokens * self.num_groups * own_bytes)
-        out = x.buffers("out", tokens * self.num_groups * x.q_bytes)
+        out = x.buffers("out", tokens * self.num_groups * x.o_bytes)
         for access in x.own(qkv, ("q", "kv")):
             b.input(*access)
         for access in x.own(out, ("o",)):
@@ -92,20 +92,20 @@ class _Ulysses:
         packed = [x.by_rank("qkv", ("q", "kv"), tokens * qkv_bytes, g) for g in groups]
         gathered = [x.of_all("qkv", ("q", "kv"), tokens * qkv_bytes, g) for g in groups]
         made = [x.of_all("out", ("out",), tokens * out_bytes, g) for g in groups]
-        returned = [x.by_rank("out", ("o",), tokens * x.q_bytes, g) for g in groups]
+        returned = [x.by_rank("out", ("o",), tokens * x.o_bytes, g) for g in groups]
         ready = [
             x.copy(tokens * (own_bytes + qkv_bytes), x.own(qkv, ("q", "kv"), g), packed[g], group=g) for g in groups
         ]
-        sizes = qkv_bytes, x.q_bytes
+        sizes = qkv_bytes, x.o_bytes
         back = self._pipeline(Kind.ATTENTION, sizes, packed, gathered, made, returned, [[]] * len(groups), ready)
         for g in groups:
             own = x.own(out, ("o",), g)
-            x.copy(tokens * 2 * x.q_bytes, returned[g], own, back[g], g)
+            x.copy(tokens * 2 * x.o_bytes, returned[g], own, back[g], g)
         return b.build()
 
     def backward(self) -> Schedule:
         b, x, tokens, groups = self.b, self.x, self.x.tokens, range(self.num_groups)
-        qkv_bytes, out_bytes = x.q_bytes + x.kv_bytes, x.q_bytes + x.lse_bytes
+        qkv_bytes, out_bytes = x.q_bytes + x.kv_bytes, x.o_bytes + x.lse_bytes
         own_bytes = x.q_bytes + x.own_kv_bytes
         saved = [
             [
@@ -114,18 +114,18 @@ class _Ulysses:
             ]
             for g in groups
         ]
-        dout = x.buffers("dout", tokens * self.num_groups * x.q_bytes)
+        dout = x.buffers("dout", tokens * self.num_groups * x.o_bytes)
         dqkv = x.buffers("dqkv", tokens * self.num_groups * own_bytes)
         for access in (*chain.from_iterable(saved), *x.own(dout, ("dout",))):
             b.input(*access)
         for access in x.own(dqkv, ("dq", "dkv")):
             b.output(*access)
-        packed = [x.by_rank("dout", ("dout",), tokens * x.q_bytes, g) for g in groups]
-        gathered = [x.of_all("dout", ("dout",), tokens * x.q_bytes, g) for g in groups]
+        packed = [x.by_rank("dout", ("dout",), tokens * x.o_bytes, g) for g in groups]
+        gathered = [x.of_all("dout", ("dout",), tokens * x.o_bytes, g) for g in groups]
         made = [x.of_all("dqkv", ("dq", "dkv"), tokens * qkv_bytes, g) for g in groups]
         returned = [x.by_rank("dqkv", ("dq", "dkv"), tokens * qkv_bytes, g) for g in groups]
-        ready = [x.copy(tokens * 2 * x.q_bytes, x.own(dout, ("dout",), g), packed[g], group=g) for g in groups]
-        sizes = x.q_bytes, qkv_bytes
+        ready = [x.copy(tokens * 2 * x.o_bytes, x.own(dout, ("dout",), g), packed[g], group=g) for g in groups]
+        sizes = x.o_bytes, qkv_bytes
         back = self._pipeline(Kind.ATTENTION_BACKWARD, sizes, packed, gathered, made, returned, saved, ready)
         for g in groups:
             own = x.own(dqkv, ("dq", "dkv"), g)

@@ -226,7 +226,7 @@ class _Hybrid:
         b, e, x, ring, tokens = self.b, self.exchange, self.x, self.ring, self.exchange.tokens
         own_bytes, qkv_bytes = e.q_bytes + e.own_kv_bytes, e.q_bytes + e.kv_bytes
         qkv = e.own(e.buffers("qkv", tokens * own_bytes), ("q", "kv"))
-        final = e.own(e.buffers("out", tokens * e.q_bytes), ("o",))
+        final = e.own(e.buffers("out", tokens * e.o_bytes), ("o",))
         for access in qkv:
             b.input(*access)
         b.output(*final[0])
@@ -237,11 +237,11 @@ class _Hybrid:
         ring.ready = e.exchange(tokens * qkv_bytes, packed, [ring.shard(q), ring.shard(kv)], ready)
         if x.grid.num_places > 1:
             kv = self.keys_apart(kv)
-        out = ring.result("out", x.q_bytes, x.lse_bytes, output=False)
+        out = ring.result("out", x.o_bytes, x.lse_bytes, output=False)
         done = ring.forward(q, kv, out)
-        returned = e.by_rank("out", ("o",), tokens * e.q_bytes)
-        back = e.exchange(tokens * e.q_bytes, [ring.shard(out)], returned, done)
-        e.copy(2 * tokens * e.q_bytes, returned, final, back)
+        returned = e.by_rank("out", ("o",), tokens * e.o_bytes)
+        back = e.exchange(tokens * e.o_bytes, [ring.shard(out)], returned, done)
+        e.copy(2 * tokens * e.o_bytes, returned, final, back)
         return b.build()
 
     def keys_apart(self, kv: Access) -> Access:
@@ -262,14 +262,14 @@ class _Hybrid:
 
     def backward(self) -> Schedule:
         b, e, x, ring, tokens = self.b, self.exchange, self.x, self.ring, self.exchange.tokens
-        widths = {"q": x.q_bytes, "out": x.q_bytes + x.lse_bytes, "kv": x.kv_bytes}
+        widths = {"q": x.q_bytes, "out": x.o_bytes + x.lse_bytes, "kv": x.kv_bytes}
         q, out, kv = (ring.given(name, width) for name, width in widths.items())
-        given = e.own(e.buffers("dout", tokens * e.q_bytes), ("dout",))
+        given = e.own(e.buffers("dout", tokens * e.o_bytes), ("dout",))
         b.input(*given[0])
-        packed = e.by_rank("dout", ("dout",), tokens * e.q_bytes)
-        dout = e.buffers("dout of group", tokens * e.q_bytes), ring.blocks("dout")
-        ready = e.copy(2 * tokens * e.q_bytes, given, packed)
-        ring.ready = e.exchange(tokens * e.q_bytes, packed, [ring.shard(dout)], ready)
+        packed = e.by_rank("dout", ("dout",), tokens * e.o_bytes)
+        dout = e.buffers("dout of group", tokens * e.o_bytes), ring.blocks("dout")
+        ready = e.copy(2 * tokens * e.o_bytes, given, packed)
+        ring.ready = e.exchange(tokens * e.o_bytes, packed, [ring.shard(dout)], ready)
         dq = ring.result("dq", x.q_bytes, output=False)
         dkv = ring.result("dkv", x.kv_bytes, summed=False, output=False)
         done = ring.backward([q, dout, out], kv, dq, dkv)
@@ -294,7 +294,7 @@ class _Hybrid:
         made = ("q", "kv", "out", "dout") if pass_ == "bwd" else ("q", "kv")
         held = {t: (access[0], ring.blocks(t)) for t, access in zip(made, given, strict=True)}
         if pass_ == "fwd":
-            out = ring.result("out", x.q_bytes, x.lse_bytes, output=False)
+            out = ring.result("out", x.o_bytes, x.lse_bytes, output=False)
             results, done = {"out": out}, ring.forward(held["q"], held["kv"], out)
         else:
             dq, dkv = (ring.result(t, w, output=False) for t, w in (("dq", x.q_bytes), ("dkv", x.kv_bytes)))

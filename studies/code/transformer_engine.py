@@ -11,7 +11,10 @@ document by document (``reorder_seq_chunks_for_a2a_varlen``). On A100 flash-attn
 (``nvte_get_fused_attn_backend``). Its hosts wait for their GPU where they read the last length on it, which a later
 fork that is given lengths need not: left out.
 
-Left out: sliding windows, biases, FP8; kernels of one thread block (random states, zeros behind the last document);
+Windows run with all_gather, whose kernels read the keys that a half sees (``get_kv_seq_info_after_all_gather``), and
+with a2a (``attn_forward_func_with_cp``); a learned sink, whose logits a2a deals out by heads, with a2a and cuDNN alone.
+
+Left out: biases, FP8; kernels of one thread block (random states, zeros behind the last document);
 what Python between calls costs the host.
 """
 
@@ -27,6 +30,7 @@ from cpsim.strategies.others.facts import (
     EAGER,
     EAGER_ROW_KERNELS,
     STRIDED,
+    WINDOWS,
     HalvesCode,
     HeldRingCode,
     Implementation,
@@ -72,9 +76,9 @@ TRANSFORMER_ENGINE: Final = Implementation(
     name="transformer-engine",
     source="NVIDIA/TransformerEngine v2.9",
     strategies={
-        "ulysses": Support(masks=DENSE, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True),
+        "ulysses": Support(masks=DENSE + WINDOWS, chunks=2, knobs={"head_groups": (1,)}, whole_heads=True),
         "zigzag_ring": Support(masks=DENSE + DOCUMENTS, chunks=2, knobs={"zigzag": ("document",)}),
-        "allgather": Support(masks=DENSE, chunks=2, knobs={"layout": ("zigzag",)}),
+        "allgather": Support(masks=DENSE + WINDOWS, chunks=2, knobs={"layout": ("zigzag",)}),
         "usp": Support(
             masks=DENSE,
             chunks=2,

@@ -44,7 +44,7 @@ class Anatomy:
     aligns_keys: Flag = False
     """Whether calls whose keys are whole tiles run code of their own, without checks of bounds."""
     aligns_queries: Flag = False
-    """Whether queries must be whole tiles, too, and the call a dense one."""
+    """Whether queries must be whole tiles, too, and the call a dense one without a window."""
     gathers_keys: Flag = False
     """Whether the rows of a mask of rectangles are the sequences, each with the keys that it sees gathered."""
     rows_together: Annotated[int, Quantity("rows", 1, 1e3)] = 1

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpsim.masks.blocks import BANDS, BLOCK, CELLS
+from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.block_schedule import every_block, finish, overlap, pairs, queue, sum_of_runs
 from cpsim.models.attention.tiles import l2_group, num_splits, split_tile, tile_rows, tiles_of_row
 from cpsim.models.power import slowdown
@@ -39,12 +40,13 @@ SEEDS, MOST_SEEDS = 4, 16
 
 
 Sums = namedtuple(
-    "Sums", "num rows longest_row tiles most least queries keys whole_queries masked aligned odd idle work"
+    "Sums", "num rows longest_row tiles most least queries keys whole_queries masked windowed aligned odd idle work"
 )
 """Sums over one call: sequences with work, tile rows of one head, those of the longest sequence, tiles of one head and
-of its longest and shortest row, tokens, queries rounded up to tiles, three flags, idle and tile seconds of one head."""
-Times = namedtuple("Times", "idle cut tile")
-"""Seconds of a thread block: its overhead without tiles, what two or more tiles that the mask cuts add, one tile."""
+of its longest and shortest row, tokens, queries rounded up to tiles, four flags, idle and tile seconds of one head."""
+Times = namedtuple("Times", "idle cut tile window_cut window_tile")
+"""Seconds of a thread block: its overhead without tiles, what two or more tiles that the mask cuts add, one tile; under
+a window, what tiles add that both of its ends cut, and one tile."""
 FEATURES = (
     "waves",
     "tiles",
@@ -70,11 +72,27 @@ def _cuts(tiles: float) -> float:
 
 
 @compiled()
-def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # type: ignore[no-untyped-def]
+def _work(t, tiles, windowed):  # type: ignore[no-untyped-def]
+    """Seconds of a block's tiles."""
+    if windowed:
+        return t.window_tile * tiles + t.window_cut * (min(max(tiles - 1.0, 0.0), 4.0) / 4.0)
+    return t.tile * tiles + t.cut * _cuts(tiles)
+
+
+@compiled()
+def _is_window(left: int, right: int) -> bool:
+    """Whether a mask is neither full nor causal."""
+    return left >= 0 or right > 0
+
+
+@compiled()
+def _sums(g, t, q_len, k_len, window, begin, end, packed, tile_q, masked):  # type: ignore[no-untyped-def]
     num, rows, tiles, longest_row, most, least = 0, 0, 0, 0, 0, 1 << 60
     queries, keys, whole, aligned, odd, cuts = 0, 0, 0, True, False, 0.0
+    in_windows, work = 0, 0.0
     for i in range(begin, end):
-        r, n, high, low = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
+        left, right = window[i]
+        r, n, high, low = tile_rows(q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)
         if r == 0:
             continue
         num, rows, tiles, longest_row = num + 1, rows + r, tiles + n, max(longest_row, r)
@@ -84,7 +102,10 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
         aligned = aligned and (k_len[i] % g.tile_k == 0 or not g.aligns_keys)
         aligned = aligned and (q_len[i] % tile_q == 0 or not g.aligns_queries)
         odd = odd or k_len[i] % 2 == 1
-        cuts += r * (_cuts(low) + 4.0 * _cuts((low + high) / 2) + _cuts(high)) / 6
+        if _is_window(left, right):  # most rows are alike
+            in_windows, work = in_windows + n, work + r * _work(t, n / r, True)
+        else:
+            cuts += r * (_cuts(low) + 4.0 * _cuts((low + high) / 2) + _cuts(high)) / 6
     return Sums(
         num,
         rows,
@@ -96,16 +117,17 @@ def _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked):  # ty
         keys,
         whole,
         masked,
-        aligned,
+        in_windows > 0,
+        aligned and not (in_windows > 0 and g.aligns_queries),
         odd,
         t.idle * rows,
-        t.tile * tiles + t.cut * cuts,
+        t.tile * (tiles - in_windows) + t.cut * cuts + work,
     )
 
 
 @compiled()
 def _runs(  # type: ignore[no-untyped-def]
-    g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, idle, work, number
+    g, t, q_len, k_len, window, begin, end, packed, heads, tile_q, empties, idle, work, number
 ):
     """Number of runs of blocks that are alike, of a call in launch order: of one head, or of all heads of a sequence.
 
@@ -114,24 +136,26 @@ def _runs(  # type: ignore[no-untyped-def]
     """
     n = 0
     for i in range(begin, end):
-        rows = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)[0]
+        left, right = window[i]
+        cut, windowed = left >= 0 or right >= 0, _is_window(left, right)
+        rows = tile_rows(q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)[0]
         if rows == 0:
             continue
         rows = (rows + g.rows_together - 1) // g.rows_together * g.rows_together
-        if (rows == 1 or not causal[i]) and empties <= rows:  # all blocks are alike
-            tiles = tiles_of_row(0, q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
-            idle[n], work[n] = t.idle, t.tile * tiles + t.cut * _cuts(tiles)
+        if (rows == 1 or not cut) and empties <= rows:  # all blocks are alike
+            tiles = tiles_of_row(0, q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)
+            idle[n], work[n] = t.idle, _work(t, tiles, windowed)
             number[n] = rows if g.heads_outermost else rows * heads
             n += 1
             continue
-        turned = causal[i] and g.heavy_first and not g.backward
+        turned = cut and g.heavy_first and not g.backward
         group = l2_group(heads, k_len[i], g.head_dim) if turned and not g.heads_outermost else 1
         for head in range(0, 1 if g.heads_outermost else heads, group):
             together = min(group, heads - head)
             for row in range(rows):
                 at = rows - 1 - row if turned else row
-                tiles = tiles_of_row(at, q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
-                idle[n], work[n], number[n] = t.idle, t.tile * tiles + t.cut * _cuts(tiles), together
+                tiles = tiles_of_row(at, q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)
+                idle[n], work[n], number[n] = t.idle, _work(t, tiles, windowed), together
                 n += 1
             if empties > rows:
                 idle[n], work[n], number[n] = g.block_decode_s, 0.0, empties - rows
@@ -145,7 +169,7 @@ def _replay(  # type: ignore[no-untyped-def]
     t,
     q_len,
     k_len,
-    causal,
+    window,
     begin,
     end,
     packed,
@@ -167,7 +191,7 @@ def _replay(  # type: ignore[no-untyped-def]
     where SMs always hold two blocks, the older of which gets its `share` done; `held` SMs are taken for the first
     `hold_s`. `idle`, `work`, `number` and `left` are scratch.
     """
-    n = _runs(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, empties, idle, work, number)
+    n = _runs(g, t, q_len, k_len, window, begin, end, packed, heads, tile_q, empties, idle, work, number)
     repeats = heads if g.heads_outermost else 1
     if g.blocks_per_sm == 1:
         for run in range(n):
@@ -190,20 +214,25 @@ def _replay(  # type: ignore[no-untyped-def]
 
 
 @compiled()
-def _tail(g, t, q_len, k_len, causal, begin, end, packed, heads, tile_q, total):  # type: ignore[no-untyped-def]
+def _tail(g, t, q_len, k_len, window, begin, end, packed, heads, tile_q, total):  # type: ignore[no-untyped-def]
     """When the last long block ends: the work before it spread over all slots, and then its own time."""
     done, latest = 0.0, 0.0
     for i in range(begin, end):
-        rows, tiles, longest, _ = tile_rows(q_len[i], k_len[i], causal[i], tile_q, g.tile_k, packed, g.backward)
+        left, right = window[i]
+        rows, tiles, longest, _ = tile_rows(q_len[i], k_len[i], left, right, tile_q, g.tile_k, packed, g.backward)
         if rows == 0:
             continue
-        mine = rows * (t.idle + t.cut) + t.tile * tiles
-        long = t.idle + t.cut * _cuts(longest) + t.tile * longest
+        windowed = _is_window(left, right)
+        if windowed:
+            mine, long = rows * (t.idle + _work(t, tiles / rows, True)), t.idle + _work(t, longest, True)
+        else:
+            mine = rows * (t.idle + t.cut) + t.tile * tiles
+            long = t.idle + t.cut * _cuts(longest) + t.tile * longest
         if g.heads_outermost:
             before = total / heads * (heads - 1) + done
             if not g.backward and not g.heavy_first:
                 before += mine - long
-        elif g.backward or not causal[i]:
+        elif g.backward or (left < 0 and right < 0):
             before = heads * done + (heads - 1) * mine
         else:
             group = l2_group(heads, k_len[i], g.head_dim)
@@ -219,12 +248,14 @@ def _many_waves(g, t, s, heads, latest):  # type: ignore[no-untyped-def]
     total = heads * (s.idle + s.work)
     even = total / g.slots
     short = t.idle + t.cut * _cuts(s.least) + t.tile * s.least
+    if s.windowed:
+        short = t.idle + _work(t, s.least, True)
     typical = total / (s.rows * heads)
     return max(even + short / 2, latest - (typical + short) / 4)
 
 
 @compiled()
-def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
+def _split(g, t, s, left, right, heads, splits, share, held, hold_s, idle, work):  # type: ignore[no-untyped-def]
     """Makespan of flash-attn 2's split kernel: tiles of 64 queries, a block for every row and split."""
     tile_k = split_tile(g.head_dim)
     rows, columns = (s.queries + 63) // 64, (s.keys + tile_k - 1) // tile_k
@@ -234,10 +265,12 @@ def _split(g, t, s, heads, splits, share, held, hold_s, idle, work):  # type: ig
     n = 0
     for part in range(splits):
         for row in range(rows):
-            seen = columns
-            if s.masked:
-                seen = min(columns, ((row + 1) * 64 + s.keys - s.queries + tile_k - 1) // tile_k)
-            tiles = max(0, min(seen, (part + 1) * per_split) - part * per_split)
+            seen, first = columns, 0
+            if right >= 0:
+                seen = min(columns, ((row + 1) * 64 + s.keys - s.queries + right + tile_k - 1) // tile_k)
+            if left >= 0:
+                first = max(0, row * 64 + s.keys - s.queries - left) // tile_k
+            tiles = max(0, min(seen, (part + 1) * per_split) - max(first, part * per_split))
             idle[n], work[n] = t.idle if tiles else g.block_decode_s, tile * tiles
             n += 1
     for head in range(1, heads):
@@ -305,8 +338,10 @@ def _times(g, shared, masked, varlen, num, tile_q):  # type: ignore[no-untyped-d
         per_empty = g.block_varlen_s + g.block_decode_s * min(num, TABLE_ABOVE) / 32.0
     if varlen:
         per_block += g.block_varlen_s if g.grid_of_longest else per_empty
-    tile = g.pair_s * tile_q * g.tile_k
-    return Times(per_block, g.block_causal_s * masked * g.alone_factor, tile * g.alone_factor), per_empty
+    tile, window_tile = g.pair_s * tile_q * g.tile_k, (g.pair_s + g.window_pair_s) * tile_q * g.tile_k
+    window_cut = g.block_window_s if g.block_window_s > 0.0 else 2.0 * g.block_causal_s  # at both ends
+    cuts = g.block_causal_s * masked * g.alone_factor, window_cut * g.alone_factor
+    return Times(per_block, cuts[0], tile * g.alone_factor, cuts[1], window_tile * g.alone_factor), per_empty
 
 
 @compiled()
@@ -327,7 +362,7 @@ def _in_order(  # type: ignore[no-untyped-def]
     s,
     q_len,
     k_len,
-    causal,
+    window,
     begin,
     end,
     packed,
@@ -355,7 +390,7 @@ def _in_order(  # type: ignore[no-untyped-def]
             t,
             q_len,
             k_len,
-            causal,
+            window,
             begin,
             end,
             packed,
@@ -372,13 +407,13 @@ def _in_order(  # type: ignore[no-untyped-def]
             scratch[2, : g.slots],
         )
     else:
-        paired = Times(t.idle, t.cut * slow, t.tile * slow)
+        paired = Times(t.idle, t.cut * slow, t.tile * slow, t.window_cut * slow, t.window_tile * slow)
         if slow != 1.0:
-            s = _sums(g, paired, q_len, k_len, causal, begin, end, packed, tile_q, masked)
+            s = _sums(g, paired, q_len, k_len, window, begin, end, packed, tile_q, masked)
         latest = 0.0
         if s.num > 1 or masked:
             total = heads * (s.idle + s.work)
-            latest = _tail(g, paired, q_len, k_len, causal, begin, end, packed, heads, tile_q, total)
+            latest = _tail(g, paired, q_len, k_len, window, begin, end, packed, heads, tile_q, total)
         makespan = _many_waves(g, paired, s, heads, latest)
     if not follow:
         makespan += empty * per_empty / g.slots
@@ -387,19 +422,19 @@ def _in_order(  # type: ignore[no-untyped-def]
 
 @compiled()
 def _call(  # type: ignore[no-untyped-def]
-    g, q_len, k_len, causal, begin, end, num_heads, num_kv_heads, varlen, held, hold_s, scratch, number, look
+    g, q_len, k_len, window, begin, end, num_heads, num_kv_heads, varlen, held, hold_s, scratch, number, look
 ):
     """Seconds of one call by physics alone and how much the power limit slows it; fills in its features, `look`.
 
     Something else holds `held` SMs for the first `hold_s` after the call begins.
     """
-    shared, masked = num_heads > num_kv_heads, causal[begin:end].any()
+    shared, masked = num_heads > num_kv_heads, (window[begin:end] >= 0).any()
     packed = num_heads // num_kv_heads if g.packs_heads else 1
     heads = num_kv_heads if g.packs_heads else num_heads
     tile_q = g.tile_q_causal if masked else g.tile_q_full
     t, per_empty = _times(g, shared, masked, varlen, end - begin, tile_q)
     share = g.older_share if masked else g.older_share_full
-    s = _sums(g, t, q_len, k_len, causal, begin, end, packed, tile_q, masked)
+    s = _sums(g, t, q_len, k_len, window, begin, end, packed, tile_q, masked)
     if s.num == 0:
         return 0.0, 1.0
     hold_s -= _prelude(g, s, num_heads, varlen) if held else 0.0
@@ -410,7 +445,8 @@ def _call(  # type: ignore[no-untyped-def]
         tile_k = split_tile(g.head_dim)
         splits = num_splits((s.queries + 63) // 64 * heads, g.slots, (s.keys + tile_k - 1) // tile_k)
     if splits > 1:
-        makespan = _split(g, t, s, heads, splits, share, held, hold_s, scratch[0], scratch[1])
+        left, right = window[begin]
+        makespan = _split(g, t, s, left, right, heads, splits, share, held, hold_s, scratch[0], scratch[1])
         partial = splits * s.queries * num_heads * g.head_dim
         extra = g.split_call_s + g.traffic_s_per_byte * partial * 8  # fp32, written and read
     else:
@@ -421,7 +457,7 @@ def _call(  # type: ignore[no-untyped-def]
             s,
             q_len,
             k_len,
-            causal,
+            window,
             begin,
             end,
             packed,
@@ -444,6 +480,8 @@ def _call(  # type: ignore[no-untyped-def]
         makespan *= g.unaligned_factor if masked else g.unaligned_full_factor
     if s.odd:
         makespan *= g.odd_factor
+    if not masked:
+        makespan *= g.full_factor
     beside, ends, around = _traffic(g, s, num_heads, num_kv_heads, varlen)
     makespan = hidden(makespan, g.traffic_s_per_byte * beside, HIDING)
     makespan = hidden(makespan, g.traffic_s_per_byte * ends, HIDING_ENDS)
@@ -465,7 +503,7 @@ def _call(  # type: ignore[no-untyped-def]
 
 @compiled()
 def price(  # type: ignore[no-untyped-def]
-    g, discrepancy, op_start, q_len, k_len, causal, num_heads, num_kv_heads, varlen, held, hold_s
+    g, discrepancy, op_start, q_len, k_len, window, num_heads, num_kv_heads, varlen, held, hold_s
 ):
     """[N] seconds, their features [N, FEATURES], and how much the power limit slows them [N].
 
@@ -475,27 +513,28 @@ def price(  # type: ignore[no-untyped-def]
     looks = np.zeros((len(seconds), len(FEATURES)))
     scratch = np.empty((3, (REPLAYED_WAVES + 1) * g.slots))
     number = np.empty(scratch.shape[1], np.int64)
-    known = np.zeros((KNOWN, 5), np.int64)  # calls with one sequence repeat a lot: remember the last ones
+    known = np.zeros((KNOWN, 6), np.int64)  # calls with one sequence repeat a lot: remember the last ones
     known_op = np.zeros(KNOWN, np.int64)
     for op in range(len(seconds)):
         begin, end = op_start[op], op_start[op + 1]
         if end - begin == 1 and held[op] == 0:
-            q, k, kind = q_len[begin], k_len[begin], 2 * causal[begin] + varlen[op] + 4
-            slot = (q * 1000003 + k * 8191 + kind * 131 + num_heads[op] * 31 + num_kv_heads[op]) % KNOWN
+            q, k, left, right = q_len[begin], k_len[begin], window[begin, 0], window[begin, 1]
+            kind = 2 * (right - UNCUT) + varlen[op] + 4
+            slot = (q * 1000003 + k * 8191 + kind * 131 + left * 37 + num_heads[op] * 31 + num_kv_heads[op]) % KNOWN
             key = known[slot]
-            same = key[0] == q and key[1] == k and key[2] == kind
+            same = key[0] == q and key[1] == k and key[2] == kind and key[5] == left
             if same and key[3] == num_heads[op] and key[4] == num_kv_heads[op]:
                 seconds[op], slower[op] = seconds[known_op[slot]], slower[known_op[slot]]
                 for i in range(looks.shape[1]):
                     looks[op, i] = looks[known_op[slot], i]
                 continue
-            key[0], key[1], key[2], key[3], key[4] = q, k, kind, num_heads[op], num_kv_heads[op]
+            key[0], key[1], key[2], key[3], key[4], key[5] = q, k, kind, num_heads[op], num_kv_heads[op], left
             known_op[slot] = op
         seconds[op], slower[op] = _call(
             g,
             q_len,
             k_len,
-            causal,
+            window,
             begin,
             end,
             num_heads[op],

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsim.case.workload import BYTES_PER_ELEMENT
-from cpsim.masks.blocks import Visits
+from cpsim.case.workload import mean_head_bytes
+from cpsim.masks.blocks import Visits, causal_windows
 from cpsim.masks.slices import Ints
 from cpsim.masks.tiles import CAUSAL, Sequences, Tiles, sequences
 from cpsim.models.attention.kernels import KERNELS, NAIVE, working_bytes
@@ -34,6 +34,7 @@ def attention_op_seconds(
     schedule: Schedule,
     ops: Ints | None = None,
     varlen: bool = False,
+    value_dim: int = 0,
 ) -> Floats:
     """Seconds [2, ops] of attention ops, by default all: at the clock that the power limit leaves, and at the full one.
 
@@ -41,7 +42,7 @@ def attention_op_seconds(
     """
     if ops is None:
         ops = np.flatnonzero(is_one_of(schedule.kind, ATTENTION_KINDS))
-    head_bytes = head_dim * BYTES_PER_ELEMENT[dtype]
+    head_bytes = mean_head_bytes(head_dim, value_dim, dtype)
     if params.anatomy.lists_blocks:
         return _listed_seconds(params, schedule, ops, tile_visits(schedule, ops, head_bytes), head_dim)
     shapes, shape_of = head_shapes(schedule, ops)
@@ -52,10 +53,10 @@ def attention_op_seconds(
         own = made(schedule, ops, head_bytes)
     for i, shape in enumerate(shapes.tolist()):
         if own is None:
-            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, varlen)
+            of_tile = _seconds_of_tiles(params, schedule.tiles, *shape, head_dim, value_dim, varlen)
         else:
             num_heads, num_kv_heads = (np.full(len(own[0]) - 1, number) for number in shape)
-            of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim)
+            of_tile = clocked_seconds(params, *own, num_heads, num_kv_heads, head_dim, value_dim=value_dim)
         mine = np.flatnonzero(shape_of == i)
         for clock in range(2):
             seconds[clock, mine] = of_tile[clock][schedule.tile[ops[mine]]]
@@ -73,12 +74,14 @@ def head_shapes(schedule: Schedule, ops: Ints) -> tuple[Ints, Ints]:
 
 def held_op_seconds(
     params: AttentionParams,
-    head_dim: int,
     schedule: Schedule,
     ops: Ints,
     held: Ints,
     hold_s: Floats,
     varlen: bool = False,
+    *,
+    head_dim: int,
+    value_dim: int = 0,
 ) -> Floats:
     """Seconds [A] of attention ops [A] at the clock that the power limit leaves, where something holds SMs when they
     begin.
@@ -88,12 +91,13 @@ def held_op_seconds(
 
     Args:
         params: of the kernel and pass.
-        head_dim: of queries, keys and values.
         schedule: of the ops.
         ops: which ones.
         held: SMs that are held, ``[A]``.
         hold_s: for how long, ``[A]``; rounded to `HOLD_STEP_S`.
         varlen: calls of one sequence are varlen ones, too.
+        head_dim: of queries and keys.
+        value_dim: of values and outputs; 0: as ``head_dim``.
     """
     steps = np.round(hold_s / HOLD_STEP_S).astype(np.int64)
     kind, tile_of_kind = _kinds(schedule.tiles)
@@ -104,21 +108,22 @@ def held_op_seconds(
     _, first, of_look = np.unique(looks, return_index=True, return_inverse=True)
     call, shape, held, steps = (column[first] for column in columns)
     heads, kv_heads = shapes[shape].T
-    start, q_len, k_len, causal = _sequences_of(sequences(schedule.tiles), tile_of_kind[call])
+    (start, q_len, k_len, causal), window = _sequences_of(sequences(schedule.tiles), tile_of_kind[call])
     given = start, q_len, k_len, causal, heads, kv_heads, head_dim, (np.diff(start) > 1) | varlen
-    return calls(params, *given, held, np.asarray(steps * HOLD_STEP_S, np.float64))[0][of_look]
+    hold_s = np.asarray(steps * HOLD_STEP_S, np.float64)
+    return calls(params, *given, held, hold_s, window=window, value_dim=value_dim)[0][of_look]
 
 
 @lru_cache(maxsize=4)
 def _kinds(tiles: Tiles) -> tuple[Ints, Ints]:
     """Tiles that look alike, as many do where documents are padded: the kind of each tile, and a tile of each kind."""
     found = sequences(tiles)
-    kind, first = _alike(found.start, found.q_len, found.k_len, found.flags & CAUSAL)
+    kind, first = _alike(found.start, found.q_len, found.k_len, found.flags & CAUSAL, found.left, found.right)
     return kind, first
 
 
 @compiled()
-def _alike(start, q_len, k_len, causal):  # type: ignore[no-untyped-def]
+def _alike(start, q_len, k_len, causal, left, right):  # type: ignore[no-untyped-def]
     """Tiles with the same sequences are of one kind, whose first one is remembered; by a hash table."""
     num = len(start) - 1
     kind, first, count = np.empty(num, np.int64), np.empty(num, np.int64), 0
@@ -129,9 +134,10 @@ def _alike(start, q_len, k_len, causal):  # type: ignore[no-untyped-def]
         for i in range(start[tile], start[tile + 1]):
             code = (code ^ np.uint64(q_len[i])) * np.uint64(1099511628211)
             code = (code ^ np.uint64(k_len[i] * 2 + causal[i])) * np.uint64(1099511628211)
+            code = (code ^ np.uint64(left[i] * 31 + right[i] + 32)) * np.uint64(1099511628211)
             code ^= code >> np.uint64(32)
         at = code % np.uint64(room)
-        while table[at] >= 0 and not _same(start, q_len, k_len, causal, first[table[at]], tile):
+        while table[at] >= 0 and not _same(start, q_len, k_len, causal, left, right, first[table[at]], tile):
             at = (at + np.uint64(1)) % np.uint64(room)
         if table[at] < 0:
             table[at], first[count] = count, tile
@@ -141,7 +147,7 @@ def _alike(start, q_len, k_len, causal):  # type: ignore[no-untyped-def]
 
 
 @bare()
-def _same(start, q_len, k_len, causal, one, other):  # type: ignore[no-untyped-def]
+def _same(start, q_len, k_len, causal, left, right, one, other):  # type: ignore[no-untyped-def]
     num = start[one + 1] - start[one]
     if start[other + 1] - start[other] != num:
         return False
@@ -149,21 +155,33 @@ def _same(start, q_len, k_len, causal, one, other):  # type: ignore[no-untyped-d
         a, b = start[one] + i, start[other] + i
         if q_len[a] != q_len[b] or k_len[a] != k_len[b] or causal[a] != causal[b]:
             return False
+        if left[a] != left[b] or right[a] != right[b]:
+            return False
     return True
 
 
-def _sequences_of(found: Sequences, tiles: Ints) -> tuple[Ints, Ints, Ints, NDArray[np.bool_]]:
-    """Sequences of some tiles: offsets, query and key lengths and whether they are causal, as kernels are priced."""
+def _sequences_of(found: Sequences, tiles: Ints) -> tuple[tuple[Ints, Ints, Ints, NDArray[np.bool_]], Ints]:
+    """Sequences of some tiles as kernels are priced: offsets, query and key lengths, whether they are causal; and the
+    windows of their calls."""
     first, num = found.start[tiles], np.diff(found.start)[tiles]
     start = np.concatenate(([0], np.cumsum(num)))
     which = np.repeat(first - start[:-1], num) + np.arange(start[-1])
-    q_len, k_len = (column[which].astype(np.int64) for column in (found.q_len, found.k_len))
-    return start, q_len, k_len, found.flags[which] & CAUSAL > 0
+    q_len, k_len = ((found.q_len - found.unseen)[which].astype(np.int64), found.k_len[which].astype(np.int64))
+    causal = found.flags[which] & CAUSAL > 0
+    windowed = np.repeat(found.one_window[tiles], num)
+    window = np.where(windowed[:, None], np.repeat(found.windows[tiles], num, axis=0), causal_windows(causal))
+    return (start, q_len, k_len, causal), window
 
 
 @lru_cache(maxsize=4)
 def _seconds_of_tiles(
-    params: AttentionParams, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, varlen: bool
+    params: AttentionParams,
+    tiles: Tiles,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    varlen: bool,
 ) -> tuple[Floats, Floats]:
     """`clocked_seconds` of every tile; remembered, because different code runs the same tiles."""
     (of_tile, tile_of_kind), found = _kinds(tiles), sequences(tiles)
@@ -172,7 +190,8 @@ def _seconds_of_tiles(
     seconds = []
     for some in np.split(tile_of_kind, edges):
         heads, kv_heads = (np.full(len(some), number) for number in (num_heads, num_kv_heads))
-        seconds.append(clocked_seconds(params, *_sequences_of(found, some), heads, kv_heads, head_dim, varlen))
+        found_here, window = _sequences_of(found, some)
+        seconds.append(clocked_seconds(params, *found_here, heads, kv_heads, head_dim, varlen, window, value_dim))
     slow, fast = (np.concatenate(column) for column in zip(*seconds, strict=True))
     return slow[of_tile], fast[of_tile]
 

@@ -24,6 +24,8 @@ point, with several the varlen one, as `cpsim.real.run.attention` does.
   pair in blocks that it cuts takes time, which depends on how the kernel was compiled: for runs of keys, rectangles or
   bands, and with or without checks of bounds. Backward, both who owns keys and who owns queries compute the scores.
 * FlashInfer takes every row of blocks of a mask of rectangles as a sequence on keys gathered one by one.
+* Under a window a block visits the tiles between the first and the last that its queries or keys touch. Code for
+  windows is compiled apart: it masks both ends of a row, or, in flash-attention 2, all of its tiles.
 * Other head dimensions have tiles and a few times of their own where points say so, of masks that cut blocks above all.
 * Busy tensor cores draw more than the power limit, so the clock falls where `busy` (the fraction of time that the
   SMs spend on tiles) passes a threshold.
@@ -47,7 +49,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ConfigDict
 
-from cpsim.masks.blocks import Visits, sequence_slices, visits
+from cpsim.masks.blocks import Visits, causal_windows, sequence_slices, visits
+from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.anatomy import Anatomy
 from cpsim.models.attention.blocks import FEATURES, price, price_listed
 from cpsim.models.attention.discrepancy import NONE, Discrepancy
@@ -86,6 +89,8 @@ class AttentionParams:
     """Per block more, where query heads share keys; of listed blocks that own keys, for each of their query heads."""
     block_causal_s: Seconds = 0.0
     """Per block more, under a causal mask; tile time, which a second block on the SM slows."""
+    block_window_s: Seconds = 0.0
+    """Per block more, under a window; tile time, too. 0 where it was not measured: a causal mask's, at both ends."""
     block_varlen_s: Seconds = 0.0
     """Per block more, in a varlen call."""
     block_decode_s: Seconds = 0.0
@@ -111,10 +116,15 @@ class AttentionParams:
     mask; of listed blocks under any, backward of those that own keys."""
     unaligned_full_factor: Factor = 1.0
     """Slowdown of code that checks bounds, without a mask."""
+    full_factor: Factor = 1.0
+    """Slowdown without a mask, where a kernel has other code for that: cuDNN 9.19's backward pass of keys of 192 and
+    values of 128 elements."""
     odd_factor: Factor = 1.0
     """Slowdown more of an odd number of keys, whose scores naive attention loads one by one."""
     unaligned_celled_factor: Factor = 1.0
     """Slowdown more there of a kernel that can decide by rectangles."""
+    window_pair_s: PairSeconds = 0.0
+    """Per pair more, under a window, in kernels that mask all of its tiles pair by pair."""
     partial_pair_s: PairSeconds = 0.0
     """Per pair more in a listed block that the mask cuts, where runs of keys decide; backward, of blocks that own
     keys."""
@@ -140,6 +150,8 @@ class AttentionParams:
     """Share of the older of two thread blocks on an SM in what both get done at their tiles, under a causal mask."""
     older_share_full: Annotated[float, Quantity("", 0.01, 0.99)] = EVEN_SHARE
     """This share without a mask: other compiled code."""
+    value_dim: Annotated[int, Quantity("elements", 0, 1e5)] = 0
+    """Measured head dimension of values, where it is another one."""
     calls_s: tuple[Annotated[float, MEASURED_S], ...] = ()
     """Times of calls, ascending, by which `calls_spread` goes; none where calls were measured once each."""
     calls_spread: tuple[Annotated[float, Quantity("", 0, 10)], ...] = ()
@@ -157,8 +169,27 @@ class AttentionParams:
 
     def at(self, head_dim: int) -> AttentionParams:
         """The parameters that hold at a head dimension: kernels round it up to one that they are compiled for."""
-        measured = sorted((self, *self.head_dims), key=lambda params: params.head_dim)
+        alike = (params for params in (self, *self.head_dims) if not params.value_dim)
+        measured = sorted(alike, key=lambda params: params.head_dim)
         return next((params for params in measured if params.head_dim >= head_dim), measured[-1])
+
+    def sized(self, head_dim: int, value_dim: int = 0) -> tuple[AttentionParams, int]:
+        """The parameters that hold where values have another size than keys, and the head dimension of equal ones that
+        takes as many products.
+
+        Sizes that were not measured take the tiles that the kernel has for the values' size, as flash-attention 3 and 4
+        choose them for 192 and 128. Forward a pair takes a product of keys and one of values, backward three and two.
+
+        Reference: flash-attn-4 4.0.0b36, flash_attn/cute/interface.py, _tile_size_fwd_sm90.
+        """
+        if value_dim in (0, head_dim):
+            return self.at(head_dim), head_dim
+        of_keys, of_values = (3, 2) if self.anatomy.backward else (1, 1)
+        mean = round((of_keys * head_dim + of_values * value_dim) / (of_keys + of_values))
+        for params in (self, *self.head_dims):
+            if (params.head_dim, params.value_dim) == (head_dim, value_dim):
+                return params, mean
+        return self.at(value_dim), mean
 
     def spread(self, seconds: Floats) -> Floats:
         """Standard deviation, relative, between equal calls on one GPU that take so long; 0 where it is not known."""
@@ -191,6 +222,8 @@ def attention_seconds(
     num_kv_heads: Ints,
     head_dim: int,
     varlen: Bools | None = None,
+    window: Ints | None = None,
+    value_dim: int = 0,
 ) -> Floats:
     """Seconds of N kernel calls of one kernel and pass.
 
@@ -203,14 +236,18 @@ def attention_seconds(
             any of its sequences is.
         num_heads: [N] query heads.
         num_kv_heads: [N] key and value heads.
-        head_dim: of queries, keys and values.
+        head_dim: of queries and keys.
         varlen: [N] whether the call is told the lengths of its sequences; by default where it has several.
+        window: [M, 2] keys before and after a query's own that it sees, where the last query's own key is the last
+            one; UNCUT where there is no bound. By default what `causal` says.
+        value_dim: of values and outputs; 0: as `head_dim`.
 
     Returns:
         [N] seconds; 0 for calls without work.
     """
     varlen = np.diff(op_start) > 1 if varlen is None else varlen
-    return calls(params, op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen)[0]
+    given = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, varlen
+    return calls(params, *given, window=window, value_dim=value_dim)[0]
 
 
 def clocked_seconds(
@@ -223,6 +260,8 @@ def clocked_seconds(
     num_kv_heads: Ints,
     head_dim: int,
     varlen: bool = False,
+    window: Ints | None = None,
+    value_dim: int = 0,
 ) -> tuple[Floats, Floats]:
     """As `attention_seconds`: [N] seconds of calls without a pause, which the power limit slows, and without it.
 
@@ -232,7 +271,7 @@ def clocked_seconds(
     overhead to matter do not meet the limit.
     """
     arguments = op_start, q_len, k_len, causal, num_heads, num_kv_heads, head_dim, (np.diff(op_start) > 1) | varlen
-    seconds, _, slower = calls(params, *arguments)
+    seconds, _, slower = calls(params, *arguments, window=window, value_dim=value_dim)
     return seconds, seconds / slower
 
 
@@ -248,14 +287,18 @@ def calls(
     varlen: Bools,
     held: Ints | None = None,
     hold_s: Floats | None = None,
+    window: Ints | None = None,
+    value_dim: int = 0,
 ) -> tuple[Floats, Floats, Floats]:
     """As `attention_seconds`, with features [N, FEATURES] and slowdown by the power limit [N] of every call.
 
     Something else, such as a kernel of NCCL's, may hold `held` SMs [N] for the first `hold_s` [N] of each call.
     """
-    params = params.at(head_dim)
+    params, head_dim = params.sized(head_dim, value_dim)
+    if window is None:
+        window = causal_windows(causal)
     if params.anatomy.lists_blocks:
-        masks = [_sequence_visits(q_len[a:b], k_len[a:b], causal[a:b]) for a, b in pairwise(op_start.tolist())]
+        masks = [_sequence_visits(q_len[a:b], k_len[a:b], window[a:b]) for a, b in pairwise(op_start.tolist())]
         return listed_calls(params, masks, num_heads, num_kv_heads, head_dim)
     seconds, features, slower = price(
         _compiled(params, head_dim),
@@ -263,7 +306,7 @@ def calls(
         np.asarray(op_start, np.int64),
         np.asarray(q_len, np.int64),
         np.asarray(k_len, np.int64),
-        np.asarray(causal, np.bool_) & (params.anatomy.tile_q_causal > 0),
+        np.ascontiguousarray(np.full_like(window, UNCUT) if params.anatomy.holds_scores else window, np.int64),
         np.ascontiguousarray(num_heads, np.int64),
         np.ascontiguousarray(num_kv_heads, np.int64),
         np.asarray(varlen, np.bool_),
@@ -273,8 +316,8 @@ def calls(
     return seconds, features, slower
 
 
-def _sequence_visits(q_len: Ints, k_len: Ints, causal: Bools) -> Visits:
-    return visits(sequence_slices(q_len, k_len, causal), int(q_len.sum()), int(k_len.sum()))
+def _sequence_visits(q_len: Ints, k_len: Ints, window: Ints) -> Visits:
+    return visits(sequence_slices(q_len, k_len, window), int(q_len.sum()), int(k_len.sum()))
 
 
 def listed_calls(
@@ -308,7 +351,7 @@ Compiled = namedtuple("Compiled", (*_OF_ANATOMY, "num_sms", "slots", "head_dim",
 
 def _compiled(params: AttentionParams, head_dim: int) -> Any:
     alike = ELEMENTS_OF_EXPONENTIAL if head_dim < params.head_dim else 0  # larger ones have other tiles
-    scale = (head_dim + alike) / (params.head_dim + alike)
+    scale = 1.0 if params.value_dim else (head_dim + alike) / (params.head_dim + alike)
     values: dict[str, Any] = {name: getattr(params.anatomy, name) for name in _OF_ANATOMY}
     values |= {name: float(getattr(params, name)) for name in FITTED}
     for name in PER_PAIR:

@@ -26,15 +26,23 @@ def floor_sum(n: int, m: int, a: int, b: int) -> int:
 
 @compiled()
 def tile_rows(
-    q: int, k: int, causal: bool, tile_q: int, tile_k: int, packed: int, backward: bool
+    q: int, k: int, left: int, right: int, tile_q: int, tile_k: int, packed: int, backward: bool
 ) -> tuple[int, int, int, int]:
-    """Tile rows of one sequence and head: their number, visited tiles in all, in the longest and in the shortest."""
-    if causal:
-        q = min(q, k)  # rows above see no key
+    """Tile rows of one sequence and head: their number, visited tiles in all, in the longest and in the shortest.
+
+    The last query's own key is the last one: `left` keys before a query's own and `right` ones after it are seen, or
+    all where it is UNCUT, so that a causal mask has a `right` of 0.
+    """
+    if right >= 0:
+        q = min(q, k + right)  # rows above see no key
     if q <= 0 or k <= 0:
         return 0, 0, 0, 0
     if q * packed <= tile_q and k <= tile_k:
         return 1, 1, 1, 1
+    if left >= 0 or right > 0:
+        rows, total, most, least = _rows_in_window(q, k, left, right, tile_q, tile_k, packed, backward)
+        return rows, total, most, least
+    causal = right == 0
     if backward:
         rows, full = (k + tile_k - 1) // tile_k, (q + tile_q - 1) // tile_q
         if not causal:
@@ -56,17 +64,37 @@ def tile_rows(
 
 
 @compiled()
-def tiles_of_row(row: int, q: int, k: int, causal: bool, tile_q: int, tile_k: int, packed: int, backward: bool) -> int:
-    """Visited tiles of one tile row."""
-    if causal:
-        q = min(q, k)
+def _rows_in_window(
+    q: int, k: int, left: int, right: int, tile_q: int, tile_k: int, packed: int, backward: bool
+) -> tuple[int, int, int, int]:
+    """As `tile_rows`, row by row."""
+    rows = (k + tile_k - 1) // tile_k if backward else (q * packed + tile_q - 1) // tile_q
+    total, most, least = 0, 0, 1 << 60
+    for row in range(rows):
+        tiles = tiles_of_row(row, q, k, left, right, tile_q, tile_k, packed, backward)
+        total, most, least = total + tiles, max(most, tiles), min(least, tiles)
+    return rows, total, most, least
+
+
+@compiled()
+def tiles_of_row(
+    row: int, q: int, k: int, left: int, right: int, tile_q: int, tile_k: int, packed: int, backward: bool
+) -> int:
+    """Visited tiles of one tile row: those between the first and the last that its window touches.
+
+    Reference: flash-attention 2.8.3, csrc/flash_attn/src/flash_fwd_kernel.h (n_block_min, n_block_max) and
+    flash_bwd_kernel.h (m_block_min, m_block_max); flash-attn-4 4.0.0b36, flash_attn/cute/block_info.py.
+    """
+    if right >= 0:
+        q = min(q, k + right)
     if backward:
-        full = (q + tile_q - 1) // tile_q
-        return full - max(0, (row * tile_k - (k - q)) // tile_q) if causal else full
-    if not causal:
-        return (k + tile_k - 1) // tile_k
+        end = q if left < 0 else min(q, max(0, (row + 1) * tile_k - (k - q) + left))
+        begin = 0 if right < 0 else max(0, row * tile_k - (k - q) - right)
+        return max(0, (end + tile_q - 1) // tile_q - begin // tile_q)
     last = min(q - 1, (row * tile_q + tile_q - 1) // packed)
-    return (last + k - q) // tile_k + 1
+    end = k if right < 0 else min(k, last + k - q + right + 1)
+    begin = 0 if left < 0 else max(0, row * tile_q // packed + k - q - left)
+    return (end + tile_k - 1) // tile_k - begin // tile_k
 
 
 @compiled()

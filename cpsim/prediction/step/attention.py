@@ -20,9 +20,11 @@ from cpsim.case.documents import as_taken
 from cpsim.case.model import Model
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError
+from cpsim.masks.slices import UNCUT
 from cpsim.models.attention.fp8 import FP8_ATTENTION, Pass
 from cpsim.models.attention.params import clocked_seconds
 from cpsim.models.elementwise import elementwise_seconds
+from cpsim.models.feasible import limits_of
 from cpsim.models.price import price
 from cpsim.prediction.conditions import conditions
 from cpsim.prediction.step.costs import Parts
@@ -40,11 +42,7 @@ PASSES = ("fwd", "bwd")
 CAUSAL = ("causal", "causal_document")
 TALKS = ("collective", "transfer")
 """Beginnings of cost models of messages."""
-TILE = 128
-"""Queries of a tile of attention's kernels."""
-WINDOWS = (
-    "sliding windows: priced as the tiles of keys that queries visit, in the mean layer; an estimate, not measured"
-)
+WINDOW = "causal_sliding_window"
 LATE = (
     "context parallelism in compiled layers: ranks wait for each other's backward kernels, as torch.compile puts off "
     "messages of all ranks but the last; seen with PyTorch 2.13, and measured on two ranks with 2.11"
@@ -74,7 +72,14 @@ class Attended:
 
 
 def task_seconds(
-    profile: Profile, kernel: str, model: Model, tp: int, start: Ints, q_len: Ints, kv_len: Ints
+    profile: Profile,
+    kernel: str,
+    model: Model,
+    tp: int,
+    start: Ints,
+    q_len: Ints,
+    kv_len: Ints,
+    window: Ints | None = None,
 ) -> Floats:
     """Seconds of N varlen calls, each of some tasks: query shards that see whole prefixes, causally.
 
@@ -85,17 +90,17 @@ def task_seconds(
         start: first task of every call, ``[N + 1]``.
         q_len: query tokens of every task, ``[M]``.
         kv_len: keys of every task, the queries' own positions being the last, ``[M]``.
+        window: keys before and after a query's own that it sees, ``[M, 2]``; by default causal ones.
 
     Returns:
         ``[2, N]``: forward, backward, at the clock that an endless run keeps after seconds.
     """
     count, causal = len(start) - 1, np.ones(len(q_len), bool)
     heads, kv_heads = (np.full(count, number // tp) for number in (model.heads, model.kv_heads))
+    calls = start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
     return np.stack(
         [
-            clocked_seconds(
-                profile.attention_params(kernel, pass_), start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
-            )[0]
+            clocked_seconds(profile.attention_params(kernel, pass_), *calls, window=window)[0]
             * profile.sustained_factor(f"{kernel} {pass_}")
             for pass_ in PASSES
         ]
@@ -135,7 +140,7 @@ class Attention:
         if self.cluster.num_gpus == 1 and self.mask in CAUSAL:
             self._known.update(zip(new, self._alone(new), strict=True))
         else:
-            self._known.update((documents, self._simulated(documents)) for documents in new)
+            self._known.update((documents, self._mean_layer(documents)) for documents in new)
         if self.fp8:
             self._known.update((documents, self._in_fp8(documents, self._known[documents])) for documents in new)
         return [self._known[documents] for documents in microbatches]
@@ -163,35 +168,17 @@ class Attention:
         """
         if self.mask not in CAUSAL:
             raise InfeasibleError(f"window: expected mask {' or '.join(CAUSAL)} of layers without one, got {self.mask}")
-        if self.cluster.num_gpus > 1:
-            raise InfeasibleError(
-                f"window: sliding windows by layer are predicted without context parallelism, got cp = "
-                f"{self.cluster.num_gpus}; use cp = 1"
-            )
+        if not limits_of(self.kernel).windows:
+            raise InfeasibleError(f"window: kernel {self.kernel} has no windows; use fa2, fa4 or cudnn")
 
-    def _in_windows(self, microbatches: Sequence[tuple[int, ...]]) -> Floats:
-        """Seconds of attention with a sliding window, ``[2, N]``.
-
-        A tile of queries visits the tiles of keys from its first query's window to its own last position, which is what
-        a task with so many keys costs.
-        """
-        start, queries, keys = [0], list[int](), list[int]()
-        for documents in microbatches:
-            for length in documents:
-                for first in range(0, length, TILE):
-                    end = min(first + TILE, length)
-                    queries.append(end - first)
-                    keys.append(min(end, end - first + self.model.window - 1))
-            start.append(len(queries))
-        sizes = (np.array(values, np.int64) for values in (start, queries, keys))
-        return task_seconds(self.profile, self.kernel, self.model, self.tp, *sizes)
-
-    def workload(self, documents: tuple[int, ...]) -> Workload:
+    def workload(self, documents: tuple[int, ...], *, windowed: bool = False) -> Workload:
         """Attention of one microbatch on the group, its documents in the order in which the strategy takes them."""
+        options = (("window", self.model.window - 1),) if windowed else self.mask_options
+        documents = (sum(documents),) if windowed and self.mask == "causal" else documents
         return Workload(
             documents=as_taken(documents, self.mask, self.strategy, self.knobs),
-            mask=self.mask,
-            mask_options=self.mask_options,
+            mask=WINDOW if windowed else self.mask,
+            mask_options=options,
             num_heads=self.model.heads // self.tp,
             num_kv_heads=self.model.kv_heads // self.tp,
             head_dim=self.model.head_dim,
@@ -208,8 +195,11 @@ class Attention:
         seconds = task_seconds(self.profile, self.kernel, self.model, self.tp, start, lens, lens)
         area = np.add.reduceat(lens * (lens + 1) // 2, start[:-1])
         if self.model.window:
-            share = self.model.windowed
-            seconds = share * np.minimum(self._in_windows(seen), seconds) + (1 - share) * seconds  # a window saves
+            share, longest = self.model.windowed, np.maximum.reduceat(lens, start[:-1])
+            cut = np.repeat(self.model.window - 1 < longest, np.diff(start))  # kernels drop bounds without effect
+            window = np.column_stack([np.where(cut, self.model.window - 1, UNCUT), np.zeros_like(lens)])
+            windowed = task_seconds(self.profile, self.kernel, self.model, self.tp, start, lens, lens, window)
+            seconds = share * windowed + (1 - share) * seconds
             area = np.array([sum(map(self.model.pairs, documents)) for documents in seen]).round()
         heads = np.array([[self.model.heads // self.tp, self.model.kv_heads // self.tp]])
         notes = tuple(n for p in PASSES for n in self.profile.attention_notes(self.kernel, p, lens, lens, heads))
@@ -219,7 +209,7 @@ class Attention:
                 0,
                 0.0,
                 int(pairs),
-                notes=(*((WINDOWS,) if self.model.window else ()), *notes),
+                notes=notes,
             )
             for both, pairs in zip(seconds.T.tolist(), area, strict=True)
         ]
@@ -230,9 +220,31 @@ class Attention:
         name, n = "attention bwd", self.cluster.num_gpus
         return {**parts, name: parts[name] * (2 - 1 / n)} if self.code.late_gradients else parts
 
-    def _simulated(self, documents: tuple[int, ...]) -> Attended:
+    def _mean_layer(self, documents: tuple[int, ...]) -> Attended:
+        """The mean of layers with a window and of those without one."""
+        share = self.model.windowed
+        if not share:
+            return self._simulated(self.workload(documents))
+        inside = self._simulated(self.workload(documents, windowed=True))
+        if share == 1.0:
+            return inside
+        whole = self._simulated(self.workload(documents))
+        parts = [
+            {name: share * one.get(name, 0.0) + (1 - share) * other.get(name, 0.0) for name in {**one, **other}}
+            for one, other in zip(inside.parts, whole.parts, strict=True)
+        ]
+        return replace(
+            whole,
+            parts=(parts[0], parts[1]),
+            exchange=max(inside.exchange, whole.exchange),
+            sent=share * inside.sent + (1 - share) * whole.sent,
+            area=round(share * inside.area + (1 - share) * whole.area),
+            notes=tuple(dict.fromkeys((*whole.notes, *inside.notes))),
+        )
+
+    def _simulated(self, workload: Workload) -> Attended:
         """The strategy's schedule on the ranks of the group."""
-        workload, parts, exchange, sent, notes = self.workload(documents), [], 0, 0.0, dict[str, None]()
+        parts, exchange, sent, notes = list[Parts](), 0, 0.0, dict[str, None]()
         under = conditions(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
         sizes = Sizes(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
         qkv = sizes.wide("qkv")

@@ -42,6 +42,7 @@ import numpy as np
 import torch
 
 from cpsim.calibrate.measurement import Writer
+from cpsim.masks.slices import UNCUT
 from cpsim.real.measure.shapes import (
     HEAD_DIM,
     HEADS_OF_4,
@@ -190,15 +191,16 @@ def tensors(shape: Shape, device: torch.device) -> dict[str, torch.Tensor]:
     """Random q, k, v and dout of one call."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
 
-    def random(num_tokens: int, num_heads: int) -> torch.Tensor:
-        return torch.randn(num_tokens, num_heads, shape.head_dim, device=device, dtype=dtype)
+    def random(num_tokens: int, num_heads: int, dim: int) -> torch.Tensor:
+        return torch.randn(num_tokens, num_heads, dim, device=device, dtype=dtype)
 
     num_q, num_k = sum(shape.q_lens), sum(shape.k_lens)
+    dim, value_dim = shape.head_dim, shape.value_dim or shape.head_dim
     return {
-        "q": random(num_q, shape.num_heads),
-        "k": random(num_k, shape.num_kv_heads),
-        "v": random(num_k, shape.num_kv_heads),
-        "dout": random(num_q, shape.num_heads),
+        "q": random(num_q, shape.num_heads, dim),
+        "k": random(num_k, shape.num_kv_heads, dim),
+        "v": random(num_k, shape.num_kv_heads, value_dim),
+        "dout": random(num_q, shape.num_heads, value_dim),
     }
 
 
@@ -206,7 +208,15 @@ def call_of(shape: Shape, device: torch.device) -> attention.Call:
     """The call that a shape describes."""
     if (mask := shape.slices()) is not None:
         return attention.prepare_mask(mask, sum(shape.q_lens), sum(shape.k_lens), device=device)
-    return attention.prepare(shape.q_lens, shape.k_lens, causal=shape.causal, device=device, varlen=shape.varlen)
+    return attention.prepare(
+        shape.q_lens,
+        shape.k_lens,
+        causal=shape.causal,
+        device=device,
+        varlen=shape.varlen,
+        batch=not shape.varlen,
+        window=shape.window,
+    )
 
 
 def both_passes(kernel: str, shape: Shape, device: torch.device) -> dict[str, Callable[[], object]]:
@@ -500,6 +510,7 @@ def listed(path: Path | None) -> list[tuple[str, Shape]]:
     shapes = []
     for line in path.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
+        row["window"] = tuple(row["window"]) if "window" in row else None
         lens: dict[str, Any] = {name: tuple(row.pop(name, ())) for name in ("q_lens", "k_lens", "documents")}
         lens |= {name: tuple(map(tuple, row.pop(name, ()))) for name in ("q_ranges", "k_ranges")}
         shapes.append((row.pop("kernel"), Shape(**row, **lens)))
@@ -600,6 +611,34 @@ def run(bench: Bench, kernels: list[str], seed: int, deadline: float, shapes: li
         if (kernel, shape.head_dim) in right and time.monotonic() < deadline:
             measure_attention(bench, kernel, shape)
     measure_random(bench, kernels, rng, deadline, rested=False)
+
+
+def run_listed(bench: Bench, shapes: list[tuple[str, Shape]], deadline: float) -> None:
+    """Listed shapes alone, of kernels that are right about small ones like them; on a CPU these, of `math`."""
+    if not bench.cuda:
+        shapes = [("math", small(shape)) for _, shape in shapes]
+    right: dict[tuple[str, Shape], bool] = {}
+    for kernel, shape in shapes:
+        kind = kernel, small(shape)
+        if kind not in right:
+            right[kind] = check(bench, kernel, [small(shape)])
+        if right[kind] and time.monotonic() < deadline:
+            measure_attention(bench, kernel, shape)
+
+
+def small(shape: Shape) -> Shape:
+    """A call of few tokens through the same entry point with the same kind of mask."""
+    num, unequal = min(2, len(shape.q_lens)), shape.q_lens != shape.k_lens
+    left, right = shape.window or (UNCUT, UNCUT)
+    return replace(
+        shape,
+        family="check",
+        num_heads=2 * shape.num_heads // shape.num_kv_heads,
+        num_kv_heads=2,
+        q_lens=(384,) * num,
+        k_lens=(640 if unequal else 384,) * num,
+        window=shape.window and (min(left, 100), min(right, 100)),
+    )
 
 
 def run_rested(bench: Bench, kernels: list[str], seed: int, deadline: float) -> None:
@@ -733,6 +772,7 @@ def options() -> argparse.Namespace:
     modes.add_argument("--rested", action="store_true", help="attention at the full clock, and nothing else")
     modes.add_argument("--masked", action="store_true", help="kernels of any mask, and nothing else")
     modes.add_argument("--memory", action="store_true", help="peak memory of calls, and nothing else")
+    modes.add_argument("--listed", action="store_true", help="the calls of --shapes, and nothing else")
     modes.add_argument("--families", default="", help="only random calls of these, such as equal,heavy_tail")
     parser.add_argument("--masks", default="", help="of masks, only these, such as lambda,block_sparse")
     parser.add_argument("--shares", action="store_true", help="of masks, what one rank computes at a time")
@@ -745,7 +785,8 @@ def options() -> argparse.Namespace:
     idle = {
         "--masks": args.masks and not args.masked,
         "--shares": args.shares and not args.masked,
-        "--head-dim": other_dim and (args.rested or args.memory),
+        "--head-dim": other_dim and (args.rested or args.memory or args.listed),
+        "--listed": args.listed and not args.shapes,
         "--shapes": args.shapes and not args.masked and (args.rested or args.memory or args.families or other_dim),
     }
     for name in (name for name, is_idle in idle.items() if is_idle):
@@ -758,7 +799,9 @@ def options() -> argparse.Namespace:
 def measure(bench: Bench, kernels: list[str], args: argparse.Namespace, started: float) -> None:
     """What the options ask for."""
     deadline = started + 60 * args.minutes
-    if args.rested:
+    if args.listed:
+        run_listed(bench, listed(args.shapes), deadline)
+    elif args.rested:
         run_rested(bench, kernels, args.seed, deadline)
     elif args.masked:
         run_masks(bench, kernels, args, started)
@@ -783,6 +826,7 @@ def main() -> None:
         compile_all(listed(args.shapes) or list(needed))
         return
     kernels = args.kernels.split(",") if device.type == "cuda" or args.masked else ["math"]
+    kernels = sorted({kernel for kernel, _ in listed(args.shapes)}) if args.listed else kernels
     versions = {kernel: attention.kernel_version(kernel) for kernel in kernels}
     header = provenance(device, 1, versions, command_line("python -m cpsim.real.measure.kernels"), args.commit)
     print(json.dumps(header))

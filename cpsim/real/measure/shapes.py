@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from cpsim.masks.blocks import causal_windows, sequence_slices
 from cpsim.masks.shapes import mask_slices
 from cpsim.masks.slices import RangeSets, Slices, sets_of
 from cpsim.masks.tiles import make_tiles, share_of
@@ -32,6 +33,10 @@ class Shape:
     q_lens: tuple[int, ...]
     k_lens: tuple[int, ...]
     head_dim: int = HEAD_DIM
+    value_dim: int = 0
+    """Head dimension of values and outputs; 0: that of queries and keys."""
+    window: tuple[int, int] | None = None
+    """Keys before and after a query's own that it sees; see `cpsim.real.run.attention.Call`. None: as `causal` says."""
     mask: str = ""
     """A name, over documents of `q_lens` tokens; without one, sequences are full or causal."""
     options: Mapping[str, float] = field(default_factory=dict, hash=False)
@@ -55,16 +60,19 @@ class Shape:
         if (slices := self.slices()) is not None:
             return int(slices.areas().sum())
         q, k = np.array(self.q_lens), np.array(self.k_lens)
-        return int((q * k - (q * (q - 1) // 2 if self.causal else 0)).sum())
+        windows = causal_windows(np.full(len(q), self.causal)) if self.window is None else [self.window] * len(q)
+        return int(sequence_slices(q, k, np.array(windows)).areas().sum())
 
     def flops(self) -> float:
         """FLOP of the forward pass on the exact mask area."""
-        return 4.0 * self.area() * self.num_heads * self.head_dim
+        return 2.0 * self.area() * self.num_heads * (self.head_dim + (self.value_dim or self.head_dim))
 
     def parameters(self) -> dict[str, Any]:
         """As measurement files describe a call."""
         named = {"mask": self.mask, "options": dict(self.options), "area": self.area()} if self.mask else {}
         share = {name: getattr(self, name) for name in ("documents", "q_ranges", "k_ranges") if self.documents}
+        share |= {"value_dim": self.value_dim} if self.value_dim else {}
+        share |= {"window": list(self.window), "area": self.area()} if self.window else {}
         return {
             "family": self.family,
             "num_heads": self.num_heads,

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from cpsim.errors import InfeasibleError
 from cpsim.masks.tiles import local_slices
+from cpsim.masks.tiles import sequences as calls_of_tiles
+from cpsim.models.feasible import limits_of
 from cpsim.real.run import attention, elementwise, layer_calls
 from cpsim.real.run.program import Call, Launch
 from cpsim.real.run.rows import NOWHERE, Rows, match
@@ -60,6 +62,8 @@ class Lowering:
         """Partial results that every row of a summed result still gets."""
         self.walk = walk
         self._sequences: dict[int, list[KernelSequence]] = {}
+        limits = limits_of(self.x.kernel)
+        self.windows, self.batches = bool(limits.windows), limits.batches
 
     def calls(self) -> list[Call]:
         """(op, call) in launch order; the call of a transfer gives its half of a batch."""
@@ -153,7 +157,7 @@ class Lowering:
 
     def _seen_by(self, tile: int) -> tuple[Ints, Ints]:
         """Queries and keys of a tile's kernel call."""
-        if not is_one_call(self.s, tile, packed=True):
+        if not is_one_call(self.s, tile, packed=True, windows=self.windows):
             return seen(self.s, tile)
         none, calls = [np.zeros(0, np.int64)], self._sequences_of(tile)
         queries, keys = (np.concatenate([getattr(q, side) for q in calls] or none) for side in ("queries", "keys"))
@@ -188,7 +192,8 @@ class Lowering:
             at_k = np.cumsum(lengths) - lengths
         else:
             at_k = np.searchsorted(held, [q.keys[0] for q in sequences])
-        causal = any(q.causal for q in sequences)
+        window = self._window(tile)
+        causal = any(q.causal for q in sequences) if window is None else window[1] == 0
         q_lens, k_lens, q_end, k_end = [], [], int(at_q[0]), int(at_k[0])
         for q, start_q, start_k in zip(sequences, at_q.tolist(), at_k.tolist(), strict=True):
             skipped_q, num_q, num_k = start_q - q_end, len(q.queries), len(q.keys)
@@ -198,9 +203,18 @@ class Lowering:
                     q_lens.append(more_q)
                     k_lens.append(more_k)
             q_end, k_end = start_q + num_q, start_k + num_k
-        call = attention.prepare(q_lens, k_lens, causal=causal, device=self.device)
+        batch = self.batches and len(set(q_lens)) == 1 and len(set(k_lens)) == 1
+        call = attention.prepare(q_lens, k_lens, causal=causal, device=self.device, batch=batch, window=window)
         (part,) = queries.layout.parts("q")
         return call, part.tokens[int(at_q[0]) : q_end], slice(int(at_k[0]), k_end)
+
+    def _window(self, tile: int) -> tuple[int, int] | None:
+        """The window of a tile's kernel call, where it needs one."""
+        found = calls_of_tiles(self.s.tiles)
+        if not self.windows or found.one_call[tile]:
+            return None
+        left, right = found.windows[tile].tolist()
+        return left, right
 
     def _key_part(self, keys: Access) -> Part:
         (part,) = keys.layout.parts("k")
@@ -267,7 +281,7 @@ class Lowering:
         """Whether a varlen call runs the op's tile on keys that lie as they do."""
         tile = int(self.s.tile[op.index])
         keys = next(a for a in mine if a.tensor == "kv")
-        return is_one_call(self.s, tile, packed=keys.layout.tile == tile)
+        return is_one_call(self.s, tile, packed=keys.layout.tile == tile, windows=self.windows)
 
     def _masked(
         self, op: Op, mine: list[Access]

@@ -350,23 +350,26 @@ def sequences_of(schedule: Schedule, tile: int) -> list[KernelSequence]:
     found = []
     for i in range(made.start[tile], made.start[tile + 1]):
         first, end, q_from, q_to = places[i].tolist()
+        q_to -= int(made.unseen[i])
         rows = tiles.rows[first:end].astype(np.int64)
         mask_row, q0, q1, k0, k1 = rows[(rows[:, 1] < q_to) & (rows[:, 2] > q_from)].T
         k0 = np.maximum(k0, q_from + tiles.mask.low[mask_row])
         k1 = np.minimum(k1, q_to + tiles.mask.high[mask_row])
         shared = np.stack([np.maximum(q0, q_from), np.minimum(q1, q_to)], axis=1)
         queries, keys = tokens_of(np.unique(shared, axis=0)), np.unique(tokens_of(np.stack([k0, k1], axis=1)))
-        assert len(queries) == made.q_len[i]
+        assert len(queries) == made.q_len[i] - made.unseen[i]
         assert len(keys) == made.k_len[i]
         found.append(KernelSequence(queries, keys, bool(made.causal[i])))
     return found
 
 
-def is_one_call(schedule: Schedule, tile: int, *, packed: bool) -> bool:
-    """Whether one varlen call runs a tile on keys that ascend, or are packed in the order of its sequences."""
+def is_one_call(schedule: Schedule, tile: int, *, packed: bool, windows: bool = False) -> bool:
+    """Whether one varlen call runs a tile on keys that ascend, or are packed in the order of its sequences; one with a
+    window, where the kernel has ``windows``."""
     found = sequences(schedule.tiles)
     there = found.start[tile] < found.start[tile + 1]
-    return bool(there and found.one_call[tile] and (packed or found.in_place[tile]))
+    one = found.one_call[tile] or (windows and found.one_window[tile])
+    return bool(there and one and (packed or found.in_place[tile]))
 
 
 def seen(schedule: Schedule, tile: int) -> tuple[Ints, Ints]:

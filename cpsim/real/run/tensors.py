@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cpsim.case.workload import Workload
+from cpsim.errors import InfeasibleError
 from cpsim.real.run import layer_calls
 from cpsim.real.run.node import Node
 from cpsim.real.run.storage import Ints, Layout, Part, RankMemory, Walk, lay_out
@@ -77,6 +78,8 @@ def bind(
         kernel: one of `cpsim.real.run.attention.KERNELS`.
         laid_out: memory of the schedule, where one process makes that of all ranks; see `storage.lay_out`.
     """
+    if workload.value_dim not in (0, workload.head_dim):
+        raise InfeasibleError("value_dim: the executor lays out values as large as keys; leave value_dim out")
     places, walk = laid_out or lay_out(schedule, workload)
     workload = workload.by_group(schedule.head_groups)
     dtype = DTYPES[workload.dtype]

@@ -56,6 +56,6 @@ def validate(schedule: Schedule, workload: Workload, pass_: Pass) -> None:
     check_heads(schedule, workload, pass_)
     check_coverage(schedule, mask, workload.num_heads)
     check_order(schedule, MemoryUse(schedule, workload, pass_).run())
-    wanted, got = workload.flops(pass_), schedule.flops(workload.head_dim)
+    wanted, got = workload.flops(pass_), schedule.flops(workload.head_dim, workload.value_dim)
     if got != wanted:
         raise ScheduleError(f"FLOP: expected {wanted:.0f}, got {got:.0f}")

@@ -366,6 +366,6 @@ def _moves(reads: list[_Access], targets: list[_Access]) -> bool:
 def _width(tensor: str, workload: Workload, *, wide: bool) -> int:
     """Bytes of one token and head; tensors that are not attention's own have no known size."""
     element = max(WIDE_BYTES, workload.bytes_per_element) if wide else workload.bytes_per_element
-    row = workload.head_dim * element
-    widths = {"out": row + LSE_BYTES, "kv": 2 * row, "dkv": 2 * row}
-    return widths.get(tensor, row if tensor in ("q", "o", "dq", "dout") else 0)
+    row, value = workload.head_dim * element, workload.values * element
+    widths = {"out": value + LSE_BYTES, "kv": row + value, "dkv": row + value, "o": value, "dout": value}
+    return widths.get(tensor, row if tensor in ("q", "dq") else 0)

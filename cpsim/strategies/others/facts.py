@@ -21,6 +21,7 @@ from cpsim.schedule.schedule import Kind, Pass
 
 DENSE: Final = ("full", "causal")
 DOCUMENTS: Final = ("full_document", "causal_document")
+WINDOWS: Final = ("full_sliding_window", "causal_sliding_window")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +55,9 @@ class Support:
         """Raise ``InfeasibleError`` where the code cannot run a workload."""
         if self.masks and workload.mask not in self.masks:
             raise InfeasibleError(f"{strategy} of {who} runs masks {', '.join(self.masks)}, got {workload.mask}")
+        if self.masks and workload.mask in WINDOWS and len(workload.documents) > 1:
+            number = len(workload.documents)
+            raise InfeasibleError(f"{strategy} of {who} runs {workload.mask} over one document, got {number}")
         spans = workload.documents if workload.mask in DOCUMENTS else (workload.num_tokens,)
         parts = self.chunks * num_ranks
         odd = [n for n in spans if parts and n % parts]

@@ -81,7 +81,7 @@ class Ours:
     def merges(self) -> list[Slot]:
         """After a forward kernel."""
         x = self.steps
-        moved = x.rows.traffic(x.q_bytes, x.sizes.accumulator(x.q_bytes), 3 * x.lse_bytes)
+        moved = x.rows.traffic(x.o_bytes, x.sizes.accumulator(x.o_bytes), 3 * x.lse_bytes)
         return [Slot(x.sums, moved)]
 
     def gradients(self, wire: bool) -> GradientSlots:
@@ -130,7 +130,8 @@ class Theirs(Ours):
     def accumulator(self, result: Access, tensor: str, extra: int) -> Access:
         """An fp32 tensor beside the result."""
         x = self.steps
-        nbytes = x.tokens * (x.sizes.accumulator(x.q_bytes) + extra) * (self.facts.copies if extra else 1)
+        row = x.o_bytes if tensor == "out" else x.q_bytes
+        nbytes = x.tokens * (x.sizes.accumulator(row) + extra) * (self.facts.copies if extra else 1)
         return self.b.buffers(f"{tensor} sum", nbytes), result[1]
 
     def enter(self, pass_: Pass, ready: Ints) -> Ints:

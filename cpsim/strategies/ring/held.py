@@ -63,7 +63,7 @@ class HeldRing(RingTensors):
         """All steps of a forward pass; returns the op of every rank that completes its output."""
         x, facts = self.x, self.facts
         self.enter("fwd", kv, 2 if facts.in_loop else 1)
-        partials = [self.b.buffers("out partial", x.tokens * (x.q_bytes + x.lse_bytes)) for _ in range(self.places)]
+        partials = [self.b.buffers("out partial", x.tokens * (x.o_bytes + x.lse_bytes)) for _ in range(self.places)]
         for s, partial in enumerate(partials):
             self.send_keys(s, kv[1])
             self.attend("fwd", s, [(q[0], q[1][x.of_queries[s]])], kv[1], [(partial, out[1][x.of_queries[s]])])
@@ -119,7 +119,7 @@ class HeldRing(RingTensors):
     def alone(self, pass_: Pass) -> None:
         """Kernels of ranks that have all tokens of their documents: one call, without row kernels."""
         x, r = self.x, self.ranks
-        widths = {"q": x.q_bytes, "kv": x.kv_bytes, "out": x.q_bytes + x.lse_bytes, "dout": x.q_bytes}
+        widths = {"q": x.q_bytes, "kv": x.kv_bytes, "out": x.o_bytes + x.lse_bytes, "dout": x.o_bytes}
         inputs, kind = (("q", "kv"), Kind.ATTENTION) if pass_ == "fwd" else (tuple(widths), Kind.ATTENTION_BACKWARD)
         given = [self.shard(self.given(name, widths[name])) for name in inputs]
         made = [("out", widths["out"])] if pass_ == "fwd" else [("dq", x.q_bytes), ("dkv", x.kv_bytes)]

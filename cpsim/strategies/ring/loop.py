@@ -80,7 +80,7 @@ class Ring(RingTensors):
     def forward(self, q: Access, kv: Access, out: Access) -> Ints:
         """All steps of a forward pass; returns the op of every rank that completes its output."""
         b, x, code = self.b, self.x, self.code
-        partial = b.buffers("out partial", x.tokens * (x.q_bytes + x.lse_bytes))
+        partial = b.buffers("out partial", x.tokens * (x.o_bytes + x.lse_bytes))
         total = code.accumulator(out, "out", x.lse_bytes)
         entered = code.enter("fwd", self.ready)
         tails = self.pack_tails([q], x.q_bytes, entered)
@@ -125,7 +125,7 @@ class Ring(RingTensors):
         dkv_partial = b.buffers("dkv partial", x.longest * x.kv_bytes) if wire else dkv[0]
         total = code.accumulator(dq, "dq", 0)
         entered = code.enter("bwd", self.ready)
-        tails = self.pack_tails(given, 3 * x.q_bytes + x.lse_bytes, entered)
+        tails = self.pack_tails(given, x.q_bytes + 2 * x.o_bytes + x.lse_bytes, entered)
         joins, packs, attends = code.joins(), Slot(x.packs), Slot(x.active)
         ahead, behind = self.sends(code.one_stream)
         unpacks, g, returns = code.unpacked(), code.gradients(wire), Slot(x.mask(x.number[:, 0]) & wire)

@@ -180,9 +180,9 @@ def emit_rings(ring: Ring | HeldRing, pass_: Pass) -> None:
     x = ring.x
     if pass_ == "fwd":
         q, kv = ring.given("q", x.q_bytes), ring.given("kv", x.kv_bytes)
-        ring.forward(q, kv, ring.result("out", x.q_bytes, x.lse_bytes))
+        ring.forward(q, kv, ring.result("out", x.o_bytes, x.lse_bytes))
     else:
-        widths = {"q": x.q_bytes, "dout": x.q_bytes, "out": x.q_bytes + x.lse_bytes, "kv": x.kv_bytes}
+        widths = {"q": x.q_bytes, "dout": x.o_bytes, "out": x.o_bytes + x.lse_bytes, "kv": x.kv_bytes}
         *given, kv = [ring.given(name, width) for name, width in widths.items()]
         dq, dkv = ring.result("dq", x.q_bytes), ring.result("dkv", x.kv_bytes, summed=False)
         ring.backward(given, kv, dq, dkv)

@@ -117,6 +117,8 @@ class Steps:
         """First query head, query heads, first key-value head, key-value heads; ``[ranks, 4]``."""
         self.sizes = Sizes(workload)
         self.q_bytes, self.kv_bytes = self.sizes.query(heads), self.sizes.kv(kv_heads)
+        self.o_bytes = self.sizes.output(heads)
+        """One token of O or dO."""
         self.lse_bytes = self.sizes.lse(heads)
 
     def lie_together(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cpsim.masks.blocks import FULL, block_kinds, sequence_slices, table_of
-from cpsim.masks.slices import Slices
+from cpsim.masks.slices import UNCUT, Slices
 from cpsim.real.run.mask_blocks import Blocks, blocks_of
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -42,6 +42,9 @@ class Call:
     """[sequences + 1] int32 offsets of keys on the device."""
     max_q: int
     max_k: int
+    window: tuple[int, int] = (UNCUT, UNCUT)
+    """Keys before and after a query's own that it sees, UNCUT where there is no bound; the last query's own key is the
+    last one. A causal mask has (UNCUT, 0)."""
     mask: Slices | None = None
     """Mask of the one sequence, where it is neither full nor causal."""
     plans: dict[object, Any] = field(default_factory=dict)
@@ -57,7 +60,13 @@ class Call:
         """The mask as slices; full and causal sequences, too."""
         if self.mask is not None:
             return self.mask
-        return sequence_slices(np.array(self.q_lens), np.array(self.k_lens), np.full(len(self.q_lens), self.causal))
+        window = np.tile(self.window, (len(self.q_lens), 1))
+        return sequence_slices(np.array(self.q_lens), np.array(self.k_lens), window)
+
+    @property
+    def is_window(self) -> bool:
+        """Whether the mask is neither full nor causal, but a window."""
+        return self.window not in ((UNCUT, UNCUT), (UNCUT, 0))
 
     @cached_property
     def visible(self) -> Tensor:
@@ -84,9 +93,19 @@ def prepare_mask(mask: Slices, num_q: int, num_k: int, *, device: torch.device |
 
 
 def prepare(
-    q_lens: Sequence[int], k_lens: Sequence[int], *, causal: bool, device: torch.device | str, varlen: bool = False
+    q_lens: Sequence[int],
+    k_lens: Sequence[int],
+    *,
+    causal: bool,
+    device: torch.device | str,
+    varlen: bool = False,
+    batch: bool = False,
+    window: tuple[int, int] | None = None,
 ) -> Call:
-    """Builds the Call for packed sequences; one sequence goes to the dense entry point unless `varlen`."""
+    """Builds the Call for packed sequences; one sequence goes to the dense entry point unless `varlen`, and so do
+    several of one length as a `batch`. A `window` says more than `causal`; see `Call.window`."""
+    if batch and (len(set(q_lens)) > 1 or len(set(k_lens)) > 1):
+        raise ValueError(f"batch: expected sequences of one length, got {list(q_lens)} on {list(k_lens)}; leave it out")
     if len(q_lens) != len(k_lens) or not q_lens:
         raise ValueError(
             f"expected as many query lengths as key lengths, at least one; got {len(q_lens)} and {len(k_lens)}"
@@ -101,12 +120,13 @@ def prepare(
     return Call(
         q_lens=tuple(q_lens),
         k_lens=tuple(k_lens),
-        causal=causal,
-        varlen=varlen or len(q_lens) > 1,
+        causal=causal if window is None else window == (UNCUT, 0),
+        varlen=varlen or (len(q_lens) > 1 and not batch),
         cu_q=offsets(q_lens),
         cu_k=offsets(k_lens),
         max_q=max(q_lens),
         max_k=max(k_lens),
+        window=((UNCUT, 0) if causal else (UNCUT, UNCUT)) if window is None else window,
     )
 
 
@@ -121,6 +141,17 @@ def all_placed(made: Grads, into: Grads | None) -> Grads:
         return made
     dq, dk, dv = (placed(m, i) for m, i in zip(made, into, strict=True))
     return dq, dk, dv
+
+
+def rows(x: Tensor, call: Call) -> Tensor:
+    """[T, H, D] -> [sequence, T / sequences, H, D], a view."""
+    made: Tensor = x.unflatten(0, (len(call.q_lens), -1))
+    return made
+
+
+def batched(x: Tensor, call: Call) -> Tensor:
+    """[T, H, D] -> [sequence, H, T / sequences, D], a view."""
+    return rows(x, call).transpose(1, 2)
 
 
 def heads_first(x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cpsim.real.run.attention.call import Call, Grads
+from cpsim.real.run.attention.call import Call, Grads, rows
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -29,16 +29,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) ->
             scale,
             False,
             call.causal,
-            -1,
-            -1,
+            *call.window,
             0.0,
             False,
             None,
         )
         return out, lse
-    target = None if into is None else into[None]
-    out, lse, *_ = ext.fwd(q[None], k[None], v[None], target, None, 0.0, scale, call.causal, -1, -1, 0.0, False, None)
-    return out[0], lse[0]
+    target = None if into is None else rows(into, call)
+    given = (rows(x, call) for x in (q, k, v))
+    out, lse, *_ = ext.fwd(*given, target, None, 0.0, scale, call.causal, *call.window, 0.0, False, None)
+    return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
 def backward(
@@ -65,8 +65,7 @@ def backward(
             scale,
             False,
             call.causal,
-            -1,
-            -1,
+            *call.window,
             0.0,
             False,
             None,
@@ -74,22 +73,17 @@ def backward(
         )
         return dq, dk, dv
     dq, dk, dv, _ = ext.bwd(
-        dout[None],
-        q[None],
-        k[None],
-        v[None],
-        out[None],
-        lse[None],
-        *((None,) * 3 if into is None else (g[None] for g in into)),
+        *(rows(x, call) for x in (dout, q, k, v, out)),
+        lse.unflatten(1, (len(call.q_lens), -1)).transpose(0, 1).contiguous(),
+        *((None,) * 3 if into is None else (rows(g, call) for g in into)),
         None,
         0.0,
         scale,
         call.causal,
-        -1,
-        -1,
+        *call.window,
         0.0,
         False,
         None,
         None,
     )
-    return dq[0], dk[0], dv[0]
+    return dq.flatten(0, 1), dk.flatten(0, 1), dv.flatten(0, 1)

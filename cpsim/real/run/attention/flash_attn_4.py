@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from cpsim.masks.blocks import BLOCK
+from cpsim.masks.slices import UNCUT
 from cpsim.real.run.attention.call import Call, Grads, UnsupportedCall
 
 
@@ -25,13 +26,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) ->
             cu_seqlens_k=call.cu_k,
             max_seqlen_q=call.max_q,
             max_seqlen_k=call.max_k,
-            causal=call.causal,
+            **_mask(call),
             return_lse=True,
             out=into,
         )
         return out, lse
     target = None if into is None else into[None]
-    out, lse, *_ = _flash_attn_fwd(q[None], k[None], v[None], causal=call.causal, return_lse=True, out=target)
+    out, lse, *_ = _flash_attn_fwd(q[None], k[None], v[None], **_mask(call), return_lse=True, out=target)
     return out[0], lse[0]
 
 
@@ -49,7 +50,7 @@ def backward(
             out,
             dout,
             lse,
-            causal=call.causal,
+            **_mask(call),
             cu_seqlens_q=call.cu_q,
             cu_seqlens_k=call.cu_k,
             max_seqlen_q=call.max_q,
@@ -62,9 +63,16 @@ def backward(
     if into is not None:
         dq, dk, dv = (g[None] for g in into)
     dq, dk, dv = _flash_attn_bwd(
-        q[None], k[None], v[None], out[None], dout[None], lse[None], causal=call.causal, dq=dq, dk=dk, dv=dv
+        q[None], k[None], v[None], out[None], dout[None], lse[None], **_mask(call), dq=dq, dk=dk, dv=dv
     )[:3]
     return dq[0], dk[0], dv[0]
+
+
+def _mask(call: Call) -> dict[str, Any]:
+    if not call.is_window:
+        return {"causal": call.causal}
+    left, right = (None if side == UNCUT else side for side in call.window)
+    return {"causal": False, "window_size_left": left, "window_size_right": right}
 
 
 def sparse_forward(q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from cpsim.masks.slices import UNCUT
 from cpsim.real.run.attention.call import Call, Grads
 
 
@@ -14,7 +15,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Call, into: Tensor | None, *, narrow: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``narrow``: matrix products in the working type."""
-    out, lses, wide = torch.empty_like(q) if into is None else into, [], _product_type(q.dtype, narrow)
+    out = q.new_empty(*q.shape[:2], v.shape[2]) if into is None else into
+    lses, wide = [], _product_type(q.dtype, narrow)
     for at_q, at_k, seen in _sequences(q, k, call):
         out[at_q], lse = _forward(q[at_q], k[at_k], v[at_k], seen, wide)
         lses.append(lse)
@@ -53,8 +55,10 @@ def _sequences(q: Tensor, k: Tensor, call: Call) -> list[tuple[slice, slice, Ten
         return [(slice(0, len(q)), slice(0, len(k)), call.visible)]
     parts, q0, k0 = [], 0, 0
     for nq, nk in zip(call.q_lens, call.k_lens, strict=True):
-        seen = torch.ones(nq, nk, dtype=torch.bool, device=q.device)
-        parts.append((slice(q0, q0 + nq), slice(k0, k0 + nk), seen.tril(nk - nq) if call.causal else seen))
+        seen, (left, right) = torch.ones(nq, nk, dtype=torch.bool, device=q.device), call.window
+        seen = seen if left == UNCUT else seen.triu(nk - nq - left)
+        seen = seen if right == UNCUT else seen.tril(nk - nq + right)
+        parts.append((slice(q0, q0 + nq), slice(k0, k0 + nk), seen))
         q0, k0 = q0 + nq, k0 + nk
     return parts
 

@@ -6,8 +6,8 @@ import io
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dash import ClientsideFunction, Dash, Input, Output, State, ctx, dcc, html, no_update
@@ -16,28 +16,30 @@ from dash.exceptions import PreventUpdate
 from cpsim.case.cluster import presets
 from cpsim.errors import CpsimError
 from cpsim.explore import views
-from cpsim.explore.answers import DETAILED, Answers, Dropped
+from cpsim.explore.answers import DETAILED, Answers, Dropped, Known, KnownStep
 from cpsim.explore.controls import (
     VIEWS,
     Control,
     controls,
     given_ranks,
+    is_step,
     scenario_of,
     shown_strategy,
     state_of,
 )
 from cpsim.explore.door import Turns, check, page_of
 from cpsim.prediction.standalone import standalone
-from cpsim.report.page import TEMPLATES
-from cpsim.report.views import TITLES
+from cpsim.report.front import caveats_html, front_html
+from cpsim.report.page import TEMPLATES, shared_style
+from cpsim.report.step_page import step_front
+from cpsim.report.steps import step_recommendation
+from cpsim.report.views import TITLES, View
 from cpsim.report.words import case_text, documents_text, recommendation
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
-    from cpsim.explore.answers import Known
     from cpsim.prediction.runs import Run
     from cpsim.report.figures import Figure
-    from cpsim.report.views import View
 
 Values = Mapping[str, Any]
 
@@ -55,17 +57,17 @@ STEPPED: Final = ("nodes", "seed")
 THEMES: Final = ("light", "dark")
 
 
-def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Path) -> Dash:
+def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
     """The page as a Dash application; everything that it loads comes from this machine.
 
     Args:
         start: the case that the page begins with.
         runs: real runs to set predictions beside.
         answers: where predictions come from.
-        folder: for files of clusters with another network.
     """
     app = Dash(__name__, title="cpsim explore", update_title="", serve_locally=True)
     known = controls(start)
+    app.index_string = _index(app.index_string)
     app.layout = _layout(known, {**state_of(start), "view": VIEWS[0], "theme": ""})
     names = [control.name for control in known] + ["view", "theme"]
     app.clientside_callback(
@@ -90,11 +92,11 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         return WHOLE_S if answers.expected_s < 0.75 * WHOLE_S else FIRST_S
 
     def answer(state: Values, patience_s: float, draw: Callable[..., Any]) -> Known:
-        scenario, view = scenario_of(state, known, folder), str(state.get("view"))
+        scenario, view = scenario_of(state, known), str(state.get("view"))
         ranks = tuple(given_ranks(state, scenario.gpus)) if view in DETAILED else ()
-        asked = page_of(state), view, shown_strategy(state), patience_s
+        asked = page_of(state), view, shown_strategy(state), patience_s, partial(draw, view, ranks)
         try:
-            return answers.ask(scenario, *asked, partial(draw, view, ranks))
+            return answers.ask(scenario, *asked, (str(state.get("across")), str(state.get("up"))))
         except Dropped as error:
             raise Dropped(f"{case_text(scenario)}: {error}") from None
 
@@ -109,16 +111,24 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         serial = state.get("serial")
         if not answers.is_warm:
             time.sleep(MORE_S)
-            return _same(lead=LOADING, **_answered(serial, [0, 1]))
+            return _same(lead=LOADING, kind="lead wait", **_answered(serial, [0, 1]))
+        more, theme = ctx.triggered_id == "more", str(state.get("theme"))
         try:
-            found = answer(state, MORE_S if ctx.triggered_id == "more" else first_s(), views.drawn)
+            found = step(state, more) if is_step(state) else answer(state, MORE_S if more else first_s(), views.drawn)
             pieces = [found.done, found.total]
-            if ctx.triggered_id == "more" and answered and answered.get("pieces") == pieces:
+            if more and answered and answered.get("pieces") == pieces:
                 return _same(**_answered(serial, pieces))
-            view = views.make_view(state, found, runs, known)
+            said = _step_said(state, found) if isinstance(found, KnownStep) else _attention_said(state, found)
         except CpsimError as error:
             return _same(error=str(error), done=1, total=1, **_answered(serial, [1, 1]))
-        return {"error": "", **_answered(serial, pieces), **_said(found, view, str(state.get("theme")))}
+        return {"error": "", **_answered(serial, pieces), **_filled(said, theme)}
+
+    def step(state: Values, more: bool) -> KnownStep:
+        scenario = scenario_of(state, known)
+        return answers.ask_step(scenario, page_of(state), MORE_S if more else FIRST_S)
+
+    def _attention_said(state: Values, found: Known) -> Said:
+        return _said(found, views.make_view(state, found, runs, known))
 
     def download(_csv: Any, _scenario: Any, state: Any) -> dict[str, Any]:
         with turns.of(state):
@@ -127,6 +137,8 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
     def file_of(state: Values) -> dict[str, Any]:
         name = str(state.get("view"))
         try:
+            if is_step(state):
+                return step_file(answers.ask_step(scenario_of(state, known), page_of(state), WHOLE_FILE_S), state)
             if ctx.triggered_id == "csv" and name in DETAILED:
                 return _file(f"cpsim-{name}.csv", answer(state, WHOLE_FILE_S, views.data_of).chosen or "")
             found = answer(state, WHOLE_FILE_S, views.drawn)
@@ -137,7 +149,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         except Dropped:  # whose scenario the command line answers
             if ctx.triggered_id == "csv":
                 raise PreventUpdate from None
-            return scenario_file(scenario_of(state, known, folder))
+            return scenario_file(scenario_of(state, known))
         except CpsimError:
             raise PreventUpdate from None
 
@@ -161,6 +173,7 @@ def _places() -> dict[str, Any]:
     """What an answer fills in."""
     texts = ("lead", "error", "case", "caption")
     return {name: Output(name, "children") for name in texts} | {
+        "kind": Output("lead", "className"),
         "serial": Output("page", "data-answered"),
         "html": Output("html", "data"),
         "plots": [Output(name, "figure") for name in views.PLOTS],
@@ -182,27 +195,83 @@ def _answered(serial: Any, pieces: Sequence[int]) -> dict[str, Any]:
     return {"serial": serial, "answered": {"serial": serial, "pieces": pieces, "at": time.monotonic()}}
 
 
-def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """An answer before it fills the page."""
+
+    lead: str
+    kind: str
+    """``lead``, with ``none`` where nothing can run and ``wait`` where nothing is there yet."""
+    case: Scenario | None
+    front: str
+    notes: Sequence[str]
+    view: View
+    found: Known | KnownStep
+
+
+def _said(found: Known, view: View) -> Said:
+    """An answer about attention."""
+    return Said(
+        lead=_lead(found),
+        kind="lead" if found.advice.candidates else "lead none" if found.is_complete else "lead wait",
+        case=found.advice.scenario,
+        front=front_html(found.advice),
+        notes=found.advice.notes,
+        view=view,
+        found=found,
+    )
+
+
+def _step_said(state: Values, found: KnownStep) -> Said:
+    """An answer about a training step."""
+    advice = found.advice
+    if advice is None:
+        words = "Ways to cut the step are being searched."
+        return Said(lead=words, kind="lead wait", case=None, front="", notes=(), view=View(), found=found)
+    meanwhile = "" if found.is_whole else " Cut as before; other ways are being searched."
+    return Said(
+        lead=step_recommendation(advice, brief=True) + meanwhile,
+        kind="lead" if advice.candidates else "lead none",
+        case=advice.scenario,
+        front=step_front(advice),
+        notes=advice.notes,
+        view=views.step_view(state, advice),
+        found=found,
+    )
+
+
+def _filled(said: Said, theme: str) -> dict[str, Any]:
     """An answer as outputs of the page; a place without a figure is hidden."""
-    made = [_themed(plot, theme) for plot in view.plots]
+    made = [_themed(plot, theme) for plot in said.view.plots]
     missing = len(views.PLOTS) - len(made)
     heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
-    asked = found.advice.scenario
     return {
-        "lead": _lead(found),
-        "case": f"{case_text(asked)}; {documents_text(asked)}",
-        "done": found.done,
-        "total": found.total,
-        "caption": view.caption,
-        "html": {"below": view.below, "notes": views.notes(found.advice)},
+        "lead": said.lead,
+        "kind": said.kind,
+        "case": f"{case_text(said.case)}; {documents_text(said.case)}" if said.case else "",
+        "done": said.found.done,
+        "total": said.found.total,
+        "caption": said.view.caption,
+        "html": {"front": said.front, "below": said.view.below, "notes": caveats_html(said.notes)},
         "plots": made + [no_update] * missing,
         "shown": heights + [{"display": "none"}] * missing,
     }
 
 
+def step_file(found: KnownStep, state: Values) -> dict[str, Any]:
+    """The data of a view of a training step, or the scenario of what is recommended."""
+    advice = found.advice
+    if advice is None:
+        raise PreventUpdate
+    if ctx.triggered_id == "csv":
+        return _file(f"cpsim-step-{state.get('view')}.csv", views.csv_text(views.step_view(state, advice).columns()))
+    best = advice.recommended
+    return scenario_file(best.prediction.scenario if best else advice.scenario)
+
+
 def _lead(found: Known) -> str:
     """The recommendation, how far it is, and what is left out of it."""
-    words = recommendation(found.advice)
+    words = recommendation(found.advice, brief=True)
     if not found.advice.candidates and not found.is_complete:
         words = "No strategy has an answer yet."
     elif not found.advice.candidates and found.dropped:
@@ -235,7 +304,10 @@ def _file(name: str, text: str) -> dict[str, Any]:
 
 def _layout(known: Sequence[Control], start: Values) -> Any:
     extra = (Control(name="view", label="view", choices=VIEWS), Control(name="theme", label="theme", choices=THEMES))
-    described = [{"name": one.name, "is_number": one.is_number, "value": start[one.name]} for one in (*known, *extra)]
+    described = [
+        {"name": one.name, "is_number": one.is_number, "of": one.of, "value": start[one.name]}
+        for one in (*known, *extra)
+    ]
     return html.Div(
         [
             dcc.Location(id="url", refresh=False),
@@ -247,28 +319,52 @@ def _layout(known: Sequence[Control], start: Values) -> Any:
             dcc.Store(id="html"),
             dcc.Store(id="written"),
             dcc.Download(id="download"),
-            html.Aside([html.H1("cpsim explore"), *(_control(one, start) for one in known), _theme()]),
+            html.Header(
+                [
+                    html.A("Skip to the answer", href="#main", className="skip"),
+                    html.H1("cpsim explore"),
+                    html.Button("Change the case", id="change", type="button"),
+                    _theme(),
+                ]
+            ),
+            html.Aside([*(_control(one, start) for one in known)], id="case-controls", **{"aria-label": "The case"}),
             html.Main(
                 [
-                    html.P(id="case", className="muted"),
                     html.P(id="error", role="alert"),
-                    html.P(id="lead", role="status"),
-                    html.Progress(id="progress", value="0", max="1"),
-                    html.Nav([_views(), _downloads()]),
-                    *(
-                        dcc.Graph(
-                            id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"}
-                        )
-                        for name in views.PLOTS
+                    html.P(id="difference", role="status"),
+                    html.Div([_current(), html.Div(id="pinned", role="group", **{"aria-label": "Pinned"})], id="both"),
+                    html.Nav([_views(), _downloads()], **{"aria-label": "Views"}),
+                    html.Div(
+                        [*map(_place, views.PLOTS), html.P(id="caption", className="muted"), html.Div(id="below")],
+                        id="panel",
+                        role="tabpanel",
+                        **{"aria-label": "View"},
                     ),
-                    html.P(id="caption", className="muted"),
-                    html.Div(id="below"),
-                    html.Details([html.Summary("Know this before you rely on it"), html.Div(id="notes")], open=True),
-                ]
+                    html.Div(id="notes"),
+                ],
+                id="main",
             ),
         ],
         id="page",
     )
+
+
+def _current() -> Any:
+    """The answer, beside which an earlier one may be pinned."""
+    return html.Div(
+        [
+            html.P(id="case", className="muted"),
+            html.P(id="lead", role="status", className="lead wait"),
+            html.Progress(id="progress", value="0", max="1", **{"aria-label": "Answers so far"}),
+            html.Div(id="front"),
+        ],
+        id="current",
+    )
+
+
+def _place(name: str) -> Any:
+    """Where a figure comes."""
+    return dcc.Graph(id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"})
 
 
 def _control(one: Control, start: Values) -> Any:
@@ -278,16 +374,36 @@ def _control(one: Control, start: Values) -> Any:
     else:
         kind = {"type": "number", "min": 0} if one.name in STEPPED else {"type": "text", "debounce": True}
         made = dcc.Input(value, id=one.name, placeholder=one.hint, **kind)
-    return html.Div([html.Label(one.label, htmlFor=one.name), made], className="control")
+    return html.Div([html.Label(one.label, htmlFor=one.name), made], className="control", id=f"{one.name}-control")
 
 
 def _views() -> Any:
-    return dcc.RadioItems([{"label": TITLES[name], "value": name} for name in VIEWS], VIEWS[0], id="view", inline=True)
+    """Tabs; the value is that of a hidden field, so that it is a control like others."""
+    tabs = [
+        html.Button(TITLES[name], type="button", role="tab", **{"data-view": name, "aria-controls": "panel"})
+        for name in VIEWS
+    ]
+    return html.Div([html.Div(tabs, id="views", role="tablist", **{"aria-label": "Views"}), _hidden("view", VIEWS[0])])
+
+
+def _hidden(name: str, value: str) -> Any:
+    return dcc.Input(value, id=name, type="hidden")
+
+
+def _index(page: str) -> str:
+    """The frame of the page, with its language and what it has in common with reports."""
+    return page.replace("<html>", '<html lang="en">').replace("{%css%}", f"{{%css%}}<style>{shared_style()}</style>")
 
 
 def _downloads() -> Any:
-    return html.Div([html.Button("CSV", id="csv"), html.Button("Scenario file", id="scenario")])
+    return html.Div(
+        [
+            html.Button("Pin", id="pin", title="Keep this answer beside those of other cases"),
+            html.Button("CSV", id="csv"),
+            html.Button("Scenario file", id="scenario"),
+        ]
+    )
 
 
 def _theme() -> Any:
-    return html.Div([html.Label("theme"), dcc.RadioItems(list(THEMES), id="theme", inline=True)], className="control")
+    return html.Div([html.Button("Dark", id="dark", type="button"), _hidden("theme", "")])

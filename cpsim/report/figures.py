@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cpsim.report.words import interval_text, ms_text, percent_text, strategy_label
+from cpsim.report.words import interval_text, strategy_label
 from cpsim.schedule.schedule import STREAMS, Kind
 from cpsim.units import MS_PER_S, format_count
 
@@ -36,6 +36,21 @@ PALETTE: Final = (
     "#db2777",
     "#65a30d",
 )
+STRATEGY_COLOURS: Final = {
+    "ulysses": "#e69f00",
+    "ring": "#88ccee",
+    "zigzag_ring": "#0072b2",
+    "striped_ring": "#332288",
+    "allgather": "#009e73",
+    "usp": "#d55e00",
+    "loongtrain": "#cc79a7",
+    "hybrid_cp": "#882255",
+    "magi": "#f0e442",
+    "dcp": "#117733",
+    "distca": "#999933",
+}
+"""A strategy's colour wherever it is drawn, of palettes for any kind of colour vision: Okabe and Ito's, and Paul Tol's
+(SRON/EPS/TN/09-002)."""
 KIND_COLOURS: Final = {
     "attention": "#2563eb",
     "attention backward": "#1e40af",
@@ -84,62 +99,23 @@ def styled(figure: Any, height: int) -> Any:
     return figure
 
 
-def bars(candidates: Sequence[Candidate]) -> Figure:
-    """Forward and backward of candidates, stacked, in their order from the top, with the total's 90 % interval."""
-    labels = [escape(strategy_label(candidate.scenario)) for candidate in candidates]
-    parts = {
-        "forward": ([candidate.forward.time_s for candidate in candidates], FORWARD),
-        "backward": ([candidate.total_s - candidate.forward.time_s for candidate in candidates], BACKWARD),
-    }
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": labels,
-            "x": [value * MS_PER_S for value in seconds],
-            "width": 0.6,
-            "marker": {"color": colour},
-            "hovertemplate": "%{y}: " + name + " %{x:.3g} ms<extra></extra>",
-        }
-        for name, (seconds, colour) in parts.items()
-    ]
-    data[-1]["error_x"] = {
-        "type": "data",
-        "symmetric": False,
-        "array": [(c.total_s_high - c.total_s) * MS_PER_S for c in candidates],
-        "arrayminus": [(c.total_s - c.total_s_low) * MS_PER_S for c in candidates],
-        "thickness": 1.6,
-        "width": 5,
-    }
-    notes = [
-        {
-            "x": candidate.total_s_high * MS_PER_S,
-            "y": label,
-            "text": f"{ms_text(candidate.total_s)} ms · P(best) {percent_text(candidate.probability_best)}",
-            "showarrow": False,
-            "xanchor": "left",
-            "xshift": 10,
-        }
-        for label, candidate in zip(labels, candidates, strict=True)
-    ]
-    widest = max(candidate.total_s_high for candidate in candidates) * MS_PER_S
-    return {
-        "data": data,
-        "layout": house(140 + 46 * len(candidates))
-        | {
-            "barmode": "stack",
-            "annotations": notes,
-            "yaxis": {"autorange": "reversed", "automargin": True},
-            "xaxis": titled("time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3]),
-        },
-    }
+def strategy_colour(name: str) -> str:
+    """The colour of a strategy; of baselines grey."""
+    return STRATEGY_COLOURS.get(name, OTHER_COLOUR)
 
 
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour, ``#rrggbb``."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 125 else "#111827"
+    """White or nearly black, whichever has the greater contrast to a colour, ``#rrggbb`` (WCAG 2.2, relative
+    luminance)."""
+    dark = "#111827"
+    whites, blacks = (1.05 / (_luminance(colour) + 0.05), (_luminance(colour) + 0.05) / (_luminance(dark) + 0.05))
+    return "white" if whites > blacks else dark
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def titled(title: str, **axis: Any) -> dict[str, Any]:
@@ -153,8 +129,9 @@ def lengths(predictions: Iterable[Prediction]) -> Figure:
     for prediction in predictions:
         lines[escape(strategy_label(prediction.scenario))].append(prediction)
     data: list[dict[str, Any]] = []
-    for number, (label, points) in enumerate(lines.items()):
-        data += _line(label, sorted(points, key=lambda p: p.scenario.num_tokens), PALETTE[number % len(PALETTE)])
+    for label, points in lines.items():
+        colour = strategy_colour(str(points[0].scenario.strategy))
+        data += _line(label, sorted(points, key=lambda p: p.scenario.num_tokens), colour)
     ticks = sorted({point.scenario.num_tokens for points in lines.values() for point in points})
     shown = {"type": "log", "tickvals": ticks, "ticktext": [format_count(t) for t in ticks]}
     return {

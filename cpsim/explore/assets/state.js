@@ -22,9 +22,16 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       state.serial = ++serial;
       document.documentElement.dataset.asked = serial;
       document.documentElement.dataset.theme = state.theme;
+      document.getElementById("dark").textContent = state.theme === "dark" ? "Light" : "Dark";
+      select(state.view, state.task.includes("step"));
       const drawn = !["one document", "lengths"].includes(state.documents);
-      for (const [name, counts] of [["lengths", state.documents === "lengths"], ["seed", drawn]]) {
-        document.getElementById(name).closest(".control").hidden = !counts;
+      const mapped = state.view === "map";
+      const counting = { lengths: state.documents === "lengths", seed: drawn, across: mapped, up: mapped };
+      for (const { name, of } of controls) {
+        const place = document.getElementById(name + "-control");
+        if (place) {
+          place.hidden = (of && of !== state.task) || counting[name] === false;
+        }
       }
       const same = window.dash_clientside.no_update;
       const linked = (name) => fromLink || name === "gpus" || name === "nodes";
@@ -39,6 +46,10 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           place.innerHTML = place.shown = text;
         }
       }
+      for (const target of document.querySelectorAll(".dash-dropdown-focus-target")) {
+        target.tabIndex = -1; // beside the button that opens the list: once is enough for the Tab key
+      }
+      compare();
       if (answered.serial === serial && answered.pieces[0] < answered.pieces[1]) {
         window.dash_clientside.set_props("more", { data: answered.at });
       }
@@ -75,7 +86,18 @@ function toAddress(state, controls) {
 // Tables offer strategies that were left out, and link to other cases: neither loads the page again.
 document.addEventListener("click", (event) => {
   const offer = event.target.closest("[data-strategy]"), link = event.target.closest("#below a");
-  if (offer) {
+  const tab = event.target.closest("[data-view]");
+  if (tab) {
+    window.dash_clientside.set_props("view", { value: tab.dataset.view });
+  } else if (event.target.closest("#dark")) {
+    const dark = document.documentElement.dataset.theme === "dark";
+    window.dash_clientside.set_props("theme", { value: dark ? "light" : "dark" });
+  } else if (event.target.closest("#pin")) {
+    pin();
+  } else if (event.target.closest("#change")) {
+    const shown = document.getElementById("page").classList.toggle("changing");
+    event.target.setAttribute("aria-expanded", shown);
+  } else if (offer) {
     window.dash_clientside.set_props("strategy", { value: offer.dataset.strategy });
   } else if (link) {
     event.preventDefault();
@@ -83,3 +105,73 @@ document.addEventListener("click", (event) => {
     window.dispatchEvent(new PopStateEvent("popstate"));
   }
 });
+
+// Arrows go from tab to tab, as ARIA has it.
+document.addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], tab = event.target.closest("[data-view]");
+  if (tab && step) {
+    const tabs = [...tab.parentElement.children].filter((one) => !one.hidden);
+    const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
+    next.focus();
+    next.click();
+  }
+});
+
+const OF_ATTENTION = ["map", "timeline", "mask", "measured"], OF_STEPS = ["paste"];
+
+function select(view, isStep) {
+  const missing = isStep ? OF_ATTENTION : OF_STEPS;
+  const shown = missing.includes(view) ? "ranking" : view;
+  for (const tab of document.querySelectorAll("[data-view]")) {
+    const chosen = tab.dataset.view === shown;
+    tab.hidden = missing.includes(tab.dataset.view);
+    tab.setAttribute("aria-selected", chosen);
+    tab.tabIndex = chosen ? 0 : -1;
+  }
+}
+
+// An answer that is pinned stays beside those of other cases, with what is otherwise and how much faster it is.
+let pinned = null;
+
+function pin() {
+  const place = document.getElementById("pinned");
+  pinned = pinned ? null : { address: new URLSearchParams(location.search), perToken: perToken() };
+  place.innerHTML = "";
+  if (pinned) {
+    for (const name of ["case", "lead", "front"]) {
+      const copy = document.getElementById(name).cloneNode(true);
+      copy.removeAttribute("id");
+      copy.removeAttribute("role");
+      place.append(copy);
+    }
+    const link = document.createElement("a");
+    link.href = location.href;
+    link.textContent = "Back to this case";
+    place.append(link);
+  }
+  document.getElementById("both").classList.toggle("pinned", pinned !== null);
+  document.getElementById("pin").textContent = pinned ? "Unpin" : "Pin";
+  compare();
+}
+
+function perToken() {
+  const front = document.querySelector("#current .front");
+  return front ? Number(front.dataset.perToken) : NaN;
+}
+
+function compare() {
+  const place = document.getElementById("difference");
+  if (!pinned) {
+    place.textContent = "";
+    return;
+  }
+  const now = new URLSearchParams(location.search), names = new Set([...pinned.address.keys(), ...now.keys()]);
+  const changed = [...names]
+    .filter((name) => !["view", "theme"].includes(name) && pinned.address.get(name) !== now.get(name))
+    .map((name) => `${name} ${pinned.address.get(name) ?? "none"} → ${now.get(name) ?? "none"}`);
+  const ratio = perToken() / pinned.perToken;
+  const percent = (Math.abs(1 / ratio - 1) * 100).toFixed(1);
+  const faster = `${percent} % ${ratio < 1 ? "more" : "fewer"}`;
+  const speed = Number.isFinite(ratio) ? `: ${faster} tokens a second than pinned` : "";
+  place.textContent = changed.length ? `Changed since pinned: ${changed.join(", ")}${speed}.` : "Pinned: change something.";
+}

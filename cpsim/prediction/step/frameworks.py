@@ -806,9 +806,7 @@ TORCHTITAN: Final = replace(
     joins=chunked,
     first=lambda s, compiled: chunked(torch_first(s, compiled)),
     last=lambda s, _compiled, chunks: chunked(torch_last(s, False, chunks)),
-    held=lambda sharding: replace(
-        torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW, optimizer_kernel="adam"
-    ),
+    held=lambda sharding: replace(torch_held(sharding), clipped=True, optimizer=FOREACH_ADAMW, optimizer_kernel="adam"),
     lists=True,
 )
 HUGGING_FACE: Final = replace(

@@ -222,7 +222,7 @@ def current(measurements: Sequence[Measurements], gpu: str) -> list[Point]:
         for p in on_mean_host(m, stepped, paces[m.source])
         if not (p["op"] in ("gemm", "layer_op") and m.header["gpu"] != gpu)
         and not (m.header["gpu"] != gpu and p["op"] in STANDS_IN and _what(p) in mine)
-        and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith("graph"))
+        and not (p["op"] == "host" and "rank" in p and not p["kind"].startswith(("graph", "layer ")))
         and not (p["op"] == "overlap" and not p.get("lead_s"))
         and not (_is_pause(p) and m.header["date"] != max(paused))
         and not (_is_sweep(p) and m.header["date"] != swept[p["kind"]])

@@ -127,7 +127,7 @@ def test_few_calls_at_a_head_dimension_rest_on_a_gpu_alike():
     errors = {}
     for name, alike in (("alike", theirs), ("alone", None)):
         made = fit_attention._with_head_dims(("cudnn", "bwd"), own, points[:16], alike)
-        assert [each.head_dim for each in made.head_dims] == ([64, 256] if alike else [64])
+        assert [each.head_dim for each in made.head_dims] == ([64, 256, 192] if alike else [64])
         errors[name] = np.abs(np.log(predicted_attention(made, points[16:]) / exact[16:])).mean()
     assert errors["alike"] < 0.005 < errors["alone"]
 
@@ -385,7 +385,8 @@ def test_head_dimensions_that_only_a_gpu_alike_was_measured_with_change_a_kernel
     ][:40]
     fitted = fit_attention.fit_kernel(("cudnn", "fwd"), points, 132, alike=base)
     assert {p["head_dim"] for p in points} == {128}
-    assert [other.head_dim for other in fitted.head_dims] == [other.head_dim for other in base.head_dims] == [64, 256]
+    dims = [[other.head_dim for other in params.head_dims] for params in (fitted, base)]
+    assert dims[0] == dims[1] == [64, 256, 192]
     for other, theirs in zip(fitted.head_dims, base.head_dims, strict=True):
         assert other.pair_s / fitted.pair_s == pytest.approx(theirs.pair_s / base.pair_s)
         assert other.anatomy == theirs.anatomy

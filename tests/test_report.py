@@ -16,7 +16,7 @@ from cpsim.case.load import scenario_from
 from cpsim.errors import ScenarioError
 from cpsim.prediction.predict import predict
 from cpsim.prediction.results import Infeasible
-from cpsim.report import figures, frontier, html, lengths, records, tables, views, words
+from cpsim.report import axes, figures, frontier, html, lengths, records, tables, views, words
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,8 @@ def advice():
 @pytest.fixture(scope="module")
 def report(advice, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
-    asked = frontier.cells(advice.scenario)
-    best = [frontier.Cell(gpus=s.gpus, tokens=s.num_tokens, strategy="usp", time_s=0.01) for s in asked]
+    asked = axes.Around(scenario=advice.scenario).spots()
+    best = [frontier.Cell(spot=spot, strategy="usp", label="usp", time_s=0.01) for spot in asked]
     html.write_report(path, advice, handmade.lengths(), best, [handmade.run("zigzag_ring"), handmade.run("ring")])
     return path
 
@@ -280,7 +280,7 @@ def test_report_opens_in_chromium_with_every_plot_and_a_clean_console(report, tm
     plots = dict(zip(parts[::2], parts[1::2], strict=True))
     others = ["timeline-1", "timeline-2", "memory", "memory-below", "mask", "measured", "lengths"]
     assert list(plots) == ["ranking", "map", *others]
-    assert plots["map"].count('class="point"') == len(frontier.cells(handmade.advice().scenario))
+    assert plots["map"].count('class="point"') == len(axes.Around(scenario=handmade.advice().scenario).spots())
     assert plots["memory"].count('class="point"') == 2 * 4
     assert plots["mask"].count("<image") == 4
     assert plots["ranking"].count('class="point"') == 2 * 4

@@ -24,7 +24,8 @@ from cpsim.prediction.advise import Evaluated, advise, candidates_of, evaluate, 
 from cpsim.prediction.predict import TOO_LARGE, predict
 from cpsim.prediction.results import Advice, Candidate, Infeasible, knobs_json
 from cpsim.prediction.runs import case_key
-from cpsim.report.frontier import Cell, best_in, cells, known_knobs
+from cpsim.report.axes import Around, Spot
+from cpsim.report.frontier import Cell, best_in, likely
 from cpsim.runtime.workers import Budget, Busy, OverBudget, Question, Workers
 
 T = TypeVar("T")
@@ -196,6 +197,7 @@ class Answers:
         strategy: str | None,
         patience_s: float,
         draw: Callable[[Candidate], Any] = as_it_is,
+        axes: tuple[str, str] = ("tokens", "gpus"),
     ) -> Known:
         """What is known after a short wait.
 
@@ -208,6 +210,7 @@ class Answers:
                 takes seconds, is planned in the background.
             patience_s: how long the answer may wait to be whole.
             draw: what to make of the strategy whose details are shown, in the process that has its timelines.
+            axes: of the map, to the right and upwards.
 
         Raises:
             ScenarioError, ProfileError: the case cannot be answered.
@@ -226,7 +229,7 @@ class Answers:
         later = not whole and (view == "map" or (view in DETAILED and strategy not in planned))
         shown: list[Any] = []
         if view == "map" and whole:
-            jobs.append(self._map(advice, page, until))
+            jobs.append(self._map(advice, axes, page, until))
             jobs[-1].wait(until, lambda: False)
             shown = jobs[-1].done
             missing = [str(cell) for _, cell, _ in jobs[-1].answers() if isinstance(cell, OverBudget)]
@@ -288,10 +291,12 @@ class Answers:
                 tried.append(Infeasible(scenario=named, reason=PLANNING, kind=None))
         return tried
 
-    def _map(self, advice: Advice, page: str, until: float) -> Job[Cell]:
+    def _map(self, advice: Advice, axes: tuple[str, str], page: str, until: float) -> Job[Cell]:
         """The map around the case of a whole recommendation."""
-        known = known_knobs(advice)
-        return self._job(page, "map", advice.scenario, until, lambda cell: (best_in, cell, known), _largest, cells)
+        around = Around(scenario=advice.scenario, across=axes[0], up=axes[1])
+        first, what = likely(advice), f"map {' '.join(axes)}"
+        spots = around.spots()
+        return self._job(page, what, advice.scenario, until, lambda spot: (best_in, spot, first), _largest, spots)
 
     def _details(self, candidate: Candidate, page: str, until: float, draw: Callable[[Candidate], Any]) -> Job[Any]:
         """What ``draw`` makes of the candidate with the timelines of both passes."""
@@ -444,9 +449,9 @@ def _key(what: str, scenario: Scenario) -> str:
     return f"{what} {case_key(scenario)} {scenario.cluster} {scenario.profile}"
 
 
-def _largest(cell: Scenario) -> tuple[int, float]:
+def _largest(spot: Spot) -> tuple[int, float]:
     """Sorts cells that take long first."""
-    return -cell.gpus, -cell.num_tokens
+    return (-spot.scenario.gpus, -spot.scenario.num_tokens) if spot.scenario else (0, 0)
 
 
 def _scenario(way: Scenario | Infeasible) -> Scenario:

@@ -7,7 +7,6 @@ import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dash import ClientsideFunction, Dash, Input, Output, State, ctx, dcc, html, no_update
@@ -55,14 +54,13 @@ STEPPED: Final = ("nodes", "seed")
 THEMES: Final = ("light", "dark")
 
 
-def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Path) -> Dash:
+def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
     """The page as a Dash application; everything that it loads comes from this machine.
 
     Args:
         start: the case that the page begins with.
         runs: real runs to set predictions beside.
         answers: where predictions come from.
-        folder: for files of clusters with another network.
     """
     app = Dash(__name__, title="cpsim explore", update_title="", serve_locally=True)
     known = controls(start)
@@ -90,11 +88,11 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         return WHOLE_S if answers.expected_s < 0.75 * WHOLE_S else FIRST_S
 
     def answer(state: Values, patience_s: float, draw: Callable[..., Any]) -> Known:
-        scenario, view = scenario_of(state, known, folder), str(state.get("view"))
+        scenario, view = scenario_of(state, known), str(state.get("view"))
         ranks = tuple(given_ranks(state, scenario.gpus)) if view in DETAILED else ()
-        asked = page_of(state), view, shown_strategy(state), patience_s
+        asked = page_of(state), view, shown_strategy(state), patience_s, partial(draw, view, ranks)
         try:
-            return answers.ask(scenario, *asked, partial(draw, view, ranks))
+            return answers.ask(scenario, *asked, (str(state.get("across")), str(state.get("up"))))
         except Dropped as error:
             raise Dropped(f"{case_text(scenario)}: {error}") from None
 
@@ -137,7 +135,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers, folder: Pat
         except Dropped:  # whose scenario the command line answers
             if ctx.triggered_id == "csv":
                 raise PreventUpdate from None
-            return scenario_file(scenario_of(state, known, folder))
+            return scenario_file(scenario_of(state, known))
         except CpsimError:
             raise PreventUpdate from None
 
@@ -278,7 +276,7 @@ def _control(one: Control, start: Values) -> Any:
     else:
         kind = {"type": "number", "min": 0} if one.name in STEPPED else {"type": "text", "debounce": True}
         made = dcc.Input(value, id=one.name, placeholder=one.hint, **kind)
-    return html.Div([html.Label(one.label, htmlFor=one.name), made], className="control")
+    return html.Div([html.Label(one.label, htmlFor=one.name), made], className="control", id=f"{one.name}-control")
 
 
 def _views() -> Any:

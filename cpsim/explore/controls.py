@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 from cpsim.case.cluster import load_cluster, presets
@@ -16,8 +14,8 @@ from cpsim.case.scenario import Scenario
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.masks.names import MASK_NAMES
 from cpsim.models.feasible import kernel_names
+from cpsim.report.axes import AXES
 from cpsim.report.views import TITLES
-from cpsim.runtime.files import write
 from cpsim.strategies import STRATEGIES
 from cpsim.units import number_or_text
 
@@ -72,6 +70,8 @@ def controls(start: Scenario) -> tuple[Control, ...]:
         Control(name="kernel", label="kernel", choices=kernel_names()),
         Control(name="strategy", label="strategy shown", choices=(BEST, *STRATEGIES)),
         Control(name="ranks", label="ranks shown", hint="e.g. 0, 1, 48; empty: a few"),
+        Control(name="across", label="map: to the right", choices=tuple(AXES)),
+        Control(name="up", label="map: upwards", choices=tuple(AXES)),
     )
 
 
@@ -109,16 +109,17 @@ def state_of(scenario: Scenario) -> dict[str, Any]:
         "kernel": scenario.kernel,
         "strategy": scenario.strategy or BEST,
         "ranks": "",
+        "across": "tokens",
+        "up": "gpus",
     }
 
 
-def scenario_of(state: State, known: Sequence[Control], folder: Path) -> Scenario:
+def scenario_of(state: State, known: Sequence[Control]) -> Scenario:
     """The scenario that the controls stand for, without a strategy.
 
     Args:
         state: as a link or the page gives it; nothing in it is trusted.
         known: the controls, which say what may be chosen: a link names no files.
-        folder: where the file of a cluster with another network is put.
 
     Raises:
         ScenarioError: one line that names the control, what was expected and what came.
@@ -130,7 +131,7 @@ def scenario_of(state: State, known: Sequence[Control], folder: Path) -> Scenari
     fields: dict[str, Any] = {
         name: _whole(state, name) for name in ("tokens_per_gpu", "gpus", "heads", "kv_heads", "head_dim")
     }
-    fields |= {"kernel": state["kernel"], "cluster": _cluster(state, folder), "mask": _mask(state)}
+    fields |= {"kernel": state["kernel"], "cluster": _cluster(state), "mask": _mask(state)}
     if state["documents"] == GIVEN_LENGTHS:
         parts = str(state.get("lengths") or "").split(",")
         fields["documents"] = [_whole({"lengths": part}, "lengths") for part in parts]
@@ -185,29 +186,11 @@ def _mask(state: State) -> dict[str, Any]:
     return given
 
 
-def _cluster(state: State, folder: Path) -> str:
-    """Name of the cluster, or the file of the same one with a faster or slower network between nodes."""
+def _cluster(state: State) -> str:
+    """The cluster, with a faster or slower network between nodes where that is asked for."""
     name, factor = str(state["cluster"]), str(state["network"])
     if factor == "1":
         return name
-    cluster = load_cluster(name)
-    if cluster.fabric is None:
-        raise ScenarioError(f"network: {cluster.name} is one machine, without a network between nodes; leave it at 1")
-    path = folder / f"{Path(name).stem}-network-x{factor}.json"
-    if not path.exists():
-        write(path, json.dumps(_with_network(name, float(factor)).to_dict(), indent=1) + "\n")
-    return str(path)
-
-
-def _with_network(name: str, factor: float) -> Any:
-    cluster = load_cluster(name)
-    fabric = cluster.fabric
-    assert fabric is not None
-    faster = {
-        key: getattr(fabric, key) * factor
-        for key in ("nic_bandwidth_bytes_per_s", "flow_bandwidth_bytes_per_s", "proxy_bandwidth_bytes_per_s")
-        if getattr(fabric, key) is not None
-    }
-    source = f"a what-if: {factor:g} times the bandwidth of {cluster.name} ({fabric.source})"
-    renamed = f"{cluster.name}-network-x{factor:g}"
-    return replace(cluster, name=renamed, fabric=replace(fabric, **faster, grade="data sheet", source=source))
+    if load_cluster(name).fabric is None:
+        raise ScenarioError(f"network: {name} is one machine, without a network between nodes; leave it at 1")
+    return f"{name} nic={factor}x"

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Final
 
@@ -165,13 +164,13 @@ def serving(start: Scenario, runs: Path | None, host: str, port: int) -> Iterato
         MachineError: the port cannot be had.
     """
     measured = runs_in(runs)
-    with _listening(host, port) as listening, TemporaryDirectory(prefix="cpsim-explore-") as folder:
+    with _listening(host, port) as listening:
         address, taken = listening.getsockname()[:2]
         token = "" if _is_loopback(address) else secrets.token_urlsafe(32)
         with ignore_sigint():
             answers = Answers()
         try:
-            app = make_app(start, measured, answers, Path(folder))
+            app = make_app(start, measured, answers)
             keep(app, door_of(host, address, taken, token))
             Thread(target=_warm_up, daemon=True).start()
             server = Server(listening, app.server)

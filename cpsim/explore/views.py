@@ -14,6 +14,7 @@ from cpsim.case.resolve import cluster_of
 from cpsim.explore.controls import Control, State, shown_strategy, state_of
 from cpsim.prediction.results import Advice
 from cpsim.report import memory, views
+from cpsim.report.axes import Around
 from cpsim.report.views import View
 from cpsim.report.words import case_text, documents_text
 
@@ -36,7 +37,7 @@ def make_view(state: State, known: Known, runs: Sequence[Run], controls: Sequenc
     advice = known.advice
     match state.get("view"):
         case "map":
-            return views.best_map(advice.scenario, known.cells)
+            return views.best_map(around_of(state, advice.scenario), known.cells)
         case "measured":
             return _with_links(views.measured(advice.scenario, runs), advice.scenario, runs, controls)
         case "timeline" | "memory" | "mask" as name:
@@ -50,6 +51,15 @@ def make_view(state: State, known: Known, runs: Sequence[Run], controls: Sequenc
         case _:
             ranking = views.ranking(advice)
             return replace(ranking, below=_offers(known) + ranking.below)
+
+
+def around_of(state: State, scenario: Scenario) -> Around:
+    """The map that the page is at.
+
+    Raises:
+        ScenarioError: there is no such axis.
+    """
+    return Around(scenario=scenario, across=str(state.get("across")), up=str(state.get("up")))
 
 
 def drawn(name: str, ranks: Sequence[int], chosen: Candidate) -> View:

@@ -179,7 +179,7 @@ def prediction_of(case: Case) -> Prediction:
         InfeasibleError: the strategy cannot run it; the message says why.
         ProfileError: there are no costs for its kernel.
     """
-    return _of_passes(case, _run(case))
+    return of_passes(case, run_passes(case))
 
 
 def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:
@@ -191,22 +191,43 @@ def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:
     forward, backward, both = (
         replace(case, scenario=case.scenario.model_copy(update={"pass_": pass_})) for pass_ in ("fwd", "bwd", "fwd_bwd")
     )
-    passes = _run(both)
+    passes = run_passes(both)
     first, second = ({name: passes[name]} for name in both.scenario.passes)
-    return _of_passes(forward, first), _of_passes(backward, second), _of_passes(both, passes)
+    return of_passes(forward, first), of_passes(backward, second), of_passes(both, passes)
 
 
-def _run(case: Case) -> dict[Pass, PassResult]:
-    """Passes in one window: hosts launch the second as soon as they have launched the first."""
+def run_passes(case: Case, most_s: float = float("inf")) -> dict[Pass, PassResult]:
+    """Passes in one window: hosts launch the second as soon as they have launched the first.
+
+    Args:
+        case: the case.
+        most_s: a backward pass, which is never shorter than its forward pass, is left out where both would take longer
+            than that [s].
+
+    Raises:
+        InfeasibleError, ProfileError: as ``prediction_of``.
+    """
     case.code.check_kernel(case.scenario.kernel)
     done, ahead = dict[Pass, PassResult](), 0.0
     for pass_ in case.scenario.passes:
+        if done and 2 * done["fwd"].time_s > most_s:
+            break
         done[pass_] = run_pass(case, pass_, ahead)
         ahead = max(0.0, done[pass_].time_s - done[pass_].host_s)
     return done
 
 
-def _of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
+def window_s(case: Case, passes: Mapping[Pass, PassResult]) -> float:
+    """How long passes take together: ``time_s`` of their prediction [s]."""
+    done = list(passes.values())
+    busy = sum(p.time_s for p in done)
+    if case.scenario.protocol == "streamed":
+        busy = max(busy, sum(p.host_s for p in done))
+    return busy + done[-1].planning.exposed_s(busy)
+
+
+def of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
+    """The prediction that follows from simulated passes."""
     scenario, cluster, done = case.scenario, case.cluster, list(passes.values())
     drawn = draws_for(case, done)
     parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,17 +189,12 @@ class Advice:
     @property
     def tied(self) -> tuple[Candidate, ...]:
         """The fastest, and those that cannot be told from it; see ``inseparable``."""
-        return tuple(one for one in self.candidates if inseparable(one.draws_s, self.candidates[0].draws_s))
+        return tied(self.candidates)
 
     @property
     def recommended(self) -> Candidate | None:
         """The simplest of those that cannot be told from the fastest and take hardly longer."""
-        near = [one for one in self.tied if one.total_s <= (1 + TIE) * self.candidates[0].total_s]
-        return min(
-            near,
-            key=lambda one: (EFFORT.get(str(one.scenario.strategy), 1), len(one.scenario.knobs), one.total_s),
-            default=None,
-        )
+        return recommended(self.candidates)
 
     def alike(self, one: Candidate) -> list[Candidate]:
         """Other candidates whose schedule is the same: equal schedules have equal draws."""
@@ -230,6 +225,37 @@ class Advice:
             "backward_s": np.array([candidate.backward.time_s for candidate in self.candidates]),
             **{name: np.array([getattr(candidate, name) for candidate in self.candidates]) for name in numbers},
         }
+
+
+class Way(Protocol):
+    """One of several ways to run a case."""
+
+    @property
+    def scenario(self) -> Scenario: ...
+
+    @property
+    def total_s(self) -> float: ...
+
+    @property
+    def draws_s(self) -> tuple[float, ...]: ...
+
+
+W = TypeVar("W", bound=Way)
+
+
+def tied(ways: Sequence[W]) -> tuple[W, ...]:
+    """Of ways, fastest first, the first and those that cannot be told from it."""
+    return tuple(one for one in ways if inseparable(one.draws_s, ways[0].draws_s))
+
+
+def recommended(ways: Sequence[W]) -> W | None:
+    """Of ways, fastest first, the simplest of those that cannot be told from the first and take hardly longer."""
+    near = [one for one in tied(ways) if one.total_s <= (1 + TIE) * ways[0].total_s]
+    return min(
+        near,
+        key=lambda one: (EFFORT.get(str(one.scenario.strategy), 1), len(one.scenario.knobs), one.total_s),
+        default=None,
+    )
 
 
 def inseparable(draws: Sequence[float], best: Sequence[float]) -> bool:

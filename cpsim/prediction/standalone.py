@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from cpsim.case.changes import split_name
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.files import read_text
 from cpsim.case.scenario import Scenario
@@ -39,9 +40,10 @@ def standalone(scenario: Scenario) -> dict[str, str]:
         fields["profile"] = packed(scenario.profile, PROFILE)
     if isinstance(scenario.host, str):
         fields["host"], files[HOST] = HOST, read_text(Path(scenario.host))
-    if scenario.cluster not in presets() and os.path.isfile(scenario.cluster):
+    file, _ = split_name(scenario.cluster)
+    if scenario.cluster not in presets() and os.path.isfile(file):
         cluster = load_cluster(scenario.cluster)
-        fields["cluster"] = name = _name(Path(scenario.cluster))
+        fields["cluster"] = name = _name(Path(file))
         theirs = {"profile": packed(cluster.profile, OF_CLUSTER)}
         if isinstance(cluster.host, str):
             theirs["host"], files[HOST_OF_CLUSTER] = HOST_OF_CLUSTER, read_text(Path(cluster.host))

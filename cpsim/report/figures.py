@@ -36,6 +36,21 @@ PALETTE: Final = (
     "#db2777",
     "#65a30d",
 )
+STRATEGY_COLOURS: Final = {
+    "ulysses": "#e69f00",
+    "ring": "#88ccee",
+    "zigzag_ring": "#0072b2",
+    "striped_ring": "#332288",
+    "allgather": "#009e73",
+    "usp": "#d55e00",
+    "loongtrain": "#cc79a7",
+    "hybrid_cp": "#882255",
+    "magi": "#f0e442",
+    "dcp": "#117733",
+    "distca": "#999933",
+}
+"""A strategy's colour wherever it is drawn, of palettes for any kind of colour vision: Okabe and Ito's, and Paul Tol's
+(SRON/EPS/TN/09-002)."""
 KIND_COLOURS: Final = {
     "attention": "#2563eb",
     "attention backward": "#1e40af",
@@ -136,10 +151,23 @@ def bars(candidates: Sequence[Candidate]) -> Figure:
     }
 
 
+def strategy_colour(name: str) -> str:
+    """The colour of a strategy; of baselines grey."""
+    return STRATEGY_COLOURS.get(name, OTHER_COLOUR)
+
+
 def ink_on(colour: str) -> str:
-    """Black or white, whichever is easier to read on a colour, ``#rrggbb``."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 125 else "#111827"
+    """White or nearly black, whichever has the greater contrast to a colour, ``#rrggbb`` (WCAG 2.2, relative
+    luminance)."""
+    dark = "#111827"
+    whites, blacks = (1.05 / (_luminance(colour) + 0.05), (_luminance(colour) + 0.05) / (_luminance(dark) + 0.05))
+    return "white" if whites > blacks else dark
+
+
+def _luminance(colour: str) -> float:
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def titled(title: str, **axis: Any) -> dict[str, Any]:

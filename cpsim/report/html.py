@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cpsim.report import figures, views
+from cpsim.report.axes import Around
 from cpsim.report.frontier import Cell
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.page import figure, page, table
@@ -56,7 +57,7 @@ def _views(advice: Advice, best: Sequence[Cell], runs: Sequence[Run]) -> Iterato
     if not advice.candidates:
         return
     if best:
-        yield "map", [views.best_map(advice.scenario, best)]
+        yield "map", [views.best_map(Around(scenario=advice.scenario), best)]
     yield "timeline", [views.timeline(one, ()) for one in best_of_strategies(advice)[:NUM_TIMELINES]]
     yield "memory", [views.memory_use(advice, advice.candidates[0])]
     yield "mask", [views.mask(advice.scenario, advice.candidates[0], ())]

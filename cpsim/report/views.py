@@ -12,7 +12,8 @@ from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.prediction.compare import compare, group_key, predict_runs
 from cpsim.prediction.results import REFUSALS
 from cpsim.report import figures, memory, shards
-from cpsim.report.frontier import MAP_CAPTION, cell_columns, cells, frontier
+from cpsim.report.axes import Around
+from cpsim.report.frontier import MAP_CAPTION, cell_columns, frontier
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.measured import measured as measured_figure
 from cpsim.report.measured import measured_columns
@@ -89,9 +90,9 @@ def _ranked(one: Candidate) -> tuple[str, ...]:
     return strategy_label(one.scenario) + planned, *numbers_of(one)
 
 
-def best_map(scenario: Scenario, found: Sequence[Cell]) -> View:
-    """The fastest strategy over sequence length and number of GPUs, as far as cells are found."""
-    return View(plots=(frontier(cells(scenario), found),), caption=MAP_CAPTION, columns=lambda: cell_columns(found))
+def best_map(around: Around, found: Sequence[Cell]) -> View:
+    """The best strategy of every cell of a map, as far as cells are found."""
+    return View(plots=(frontier(around, found),), caption=MAP_CAPTION, columns=lambda: cell_columns(around, found))
 
 
 def timeline(chosen: Candidate, ranks: Sequence[int]) -> View:

@@ -23,8 +23,10 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       document.documentElement.dataset.asked = serial;
       document.documentElement.dataset.theme = state.theme;
       const drawn = !["one document", "lengths"].includes(state.documents);
-      for (const [name, counts] of [["lengths", state.documents === "lengths"], ["seed", drawn]]) {
-        document.getElementById(name).closest(".control").hidden = !counts;
+      const mapped = state.view === "map";
+      const counting = { lengths: state.documents === "lengths", seed: drawn, across: mapped, up: mapped };
+      for (const [name, counts] of Object.entries(counting)) {
+        document.getElementById(name + "-control").hidden = !counts;
       }
       const same = window.dash_clientside.no_update;
       const linked = (name) => fromLink || name === "gpus" || name === "nodes";

@@ -134,6 +134,14 @@ def format_count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def short_count(number: float) -> str:
+    """A count in three digits, e.g. ``7.26M``."""
+    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= factor:
+            return f"{_three_digits(number / factor)}{unit}"
+    return f"{number:.0f}"
+
+
 def number_or_text(text: str) -> int | float | str:
     """The number that people typed, or their text where it is none."""
     for kind in (int, float):

@@ -225,7 +225,8 @@ class Answers:
         whole = all(job.is_complete for job in jobs)
         chosen = None
         if view in DETAILED:
-            chosen = next((c for c in advice.candidates if strategy in (None, c.scenario.strategy)), None)
+            mine = (one for one in advice.candidates if one.scenario.strategy == strategy)
+            chosen = advice.recommended if strategy is None else next(mine, None)
         later = not whole and (view == "map" or (view in DETAILED and strategy not in planned))
         shown: list[Any] = []
         if view == "map" and whole:

@@ -27,7 +27,8 @@ from cpsim.explore.controls import (
 )
 from cpsim.explore.door import Turns, check, page_of
 from cpsim.prediction.standalone import standalone
-from cpsim.report.page import TEMPLATES
+from cpsim.report.front import caveats_html, front_html
+from cpsim.report.page import TEMPLATES, shared_style
 from cpsim.report.views import TITLES
 from cpsim.report.words import case_text, documents_text, recommendation
 
@@ -64,6 +65,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
     """
     app = Dash(__name__, title="cpsim explore", update_title="", serve_locally=True)
     known = controls(start)
+    app.index_string = _index(app.index_string)
     app.layout = _layout(known, {**state_of(start), "view": VIEWS[0], "theme": ""})
     names = [control.name for control in known] + ["view", "theme"]
     app.clientside_callback(
@@ -107,7 +109,7 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
         serial = state.get("serial")
         if not answers.is_warm:
             time.sleep(MORE_S)
-            return _same(lead=LOADING, **_answered(serial, [0, 1]))
+            return _same(lead=LOADING, kind="lead wait", **_answered(serial, [0, 1]))
         try:
             found = answer(state, MORE_S if ctx.triggered_id == "more" else first_s(), views.drawn)
             pieces = [found.done, found.total]
@@ -159,6 +161,7 @@ def _places() -> dict[str, Any]:
     """What an answer fills in."""
     texts = ("lead", "error", "case", "caption")
     return {name: Output(name, "children") for name in texts} | {
+        "kind": Output("lead", "className"),
         "serial": Output("page", "data-answered"),
         "html": Output("html", "data"),
         "plots": [Output(name, "figure") for name in views.PLOTS],
@@ -188,11 +191,16 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
     asked = found.advice.scenario
     return {
         "lead": _lead(found),
+        "kind": "lead" if found.advice.candidates else "lead none" if found.is_complete else "lead wait",
         "case": f"{case_text(asked)}; {documents_text(asked)}",
         "done": found.done,
         "total": found.total,
         "caption": view.caption,
-        "html": {"below": view.below, "notes": views.notes(found.advice)},
+        "html": {
+            "front": front_html(found.advice),
+            "below": view.below,
+            "notes": caveats_html(found.advice.notes),
+        },
         "plots": made + [no_update] * missing,
         "shown": heights + [{"display": "none"}] * missing,
     }
@@ -200,7 +208,7 @@ def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
 
 def _lead(found: Known) -> str:
     """The recommendation, how far it is, and what is left out of it."""
-    words = recommendation(found.advice)
+    words = recommendation(found.advice, brief=True)
     if not found.advice.candidates and not found.is_complete:
         words = "No strategy has an answer yet."
     elif not found.advice.candidates and found.dropped:
@@ -245,28 +253,41 @@ def _layout(known: Sequence[Control], start: Values) -> Any:
             dcc.Store(id="html"),
             dcc.Store(id="written"),
             dcc.Download(id="download"),
-            html.Aside([html.H1("cpsim explore"), *(_control(one, start) for one in known), _theme()]),
+            html.Header(
+                [
+                    html.A("Skip to the answer", href="#main", className="skip"),
+                    html.H1("cpsim explore"),
+                    html.Button("Change the case", id="change", type="button"),
+                    _theme(),
+                ]
+            ),
+            html.Aside([*(_control(one, start) for one in known)], id="case-controls", **{"aria-label": "The case"}),
             html.Main(
                 [
                     html.P(id="case", className="muted"),
                     html.P(id="error", role="alert"),
-                    html.P(id="lead", role="status"),
-                    html.Progress(id="progress", value="0", max="1"),
-                    html.Nav([_views(), _downloads()]),
-                    *(
-                        dcc.Graph(
-                            id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"}
-                        )
-                        for name in views.PLOTS
+                    html.P(id="lead", role="status", className="lead wait"),
+                    html.Progress(id="progress", value="0", max="1", **{"aria-label": "Answers so far"}),
+                    html.Div(id="front"),
+                    html.Nav([_views(), _downloads()], **{"aria-label": "Views"}),
+                    html.Div(
+                        [*map(_place, views.PLOTS), html.P(id="caption", className="muted"), html.Div(id="below")],
+                        id="panel",
+                        role="tabpanel",
+                        **{"aria-label": "View"},
                     ),
-                    html.P(id="caption", className="muted"),
-                    html.Div(id="below"),
-                    html.Details([html.Summary("Know this before you rely on it"), html.Div(id="notes")], open=True),
-                ]
+                    html.Div(id="notes"),
+                ],
+                id="main",
             ),
         ],
         id="page",
     )
+
+
+def _place(name: str) -> Any:
+    """Where a figure comes."""
+    return dcc.Graph(id=name, config={"displayModeBar": False, "responsive": True}, style={"display": "none"})
 
 
 def _control(one: Control, start: Values) -> Any:
@@ -280,7 +301,21 @@ def _control(one: Control, start: Values) -> Any:
 
 
 def _views() -> Any:
-    return dcc.RadioItems([{"label": TITLES[name], "value": name} for name in VIEWS], VIEWS[0], id="view", inline=True)
+    """Tabs; the value is that of a hidden field, so that it is a control like others."""
+    tabs = [
+        html.Button(TITLES[name], type="button", role="tab", **{"data-view": name, "aria-controls": "panel"})
+        for name in VIEWS
+    ]
+    return html.Div([html.Div(tabs, id="views", role="tablist", **{"aria-label": "Views"}), _hidden("view", VIEWS[0])])
+
+
+def _hidden(name: str, value: str) -> Any:
+    return dcc.Input(value, id=name, type="hidden")
+
+
+def _index(page: str) -> str:
+    """The frame of the page, with its language and what it has in common with reports."""
+    return page.replace("<html>", '<html lang="en">').replace("{%css%}", f"{{%css%}}<style>{shared_style()}</style>")
 
 
 def _downloads() -> Any:
@@ -288,4 +323,4 @@ def _downloads() -> Any:
 
 
 def _theme() -> Any:
-    return html.Div([html.Label("theme"), dcc.RadioItems(list(THEMES), id="theme", inline=True)], className="control")
+    return html.Div([html.Button("Dark", id="dark", type="button"), _hidden("theme", "")])

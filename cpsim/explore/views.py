@@ -89,11 +89,6 @@ def csv_text(columns: Mapping[str, Column]) -> str:
     return text.getvalue()
 
 
-def notes(advice: Advice) -> str:
-    """What a reader must know before relying on the answer, as HTML."""
-    return f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in advice.notes)}</ul>" if advice.notes else ""
-
-
 def chosen_case(advice: Advice, view: View) -> Scenario:
     """The case, with the strategy that the view is about."""
     if view.chosen is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from cpsim.report.words import interval_text, ms_text, percent_text, strategy_label
+from cpsim.report.words import interval_text, strategy_label
 from cpsim.schedule.schedule import STREAMS, Kind
 from cpsim.units import MS_PER_S, format_count
 
@@ -99,58 +99,6 @@ def styled(figure: Any, height: int) -> Any:
     return figure
 
 
-def bars(candidates: Sequence[Candidate]) -> Figure:
-    """Forward and backward of candidates, stacked, in their order from the top, with the total's 90 % interval."""
-    labels = [escape(strategy_label(candidate.scenario)) for candidate in candidates]
-    parts = {
-        "forward": ([candidate.forward.time_s for candidate in candidates], FORWARD),
-        "backward": ([candidate.total_s - candidate.forward.time_s for candidate in candidates], BACKWARD),
-    }
-    data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": name,
-            "y": labels,
-            "x": [value * MS_PER_S for value in seconds],
-            "width": 0.6,
-            "marker": {"color": colour},
-            "hovertemplate": "%{y}: " + name + " %{x:.3g} ms<extra></extra>",
-        }
-        for name, (seconds, colour) in parts.items()
-    ]
-    data[-1]["error_x"] = {
-        "type": "data",
-        "symmetric": False,
-        "array": [(c.total_s_high - c.total_s) * MS_PER_S for c in candidates],
-        "arrayminus": [(c.total_s - c.total_s_low) * MS_PER_S for c in candidates],
-        "thickness": 1.6,
-        "width": 5,
-    }
-    notes = [
-        {
-            "x": candidate.total_s_high * MS_PER_S,
-            "y": label,
-            "text": f"{ms_text(candidate.total_s)} ms · P(best) {percent_text(candidate.probability_best)}",
-            "showarrow": False,
-            "xanchor": "left",
-            "xshift": 10,
-        }
-        for label, candidate in zip(labels, candidates, strict=True)
-    ]
-    widest = max(candidate.total_s_high for candidate in candidates) * MS_PER_S
-    return {
-        "data": data,
-        "layout": house(140 + 46 * len(candidates))
-        | {
-            "barmode": "stack",
-            "annotations": notes,
-            "yaxis": {"autorange": "reversed", "automargin": True},
-            "xaxis": titled("time [ms], whiskers: 90 % interval of the total", range=[0, widest * 1.3]),
-        },
-    }
-
-
 def strategy_colour(name: str) -> str:
     """The colour of a strategy; of baselines grey."""
     return STRATEGY_COLOURS.get(name, OTHER_COLOUR)
@@ -181,8 +129,9 @@ def lengths(predictions: Iterable[Prediction]) -> Figure:
     for prediction in predictions:
         lines[escape(strategy_label(prediction.scenario))].append(prediction)
     data: list[dict[str, Any]] = []
-    for number, (label, points) in enumerate(lines.items()):
-        data += _line(label, sorted(points, key=lambda p: p.scenario.num_tokens), PALETTE[number % len(PALETTE)])
+    for label, points in lines.items():
+        colour = strategy_colour(str(points[0].scenario.strategy))
+        data += _line(label, sorted(points, key=lambda p: p.scenario.num_tokens), colour)
     ticks = sorted({point.scenario.num_tokens for points in lines.values() for point in points})
     shown = {"type": "log", "tickvals": ticks, "ticktext": [format_count(t) for t in ticks]}
     return {

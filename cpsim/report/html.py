@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from cpsim.report import figures, views
+from cpsim.report import figures, front, views
 from cpsim.report.axes import Around
 from cpsim.report.frontier import Cell
-from cpsim.report.lengths import best_of_strategies
-from cpsim.report.page import figure, page, table
+from cpsim.report.page import figure, page, section, table
 from cpsim.report.words import case_text, documents_text, knobs_text, recommendation
 from cpsim.runtime.files import write
 
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from cpsim.prediction.results import Advice, Prediction
     from cpsim.prediction.runs import Run
     from cpsim.report.views import View
-
-NUM_TIMELINES: Final = 2
 
 
 def write_report(
@@ -42,49 +39,55 @@ def report_html(
     advice: Advice, lengths: Sequence[Prediction], best: Sequence[Cell] = (), runs: Sequence[Run] = ()
 ) -> str:
     """The report as text; see ``write_report``."""
-    sections = [_heading(advice)]
-    sections += [_section(name, found) for name, found in _views(advice, best, runs)]
+    sections = [*_views(advice, best, runs)]
     if lengths:
-        sections.append(_lengths(lengths))
-    sections.append(_scenario(advice))
+        sections.append(("Other sequence lengths", "lengths", _lengths(lengths)))
+    sections.append(("Scenario", "scenario", _scenario(advice)))
+    if advice.notes:
+        sections.append(("Caveats", "caveats", front.caveats_html(advice.notes)))
     title = f"cpsim: {advice.scenario.cluster}, {advice.scenario.gpus} GPUs"
-    return page(title, sections, with_plots=bool(advice.candidates))
+    return page(
+        title,
+        [_answer(advice), *(section(*one) for one in sections)],
+        with_plots=bool(advice.candidates),
+        links={"Answer": "answer"} | {said: name for said, name, _ in sections},
+    )
 
 
-def _views(advice: Advice, best: Sequence[Cell], runs: Sequence[Run]) -> Iterator[tuple[str, list[View]]]:
-    """Views of the explorer by name; timelines are of several strategies."""
-    yield "ranking", [views.ranking(advice)]
-    if not advice.candidates:
+def _answer(advice: Advice) -> str:
+    kind = "lead" if advice.candidates else "lead none"
+    case = f"{case_text(advice.scenario)}; {documents_text(advice.scenario)}"
+    return (
+        f'<section id="answer"><h1>Which context-parallel strategy?</h1><p class=muted>{escape(case)}</p>'
+        f'<p class="{kind}">{escape(recommendation(advice, brief=True))}</p>{front.front_html(advice)}</section>'
+    )
+
+
+def _views(advice: Advice, best: Sequence[Cell], runs: Sequence[Run]) -> Iterator[tuple[str, str, str]]:
+    """Sections with the views of the explorer: their titles, ids and HTML."""
+    ranking = views.ranking(advice)
+    if ranking.plots:
+        yield "Why", "why", figure(ranking.plots[0], "why", ranking.caption)
+    yield "Alternatives", "alternatives", ranking.below
+    chosen = advice.recommended
+    if chosen is None:
         return
     if best:
-        yield "map", [views.best_map(Around(scenario=advice.scenario), best)]
-    yield "timeline", [views.timeline(one, ()) for one in best_of_strategies(advice)[:NUM_TIMELINES]]
-    yield "memory", [views.memory_use(advice, advice.candidates[0])]
-    yield "mask", [views.mask(advice.scenario, advice.candidates[0], ())]
+        yield views.TITLES["map"], "map", _view("map", views.best_map(Around(scenario=advice.scenario), best))
+    yield views.TITLES["timeline"], "timeline", _view("timeline", views.timeline(chosen, ()))
+    yield views.TITLES["memory"], "memory", _view("memory", views.memory_use(advice, chosen))
+    yield views.TITLES["mask"], "mask", _view("mask", views.mask(advice.scenario, chosen, ()))
     if runs:
-        yield "measured", [views.measured(advice.scenario, runs)]
+        yield views.TITLES["measured"], "measured", _view("measured", views.measured(advice.scenario, runs))
 
 
-def _section(name: str, found: Sequence[View]) -> str:
-    """Views under one title; the caption of several figures is under the last one, tables are below."""
-    parts = [f"<h2>{views.TITLES[name]}</h2>"]
-    for number, view in enumerate(found, 1):
-        ids = [f"{name}-{number}" if len(found) > 1 else name, f"{name}-below"][: len(view.plots)]
-        captions = [""] * (len(view.plots) - 1) + [view.caption]
-        parts += [figure(*plot) for plot in zip(view.plots, ids, captions, strict=False)]
-        parts += [f"<p class=muted>{escape(view.caption)}</p>"] if view.caption and not view.plots else []
-        parts.append(view.below)
-    return "".join(parts)
-
-
-def _heading(advice: Advice) -> str:
-    kind = "lead" if advice.candidates else "lead none"
-    notes = "".join(f"<li>{escape(note)}</li>" for note in advice.notes)
-    known = f'<h2>Know this before you rely on it</h2><ul class="notes">{notes}</ul>' if notes else ""
-    return (
-        f"<h1>Which context-parallel strategy?</h1><p class=muted>{escape(case_text(advice.scenario))}</p>"
-        f'<p class="{kind}">{escape(recommendation(advice))}</p>{known}'
-    )
+def _view(name: str, view: View) -> str:
+    """A view; the caption of several figures is under the last one, tables are below."""
+    captions = [""] * (len(view.plots) - 1) + [view.caption]
+    names = [name, f"{name}-below"][: len(view.plots)]
+    parts = [figure(*plot) for plot in zip(view.plots, names, captions, strict=False)]
+    parts += [f"<p class=muted>{escape(view.caption)}</p>"] if view.caption and not view.plots else []
+    return "".join((*parts, view.below))
 
 
 def _lengths(lengths: Sequence[Prediction]) -> str:
@@ -93,11 +96,10 @@ def _lengths(lengths: Sequence[Prediction]) -> str:
         "for the case. Drawn documents are drawn anew with the same seed, given ones are scaled. Bands: 90 % "
         "intervals. A strategy has no point where it cannot run."
     )
-    return f"<h2>Other sequence lengths</h2>{figure(figures.lengths(lengths), 'lengths', caption)}"
+    return figure(figures.lengths(lengths), "lengths", caption)
 
 
 def _scenario(advice: Advice) -> str:
     fields = advice.scenario.to_dict() | {"documents": documents_text(advice.scenario)}
     words = ((name, knobs_text(v) if isinstance(v, dict) else str(v)) for name, v in fields.items())
-    rows = [(name, value) for name, value in words if value]
-    return f"<h2>Scenario</h2>{table(('field', 'value'), rows, num_text=2)}"
+    return table(("field", "value"), [(name, value) for name, value in words if value], num_text=2)

@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import base64
+import gzip
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any, Final
 
 from cpsim.report.figures import PALETTE
 
-STYLE: Final = """
-:root { color-scheme: light dark; --ink: #111827; --muted: #6b7280; --paper: #f8fafc; --card: #ffffff; --line: #e5e7eb;
-  --good: #ecfdf5; --good-line: #059669; --bad: #fef2f2; --bad-line: #dc2626; --note: #fffbeb; --note-line: #d97706; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e5e7eb; --muted: #9ca3af; --paper: #0f172a; --card: #1e293b;
-  --line: #334155; --good: #052e2b; --good-line: #10b981; --bad: #3f1219; --bad-line: #f87171; --note: #2b2410; } }
-body { font: 16px/1.55 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0; }
-main { max-width: 1180px; margin: 0 auto; padding: 2.5rem 1.5rem 5rem; }
-h1 { font-size: 1.6rem; margin: 0 0 .2rem; } h2 { font-size: 1.2rem; margin: 2.6rem 0 .6rem; }
-h3 { font-size: 1rem; margin: 1.4rem 0 .4rem; }
-.lead { font-size: 1.15rem; background: var(--good); border-left: 4px solid var(--good-line); padding: .9rem 1.1rem; }
-.none { background: var(--bad); border-color: var(--bad-line); }
-.muted, figcaption { color: var(--muted); font-size: .9rem; } figure { margin: .6rem 0 1.4rem; }
-.card { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: .8rem 1rem; }
-.card { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { text-align: left; white-space: nowrap; font-size: .82rem; color: var(--muted); }
-th { border-bottom: 2px solid var(--line); }
-th, td { padding: .4rem .6rem; vertical-align: top; } td { border-bottom: 1px solid var(--line); }
-.n { text-align: right; white-space: nowrap; } tr.best td { background: var(--good); font-weight: 600; }
-.notes { background: var(--note); border-left: 4px solid var(--note-line); padding: .8rem 2.2rem; }
-.notes li { margin: .3rem 0; }
-"""
-SHOW: Final = """
-const dark = matchMedia("(prefers-color-scheme: dark)"), shown = [];
-const template = () => TEMPLATES[dark.matches ? "dark" : "light"];
-function show(name, made) {
-  shown.push(name);
-  Plotly.newPlot(name, made.data, {...made.layout, template: template()}, {displayModeBar: false, responsive: true});
-}
-dark.addEventListener("change", () => shown.forEach((name) => Plotly.relayout(name, {template: template()})));
-"""
-"""Draws figures in the colours of the reader's system."""
+ASSETS: Final = Path(__file__).with_name("assets")
+
+
+def asset(name: str) -> str:
+    """A style sheet or script of pages."""
+    return ASSETS.joinpath(name).read_text(encoding="utf-8")
+
+
+def shared_style() -> str:
+    """What report and explorer have in common: colours, and the parts of an answer."""
+    return asset("colours.css") + asset("parts.css")
 
 
 def _template(ink: str, grid: str) -> dict[str, Any]:
@@ -62,22 +45,45 @@ TEMPLATES: Final = {"light": _template("#1f2937", "#e2e8f0"), "dark": _template(
 """Plotly templates on the page's own ground."""
 
 
-def page(title: str, sections: Iterable[str], *, with_plots: bool) -> str:
-    """A whole page; its title is escaped here, its sections are HTML."""
+def page(title: str, sections: Iterable[str], *, with_plots: bool, links: Mapping[str, str] | None = None) -> str:
+    """A whole page.
+
+    Args:
+        title: escaped here.
+        sections: HTML.
+        with_plots: whether they have figures.
+        links: ids of sections by title, for the line of links above them.
+    """
     body = "\n".join(sections)
+    items = "".join(f'<li><a href="#{name}">{escape(said)}</a></li>' for said, name in (links or {}).items())
+    above = f'<nav class="sections" aria-label="Sections"><ul>{items}</ul></nav>' if items else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style>{_plotly() if with_plots else ''}</head>\n"
-        f"<body><main>{body}</main></body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title><style>{shared_style()}{asset('page.css')}</style>"
+        f"{_scripts() if with_plots else ''}</head>\n"
+        f'<body><a class="skip" href="#main">Skip to the answer</a>{above}<main id="main">{body}</main>'
+        f"{_plotly() if with_plots else ''}</body></html>\n"
     )
 
 
-def _plotly() -> str:
+def _scripts() -> str:
     from plotly.io.json import to_json_plotly
+
+    return f"<script>const TEMPLATES = {to_json_plotly(TEMPLATES)};{asset('show.js')}</script>"
+
+
+def _plotly() -> str:
+    """Plotly, packed: 2 MB instead of 5."""
     from plotly.offline import get_plotlyjs
 
-    return f"<script>{get_plotlyjs()}</script><script>const TEMPLATES = {to_json_plotly(TEMPLATES)};{SHOW}</script>"
+    packed = base64.b64encode(gzip.compress(get_plotlyjs().encode(), 9, mtime=0)).decode()
+    return f'<script>unpack("{packed}")</script>'
+
+
+def section(title: str, name: str, body: str) -> str:
+    """A section with a link to itself; its body is HTML."""
+    return f'<section id="{name}"><h2><a href="#{name}">{escape(title)}</a></h2>{body}</section>'
 
 
 def figure(made: Any, name: str, caption: str) -> str:
@@ -86,18 +92,56 @@ def figure(made: Any, name: str, caption: str) -> str:
 
     values = made if isinstance(made, dict) else made.to_plotly_json()
     bare = {"data": values["data"], "layout": {k: v for k, v in values["layout"].items() if k != "template"}}
-    plot = f'<div id="{name}"></div><script>show("{name}", {to_json_plotly(bare)})</script>'
+    height = values["layout"].get("height", 450)
+    place = f'<div id="plot-{name}" style="height: {height}px"></div>'
+    plot = f'{place}<script>show("plot-{name}", {to_json_plotly(bare)})</script>'
     return f'<figure class="card">{plot}<figcaption>{escape(caption)}</figcaption></figure>'
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Rows of a table that belong together."""
+
+    title: str
+    """Empty: they need none."""
+    rows: Sequence[Sequence[str]]
+    colours: Sequence[str] = ()
+    """Of marks before the first cells."""
+    best: int | None = None
+    """The row that is marked."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], num_text: int, best: bool = False) -> str:
     """A table of escaped cells; columns from ``num_text`` on are numbers; ``best`` marks the first row."""
+    return grouped_table(head, [Group(title="", rows=list(rows), best=0 if best else None)], num_text)
+
+
+def grouped_table(head: Sequence[str], groups: Iterable[Group], num_text: int) -> str:
+    """A table of groups of rows; columns from ``num_text`` on are numbers."""
     side = [""] * num_text + [' class="n"'] * (len(head) - num_text)
-    top = "".join(f"<th{s}>{escape(cell)}</th>" for s, cell in zip(side, head, strict=True))
+    top = "".join(f'<th scope="col"{s}>{escape(cell)}</th>' for s, cell in zip(side, head, strict=True))
+    bodies = "".join(f"<tbody>{_group(group, side)}</tbody>" for group in groups)
+    return f'<div class="card" tabindex="0"><table><thead><tr>{top}</tr></thead>{bodies}</table></div>'
+
+
+def _group(group: Group, side: Sequence[str]) -> str:
+    title = f'<tr><th class="group" scope="rowgroup" colspan="{len(side)}">{escape(group.title)}</th></tr>'
     lines = [
-        f"<tr{' class=best' if best and i == 0 else ''}>"
-        + "".join(f"<td{s}>{escape(cell)}</td>" for s, cell in zip(side, row, strict=True))
+        f"<tr{' class=best' if i == group.best else ''}>"
+        + "".join(
+            f"<td{s}>{_mark(group.colours[i]) if group.colours and not j else ''}{escape(cell)}</td>"
+            for j, (s, cell) in enumerate(zip(side, row, strict=True))
+        )
         + "</tr>"
-        for i, row in enumerate(rows)
+        for i, row in enumerate(group.rows)
     ]
-    return f'<div class="card"><table><tr>{top}</tr>{"".join(lines)}</table></div>'
+    return (title if group.title else "") + "".join(lines)
+
+
+def _mark(colour: str) -> str:
+    return f'<span class="key" style="background: {colour}"></span>'
+
+
+def folded(title: str, body: str) -> str:
+    """HTML that is shown when somebody asks."""
+    return f"<details><summary>{escape(title)}</summary>{body}</details>"

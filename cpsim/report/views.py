@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -11,13 +12,13 @@ import numpy as np
 from cpsim.case.resolve import cluster_of, workload_of
 from cpsim.prediction.compare import compare, group_key, predict_runs
 from cpsim.prediction.results import REFUSALS
-from cpsim.report import figures, memory, shards
+from cpsim.report import figures, front, memory, shards
 from cpsim.report.axes import Around
 from cpsim.report.frontier import MAP_CAPTION, cell_columns, frontier
 from cpsim.report.lengths import best_of_strategies
 from cpsim.report.measured import measured as measured_figure
 from cpsim.report.measured import measured_columns
-from cpsim.report.page import table
+from cpsim.report.page import Group, folded, grouped_table, table
 from cpsim.report.words import case_text, numbers_of, strategy_label
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from cpsim.report.frontier import Cell
 
 TITLES: Final = {
-    "ranking": "Ranking",
+    "ranking": "Why, and alternatives",
     "map": "Where the best changes",
     "timeline": "Timeline",
     "memory": "Memory",
@@ -47,8 +48,12 @@ RANKING_HEAD: Final = (
     "memory",
     "P(best)",
 )
-
-
+REASONS_HEAD: Final = ("strategy", "", "why")
+RANKING_CAPTION: Final = (
+    "Attention of one layer, every strategy with all settings worth trying. Exposed: share of the time in which the "
+    "slowest GPU communicates or waits for data and computes nothing. Memory: most bytes on one GPU. P(best): share of "
+    "draws of all cost parameters in which it is the fastest. Highlighted: what is recommended."
+)
 SLOW_S: Final = 0.1
 """From here on the time that planning a batch takes is said."""
 
@@ -68,20 +73,34 @@ class View:
 
 
 def ranking(advice: Advice) -> View:
-    """Every strategy with its interval and P(best), and why others cannot run."""
+    """Where the time of the fastest ways goes, every way with its interval and P(best), and why others cannot run."""
     best = best_of_strategies(advice)
-    below = table(RANKING_HEAD, map(_ranked, advice.candidates), num_text=1, best=True) if best else ""
+    below = _alternatives(advice) if best else ""
     if advice.infeasible:
         reasons = [(strategy_label(one.scenario), REFUSALS[one.kind], one.reason) for one in advice.infeasible]
-        below += f"<h3>Not ranked</h3>{table(('strategy', '', 'why'), reasons, num_text=3)}"
+        below += folded(f"Not ranked: {len(reasons)}, each with its reason", table(REASONS_HEAD, reasons, num_text=3))
     if not best:
         return View(below=below, columns=advice.columns)
-    caption = (
-        "Attention of one layer, every strategy with its best settings; the table has all settings. Exposed: share of "
-        "the time in which the slowest GPU communicates or waits for data and computes nothing. Memory: most bytes on "
-        "one GPU. P(best): share of draws of all cost parameters in which the strategy is the fastest."
+    chosen = advice.recommended or best[0]
+    return View(
+        plots=(front.why(best[: front.WHY]),), caption=front.path_text(chosen), below=below, columns=advice.columns
     )
-    return View(plots=(figures.bars(best),), caption=caption, below=below, columns=advice.columns)
+
+
+def _alternatives(advice: Advice) -> str:
+    """The ranking, those that cannot be told from the fastest first."""
+    tied = [one for one in advice.candidates if any(one is other for other in advice.tied)]
+    later = [one for one in advice.candidates if not any(one is other for other in tied)]
+    several = len(tied) > 1
+    groups = [_group(advice, tied, "Cannot be told from the fastest, as far as predictions can tell" * several)]
+    groups += [_group(advice, later, "Slower" * several)] if later else []
+    return f"<p class=muted>{escape(RANKING_CAPTION)}</p>{grouped_table(RANKING_HEAD, groups, num_text=1)}"
+
+
+def _group(advice: Advice, some: Sequence[Candidate], title: str) -> Group:
+    best = next((i for i, one in enumerate(some) if one is advice.recommended), None)
+    colours = [figures.strategy_colour(str(one.scenario.strategy)) for one in some]
+    return Group(title=title, rows=[_ranked(one) for one in some], colours=colours, best=best)
 
 
 def _ranked(one: Candidate) -> tuple[str, ...]:

@@ -116,8 +116,8 @@ def documents_text(scenario: Scenario) -> str:
             return f"drawn from {draw.distribution} with seed {draw.seed}{limit}"
 
 
-def recommendation(advice: Advice) -> str:
-    """The recommendation in words, with how sure it is."""
+def recommendation(advice: Advice, brief: bool = False) -> str:
+    """The recommendation in words, with how sure it is; brief ones stand beside its numbers."""
     if not advice.candidates:
         return f"No strategy can run this case: {len(advice.infeasible)} tried, each with its reason below."
     best = advice.recommended or advice.candidates[0]
@@ -125,14 +125,14 @@ def recommendation(advice: Advice) -> str:
     others = [one for one in advice.distinct if one is not best and not any(one is other for other in same)]
     chance = percent_text(best.probability_best)
     time = f"{ms_text(best.total_s)} ms forward and backward (90 %: {_interval(best)} ms)"
-    rate = f"{best.tflops_per_gpu:,.0f} TFLOP/s per GPU"
+    numbers = "" if brief else f": {time}, {best.tflops_per_gpu:,.0f} TFLOP/s per GPU"
     if not others:
         why = "the only strategy that can" if advice.infeasible else "the only one asked about"
-        return f"Run {strategy_label(best.scenario)}, {why}: {time}, {rate}."
+        return f"Run {strategy_label(best.scenario)}, {why}{numbers}."
     second = others[0]
     tied = [one for one in others if any(one is other for other in advice.tied)]
     run = f"Not measured, estimated from kernel {advice.stands_in}: run" if advice.stands_in else "Run"
-    lead = f"{run} {strategy_label(best.scenario)}: {time}, {rate}"
+    lead = f"{run} {strategy_label(best.scenario)}{numbers}"
     longer = f"{second.total_s / best.total_s - 1:.0%}".replace("%", " %")
     if not tied or best.probability_best >= CLEAR:
         comes = f"{strategy_label(second.scenario)} comes second and takes {longer} longer"

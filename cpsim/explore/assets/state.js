@@ -22,6 +22,8 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       state.serial = ++serial;
       document.documentElement.dataset.asked = serial;
       document.documentElement.dataset.theme = state.theme;
+      document.getElementById("dark").textContent = state.theme === "dark" ? "Light" : "Dark";
+      select(state.view);
       const drawn = !["one document", "lengths"].includes(state.documents);
       const mapped = state.view === "map";
       const counting = { lengths: state.documents === "lengths", seed: drawn, across: mapped, up: mapped };
@@ -77,7 +79,16 @@ function toAddress(state, controls) {
 // Tables offer strategies that were left out, and link to other cases: neither loads the page again.
 document.addEventListener("click", (event) => {
   const offer = event.target.closest("[data-strategy]"), link = event.target.closest("#below a");
-  if (offer) {
+  const tab = event.target.closest("[data-view]");
+  if (tab) {
+    window.dash_clientside.set_props("view", { value: tab.dataset.view });
+  } else if (event.target.closest("#dark")) {
+    const dark = document.documentElement.dataset.theme === "dark";
+    window.dash_clientside.set_props("theme", { value: dark ? "light" : "dark" });
+  } else if (event.target.closest("#change")) {
+    const shown = document.getElementById("page").classList.toggle("changing");
+    event.target.setAttribute("aria-expanded", shown);
+  } else if (offer) {
     window.dash_clientside.set_props("strategy", { value: offer.dataset.strategy });
   } else if (link) {
     event.preventDefault();
@@ -85,3 +96,22 @@ document.addEventListener("click", (event) => {
     window.dispatchEvent(new PopStateEvent("popstate"));
   }
 });
+
+// Arrows go from tab to tab, as ARIA has it.
+document.addEventListener("keydown", (event) => {
+  const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], tab = event.target.closest("[data-view]");
+  if (tab && step) {
+    const tabs = [...tab.parentElement.children];
+    const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
+    next.focus();
+    next.click();
+  }
+});
+
+function select(view) {
+  for (const tab of document.querySelectorAll("[data-view]")) {
+    const chosen = tab.dataset.view === view;
+    tab.setAttribute("aria-selected", chosen);
+    tab.tabIndex = chosen ? 0 : -1;
+  }
+}

@@ -24,6 +24,7 @@ from cpsim.prediction.advise import Evaluated, advise, candidates_of, evaluate, 
 from cpsim.prediction.predict import TOO_LARGE, predict
 from cpsim.prediction.results import Advice, Candidate, Infeasible, knobs_json
 from cpsim.prediction.runs import case_key
+from cpsim.prediction.step_advice import StepAdvice, advise_step
 from cpsim.report.axes import Around, Spot
 from cpsim.report.frontier import Cell, best_in, likely
 from cpsim.runtime.workers import Budget, Busy, OverBudget, Question, Workers
@@ -52,6 +53,7 @@ tried first, lest one process is left with them at the end."""
 LIKELY: Final = ("loongtrain", "usp", "ulysses", "hybrid_cp", "allgather", "magi", "zigzag_ring")
 """What is tried first in a first case."""
 WARM: Final = {"gpus": 16, "cluster": "dgx-h200", "tokens_per_gpu": 1024, "heads": 8, "kv_heads": 8}
+WARM_STEP: Final = {"gpus": 16, "cluster": "dgx-h200", "model": "llama3.2-1b", "context": 16384, "tokens": 2**19}
 DETAILED: Final = ("timeline", "memory", "mask")
 """Views of one strategy, which need its timelines."""
 PLANNING: Final = "being planned, which takes seconds; its row comes when it is done"
@@ -155,6 +157,19 @@ class Known:
         return self.done == self.total
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownStep:
+    """What is known of a training step that a page asks."""
+
+    advice: StepAdvice | None
+    """Of all ways to cut it, or as long as these are searched of the way that was the best in the page's last case;
+    None where neither is there."""
+    is_whole: bool
+    """Whether all ways were tried."""
+    done: int
+    total: int
+
+
 def as_it_is(candidate: Candidate) -> Candidate:
     """Nothing is made of a candidate."""
     return candidate
@@ -177,6 +192,7 @@ class Answers:
         self._at: OrderedDict[str, str] = OrderedDict()
         self._order: list[str] = []
         self._seconds: OrderedDict[str, float] = OrderedDict()
+        self._cut: OrderedDict[str, Scenario] = OrderedDict()
         self.expected_s = math.inf
         """Seconds until a ranking is whole, if it takes as long as the last."""
 
@@ -249,6 +265,47 @@ class Answers:
             done=sum(piece.done() for job in jobs for piece in job.pieces if job.items is not None),
             total=len(pieces) + later,
         )
+
+    def ask_step(self, scenario: Scenario, page: str, patience_s: float) -> KnownStep:
+        """What is known of a training step after a short wait.
+
+        Ways to cut it are searched, which takes a second or more; what the page's last answer recommends is tried in
+        the new case meanwhile, and is there at once.
+
+        Args:
+            scenario: the step.
+            page: who asks.
+            patience_s: how long the answer may wait to be whole.
+
+        Raises:
+            ScenarioError, ProfileError: the case cannot be answered.
+            Dropped: it is over the budget of an answer.
+        """
+        until = time.monotonic() + patience_s
+        self._move(page, _key("step", scenario))
+        job = self._job(page, "step", scenario, until, _step_piece, lambda _: (0, 0), self._cuts(scenario, page))
+        job.wait(until, lambda: False)
+        job.wait(max(until, time.monotonic() + FIRST_S), lambda: bool(job.done))
+        answers = {item[1] is None: answer for item, answer, _ in job.answers()}
+        whole = answers.get(True)
+        if isinstance(whole, OverBudget):
+            raise Dropped(dropped_text(whole))
+        if whole is not None and whole.recommended:
+            self._cut[page] = whole.recommended.prediction.scenario
+            while len(self._cut) > PAGES:
+                self._cut.popitem(last=False)
+        before = answers.get(False)
+        return KnownStep(
+            advice=whole or (None if isinstance(before, OverBudget) else before),
+            is_whole=whole is not None,
+            done=sum(piece.done() for piece in job.pieces),
+            total=len(job.pieces),
+        )
+
+    def _cuts(self, scenario: Scenario, page: str) -> Sequence[tuple[Scenario, Scenario | None]]:
+        """What is tried of a step: the cut that was the best before, where there is one, and all."""
+        before = self._cut.get(page)
+        return [*([(scenario, before)] if before else []), (scenario, None)]
 
     def _tried(
         self, scenario: Scenario, page: str, strategy: str | None, until: float
@@ -471,6 +528,25 @@ def _planned_piece(way: Scenario | Infeasible) -> tuple[Any, ...]:
     return _evaluate, way, LIGHT_BYTES
 
 
+def _step_piece(item: tuple[Scenario, Scenario | None]) -> tuple[Any, ...]:
+    scenario, cut = item
+    return (advise_step, scenario) if cut is None else (_cut_again, scenario, cut)
+
+
+def _cut_again(scenario: Scenario, before: Scenario) -> StepAdvice | None:
+    """A step as another one was cut, as far as it leaves that open; None where that is no way to cut it."""
+    mine = scenario.parallel.model_dump(exclude_none=True, exclude_unset=True) if scenario.parallel else {}
+    theirs = before.parallel.model_dump(exclude_none=True) if before.parallel else {}
+    kept = ("tp", "pp", "cp", "ep", "virtual_pp", "sharding", "replicate", "recompute", "loss_chunks")
+    section = {name: theirs[name] for name in kept if name in theirs} | mine
+    asked = {"parallel": section, "strategy": before.strategy, "knobs": dict(before.knobs)}
+    try:
+        found = advise_step(scenario_from(scenario.to_dict() | asked))
+    except CpsimError:
+        return None
+    return found if found.candidates else None
+
+
 def _timed(work: Callable[..., T], *arguments: Any) -> tuple[T, float]:
     begun = time.perf_counter()
     return work(*arguments), time.perf_counter() - begun
@@ -518,3 +594,4 @@ def warm_up() -> None:
     for changes in ({}, documents, {"gpus": 8, "mask": "full"}):
         best = advise({**WARM, **changes}).candidates[0]
         predict(best.forward.scenario)
+    advise_step(scenario_from(WARM_STEP))

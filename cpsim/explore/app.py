@@ -6,6 +6,7 @@ import io
 import time
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,12 +16,13 @@ from dash.exceptions import PreventUpdate
 from cpsim.case.cluster import presets
 from cpsim.errors import CpsimError
 from cpsim.explore import views
-from cpsim.explore.answers import DETAILED, Answers, Dropped
+from cpsim.explore.answers import DETAILED, Answers, Dropped, Known, KnownStep
 from cpsim.explore.controls import (
     VIEWS,
     Control,
     controls,
     given_ranks,
+    is_step,
     scenario_of,
     shown_strategy,
     state_of,
@@ -29,15 +31,15 @@ from cpsim.explore.door import Turns, check, page_of
 from cpsim.prediction.standalone import standalone
 from cpsim.report.front import caveats_html, front_html
 from cpsim.report.page import TEMPLATES, shared_style
-from cpsim.report.views import TITLES
+from cpsim.report.step_page import step_front
+from cpsim.report.steps import step_recommendation
+from cpsim.report.views import TITLES, View
 from cpsim.report.words import case_text, documents_text, recommendation
 
 if TYPE_CHECKING:
     from cpsim.case.scenario import Scenario
-    from cpsim.explore.answers import Known
     from cpsim.prediction.runs import Run
     from cpsim.report.figures import Figure
-    from cpsim.report.views import View
 
 Values = Mapping[str, Any]
 
@@ -110,15 +112,23 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
         if not answers.is_warm:
             time.sleep(MORE_S)
             return _same(lead=LOADING, kind="lead wait", **_answered(serial, [0, 1]))
+        more, theme = ctx.triggered_id == "more", str(state.get("theme"))
         try:
-            found = answer(state, MORE_S if ctx.triggered_id == "more" else first_s(), views.drawn)
+            found = step(state, more) if is_step(state) else answer(state, MORE_S if more else first_s(), views.drawn)
             pieces = [found.done, found.total]
-            if ctx.triggered_id == "more" and answered and answered.get("pieces") == pieces:
+            if more and answered and answered.get("pieces") == pieces:
                 return _same(**_answered(serial, pieces))
-            view = views.make_view(state, found, runs, known)
+            said = _step_said(state, found) if isinstance(found, KnownStep) else _attention_said(state, found)
         except CpsimError as error:
             return _same(error=str(error), done=1, total=1, **_answered(serial, [1, 1]))
-        return {"error": "", **_answered(serial, pieces), **_said(found, view, str(state.get("theme")))}
+        return {"error": "", **_answered(serial, pieces), **_filled(said, theme)}
+
+    def step(state: Values, more: bool) -> KnownStep:
+        scenario = scenario_of(state, known)
+        return answers.ask_step(scenario, page_of(state), MORE_S if more else FIRST_S)
+
+    def _attention_said(state: Values, found: Known) -> Said:
+        return _said(found, views.make_view(state, found, runs, known))
 
     def download(_csv: Any, _scenario: Any, state: Any) -> dict[str, Any]:
         with turns.of(state):
@@ -127,6 +137,8 @@ def make_app(start: Scenario, runs: Sequence[Run], answers: Answers) -> Dash:
     def file_of(state: Values) -> dict[str, Any]:
         name = str(state.get("view"))
         try:
+            if is_step(state):
+                return step_file(answers.ask_step(scenario_of(state, known), page_of(state), WHOLE_FILE_S), state)
             if ctx.triggered_id == "csv" and name in DETAILED:
                 return _file(f"cpsim-{name}.csv", answer(state, WHOLE_FILE_S, views.data_of).chosen or "")
             found = answer(state, WHOLE_FILE_S, views.drawn)
@@ -183,27 +195,78 @@ def _answered(serial: Any, pieces: Sequence[int]) -> dict[str, Any]:
     return {"serial": serial, "answered": {"serial": serial, "pieces": pieces, "at": time.monotonic()}}
 
 
-def _said(found: Known, view: View, theme: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """An answer before it fills the page."""
+
+    lead: str
+    kind: str
+    """``lead``, with ``none`` where nothing can run and ``wait`` where nothing is there yet."""
+    case: Scenario | None
+    front: str
+    notes: Sequence[str]
+    view: View
+    found: Known | KnownStep
+
+
+def _said(found: Known, view: View) -> Said:
+    """An answer about attention."""
+    return Said(
+        lead=_lead(found),
+        kind="lead" if found.advice.candidates else "lead none" if found.is_complete else "lead wait",
+        case=found.advice.scenario,
+        front=front_html(found.advice),
+        notes=found.advice.notes,
+        view=view,
+        found=found,
+    )
+
+
+def _step_said(state: Values, found: KnownStep) -> Said:
+    """An answer about a training step."""
+    advice = found.advice
+    if advice is None:
+        words = "Ways to cut the step are being searched."
+        return Said(lead=words, kind="lead wait", case=None, front="", notes=(), view=View(), found=found)
+    meanwhile = "" if found.is_whole else " Cut as before; other ways are being searched."
+    return Said(
+        lead=step_recommendation(advice, brief=True) + meanwhile,
+        kind="lead" if advice.candidates else "lead none",
+        case=advice.scenario,
+        front=step_front(advice),
+        notes=advice.notes,
+        view=views.step_view(state, advice),
+        found=found,
+    )
+
+
+def _filled(said: Said, theme: str) -> dict[str, Any]:
     """An answer as outputs of the page; a place without a figure is hidden."""
-    made = [_themed(plot, theme) for plot in view.plots]
+    made = [_themed(plot, theme) for plot in said.view.plots]
     missing = len(views.PLOTS) - len(made)
     heights = [{"height": f"{plot['layout']['height']}px"} for plot in made]
-    asked = found.advice.scenario
     return {
-        "lead": _lead(found),
-        "kind": "lead" if found.advice.candidates else "lead none" if found.is_complete else "lead wait",
-        "case": f"{case_text(asked)}; {documents_text(asked)}",
-        "done": found.done,
-        "total": found.total,
-        "caption": view.caption,
-        "html": {
-            "front": front_html(found.advice),
-            "below": view.below,
-            "notes": caveats_html(found.advice.notes),
-        },
+        "lead": said.lead,
+        "kind": said.kind,
+        "case": f"{case_text(said.case)}; {documents_text(said.case)}" if said.case else "",
+        "done": said.found.done,
+        "total": said.found.total,
+        "caption": said.view.caption,
+        "html": {"front": said.front, "below": said.view.below, "notes": caveats_html(said.notes)},
         "plots": made + [no_update] * missing,
         "shown": heights + [{"display": "none"}] * missing,
     }
+
+
+def step_file(found: KnownStep, state: Values) -> dict[str, Any]:
+    """The data of a view of a training step, or the scenario of what is recommended."""
+    advice = found.advice
+    if advice is None:
+        raise PreventUpdate
+    if ctx.triggered_id == "csv":
+        return _file(f"cpsim-step-{state.get('view')}.csv", views.csv_text(views.step_view(state, advice).columns()))
+    best = advice.recommended
+    return scenario_file(best.prediction.scenario if best else advice.scenario)
 
 
 def _lead(found: Known) -> str:
@@ -241,7 +304,10 @@ def _file(name: str, text: str) -> dict[str, Any]:
 
 def _layout(known: Sequence[Control], start: Values) -> Any:
     extra = (Control(name="view", label="view", choices=VIEWS), Control(name="theme", label="theme", choices=THEMES))
-    described = [{"name": one.name, "is_number": one.is_number, "value": start[one.name]} for one in (*known, *extra)]
+    described = [
+        {"name": one.name, "is_number": one.is_number, "of": one.of, "value": start[one.name]}
+        for one in (*known, *extra)
+    ]
     return html.Div(
         [
             dcc.Location(id="url", refresh=False),

@@ -9,11 +9,14 @@ from typing import Any, Final
 from cpsim.case.cluster import load_cluster, presets
 from cpsim.case.documents import DISTRIBUTIONS
 from cpsim.case.load import scenario_from
+from cpsim.case.model import MODELS
 from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import ScenarioError, nearest, shown
 from cpsim.masks.names import MASK_NAMES
 from cpsim.models.feasible import kernel_names
+from cpsim.prediction.question import Options, ask
+from cpsim.prediction.step.frameworks import DEFAULT, FRAMEWORKS
 from cpsim.report.axes import AXES
 from cpsim.report.views import TITLES
 from cpsim.strategies import STRATEGIES
@@ -26,7 +29,12 @@ ONE_DOCUMENT: Final = "one document"
 GIVEN_LENGTHS: Final = "lengths"
 OWN_PROFILE: Final = "the cluster's own"
 BEST: Final = "the best"
+ATTENTION: Final = "attention of a layer"
+STEP: Final = "a training step"
+SEARCHED: Final = "searched"
+DEGREES: Final = ("tp", "pp", "cp")
 VIEWS: Final = tuple(TITLES)
+PRECISIONS: Final = ("bf16", "fp8", "nvfp4")
 NETWORK: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 """What-if speeds of the network between nodes, over that of the cluster."""
 
@@ -42,6 +50,8 @@ class Control:
     """Empty: a number or free text."""
     is_number: bool = False
     hint: str = ""
+    of: str = ""
+    """What is predicted where it counts; empty: whatever it is."""
 
 
 def controls(start: Scenario) -> tuple[Control, ...]:
@@ -53,25 +63,43 @@ def controls(start: Scenario) -> tuple[Control, ...]:
     clusters = dict.fromkeys((*presets(), start.cluster))
     profiles = dict.fromkeys((OWN_PROFILE, *shipped_profiles(), DATA_SHEET, start.profile or OWN_PROFILE))
     return (
-        Control(name="tokens_per_gpu", label="tokens per GPU", is_number=True),
+        Control(name="task", label="what to predict", choices=(ATTENTION, STEP)),
+        *_step_controls(),
+        Control(name="tokens_per_gpu", label="tokens per GPU", is_number=True, of=ATTENTION),
         Control(name="gpus", label="GPUs", is_number=True),
         Control(name="nodes", label="nodes", is_number=True),
         Control(name="cluster", label="cluster", choices=tuple(clusters)),
         Control(name="network", label="speed of the network, times", choices=tuple(f"{x:g}" for x in NETWORK)),
-        Control(name="profile", label="profile", choices=tuple(profiles)),
+        Control(name="profile", label="profile", choices=tuple(profiles), of=ATTENTION),
         Control(name="documents", label="documents", choices=documents),
-        Control(name="lengths", label="their lengths [tokens]", hint="e.g. 500000, 286432"),
-        Control(name="seed", label="seed of the draw", is_number=True),
-        Control(name="mask", label="mask", choices=tuple(MASK_NAMES)),
-        Control(name="options", label="options of the mask", hint="e.g. window=512"),
-        Control(name="heads", label="heads", is_number=True),
-        Control(name="kv_heads", label="key-value heads", is_number=True),
-        Control(name="head_dim", label="head dimension", is_number=True),
-        Control(name="kernel", label="kernel", choices=kernel_names()),
-        Control(name="strategy", label="strategy shown", choices=(BEST, *STRATEGIES)),
-        Control(name="ranks", label="ranks shown", hint="e.g. 0, 1, 48; empty: a few"),
-        Control(name="across", label="map: to the right", choices=tuple(AXES)),
-        Control(name="up", label="map: upwards", choices=tuple(AXES)),
+        Control(name="lengths", label="their lengths [tokens]", hint="e.g. 500000, 286432", of=ATTENTION),
+        Control(name="seed", label="seed of the draw", is_number=True, of=ATTENTION),
+        Control(name="mask", label="mask", choices=tuple(MASK_NAMES), of=ATTENTION),
+        Control(name="options", label="options of the mask", hint="e.g. window=512", of=ATTENTION),
+        Control(name="heads", label="heads", is_number=True, of=ATTENTION),
+        Control(name="kv_heads", label="key-value heads", is_number=True, of=ATTENTION),
+        Control(name="head_dim", label="head dimension", is_number=True, of=ATTENTION),
+        Control(name="kernel", label="kernel", choices=kernel_names(), of=ATTENTION),
+        Control(name="strategy", label="strategy shown", choices=(BEST, *STRATEGIES), of=ATTENTION),
+        Control(name="ranks", label="ranks shown", hint="e.g. 0, 1, 48; empty: a few", of=ATTENTION),
+        Control(name="across", label="map: to the right", choices=tuple(AXES), of=ATTENTION),
+        Control(name="up", label="map: upwards", choices=tuple(AXES), of=ATTENTION),
+    )
+
+
+def _step_controls() -> tuple[Control, ...]:
+    """What training steps have and attention alone has not."""
+    shardings = dict.fromkeys(one for code in FRAMEWORKS.values() for one in code.shardings)
+    recomputes = dict.fromkeys(one for code in FRAMEWORKS.values() for one in code.recomputes)
+    return (
+        Control(name="model", label="model", choices=tuple(MODELS), of=STEP),
+        Control(name="framework", label="framework", choices=tuple(FRAMEWORKS), of=STEP),
+        Control(name="context", label="tokens of a sequence", hint="e.g. 128k", of=STEP),
+        Control(name="sequences", label="sequences of a step", is_number=True, of=STEP),
+        Control(name="precision", label="precision", choices=PRECISIONS, of=STEP),
+        Control(name="sharding", label="sharding", choices=(SEARCHED, *shardings), of=STEP),
+        Control(name="recompute", label="recomputation", choices=(SEARCHED, *recomputes), of=STEP),
+        *(Control(name=name, label=f"{name}, or empty", hint=SEARCHED, of=STEP) for name in DEGREES),
     )
 
 
@@ -81,8 +109,29 @@ def state_of(scenario: Scenario) -> dict[str, Any]:
     Raises:
         ScenarioError: its cluster cannot be read, or controls cannot say what it says.
     """
-    if scenario.model is not None or scenario.implementation != "cpsim":
-        raise ScenarioError("explore: shows attention of cpsim's own code; leave model and implementation out")
+    named = isinstance(scenario.model, str) and scenario.is_step
+    if not (named or scenario.model is None) or scenario.implementation != "cpsim":
+        raise ScenarioError(
+            "explore: shows attention of cpsim's own code and steps of models with a name; leave dimensions of a "
+            "model, part and implementation out"
+        )
+    said = scenario.parallel.model_dump(exclude_none=True) if scenario.parallel else {}
+    step = {
+        "task": STEP if named else ATTENTION,
+        "model": scenario.model if named else "llama3-8b",
+        "framework": scenario.framework or DEFAULT,
+        "context": scenario.context or (scenario.num_tokens if named else 131072),
+        "sequences": scenario.num_sequences if named else 32,
+        "precision": scenario.precision if isinstance(scenario.precision, str) else PRECISIONS[0],
+        "sharding": said.get("sharding", SEARCHED),
+        "recompute": said.get("recompute", SEARCHED),
+        **{name: said.get(name, "") for name in DEGREES},
+    }
+    return step | _attention_state(scenario)
+
+
+def _attention_state(scenario: Scenario) -> dict[str, Any]:
+    """The controls that attention has."""
     documents, lengths, seed = ONE_DOCUMENT, "", 0
     match scenario.documents:
         case tuple() as given:
@@ -128,6 +177,8 @@ def scenario_of(state: State, known: Sequence[Control]) -> Scenario:
         value = state.get(control.name)
         if control.choices and value not in control.choices:
             raise ScenarioError(f"{control.name}: {shown(value)} is unknown; {nearest(value, control.choices)}")
+    if state["task"] == STEP:
+        return _step_of(state)
     fields: dict[str, Any] = {
         name: _whole(state, name) for name in ("tokens_per_gpu", "gpus", "heads", "kv_heads", "head_dim")
     }
@@ -142,6 +193,38 @@ def scenario_of(state: State, known: Sequence[Control]) -> Scenario:
     scenario = scenario_from(fields)
     cluster_of(scenario)
     return scenario
+
+
+def _step_of(state: State) -> Scenario:
+    """The training step, as ``cpsim advise --model`` asks for it.
+
+    Raises:
+        ScenarioError: a control has no value, or one that makes no sense.
+    """
+    if state["documents"] == GIVEN_LENGTHS:
+        raise ScenarioError("documents: given lengths are for attention; choose a distribution, or advise --lengths")
+    changes = [f"parallel.{name}={state[name]}" for name in ("sharding", "recompute") if state[name] != SEARCHED]
+    given = {name: state.get(name) for name in DEGREES}
+    changes += [f"parallel.{name}={_whole(state, name)}" for name, value in given.items() if value not in (None, "")]
+    changes += [f"precision={state['precision']}"] if state["precision"] != PRECISIONS[0] else []
+    cluster, gpus = _cluster(state), _whole(state, "gpus")
+    load_cluster(cluster).with_gpus(gpus)
+    options = Options(
+        model=str(state["model"]),
+        framework=str(state["framework"]),
+        gpus=gpus,
+        cluster=cluster,
+        context=str(state["context"]),
+        lengths=None if state["documents"] == ONE_DOCUMENT else str(state["documents"]),
+        batch=_whole(state, "sequences"),
+        changes=tuple(changes),
+    )
+    return ask(options).scenario
+
+
+def is_step(state: State) -> bool:
+    """Whether the page is at a training step."""
+    return state.get("task") == STEP
 
 
 def shown_strategy(state: State) -> str | None:

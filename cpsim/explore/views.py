@@ -13,7 +13,7 @@ from urllib.parse import urlencode
 from cpsim.case.resolve import cluster_of
 from cpsim.explore.controls import Control, State, shown_strategy, state_of
 from cpsim.prediction.results import Advice
-from cpsim.report import memory, views
+from cpsim.report import memory, step_page, validation, views
 from cpsim.report.axes import Around
 from cpsim.report.views import View
 from cpsim.report.words import case_text, documents_text
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from cpsim.explore.answers import Known
     from cpsim.prediction.results import Candidate, Column
     from cpsim.prediction.runs import Run
+    from cpsim.prediction.step_advice import StepAdvice
 
 PLOTS: Final = ("plot", "plot-2")
 """Places for figures; a view fills as many as it needs."""
@@ -36,6 +37,8 @@ def make_view(state: State, known: Known, runs: Sequence[Run], controls: Sequenc
     """
     advice = known.advice
     match state.get("view"):
+        case "checked":
+            return checked_view()
         case "map":
             return views.best_map(around_of(state, advice.scenario), known.cells)
         case "measured":
@@ -51,6 +54,24 @@ def make_view(state: State, known: Known, runs: Sequence[Run], controls: Sequenc
         case _:
             ranking = views.ranking(advice)
             return replace(ranking, below=_offers(known) + ranking.below)
+
+
+def checked_view() -> View:
+    """Errors of everything that was compared."""
+    return View(plots=(validation.scatter(),), caption=validation.CAPTION, columns=validation.validation_columns)
+
+
+def step_view(state: State, advice: StepAdvice) -> View:
+    """The view of a training step that the page is at."""
+    match state.get("view"):
+        case "checked":
+            return checked_view()
+        case "memory":
+            return step_page.memory_view(advice)
+        case "paste":
+            return step_page.paste(advice)
+    why = step_page.time_view(advice)
+    return replace(why, below=why.below + step_page.alternatives(advice))
 
 
 def around_of(state: State, scenario: Scenario) -> Around:

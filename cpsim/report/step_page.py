@@ -1,4 +1,4 @@
-"""The report of ``cpsim advise --step``: one HTML file that opens offline."""
+"""Views of advice about a training step, and its report: one HTML file that opens offline."""
 
 from __future__ import annotations
 
@@ -8,25 +8,42 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from cpsim.prediction.results import REFUSALS
 from cpsim.prediction.step_advice import reasons, words
-from cpsim.report.figures import Figure, house, titled
+from cpsim.report import front, validation
+from cpsim.report.answer import evidence_text, launch
+from cpsim.report.figures import Figure, house, strategy_colour, titled
 from cpsim.report.memory import GB, limit
-from cpsim.report.page import figure, page, table
-from cpsim.report.steps import candidate_row, grouped, slower_text, step_recommendation
-from cpsim.report.words import case_text, documents_text, strategy_label
+from cpsim.report.page import Group, figure, folded, grouped_table, page, section, table
+from cpsim.report.steps import candidate_row, grouped, memory_text, slower_text, step_recommendation
+from cpsim.report.views import View
+from cpsim.report.words import CLEAR, case_text, documents_text, percent_text, seconds_text, strategy_label
 from cpsim.runtime.files import write
+from cpsim.units import format_bytes, short_count
 
 if TYPE_CHECKING:
+    from cpsim.prediction.results import Column
     from cpsim.prediction.step_advice import StepAdvice, StepCandidate
 
 SHOWN: Final = 12
 """Ways to cut in the figures."""
 HEAD: Final = ("strategy", "recompute", "tp", "pp", "dp", "cp", "s", "tokens/s", "MFU", "GB", "P(best)")
 CAPTION: Final = (
-    "Time of a step. tokens/s: of each GPU. MFU: useful FLOP per second over the peak of the data sheet. GB: what the "
-    "fullest GPU needs. P(best): share of draws of all cost parameters in which this is the fastest."
+    "s: time of a step. tokens/s: of each GPU. MFU: useful FLOP per second over the peak of the data sheet. GB: what "
+    "the fullest GPU needs. P(best): share of draws of all cost parameters in which this is the fastest."
 )
+COLOURS: Final = {
+    "matrix products": "#009e73",
+    "attention": "#0072b2",
+    "memory-bound ops": "#56b4e9",
+    "communication": "#d55e00",
+    "waiting for others": "#999999",
+}
+"""Of what a GPU does; as in reports of attention."""
+KINDS: Final = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999", "#332288")
+"""Of kinds of tensors, in their order."""
 
 
 def write_step_report(path: Path, advice: StepAdvice) -> None:
@@ -41,31 +58,150 @@ def write_step_report(path: Path, advice: StepAdvice) -> None:
 
 def step_report_html(advice: StepAdvice) -> str:
     """The report as text."""
-    shown = advice.candidates or advice.nearest
-    sections = [_heading(advice)]
-    if shown:
-        title = "Ways to cut the step" if advice.candidates else "What comes nearest to fitting"
-        ranked = table(HEAD, map(_row, shown), num_text=2, best=bool(advice.candidates))
-        sections.append(f"<h2>{title}</h2>{ranked}<p class=muted>{escape(CAPTION)}</p>{_why(advice)}")
-        sections.append(f"<h2>Time</h2>{figure(time_bars(shown[:SHOWN]), 'time', 'What the mean GPU does in a step.')}")
-        caption = "Tensors by kind, and what NCCL's communicators and the CUDA context take, on the fullest GPU."
-        sections.append(f"<h2>Memory</h2>{figure(memory_bars(shown[:SHOWN]), 'memory', caption)}")
-    if advice.refused:
-        rows = [(what, REFUSALS[one.kind], why) for one, what, why in grouped(advice.refused)]
-        sections.append(f"<h2>Not ranked</h2>{table(('degrees', '', 'why'), rows, num_text=3)}")
+    sections = []
+    for title, name, view in (
+        ("Text to paste", "paste", paste(advice)),
+        ("Why", "why", time_view(advice)),
+        ("Memory", "memory", memory_view(advice)),
+    ):
+        body = "".join(figure(plot, name, view.caption) for plot in view.plots) + view.below
+        sections += [(title, name, body)] if body else []
+    sections.insert(2 if advice.recommended else 1, ("Alternatives", "alternatives", alternatives(advice)))
+    if advice.notes:
+        sections.append(("Caveats", "caveats", front.caveats_html(advice.notes)))
     title = f"cpsim: a training step on {advice.scenario.gpus} GPUs of {advice.scenario.cluster}"
-    return page(title, sections, with_plots=bool(shown))
+    return page(
+        title,
+        [_answer(advice), *(section(*one) for one in sections)],
+        with_plots=bool(advice.candidates or advice.nearest),
+        links={"Answer": "answer"} | {said: name for said, name, _ in sections},
+    )
 
 
-def _heading(advice: StepAdvice) -> str:
+def _answer(advice: StepAdvice) -> str:
     kind = "lead" if advice.candidates else "lead none"
-    notes = "".join(f"<li>{escape(note)}</li>" for note in advice.notes)
-    known = f'<h2>Know this before you rely on it</h2><ul class="notes">{notes}</ul>' if notes else ""
     case = f"{case_text(advice.scenario)}; {documents_text(advice.scenario)}"
     return (
-        f"<h1>How to cut this training step?</h1><p class=muted>{escape(case)}</p><p>{escape(advice.assumed)}</p>"
-        f'<p class="{kind}">{escape(step_recommendation(advice))}</p>{known}'
+        f'<section id="answer"><h1>How to cut this training step?</h1><p class=muted>{escape(case)}</p>'
+        f'<p class="{kind}">{escape(step_recommendation(advice, brief=True))}</p>{step_front(advice)}</section>'
     )
+
+
+def step_front(advice: StepAdvice) -> str:
+    """The numbers of what is recommended, or of what comes nearest to fitting, and the top of the ranking."""
+    best = advice.recommended or next(iter(advice.nearest), None)
+    if best is None:
+        return f"<p class=muted>{escape(advice.assumed)}</p>"
+    top = front.top_html(_top(advice, best), "Fastest ways to cut the step", "")
+    scenario = best.prediction.scenario
+    checked = f"{evidence_text(scenario)} {validation.closest_text(scenario, best.parallel.cp)} {advice.assumed}"
+    return front.beside(_facts(advice, best), top, checked.removeprefix("Checked: "))
+
+
+def _facts(advice: StepAdvice, best: StepCandidate) -> list[front.Fact]:
+    one, need = best.prediction, best.step.needed_bytes
+    rate = one.tokens_per_s_per_gpu or 0.0
+    low, high = one.needed_interval
+    clear = best.probability_best >= CLEAR or len(advice.tied) < 2
+    choice = "does not fit" if not advice.candidates else "clear" if clear else f"close, {len(advice.tied)} tie"
+    return [
+        front.Fact(
+            name="Time of a step",
+            value=f"{seconds_text(one.time_s)} s",
+            more=f"90 %: {seconds_text(one.time_s_low)}–{seconds_text(one.time_s_high)} s",
+        ),
+        front.Fact(
+            name="Speed",
+            value=f"{short_count(rate * one.scenario.gpus)} tokens/s",
+            more=f"{rate:,.0f} a GPU, MFU {percent_text(one.mfu or 0)}",
+        ),
+        front.Fact(
+            name="Memory",
+            value=f"{need / GB:.1f} of {best.step.gpu_bytes / GB:.1f} GB",
+            more=f"90 %: {low / GB:.1f}–{format_bytes(high)}",
+            share=need / best.step.gpu_bytes,
+        ),
+        front.Fact(name="Choice", value=choice, more=f"fastest with probability {percent_text(best.probability_best)}"),
+    ]
+
+
+def _top(advice: StepAdvice, best: StepCandidate) -> list[front.Line]:
+    """What is recommended, then the fastest others."""
+    shown = [best, *(one for one in advice.candidates or advice.nearest if one is not best)][: front.TOP]
+    longest = max(one.step.time_s for one in shown)
+    lines = []
+    for place, one in enumerate(shown, 1):
+        tie = "=" * (len(advice.tied) > 1 and any(one is other for other in advice.tied))
+        later = one.step.time_s / best.step.time_s - 1
+        more = "" if one is best or abs(later) < 0.005 else f" {later:+.0%}".replace("%", " %")
+        lines.append(
+            front.Line(
+                rank=f"{place}{tie}",
+                label=_label(one),
+                time=f"{seconds_text(one.step.time_s)} s{more}",
+                share=one.step.time_s / longest,
+                colour=strategy_colour(str(one.prediction.scenario.strategy)),
+            )
+        )
+    return lines
+
+
+def _label(one: StepCandidate) -> str:
+    return f"{words(one.parallel)}, {strategy_label(one.prediction.scenario)}"
+
+
+def paste(advice: StepAdvice) -> View:
+    """What to paste to run what is recommended."""
+    best = advice.recommended
+    found = launch(best) if best else None
+    if found is None:
+        return View()
+    checked = "; reads back as meant" if not found.wrong else f"; our reader finds otherwise: {', '.join(found.wrong)}"
+    text = f'<pre class="paste" tabindex="0">{escape(found.text.rstrip())}</pre>'
+    return View(below=f"<p>{escape(found.what[0].upper() + found.what[1:] + checked)}.</p>{text}")
+
+
+def time_view(advice: StepAdvice) -> View:
+    """Where the time of the fastest ways goes, and why degrees are as they are."""
+    shown = (advice.candidates or advice.nearest)[:SHOWN]
+    if not shown:
+        return View()
+    lines = reasons(advice) if advice.candidates else []
+    lines += [slower_text(advice)] if advice.slower else []
+    below = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    caption = "What the mean GPU does in a step; what is recommended may be a simpler one that ties with the fastest."
+    return View(plots=(time_bars(shown),), caption=caption, below=below, columns=lambda: step_columns(advice))
+
+
+def memory_view(advice: StepAdvice) -> View:
+    """The memory of the fullest GPU by kind."""
+    shown = (advice.candidates or advice.nearest)[:SHOWN]
+    if not shown:
+        return View()
+    best = advice.recommended or shown[0]
+    caption = "Tensors by kind, and what NCCL's communicators and the CUDA context take, on the fullest GPU."
+    below = f"<p>{escape(_label(best))}. {escape(memory_text(best.step))}.</p>"
+    return View(plots=(memory_bars(shown),), caption=caption, below=below, columns=lambda: step_columns(advice))
+
+
+def alternatives(advice: StepAdvice) -> str:
+    """The ranking, ties first, and why others are not in it."""
+    tied = [one for one in advice.candidates if any(one is other for other in advice.tied)]
+    later = [one for one in advice.candidates or advice.nearest if not any(one is other for other in tied)]
+    several, title = len(tied) > 1, "" if advice.candidates else "What comes nearest to fitting"
+    groups = [_group(advice, tied, "Cannot be told from the fastest, as far as predictions can tell" * several)]
+    groups = [one for one in (*groups, _group(advice, later, title or "Slower" * several)) if one.rows]
+    found = f"{grouped_table(HEAD, groups, num_text=2)}<p class=muted>{escape(CAPTION)}</p>" if groups else ""
+    if advice.refused:
+        rows = [(what, REFUSALS[one.kind], why) for one, what, why in grouped(advice.refused)]
+        found += folded(f"Not ranked: {len(advice.refused)}", table(("degrees", "", "why"), rows, num_text=3))
+    return found
+
+
+def _group(advice: StepAdvice, some: Sequence[StepCandidate], title: str) -> Group:
+    best = next((i for i, one in enumerate(some) if one is advice.recommended), None)
+    colours = [strategy_colour(str(one.prediction.scenario.strategy)) for one in some]
+    return Group(title=title, rows=[_row(one) for one in some], colours=colours, best=best)
 
 
 def _row(one: StepCandidate) -> tuple[str, ...]:
@@ -74,19 +210,25 @@ def _row(one: StepCandidate) -> tuple[str, ...]:
     return (*cells[4:6], *cells[:4], *cells[6:])
 
 
-def _why(advice: StepAdvice) -> str:
-    lines = reasons(advice) if advice.candidates else []
-    lines += [slower_text(advice)] if advice.slower else []
-    return "".join(f"<p>{escape(line)}</p>" for line in lines)
+def step_columns(advice: StepAdvice) -> dict[str, Column]:
+    """Candidates as columns, in SI units."""
+    shown = advice.candidates or advice.nearest
+    return {
+        "parallel": np.array([words(one.parallel) for one in shown], dtype=str),
+        "strategy": np.array([strategy_label(one.prediction.scenario) for one in shown], dtype=str),
+        "time_s": np.array([one.step.time_s for one in shown]),
+        "time_s_low": np.array([one.prediction.time_s_low for one in shown]),
+        "time_s_high": np.array([one.prediction.time_s_high for one in shown]),
+        "needed_bytes": np.array([one.step.needed_bytes for one in shown]),
+        "probability_best": np.array([one.probability_best for one in shown]),
+    }
 
 
-def _labels(shown: Sequence[StepCandidate]) -> list[str]:
-    return [escape(f"{words(one.parallel)}, {strategy_label(one.prediction.scenario)}") for one in shown]
-
-
-def _stacked(shown: Sequence[StepCandidate], parts: Sequence[dict[str, float]], axis: str, unit: str) -> Figure:
+def _stacked(
+    shown: Sequence[StepCandidate], parts: Sequence[dict[str, float]], colours: dict[str, str], axis: str, unit: str
+) -> Figure:
     """A bar for every candidate, of parts by name."""
-    labels = _labels(shown)
+    labels = [escape(_label(one)) for one in shown]
     data = [
         {
             "type": "bar",
@@ -94,22 +236,24 @@ def _stacked(shown: Sequence[StepCandidate], parts: Sequence[dict[str, float]], 
             "name": name,
             "y": labels,
             "x": [row[name] for row in parts],
+            "marker": {"color": colours[name], "line": {"color": "white", "width": 0.5}},
             "hovertemplate": "%{y}: " + name + " %{x:.3g} " + unit + "<extra></extra>",
         }
         for name in parts[0]
         if any(row[name] for row in parts)
     ]
     axes = {"xaxis": titled(axis), "yaxis": {"autorange": "reversed", "automargin": True}}
-    return {"data": data, "layout": house(190 + 34 * len(shown)) | axes | {"barmode": "stack"}}
+    return {"data": data, "layout": house(190 + 34 * len(shown), top=95) | axes | {"barmode": "stack"}}
 
 
 def time_bars(shown: Sequence[StepCandidate]) -> Figure:
     """Seconds of every candidate by what GPUs do."""
-    return _stacked(shown, [one.aspects() for one in shown], "time of a step [s]", "s")
+    return _stacked(shown, [one.aspects() for one in shown], COLOURS, "time of a step [s]", "s")
 
 
 def memory_bars(shown: Sequence[StepCandidate]) -> Figure:
     """Memory of every candidate by kind, beside that of a GPU."""
     parts = [{name: nbytes / GB for name, nbytes in asdict(one.step.fullest).items()} for one in shown]
-    made = _stacked(shown, parts, "memory of the fullest GPU [GB]", "GB")
+    colours = {name: KINDS[i % len(KINDS)] for i, name in enumerate(parts[0])}
+    made = _stacked(shown, parts, colours, "memory of the fullest GPU [GB]", "GB")
     return made | {"layout": made["layout"] | limit(shown[0].step.gpu_bytes / GB)}

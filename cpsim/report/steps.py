@@ -39,10 +39,11 @@ COLUMNS = (
 )
 
 
-def step_recommendation(advice: StepAdvice) -> str:
-    """The recommendation in words, with how sure it is; or what comes nearest to fitting."""
+def step_recommendation(advice: StepAdvice, brief: bool = False) -> str:
+    """The recommendation in words, with how sure it is; or what comes nearest to fitting. Brief ones stand beside its
+    numbers."""
     if best := advice.recommended:
-        return _run(best, advice)
+        return _run(best, advice, brief)
     if advice.nearest:
         best = advice.nearest[0]
         needed, limit = (f"{nbytes / 1e9:.1f}" for nbytes in (best.step.needed_bytes, best.step.gpu_bytes))
@@ -58,10 +59,11 @@ def step_recommendation(advice: StepAdvice) -> str:
     return f"No way to cut this step can run: {len(advice.refused)} tried, each with its reason below."
 
 
-def _run(best: StepCandidate, advice: StepAdvice) -> str:
+def _run(best: StepCandidate, advice: StepAdvice, brief: bool) -> str:
     p = best.prediction
     low, high = seconds_text(p.time_s_low), seconds_text(p.time_s_high)
-    lead = f"Run {_cut(best)}: {seconds_text(best.step.time_s)} s a step (90 %: {low}–{high} s), {_rate(best)}; "
+    numbers = "" if brief else f": {seconds_text(best.step.time_s)} s a step (90 %: {low}–{high} s), {_rate(best)}"
+    lead = f"Run {_cut(best)}{numbers}; "
     others = len(advice.tied) - 1
     if not others:
         return f"{lead}the fastest with probability {percent_text(best.probability_best)}."

@@ -35,6 +35,8 @@ TITLES: Final = {
     "memory": "Memory",
     "mask": "Mask and shards",
     "measured": "Predicted and measured",
+    "paste": "Text to paste",
+    "checked": "All that was checked",
 }
 """All views by name, in their order."""
 RANKING_HEAD: Final = (

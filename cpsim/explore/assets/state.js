@@ -23,12 +23,15 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
       document.documentElement.dataset.asked = serial;
       document.documentElement.dataset.theme = state.theme;
       document.getElementById("dark").textContent = state.theme === "dark" ? "Light" : "Dark";
-      select(state.view);
+      select(state.view, state.task.includes("step"));
       const drawn = !["one document", "lengths"].includes(state.documents);
       const mapped = state.view === "map";
       const counting = { lengths: state.documents === "lengths", seed: drawn, across: mapped, up: mapped };
-      for (const [name, counts] of Object.entries(counting)) {
-        document.getElementById(name + "-control").hidden = !counts;
+      for (const { name, of } of controls) {
+        const place = document.getElementById(name + "-control");
+        if (place) {
+          place.hidden = (of && of !== state.task) || counting[name] === false;
+        }
       }
       const same = window.dash_clientside.no_update;
       const linked = (name) => fromLink || name === "gpus" || name === "nodes";
@@ -101,16 +104,21 @@ document.addEventListener("click", (event) => {
 document.addEventListener("keydown", (event) => {
   const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key], tab = event.target.closest("[data-view]");
   if (tab && step) {
-    const tabs = [...tab.parentElement.children];
+    const tabs = [...tab.parentElement.children].filter((one) => !one.hidden);
     const next = tabs[(tabs.indexOf(tab) + step + tabs.length) % tabs.length];
     next.focus();
     next.click();
   }
 });
 
-function select(view) {
+const OF_ATTENTION = ["map", "timeline", "mask", "measured"], OF_STEPS = ["paste"];
+
+function select(view, isStep) {
+  const missing = isStep ? OF_ATTENTION : OF_STEPS;
+  const shown = missing.includes(view) ? "ranking" : view;
   for (const tab of document.querySelectorAll("[data-view]")) {
-    const chosen = tab.dataset.view === view;
+    const chosen = tab.dataset.view === shown;
+    tab.hidden = missing.includes(tab.dataset.view);
     tab.setAttribute("aria-selected", chosen);
     tab.tabIndex = chosen ? 0 : -1;
   }

@@ -30,9 +30,12 @@ from cpsim.errors import ScenarioError
 from cpsim.explore import answers, controls, views
 from cpsim.prediction.advise import advise
 from cpsim.prediction.predict import predict
+from cpsim.prediction.question import Options
+from cpsim.prediction.question import ask as ask_door
 from cpsim.prediction.runs import runs_in
 from cpsim.prediction.shortlist import NEAR
 from cpsim.prediction.standalone import standalone
+from cpsim.prediction.step_advice import advise_step, words
 from cpsim.report.axes import AXES, Around
 from cpsim.report.figures import PALETTE, STRATEGY_COLOURS, ink_on
 from cpsim.report.frontier import BLANKS, Cell, best_in, frontier, likely
@@ -122,8 +125,35 @@ def test_a_cluster_file_with_another_network_travels_with_its_scenario(tmp_path,
 
 
 def test_only_cases_that_the_page_can_show_begin_it():
-    with pytest.raises(ScenarioError, match="model and implementation"):
+    with pytest.raises(ScenarioError, match="leave dimensions of a model, part and implementation out"):
         controls.state_of(scenario_from(CASE | {"implementation": "torch"}))
+    layer = {"model": "llama3.2-1b", "part": "layer", "gpus": 8, "cluster": "dgx-h200", "tokens": 8192}
+    with pytest.raises(ScenarioError, match="leave dimensions of a model, part"):
+        controls.state_of(scenario_from(layer))
+
+
+STEP = {"gpus": 16, "cluster": "dgx-h100", "model": "llama3.2-1b", "context": 16384, "tokens": 16384 * 32}
+
+
+def test_controls_of_a_step_ask_what_the_command_line_asks():
+    said = STEP | {"framework": "torchtitan", "precision": "fp8", "parallel": {"recompute": "full", "tp": 2}}
+    asked = scenario_from(said)
+    found = controls.scenario_of(controls.state_of(asked), controls.controls(asked))
+    options = Options(
+        model="llama3.2-1b",
+        framework="torchtitan",
+        gpus=16,
+        cluster="dgx-h100",
+        context="16384",
+        batch=32,
+        changes=("precision=fp8", "parallel.recompute=full", "parallel.tp=2"),
+    )
+    assert found == ask_door(options).scenario
+    assert (found.parallel.tp, found.parallel.recompute, found.parallel.pp) == (2, "full", None)
+    with pytest.raises(ScenarioError, match="given lengths are for attention"):
+        scenario_of(task=controls.STEP, documents="lengths")
+    with pytest.raises(ScenarioError, match="sequences: expected a whole number, got 'x'"):
+        scenario_of(task=controls.STEP, sequences="x")
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +212,26 @@ def test_a_page_drops_what_it_no_longer_looks_at_and_nobody_else_s(asked):
         assert kept.changed.wait_for(lambda: kept.is_complete, timeout=30)
     assert not any(piece.cancelled() for piece in kept.pieces)
     assert ask(asked, first, "one").is_complete
+
+
+def test_steps_are_answered_as_advise_does_and_meanwhile_with_the_cut_of_before(asked):
+    scenario = scenario_from(STEP)
+    first = asked.ask_step(scenario, "steps", 120)
+    assert first.is_whole
+    whole = advise_step(scenario)
+    assert [words(c.parallel) for c in first.advice.candidates] == [words(c.parallel) for c in whole.candidates]
+    assert [c.step.time_s for c in first.advice.candidates] == [c.step.time_s for c in whole.candidates]
+    longer = scenario_from(STEP | {"tokens": 16384 * 64})
+    begun = asked.ask_step(longer, "steps", 0)
+    assert begun.total == 2
+    while begun.advice is None:
+        begun = asked.ask_step(longer, "steps", 0.1)
+    if not begun.is_whole:
+        [kept] = begun.advice.candidates
+        assert words(kept.parallel) == words(whole.recommended.parallel)
+    done = asked.ask_step(longer, "steps", 120)
+    assert done.is_whole
+    assert done.advice.recommended.step.time_s == advise_step(longer).recommended.step.time_s
 
 
 @pytest.mark.slow
@@ -474,6 +524,21 @@ CHANGES = {
     "documents=lengths&lengths=32768": [("lengths", "type", "30000, 2768")],
     "view=timeline": [("strategy", "choose", "ring"), ("ranks", "type", "0, 3")],
     "view=map": [("across", "choose", "kv_heads"), ("up", "choose", "network")],
+    "task=a training step&model=llama3.2-1b&context=8k&sequences=16&cluster=dgx-h100": [
+        ("sharding", "choose", "none"),
+        ("recompute", "choose", "full"),
+        ("precision", "choose", "fp8"),
+        ("context", "type", 16384),
+        ("sequences", "type", 32),
+        ("tp", "type", 2),
+        ("pp", "type", 2),
+        ("cp", "type", 2),
+        ("model", "choose", "llama3.2-3b"),
+    ],
+    "task=a training step&model=llama3.2-1b&context=8k&sequences=16": [
+        ("framework", "choose", "torchtitan"),
+        ("task", "choose", "attention of a layer"),
+    ],
 }
 """Links to begin with, and what is then changed one after another."""
 

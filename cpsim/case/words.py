@@ -77,7 +77,7 @@ def tokens_of(value: Any, field: str) -> int:
         ScenarioError: it is none.
     """
     try:
-        found = TOKENS.read(value)
+        found = TOKENS.read(int(value) if isinstance(value, str) and value.strip().isdecimal() else value)
     except ValueError as error:
         raise ScenarioError(f"{field}: {error}") from None
     if found != int(found):

@@ -655,6 +655,49 @@ def test_an_impossible_setting_is_one_clear_line_and_the_page_stays_alive(page):
     assert page.console() == []
 
 
+@pytest.mark.chromium
+@needs_chromium
+def test_a_pinned_answer_stays_beside_those_of_other_cases(page):
+    page.open(**CASE, documents="one document")
+    before = page.text("front")
+    page.find("#pin").click()
+    assert page.text("pinned").count(before.splitlines()[0]) == 1
+    page.type("gpus", 16)
+    page.settle()
+    assert "16 GPUs" in page.text("current")
+    assert "8 GPUs" in page.text("pinned")
+    assert before.splitlines()[1] in page.text("pinned")
+    said = page.text("difference")
+    assert re.match(r"Changed since pinned: gpus 8 → 16.*: [\d.]+ % (more|fewer) tokens a second than pinned", said)
+    page.find("#pinned a").click()
+    page.settle()
+    page.open(**CASE, documents="one document")
+    assert page.text("pinned") == ""
+    assert page.console() == []
+
+
+@pytest.mark.chromium
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 1280, 1920])
+def test_the_first_screen_holds_the_answer_and_the_top_of_the_ranking(page, width):
+    height = {390: 844, 1280: 800, 1920: 1080}[width]
+    size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        for case in (CASE | {"documents": "one document"}, A_STEP):
+            page.open(**case)
+            ends = page.driver.execute_script(
+                "return ['#lead', '.facts', '.top li:nth-child(2)'].map(s =>"
+                " document.querySelector('#current ' + s).getBoundingClientRect().bottom)"
+            )
+            assert 0 < max(ends) < height, (width, ends)
+            widest = page.driver.execute_script("return document.documentElement.scrollWidth")
+            assert widest <= width
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+A_STEP = {"task": controls.STEP, "gpus": 16, "cluster": "dgx-h100", "model": "llama3.2-1b", "context": "16k"}
 BEGIN = {"gpus": 96, "tokens_per_gpu": 8192, "documents": "one document", "mask": "causal"}
 TYPED = [
     ("tokens_per_gpu", 4096),

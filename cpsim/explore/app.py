@@ -330,11 +330,9 @@ def _layout(known: Sequence[Control], start: Values) -> Any:
             html.Aside([*(_control(one, start) for one in known)], id="case-controls", **{"aria-label": "The case"}),
             html.Main(
                 [
-                    html.P(id="case", className="muted"),
                     html.P(id="error", role="alert"),
-                    html.P(id="lead", role="status", className="lead wait"),
-                    html.Progress(id="progress", value="0", max="1", **{"aria-label": "Answers so far"}),
-                    html.Div(id="front"),
+                    html.P(id="difference", role="status"),
+                    html.Div([_current(), html.Div(id="pinned", role="group", **{"aria-label": "Pinned"})], id="both"),
                     html.Nav([_views(), _downloads()], **{"aria-label": "Views"}),
                     html.Div(
                         [*map(_place, views.PLOTS), html.P(id="caption", className="muted"), html.Div(id="below")],
@@ -348,6 +346,19 @@ def _layout(known: Sequence[Control], start: Values) -> Any:
             ),
         ],
         id="page",
+    )
+
+
+def _current() -> Any:
+    """The answer, beside which an earlier one may be pinned."""
+    return html.Div(
+        [
+            html.P(id="case", className="muted"),
+            html.P(id="lead", role="status", className="lead wait"),
+            html.Progress(id="progress", value="0", max="1", **{"aria-label": "Answers so far"}),
+            html.Div(id="front"),
+        ],
+        id="current",
     )
 
 
@@ -385,7 +396,13 @@ def _index(page: str) -> str:
 
 
 def _downloads() -> Any:
-    return html.Div([html.Button("CSV", id="csv"), html.Button("Scenario file", id="scenario")])
+    return html.Div(
+        [
+            html.Button("Pin", id="pin", title="Keep this answer beside those of other cases"),
+            html.Button("CSV", id="csv"),
+            html.Button("Scenario file", id="scenario"),
+        ]
+    )
 
 
 def _theme() -> Any:

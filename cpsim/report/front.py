@@ -75,10 +75,17 @@ def facts_html(facts: Iterable[Fact]) -> str:
     return f'<dl class="facts">{"".join(parts)}</dl>'
 
 
-def beside(facts: Iterable[Fact], top: str, checked: str) -> str:
-    """The first screen: numbers, the short ranking (HTML), and how well they were checked."""
+def beside(facts: Iterable[Fact], top: str, checked: str, per_token_s: float) -> str:
+    """The first screen: numbers, the short ranking (HTML), and how well they were checked.
+
+    Args:
+        facts: numbers.
+        top: the short ranking as HTML.
+        checked: how well such numbers were checked.
+        per_token_s: seconds of a token, by which answers are compared.
+    """
     known = f'<p class="checked"><b>Checked.</b> {escape(checked)}</p>'
-    return f'<div class="front">{facts_html(facts)}{top}{known}</div>'
+    return f'<div class="front" data-per-token="{per_token_s:.9g}">{facts_html(facts)}{top}{known}</div>'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +116,8 @@ def front_html(advice: Advice, more: str = "") -> str:
     if best is None:
         return ""
     top = top_html(_top(advice), "Fastest ways, forward and backward", more)
-    return beside(_facts(advice, best), top, checked_text(advice.scenario))
+    per_token_s = best.total_s / advice.scenario.num_tokens
+    return beside(_facts(advice, best), top, checked_text(advice.scenario), per_token_s)
 
 
 def _facts(advice: Advice, best: Candidate) -> list[Fact]:

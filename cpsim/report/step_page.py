@@ -95,7 +95,8 @@ def step_front(advice: StepAdvice) -> str:
     top = front.top_html(_top(advice, best), "Fastest ways to cut the step", "")
     scenario = best.prediction.scenario
     checked = f"{evidence_text(scenario)} {validation.closest_text(scenario, best.parallel.cp)} {advice.assumed}"
-    return front.beside(_facts(advice, best), top, checked.removeprefix("Checked: "))
+    per_token_s = best.step.time_s / scenario.num_tokens
+    return front.beside(_facts(advice, best), top, checked.removeprefix("Checked: "), per_token_s)
 
 
 def _facts(advice: StepAdvice, best: StepCandidate) -> list[front.Fact]:

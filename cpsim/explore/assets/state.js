@@ -46,6 +46,7 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           place.innerHTML = place.shown = text;
         }
       }
+      compare();
       if (answered.serial === serial && answered.pieces[0] < answered.pieces[1]) {
         window.dash_clientside.set_props("more", { data: answered.at });
       }
@@ -88,6 +89,8 @@ document.addEventListener("click", (event) => {
   } else if (event.target.closest("#dark")) {
     const dark = document.documentElement.dataset.theme === "dark";
     window.dash_clientside.set_props("theme", { value: dark ? "light" : "dark" });
+  } else if (event.target.closest("#pin")) {
+    pin();
   } else if (event.target.closest("#change")) {
     const shown = document.getElementById("page").classList.toggle("changing");
     event.target.setAttribute("aria-expanded", shown);
@@ -122,4 +125,50 @@ function select(view, isStep) {
     tab.setAttribute("aria-selected", chosen);
     tab.tabIndex = chosen ? 0 : -1;
   }
+}
+
+// An answer that is pinned stays beside those of other cases, with what is otherwise and how much faster it is.
+let pinned = null;
+
+function pin() {
+  const place = document.getElementById("pinned");
+  pinned = pinned ? null : { address: new URLSearchParams(location.search), perToken: perToken() };
+  place.innerHTML = "";
+  if (pinned) {
+    for (const name of ["case", "lead", "front"]) {
+      const copy = document.getElementById(name).cloneNode(true);
+      copy.removeAttribute("id");
+      copy.removeAttribute("role");
+      place.append(copy);
+    }
+    const link = document.createElement("a");
+    link.href = location.href;
+    link.textContent = "Back to this case";
+    place.append(link);
+  }
+  document.getElementById("both").classList.toggle("pinned", pinned !== null);
+  document.getElementById("pin").textContent = pinned ? "Unpin" : "Pin";
+  compare();
+}
+
+function perToken() {
+  const front = document.querySelector("#current .front");
+  return front ? Number(front.dataset.perToken) : NaN;
+}
+
+function compare() {
+  const place = document.getElementById("difference");
+  if (!pinned) {
+    place.textContent = "";
+    return;
+  }
+  const now = new URLSearchParams(location.search), names = new Set([...pinned.address.keys(), ...now.keys()]);
+  const changed = [...names]
+    .filter((name) => !["view", "theme"].includes(name) && pinned.address.get(name) !== now.get(name))
+    .map((name) => `${name} ${pinned.address.get(name) ?? "none"} → ${now.get(name) ?? "none"}`);
+  const ratio = perToken() / pinned.perToken;
+  const percent = (Math.abs(1 / ratio - 1) * 100).toFixed(1);
+  const faster = `${percent} % ${ratio < 1 ? "more" : "fewer"}`;
+  const speed = Number.isFinite(ratio) ? `: ${faster} tokens a second than pinned` : "";
+  place.textContent = changed.length ? `Changed since pinned: ${changed.join(", ")}${speed}.` : "Pinned: change something.";
 }

@@ -92,7 +92,8 @@ def step_front(advice: StepAdvice) -> str:
     best = advice.recommended or next(iter(advice.nearest), None)
     if best is None:
         return f"<p class=muted>{escape(advice.assumed)}</p>"
-    top = front.top_html(_top(advice, best), "Fastest ways to cut the step", "")
+    title = "Fastest ways to cut the step" if advice.candidates else "What comes nearest to fitting"
+    top = front.top_html(_top(advice, best), title, "")
     scenario = best.prediction.scenario
     checked = f"{evidence_text(scenario)} {validation.closest_text(scenario, best.parallel.cp)} {advice.assumed}"
     per_token_s = best.step.time_s / scenario.num_tokens
@@ -104,6 +105,7 @@ def _facts(advice: StepAdvice, best: StepCandidate) -> list[front.Fact]:
     rate = one.tokens_per_s_per_gpu or 0.0
     low, high = one.needed_interval
     clear = best.probability_best >= CLEAR or len(advice.tied) < 2
+    sure = f"fastest with probability {percent_text(best.probability_best)}" if advice.candidates else "none does"
     choice = "does not fit" if not advice.candidates else "clear" if clear else f"close, {len(advice.tied)} tie"
     return [
         front.Fact(
@@ -122,7 +124,7 @@ def _facts(advice: StepAdvice, best: StepCandidate) -> list[front.Fact]:
             more=f"90 %: {low / GB:.1f}–{format_bytes(high)}",
             share=need / best.step.gpu_bytes,
         ),
-        front.Fact(name="Choice", value=choice, more=f"fastest with probability {percent_text(best.probability_best)}"),
+        front.Fact(name="Choice", value=choice, more=sure),
     ]
 
 

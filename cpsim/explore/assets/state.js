@@ -46,6 +46,9 @@ window.dash_clientside = Object.assign({}, window.dash_clientside, {
           place.innerHTML = place.shown = text;
         }
       }
+      for (const target of document.querySelectorAll(".dash-dropdown-focus-target")) {
+        target.tabIndex = -1; // beside the button that opens the list: once is enough for the Tab key
+      }
       compare();
       if (answered.serial === serial && answered.pieces[0] < answered.pieces[1]) {
         window.dash_clientside.set_props("more", { data: answered.at });

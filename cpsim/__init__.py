@@ -21,6 +21,9 @@ if TYPE_CHECKING:
         ScheduleError,
     )
     from cpsim.prediction.advise import advise
+    from cpsim.prediction.batches.plan import plan_batch
+    from cpsim.prediction.batches.prices import prices_of
+    from cpsim.prediction.batches.result import BatchPlan
     from cpsim.prediction.predict import predict, predict_many, sweep
     from cpsim.prediction.results import Advice, Candidate, Infeasible, Prediction
     from cpsim.schedule.builder import Builder
@@ -44,6 +47,9 @@ _HOME: Final = {
         "ScheduleError",
     ),
     "cpsim.prediction.advise": ("advise",),
+    "cpsim.prediction.batches.plan": ("plan_batch",),
+    "cpsim.prediction.batches.prices": ("prices_of",),
+    "cpsim.prediction.batches.result": ("BatchPlan",),
     "cpsim.prediction.predict": ("predict", "predict_many", "sweep"),
     "cpsim.case.load": ("grid", "load_scenario", "load_scenarios"),
     "cpsim.case.resolve": ("cluster_of", "workload_of"),
@@ -64,6 +70,7 @@ _MODULE_OF: Final = {name: module for module, names in _HOME.items() for name in
 __all__ = [
     "STRATEGIES",
     "Advice",
+    "BatchPlan",
     "Builder",
     "Candidate",
     "Cluster",
@@ -89,8 +96,10 @@ __all__ = [
     "load_scenario",
     "load_scenarios",
     "plan",
+    "plan_batch",
     "predict",
     "predict_many",
+    "prices_of",
     "simulate",
     "simulate_reference",
     "sweep",

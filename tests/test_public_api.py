@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 
 import cpsim
+import cpsim.case.load
 import cpsim.case.scenario
+import cpsim.prediction.batches.plan
 import cpsim.prediction.predict
 
 CASE = {"gpus": 4, "cluster": "h200-4", "tokens_per_gpu": 8192, "heads": 32, "kv_heads": 8}
@@ -43,7 +45,9 @@ def test_import_is_fast():
     assert statistics.median(map(float, runs)) < 0.3
 
 
-@pytest.mark.parametrize(("module", "least"), [(cpsim.prediction.predict, 8), (cpsim.case.load, 1)])
+@pytest.mark.parametrize(
+    ("module", "least"), [(cpsim.prediction.predict, 8), (cpsim.case.load, 1), (cpsim.prediction.batches.plan, 3)]
+)
 def test_examples_in_docstrings_are_true(module, least):
     failed, attempted = doctest.testmod(module)
     assert failed == 0

@@ -91,11 +91,11 @@ def resolve(scenario: Scenario) -> Case:
     host = scenario.host if scenario.host is not None else cluster.host
     if host is not None:
         profile = on_host(profile, host)
-    kernel = _kernel_of(scenario, profile)
+    kernel = kernel_of(scenario, profile)
     return Case(scenario.model_copy(update={"kernel": kernel}), workload_of(scenario), cluster, profile)
 
 
-def _kernel_of(scenario: Scenario, profile: Profile) -> str:
+def kernel_of(scenario: Scenario, profile: Profile) -> str:
     """The kernel that a scenario names; where it names none, and its GPU does not run the default, flash-attn 2."""
     if "kernel" in scenario.model_fields_set or (scenario.kernel, "fwd") in profile.attention:
         return scenario.kernel

@@ -23,6 +23,7 @@ from cpsim.models.derive import DATA_SHEET
 from cpsim.models.host_speed import on_host
 from cpsim.prediction.case import check_names, kernel_of, profile_of
 from cpsim.prediction.step.attention import Attended
+from cpsim.prediction.step.frameworks import DEFAULT, framework
 from cpsim.prediction.step.step import StepModel
 from cpsim.prediction.steps import StepCase
 from cpsim.strategies.hybrid_cp import subgroup_sizes
@@ -201,8 +202,12 @@ def prices_of(
     profile = profile_of(cluster, scenario.profile or cluster.profile or DATA_SHEET)
     host = scenario.host if scenario.host is not None else cluster.host
     profile = profile if host is None else on_host(profile, host)
-    scenario = scenario.model_copy(update={"kernel": kernel_of(scenario, profile)})
-    case = StepCase(scenario, cluster, profile)
+    if "kernel" in fields:
+        kernel = kernel_of(scenario, profile)
+    else:  # the usual one of the framework's that was measured on this GPU
+        usual = framework(scenario.framework or DEFAULT).kernels_apart or ("fa2",)
+        kernel = next((one for one in usual if (one, "bwd") in profile.attention), usual[0])
+    case = StepCase(scenario.model_copy(update={"kernel": kernel}), cluster, profile)
     if most_tokens is not None and (type(most_tokens) is not int or most_tokens < 1):
         raise ScenarioError(f"most_tokens: expected tokens of a rank, a positive integer, got {shown(most_tokens)}")
     return Prices(case=case, part=part, most_tokens=most_tokens or _that_fit(case))

@@ -1,6 +1,5 @@
 """Planners of batches beside each other: baselines follow their published rules, and nothing is lost or done twice."""
 
-import numpy as np
 import pytest
 
 from cpsim.case.documents import draw_documents

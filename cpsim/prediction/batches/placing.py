@@ -17,6 +17,12 @@ COARSE: Final = (-np.inf, 0.0, 1.0, 2.0, 3.0, 4.0)
 """How far below the mean time of a rank documents are tried to be kept, in octaves; the first is no limit."""
 FINE: Final = (0.5, 0.25, 0.125)
 """Steps around the best of these."""
+PATIENT, WARM = 200, 0.2
+"""With more changes than these, a plan may become more uneven by such a share at first, and by less and less."""
+POWER: Final = 8
+"""How uneven ranks are is the norm of their times with this exponent: of 1 the mean, of infinity the busiest."""
+ENOUGH: Final = 1e-3
+"""Over a bound that no plan is below, at which none better is looked for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,16 +80,17 @@ def place(costs: Costs, level: Ints) -> Placed:
         costs: of documents.
         level: index of the size of every document's group, ``[D]``.
     """
-    at, order = np.arange(len(level)), np.argsort(-level, kind="stable")
-    added_s, tokens = costs.added_s[level, at], costs.tokens[level, at]
-    free = 0 if costs.alone else costs.cap
-    where = _placed(order, level, added_s, tokens, costs.num_ranks, costs.sizes, costs.pack_s, free)
-    return Placed(level, *where)
+    return Placed(level, *_placed(np.argsort(-level, kind="stable"), level, *_columns(costs)))
+
+
+def _columns(costs: Costs) -> tuple[object, ...]:
+    cap = 0 if costs.alone else costs.cap
+    return costs.added_s, costs.tokens, costs.num_ranks, costs.sizes, costs.pack_s, cap
 
 
 @compiled()
 def _placed(order, level, added_s, tokens, num_ranks, sizes, pack_s, cap):  # type: ignore[no-untyped-def]
-    count = len(order)
+    count = len(level)
     load, group, pack = np.zeros(num_ranks), np.empty(count, np.int64), np.empty(count, np.int64)
     free, after = np.empty(count, np.int64), np.empty(count, np.int64)
     num_packs, i = 0, 0
@@ -97,9 +104,9 @@ def _placed(order, level, added_s, tokens, num_ranks, sizes, pack_s, cap):  # ty
         while i < count and level[order[i]] == at:
             d, g = order[i], number[0]
             p = first[g] if cap else -1
-            while p >= 0 and free[p] < tokens[d]:
+            while p >= 0 and free[p] < tokens[at, d]:
                 p = after[p]
-            more = added_s[d]
+            more = added_s[at, d]
             if p < 0:
                 p, more = num_packs, more + pack_s[at]
                 free[p], after[p] = cap, -1
@@ -108,7 +115,7 @@ def _placed(order, level, added_s, tokens, num_ranks, sizes, pack_s, cap):  # ty
                 else:
                     after[last[g]] = p
                 last[g], num_packs = p, num_packs + 1
-            free[p] -= tokens[d]
+            free[p] -= tokens[at, d]
             group[d], pack[d] = g, p
             _sink(ends, number, ends[0] + more)
             i += 1
@@ -132,54 +139,108 @@ def _sink(ends, number, value):  # type: ignore[no-untyped-def]
     ends[at], number[at] = value, moved
 
 
-def search(costs: Costs, tries: int) -> Placed:
-    """The best of some placements.
+def search(costs: Costs, placements: int, changes: int) -> Placed:
+    """The best plan of some.
 
-    Every document goes to the smallest group on which it takes no longer than some time. That time is looked for on a
-    logarithmic scale; then documents of the busiest rank get larger groups one by one, as long as tries are left.
+    Every document goes to the smallest group on which it takes no longer than some time, which is looked for on a
+    logarithmic scale. From the best placement on, single documents are moved, mostly those of the busiest rank; at
+    first plans may become slower by that.
 
     Args:
         costs: of documents.
-        tries: placements.
+        placements: times that are tried.
+        changes: plans that are tried from there on.
     """
     alone_s = costs.alone_s()
     alone_s[costs.least > np.arange(len(costs.sizes))[:, None]] = np.inf
     at = np.arange(alone_s.shape[1])
     mean_s = float((alone_s[costs.least, at] * costs.sizes[costs.least]).sum() / costs.num_ranks)
     found: dict[float, Placed] = {}
-    for exponent in COARSE:
-        _try(costs, alone_s, mean_s, exponent, found, tries)
-    for step in FINE:
+    for exponent in COARSE[:placements]:
+        found[exponent] = _within(costs, alone_s, mean_s * 2.0**-exponent)
+    for step in FINE[: max(0, placements - len(COARSE)) // 2]:
         centre = min(found, key=lambda exponent: found[exponent].time_s)
         for exponent in (centre - step, centre + step):
-            _try(costs, alone_s, mean_s, exponent, found, tries)
+            found[exponent] = _within(costs, alone_s, mean_s * 2.0**-exponent)
     best = min(found.values(), key=lambda placed: placed.time_s)
-    return _widened(costs, alone_s, best, tries - len(found))
+    allowed_s = np.where(np.isfinite(alone_s), costs.added_s, np.inf)
+    bound_s = float((allowed_s * costs.sizes[:, None]).min(axis=0).sum()) / costs.num_ranks
+    enough_s = max(bound_s, float(alone_s.min(axis=0).max())) * (1 + ENOUGH)
+    return Placed(*_changed(best.level, best.group, changes, enough_s, costs.least, *_columns(costs)))
 
 
-def _try(costs: Costs, alone_s: Floats, mean_s: float, exponent: float, found: dict[float, Placed], tries: int) -> None:
-    """The placement of documents that take at most 2**-exponent of the mean time, unless no tries are left."""
-    if len(found) < tries and exponent not in found:
-        fits = np.isfinite(alone_s) & (alone_s <= mean_s * 2.0**-exponent)
-        level = np.where(fits.any(axis=0), fits.argmax(axis=0), alone_s.argmin(axis=0))
-        found[exponent] = place(costs, level)
+def _within(costs: Costs, alone_s: Floats, limit_s: float) -> Placed:
+    """The placement of documents that take at most so long by themselves."""
+    fits = np.isfinite(alone_s) & (alone_s <= limit_s)
+    return place(costs, np.where(fits.any(axis=0), fits.argmax(axis=0), alone_s.argmin(axis=0)))
 
 
-def _widened(costs: Costs, alone_s: Floats, best: Placed, tries: int) -> Placed:
-    """With larger groups for the longest documents of busiest ranks, where that helps."""
-    tried: set[tuple[int, int]] = set()
-    while tries > 0:
-        rank = int(best.load_s.argmax())
-        level = best.level
-        mine = np.flatnonzero((best.group == rank // costs.sizes[level]) & (level + 1 < len(costs.sizes)))
-        open_ = [d for d in mine.tolist() if (d, int(level[d])) not in tried]
-        if not open_:
+@compiled()
+def _changed(level, group, changes, enough_s, least, added_s, tokens, num_ranks, sizes, pack_s, cap):  # type: ignore[no-untyped-def]
+    """The best plan found by moves of single documents, some of which make it slower for a while; chance is the same on
+    every machine."""
+    columns = added_s, tokens, num_ranks, sizes, pack_s, cap
+    count, chance = len(level), np.array([88172645463325252], np.uint64)
+    pack, load = _loaded(level, group, *columns)
+    best, scale = (level, group, pack, load), load.max()
+    uneven = ((load / scale) ** POWER).sum()
+    mine = np.empty(count, np.int64)
+    for i in range(changes):
+        if best[3].max() <= enough_s:
             break
-        longest = max(open_, key=lambda d: alone_s[level[d], d])
-        tried.add((longest, int(level[longest])))
-        wider = level.copy()
-        wider[longest] += 1
-        found, tries = place(costs, wider), tries - 1
-        if found.time_s < best.time_s:
-            best = found
+        busiest, num_mine = load.argmax(), 0
+        for d in range(count):
+            if busiest // sizes[level[d]] == group[d]:
+                mine[num_mine] = d
+                num_mine += 1
+        new_level, new_group = level.copy(), group.copy()
+        for _ in range(1 + _below(chance, 2)):
+            d = _below(chance, count) if _below(chance, 4) == 0 else mine[_below(chance, num_mine)]
+            new_level[d] = at = least[d] + _below(chance, len(sizes) - least[d])
+            idlest = _below(chance, 2) == 0
+            new_group[d] = load.argmin() // sizes[at] if idlest else _below(chance, num_ranks // sizes[at])
+        new_pack, new_load = _loaded(new_level, new_group, *columns)
+        slack = 1 + WARM * (1 - i / changes) * (changes > PATIENT)
+        new_uneven = ((new_load / scale) ** POWER).sum()
+        if new_uneven <= uneven * slack**POWER:
+            level, group, pack, load, uneven = new_level, new_group, new_pack, new_load, new_uneven
+        if load.max() < best[3].max():
+            best = level, group, pack, load
     return best
+
+
+@compiled()
+def _loaded(level, group, added_s, tokens, num_ranks, sizes, pack_s, cap):  # type: ignore[no-untyped-def]
+    """Packs of documents whose groups are given, and what ranks take."""
+    count, start = len(level), np.zeros(len(sizes) + 1, np.int64)
+    start[1:] = np.cumsum(num_ranks // sizes)
+    load, pack = np.zeros(num_ranks), np.empty(count, np.int64)
+    free, after = np.empty(count, np.int64), np.full(count, -1)
+    first, last, num_packs = np.full(start[-1], -1), np.full(start[-1], -1), 0
+    for d in range(count):
+        at, size = level[d], sizes[level[d]]
+        g = start[at] + group[d]
+        p, more = first[g] if cap else -1, added_s[at, d]
+        while p >= 0 and free[p] < tokens[at, d]:
+            p = after[p]
+        if p < 0:
+            p, more = num_packs, more + pack_s[at]
+            free[p] = cap
+            if first[g] < 0:
+                first[g] = p
+            else:
+                after[last[g]] = p
+            last[g], num_packs = p, num_packs + 1
+        free[p] -= tokens[at, d]
+        pack[d] = p
+        load[group[d] * size : (group[d] + 1) * size] += more
+    return pack, load
+
+
+@compiled()
+def _below(state, count):  # type: ignore[no-untyped-def]
+    """A pseudo-random number from 0 to ``count`` - 1 (Marsaglia 2003, xorshift)."""
+    state[0] ^= state[0] << np.uint64(13)
+    state[0] ^= state[0] >> np.uint64(7)
+    state[0] ^= state[0] << np.uint64(17)
+    return np.int64(state[0] % np.uint64(count))

@@ -22,13 +22,13 @@ from cpsim.prediction.batches.placing import Costs, Placed, search
 from cpsim.prediction.batches.prices import Ints, Prices, prices_of
 from cpsim.prediction.batches.result import BatchPlan
 
-PLACED_PER_MS: Final = 6_000
-"""Documents and groups that one core places in a millisecond, so that plans follow from the budget and not from the
-clock: ranks that plan by themselves must come to the same plan."""
+PLACED_PER_MS, CHANGED_PER_MS = 10_000, 12_000
+"""Documents and ranks that one core places, or looks at for a change, in a millisecond. Plans follow from the budget
+and not from the clock: ranks that plan by themselves must come to the same plan."""
 FIXED_MS: Final = 2.0
 """What a plan takes besides."""
-FEW: Final = 4
-"""Placements that are always tried."""
+PLACEMENTS: Final = 4, 12
+"""That are always tried, and at most."""
 WIDER: Final = 4
 """Groups that are tried are up to so many times as large as the longest document needs."""
 
@@ -82,9 +82,10 @@ def plan_batch(
     order = np.argsort(-found, kind="stable")
     found = found.astype(np.int64)
     costs = costs_of(prices, found[order], sizes, alone=not pack)
-    work = len(found) + 2 * prices.num_ranks
-    tries = max(FEW, int((budget_ms - FIXED_MS) * PLACED_PER_MS / work))
-    return planned(prices, found, order, costs, search(costs, tries))
+    work, left_ms = len(found) + prices.num_ranks, budget_ms - FIXED_MS
+    placements = min(max(PLACEMENTS[0], int(left_ms * PLACED_PER_MS / work)), PLACEMENTS[1])
+    changes = max(0, int((left_ms - placements * work / PLACED_PER_MS) * CHANGED_PER_MS / (work + 10)))
+    return planned(prices, found, order, costs, search(costs, placements, changes))
 
 
 @lru_cache(maxsize=16)

@@ -23,6 +23,7 @@ from cpsim.models.derive import DATA_SHEET
 from cpsim.models.host_speed import on_host
 from cpsim.prediction.case import check_names, kernel_of, profile_of
 from cpsim.prediction.step.attention import Attended
+from cpsim.prediction.step.costs import PARTS, stacked
 from cpsim.prediction.step.frameworks import DEFAULT, framework
 from cpsim.prediction.step.step import StepModel
 from cpsim.prediction.steps import StepCase
@@ -95,6 +96,8 @@ class Prices:
     """What is priced: all of a microbatch's passes, or the attention of one layer alone."""
     most_tokens: int
     """Tokens of a rank in a microbatch, at most."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """By cost model (``cpsim.models.cost_models.GROUPS``), how many times as long it is taken to be, as a what-if."""
     _columns: dict[int, Column] = field(default_factory=dict)
     _rest: dict[int, float] = field(default_factory=dict)
     _table: list[Rest] = field(default_factory=list)
@@ -124,18 +127,22 @@ class Prices:
         Raises:
             InfeasibleError: the strategy cannot run one of them.
         """
-        model, found = self.model(size), list[float]()
-        for pack, attended in zip(packs, model.attention.of(packs), strict=True):
-            alone = self.part == "attention"
-            found.append(attended.seconds if alone else model.pass_seconds(model.tokens(pack), attended))
-        return np.array(found)
+        model = self.model(size)
+        attended = model.attention.of(packs)
+        if self.part == "attention":
+            return np.array([self._sum(stacked(one.parts).sum(axis=0)) for one in attended])
+        tokens = map(model.tokens, packs)
+        return np.array([self._sum(model.microbatch(*one)) for one in zip(tokens, attended, strict=True)])
+
+    def _sum(self, parts: Floats) -> float:
+        return float(parts @ [self.factors.get(name, 1.0) for name in PARTS])
 
     def rest(self, tokens: int) -> float:
         """Seconds of all but attention, by tokens of a rank."""
         if self.part == "attention":
             return 0.0
         if tokens not in self._rest:
-            self._rest[tokens] = self.model(1).pass_seconds(tokens, _NOTHING)
+            self._rest[tokens] = self._sum(self.model(1).microbatch(tokens, _NOTHING))
         return self._rest[tokens]
 
     def rest_table(self) -> Rest:

@@ -285,14 +285,14 @@ class StepModel:
         pipeline, _ = self._run(batch, seconds)
         return self._updates(pipeline, seconds, self.most_tokens(batch))[0]
 
-    def pass_seconds(self, tokens: int, attended: Attended) -> float:
-        """Seconds of both passes of one microbatch on a model that is one stage.
+    def microbatch(self, tokens: int, attended: Attended) -> Floats:
+        """Seconds by cost model of both passes of one microbatch, ``[len(PARTS)]``, where the model is one stage.
 
         Args:
             tokens: of a context-parallel rank.
             attended: its attention.
         """
-        return float(self._pass(tokens, 0, attended).sum())
+        return np.asarray(self._pass(tokens, 0, attended).sum(axis=0))
 
     def _between(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> Floats:
         """As ``_passes``, of which two are simulated."""

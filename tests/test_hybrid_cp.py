@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 
+import numeric
 import numpy as np
 import pytest
 from cases import ALL_MASKS, ALL_PASSES, cluster, workload
@@ -163,6 +164,50 @@ def test_answers_that_share_a_question_stay_with_it():
     case = workload("shared_question", (24, 24))
     shares = held(plan("hybrid_cp", case, cluster(8), "fwd", {}), case)
     assert sorted(map(tuple, (shares > 0).T.tolist())) == [(False,) * 4 + (True,) * 4, (True,) * 4 + (False,) * 4]
+
+
+# Where documents go, as a planner of batches says
+
+GIVEN = [[2, 0, 0], [1, 3, 2], [4, 0, 1], [1, 2, 2], [1, 2, 3], [2, 1, 0], [1, 3, 2]]
+
+
+@pytest.mark.parametrize("pass_", ALL_PASSES)
+def test_documents_go_where_they_are_told_and_results_are_those_of_dense_attention(pass_):
+    case = workload("causal_document", (12, 3, 17, 5, 2, 8, 1))
+    schedule = plan("hybrid_cp", case, cluster(4), pass_, {"groups": GIVEN})
+    validate(schedule, case, pass_)
+    numeric.check(schedule, case, numeric.any_order(schedule, seed=3))
+    if pass_ == "fwd":
+        shares = held(schedule, case) > 0
+        wanted = [list(range(size * number, size * number + size)) for size, number, _ in GIVEN]
+        assert [np.flatnonzero(document).tolist() for document in shares.T] == wanted
+
+
+def test_documents_of_one_turn_and_group_share_a_kernel_and_turns_follow_each_other():
+    case = workload("causal_document", (64, 64, 64), **BIG)
+    for turns, calls in (((0, 0, 0), 1), ((0, 1, 1), 2), ((2, 1, 0), 3)):
+        schedule = plan("hybrid_cp", case, cluster(2), "fwd", {"groups": [[1, 0, turn] for turn in turns]})
+        attends = schedule.tile[np.isin(schedule.kind, ATTENTION_KINDS)]
+        assert [int(schedule.tiles.area[tile]) for tile in attends if schedule.tiles.area[tile]] == [
+            case.area() // 3 * turns.count(turn) for turn in sorted(set(turns))
+        ]
+        assert len(set(turns)) == calls
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([[1, 0, 0]], "for each of 2 documents"),
+        ([[1, 0], [1, 0]], "for each of 2 documents"),
+        ([[1, 0, 0], [3, 0, 0]], "divides 4 ranks"),
+        ([[1, 0, 0], [2, 2, 0]], "number 2"),
+        ("4", "for each of 2 documents"),
+    ],
+)
+def test_groups_that_make_no_sense_are_refused(groups, words):
+    case = workload("causal_document", (24, 24))
+    with pytest.raises(ScenarioError, match=words):
+        plan("hybrid_cp", case, cluster(4), "fwd", {"groups": groups})
 
 
 # Order

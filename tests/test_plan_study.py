@@ -1,9 +1,24 @@
 """Planners of batches beside each other: baselines follow their published rules, and nothing is lost or done twice."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from cpsim.case.documents import draw_documents
+from cpsim.case.load import scenario_from
+from cpsim.case.resolve import cluster_of, workload_of
+from cpsim.prediction.runs import load_runs
+from cpsim.schedule.check import validate
+from cpsim.strategies import plan
+from studies.plan import two_gpus
 from studies.plan.megatron import Rule
+from studies.plan.timetable import Timetable, Turn
+
+ROOT = Path(__file__).parent.parent
 
 
 def packages_rounds(lengths, num_ranks, most_tokens):
@@ -39,3 +54,41 @@ def by_rank(table):
 def test_megatron_s_rounds_are_those_of_its_package(num_ranks, name, longest, seed):
     lengths = draw_documents(name, 40000 * num_ranks, seed, max_length=min(longest, 4096 * num_ranks))
     assert by_rank(Rule(num_ranks, 4096).timetable(lengths)) == packages_rounds(lengths, num_ranks, 4096)
+
+
+# Two GPUs
+
+
+def test_cases_of_two_gpus_are_what_planners_say_and_their_predictions_are_there():
+    text = (two_gpus.CASES / "two-plans.jsonl").read_text()
+    assert text == two_gpus.text(), "run python -m studies.plan.two_gpus write, and predict them anew"
+    said = (two_gpus.CASES / "predicted-two-plans.jsonl").read_text().splitlines()
+    asked = [two_gpus.key(scenario_from(json.loads(line))) for line in text.splitlines()]
+    assert [two_gpus.key(scenario_from(json.loads(line)["scenario"])) for line in said] == asked
+
+
+def test_turns_of_groups_follow_a_timetable():
+    rounds = ((Turn(0, 2, (3,)), Turn(0, 1, (0, 1)), Turn(1, 1, (2,)), Turn(1, 1, (4,))), (Turn(0, 1, (5,)),))
+    groups = two_gpus.groups_of(Timetable(2, rounds))
+    assert groups == [[1, 0, 1], [1, 0, 1], [1, 1, 1], [2, 0, 0], [1, 1, 2], [1, 0, 3]]
+
+
+def test_a_timetable_runs_on_two_processes(tmp_path):
+    """With gloo, in float64; the schedule is valid, too."""
+    pytest.importorskip("torch")
+    lengths = [48, 16, 16, 8, 8, 32]
+    rounds = ((Turn(0, 2, (0,)), Turn(0, 1, (1, 3)), Turn(1, 1, (2,)), Turn(1, 1, (4,))), (Turn(0, 2, (5,)),))
+    small = {"cluster": "h200-4", "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "fp64"}
+    case = two_gpus.case_of(Timetable(2, rounds), lengths, **small)
+    scenario = scenario_from(case)
+    for pass_ in ("fwd", "bwd"):
+        workload = workload_of(scenario)
+        validate(plan("hybrid_cp", workload, cluster_of(scenario), pass_, scenario.knobs), workload, pass_)
+    asked, out = tmp_path / "cases.jsonl", tmp_path / "runs.jsonl"
+    asked.write_text(json.dumps(case) + "\n")
+    command = [sys.executable, "-m", "cpsim", "run", asked, "--cpu", "2", "--seconds", "0.02", "--out", out]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=200, env=environment, cwd=ROOT)
+    (run,) = load_runs(out)
+    assert run.error is None, done.stderr[-2000:]
+    assert len(run.rank_time_s) == 2

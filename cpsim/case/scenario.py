@@ -100,6 +100,10 @@ class LoraSection(BaseModel):
         return tuple(value) if isinstance(value, list) else value
 
 
+MAX_ROWS: Final = 100_000
+"""Of a knob that is a table."""
+
+
 class ModelSection(BaseModel):
     """Dimensions of a model without a name; see ``cpsim.case.model.Model``."""
 
@@ -332,14 +336,18 @@ class Scenario(BaseModel):
     @field_validator("knobs", mode="after")
     @classmethod
     def _finite(cls, value: Mapping[str, Any]) -> Mapping[str, Any]:
+        found = dict(value)
         for key, entry in value.items():
+            if _is_rows(entry):
+                found[key] = tuple(map(tuple, entry))
+                continue
             if isinstance(entry, float) and not math.isfinite(entry):
                 raise ValueError(f"{key}: expected a finite number, got {entry}")
             if not isinstance(entry, str | int | float):
                 raise ValueError(f"{cut(key, 60)}: expected a number, a name or true/false, got {shown(entry)}")
             if len(key) > 60 or (len(entry) > 60 if isinstance(entry, str) else abs(entry) > 10**18):
                 raise ValueError(f"{cut(key, 60)}: expected a shorter name or a smaller number, got {shown(entry)}")
-        return value
+        return found
 
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
@@ -410,6 +418,14 @@ class Scenario(BaseModel):
 
 FIELDS: Final = tuple("pass" if name == "pass_" else name for name in Scenario.model_fields)
 """Field names of a scenario file."""
+
+
+def _is_rows(value: object) -> bool:
+    """Whether a knob is a table of whole numbers, one row for every document for example."""
+    rows = value if isinstance(value, list | tuple) else ()
+    return 0 < len(rows) <= MAX_ROWS and all(
+        isinstance(row, list | tuple) and row and all(type(n) is int and 0 <= n < 2**31 for n in row) for row in rows
+    )
 
 
 def _lengths(value: list[object]) -> tuple[int, ...]:

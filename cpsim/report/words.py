@@ -19,8 +19,13 @@ CLEAR = 0.8
 
 def knobs_text(knobs: Mapping[str, Any]) -> str:
     """Knobs as people say them: words as they are, numbers with their name, e.g. ``zigzag, ulysses 8``."""
-    words = (v if isinstance(v, str) else f"{name.replace('_', ' ')} {v}" for name, v in knobs.items())
-    return ", ".join(words)
+    return ", ".join(_knob_text(name.replace("_", " "), value) for name, value in knobs.items())
+
+
+def _knob_text(name: str, value: object) -> str:
+    if isinstance(value, tuple):
+        return f"{name} of {len(value)} documents"
+    return value if isinstance(value, str) else f"{name} {value}"
 
 
 def strategy_label(scenario: Scenario) -> str:

@@ -4,7 +4,8 @@ A document goes to a subgroup of a power of two consecutive ranks, or to all of 
 ``tokens_per_rank``, more of the same node where it would be most of the work. Subgroups of one size are rings apart,
 one zigzag ring of all its documents each. Sizes follow one another, the largest first, so that documents of one rank,
 which need no transfers, hide the last hops of the others. Documents that see each other, such as answers and their
-question, count as one, and under a dense mask all do: that is the zigzag ring.
+question, count as one, and under a dense mask all do: that is the zigzag ring. A planner of batches may say instead
+where every document goes, and when.
 
 Reference: Megatron-LM, ``BalancedCPScheduler`` in core/pipeline_parallel/hybrid_cp_schedule.py (pull requests 2054 and
 2282). Differs: documents of a subgroup share kernels and transfers instead of running one after another; no barriers;
@@ -23,7 +24,7 @@ import numpy as np
 
 from cpsim.case.cluster import Cluster
 from cpsim.case.workload import Workload
-from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError, shown
 from cpsim.masks.slices import Ints, RangeSets
 from cpsim.masks.tiles import join_tiles
 from cpsim.runtime.compiled import compiled
@@ -37,6 +38,9 @@ from cpsim.strategies.ring.loop import Ring
 from cpsim.strategies.ring.ring import emit_rings, tiled, turned
 from cpsim.strategies.ring.steps import Cut, Steps
 
+Groups = tuple[tuple[int, ...], ...]
+"""Size, number and turn of the subgroup of every document."""
+
 SLACK: Final = 1.05
 """Work of a rank over the mean that is not worth a larger subgroup, as Megatron-LM's ``delta``."""
 
@@ -48,6 +52,7 @@ def plan_hybrid_cp(
     code: Implementation = CPSIM,
     *,
     tokens_per_rank: int | None = None,
+    groups: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
     """Every document in a ring of as few ranks as it needs.
 
@@ -57,14 +62,16 @@ def plan_hybrid_cp(
         workload, cluster, pass_: the case.
         code: whose implementation; others run the documents of a subgroup one after another.
         tokens_per_rank: of one document, at most, unless all ranks share it; default: all tokens over all ranks.
+        groups: ``(size, number, turn)`` of every document: ranks of its subgroup, which of those of that size it is,
+            and its turn. Documents of one turn and subgroup share kernels; turns follow each other. None chooses.
 
     Raises:
-        ScenarioError: the knob has no such value.
+        ScenarioError: a knob has no such value.
     """
-    limit = _checked(workload, cluster, tokens_per_rank)
+    limit, given = _checked(workload, cluster, tokens_per_rank), _read_groups(workload, cluster, groups)
     if isinstance(code.ring, HeldRingCode):
-        return _one_by_one(workload, cluster, pass_, limit, code.ring)
-    rings = _rings(workload, cluster, limit)
+        return _one_by_one(workload, cluster, pass_, limit, given, code.ring)
+    rings = _rings(workload, cluster, limit, given)
     b = Builder(cluster.num_gpus, sharding.stack(*(cut.sets for _, cut in rings)), rings[0][1].tiles)
     casts: list[Callable[[], object]] = []
     for grid, cut in rings:
@@ -77,10 +84,10 @@ def plan_hybrid_cp(
 
 
 def _one_by_one(
-    workload: Workload, cluster: Cluster, pass_: Pass, tokens_per_rank: int, code: HeldRingCode
+    workload: Workload, cluster: Cluster, pass_: Pass, tokens_per_rank: int, groups: Groups | None, code: HeldRingCode
 ) -> Schedule:
     """Rounds of one document in every subgroup, of no more ranks than it needs."""
-    rings = _rings(workload, cluster, tokens_per_rank, rounds=True)
+    rings = _rings(workload, cluster, tokens_per_rank, groups, rounds=True)
     sets, tiles = sharding.stack(*(cut.sets for _, cut in rings)), rings[0][1].tiles
     b = Builder(cluster.num_gpus, sets, tiles, narrow_sums=True)
     for grid, cut in rings:
@@ -157,19 +164,45 @@ def _place(work, order, least, sizes, usual, slack):  # type: ignore[no-untyped-
     return level, group
 
 
+def _read_groups(workload: Workload, cluster: Cluster, groups: Sequence[Sequence[int]] | None) -> Groups | None:
+    """Where documents go, as given."""
+    if groups is None:
+        return None
+    count, ranks = len(sharding.documents_of(workload.slices(), workload.num_tokens)) - 1, cluster.num_gpus
+    is_list = isinstance(groups, Sequence) and all(isinstance(one, Sequence) and len(one) == 3 for one in groups)
+    if not is_list or len(groups) != count or not all(type(n) is int and n >= 0 for one in groups for n in one):
+        raise ScenarioError(
+            f"knobs.groups: expected (size, number, turn) for each of {count} documents, got {shown(groups)}"
+        )
+    for size, number, _ in groups:
+        if size < 1 or ranks % size or number >= ranks // size:
+            raise ScenarioError(
+                f"knobs.groups: expected a size that divides {ranks} ranks and one of its groups, counted from 0, got "
+                f"size {size} and number {number}"
+            )
+    return tuple(map(tuple, groups))
+
+
 @lru_cache(maxsize=2)
 def _rings(
-    workload: Workload, cluster: Cluster, tokens_per_rank: int, rounds: bool = False
+    workload: Workload, cluster: Cluster, tokens_per_rank: int, groups: Groups | None, rounds: bool = False
 ) -> list[tuple[RingGrid, Cut]]:
-    """The rings of every size of subgroup that has documents, the largest first; all have one table of tiles.
+    """The rings of every turn and size of subgroup that has documents; all have one table of tiles. The largest comes
+    first, unless turns are given, which come first then.
 
     With ``rounds`` there are several of a size, with one document of every subgroup each, and none is widened.
     """
-    bounds, size, group = _placed(workload, cluster, tokens_per_rank, np.inf if rounds else SLACK)
-    turn = _turns(size * len(size) * cluster.num_gpus + group) if rounds else np.zeros_like(size)
+    if groups is not None:
+        bounds = sharding.documents_of(workload.slices(), workload.num_tokens)
+        size, group, turn = np.array(groups, np.int64).T
+    else:
+        bounds, size, group = _placed(workload, cluster, tokens_per_rank, np.inf if rounds else SLACK)
+        turn = _turns(size * len(size) * cluster.num_gpus + group) if rounds else np.zeros_like(size)
+    keys = set(zip(size.tolist(), turn.tolist(), strict=True))
+    order = sorted(keys, key=lambda key: (-key[0], key[1]) if groups is None else (key[1], -key[0]))
     num_ranks, mask, rings = cluster.num_gpus, workload.slices(), []
     causal, first_set, first_tile = sharding.is_causal(mask), 0, 0
-    for one, at in sorted(set(zip(size.tolist(), turn.tolist(), strict=True)), key=lambda key: (-key[0], key[1])):
+    for one, at in order:
         mine = np.flatnonzero((size == one) & (turn == at))
         grid = make_grid(num_ranks, num_ranks // one, "context_first", apart=True)
         shards = zigzag_of_subgroups(bounds[mine], np.diff(bounds)[mine], group[mine], one, num_ranks)

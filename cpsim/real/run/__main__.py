@@ -31,7 +31,7 @@ from cpsim.case.cluster import Cluster
 from cpsim.case.load import load_scenarios
 from cpsim.case.resolve import cluster_of
 from cpsim.case.scenario import Scenario
-from cpsim.errors import CpsimError
+from cpsim.errors import CpsimError, cut
 from cpsim.prediction.runs import PassRun, Run, Writer, case_key, load_runs
 from cpsim.real.run import attention
 from cpsim.real.run.failures import FRESH, Broken, CaseFailed, Watch, explain, marker_of, take_marker
@@ -287,9 +287,9 @@ def _label(scenario: Scenario) -> str:
     per_gpu = scenario.num_tokens // scenario.gpus
     if scenario.is_step:
         given = scenario.parallel.model_dump(exclude_defaults=True) if scenario.parallel else {}
-        cut = "".join(f" {name}={value}" for name, value in given.items())
-        return f"{scenario.framework or 'megatron'} step{cut} {scenario.kernel} {per_gpu}"
-    knobs = "".join(f" {name}={value}" for name, value in scenario.knobs.items())
+        degrees = "".join(f" {name}={value}" for name, value in given.items())
+        return f"{scenario.framework or 'megatron'} step{degrees} {scenario.kernel} {per_gpu}"
+    knobs = "".join(f" {name}={cut(str(value), 60)}" for name, value in scenario.knobs.items())
     return f"{scenario.implementation} {scenario.strategy}{knobs} {scenario.kernel} {scenario.mask_name} {per_gpu}"
 
 

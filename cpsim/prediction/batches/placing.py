@@ -21,7 +21,7 @@ PATIENT, WARM = 200, 0.2
 """With more changes than these, a plan may become more uneven by such a share at first, and by less and less."""
 POWER: Final = 8
 """How uneven ranks are is the norm of their times with this exponent: of 1 the mean, of infinity the busiest."""
-ENOUGH: Final = 1e-3
+ENOUGH: Final = 2e-3
 """Over a bound that no plan is below, at which none better is looked for."""
 
 
@@ -155,18 +155,24 @@ def search(costs: Costs, placements: int, changes: int) -> Placed:
     alone_s[costs.least > np.arange(len(costs.sizes))[:, None]] = np.inf
     at = np.arange(alone_s.shape[1])
     mean_s = float((alone_s[costs.least, at] * costs.sizes[costs.least]).sum() / costs.num_ranks)
+    enough_s = bound_s(costs) * (1 + ENOUGH)
     found: dict[float, Placed] = {}
-    for exponent in COARSE[:placements]:
-        found[exponent] = _within(costs, alone_s, mean_s * 2.0**-exponent)
-    for step in FINE[: max(0, placements - len(COARSE)) // 2]:
-        centre = min(found, key=lambda exponent: found[exponent].time_s)
-        for exponent in (centre - step, centre + step):
-            found[exponent] = _within(costs, alone_s, mean_s * 2.0**-exponent)
-    best = min(found.values(), key=lambda placed: placed.time_s)
-    allowed_s = np.where(np.isfinite(alone_s), costs.added_s, np.inf)
-    bound_s = float((allowed_s * costs.sizes[:, None]).min(axis=0).sum()) / costs.num_ranks
-    enough_s = max(bound_s, float(alone_s.min(axis=0).max())) * (1 + ENOUGH)
-    return Placed(*_changed(best.level, best.group, changes, enough_s, costs.least, *_columns(costs)))
+    for step in (None, *FINE):
+        best = min(found, key=lambda exponent: found[exponent].time_s) if found else 0.0
+        for exponent in COARSE if step is None else (best - step, best + step):
+            if len(found) < placements and all(placed.time_s > enough_s for placed in found.values()):
+                found[exponent] = _within(costs, alone_s, mean_s * 2.0**-exponent)
+    start = min(found.values(), key=lambda placed: placed.time_s)
+    return Placed(*_changed(start.level, start.group, changes, enough_s, costs.least, *_columns(costs)))
+
+
+def bound_s(costs: Costs) -> float:
+    """Seconds that no plan is below: those of the longest document, or of all on as few ranks as pays, evenly."""
+    share = 1.0 if costs.alone else costs.tokens / costs.cap
+    least_s = costs.added_s + costs.pack_s[:, None] * share
+    forbidden = costs.least > np.arange(len(costs.sizes))[:, None]
+    work_s = np.where(forbidden, np.inf, least_s * costs.sizes[:, None]).min(axis=0).sum() / costs.num_ranks
+    return max(float(work_s), float(np.where(forbidden, np.inf, costs.alone_s()).min(axis=0).max()))
 
 
 def _within(costs: Costs, alone_s: Floats, limit_s: float) -> Placed:

@@ -157,7 +157,7 @@ def planned(prices: Prices, lengths: Ints, order: Ints, costs: Costs, placed: Pl
         order: numbers of the documents of ``costs`` and ``placed``, ``[D]``.
         costs, placed: what was placed where.
     """
-    by_pack = np.argsort(placed.pack, kind="stable")
+    by_pack = np.lexsort((placed.pack, -placed.level))
     start = np.flatnonzero(np.diff(placed.pack[by_pack], prepend=-1))
     head = by_pack[start]
     size, group = costs.sizes[placed.level[head]], placed.group[head]

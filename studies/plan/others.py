@@ -167,10 +167,11 @@ def best_of(prices: Prices, lengths: Sequence[int], tables: Iterator[Timetable])
     found = list(tables)
     if not found:
         raise InfeasibleError("no plan fits into memory")
-    return min(found, key=lambda table: table.time_s([_priced(prices, lengths, turns) for turns in table.rounds]))
+    return min(found, key=lambda table: table.time_s([priced(prices, lengths, turns) for turns in table.rounds]))
 
 
-def _priced(prices: Prices, lengths: Sequence[int], turns: Sequence[Turn]) -> list[float]:
+def priced(prices: Prices, lengths: Sequence[int], turns: Sequence[Turn]) -> list[float]:
+    """Seconds of turns by the table of prices."""
     rest, known = prices.rest_table(), np.asarray(lengths, np.int64)
 
     def seconds(turn: Turn) -> float:

@@ -30,7 +30,7 @@ FIXED_MS: Final = 2.0
 PLACEMENTS: Final = 4, 12
 """That are always tried, and at most."""
 WIDER: Final = 4
-"""Groups that are tried are up to so many times as large as the longest document needs."""
+"""Groups that are tried are up to so many times as large as the longest document needs, or a node."""
 
 
 def plan_batch(
@@ -114,8 +114,8 @@ def _sizes(prices: Prices, asked: Sequence[int] | None) -> Ints:
 def costs_of(prices: Prices, lengths: Ints, sizes: Ints, *, alone: bool) -> Costs:
     """Costs of documents, the longest first, on groups of some sizes.
 
-    Of these, sizes are left out that are ``WIDER`` times as large as the longest document needs, and as documents
-    fewer than ranks need.
+    Left out are sizes beyond a node that are more than ``WIDER`` times what the longest document needs, unless there
+    are too few documents for all ranks.
 
     Raises:
         InfeasibleError: a document is too long for all of them.
@@ -128,8 +128,9 @@ def costs_of(prices: Prices, lengths: Ints, sizes: Ints, *, alone: bool) -> Cost
             f"ranks with {prices.most_tokens:,} tokens each, got {lengths[0]:,}; cut it, or raise most_tokens"
         )
     least = fits.argmax(axis=0)
-    needed = max(WIDER * int(sizes[least[0]]), -(-prices.num_ranks // len(lengths)))
-    kept = np.flatnonzero(sizes <= max(needed, int(sizes[0])))
+    node = prices.case.cluster.gpus_per_node // prices.case.parallel().tp
+    largest = max(WIDER * int(sizes[least[0]]), node, -(-prices.num_ranks // len(lengths)))
+    kept = np.flatnonzero(sizes <= max(largest, int(sizes[0])))
     sizes, tokens = sizes[kept], tokens[kept]
     rest, added, pack_s = prices.rest_table(), [], []
     for size, own in zip(sizes.tolist(), tokens, strict=True):

@@ -121,6 +121,10 @@ class Prices:
         cut = replace(cut, cp=size, dp=self.num_ranks // size, microbatches=1)
         return self.case.model(cut, "none" if size == 1 else str(scenario.strategy), scenario.knobs if size > 1 else {})
 
+    def with_factors(self, factors: Mapping[str, float]) -> Prices:
+        """These prices where cost models take so many times as long."""
+        return Prices(case=self.case, part=self.part, most_tokens=self.most_tokens, factors=factors)
+
     def seconds(self, packs: Sequence[tuple[int, ...]], size: int) -> Floats:
         """Predicted seconds of packs, each given by its documents' lengths, ``[N]``: every one simulated by itself.
 

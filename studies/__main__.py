@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -105,9 +106,14 @@ def longca_96(
 def dcp(
     lengths: Annotated[str | None, typer.Option(help="Distribution of document lengths.")] = None,
     variant: Annotated[str | None, typer.Option(help="DCP's planner: released (measured) or paper.")] = None,
+    solver: Annotated[str | None, typer.Option(help="mtkahypar, which comes with cpsim, or kahypar.")] = None,
     batches: Annotated[
         int | None, typer.Option(min=1, help="Of every bar: 10 where not given; the benchmark has 50.")
     ] = None,
+    sensitivity: Annotated[
+        bool,
+        typer.Option("--sensitivity", help="Speed-ups under other lengths, solvers, seeds and tolerances, as ranges."),
+    ] = False,
     out: Out = None,
     as_json: Json = False,
     jobs: Jobs = None,
@@ -115,14 +121,34 @@ def dcp(
 ) -> None:
     """DCP's micro-benchmark on 32 A100."""
     from studies.dcp.report import dcp_record, dcp_view
-    from studies.dcp.reproduce import BATCHES, LENGTHS, VARIANT, reproduce
+    from studies.dcp.reproduce import BASE, BATCHES, reproduce
 
     check_writable(out)
-    drawn, plans, count = lengths or LENGTHS, variant or VARIANT, batches or BATCHES
+    given = {name: value for name, value in (("lengths", lengths), ("variant", variant), ("solver", solver)) if value}
+    if sensitivity:
+        refuse(
+            "studies: --sensitivity changes assumptions by itself",
+            {f"--{name}": value for name, value in given.items()},
+        )
+        _dcp_ranges(batches, out, as_json, jobs)
+        return
+    assumed, count = replace(BASE, **given), batches or BATCHES
     with progress_bar("Predicting") as progress:
-        rows = reproduce(lengths=drawn, count=count, variant=plans, jobs=jobs, progress=progress)
-    record = json.dumps(dcp_record(rows, drawn, plans, count), indent=1) + "\n"
-    _hand_out(record, lambda: dcp_view(rows, drawn, plans, worst), out, as_json)
+        rows = reproduce(assumed=assumed, count=count, jobs=jobs, progress=progress)
+    record = json.dumps(dcp_record(rows, assumed, count), indent=1) + "\n"
+    _hand_out(record, lambda: dcp_view(rows, assumed, worst), out, as_json)
+
+
+def _dcp_ranges(batches: int | None, out: Path | None, as_json: bool, jobs: int | None) -> None:
+    from studies.dcp.report import ranges_record, ranges_view
+    from studies.dcp.reproduce import FEW_BATCHES
+    from studies.dcp.reproduce import sensitivity as ranges
+
+    count = batches or FEW_BATCHES
+    with progress_bar("Predicting under other assumptions") as progress:
+        found = ranges(count, jobs=jobs, progress=progress)
+    record = json.dumps(ranges_record(found, count), indent=1) + "\n"
+    _hand_out(record, lambda: ranges_view(found), out, as_json)
 
 
 @app.command()

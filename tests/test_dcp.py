@@ -176,14 +176,15 @@ def test_solvers_move_no_more_than_zigzag_does(solver):
     assert quality.moved.sum() <= zigzag.moved.sum()
 
 
-def test_greedy_stands_in_for_a_solver_that_is_not_installed(monkeypatch):
+@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("solver", ["kahypar", "mtkahypar"])
+def test_nothing_stands_in_for_a_solver_that_is_not_installed(monkeypatch, variant, solver):
     monkeypatch.setattr(placing, "find_spec", lambda _: None)
     blocks = cut(workload("causal", (512,)), 32, 2)
-    found, own = (
-        plan_blocks(blocks, (1, 4), RATES, Settings(variant="paper", solver=s), 0) for s in ("kahypar", "greedy")
-    )
-    assert (found.worker == own.worker).all()
-    assert found.solver == "greedy, since kahypar is not installed (pip install '.[dcp]')"
+    with pytest.raises(InfeasibleError, match=f"pip install {solver}, or use variant: cpsim"):
+        plan_blocks(blocks, (1, 4), RATES, Settings(variant=variant, solver=solver), 0)
+    assert plan_blocks(blocks, (1, 4), RATES, Settings(variant=variant, solver="greedy"), 0).solver == "greedy"
+    assert len(plan_blocks(blocks, (1, 4), RATES, Settings(variant="cpsim", solver=solver), 0).worker)
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])

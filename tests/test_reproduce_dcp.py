@@ -22,6 +22,7 @@ from studies.dcp.reproduce import (
     PADDED,
     RANGED,
     TOKENS,
+    Assumed,
     batches,
     published,
     ranged_profile,
@@ -135,9 +136,9 @@ def test_bars_are_predicted_and_set_beside_published_ones(capsys):
     (found,) = speed_ups([*rows, *dcp])
     assert (found.published, found.predicted) == (pytest.approx(3), pytest.approx(2))
     assert found.agrees
-    record = dcp_record([*rows, *dcp], "pile", "paper", 7)
+    record = dcp_record([*rows, *dcp], Assumed(lengths="pile"), 7)
     assert json.loads(json.dumps(record))["speed_up_mean_error"] == pytest.approx(1 / 3, abs=1e-3)
-    assert dcp_view([*rows, *dcp], "pile", "paper", 3)
+    assert dcp_view([*rows, *dcp], Assumed(lengths="pile"), 3)
     assert capsys.readouterr().out == ""
 
 

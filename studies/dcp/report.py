@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import mean
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cpsim.report.tables import table
 from cpsim.report.words import signed_percent
-from studies.dcp.reproduce import Row, SpeedUp, mean_error, solver, speed_ups, without_outliers
+from studies.dcp.reproduce import FOLDER, Assumed, Range, Row, SpeedUp, mean_error, speed_ups, without_outliers
+
+SENSITIVITY: Final = FOLDER / "sensitivity.json"
+INSIDE: Final = 0.85
+"""Share of the published speed-ups that ranges are to hold."""
 
 
-def dcp_view(rows: Sequence[Row], lengths: str, variant: str, worst: int) -> RenderableType:
+def dcp_view(rows: Sequence[Row], assumed: Assumed, worst: int) -> RenderableType:
     """Bars, worst first; errors by code; speed-ups over the fastest baseline, worst first; the summary."""
     bars = table(
         ("row", "left"),
@@ -35,17 +41,56 @@ def dcp_view(rows: Sequence[Row], lengths: str, variant: str, worst: int) -> Ren
             f"{row.predicted_s * 1e3:.2f}",
             signed_percent(row.error),
         )
-    return Group(
-        bars, Text(), _by_code(rows), Text(), _speed_ups(speed_ups(rows)), Text(), Text(basis(lengths, variant))
-    )
+    parts = bars, _by_code(rows), _speed_ups(speed_ups(rows)), Text(basis(assumed))
+    known = ranges_view(read_ranges()) if SENSITIVITY.exists() else Text()
+    return Group(*(one for part in parts for one in (part, Text())), known)
 
 
-def basis(lengths: str, variant: str) -> str:
+def basis(assumed: Assumed) -> str:
     """What all predictions rest on, in words."""
     return (
-        f"document lengths: drawn from {lengths}, since those of LongDataCollections are not published; "
-        f"DCP plans as {variant}, with {solver()}"
+        f"document lengths: drawn from {assumed.lengths}, since those of LongDataCollections are not published; "
+        f"DCP plans as {assumed.variant}, with {assumed.solver} (its own code: KaHyPar; --solver kahypar)"
     )
+
+
+def read_ranges() -> list[Range]:
+    """Speed-ups under other assumptions, as ``python -m studies dcp --sensitivity`` wrote them."""
+    return [Range(**row) for row in json.loads(SENSITIVITY.read_text(encoding="utf-8"))["ranges"]]
+
+
+def ranges_view(found: Sequence[Range]) -> RenderableType:
+    """Between which ends every speed-up lies under other assumptions, and which published ones are inside."""
+    made = table(
+        ("DCP over the fastest baseline, by assumption", "left"),
+        ("lengths", "right"),
+        ("published", "right"),
+        ("range", "right"),
+        ("inside", "left"),
+        ("least with", "left"),
+        ("most with", "left"),
+    )
+    for one in found:
+        (low, high), by = one.ends, one.predicted
+        least, most = min(by, key=by.__getitem__), max(by, key=by.__getitem__)
+        name, inside = one.mask + " (outlier)" * one.outlier, "yes" if one.inside else "no"
+        span = f"{low:.2f}-{high:.2f}"
+        made.add_row(name, f"x {one.scale:g}", f"{one.published:.2f}", span, inside, least, most)
+    steady = [one for one in found if not one.outlier]
+    within = sum(one.inside for one in steady)
+    summary = (
+        f"inside: {within} of {len(steady)} without outliers ({within / len(steady):.0%}; bar {INSIDE:.0%}); "
+        f"assumptions, each changed alone: {', '.join(found[0].predicted)}"
+    )
+    return Group(made, Text(summary))
+
+
+def ranges_record(found: Sequence[Range], count: int) -> dict[str, Any]:
+    """The same for machines."""
+    rows = [asdict(one) for one in found]
+    for row in rows:
+        row["predicted"] = {name: round(value, 3) for name, value in row["predicted"].items()}
+    return {"batches": count, "ranges": rows}
 
 
 def _by_code(rows: Sequence[Row]) -> RenderableType:
@@ -83,14 +128,12 @@ def _speed_ups(found: Sequence[SpeedUp]) -> RenderableType:
     return Group(made, Text(summary))
 
 
-def dcp_record(rows: Sequence[Row], lengths: str, variant: str, batches: int) -> dict[str, Any]:
+def dcp_record(rows: Sequence[Row], assumed: Assumed, batches: int) -> dict[str, Any]:
     """The same for machines."""
     found = speed_ups(rows)
     steady = without_outliers(found)
     return {
-        "lengths": lengths,
-        "variant": variant,
-        "solver": solver(),
+        **asdict(assumed),
         "batches": batches,
         "rows": [
             {

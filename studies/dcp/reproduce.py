@@ -15,7 +15,7 @@ Reference: DCP (arXiv 2510.10620), section 7.2; chenyu-jiang/dcp at 942a2c7, bar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,6 +51,8 @@ DRAWN: Final = 10000
 """Documents of the benchmark's sample."""
 BATCHES: Final = 10
 """The benchmark has 50; with 3, some bars were a third lower, since plans of short documents are uneven by chance."""
+FEW_BATCHES: Final = 2
+"""Where all is predicted again under every assumption."""
 LENGTHS: Final = "distca_pretrain"
 """The corpus here whose documents are longest in the median, since LongDataCollections is one of long documents."""
 PADDED: Final = 64
@@ -64,8 +66,8 @@ HEADS: Final = 8
 """Of queries, each placed by itself."""
 VARIANT: Final = "released"
 """Of DCP's planner: what was measured."""
-SOLVER: Final = "kahypar"
-"""The default of its code."""
+SOLVER: Final = "mtkahypar"
+"""Comes with cpsim; the default of DCP's code is KaHyPar, see ``ASSUMED``."""
 PLANNED: Final = 10**6
 """Layers that share a plan: the benchmark's plans are at hand."""
 INNER: Final = (1, 2, 4, 8, 16)
@@ -80,9 +82,40 @@ CODES: Final[Mapping[str, Mapping[str, Any]]] = {
 KNOBS: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
     "loongtrain": [{"ulysses": 2, "inner_ring": inner} for inner in INNER],
     "transformer-engine": [{"ulysses": 2}],
-    "dcp": [{"block": block, "head_groups": HEADS, "solver": SOLVER, "layers": PLANNED} for block in BLOCKS],
+    "dcp": [{"block": block, "head_groups": HEADS, "layers": PLANNED} for block in BLOCKS],
 }
 """Knobs that the benchmark tries, of which the best counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumed:
+    """What nobody published of the run, and what comes with chance."""
+
+    lengths: str = LENGTHS
+    """Distribution of document lengths."""
+    variant: str = VARIANT
+    solver: str = SOLVER
+    seed: int = 0
+    """Of DCP's planner."""
+    eps_inter: float = 0.4
+    eps_intra: float = 0.1
+
+    def knobs(self) -> dict[str, Any]:
+        """Of strategy ``dcp``."""
+        return {name: value for name, value in asdict(self).items() if name != "lengths"}
+
+
+BASE: Final = Assumed()
+ASSUMED: Final[Mapping[str, Assumed]] = {
+    "solver kahypar": Assumed(solver="kahypar"),
+    "seed 1": Assumed(seed=1),
+    "eps_inter 0.1": Assumed(eps_inter=0.1),
+    "eps_intra 0.4": Assumed(eps_intra=0.4),
+    "variant paper": Assumed(variant="paper"),
+    "lengths distca_prolong": Assumed(lengths="distca_prolong"),
+    "lengths prolong64k": Assumed(lengths="prolong64k"),
+}
+"""Other assumptions, each changed alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +218,10 @@ def _documents(row: str, batch: Sequence[int]) -> list[int]:
     return [max(padded)] * len(padded) if row == "loongtrain" else padded
 
 
-def scenarios(
-    row: Row, profile: str, lengths: str = LENGTHS, count: int = BATCHES, variant: str = VARIANT
-) -> Iterator[list[Scenario]]:
+def scenarios(row: Row, profile: str, assumed: Assumed = BASE, count: int = BATCHES) -> Iterator[list[Scenario]]:
     """What is run for a bar: for every batch one case for each choice of knobs."""
     dense = row.mask == "causal"
-    for batch in batches(row.scale, lengths, count):
+    for batch in batches(row.scale, assumed.lengths, count):
         documents = _documents(row.row, batch)
         case = {"kernel": "fa2" if dense else RANGED, **CODES[row.row]} | {
             "gpus": GPUS,
@@ -203,15 +234,14 @@ def scenarios(
             "kv_heads": 2,
             "pass": row.pass_,
         }
-        own = {"variant": variant} if row.row == "dcp" else {}
+        own = assumed.knobs() if row.row == "dcp" else {}
         yield [scenario_from(case | {"knobs": {**knobs, **own}}) for knobs in KNOBS.get(row.row, [{}])]
 
 
 def reproduce(
     rows: Sequence[Row] | None = None,
-    lengths: str = LENGTHS,
+    assumed: Assumed = BASE,
     count: int = BATCHES,
-    variant: str = VARIANT,
     jobs: int | None = None,
     progress: Progress | None = None,
 ) -> list[Row]:
@@ -223,7 +253,7 @@ def reproduce(
     chosen = published() if rows is None else rows
     with TemporaryDirectory() as folder:
         profile = str(ranged_profile(Path(folder)))
-        cases = [list(scenarios(row, profile, lengths, count, variant)) for row in chosen]
+        cases = [list(scenarios(row, profile, assumed, count)) for row in chosen]
         every = [case for row in cases for batch in row for case in batch]
         results = iter(predict_many(every, jobs, progress))
         times = [
@@ -333,10 +363,63 @@ def speed_ups(rows: Sequence[Row]) -> list[SpeedUp]:
     return found
 
 
-def solver() -> str:
-    """Who partitions hypergraphs: as in the benchmark, or what stands in for it."""
-    missing = f"greedy, since {SOLVER} is not installed (pip install '.[dcp]')"
-    return SOLVER if find_spec(SOLVER) else missing
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """A speed-up of DCP under several assumptions."""
+
+    mask: str
+    scale: float
+    published: float
+    outlier: bool
+    predicted: Mapping[str, float]
+    """By assumption."""
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The least and the most."""
+        return min(self.predicted.values()), max(self.predicted.values())
+
+    @property
+    def inside(self) -> bool:
+        """Whether the published one lies between."""
+        low, high = self.ends
+        return low <= self.published <= high
+
+
+def sensitivity(
+    count: int, names: Sequence[str] | None = None, jobs: int | None = None, progress: Progress | None = None
+) -> list[Range]:
+    """Speed-ups under every assumption that can be made here: without KaHyPar, not those of KaHyPar.
+
+    Args:
+        count: batches of every bar.
+        names: of assumptions; None is all.
+        jobs: processes; None uses all cores.
+        progress: called with (done, total) assumptions.
+    """
+    tried = {"as assumed": BASE} | {
+        name: assumed for name, assumed in ASSUMED.items() if find_spec(assumed.solver) and (not names or name in names)
+    }
+    rows, found = reproduce(count=count, jobs=jobs), dict[str, list[SpeedUp]]()
+    dcp, others = ([row for row in rows if (row.row == "dcp") == own] for own in (True, False))
+    for done, (name, assumed) in enumerate(tried.items()):
+        asked = rows if assumed.lengths != LENGTHS else dcp  # baselines know nothing of planners
+        made = rows if assumed == BASE else reproduce(asked, assumed, count, jobs)
+        found[name] = speed_ups(made if asked is rows else [*others, *made])
+        if progress:
+            progress(done + 1, len(tried))
+    base = {(s.mask, s.scale): s for s in found["as assumed"]}
+    by_name = {name: {(s.mask, s.scale): s.predicted for s in made} for name, made in found.items()}
+    return [
+        Range(
+            mask=mask,
+            scale=scale,
+            published=s.published,
+            outlier=s.outlier,
+            predicted={name: made[mask, scale] for name, made in by_name.items()},
+        )
+        for (mask, scale), s in base.items()
+    ]
 
 
 def mean_error(found: Sequence[SpeedUp]) -> float:

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from cpsim.errors import ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.strategies.dcp.balanced import place
 from cpsim.strategies.dcp.blocks import Blocks, Placement
 from cpsim.strategies.dcp.hypergraph import Level, Parts, even_tokens, even_work, greedy
@@ -59,6 +59,9 @@ def plan_blocks(blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: 
         rates: of the machine; only variant ``cpsim`` looks at them.
         settings: variant and its knobs.
         seed: of whatever is random.
+
+    Raises:
+        InfeasibleError: the variant's solver is not installed.
     """
     if settings.variant == "cpsim":
         return place(blocks, shape, rates, settings.eps_intra, settings.stages, seed)
@@ -67,8 +70,12 @@ def plan_blocks(blocks: Blocks, shape: tuple[int, int], rates: Rates, settings: 
 
 def _by_level(blocks: Blocks, shape: tuple[int, int], settings: Settings, rng: np.random.Generator) -> Placement:
     nodes, gpus = shape
-    solver = settings.solver if find_spec(settings.solver) else "greedy"
-    level = Level.of(blocks)
+    solver, level = settings.solver, Level.of(blocks)
+    if solver != "greedy" and find_spec(solver) is None:
+        raise InfeasibleError(
+            f"dcp: variant {settings.variant} needs a hypergraph partitioner, and {solver} is not installed; "
+            f"pip install {solver}, or use variant: cpsim, which needs none"
+        )
     of_node = _partition(level, nodes, settings.eps_inter, settings.variant, solver, rng)
     home, worker = np.empty(len(blocks), np.int64), np.empty(blocks.computations, np.int64)
     for node in range(nodes):
@@ -76,8 +83,6 @@ def _by_level(blocks: Blocks, shape: tuple[int, int], settings: Settings, rng: n
         inside = Level(blocks, data, chosen)
         of_gpu = _partition(inside, gpus, settings.eps_intra, settings.variant, solver, rng)
         home[data], worker[chosen] = node * gpus + of_gpu.data, node * gpus + of_gpu.work
-    if solver != settings.solver:
-        solver = f"greedy, since {settings.solver} is not installed (pip install '.[dcp]')"
     return Placement(home, worker, solver)
 
 

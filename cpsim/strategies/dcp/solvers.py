@@ -1,4 +1,4 @@
-"""Hypergraph partitioners of others: Mt-KaHyPar and KaHyPar, the extra ``dcp``.
+"""Hypergraph partitioners of others: Mt-KaHyPar, which comes with cpsim, and KaHyPar (GPL), the extra ``dcp``.
 
 Both have one weight for every vertex. A token block therefore outweighs the computation that a part may have beyond its
 share, and the most that a part may weigh is its tokens, dealt out longest first, and the work that it may have.

@@ -79,14 +79,15 @@ def plan_dcp(
             are key-value heads, or fewer where that makes more than ``COMPUTATIONS`` computation blocks.
         eps_inter, eps_intra: work of a node, and of a GPU in its node, over the mean, at most, less 1.
         stages: of which the next one's inputs arrive during each.
-        solver: ``mtkahypar``, ``kahypar`` or ``greedy``; greedy stands in for one that is not installed.
+        solver: of the other variants: ``mtkahypar``, ``kahypar``, or ``greedy``, which is ours and stands for neither.
         seed: of whatever is random.
         layers: that run by one plan, and ``planners``: processes of every node that plan later batches meanwhile. What
             planning takes longer than that is charged.
 
     Raises:
         ScenarioError: a knob has no such value.
-        InfeasibleError: there are fewer blocks than ranks, or head groups do not divide the key-value heads.
+        InfeasibleError: there are fewer blocks than ranks, head groups do not divide the key-value heads, or the solver
+            is not installed.
     """
     del order
     settings = Settings(variant=variant, eps_inter=eps_inter, eps_intra=eps_intra, stages=stages, solver=solver)

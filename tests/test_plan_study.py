@@ -59,12 +59,28 @@ def test_megatron_s_rounds_are_those_of_its_package(num_ranks, name, longest, se
 # Two GPUs
 
 
-def test_cases_of_two_gpus_are_what_planners_say_and_their_predictions_are_there():
-    text = (two_gpus.CASES / "two-plans.jsonl").read_text()
-    assert text == two_gpus.text(), "run python -m studies.plan.two_gpus write, and predict them anew"
+def test_cases_of_two_gpus_are_plans_of_the_same_documents_and_their_predictions_are_there():
+    asked = two_gpus.read_cases()
+    for name, lengths in two_gpus.batches().items():
+        assert {case.documents for case in asked[name].values()} == {tuple(lengths)}
+        for case in asked[name].values():
+            held = {}
+            for length, (size, number, turn) in zip(lengths, case.knobs["groups"], strict=True):
+                held[size, number, turn] = held.get((size, number, turn), 0) + -(-length // size)
+            assert max(held.values()) <= two_gpus.MOST_TOKENS
+        turns = [len({tuple(row) for row in asked[name][p].knobs["groups"]}) for p in ("megatron", "cpsim alone")]
+        assert turns == [len(lengths)] * 2
     said = (two_gpus.CASES / "predicted-two-plans.jsonl").read_text().splitlines()
-    asked = [two_gpus.key(scenario_from(json.loads(line))) for line in text.splitlines()]
-    assert [two_gpus.key(scenario_from(json.loads(line)["scenario"])) for line in said] == asked
+    keys = [two_gpus.key(scenario_from(json.loads(line)["scenario"])) for line in said]
+    assert keys == [two_gpus.key(case) for cases in asked.values() for case in cases.values()]
+
+
+def test_gains_of_two_gpus_are_those_of_times():
+    asked = two_gpus.read_cases()
+    times = {two_gpus.key(case): 1.0 if p == "megatron" else 0.8 for row in asked.values() for p, case in row.items()}
+    lines = two_gpus.compared(times)
+    assert len(lines) == len(asked)
+    assert all(line.endswith("saved by cpsim alone +20.0 %, cpsim +20.0 %") for line in lines if "one of" in line)
 
 
 def test_turns_of_groups_follow_a_timetable():

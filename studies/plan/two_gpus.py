@@ -43,6 +43,8 @@ TOKENS: Final = 2**16
 """Of a batch."""
 ROUNDED: Final = 128
 SEEDS: Final = (5, 6)
+PLANNERS: Final = ("megatron", "cpsim alone", "cpsim")
+"""In the order of the file, for every batch."""
 DRAWN: Final = ("prolong512k", "magi", "distca_pretrain", "prolong64k")
 
 
@@ -111,21 +113,33 @@ def text() -> str:
     return "".join(json.dumps(case) + "\n" for case in cases())
 
 
-def compared(times: dict[str, float], lengths_of: dict[str, list[int]], known: Prices) -> list[str]:
-    """Lines: of every batch what planners gain over Megatron-Core's.
+def read_cases() -> dict[str, dict[str, Scenario]]:
+    """The written cases by batch and planner: plans stay what they were when they were predicted."""
+    lines = (CASES / "two-plans.jsonl").read_text(encoding="utf-8").splitlines()
+    asked = [scenario_from(json.loads(line)) for line in lines]
+    rows = batched(asked, len(PLANNERS))
+    return {name: dict(zip(PLANNERS, row, strict=True)) for name, row in zip(batches(), rows, strict=True)}
+
+
+def batched(scenarios: Sequence[Scenario], size: int) -> list[Sequence[Scenario]]:
+    """Scenarios in rows of so many."""
+    return [scenarios[i : i + size] for i in range(0, len(scenarios), size)]
+
+
+def compared(times: dict[str, float]) -> list[str]:
+    """Lines: of every batch what planners save over Megatron-Core's.
 
     Args:
         times: seconds by scenario, see ``key``.
-        lengths_of: documents of every batch.
-        known: prices of planners.
     """
     lines = []
-    for name, lengths in lengths_of.items():
-        asked = {p: key(scenario_from(case_of(t, lengths))) for p, t in timetables(known, lengths).items()}
-        if all(k in times for k in asked.values()):
-            base = times[asked["megatron"]]
-            gains = ", ".join(f"{p} {100 * (1 - times[k] / base):+.1f} %" for p, k in asked.items() if p != "megatron")
-            lines.append(f"{name}: megatron {base * 1e3:.2f} ms, saved by {gains}")
+    for name, asked in read_cases().items():
+        found = {planner: times.get(key(scenario)) for planner, scenario in asked.items()}
+        base = found.pop("megatron")
+        saved = {planner: 100 * (1 - s / base) for planner, s in found.items() if base and s}
+        if base and saved:
+            words = ", ".join(f"{planner} {share:+.1f} %" for planner, share in saved.items())
+            lines.append(f"{name}: megatron {base * 1e3:.2f} ms, saved by {words}")
     return lines
 
 
@@ -144,9 +158,8 @@ def main(arguments: Sequence[str]) -> None:
     lines = (CASES / "predicted-two-plans.jsonl").read_text(encoding="utf-8").splitlines()
     said = {key(scenario_from(row["scenario"])): row["time_s"] for row in map(json.loads, lines)}
     measured = {key(run.scenario): median(run.samples_s) for run in load_runs(Path(arguments[1])) if not run.error}
-    known, asked = prices(), batches()
     for title, times in (("predicted", said), ("measured", measured)):
-        print(title, *compared(times, asked, known), sep="\n  ")
+        print(title, *compared(times), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -1,3 +1,4 @@
+import inspect
 import json
 import subprocess
 import sys
@@ -9,14 +10,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cpsim
 from cpsim.case.documents import DISTRIBUTIONS
 from cpsim.case.load import load_scenario, load_scenarios, scenario_from
 from cpsim.case.resolve import cluster_of, notes_of, workload_of
 from cpsim.case.scenario import FIELDS, DocumentDraw, Scenario
-from cpsim.errors import ScenarioError
+from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.masks.names import MASK_NAMES
 from cpsim.prediction.compare import group_key
 from cpsim.prediction.runs import case_key
+from cpsim.strategies import STRATEGIES
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SMALL = {"gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 2}
@@ -171,3 +174,16 @@ def test_importing_scenario_loads_no_heavy_library():
     code = f"import sys, cpsim.case.scenario; print(*{heavy} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("strategy", [name for name in STRATEGIES if name != "none"])
+def test_a_table_is_no_value_of_other_knobs(strategy):
+    """In one line, not as an internal error."""
+    planner = STRATEGIES[strategy].plan
+    knobs = [p.name for p in inspect.signature(planner).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    case = {"gpus": 4, "cluster": "h200-4", "tokens": 4096, "heads": 8, "kv_heads": 8, "strategy": strategy}
+    for knob in set(knobs) - {"groups"}:
+        scenario = scenario_from(case | {"mask": "causal_document", "knobs": {knob: [[1, 2, 3]]}})
+        assert scenario.knobs[knob] == ((1, 2, 3),)
+        with pytest.raises((ScenarioError, InfeasibleError), match=knob):
+            cpsim.predict(scenario)

@@ -100,7 +100,8 @@ Groups run key-value shards around a ring (`zigzag_ring`), as Megatron-Core does
 * Megatron-Core: its published rule (a document costs its squared length over its ranks), equal to the package's own
   result in `tests/test_plan_study.py`.
 * FlexSP-like (arXiv 2412.01523): documents of like length share a microbatch, whose groups are chosen for the earliest
-  end; by bisection in place of its integer program, with cpsim's prices.
+  end; by bisection in place of its integer program, with cpsim's prices, and the best of up to four microbatches more
+  than memory asks for.
 * WLB-like (arXiv 2503.17924): documents packed by work on groups of the size that is best for the whole batch.
 * DCP: attention of every microbatch placed in blocks on all GPUs by cpsim's own search (strategy `dcp`); it takes
   minutes to plan a batch, so that it is there at 64 GPUs alone.
@@ -147,3 +148,7 @@ python -m studies.plan.two_gpus compare runs.jsonl
 
 Nobody has run them yet.
 """
+
+
+if __name__ == "__main__":
+    write()

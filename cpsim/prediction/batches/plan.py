@@ -47,7 +47,7 @@ def plan_batch(
     """Place the documents of a global batch on context-parallel groups, each as large as pays for it.
 
     The first plan for a model on a cluster predicts a table of prices, which takes seconds; later ones keep to the
-    budget. The same arguments give the same plan on every machine, so that ranks may plan for themselves.
+    budget. The same arguments give the same plan on machines of one kind, so that ranks may plan for themselves.
 
     Args:
         lengths: tokens of every document, ``[D]``.
@@ -70,9 +70,7 @@ def plan_batch(
         >>> [(pack.size, len(pack.documents)) for pack in plan.packs][:2]
         [(8, 1), (1, 8)]
     """
-    found = np.asarray(lengths)
-    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu" or found.min() < 1:
-        raise ScenarioError(f"lengths: expected tokens of documents, positive integers, got {shown(lengths)}")
+    found = _checked(lengths)
     if not budget_ms > 0:
         raise ScenarioError(f"budget_ms: expected milliseconds, a positive number, got {shown(budget_ms)}")
     if prices is None:
@@ -80,12 +78,23 @@ def plan_batch(
         prices = _remembered(where, model, json.dumps(fields, sort_keys=True))
     sizes = _sizes(prices, group_sizes)
     order = np.argsort(-found, kind="stable")
-    found = found.astype(np.int64)
     costs = costs_of(prices, found[order], sizes, alone=not pack)
-    work, left_ms = len(found) + prices.num_ranks, budget_ms - FIXED_MS
+    return planned(prices, found, order, costs, search(costs, *_effort(len(found) + prices.num_ranks, budget_ms)))
+
+
+def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Ints:
+    found = np.asarray(lengths)
+    if found.ndim != 1 or not len(found) or found.dtype.kind not in "iu" or found.min() < 1:
+        raise ScenarioError(f"lengths: expected tokens of documents, positive integers, got {shown(lengths)}")
+    return found.astype(np.int64)
+
+
+def _effort(work: int, budget_ms: float) -> tuple[int, int]:
+    """Placements and changes that a budget allows, of so many documents and ranks."""
+    left_ms = budget_ms - FIXED_MS
     placements = min(max(PLACEMENTS[0], int(left_ms * PLACED_PER_MS / work)), PLACEMENTS[1])
     changes = max(0, int((left_ms - placements * work / PLACED_PER_MS) * CHANGED_PER_MS / (work + 10)))
-    return planned(prices, found, order, costs, search(costs, placements, changes))
+    return placements, changes
 
 
 @lru_cache(maxsize=16)

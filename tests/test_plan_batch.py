@@ -224,6 +224,7 @@ def test_torchtitan_has_one_size_of_groups():
         ([[1]], {}, "lengths"),
         ([10], {"budget_ms": 0}, "budget_ms"),
         ([10], {"budget_ms": float("nan")}, "budget_ms"),
+        ([10], {"budget_ms": float("inf")}, "budget_ms"),
         ([10], {"group_sizes": [3]}, "group_sizes"),
         ([10], {"group_sizes": [2, 3]}, "group_sizes"),
         ([10], {"group_sizes": []}, "group_sizes"),

@@ -13,7 +13,7 @@ from cpsim.masks.blocks import visits
 from cpsim.masks.slices import UNBOUNDED, Slices
 from cpsim.models.attention.params import calls, listed_calls
 from cpsim.models.profile import load_profile
-from studies.dcp.report import dcp_record, dcp_view
+from studies.dcp.report import dcp_record, dcp_view, ranges_record, ranges_view
 from studies.dcp.reproduce import (
     CODES,
     FILLED,
@@ -23,11 +23,13 @@ from studies.dcp.reproduce import (
     RANGED,
     TOKENS,
     Assumed,
+    Range,
     batches,
     published,
     ranged_profile,
     reproduce,
     scenarios,
+    sensitivity,
     slower_with_ranges,
     speed_ups,
     with_ranges,
@@ -149,3 +151,20 @@ def test_a_case_that_cannot_be_predicted_says_which(monkeypatch):
     row = next(row for row in published() if row.row == "zigzag")
     with pytest.raises(CpsimError, match=r"reproduce: zigzag causal fwd, lengths x 0.5: .*fa4"):
         reproduce([row], count=1, jobs=1)
+
+
+@pytest.mark.slow
+def test_speed_ups_are_ranges_over_assumptions():
+    """With one batch of one setting; other seeds change DCP's plan alone, other lengths all."""
+    pytest.importorskip("mtkahypar")
+    bars = [r for r in published() if (r.mask, r.scale) == ("causal", 4.0) and r.row in ("zigzag", "dcp")]
+    (found,) = sensitivity(1, ["seed 1", "lengths prolong64k"], bars, jobs=1)
+    assert list(found.predicted) == ["as assumed", "seed 1", "lengths prolong64k"]
+    assert len(set(found.predicted.values())) == 3
+    low, high = found.ends
+    assert low < high
+    assert found.inside == (low <= found.published <= high)
+    (again,) = (Range(**row) for row in json.loads(json.dumps(ranges_record([found], 1)))["ranges"])
+    assert again.published == found.published
+    assert again.ends == pytest.approx(found.ends, abs=1e-3)
+    assert ranges_view([found])

@@ -387,20 +387,25 @@ class Range:
 
 
 def sensitivity(
-    count: int, names: Sequence[str] | None = None, jobs: int | None = None, progress: Progress | None = None
+    count: int,
+    names: Sequence[str] | None = None,
+    bars: Sequence[Row] | None = None,
+    jobs: int | None = None,
+    progress: Progress | None = None,
 ) -> list[Range]:
     """Speed-ups under every assumption that can be made here: without KaHyPar, not those of KaHyPar.
 
     Args:
         count: batches of every bar.
         names: of assumptions; None is all.
+        bars: that are wanted; None is all.
         jobs: processes; None uses all cores.
         progress: called with (done, total) assumptions.
     """
     tried = {"as assumed": BASE} | {
         name: assumed for name, assumed in ASSUMED.items() if find_spec(assumed.solver) and (not names or name in names)
     }
-    rows, found = reproduce(count=count, jobs=jobs), dict[str, list[SpeedUp]]()
+    rows, found = reproduce(bars, count=count, jobs=jobs), dict[str, list[SpeedUp]]()
     dcp, others = ([row for row in rows if (row.row == "dcp") == own] for own in (True, False))
     for done, (name, assumed) in enumerate(tried.items()):
         asked = rows if assumed.lengths != LENGTHS else dcp  # baselines know nothing of planners

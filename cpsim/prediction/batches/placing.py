@@ -183,8 +183,8 @@ def _within(costs: Costs, alone_s: Floats, limit_s: float) -> Placed:
 
 @compiled()
 def _changed(level, group, changes, enough_s, least, added_s, tokens, num_ranks, sizes, pack_s, cap):  # type: ignore[no-untyped-def]
-    """The best plan found by moves of single documents, some of which make it slower for a while; chance is the same each
-    time."""
+    """The best plan found by moves of single documents, some of which make it slower for a while; chance is always the
+    same."""
     columns = added_s, tokens, num_ranks, sizes, pack_s, cap
     count, chance = len(level), np.array([88172645463325252], np.uint64)
     pack, load = _loaded(level, group, *columns)

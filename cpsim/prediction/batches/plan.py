@@ -27,6 +27,7 @@ PLACED_PER_MS, CHANGED_PER_MS = 10_000, 12_000
 and not from the clock: ranks that plan by themselves must come to the same plan."""
 FIXED_MS: Final = 2.0
 """What a plan takes besides."""
+MOST_MS: Final = 60_000
 PLACEMENTS: Final = 4, 12
 """That are always tried, and at most."""
 WIDER: Final = 4
@@ -71,8 +72,8 @@ def plan_batch(
         [(8, 1), (1, 8)]
     """
     found = _checked(lengths)
-    if not budget_ms > 0:
-        raise ScenarioError(f"budget_ms: expected milliseconds, a positive number, got {shown(budget_ms)}")
+    if not 0 < budget_ms <= MOST_MS:
+        raise ScenarioError(f"budget_ms: expected up to {MOST_MS:,} milliseconds, got {shown(budget_ms)}")
     if prices is None:
         where = load_cluster(cluster) if isinstance(cluster, str) else cluster
         prices = _remembered(where, model, json.dumps(fields, sort_keys=True))

@@ -262,9 +262,10 @@ def page(rows: Sequence[tuple[str, str, Point, Sequence[Point]]], record: dict[s
             "",
             "## DCP's micro-benchmark",
             "",
-            f"`python -m studies dcp --batches {record['batches']}` predicts DCP's published micro-benchmark on 32 "
-            f"A100 (cluster `p4de`), with {record['batches']} batches for every scale of document lengths. The "
-            f"lengths of LongDataCollections are not published, so lengths are drawn from `{record['lengths']}`. DCP "
+            f"`python -m studies dcp --solver {record['solver']} --batches {record['batches']}` predicts DCP's "
+            f"published micro-benchmark on 32 A100 (cluster `p4de`), with {record['batches']} batches for every scale "
+            "of document lengths. The lengths of LongDataCollections are not published, so lengths are drawn from "
+            f"`{record['lengths']}`. DCP "
             f"plans with variant `{record['variant']}` and solver {record['solver']}. The mean error of DCP's "
             f"speed-up over the fastest baseline is {100 * record['speed_up_mean_error']:.0f} %, and "
             f"{100 * record['speed_up_mean_error_without_outliers']:.0f} % without the case that rests on an outlier "

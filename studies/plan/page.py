@@ -103,8 +103,8 @@ Groups run key-value shards around a ring (`zigzag_ring`), as Megatron-Core does
   end; by bisection in place of its integer program, with cpsim's prices, and the best of up to four microbatches more
   than memory asks for.
 * WLB-like (arXiv 2503.17924): documents packed by work on groups of the size that is best for the whole batch.
-* DCP: attention of every microbatch placed in blocks on all GPUs by cpsim's own search (strategy `dcp`); it takes
-  minutes to plan a batch, so that it is there at 64 GPUs alone.
+* DCP, where `--dcp` asks for it: attention of every microbatch placed in blocks on all GPUs by cpsim's own search
+  (strategy `dcp`); a batch takes minutes to plan, at 64 GPUs.
 * cpsim alone: `plan_batch` with one document for each microbatch, as Megatron-Core runs them.
 
 {settings}. Documents: {sources}; drawn from the published histograms, cut at 512K tokens.

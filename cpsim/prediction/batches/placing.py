@@ -143,12 +143,12 @@ def search(costs: Costs, placements: int, changes: int) -> Placed:
     """The best plan of some.
 
     Every document goes to the smallest group on which it takes no longer than some time, which is looked for on a
-    logarithmic scale. From the best placement on, single documents are moved, mostly those of the busiest rank; at
-    first plans may become slower by that.
+    logarithmic scale. Then documents of the busiest rank get larger groups. From the best placement on, single
+    documents are moved, mostly those of the busiest rank; at first plans may become slower by that.
 
     Args:
         costs: of documents.
-        placements: times that are tried.
+        placements: that are tried.
         changes: plans that are tried from there on.
     """
     alone_s = costs.alone_s()
@@ -163,6 +163,7 @@ def search(costs: Costs, placements: int, changes: int) -> Placed:
             if len(found) < placements and all(placed.time_s > enough_s for placed in found.values()):
                 found[exponent] = _within(costs, alone_s, mean_s * 2.0**-exponent)
     start = min(found.values(), key=lambda placed: placed.time_s)
+    start = _widened(costs, alone_s, start, placements - len(found), enough_s)
     return Placed(*_changed(start.level, start.group, changes, enough_s, costs.least, *_columns(costs)))
 
 
@@ -173,6 +174,23 @@ def bound_s(costs: Costs) -> float:
     forbidden = costs.least > np.arange(len(costs.sizes))[:, None]
     work_s = np.where(forbidden, np.inf, least_s * costs.sizes[:, None]).min(axis=0).sum() / costs.num_ranks
     return max(float(work_s), float(np.where(forbidden, np.inf, costs.alone_s()).min(axis=0).max()))
+
+
+def _widened(costs: Costs, alone_s: Floats, best: Placed, placements: int, enough_s: float) -> Placed:
+    """With the next larger groups for the longest documents of the busiest rank, one by one, where that helps."""
+    tried: set[tuple[int, int]] = set()
+    for _ in range(placements):
+        level, rank = best.level, int(best.load_s.argmax())
+        mine = np.flatnonzero((best.group == rank // costs.sizes[level]) & (level + 1 < len(costs.sizes)))
+        open_ = [d for d in mine.tolist() if (d, int(level[d])) not in tried]
+        if not open_ or best.time_s <= enough_s:
+            break
+        longest = max(open_, key=lambda d: alone_s[level[d], d])
+        tried.add((longest, int(level[longest])))
+        wider = level.copy()
+        wider[longest] += 1
+        best = min(best, place(costs, wider), key=lambda placed: placed.time_s)
+    return best
 
 
 def _within(costs: Costs, alone_s: Floats, limit_s: float) -> Placed:

@@ -27,8 +27,10 @@ PLACED_PER_MS, CHANGED_PER_MS = 10_000, 12_000
 and not from the clock: ranks that plan by themselves must come to the same plan."""
 FIXED_MS: Final = 2.0
 """What a plan takes besides."""
+SHARE: Final = 0.8
+"""Of the budget that placements take at most; the rest is for changes."""
 MOST_MS: Final = 60_000
-PLACEMENTS: Final = 4, 12
+PLACEMENTS: Final = 4, 40
 """That are always tried, and at most."""
 WIDER: Final = 4
 """Groups that are tried are up to so many times as large as the longest document needs, or a node."""
@@ -93,7 +95,7 @@ def _checked(lengths: Sequence[int] | NDArray[np.integer[Any]]) -> Ints:
 def _effort(work: int, budget_ms: float) -> tuple[int, int]:
     """Placements and changes that a budget allows, of so many documents and ranks."""
     left_ms = budget_ms - FIXED_MS
-    placements = min(max(PLACEMENTS[0], int(left_ms * PLACED_PER_MS / work)), PLACEMENTS[1])
+    placements = min(max(PLACEMENTS[0], int(SHARE * left_ms * PLACED_PER_MS / work)), PLACEMENTS[1])
     changes = max(0, int((left_ms - placements * work / PLACED_PER_MS) * CHANGED_PER_MS / (work + 10)))
     return placements, changes
 

@@ -13,6 +13,7 @@ from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import cluster_of, model_of, parallel_of
 from cpsim.case.scenario import ParallelSection
 from cpsim.errors import InfeasibleError, ScenarioError
+from cpsim.models.parameters import IN_TURNS
 from cpsim.models.profile import load_profile, save_profile
 from cpsim.prediction.predict import predict
 from cpsim.prediction.step.attention import task_seconds
@@ -31,6 +32,11 @@ STEP = {
     "mask": "causal_document",
     "parallel": {"tp": 4, "recompute": "mlp"},
 }
+
+
+ALONE = load_profile("h200")
+ALONE = dataclasses.replace(ALONE, sustained={name: log for name, log in ALONE.sustained.items() if name != IN_TURNS})
+"""Where kernels of a layer take as long as alone."""
 
 
 def step(**changes):
@@ -55,7 +61,7 @@ def test_attention_of_a_step_takes_as_long_as_it_does_alone(implementation, stra
     documents = [65536] if mask == "causal" else [1024] * 64
     how = {"implementation": implementation, "strategy": strategy, "mask": mask, "cluster": "dgx-h200", "kernel": "fa2"}
     scenario = scenario_from(STEP | how | {"gpus": 4, "tokens": 65536, "documents": documents, "parallel": {"cp": 4}})
-    case = StepCase(scenario, cluster_of(scenario), load_profile("h200"))
+    case = StepCase(scenario, cluster_of(scenario), ALONE)
     (found,) = case.model(case.parallel(), strategy, {}).attention.of([tuple(documents)])
     for pass_, parts in zip(("fwd", "bwd"), found.parts, strict=True):
         alone = predict(
@@ -166,10 +172,10 @@ def test_context_parallelism_shares_a_long_document():
 
 def test_one_rank_takes_as_long_by_tasks_as_by_its_schedule():
     scenario = scenario_from(STEP)
-    case = StepCase(scenario, cluster_of(scenario), load_profile("h200"))
+    case = StepCase(scenario, cluster_of(scenario), ALONE)
     documents = (20000, 12000, 768)
     attention = case.model(case.parallel(), "none", {}).attention
-    fast, slow = attention.of([documents])[0], attention._simulated(documents)
+    fast, slow = attention.of([documents])[0], attention._simulated(attention.workload(documents))
     for i, name in enumerate(("attention fwd", "attention bwd")):
         assert fast.parts[i][name] == pytest.approx(sum(slow.parts[i].values()), rel=0.05)
     assert fast.area == slow.area

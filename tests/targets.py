@@ -28,10 +28,6 @@ MOVED = (
     "memory-bound ops, messages and power of a B200 follow its description since: rows moved by up to 3.8 %, most "
     "towards what was published"
 )
-OF_SMS = (
-    "all are too fast: ops that SMs bind no longer wait for H100's slower HBM2e, whose scaling hid what steps lack; "
-    "rowwise FP8 most, 15 to 16 %"
-)
 GB300 = (
     "GB200 and H100 are 3 % off; GB300, which data sheets give GB200's peak in FP8, takes a fifth less time than that, "
     "at 1,400 instead of 1,200 W"
@@ -43,7 +39,12 @@ LATE_HOSTS = (
 BETWEEN = "an H100 measured here steps 1.86 times as fast along k in FP8, published tables 1.94: 1.9 stands between"
 SHORT_GRIDS = "rows of 32,768 tokens, a sixth of those of 131,072, are predicted at less than half: open"
 ONE_OF_A_KIND = "the one RoCE cluster with small sizes, left out, and two A3 High that differ by 1.4 from each other"
+SHORT_BATCH = (
+    "one of 24 batches, of 10,000 tokens on 8 GPUs, is planned 10 % off the best: moves of single documents end there"
+)
 TARGETS = {
+    "plans of few documents, mean": Target(0.01, SHORT_BATCH),
+    "plans of few documents, worst": Target(0.06, SHORT_BATCH),
     "runs, ours, 1 ms or more, mean": Target(0.02),
     "runs, ours, shorter, mean": Target(0.05),
     "runs, ours, by strategy, signed": Target(0.021, CACHE),
@@ -100,7 +101,7 @@ TARGETS = {
     "Transformer Engine's products in FP8 over bf16": Target(0.01, BETWEEN),
     "A100, flash-attn 2's table, mean": Target(0.035, FEW),
     "A100, flash-attn 2's table, worst": Target(0.11, FEW),
-    "torchtitan's steps, time, mean": Target(0.08, OF_SMS),
+    "torchtitan's steps, time, mean": Target(0.08),
     "torchtitan's steps, memory, mean": Target(0.08),
     "Automodel's steps, time, mean": Target(0.08),
     "Megatron-Bridge's steps, time, mean": Target(0.10, GB300),

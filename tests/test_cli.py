@@ -223,7 +223,7 @@ def test_advice_ranks_fastest_first_and_writes_the_report(tmp_path):
     assert sum(row["probability_best"] for row in advice["candidates"]) == pytest.approx(1)
     assert "none" in [row["strategy"] for row in advice["infeasible"]]
     assert advice["recommendation"].startswith("Run ")
-    assert report.stat().st_size > 3e6
+    assert 1e6 < report.stat().st_size < 3e6
 
 
 def test_main_job_names_what_rests_on_published_figures():

@@ -150,9 +150,9 @@ def test_the_page_is_self_contained_and_has_its_plots(comparison):
     text = comparison_html(comparison)
     links = Links()
     links.feed(text)
-    assert links.found == ()
+    assert [link for link in links.found if not link.startswith("#")] == []
     ids = re.findall(r'<script>show\("([\w-]+)", ', text)
-    assert ids == ["scatter", "residual-time", "residual-strategy"]
+    assert ids == ["plot-scatter", "plot-residual-time", "plot-residual-strategy"]
     assert "Not compared: 4" in text
     empty = comparison_html(compare([], []))
     assert "No case is both predicted and measured" in empty
@@ -168,7 +168,7 @@ def test_the_page_opens_in_chromium_with_every_point_and_a_clean_console(compari
     assert console == []
     _, *parts = re.split(r'<div id="([\w-]+)"[^>]*class="[^"]*js-plotly-plot', dom)
     plots = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert list(plots) == ["scatter", "residual-time", "residual-strategy"]
+    assert list(plots) == ["plot-scatter", "plot-residual-time", "plot-residual-strategy"]
     assert all(plot.count('<path class="point"') == 5 for plot in plots.values())
 
 
@@ -189,7 +189,7 @@ def test_validate_compares_files_or_predicts_now(files, tmp_path):
     assert given == json.loads(cpsim("validate", runs, "--json"))
     assert given["num_pairs"] == 1
     assert given["failed"][0]["reason"] == "run: hung"
-    assert page.stat().st_size > 3e6
+    assert 1e6 < page.stat().st_size < 3e6
     assert "in 1 case of 1 ms or more" in cpsim("validate", runs)
 
 

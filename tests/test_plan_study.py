@@ -160,7 +160,7 @@ def test_cases_of_two_gpus_are_plans_of_the_same_documents_and_their_predictions
             assert max(held.values()) <= two_gpus.MOST_TOKENS
         turns = [len({tuple(row) for row in asked[name][p].knobs["groups"]}) for p in ("megatron", "cpsim alone")]
         assert turns == [len(lengths)] * 2
-    said = (two_gpus.CASES / "predicted-two-plans.jsonl").read_text().splitlines()
+    said = two_gpus.SAID.read_text().splitlines()
     keys = [two_gpus.key(scenario_from(json.loads(line)["scenario"])) for line in said]
     assert keys == [two_gpus.key(case) for cases in asked.values() for case in cases.values()]
 

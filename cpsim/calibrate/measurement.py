@@ -139,7 +139,8 @@ _IDENTITY = (
 
 def point_key(op: str, **parameters: Any) -> str:
     """What a point measures, equal for points that measure the same; further parameters and results do not count."""
-    return json.dumps([op, *(parameters.get(name) for name in _IDENTITY)])
+    known = {**parameters, "window": parameters.get("window") or None}  # 0 is none
+    return json.dumps([op, *(known.get(name) for name in _IDENTITY)])
 
 
 def known_points(path: Path) -> set[str]:

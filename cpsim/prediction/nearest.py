@@ -1,7 +1,8 @@
 """Answers where a kernel was not measured: those of the nearest kernel that was, with a wide interval and a mark.
 
 How far the two kernels may be apart is taken from a causal mask of the same tokens, if both were measured with one: the
-interval reaches to what their ratio there makes of the answer. Otherwise it reaches to ``FAR`` times as fast and slow.
+interval reaches to what their ratio there makes of the answer, and at least to ``LEAST``. Otherwise it reaches to
+``FAR`` times as fast and slow.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ NEAREST: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Kernels that stand in for one that was not measured, the nearest first."""
 FAR: Final = 2.0
+LEAST: Final = 1.15
+"""How far kernels may be apart that a causal mask does not tell apart; assumed."""
 
 
 def stand_ins(scenario: Scenario) -> list[Scenario]:
@@ -52,7 +55,7 @@ def widened(asked: Scenario, advice: Advice, why: str) -> Advice:
     """
     kernel = advice.scenario.kernel
     ratio = _ratio(asked, advice.candidates[0].scenario)
-    low, high = (min(1.0, ratio), max(1.0, ratio)) if ratio else (1 / FAR, FAR)
+    low, high = (min(1 / LEAST, ratio), max(LEAST, ratio)) if ratio else (1 / FAR, FAR)
     rng = np.random.default_rng(0)
     factors = np.exp(rng.uniform(np.log(low), np.log(high), len(advice.candidates[0].draws_s)))
     by = f"{low:.2g} to {high:.2g} times, as the two kernels differ under a causal mask" if ratio else f"{FAR:g} times"

@@ -1,7 +1,7 @@
 """Plans on two real GPUs: cases for ``cpsim run``, and what they gain, predicted and measured.
 
     python -m studies.plan.two_gpus write            # data/cases/two-plans.jsonl
-    python -m cpsim predict data/cases/two-plans.jsonl --out data/cases/predicted-two-plans.jsonl
+    python -m cpsim predict data/cases/two-plans.jsonl --out studies/plan/predicted-two-plans.jsonl
     python -m cpsim run data/cases/two-plans.jsonl --gpus 2 --out runs.jsonl
     python -m studies.plan.two_gpus compare runs.jsonl
 
@@ -34,6 +34,7 @@ from studies.plan.megatron import Rule
 from studies.plan.timetable import Timetable, of_plan
 
 CASES: Final = Path(__file__).parents[2] / "data" / "cases"
+SAID: Final = Path(__file__).parent / "predicted-two-plans.jsonl"
 CLUSTER: Final = "dgx-h100"
 GPUS: Final = 2
 KERNEL: Final = "fa2"
@@ -155,7 +156,7 @@ def main(arguments: Sequence[str]) -> None:
         return
     if len(arguments) != 2 or arguments[0] != "compare":
         sys.exit("two_gpus: expected write, or compare and a file of runs")
-    lines = (CASES / "predicted-two-plans.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = SAID.read_text(encoding="utf-8").splitlines()
     said = {key(scenario_from(row["scenario"])): row["time_s"] for row in map(json.loads, lines)}
     measured = {key(run.scenario): median(run.samples_s) for run in load_runs(Path(arguments[1])) if not run.error}
     for title, times in (("predicted", said), ("measured", measured)):

@@ -24,6 +24,9 @@ export OMP_NUM_THREADS=1 # two processes on two cores: none starts threads of it
     .venv/bin/python -m cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null
     .venv/bin/python -c 'import cpsim; cpsim.predict(dict(gpus=1, cluster="h200-4", tokens=1024, heads=8, kv_heads=8,
         strategy="none", kernel="flex", mask="causal"))' # a kernel that lists blocks
+    .venv/bin/python -c 'import cpsim; cpsim.predict(dict(gpus=4, cluster="h200-4", tokens=8192, documents=[4096, 2048] +
+        [512] * 4, heads=8, kv_heads=8, strategy="dcp", knobs=dict(variant="cpsim"), kernel="fa2",
+        mask="causal_document"))' # a search of our own
 } &
 compiled=$!
 install '.[dev,others]' torch==2.13.0

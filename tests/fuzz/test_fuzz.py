@@ -221,6 +221,7 @@ def test_absurd_sizes_are_answered_or_refused_at_once(size):
     with open(name := f"{next(NUMBERS)}.json", "w") as file:
         json.dump(RING | SIZES[size], file)
     for command in (["predict"], ["advise"], ["advise", "--step"]):
+        checked([*command, name, "--json"], [size])  # compiled code is loaded
         begun = time.process_time()
         checked([*command, name, "--json"], [size])
         assert time.process_time() - begun < 3, command

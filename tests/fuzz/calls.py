@@ -15,8 +15,7 @@ from unittest import mock
 from cpsim.cli.app import main
 
 SECONDS = 30
-"""Of the CPU, for one command, what it compiles included; of the clock ten times as many, since other tests may run beside it.
-"""
+"""Of the CPU, for one command and what it compiles; of the clock ten times as many, as other tests run beside it."""
 NBYTES = 10**9 - 25 * 10**7
 """Memory that a command may need beyond that of an interpreter which has loaded everything: 1 GB with it."""
 

@@ -20,22 +20,13 @@ fi
 install() { .venv/bin/pip install --quiet --disable-pip-version-check --no-compile --editable "$@"; }
 install .
 export OMP_NUM_THREADS=1 # two processes on two cores: none starts threads of its own
-{
-    .venv/bin/python -m cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null
-    .venv/bin/python -c 'import cpsim; cpsim.predict(dict(gpus=1, cluster="h200-4", tokens=1024, heads=8, kv_heads=8,
-        strategy="none", kernel="flex", mask="causal"))' # a kernel that lists blocks
-    .venv/bin/python -c 'import cpsim; cpsim.predict(dict(gpus=4, cluster="h200-4", tokens=8192, documents=[4096, 2048] +
-        [512] * 4, heads=8, kv_heads=8, strategy="dcp", knobs=dict(variant="cpsim"), kernel="fa2",
-        mask="causal_document"))' # a search of our own
-} &
+.venv/bin/python -m cpsim advise examples/llama3-8b-96gpu.yaml >/dev/null &
 compiled=$!
 install '.[dev,others]' torch==2.13.0
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
-.venv/bin/mypy &
-types=$!
+.venv/bin/mypy
 wait $compiled
 [ -z "$browser" ] || wait $browser ||
     echo "chromium could not be installed: the tests that open the report are skipped" >&2
 .venv/bin/python -m pytest -n 2 --dist worksteal -m "$marks" "$@"
-wait $types

@@ -14,8 +14,12 @@ from collections.abc import Iterator
 from statistics import mean, median
 from typing import Final
 
+import numpy as np
+
+from cpsim.calibrate.fit import fit_in_turns
 from cpsim.calibrate.measurement import Point, load
 from cpsim.calibrate.recipes import points_file
+from cpsim.models.parameters import IN_TURNS
 
 FILES: Final = ("h100x2-watts.jsonl", "h200x4-watts.jsonl")
 PRODUCTS: Final = ("gemm", "fp8")
@@ -53,6 +57,8 @@ def main() -> None:
                 + "".join(f"{e:+{w}.1%}" if e is not None else " " * w for e, w in zip(found, (8, 10, 10), strict=True))
             )
         print(f"{file[:4] + ' mean, sign':32}{mean(map(abs, whole)):8.1%}{mean(whole):+10.1%}")
+        slower = np.expm1(fit_in_turns([load(points_file(file))])[IN_TURNS])
+        print(f"{file[:4]}: in layers, if products and attention lose it all, they are {slower:.1%} slower than alone")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from cpsim.case.resolve import cluster_of
 from cpsim.prediction.results import Advice, Candidate, inseparable
 from cpsim.report.figures import Figure, house, strategy_colour, titled
-from cpsim.report.words import CLEAR, interval_text, ms_text, percent_text, strategy_label
+from cpsim.report.page import page, section
+from cpsim.report.words import CLEAR, case_text, documents_text, interval_text, ms_text, percent_text, strategy_label
 from cpsim.units import MS_PER_S, format_bytes, short_count
 
 if TYPE_CHECKING:
@@ -58,6 +59,39 @@ class Fact:
     more: str = ""
     share: float | None = None
     """Of a limit, drawn as a bar; more than 1 is over it."""
+
+
+def answered_page(
+    title: str,
+    question: str,
+    scenario: Scenario,
+    said: str,
+    front: str,
+    sections: Sequence[tuple[str, str, str]],
+    notes: Sequence[str],
+    *,
+    known: bool,
+    with_plots: bool,
+) -> str:
+    """A page that begins with the answer to a question and ends with the caveats.
+
+    Args:
+        title, question, said: escaped here; ``said`` is the recommendation.
+        scenario: the case.
+        front: HTML below the recommendation.
+        sections: titles, ids and HTML of what follows.
+        notes: caveats.
+        known: whether there is an answer.
+        with_plots: whether sections have figures.
+    """
+    every = [*sections, *([("Caveats", "caveats", caveats_html(notes))] if notes else [])]
+    case = f"{case_text(scenario)}; {documents_text(scenario)}"
+    answer = (
+        f'<section id="answer"><h1>{escape(question)}</h1><p class=muted>{escape(case)}</p>'
+        f'<p class="{"lead" if known else "lead none"}">{escape(said)}</p>{front}</section>'
+    )
+    links = {"Answer": "answer"} | {heading: name for heading, name, _ in every}
+    return page(title, [answer, *(section(*one) for one in every)], with_plots=with_plots, links=links)
 
 
 def facts_html(facts: Iterable[Fact]) -> str:

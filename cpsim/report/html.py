@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from cpsim.report import figures, front, views
 from cpsim.report.axes import Around
 from cpsim.report.frontier import Cell
-from cpsim.report.page import figure, page, section, table
-from cpsim.report.words import case_text, documents_text, knobs_text, recommendation
+from cpsim.report.page import figure, table
+from cpsim.report.words import documents_text, knobs_text, recommendation
 from cpsim.runtime.files import write
 
 if TYPE_CHECKING:
@@ -43,23 +43,16 @@ def report_html(
     if lengths:
         sections.append(("Other sequence lengths", "lengths", _lengths(lengths)))
     sections.append(("Scenario", "scenario", _scenario(advice)))
-    if advice.notes:
-        sections.append(("Caveats", "caveats", front.caveats_html(advice.notes)))
-    title = f"cpsim: {advice.scenario.cluster}, {advice.scenario.gpus} GPUs"
-    return page(
-        title,
-        [_answer(advice), *(section(*one) for one in sections)],
+    return front.answered_page(
+        f"cpsim: {advice.scenario.cluster}, {advice.scenario.gpus} GPUs",
+        "Which context-parallel strategy?",
+        advice.scenario,
+        recommendation(advice, brief=True),
+        front.front_html(advice),
+        sections,
+        advice.notes,
+        known=bool(advice.candidates),
         with_plots=bool(advice.candidates),
-        links={"Answer": "answer"} | {said: name for said, name, _ in sections},
-    )
-
-
-def _answer(advice: Advice) -> str:
-    kind = "lead" if advice.candidates else "lead none"
-    case = f"{case_text(advice.scenario)}; {documents_text(advice.scenario)}"
-    return (
-        f'<section id="answer"><h1>Which context-parallel strategy?</h1><p class=muted>{escape(case)}</p>'
-        f'<p class="{kind}">{escape(recommendation(advice, brief=True))}</p>{front.front_html(advice)}</section>'
     )
 
 

@@ -16,10 +16,10 @@ from cpsim.report import front, validation
 from cpsim.report.answer import evidence_text, launch
 from cpsim.report.figures import Figure, house, strategy_colour, titled
 from cpsim.report.memory import GB, limit
-from cpsim.report.page import Group, figure, folded, grouped_table, page, section, table
+from cpsim.report.page import Group, figure, folded, grouped_table, table
 from cpsim.report.steps import candidate_row, grouped, memory_text, slower_text, step_recommendation
 from cpsim.report.views import View
-from cpsim.report.words import CLEAR, case_text, documents_text, percent_text, seconds_text, strategy_label
+from cpsim.report.words import CLEAR, percent_text, seconds_text, strategy_label
 from cpsim.runtime.files import write
 from cpsim.units import format_bytes, short_count
 
@@ -67,23 +67,16 @@ def step_report_html(advice: StepAdvice) -> str:
         body = "".join(figure(plot, name, view.caption) for plot in view.plots) + view.below
         sections += [(title, name, body)] if body else []
     sections.insert(2 if advice.recommended else 1, ("Alternatives", "alternatives", alternatives(advice)))
-    if advice.notes:
-        sections.append(("Caveats", "caveats", front.caveats_html(advice.notes)))
-    title = f"cpsim: a training step on {advice.scenario.gpus} GPUs of {advice.scenario.cluster}"
-    return page(
-        title,
-        [_answer(advice), *(section(*one) for one in sections)],
+    return front.answered_page(
+        f"cpsim: a training step on {advice.scenario.gpus} GPUs of {advice.scenario.cluster}",
+        "How to cut this training step?",
+        advice.scenario,
+        step_recommendation(advice, brief=True),
+        step_front(advice),
+        sections,
+        advice.notes,
+        known=bool(advice.candidates),
         with_plots=bool(advice.candidates or advice.nearest),
-        links={"Answer": "answer"} | {said: name for said, name, _ in sections},
-    )
-
-
-def _answer(advice: StepAdvice) -> str:
-    kind = "lead" if advice.candidates else "lead none"
-    case = f"{case_text(advice.scenario)}; {documents_text(advice.scenario)}"
-    return (
-        f'<section id="answer"><h1>How to cut this training step?</h1><p class=muted>{escape(case)}</p>'
-        f'<p class="{kind}">{escape(step_recommendation(advice, brief=True))}</p>{step_front(advice)}</section>'
     )
 
 

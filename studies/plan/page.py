@@ -32,12 +32,13 @@ def text() -> str:
     rows = [Row(**row) for row in read(COMPARED)["rows"]]
     small, wrong = ([kind(**row) for row in read(REGRET)[name]] for name, kind in (("small", Small), ("wrong", Wrong)))
     names = {setting.name: setting for setting in SETTINGS}
-    settings = "; ".join(
-        f"{name}: {one.model} on {one.cluster}, {one.fields['parallel']}, {one.tokens_per_rank:,} tokens of a batch "
-        f"and at most {one.most_tokens:,} of a microbatch on a rank"
+    settings = "\n".join(
+        f"* {name}: {one.model} on {one.cluster}, "
+        + "".join(f"{field} {value}, " for field, value in one.fields["parallel"].items())
+        + f"{one.tokens_per_rank:,} tokens of a batch and at most {one.most_tokens:,} of a microbatch on a rank"
         for name, one in names.items()
     )
-    sources = "; ".join(f"`{name}`: {source}" for name, source in (DISTRIBUTIONS | MORE).items())
+    sources = "\n".join(f"* `{name}`: {source}" for name, source in (DISTRIBUTIONS | MORE).items())
     return TEXT.format(
         compared=markdown(compare_lines(rows)),
         verdicts="\n".join(f"* {line}" for line in verdicts(rows)),
@@ -107,7 +108,13 @@ Groups run key-value shards around a ring (`zigzag_ring`), as Megatron-Core does
   (strategy `dcp`); a batch takes minutes to plan, at 64 GPUs.
 * cpsim alone: `plan_batch` with one document for each microbatch, as Megatron-Core runs them.
 
-{settings}. Documents: {sources}; drawn from the published histograms, cut at 512K tokens.
+Models and machines:
+
+{settings}
+
+Documents, drawn from published histograms and cut at 512K tokens:
+
+{sources}
 
 Time over that of Megatron-Core's plan, mean of the batches:
 
@@ -139,7 +146,7 @@ of kernels, for documents that fit either a node or two: there a measurement of 
 ## On two GPUs
 
 `data/cases/two-plans.jsonl` holds batches of skewed documents under three planners as attention calls of their groups,
-with predictions beside it, made before any run. On a machine with two H100:
+with predictions in `studies/plan/predicted-two-plans.jsonl`, made before any run. On a machine with two H100:
 
 ```sh
 python -m cpsim run data/cases/two-plans.jsonl --gpus 2 --out runs.jsonl

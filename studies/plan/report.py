@@ -31,7 +31,10 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     others = sorted({row.planner for row in rows} - {"cpsim", "cpsim alone"})
     every = [gain for over in others for gain in gains(rows, over=over).values()]
     word = "met" if min(every) >= -WORSE else "missed"
-    found.append(f"worst batch against any other planner: {min(every):+.1%}; bar -{WORSE:.0%}: {word}")
+    found.append(
+        f"against any other planner and in any batch: {min(every):.1%} less time at least; "
+        f"bar at most {WORSE:.0%} more: {word}"
+    )
     return found
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import count
 from random import Random
@@ -86,7 +86,21 @@ def folder(tmp_path_factory):
     (path / "binary").write_bytes(bytes(range(256)))
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
+        for kind in (kind for kind in KINDS.values() if kind.many):
+            for _, commands in seeds(kind):
+                for command in commands:
+                    call(command, limited=False)
         yield path
+
+
+def seeds(kind: Kind) -> Iterator[tuple[object, list[list[str]]]]:
+    """Some twenty valid files of a kind, and the commands that read each."""
+    suffix = next(iter(kind.suffixes))
+    for tree in kind.seeds[:: 1 + len(kind.seeds) // 20]:
+        file = f"{next(NUMBERS)}{suffix}"
+        with open(file, "wb") as stream:
+            stream.write(kind.suffixes[suffix](tree))
+        yield tree, [asked(kind, file, case, 0) for case in range(max(1, len(kind.cases)))]
 
 
 def asked(kind: Kind, name: str, case: int, command: int) -> list[str]:
@@ -134,14 +148,10 @@ def checked(command: list[str], mistakes: list[str], *, many: bool = False, most
 @pytest.mark.parametrize("name", KINDS)
 def test_seeds_are_valid_files(name):
     """Nine in ten are answered; a few committed cases ask for what their kernel cannot run."""
-    kind, suffix = KINDS[name], next(iter(KINDS[name].suffixes))
-    answers = []
-    for tree in kind.seeds[:: 1 + len(kind.seeds) // 20]:
+    kind, answers = KINDS[name], []
+    for tree, commands in seeds(kind):
         assert not kind.odd(tree)
-        file = f"{next(NUMBERS)}{suffix}"
-        with open(file, "wb") as stream:
-            stream.write(kind.suffixes[suffix](tree))
-        found = [call(asked(kind, file, case, 0)) for case in range(max(1, len(kind.cases)))]
+        found = [call(command) for command in commands]
         assert not any(wrong(answer, many=kind.many, most_tflops=kind.most_tflops) for answer in found)
         answers.append(min(answer.status for answer in found))
     print(answers)
@@ -221,7 +231,6 @@ def test_absurd_sizes_are_answered_or_refused_at_once(size):
     with open(name := f"{next(NUMBERS)}.json", "w") as file:
         json.dump(RING | SIZES[size], file)
     for command in (["predict"], ["advise"], ["advise", "--step"]):
-        checked([*command, name, "--json"], [size])  # compiled code is loaded
         begun = time.process_time()
         checked([*command, name, "--json"], [size])
         assert time.process_time() - begun < 3, command

@@ -103,25 +103,33 @@ def _placed(order, level, added_s, tokens, num_ranks, sizes, pack_s, cap):  # ty
         first, last = np.full(len(ends), -1), np.full(len(ends), -1)
         while i < count and level[order[i]] == at:
             d, g = order[i], number[0]
-            p = first[g] if cap else -1
-            while p >= 0 and free[p] < tokens[at, d]:
-                p = after[p]
-            more = added_s[at, d]
-            if p < 0:
-                p, more = num_packs, more + pack_s[at]
-                free[p], after[p] = cap, -1
-                if first[g] < 0:
-                    first[g] = p
-                else:
-                    after[last[g]] = p
-                last[g], num_packs = p, num_packs + 1
-            free[p] -= tokens[at, d]
+            p, more = _packed(g, tokens[at, d], num_packs, cap, first, last, free, after), added_s[at, d]
+            if p == num_packs:
+                num_packs, more = num_packs + 1, more + pack_s[at]
             group[d], pack[d] = g, p
             _sink(ends, number, ends[0] + more)
             i += 1
         for k in range(len(ends)):
             load[number[k] * size : (number[k] + 1) * size] = ends[k]
     return group, pack, load
+
+
+@compiled()
+def _packed(group, tokens, new, cap, first, last, free, after):  # type: ignore[no-untyped-def]
+    """Puts a document into the first pack of a group that has room, or else into a new one, whose number is `new`."""
+    p = first[group] if cap else -1
+    while p >= 0 and free[p] < tokens:
+        p = after[p]
+    if p < 0:
+        p = new
+        free[p], after[p] = cap, -1
+        if first[group] < 0:
+            first[group] = p
+        else:
+            after[last[group]] = p
+        last[group] = p
+    free[p] -= tokens
+    return p
 
 
 @compiled()
@@ -239,23 +247,14 @@ def _loaded(level, group, added_s, tokens, num_ranks, sizes, pack_s, cap):  # ty
     count, start = len(level), np.zeros(len(sizes) + 1, np.int64)
     start[1:] = np.cumsum(num_ranks // sizes)
     load, pack = np.zeros(num_ranks), np.empty(count, np.int64)
-    free, after = np.empty(count, np.int64), np.full(count, -1)
+    free, after = np.empty(count, np.int64), np.empty(count, np.int64)
     first, last, num_packs = np.full(start[-1], -1), np.full(start[-1], -1), 0
     for d in range(count):
         at, size = level[d], sizes[level[d]]
         g = start[at] + group[d]
-        p, more = first[g] if cap else -1, added_s[at, d]
-        while p >= 0 and free[p] < tokens[at, d]:
-            p = after[p]
-        if p < 0:
-            p, more = num_packs, more + pack_s[at]
-            free[p] = cap
-            if first[g] < 0:
-                first[g] = p
-            else:
-                after[last[g]] = p
-            last[g], num_packs = p, num_packs + 1
-        free[p] -= tokens[at, d]
+        p, more = _packed(g, tokens[at, d], num_packs, cap, first, last, free, after), added_s[at, d]
+        if p == num_packs:
+            num_packs, more = num_packs + 1, more + pack_s[at]
         pack[d] = p
         load[group[d] * size : (group[d] + 1) * size] += more
     return pack, load

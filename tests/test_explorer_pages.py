@@ -1,6 +1,7 @@
 """Pages of the explorer that ask for much, requests that make no sense, and who may ask."""
 
 import json
+import re
 import socket
 import threading
 import time
@@ -112,7 +113,7 @@ def test_an_answer_over_its_budget_is_dropped_and_says_so():
             time.sleep(0.05)
         known = answers.ask(scenario_from(ABSURD | {"gpus": 256}), "page", "ranking", None, 60)
         assert known.is_complete
-        assert "more than 0.8 s of work" in known.dropped
+        assert re.search("more than 0.8 s of work|longer than 3.2 s", known.dropped)
         assert "cpsim advise" in known.dropped
         again = answers.ask(scenario_from(SMALL), "page", "ranking", None, 60)
         assert again.is_complete

@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cpsim.case.workload import Workload
 from cpsim.errors import InfeasibleError, OutOfMemoryError
@@ -25,7 +24,7 @@ from cpsim.models.attention.calls import working_memory
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.host import HELD_S
 from cpsim.models.price import Priced, price
-from cpsim.models.uncertainty import NUM_DRAWS, Draws
+from cpsim.models.uncertainty import NUM_DRAWS, Draws, Floats
 from cpsim.prediction.case import Case
 from cpsim.prediction.size import DRAWN_GPUS, MOST_PLACES, RINGS
 from cpsim.schedule.schedule import Pass, Planning, Schedule
@@ -51,7 +50,7 @@ class PassResult:
     parts_s: Mapping[str, float]
     """Seconds on the critical path by cost model."""
     exposed_s: float
-    sent: NDArray[np.float64]
+    sent: Floats
     """Bytes that leave every rank, ``[ranks]``; of a continued ring those of the rank that sends most, ``[1]``."""
     memory_bytes: int
     notes: tuple[str, ...]
@@ -71,18 +70,18 @@ class PassResult:
         """Schedules that were simulated."""
         return tuple(timeline.schedule for timeline, _ in self.simulated)
 
-    def makespans(self, draws: Draws) -> NDArray[np.float64]:
+    def makespans(self, draws: Draws) -> Floats:
         """The time with every draw of the cost models' errors, ``[NUM_DRAWS]``."""
         return self._continued([_drawn(timeline, priced, draws) for timeline, priced in self.simulated])
 
-    def with_hosts(self, factors: Sequence[float]) -> NDArray[np.float64]:
+    def with_hosts(self, factors: Floats) -> Floats:
         """The time where hosts take so many times as long for their launches, ``[len(factors)]``."""
-        same, later = np.ones(len(factors)), np.asarray(factors, np.float64)
+        same = np.ones(len(factors))
         groups = np.ones((len(GROUPS), len(factors)))
-        found = [makespans(timeline, p.work, p.group, groups, same, later) for timeline, p in self.simulated]
+        found = [makespans(timeline, p.work, p.group, groups, same, factors) for timeline, p in self.simulated]
         return self._continued(found)
 
-    def _continued(self, of_rings: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
+    def _continued(self, of_rings: Sequence[Floats]) -> Floats:
         """Times from those of the simulations."""
         return of_rings[-1] + (of_rings[-1] - of_rings[0]) * self.beyond
 
@@ -211,7 +210,7 @@ def _planned_memory(case: Case, pass_: Pass) -> int:
         return 0
 
 
-def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> NDArray[np.float64]:
+def _drawn(timeline: Timeline, priced: Priced, draws: Draws) -> Floats:
     factors = np.ones((len(GROUPS), NUM_DRAWS))
     for group in np.unique(priced.group).tolist():
         factors[group] = draws.factor(GROUPS[group])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from cpsim.errors import CpsimError, InfeasibleError, MachineError
 from cpsim.models.cost_models import GROUPS
 from cpsim.models.gemm import FP8_SIGMA
 from cpsim.models.profile import Profile
-from cpsim.models.uncertainty import Draws, draws_of, seed_of
+from cpsim.models.uncertainty import Draws, Floats, draws_of, seed_of
 from cpsim.prediction.case import Case, resolve
 from cpsim.prediction.passes import PassResult, run_pass
 from cpsim.prediction.results import Change, Column, Infeasible, Prediction, prediction_columns, refused
@@ -193,7 +193,8 @@ def predictions_of(case: Case) -> tuple[Prediction, Prediction, Prediction]:
     )
     passes = run_passes(both)
     first, second = ({name: passes[name]} for name in both.scenario.passes)
-    return of_passes(forward, first), of_passes(backward, second), of_passes(both, passes)
+    drawn = _drawn(both, passes)
+    return of_passes(forward, first, drawn), of_passes(backward, second, drawn), of_passes(both, passes, drawn)
 
 
 def run_passes(case: Case, most_s: float = float("inf")) -> dict[Pass, PassResult]:
@@ -226,20 +227,40 @@ def window_s(case: Case, passes: Mapping[Pass, PassResult]) -> float:
     return busy + done[-1].planning.exposed_s(busy)
 
 
-def of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
-    """The prediction that follows from simulated passes."""
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """Times that passes take where costs are others than the models say, found once for all windows that hold them."""
+
+    draws: Draws
+    makespans: Mapping[Pass, Floats]
+    """With every draw of the models' errors, ``[NUM_DRAWS]``."""
+    on_hosts: Mapping[Pass, Floats]
+    """On quick hosts, and where nothing is launched."""
+
+
+def _drawn(case: Case, passes: Mapping[Pass, PassResult]) -> _Drawn:
+    draws, hosts = draws_for(case, list(passes.values())), _hosts(case)
+    return _Drawn(
+        draws,
+        {name: one.makespans(draws) for name, one in passes.items()},
+        {name: one.with_hosts(hosts) for name, one in passes.items()},
+    )
+
+
+def of_passes(case: Case, passes: Mapping[Pass, PassResult], drawn: _Drawn | None = None) -> Prediction:
+    """The prediction that follows from simulated passes, and from draws where a longer window has made them."""
     scenario, cluster, done = case.scenario, case.cluster, list(passes.values())
-    drawn = draws_for(case, done)
+    drawn = drawn or _drawn(case, passes)
     parts = {name: sum(p.parts_s[name] for p in done) for name in GROUPS}
     planning, busy, host = done[-1].planning, sum(p.time_s for p in done), 0.0
     if scenario.protocol == "streamed":  # in a steady state the slower of GPUs, with their network, and hosts decides
         host = sum(p.host_s for p in done)
         parts["host"] += max(0.0, host - busy)
         busy = max(busy, host)
-    quick, captured = _on_hosts(case, done, (float(np.exp(-QUICK_HOST * case.profile.sigma["host"])), 0.0))
+    quick, captured = np.maximum(sum(drawn.on_hosts[name] for name in passes), host * _hosts(case)).tolist()
     late = planning.exposed_s(busy)
-    makespans = np.maximum(np.sum([p.makespans(drawn) for p in done], axis=0), host * drawn.factor("host"))
-    draws = drawn.around(busy + late, makespans * drawn.noise() + late)
+    makespans = np.maximum(sum(drawn.makespans[name] for name in passes), host * drawn.draws.factor("host"))
+    draws = drawn.draws.around(busy + late, makespans * drawn.draws.noise() + late)
     parts["planning"] = late
     notes = (
         *_grades(case),
@@ -268,12 +289,9 @@ def of_passes(case: Case, passes: Mapping[Pass, PassResult]) -> Prediction:
     )
 
 
-def _on_hosts(case: Case, done: Sequence[PassResult], factors: Sequence[float]) -> list[float]:
-    """Times where hosts take so many times as long for their launches [s]."""
-    times = np.sum([p.with_hosts(factors) for p in done], axis=0)
-    if case.scenario.protocol == "streamed":
-        times = np.maximum(times, sum(p.host_s for p in done) * np.asarray(factors))
-    return list(times.tolist())
+def _hosts(case: Case) -> Floats:
+    """How many times as long quick hosts take, and those that launch nothing."""
+    return np.array([np.exp(-QUICK_HOST * case.profile.sigma["host"]), 0.0])
 
 
 def _host_notes(case: Case, seconds: float, quick: float, captured: float) -> tuple[str, ...]:

@@ -93,14 +93,14 @@ def folder(tmp_path_factory):
         yield path
 
 
-def seeds(kind: Kind) -> Iterator[tuple[object, list[list[str]]]]:
-    """Some twenty valid files of a kind, and the commands that read each."""
+def seeds(kind: Kind) -> Iterator[tuple[object, Iterator[list[str]]]]:
+    """Some twenty valid files of a kind, and the commands that read each; every one writes the scenario it asks for."""
     suffix = next(iter(kind.suffixes))
     for tree in kind.seeds[:: 1 + len(kind.seeds) // 20]:
         file = f"{next(NUMBERS)}{suffix}"
         with open(file, "wb") as stream:
             stream.write(kind.suffixes[suffix](tree))
-        yield tree, [asked(kind, file, case, 0) for case in range(max(1, len(kind.cases)))]
+        yield tree, (asked(kind, file, case, 0) for case in range(max(1, len(kind.cases))))
 
 
 def asked(kind: Kind, name: str, case: int, command: int) -> list[str]:

@@ -1,25 +1,27 @@
 """Mixtures of experts by Megatron-Bridge's performance scripts and Megatron-LM's tests: what no field says.
 
 - Gradients are summed in bf16.
-- HybridEP, of Qwen3's rows, sends a token once to each rank that has some of its experts; routing is forced to be even,
-  by random logits.
+- HybridEP and DeepEP send a token once to each rank that has some of its experts, all-to-alls once for each of these
+  experts; routing is forced to be even, by random logits.
+- With `moe_a2a_overlap` exchanges of one microbatch run beside layers of another, but in the first passes forward and
+  the last ones backward of a step, where there is no other.
 - The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32
   and added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of products.
 - Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again.
 
-Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias);
-NVIDIA-NeMo/Megatron-Bridge, v0.3.0, scripts/performance/configs/gpt_oss, and v0.2.0,
-scripts/performance/configs/qwen3 (moe_flex_dispatcher_backend, grad_reduce_in_fp32).
+Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias) and
+pipeline_parallel/combined_1f1b.py; NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
+(moe_flex_dispatcher_backend, moe_a2a_overlap, cutedsl_fused_grouped_mlp, recompute_modules, grad_reduce_in_fp32).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Final
 
-from cpsim.prediction.step.frameworks import MEGATRON, Sizes
+from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
 from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm
 from cpsim.prediction.step.precision import FP8
 from cpsim.prediction.step.program import LayerCode, Node
@@ -32,17 +34,34 @@ BACKWARD: Final = 6 + 6 + 12 + 12 + 4
 AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu"})
 
 
-def once_a_rank(s: Sizes, compiled: bool) -> LayerCode:
+def once_a_rank(code: LayerCode, s: Sizes) -> LayerCode:
     """A layer whose tokens are sent to each rank of their experts once."""
-    code = MEGATRON.layer(s, compiled)
     share = s.ep * (1 - (1 - 1 / s.ep) ** s.model.top_k) / s.model.top_k
 
     def sent(node: Node) -> Node:
-        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
-            return node
-        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
+        return _scaled(node, share) if _exchanges(node) else node
 
     return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
+
+
+def _exchanges(node: Node) -> bool:
+    return isinstance(node.what, Collective) and node.what.kind == "all_to_all"
+
+
+def _scaled(node: Node, share: float) -> Node:
+    assert isinstance(node.what, Collective)
+    return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
+
+
+def beside_others(code: LayerCode, alone: float) -> LayerCode:
+    """A layer whose exchanges run beside another microbatch, but for a share: nothing waits for the rest of them."""
+
+    def divided(node: Node) -> tuple[Node, ...]:
+        return (_scaled(node, alone), replace(_scaled(node, 1 - alone), makes={})) if _exchanges(node) else (node,)
+
+    forward = tuple(part for node in code.forward for part in divided(node))
+    backward = tuple(part for node in code.backward for part in divided(node))
+    return replace(code, forward=forward, backward=backward)
 
 
 def weighted_inside(s: Sizes, compiled: bool) -> LayerCode:
@@ -70,32 +89,26 @@ def weighted_inside(s: Sizes, compiled: bool) -> LayerCode:
     return LayerCode(forward=tuple(forward), backward=tuple(backward), kept=frozenset(kept))
 
 
-def biased(s: Sizes, compiled: bool) -> LayerCode:
+def biased(code: LayerCode, s: Sizes) -> LayerCode:
     """A layer with biases of experts."""
-    code = MEGATRON.layer(s, compiled)
     assert s.experts is not None
     elements, many = sum(s.experts.rows) * s.model.hidden, len(s.experts.rows)
     after = max(i for i, node in enumerate(code.forward) if any(name.startswith("expert down") for name in node.makes))
     before = min(i for i, node in enumerate(code.backward) if isinstance(node.what, Gemm))
-    forward = Node(ElementwisePass("copy", FORWARD * elements), code.forward[after].reads, {}, calls=2 * many + 2)
-    backward = Node(ElementwisePass("copy", BACKWARD * elements), code.backward[before].reads[:1], {}, calls=6 * many)
+    copies, source = partial(ElementwisePass, "copy"), code.backward[before].reads[:1]
+    forward = Node(copies(FORWARD * elements), code.forward[after].reads, {"biased": 0}, calls=2 * many + 2)
+    backward = Node(copies(BACKWARD * elements), source, {}, calls=6 * many)
+    then, *others = code.forward[after + 1 :]
+    then = replace(then, reads=(*then.reads, "biased"))
     return replace(
         code,
-        forward=(*code.forward[: after + 1], forward, *code.forward[after + 1 :]),
+        forward=(*code.forward[: after + 1], forward, then, *others),
         backward=(*code.backward[:before], backward, *code.backward[before:]),
     )
 
 
 TESTED: Final = replace(MEGATRON, source="Megatron-LM@d98e8a64d", layer=weighted_inside)
 """Megatron-LM as its functional tests of experts run it."""
-BRIDGE: Final = replace(
-    MEGATRON,
-    source="Megatron-Core 0.15 by Megatron-Bridge",
-    layer=once_a_rank,
-    held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16),
-)
-
-
 BRIDGE_DENSE: Final = replace(
     MEGATRON, source="Megatron-Bridge's Llama", held=lambda sharding: replace(MEGATRON.held(sharding), gradient=BF16)
 )
@@ -122,13 +135,42 @@ def fused_experts(code: LayerCode) -> LayerCode:
     return LayerCode(forward=forward, backward=backward, kept=code.kept)
 
 
-def _kept(s: Sizes, compiled: bool) -> frozenset[str]:
-    return biased(s, compiled).kept - AGAIN
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What a configuration of Megatron-Bridge says of experts."""
 
+    once: bool
+    """Tokens are sent once to each rank."""
+    fused: bool
+    """Experts are one kernel."""
+    biased: bool
+    """Their second linear layer has a bias."""
+    again: bool
+    """Norms and activations of experts are computed again."""
+    alone: float
+    """Share of exchanges that run beside nothing: 1 where all of them do."""
 
-GPT_OSS: Final = replace(BRIDGE, layer=biased)
-GPT_OSS_AGAIN: Final = replace(GPT_OSS, kept={"none": _kept})
-"""With what is computed again."""
+    @property
+    def framework(self) -> Framework:
+        """Megatron, with what this says."""
+        return replace(
+            BRIDGE_DENSE,
+            layer=self._layer,
+            joins=self._joins,
+            kept={"none": self._kept} if self.again else MEGATRON.kept,
+        )
+
+    def _layer(self, s: Sizes, compiled: bool) -> LayerCode:
+        code = MEGATRON.layer(s, compiled)
+        code = once_a_rank(code, s) if self.once else code
+        return biased(code, s) if self.biased else code
+
+    def _joins(self, code: LayerCode) -> LayerCode:
+        code = fused_experts(code) if self.fused else code
+        return beside_others(code, self.alone) if self.alone < 1 else code
+
+    def _kept(self, s: Sizes, compiled: bool) -> frozenset[str]:
+        return self._layer(s, compiled).kept - AGAIN
 
 
 def low_activations(layer: Callable[[Sizes, bool], LayerCode], s: Sizes, compiled: bool) -> LayerCode:
@@ -145,6 +187,12 @@ def low_activations(layer: Callable[[Sizes, bool], LayerCode], s: Sizes, compile
         backward=backward,
         kept=code.kept - {"gate up"} | {"gate up low"},
     )
+
+
+@cache
+def by_recipe(recipe: Recipe) -> Code:
+    """What runs of experts."""
+    return Code("Megatron-Core by Megatron-Bridge", lambda _: recipe.framework)
 
 
 LOW_ACTIVATIONS: Final = Code(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from studies.public.megatron import BRIDGE, BRIDGE_DENSE, GPT_OSS, GPT_OSS_AGAIN, SHARDED, fused_experts
+from studies.public.megatron import BRIDGE_DENSE, SHARDED, Recipe, by_recipe
 from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
 from studies.public.row import CLUSTERS, Code, Line, Reader, Row, instead, left_out, number
 
@@ -111,7 +111,6 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
     """
     pp, chunks = number(line["pp"]), number(line["vp"])
     ends = line["model"] == "Qwen3_235B_a22B" and pp > 1
-    batch = 1 if row.gpu == "H100" else int(line["mbs"])
     return {
         **_base(line, row),
         "model": model,
@@ -122,11 +121,20 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
             "cp": row.cp,
             "ep": int(line["ep"]),
             "virtual_pp": chunks,
-            "batch": batch,
-            "microbatches": int(line["gbs"]) // (row.gpus // (number(line["tp"]) * pp * row.cp)) // batch,
+            "batch": _routed_batch(line),
+            "microbatches": _routed_microbatches(line),
             **({"embedding_as_layer": True, "loss_as_layer": True} if ends else {}),
         },
     }
+
+
+def _routed_batch(line: Line) -> int:
+    return 1 if line["system"] == "DGX-H100" else int(line["mbs"])
+
+
+def _routed_microbatches(line: Line) -> int:
+    ranks = number(line["tp"]) * number(line["pp"]) * number(line["cp"])
+    return int(line["gbs"]) // (int(line["gpus"]) // ranks) // _routed_batch(line)
 
 
 def _dense(line: Line, row: Row) -> dict[str, Any]:
@@ -162,29 +170,70 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
     }
 
 
-ONCE, SUMMED, SHARDS = instead(BRIDGE), instead(BRIDGE_DENSE), instead(SHARDED)
-FUSED_EXPERTS: Final = instead(replace(BRIDGE, joins=fused_experts))
-CODE: Final = {
-    ("GPT OSS 120B", True, False): instead(GPT_OSS_AGAIN),
-    ("GPT OSS 120B", False, False): instead(GPT_OSS),
-    ("GPT OSS 120B", False, True): instead(replace(GPT_OSS, joins=fused_experts)),
-    **{
-        (model, again, fused): (FUSED_EXPERTS if fused else ONCE)
-        for model in ("Qwen3_235B_a22B", "Qwen3_30B_a3B")
-        for again in (True, False)
-        for fused in (True, False)
-    },
+SUMMED, SHARDS = instead(BRIDGE_DENSE), instead(SHARDED)
+FUSED: Final = {
+    ("GPT OSS 120B", "DGX-GB200"): "26.06",
+    ("GPT OSS 120B", "DGX-GB300"): "26.06",
+    ("Qwen3_30B_a3B", "DGX-B200"): "26.06.01",
+    ("Qwen3_30B_a3B", "DGX-B300"): "26.06",
+    ("Qwen3_30B_a3B", "DGX-GB200"): "26.06",
+    ("Qwen3_30B_a3B", "DGX-GB300"): "26.06",
+    ("Qwen3_235B_a22B", "DGX-B200"): "26.06.01",
+    ("Qwen3_235B_a22B", "DGX-B300"): "26.06.01",
+    ("Qwen3_235B_a22B", "DGX-GB200"): "26.06",
+    ("Qwen3_235B_a22B", "DGX-GB300"): "26.06",
 }
-"""By model, whether something is computed again, as on all GPUs but B300 and GB300, and whether experts are one kernel:
-in MXFP8 from release 26.06 on (NVTE_CUTEDSL_FUSED_GROUPED_MLP, use_transformer_engine_op_fuser)."""
+"""Releases from which on steps in MXFP8 are one CUDA graph, with experts in one kernel and exchanges that overlap
+(cutedsl_fused_grouped_mlp, moe_a2a_overlap)."""
+ONCE: Final = {
+    ("GPT OSS 120B", "DGX-B300"): ("26.04", "99"),
+    ("GPT OSS 120B", "DGX-GB200"): ("26.04", "26.04.01"),
+    ("Qwen3_30B_a3B", "DGX-B200"): ("25", "99"),
+    ("Qwen3_30B_a3B", "DGX-B300"): ("25", "99"),
+    ("Qwen3_30B_a3B", "DGX-GB200"): ("25", "99"),
+    ("Qwen3_30B_a3B", "DGX-GB300"): ("25", "99"),
+    ("Qwen3_30B_a3B", "DGX-H100"): ("26.02", "99"),
+    ("Qwen3_235B_a22B", "DGX-B200"): ("26.02.01", "26.02.01"),
+    ("Qwen3_235B_a22B", "DGX-B300"): ("26.06", "99"),
+    ("Qwen3_235B_a22B", "DGX-GB200"): ("25", "99"),
+    ("Qwen3_235B_a22B", "DGX-GB300"): ("25", "99"),
+}
+"""First and last release whose other steps have HybridEP or DeepEP (moe_flex_dispatcher_backend), not all-to-alls."""
+
+
+def _recipe(line: Line) -> Recipe:
+    """What its configuration says of experts.
+
+    Where all-to-alls or DeepEP send tokens of Qwen3 and stages are interleaved, exchanges overlap; so they do on GB200
+    for GPT-OSS from 26.04 on.
+    """
+    model, system, release = line["model"], line["system"], line["release"]
+    where, oss = (model, system), model == "GPT OSS 120B"
+    fused = line["precision"] == "MXFP8" and release >= FUSED.get(where, "99")
+    first, last = ONCE.get(where, ("99", ""))
+    piped = not oss and system in ("DGX-H100", "DGX-B200", "DGX-B300") and number(line["vp"]) > 1
+    overlaps = fused or piped or (where == ("GPT OSS 120B", "DGX-GB200") and release >= "26.04")
+    return Recipe(
+        once=fused or first <= release <= last,
+        fused=fused,
+        biased=oss,
+        again=oss and "300" not in system and not fused,
+        alone=_alone(line) if overlaps else 1.0,
+    )
+
+
+def _alone(line: Line) -> float:
+    """Share of passes of a step that have no other beside them: the first ones forward, the last ones backward."""
+    pp, chunks = number(line["pp"]), number(line["vp"])
+    microbatches = _routed_microbatches(line)
+    return min(1.0, (2 * (pp - 1) + (chunks - 1) * pp + 1) / (microbatches * chunks))
 
 
 def _code(line: Line) -> Code | None:
     """Whose code runs a line, where its scenario does not say."""
     if line["model"] in DENSE:
         return None if line["task"] == "LoRA" else SHARDS if _shards(line) else SUMMED
-    fused = line["release"] >= "26.06" and line["precision"] == "MXFP8"
-    return CODE.get((line["model"], "300" not in line["system"] and not fused, fused))
+    return by_recipe(_recipe(line)) if line["model"] in ROUTED else None
 
 
 READER: Final = Reader(

@@ -93,7 +93,8 @@ def biased(code: LayerCode, s: Sizes) -> LayerCode:
     """A layer with biases of experts."""
     assert s.experts is not None
     elements, many = sum(s.experts.rows) * s.model.hidden, len(s.experts.rows)
-    after = max(i for i, node in enumerate(code.forward) if any(name.startswith("expert down") for name in node.makes))
+    downs = {f"expert down {i}" for i in range(many)}
+    after = max(i for i, node in enumerate(code.forward) if downs & node.makes.keys())
     before = min(i for i, node in enumerate(code.backward) if isinstance(node.what, Gemm))
     copies, source = partial(ElementwisePass, "copy"), code.backward[before].reads[:1]
     forward = Node(copies(FORWARD * elements), code.forward[after].reads, {"biased": 0}, calls=2 * many + 2)

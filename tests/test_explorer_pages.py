@@ -24,6 +24,8 @@ from cpsim.runtime.workers import Budget, OverBudget, Question, Workers
 
 ANSWERED_S = 0.5
 """Within which a page is answered, whatever another one asks."""
+OVER_TIME = r"more than [\d.]+ s of work|longer than [\d.]+ s"
+"""What a budget was over: on a busy machine four times its work have passed first."""
 
 
 @pytest.fixture(scope="module")
@@ -106,14 +108,14 @@ def test_twenty_pages_of_which_one_is_hostile_are_answered_at_once(link):
 
 
 def test_an_answer_over_its_budget_is_dropped_and_says_so():
-    answers = Answers(workers=1, cpu_s=0.8)
+    answers = Answers(workers=1, cpu_s=2)
     try:
         end = time.monotonic() + 120
         while not answers.is_warm and time.monotonic() < end:
             time.sleep(0.05)
-        known = answers.ask(scenario_from(ABSURD | {"gpus": 256}), "page", "ranking", None, 60)
+        known = answers.ask(scenario_from(ABSURD | {"gpus": 256}), "page", "ranking", None, 120)
         assert known.is_complete
-        assert re.search("more than 0.8 s of work|longer than 3.2 s", known.dropped)
+        assert re.search(OVER_TIME, known.dropped)
         assert "cpsim advise" in known.dropped
         again = answers.ask(scenario_from(SMALL), "page", "ranking", None, 60)
         assert again.is_complete
@@ -131,16 +133,16 @@ def workers():
 
 
 def test_a_case_whose_strategies_are_too_many_to_list_is_dropped_in_one_line():
-    answers = Answers(workers=1, cpu_s=0.1)  # ten ticks of a process's clock: on a busy machine, too
+    answers = Answers(workers=1, cpu_s=0.1)
     try:
-        with pytest.raises(Dropped, match=r"more than 0\.1 s of work.* `cpsim advise`"):
+        with pytest.raises(Dropped, match=f"({OVER_TIME}).* `cpsim advise`"):
             answers.ask(scenario_from(ABSURD | {"gpus": 65536}), "page", "ranking", None, 60)
     finally:
         answers.close()
 
 
 def test_work_over_its_budget_ends_and_the_next_is_done(workers):
-    with pytest.raises(OverBudget, match=r"more than 0\.5 s of work"):
+    with pytest.raises(OverBudget, match=OVER_TIME):
         workers.submit(Question("one"), busy, 60).result(10)
     with pytest.raises(OverBudget, match="memory"):
         workers.submit(Question("one"), large, 1 << 30).result(10)

@@ -37,6 +37,8 @@ SYSTEMS: Final = {
     "DGX-GB300": str(CLUSTERS / "gb300-64.json"),
 }
 HIDDEN: Final = "activations on their way to the host's memory and back hide behind layers"
+OVERLAPPED: Final = "hosts launch in time what runs beside another microbatch"
+ATTENTION: Final = "attention in bf16, where their configuration has FP8"
 CURRENT: Final = "FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f)"
 
 
@@ -66,6 +68,9 @@ def megatron_bridge(line: Line) -> Row:
     if isinstance(found, str):
         return replace(row, **left_out(found))
     assumed = (CURRENT,) * (row.precision == "fp8") + (HIDDEN,) * _shards(line)
+    if row.routed:
+        recipe = _recipe(line)
+        assumed += (ATTENTION,) * recipe.fused + (OVERLAPPED,) * (recipe.alone < 1 and not recipe.fused)
     return replace(row, fields=found, assumed=assumed)
 
 

@@ -38,7 +38,6 @@ SYSTEMS: Final = {
 }
 HIDDEN: Final = "activations on their way to the host's memory and back hide behind layers"
 OVERLAPPED: Final = "hosts launch in time what runs beside another microbatch"
-ATTENTION: Final = "attention in bf16, where their configuration has FP8"
 CURRENT: Final = "FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f)"
 
 
@@ -70,7 +69,7 @@ def megatron_bridge(line: Line) -> Row:
     assumed = (CURRENT,) * (row.precision == "fp8") + (HIDDEN,) * _shards(line)
     if row.routed:
         recipe = _recipe(line)
-        assumed += (ATTENTION,) * recipe.fused + (OVERLAPPED,) * (recipe.alone < 1 and not recipe.fused)
+        assumed += (OVERLAPPED,) * (recipe.alone < 1 and not recipe.fused)
     return replace(row, fields=found, assumed=assumed)
 
 
@@ -119,7 +118,7 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
     return {
         **_base(line, row),
         "model": model,
-        "precision": PRECISIONS[row.precision],
+        "precision": {"fp8": "mxfp8", "attention": "fp8"} if _recipe(line).fused else PRECISIONS[row.precision],
         "parallel": {
             "tp": number(line["tp"]),
             "pp": pp,
@@ -188,8 +187,8 @@ FUSED: Final = {
     ("Qwen3_235B_a22B", "DGX-GB200"): "26.06",
     ("Qwen3_235B_a22B", "DGX-GB300"): "26.06",
 }
-"""Releases from which on steps in MXFP8 are one CUDA graph, with experts in one kernel and exchanges that overlap
-(cutedsl_fused_grouped_mlp, moe_a2a_overlap)."""
+"""Releases from which on steps in MXFP8 are one CUDA graph, with attention in FP8, experts in one kernel and exchanges
+that overlap (fp8_dot_product_attention, cutedsl_fused_grouped_mlp, moe_a2a_overlap)."""
 ONCE: Final = {
     ("GPT OSS 120B", "DGX-B300"): ("26.04", "99"),
     ("GPT OSS 120B", "DGX-GB200"): ("26.04", "26.04.01"),

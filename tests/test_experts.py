@@ -17,6 +17,10 @@ from cpsim.prediction.step.program import program
 from cpsim.prediction.step_advice import advise_step, words
 
 MIXTRAL, QWEN = MODELS["mixtral-8x7b"], MODELS["qwen3-30b-a3b"]
+DEEPSEEK = MODELS["deepseek-v3"]
+LITE = replace(
+    DEEPSEEK, layers=4, heads=16, kv_heads=16, hidden=2048, q_rank=0, experts=16, vocab=32000, dense_layers=1
+)
 SMALL = asdict(replace(QWEN, layers=4, vocab=32000))
 SHARED = SMALL | {"experts": 16, "top_k": 2, "shared_experts": 2}
 T = 8192
@@ -40,20 +44,29 @@ def ops(model, tp, ep, kind):
     [
         (MIXTRAL, 46.7, 12.9),  # Mixtral of Experts (2024), section 2 and its announcement
         (QWEN, 30.5, 3.3),  # Qwen3 Technical Report (2025), table 2 and its model card
+        (
+            DEEPSEEK,
+            671.0,
+            37.5,
+        ),  # DeepSeek-V3 Technical Report (2024), section 4.2: 671 and 37, embeddings half counted
+        (MODELS["kimi-k2"], 1026.4, 32.8),  # Kimi K2 (2025), table 2: 1,040 and 32.6
     ],
-    ids=["mixtral", "qwen3"],
+    ids=["mixtral", "qwen3", "deepseek", "kimi"],
 )
 def test_models_have_as_many_parameters_as_published(model, total, active):
     assert model.parameters() / 1e9 == pytest.approx(total, rel=0.002)
     assert model.active_parameters() / 1e9 == pytest.approx(active, rel=0.02)
 
 
-@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b", "deepseek-v3"])
 def test_flops_of_a_token_are_six_for_each_active_weight_and_attention(name):
     model, scenario = MODELS[name], scenario_from(FIELDS | {"model": name})
     embedding, norms = model.vocab * model.hidden, (2 * model.layers + 1) * model.hidden
-    products = 6 * (model.active_parameters() - embedding - norms)
-    attention = 3.5 * 4 * model.heads * model.head_dim * model.layers * (4096 + 1) / 2
+    norms += model.layers * (model.q_rank + model.kv_rank)
+    dense = model.dense_layers * model.more_dense(1)  # counted like the others: active experts are as large
+    dense -= model.dense_layers * model.top_k * 3 * model.hidden * model.inner
+    products = 6 * (model.active_parameters() - dense - embedding - norms)
+    attention = 3.5 * 2 * model.heads * (model.head_dim + model.values) * model.layers * (4096 + 1) / 2
     assert flops_of(scenario, workload_of(scenario)) / scenario.num_tokens == pytest.approx(products + attention)
     found = predict(scenario)
     flop = found.tflops_per_gpu * 1e12 * found.time_s * scenario.gpus
@@ -112,7 +125,7 @@ def test_a_rank_sends_the_copies_that_other_ranks_have_the_experts_of():
     assert again == pytest.approx(SMALL["layers"] * 6 * each)
 
 
-@pytest.mark.parametrize("model", [MIXTRAL, QWEN, replace(QWEN, experts=16, shared_experts=2)])
+@pytest.mark.parametrize("model", [MIXTRAL, QWEN, replace(QWEN, experts=16, shared_experts=2), DEEPSEEK, LITE])
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 8), (4, 2)])
 def test_products_of_all_ranks_are_those_of_the_layer(model, tp, ep):
     router = 3 * 2 * T * model.hidden * model.experts
@@ -148,7 +161,7 @@ def test_ranks_hold_their_part_of_the_experts_and_of_the_optimizer_s_states(mode
     assert memory.optimizer == pytest.approx(12 * (dense / replicas + experts / (replicas / ep)), rel=1e-6)
 
 
-@pytest.mark.parametrize("model", [SMALL, SHARED], ids=["routed", "shared"])
+@pytest.mark.parametrize("model", [SMALL, SHARED, asdict(LITE)], ids=["routed", "shared", "latent"])
 @pytest.mark.parametrize(
     "parallel", [{}, {"ep": 16}, {"pp": 2, "virtual_pp": 2, "tp": 2, "ep": 4, "microbatches": 2}, {"recompute": "full"}]
 )
@@ -210,3 +223,53 @@ def test_advice_shares_experts():
     assert {(parallel.cp, parallel.ep) for parallel in all_that_fit} == {(1, 8), (1, 16)}
     assert [one.prediction.scenario.parallel.ep for one in found] == [one.parallel.ep for one in found]
     assert "ep 8" in words(found[0].parallel)
+
+
+def test_the_first_layers_hold_a_dense_mlp_in_place_of_experts():
+    one, none = (moe(model=asdict(replace(LITE, dense_layers=n)), parallel={"pp": 2, "tp": 1}) for n in (1, 0))
+    experts = 3 * LITE.hidden * LITE.inner * LITE.experts // 8
+    more = 3 * LITE.hidden * (LITE.ffn - LITE.inner) - LITE.experts * LITE.hidden
+    assert none.memory[0].weights - one.memory[0].weights == 2 * (experts - more)
+    assert none.memory[1] == one.memory[1]
+    assert one.time_s == pytest.approx(none.time_s, rel=0.05)
+
+
+def test_latents_are_made_of_a_shard_of_the_tokens_and_gathered():
+    talks = [op.nbytes for op in ops(LITE, 4, 1, Collective) if op.kind == "all_gather"]
+    assert talks.count(BF16 * T * (LITE.kv_rank + LITE.rope_dim)) == 1
+    with_queries = [op.nbytes for op in ops(replace(LITE, q_rank=512), 4, 1, Collective) if op.kind == "all_gather"]
+    assert with_queries.count(BF16 * T * 512) == 1
+    down = [op for op in ops(LITE, 4, 1, Gemm) if LITE.kv_rank + LITE.rope_dim in (op.m, op.n, op.k)]
+    assert {op.kind for op in down} == {"forward", "dgrad", "wgrad"}
+    assert all(T // 4 in (op.m, op.k) for op in down)
+
+
+def test_values_are_smaller_than_keys_in_a_step():
+    """192 elements of keys and 128 of values take cuDNN longer than 128 of both, and less than 192."""
+    dims = ((128, 0), (192, 128), (192, 192))
+    found = [
+        moe(model=asdict(replace(LITE, head_dim=keys, value_dim=values)), context=32768, tokens=16 * 32768)
+        for keys, values in dims
+    ]
+    seconds = [sum(one.parts[f"attention {p}"] for p in ("fwd", "bwd")) for one in found]
+    assert 1.02 * seconds[0] < seconds[1] < seconds[2] / 1.02
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_rank": 0}, "rope_dim: belongs to latent attention"),
+        ({"kv_heads": 8}, "kv_heads: expected 16, as many as heads"),
+        ({"rope_dim": 192}, "rope_dim: expected 1 to 191"),
+        ({"dense_layers": 4}, "dense_layers: expected less than 4 layers"),
+    ],
+)
+def test_latent_attention_fits_together_or_is_refused(changes, said):
+    with pytest.raises(ScenarioError, match=said):
+        scenario_from(FIELDS | {"model": {k: v for k, v in (asdict(LITE) | changes).items() if v}})
+
+
+def test_other_frameworks_refuse_latent_attention():
+    dense = {**asdict(LITE), **dict.fromkeys(("experts", "top_k", "expert_ffn", "shared_experts", "dense_layers"), 0)}
+    with pytest.raises(InfeasibleError, match="cannot be predicted with latent attention; use framework megatron"):
+        step(gpus=8, model={k: v for k, v in dense.items() if v}, framework="torch", parallel={"tp": 1})

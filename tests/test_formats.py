@@ -31,6 +31,8 @@ SHAPES = {
     "one-line.txt": "llama3-8b",
     "a2a-p2p.args": "llama3-70b",
     "bridge.yaml": "llama3-8b",
+    "deepseek-v3.json": "deepseek-v3",
+    "deepseek.sh": "deepseek-v3",
 }
 """Files that hold the dimensions of a model that ships."""
 RIGHT = {
@@ -82,7 +84,6 @@ RIGHT = {
 }
 """What the fields of a file are, or some of them."""
 WRONG = {
-    "deepseek-v3.json": "line 5: deepseek_v3 cannot be predicted: attention is multi-head latent",
     "llama4.json": "line 7: llama4 cannot be predicted: three of four layers attend within chunks",
     "gpt2.json": "line 5: gpt2 cannot be predicted: layers have LayerNorm",
     "layers-in-words.json": "line 12: num_hidden_layers: expected a whole number from 1, got 'thirty-two'",
@@ -94,7 +95,7 @@ WRONG = {
     "wrong-sizes.args": "line 3: hierarchical_context_parallel_sizes: expected sizes of a2a and of p2p whose product",
     "four-ranks.sh": "line 5: tensor_model_parallel_size: expected a whole number from 1, got 'four'",
     "gpt3-fp16.sh": "line 9: fp16: steps were measured in bf16",
-    "deepseek.sh": "line 5: multi_latent_attention: multi-head latent attention is not predicted",
+    "every-second-expert.sh": "line 6: moe_layer_freq: expected dense layers before those with experts",
     "hybrid.sh": "line 4: hybrid_layer_pattern: layers without attention are not predicted",
     "nothing.sh": "expected Megatron's arguments",
     "bridge-wrong.yaml": "line 7: cp_comm_type: expected p2p, all_gather, a2a, a2a+p2p, got 'ring'",

@@ -171,7 +171,7 @@ def test_columns_are_left_out_before_words_are_stacked():
             2,
             "37 do not fill nodes of 8; nearest that do: 32 or 40",
         ),
-        (("--model", "deepseek-v3", "--gpus", 64, "--cluster", "h100"), 2, "nearest that can: qwen3-235b-a22b"),
+        (("--model", "llama4-maverick", "--gpus", 64, "--cluster", "h100"), 2, "nearest that can: qwen3-235b-a22b"),
         (("--model", "lama3-8b", "--gpus", 64, "--cluster", "h100"), 2, "did you mean 'llama3-8b'?"),
         (("--model", "llama3-8b", "--gpus", 64), 2, "cluster: expected --cluster"),
         (("--model", "llama3-8b", "--cluster", "h100"), 2, "gpus: expected --gpus"),

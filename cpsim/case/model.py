@@ -58,11 +58,33 @@ class Model:
     """Keys that a query sees in layers with a sliding window, its own among them [tokens]; 0: no layer has one."""
     window_pattern: int = 0
     """Of so many layers, one sees all keys and the others a window; 0: all have a window."""
+    kv_rank: int = 0
+    """Elements that keys and values of all heads are made from (multi-head latent attention); 0: there are none.
+
+    Reference: DeepSeek-V2 (2024), section 2.1.
+    """
+    q_rank: int = 0
+    """The same of queries; 0: they are made from the hidden state."""
+    rope_dim: int = 0
+    """Elements of a head that have rotary positions; all heads share those of keys. 0: all have, of every head."""
+    value_dim: int = 0
+    """Elements of a head of values; 0: as `head_dim`."""
+    dense_layers: int = 0
+    """Layers before those with experts, whose MLP is dense."""
 
     @property
     def inner(self) -> int:
         """Inner elements of the MLP, or of one expert."""
         return self.expert_ffn or self.ffn
+
+    @property
+    def values(self) -> int:
+        """Elements of a head of values."""
+        return self.value_dim or self.head_dim
+
+    def attended(self, tp: int) -> int:
+        """Elements of a token's queries, keys and values on each of `tp` ranks."""
+        return (self.heads * self.head_dim + self.kv_heads * (self.head_dim + self.values)) // tp
 
     @property
     def windowed(self) -> float:
@@ -80,17 +102,28 @@ class Model:
     def linears(self, tp: int) -> dict[str, tuple[int, int]]:
         """(input, output) elements of a layer's linear layers on each of `tp` ranks, routed experts aside.
 
-        QKV, gate and up are cut by columns, projection and down by rows. With experts, gate, up and down are those of
-        the shared ones, if there are any.
+        QKV, gate and up are cut by columns, projection and down by rows, and layers that make latents are not cut. With
+        experts, gate, up and down are those of the shared ones, if there are any.
 
-        Reference: Shoeybi et al., Megatron-LM (2019), section 3.
+        Reference: Shoeybi et al., Megatron-LM (2019), section 3; DeepSeek-V2 (2024), equations 9 to 13.
         """
         inner = self.shared_experts * self.inner if self.experts else self.ffn
         mlp = {"gate_up": (self.hidden, 2 * inner // tp), "down": (inner // tp, self.hidden)}
         return {
-            "qkv": (self.hidden, (self.heads + 2 * self.kv_heads) * self.head_dim // tp),
-            "proj": (self.heads * self.head_dim // tp, self.hidden),
+            **(self._latent(tp) if self.kv_rank else {"qkv": (self.hidden, self.attended(tp))}),
+            "proj": (self.heads * self.values // tp, self.hidden),
             **(mlp if inner else {}),
+        }
+
+    def _latent(self, tp: int) -> dict[str, tuple[int, int]]:
+        """Those that make latents, and queries, keys and values from them."""
+        down = {"q_down": (self.hidden, self.q_rank)} if self.q_rank else {}
+        of_head = self.head_dim - self.rope_dim + self.values
+        return {
+            **down,
+            "q_up": (self.q_rank or self.hidden, self.heads * self.head_dim // tp),
+            "kv_down": (self.hidden, self.kv_rank + self.rope_dim),
+            "kv_up": (self.kv_rank, self.heads * of_head // tp),
         }
 
     def expert(self, tp: int) -> dict[str, tuple[int, int]]:
@@ -110,18 +143,28 @@ class Model:
     def layer_parameters(self, tp: int) -> int:
         """Weights of a layer on each of `tp` ranks, with all experts; norms and the router are on all of them."""
         dense = sum(inner * outer for inner, outer in self.linears(tp).values())
-        return dense + (2 + self.experts) * self.hidden + self.expert_parameters(tp)
+        return dense + self.whole_parameters() + self.expert_parameters(tp)
+
+    def whole_parameters(self) -> int:
+        """Weights of a layer's norms and of its router, which no rank cuts."""
+        return (2 + self.experts) * self.hidden + self.q_rank + self.kv_rank
+
+    def more_dense(self, tp: int) -> int:
+        """Weights by which a layer with a dense MLP has more than one with experts, these aside."""
+        shared = self.shared_experts * self.inner
+        return 3 * self.hidden * (self.ffn - shared) // tp - self.experts * self.hidden
 
     def parameters(self) -> int:
         """Weights of the whole model."""
-        return self.layers * self.layer_parameters(1) + 2 * self.vocab * self.hidden + self.hidden
+        dense = self.dense_layers * (self.more_dense(1) - self.expert_parameters(1))
+        return self.layers * self.layer_parameters(1) + dense + 2 * self.vocab * self.hidden + self.hidden
 
     def active_parameters(self) -> int:
         """Weights that a token passes: all but those of the experts that it is not sent to."""
         if not self.experts:
             return self.parameters()
         idle = self.expert_parameters(1) // self.experts * (self.experts - self.top_k)
-        return self.parameters() - self.layers * idle
+        return self.parameters() - (self.layers - self.dense_layers) * idle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,7 +42,7 @@ def workload_of(scenario: Scenario) -> Workload:
         num_heads=scenario.heads,
         num_kv_heads=scenario.kv_heads,
         head_dim=scenario.head_dim,
-        value_dim=scenario.value_dim or 0,
+        value_dim=scenario.value_dim or (model_of(scenario).value_dim if scenario.model is not None else 0),
         dtype=scenario.dtype,
     )
 

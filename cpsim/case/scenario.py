@@ -122,10 +122,15 @@ class ModelSection(BaseModel):
     shared_experts: Annotated[int, Field(ge=0, le=1000)] | None = None
     window: Annotated[int, Field(ge=0, le=MAX_TOKENS)] | None = None
     window_pattern: Annotated[int, Field(ge=0, le=10_000)] | None = None
+    kv_rank: Annotated[int, Field(ge=0, le=10**6)] | None = None
+    q_rank: Annotated[int, Field(ge=0, le=10**6)] | None = None
+    rope_dim: Annotated[int, Field(ge=0, le=1024)] | None = None
+    value_dim: Annotated[int, Field(ge=0, le=1024)] | None = None
+    dense_layers: Annotated[int, Field(ge=0, le=10_000)] | None = None
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
-        """Without windows where there are none: these words are the seed of a prediction's draws."""
-        later = ("window", "window_pattern")
+        """Without later fields where they say nothing: these words are the seed of a prediction's draws."""
+        later = ("window", "window_pattern", "kv_rank", "q_rank", "rope_dim", "value_dim", "dense_layers")
         return [(name, value) for name, value in super().__repr_args__() if name not in later or value]
 
     @model_validator(mode="after")
@@ -136,13 +141,29 @@ class ModelSection(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _latent(self) -> Self:
+        """Whether keys can be made from latents."""
+        if not self.kv_rank:
+            for name in ("q_rank", "rope_dim", "value_dim"):
+                if getattr(self, name):
+                    raise ValueError(f"{name}: belongs to latent attention; name kv_rank or leave {name} out")
+            return self
+        if self.kv_heads != self.heads:
+            raise ValueError(f"kv_heads: expected {self.heads}, as many as heads, with kv_rank; got {self.kv_heads}")
+        if not 0 < (self.rope_dim or 0) < self.head_dim:
+            raise ValueError(f"rope_dim: expected 1 to {self.head_dim - 1}, less than head_dim, got {self.rope_dim}")
+        return self
+
+    @model_validator(mode="after")
     def _routes(self) -> Self:
         """Whether a token can be sent to so many experts."""
         if self.experts and not 1 <= (self.top_k or 0) <= self.experts:
             raise ValueError(f"top_k: expected 1 to {self.experts} experts, got {self.top_k}")
-        for name in ("top_k", "expert_ffn", "shared_experts"):
+        for name in ("top_k", "expert_ffn", "shared_experts", "dense_layers"):
             if getattr(self, name) and not self.experts:
                 raise ValueError(f"{name}: belongs to a model with experts; name experts or leave {name} out")
+        if (self.dense_layers or 0) >= self.layers:
+            raise ValueError(f"dense_layers: expected less than {self.layers} layers, got {self.dense_layers}")
         return self
 
 
@@ -353,7 +374,7 @@ class Scenario(BaseModel):
     def _fit_together(self) -> Self:
         if self.value_dim is not None and self.model is not None:
             raise ValueError(
-                "value_dim: belongs to attention alone, whose model has none; leave value_dim or model out"
+                "value_dim: belongs to attention alone; that of a step is its model's; leave value_dim or model out"
             )
         if (self.tokens is None) == (self.tokens_per_gpu is None):
             got = "neither" if self.tokens is None else "both"

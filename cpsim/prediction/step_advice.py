@@ -37,6 +37,8 @@ from cpsim.runtime.processes import Progress
 MAX_STAGES: Final = 16
 LAYER_CHUNKS: Final = (2, 4)
 """Chunks of layers that are tried beside one on stages of a pipeline, where the scenario does not say."""
+UNEVEN: Final = (2, 4, 8, 16)
+"""Stages that are tried where layers do not divide among them: the last one, which has the loss, gets fewer."""
 MARGIN: Final = 0.07
 """How much longer than the fastest step a bound may be for a way to cut to be simulated whole."""
 NEAREST: Final = 5
@@ -372,11 +374,17 @@ def words(parallel: Parallel) -> str:
     return said + "".join(more)
 
 
-def _stages(section: ParallelSection, layers: int) -> list[int]:
-    """Numbers of stages into which layers divide as the scenario says."""
+def _stages(section: ParallelSection, layers: int) -> dict[int, int | None]:
+    """Numbers of stages into which layers divide as the scenario says, or into which all but the last one do; with the
+    layers of that one where it has fewer."""
     if section.layers_first or section.layers_last:
-        return list(range(2, MAX_STAGES + 1))
-    return _divisors(layers + bool(section.embedding_as_layer) + bool(section.loss_as_layer))
+        return dict.fromkeys(range(2, MAX_STAGES + 1), section.layers_last)
+    counted = layers + bool(section.embedding_as_layer) + bool(section.loss_as_layer)
+    found: dict[int, int | None] = dict.fromkeys(_divisors(counted))
+    if counted == layers:
+        left = {pp: layers - (pp - 1) * -(-layers // pp) for pp in UNEVEN if pp not in found}
+        found |= {pp: last for pp, last in left.items() if last > 0}
+    return dict(sorted(found.items()))
 
 
 def _ranks(parallel: Parallel) -> tuple[int, ...]:
@@ -392,11 +400,13 @@ def _layouts(steps: StepCase) -> Iterator[Parallel]:
     """All degrees that the scenario leaves open."""
     scenario, cluster, framework = steps.scenario, steps.cluster, steps.framework
     section, gpus, model = scenario.parallel or ParallelSection(), scenario.gpus, model_of(scenario)
-    stages = [pp for pp in _stages(section, model.layers) if pp <= (MAX_STAGES if framework.pipelines else 1)]
+    last = _stages(section, model.layers)
+    stages = [pp for pp in last if pp <= (MAX_STAGES if framework.pipelines else 1)]
     for tp in [section.tp] if section.tp else _divisors(cluster.gpus_per_node):
         for pp in [section.pp] if section.pp else stages:
             for cp in [section.cp] if section.cp else _divisors(gpus // (tp * pp)):
-                fixed = section.model_copy(update={"tp": tp, "pp": pp, "cp": cp})
+                own = {"layers_last": last.get(pp, section.layers_last)}
+                fixed = section.model_copy(update={"tp": tp, "pp": pp, "cp": cp, **own})
                 try:
                     parallel = framework.cut(fixed, gpus, scenario.num_sequences)
                 except ScenarioError:

@@ -8,6 +8,7 @@ ops that share tight links, directly or through others, form a group whose speed
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
@@ -82,7 +83,7 @@ def run(first: Ints, before: Int32, schedule: Schedule, work: Work) -> tuple[Flo
     """
     num_ops, num_ranks = len(schedule), schedule.num_ranks
     ops, flows = _records(num_ops + 1, OP), _records(len(work.flow_link), FLOW)
-    after, shares = np.empty(len(before), np.uint32), _shares(work.slowdown)
+    after, shares = np.empty(len(before), np.uint32), _shares_of(work.slowdown.tobytes(), len(work.slowdown))
     first, before, lane_rank = unsigned(first, before, schedule.lane_rank)
     _fill_records(
         ops,
@@ -182,6 +183,12 @@ def _successors(first, before, after):  # type: ignore[no-untyped-def]
             after[start[before[entry] + 1]] = op
             start[before[entry] + 1] += 1
     return start
+
+
+@lru_cache(16)
+def _shares_of(slowdown: bytes, num_classes: int) -> Floats:
+    """Shares by the factors of ``Work.slowdown``: schedules of one case, and many cases, have the same."""
+    return np.asarray(_shares(np.frombuffer(slowdown).reshape(num_classes, num_classes).copy()))
 
 
 @compiled(nogil=True, error_model="numpy")

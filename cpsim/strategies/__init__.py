@@ -84,7 +84,7 @@ def plan(
             offers = f"it has {', '.join(known)}" if known else "it has none"
             raise ScenarioError(f"knobs: strategy {name} has no knob {knob!r}; {offers}")
     chosen = code.check(name, workload, cluster.num_gpus, knobs)
-    if workload.value_dim not in (0, workload.head_dim) and (name not in ANY_VALUES or code is not CPSIM):
+    if workload.value_dim not in (0, workload.head_dim) and (name not in ANY_VALUES or code.name != CPSIM.name):
         raise InfeasibleError(
             f"value_dim: values of another size than keys are planned for {', '.join(ANY_VALUES)} of our executor's "
             f"code, got {name} of {code.name}; leave value_dim out"

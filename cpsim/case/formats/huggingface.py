@@ -29,12 +29,13 @@ CAUSAL_LM: Final = {
     "granite": (),
     "internlm2": (),
     "seed_oss": (),
+    "deepseek_v2": (),
+    "deepseek_v3": ("multi-token prediction",),
+    "kimi_k2": (),
 }
 """Types of models whose layers a step can say, each with what it has besides."""
 CANNOT: Final = {
-    "deepseek_v2": "attention is multi-head latent",
-    "deepseek_v3": "attention is multi-head latent",
-    "kimi_k2": "attention is multi-head latent",
+    "deepseek_v32": "an indexer chooses the keys of every query",
     "llama4": "three of four layers attend within chunks",
     "llama4_text": "three of four layers attend within chunks",
     "gemma2": "attention scores are capped, which flash attention kernels were not measured with",
@@ -101,29 +102,48 @@ def _places(text: str) -> dict[str, str]:
 def _model(s: Settings, kind: str) -> dict[str, Any]:
     """Dimensions in a scenario's words."""
     hidden, heads = s.needed("hidden_size"), s.needed("num_attention_heads")
-    head_dim = s.number("head_dim") or hidden // heads
-    if "head_dim" not in s and hidden % heads:
+    latent = _latent(s)
+    head_dim = latent.pop("head_dim", None) or s.number("head_dim") or hidden // heads
+    if not latent and "head_dim" not in s and hidden % heads:
         raise ScenarioError(f"{s.place('hidden_size')}: hidden_size: expected a multiple of {heads} heads or head_dim")
     experts = s.number("num_local_experts", "num_experts", "n_routed_experts", least=0)
     window, pattern = _windows(s, kind)
     shared = s.number("shared_expert_intermediate_size", least=0)
     inner = s.number("moe_intermediate_size")
+    dense = s.number("first_k_dense_replace", least=0) if experts else None
     model = {
+        **latent,
         "layers": s.needed("num_hidden_layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": s.number("num_key_value_heads") or heads,
+        "kv_heads": (None if latent else s.number("num_key_value_heads")) or heads,
         "head_dim": head_dim,
         "ffn": s.needed("intermediate_size"),
         "vocab": s.needed("vocab_size"),
         "experts": experts or None,
         "top_k": s.needed("num_experts_per_tok", "experts_per_token") if experts else None,
         "expert_ffn": inner if experts else None,
-        "shared_experts": -(-shared // inner) if experts and shared and inner else None,
+        "shared_experts": -(-shared // inner) if experts and shared and inner else s.number("n_shared_experts"),
+        "dense_layers": dense or None,
         "window": window,
         "window_pattern": pattern,
     }
     return without_none(model)
+
+
+def _latent(s: Settings) -> dict[str, Any]:
+    """Dimensions of multi-head latent attention; empty where there is none."""
+    rank = s.number("kv_lora_rank")
+    if not rank:
+        return {}
+    rope = s.needed("qk_rope_head_dim")
+    return {
+        "head_dim": s.needed("qk_nope_head_dim") + rope,
+        "rope_dim": rope,
+        "kv_rank": rank,
+        "q_rank": s.number("q_lora_rank"),
+        "value_dim": s.needed("v_head_dim"),
+    }
 
 
 def _windows(s: Settings, kind: str) -> tuple[int | None, int | None]:

@@ -29,7 +29,6 @@ KNOBS: Final[Mapping[str, Mapping[str, object]]] = {
     "usp": {"placement": "head_first"},
 }
 CANNOT: Final = {
-    "multi_latent_attention": "multi-head latent attention is not predicted",
     "encoder_num_layers": "encoders are not predicted; leave it out",
     "mtp_num_layers": "layers that predict several tokens are not predicted; leave it out",
     "heterogeneous_layers_config_path": "layers that differ are not predicted",
@@ -169,30 +168,55 @@ def _model(s: Settings) -> dict[str, Any] | str | None:
         return known.name if known else None
     hidden, heads = s.needed("hidden_size"), s.needed("num_attention_heads")
     grouped = "group_query_attention" not in s.values or s.flag("group_query_attention")
+    latent = _latent(s) if "multi_latent_attention" in s and s.flag("multi_latent_attention") else {}
     experts = s.number("num_experts", least=0)
     inner = s.number("moe_ffn_hidden_size")
-    if experts and str(s.get("moe_layer_freq") or 1) not in ("1", "[1]"):
-        raise ScenarioError(
-            f"{s.place('moe_layer_freq')}: moe_layer_freq: experts in some layers only are not predicted"
-        )
     shared = s.number("moe_shared_expert_intermediate_size", least=0)
     window, pattern = s.get("window_size"), s.get("window_attn_skip_freq")
     model = {
         "layers": s.needed("num_layers"),
         "hidden": hidden,
         "heads": heads,
-        "kv_heads": (s.number("num_query_groups") if grouped else None) or heads,
+        "kv_heads": (s.number("num_query_groups") if grouped and not latent else None) or heads,
         "head_dim": s.number("kv_channels") or hidden // heads,
+        **latent,
         "ffn": s.number("ffn_hidden_size") or 4 * hidden,
         "vocab": s.number("vocab_size", "padded_vocab_size") or VOCAB,
         "experts": experts or None,
         "top_k": (s.number("moe_router_topk") or 2) if experts else None,
         "expert_ffn": inner if experts else None,
         "shared_experts": -(-shared // (inner or 1)) if experts and shared and inner else None,
+        "dense_layers": _dense(s) if experts else None,
         "window": _window(window, s) if window else None,
         "window_pattern": s.number("window_attn_skip_freq") if window and pattern else None,
     }
     return without_none(model)
+
+
+def _latent(s: Settings) -> dict[str, Any]:
+    """Dimensions of multi-head latent attention; defaults are those of MLATransformerConfig."""
+    rope = s.number("qk_pos_emb_head_dim") or 64
+    return {
+        "head_dim": (s.number("qk_head_dim") or 128) + rope,
+        "rope_dim": rope,
+        "kv_rank": s.number("kv_lora_rank") or 512,
+        "q_rank": s.number("q_lora_rank"),
+        "value_dim": s.number("v_head_dim") or 128,
+    }
+
+
+def _dense(s: Settings) -> int | None:
+    """Layers before those with experts, of a pattern such as ``([0]*3+[1]*58)``."""
+    said = re.sub(r"[\s()'\"]", "", str(s.get("moe_layer_freq") or 1))
+    if said in ("1", "[1]"):
+        return None
+    found = re.fullmatch(r"\[0\](?:\*(\d+))?\+\[1\](?:\*\d+)?", said)
+    if not found:
+        raise ScenarioError(
+            f"{s.place('moe_layer_freq')}: moe_layer_freq: expected dense layers before those with experts, as "
+            f"[0]*3+[1]*58, got {shown(said)}"
+        )
+    return int(found[1] or 1)
 
 
 def _window(value: Any, s: Settings) -> int:

@@ -97,10 +97,10 @@ def task_seconds(
     """
     count, causal = len(start) - 1, np.ones(len(q_len), bool)
     heads, kv_heads = (np.full(count, number // tp) for number in (model.heads, model.kv_heads))
-    calls = start, q_len, kv_len, causal, heads, kv_heads, model.head_dim
+    calls, values = (start, q_len, kv_len, causal, heads, kv_heads, model.head_dim), model.value_dim
     return np.stack(
         [
-            clocked_seconds(profile.attention_params(kernel, pass_), *calls, window=window)[0]
+            clocked_seconds(profile.attention_params(kernel, pass_), *calls, window=window, value_dim=values)[0]
             * profile.sustained_factor(f"{kernel} {pass_}")
             for pass_ in PASSES
         ]
@@ -150,7 +150,7 @@ class Attention:
         the gradient of the output."""
         assert self.fp8 is not None
         sizes = Sizes(self.model, self.tp, sum(documents) // self.cluster.num_gpus)
-        cast = {"fwd": sizes.wide("qkv"), "bwd": sizes.wide("qkv") + sizes.out}
+        cast = {"fwd": sizes.qkv, "bwd": sizes.qkv + sizes.out}
         found = list[Parts]()
         for pass_, parts in zip(PASSES, one.parts, strict=True):
             own = {f"attention {pass_}": 1 / self.fp8[pass_]}  # type: ignore[index]
@@ -182,6 +182,7 @@ class Attention:
             num_heads=self.model.heads // self.tp,
             num_kv_heads=self.model.kv_heads // self.tp,
             head_dim=self.model.head_dim,
+            value_dim=self.model.value_dim,
             dtype="bf16",
         )
 
@@ -247,9 +248,8 @@ class Attention:
         parts, exchange, sent, notes = list[Parts](), 0, 0.0, dict[str, None]()
         under = conditions(self.code, self.strategy, workload, self.cluster, self.profile, self.kernel, "streamed")
         sizes = Sizes(self.model, self.tp, workload.num_tokens // self.cluster.num_gpus)
-        qkv = sizes.wide("qkv")
-        own = qkv + sizes.out + sizes.lse
-        for pass_, given in zip(PASSES, (own, own + qkv + sizes.out), strict=True):
+        own = sizes.qkv + sizes.out + sizes.lse
+        for pass_, given in zip(PASSES, (own, own + sizes.qkv + sizes.out), strict=True):
             schedule = plan(self.strategy, workload, self.cluster, pass_, self.knobs, self.code)  # type: ignore[arg-type]
             priced = price(schedule, under)
             timeline = simulate(schedule, priced.work)

@@ -73,7 +73,7 @@ class Costs:
         for op in ops:
             talk = op.beside if isinstance(op, Gemm) else op
             if isinstance(op, Gemm):
-                found.update(dict.fromkeys(self.profile.products_notes(op.flops, steady=True)))
+                found.update(dict.fromkeys(self.profile.products_notes(op.flops / op.times, steady=True)))
             if isinstance(talk, Collective):
                 found.update(dict.fromkeys(self.profile.collective_notes(talk.kind, talk.nbytes, self.tp)))
         return tuple(found)
@@ -113,9 +113,8 @@ class Costs:
             alone = float(gemm_seconds(in_fp8(gemm, op.fp8), op.m, op.n, op.k, operand_bytes=FP8_BYTES))
         else:
             alone = float(gemm_seconds(gemm, op.m, op.n, op.k))
-        alone *= self.slowest(self.profile.sigma["run to run"]) * float(
-            self.profile.sustained_factor("matrix products")
-        )
+        alone *= op.times * self.slowest(self.profile.sigma["run to run"])
+        alone *= float(self.profile.sustained_factor("matrix products"))
         if op.beside is None:
             return {"matrix products": alone}
         lost, rest = self.beside(alone, self._collective(op.beside), op.beside.kind)

@@ -14,6 +14,7 @@ fused, as its example for Mixtral has them, which is not the default.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -50,6 +51,11 @@ class Experts:
         """Tokens of each expert of this rank, those of all ranks of the group."""
         every = balanced(self.ep * self.tokens * self.model.top_k, self.model.experts)
         return every[: self.model.experts // self.ep]
+
+    @property
+    def alike(self) -> list[tuple[int, int]]:
+        """Tokens of an expert of this rank, and how many experts have as many."""
+        return list(Counter(self.rows).items())
 
     @property
     def shard(self) -> int:
@@ -118,25 +124,39 @@ class Experts:
         return sum(self.rows) * self.model.expert(self.tp)["down"][0]
 
     def _each(self, name: str) -> tuple[str, ...]:
-        """Names of a tensor of each expert."""
-        return tuple(f"{name} {i}" for i in range(len(self.rows)))
+        """Names of a tensor of experts with equally many tokens."""
+        return tuple(f"{name} {i}" for i in range(len(self.alike)))
 
     def _products(self, name: str, source: str, to: str) -> Nodes:
         """Of a linear layer of each expert."""
         inner, outer = self.model.expert(self.tp)[name]
         return tuple(
-            Node(Gemm("forward", rows, outer, inner), (source, "weights"), {made: BF16 * rows * outer})
-            for rows, made in zip(self.rows, self._each(to), strict=True)
+            Node(
+                Gemm("forward", rows, outer, inner, times=times),
+                (source, "weights"),
+                {made: BF16 * times * rows * outer},
+                calls=times,
+            )
+            for (rows, times), made in zip(self.alike, self._each(to), strict=True)
         )
 
     def _gradients(self, name: str, source: str, kept: str, to: str) -> Nodes:
         """Of inputs and weights of a linear layer of each expert."""
         inner, outer = self.model.expert(self.tp)[name]
         dgrads = tuple(
-            Node(Gemm("dgrad", rows, inner, outer), (source, "weights"), {made: BF16 * rows * inner})
-            for rows, made in zip(self.rows, self._each(to), strict=True)
+            Node(
+                Gemm("dgrad", rows, inner, outer, times=times),
+                (source, "weights"),
+                {made: BF16 * times * rows * inner},
+                calls=times,
+            )
+            for (rows, times), made in zip(self.alike, self._each(to), strict=True)
         )
-        return (*dgrads, *(Node(Gemm("wgrad", outer, inner, rows), (source, kept)) for rows in self.rows))
+        wgrads = (
+            Node(Gemm("wgrad", outer, inner, rows, times=times), (source, kept), calls=times)
+            for rows, times in self.alike
+        )
+        return (*dgrads, *wgrads)
 
     def _swiglu(self, kind: str, reads: tuple[str, ...], to: str, elements: int) -> Node:
         """Or its gradient, of all experts at once."""

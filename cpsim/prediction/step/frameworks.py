@@ -59,9 +59,19 @@ class Sizes:
         return BF16 * self.tokens * self.model.linears(self.tp)[name][1]
 
     @property
+    def qkv(self) -> int:
+        """Queries, keys and values."""
+        return BF16 * self.tokens * self.model.attended(self.tp)
+
+    @property
     def out(self) -> int:
         """Attention's output, without its log-sum-exp."""
         return BF16 * self.tokens * self.model.linears(self.tp)["proj"][0]
+
+    @property
+    def queries(self) -> int:
+        """Queries alone."""
+        return BF16 * self.tokens * self.model.heads // self.tp * self.model.head_dim
 
     @property
     def lse(self) -> int:
@@ -154,7 +164,7 @@ class Framework:
     lora: Lora | None = None
     """Adapters that it trains; None: all weights."""
     experts: bool = False
-    """Whether steps of models with experts are predicted."""
+    """Whether steps of models with experts, or latent attention, are predicted."""
     attention: str = "cpsim"
     """Whose code context parallelism is, where a scenario does not say."""
     offers: Mapping[str, Support] = field(default_factory=dict)
@@ -227,11 +237,10 @@ class Framework:
         Raises:
             InfeasibleError: it cannot; says what it has.
         """
-        if model.experts and not self.experts:
+        if (model.experts or model.kv_rank) and not self.experts:
             known = ", ".join(one.name for one in FRAMEWORKS.values() if one.experts)
-            raise InfeasibleError(
-                f"model: steps of {self.name} cannot be predicted with experts; use framework {known}"
-            )
+            what = "experts" if model.experts else "latent attention"
+            raise InfeasibleError(f"model: steps of {self.name} cannot be predicted with {what}; use framework {known}")
         if parallel.sharding not in self.shardings:
             known = ", ".join(self.shardings)
             raise InfeasibleError(f"sharding: {self.name} has {known}, got {parallel.sharding}")
@@ -295,8 +304,13 @@ def input_gradient(sizes: Sizes, name: str, source: str, to: str) -> Node:
 def weight_gradient(sizes: Sizes, name: str, source: str, kept: str, each: int) -> Node:
     """Of a linear layer; ``each`` bytes of a gradient."""
     inner, outer = sizes.model.linears(sizes.tp)[name]
+    return weight_gradient_of(name, outer, inner, sizes.tokens, source, kept, each)
+
+
+def weight_gradient_of(name: str, outer: int, inner: int, tokens: int, source: str, kept: str, each: int) -> Node:
+    """Of a linear layer of so many outputs and inputs."""
     made = {f"dw {name}": each * inner * outer} if each else {}
-    return Node(Gemm("wgrad", outer, inner, sizes.tokens), (source, kept), made)
+    return Node(Gemm("wgrad", outer, inner, tokens), (source, kept), made)
 
 
 @lru_cache(1024)
@@ -312,8 +326,7 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
     of that gradient behind the gradient of the weights; everything else waits.
     """
     many, hidden = s.tp > 1, s.tokens // s.tp * s.model.hidden
-    heads = s.tokens * (s.model.heads + s.model.kv_heads) // s.tp * s.model.head_dim
-    qkv, every = s.wide("qkv"), " all" if many else ""
+    every = " all" if many else ""
 
     def column(name: str, source: str, to: str) -> Nodes:
         return (*(gathered(s, source, f"{source} all") if many else ()), forward_product(s, name, source + every, to))
@@ -370,12 +383,19 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
         sums = node("add", hidden, "dh routed", "dh shared", dh_norm=s.shard)
         return forward, (*own_back, *routed.backward(), sums), kept | routed.kept()
 
+    def projected() -> tuple[Nodes, Nodes, set[str]]:
+        """Both passes from ``x norm`` to ``q k v`` and from ``dq k v`` to ``dx norm``, and what is kept."""
+        heads = s.tokens * (s.model.heads + s.model.kv_heads) // s.tp * s.model.head_dim
+        forward = (*column("qkv", "x norm", "qkv"), node("rotary", heads, "qkv", q_k_v=s.qkv))
+        backward = (node("rotary", heads, "dq k v", dqkv=s.qkv), *column_backward("qkv", "dqkv", "x norm", "dx norm"))
+        return forward, backward, set()
+
     over, over_back, kept_over = mlp() if s.experts is None else mixture(s.experts)
+    before, before_back, kept_before = latent(s, gradient) if s.model.kv_rank else projected()
     return LayerCode(
         forward=(
             node("rms_norm", hidden, "x", x_norm=s.shard),
-            *column("qkv", "x norm", "qkv"),
-            node("rotary", heads, "qkv", q_k_v=qkv),
+            *before,
             Node("fwd", ("q k v",), {"out": s.out, "lse": s.lse}),
             *row("proj", "out", "proj"),
             node("add", hidden, "x", "proj", h=s.shard),
@@ -388,14 +408,71 @@ def megatron_layer(s: Sizes, _compiled: bool, gradient: int = 0, asynchronous: b
             node("rms_norm_bwd", hidden, "dh norm", "h", dh_part=s.shard),
             node("add", hidden, "dy", "dh part", dh=s.shard),
             *row_backward("proj", "dh", "out", "dout"),
-            Node("bwd", ("dout", "q k v", "out", "lse"), {"dq k v": qkv, "dq sums": FP32 // BF16 * s.out}),
-            node("rotary", heads, "dq k v", dqkv=qkv),
-            *column_backward("qkv", "dqkv", "x norm", "dx norm"),
+            Node("bwd", ("dout", "q k v", "out", "lse"), {"dq k v": s.qkv, "dq sums": FP32 // BF16 * s.queries}),
+            *before_back,
             node("rms_norm_bwd", hidden, "dx norm", "x", dx_part=s.shard),
             node("add", hidden, "dh", "dx part", dx=s.shard),
         ),
-        kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", *kept_over}),
+        kept=frozenset({"x norm", "q k v", "out", "lse", "h", "h norm", *kept_before, *kept_over}),
     )
+
+
+def latent(s: Sizes, gradient: int = 0) -> tuple[Nodes, Nodes, set[str]]:
+    """Both passes of multi-head latent attention before its kernel, from ``x norm`` to ``q k v`` and from ``dq k v`` to
+    ``dx norm``, and what is kept.
+
+    Latents are made of a rank's shard of the tokens, gathered, and expanded to the rank's heads. One kernel turns
+    positions of queries in place, another one makes keys and values contiguous.
+
+    Reference: Megatron-Core 0.15, transformer/multi_latent_attention.py (MLASelfAttention, with apply_rope_fusion).
+    """
+    model, many = s.model, s.tp > 1
+    shard, heads = s.tokens // s.tp, s.tokens * model.heads // s.tp
+    linears, every = model.linears(s.tp), " all" if many else ""
+
+    def made(name: str, width: int) -> tuple[Nodes, Nodes, str]:
+        """A latent of so many elements with a norm over all of them, forward and backward; and what is expanded."""
+        inner, outer = linears[f"{name}_down"]
+        raw, normed = f"{name} latent", f"{name} latent norm"
+        whole = BF16 * s.tokens * outer
+        forward = (
+            Node(Gemm("forward", shard, outer, inner), ("x norm", "weights"), {raw: BF16 * shard * outer}),
+            node("rms_norm", shard * width, raw, **{f"{name}_latent_norm": BF16 * shard * width}),
+            *((Node(Collective("all_gather", whole), (normed,), {f"{normed} all": whole}, "comm"),) if many else ()),
+        )
+        scattered = (Node(Collective("reduce_scatter", whole), (f"d{normed} all",), {f"d{normed}": whole}, "comm"),)
+        backward = (
+            *(scattered if many else ()),
+            node("rms_norm_bwd", shard * width, f"d{normed}", raw, **{f"d{name}_latent": BF16 * shard * outer}),
+            Node(Gemm("dgrad", shard, inner, outer), (f"d{raw}", "weights"), {f"dx {name}": s.shard}),
+            weight_gradient_of(f"{name}_down", outer, inner, shard, f"d{raw}", "x norm", gradient),
+        )
+        return forward, backward, normed + every
+
+    keys, keys_back, from_keys = made("kv", model.kv_rank)
+    queries, queries_back, from_queries = made("q", model.q_rank) if model.q_rank else ((), (), "x norm")
+    widths = model.head_dim - model.rope_dim + model.values, model.head_dim + model.values
+    turned = ElementwisePass("copy", BF16 * heads * (2 * model.rope_dim + sum(widths)))
+    to_x = ("dx q", "dx kv") if model.q_rank else ("dq x", "dx kv")
+    forward = (
+        *queries,
+        forward_product(s, "q_up", from_queries, "q"),
+        *keys,
+        forward_product(s, "kv_up", from_keys, "k v"),
+        Node(turned, ("q", "k v", "kv latent"), {"q k v": s.qkv}, calls=2),
+    )
+    backward = (
+        Node(turned, ("dq k v",), {"dq": s.queries, "dk v": s.wide("kv_up")}, calls=2),
+        input_gradient(s, "kv_up", "dk v", f"dkv latent norm{every}"),
+        weight_gradient(s, "kv_up", "dk v", from_keys, gradient),
+        *keys_back,
+        input_gradient(s, "q_up", "dq", f"dq latent norm{every}" if model.q_rank else "dq x"),
+        weight_gradient(s, "q_up", "dq", from_queries, gradient),
+        *queries_back,
+        node("add", shard * model.hidden, *to_x, dx_norm=s.shard),
+    )
+    kept = {"kv latent", from_keys} | ({"q latent", from_queries} if model.q_rank else set())
+    return forward, backward, kept
 
 
 def megatron_first(s: Sizes, _compiled: bool) -> LayerCode:

@@ -35,10 +35,12 @@ class Gemm:
     """Communication that runs meanwhile."""
     fp8: str = ""
     """Kernel of operands in FP8, a key of ``cpsim.models.gemm.FP8_KERNELS``; empty: they are in bf16."""
+    times: int = 1
+    """Products of this size that run one after another, of as many experts."""
 
     @property
     def flops(self) -> float:
-        return 2.0 * self.m * self.n * self.k
+        return 2.0 * self.m * self.n * self.k * self.times
 
 
 @dataclass(frozen=True, slots=True)

@@ -191,7 +191,8 @@ class _Layer:
                 found += self._cast(source, self._all(source, m * k), source in normed)
                 if weights:
                     made = f"weights of {next(iter(node.makes))} fp8"
-                    found.append(Node(self._casts(weights * n * k), ("weights",), {made: FP8 * n * k}))
+                    each, times = node.what.times * n * k, node.what.times
+                    found.append(Node(self._casts(weights * each), ("weights",), {made: FP8 * each}, calls=times))
                     node = replace(node, reads=(*node.reads, made))
                 found.append(self._product(node, self.recipe.kernel, self._low(source)))
             else:
@@ -220,9 +221,9 @@ class _Layer:
         found = list(self._to_fp8(gradient, self._all(gradient, what.m * outputs), self.recipe.gradient))
         (made,) = node.makes
         if self.recipe.weight_back:
-            turned, elements = f"weights of {made} turned", inputs * outputs
+            turned, elements = f"weights of {made} turned", what.times * inputs * outputs
             pass_ = self._casts(self.recipe.weight_back * elements)
-            found.append(Node(pass_, ("weights",), {turned: FP8 * elements}))
+            found.append(Node(pass_, ("weights",), {turned: FP8 * elements}, calls=what.times))
             node = replace(node, reads=(*node.reads, turned))
         found.append(self._product(node, self.recipe.kernel_back, self._low(gradient)))
         return (*found, *self._scaled(node, what))
@@ -311,8 +312,9 @@ class _Layer:
 
     def _scaled(self, node: Node, what: Gemm) -> Nodes:
         """Scales that are multiplied after a product of the backward pass."""
-        nbytes = self.recipe.scaled * what.m * what.n
-        return (Node(ElementwisePass("copy", nbytes), tuple(node.makes), dict(node.makes)),) if nbytes else ()
+        nbytes = self.recipe.scaled * what.times * what.m * what.n
+        pass_ = ElementwisePass("copy", nbytes)
+        return (Node(pass_, tuple(node.makes), dict(node.makes), calls=what.times),) if nbytes else ()
 
 
 def _routes(node: Node) -> bool:

@@ -147,7 +147,8 @@ def program(
             forward += _after(shards.gather(name), f"x {i - 1}" if i else None)
         elif shards:
             ends["weights"] = "weights root"
-        forward += [node.renamed(_names(name, ends)) for node in part.forward]
+        here = _names(name, ends)
+        forward += [node.renamed(here) for node in part.forward]
     for i, (name, part) in reversed(list(enumerate(parts))):
         ends = {"x": f"x {i}", "y": f"x {i + 1}", "dy": f"dx {i + 1}", "dx": f"dx {i}", "weights": f"weights {name}"}
         if shards and shards.own(name):
@@ -158,8 +159,9 @@ def program(
         once_more = part.again(kept, again_to) if part is code else ()
         made = {tensor for node in once_more for tensor in node.makes}
         stays = Node(None, tuple(sorted(kept if part is code else part.kept)))  # what is kept lives until now
+        here = _names(name, ends, made)
         backward += [stays.renamed(_names(name, ends))]
-        backward += [node.renamed(_names(name, ends, made)) for node in (*once_more, *part.backward)]
+        backward += [node.renamed(here) for node in (*once_more, *part.backward)]
         summed = [f"{t} @{name}" for node in part.backward for t in node.makes if t.startswith(GRADIENT)]
         if shards and shards.own(name) and summed:
             backward += _scattered(shards, name, summed, before)
@@ -187,10 +189,12 @@ def _scattered(shards: Shards, name: str, gradients: Sequence[str], before: str)
 def _names(place: str, ends: Mapping[str, str], again: Collection[str] = ()) -> Callable[[str], str]:
     """Names of tensors of one part: what it is given and gives, what is made again, and what is its own."""
 
+    known = {**ends, **{tensor: f"{tensor} @{place} again" for tensor in again}}
+
     def name(tensor: str) -> str:
-        if tensor in again:
-            return f"{tensor} @{place} again"
-        return ends.get(tensor, f"{tensor} @{place}")
+        if tensor not in known:
+            known[tensor] = f"{tensor} @{place}"
+        return known[tensor]
 
     return name
 

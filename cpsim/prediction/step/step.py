@@ -351,11 +351,16 @@ class StepModel:
         ends = (chunk == 0) + (chunk == self.parallel.virtual_stages - 1)
         words = self.model.vocab // tp * self.model.hidden
         each = self.model.layer_parameters(tp) - self.model.expert_parameters(tp)
-        return each * self.layers[chunk] + ends * words
+        return each * self.layers[chunk] + self._dense(chunk) * self.model.more_dense(tp) + ends * words
+
+    def _dense(self, chunk: int) -> int:
+        """Layers of a virtual stage whose MLP is dense beside those with experts: the first ones of the model."""
+        return min(self.layers[chunk], max(0, self.model.dense_layers - sum(self.layers[:chunk])))
 
     def _expert_parameters(self, chunk: int) -> int:
         """Parameters of a virtual stage in experts that a rank holds."""
-        return self.model.expert_parameters(self.parallel.tp) // self.parallel.ep * self.layers[chunk]
+        each = self.model.expert_parameters(self.parallel.tp) // self.parallel.ep
+        return each * (self.layers[chunk] - self._dense(chunk))
 
     def _sizes(self, tokens: int) -> Sizes:
         return Sizes(self.model, self.parallel.tp, tokens, self.parallel.ep)
@@ -584,7 +589,7 @@ class StepModel:
     def _linear_parameters(self) -> int:
         """Parameters of a stage's layers that compute in FP8, on one tensor-parallel rank."""
         model, tp = self.model, self.parallel.tp
-        others = (2 + model.experts) * model.hidden + model.expert_parameters(tp)
+        others = model.whole_parameters() + model.expert_parameters(tp)
         own = model.expert_parameters(tp) // self.parallel.ep
         return (model.layer_parameters(tp) - others + own) * self._most_layers
 
@@ -634,11 +639,11 @@ class StepModel:
         for replica, found in zip(batch, attended, strict=True):
             for documents, one in zip(replica, found, strict=True):
                 ops = Ops(self.model, 1, sum(documents))
-                pairs = 4.0 * one.area * self.model.heads * self.model.head_dim
+                attention = 2.0 * one.area * self.model.heads * (4 * self.model.head_dim + 3 * self.model.values)
                 products, lora = 2.0 * self.model.products() * sum(documents), self.framework.lora
                 passes = 2 if lora else 3  # frozen weights have no gradients
                 adapters = 6.0 * lora.parameters(self.model, 1) * sum(documents) if lora else 0.0
-                layer = passes * products + adapters + 3.5 * pairs
+                layer = passes * products + adapters + attention
                 total += self.model.layers * layer + passes * flops(ops.loss())
         return total
 

@@ -7,7 +7,8 @@
   the last ones backward of a step, where there is no other.
 - The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32
   and added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of products.
-- Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again.
+- Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again; where it says
+  `mla_up_proj`, queries, keys and values are made from their latents again.
 
 Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias) and
 pipeline_parallel/combined_1f1b.py; NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
@@ -32,6 +33,9 @@ FORWARD: Final = 4 + 10 + 8 + 6
 BACKWARD: Final = 6 + 6 + 12 + 12 + 4
 """The same of gradients: two casts, sums of products for the router's weights and for the bias, put together."""
 AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu"})
+"""What is not kept with recompute_modules layernorm and moe_act."""
+FROM_LATENTS: Final = frozenset({"q k v"})
+"""The same with mla_up_proj."""
 
 
 def once_a_rank(code: LayerCode, s: Sizes) -> LayerCode:
@@ -146,8 +150,8 @@ class Recipe:
     """Experts are one kernel."""
     biased: bool
     """Their second linear layer has a bias."""
-    again: bool
-    """Norms and activations of experts are computed again."""
+    again: frozenset[str]
+    """What is not kept but computed again."""
     alone: float
     """Share of exchanges that run beside nothing: 1 where all of them do."""
 
@@ -171,7 +175,7 @@ class Recipe:
         return beside_others(code, self.alone) if self.alone < 1 else code
 
     def _kept(self, s: Sizes, compiled: bool) -> frozenset[str]:
-        return self._layer(s, compiled).kept - AGAIN
+        return self._layer(s, compiled).kept - self.again
 
 
 def low_activations(layer: Callable[[Sizes, bool], LayerCode], s: Sizes, compiled: bool) -> LayerCode:

@@ -6,17 +6,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from studies.public.megatron import BRIDGE_DENSE, SHARDED, Recipe, by_recipe
-from studies.public.readers.models import GPT_OSS_120B, LLAMA_405B, QWEN3_235B
+from studies.public.megatron import AGAIN, BRIDGE_DENSE, FROM_LATENTS, SHARDED, Recipe, by_recipe
+from studies.public.readers.models import DEEPSEEK_V3, GPT_OSS_120B, LLAMA_405B, QWEN3_235B
 from studies.public.row import CLUSTERS, Code, Line, Reader, Row, instead, left_out, number
 
 ADAPTERS: Final = {"lora": 16, "modules": ["qkv"]}
 """llama3_llm_finetune.py of the performance scripts."""
 PRECISIONS: Final = {"bf16": "bf16", "fp8": {"fp8": "current"}, "mxfp8": {"fp8": "mxfp8"}, "nvfp4": "nvfp4"}
 OTHERS: Final = {
-    "deepseekv3": "latent attention",
-    "deepseekv4": "latent attention",
-    "kimi": "latent attention",
+    "deepseekv3": "layers that do not divide among stages",
+    "deepseekv4": "attention to chosen keys",
+    "kimi": "layers that do not divide among stages",
     "nemotron": "state-space layers",
     "qwen3": "tokens that are dropped",
 }
@@ -26,6 +26,8 @@ ROUTED: Final[Mapping[str, Any]] = {
     "GPT OSS 120B": GPT_OSS_120B,
     "Qwen3_235B_a22B": QWEN3_235B,
     "Qwen3_30B_a3B": "qwen3-30b-a3b",
+    "DeepSeekV3": DEEPSEEK_V3,
+    "DeepSeekV3 (w/ MTP)": DEEPSEEK_V3,
 }
 PROFILES: Final = {"B200": "b200", "GB200": "gb200", "GB300": "gb300"}
 """Others are their cluster's, or derived."""
@@ -37,6 +39,7 @@ SYSTEMS: Final = {
     "DGX-GB300": str(CLUSTERS / "gb300-64.json"),
 }
 HIDDEN: Final = "activations on their way to the host's memory and back hide behind layers"
+SECOND: Final = "what predicts a second token takes as long as a layer; embedding and loss count as one each"
 OVERLAPPED: Final = "hosts launch in time what runs beside another microbatch"
 CURRENT: Final = "FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f)"
 
@@ -70,6 +73,7 @@ def megatron_bridge(line: Line) -> Row:
     if row.routed:
         recipe = _recipe(line)
         assumed += (OVERLAPPED,) * (recipe.alone < 1 and not recipe.fused)
+        assumed += (SECOND,) * (line["model"] in DEEPSEEK)
     return replace(row, fields=found, assumed=assumed)
 
 
@@ -114,11 +118,12 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
     (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
     """
     pp, chunks = number(line["pp"]), number(line["vp"])
-    ends = line["model"] == "Qwen3_235B_a22B" and pp > 1
+    ends = line["model"] in ("Qwen3_235B_a22B", *DEEPSEEK) and pp > 1
+    attends = _recipe(line).fused and line["model"] not in DEEPSEEK
     return {
         **_base(line, row),
         "model": model,
-        "precision": {"fp8": "mxfp8", "attention": "fp8"} if _recipe(line).fused else PRECISIONS[row.precision],
+        "precision": {"fp8": "mxfp8", "attention": "fp8"} if attends else PRECISIONS[row.precision],
         "parallel": {
             "tp": number(line["tp"]),
             "pp": pp,
@@ -175,7 +180,9 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
 
 
 SUMMED, SHARDS = instead(BRIDGE_DENSE), instead(SHARDED)
+DEEPSEEK: Final = ("DeepSeekV3", "DeepSeekV3 (w/ MTP)")
 FUSED: Final = {
+    ("DeepSeekV3", "DGX-GB200"): "26.06",
     ("GPT OSS 120B", "DGX-GB200"): "26.06",
     ("GPT OSS 120B", "DGX-GB300"): "26.06",
     ("Qwen3_30B_a3B", "DGX-B200"): "26.06.01",
@@ -187,9 +194,10 @@ FUSED: Final = {
     ("Qwen3_235B_a22B", "DGX-GB200"): "26.06",
     ("Qwen3_235B_a22B", "DGX-GB300"): "26.06",
 }
-"""Releases from which on steps in MXFP8 are one CUDA graph, with attention in FP8, experts in one kernel and exchanges
-that overlap (fp8_dot_product_attention, cutedsl_fused_grouped_mlp, moe_a2a_overlap)."""
+"""Releases from which on steps in MXFP8 are one CUDA graph, with attention in FP8 but for DeepSeek's, experts in one
+kernel and exchanges that overlap (fp8_dot_product_attention, cutedsl_fused_grouped_mlp, moe_a2a_overlap)."""
 ONCE: Final = {
+    ("DeepSeekV3", "DGX-GB200"): ("25", "99"),
     ("GPT OSS 120B", "DGX-B300"): ("26.04", "99"),
     ("GPT OSS 120B", "DGX-GB200"): ("26.04", "26.04.01"),
     ("Qwen3_30B_a3B", "DGX-B200"): ("25", "99"),
@@ -221,9 +229,17 @@ def _recipe(line: Line) -> Recipe:
         once=fused or first <= release <= last,
         fused=fused,
         biased=oss,
-        again=oss and "300" not in system and not fused,
+        again=_again(line, fused),
         alone=_alone(line) if overlaps else 1.0,
     )
+
+
+def _again(line: Line, fused: bool) -> frozenset[str]:
+    """What is computed again (recompute_modules); on GB200 DeepSeek's dense MLPs alone from 26.04 to 26.04.01."""
+    if line["model"] in DEEPSEEK:
+        return frozenset() if line["release"].startswith("26.04") else FROM_LATENTS
+    often = line["model"] == "GPT OSS 120B" and "300" not in line["system"] and not fused
+    return AGAIN if often else frozenset()
 
 
 def _alone(line: Line) -> float:

@@ -70,6 +70,26 @@ QWEN3_235B: Final = {
 }
 """Qwen/Qwen3-235B-A22B, config.json; without the norms of queries and keys."""
 
+DEEPSEEK_V3: Final = {
+    "layers": 62,
+    "hidden": 7168,
+    "heads": 128,
+    "kv_heads": 128,
+    "head_dim": 192,
+    "kv_rank": 512,
+    "q_rank": 1536,
+    "rope_dim": 64,
+    "value_dim": 128,
+    "ffn": 18432,
+    "vocab": 129280,
+    "experts": 256,
+    "top_k": 8,
+    "expert_ffn": 2048,
+    "shared_experts": 1,
+    "dense_layers": 3,
+}
+"""deepseek-ai/DeepSeek-V3, config.json, with the layer that predicts a second token as one of them."""
+
 
 def few(model: dict[str, Any], layers: int) -> dict[str, Any]:
     """The same model with fewer layers."""

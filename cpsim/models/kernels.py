@@ -106,8 +106,8 @@ class _Kernels:
         low, high = profile.valid.get(f"attention {pass_} {kernel} head_dim", (params.head_dim,) * 2)
         if not low <= head_dim <= high:
             self._note(f"head_dim {head_dim}, measured {' to '.join(f'{d:g}' for d in sorted({low, high}))}")
-        elif (compiled_for := params.at(head_dim).head_dim) != head_dim:
-            self._note(f"head_dim {head_dim}: not measured, in proportion to {compiled_for}")
+        else:
+            self._note(*_unmeasured(params, head_dim, self.given.value_dim))
         self._note(*profile.attention_notes(kernel, pass_, *tiles.longest(used), head_shapes(schedule, ops)[0]))
         return seconds[0], seconds[1]
 
@@ -199,3 +199,12 @@ def _ops_of_layer(schedule: Schedule, ops: Ints) -> NDArray[np.str_]:
     known = (*schedule.block_tensors, "")
     given = [(known[read], MAKER.get(known[write])) for read, write in (divmod(p, num + 1) for p in alike.tolist())]
     return np.array([op.kind if op is not None and op.reads[0] == read else "" for read, op in given])[of_op]
+
+
+def _unmeasured(params: AttentionParams, head_dim: int, value_dim: int) -> tuple[str, ...]:
+    """That heads of this size are taken in proportion to others."""
+    found, _ = params.sized(head_dim, value_dim)
+    if (found.head_dim, found.value_dim or found.head_dim) == (head_dim, value_dim or head_dim):
+        return ()
+    values = f" with values of {value_dim}" if value_dim not in (0, head_dim) else ""
+    return (f"head_dim {head_dim}{values}: not measured, in proportion to {found.head_dim}",)

@@ -50,6 +50,7 @@ def _scenarios() -> list[dict[str, Any]]:
 
 
 SHAPE = {"layers": 4, "hidden": 512, "heads": 4, "kv_heads": 2, "head_dim": 128, "ffn": 1024, "vocab": 8192}
+LATENT = {"kv_heads": 4, "head_dim": 192, "kv_rank": 128, "rope_dim": 64, "value_dim": 128, "dense_layers": 1}
 EXPERTS = {"experts": 8, "top_k": 2, "expert_ffn": 256, "shared_experts": 1}
 STEP = {"gpus": 8, "cluster": "dgx-h200", "tokens": 32768, "context": 4096, "kernel": "fa2", "mask": "causal_document"}
 STEPS = [
@@ -58,6 +59,7 @@ STEPS = [
     {**STEP, "strategy": "none", "model": SHAPE, "parallel": {"pp": 2, "virtual_pp": 2, "batch": 1, "microbatches": 2}},
     {**STEP, "strategy": "none", "model": SHAPE, "parallel": {"pp": 2, "layers_first": 1, "layers_last": 3}},
     {**STEP, "strategy": "none", "model": {**SHAPE, **EXPERTS}, "parallel": {"tp": 2, "ep": 4}, "mask": "causal"},
+    {**STEP, "strategy": "none", "model": {**SHAPE, **EXPERTS, **LATENT}, "parallel": {"tp": 2}, "mask": "causal"},
     {**STEP, "strategy": "none", "model": SHAPE, "offload": "activations", "parallel": {"tp": 2}},
     {**STEP, "strategy": "none", "model": SHAPE, "trainable": {"lora": 16, "modules": ["qkv"], "dropout": 0.1}},
     {**STEP, "strategy": "none", "model": {**SHAPE, "window": 512, "window_pattern": 2}, "parallel": {"tp": 2}},

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cpsim.case.formats import check_written, launch_text, read_foreign
+from cpsim.case.formats.megatron import _layout
 from cpsim.case.load import scenario_from
 from cpsim.case.model import MODELS, PUBLISHED, Model, known_model
 from cpsim.case.resolve import parallel_of
@@ -33,6 +34,7 @@ SHAPES = {
     "bridge.yaml": "llama3-8b",
     "deepseek-v3.json": "deepseek-v3",
     "deepseek.sh": "deepseek-v3",
+    "kimi-k2.sh": "kimi-k2",
 }
 """Files that hold the dimensions of a model that ships."""
 RIGHT = {
@@ -105,6 +107,17 @@ WRONG = {
     "trl-unknown.yaml": "line 1: model ours/secret-9b is not known",
 }
 """What is said of a file that cannot be read."""
+
+
+def test_layouts_of_stages_are_read_and_written_as_megatron_does():
+    """Megatron-Core 0.15, transformer/pipeline_parallel_layer_layout.py: E embedding, t decoder layer, L loss."""
+    parallel = read_foreign(FOLDER / "kimi-k2.sh").fields["parallel"]
+    assert parallel["layout"] == [4] * 15 + [1]
+    assert (parallel["pp"], parallel["virtual_pp"]) == (4, 4)
+    assert _layout("E|t*2|L", "") == [0, 2, 0]
+    for said in ("E|tmL", "Et|tDL", "t(t", ""):
+        with pytest.raises(ScenarioError, match=r"predict several|expected E, t and L"):
+            _layout(said, "line 1")
 
 
 def test_every_file_is_read_or_refused():

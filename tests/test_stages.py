@@ -48,6 +48,7 @@ def test_layers_of_chunks_are_those_of_megatron_core():
     assert layers(61, pp=16, layers_last=1) == (*[4] * 15, 1)
     assert layers(14, pp=4, virtual_pp=2, layers_first=2) == (1, 2, 2, 2) * 2
     assert layers(7, pp=4, loss_as_layer=True) == (2, 2, 2, 1)
+    assert layers(61, pp=4, virtual_pp=4, layout=(*[4] * 15, 1)) == (*[4] * 15, 1)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,7 @@ def test_layers_of_chunks_are_those_of_megatron_core():
         {"layers_first": 5},
         {"layers_first": 7, "layers_last": 7},
         {"virtual_pp": 2, "layers_first": 2, "layers_last": 6},
+        {"virtual_pp": 2, "layout": (1, 5, 5, 4, 4, 5, 5, 3)},
     ],
 )
 def test_unequal_stages_hold_the_whole_model(cut):
@@ -79,6 +81,9 @@ INFEASIBLE = {
     "own": ({"pp": 4, "layers_first": 4}, r"a multiple of 3 other stages, got 32 - 4 = 28"),
     "too many": ({"pp": 2, "layers_first": 20, "layers_last": 20}, r"expected a sum of 32 layers, got 20 \+ 20"),
     "no pipeline": ({"pp": 1, "layers_last": 20}, "expected several stages, got pp = 1"),
+    "layout": ({"pp": 4, "layout": (8, 8, 8)}, "layout: expected pp x virtual_pp = 4 x 1 numbers of layers, got 3"),
+    "layout's sum": ({"pp": 2, "layout": (8, 8)}, "layout: expected a sum of 32 layers, got 16"),
+    "layout and ends": ({"pp": 2, "layout": (8, 24), "layers_last": 24}, "layout: cannot go with layers_last"),
     "uneven chunks": ({"pp": 4, "layers_first": 5, "virtual_pp": 3}, "virtual_pp: expected a divisor of 5 layers"),
 }
 

@@ -73,6 +73,8 @@ class Parallel:
     """Whether the embedding counts as a layer of the first chunk where layers are divided."""
     loss_as_layer: bool = False
     """Whether logits and loss count as a layer of the last chunk where layers are divided."""
+    layout: tuple[int, ...] | None = None
+    """Layers of every virtual stage, in the order of the model, where they are divided by no rule."""
     tp_overlap: bool = False
     """Whether tensor parallelism exchanges chunks beside matrix products of other chunks."""
 
@@ -198,6 +200,8 @@ def _chunk_layers(cut: Parallel, layers: int) -> tuple[int, ...]:
 
     Reference: Megatron-Core, transformer/transformer_block.py, get_num_layers_to_build.
     """
+    if cut.layout:
+        return _laid_out(cut, cut.layout, layers)
     if cut.layers_first or cut.layers_last:
         return _with_own_ends(cut, layers)
     counted = layers + cut.embedding_as_layer + cut.loss_as_layer
@@ -218,6 +222,21 @@ def _chunk_layers(cut: Parallel, layers: int) -> tuple[int, ...]:
     if min(found) < 0:
         raise InfeasibleError(f"pp: expected at least a layer for each of {cut.pp} stages, got {layers}")
     return tuple(found)
+
+
+def _laid_out(cut: Parallel, layout: tuple[int, ...], layers: int) -> tuple[int, ...]:
+    """Layers of every virtual stage, where all are named."""
+    rules = ("layers_first", "layers_last", "embedding_as_layer", "loss_as_layer")
+    for name in rules:
+        if getattr(cut, name):
+            raise InfeasibleError(f"layout: cannot go with {name}; leave one of them out")
+    if len(layout) != cut.virtual_stages:
+        raise InfeasibleError(
+            f"layout: expected pp x virtual_pp = {cut.pp} x {cut.virtual_pp} numbers of layers, got {len(layout)}"
+        )
+    if sum(layout) != layers:
+        raise InfeasibleError(f"layout: expected a sum of {layers} layers, got {sum(layout)}")
+    return layout
 
 
 def _with_own_ends(cut: Parallel, layers: int) -> tuple[int, ...]:

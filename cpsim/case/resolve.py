@@ -117,6 +117,7 @@ def parallel_of(
         virtual_pp=given.virtual_pp or 1,
         layers_first=given.layers_first,
         layers_last=given.layers_last,
+        layout=given.layout,
         embedding_as_layer=bool(given.embedding_as_layer),
         loss_as_layer=bool(given.loss_as_layer),
         tp_overlap=bool(given.tp_overlap),

@@ -39,6 +39,9 @@ Module = Literal["qkv", "proj", "gate_up", "down"]
 Degree = Annotated[int, Field(ge=1, le=100_000)]
 
 
+Layout = Annotated[tuple[Annotated[int, Field(ge=0, le=10_000)], ...], Field(min_length=1, max_length=10_000)]
+
+
 class ParallelSection(BaseModel):
     """How a training step is cut; see ``cpsim.case.parallel``. ``advise --step`` tries what is left out."""
 
@@ -69,6 +72,8 @@ class ParallelSection(BaseModel):
     layers_last: Degree | None = None
     embedding_as_layer: bool | None = None
     loss_as_layer: bool | None = None
+    layout: Layout | None = None
+    """Layers of every virtual stage, in the order of the model; None: divided by a rule."""
     tp_overlap: bool | None = None
     """Whether tensor parallelism exchanges chunks beside matrix products of other chunks; None is no."""
 
@@ -77,6 +82,11 @@ class ParallelSection(BaseModel):
         later = list(type(self).model_fields)
         later = later[later.index("virtual_pp") :]
         return [(name, value) for name, value in super().__repr_args__() if name not in later or value is not None]
+
+    @field_validator("layout", mode="before")
+    @classmethod
+    def _listed(cls, value: object) -> object:
+        return tuple(value) if isinstance(value, list) else value
 
 
 class LoraSection(BaseModel):

@@ -377,6 +377,8 @@ def words(parallel: Parallel) -> str:
 def _stages(section: ParallelSection, layers: int) -> dict[int, int | None]:
     """Numbers of stages into which layers divide as the scenario says, or into which all but the last one do; with the
     layers of that one where it has fewer."""
+    if section.layout:
+        return dict.fromkeys(_divisors(len(section.layout)))
     if section.layers_first or section.layers_last:
         return dict.fromkeys(range(2, MAX_STAGES + 1), section.layers_last)
     counted = layers + bool(section.embedding_as_layer) + bool(section.loss_as_layer)
@@ -405,7 +407,9 @@ def _layouts(steps: StepCase) -> Iterator[Parallel]:
     for tp in [section.tp] if section.tp else _divisors(cluster.gpus_per_node):
         for pp in [section.pp] if section.pp else stages:
             for cp in [section.cp] if section.cp else _divisors(gpus // (tp * pp)):
-                own = {"layers_last": last.get(pp, section.layers_last)}
+                own: dict[str, object] = {"layers_last": last.get(pp, section.layers_last)}
+                if section.layout:
+                    own["virtual_pp"] = len(section.layout) // pp
                 fixed = section.model_copy(update={"tp": tp, "pp": pp, "cp": cp, **own})
                 try:
                     parallel = framework.cut(fixed, gpus, scenario.num_sequences)
@@ -417,7 +421,7 @@ def _layouts(steps: StepCase) -> Iterator[Parallel]:
                 if even or scenario.context is None:
                     for one in _shared(parallel, model, cluster) if not section.ep else [parallel]:
                         yield one
-                        if not section.virtual_pp:
+                        if not (section.virtual_pp or section.layout):
                             yield from _chunked(one, model.layers)
 
 

@@ -42,7 +42,6 @@ CANNOT: Final = {
     "is_hybrid_model": "layers without attention are not predicted",
     "attention_chunk_size": "attention within chunks is not predicted",
     "no_rope_freq": "Llama 4's attention within chunks is not predicted",
-    "pipeline_model_parallel_layout": "layouts of one's own are not read; use --decoder-first-pipeline-num-layers",
 }
 """Arguments of what a step does not say."""
 MAYBE: Final = "(within a condition)"
@@ -219,6 +218,21 @@ def _dense(s: Settings) -> int | None:
     return int(found[1] or 1)
 
 
+def _layout(said: str, place: str) -> list[int]:
+    """Layers of every virtual stage of a layout such as ``Et*4|(t*4|)*14tL``: embedding, decoder layers, loss."""
+    stages = re.sub(r"[\s'\"]", "", said)
+    for pattern in (re.compile(r"([EtmL|])\*(\d{1,3})"), re.compile(r"\(([EtmL|]*)\)\*(\d{1,3})")):
+        stages = pattern.sub(lambda found: found[1] * int(found[2]), stages)[:100_000]
+    if "m" in stages:
+        raise ScenarioError(f"{place}: layers that predict several tokens are not predicted; leave m out")
+    if not re.fullmatch(r"E?[t|]*L?", stages) or "t" not in stages:
+        raise ScenarioError(
+            f"{place}: pipeline_model_parallel_layout: expected E, t and L between bars, as Et*4|(t*4|)*14tL, got "
+            f"{shown(said)}"
+        )
+    return [stage.count("t") for stage in stages.split("|")]
+
+
 def _window(value: Any, s: Settings) -> int:
     """Keys that a query sees: ``4095,0`` and ``[4095, 0]`` are 4,095 before it and itself."""
     numbers = re.findall(r"-?\d+", str(value))
@@ -252,6 +266,9 @@ def _layers(s: Settings) -> dict[str, Any]:
             place = s.place("num_layers_per_virtual_pipeline_stage")
             raise ScenarioError(f"{place}: expected {stages} stages of chunks of {chunk} to divide {layers} layers")
         chunks = layers // (stages * chunk)
+    if said := s.get("pipeline_model_parallel_layout"):
+        layout = _layout(str(said), s.place("pipeline_model_parallel_layout"))
+        return {"layout": layout, "virtual_pp": len(layout) // stages if len(layout) > stages else None}
     return {
         "virtual_pp": chunks if chunks and chunks > 1 else None,
         "layers_first": s.number("decoder_first_pipeline_num_layers"),
@@ -430,7 +447,10 @@ def write(scenario: Scenario, parallel: Parallel) -> str:
     length = scenario.context or scenario.num_tokens // (parallel.dp * parallel.microbatches * (parallel.batch or 1))
     lines = [[f"--tensor-model-parallel-size {parallel.tp}", *(["--sequence-parallel"] if parallel.tp > 1 else [])]]
     lines.append([f"--pipeline-model-parallel-size {parallel.pp}"])
-    if parallel.virtual_pp > 1:
+    if parallel.layout:
+        stages = "|".join(f"t*{n}" if n else "" for n in parallel.layout)
+        lines[-1].append(f'--pipeline-model-parallel-layout "E{stages}L"')
+    elif parallel.virtual_pp > 1:
         lines[-1].append(f"--num-virtual-stages-per-pipeline-rank {parallel.virtual_pp}")
     for name, number in (("first", parallel.layers_first), ("last", parallel.layers_last)):
         if number:

@@ -16,7 +16,6 @@ PRECISIONS: Final = {"bf16": "bf16", "fp8": {"fp8": "current"}, "mxfp8": {"fp8":
 OTHERS: Final = {
     "deepseekv3": "layers that do not divide among stages",
     "deepseekv4": "attention to chosen keys",
-    "kimi": "layers that do not divide among stages",
     "nemotron": "state-space layers",
     "qwen3": "tokens that are dropped",
 }
@@ -28,6 +27,7 @@ ROUTED: Final[Mapping[str, Any]] = {
     "Qwen3_30B_a3B": "qwen3-30b-a3b",
     "DeepSeekV3": DEEPSEEK_V3,
     "DeepSeekV3 (w/ MTP)": DEEPSEEK_V3,
+    "Kimi_K2": "kimi-k2",
 }
 PROFILES: Final = {"B200": "b200", "GB200": "gb200", "GB300": "gb300"}
 """Others are their cluster's, or derived."""
@@ -39,7 +39,7 @@ SYSTEMS: Final = {
     "DGX-GB300": str(CLUSTERS / "gb300-64.json"),
 }
 HIDDEN: Final = "activations on their way to the host's memory and back hide behind layers"
-SECOND: Final = "what predicts a second token takes as long as a layer; embedding and loss count as one each"
+SECOND: Final = "what predicts a second token takes as long as a layer"
 OVERLAPPED: Final = "hosts launch in time what runs beside another microbatch"
 CURRENT: Final = "FP8 without a recipe is current scaling (utils/precision.py of its performance scripts, 97ad8cc6f)"
 
@@ -118,7 +118,7 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
     (recipes/qwen/qwen3_moe.py: account_for_embedding_in_pipeline_split, account_for_loss_in_pipeline_split).
     """
     pp, chunks = number(line["pp"]), number(line["vp"])
-    ends = line["model"] in ("Qwen3_235B_a22B", *DEEPSEEK) and pp > 1
+    ends = line["model"] == "Qwen3_235B_a22B" and pp > 1
     attends = _recipe(line).fused and line["model"] not in DEEPSEEK
     return {
         **_base(line, row),
@@ -133,8 +133,17 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
             "batch": _routed_batch(line),
             "microbatches": _routed_microbatches(line),
             **({"embedding_as_layer": True, "loss_as_layer": True} if ends else {}),
+            **({"layout": _layout(line)} if line["model"] in LATENT else {}),
         },
     }
+
+
+def _layout(line: Line) -> list[int]:
+    """Layers of every virtual stage of DeepSeek-V3 and Kimi K2: as many on all but the last one, which has what is left
+    of 61, and the layer that predicts a second token (recipes/deepseek/deepseek_v3.py, recipes/kimi/kimi_k2.py)."""
+    stages = number(line["pp"]) * number(line["vp"])
+    each = -(-61 // stages)
+    return [each] * (stages - 1) + [61 - each * (stages - 1) + (line["model"] in DEEPSEEK)]
 
 
 def _routed_batch(line: Line) -> int:
@@ -181,6 +190,7 @@ def _dense(line: Line, row: Row) -> dict[str, Any]:
 
 SUMMED, SHARDS = instead(BRIDGE_DENSE), instead(SHARDED)
 DEEPSEEK: Final = ("DeepSeekV3", "DeepSeekV3 (w/ MTP)")
+LATENT: Final = (*DEEPSEEK, "Kimi_K2")
 FUSED: Final = {
     ("DeepSeekV3", "DGX-GB200"): "26.06",
     ("GPT OSS 120B", "DGX-GB200"): "26.06",
@@ -198,6 +208,7 @@ FUSED: Final = {
 kernel and exchanges that overlap (fp8_dot_product_attention, cutedsl_fused_grouped_mlp, moe_a2a_overlap)."""
 ONCE: Final = {
     ("DeepSeekV3", "DGX-GB200"): ("25", "99"),
+    ("Kimi_K2", "DGX-GB300"): ("25", "99"),
     ("GPT OSS 120B", "DGX-B300"): ("26.04", "99"),
     ("GPT OSS 120B", "DGX-GB200"): ("26.04", "26.04.01"),
     ("Qwen3_30B_a3B", "DGX-B200"): ("25", "99"),
@@ -236,8 +247,8 @@ def _recipe(line: Line) -> Recipe:
 
 def _again(line: Line, fused: bool) -> frozenset[str]:
     """What is computed again (recompute_modules); on GB200 DeepSeek's dense MLPs alone from 26.04 to 26.04.01."""
-    if line["model"] in DEEPSEEK:
-        return frozenset() if line["release"].startswith("26.04") else FROM_LATENTS
+    if line["model"] in LATENT:
+        return frozenset() if line["model"] in DEEPSEEK and line["release"].startswith("26.04") else FROM_LATENTS
     often = line["model"] == "GPT OSS 120B" and "300" not in line["system"] and not fused
     return AGAIN if often else frozenset()
 

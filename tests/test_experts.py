@@ -7,6 +7,7 @@ from test_training_step import step
 
 from cpsim.case.load import scenario_from
 from cpsim.case.model import MODELS
+from cpsim.case.parallel import Parallel
 from cpsim.case.resolve import flops_of, workload_of
 from cpsim.errors import InfeasibleError, ScenarioError
 from cpsim.prediction.predict import predict
@@ -221,6 +222,38 @@ def test_advice_shares_experts():
     assert {(parallel.cp, parallel.ep) for parallel in all_that_fit} == {(1, 8), (1, 16)}
     assert [one.prediction.scenario.parallel.ep for one in found] == [one.parallel.ep for one in found]
     assert "ep 8" in words(found[0].parallel)
+
+
+def test_exchanges_beside_other_microbatches_hide_but_in_the_first_and_the_last_passes():
+    """As many bytes are sent; what shows of them is the share of passes that have no other beside them."""
+    many = {"microbatches": 8, "recompute": "none"}
+    plain, beside = (moe(tokens=16 * 8 * T, parallel=many | more) for more in ({}, {"ep_overlap": True}))
+    assert beside.sent == pytest.approx(plain.sent, rel=1e-6)
+    shown, whole = beside.parts["collective"], plain.parts["collective"]
+    assert 0 < shown < 0.4 * whole
+    assert plain.time_s - whole < beside.time_s < plain.time_s - 0.5 * (whole - shown)
+    one = {"microbatches": 1, "recompute": "none"}
+    assert moe(parallel=one | {"ep_overlap": True}).time_s == pytest.approx(moe(parallel=one).time_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("cut", "share"),
+    [
+        ({"microbatches": 8}, 1 / 8),
+        ({"pp": 4, "microbatches": 64}, 7 / 64),
+        ({"pp": 4, "virtual_pp": 12, "microbatches": 64}, 51 / 768),
+        ({"pp": 4, "microbatches": 2}, 1.0),
+    ],
+)
+def test_passes_that_warm_up_have_no_other_beside_them(cut, share):
+    parallel = {"tp": 1, "pp": 1, "dp": 1, "cp": 1, "recompute": "none", "schedule": "1f1b"} | cut
+    assert Parallel(**parallel, gradients="none", optimizer=False).alone == pytest.approx(share)
+
+
+def test_dense_models_and_whole_experts_have_nothing_to_overlap():
+    for changes in ({"ep": 1}, {"recompute": "full"}):
+        with pytest.raises(InfeasibleError, match="ep_overlap: "):
+            moe(parallel={"ep_overlap": True} | changes)
 
 
 def test_the_first_layers_hold_a_dense_mlp_in_place_of_experts():

@@ -77,6 +77,8 @@ class Parallel:
     """Layers of every virtual stage, in the order of the model, where they are divided by no rule."""
     tp_overlap: bool = False
     """Whether tensor parallelism exchanges chunks beside matrix products of other chunks."""
+    ep_overlap: bool = False
+    """Whether experts exchange tokens beside layers of another microbatch."""
 
     @property
     def num_gpus(self) -> int:
@@ -97,6 +99,16 @@ class Parallel:
     def virtual_stages(self) -> int:
         """Chunks of layers on all stages, in the order of the model: chunk c of stage s is number c * pp + s."""
         return self.pp * self.virtual_pp
+
+    @property
+    def alone(self) -> float:
+        """Share of passes of a step beside which no other microbatch runs the other way: the first forward ones and the
+        last backward ones of the first stage.
+
+        Reference: Megatron-Core, pipeline_parallel/schedules.py, get_pp_rank_microbatches (warm-up).
+        """
+        warm = 2 * (self.pp - 1) + (self.virtual_pp - 1) * self.pp + 1
+        return min(1.0, warm / (self.microbatches * self.virtual_pp))
 
     def chunk_layers(self, layers: int) -> tuple[int, ...]:
         """Layers of every virtual stage, of so many in all.

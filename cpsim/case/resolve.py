@@ -121,6 +121,7 @@ def parallel_of(
         embedding_as_layer=bool(given.embedding_as_layer),
         loss_as_layer=bool(given.loss_as_layer),
         tp_overlap=bool(given.tp_overlap),
+        ep_overlap=bool(given.ep_overlap),
     )
 
 

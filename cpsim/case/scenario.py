@@ -76,6 +76,8 @@ class ParallelSection(BaseModel):
     """Layers of every virtual stage, in the order of the model; None: divided by a rule."""
     tp_overlap: bool | None = None
     """Whether tensor parallelism exchanges chunks beside matrix products of other chunks; None is no."""
+    ep_overlap: bool | None = None
+    """Whether experts exchange tokens beside layers of another microbatch; None is no."""
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
         """Without later fields that say nothing: these words are the seed of a prediction's draws."""

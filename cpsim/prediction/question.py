@@ -295,8 +295,9 @@ def _measured(profile: str | None) -> Sequence[str]:
 def _left_open(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Without how its author cut it."""
     kept = {name: value for name, value in fields.items() if name not in ("strategy", "knobs", "parallel")}
-    overlap = fields.get("parallel", {}).get("tp_overlap")
-    return kept | ({"parallel": {"tp_overlap": overlap}} if overlap else {})
+    cut = fields.get("parallel", {})
+    overlaps = {name: True for name in ("tp_overlap", "ep_overlap") if cut.get(name)}
+    return kept | ({"parallel": overlaps} if overlaps else {})
 
 
 def _given(fields: Mapping[str, Any], own: Reading | None) -> Scenario | None:

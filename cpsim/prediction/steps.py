@@ -193,7 +193,8 @@ class StepCase:
     def _alike(self, parallel: Parallel) -> tuple[object, ...]:
         """What the time of a pass depends on, of how a step is cut, beside its tokens and layers."""
         shards = (parallel.shards, parallel.replicate) if parallel.sharding == "fsdp" else ()
-        return parallel.tp, parallel.tp_overlap, parallel.ep, parallel.recompute, parallel.loss_chunks, *shards
+        alone = parallel.alone if parallel.ep_overlap else 1.0
+        return parallel.tp, parallel.tp_overlap, parallel.ep, alone, parallel.recompute, parallel.loss_chunks, *shards
 
     def _code(self, parallel: Parallel) -> Implementation:
         """Whose attention runs."""

@@ -3,16 +3,14 @@
 - Gradients are summed in bf16.
 - HybridEP and DeepEP send a token once to each rank that has some of its experts, all-to-alls once for each of these
   experts; routing is forced to be even, by random logits.
-- With `moe_a2a_overlap` exchanges of one microbatch run beside layers of another, but in the first passes forward and
-  the last ones backward of a step, where there is no other.
 - The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32
   and added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of products.
 - Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again; where it says
   `mla_up_proj`, queries, keys and values are made from their latents again.
 
-Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias) and
-pipeline_parallel/combined_1f1b.py; NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
-(moe_flex_dispatcher_backend, moe_a2a_overlap, cutedsl_fused_grouped_mlp, recompute_modules, grad_reduce_in_fp32).
+Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias);
+NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
+(moe_flex_dispatcher_backend, cutedsl_fused_grouped_mlp, recompute_modules, grad_reduce_in_fp32).
 """
 
 from __future__ import annotations
@@ -43,29 +41,11 @@ def once_a_rank(code: LayerCode, s: Sizes) -> LayerCode:
     share = s.ep * (1 - (1 - 1 / s.ep) ** s.model.top_k) / s.model.top_k
 
     def sent(node: Node) -> Node:
-        return _scaled(node, share) if _exchanges(node) else node
+        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
+            return node
+        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
 
     return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
-
-
-def _exchanges(node: Node) -> bool:
-    return isinstance(node.what, Collective) and node.what.kind == "all_to_all"
-
-
-def _scaled(node: Node, share: float) -> Node:
-    assert isinstance(node.what, Collective)
-    return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
-
-
-def beside_others(code: LayerCode, alone: float) -> LayerCode:
-    """A layer whose exchanges run beside another microbatch, but for a share: nothing waits for the rest of them."""
-
-    def divided(node: Node) -> tuple[Node, ...]:
-        return (_scaled(node, alone), replace(_scaled(node, 1 - alone), makes={})) if _exchanges(node) else (node,)
-
-    forward = tuple(part for node in code.forward for part in divided(node))
-    backward = tuple(part for node in code.backward for part in divided(node))
-    return replace(code, forward=forward, backward=backward)
 
 
 def weighted_inside(s: Sizes, compiled: bool) -> LayerCode:
@@ -152,8 +132,6 @@ class Recipe:
     """Their second linear layer has a bias."""
     again: frozenset[str]
     """What is not kept but computed again."""
-    alone: float
-    """Share of exchanges that run beside nothing: 1 where all of them do."""
 
     @property
     def framework(self) -> Framework:
@@ -161,7 +139,7 @@ class Recipe:
         return replace(
             BRIDGE_DENSE,
             layer=self._layer,
-            joins=self._joins,
+            joins=fused_experts if self.fused else MEGATRON.joins,
             kept={"none": self._kept} if self.again else MEGATRON.kept,
         )
 
@@ -169,10 +147,6 @@ class Recipe:
         code = MEGATRON.layer(s, compiled)
         code = once_a_rank(code, s) if self.once else code
         return biased(code, s) if self.biased else code
-
-    def _joins(self, code: LayerCode) -> LayerCode:
-        code = fused_experts(code) if self.fused else code
-        return beside_others(code, self.alone) if self.alone < 1 else code
 
     def _kept(self, s: Sizes, compiled: bool) -> frozenset[str]:
         return self._layer(s, compiled).kept - self.again

@@ -135,8 +135,9 @@ def odd_scenario(tree: Any) -> str:
     precision, parallel = tree.get("precision"), tree.get("parallel")
     if not (precision in (None, "bf16", "fp8") or (isinstance(precision, dict) and set(precision) == {"fp8"})):
         return f"precision = {precision!r:.40}"
-    if isinstance(parallel, dict) and not isinstance(parallel.get("tp_overlap"), bool | None):
-        return f"tp_overlap = {parallel['tp_overlap']!r:.40}"
+    for name in ("tp_overlap", "ep_overlap"):
+        if isinstance(parallel, dict) and not isinstance(parallel.get(name), bool | None):
+            return f"{name} = {parallel[name]!r:.40}"
     infinite = [place for place, value in leaves(tree) if isinstance(value, float) and not math.isfinite(value)]
     return f"{infinite[0]:.40} is not finite" if infinite else ""
 

@@ -253,6 +253,18 @@ class Framework:
             raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
         if parallel.tp_overlap and self.compiles is not None and not compiled:
             raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
+        if parallel.ep_overlap and not (self.experts and parallel.ep > 1):
+            raise InfeasibleError(
+                "ep_overlap: expected experts that several ranks of megatron share, got "
+                f"{self.name} with ep = {parallel.ep}; leave it out"
+            )
+        if parallel.ep_overlap and parallel.pp > 1 and parallel.virtual_pp == 1:
+            raise InfeasibleError("ep_overlap: expected several chunks of layers on a pipeline's stages; use virtual_pp")
+        if parallel.ep_overlap and parallel.recompute not in ("none", "selective"):
+            raise InfeasibleError(
+                f"ep_overlap: {self.name} exchanges nothing again beside others, so it cannot go with recompute "
+                f"{parallel.recompute}; use none"
+            )
         if parallel.replicate > 1 and parallel.sharding != "fsdp":
             raise InfeasibleError("replicate: belongs to sharding fsdp; leave it out")
 

@@ -1,4 +1,5 @@
-"""Tensor parallelism's communication beside matrix products: both are cut into chunks.
+"""Communication beside computation: tensor parallelism's beside matrix products, both cut into chunks, and experts'
+exchanges beside layers of another microbatch.
 
 A framework's layer says what is gathered and scattered among tensor-parallel ranks. Here an all-gather and the
 products of what was gathered, and a product and the reduce-scatter of its result, become chunks along the tokens:
@@ -44,6 +45,27 @@ def userbuffers(code: LayerCode, tp: int) -> LayerCode:
     """Transformer Engine's userbuffers: gathers go around a ring of copy engines, results of forward products are
     scattered in parts. What is exchanged in bulk beside another product stays as it is."""
     return _replaced(code, tp, _around_a_ring, _scattered_in_parts)
+
+
+def beside_others(code: LayerCode, alone: float) -> LayerCode:
+    """A layer whose experts exchange tokens beside another microbatch that runs the other way, but for a share: nothing
+    waits for the rest.
+
+    Source: NVIDIA/Megatron-LM, core_v0.15.0, pipeline_parallel/combined_1f1b.py (overlap_moe_expert_parallel_comm).
+    """
+
+    def part(node: Node, share: float) -> Node:
+        assert isinstance(node.what, Collective)
+        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
+
+    def divided(node: Node) -> Nodes:
+        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
+            return (node,)
+        return part(node, alone), replace(part(node, 1 - alone), makes={})
+
+    forward = tuple(each for node in code.forward for each in divided(node))
+    backward = tuple(each for node in code.backward for each in divided(node))
+    return replace(code, forward=forward, backward=backward)
 
 
 def _replaced(code: LayerCode, tp: int, gather: Gather, scatter: Scatter) -> LayerCode:

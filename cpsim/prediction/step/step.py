@@ -37,6 +37,7 @@ from cpsim.prediction.step.memory import (
     workspaces,
 )
 from cpsim.prediction.step.offload import note, offloaded
+from cpsim.prediction.step.overlap import beside_others
 from cpsim.prediction.step.pipeline import Pipeline, one_f_one_b, one_f_one_b_order, same_phase
 from cpsim.prediction.step.precision import FP8, FP8_NOTE, Recipe, kept_in_fp8
 from cpsim.prediction.step.program import (
@@ -369,6 +370,8 @@ class StepModel:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
         runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap, recompute)
+        alone = self.parallel.alone if self.parallel.ep_overlap else 1.0
+        runs = beside_others(runs, alone) if alone < 1 else runs
         layer = _with_exchange(runs, exchange, kept)
         is_last = chunk == self.parallel.virtual_stages - 1
         first = code.first(sizes, self.compiled) if chunk == 0 else None

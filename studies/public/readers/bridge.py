@@ -72,7 +72,7 @@ def megatron_bridge(line: Line) -> Row:
     assumed = (CURRENT,) * (row.precision == "fp8") + (HIDDEN,) * _shards(line)
     if row.routed:
         recipe = _recipe(line)
-        assumed += (OVERLAPPED,) * (recipe.alone < 1 and not recipe.fused)
+        assumed += (OVERLAPPED,) * (_overlaps(line) and not recipe.fused)
         assumed += (SECOND,) * (line["model"] in DEEPSEEK)
     return replace(row, fields=found, assumed=assumed)
 
@@ -134,6 +134,7 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
             "microbatches": _routed_microbatches(line),
             **({"embedding_as_layer": True, "loss_as_layer": True} if ends else {}),
             **({"layout": _layout(line)} if line["model"] in LATENT else {}),
+            **({"ep_overlap": True} if _overlaps(line) else {}),
         },
     }
 
@@ -225,24 +226,29 @@ ONCE: Final = {
 
 
 def _recipe(line: Line) -> Recipe:
-    """What its configuration says of experts.
-
-    Where all-to-alls or DeepEP send tokens of Qwen3 and stages are interleaved, exchanges overlap; so they do on GB200
-    for GPT-OSS from 26.04 on.
-    """
-    model, system, release = line["model"], line["system"], line["release"]
-    where, oss = (model, system), model == "GPT OSS 120B"
-    fused = line["precision"] == "MXFP8" and release >= FUSED.get(where, "99")
-    first, last = ONCE.get(where, ("99", ""))
-    piped = not oss and system in ("DGX-H100", "DGX-B200", "DGX-B300") and number(line["vp"]) > 1
-    overlaps = fused or piped or (where == ("GPT OSS 120B", "DGX-GB200") and release >= "26.04")
+    """What its configuration says of experts."""
+    fused = _fused(line)
+    first, last = ONCE.get((line["model"], line["system"]), ("99", ""))
     return Recipe(
-        once=fused or first <= release <= last,
+        once=fused or first <= line["release"] <= last,
         fused=fused,
-        biased=oss,
+        biased=line["model"] == "GPT OSS 120B",
         again=_again(line, fused),
-        alone=_alone(line) if overlaps else 1.0,
     )
+
+
+def _fused(line: Line) -> bool:
+    """Whether experts are one kernel."""
+    return line["precision"] == "MXFP8" and line["release"] >= FUSED.get((line["model"], line["system"]), "99")
+
+
+def _overlaps(line: Line) -> bool:
+    """Whether exchanges run beside other microbatches (moe_a2a_overlap): where all-to-alls or DeepEP send tokens of
+    Qwen3 and stages are interleaved, and on GB200 for GPT-OSS from 26.04 on, too."""
+    model, system = line["model"], line["system"]
+    piped = model.startswith("Qwen3") and system in ("DGX-H100", "DGX-B200", "DGX-B300") and number(line["vp"]) > 1
+    oss = model == "GPT OSS 120B" and system == "DGX-GB200" and line["release"] >= "26.04"
+    return _fused(line) or piped or oss
 
 
 def _again(line: Line, fused: bool) -> frozenset[str]:
@@ -251,13 +257,6 @@ def _again(line: Line, fused: bool) -> frozenset[str]:
         return frozenset() if line["model"] in DEEPSEEK and line["release"].startswith("26.04") else FROM_LATENTS
     often = line["model"] == "GPT OSS 120B" and "300" not in line["system"] and not fused
     return AGAIN if often else frozenset()
-
-
-def _alone(line: Line) -> float:
-    """Share of passes of a step that have no other beside them: the first ones forward, the last ones backward."""
-    pp, chunks = number(line["pp"]), number(line["vp"])
-    microbatches = _routed_microbatches(line)
-    return min(1.0, (2 * (pp - 1) + (chunks - 1) * pp + 1) / (microbatches * chunks))
 
 
 def _code(line: Line) -> Code | None:

@@ -259,7 +259,7 @@ class Framework:
                 f"{self.name} with ep = {parallel.ep}; leave it out"
             )
         if parallel.ep_overlap and parallel.pp > 1 and parallel.virtual_pp == 1:
-            raise InfeasibleError("ep_overlap: expected several chunks of layers on a pipeline's stages; use virtual_pp")
+            raise InfeasibleError("ep_overlap: expected several chunks of layers on each stage; use virtual_pp")
         if parallel.ep_overlap and parallel.recompute not in ("none", "selective"):
             raise InfeasibleError(
                 f"ep_overlap: {self.name} exchanges nothing again beside others, so it cannot go with recompute "

@@ -82,6 +82,7 @@ RIGHT = {
     },
     "accelerate-cp.yaml": {"framework": "huggingface", "gpus": 8, "strategy": "zigzag_ring", "parallel": {"cp": 8}},
     "trl-sft.yaml": {"model": "qwen3-8b", "context": 32768, "parallel": {"batch": 1, "recompute": "full"}},
+    "glm4-moe.json": {"model": {"dense_layers": 1, "shared_experts": 1, "experts": 128, "kv_heads": 8, "ffn": 10944}},
     "gemma3-27b.json": {"model": {"window": 1024, "window_pattern": 6, "kv_heads": 16, "layers": 62}},
 }
 """What the fields of a file are, or some of them."""

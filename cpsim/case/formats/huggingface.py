@@ -32,6 +32,7 @@ CAUSAL_LM: Final = {
     "deepseek_v2": (),
     "deepseek_v3": ("multi-token prediction",),
     "kimi_k2": (),
+    "glm4_moe": ("norms of queries and keys", "multi-token prediction"),
 }
 """Types of models whose layers a step can say, each with what it has besides."""
 CANNOT: Final = {

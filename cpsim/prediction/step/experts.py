@@ -28,6 +28,9 @@ NOTE: Final = (
     "experts: each gets equally many tokens, and grouped products are priced as the sum of the experts' own; "
     "an estimate, not measured"
 )
+ALONE: Final = (
+    "experts: nothing runs beside exchanges of tokens; parallel.ep_overlap: true has them beside another microbatch"
+)
 
 
 def balanced(total: int, parts: int) -> list[int]:

@@ -21,7 +21,7 @@ from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
 from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
-from cpsim.prediction.step.experts import NOTE
+from cpsim.prediction.step.experts import ALONE, NOTE
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.hosts import layer_seconds, update_seconds
 from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Op, Ops, flops, sent_bytes
@@ -276,7 +276,8 @@ class StepModel:
         far = ep * tp > self.cluster.gpus_per_node
         sizes = dict.fromkeys(what.nbytes for what in exchanged if not far)
         notes = (note for n in sizes for note in self.costs.profile.collective_notes("all_to_all", n, ep))
-        return (NOTE, *self.costs.notes(others + ops.loss()), *notes)
+        alone = () if self.parallel.ep_overlap or ep == 1 else (ALONE,)
+        return (NOTE, *alone, *self.costs.notes(others + ops.loss()), *notes)
 
     def time_s(self, batch: Batch, attended: Sequence[Sequence[Attended]]) -> float:
         """Seconds of a step, about: passes lie on a line between those with the least and the most attention, where

@@ -15,7 +15,7 @@ NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Final
@@ -26,10 +26,11 @@ from cpsim.prediction.step.precision import FP8
 from cpsim.prediction.step.program import LayerCode, Node
 from studies.public.row import Code
 
-FORWARD: Final = 4 + 10 + 8 + 6
-"""Bytes of every element of results: a product in fp32, its sum with them, all put together, and the cast back."""
-BACKWARD: Final = 6 + 6 + 12 + 12 + 4
-"""The same of gradients: two casts, sums of products for the router's weights and for the bias, put together."""
+FORWARD: Final = {"mixed": 4 + 10 + 6, "copy": 8}
+"""Bytes of every element of results by kernel: a product in fp32, its sum with them, and the cast back, which mix types;
+and all put together."""
+BACKWARD: Final = {"mixed": 6 + 6 + 12 + 12, "copy": 4}
+"""The same of gradients: two casts, sums of products for the router's weights and for the bias; and put together."""
 AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu"})
 """What is not kept with recompute_modules layernorm and moe_act."""
 FROM_LATENTS: Final = frozenset({"q k v"})
@@ -80,15 +81,19 @@ def biased(code: LayerCode, s: Sizes) -> LayerCode:
     downs = {f"expert down {i}" for i in range(many)}
     after = max(i for i, node in enumerate(code.forward) if downs & node.makes.keys())
     before = min(i for i, node in enumerate(code.backward) if isinstance(node.what, Gemm))
-    copies, source = partial(ElementwisePass, "copy"), code.backward[before].reads[:1]
-    forward = Node(copies(FORWARD * elements), code.forward[after].reads, {"biased": 0}, calls=2 * many + 2)
-    backward = Node(copies(BACKWARD * elements), source, {}, calls=6 * many)
+
+    def passes(kinds: Mapping[str, int], reads: tuple[str, ...], calls: int) -> list[Node]:
+        return [Node(ElementwisePass(kind, each * elements), reads, {}, calls=calls) for kind, each in kinds.items()]
+
+    forward = passes(FORWARD, code.forward[after].reads, many + 1)
+    forward[-1] = replace(forward[-1], makes={"biased": 0})
+    backward = passes(BACKWARD, code.backward[before].reads[:1], 3 * many)
     then, *others = code.forward[after + 1 :]
     then = replace(then, reads=(*then.reads, "biased"))
     return replace(
         code,
-        forward=(*code.forward[: after + 1], forward, then, *others),
-        backward=(*code.backward[:before], backward, *code.backward[before:]),
+        forward=(*code.forward[: after + 1], *forward, then, *others),
+        backward=(*code.backward[:before], *backward, *code.backward[before:]),
     )
 
 

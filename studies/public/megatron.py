@@ -27,7 +27,7 @@ from cpsim.prediction.step.program import LayerCode, Node
 from studies.public.row import Code
 
 FORWARD: Final = {"mixed": 4 + 10 + 6, "copy": 8}
-"""Bytes of every element of results by kernel: a product in fp32, its sum with them, and the cast back, which mix types;
+"""Bytes of every element of results by kernel: a product in fp32, its sum with them and the cast back, which mix types;
 and all put together."""
 BACKWARD: Final = {"mixed": 6 + 6 + 12 + 12, "copy": 4}
 """The same of gradients: two casts, sums of products for the router's weights and for the bias; and put together."""

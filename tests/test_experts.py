@@ -250,6 +250,15 @@ def test_passes_that_warm_up_have_no_other_beside_them(cut, share):
     assert Parallel(**parallel, gradients="none", optimizer=False).alone == pytest.approx(share)
 
 
+def test_tokens_may_be_sent_once_to_each_rank():
+    """Eight experts of a token among eight ranks are on 8 (1 - (7 / 8)^8) of them in the mean."""
+    cut = {"recompute": "none", "gradients": "none", "optimizer": False}
+    every, once = (moe(parallel=cut | {"dispatcher": name}).sent for name in ("alltoall", "flex"))
+    assert once / every == pytest.approx(1 - (7 / 8) ** 8, rel=1e-6)
+    with pytest.raises(InfeasibleError, match="dispatcher: expected experts"):
+        moe(parallel={"dispatcher": "flex", "ep": 1})
+
+
 def test_dense_models_and_whole_experts_have_nothing_to_overlap():
     for changes in ({"ep": 1}, {"recompute": "full"}):
         with pytest.raises(InfeasibleError, match="ep_overlap: "):

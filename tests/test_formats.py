@@ -115,6 +115,7 @@ def test_layouts_of_stages_are_read_and_written_as_megatron_does():
     parallel = read_foreign(FOLDER / "kimi-k2.sh").fields["parallel"]
     assert parallel["layout"] == [4] * 15 + [1]
     assert (parallel["pp"], parallel["virtual_pp"], parallel["ep_overlap"]) == (4, 4, True)
+    assert parallel["dispatcher"] == "flex"
     assert _layout("E|t*2|L", "") == [0, 2, 0]
     for said in ("E|tmL", "Et|tDL", "t(t", ""):
         with pytest.raises(ScenarioError, match=r"predict several|expected E, t and L"):

@@ -26,6 +26,7 @@ Recompute = Literal["none", "selective", "mlp", "full", "per_op"]
 Sharding = Literal["none", "zero1", "zero2", "fsdp"]
 PipelineSchedule = Literal["1f1b", "same_phase"]
 Gradients = Literal["none", "exposed", "overlapped"]
+Dispatcher = Literal["alltoall", "flex"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +80,9 @@ class Parallel:
     """Whether tensor parallelism exchanges chunks beside matrix products of other chunks."""
     ep_overlap: bool = False
     """Whether experts exchange tokens beside layers of another microbatch."""
+    dispatcher: Dispatcher = "alltoall"
+    """How tokens reach their experts: once for each of them (`alltoall`), or once for each rank that has some of them
+    (`flex`: DeepEP, HybridEP)."""
 
     @property
     def num_gpus(self) -> int:

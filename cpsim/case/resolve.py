@@ -122,6 +122,7 @@ def parallel_of(
         loss_as_layer=bool(given.loss_as_layer),
         tp_overlap=bool(given.tp_overlap),
         ep_overlap=bool(given.ep_overlap),
+        dispatcher=given.dispatcher or "alltoall",
     )
 
 

@@ -296,8 +296,8 @@ def _left_open(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Without how its author cut it."""
     kept = {name: value for name, value in fields.items() if name not in ("strategy", "knobs", "parallel")}
     cut = fields.get("parallel", {})
-    overlaps = {name: True for name in ("tp_overlap", "ep_overlap") if cut.get(name)}
-    return kept | ({"parallel": overlaps} if overlaps else {})
+    how = {name: cut[name] for name in ("tp_overlap", "ep_overlap", "dispatcher") if cut.get(name)}
+    return kept | ({"parallel": how} if how else {})
 
 
 def _given(fields: Mapping[str, Any], own: Reading | None) -> Scenario | None:

@@ -1,8 +1,7 @@
 """Mixtures of experts by Megatron-Bridge's performance scripts and Megatron-LM's tests: what no field says.
 
 - Gradients are summed in bf16.
-- HybridEP and DeepEP send a token once to each rank that has some of its experts, all-to-alls once for each of these
-  experts; routing is forced to be even, by random logits.
+- Routing is forced to be even, by random logits.
 - The second linear layer of GPT-OSS's experts has a bias. Each expert's is multiplied with the router's weights in fp32
   and added to its rows; these are put together and cast back, op by op. Biases of other layers are parts of products.
 - Where `recompute_modules` says `layernorm` and `moe_act`, norms and the activation of experts run again; where it says
@@ -10,7 +9,7 @@
 
 Source: NVIDIA/Megatron-LM, core_v0.15.0, megatron/core/transformer/moe/experts.py (TEGroupedMLP._apply_bias);
 NVIDIA-NeMo/Megatron-Bridge, scripts/performance/configs of v0.2.0 to v0.5.1
-(moe_flex_dispatcher_backend, cutedsl_fused_grouped_mlp, recompute_modules, grad_reduce_in_fp32).
+(cutedsl_fused_grouped_mlp, recompute_modules, grad_reduce_in_fp32).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from functools import cache, partial
 from typing import Final
 
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Sizes
-from cpsim.prediction.step.layer import BF16, Collective, ElementwisePass, Gemm
+from cpsim.prediction.step.layer import BF16, ElementwisePass, Gemm
 from cpsim.prediction.step.precision import FP8
 from cpsim.prediction.step.program import LayerCode, Node
 from studies.public.row import Code
@@ -35,18 +34,6 @@ AGAIN: Final = frozenset({"x norm", "h norm", "expert swiglu"})
 """What is not kept with recompute_modules layernorm and moe_act."""
 FROM_LATENTS: Final = frozenset({"q k v"})
 """The same with mla_up_proj."""
-
-
-def once_a_rank(code: LayerCode, s: Sizes) -> LayerCode:
-    """A layer whose tokens are sent to each rank of their experts once."""
-    share = s.ep * (1 - (1 - 1 / s.ep) ** s.model.top_k) / s.model.top_k
-
-    def sent(node: Node) -> Node:
-        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
-            return node
-        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
-
-    return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
 
 
 def weighted_inside(s: Sizes, compiled: bool) -> LayerCode:
@@ -129,8 +116,6 @@ def fused_experts(code: LayerCode) -> LayerCode:
 class Recipe:
     """What a configuration of Megatron-Bridge says of experts."""
 
-    once: bool
-    """Tokens are sent once to each rank."""
     fused: bool
     """Experts are one kernel."""
     biased: bool
@@ -150,7 +135,6 @@ class Recipe:
 
     def _layer(self, s: Sizes, compiled: bool) -> LayerCode:
         code = MEGATRON.layer(s, compiled)
-        code = once_a_rank(code, s) if self.once else code
         return biased(code, s) if self.biased else code
 
     def _kept(self, s: Sizes, compiled: bool) -> frozenset[str]:

@@ -9,6 +9,6 @@ PARALLEL_ARGS=(
     --tensor-model-parallel-size 1
     --pipeline-model-parallel-size 4
     --pipeline-model-parallel-layout "Et*4|(t*4|)*14tL"
-    --expert-model-parallel-size 64 --overlap-moe-expert-parallel-comm
+    --expert-model-parallel-size 64 --overlap-moe-expert-parallel-comm --moe-token-dispatcher-type flex
     --micro-batch-size 2 --global-batch-size 4096 --seq-length 4096
 )

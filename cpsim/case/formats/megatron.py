@@ -253,6 +253,7 @@ def _parallel(s: Settings) -> dict[str, Any]:
         "sharding": None if sharded is None else "zero1" if sharded else "none",
         "tp_overlap": s.flag("tp_comm_overlap") or None,
         "ep_overlap": s.flag("overlap_moe_expert_parallel_comm") or None,
+        "dispatcher": "flex" if s.get("moe_token_dispatcher_type") == "flex" else None,
         "gradients": "exposed" if s.values.get("overlap_grad_reduce") in (False, "false", "False") else None,
     }
 
@@ -473,6 +474,7 @@ def write(scenario: Scenario, parallel: Parallel) -> str:
     lines.append(_again(parallel.recompute))
     lines[-1] += ["--tp-comm-overlap"] if parallel.tp_overlap else []
     lines[-1] += ["--overlap-moe-expert-parallel-comm"] if parallel.ep_overlap else []
+    lines[-1] += ["--moe-token-dispatcher-type flex"] if parallel.dispatcher == "flex" else []
     lines[-1] += [f"--cpu-offloading --cpu-offloading-num-layers {layers - 1}"] if scenario.offload else []
     lines.append(["--bf16", *_eight(scenario), f"--attention-backend {_backend(scenario.kernel)}"])
     return " \\\n".join(row for line in lines for row in _rows(line)) + "\n"

@@ -15,12 +15,12 @@ fused, as its example for Mixtral has them, which is not the default.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cpsim.case.model import Model
 from cpsim.prediction.step.layer import BF16, FP32, Collective, ElementwisePass, Gemm
-from cpsim.prediction.step.program import Node, Nodes, Stream
+from cpsim.prediction.step.program import LayerCode, Node, Nodes, Stream
 from cpsim.schedule.transformer import OP_BYTES
 
 What = Collective | ElementwisePass
@@ -31,6 +31,23 @@ NOTE: Final = (
 ALONE: Final = (
     "experts: nothing runs beside exchanges of tokens; parallel.ep_overlap: true has them beside another microbatch"
 )
+
+
+def once_a_rank(code: LayerCode, model: Model, ep: int) -> LayerCode:
+    """A layer whose tokens are sent once to each rank that has some of their experts: as many bytes of those of an
+    all-to-all as ranks that random routing meets.
+
+    Source: deepseek-ai/DeepEP, README; NVIDIA/Megatron-LM, core_v0.15.0, transformer/moe/token_dispatcher.py
+    (MoEFlexTokenDispatcher).
+    """
+    share = ep * (1 - (1 - 1 / ep) ** model.top_k) / model.top_k
+
+    def sent(node: Node) -> Node:
+        if not isinstance(node.what, Collective) or node.what.kind != "all_to_all":
+            return node
+        return replace(node, what=replace(node.what, nbytes=round(share * node.what.nbytes)))
+
+    return replace(code, forward=tuple(map(sent, code.forward)), backward=tuple(map(sent, code.backward)))
 
 
 def balanced(total: int, parts: int) -> list[int]:

@@ -253,10 +253,11 @@ class Framework:
             raise InfeasibleError(f"tp_overlap: {self.name} does not overlap tensor parallelism; leave it out")
         if parallel.tp_overlap and self.compiles is not None and not compiled:
             raise InfeasibleError(f"tp_overlap: {self.name} overlaps in compiled layers only; use compile: true")
-        if parallel.ep_overlap and not (self.experts and parallel.ep > 1):
+        asked = {"ep_overlap": parallel.ep_overlap, "dispatcher": parallel.dispatcher != "alltoall"}
+        for name in (name for name, is_asked in asked.items() if is_asked and not (self.experts and parallel.ep > 1)):
             raise InfeasibleError(
-                "ep_overlap: expected experts that several ranks of megatron share, got "
-                f"{self.name} with ep = {parallel.ep}; leave it out"
+                f"{name}: expected experts that several ranks of megatron share, got {self.name} with "
+                f"ep = {parallel.ep}; leave it out"
             )
         if parallel.ep_overlap and parallel.pp > 1 and parallel.virtual_pp == 1:
             raise InfeasibleError("ep_overlap: expected several chunks of layers on each stage; use virtual_pp")

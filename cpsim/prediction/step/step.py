@@ -21,7 +21,7 @@ from cpsim.models.network.collective import transfer_seconds
 from cpsim.models.network.communication import Communication
 from cpsim.prediction.step.attention import PASSES, Attended, Attention
 from cpsim.prediction.step.costs import PARTS, Costs, Parts, stacked
-from cpsim.prediction.step.experts import ALONE, NOTE
+from cpsim.prediction.step.experts import ALONE, NOTE, once_a_rank
 from cpsim.prediction.step.frameworks import MEGATRON, Framework, Held, Sizes
 from cpsim.prediction.step.hosts import layer_seconds, update_seconds
 from cpsim.prediction.step.layer import BF16, FP32, Collective, Copy, ElementwisePass, Op, Ops, flops, sent_bytes
@@ -371,6 +371,7 @@ class StepModel:
         """The program of a virtual stage by its number of layers; of layers alone for none, -1."""
         sizes, code, recompute = self._sizes(tokens), self.framework, self.parallel.recompute
         runs = code.runs(sizes, self.compiled, self.recipe, self.parallel.tp_overlap, recompute)
+        runs = once_a_rank(runs, self.model, self.parallel.ep) if self.parallel.dispatcher == "flex" else runs
         alone = self.parallel.alone if self.parallel.ep_overlap else 1.0
         runs = beside_others(runs, alone) if alone < 1 else runs
         layer = _with_exchange(runs, exchange, kept)

@@ -135,6 +135,7 @@ def _routed(line: Line, row: Row, model: Any) -> dict[str, Any]:
             **({"embedding_as_layer": True, "loss_as_layer": True} if ends else {}),
             **({"layout": _layout(line)} if line["model"] in LATENT else {}),
             **({"ep_overlap": True} if _overlaps(line) else {}),
+            **({"dispatcher": "flex"} if _once(line) else {}),
         },
     }
 
@@ -228,13 +229,17 @@ ONCE: Final = {
 def _recipe(line: Line) -> Recipe:
     """What its configuration says of experts."""
     fused = _fused(line)
-    first, last = ONCE.get((line["model"], line["system"]), ("99", ""))
     return Recipe(
-        once=fused or first <= line["release"] <= last,
         fused=fused,
         biased=line["model"] == "GPT OSS 120B",
         again=_again(line, fused),
     )
+
+
+def _once(line: Line) -> bool:
+    """Whether tokens are sent once to each rank."""
+    first, last = ONCE.get((line["model"], line["system"]), ("99", ""))
+    return _fused(line) or first <= line["release"] <= last
 
 
 def _fused(line: Line) -> bool:

@@ -66,6 +66,11 @@ FP8_SIGMA: Final = 0.12
 """Standard deviation, relative, of products in FP8: of other published ratios to bf16, 1.70 (H100 SXM at 700 W, 765 and
 1297 TFLOP/s, NVIDIA/cutlass issue 1662) is 0.11 off, in logarithms; data sheets are 0.05 off."""
 
+GROUPED_SIGMA: Final = 0.19
+"""Standard deviation, relative, of products of experts, which are priced as the sum of each expert's own: of the points
+measured on an H100 and an H200 (``python -m studies.products``), whose small groups take half of that and whose large
+ones a tenth more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmParams:

@@ -12,11 +12,11 @@ import numpy as np
 from cpsim.case.cluster import Cluster
 from cpsim.case.gpu import find_gpu, gpu_of_driver
 from cpsim.case.load import ScenarioLike, as_scenario
-from cpsim.case.resolve import flops_of, notes_of
+from cpsim.case.resolve import flops_of, model_of, notes_of
 from cpsim.case.scenario import Scenario
 from cpsim.errors import CpsimError, InfeasibleError, MachineError
 from cpsim.models.cost_models import GROUPS
-from cpsim.models.gemm import FP8_SIGMA
+from cpsim.models.gemm import FP8_SIGMA, GROUPED_SIGMA
 from cpsim.models.profile import Profile
 from cpsim.models.uncertainty import Draws, Floats, draws_of, seed_of
 from cpsim.prediction.case import Case, resolve
@@ -322,10 +322,11 @@ def draws_for(case: Case, passes: Sequence[PassResult]) -> Draws:
     )
 
 
-def _less_sure(profile: Profile) -> Profile:
-    """With the uncertainty of products in FP8, which nobody measured."""
-    products = float(np.hypot(profile.sigma["matrix products"], FP8_SIGMA))
-    return replace(profile, sigma={**profile.sigma, "matrix products": products})
+def _less_sure(profile: Profile, scenario: Scenario) -> Profile:
+    """With the uncertainty of products in FP8 and of those of experts, which follow from others."""
+    more = {FP8_SIGMA: scenario.precision not in (None, "bf16"), GROUPED_SIGMA: bool(model_of(scenario).experts)}
+    sigma = [profile.sigma["matrix products"], *(each for each, has in more.items() if has)]
+    return replace(profile, sigma={**profile.sigma, "matrix products": float(np.linalg.norm(sigma))})
 
 
 def step_prediction(case: Case, step: Step, changes: Sequence[Change] | None = None) -> Prediction:
@@ -339,7 +340,7 @@ def step_prediction(case: Case, step: Step, changes: Sequence[Change] | None = N
     scenario = case.scenario
     label = f"{scenario.strategy} {sorted(scenario.knobs.items())} {scenario.kernel} {scenario.parallel}"
     drawn = draws_of(
-        case.profile if scenario.precision in (None, "bf16") else _less_sure(case.profile),
+        _less_sure(case.profile, scenario),
         case.cluster,
         scenario.kernel,
         captured=case.code.captured,

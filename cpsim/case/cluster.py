@@ -148,16 +148,16 @@ class Cluster:
     def __post_init__(self) -> None:
         if self.num_gpus <= self.gpus_per_node:
             return
+        if self.fabric is None:
+            raise ScenarioError(
+                f"gpus: {self.name} is one machine of {self.gpus_per_node} GPUs: expected at most "
+                f"{self.gpus_per_node}, got {self.num_gpus}; choose a cluster with a fabric, e.g. dgx-h200"
+            )
         if self.num_gpus % self.gpus_per_node:
             below = self.num_gpus // self.gpus_per_node * self.gpus_per_node
             raise ScenarioError(
                 f"gpus: {self.name} has nodes of {self.gpus_per_node}: expected at most {self.gpus_per_node} "
                 f"or a multiple of it, got {self.num_gpus}; use {below} or {below + self.gpus_per_node}"
-            )
-        if self.fabric is None:
-            raise ScenarioError(
-                f"gpus: {self.name} is one machine of {self.gpus_per_node} GPUs: expected at most "
-                f"{self.gpus_per_node}, got {self.num_gpus}; choose a cluster with a fabric, e.g. dgx-h200"
             )
 
     @property

@@ -159,6 +159,12 @@ class Model:
         dense = self.dense_layers * (self.more_dense(1) - self.expert_parameters(1))
         return self.layers * self.layer_parameters(1) + dense + 2 * self.vocab * self.hidden + self.hidden
 
+    def size(self) -> str:
+        """Weights in words, e.g. ``8.03 billion parameters``."""
+        billions = self.parameters() / 1e9
+        number = f"{billions:.3g} billion" if billions < 999.5 else f"{billions / 1e3:.3g} trillion"
+        return f"{number} parameters"
+
     def active_parameters(self) -> int:
         """Weights that a token passes: all but those of the experts that it is not sent to."""
         if not self.experts:

@@ -152,7 +152,7 @@ class Parallel:
         for name, number in (("experts", model.experts), ("dp x cp", self.replicas)):
             if number % self.ep:
                 raise InfeasibleError(f"ep: expected a divisor of {name} = {number}, got {self.ep}")
-        per_node = cluster.gpus_per_node // self.tp
+        per_node = min(cluster.gpus_per_node, cluster.num_gpus) // self.tp
         if per_node % self.ep and self.ep % per_node:
             raise InfeasibleError(
                 f"ep: expected a divisor or a multiple of {per_node} GPUs of a node with tp = {self.tp}, got {self.ep}"

@@ -168,7 +168,7 @@ def _shape(source: str) -> tuple[Any, str]:
     if known.model is None:
         raise ScenarioError(f"model: {known.refusal()}")
     caveats = f"; it has {', '.join(known.caveats)}, which a step leaves out" if known.caveats else ""
-    size = f"{known.model.parameters() / 1e9:.3g} billion parameters"
+    size = known.model.size()
     return known.name, f"model {known.name}: {known.hub}, {size}{caveats}"
 
 

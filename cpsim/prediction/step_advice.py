@@ -234,6 +234,8 @@ class _Search:
         """Recomputation and parts of the loss, the cheapest first; the last needs the least memory."""
         known = self.steps.framework.recomputes
         kinds = [self.section.recompute] if self.section.recompute else [one for one in RECOMPUTE if one in known]
+        if self.section.ep_overlap and not self.section.recompute:
+            kinds = kinds[:1]  # nothing is exchanged again
         parts = self.section.loss_chunks is None and (self.steps.framework.parts_loss or not self.named)
         chunks = [layout.loss_chunks, *(CHUNKS if parts else ())]
         return [{"recompute": kind, "loss_chunks": parts} for kind in kinds for parts in dict.fromkeys(chunks)]

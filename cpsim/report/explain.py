@@ -209,7 +209,7 @@ def _model(name: str) -> Explained:
     caveats = f" It has {', '.join(one.caveats)}, which a step leaves out." if one.caveats else ""
     sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "top_k", "window")
     facts = tuple((size, f"{getattr(one.model, size):,}") for size in sizes if getattr(one.model, size))
-    billions = f"{one.model.parameters() / 1e9:.3g} billion parameters"
+    billions = one.model.size()
     return Explained(name=name, kind="model", text=f"{one.hub}, {billions}.{caveats}", facts=facts)
 
 

@@ -99,7 +99,7 @@ def model_text(scenario: Scenario) -> str:
     """The model of a training step by name, or by size."""
     if isinstance(scenario.model, str):
         return scenario.model
-    return f"a model of {model_of(scenario).parameters() / 1e9:.3g} billion parameters"
+    return f"a model of {model_of(scenario).size()}"
 
 
 def mask_text(scenario: Scenario) -> str:

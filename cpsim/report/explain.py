@@ -9,7 +9,7 @@ import ast
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -207,10 +207,8 @@ def _model(name: str) -> Explained:
     if one.model is None:
         return Explained(name=name, kind="model", text=f"{one.refusal()}. Repository: {one.hub}.")
     caveats = f" It has {', '.join(one.caveats)}, which a step leaves out." if one.caveats else ""
-    sizes = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab", "experts", "top_k", "window")
-    facts = tuple((size, f"{getattr(one.model, size):,}") for size in sizes if getattr(one.model, size))
-    billions = one.model.size()
-    return Explained(name=name, kind="model", text=f"{one.hub}, {billions}.{caveats}", facts=facts)
+    facts = tuple((size, f"{number:,}") for size, number in asdict(one.model).items() if number)
+    return Explained(name=name, kind="model", text=f"{one.hub}, {one.model.size()}.{caveats}", facts=facts)
 
 
 def _cluster(name: str) -> Explained:
